@@ -19,12 +19,12 @@ from tightwire.model.layout import Layout, Shard
 from tightwire.model.llama import Llama
 from tightwire.model.parallel import LogitsGather, TensorParallel
 from tightwire.model.runner import ModelRunner
+from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.checkpoint_store import CheckpointStore
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.layer_store import LayerFiles
 from tightwire.model.weights.load import load_weights
 from tightwire.model.weights.prepared.folder import Prepared
-from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.source import WeightSource
 
 # Share of the fetch timeout spent on retries of a read. The read must fail before the pass that waits for it times out,

@@ -30,9 +30,9 @@ from tightwire.bench.report.page import Item, Plot, lines
 from tightwire.bench.report.table import Column, Metric, Row, Table
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.comm.all_reduce.entry import split_all_reduce_names
+from tightwire.comm.all_reduce.names import describe_all_reduce_names
 from tightwire.comm.all_reduce.registry import (
     all_reduce_names,
-    describe_all_reduce_names,
     make_all_reduce,
     parse_all_reduce,
 )

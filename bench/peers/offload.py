@@ -29,7 +29,7 @@ from tightwire.comm.group.group import Group
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
-from tightwire.model.weights.residency import EVERYTHING_RESIDENT
+from tightwire.model.weights import EVERYTHING_RESIDENT
 
 _CHILD = Path(__file__).resolve().with_name("transformers_child.py")
 _PAIRS = {"resident": "resident", "host none": "cpu", "disk none": "disk"}  # ours: theirs

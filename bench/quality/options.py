@@ -10,7 +10,8 @@ from typing import Any
 
 from tightwire.bench.options import OutputOptions, option, parse_integers
 from tightwire.comm.all_reduce.entry import split_all_reduce_names
-from tightwire.comm.all_reduce.registry import describe_all_reduce_names, parse_all_reduce
+from tightwire.comm.all_reduce.names import describe_all_reduce_names
+from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.comm.policy.policy_file import read_policy_file
 from tightwire.model.weights import WEIGHT_CODECS
 from tightwire.model.weights.formats import QUANTIZATIONS

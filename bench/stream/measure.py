@@ -31,9 +31,9 @@ from tightwire.comm.group.group import Group
 from tightwire.comm.group.partition_groups import PartitionPeers
 from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
+from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.model.weights.prepared.blob_file import BlobFile, reads_direct
 from tightwire.model.weights.prepared.folder import Prepared
-from tightwire.model.weights.residency import EVERYTHING_RESIDENT
 from tightwire.model.weights.streamed import StreamedWeights
 from tightwire.server.plan.devices import bind_to_cores
 

@@ -7,8 +7,8 @@ from typing import Any
 from tightwire.bench.options import OutputOptions, option, parse_integers, parse_names
 from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.comm.sizes import parse_bytes
-from tightwire.model.weights import WEIGHT_CODECS
-from tightwire.model.weights.residency import LEAST_STREAMED, WeightPlan, spread
+from tightwire.model.weights import WEIGHT_CODECS, WeightPlan
+from tightwire.model.weights.residency import LEAST_STREAMED, spread
 
 ROUNDS = 3  # in which all passes of an arm take turns
 _ORIGINS = {"host": "host", "disk": "disk", "peers": "files", "files": "disk"}  # of a ``WeightPlan``, by source

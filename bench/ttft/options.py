@@ -11,7 +11,8 @@ from typing import Any
 from tightwire.bench.options import OutputOptions, add_flags, given_options, option, parse_integers
 from tightwire.bench.ttft.proof import ModelShape, Proof, WireFormulas
 from tightwire.comm.all_reduce.entry import ELEM_BYTES, split_all_reduce_names
-from tightwire.comm.all_reduce.registry import describe_all_reduce_names, parse_all_reduce
+from tightwire.comm.all_reduce.names import describe_all_reduce_names
+from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.comm.policy.choose import Chooser
 from tightwire.model.open import open_checkpoint
 from tightwire.model.weights.formats import choose_formats

@@ -9,6 +9,7 @@ from pkgutil import iter_modules
 
 from tightwire.comm import all_reduce
 from tightwire.comm.all_reduce.entry import Entry
+from tightwire.comm.all_reduce.names import plain_names, preset_names, split_name
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import AllReduce
@@ -51,26 +52,10 @@ def lossy_names(suffix: str) -> list[str]:
     return [name for names in found for name in names]
 
 
-def plain_names() -> list[str]:
-    """The names of algorithms that take no codecs; all are lossless."""
-    return sorted(name for name, entry in ALL_REDUCE.items() if not entry.num_codecs)
-
-
-def preset_names() -> list[str]:
-    """The names of algorithms with fixed codecs."""
-    return [name for entry in ALL_REDUCE.values() for name in entry.presets]
-
-
 def all_reduce_names() -> list[str]:
     """All names without explicit codecs, for tests, self-tests and benchmarks."""
     bare = [name for name, entry in ALL_REDUCE.items() if entry.num_codecs and entry.exact_codecs is not None]
     return [*plain_names(), *preset_names(), *bare]
-
-
-def describe_all_reduce_names() -> str:
-    """Every valid form of a name, in one line."""
-    patterns = [pattern for entry in ALL_REDUCE.values() for pattern in entry.patterns]
-    return f"{', '.join([*plain_names(), *preset_names(), *patterns])} (with codecs such as int8, int4-g32, none)"
 
 
 def parse_all_reduce(name: str) -> AllReduceName:
@@ -79,21 +64,8 @@ def parse_all_reduce(name: str) -> AllReduceName:
     Raises:
         ValueError: no such algorithm, or one of its codecs does not exist; lists the valid forms.
     """
-    for entry in ALL_REDUCE.values():
-        if name in entry.presets:
-            return AllReduceName(name, entry, tuple(parse_codec(codec) for codec in entry.presets[name]))
-    family, colon, given = name.partition(":")
-    entry = ALL_REDUCE.get(family)
-    if entry is None or (colon and not entry.num_codecs) or (not colon and entry.exact_codecs is None):
-        raise ValueError(f"unknown all-reduce {name!r}; choose one of {describe_all_reduce_names()}")
-    if not colon:
-        return AllReduceName(name, entry, tuple(parse_codec(codec) for codec in entry.exact_codecs or ()))
-    parts = [given] if entry.num_codecs == 1 else given.split(",")
-    if len(parts) != entry.num_codecs:
-        raise ValueError(
-            f"{name!r} needs two codecs, for the reduce-scatter and the all-gather leg, such as flash:int4,int8"
-        )
-    return AllReduceName(name, entry, tuple(_codec_of(name, codec) for codec in parts))
+    family, codecs = split_name(name)
+    return AllReduceName(name, ALL_REDUCE[family], tuple(map(parse_codec, codecs)))
 
 
 def make_all_reduce(name: str, group: Group) -> AllReduce:
@@ -108,10 +80,3 @@ def make_all_reduce(name: str, group: Group) -> AllReduce:
         module, attribute = make.split(":")
         make = getattr(import_module(module), attribute)
     return make(group, *parsed.codecs, name=name) if parsed.codecs else make(group)
-
-
-def _codec_of(name: str, codec: str) -> Codec:
-    try:
-        return parse_codec(codec)
-    except ValueError as error:
-        raise ValueError(f"{name!r}: {error}") from None

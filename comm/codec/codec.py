@@ -4,17 +4,15 @@ Both quantized primitives take a codec: reduce-scatter (encode, exchange slices,
 gather, decode). ``kernels.block_quant`` defines the bytes.
 """
 
-import re
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tightwire.comm.codec.codec_names import parse_format
 from tightwire.kernels import block_quant
 from tightwire.kernels.spec import block_bound
 from tightwire.kernels.spec.block_format import BlockFormat
-
-_NAME = re.compile(r"(?:(fp8)|int([234568]))(?:-g(32|64|128))?(-sym)?(-had)?(-sr)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,30 +66,9 @@ class Codec:
 
 
 def parse_codec(name: str) -> Codec:
-    """``none``, ``fp8`` or ``intB`` with B in 8, 6, 5, 4, 3, 2, then any of ``-g32 -g64 -sym -had -sr`` in this order.
+    """The codec of a name (``codec_names``).
 
     Raises:
         ValueError: no such codec.
     """
-    if name == "none":
-        return Codec(name)
-    match = _NAME.fullmatch(name)
-    try:
-        if match is None:
-            raise ValueError("no such name")
-        float8, bits, group, symmetric, hadamard, spikes = match.groups()
-        fmt = BlockFormat(
-            bits=8 if float8 else int(bits),
-            group_elems=int(group or 128),
-            symmetric=symmetric is not None,
-            hadamard=hadamard is not None,
-            spikes=spikes is not None,
-            float8=float8 is not None,
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"unknown codec {name!r} ({error}); a codec is none, fp8, or int8, int6, int5, int4, int3 or int2, and then "
-            "optionally, in this order, -g32 or -g64 (numbers in a group, default 128), -sym (symmetric), -had (rotated), "
-            "-sr (spikes reserved), such as int4-g64-sr"
-        ) from None
-    return Codec(name, fmt)
+    return Codec(name, parse_format(name))

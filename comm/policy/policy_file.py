@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tightwire.comm.all_reduce.registry import parse_all_reduce
+from tightwire.comm.all_reduce.names import split_name
 from tightwire.comm.atomic_file import write_atomic
 from tightwire.comm.policy.rules import Choice, Policy, Rule
 
@@ -140,7 +140,7 @@ def _problem(file: PolicyFile) -> str | None:
 
 def _rule_problem(rule: FileRule) -> str | None:
     try:
-        parse_all_reduce(rule.algorithm)
+        split_name(rule.algorithm)
     except ValueError as error:
         return str(error)
     if rule.algorithm == "auto":

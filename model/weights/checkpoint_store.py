@@ -13,11 +13,11 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.layout import Shard
+from tightwire.model.weights import WeightPlan
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.fused import Fused, layer_tensors, outer_tensors, read_tensors
 from tightwire.model.weights.layer_store import LocalStore
 from tightwire.model.weights.packed_layer import PackedLayer, PackedModel, pack_model, weight_codec
-from tightwire.model.weights.residency import WeightPlan
 
 _CPU = torch.device("cpu")
 

@@ -10,10 +10,10 @@ from tightwire.comm.collectives.collectives import prepare_codecs
 from tightwire.comm.group.partition_groups import PartitionPeers
 from tightwire.kernels.packed import interleave
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix
+from tightwire.model.weights import WeightPlan
 from tightwire.model.weights.layer_store import HostStore, LayerFiles, LayerStore, ThrottledStore
 from tightwire.model.weights.packed_layer import weight_codec
 from tightwire.model.weights.partition_store import Kept, PartitionCut, PartitionStore
-from tightwire.model.weights.residency import WeightPlan
 from tightwire.model.weights.source import LayerWeights, OuterWeights, ResidentWeights, WeightSource
 from tightwire.model.weights.streamed import StreamedWeights
 

@@ -1,15 +1,15 @@
-"""The weight plan, which selects resident and streamed layers, and the memory that a plan needs.
+"""The memory that a weight plan needs: resident layers, streamed layers and their buffers.
 
 It is computed from sizes before anything is loaded; all ranks get the same plan.
 """
 
 from collections.abc import Iterable
 
-import msgspec
 import torch
 
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard
+from tightwire.model.weights import WeightPlan
 from tightwire.model.weights.formats import WeightFormats, weight_bytes
 from tightwire.model.weights.layer_fetcher import NUM_BUFFERS
 from tightwire.model.weights.packed_layer import PackedLayer, pack_model, weight_codec
@@ -17,26 +17,6 @@ from tightwire.model.weights.partition_store import PartitionCut
 
 # Fewer streamed layers would all fit in the buffers.
 LEAST_STREAMED = NUM_BUFFERS + 1
-
-
-class WeightPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The storage of each layer's weights. By default all layers are resident."""
-
-    source: str = "resident"  # or stream: each rank stores its streamed layers; or partition: a node's ranks share them
-    origin: str = ""  # streamed layers: host or disk; partitioned layers: files
-    ranks_per_node: int = 1  # number of ranks that share a partitioned shard
-    codec: str = "none"  # for plain matrices of streamed layers: none, int8, int4
-    streamed: tuple[int, ...] = ()
-    max_parts: int = 1  # a step may be computed in up to this many parts, each as long as a usual step
-    bytes_per_s: float | None = None  # rate limit of the source, for experiments
-    io: str = "buffered"  # reads of a prepared folder: direct or buffered
-    verify: bool = False  # check each layer of a prepared folder when it is first read
-
-    def resident(self, num_layers: int) -> tuple[int, ...]:
-        return tuple(layer for layer in range(num_layers) if layer not in self.streamed)
-
-
-EVERYTHING_RESIDENT = WeightPlan()
 
 
 def spread(num_layers: int, num_streamed: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 
 from tightwire.comm.sizes import format_bytes
-from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
+from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.server.config.serve import EngineOptions
 from tightwire.server.plan.memory_budget import (
     MemoryBudget,

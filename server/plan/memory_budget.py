@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tightwire.comm.sizes import format_bytes
-from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
+from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.server.config.serve import EngineOptions
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool, RankBytes, rank_bytes
 from tightwire.server.plan.rank_setup import rank_name

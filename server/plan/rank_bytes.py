@@ -8,8 +8,9 @@ import torch
 from tightwire.model.cache.offloaded_cache import NUM_BUFFERS
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Layout, Shard
+from tightwire.model.weights import WeightPlan
 from tightwire.model.weights.formats import WeightFormats, weight_bytes
-from tightwire.model.weights.residency import WeightPlan, WeightSizes
+from tightwire.model.weights.residency import WeightSizes
 from tightwire.server.config.limits import MAX_SCORED_ROWS
 from tightwire.server.config.serve import EngineOptions
 

@@ -9,7 +9,7 @@ import msgspec
 from tightwire.comm.link.link import Link
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.rules import Policy
-from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
+from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.server.config.serve import ServeConfig
 
 

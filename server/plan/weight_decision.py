@@ -10,18 +10,11 @@ import torch
 
 from tightwire.comm.sizes import format_bytes
 from tightwire.kernels.spec.packed_format import GROUP_ELEMS
-from tightwire.model.weights import WEIGHT_CODECS
+from tightwire.model.weights import EVERYTHING_RESIDENT, WEIGHT_CODECS, WeightPlan
 from tightwire.model.weights.formats import QUANTIZED_AS
 from tightwire.model.weights.packed_layer import pack_model, weight_codec
 from tightwire.model.weights.prepared.folder import Prepared
-from tightwire.model.weights.residency import (
-    EVERYTHING_RESIDENT,
-    LEAST_STREAMED,
-    WeightPlan,
-    WeightSizes,
-    check_codec,
-    spread,
-)
+from tightwire.model.weights.residency import LEAST_STREAMED, WeightSizes, check_codec, spread
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.config.weights import WeightOptions
 from tightwire.server.plan.kv_offload import budget_of

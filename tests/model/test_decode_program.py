@@ -19,8 +19,8 @@ from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.step import make_plan
+from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.formats import choose_formats
-from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
 
 _BLOCK_SIZE, _MAX_BLOCKS, _VOCAB = 16, 8, 304
 

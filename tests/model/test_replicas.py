@@ -13,7 +13,7 @@ from tiny import VARIANTS, make_tiny
 from tightwire.comm.policy.rules import Policy
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.sampling.parameters import SamplingParams
-from tightwire.model.weights.residency import WeightPlan
+from tightwire.model.weights import WeightPlan
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.ipc.engine_stats import EngineStats
 from tightwire.server.ipc.messages import AddRequest

@@ -8,8 +8,9 @@ from harness import run_in_process
 
 from tightwire.comm.all_reduce import registry
 from tightwire.comm.all_reduce.entry import Entry, Setting, Work, split_all_reduce_names
+from tightwire.comm.all_reduce.names import Declared, declared, describe_all_reduce_names
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
-from tightwire.comm.all_reduce.registry import all_reduce_names, describe_all_reduce_names, make_all_reduce
+from tightwire.comm.all_reduce.registry import all_reduce_names, make_all_reduce
 from tightwire.comm.all_reduce.self_test import self_test
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
@@ -28,6 +29,7 @@ ENTRY = Entry(name="toy", make=ToyAllReduce, work=lambda setting, num_bytes: Wor
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(registry.ALL_REDUCE, "toy", ENTRY)
+    monkeypatch.setitem(declared(), "toy", Declared())  # as if read from a file of the folder
     yield
 
 

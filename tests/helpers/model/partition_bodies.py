@@ -23,8 +23,8 @@ from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.step import StepPlan, make_plan
+from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.formats import WeightFormats, choose_formats
-from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.streamed import StreamedWeights
 
 _BLOCK_SIZE, _NUM_BLOCKS = 16, 8

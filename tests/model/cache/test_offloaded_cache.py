@@ -23,7 +23,8 @@ from tightwire.model.checkpoint.errors import CacheError
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.step_arrays import StepArrays
-from tightwire.model.weights.residency import WeightPlan, spread
+from tightwire.model.weights import WeightPlan
+from tightwire.model.weights.residency import spread
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.ipc.messages import AddRequest
 

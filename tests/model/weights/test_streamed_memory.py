@@ -23,8 +23,8 @@ from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.checkpoint_store import CheckpointStore
 from tightwire.model.weights.load import load_weights
-from tightwire.model.weights.residency import WeightPlan, WeightSizes, spread
-from tightwire.model.weights import WEIGHT_CODECS
+from tightwire.model.weights.residency import WeightSizes, spread
+from tightwire.model.weights import WEIGHT_CODECS, WeightPlan
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
