@@ -17,16 +17,15 @@ VERBS: dict[str, tuple[str, str]] = {
         "tightwire.bench.kernels.bench:KernelBench.main",
         "time codecs and matrix products on one core, codecs on one GPU",
     ),
-    "offload": (
-        "tightwire.bench.peers.offload:OffloadBench.main",
-        "compare streamed weights with accelerate's offloading",
-    ),
     "peers": ("tightwire.bench.peers.run:PeersBench.main", "compare with other servers: vLLM, llama.cpp, transformers"),
     "quality": (
         "tightwire.bench.quality.bench:QualityBench.main",
         "measure the accuracy that a quantized AllReduce costs",
     ),
-    "roofline": ("tightwire.bench.peers.roofline:RooflineBench.main", "compare serving with the device's own rates"),
+    "roofline": (
+        "tightwire.bench.peers.roofline:RooflineBench.main",
+        "profile steps and serving against the device's own rates",
+    ),
     "serve": ("tightwire.bench.serve.bench:ServeBench.main", "put load on a running server: TTFT, TPOT, throughput"),
     "stream": ("tightwire.bench.stream.bench:StreamBench.main", "time steps with streamed weights"),
     "train": ("tightwire.bench.train.bench:main", "time training steps between emulated nodes"),

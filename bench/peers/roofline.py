@@ -1,9 +1,9 @@
-"""``tightwire bench roofline``: compares `tightwire serve` with the device's own rates and with transformers.
+"""``tightwire bench roofline``: profiles a step and `tightwire serve` against the device's own rates, and against transformers.
 
-First it measures copies and matrix products on the idle device. Then one server gets three loads from `tightwire bench
-serve`: short prompts one by one, whose later tokens each read all weights once; long prompts, whose first token needs all
-products; and many requests at once. Then transformers generates with random weights of the same shape, a static cache and
-torch.compile.
+First it measures copies and matrix products on the idle device. Then it times the parts of a prompt and of generated tokens
+(``layer_parts``). Then one server gets three loads from `tightwire bench serve`: short prompts one by one, whose later tokens
+each read all weights once; long prompts, whose first token needs all products; and many requests at once. At last
+transformers generates with random weights of the same shape, a static cache and torch.compile.
 """
 
 import json
@@ -16,13 +16,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from tightwire.bench.options import OutputOptions, option
+from tightwire.bench.peers.layer_parts import WHOLE, Part, StepShape, measure_parts
 from tightwire.bench.peers.process import Load, PeerError, PeerProcess, bench_serve
-from tightwire.bench.report.table import Column, Metric
+from tightwire.bench.ranks import RankOptions, open_ranks
+from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench
 from tightwire.model.checkpoint.config import LlamaConfig, config_to_hf
 from tightwire.model.checkpoint.errors import ModelError
@@ -30,6 +33,21 @@ from tightwire.model.open import Checkpoint, open_checkpoint
 
 _CHILD = Path(__file__).resolve().with_name("transformers_child.py")
 _SHORT_PROMPT = 128
+_MS, _SHARE, _RATE = Column("ms", "seconds", ",.2f", 1e3), Column("share", "share", ".0%"), Column("of", "rate")
+_TOKENS = Column("tokens/s", "tokens_per_s", ",.1f")
+_PART_COLUMNS = (
+    Column("part", "part"),
+    *(_MS, _SHARE, _RATE),
+    Column("calls", "calls", "d"),
+    Column("MB", "bytes", ",.2f", 1e-6),
+    Column("GFLOP", "flops", ",.3f", 1e-9),
+)
+_SERVED_COLUMNS = (Column("load", "name"), _MS, _TOKENS, _SHARE, _RATE)
+_LEGEND = (
+    "Share: the time that the bytes, or the operations, take at the device's rates, whichever is longer, of the part's time. "
+    "Small activations stay in a cache, so a share may exceed 100 %. A CPU serves a decode step as one call, without timers: "
+    "its parts are the same kernels called one by one."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +60,7 @@ class RooflineOptions(OutputOptions):
     output_len: int = option(64, "tokens to generate", metavar="N", least=4)
     crowd: int = option(64, "requests in flight", metavar="N", least=1)
     batched_tokens: int = option(8192, "--max-num-batched-tokens of the server", metavar="N", least=1)
+    server: bool = option(True, "start a server and measure it too (default: yes)")
     peer: bool = option(True, "measure transformers too (default: yes)")
     start_timeout: float = option(240.0, "longest start of the server, and run of transformers", metavar="S", above=0)
 
@@ -57,13 +76,7 @@ class RooflineBench(Bench[RooflineOptions]):
     options_type = RooflineOptions
     description = "Compare serving with the device's own rates and with transformers."
     metrics = (Metric(name="seconds", unit="ms", scale=1e3),)
-    columns = (
-        Column("load", "name"),
-        Column("ms", "seconds", ",.2f", 1e3),
-        Column("tokens/s", "tokens_per_s", ",.1f"),
-        Column("share of the device's rate", "share", ".0%"),
-        Column("of", "rate"),
-    )
+    columns = (Column("load", "name"), *_PART_COLUMNS[1:], _TOKENS)
     failures = ((ModelError, 1), (PeerError, 1), (subprocess.SubprocessError, 1))
 
     def measure(self) -> None:
@@ -73,20 +86,41 @@ class RooflineBench(Bench[RooflineOptions]):
         rates = measure_rates(options.device_type)
         model = {"model": options.model, "tp": options.tp, "quantization": options.quantization}
         self.facts = {**model, "device": options.device_type, **rates}
-        loads = _measure_server(options, checkpoint)
-        self.measured = summarize(checkpoint.config, rates, loads)
+        copies, products = rates["copy_bytes_per_s"] / 1e9, rates["product_flops"] / 1e12
+        self.print(f"copies read and write {copies:.0f} GB/s, products {products:.2f} TFLOP/s", "")
+        self._measure_parts(rates, checkpoint.config.max_positions)
+        served: list[dict[str, Any]] = []
+        if options.server:
+            served += summarize(checkpoint.config, rates, _measure_server(options, checkpoint))
         if options.peer:
             token_s = _measure_transformers(options, checkpoint.config)
             name = "a generated token, transformers"
-            self.measured.append({"name": name, "seconds": token_s, "samples": {"seconds": [token_s]}})
-            self.facts["times_as_fast"] = token_s / self.measured[0]["seconds"]
-        copies, products = rates["copy_bytes_per_s"] / 1e9, rates["product_flops"] / 1e12
-        self.print(f"copies read and write {copies:.0f} GB/s, products {products:.2f} TFLOP/s")
-        table = self.csv({"cells": self.measured})
-        assert table is not None, "this bench has columns"
-        self.print_table(table)
-        if "times_as_fast" in self.facts:
+            served.append({"name": name, "seconds": token_s, "samples": {"seconds": [token_s]}})
+        if served:
+            self.measured += served
+            self.print_table(Table(title="Over HTTP", columns=_SERVED_COLUMNS, rows=served))
+        if options.server and options.peer:
+            self.facts["times_as_fast"] = served[-1]["seconds"] / served[0]["seconds"]
             self.print(f"tightwire is {self.facts['times_as_fast']:.2f} times as fast as transformers")
+
+    def _measure_parts(self, rates: dict[str, float], max_positions: int) -> None:
+        """A table for each load, with the times of rank 0."""
+        options, is_cuda = self.options, self.options.device_type == "cuda"
+        prompt_len = min(options.prompt_len, options.batched_tokens, max_positions)
+        shapes = [
+            StepShape(f"a prompt of {prompt_len}", sequences=1, tokens=prompt_len, is_decode=False),
+            StepShape("a generated token", sequences=1, tokens=_SHORT_PROMPT, is_decode=True),
+            StepShape(f"{options.crowd} tokens at once", sequences=options.crowd, tokens=_SHORT_PROMPT, is_decode=True),
+        ]
+        how = options.model, options.quantization, "native" if is_cuda else "two-shot", shapes
+        own = rates if is_cuda else {name: rate / options.tp for name, rate in rates.items()}  # ranks share the cores
+        with open_ranks(RankOptions(ranks=options.tp, device=options.device_type)) as (ranks, _):
+            for rank, (shape, parts) in ranks.stream(measure_parts, *how):
+                if rank == 0:
+                    rows = part_rows(shape.name, parts, own)
+                    self.measured += rows
+                    self.print_table(Table(title=f"Parts of {shape.name}", columns=_PART_COLUMNS, rows=rows))
+        self.print(_LEGEND, "", style="dim")
 
     def title(self, result: Any) -> tuple[str, str]:
         return "Serving beside the device's own rates", f"{result['model']}, TP {result['tp']}, bfloat16"
@@ -165,7 +199,6 @@ def _measure_transformers(options: RooflineOptions, config: LlamaConfig) -> floa
     command = [
         sys.executable,
         str(_CHILD),
-        "generate",
         json.dumps(config_to_hf(config)),
         "--device",
         options.device_type,
@@ -173,6 +206,34 @@ def _measure_transformers(options: RooflineOptions, config: LlamaConfig) -> floa
     command += ["--prompt-len", str(_SHORT_PROMPT), "--output-len", str(options.output_len)]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=options.start_timeout, check=True)
     return json.loads(done.stdout.decode().splitlines()[-1])["token_s"]
+
+
+def part_rows(load: str, parts: dict[str, Part], rates: dict[str, float]) -> list[dict[str, Any]]:
+    """The parts of a step, their sum, and the step as served; ``rates``: of one rank."""
+    rows = []
+    for name, part in sorted(parts.items(), key=lambda item: item[0] == WHOLE):
+        if name == WHOLE:
+            part.num_bytes, part.flops = (sum(row[key] for row in rows) for key in ("bytes", "flops"))
+            total_s = sum(row["seconds"] for row in rows)
+            rows.append(
+                {"name": f"{load}: sum of the parts", "part": "sum of the parts", "seconds": total_s, "samples": {}}
+            )
+        copy_s, product_s = part.num_bytes / rates["copy_bytes_per_s"], part.flops / rates["product_flops"]
+        seconds = median(part.seconds)
+        rows.append(
+            {
+                "name": f"{load}: {name}",
+                "part": name,
+                "seconds": seconds,
+                "share": max(copy_s, product_s) / seconds,
+                "rate": "copies" if copy_s > product_s else "products",
+                "calls": part.calls,
+                "bytes": part.num_bytes,
+                "flops": part.flops,
+                "samples": {"seconds": part.seconds},
+            }
+        )
+    return rows
 
 
 def summarize(config: LlamaConfig, rates: dict[str, float], loads: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

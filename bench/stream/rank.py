@@ -5,12 +5,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.bench.stream.options import StreamBenchOptions
-from tightwire.comm.group.group import Group, open_process_group
+from tightwire.comm.group.group import Group
 from tightwire.comm.group.partition_groups import PartitionPeers
-from tightwire.comm.group.topology import Topology
 from tightwire.comm.policy.routes import Routes, make_candidates
 from tightwire.comm.policy.rules import one_for_all
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
@@ -39,7 +37,7 @@ class Rank:
         self._layout = make_layout(self._config, group.world_size)
         self._formats = choose_formats(checkpoint.reader(), self._config, options.quantization)
         self._dtype: torch.dtype = getattr(torch, options.dtype)
-        self._routes = _routes(options.all_reduce, group) if group.world_size > 1 else None
+        self._routes = one_all_reduce(options.all_reduce, group) if group.world_size > 1 else None
 
     @property
     def num_layers(self) -> int:
@@ -77,7 +75,7 @@ class Rank:
     def step(self, batch: int) -> StepPlan:
         """A decode step with random tokens: the last of each of ``batch`` sequences."""
         token_ids = np.random.default_rng(self.options.seed).integers(0, self._config.vocab_size, batch)
-        return _plan(token_ids, [1] * batch, [self.options.context] * batch, is_decode=True)
+        return make_step(token_ids, [1] * batch, [self.options.context] * batch, is_decode=True)
 
     def passes(
         self, run: Callable[[], object], count: int, prepare: Callable[[], None] | None = None
@@ -106,8 +104,8 @@ class Rank:
             torch.cuda.synchronize(self.group.device)
 
 
-def _routes(name: str, group: Group) -> Routes:
-    """The same AllReduce for every message."""
+def one_all_reduce(name: str, group: Group) -> Routes:
+    """The AllReduce ``name`` for every message."""
     policy = one_for_all(name)
     return Routes([(name, policy)], make_candidates([policy], group))
 
@@ -117,14 +115,14 @@ def greedy_tokens(runner: ModelRunner, group: Group, prompt: Sequence[int], num_
     tokens = list(prompt)
     for _ in range(num_tokens):
         new = tokens[-1:] if len(tokens) > len(prompt) else tokens
-        logits_RV = runner.execute(_plan(new, [len(new)], [len(tokens)], is_decode=len(new) == 1))
+        logits_RV = runner.execute(make_step(new, [len(new)], [len(tokens)], is_decode=len(new) == 1))
         best = torch.zeros(1, dtype=torch.int64) if logits_RV is None else logits_RV[-1:].argmax(-1).cpu()
         gathered = group.transport.gather(best.to(group.device).view(torch.uint8))
         tokens.append(int(gathered[0].view(torch.int64)))
     return tokens[len(prompt) :]
 
 
-def _plan(
+def make_step(
     token_ids: Sequence[int] | np.ndarray, query_lens: Sequence[int], context_lens: Sequence[int], *, is_decode: bool
 ) -> StepPlan:
     widest = -(-max(context_lens) // BLOCK_SIZE)
@@ -136,9 +134,3 @@ def _plan(
         num_decode_rows=len(token_ids) if is_decode else 0,
         logit_rows=np.cumsum(query_lens) - 1,
     )
-
-
-def open_single_rank(device: str) -> Group:
-    """The group of one rank in this process."""
-    own = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    return open_process_group(Topology(0, 1), store=HashStore(), device=own)

@@ -1,7 +1,11 @@
+import json
+from pathlib import Path
+
 import pytest
+from tiny import make_tiny
 
 from tightwire.bench.options import parse_options
-from tightwire.bench.peers.roofline import RooflineOptions, summarize
+from tightwire.bench.peers.roofline import RooflineBench, RooflineOptions, summarize
 from tightwire.model.open import open_checkpoint
 
 
@@ -24,3 +28,25 @@ def test_shares_are_of_the_rates_of_the_device() -> None:
 
     assert (token["share"], crowd["tokens_per_s"]) == (0.5, 9.0)
     assert prompt["share"] == pytest.approx(0.25, rel=1e-3)  # attention to one token adds little
+
+
+def test_the_parts_of_a_step_are_those_of_the_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_tiny(tmp_path / "m", num_key_value_heads=2, intermediate_size=128)
+    config, prompt_len = open_checkpoint(str(model)).config, 32
+
+    argv = [str(model), "--tp", "2", "--device", "cpu", "--prompt-len", str(prompt_len), "--crowd", "3"]
+    assert RooflineBench.main([*argv, "--no-server", "--no-peer"]) == 0
+
+    cells = {cell["name"]: cell for cell in json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]}
+    prompt = {
+        name.removeprefix("a prompt of 32: "): cell for name, cell in cells.items() if name.startswith("a prompt")
+    }
+    assert set(prompt) == {
+        *("embedding", "products", "attention", "norm", "rope, cache write", "SwiGLU", "sums over ranks", "logits"),
+        *("sampling", "sum of the parts", "whole step, as served"),
+    }
+    elems = config.num_layers * config.layer_matrix_elems
+    assert prompt["products"]["flops"] == 2 * prompt_len * elems // 2  # of one rank
+    assert prompt["sums over ranks"]["calls"] == 2 * config.num_layers
+    assert cells["3 tokens at once: products"]["flops"] == 2 * 3 * elems // 2
+    assert cells["a generated token: whole step, as served"]["seconds"] > 0
