@@ -1,5 +1,5 @@
-"""``tightwire doctor``: examines this machine, tests its devices and links, and suggests options. Start at ``cli.py``.
+"""``tightwire doctor``: examines this machine, tests its devices, measures its speed, suggests options. Start at ``cli.py``.
 
-``probing`` runs each probe (``host``, ``gpus``) in its own process with a time limit; ``facts`` are their results; ``advice`` derives
-problems, notes and options from them. A failed probe is a finding too.
+``host`` and ``gpus`` collect facts, ``probing`` runs whatever may hang or crash in a process of its own with a time limit,
+``advice`` derives the verdict, problems, notes and options. A failed probe is a problem too.
 """

@@ -1,29 +1,38 @@
-"""Derives problems, notes and suggested options from the findings."""
+"""Derives the verdict, problems, notes and options from the facts."""
 
-from collections.abc import Iterator, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Iterator
+from typing import Literal
 
 from msgspec import Struct
 
-from tightwire.bench.doctor.facts import (
-    CpuFacts,
-    CudaFacts,
-    Facts,
-    Gpu,
-    GpuFacts,
-    IsolationFacts,
-    Link,
-    MemoryFacts,
-    PciFacts,
-    PeerFacts,
-)
-from tightwire.bench.doctor.probing import Finding
+from tightwire.bench.doctor.gpus import Driver, Gpu, Torch
+from tightwire.bench.doctor.host import Host
 from tightwire.comm.sizes import format_bytes
 
 # NVIDIA recommends --shm-size=1g for containers; with Docker's 64 MB NCCL fails to start several ranks.
 _NCCL_SHM_BYTES = 1 << 30
+_KERNELS = {"v3": "AVX2", "v4": "AVX-512", "v4-bf16": "AVX-512 with bfloat16", "neon": "NEON"}  # by level
 
-_Kind = TypeVar("_Kind")
+
+class Facts(Struct, frozen=True, kw_only=True):
+    """All findings. ``failures``: what went wrong, by the name of the probe."""
+
+    host: Host
+    driver: Driver = Driver()
+    torch: Torch = Torch()
+    failures: dict[str, str] = {}
+
+    @property
+    def num_gpus(self) -> int:
+        return len(self.torch.devices)
+
+
+class Speed(Struct, frozen=True):
+    """``tokens_per_s`` of ``model`` for one request, measured; None: not measured, and ``reason`` says why."""
+
+    model: str
+    tokens_per_s: float | None = None
+    reason: str = ""
 
 
 class Advice(Struct, frozen=True):
@@ -34,189 +43,127 @@ class Advice(Struct, frozen=True):
     options: str = ""
 
 
-class _Machine:
-    """The facts by kind; None if a probe failed or did not run."""
-
-    def __init__(self, findings: Sequence[Finding]) -> None:
-        facts = [finding.facts for finding in findings if finding.facts is not None]
-        self.cpu, self.memory = _of(CpuFacts, facts), _of(MemoryFacts, facts)
-        self.pci, self.isolation = _of(PciFacts, facts), _of(IsolationFacts, facts)
-        self.gpus, self.cuda, self.peers = _of(GpuFacts, facts), _of(CudaFacts, facts), _of(PeerFacts, facts)
-
-    @property
-    def num_cuda(self) -> int:
-        return len(self.cuda.devices) if self.cuda else 0
-
-
-def _of(kind: type[_Kind], facts: Sequence[Facts]) -> _Kind | None:
-    return next((fact for fact in facts if isinstance(fact, kind)), None)
+def describe_verdict(facts: Facts, options: str, speed: Speed) -> str:
+    """The machine, the options to use and the speed to expect, in one sentence."""
+    host = facts.host
+    vectors = _KERNELS.get(host.kernels, "no compiled kernels")
+    machine = f"{host.num_usable} CPU core{'s' * (host.num_usable != 1)}, {vectors}"
+    if facts.num_gpus:
+        machine = f"{facts.num_gpus} GPU{'s' * (facts.num_gpus > 1)} ({', '.join(sorted(set(facts.torch.devices)))})"
+    expected = speed.reason
+    if speed.tokens_per_s is not None:
+        expected = f"expect about {speed.tokens_per_s:.0f} tokens/s of {speed.model} for one request"
+    return f"{machine}; use {options}; {expected}"
 
 
-def advise(findings: Sequence[Finding], tp: int) -> list[Advice]:
+def advise(facts: Facts, tp: int) -> list[Advice]:
     """Problems first, then notes, then options. ``tp``: the number of ranks without a GPU."""
-    machine = _Machine(findings)
     found = [
-        *_failures(findings),
-        *_gpus(machine),
-        *_peers(machine),
-        *_links(machine),
-        *_isolation(machine),
-        *_host(machine, tp),
-        *_options(machine, tp),
+        *(Advice("problem", f"the probe of {name} {problem}") for name, problem in facts.failures.items()),
+        *_driver(facts),
+        *_peers(facts.torch),
+        *(advice for gpu in facts.driver.gpus for advice in _link(gpu)),
+        *_isolation(facts),
+        *_host(facts, tp),
+        *_options(facts, tp),
     ]
     return sorted(found, key=lambda advice: ("problem", "note", "use").index(advice.kind))
 
 
-def _failures(findings: Sequence[Finding]) -> Iterator[Advice]:
-    for finding in findings:
-        if finding.problem is not None:
-            yield Advice("problem", f"the probe of {finding.probe} {finding.problem}")
-
-
-def _gpus(machine: _Machine) -> Iterator[Advice]:
-    driver, cuda = machine.gpus, machine.cuda
-    if driver is None or cuda is None or not driver.gpus:
-        return
-    if cuda.cuda is None:
-        yield Advice("problem", f"the driver has {len(driver.gpus)} GPUs, but torch {cuda.torch} is a CPU build")
-    elif not cuda.available:
-        yield Advice("problem", f"the driver has {len(driver.gpus)} GPUs, but torch {cuda.torch} cannot use them")
-    elif len(cuda.devices) < len(driver.gpus):
-        yield Advice(
-            "note",
-            f"torch sees {len(cuda.devices)} of {len(driver.gpus)} GPUs; check CUDA_VISIBLE_DEVICES",
-        )
-    for links in driver.nvlinks:
+def _driver(facts: Facts) -> Iterator[Advice]:
+    torch, num_driver = facts.torch, len(facts.driver.gpus)
+    if num_driver and not torch.devices:
+        reason = "is a CPU build" if torch.cuda is None else "cannot use them"
+        yield Advice("problem", f"the driver has {num_driver} GPUs, but torch {facts.host.software['torch']} {reason}")
+    elif facts.num_gpus < num_driver:
+        yield Advice("note", f"torch sees {facts.num_gpus} of {num_driver} GPUs; check CUDA_VISIBLE_DEVICES")
+    for links in facts.driver.nvlinks:
         if links.num_inactive and links.num_active:
             total = links.num_active + links.num_inactive
             yield Advice("problem", f"GPU {links.gpu}: {links.num_inactive} of {total} NVLinks are inactive")
 
 
-def _peers(machine: _Machine) -> Iterator[Advice]:
-    if machine.peers is None:
-        return
-    for test in machine.peers.tests:
+def _peers(torch: Torch) -> Iterator[Advice]:
+    for test in torch.tests:
         if not test.ok:
-            yield Advice(
-                "problem",
-                f"GPU {test.writer} claims access to GPU {test.owner}'s memory, but its writes fail: {test.detail}",
-            )
-    if machine.peers.under_way is not None:
-        writer, owner = machine.peers.under_way
+            claim = f"GPU {test.writer} claims access to GPU {test.owner}'s memory, but its writes fail"
+            yield Advice("problem", f"{claim}: {test.detail}")
+    if torch.under_way is not None:
+        writer, owner = torch.under_way
         yield Advice("problem", f"a write from GPU {writer} into GPU {owner}'s memory did not finish")
 
 
-def _links(machine: _Machine) -> Iterator[Advice]:
+def _link(gpu: Gpu) -> Iterator[Advice]:
     """An idle link may be slow to save power, but it is never narrower."""
-    gpus = {gpu.link.address: gpu for gpu in machine.gpus.gpus} if machine.gpus else {}
-    links = machine.pci.links if machine.pci else []
-    for link in links:
-        yield from _link(link, gpus.get(link.address))
-    for gpu in gpus.values():  # a virtual machine may hide links that its driver reports
-        if gpu.link.address not in {link.address for link in links}:
-            yield from _link(gpu.link, gpu)
-
-
-def _link(link: Link, gpu: Gpu | None) -> Iterator[Advice]:
-    name = f"{link.kind} {link.address}" + (f" ({gpu.name})" if gpu else "")
-    max_width = _least(link.max_width, link.slot_max_width)
-    max_speed = _least(link.max_gt_per_s, link.slot_max_gt_per_s)
-    if link.width is not None and max_width is not None and link.width < max_width:
-        yield Advice(
-            "problem",
-            f"{name} runs at x{link.width} of x{max_width:g}: reseat it, or check the board's manual for slots that share lanes",
-        )
-    if link.gt_per_s is not None and max_speed is not None and link.gt_per_s < max_speed:
-        slow = f"{name} runs at {link.gt_per_s:g} of {max_speed:g} GT/s"
-        if gpu is not None and gpu.power_state == "P0":
-            yield Advice(
-                "problem", f"{slow} although it is not idle: check the link speed in the BIOS, and any riser cable"
-            )
+    name = f"GPU {gpu.index} ({gpu.name}, {gpu.address})"
+    if gpu.width is not None and gpu.max_width is not None and gpu.width < gpu.max_width:
+        cure = "reseat it, or check the board's manual for slots that share lanes"
+        yield Advice("problem", f"{name} runs at x{gpu.width} of x{gpu.max_width}: {cure}")
+    if gpu.generation is not None and gpu.max_generation is not None and gpu.generation < gpu.max_generation:
+        slow = f"{name} runs at PCIe {gpu.generation} of {gpu.max_generation}"
+        if gpu.power_state == "P0":
+            cure = "check the link speed in the BIOS, and any riser cable"
+            yield Advice("problem", f"{slow} although it is not idle: {cure}")
         else:
             yield Advice("note", f"{slow}; idle links slow down, so check again under load")
-    if link.slot_max_width is not None and link.max_width is not None and link.slot_max_width < link.max_width:
-        yield Advice("note", f"{name} is x{link.max_width} in a slot that is x{link.slot_max_width}")
 
 
-def _least(*values: float | None) -> float | None:
-    return min((value for value in values if value is not None), default=None)
-
-
-def _isolation(machine: _Machine) -> Iterator[Advice]:
-    facts = machine.isolation
-    if facts is None or machine.num_cuda < 2:
+def _isolation(facts: Facts) -> Iterator[Advice]:
+    host = facts.host
+    if facts.num_gpus < 2:
         return
-    if facts.redirecting_bridges:
-        yield Advice(
-            "problem",
-            f"ACS of {', '.join(facts.redirecting_bridges)} routes writes between GPUs through the host: turn ACS off in "
-            "the BIOS unless devices are passed to virtual machines",
-        )
-    elif facts.redirecting_bridges is None:
-        yield Advice("note", f"cannot tell if ACS redirects peer writes: {facts.unread_reason}")
-    if facts.num_iommu_groups and not any(option.endswith(("=pt", "=off")) for option in facts.kernel_options):
+    if host.acs_redirects:
+        ports = ", ".join(host.acs_redirects)
+        cure = "turn ACS off in the BIOS unless devices are passed to virtual machines"
+        yield Advice("problem", f"ACS of {ports} routes writes between GPUs through the host: {cure}")
+    elif host.acs_redirects is None:
+        yield Advice("note", f"cannot tell if ACS redirects peer writes: {host.acs_problem}")
+    if host.num_iommu_groups and not any(option.endswith(("=pt", "=off")) for option in host.kernel_options):
         yield Advice("note", "an IOMMU translates device writes; the kernel option iommu=pt avoids most of the cost")
 
 
-def _host(machine: _Machine, tp: int) -> Iterator[Advice]:
-    cpu, memory = machine.cpu, machine.memory
-    ranks = machine.num_cuda or tp
-    if cpu is not None and cpu.num_usable < ranks:
-        why = (
-            f"a quota allows {cpu.num_usable} of {cpu.num_allowed}"
-            if cpu.num_usable < cpu.num_allowed
-            else "all there are"
-        )
-        yield Advice(
-            "problem",
-            f"{ranks} ranks for {cpu.num_usable} cores ({why}): ranks share cores, and each waits for all others",
-        )
-    if cpu is not None and len(cpu.numa_nodes) > 1 and not machine.num_cuda:
-        yield Advice(
-            "note",
-            f"{len(cpu.numa_nodes)} NUMA nodes: memory of another node is slower; keep a model that fits on one node there "
-            "(numactl --cpunodebind=0 --membind=0)",
-        )
-    if memory is not None and machine.num_cuda > 1 and (memory.shm_bytes or 0) < _NCCL_SHM_BYTES:
-        yield Advice(
-            "problem",
-            f"/dev/shm has {format_bytes(memory.shm_bytes or 0)}, too little for NCCL between {machine.num_cuda} GPUs: "
-            "use docker run --shm-size=1g, or a larger emptyDir",
-        )
+def _host(facts: Facts, tp: int) -> Iterator[Advice]:
+    host, ranks = facts.host, facts.num_gpus or tp
+    if host.num_usable < ranks:
+        quota = f"a quota allows {host.num_usable} of {host.num_allowed}"
+        why = quota if host.num_usable < host.num_allowed else "all there are"
+        cost = "ranks share cores, and each waits for all others"
+        yield Advice("problem", f"{ranks} ranks for {host.num_usable} cores ({why}): {cost}")
+    if host.kernels not in _KERNELS:
+        cure = "install a C++ compiler (g++), or python -m pip install ziglang"
+        yield Advice("problem", f"no compiled CPU kernels, so torch's much slower references compute: {cure}")
+    if len(host.numa_nodes) > 1 and not facts.num_gpus:
+        cure = "keep a model that fits on one node there (numactl --cpunodebind=0 --membind=0)"
+        yield Advice("note", f"{len(host.numa_nodes)} NUMA nodes: memory of another node is slower; {cure}")
+    if facts.num_gpus > 1 and (host.shm_bytes or 0) < _NCCL_SHM_BYTES:
+        cure = "use docker run --shm-size=1g, or a larger emptyDir"
+        small = f"/dev/shm has {format_bytes(host.shm_bytes or 0)}, too little for NCCL between {facts.num_gpus} GPUs"
+        yield Advice("problem", f"{small}: {cure}")
 
 
-def _options(machine: _Machine, tp: int) -> Iterator[Advice]:
-    if machine.num_cuda > 1:
-        yield _gpu_transport(machine)
-        if not (machine.gpus and machine.gpus.nvlinks):
-            yield Advice(
-                "use",
-                "no NVLink: with this, auto may quantize AllReduces of prompts; decode rows stay exact",
-                "--comm-error-budget 0.01",
-            )
-    elif machine.num_cuda == 1:
-        yield Advice("use", "one GPU: nothing to split", "--device cuda --tp 1")
-    elif machine.cpu is not None and machine.memory is not None:
-        ranks, problem = min(tp, machine.cpu.num_usable), machine.memory.shared_memory_problem
-        if ranks < 2:
-            yield Advice("use", "one usable core: a second rank would share it", "--device cpu --tp 1")
-        elif problem is None:
-            yield Advice(
-                "use",
-                "no GPU; ranks exchange messages in shared memory",
-                f"--device cpu --tp {ranks} --transport shared-memory",
-            )
-        else:
-            yield Advice("use", f"no GPU; {problem}", f"--device cpu --tp {ranks} --transport process-group")
-
-
-def _gpu_transport(machine: _Machine) -> Advice:
-    num, peers = machine.num_cuda, machine.peers
-    passed = {(test.writer, test.owner) for test in peers.tests if test.ok} if peers else set()
-    if len(passed) == num * (num - 1):
-        text, transport = "every GPU can write to every other GPU's memory", "peer-memory"
-    elif machine.cuda and machine.cuda.peers:
-        text, transport = "not all GPUs can write to each other's memory, so NCCL sends the messages", "process-group"
+def _options(facts: Facts, tp: int) -> Iterator[Advice]:
+    """The first one is for every server on this machine."""
+    if facts.num_gpus > 1:
+        yield _gpu_options(facts.num_gpus, facts.torch)
+        if not facts.driver.nvlinks:
+            why = "no NVLink: with this, auto may quantize AllReduces of prompts; decode rows stay exact"
+            yield Advice("use", why, "--comm-error-budget 0.01")
+    elif facts.num_gpus == 1:
+        yield Advice("use", "one GPU: nothing to split", "--tp 1")
+    elif facts.host.num_usable < 2:
+        yield Advice("use", "one usable core: a second rank would share it", "--tp 1")
     else:
-        text, transport = "the driver offers no peer access, so NCCL sends messages through the host", "process-group"
-    return Advice("use", text, f"--device cuda --tp {num} --transport {transport}")
+        problem = facts.host.shared_memory_problem
+        sums = "ranks exchange messages in shared memory" if problem is None else f"messages go through gloo: {problem}"
+        yield Advice("use", f"no GPU; {sums}", f"--tp {min(tp, facts.host.num_usable)}")
+
+
+def _gpu_options(num: int, torch: Torch) -> Advice:
+    passed = {(test.writer, test.owner) for test in torch.tests if test.ok}
+    if len(passed) == num * (num - 1):
+        return Advice("use", "every GPU can write to every other GPU's memory", f"--tp {num}")
+    if torch.peers:
+        why = "not all GPUs can write to each other's memory, so NCCL sends the messages"
+    else:
+        why = "the driver offers no peer access, so NCCL sends messages through the host"
+    return Advice("use", why, f"--tp {num} --transport process-group")

@@ -1,113 +1,122 @@
-"""``tightwire doctor``: runs the probes, prints findings and advice, or one JSON object."""
+"""``tightwire doctor``: prints a verdict, what was found, and advice, or one JSON object."""
 
 import argparse
-import asyncio
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
+from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tightwire.bench.doctor.advice import Advice, advise
-from tightwire.bench.doctor.facts import CudaFacts
-from tightwire.bench.doctor.probing import Finding, run_probe
+from tightwire.bench.doctor.advice import Advice, Facts, Speed, advise, describe_verdict
+from tightwire.bench.doctor.gpus import read_driver, read_torch
+from tightwire.bench.doctor.host import read_host
+from tightwire.bench.doctor.probing import run_probe
+from tightwire.model.checkpoint.catalog import is_cached
 
-_PACKAGE = "tightwire.bench.doctor"
-# Name -> "module:function". These only read, all at once; PEERS tests hardware.
-LOOKING = {
-    "processor": f"{_PACKAGE}.host:cpu",
-    "memory": f"{_PACKAGE}.host:memory",
-    "GPUs": f"{_PACKAGE}.gpus:gpus",
-    "torch": f"{_PACKAGE}.gpus:cuda",
-    "PCIe": f"{_PACKAGE}.host:pci",
-    "isolation": f"{_PACKAGE}.host:isolation",
-    "network": f"{_PACKAGE}.host:network",
-    "versions": f"{_PACKAGE}.host:versions",
-}
-PEERS = f"{_PACKAGE}.gpus:peers"
 _STYLES = {"problem": "bold red", "note": "yellow", "use": "bold green"}
+_MODEL = "smollm2-135m"
+_PROMPT, _NUM_TOKENS = "Count to one hundred: 1, 2, 3, 4,", 48  # the answer does not end earlier
 
 
-class Report(msgspec.Struct, frozen=True):
+class Report(Struct, frozen=True):
     """The output of ``--json``. ``ok``: no probe failed and there is no problem."""
 
     ok: bool
-    findings: list[Finding]
+    verdict: str
+    facts: Facts
+    speed: Speed
     advice: list[Advice]
 
 
 def main(argv: Sequence[str]) -> int:
-    """``tightwire doctor``: exit code 0, or 1 for a problem or a failed probe."""
+    """Returns 0, or 1 for a problem or a failed probe."""
     parser = argparse.ArgumentParser(
         prog="tightwire doctor",
-        description="Examine this machine's devices, links and memory, test peer access, and suggest "
-        "options. Each probe has its own process and time limit.",
+        description="Examine this machine's devices, links and memory, test peer access, measure the speed of a small model, "
+        "and suggest options.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--verbose", action="store_true", help="show every fact, and what is missing")
     parser.add_argument(
         "--timeout-s",
-        type=_number(float, lambda value: 0 < value <= 3600, "more than 0 and at most 3600 seconds"),
+        type=float,
         default=60.0,
         metavar="S",
         help="limit of each probe (default: %(default)g)",
     )
     parser.add_argument(
         "--tp",
-        type=_number(int, lambda value: value >= 1, "a whole number of at least 1"),
+        type=int,
         default=2,
         metavar="N",
         help="number of ranks on a machine without a GPU (default: %(default)s)",
     )
     args = parser.parse_args(argv)
-    waiting = Console(stderr=True).status("probing") if sys.stderr.isatty() else contextlib.nullcontext()
-    with waiting:
-        findings = asyncio.run(examine(args.timeout_s))
-    advice = advise(findings, args.tp)
-    report = Report(all(item.kind != "problem" for item in advice), findings, advice)
+    if not 0 < args.timeout_s <= 3600:
+        parser.error(f"--timeout-s must be more than 0 and at most 3600 seconds, got {args.timeout_s:g}")
+    if args.tp < 1:
+        parser.error(f"--tp must be at least 1, got {args.tp}")
+    report = examine(args.timeout_s, args.tp)
     if args.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
     else:
-        show(findings, advice, Console(highlight=False))
+        show(report, Console(highlight=False), verbose=args.verbose)
     return 0 if report.ok else 1
 
 
-async def examine(limit_s: float) -> list[Finding]:
-    """All findings; peer access is tested where the driver claims it."""
-    findings = list(await asyncio.gather(*(run_probe(name, target, limit_s) for name, target in LOOKING.items())))
-    if any(isinstance(finding.facts, CudaFacts) and finding.facts.peers for finding in findings):
-        findings.append(await run_probe("peer access", PEERS, limit_s))
-    return findings
+def examine(limit_s: float, tp: int) -> Report:
+    """Runs all probes; each that may hang ends after ``limit_s``."""
+    with _waiting("reading processor, memory and devices"):
+        driver, driver_problem = read_driver(limit_s)
+        torch, torch_problem = read_torch(limit_s)
+        failures = {name: why for name, why in (("GPUs", driver_problem), ("torch", torch_problem)) if why}
+        facts = Facts(host=read_host(limit_s), driver=driver, torch=torch, failures=failures)
+    advice = advise(facts, tp)
+    options = next(item.options for item in advice if item.kind == "use")
+    with _waiting(f"measuring the speed of {_MODEL}, about 5 s"):
+        speed = measure_speed(options, limit_s)
+    verdict = describe_verdict(facts, options, speed)
+    return Report(all(item.kind != "problem" for item in advice), verdict, facts, speed, advice)
 
 
-def _number(kind: type[float], is_allowed: Callable[[float], bool], range_text: str) -> Callable[[str], float]:
-    def from_text(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = float("nan")
-        if not is_allowed(value):
-            raise argparse.ArgumentTypeError(f"must be {range_text}, got {text}")
-        return value
-
-    return from_text
+def measure_speed(options: str, limit_s: float) -> Speed:
+    """Generate with ``options``; the first token, which needs the prompt, does not count."""
+    if not is_cached(_MODEL):
+        return Speed(_MODEL, reason=f"`tightwire pull` fetches {_MODEL}, and doctor then measures its speed")
+    command = [sys.executable, "-m", "tightwire", "generate", "--model", _MODEL, "--max-tokens", str(_NUM_TOKENS)]
+    output = run_probe([*command, *options.split(), _PROMPT], limit_s)
+    if output.problem or len(output.times_s) < 2:
+        return Speed(_MODEL, reason=f"its speed is unknown: `tightwire generate` {output.problem or 'printed nothing'}")
+    return Speed(_MODEL, (_NUM_TOKENS - 1) / (output.times_s[-1] - output.times_s[0]))
 
 
-def show(findings: Sequence[Finding], advice: Sequence[Advice], console: Console) -> None:
-    """Print a section for each finding, then the advice; fits 80 columns."""
-    grid = Table.grid(padding=(0, 2))
-    for finding in findings:
-        rows = list(finding.facts.rows()) if finding.facts is not None else []
-        if finding.problem is not None:
-            rows.append(("", f"the probe {finding.problem}"))
-        for number, (label, text) in enumerate(rows):
-            grid.add_row(Text("" if number else finding.probe, "bold"), label, Text(text))
-    console.print(grid)
+def show(report: Report, console: Console, *, verbose: bool) -> None:
+    """Print the verdict, the facts and the advice; fits 80 columns."""
+    facts = report.facts
+    console.print(Text(report.verdict, "bold"), end="\n\n")
+    shown = [*facts.host.rows(), *(facts.driver.rows() if facts.driver.gpus or verbose else ())]
+    shown += [*facts.host.more_rows(), *facts.torch.rows()] if verbose else []
+    _print_grid(console, ((Text(name, "bold"), Text(text)) for name, text in shown))
     console.print()
+    _print_grid(console, ((Text(item.kind, _STYLES[item.kind]), _describe(item)) for item in report.advice))
+    if not verbose:
+        console.print("\n`tightwire doctor --verbose` shows all it found.", style="dim")
+
+
+def _describe(item: Advice) -> Text:
+    return Text.assemble((f"{item.options}: " if item.options else "", "bold"), item.text)
+
+
+def _print_grid(console: Console, rows: Iterable[tuple[Text, Text]]) -> None:
     grid = Table.grid(padding=(0, 2))
-    for item in advice:
-        text = Text.assemble((f"{item.options}\n" if item.options else "", "bold"), item.text)
-        grid.add_row(Text(item.kind, _STYLES[item.kind]), text)
+    for row in rows:
+        grid.add_row(*row)
     console.print(grid)
+
+
+def _waiting(text: str) -> contextlib.AbstractContextManager[object]:
+    return Console(stderr=True).status(text) if sys.stderr.isatty() else contextlib.nullcontext()

@@ -1,47 +1,110 @@
-"""Probes of GPUs by ``nvidia-smi`` and torch: devices, links, peer access claimed and tested."""
+"""Facts of GPUs by ``nvidia-smi`` and torch: devices, links, peer access claimed and tested.
+
+``python -m tightwire.bench.doctor.gpus`` writes torch's facts, a line of JSON each time that they become more complete.
+"""
 
 import re
 import shutil
-import subprocess
+import sys
 from collections.abc import Iterator
 
-import torch
-from torch.cuda import nccl
+import msgspec
+from msgspec import Struct
 
-from tightwire.bench.doctor.facts import (
-    CudaDevice,
-    CudaFacts,
-    Gpu,
-    GpuFacts,
-    Link,
-    NvLinks,
-    PeerFacts,
-    PeerTest,
-)
-from tightwire.comm.transport.peer_access import check_peer_writes, claimed_peers
+from tightwire.bench.doctor.host import Rows
+from tightwire.bench.doctor.probing import run_probe
+from tightwire.comm.sizes import format_bytes
+from tightwire.server.plan.devices import torch_has_cuda
+from tightwire.server.ranks.parent_death import die_with_parent
 
 _QUERY = (
     *("index", "name", "pci.bus_id", "memory.total", "driver_version"),
     *("pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max", "pstate"),
 )
-_MIB = 1 << 20
-_GT_PER_S = {"1": 2.5, "2": 5.0, "3": 8.0, "4": 16.0, "5": 32.0, "6": 64.0}  # by PCIe generation
+_CHILD = (sys.executable, "-m", "tightwire.bench.doctor.gpus")
 
 
-def gpus() -> GpuFacts:
-    """GPUs and NVLinks as the driver reports them; raises RuntimeError if nvidia-smi fails."""
+class Gpu(Struct, frozen=True):
+    """A GPU as the driver reports it. The PCIe link's generations and widths are None in most virtual machines."""
+
+    index: int
+    name: str
+    address: str
+    memory_bytes: int
+    driver: str
+    generation: int | None
+    max_generation: int | None
+    width: int | None
+    max_width: int | None
+    power_state: str | None  # P0 is full speed; links slow down in other states
+
+    def __str__(self) -> str:
+        link = (
+            f"PCIe {_or(self.generation)} of {_or(self.max_generation)}, x{_or(self.width)} of x{_or(self.max_width)}"
+        )
+        memory = format_bytes(self.memory_bytes)
+        return f"{self.name}, {memory}, driver {self.driver}, {link}, {self.power_state or 'power state unknown'}"
+
+
+class NvLinks(Struct, frozen=True):
+    gpu: int
+    num_active: int
+    num_inactive: int
+
+
+class Driver(Struct, frozen=True):
+    gpus: list[Gpu] = []
+    nvlinks: list[NvLinks] = []
+    absent_reason: str | None = None
+
+    def rows(self) -> Rows:
+        yield from ((f"GPU {gpu.index}", str(gpu)) for gpu in self.gpus)
+        yield from (
+            (f"NVLink {each.gpu}", f"{each.num_active} active, {each.num_inactive} not") for each in self.nvlinks
+        )
+        if self.absent_reason:
+            yield "GPUs", self.absent_reason
+
+
+class PeerTest(Struct, frozen=True):
+    writer: int
+    owner: int
+    ok: bool
+    detail: str
+    gb_per_s: float | None
+
+
+class Torch(Struct, frozen=True):
+    """The devices in torch."""
+
+    cuda: str | None = None  # the version that torch was built for; None: a CPU build
+    nccl: str | None = None
+    devices: list[str] = []
+    peers: list[
+        tuple[int, int]
+    ] = []  # (writer, owner): the driver claims that the first may write into the second's memory
+    tests: list[PeerTest] = []
+    under_way: tuple[int, int] | None = None  # the pair in test, which is the cause if the probe hangs
+
+    def rows(self) -> Rows:
+        build = "a CPU build" if self.cuda is None else f"for CUDA {self.cuda}, NCCL {self.nccl}"
+        yield "torch", build
+        yield from ((f"cuda:{number}", name) for number, name in enumerate(self.devices))
+        for test in self.tests:
+            speed = "" if test.gb_per_s is None else f", {test.gb_per_s:.1f} GB/s"
+            yield f"GPU {test.writer} -> {test.owner}", f"{'ok' if test.ok else 'WRONG'}: {test.detail}{speed}"
+
+
+def read_driver(limit_s: float) -> tuple[Driver, str | None]:
+    """GPUs and NVLinks as the driver reports them, and what is wrong."""
     if shutil.which("nvidia-smi") is None:
-        return GpuFacts(absent_reason="nvidia-smi is not installed")
-    found = parse_gpus(_nvidia_smi(f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"))
-    nvlinks = parse_nvlinks(_nvidia_smi("nvlink", "--status")) if len(found) > 1 else []
-    return GpuFacts(absent_reason=None, gpus=found, nvlinks=nvlinks)
-
-
-def _nvidia_smi(*arguments: str) -> str:
-    done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"nvidia-smi {arguments[0]}: {(done.stderr or done.stdout).strip()}")
-    return done.stdout
+        return Driver(absent_reason="nvidia-smi is not installed"), None
+    query = run_probe(["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"], limit_s)
+    if query.problem:
+        return Driver(), query.problem + f" {query.data.decode().strip()}".rstrip()
+    gpus = parse_gpus(query.data.decode())
+    nvlinks = run_probe(["nvidia-smi", "nvlink", "--status"], limit_s) if len(gpus) > 1 else None
+    return Driver(gpus, parse_nvlinks(nvlinks.data.decode()) if nvlinks else []), nvlinks and nvlinks.problem
 
 
 def parse_gpus(csv: str) -> list[Gpu]:
@@ -49,66 +112,62 @@ def parse_gpus(csv: str) -> list[Gpu]:
     found = []
     for line in filter(str.strip, csv.splitlines()):
         values = [None if "N/A" in value or "Not Supported" in value else value.strip() for value in line.split(",")]
-        index, name, bus_id, memory, driver, gen, max_gen, width, max_width, state = values
+        index, name, bus_id, memory, driver, *link, state = values
+        numbers = [int(each) if each and each.isdigit() else None for each in link]
+        address = (bus_id or "").lower()[-12:]  # as in sysfs: 0000:0a:00.0, from 00000000:0A:00.0
+        memory_bytes = int(memory or 0) << 20
         found.append(
-            Gpu(
-                index=int(index or 0),
-                name=name or "unknown",
-                memory_bytes=int(memory or 0) * _MIB,
-                driver=driver or "unknown",
-                link=Link(
-                    address=(bus_id or "").lower()[-12:],  # as in sysfs: 0000:0a:00.0, from 00000000:0A:00.0
-                    kind="gpu",
-                    name="",
-                    gt_per_s=_GT_PER_S.get(gen or ""),
-                    max_gt_per_s=_GT_PER_S.get(max_gen or ""),
-                    width=_int(width),
-                    max_width=_int(max_width),
-                ),
-                power_state=state,
-            )
+            Gpu(int(index or 0), name or "unknown", address, memory_bytes, driver or "unknown", *numbers, state)
         )
     return found
-
-
-def _int(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() else None
 
 
 def parse_nvlinks(status: str) -> list[NvLinks]:
     """Parse ``nvidia-smi nvlink --status``: one entry for each GPU with NVLinks."""
     found = []
-    for block in re.split(r"^(?=GPU \d+:)", status, flags=re.MULTILINE):
-        head = re.match(r"GPU (\d+):", block)
-        active = [float(speed) for speed in re.findall(r"Link \d+: ([\d.]+) GB/s", block)]
-        num_inactive = len(re.findall(r"Link \d+: <inactive>", block))
-        if head and (active or num_inactive):
-            found.append(NvLinks(int(head[1]), len(active), num_inactive, round(sum(active), 3)))
+    for part in re.split(r"^(?=GPU \d+:)", status, flags=re.MULTILINE):
+        head = re.match(r"GPU (\d+):", part)
+        active, inactive = (len(re.findall(rf"Link \d+: {what}", part)) for what in (r"[\d.]+ GB/s", "<inactive>"))
+        if head and (active or inactive):
+            found.append(NvLinks(int(head[1]), active, inactive))
     return found
 
 
-def cuda() -> CudaFacts:
-    available = torch.cuda.is_available()
-    devices = []
-    for index in range(torch.cuda.device_count() if available else 0):
-        properties = torch.cuda.get_device_properties(index)
-        capability = f"{properties.major}.{properties.minor}"
-        devices.append(CudaDevice(index, properties.name, properties.total_memory, capability))
-    return CudaFacts(
-        torch=str(torch.__version__),  # its type is a subclass of str that JSON does not know
-        cuda=torch.version.cuda,
-        nccl=".".join(map(str, nccl.version())) if available else None,
-        available=available,
-        devices=devices,
-        peers=claimed_peers() if available else [],
-    )
+def read_torch(limit_s: float) -> tuple[Torch, str | None]:
+    """Devices and tested peer access, and what is wrong; a probe that hangs leaves the facts found before."""
+    if not torch_has_cuda():
+        return Torch(), None
+    output = run_probe(_CHILD, limit_s)
+    lines = output.data.split(b"\n")[:-1]
+    facts = msgspec.json.decode(lines[-1], type=Torch) if lines else Torch(cuda="?")
+    return facts, output.problem
 
 
-def peers() -> Iterator[PeerFacts]:
-    """Test every pair; name it first, because a broken pair may hang."""
-    tests: list[PeerTest] = []
-    for writer, owner in claimed_peers():
-        yield PeerFacts(tests=list(tests), under_way=(writer, owner))
+def examine_torch() -> Iterator[Torch]:
+    """Test every pair of GPUs; name it first, because a broken pair may hang."""
+    import torch
+    from torch.cuda import nccl
+
+    from tightwire.comm.transport.peer_access import check_peer_writes, claimed_peers
+
+    if not torch.cuda.is_available():
+        yield Torch(cuda=torch.version.cuda)
+        return
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    facts = Torch(torch.version.cuda, ".".join(map(str, nccl.version())), devices, claimed_peers())
+    for writer, owner in facts.peers:
+        yield msgspec.structs.replace(facts, under_way=(writer, owner))
         check = check_peer_writes(torch.device("cuda", writer), torch.device("cuda", owner))
-        tests.append(PeerTest(writer, owner, *check))
-    yield PeerFacts(tests=tests)
+        facts = msgspec.structs.replace(facts, tests=[*facts.tests, PeerTest(writer, owner, *check)])
+    yield facts
+
+
+def _or(value: int | None) -> str:
+    return "?" if value is None else str(value)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    for facts in examine_torch():
+        sys.stdout.buffer.write(msgspec.json.encode(facts) + b"\n")
+        sys.stdout.flush()

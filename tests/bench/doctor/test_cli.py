@@ -1,84 +1,100 @@
-"""``tightwire doctor``: which probes run, the page or JSON, the exit code. The real ones run once, on this machine."""
+"""``tightwire doctor``: the page or JSON, the exit code. The real probes run once, on this machine."""
 
-import asyncio
 import json
+import sys
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tightwire.bench.doctor import cli
-from tightwire.bench.doctor.facts import CpuFacts, CudaFacts, Facts, MemoryFacts
-from tightwire.bench.doctor.probing import Finding, run_probe
+from tightwire.bench.doctor.advice import Facts, Speed
+from tightwire.bench.doctor.gpus import Driver, Gpu, PeerTest, Torch
+from tightwire.bench.doctor.host import Host, read_host
+from tightwire.bench.doctor.probing import Output
+from tightwire.model.checkpoint import catalog
 
-CPU = CpuFacts("EPYC", "x86_64", 8, 8, 8, [], False, [])
-MEMORY = MemoryFacts(1 << 36, 1 << 36, 1 << 33, 1 << 33, None, None)
-CUDA = CudaFacts("2.13.0", "13.0", None, True, [], [(0, 1), (1, 0)])
-
-
-class Probes:
-    """Stands in for ``run_probe``: gives each probe its facts or its problem."""
-
-    def __init__(self, **by_name: Facts | str) -> None:
-        self.by_name, self.limits = by_name, dict[str, float]()
-
-    async def __call__(self, name: str, target: str, limit_s: float) -> Finding:
-        self.limits[name] = limit_s
-        outcome = self.by_name.get(name)
-        return Finding(name, 0.1, None, outcome) if isinstance(outcome, str) else Finding(name, 0.1, outcome)
+GPU = Gpu(0, "RTX 3090", "0000:01:00.0", 24 << 30, "580.65", 1, 4, None, 16, None)
+HOST = read_host(60.0)
 
 
 @pytest.fixture
-def probes(monkeypatch: pytest.MonkeyPatch) -> Probes:
-    probes = Probes(processor=CPU, memory=MEMORY)
-    monkeypatch.setattr(cli, "run_probe", probes)
-    return probes
+def driver(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """The doctor without GPUs and without measuring; the first entry is the driver's problem."""
+    problem: list[str | None] = [None]
+    monkeypatch.setattr(
+        cli, "read_driver", lambda limit_s: (Driver(absent_reason="nvidia-smi is not installed"), problem[0])
+    )
+    monkeypatch.setattr(cli, "read_host", lambda limit_s: HOST)
+    monkeypatch.setattr(cli, "measure_speed", lambda options, limit_s: Speed("smollm2-135m", 45.0))
+    return problem
 
 
-def test_a_sound_machine_exits_with_0(probes: Probes, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == 0
+def test_the_verdict_is_first_and_what_is_missing_is_left_out(
+    driver: list[str | None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(["--tp", "1"])
     out = capsys.readouterr().out
-    assert "EPYC" in out and "--device cpu --tp 2 --transport shared-memory" in out
-    assert probes.limits == dict.fromkeys(cli.LOOKING, 60.0)
+    assert "expect about 45 tokens/s" in " ".join(out.split("\n\n")[0].split())
+    assert HOST.cpu in out and "use  --tp 1" in out
+    assert "nvidia-smi" not in out and "ACS" not in out and "PCIe" not in out
+    cli.main(["--tp", "1", "--verbose"])
+    verbose = capsys.readouterr().out
+    assert "nvidia-smi is not installed" in verbose and "ACS redirects" in verbose
 
 
-def test_a_failed_probe_exits_with_1_and_is_reported(probes: Probes, capsys: pytest.CaptureFixture[str]) -> None:
-    probes.by_name["GPUs"] = "did not end within 3 s and was stopped"
-    assert cli.main(["--timeout-s", "3"]) == 1
+def test_a_failed_probe_exits_with_1_and_is_reported(
+    driver: list[str | None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver[0] = "did not end within 3 s and was stopped"
+    assert cli.main(["--timeout-s", "3", "--tp", "1"]) == 1
     assert "the probe of GPUs did not end within 3 s" in " ".join(capsys.readouterr().out.split())
-    assert set(probes.limits.values()) == {3.0}
 
 
-def test_json_is_one_object_with_everything(probes: Probes, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--json", "--tp", "9"]) == 1
+def test_json_is_one_object_with_everything(driver: list[str | None], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--json", "--tp", "999"]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert report["ok"] is False
-    assert report["advice"][0]["text"].startswith("9 ranks for 8 cores")
-    assert [finding["probe"] for finding in report["findings"]][:2] == ["processor", "memory"]
-    assert report["findings"][0]["facts"]["type"] == "cpu"
+    assert report["ok"] is False and report["advice"][0]["text"].startswith("999 ranks for")
+    assert report["facts"]["host"]["cpu"] == HOST.cpu and report["speed"]["tokens_per_s"] == 45.0
 
 
-def test_only_possible_tests_run(probes: Probes) -> None:
-    cli.main([])
-    assert "peer access" not in probes.limits
-    probes.by_name["torch"] = CUDA
-    cli.main([])
-    assert "peer access" in probes.limits
+def test_every_fact_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    torch = Torch("13.0", "2.29.1", ["RTX 3090"] * 2, [(0, 1)], [PeerTest(0, 1, False, "7 values arrived wrong", None)])
+    facts = Facts(host=HOST, driver=Driver([GPU]), torch=torch)
+    report = cli.Report(True, "2 GPUs (RTX [3090])", facts, Speed("m"), [])
+    cli.show(report, Console(width=80, highlight=False), verbose=True)
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    words = " ".join(text.split())
+    assert "RTX [3090]" in words and "GPU 0 -> 1 WRONG: 7 values arrived wrong" in words
+    assert "RTX 3090, 24GiB, driver 580.65, PCIe 1 of 4, x? of x16, power state unknown" in words
 
 
-@pytest.mark.parametrize(("option", "words"), [("--timeout-s", "at most 3600 seconds"), ("--tp", "whole number")])
-def test_wrong_numbers_are_refused_with_the_range(option: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main([option, "soon"])
-    assert words in (err := capsys.readouterr().err) and "got soon" in err
+def test_the_speed_is_measured_with_the_advised_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], limit_s: float) -> Output:
+        commands.append(command)
+        return Output(data=b"5, 6", times_s=[10.0, 11.0, 12.0])
+
+    monkeypatch.setattr(cli, "is_cached", lambda name: True)
+    monkeypatch.setattr(cli, "run_probe", run)
+    assert cli.measure_speed("--tp 2", 60.0).tokens_per_s == 47 / 2
+    assert commands[0][:4] == [sys.executable, "-m", "tightwire", "generate"] and "--tp" in commands[0]
 
 
-@pytest.mark.parametrize("arguments", [["--timeout-s", "0"], ["--timeout-s", "nan"], ["--tp", "0"], ["--verbose"]])
+def test_a_model_that_is_not_there_is_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(catalog, "cache_folder", lambda: tmp_path)
+    speed = cli.measure_speed("--tp 2", 60.0)
+    assert speed.tokens_per_s is None and "tightwire pull" in speed.reason
+
+
+@pytest.mark.parametrize("arguments", [["--timeout-s", "0"], ["--timeout-s", "nan"], ["--tp", "0"], ["--tp", "soon"]])
 def test_wrong_options_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refusal:
         cli.main(arguments)
     assert refusal.value.code == 2 and "usage: tightwire doctor" in capsys.readouterr().err
 
 
-async def test_every_reading_probe_works_on_this_machine() -> None:
-    findings = await asyncio.gather(*(run_probe(name, target, 120.0) for name, target in cli.LOOKING.items()))
-    assert {finding.probe: finding.problem for finding in findings} == dict.fromkeys(cli.LOOKING)
-    assert len({type(finding.facts) for finding in findings}) == len(cli.LOOKING)
+def test_this_machine_has_facts() -> None:
+    assert isinstance(HOST, Host) and HOST.cpu and HOST.total_bytes > HOST.available_bytes > 0

@@ -1,24 +1,24 @@
-"""Facts of the host, read from a tree of files like the kernel's."""
+"""Facts of the host, read from a tree of files like the kernel's, and from what lspci says."""
 
 from pathlib import Path
 
-import pytest
+from tightwire.bench.doctor.host import read_host, redirecting_ports
 
-from tightwire.bench.doctor import host
-from tightwire.bench.doctor.facts import Interface, NumaNode
-
-X86 = """processor\t: 0
-model name\t: Intel(R) Xeon(R) Platinum 8480+
-flags\t\t: fpu sse2 avx2 fma f16c avx512f avx512bw avx512_bf16 amx_tile amx_bf16 hypervisor
-
-processor\t: 1
-model name\t: Intel(R) Xeon(R) Platinum 8480+
-flags\t\t: fpu sse2 avx2 fma f16c avx512f avx512bw avx512_bf16 amx_tile amx_bf16 hypervisor
+LSPCI = """00:01.1 PCI bridge: Advanced Micro Devices, Inc. [AMD] GPP Bridge (prog-if 00 [Normal decode])
+\tCapabilities: [2a0 v1] Access Control Services
+\t\tACSCap:\tSrcValid+ TransBlk+ ReqRedir+ CmpltRedir+ UpstreamFwd+ EgressCtrl- DirectTrans+
+\t\tACSCtl:\tSrcValid+ TransBlk- ReqRedir+ CmpltRedir+ UpstreamFwd+ EgressCtrl- DirectTrans-
+00:03.1 PCI bridge: Advanced Micro Devices, Inc. [AMD] GPP Bridge (prog-if 00 [Normal decode])
+\tCapabilities: [2a0 v1] Access Control Services
+\t\tACSCap:\tSrcValid+ TransBlk+ ReqRedir+ CmpltRedir+ UpstreamFwd+ EgressCtrl- DirectTrans+
+\t\tACSCtl:\tSrcValid- TransBlk- ReqRedir- CmpltRedir- UpstreamFwd- EgressCtrl- DirectTrans-
+01:00.0 VGA compatible controller: NVIDIA Corporation GA102 [GeForce RTX 3090] (rev a1)
+\tCapabilities: [60] Power Management version 3
 """
-ARM = """processor\t: 0
-BogoMIPS\t: 2000.00
-Features\t: fp asimd aes asimdhp asimddp sve i8mm bf16
+DENIED = """00:01.1 PCI bridge: Advanced Micro Devices, Inc. [AMD] Starship/Matisse GPP Bridge
+\tCapabilities: <access denied>
 """
+MEMINFO = "MemTotal:  2048 kB\nMemFree: 9 kB\nMemAvailable:  1024 kB"
 
 
 def write(root: Path, **files: str) -> Path:
@@ -30,55 +30,49 @@ def write(root: Path, **files: str) -> Path:
     return root
 
 
-def test_cpu_on_x86(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    facts = host.cpu(write(tmp_path, proc__cpuinfo=X86))
-    assert facts.model == "Intel(R) Xeon(R) Platinum 8480+" and facts.virtual is True
-    assert facts.vector_flags == ["avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_tile", "amx_bf16"]
-    assert 1 <= facts.num_usable <= facts.num_allowed <= facts.num_cpus
-    assert facts.numa_nodes == []
+def test_an_empty_tree(tmp_path: Path) -> None:
+    host = read_host(60.0, write(tmp_path, proc__meminfo=MEMINFO))
+    assert (host.total_bytes, host.available_bytes, host.shm_bytes) == (2 << 20, 1 << 20, None)
+    assert (host.numa_nodes, host.interfaces, host.num_iommu_groups) == ([], [], 0)
+    assert 1 <= host.num_usable <= host.num_allowed
+    assert {"tightwire", "python", "torch"} <= host.software.keys()
 
 
-def test_cpu_on_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    facts = host.cpu(write(tmp_path, proc__cpuinfo=ARM))
-    assert facts.architecture == "aarch64" and facts.virtual is None and facts.model
-    assert facts.vector_flags == ["asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve"]
+def test_vectors_of_x86_and_arm(tmp_path: Path) -> None:
+    x86 = "processor: 0\nflags: fpu sse2 avx2 fma f16c avx512_bf16 amx_tile\n\nprocessor: 1\nflags: fpu sse2 avx2 fma"
+    tree = write(tmp_path, proc__meminfo=MEMINFO, proc__cpuinfo=x86)
+    assert read_host(60.0, tree).vectors == ["avx2", "fma", "f16c", "avx512_bf16", "amx_tile"]
+    write(tmp_path, proc__cpuinfo="Features: fp asimd aes asimdhp sve i8mm bf16")
+    assert read_host(60.0, tree).vectors == ["asimd", "asimdhp", "sve", "i8mm", "bf16"]
 
 
-def test_numa_nodes_are_sorted_by_number(tmp_path: Path) -> None:
-    nodes = tmp_path / "sys/devices/system/node"
+def test_numa_network_and_isolation(tmp_path: Path) -> None:
+    options = "quiet intel_iommu=on iommu=pt root=/dev/sda1 pcie_acs_override=downstream"
+    write(tmp_path, proc__meminfo=MEMINFO, proc__cmdline=options)
     for number, cpus in ((10, "20-21"), (2, "4-5,36-37")):
-        text = f"Node {number} MemTotal:       {number * 1024} kB\nNode {number} MemFree:        1 kB"
-        write(nodes / f"node{number}", cpulist=cpus, meminfo=text)
-    write(nodes, possible="0-10")
-    assert host.numa_nodes(tmp_path) == [NumaNode(2, "4-5,36-37", 2 << 20), NumaNode(10, "20-21", 10 << 20)]
-
-
-def test_memory(tmp_path: Path) -> None:
-    write(tmp_path, proc__meminfo="MemTotal:  2048 kB\nMemFree: 9 kB\nMemAvailable:  1024 kB")
-    facts = host.memory(tmp_path)
-    assert (facts.total_bytes, facts.available_bytes) == (2 << 20, 1 << 20)
-    assert facts.shm_bytes is None
-    (tmp_path / "dev/shm").mkdir(parents=True)
-    assert (host.memory(tmp_path).shm_bytes or 0) > 0
-
-
-def test_network(tmp_path: Path) -> None:
+        write(tmp_path / f"sys/devices/system/node/node{number}", cpulist=cpus)
     net = tmp_path / "sys/class/net"
-    write(net / "lo", operstate="unknown", type="772", mtu="65536", speed="")
+    write(net / "lo", operstate="unknown", type="772", mtu="65536")
     write(net / "eth0", operstate="up", type="1", mtu="9000", speed="25000")
     write(net / "veth1", operstate="up", type="1", mtu="1500", speed="-1")
-    write(net / "eth1", operstate="down", type="1", mtu="1500")
     write(net, bonding_masters="bond0")
-    facts = host.network(tmp_path)
-    assert facts.interfaces == [
-        Interface("eth0", "up", 25000, 9000),
-        Interface("eth1", "down", None, 1500),
-        Interface("veth1", "up", None, 1500),
-    ]
+    (tmp_path / "sys/kernel/iommu_groups/0").mkdir(parents=True)
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    host = read_host(60.0, tmp_path)
+    assert host.numa_nodes == ["2: cpus 4-5,36-37", "10: cpus 20-21"]
+    assert host.interfaces == ["eth0: up, 25000 Mbit/s, MTU 9000", "veth1: up, speed unknown, MTU 1500"]
+    assert host.kernel_options == ["intel_iommu=on", "iommu=pt", "pcie_acs_override=downstream"]
+    assert host.num_iommu_groups == 1 and (host.shm_bytes or 0) > 0
+    assert (host.acs_redirects is None) == (host.acs_problem is not None)
 
 
-def test_versions_of_installed_packages() -> None:
-    facts = host.versions()
-    assert {"tightwire", "torch", "numpy"} <= facts.packages.keys() and facts.kernel
+def test_ports_that_redirect() -> None:
+    assert redirecting_ports(LSPCI) == (["00:01.1"], None)
+    assert redirecting_ports(LSPCI.replace("ReqRedir+ CmpltRedir+ UpstreamFwd+ EgressCtrl- DirectTrans-", "")) == (
+        [],
+        None,
+    )
+
+
+def test_hidden_acs_is_not_reported_as_absent() -> None:
+    assert redirecting_ports(DENIED) == (None, "lspci shows ACS to root only")

@@ -1,69 +1,54 @@
-"""A failing probe becomes a finding and never stops the doctor."""
+"""A program that hangs or crashes becomes a problem and never stops the doctor."""
 
-import asyncio
+import sys
 from pathlib import Path
 
 import pytest
-from helpers.comm import probe_bodies
 from helpers.server.server_process import is_alive, wait_until
 
-from tightwire.bench.doctor.probing import Finding, run_probe
+from tightwire.bench.doctor.probing import Output, run_probe
 
 pytestmark = pytest.mark.alone
 
-SLOW_S = 60.0  # of a probe that is to end by itself, on a busy machine
+SLOW_S = 60.0  # of a program that is to end by itself, on a busy machine
 
 
-@pytest.fixture(autouse=True)
-def _bodies_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(probe_bodies.__file__).parents[2]))
+def probe(code: str, limit_s: float = SLOW_S) -> Output:
+    return run_probe([sys.executable, "-c", code], limit_s)
 
 
-async def probe(body: str, limit_s: float = SLOW_S) -> Finding:
-    return await run_probe("the network", f"helpers.comm.probe_bodies:{body}", limit_s)
+def test_output_and_the_time_of_each_piece() -> None:
+    output = probe("import sys, time; print(1, flush=True); time.sleep(0.2); print(2); sys.stderr.write('a library')")
+    assert (output.data, output.problem) == (b"1\n2\n", None)
+    assert output.times_s[-1] - output.times_s[0] >= 0.1
 
 
-async def test_facts_are_returned_without_the_output_of_libraries() -> None:
-    finding = await probe("well")
-    assert (finding.probe, finding.facts, finding.problem) == ("the network", probe_bodies.facts("eth0"), None)
+def test_a_hanging_program_is_stopped_and_its_output_kept() -> None:
+    output = probe("import time; print('facts', flush=True); time.sleep(600)", 3.0)
+    assert (output.data, output.problem) == (b"facts\n", "did not end within 3 s and was stopped")
 
 
-async def test_a_hanging_probe_is_stopped() -> None:
-    finding = await probe("hang", 1.0)
-    assert finding.facts is None and finding.problem == "did not end within 1 s and was stopped"
-    assert finding.seconds < SLOW_S
-
-
-async def test_facts_from_before_a_hang_are_kept() -> None:
-    finding = await probe("hang_later", 3.0)
-    assert finding.facts == probe_bodies.facts("eth0", "eth1")
-    assert finding.problem is not None and "did not end" in finding.problem
-
-
-async def test_a_cancelled_probe_ends_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pid_file = tmp_path / "pid"
-    monkeypatch.setenv("PROBE_PID", str(pid_file))
-    task = asyncio.create_task(probe("hang_in_a_tool"))
-    async with asyncio.timeout(SLOW_S):
-        while not pid_file.exists() or not pid_file.read_text():
-            await asyncio.sleep(0.02)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    wait_until(lambda: not is_alive(int(pid_file.read_text())), 5)
+def test_a_stopped_program_ends_with_its_children(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    probe(
+        f"import subprocess, sys; t = subprocess.Popen(['sleep', '600']); open({str(pid)!r}, 'w').write(str(t.pid)); t.wait()",
+        3.0,
+    )
+    wait_until(lambda: not is_alive(int(pid.read_text())), 5)
 
 
 @pytest.mark.parametrize(
-    ("body", "problem"),
+    ("code", "problem"),
     [
-        ("crash", "failed: OSError: the device is on fire"),
-        ("die", "was killed by SIGSEGV"),
-        ("say_nothing", "ended without output"),
-        ("babble", "printed unreadable output: '\"no facts at all\"\\n'"),
-        ("leave", "exited with code 3"),
-        ("no_such_body", "failed: AttributeError: module 'helpers.comm.probe_bodies' has no attribute 'no_such_body'"),
+        (r"raise OSError('the device\nis on fire')", "failed: OSError: the device is on fire"),
+        ("import os; os.kill(os.getpid(), 11)", "was killed by SIGSEGV"),
+        ("import os; os._exit(3)", "exited with code 3"),
+        ("import sys; sys.exit('no such driver')", "failed: no such driver"),
     ],
 )
-async def test_a_probe_that_fails_is_a_finding(body: str, problem: str) -> None:
-    finding = await probe(body)
-    assert (finding.facts, finding.problem) == (None, problem)
+def test_a_failure_is_described(code: str, problem: str) -> None:
+    assert probe(code).problem == problem
+
+
+def test_a_program_that_does_not_exist() -> None:
+    assert "No such file" in (run_probe(["/no/such/program"], 1.0).problem or "")
