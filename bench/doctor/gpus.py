@@ -113,11 +113,20 @@ def parse_gpus(csv: str) -> list[Gpu]:
     for line in filter(str.strip, csv.splitlines()):
         values = [None if "N/A" in value or "Not Supported" in value else value.strip() for value in line.split(",")]
         index, name, bus_id, memory, driver, *link, state = values
-        numbers = [int(each) if each and each.isdigit() else None for each in link]
-        address = (bus_id or "").lower()[-12:]  # as in sysfs: 0000:0a:00.0, from 00000000:0A:00.0
-        memory_bytes = int(memory or 0) << 20
+        generation, max_generation, width, max_width = (int(x) if x and x.isdigit() else None for x in link)
         found.append(
-            Gpu(int(index or 0), name or "unknown", address, memory_bytes, driver or "unknown", *numbers, state)
+            Gpu(
+                index=int(index or 0),
+                name=name or "unknown",
+                address=(bus_id or "").lower()[-12:],  # as in sysfs: 0000:0a:00.0, from 00000000:0A:00.0
+                memory_bytes=int(memory or 0) << 20,
+                driver=driver or "unknown",
+                generation=generation,
+                max_generation=max_generation,
+                width=width,
+                max_width=max_width,
+                power_state=state,
+            )
         )
     return found
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -22,7 +21,6 @@ from tightwire.server.plan.comm_decision import CommDecision, check_all_reduce_n
 from tightwire.server.plan.setting import decide_setting, requested_link
 
 _SITES = ("o_proj", "down_proj")
-_WHY_FITS = 76  # terminal columns; on a narrower one, reasons are printed below the table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,42 +113,34 @@ def _show(console: Console, decision: CommDecision, explained: Sequence[Explaine
     if decision.chooser.warning:
         console.print(f"warning: {decision.chooser.warning}", style="yellow", markup=False)
     measured = decision.measured
-    source = f"measured on this host, {measured.date}" if measured else "not measured yet: `tightwire tune` does"
+    source = (
+        f"measured on this host, {measured.date}"
+        if measured
+        else "`tightwire tune` has not measured yet, so times are predicted (~)"
+    )
     if decision.setting.link:
-        source = "predicted from the link's rate and latency"
+        source = "times are predicted from the link's rate and latency (~)"
     console.print(f"{decision.setting}; {source}\n", markup=False)
     for entry in explained:
-        size = format_bytes(entry.num_bytes)
         where = "" if entry.layers is None else f" of {describe_layers(entry.layers)}"
-        rows = f"{entry.num_rows} {'row' if entry.num_rows == 1 else 'rows'}"
-        table = Table(
-            title=f"{entry.phase}, {' and '.join(entry.sites)}{where}: {rows}, {size} (times in us)",
-            title_justify="left",
-            title_style="bold",
-            box=SIMPLE_HEAD,
-            padding=(0, 0, 0, 1),
-        )
-        narrow = console.width < _WHY_FITS
-        table.add_column("algorithm", no_wrap=not narrow, overflow="fold")
-        for name in ("predicted", "measured", "sent", "error"):
-            table.add_column(name, justify="right", no_wrap=True)
-        if not narrow:
-            table.add_column("why", ratio=1)
+        rows = f"{entry.num_rows} {'row' if entry.num_rows == 1 else 'rows'}, {format_bytes(entry.num_bytes)}"
+        console.print(f"{entry.phase}, {' and '.join(entry.sites)}{where}: {rows}", style="bold", markup=False)
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        for name in ("algorithm", "us", "sent", "error"):
+            table.add_column(name, justify="left" if name == "algorithm" else "right", no_wrap=True)
+        table.add_column("why", ratio=1)
         for verdict in entry.verdicts:
-            cells = _cells(verdict)
-            table.add_row(*(cells[:-1] if narrow else cells), style="bold green" if verdict.chosen else "")
+            table.add_row(*_cells(verdict), style="bold green" if verdict.chosen else "")
         console.print(table)
-        for verdict in entry.verdicts if narrow else ():
-            console.print(f"  {verdict.algorithm}: {_cells(verdict)[-1]}", markup=False)
-        if narrow:
-            console.print()
+        console.print()
 
 
 def _cells(verdict: Verdict) -> list[str]:
+    """A time with ~ is predicted, and not measured by ``tightwire tune``."""
+    measured = verdict.measured_us
     return [
         verdict.algorithm,
-        f"{verdict.predicted_us:.0f}",
-        "-" if verdict.measured_us is None else f"{verdict.measured_us:.0f}",
+        f"~{verdict.predicted_us:.0f}" if measured is None else f"{measured:.0f}",
         format_bytes(verdict.wire_bytes),
         "exact" if verdict.error == 0 else f"{verdict.error:.2g}",
         f"chosen: {verdict.why}" if verdict.chosen else verdict.why,

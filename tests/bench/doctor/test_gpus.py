@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.cuda import nccl
 
 from tightwire.bench.doctor.gpus import (
     Driver,
@@ -91,7 +92,7 @@ def test_each_pair_is_reported_before_its_test(monkeypatch: pytest.MonkeyPatch) 
     outcomes = {("cuda:0", "cuda:1"): PeerCheck(True, "whole", 20.0), ("cuda:1", "cuda:0"): lost}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29))
+    monkeypatch.setattr(nccl, "version", lambda: (2, 29))
     monkeypatch.setattr(peer_access, "claimed_peers", lambda: [(0, 1), (1, 0)])
     monkeypatch.setattr(peer_access, "check_peer_writes", lambda writer, owner: outcomes[str(writer), str(owner)])
 
