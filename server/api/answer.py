@@ -6,26 +6,28 @@ A stream that breaks ends with an error event. A client that disconnects cancels
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from typing import Protocol, TypedDict, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 from fastapi import Request, Response
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tightwire.server.api.disconnect import ClientGoneError, cancel_on_disconnect, end_tasks, wait_for_disconnect
 from tightwire.server.api.errors import to_api_error
-from tightwire.server.api.generation import Delta, Sequence, generate
+from tightwire.server.api.generation import Delta, TokenSequence, generate
+from tightwire.server.api.logprobs import PromptLogprobs, prompt_logprobs
+from tightwire.server.api.prompts import Prompt
 from tightwire.server.api.responses import PromptTokensDetails, Usage
 from tightwire.server.api.schemas import GenerationBody
 from tightwire.server.api.serving import ServedModel, Serving
 from tightwire.server.api.trace import RequestTrace, TightwireExtra
 
-T = TypeVar("T")
-
-_DONE = b"data: [DONE]\n\n"
+BodyT = TypeVar("BodyT", bound=GenerationBody)
+StreamUsage = Usage | None | UnsetType  # null in a stream whose last chunk has the usage
 
 _encoder = msgspec.json.Encoder()
 
@@ -52,22 +54,13 @@ class EventStream(StreamingResponse):
             await self._close()
 
 
-def encode_frame(event: msgspec.Struct) -> bytes:
+def encode_frame(event: Struct) -> bytes:
     """One event; JSON has no raw line break, so one ``data:`` line carries it."""
     return b"data: " + _encoder.encode(event) + b"\n\n"
 
 
-class Heading(TypedDict):
-    """The fields of ``HeadedBody``."""
-
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
-
-
-class HeadedBody(msgspec.Struct):
-    """The fields that every body and chunk of an answer begins with.
+class HeadedBody(Struct):
+    """The fields that every body of one request shares.
 
     ``UNSET`` fields of a body are left out of the JSON; ``None`` is written as null where OpenAI writes it.
     """
@@ -78,44 +71,73 @@ class HeadedBody(msgspec.Struct):
     system_fingerprint: str
 
 
-class Dialect(Protocol):
-    """Converts deltas to one API's bodies. Each request has its own instance, which may keep state."""
+class Dialect(ABC, Generic[BodyT]):
+    """One API: its request bodies to prompts, its deltas to response bodies. Each request has its own instance."""
 
-    def chunks(self, delta: Delta) -> Iterator[msgspec.Struct]:
+    body_type: ClassVar[type[GenerationBody]]
+    whole_type: ClassVar[Callable[..., HeadedBody]]
+    chunk_type: ClassVar[Callable[..., HeadedBody]]
+    id_prefix: ClassVar[str]
+    continues_text: bool  # the answer continues the prompt's text
+
+    def __init__(self, body: BodyT, model: ServedModel) -> None:
+        self.body, self.model = body, model
+        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        fingerprint = model.info.fingerprint(body.tightwire.allreduce)
+        self._heading = (self.id, int(time.time()), model.info.name, fingerprint)
+
+    @abstractmethod
+    async def prompts(self) -> list[Prompt]:
+        """The tokens of each prompt. Raises ApiError 400."""
+
+    @abstractmethod
+    def piece(self, index: int, text: str, logprobs: Any, finish_reason: str | None = None) -> Struct:
+        """A choice in a chunk."""
+
+    @abstractmethod
+    def choice(self, delta: Delta, logprobs: Any, of_prompt: PromptLogprobs | UnsetType) -> Struct:
+        """A choice of the whole answer."""
+
+    @abstractmethod
+    def logprobs(self, delta: Delta) -> Struct: ...
+
+    def chunks(self, delta: Delta, usage: StreamUsage) -> Iterator[HeadedBody]:
         """The stream's chunks for this delta: content first, then the finish reason in a separate chunk."""
-        ...
+        logprobs = self._logprobs(delta)
+        if delta.text:
+            yield self.chunk([self.piece(delta.index, delta.text, logprobs)], usage)
+            logprobs = None
+        if delta.finish_reason is not None:
+            yield self.chunk([self.piece(delta.index, "", logprobs, delta.finish_reason)], usage)
 
-    def last_chunk(self, usage: Usage | None, extra: TightwireExtra | UnsetType) -> msgspec.Struct:
-        """The chunk without choices that ends a stream if usage or an extra was requested."""
-        ...
+    def chunk(
+        self, choices: Sequence[Struct], usage: StreamUsage, extra: TightwireExtra | UnsetType = UNSET
+    ) -> HeadedBody:
+        return self.chunk_type(*self._heading, choices=choices, usage=usage, tightwire=extra)
 
-    def whole(self, choices: list[Delta], usage: Usage, extra: TightwireExtra | UnsetType) -> msgspec.Struct: ...
+    def whole(self, deltas: Sequence[Delta], usage: Usage, extra: TightwireExtra | UnsetType) -> HeadedBody:
+        choices = [self.choice(delta, self._logprobs(delta), self._of_prompt(delta)) for delta in deltas]
+        return self.whole_type(*self._heading, choices=choices, usage=usage, tightwire=extra)
 
+    def _logprobs(self, delta: Delta) -> Struct | None:
+        return self.logprobs(delta) if self.body.num_logprobs is not None and delta.entries else None
 
-def make_heading(prefix: str, model: ServedModel, body: GenerationBody) -> Heading:
-    return Heading(
-        id=f"{prefix}-{uuid.uuid4().hex}",
-        created=int(time.time()),
-        model=model.info.name,
-        system_fingerprint=model.info.fingerprint(body.tightwire.allreduce),
-    )
+    def _of_prompt(self, delta: Delta) -> PromptLogprobs | UnsetType:
+        if self.body.prompt_logprobs is None or delta.prompt_logprobs is None:
+            return UNSET
+        return prompt_logprobs(delta.prompt_logprobs, self.model.tokens)
 
 
 class Answer:
     """Runs one request's sequences and makes the response."""
 
     def __init__(
-        self,
-        serving: Serving,
-        body: GenerationBody,
-        sequences: list[Sequence],
-        dialect: Dialect,
-        trace: RequestTrace,
-        id: str,
+        self, serving: Serving, dialect: Dialect[GenerationBody], sequences: list[TokenSequence], trace: RequestTrace
     ) -> None:
-        self._body, self._dialect, self._trace = body, dialect, trace
-        self._sequences = {f"{id}-{sequence.index}": sequence for sequence in sequences}
-        self._deltas = generate(serving.engine, self._sequences, trace, body.tightwire.allreduce, body.cache_salt or "")
+        self._body, self._dialect, self._trace = dialect.body, dialect, trace
+        self._sequences = {f"{dialect.id}-{sequence.index}": sequence for sequence in sequences}
+        policy, salt = self._body.tightwire.allreduce, self._body.cache_salt or ""
+        self._deltas = generate(serving.engine, self._sequences, trace, policy, salt)
 
     async def respond(self, request: Request) -> Response:
         """The response. An error before the first token sets the status; a later one is an event of the stream."""
@@ -135,25 +157,27 @@ class Answer:
         async for delta in self._deltas:
             choices.setdefault(delta.index, Delta(delta.index)).append(delta)
         in_order = [choices[index] for index in sorted(choices)]
-        content = msgspec.json.encode(self._dialect.whole(in_order, self._usage(), self._extra()))
+        content = _encoder.encode(self._dialect.whole(in_order, self._usage(), self._extra()))
         return Response(content, media_type="application/json")
 
     async def _frames(self, first: Delta) -> AsyncGenerator[bytes, None]:
+        options = self._body.stream_options
+        wants_usage = options is not None and bool(options.include_usage)
+        in_chunks = None if wants_usage else UNSET
         try:
-            yield self._encode(first)
+            yield self._encode(first, in_chunks)
             self._trace.sent()
             async for delta in self._deltas:
-                yield self._encode(delta)
-            options, extra = self._body.stream_options, self._extra()
-            wants_usage = options is not None and bool(options.include_usage)
+                yield self._encode(delta, in_chunks)
+            extra = self._extra()
             if wants_usage or extra is not UNSET:
-                yield encode_frame(self._dialect.last_chunk(self._usage() if wants_usage else None, extra))
+                yield encode_frame(self._dialect.chunk([], self._usage() if wants_usage else UNSET, extra))
         except Exception as error:  # noqa: BLE001 - the status is already sent, so only an event can tell the client
             yield encode_frame(to_api_error(error).body())
-        yield _DONE
+        yield b"data: [DONE]\n\n"
 
-    def _encode(self, delta: Delta) -> bytes:
-        return b"".join(map(encode_frame, self._dialect.chunks(delta)))
+    def _encode(self, delta: Delta, usage: StreamUsage) -> bytes:
+        return b"".join(map(encode_frame, self._dialect.chunks(delta, usage)))
 
     def _usage(self) -> Usage:
         """Counts each prompt once, however many answers it has."""

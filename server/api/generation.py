@@ -59,7 +59,7 @@ class TextOptions:
     discard_tokens: bool = False
 
 
-class Sequence:
+class TokenSequence:
     """One choice of an answer. Detokenizes its tokens and finds stop strings; call ``take`` with each output in order."""
 
     def __init__(
@@ -157,7 +157,11 @@ def _make_error(output: Output) -> ApiError:
 
 
 async def generate(
-    engine: EngineClient, sequences: Mapping[str, Sequence], trace: RequestTrace, policy: str | None, cache_salt: str
+    engine: EngineClient,
+    sequences: Mapping[str, TokenSequence],
+    trace: RequestTrace,
+    policy: str | None,
+    cache_salt: str,
 ) -> AsyncGenerator[Delta, None]:
     """Run these sequences (by engine id) and yield new deltas, interleaved, until all are finished.
 

@@ -1,13 +1,14 @@
 """Request bodies: the supported fields of OpenAI's API and of vLLM's sampling extensions, with their ranges.
 
-Strict: a string is not accepted as a number, and an unknown field is an error. OpenAI's other fields are in two tables:
-those that can be ignored without changing an answer, and those that cannot. A top-level ``null`` means "not given".
+A string is not accepted as a number. A top-level ``null`` means "not given". Unknown fields are kept, so that ``http/body``
+can name them (``extra_fields``). Two tables list OpenAI's other fields.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from tightwire.model.sampling.parameters import SamplingParams
@@ -18,7 +19,7 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_SALT_CHARS = 256
 
-# Accepted and ignored: they label a request for billing, storage or routing and do not change an answer.
+# Ignored with --strict-fields too: they label a request for billing, storage or routing and do not change an answer.
 IGNORED_FIELDS = frozenset(
     {
         "user",
@@ -39,6 +40,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "tool_choice": (("none", "auto"), "tool calling is not supported"),
     "functions": (([],), "function calling is not supported; describe the functions in the messages"),
     "function_call": (("none", "auto"), "function calling is not supported"),
+    "tool_calls": (([],), "tool calling is not supported; describe the calls in the message's content"),
     "response_format": (({"type": "text"},), "only {'type': 'text'} is supported; ask for JSON in the messages"),
     "modalities": ((["text"],), "this server answers in text only"),
     "audio": ((), "this server answers in text only"),
@@ -98,45 +100,53 @@ def _check_logit_bias(value: Any) -> dict[int, float]:
     return bias
 
 
-_TEXT = {"type": "string", "minLength": 1}
-_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-_PROMPTS = [_TEXT, *({"type": "array", "minItems": 1, "items": items} for items in (_TEXT, _IDS["items"], _IDS))]
-_STOP = {**_TEXT, "maxLength": MAX_STOP_CHARS}
-_STOPS = [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]
-_BIASES = {
-    "type": "object",
-    "propertyNames": {"pattern": "^[0-9]{1,19}$"},
-    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-}
+_Text = Annotated[str, Field(min_length=1)]
+_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_Prompts = _Text | _Ids | Annotated[list[_Text] | list[_Ids], Field(min_length=1)]
+_Stop = Annotated[_Text, Field(max_length=MAX_STOP_CHARS)]
+_Stops = _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
+_Biases = dict[Annotated[str, Field(pattern="^[0-9]{1,19}$")], Annotated[float, Field(ge=-100, le=100)]]
 
 # A field with a union type has one check with one message; pydantic would report every branch.
-Stop = Annotated[Any, BeforeValidator(_check_stop), WithJsonSchema({"anyOf": _STOPS})]
-Prompt = Annotated[Any, BeforeValidator(_check_prompt), WithJsonSchema({"anyOf": _PROMPTS})]
-LogitBias = Annotated[Any, BeforeValidator(_check_logit_bias), WithJsonSchema(_BIASES)]
+Stop = Annotated[Any, BeforeValidator(_check_stop, json_schema_input_type=_Stops)]
+Prompt = Annotated[Any, BeforeValidator(_check_prompt, json_schema_input_type=_Prompts)]
+LogitBias = Annotated[Any, BeforeValidator(_check_logit_bias, json_schema_input_type=_Biases)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0, lt=_INT64)]
 TokenCount = Annotated[int, Field(ge=0, lt=2**31)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
-class Body(BaseModel):
-    """Base of all request bodies. Unknown fields are errors; ``http/body`` handles the two tables first."""
+class Fields(BaseModel):
+    """Base of every object in a request. Unknown fields are in ``model_extra``."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
+
+def extra_fields(fields: Fields, path: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Path, name and value of each unknown field, at any depth; ``null`` counts as not given."""
+    for name, value in (fields.model_extra or {}).items():
+        if value is not None:
+            yield f"{path}{name}", name, value
+    for name in sorted(fields.model_fields_set & type(fields).model_fields.keys()):
+        value = getattr(fields, name)
+        if isinstance(value, Fields):
+            yield from extra_fields(value, f"{path}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], Fields):
+            for index, item in enumerate(value):
+                yield from extra_fields(item, f"{path}{name}[{index}].")
+
+
+class Body(Fields):
     model: str | None = Field(None, description="The served model's name; may be left out.")
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
+class StreamOptions(Fields):
     include_usage: bool | None = Field(None, description="End the stream with a chunk that carries usage.")
     include_obfuscation: bool | None = Field(None, description="Accepted and ignored.")
 
 
-class TightwireOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
+class TightwireOptions(Fields):
     comm: bool = Field(False, description="Add what the ranks exchanged while this request ran.")
     timing: bool = Field(False, description="Add the parts of the time to the first token.")
     token_ids: bool = Field(False, description="Add the ids of the answer's tokens, with the token that ended it.")
@@ -150,6 +160,9 @@ class GenerationBody(Body):
     """The fields that completions and chat completions share."""
 
     text_param: ClassVar[str]  # the field with the prompt, for error messages
+    default_tokens: ClassVar[int | None] = (
+        None  # most tokens of an answer without max_tokens; None: what fits the context
+    )
 
     max_tokens: TokenCount | None = Field(None, description="Most tokens of the answer.")
     n: int = Field(1, ge=1, le=MAX_N, description="Answers per prompt.")
@@ -183,57 +196,80 @@ class GenerationBody(Body):
         asked = {name: getattr(self, name) for name in SamplingParams.__struct_fields__ if name not in decided}
         return msgspec.convert(asked | decided, SamplingParams)
 
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens of the answer that the client asked for."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many most likely tokens to report for each token; None: no logprobs."""
+        raise NotImplementedError
+
 
 class CompletionBody(GenerationBody):
     text_param = "prompt"
+    default_tokens = 16  # OpenAI's
 
     prompt: Prompt
-    max_tokens: TokenCount | None = Field(16, description="Most tokens of the answer; 0 requires echo.")
+    max_tokens: TokenCount | None = Field(
+        None, description="Most tokens of the answer, by default 16; 0 requires echo."
+    )
     echo: bool = Field(False, description="Put the prompt before the answer.")
     logprobs: NumLogprobs | None = Field(None, description="The number of most likely tokens to list for each token.")
     add_special_tokens: bool = Field(True, description="Extension: let the tokenizer add its begin token.")
 
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompt)
 
-def _check_content(value: Any) -> str:
-    """The text of a message; parts are joined by line breaks."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class TextPart(Fields):
+    type: Literal["text"]
+    text: str
+
+
+def _check_content(value: Any) -> list[Any]:
+    """The parts of a message's content."""
+    parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
+    if not isinstance(parts, list) or not parts:
         raise _refusal("must be a string or a list of text parts")
-    return "\n".join(_part_text(part) for part in value)
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise _refusal(f"has a part of type {kind[:40]!r}; the model reads text only")
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise _refusal('has a malformed part; a part is {"type": "text", "text": "..."}')
+    return parts
 
 
-def _part_text(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    if isinstance(kind, str) and kind != "text":
-        raise _refusal(f"has a part of type {kind[:40]!r}; the model reads text only")
-    raise _refusal('has a malformed part; a part is {"type": "text", "text": "..."}')
+_Parts = Annotated[list[TextPart], Field(min_length=1)]
+Content = Annotated[list[TextPart], BeforeValidator(_check_content, json_schema_input_type=str | _Parts)]
 
 
-_TEXT_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-_CONTENTS = [{"type": "string"}, {"type": "array", "items": _TEXT_PART, "minItems": 1}]
-Content = Annotated[Any, BeforeValidator(_check_content), WithJsonSchema({"anyOf": _CONTENTS})]
-
-
-class Message(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
+class Message(Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content
     name: str | None = None
     tool_call_id: str | None = None
 
+    @property
+    def text(self) -> str:
+        return "\n".join(part.text for part in self.content)
+
     def to_template(self) -> dict[str, Any]:
         """The form that chat templates read. ``developer``, OpenAI's newer name, becomes ``system``."""
         role = "system" if self.role == "developer" else self.role
         extras = {"name": self.name, "tool_call_id": self.tool_call_id}
-        return {"role": role, "content": self.content} | {key: text for key, text in extras.items() if text is not None}
+        return {"role": role, "content": self.text} | {key: text for key, text in extras.items() if text is not None}
 
 
 class ChatBody(GenerationBody):
@@ -243,6 +279,14 @@ class ChatBody(GenerationBody):
     max_completion_tokens: TokenCount | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool = False
     top_logprobs: NumLogprobs | None = Field(None, description="Requires logprobs: true.")
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class TokenizeBody(Body):

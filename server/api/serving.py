@@ -69,6 +69,7 @@ class Serving:
     holder: ModelHolder
     http: HttpOptions
     metrics: Metrics
+    logged_fields: set[str] = field(default_factory=set)  # unknown fields of requests, each logged once
 
     @property
     def status(self) -> EngineState:

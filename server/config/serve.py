@@ -118,6 +118,11 @@ class HttpOptions:
     port: int = option(8000, "port to listen on; 0 takes a free one", metavar="N")
     api_key: str | None = option(None, "Bearer token that every route except /health* and /metrics then requires")
     max_queued_requests: int = option(256, "most sequences that wait or run; more get status 429", metavar="N")
+    strict_fields: bool = option(
+        False,
+        "refuse requests with unknown fields (status 400) instead of ignoring them. Ignored fields are named in the response "
+        "header X-Tightwire-Ignored, and once in the log",
+    )
     shutdown_grace_s: float = option(30.0, "time for running requests to finish after SIGTERM", metavar="S")
 
     def __post_init__(self) -> None:

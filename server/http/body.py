@@ -1,5 +1,7 @@
 """Reads and checks a request's JSON body; an invalid one becomes a 4xx that names the field."""
 
+import logging
+import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -9,39 +11,73 @@ from pydantic_core import ErrorDetails
 
 from tightwire.comm.errors import suggest
 from tightwire.server.api.errors import ApiError, invalid
-from tightwire.server.api.schemas import IGNORED_FIELDS, UNSUPPORTED_FIELDS, Body
+from tightwire.server.api.schemas import IGNORED_FIELDS, UNSUPPORTED_FIELDS, Body, extra_fields
+from tightwire.server.api.serving import Serving
 from tightwire.server.config.limits import MAX_BODY_BYTES
 
 BodyT = TypeVar("BodyT", bound=Body)
 
+_log = logging.getLogger(__name__)
+_INDEX = re.compile(r"\[\d+\]")
+_MAX_LOGGED_FIELDS = 1000  # clients choose the names
+_MAX_PATH = 200
 
-async def read_body(request: Request, kind: type[BodyT], *, max_bytes: int = MAX_BODY_BYTES) -> BodyT:
-    """Read, parse and check the request's JSON.
+
+async def read_body(request: Request, kind: type[BodyT], serving: Serving, *, max_bytes: int = MAX_BODY_BYTES) -> BodyT:
+    """Read, parse and check the request's JSON. Unknown fields are named in a header of the response and in the log.
 
     Raises:
         ApiError: 413 too large (detected while it arrives), 415 not JSON by its header, 400 otherwise.
     """
     _require_json(request)
-    fields = _parse(await _read(request, max_bytes))
-    return check_fields(fields, kind)
+    body = check_fields(_parse(await _read(request, max_bytes)), kind)
+    ignored = {path: name for path, name, _ in extra_fields(body) if name not in UNSUPPORTED_FIELDS}
+    if serving.http.strict_fields:
+        _refuse_unknown(ignored, kind)
+    for field in ignored:
+        _log_once(_INDEX.sub("[]", field), kind, serving.logged_fields)
+    request.state.ignored_fields = list(ignored)
+    return body
+
+
+def _refuse_unknown(fields: dict[str, str], kind: type[Body]) -> None:
+    """400 for the first field that is not in ``IGNORED_FIELDS``."""
+    path = next((path for path, name in fields.items() if name not in IGNORED_FIELDS), None)
+    if path is not None:
+        shown = _shown(path)
+        message = f"unknown field {shown!r}, which this server's --strict-fields refuses{_hint(shown, kind)}"
+        raise invalid(message, shown, "unknown_parameter")
+
+
+def _log_once(field: str, kind: type[Body], logged: set[str]) -> None:
+    if field not in logged and len(logged) < _MAX_LOGGED_FIELDS:
+        logged.add(field)
+        hint = "" if field in IGNORED_FIELDS else _hint(_shown(field), kind)
+        _log.warning("ignored the field %r of a request (logged once per field)%s", _shown(field), hint)
+
+
+def _hint(path: str, kind: type[Body]) -> str:
+    nested = "." in path
+    return suggest(path, () if nested else kind.model_fields, otherwise="; GET /openapi.json lists the fields")
 
 
 def check_fields(fields: dict[str, Any], kind: type[BodyT]) -> BodyT:
-    """Drop ignored fields, reject unsupported ones, and validate the rest."""
-    known = {}
-    for name, value in fields.items():
-        if value is None or name in IGNORED_FIELDS:
-            continue
-        if name in UNSUPPORTED_FIELDS and name not in kind.model_fields:
-            _require_neutral(name, value)
-            continue
-        known[name] = value
+    """Validate the fields; reject unsupported ones that would change the answer."""
     try:
-        return kind.model_validate(known)
+        body = kind.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
-        raise _explain(error, kind) from None
+        raise _explain(error) from None
     except RecursionError:
         raise invalid("the body is nested too deeply") from None
+    for path, name, value in extra_fields(body):
+        if name in UNSUPPORTED_FIELDS and not _is_neutral(name, value):
+            advice = UNSUPPORTED_FIELDS[name][1]
+            raise invalid(f"{path}={_short(value)} is not supported: {advice}", path, code="unsupported_parameter")
+    return body
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    return any(value == allowed and type(value) is type(allowed) for allowed in UNSUPPORTED_FIELDS[name][0])
 
 
 def _require_json(request: Request) -> None:
@@ -111,30 +147,21 @@ def _find_nul(fields: dict[str, Any]) -> str | None:
     return None
 
 
-def _require_neutral(name: str, value: Any) -> None:
-    neutral, advice = UNSUPPORTED_FIELDS[name]
-    if not any(value == allowed and type(value) is type(allowed) for allowed in neutral):
-        raise invalid(f"{name}={_short(value)} is not supported: {advice}", param=name, code="unsupported_parameter")
-
-
-def _explain(error: ValidationError, kind: type[Body]) -> ApiError:
+def _explain(error: ValidationError) -> ApiError:
     """One message for the first problem, with the value that was sent; further problems by field name."""
     problems = error.errors(include_url=False)
     first = problems[0]
     param = _path(first["loc"])
-    message = _describe(first, param, kind)
+    message = _describe(first, param)
     others = sorted({_path(problem["loc"]) for problem in problems[1:]} - {param})
     if others:
         message += f" (and problems in {', '.join(others[:5])}{', ...' if len(others) > 5 else ''})"
-    code = {"missing": "missing_parameter", "extra_forbidden": "unknown_parameter"}.get(first["type"], "invalid_value")
-    return invalid(message, param=param or None, code=code)
+    return invalid(message, param or None, "missing_parameter" if first["type"] == "missing" else "invalid_value")
 
 
-def _describe(problem: ErrorDetails, param: str, kind: type[Body]) -> str:
+def _describe(problem: ErrorDetails, param: str) -> str:
     if problem["type"] == "missing":
         return f"{param} is missing"
-    if problem["type"] == "extra_forbidden":
-        return f"unknown field {param!r}" + suggest(param, kind.model_fields, otherwise="; see GET /openapi.json")
     if problem["type"] == "refused":
         return f"{param} {problem['msg']}"
     said = problem["msg"][0].lower() + problem["msg"][1:]
@@ -144,7 +171,11 @@ def _describe(problem: ErrorDetails, param: str, kind: type[Body]) -> str:
 def _path(parts: tuple[int | str, ...]) -> str:
     """``("messages", 0, "role")`` as OpenAI writes it: ``messages[0].role``."""
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
-    return path[:200].encode(errors="replace").decode()
+    return _shown(path)
+
+
+def _shown(path: str) -> str:
+    return path[:_MAX_PATH].encode(errors="replace").decode()
 
 
 def _short(value: Any) -> str:

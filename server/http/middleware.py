@@ -6,6 +6,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -15,6 +16,8 @@ from tightwire.server.api.errors import ApiError, to_api_error
 
 _log = logging.getLogger(__name__)
 _HEADER = "X-Request-Id"
+_IGNORED_HEADER = "X-Tightwire-Ignored"
+_MAX_IGNORED = 20  # fields named in the header
 # A client's id is echoed and logged, so it must not contain anything with a meaning in a header or a log.
 _ACCEPTED = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 # Probes and scrapers have no keys. A route that is added later is closed unless it is listed here.
@@ -27,7 +30,7 @@ def arrived_s(request: Request) -> float:
 
 
 class RequestScope:
-    """ASGI middleware. Echoes the client's request id, or makes one."""
+    """ASGI middleware. Echoes the client's request id, or makes one, and names the ignored fields of the request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -45,7 +48,10 @@ class RequestScope:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)[_HEADER] = request_id
+                headers = MutableHeaders(scope=message)
+                headers[_HEADER] = request_id
+                if ignored := scope["state"].get("ignored_fields"):
+                    headers[_IGNORED_HEADER] = _header_list(ignored)
             await send(message)
 
         try:
@@ -88,6 +94,12 @@ class RequireKey:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+
+
+def _header_list(fields: Sequence[str]) -> str:
+    """The first fields, without characters that have a meaning in a header."""
+    shown = [re.sub(r"[^A-Za-z0-9._\[\]-]", "?", field[:80]) or "?" for field in fields[:_MAX_IGNORED]]
+    return ", ".join(shown + ["..."] * (len(fields) > _MAX_IGNORED))
 
 
 def _digest(key: bytes) -> bytes:

@@ -37,7 +37,7 @@ def models_router(serving: Serving) -> APIRouter:
     )
     async def tokenize(request: Request) -> Response:
         model = serving.require_model()
-        body = await read_body(request, TokenizeBody)
+        body = await read_body(request, TokenizeBody, serving)
         check_model(body, model.info)
         ids = await _token_ids(body, model)
         answer = Tokenized(count=len(ids), max_model_len=model.info.max_model_len, tokens=ids)
@@ -52,7 +52,7 @@ def models_router(serving: Serving) -> APIRouter:
     )
     async def detokenize(request: Request) -> Response:
         model = serving.require_model()
-        body = await read_body(request, DetokenizeBody)
+        body = await read_body(request, DetokenizeBody, serving)
         check_model(body, model.info)
         check_ids(body.tokens, model.info, "tokens")
         text = await run_off_loop(lambda: model.tokenizer.decode(body.tokens, False), len(body.tokens))

@@ -8,7 +8,7 @@ import pytest
 from helpers.server.fake_engine import INFO, byte_tokenizer
 
 from tightwire.server.api.errors import ApiError
-from tightwire.server.api.prompts import make_sequences, run_off_loop
+from tightwire.server.api.prompts import Prompt, check_options, make_sequences, run_off_loop
 from tightwire.server.api.schemas import CompletionBody
 from tightwire.server.api.serving import ModelHolder, ModelInfo, ServedModel
 from tightwire.server.http.body import check_fields
@@ -26,7 +26,8 @@ def _body(**fields: Any) -> CompletionBody:
 
 
 def _seeds(body: CompletionBody, info: ModelInfo = INFO) -> list[int]:
-    sequences = make_sequences(body, _model(info), [[1]], max_tokens=None, default_max_tokens=16, logprobs=None)
+    check_options(body, info, 9)
+    sequences = make_sequences(body, _model(info), [Prompt([1])])
     return [sequence.params.seed for sequence in sequences]
 
 
@@ -48,7 +49,7 @@ def test_seeds() -> None:
 def test_default_max_tokens_shrinks_to_what_fits() -> None:
     body, model = _body(), _model()
     for length, expected in ((10, 16), (250, 6), (255, 1)):
-        [sequence] = make_sequences(body, model, [[1] * length], max_tokens=None, default_max_tokens=16, logprobs=None)
+        [sequence] = make_sequences(body, model, [Prompt([1] * length)])
         assert sequence.params.max_tokens == expected
 
 
@@ -79,5 +80,5 @@ def test_options_behind_the_policy_are_in_every_fingerprint() -> None:
 def test_a_token_outside_the_vocabulary_is_400() -> None:
     info = ModelInfo(name="tiny", max_model_len=256, vocab_size=200)
     with pytest.raises(ApiError, match="prompt has the token id 200; the vocabulary of 'tiny' is 0 to 199") as raised:
-        make_sequences(_body(), _model(info), [[1, 200]], max_tokens=1, default_max_tokens=16, logprobs=None)
+        make_sequences(_body(), _model(info), [Prompt([1, 200])])
     assert raised.value.status == 400

@@ -57,10 +57,7 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not available with stream: true"),
     ({"stream": "yes"}, "stream", "got 'yes'"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
-    ({"stream_options": {"usage": 1}, "stream": True}, "stream_options.usage", "unknown field"),
     ({"tightwire": {"comm": 1}}, "tightwire.comm", "got 1"),
-    ({"max_token": 5}, "max_token", "did you mean 'max_tokens'?"),
-    ({"colour": "red"}, "colour", "unknown field 'colour'"),
     ({"model": 5}, "model", "got 5"),
 ]
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
@@ -86,7 +83,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "a", "logprobs": True}, "logprobs", "got True"),
     ({"prompt": "a", "best_of": 2}, "best_of", "not supported"),
     ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
-    ({"prompt": "a", "messages": []}, "messages", "unknown field"),
+    ({"messages": []}, "prompt", "prompt is missing"),
 ]
 BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({}, "messages", "messages is missing"),
@@ -102,7 +99,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "text only"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content", "malformed part"),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content", "malformed part"),
-    ({"messages": [{**USER, "tool_calls": []}]}, "messages[0].tool_calls", "unknown field"),
+    ({"messages": [USER, {**USER, "tool_calls": [{}]}]}, "messages[1].tool_calls", "not supported: tool calling"),
+    ({"messages": [{**USER, "function_call": {"name": "f"}}]}, "messages[0].function_call", "not supported"),
     ({"messages": [USER], "top_logprobs": 2}, "top_logprobs", "logprobs: true"),
     ({"messages": [USER], "logprobs": 1}, "logprobs", "got 1"),
     ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs", "got 21"),
@@ -112,7 +110,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [USER], "tool_choice": "required"}, "tool_choice", "not supported"),
     ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format", "ask for JSON"),
     ({"messages": [USER], "modalities": ["audio"]}, "modalities", "text only"),
-    ({"messages": [USER], "prompt": "a"}, "prompt", "unknown field"),
+    ({"prompt": "a"}, "messages", "messages is missing"),
 ]
 # Bodies that are no JSON object that could be looked at.
 BAD_BYTES: list[tuple[bytes, str]] = [
@@ -242,9 +240,9 @@ async def test_escaped_backslash_before_u0000_is_not_a_nul(client: httpx.AsyncCl
 
 
 async def test_every_invalid_field_is_named(client: httpx.AsyncClient) -> None:
-    error = await _refused(client, "/v1/completions", {"prompt": "a", "n": 0, "top_p": 7, "x": 1})
+    error = await _refused(client, "/v1/completions", {"prompt": "a", "n": 0, "top_p": 7, "min_p": 9})
     assert error["param"] == "n"
-    assert "and problems in top_p, x" in error["message"]
+    assert "and problems in min_p, top_p" in error["message"]
 
 
 def test_no_field_is_in_two_tables() -> None:
@@ -288,4 +286,6 @@ def test_every_sampling_parameter_is_taken_from_the_body() -> None:
     assert sent.keys() == set(SamplingParams.__struct_fields__)
     params = check_fields({"prompt": "a", **sent}, CompletionBody).sampling_params()
     assert msgspec.json.decode(msgspec.json.encode(params)) == sent
-    assert check_fields({"prompt": "a"}, CompletionBody).sampling_params(seed=0) == SamplingParams(max_tokens=16)
+    assert check_fields({"prompt": "a"}, CompletionBody).sampling_params(max_tokens=16, seed=0) == SamplingParams(
+        max_tokens=16
+    )

@@ -1,0 +1,121 @@
+"""Unknown fields of a request: ignored, named in a header and once in the log; refused with --strict-fields."""
+
+import logging
+from typing import Any
+
+import httpx
+import pytest
+from helpers.server.fake_engine import FakeEngine, app_for
+
+from tightwire.server.config.serve import HttpOptions
+
+USER = {"role": "user", "content": "Hi"}
+HEADER = "x-tightwire-ignored"
+
+# Fields of a chat request, and the header that names the ignored ones.
+IGNORED: list[tuple[dict[str, Any], str]] = [
+    ({"a_field_from_the_future": 1}, "a_field_from_the_future"),
+    ({"store": True, "metadata": {"a": "b"}}, "store, metadata"),
+    ({"messages": [{**USER, "favourite_colour": "red"}]}, "messages[0].favourite_colour"),
+    ({"messages": [USER, {**USER, "reasoning": {"a": [1]}}]}, "messages[1].reasoning"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {}}]}]},
+        "messages[0].content[0].cache_control",
+    ),
+    ({"stream": True, "stream_options": {"include_usage": True, "usage": 1}}, "stream_options.usage"),
+    ({"tightwire": {"comm": True, "colour": 1}}, "tightwire.colour"),
+    ({"provider": {"order": ["a"], "data": {"deep": [{"x": 1}]}}}, "provider"),
+    ({"max_token": 5, "model_extra": 1, "model_fields": 2, "copy": 3}, "max_token, model_extra, model_fields, copy"),
+    ({"line\r\nSet-Cookie: a": 1, "né, ": 2, "": 3}, "line??Set-Cookie??a, n???, ?"),
+    ({f"field{i}": i for i in range(50)}, ", ".join([*(f"field{i}" for i in range(20)), "..."])),
+    ({"x" * 500: 1}, "x" * 80),
+]
+# Fields that are not reported: known ones with a neutral value, and nulls.
+SILENT: list[dict[str, Any]] = [
+    {"a_field_from_the_future": None},
+    {"messages": [{**USER, "refusal": None, "tool_calls": None, "name": None}, {**USER, "tool_calls": []}]},
+    {"tool_choice": "auto"},
+    {"tool_choice": "none"},
+    {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}},
+    {"tools": None, "tool_choice": None},
+]
+
+
+def _client(http: HttpOptions) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app_for(FakeEngine(), http=http)), base_url="http://t")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("fields", "named"), IGNORED, ids=str)
+async def test_unknown_fields_are_ignored_and_named(
+    client: httpx.AsyncClient, fields: dict[str, Any], named: str, stream: bool
+) -> None:
+    body = {"messages": [USER], "stream": stream, "max_tokens": 3, **fields}
+    response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers[HEADER] == named
+    assert "set-cookie" not in response.headers
+
+
+@pytest.mark.parametrize("fields", SILENT, ids=str)
+async def test_neutral_fields_are_not_named(client: httpx.AsyncClient, fields: dict[str, Any]) -> None:
+    response = await client.post("/v1/chat/completions", json={"messages": [USER], **fields})
+    assert response.status_code == 200, response.text
+    assert HEADER not in response.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/completions", {"prompt": "a"}), ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [97]})],
+)
+async def test_every_route_names_ignored_fields(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
+    response = await client.post(path, json={**body, "colour": "red"})
+    assert (response.status_code, response.headers[HEADER]) == (200, "colour")
+    refused = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 999, "colour": "red"})
+    assert (refused.status_code, refused.headers[HEADER]) == (400, "colour")
+
+
+async def test_an_ignored_field_is_logged_once(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+    messages = [{**USER, "colour": "red"}] * 3
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            await client.post("/v1/chat/completions", json={"messages": messages, "max_token": 5, "store": True})
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 3
+    assert "'max_token'" in lines[0] and "did you mean 'max_tokens'?" in lines[0]
+    assert "'store'" in lines[1] and "openapi" not in lines[1]
+    assert "'messages[].colour'" in lines[2] and "GET /openapi.json" in lines[2]
+
+
+async def test_the_log_of_ignored_fields_is_bounded(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        await client.post("/v1/completions", json={"prompt": "a"} | {f"field{i}": 1 for i in range(3000)})
+    assert len(caplog.records) == 1000
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "hint"),
+    [
+        ({"a_field_from_the_future": 1}, "a_field_from_the_future", "GET /openapi.json"),
+        ({"max_token": 5}, "max_token", "did you mean 'max_tokens'?"),
+        ({"messages": [{**USER, "colour": 1}]}, "messages[0].colour", "GET /openapi.json"),
+        ({"user": "me", "stream_options": {"x": 1}, "stream": True}, "stream_options.x", "--strict-fields"),
+        ({"x" * 500: 1}, "x" * 200, "unknown field"),
+    ],
+    ids=str,
+)
+async def test_strict_fields_refuses_unknown_ones(fields: dict[str, Any], param: str, hint: str) -> None:
+    async with _client(HttpOptions(strict_fields=True)) as client:
+        response = await client.post("/v1/chat/completions", json={"messages": [USER], **fields})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, param, "unknown_parameter")
+    assert hint in error["message"]
+
+
+async def test_strict_fields_accepts_labels_and_neutral_values() -> None:
+    body = {"messages": [USER], "user": "me", "store": True, "metadata": {}, "tools": [], "tool_choice": "auto"}
+    async with _client(HttpOptions(strict_fields=True)) as client:
+        response = await client.post("/v1/chat/completions", json=body)
+    assert (response.status_code, response.headers[HEADER]) == (200, "user, store, metadata")
