@@ -52,8 +52,8 @@ class KernelSums(Protocol):
 class FusedAllReduce(Protocol):
     """Whole AllReduces in one kernel, for transports whose ranks map each other's memory.
 
-    Results and ``bytes_sent`` equal those of the same algorithm over the transport's messages, to the bit. ``x`` is
-    contiguous, of any shape, not empty, and only read; the result is a new tensor of its shape.
+    Results equal those of the same algorithm over messages, to the bit; the caller counts its bytes by the formula. ``x``
+    is contiguous, of any shape, not empty, and only read; the result is a new tensor of its shape.
     """
 
     tells_coding: bool  # whether ``flash`` records its encoding and decoding time in the group's ledger
@@ -61,9 +61,7 @@ class FusedAllReduce(Protocol):
 
     def one_shot(self, x: Tensor) -> Tensor: ...
 
-    def two_shot(self, x: Tensor) -> Tensor: ...
-
-    def flash(self, x: Tensor, reduce_codec: Codec, gather_codec: Codec) -> Tensor: ...
+    def flash(self, x: Tensor, reduce_codec: Codec, gather_codec: Codec) -> Tensor: ...  # two-shot if both are exact
 
 
 class Transport(Protocol):

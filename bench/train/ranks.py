@@ -13,9 +13,8 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 
 from tightwire.bench.train.detached import Switch, detachable
 from tightwire.bench.train.options import TrainBenchOptions
-from tightwire.comm.group.group import Group, open_process_group
+from tightwire.comm.group.group import Group, make_loop_threads_batch, open_process_group
 from tightwire.comm.group.local_ranks import LocalRanks
-from tightwire.comm.group.rendezvous import make_loop_threads_batch
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.emulated_network import EmulatedNode
 from tightwire.comm.link.link import parse_link

@@ -13,9 +13,8 @@ from tightwire.comm.group.group import Group
 class BaseAllReduce(ABC):
     """Sums a tensor over ``group``; a subclass defines the algorithm, its bytes and its error bound.
 
-    All ranks call with the same shape and dtype (fp32, bf16 or fp16), in the same order. The result is a new
-    contiguous tensor that belongs to the caller, with the same bits on every rank and in every run. It is not part of
-    an autograd graph; the caller defines gradients of a sum over ranks. One thread per group.
+    All ranks call with the same shape and dtype (fp32, bf16 or fp16), in the same order, on one thread per group. The
+    result is a new contiguous tensor with the same bits on every rank and in every run, outside any autograd graph.
     """
 
     name: str
@@ -26,7 +25,8 @@ class BaseAllReduce(ABC):
         self._transport = group.transport
         self._counter = group.transport if group.nodes is None else group  # of bytes sent
         self._ledger = group.ledger
-        self._fused: Callable[[Tensor], Tensor] | None = None  # a subclass's single kernel, in place of ``_reduce``
+        self._fused: Callable[[Tensor], Tensor] | None = None  # one kernel in place of ``_reduce``
+        self._hides_coding = False  # whether that kernel encodes
 
     def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
         """The sum over ranks of ``x``, any shape. ``phase``, ``site``: of the sum, for the ledger.
@@ -41,18 +41,24 @@ class BaseAllReduce(ABC):
             x = x.detach()
         if self.world_size == 1 or x.numel() == 0:
             return x.clone(memory_format=torch.contiguous_format)
-        counter, ledger = self._counter, self._ledger
-        sent_before = counter.bytes_sent
-        ledger.begin("all_reduce", self.name, x.nbytes, phase, site)
-        # A view costs as much as the ledger, and view(x.shape) three times as much.
-        fused = self._fused
-        result = self._reduce(x.contiguous().view(-1)).view_as(x) if fused is None else fused(x.contiguous())
-        ledger.end(counter.bytes_sent - sent_before, self._exact_bytes(x))
+        self._ledger.begin("all_reduce", self.name, x.nbytes, phase, site)
+        if self._fused is None:
+            sent_before = self._counter.bytes_sent
+            # A view costs as much as the ledger, and view(x.shape) three times as much.
+            result = self._reduce(x.contiguous().view(-1)).view_as(x)
+            sent = self._counter.bytes_sent - sent_before
+        else:
+            if self._hides_coding:
+                self._ledger.hide_coding()
+            result = self._fused(x.contiguous())
+            sent = self.wire_bytes(x.numel(), x.element_size())
+            self._transport.bytes_sent += sent
+        self._ledger.end(sent, self._exact_bytes(x))
         return result
 
     @property
     def lossless(self) -> bool:
-        """Whether the only error is that of adding and of rounding sums to the dtype: nothing is quantized."""
+        """Whether nothing is quantized."""
         return True
 
     def _exact_bytes(self, x: Tensor) -> int | None:

@@ -7,8 +7,7 @@ the same bits.
 Source: Flash Communication, arXiv 2412.04964; bit splitting for 5 and 6 bits after Flash Communication V2, 2508.03760.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -16,12 +15,13 @@ from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.entry import Entry, Setting, Work, coded_elem_bytes, coding_effort
-from tightwire.comm.all_reduce.two_shot import two_shot_bytes
-from tightwire.comm.codec.codec import Codec
-from tightwire.comm.codec.error_bounds import quantized_sum_bound, quantized_total_bound
-from tightwire.comm.codec.slices import compile_codecs, slice_lengths, sum_and_encode
+from tightwire.comm.codec.codec import Codec, parse_codec
+from tightwire.comm.codec.error_bounds import quantized_sum_bound, quantized_total_bound, rank_order_bound
+from tightwire.comm.codec.slices import compile_codecs, slice_lengths
 from tightwire.comm.group.group import Group
-from tightwire.comm.transport.legs import exchange_encoded, gather_decoded
+from tightwire.comm.transport.legs import sum_in_two_legs, two_leg_bytes
+
+NONE = parse_codec("none")
 
 
 class FlashAllReduce(BaseAllReduce):
@@ -38,60 +38,50 @@ class FlashAllReduce(BaseAllReduce):
     def __init__(self, group: Group, reduce_codec: Codec, gather_codec: Codec, name: str | None = None) -> None:
         super().__init__(group)
         self.name = name or f"flash:{reduce_codec.name},{gather_codec.name}"
-        self._reduce_codec, self._gather_codec = reduce_codec, gather_codec
+        self._codecs = reduce_codec, gather_codec
+        self._lossless = reduce_codec.exact and gather_codec.exact
         compile_codecs(group.device, reduce_codec, gather_codec)
         fused = group.transport.fused
         if fused is not None:
-            flash = partial(fused.flash, reduce_codec=reduce_codec, gather_codec=gather_codec)
-            self._fused = flash if fused.tells_coding or self.lossless else partial(self._in_one_kernel, flash)
+            self._fused = partial(fused.flash, reduce_codec=reduce_codec, gather_codec=gather_codec)
+        self._hides_coding = fused is not None and not (fused.tells_coding or self._lossless)
 
     @property
     def lossless(self) -> bool:
-        return self._reduce_codec.exact and self._gather_codec.exact
+        return self._lossless
 
     def slices(self, num_elems: int) -> list[int]:
         """Elements of each rank's slice, in whole groups of both codecs."""
-        return _slices(num_elems, self.world_size, self._reduce_codec, self._gather_codec)
+        return _slices(num_elems, self.world_size, *self._codecs)
 
     def _reduce(self, x_N: Tensor) -> Tensor:
-        lengths, dtype = self.slices(x_N.numel()), x_N.dtype
-        ledger = self._ledger
-        received = exchange_encoded(self._transport, x_N, lengths, self._reduce_codec, ledger)
-        with nullcontext() if self.lossless else ledger.coding:
-            own = sum_and_encode(received, lengths[self.rank], self._reduce_codec, self._gather_codec, dtype)
-        return gather_decoded(self._transport, own, lengths, self._gather_codec, dtype, ledger)
-
-    def _in_one_kernel(self, flash: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        self._ledger.hide_coding()
-        return flash(x)
+        return sum_in_two_legs(self._transport, x_N, self.slices(x_N.numel()), self._codecs, x_N.dtype, self._ledger)
 
     def _exact_bytes(self, x: Tensor) -> int | None:
-        if self.lossless:
+        if self._lossless:
             return None
-        return two_shot_bytes(self.rank, self.world_size, x.numel(), x.element_size())
+        return flash_bytes(self.rank, self.world_size, x.numel(), x.element_size(), NONE, NONE)
 
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
-        return flash_bytes(self.rank, self.world_size, num_elems, elem_bytes, self._reduce_codec, self._gather_codec)
+        return two_leg_bytes(self.rank, self.slices(num_elems), self._codecs, elem_bytes)
 
     def max_error(self, inputs: Sequence[Tensor]) -> Tensor:
         """Bound: the ranks' reduce-leg bounds and the additions, then the gather leg's bound for the sum, then one rounding."""
+        if self._lossless:
+            return rank_order_bound(inputs)
         if self.world_size == 1:
             return torch.zeros(inputs[0].shape, dtype=torch.float64, device=inputs[0].device)
         flat = [x.reshape(-1) for x in inputs]
-        sum_N, error_N = quantized_sum_bound(flat, self._reduce_codec)
-        return quantized_total_bound(flat, sum_N, error_N, self._gather_codec).view(inputs[0].shape)
+        sum_N, error_N = quantized_sum_bound(flat, self._codecs[0])
+        return quantized_total_bound(flat, sum_N, error_N, self._codecs[1]).view(inputs[0].shape)
 
 
 def flash_bytes(
     rank: int, world_size: int, num_elems: int, elem_bytes: int, reduce_codec: Codec, gather_codec: Codec
 ) -> int:
     """Bytes that ``rank`` sends: the others' slices, then the sum of its own slice to each of them."""
-    if world_size == 1:
-        return 0
     lengths = _slices(num_elems, world_size, reduce_codec, gather_codec)
-    own = lengths.pop(rank)
-    exchanged = sum(reduce_codec.wire_bytes(length, elem_bytes) for length in lengths)
-    return exchanged + (world_size - 1) * gather_codec.wire_bytes(own, elem_bytes)
+    return two_leg_bytes(rank, lengths, (reduce_codec, gather_codec), elem_bytes)
 
 
 def _slices(num_elems: int, world_size: int, reduce_codec: Codec, gather_codec: Codec) -> list[int]:
@@ -99,7 +89,7 @@ def _slices(num_elems: int, world_size: int, reduce_codec: Codec, gather_codec: 
     return slice_lengths(num_elems, world_size, multiple)
 
 
-def _work(setting: Setting, num_bytes: int, reduce_codec: Codec, gather_codec: Codec) -> Work:
+def flash_work(setting: Setting, num_bytes: int, reduce_codec: Codec, gather_codec: Codec) -> Work:
     ranks, elems = setting.world_size, num_bytes / setting.elem_bytes
     elem_bytes = coded_elem_bytes(reduce_codec, setting) + coded_elem_bytes(gather_codec, setting)
     sent = (ranks - 1) / ranks * elems * elem_bytes
@@ -109,7 +99,7 @@ def _work(setting: Setting, num_bytes: int, reduce_codec: Codec, gather_codec: C
     return Work(2, sent, summed, reduced + gathered / ranks, reduced + gathered)
 
 
-def _wire_bytes(setting: Setting, num_bytes: int, reduce_codec: Codec, gather_codec: Codec) -> int:
+def bytes_of_rank_0(setting: Setting, num_bytes: int, reduce_codec: Codec, gather_codec: Codec) -> int:
     num_elems = num_bytes // setting.elem_bytes
     return flash_bytes(0, setting.world_size, num_elems, setting.elem_bytes, reduce_codec, gather_codec)
 
@@ -133,8 +123,8 @@ def _lossy_names(suffix: str) -> list[str]:
 ENTRY = Entry(
     name="flash",
     make=FlashAllReduce,
-    work=_work,
-    wire_bytes=_wire_bytes,
+    work=flash_work,
+    wire_bytes=bytes_of_rank_0,
     num_codecs=2,
     patterns={"flash:RS,AG": "a codec for each leg, such as flash:int4,int8 or flash:int4-g64-had,int6"},
     presets=PRESETS,

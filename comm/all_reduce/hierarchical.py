@@ -6,14 +6,13 @@ between machines.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
-import torch
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.entry import NODE_ORDER, Entry, Setting, Work, coded_elem_bytes, coding_effort
-from tightwire.comm.codec.codec import Codec, parse_codec
+from tightwire.comm.all_reduce.flash import NONE
+from tightwire.comm.codec.codec import Codec
 from tightwire.comm.codec.error_bounds import (
     adding_bound,
     quantized_sum_bound,
@@ -21,19 +20,10 @@ from tightwire.comm.codec.error_bounds import (
     rank_order_bound,
     rounded_parts_bound,
 )
-from tightwire.comm.codec.slices import (
-    as_bytes,
-    compile_codecs,
-    slice_lengths,
-    sum_and_encode,
-    sum_encoded,
-    sum_in_rank_order,
-)
+from tightwire.comm.codec.slices import as_bytes, compile_codecs, slice_lengths, sum_encoded, sum_in_rank_order
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
-from tightwire.comm.transport.legs import exchange_encoded, gather_decoded
-
-_EXACT = parse_codec("none")
+from tightwire.comm.transport.legs import exchange_encoded, gather_decoded, sum_in_two_legs, two_leg_bytes
 
 
 class HierarchicalAllReduce(BaseAllReduce):
@@ -48,13 +38,13 @@ class HierarchicalAllReduce(BaseAllReduce):
     codec an element's sum does not depend on its place; with one it depends on the numbers in its own codec group.
     """
 
-    def __init__(self, group: Group, codec: Codec = _EXACT, name: str = "hierarchical") -> None:
+    def __init__(self, group: Group, codec: Codec = NONE, name: str = "hierarchical") -> None:
         super().__init__(group)
         self.name = name
         self._group = group
         self._inside = group if group.nodes is None else group.nodes.inside
         self._across = None if group.nodes is None else group.nodes.across
-        self._codec = _EXACT if group.nodes is None else codec
+        self._codec = NONE if group.nodes is None else codec
         compile_codecs(group.device, self._codec, self._codec)
 
     @property
@@ -65,25 +55,20 @@ class HierarchicalAllReduce(BaseAllReduce):
         group, inside, dtype = self._group, self._inside, x_N.dtype
         lengths = self._slices_inside(x_N.numel())
         own = lengths[inside.rank]
-        received = run_leg(group, inside, exchange_encoded, inside.transport, x_N, lengths, _EXACT, self._ledger)
+        received = run_leg(group, inside, exchange_encoded, inside.transport, x_N, lengths, NONE, self._ledger)
         if self._codec.exact:
             sum_N = sum_in_rank_order([buf.view(dtype) for buf in received])
         else:
-            sum_N = sum_encoded(received, own, _EXACT, dtype)
+            sum_N = sum_encoded(received, own, NONE, dtype)
         if self._across is not None and own:
-            sum_N = run_leg(group, self._across, self._sum_nodes, self._across, sum_N, dtype)
+            across, codecs = self._across, (self._codec, self._codec)
+            slices = self._slices_across(own)
+            sum_N = run_leg(
+                group, across, sum_in_two_legs, across.transport, sum_N, slices, codecs, dtype, self._ledger
+            )
         sum_N = sum_N.to(dtype)  # an empty slice may still be float32
         own_bytes = as_bytes(sum_N)
-        return run_leg(group, inside, gather_decoded, inside.transport, own_bytes, lengths, _EXACT, dtype, self._ledger)
-
-    def _sum_nodes(self, across: Group, node_sum_N: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sum ``node_sum_N`` over nodes into ``dtype``; the input is float32 when it will be encoded."""
-        codec, transport, ledger = self._codec, across.transport, self._ledger
-        lengths = self._slices_across(node_sum_N.numel())
-        received = exchange_encoded(transport, node_sum_N, lengths, codec, ledger)
-        with nullcontext() if codec.exact else ledger.coding:
-            encoded = sum_and_encode(received, lengths[transport.rank], codec, codec, dtype)
-        return gather_decoded(transport, encoded, lengths, codec, dtype, ledger)
+        return run_leg(group, inside, gather_decoded, inside.transport, own_bytes, lengths, NONE, dtype, self._ledger)
 
     def _slices_inside(self, num_elems: int) -> list[int]:
         # Codec groups between nodes are aligned to the start of the tensor, for any L.
@@ -97,20 +82,15 @@ class HierarchicalAllReduce(BaseAllReduce):
         return self._bytes(num_elems, elem_bytes, self._codec)
 
     def _exact_bytes(self, x: Tensor) -> int | None:
-        return None if self.lossless else self._bytes(x.numel(), x.element_size(), _EXACT)
+        return None if self.lossless else self._bytes(x.numel(), x.element_size(), NONE)
 
     def _bytes(self, num_elems: int, elem_bytes: int, codec: Codec) -> int:
-        if self.world_size == 1:
-            return 0
-        inside = self._inside
-        own = self._slices_inside(num_elems)[inside.rank]
-        sent_inside = (num_elems + (inside.world_size - 2) * own) * elem_bytes if inside.world_size > 1 else 0
-        if self._across is None:
-            return sent_inside
-        lengths = self._slices_across(own)
-        own_across = lengths.pop(self._across.rank)
-        exchanged = sum(codec.wire_bytes(length, elem_bytes) for length in lengths)
-        return sent_inside + exchanged + len(lengths) * codec.wire_bytes(own_across, elem_bytes)
+        lengths, inside, across = self._slices_inside(num_elems), self._inside, self._across
+        sent = two_leg_bytes(inside.rank, lengths, (NONE, NONE), elem_bytes)
+        if across is not None:
+            slices = self._slices_across(lengths[inside.rank])
+            sent += two_leg_bytes(across.rank, slices, (codec, codec), elem_bytes)
+        return sent
 
     def max_error(self, inputs: Sequence[Tensor]) -> Tensor:
         """Without a codec: the nodes' sums with one rounding each, then their sum. With one: flash's bound, over nodes."""

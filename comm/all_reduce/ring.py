@@ -42,8 +42,6 @@ class RingAllReduce(BaseAllReduce):
         return torch.cat([slices[index] for index in range(num_ranks)])
 
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
-        if self.world_size == 1:
-            return 0
         lengths = slice_lengths(num_elems, self.world_size)
         unsent = lengths[(self.rank + 1) % self.world_size] + lengths[(self.rank + 2) % self.world_size]
         return (2 * num_elems - unsent) * elem_bytes

@@ -12,7 +12,6 @@ Call ``prepare_codecs`` with all codecs, those of ``node_wise`` too, before the 
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from itertools import product
 
 import torch
@@ -58,7 +57,7 @@ def all_gather(group: Group, x: Tensor, codec: Codec = NONE, *, phase: str = "",
         _check_summable(x)
     if group.world_size == 1 or x.numel() == 0:
         return [x.contiguous() for _ in range(group.world_size)]
-    coding = nullcontext() if codec.exact else group.ledger.coding
+    coding = group.ledger.coding_if(not codec.exact)
     exact_bytes = None if codec.exact else all_gather_bytes(group.world_size, x.numel(), x.element_size())
     with group.recorded("all_gather", _label(codec), x.nbytes, exact_bytes, phase=phase, site=site):
         flat_N = x.contiguous().view(-1)
@@ -124,7 +123,7 @@ def reduce_scatter(group: Group, x: Tensor, codec: Codec = NONE, dtype: torch.dt
     exact_bytes = None if codec.exact else (x.numel() - lengths[group.rank]) * x.element_size()
     with group.recorded("reduce_scatter", _label(codec), x.nbytes, exact_bytes):
         received = exchange_encoded(group.transport, x.contiguous().view(-1), lengths, codec, ledger)
-        with nullcontext() if codec.exact else ledger.coding:
+        with ledger.coding_if(not codec.exact):
             return sum_encoded(received, lengths[group.rank], codec, x.dtype).to(dtype)
 
 

@@ -4,8 +4,6 @@ This is qgZ of ZeRO++ (arXiv 2306.10209, section 3.3): of N ranks on K nodes of 
 tensor out of every node, this one (K-1)/K. Each number is quantized twice, once in each leg, each leg with its own codec.
 """
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
@@ -55,7 +53,7 @@ def hierarchical_reduce_scatter(
         if across_codec.exact:
             sum_N = sum_N.to(x.dtype)
         received = run_leg(group, across, exchange_encoded, across.transport, sum_N, own, across_codec, ledger)
-        with nullcontext() if across_codec.exact else ledger.coding:
+        with ledger.coding_if(not across_codec.exact):
             return sum_encoded(received, lengths[group.rank], across_codec, x.dtype).to(dtype)
 
 
@@ -92,7 +90,7 @@ def _sum_inside(inside: Group, x_N: Tensor, lengths: list[int], codec: Codec) ->
         return x_N.float()  # nothing is sent, so nothing is quantized
     # All but one slice are whole groups and the short one is last, so joined slices have the same encoding as single ones.
     parts, per_node = x_N.split(lengths), inside.world_size
-    coding = nullcontext() if codec.exact else inside.ledger.coding
+    coding = inside.ledger.coding_if(not codec.exact)
     encoded = []
     with coding:
         for place in range(per_node):

@@ -9,7 +9,6 @@ to ``room``, (W c(N/W),) uint8 or more; exact ones do too in two legs.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -97,7 +96,7 @@ def _share(
             group.transport.gather_into(wires, received)
         else:
             received.copy_(wires)
-        with nullcontext() if codec.exact else group.ledger.coding:
+        with group.ledger.coding_if(not codec.exact):
             for part, encoded in zip(slices, received.chunk(len(slices)) if slices else (), strict=True):
                 codec.decode(encoded, part.numel(), part.dtype, part)
 

@@ -7,12 +7,14 @@ On CUDA ``seconds`` and ``codec_seconds`` are the time to enqueue, because the h
 """
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import NamedTuple
 
 from tightwire.comm.ledger.counters import NUM_RECENT, Count, Counters, Totals
 from tightwire.comm.ledger.recording import Begun, Recording, Series, finished_event
 
+_NO_CODING = nullcontext()
 GATHERING = "weights"  # the phase of partitioned layers, which are gathered beside steps
 
 
@@ -131,6 +133,10 @@ class Ledger:
                 totals.calls += count.calls
                 totals.add_bytes(count.bytes_sent, count.exact_bytes, count.message_bytes)
                 self._number += count.calls
+
+    def coding_if(self, coded: bool) -> AbstractContextManager[None]:
+        """``coding`` for a codec that encodes, nothing for an exact one."""
+        return self.coding if coded else _NO_CODING
 
     def hide_coding(self) -> None:
         """Mark the running collective as one that encodes inside a fused kernel, so that its coding time is unknown."""

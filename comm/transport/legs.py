@@ -1,6 +1,6 @@
-"""The two legs of a quantized collective: exchange slices encoded (reduce-scatter), gather encoded sums (all-gather).
+"""The two legs of a quantized sum: exchange slices encoded (reduce-scatter), gather encoded sums (all-gather).
 
-They add the time of encoding and decoding to the ledger; the caller records the collective itself.
+The caller records the collective; these functions add the time of encoding and decoding to its ledger.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.codec.codec import Codec
-from tightwire.comm.codec.slices import decode_slices, encode_slices
+from tightwire.comm.codec.slices import decode_slices, encode_slices, sum_and_encode
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.protocols import Transport
 
@@ -18,9 +18,7 @@ def exchange_encoded(
     transport: Transport, x_N: Tensor, lengths: Sequence[int], codec: Codec, ledger: Ledger
 ) -> list[Tensor]:
     """Encode each slice of ``x_N`` for its owner; return this rank's own slice as encoded by every rank."""
-    if codec.exact:
-        return transport.exchange(encode_slices(x_N, lengths, codec))
-    with ledger.coding:
+    with ledger.coding_if(not codec.exact):
         encoded = encode_slices(x_N, lengths, codec)
     return transport.exchange(encoded)
 
@@ -30,7 +28,30 @@ def gather_decoded(
 ) -> Tensor:
     """Share ``own``, this rank's encoded slice; return all decoded slices, concatenated: (sum(lengths),)."""
     received = transport.gather(own, [codec.wire_bytes(length, dtype.itemsize) for length in lengths])
-    if codec.exact:
+    with ledger.coding_if(not codec.exact):
         return decode_slices(received, lengths, codec, dtype)
-    with ledger.coding:
-        return decode_slices(received, lengths, codec, dtype)
+
+
+def sum_in_two_legs(
+    transport: Transport,
+    x_N: Tensor,
+    lengths: Sequence[int],
+    codecs: tuple[Codec, Codec],
+    dtype: torch.dtype,
+    ledger: Ledger,
+) -> Tensor:
+    """The ranks' sum of ``x_N`` in ``dtype``: each rank adds its slice, of ``lengths``. ``codecs``: of the two legs."""
+    reduce_codec, gather_codec = codecs
+    received = exchange_encoded(transport, x_N, lengths, reduce_codec, ledger)
+    with ledger.coding_if(not (reduce_codec.exact and gather_codec.exact)):
+        own = sum_and_encode(received, lengths[transport.rank], reduce_codec, gather_codec, dtype)
+    return gather_decoded(transport, own, lengths, gather_codec, dtype, ledger)
+
+
+def two_leg_bytes(rank: int, lengths: Sequence[int], codecs: tuple[Codec, Codec], elem_bytes: int) -> int:
+    """Bytes that ``rank`` sends in ``sum_in_two_legs``: the others' slices, then the sum of its own to each of them."""
+    reduce_codec, gather_codec = codecs
+    exchanged = sum(
+        reduce_codec.wire_bytes(length, elem_bytes) for owner, length in enumerate(lengths) if owner != rank
+    )
+    return exchanged + (len(lengths) - 1) * gather_codec.wire_bytes(lengths[rank], elem_bytes)

@@ -1,7 +1,7 @@
 """Decides, on all ranks alike, whether ranks of one host can sum through each other's GPU memory; checks that writes arrive.
 
-A rank sees only its own GPU's properties, so ranks share facts through the store they join over, and all draw the same
-conclusion. This module does not import Triton, which may not be installed.
+A rank sees only its own GPU's properties, so ranks share facts through the store they join over. This module does not import
+Triton, which may not be installed.
 """
 
 import logging
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.errors import CollectiveTimeoutError, CommError
-from tightwire.comm.protocols import Transport
+from tightwire.comm.transport.process_group import ProcessGroupTransport
 from tightwire.comm.transport.store_notes import FactExchange
 
 _MAX_RANKS = 31  # one bit each in an int32
@@ -72,28 +72,20 @@ def _objection_to_peers(device: torch.device, facts: Sequence[Sequence[str]]) ->
     return None
 
 
-def with_peer_memory(
-    library: Transport,
-    store: Store,
-    *,
-    device: torch.device,
-    timeout_s: float,
-    describe: Callable[[], str | None] = lambda: None,
-) -> tuple[Transport, str]:
-    """Return ``library`` with AllReduces through peer memory, or ``library`` itself and the reason, which is logged too.
+def add_peer_memory(library: ProcessGroupTransport, store: Store) -> str:
+    """Let ``library`` sum through peer memory. If that is not possible, log and return the reason.
 
-    Args:
-        store: one that all ranks reach and nothing else writes to.
-        device: this rank's GPU; ``library`` is NCCL's transport on it.
+    ``store``: one that all ranks reach and nothing else writes to.
+
     Raises:
         CollectiveTimeoutError: a rank did not arrive.
     """
+    device, timeout_s = library.device, library.timeout_s
     exchange = FactExchange(store, rank=library.rank, world_size=library.world_size, timeout_s=timeout_s)
     reason = why_unusable(exchange, device)
     if reason is None:
         # Imported only when Triton is installed.
-        from tightwire.comm.transport.peer_buffers import map_peer_buffers
-        from tightwire.comm.transport.peer_memory import PeerMemoryTransport
+        from tightwire.comm.transport.peer_memory import PeerAllReduce, map_peer_buffers
 
         try:
             buffers = map_peer_buffers(exchange, store, device)
@@ -102,10 +94,12 @@ def with_peer_memory(
         except CommError as error:
             reason = str(error)
         else:
-            return PeerMemoryTransport(buffers, library=library, timeout_s=timeout_s, describe=describe), ""
+            sums = PeerAllReduce(buffers, timeout_s=timeout_s, describe=library.ledger.current)
+            library.add_fused(sums, sums.check)
+            return ""
     if library.rank == 0:
         _LOG.warning("sums go through the library (NCCL) and not through peer memory: %s", reason)
-    return library, reason
+    return reason
 
 
 _NUM_CHECKED = 1 << 20  # int32: several pages, many packets

@@ -1,23 +1,27 @@
-"""A transport whose AllReduces go through peer GPU memory; everything else goes through the wrapped library transport.
+"""AllReduces through GPU memory that the ranks of one host map from each other: one kernel each, with no copy through the host.
 
-One-shot, two-shot and flash are one kernel each (``kernels.cuda.all_reduce``), without a copy through the host and without
-the library's channels; this module splits long messages, counts bytes and reports failures. Messages, barriers and ``native``
-go to the wrapped transport: NCCL on GPUs, gloo for Triton's interpreter, in which the same code runs on CPU processes that
-share memory. ``comm.transport.peer_buffers`` maps the memory.
+This module maps the memory, splits long messages and reports failures; ``kernels.cuda.all_reduce`` sums. Messages, barriers
+and ``native`` go through the library: NCCL on GPUs, gloo for Triton's interpreter, in which the same code runs on CPU
+processes that share memory.
 """
 
+import mmap
+import os
+import pickle
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.multiprocessing.reductions import reduce_tensor
 
 from tightwire.comm.codec.codec import Codec
 from tightwire.comm.codec.slices import slice_lengths
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
-from tightwire.comm.protocols import FusedAllReduce, KernelSums, Moved, Transport, nothing_told
-from tightwire.kernels.cuda.all_reduce import Part, PeerBuffers, max_part_elems, one_shot, two_shot
-from tightwire.kernels.spec.block_format import BlockFormat
+from tightwire.comm.protocols import KernelSums
+from tightwire.comm.transport.store_notes import FactExchange
+from tightwire.kernels.cuda.all_reduce import Part, PeerBuffers, buffer_bytes, max_part_elems, one_shot, two_shot
 
 # Polls of a word in local memory: about a microsecond each on a GPU, a thousand times that in the interpreter.
 _DEVICE_POLLS_PER_S, _INTERPRETED_POLLS_PER_S = 1_000_000, 1_000
@@ -28,25 +32,17 @@ class PeerAllReduce:
 
     A rank that does not come within about ``timeout_s`` ends the group: no rank waits any more, results are NaN, and
     ``check`` raises. The host does not wait for GPU kernels, so the error is raised by the first call after the failed
-    one, or by a ``check`` after a synchronization.
-
-    Args:
-        count: called with the bytes that each call sent to others, by the algorithm's formula.
-        describe: names the running collective, for messages.
+    one, or by a ``check`` after a synchronization. ``describe``: names the running collective, for messages. All calls must
+    use one CUDA stream.
     """
 
     tells_coding = False
     in_kernel: KernelSums | None = None
 
     def __init__(
-        self,
-        buffers: PeerBuffers,
-        *,
-        timeout_s: float,
-        count: Callable[[int], None],
-        describe: Callable[[], str | None] = lambda: None,
+        self, buffers: PeerBuffers, *, timeout_s: float, describe: Callable[[], str | None] = lambda: None
     ) -> None:
-        self._buffers, self._timeout_s, self._count, self._describe = buffers, timeout_s, count, describe
+        self._buffers, self._timeout_s, self._describe = buffers, timeout_s, describe
         on_cpu = buffers.addresses.device.type == "cpu"
         self._max_polls = min(2**31 - 1, int(timeout_s * (_INTERPRETED_POLLS_PER_S if on_cpu else _DEVICE_POLLS_PER_S)))
         self._failure: CommError | None = None
@@ -58,18 +54,24 @@ class PeerAllReduce:
         step = self._buffers.send_bytes // x_N.element_size()
         for part, out in zip(x_N.split(step), out_N.split(step), strict=True):
             one_shot(part, out, self._buffers, self._max_polls)
-        self._count((self._buffers.world_size - 1) * x_N.nbytes)
         self.check()
         return out_N.view_as(x)
 
-    def two_shot(self, x: Tensor) -> Tensor:
-        lengths = slice_lengths(x.numel(), self._buffers.world_size)
-        return self._in_slices(x.view(-1), lengths, None, None).view_as(x)
-
     def flash(self, x: Tensor, reduce_codec: Codec, gather_codec: Codec) -> Tensor:
+        self.check()
+        buffers, fmt, out_fmt = self._buffers, reduce_codec.format, gather_codec.format
         multiple = max(reduce_codec.group_elems, gather_codec.group_elems)  # both are powers of two
-        lengths = slice_lengths(x.numel(), self._buffers.world_size, multiple)
-        return self._in_slices(x.view(-1), lengths, reduce_codec.format, gather_codec.format).view_as(x)
+        longest = slice_lengths(x.numel(), buffers.world_size, multiple)[0]
+        x_N = x.view(-1)
+        out_N = torch.empty_like(x_N)
+        step = max_part_elems(buffers, x.element_size(), fmt, out_fmt)
+        if step == 0:
+            raise ValueError(f"peer buffers of {buffers.send_bytes} bytes hold no slice of {buffers.world_size} ranks")
+        for start in range(0, longest, step):
+            part = Part(slice_elems=longest, start=start, num_elems=min(step, longest - start))
+            two_shot(x_N, out_N, buffers, part, fmt, out_fmt, self._max_polls)
+        self.check()
+        return out_N.view_as(x)
 
     def check(self) -> None:
         """Raise if a rank did not arrive in a collective that the device has reached.
@@ -89,82 +91,112 @@ class PeerAllReduce:
         if self._failure is not None:
             raise self._failure
 
-    def _in_slices(self, x: Tensor, lengths: list[int], fmt: BlockFormat | None, out_fmt: BlockFormat | None) -> Tensor:
-        self.check()
-        buffers, elem_bytes = self._buffers, x.element_size()
-        result = torch.empty_like(x)
-        x_N, out_N = x.view(-1), result.view(-1)
-        step = max_part_elems(buffers, elem_bytes, fmt, out_fmt)
-        if step == 0:
-            raise ValueError(f"peer buffers of {buffers.send_bytes} bytes hold no slice of {len(lengths)} ranks")
-        for start in range(0, lengths[0], step):
-            part = Part(slice_elems=lengths[0], start=start, num_elems=min(step, lengths[0] - start))
-            two_shot(x_N, out_N, buffers, part, fmt, out_fmt, self._max_polls)
-        own = lengths[buffers.rank]
-        others = [length for rank, length in enumerate(lengths) if rank != buffers.rank]
-        self._count(
-            sum(_wire_bytes(length, elem_bytes, fmt) for length in others)
-            + len(others) * _wire_bytes(own, elem_bytes, out_fmt)
-        )
-        self.check()
-        return result
+
+# Half of a rank's buffer: the bytes that one launch moves. Longer messages take several launches of about 10 us each.
+SEND_BYTES = 16 << 20
+# Enough blocks to keep a link busy, and few enough that every GPU runs all of them at once.
+NUM_BLOCKS = 32
+
+_PATTERN_BYTES = 16
+_PAGE = mmap.PAGESIZE
+
+_Mapping = Callable[[int], tuple[list[Tensor], object]]
 
 
-def _wire_bytes(num_elems: int, elem_bytes: int, fmt: BlockFormat | None) -> int:
-    return num_elems * elem_bytes if fmt is None else fmt.encoded_bytes(num_elems)
+def map_peer_buffers(
+    exchange: FactExchange,
+    store: Store,
+    device: torch.device,
+    *,
+    send_bytes: int = SEND_BYTES,
+    num_blocks: int = NUM_BLOCKS,
+) -> PeerBuffers:
+    """Map GPU memory of every rank on all ranks, zeroed, and verified by writing to it.
+
+    Uses torch's symmetric memory where that works, else CUDA IPC handles, which also join ranks that share a GPU.
+
+    Raises:
+        CommError: neither works, or a rank's test pattern did not arrive; the same on all ranks.
+        CollectiveTimeoutError: a rank did not arrive.
+    """
+    world_size = exchange.world_size
+    num_blocks = min(num_blocks, torch.cuda.get_device_properties(device).multi_processor_count)
+    num_blocks = min(int(told) for told in exchange.share("blocks", str(num_blocks).encode()))
+    size = buffer_bytes(send_bytes, num_blocks, world_size)
+    ways: list[tuple[str, _Mapping]] = [
+        ("symmetric memory", lambda size: _map_symmetric(size, exchange, store, device)),
+        ("CUDA IPC", lambda size: _map_ipc(size, exchange, device)),
+    ]
+    uuids = exchange.share("device", str(torch.cuda.get_device_properties(device).uuid).encode())
+    if len(set(uuids)) < world_size:
+        ways = ways[1:]  # symmetric memory does not support ranks that share a GPU
+    objections: list[str] = []
+    for name, mapping in ways:
+        views, memory, objection = _try(mapping, size)
+        objection = exchange.first_objection(name, objection)
+        if objection is None:
+            objection = exchange.first_objection(f"{name}, written", _verify(views, exchange, name, device))
+        if objection is None:
+            return PeerBuffers(
+                addresses=torch.tensor([view.data_ptr() for view in views], dtype=torch.int64, device=device),
+                rank=exchange.rank,
+                send_bytes=send_bytes,
+                num_blocks=num_blocks,
+                failure=torch.zeros(1, dtype=torch.int32).pin_memory(),
+                memory=(views, memory),
+            )
+        objections.append(f"{name}: {objection}")
+    raise CommError(f"peer memory is unavailable ({'; '.join(objections)})")
 
 
-_Params = ParamSpec("_Params")
-_Result = TypeVar("_Result")
+def _try(mapping: _Mapping, size: int) -> tuple[list[Tensor], object, str | None]:
+    try:
+        views, memory = mapping(size)
+    except Exception as error:  # noqa: BLE001, the other ranks must learn of any error of a driver or an alpha API
+        return [], None, (str(error).splitlines() or [type(error).__name__])[0]
+    return views, memory, None
 
 
-class PeerMemoryTransport:
-    """``library`` with AllReduces over ``buffers``. All calls must use one CUDA stream."""
+def _map_symmetric(
+    size: int, exchange: FactExchange, store: Store, device: torch.device
+) -> tuple[list[Tensor], object]:
+    symmetric: Any = torch._C._distributed_c10d._SymmetricMemory  # pyright: ignore[reportAttributeAccessIssue]
+    # Torch keeps groups by name for a whole process; all ranks must use the same name.
+    name = exchange.share("symmetric group", f"tightwire-peer-memory-{os.getpid()}-{id(exchange)}".encode())[0].decode()
+    symmetric.set_group_info(name, exchange.rank, exchange.world_size, store)
+    own = symmetric.empty_strided_p2p((size,), (1,), torch.uint8, device, name)
+    handle = symmetric.rendezvous(own)
+    return [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(exchange.world_size)], (own, handle)
 
-    def __init__(
-        self,
-        buffers: PeerBuffers,
-        *,
-        library: Transport,
-        timeout_s: float,
-        describe: Callable[[], str | None] = lambda: None,
-    ) -> None:
-        self.rank, self.world_size = library.rank, library.world_size
-        self.bytes_sent = library.bytes_sent
-        self._library = library
-        self._sums = PeerAllReduce(buffers, timeout_s=timeout_s, count=self._add_bytes, describe=describe)
-        self.fused: FusedAllReduce | None = self._sums
-        library.barrier()  # all ranks have mapped all buffers, and the library's connections exist
 
-    def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
-        return self._counted(self._library.exchange, slices)
+def _map_ipc(size: int, exchange: FactExchange, device: torch.device) -> tuple[list[Tensor], object]:
+    own = torch.zeros(size, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize(device)
+    handles = exchange.share("handles", pickle.dumps(reduce_tensor(own)))
+    views = []
+    for rank, handle in enumerate(handles):
+        if rank == exchange.rank:
+            views.append(own)  # a process cannot open its own handle
+        else:
+            rebuild, args = pickle.loads(handle)
+            views.append(rebuild(*args))
+    return views, own
 
-    def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
-        return self._counted(self._library.gather, buf, sizes)
 
-    def gather_into(self, buf: Tensor, out: Tensor, moved: Moved = nothing_told) -> None:
-        self._counted(self._library.gather_into, buf, out, moved)
-
-    def shift(self, buf: Tensor, recv_bytes: int | None = None) -> Tensor:
-        return self._counted(self._library.shift, buf, recv_bytes)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self._counted(self._library.all_reduce, x)
-
-    def barrier(self) -> None:
-        self._sums.check()
-        self._library.barrier()
-        self._sums.check()  # the library's barrier has waited for the device
-
-    def close(self) -> None:
-        self._library.close()
-
-    def _counted(self, method: Callable[_Params, _Result], *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-        self._sums.check()
-        before = self._library.bytes_sent
-        result = method(*args, **kwargs)
-        self._add_bytes(self._library.bytes_sent - before)
-        return result
-
-    def _add_bytes(self, num_bytes: int) -> None:
-        self.bytes_sent += num_bytes
+def _verify(views: Sequence[Tensor], exchange: FactExchange, name: str, device: torch.device) -> str | None:
+    """Each rank writes its own pattern into every rank's memory, then checks its own memory for all patterns."""
+    own = views[exchange.rank]
+    own.zero_()
+    torch.cuda.synchronize(device)
+    exchange.share(f"{name}, zeroed", b"")
+    start = exchange.rank * _PATTERN_BYTES
+    for view in views:
+        view[start : start + _PATTERN_BYTES].fill_(exchange.rank + 1)
+    torch.cuda.synchronize(device)
+    exchange.share(f"{name}, patterns", b"")
+    found = own[: exchange.world_size * _PATTERN_BYTES].view(exchange.world_size, _PATTERN_BYTES).cpu()
+    wrong = [rank for rank in range(exchange.world_size) if not bool((found[rank] == rank + 1).all())]
+    exchange.share(f"{name}, read", b"")
+    own.zero_()
+    torch.cuda.synchronize(device)
+    return f"writes of {name_ranks(wrong)} did not arrive" if wrong else None

@@ -5,7 +5,7 @@ process may hold several groups and close each. ``comm.group.open_process_group`
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 from zlib import crc32
@@ -25,11 +25,8 @@ from tightwire.comm.errors import (
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.ledger.recording import Begun
 from tightwire.comm.protocols import FusedAllReduce, Moved, Transport, nothing_told
-from tightwire.comm.transport.store_notes import FailureNotes, Note, ranks_at_fault
+from tightwire.comm.transport.store_notes import FailureNotes, Note
 
-# The longest wait of a failed rank for the others' notes.
-_GRACE_S = 1.0
-_GRACE_SHARE = 0.2
 _TIME_SPENT = re.compile(r", [0-9.]+ s$")  # at the end of a description of a running collective
 _MAX_TAG = (1 << 31) - 1
 _PIECE_BYTES = 8 << 20  # the part of a long gather, to each rank, between two progress reports
@@ -50,26 +47,26 @@ class ProcessGroupTransport(Transport):
         timeout_s: float,
         ledger: Ledger | None = None,
     ) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        self.rank, self.world_size = rank, world_size
         self.bytes_sent = 0
         self.fused: FusedAllReduce | None = None
-        self._group = process_group
-        self._device = device
-        self._notes = notes
-        self._timeout_s = timeout_s
-        self._ledger = Ledger() if ledger is None else ledger  # of the group: describes the running collective
+        self.device, self.timeout_s = device, timeout_s
+        self.ledger = Ledger() if ledger is None else ledger  # of the group: describes the running collective
+        self._group, self._notes = process_group, notes
+        self._check: Callable[[], None] = lambda: None
         self._others = [(rank + i) % world_size for i in range(1, world_size)]
         self._peer: int | None = None  # the rank that the current wait is for, when it is one rank
         self._failure: CommError | None = None
 
+    def add_fused(self, fused: FusedAllReduce, check: Callable[[], None]) -> None:
+        """Use ``fused``; messages first call its ``check``, which raises if it has failed. Collective."""
+        self.barrier()  # all ranks are ready, and the library's connections exist
+        self.fused, self._check = fused, check
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The library's sum. Counts a ring's bytes, rounded down to whole elements, because no library reports its bytes."""
         result = x.clone(memory_format=torch.contiguous_format)
-        try:
-            self._open_group().allreduce([result], AllreduceOptions()).wait()
-        except RuntimeError as error:
-            raise self._failed(error) from error
+        self._call("allreduce", [result], AllreduceOptions())
         self.bytes_sent += 2 * (self.world_size - 1) * x.numel() // self.world_size * x.element_size()
         return result
 
@@ -82,9 +79,17 @@ class ProcessGroupTransport(Transport):
         self._group = None
 
     def _open_group(self) -> Any:
+        self._check()
         if self._group is None:
             raise self._failure or CommError(f"rank {self.rank}: this group is closed")
         return self._group
+
+    def _call(self, method: str, *args: Any) -> None:
+        """Run a collective of the library."""
+        try:
+            getattr(self._open_group(), method)(*args).wait()
+        except RuntimeError as error:
+            raise self._failed(error) from error
 
     def _failed(self, error: RuntimeError) -> CommError:
         """Close the group and return the error that names the ranks at fault, for a library ``error``."""
@@ -93,14 +98,13 @@ class ProcessGroupTransport(Transport):
         # The traceback's frames reference the running operations, which reference the group that must be freed.
         error.__traceback__ = None
         peer = self._peer
-        doing = self._ledger.current() or "a barrier"
+        doing = self.ledger.current() or "a barrier"
         own = Note(
             timed_out=_is_timeout(error), missed=() if peer is None else (peer,), doing=f"rank {self.rank} in {doing}"
         )
         # Closing makes the ranks that wait for this one fail too and leave their notes.
         self.close()
-        notes = self._notes.exchange(own, grace_s=min(_GRACE_S, _GRACE_SHARE * self._timeout_s))
-        culprits = ranks_at_fault(own, notes, self._others)
+        culprits, notes = self._notes.blame(own, self.timeout_s)
         self._failure = self._explain(own, notes, culprits, error)
         return self._failure
 
@@ -117,7 +121,7 @@ class ProcessGroupTransport(Transport):
                     unlike_most(calls),
                 )
             return CollectiveTimeoutError(
-                f"{name_ranks(culprits)} of {self.world_size} did not arrive within {self._timeout_s:g} s: hung, stopped "
+                f"{name_ranks(culprits)} of {self.world_size} did not arrive within {self.timeout_s:g} s: hung, stopped "
                 f"or busy elsewhere. Waiting: {waiting}. ({cause})",
                 culprits,
             )
@@ -162,26 +166,24 @@ class GlooTransport(ProcessGroupTransport):
         received = buf.new_empty(buf.numel() if recv_bytes is None else recv_bytes)
         before, after = (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
         self._send_recv([(after, buf)], [(before, received)])
-        self.bytes_sent += buf.numel()
         return received
 
     def barrier(self) -> None:
-        token = torch.zeros(1, dtype=torch.uint8)
-        self._send_recv(
-            [(peer, token) for peer in self._others], [(peer, torch.empty_like(token)) for peer in self._others]
-        )
+        sent_before = self.bytes_sent
+        self.gather(torch.zeros(1, dtype=torch.uint8))
+        self.bytes_sent = sent_before  # a barrier has no payload
 
     def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         sends = [(peer, outgoing[peer]) for peer in self._others]
         self._send_recv(sends, [(peer, incoming[peer]) for peer in self._others])
-        for _, buf in sends:
-            self.bytes_sent += buf.numel()
 
     def _send_recv(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
         try:
             self._transfer(sends, receives)
         except RuntimeError as error:
             raise self._failed(error) from error
+        for _, buf in sends:
+            self.bytes_sent += buf.numel()
 
     def _transfer(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
         """Run all messages at once, receives posted first. Empty messages are not sent, as both sides know their size.
@@ -190,7 +192,7 @@ class GlooTransport(ProcessGroupTransport):
         time out. (With equal tags, gloo ends a process that receives more bytes than it expects, leaves missing bytes
         unset, and delivers another tensor's bytes.)
         """
-        group, call = self._open_group(), _tag_of(self._ledger.begun)
+        group, call = self._open_group(), _tag_of(self.ledger.begun)
         works: list[tuple[int, Work]] = []
         for self._peer, buf in receives:
             if buf.numel():
@@ -236,7 +238,7 @@ class NcclTransport(ProcessGroupTransport):
         return received
 
     def gather_into(self, buf: Tensor, out: Tensor, moved: Moved = nothing_told) -> None:
-        self._all_gather_base(buf, out)
+        self._call("_allgather_base", out, buf)
         self.bytes_sent += (self.world_size - 1) * buf.numel()
 
     def shift(self, buf: Tensor, recv_bytes: int | None = None) -> Tensor:
@@ -250,19 +252,14 @@ class NcclTransport(ProcessGroupTransport):
 
     def barrier(self) -> None:
         """Waits on the host too, unlike the other calls."""
-        tokens = self._all_gather(torch.zeros(1, dtype=torch.uint8, device=self._device))
+        tokens = self._all_gather(torch.zeros(1, dtype=torch.uint8, device=self.device))
         torch.cat(tokens).cpu()
+        self._check()
 
     def _all_gather(self, buf: Tensor) -> list[Tensor]:
         received = buf.new_empty(self.world_size * buf.numel())
-        self._all_gather_base(buf, received)
+        self._call("_allgather_base", received, buf)
         return list(received.chunk(self.world_size))
-
-    def _all_gather_base(self, buf: Tensor, out: Tensor) -> None:
-        try:
-            self._open_group()._allgather_base(out, buf).wait()
-        except RuntimeError as error:
-            raise self._failed(error) from error
 
     def _broadcast(self, buf: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Gather where only one rank's size is not zero: no copies on that rank."""
@@ -270,18 +267,12 @@ class NcclTransport(ProcessGroupTransport):
         options.rootRank = root = next(rank for rank, size in enumerate(sizes) if size)
         received = [buf.new_empty(0)] * self.world_size
         received[root] = buf if self.rank == root else buf.new_empty(sizes[root])
-        try:
-            self._open_group().broadcast([received[root]], options).wait()
-        except RuntimeError as error:
-            raise self._failed(error) from error
+        self._call("broadcast", [received[root]], options)
         return received
 
     def _all_to_all(self, buf: Tensor, outgoing: list[int], incoming: list[int]) -> list[Tensor]:
         received = buf.new_empty(sum(incoming))
-        try:
-            self._open_group().alltoall_base(received, buf, incoming, outgoing).wait()
-        except RuntimeError as error:
-            raise self._failed(error) from error
+        self._call("alltoall_base", received, buf, incoming, outgoing)
         return list(received.split(incoming))
 
 

@@ -2,10 +2,9 @@
 
 One-shot and two-shot are one kernel call each (kernels/cpu/native/shared_sums.cpp). Flash encodes into the shared buffers and
 decodes out of them. Long tensors go in chunks that fit the caches; the chunk boundaries do not change an element's sum.
-``bytes_sent`` counts the bytes of the algorithm's formula, although nothing leaves the host.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter_ns
 from typing import Any
@@ -40,49 +39,35 @@ class SharedAllReduce:
         self._board, self._announce = turns.board.native, turns.board.announce
 
     def one_shot(self, x: Tensor) -> Tensor:
-        turns = self._turns
-        turns.check_open()
+        return self._in_one_call(lib.tw_one_shot, x)
+
+    def _in_one_call(self, kernel: Callable[..., int], x: Tensor) -> Tensor:
+        self._turns.check_open()
         self._announce()
         out = torch.empty_like(x)
         given = self._board, x.data_ptr(), out.data_ptr(), x.numel(), NUMBER_KIND[x.dtype]
-        status = lib.tw_one_shot(*given, 0)
+        status = kernel(*given, 0)
         if status != DONE:
-            turns.run(partial(lib.tw_one_shot, *given), status)
-        turns.bytes_sent += (turns.world_size - 1) * x.nbytes
-        return out
-
-    def two_shot(self, x: Tensor) -> Tensor:
-        turns, num_elems = self._turns, x.numel()
-        turns.check_open()
-        self._announce()
-        out = torch.empty_like(x)
-        given = self._board, x.data_ptr(), out.data_ptr(), num_elems, NUMBER_KIND[x.dtype]
-        status = lib.tw_two_shot(*given, 0)
-        if status != DONE:
-            turns.run(partial(lib.tw_two_shot, *given), status)
-        own = slice_lengths(num_elems, turns.world_size)[turns.rank]
-        turns.bytes_sent += (num_elems + (turns.world_size - 2) * own) * x.element_size()
+            self._turns.run(partial(kernel, *given), status)
         return out
 
     def flash(self, x: Tensor, reduce_codec: Codec, gather_codec: Codec) -> Tensor:
         """Raises ValueError when the segment's buffers do not hold one group of each rank's slice."""
-        turns, num_elems, dtype = self._turns, x.numel(), x.dtype
-        names = f"{reduce_codec.name},{gather_codec.name}".encode()
-        call = call_word(FLASH, NUMBER_KIND[dtype], num_elems, crc32(names) & 0xFFFF)
+        if reduce_codec.exact and gather_codec.exact:
+            return self._in_one_call(lib.tw_two_shot, x)
+        dtype, names = x.dtype, f"{reduce_codec.name},{gather_codec.name}".encode()
+        call = call_word(FLASH, NUMBER_KIND[dtype], x.numel(), crc32(names) & 0xFFFF)
         result = torch.empty_like(x)
         step = self._flash_step(reduce_codec, gather_codec, dtype)
         for chunk, out in zip(x.view(-1).split(step), result.view(-1).split(step), strict=True):
             self._flash_chunk(chunk, out, call, reduce_codec, gather_codec)
-        lengths = self._flash_slices(num_elems, reduce_codec, gather_codec)
-        own = lengths.pop(turns.rank)
-        turns.bytes_sent += sum(reduce_codec.wire_bytes(length, dtype.itemsize) for length in lengths)
-        turns.bytes_sent += (turns.world_size - 1) * gather_codec.wire_bytes(own, dtype.itemsize)
         return result
 
     def _flash_chunk(self, x_N: Tensor, out_N: Tensor, call: int, reduce_codec: Codec, gather_codec: Codec) -> None:
         """Run two turns: the first carries encoded slices, the second encoded sums."""
         turns, dtype, coding = self._turns, x_N.dtype, self._turns.ledger.coding
-        lengths = self._flash_slices(x_N.numel(), reduce_codec, gather_codec)
+        multiple = max(reduce_codec.group_elems, gather_codec.group_elems)  # both are powers of two
+        lengths = slice_lengths(x_N.numel(), turns.world_size, multiple)
         sizes = [reduce_codec.wire_bytes(length, dtype.itemsize) for length in lengths]
         buffer, start = turns.open_turn(), 0
         with coding:
@@ -106,11 +91,6 @@ class SharedAllReduce:
             for buffer, part in zip(buffers, out_N.split(lengths), strict=True):
                 if num := part.numel():
                     gather_codec.decode(buffer[: gather_codec.wire_bytes(num, dtype.itemsize)], num, dtype, part)
-
-    def _flash_slices(self, num_elems: int, reduce_codec: Codec, gather_codec: Codec) -> list[int]:
-        """Elements of each rank's slice, in whole groups of both codecs (group sizes are powers of two)."""
-        multiple = max(reduce_codec.group_elems, gather_codec.group_elems)
-        return slice_lengths(num_elems, self._turns.world_size, multiple)
 
     def _flash_step(self, reduce_codec: Codec, gather_codec: Codec, dtype: torch.dtype) -> int:
         """Elements of a chunk: whole groups for every rank, whose encoding fits in a buffer."""

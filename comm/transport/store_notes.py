@@ -1,10 +1,11 @@
 """Notes that ranks exchange through the store they join over: facts before a decision, reasons after a failure.
 
-A socket reports at most which neighbor stopped responding. In a ring that neighbor may itself have waited for another rank.
-So each rank that fails leaves a note (its collective and the ranks it waited for) and reads the others' notes: the ranks
+A socket reports at most which neighbor stopped responding, and in a ring that neighbor may itself have waited for another
+rank. So each rank that fails leaves a note (its collective, the ranks it waited for) and reads the others' notes: the ranks
 at fault are those without a note. Nothing is written unless a collective fails.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterable
@@ -17,11 +18,13 @@ from tightwire.comm.errors import CollectiveTimeoutError, name_ranks
 
 
 class FactExchange:
-    """Shares small facts between ranks over a store, so that all decide alike."""
+    """Shares small facts between ranks over a store, so that all decide alike. ``doing``: the purpose, for errors."""
 
-    def __init__(self, store: Store, *, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: Store, *, rank: int, world_size: int, timeout_s: float, doing: str = "set up peer memory"
+    ) -> None:
         self.rank, self.world_size = rank, world_size
-        self._store, self._timeout_s = store, timeout_s
+        self._store, self._timeout_s, self._doing = store, timeout_s, doing
 
     def share(self, topic: str, fact: bytes) -> list[bytes]:
         """Return all ranks' facts on ``topic`` in rank order. Each topic can be shared once.
@@ -34,10 +37,12 @@ class FactExchange:
         try:
             self._store.wait(keys, timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
-            absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            absent: list[int] = []
+            with contextlib.suppress(RuntimeError):  # the store is unreachable
+                absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise CollectiveTimeoutError(
-                f"rank {self.rank} waited {self._timeout_s:g} s for peer memory ({topic}); {name_ranks(absent)} of "
-                f"{self.world_size} did not arrive",
+                f"rank {self.rank} waited {self._timeout_s:g} s for all ranks to {self._doing} ({topic}); "
+                f"{name_ranks(absent)} of {self.world_size} did not. Were they started, with the same store and world size?",
                 absent,
             ) from error
         return [self._store.get(key) for key in keys]
@@ -49,6 +54,7 @@ class FactExchange:
 
 
 _POLL_S = 0.02
+_GRACE_SHARE = 0.2  # of a collective's deadline
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -63,9 +69,13 @@ class FailureNotes:
     """The notes of one group. ``store`` is the group's own (already prefixed)."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
-        self._store = store
-        self._rank = rank
+        self._store, self._rank = store, rank
         self._others = [other for other in range(world_size) if other != rank]
+
+    def blame(self, own: Note, timeout_s: float, most_s: float = 1.0) -> tuple[set[int], dict[int, Note]]:
+        """Exchange notes for a fifth of ``timeout_s``, at most ``most_s``; return the ranks at fault and their notes."""
+        notes = self.exchange(own, grace_s=min(most_s, _GRACE_SHARE * timeout_s))
+        return ranks_at_fault(own, notes, self._others), notes
 
     def exchange(self, note: Note, *, grace_s: float) -> dict[int, Note]:
         """Leave this rank's note and return the notes of other ranks that arrive within ``grace_s``.

@@ -5,6 +5,7 @@ The generic algorithms over gloo, on the CPU, say what every sum must be to the 
 
 import os
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.transport.peer_access import why_unusable
+from tightwire.comm.transport.process_group import ProcessGroupTransport
 from tightwire.comm.transport.store_notes import FactExchange
 
 pytestmark = pytest.mark.gpu
@@ -35,8 +37,7 @@ def _input(rank: int, num_elems: int, dtype: torch.dtype, seed: int = 0) -> Tens
 
 def _on_one_device(group: Group, store_path: str) -> Group:
     """``group``, of gloo, with its sums on the first GPU, which all ranks share."""
-    from tightwire.comm.transport.peer_buffers import map_peer_buffers
-    from tightwire.comm.transport.peer_memory import PeerMemoryTransport
+    from tightwire.comm.transport.peer_memory import PeerAllReduce, map_peer_buffers
 
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -44,7 +45,9 @@ def _on_one_device(group: Group, store_path: str) -> Group:
     exchange = FactExchange(store, rank=group.rank, world_size=group.world_size, timeout_s=60.0)
     assert why_unusable(exchange, device) is None
     buffers = map_peer_buffers(exchange, store, device, send_bytes=SEND_BYTES, num_blocks=NUM_BLOCKS)
-    transport = PeerMemoryTransport(buffers, library=group.transport, timeout_s=60.0, describe=group.ledger.current)
+    transport, sums = copy(group.transport), PeerAllReduce(buffers, timeout_s=60.0, describe=group.ledger.current)
+    assert isinstance(transport, ProcessGroupTransport)
+    transport.add_fused(sums, sums.check)
     return replace(group, transport=transport, device=device)
 
 

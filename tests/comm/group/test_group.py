@@ -14,7 +14,7 @@ from harness import Ranks, run_ranks
 from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.all_reduce.registry import make_all_reduce
-from tightwire.comm.group import rendezvous
+from tightwire.comm.group import group as groups
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.topology import Topology
 
@@ -145,12 +145,12 @@ def test_several_hosts_use_the_interface_towards_the_store() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # The store is known as localhost, which other hosts cannot reach; without a network there is nothing better.
     try:
-        want = rendezvous._source_address(rendezvous._ELSEWHERE)
+        want = groups._source_address(groups._ELSEWHERE)
     except OSError:
         pytest.skip("this machine has no route to any other host")
-    assert rendezvous._gloo_address(store, False, None) == {"hostname": want}
-    assert rendezvous._gloo_address(store, True, None) == {"hostname": "127.0.0.1"}
-    assert rendezvous._gloo_address(store, False, "lo") == {"interface": "lo"}
+    assert groups._gloo_address(store, False, None) == {"hostname": want}
+    assert groups._gloo_address(store, True, None) == {"hostname": "127.0.0.1"}
+    assert groups._gloo_address(store, False, "lo") == {"interface": "lo"}
 
 
 def test_a_run_from_start_to_end_prints_nothing() -> None:

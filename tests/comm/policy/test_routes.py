@@ -127,7 +127,8 @@ def test_no_other_transport(over: str) -> None:
 class _Fused:
     """Stands for a transport's kernels, which are not called here."""
 
-    one_shot = two_shot = in_kernel = None
+    one_shot = flash = in_kernel = None
+    tells_coding = True
 
 
 def _auto_names(world_size: int, *, fused: bool) -> list[str]:

@@ -13,15 +13,15 @@ from tightwire.comm.errors import CollectiveTimeoutError
 from tightwire.comm.group.group import open_process_group
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.transport import peer_access
-from tightwire.comm.transport.in_process import InProcessTransport, ThreadExchange
 from tightwire.comm.transport.peer_access import (
+    add_peer_memory,
     check_peer_writes,
     claimed_peers,
     host_identity,
     why_unusable,
-    with_peer_memory,
 )
-from tightwire.comm.transport.store_notes import FactExchange
+from tightwire.comm.transport.process_group import GlooTransport
+from tightwire.comm.transport.store_notes import FactExchange, FailureNotes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
@@ -45,7 +45,7 @@ def test_all_ranks_hear_the_first_objection(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CollectiveTimeoutError, match="ranks 1 and 2 of 3 did not arrive") as raised:
+    with pytest.raises(CollectiveTimeoutError, match="ranks 1 and 2 of 3 did not") as raised:
         _exchange(tmp_path, 0, 3, timeout_s=0.2).share("facts", b"")
     assert raised.value.ranks == (1, 2)
 
@@ -88,10 +88,11 @@ def test_what_cuda_tells_of_the_peers(
 
 
 def test_the_library_is_kept_and_the_log_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    library = InProcessTransport(ThreadExchange(1), 0, timeout_s=1.0)
     store = FileStore(str(tmp_path / "store"), 1)
-    kept, reason = with_peer_memory(library, store, device=CPU, timeout_s=1.0)
-    assert kept is library
+    notes = FailureNotes(store, 0, 1)
+    library = GlooTransport(None, notes, rank=0, world_size=1, device=CPU, timeout_s=1.0)
+    reason = add_peer_memory(library, store)
+    assert library.fused is None
     assert reason.startswith("rank 0: peer memory is between GPUs")
     assert "not through peer memory: rank 0: peer memory is between GPUs" in caplog.text
 

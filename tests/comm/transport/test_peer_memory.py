@@ -7,6 +7,7 @@ algorithms over gloo, bit for bit.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.errors import CollectiveTimeoutError
 from tightwire.comm.group.group import Group
+from tightwire.comm.transport.process_group import ProcessGroupTransport
 
 pytestmark = needs_triton
 
@@ -63,16 +65,16 @@ def _over_peer_memory(group: Group, path: str, timeout_s: float = 60.0) -> tuple
     """``group`` with its transport over peer memory, and the header of this rank's buffer."""
     from helpers.comm.shared_peer_buffers import shared_peer_buffers
 
-    from tightwire.comm.transport.peer_memory import PeerMemoryTransport
+    from tightwire.comm.transport.peer_memory import PeerAllReduce
     from tightwire.kernels.cuda.barrier import header_bytes
 
     rank, world_size = group.rank, group.world_size
     buffers = shared_peer_buffers(
         os.open(path, os.O_RDWR), rank=rank, world_size=world_size, send_bytes=SEND_BYTES, num_blocks=NUM_BLOCKS
     )
-    transport = PeerMemoryTransport(
-        buffers, library=group.transport, timeout_s=timeout_s, describe=group.ledger.current
-    )
+    transport, sums = copy(group.transport), PeerAllReduce(buffers, timeout_s=timeout_s, describe=group.ledger.current)
+    assert isinstance(transport, ProcessGroupTransport)
+    transport.add_fused(sums, sums.check)
     assert isinstance(buffers.memory, Tensor)
     start = int(buffers.addresses[rank]) - buffers.memory.data_ptr()
     header = buffers.memory[start : start + header_bytes(NUM_BLOCKS, world_size)].view(torch.int32)

@@ -36,7 +36,6 @@ class SimulatedRanks:
                     memory=memory,
                 ),
                 timeout_s=_TIMEOUT_S,
-                count=lambda num_bytes: None,
             )
             for rank in range(world_size)
         ]
@@ -95,10 +94,8 @@ def expected(algorithm: str, inputs: list[Tensor]) -> Tensor:
 def _run(rank: PeerAllReduce, algorithm: str, x_N: Tensor) -> Tensor:
     if algorithm == "one-shot":
         return rank.one_shot(x_N)
-    if algorithm == "two-shot":
-        return rank.two_shot(x_N)
     return rank.flash(x_N, _codec(algorithm), _codec(algorithm))
 
 
 def _codec(algorithm: str) -> Codec:
-    return parse_codec(algorithm.removeprefix("flash-"))
+    return parse_codec("none" if algorithm == "two-shot" else algorithm.removeprefix("flash-"))
