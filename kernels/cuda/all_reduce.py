@@ -19,15 +19,14 @@ A block reads only what blocks with the same number wrote, in any process, and w
 launch's message; ``comm.transport.peer_memory`` cuts longer ones.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from tightwire.kernels.cuda.all_reduce_kernels import one_shot_kernel, two_shot_kernel
 from tightwire.kernels.cuda.barrier import header_bytes
-from tightwire.kernels.cuda.block_quant import TilePlan
 from tightwire.kernels.cuda.launch import launch
-from tightwire.kernels.cuda.numbers import ANY, ROWS
+from tightwire.kernels.cuda.numbers import ANY, ROWS, Tiling, make_tiling
 from tightwire.kernels.spec.block_format import BlockFormat
 
 _ALIGNMENT = 128  # of slots, in bytes
@@ -73,10 +72,10 @@ def buffer_bytes(send_bytes: int, num_blocks: int, world_size: int) -> int:
 def one_shot(x_N: Tensor, out_N: Tensor, peers: PeerBuffers, max_polls: int) -> None:
     """Sum all processes' contiguous ``x_N`` of up to ``peers.send_bytes`` to ``out_N``; all must make the same call."""
     assert 0 < x_N.nbytes <= peers.send_bytes, f"{x_N.nbytes} B in a buffer of {peers.send_bytes}"
-    plan = _plan(x_N.numel(), peers.num_blocks)
+    tiling = _tiling((x_N.numel(),), x_N.numel(), peers.num_blocks)
     sizes = header_bytes(peers.num_blocks, peers.world_size), peers.send_bytes
     given = x_N, out_N, peers.addresses, peers.failure, x_N.numel(), peers.rank, *sizes, max_polls
-    launch(one_shot_kernel, peers.num_blocks, x_N.device, *given, peers.world_size, *_sizes(plan, x_N.numel()))
+    launch(one_shot_kernel, peers.num_blocks, x_N.device, *given, peers.world_size, tiling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,24 +116,20 @@ def two_shot(
         out_fmt: format of the sums on the wire; None: rounded to the numbers' type.
     """
     assert part.num_elems <= max_part_elems(peers, x_N.element_size(), fmt, out_fmt), f"{part} is too long"
-    plan = _plan(part.num_elems, peers.num_blocks, fmt, out_fmt)
     slot_bytes = -(-_message_bytes(part.num_elems, x_N.element_size(), fmt) // _ALIGNMENT) * _ALIGNMENT
     cut = x_N.numel(), part.slice_elems, part.start, part.num_elems
     sizes = header_bytes(peers.num_blocks, peers.world_size), peers.send_bytes, slot_bytes
     given = x_N, out_N, peers.addresses, peers.failure, *cut, peers.rank, *sizes, max_polls
-    shape = _sizes(plan, x_N.numel(), part.slice_elems, part.start, part.num_elems)
-    launch(two_shot_kernel, peers.num_blocks, x_N.device, *given, fmt, out_fmt, peers.world_size, *shape)
+    tiling = _tiling(cut, part.num_elems, peers.num_blocks, fmt, out_fmt)
+    launch(two_shot_kernel, peers.num_blocks, x_N.device, *given, fmt, out_fmt, peers.world_size, tiling)
 
 
-def _plan(num_elems: int, num_blocks: int, *formats: BlockFormat | None) -> TilePlan:
-    given = [fmt for fmt in formats if fmt is not None]
-    return TilePlan(*given, program_elems=_LONG_ELEMS if num_elems >= num_blocks * _LONG_ELEMS else _SHORT_ELEMS)
-
-
-def _sizes(plan: TilePlan, *lengths: int) -> tuple[int, int, int, int]:
-    """Return ROWS, ELEMS, TILES and BEYOND for kernels whose messages begin and end at these ``lengths``."""
-    beyond = ANY if any(length % plan.elems for length in lengths) else ROWS
-    return plan.rows, plan.elems, plan.num_tiles, beyond.value
+def _tiling(places: tuple[int, ...], num_elems: int, num_blocks: int, *formats: BlockFormat | None) -> Tiling:
+    """Cut messages of ``num_elems`` that begin and end at these ``places``."""
+    program_elems = _LONG_ELEMS if num_elems >= num_blocks * _LONG_ELEMS else _SHORT_ELEMS
+    tiling = make_tiling(num_elems, *[fmt for fmt in formats if fmt is not None], program_elems=program_elems)
+    # Blocks loop over rows, so whole rows may always be beyond the end.
+    return replace(tiling, beyond=(ANY if any(place % tiling.elems for place in places) else ROWS).value)
 
 
 def _message_bytes(num_elems: int, elem_bytes: int, fmt: BlockFormat | None) -> int:

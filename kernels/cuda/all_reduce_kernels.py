@@ -1,8 +1,5 @@
 """The Triton kernels of ``cuda.all_reduce``, which documents them and their arguments."""
 
-# Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-
 import triton
 import triton.language as tl
 
@@ -29,26 +26,23 @@ def one_shot_kernel(
     send_bytes,
     max_polls,
     WORLD: tl.constexpr,
-    ROWS: tl.constexpr,
-    ELEMS: tl.constexpr,
-    TILES: tl.constexpr,
-    BEYOND: tl.constexpr,
+    tiling: tl.constexpr,
 ):
     number, dead = begin_call(headers, rank)
     max_polls = tl.where(dead == 0, max_polls, 0)
     send = header_bytes + (number & 1) * send_bytes
-    first = tl.program_id(0) * ROWS
-    step = tl.num_programs(0) * ROWS
-    num_rows = tl.cdiv(num_elems, ELEMS)
+    first = tl.program_id(0) * tiling.rows
+    step = tl.num_programs(0) * tiling.rows
+    num_rows = tl.cdiv(num_elems, tiling.elems)
     row = first  # no range(): the interpreter of Triton 3.6 fails on it with NumPy 2.4
     while row < num_rows:
-        _share(x, headers, rank, send, row, num_elems, None, ROWS, ELEMS, TILES, BEYOND)
+        _share(x, headers, rank, send, row, num_elems, None, tiling)
         row += step
     late = wait_for_peers(headers, rank, max_polls, WORLD)
     valid = (late == 0) & (dead == 0)
     row = first
     while row < num_rows:
-        _add(x, out, headers, send, row, num_elems, valid, None, None, WORLD, ROWS, ELEMS, TILES, BEYOND)
+        _add(x, out, headers, send, row, num_elems, valid, None, None, WORLD, tiling)
         row += step
     end_call(headers, rank, number, dead, late, failure)
 
@@ -71,35 +65,32 @@ def two_shot_kernel(
     fmt: tl.constexpr,
     out_fmt: tl.constexpr,
     WORLD: tl.constexpr,
-    ROWS: tl.constexpr,
-    ELEMS: tl.constexpr,
-    TILES: tl.constexpr,
-    BEYOND: tl.constexpr,
+    tiling: tl.constexpr,
 ):
     number, dead = begin_call(headers, rank)
     max_polls = tl.where(dead == 0, max_polls, 0)
     send = header_bytes + (number & 1) * send_bytes
     sums = header_bytes + 2 * send_bytes
-    first = tl.program_id(0) * ROWS
-    step = tl.num_programs(0) * ROWS
+    first = tl.program_id(0) * tiling.rows
+    step = tl.num_programs(0) * tiling.rows
 
     for owner in range(WORLD):
         slot_start, slot_elems = _slot(owner, num_elems, slice_elems, part_start, part_elems)
         slot = send + owner * slot_bytes
-        num_rows = tl.cdiv(slot_elems, ELEMS)
+        num_rows = tl.cdiv(slot_elems, tiling.elems)
         row = first
         while row < num_rows:
-            _share(x + slot_start, headers, rank, slot, row, slot_elems, fmt, ROWS, ELEMS, TILES, BEYOND)
+            _share(x + slot_start, headers, rank, slot, row, slot_elems, fmt, tiling)
             row += step
     late = wait_for_peers(headers, rank, max_polls, WORLD)
 
     slot_start, slot_elems = _slot(rank, num_elems, slice_elems, part_start, part_elems)
     slot = send + rank * slot_bytes
     own_sums = _at(headers, rank, sums)
-    num_rows = tl.cdiv(slot_elems, ELEMS)
+    num_rows = tl.cdiv(slot_elems, tiling.elems)
     row = first
     while row < num_rows:
-        _add(x, own_sums, headers, slot, row, slot_elems, True, fmt, out_fmt, WORLD, ROWS, ELEMS, TILES, BEYOND)
+        _add(x, own_sums, headers, slot, row, slot_elems, True, fmt, out_fmt, WORLD, tiling)
         row += step
     # A process that missed the first barrier is the late one; the others may still be waiting there.
     late_again = wait_for_peers(headers, rank, tl.where(late == 0, max_polls, 0), WORLD)
@@ -108,11 +99,11 @@ def two_shot_kernel(
     valid = (late == 0) & (dead == 0)
     for owner in range(WORLD):
         slot_start, slot_elems = _slot(owner, num_elems, slice_elems, part_start, part_elems)
-        num_rows = tl.cdiv(slot_elems, ELEMS)
+        num_rows = tl.cdiv(slot_elems, tiling.elems)
         row = first
         while row < num_rows:
             source = _at(headers, owner, sums)
-            _collect(source, out + slot_start, row, slot_elems, valid, out_fmt, ROWS, ELEMS, TILES, BEYOND)
+            _collect(source, out + slot_start, row, slot_elems, valid, out_fmt, tiling)
             row += step
     end_call(headers, rank, number, dead, late, failure)
 
@@ -121,23 +112,11 @@ def two_shot_kernel(
 
 
 @triton.jit
-def _share(
-    x,
-    headers,
-    rank,
-    at,
-    row,
-    num_elems,
-    fmt: tl.constexpr,
-    ROWS: tl.constexpr,
-    ELEMS: tl.constexpr,
-    TILES: tl.constexpr,
-    BEYOND: tl.constexpr,
-):
+def _share(x, headers, rank, at, row, num_elems, fmt: tl.constexpr, tiling: tl.constexpr):
     """Copy or encode one row of this process's numbers to its own buffer."""
-    row_B = row + tl.arange(0, ROWS).to(tl.int64)
-    tiles = load_tiles(x, row_B * ELEMS, num_elems, ELEMS, TILES, BEYOND)
-    _put(_at(headers, rank, at), x, row_B, num_elems, tiles, fmt, False, ELEMS, BEYOND)
+    row_B = row + tl.arange(0, tiling.rows).to(tl.int64)
+    tiles = load_tiles(x, row_B * tiling.elems, num_elems, tiling)
+    _put(_at(headers, rank, at), x, row_B, num_elems, tiles, fmt, False, tiling)
 
 
 @triton.jit
@@ -152,38 +131,24 @@ def _add(
     fmt: tl.constexpr,
     out_fmt: tl.constexpr,
     WORLD: tl.constexpr,
-    ROWS: tl.constexpr,
-    ELEMS: tl.constexpr,
-    TILES: tl.constexpr,
-    BEYOND: tl.constexpr,
+    tiling: tl.constexpr,
 ):
     """Sum the numbers at offset ``at`` of all processes' buffers to ``target``; NaN unless ``valid``."""
-    row_B = row + tl.arange(0, ROWS).to(tl.int64)
+    row_B = row + tl.arange(0, tiling.rows).to(tl.int64)
     rotated: tl.constexpr = _stays_rotated(fmt, out_fmt)
-    total = _take(_at(headers, 0, at), like, row_B, num_elems, fmt, rotated, ELEMS, TILES, BEYOND)
+    total = _take(_at(headers, 0, at), like, row_B, num_elems, fmt, rotated, tiling)
     for process in tl.static_range(1, WORLD):
-        part = _take(_at(headers, process, at), like, row_B, num_elems, fmt, rotated, ELEMS, TILES, BEYOND)
+        part = _take(_at(headers, process, at), like, row_B, num_elems, fmt, rotated, tiling)
         total = add_tiles(total, part)
-    _put(target, like, row_B, num_elems, _only_if(valid, total), out_fmt, rotated, ELEMS, BEYOND)
+    _put(target, like, row_B, num_elems, _only_if(valid, total), out_fmt, rotated, tiling)
 
 
 @triton.jit
-def _collect(
-    source,
-    out,
-    row,
-    num_elems,
-    valid,
-    fmt: tl.constexpr,
-    ROWS: tl.constexpr,
-    ELEMS: tl.constexpr,
-    TILES: tl.constexpr,
-    BEYOND: tl.constexpr,
-):
+def _collect(source, out, row, num_elems, valid, fmt: tl.constexpr, tiling: tl.constexpr):
     """Copy or decode one owner's sums to the result; NaN unless ``valid``."""
-    row_B = row + tl.arange(0, ROWS).to(tl.int64)
-    tiles = _take(source, out, row_B, num_elems, fmt, False, ELEMS, TILES, BEYOND)
-    store_tiles(out, row_B * ELEMS, num_elems, _only_if(valid, tiles), BEYOND)
+    row_B = row + tl.arange(0, tiling.rows).to(tl.int64)
+    tiles = _take(source, out, row_B, num_elems, fmt, False, tiling)
+    store_tiles(out, row_B * tiling.elems, num_elems, _only_if(valid, tiles), tiling)
 
 
 @triton.jit
@@ -195,39 +160,19 @@ def _slot(owner, num_elems, slice_elems, part_start, part_elems):
 
 
 @triton.jit
-def _put(
-    target,
-    like,
-    row_B,
-    num_elems,
-    tiles,
-    fmt: tl.constexpr,
-    rotated: tl.constexpr,
-    ELEMS: tl.constexpr,
-    BEYOND: tl.constexpr,
-):
+def _put(target, like, row_B, num_elems, tiles, fmt: tl.constexpr, rotated: tl.constexpr, tiling: tl.constexpr):
     if fmt is None:
-        store_tiles(target.to(like.dtype), row_B * ELEMS, num_elems, tiles, BEYOND)
+        store_tiles(target.to(like.dtype), row_B * tiling.elems, num_elems, tiles, tiling)
     else:
-        encode_row(target.to(tl.pointer_type(tl.uint8)), row_B, num_elems, tiles, fmt, rotated, ELEMS, BEYOND)
+        encode_row(target.to(tl.pointer_type(tl.uint8)), row_B, num_elems, tiles, fmt, rotated, tiling)
 
 
 @triton.jit
-def _take(
-    source,
-    like,
-    row_B,
-    num_elems,
-    fmt: tl.constexpr,
-    rotated: tl.constexpr,
-    ELEMS: tl.constexpr,
-    TILES: tl.constexpr,
-    BEYOND: tl.constexpr,
-):
+def _take(source, like, row_B, num_elems, fmt: tl.constexpr, rotated: tl.constexpr, tiling: tl.constexpr):
     if fmt is None:
-        return load_tiles(source.to(like.dtype), row_B * ELEMS, num_elems, ELEMS, TILES, BEYOND)
+        return load_tiles(source.to(like.dtype), row_B * tiling.elems, num_elems, tiling)
     else:
-        return decode_row(source, row_B, num_elems, fmt, rotated, ELEMS, TILES, BEYOND)
+        return decode_row(source, row_B, num_elems, fmt, rotated, tiling)
 
 
 @triton.jit

@@ -8,15 +8,19 @@ they are merged in order, so a row's bits depend on its own keys alone.
 Source: Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
 """
 
-# Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightwire.kernels.cuda.attention_tiles import LOWEST, attend_keys, load_operand, no_keys, sequence_of
+from tightwire.kernels.cuda.attention_tiles import (
+    LOWEST,
+    AttentionShape,
+    attend_keys,
+    load_operand,
+    no_keys,
+    sequence_of,
+)
 from tightwire.kernels.cuda.launch import launch, padded
 from tightwire.kernels.cuda.numbers import narrowed, raw
 from tightwire.kernels.spec.attention import HeadGroups, PackedSequences
@@ -67,45 +71,23 @@ def attend_decode_rows(
     wanted = _PROGRAMS_PER_PROCESSOR * _num_processors(q_THE.device)
     sharing = min(max_chunks, -(-wanted // (rows_at_once * num_kv_heads)))
     sum_TSHE, stat_TSH2 = _scratch(q_THE, rows_at_once, max_chunks)
+    rows, keys = padded(per_kv_head, 16), keys_at_once(width, q_THE.dtype)
+    shape = AttentionShape(
+        num_heads, num_kv_heads, per_kv_head, groups.skipped_heads, head_dim, width, tokens_per_block, rows, keys
+    )
+    tensors = q_THE, k_cache_NKPE, v_cache_NKPE, block_table_BM, out_THE, sum_TSHE, stat_TSH2
     lengths = query_start_B1, context_lens_B, len(context_lens_B)
+    strides = block_table_BM.stride(0), *q_THE.stride()[:2], k_cache_NKPE.stride(0)
     for first_row in range(0, num_rows, rows_at_once):
-        rows = min(rows_at_once, num_rows - first_row)
+        round_rows = min(rows_at_once, num_rows - first_row)
+        num_programs = round_rows * num_kv_heads * sharing
+        given = *tensors, *lengths, first_row, sharing, max_chunks, *strides, scale_log2
         launch(
-            _attend_chunks,
-            rows * num_kv_heads * sharing,
-            q_THE.device,
-            q_THE,
-            k_cache_NKPE,
-            v_cache_NKPE,
-            block_table_BM,
-            out_THE,
-            sum_TSHE,
-            stat_TSH2,
-            *lengths,
-            first_row,
-            sharing,
-            max_chunks,
-            block_table_BM.stride(0),
-            *q_THE.stride()[:2],
-            k_cache_NKPE.stride(0),
-            scale_log2,
-            num_heads,
-            num_kv_heads,
-            per_kv_head,
-            groups.skipped_heads,
-            head_dim,
-            tokens_per_block,
-            padded(per_kv_head, 16),
-            width,
-            keys_at_once(width, q_THE.dtype),
-            CHUNK_KEYS,
-            max_chunks > 1,
-            num_stages=NUM_STAGES,
+            _attend_chunks, num_programs, q_THE.device, *given, shape, CHUNK_KEYS, max_chunks > 1, num_stages=NUM_STAGES
         )
         if max_chunks > 1:
-            places = num_heads, head_dim, width, CHUNK_KEYS, _MERGED_AT_ONCE
             given = sum_TSHE, stat_TSH2, out_THE, *lengths, first_row, max_chunks
-            launch(_merge_chunks, rows * num_heads, q_THE.device, *given, *places)
+            launch(_merge_chunks, round_rows * num_heads, q_THE.device, *given, shape, CHUNK_KEYS, _MERGED_AT_ONCE)
 
 
 def keys_at_once(width: int, dtype: torch.dtype) -> int:
@@ -134,9 +116,7 @@ def _keys_of_row(row, query_start, context_lens, num_seqs):
     return seq, tl.load(context_lens + seq) - (tl.load(query_start + seq + 1) - row) + 1
 
 
-@triton.jit(
-    do_not_specialize=["num_seqs", "first_row", "sharing", "max_chunks", "table_stride", "scale_log2"],
-)
+@triton.jit(do_not_specialize=["num_seqs", "first_row", "sharing", "max_chunks", "table_stride", "scale_log2"])
 def _attend_chunks(
     q,
     k_cache,
@@ -156,53 +136,45 @@ def _attend_chunks(
     q_head_stride,
     block_stride,
     scale_log2,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    PER_KV_HEAD: tl.constexpr,
-    SKIPPED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KEYS: tl.constexpr,
+    shape: tl.constexpr,
     CHUNK: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
     """Attend chunks ``share``, ``share + sharing``, ... of one row and KV head to scratch, or one chunk to ``out``."""
     share = tl.program_id(0) % sharing
-    kv_head = tl.program_id(0) // sharing % KV_HEADS
-    place = tl.program_id(0) // sharing // KV_HEADS
+    kv_head = tl.program_id(0) // sharing % shape.kv_heads
+    place = tl.program_id(0) // sharing // shape.kv_heads
     row = first_row + place
     seq, num_keys = _keys_of_row(row, query_start, context_lens, num_seqs)
 
-    row_R = tl.arange(0, ROWS)
-    head_R = kv_head * PER_KV_HEAD - SKIPPED + row_R
-    position_R = num_keys - 1 + tl.zeros((ROWS,), tl.int32)
-    dim_E = tl.arange(0, WIDTH)
-    kept_R = (row_R < PER_KV_HEAD) & (head_R >= 0) & (head_R < HEADS)
-    kept_RE = kept_R[:, None] & (dim_E < HEAD_DIM)[None, :]
+    row_R = tl.arange(0, shape.rows)
+    head_R = kv_head * shape.per_kv_head - shape.skipped_heads + row_R
+    position_R = num_keys - 1 + tl.zeros_like(row_R)
+    dim_E = tl.arange(0, shape.width)
+    kept_R = (row_R < shape.per_kv_head) & (head_R >= 0) & (head_R < shape.heads)
+    kept_RE = kept_R[:, None] & (dim_E < shape.head_dim)[None, :]
     q_place_R = row.to(tl.int64) * q_token_stride + head_R * q_head_stride
     q_RE = load_operand(q, q_place_R[:, None] + dim_E[None, :], kept_RE)
 
     blocks = block_table + seq.to(tl.int64) * table_stride
-    head_place = kv_head * (PAGE * HEAD_DIM)
+    caches = k_cache, v_cache, block_stride
+    head_place = kv_head * (shape.page * shape.head_dim)
     for chunk in range(share, tl.maximum(tl.cdiv(num_keys, CHUNK), 1), sharing):
-        state = no_keys(ROWS, WIDTH)
+        state = no_keys(shape)
         end = tl.minimum(chunk * CHUNK + CHUNK, num_keys)
-        for first in range(chunk * CHUNK, end, KEYS):
+        for first in range(chunk * CHUNK, end, shape.keys):
             state = attend_keys(
-                q_RE, state, k_cache, v_cache, blocks, head_place, block_stride, scale_log2, first, end, position_R,
-                HEAD_DIM, WIDTH, KEYS, PAGE, False,
-            )  # fmt: skip
+                q_RE, state, caches, blocks, head_place, scale_log2, first, end, position_R, shape, False
+            )
         maximum_R, total_R, sum_RE = state
         if PARTIAL:
-            scratch_R = (place.to(tl.int64) * max_chunks + chunk) * HEADS + head_R
-            tl.store(sums + scratch_R[:, None] * HEAD_DIM + dim_E[None, :], sum_RE, mask=kept_RE)
+            scratch_R = (place.to(tl.int64) * max_chunks + chunk) * shape.heads + head_R
+            tl.store(sums + scratch_R[:, None] * shape.head_dim + dim_E[None, :], sum_RE, mask=kept_RE)
             tl.store(stats + scratch_R * 2, maximum_R, mask=kept_R)
             tl.store(stats + scratch_R * 2 + 1, total_R, mask=kept_R)
         else:
             mixed_RE = narrowed(sum_RE / _divisor(total_R)[:, None], out.dtype.element_ty)
-            out_place_R = (row.to(tl.int64) * HEADS + head_R) * HEAD_DIM
+            out_place_R = (row.to(tl.int64) * shape.heads + head_R) * shape.head_dim
             tl.store(raw(out) + out_place_R[:, None] + dim_E[None, :], mixed_RE, mask=kept_RE)
 
 
@@ -216,30 +188,29 @@ def _merge_chunks(
     num_seqs,
     first_row,
     max_chunks,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
+    shape: tl.constexpr,
     CHUNK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
     """Merge the chunks of one row and query head: rescale to the largest maximum, add in order, AT_ONCE at a time."""
-    head = tl.program_id(0) % HEADS
-    place = tl.program_id(0) // HEADS
+    width: tl.constexpr = shape.width
+    head = tl.program_id(0) % shape.heads
+    place = tl.program_id(0) // shape.heads
     row = first_row + place
     _, num_keys = _keys_of_row(row, query_start, context_lens, num_seqs)
     num_chunks = tl.maximum(tl.cdiv(num_keys, CHUNK), 1)
 
-    dim_E = tl.arange(0, WIDTH)
+    dim_E = tl.arange(0, width)
     maximum_1, total_1 = tl.full((1,), LOWEST, tl.float32), tl.zeros((1,), tl.float32)
-    sum_E = tl.zeros((WIDTH,), tl.float32)
+    sum_E = tl.zeros((width,), tl.float32)
     for first in range(0, num_chunks, AT_ONCE):
         chunk_S = first + tl.arange(0, AT_ONCE)
         there_S = chunk_S < num_chunks
-        scratch_S = (place.to(tl.int64) * max_chunks + chunk_S) * HEADS + head
+        scratch_S = (place.to(tl.int64) * max_chunks + chunk_S) * shape.heads + head
         maximum_S = tl.load(stats + scratch_S * 2, mask=there_S, other=LOWEST)
         total_S = tl.load(stats + scratch_S * 2 + 1, mask=there_S, other=0.0)
-        kept_SE = there_S[:, None] & (dim_E < HEAD_DIM)[None, :]
-        sum_SE = tl.load(sums + scratch_S[:, None] * HEAD_DIM + dim_E[None, :], mask=kept_SE, other=0.0)
+        kept_SE = there_S[:, None] & (dim_E < shape.head_dim)[None, :]
+        sum_SE = tl.load(sums + scratch_S[:, None] * shape.head_dim + dim_E[None, :], mask=kept_SE, other=0.0)
         risen_1 = tl.maximum(maximum_1, tl.max(maximum_S, 0, keep_dims=True))
         shrink_1 = tl.exp2(maximum_1 - risen_1)
         weight_S = tl.exp2(maximum_S - risen_1)
@@ -247,8 +218,8 @@ def _merge_chunks(
         sum_E = sum_E * shrink_1 + tl.sum(sum_SE * weight_S[:, None], 0)
         maximum_1 = risen_1
     mixed_E = narrowed(sum_E / _divisor(total_1), out.dtype.element_ty)
-    out_place = (row.to(tl.int64) * HEADS + head) * HEAD_DIM
-    tl.store(raw(out) + out_place + dim_E, mixed_E, mask=dim_E < HEAD_DIM)
+    out_place = (row.to(tl.int64) * shape.heads + head) * shape.head_dim
+    tl.store(raw(out) + out_place + dim_E, mixed_E, mask=dim_E < shape.head_dim)
 
 
 @triton.jit

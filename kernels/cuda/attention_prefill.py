@@ -7,15 +7,12 @@ on the device, so the host need not read the device to know the number of progra
 Source: FlashAttention-2, arXiv 2307.08691.
 """
 
-# Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightwire.kernels.cuda.attention_tiles import attend_keys, load_operand, no_keys, sequence_of
+from tightwire.kernels.cuda.attention_tiles import AttentionShape, attend_keys, load_operand, no_keys, sequence_of
 from tightwire.kernels.cuda.launch import launch, padded
 from tightwire.kernels.cuda.numbers import narrowed, raw
 from tightwire.kernels.spec.attention import HeadGroups, PackedSequences
@@ -55,35 +52,13 @@ def attend_prefill_rows(
     width = padded(head_dim, 16)
     rows, keys, num_warps = tile_sizes(width, per_kv_head, q_THE.dtype)
     num_tiles = (num_tokens - first_row) // (rows // per_kv_head) + num_seqs
-    launch(
-        _attend_tile,
-        num_tiles * num_kv_heads,
-        q_THE.device,
-        q_THE,
-        k_cache_NKPE,
-        v_cache_NKPE,
-        query_start_B1,
-        context_lens_B,
-        block_table_BM,
-        out_THE,
-        num_tiles,
-        num_seqs,
-        first_row,
-        block_table_BM.stride(0),
-        *q_THE.stride()[:2],
-        k_cache_NKPE.stride(0),
-        scale_log2,
-        num_heads,
-        num_kv_heads,
-        per_kv_head,
-        groups.skipped_heads,
-        head_dim,
-        tokens_per_block,
-        rows,
-        width,
-        keys,
-        num_warps=num_warps,
+    shape = AttentionShape(
+        num_heads, num_kv_heads, per_kv_head, groups.skipped_heads, head_dim, width, tokens_per_block, rows, keys
     )
+    tensors = q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, out_THE
+    strides = block_table_BM.stride(0), *q_THE.stride()[:2], k_cache_NKPE.stride(0)
+    given = *tensors, num_tiles, num_seqs, first_row, *strides, scale_log2, shape
+    launch(_attend_tile, num_tiles * num_kv_heads, q_THE.device, *given, num_warps=num_warps)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_seqs", "first_row", "table_stride", "scale_log2"])
@@ -103,19 +78,11 @@ def _attend_tile(
     q_head_stride,
     block_stride,
     scale_log2,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    PER_KV_HEAD: tl.constexpr,
-    SKIPPED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KEYS: tl.constexpr,
+    shape: tl.constexpr,
 ):
-    QUERIES: tl.constexpr = ROWS // PER_KV_HEAD
-    kv_head = tl.program_id(0) % KV_HEADS
-    tile = num_tiles - 1 - tl.program_id(0) // KV_HEADS  # a prompt's last tiles have most keys: they start first
+    QUERIES: tl.constexpr = shape.rows // shape.per_kv_head
+    kv_head = tl.program_id(0) % shape.kv_heads
+    tile = num_tiles - 1 - tl.program_id(0) // shape.kv_heads  # a prompt's last tiles have most keys: they start first
     seq = sequence_of(tile, query_start, num_seqs, first_row, QUERIES, 1)
     seq_start = tl.load(query_start + seq)
     seq_end = tl.load(query_start + seq + 1)
@@ -125,31 +92,26 @@ def _attend_tile(
     position = tl.load(context_lens + seq) - (seq_end - token)
     end = position + tl.minimum(QUERIES, seq_end - token)
 
-    row_R = tl.arange(0, ROWS)
-    token_R = token + row_R // PER_KV_HEAD
-    head_R = kv_head * PER_KV_HEAD - SKIPPED + row_R % PER_KV_HEAD
-    position_R = position + row_R // PER_KV_HEAD
-    dim_E = tl.arange(0, WIDTH)
-    kept_R = (row_R < QUERIES * PER_KV_HEAD) & (token_R < seq_end) & (head_R >= 0) & (head_R < HEADS)
-    kept_RE = kept_R[:, None] & (dim_E < HEAD_DIM)[None, :]
+    row_R = tl.arange(0, shape.rows)
+    token_R = token + row_R // shape.per_kv_head
+    head_R = kv_head * shape.per_kv_head - shape.skipped_heads + row_R % shape.per_kv_head
+    position_R = position + row_R // shape.per_kv_head
+    dim_E = tl.arange(0, shape.width)
+    kept_R = (row_R < QUERIES * shape.per_kv_head) & (token_R < seq_end) & (head_R >= 0) & (head_R < shape.heads)
+    kept_RE = kept_R[:, None] & (dim_E < shape.head_dim)[None, :]
     q_place_R = token_R.to(tl.int64) * q_token_stride + head_R * q_head_stride
     q_RE = load_operand(q, q_place_R[:, None] + dim_E[None, :], kept_RE)
 
     blocks = block_table + seq.to(tl.int64) * table_stride
-    head_place = kv_head * (PAGE * HEAD_DIM)
-    whole_end = (position + 1) // KEYS * KEYS  # key tiles before it are seen by the first row, so by all
-    state = no_keys(ROWS, WIDTH)
-    for first in range(0, whole_end, KEYS):
-        state = attend_keys(
-            q_RE, state, k_cache, v_cache, blocks, head_place, block_stride, scale_log2, first, end, position_R,
-            HEAD_DIM, WIDTH, KEYS, PAGE, True,
-        )  # fmt: skip
-    for first in range(whole_end, end, KEYS):
-        state = attend_keys(
-            q_RE, state, k_cache, v_cache, blocks, head_place, block_stride, scale_log2, first, end, position_R,
-            HEAD_DIM, WIDTH, KEYS, PAGE, False,
-        )  # fmt: skip
+    head_place = kv_head * (shape.page * shape.head_dim)
+    whole_end = (position + 1) // shape.keys * shape.keys  # key tiles before it are seen by the first row, so by all
+    caches = k_cache, v_cache, block_stride
+    state = no_keys(shape)
+    for first in range(0, whole_end, shape.keys):
+        state = attend_keys(q_RE, state, caches, blocks, head_place, scale_log2, first, end, position_R, shape, True)
+    for first in range(whole_end, end, shape.keys):
+        state = attend_keys(q_RE, state, caches, blocks, head_place, scale_log2, first, end, position_R, shape, False)
     _, total_R, sum_RE = state
-    out_place_R = (token_R.to(tl.int64) * HEADS + head_R) * HEAD_DIM
+    out_place_R = (token_R.to(tl.int64) * shape.heads + head_R) * shape.head_dim
     mixed_RE = narrowed(sum_RE / total_R[:, None], out.dtype.element_ty)
     tl.store(raw(out) + out_place_R[:, None] + dim_E[None, :], mixed_RE, mask=kept_RE)

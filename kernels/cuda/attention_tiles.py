@@ -8,8 +8,7 @@ Key tiles begin at multiples of their size from position 0. A tile that is fully
 row's state: the weights are 0 and the rescaling is 1.
 """
 
-# Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -18,6 +17,21 @@ from tightwire.kernels.cuda.numbers import INTERPRETED, narrowed, raw, widened
 
 LOWEST = tl.constexpr(-3.0e38)  # the maximum before any score: finite, because inf - inf is not 0
 _HIDDEN = tl.constexpr(float("-inf"))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The sizes of an attention kernel, which are constants of the compiled kernel."""
+
+    heads: int
+    kv_heads: int
+    per_kv_head: int
+    skipped_heads: int  # of the first group
+    head_dim: int
+    width: int  # of a row: head_dim, padded
+    page: int  # tokens per block
+    rows: int  # of a tile
+    keys: int  # of a key tile
 
 
 @triton.jit
@@ -63,37 +77,34 @@ def _rounded_operand(x, dtype: tl.constexpr):
 def attend_keys(
     q_RE,
     state,
-    k_cache,
-    v_cache,
+    caches,
     blocks,
     head_place,
-    block_stride,
     scale_log2,
     first,
     end,
     position_R,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KEYS: tl.constexpr,
-    PAGE: tl.constexpr,
+    shape: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Return a tile's state after keys ``first`` to ``first + KEYS``. A row attends to keys up to its own position.
+    """Return a tile's state after the key tile at ``first``. A row attends to keys up to its own position.
 
-    ``blocks`` is the sequence's row of the block table, ``head_place`` the KV head's offset in a block, PAGE the tokens
-    per block. WHOLE: no key is masked. Otherwise keys from ``end`` on are not read; they may be NaN.
+    ``caches``: of keys and of values, and their block stride. ``blocks`` is the sequence's row of the block table,
+    ``head_place`` the KV head's offset in a block. WHOLE: no key is masked. Otherwise keys from ``end`` on are not read;
+    they may be NaN.
     """
     maximum_R, total_R, sum_RE = state
+    k_cache, v_cache, block_stride = caches
     dtype: tl.constexpr = k_cache.dtype.element_ty
-    key_N = first + tl.arange(0, KEYS)
-    dim_E = tl.arange(0, WIDTH)
-    index_N = blocks + key_N // PAGE
+    key_N = first + tl.arange(0, shape.keys)
+    dim_E = tl.arange(0, shape.width)
+    index_N = blocks + key_N // shape.page
     block_N = tl.load(index_N) if WHOLE else tl.load(index_N, mask=key_N < end, other=0)
-    place_N = block_N.to(tl.int64) * block_stride + head_place + key_N % PAGE * HEAD_DIM
+    place_N = block_N.to(tl.int64) * block_stride + head_place + key_N % shape.page * shape.head_dim
     if not WHOLE:
-        mask_NE = (key_N < end)[:, None] & (dim_E < HEAD_DIM)[None, :]
-    elif HEAD_DIM < WIDTH:
-        mask_NE = (dim_E < HEAD_DIM)[None, :]
+        mask_NE = (key_N < end)[:, None] & (dim_E < shape.head_dim)[None, :]
+    elif shape.head_dim < shape.width:
+        mask_NE = (dim_E < shape.head_dim)[None, :]
     else:
         mask_NE = None
     place_NE = place_N[:, None] + dim_E[None, :]
@@ -111,10 +122,8 @@ def attend_keys(
 
 
 @triton.jit
-def no_keys(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def no_keys(shape: tl.constexpr):
     """Return the initial state of a tile."""
-    return (
-        tl.full((ROWS,), LOWEST, tl.float32),
-        tl.zeros((ROWS,), tl.float32),
-        tl.zeros((ROWS, WIDTH), tl.float32),
-    )
+    rows: tl.constexpr = shape.rows
+    width: tl.constexpr = shape.width
+    return tl.full((rows,), LOWEST, tl.float32), tl.zeros((rows,), tl.float32), tl.zeros((rows, width), tl.float32)

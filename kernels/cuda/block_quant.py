@@ -11,14 +11,9 @@ from torch import Tensor
 
 from tightwire.kernels.cuda.block_tiles import decode_row, encode_row, stays_rotated
 from tightwire.kernels.cuda.launch import launch
-from tightwire.kernels.cuda.numbers import add_tiles, ends, load_tiles, store_tiles
+from tightwire.kernels.cuda.numbers import add_tiles, load_tiles, make_tiling, store_tiles
 from tightwire.kernels.spec.block_format import BlockFormat
 
-# Numbers of one program: with 4 warps each thread has 32, enough loads in flight to fill the memory bus, and each tile
-# has at least 8 for every thread, which is one vector load of 16-bit numbers.
-_PROGRAM_ELEMS = 4096
-_TILE_ELEMS = 1024
-_PLAIN_ELEMS = 128  # of a row without a format
 NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,9 +26,9 @@ def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
     _check_numbers(x_N)
     num_elems = x_N.numel()
     out = _bytes_for(fmt.encoded_bytes(num_elems), x_N, out)
-    plan = TilePlan(fmt)
     if num_elems:
-        launch(_encode, plan.num_blocks(num_elems), x_N.device, x_N, out, num_elems, fmt, *plan.sizes(num_elems))
+        tiling = make_tiling(num_elems, fmt)
+        launch(_encode, tiling.num_programs(num_elems), x_N.device, x_N, out, num_elems, fmt, tiling)
     return out
 
 
@@ -49,9 +44,7 @@ def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, ou
     _check_numbers(out)
     if out.dtype != dtype or out.numel() != num_elems:
         raise ValueError(f"out must be {num_elems} numbers of {dtype}, got {out.numel()} of {out.dtype}")
-    plan = TilePlan(fmt)
-    if num_elems:
-        launch(_decode, plan.num_blocks(num_elems), buf.device, buf, out, num_elems, fmt, False, *plan.sizes(num_elems))
+    _launch_decode(buf, fmt, out, adds=False)
     return out
 
 
@@ -66,11 +59,13 @@ def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
     _check_numbers(sum_N)
     if sum_N.dtype != torch.float32:
         raise ValueError(f"sum_N must be float32, got {sum_N.dtype}")
-    plan = TilePlan(fmt)
-    if num_elems:
-        launch(
-            _decode, plan.num_blocks(num_elems), buf.device, buf, sum_N, num_elems, fmt, True, *plan.sizes(num_elems)
-        )
+    _launch_decode(buf, fmt, sum_N, adds=True)
+
+
+def _launch_decode(buf: Tensor, fmt: BlockFormat, out_N: Tensor, *, adds: bool) -> None:
+    if num_elems := out_N.numel():
+        tiling = make_tiling(num_elems, fmt)
+        launch(_decode, tiling.num_programs(num_elems), buf.device, buf, out_N, num_elems, fmt, adds, tiling)
 
 
 def decode_reduce_encode(
@@ -86,33 +81,11 @@ def decode_reduce_encode(
     for buf in bufs:
         _check_bytes(buf, fmt, num_elems)
     out = _bytes_for(out_fmt.encoded_bytes(num_elems), bufs[0], out)
-    plan = TilePlan(fmt, out_fmt)
     if num_elems:
-        given = tuple(bufs), out, num_elems, fmt, out_fmt
-        launch(_decode_reduce_encode, plan.num_blocks(num_elems), out.device, *given, *plan.sizes(num_elems))
+        tiling = make_tiling(num_elems, fmt, out_fmt)
+        given = tuple(bufs), out, num_elems, fmt, out_fmt, tiling
+        launch(_decode_reduce_encode, tiling.num_programs(num_elems), out.device, *given)
     return out
-
-
-class TilePlan:
-    """The cut of a message into blocks of ``rows`` times ``elems`` numbers, for kernels that use all these formats.
-
-    ``program_elems``: numbers in a block; the default suits long messages.
-    """
-
-    def __init__(self, *formats: BlockFormat, program_elems: int | None = None) -> None:
-        self.elems = max((fmt.group_elems for fmt in formats), default=_PLAIN_ELEMS)
-        # Narrow enough for the narrowest plane and the smallest group of any of the formats.
-        width = min((min(fmt.plane_bytes) for fmt in formats), default=_PLAIN_ELEMS)
-        self.num_tiles = self.elems // width
-        elems = max(_PROGRAM_ELEMS, _TILE_ELEMS * self.num_tiles) if program_elems is None else program_elems
-        self.rows = elems // self.elems
-
-    def num_blocks(self, num_elems: int) -> int:
-        return -(-num_elems // (self.rows * self.elems))
-
-    def sizes(self, num_elems: int) -> tuple[int, int, int, int]:
-        """Return ROWS, ELEMS, TILES and BEYOND for kernels over a message of ``num_elems``."""
-        return self.rows, self.elems, self.num_tiles, ends(num_elems, self.elems, self.rows)
 
 
 def _check_numbers(x_N: Tensor) -> None:
@@ -143,57 +116,28 @@ def _bytes_for(num_bytes: int, like: Tensor, out: Tensor | None) -> Tensor:
 
 
 @triton.jit
-def _encode(
-    x,
-    out,
-    num_elems,
-    fmt: tl.constexpr,
-    ROWS: tl.constexpr,
-    ELEMS: tl.constexpr,
-    TILES: tl.constexpr,
-    BEYOND: tl.constexpr,
-):
-    row_B = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tiles = load_tiles(x, row_B * ELEMS, num_elems, ELEMS, TILES, BEYOND)
-    encode_row(out, row_B, num_elems, tiles, fmt, False, ELEMS, BEYOND)
+def _encode(x, out, num_elems, fmt: tl.constexpr, tiling: tl.constexpr):
+    row_B = tl.program_id(0).to(tl.int64) * tiling.rows + tl.arange(0, tiling.rows)
+    tiles = load_tiles(x, row_B * tiling.elems, num_elems, tiling)
+    encode_row(out, row_B, num_elems, tiles, fmt, False, tiling)
 
 
 @triton.jit
-def _decode(
-    buf,
-    out,
-    num_elems,
-    fmt: tl.constexpr,
-    ADD: tl.constexpr,
-    ROWS: tl.constexpr,
-    ELEMS: tl.constexpr,
-    TILES: tl.constexpr,
-    BEYOND: tl.constexpr,
-):
-    """Decode to ``out``, or with ADD add to it."""
-    row_B = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tiles = decode_row(buf, row_B, num_elems, fmt, False, ELEMS, TILES, BEYOND)
-    if ADD:
-        tiles = add_tiles(load_tiles(out, row_B * ELEMS, num_elems, ELEMS, TILES, BEYOND), tiles)
-    store_tiles(out, row_B * ELEMS, num_elems, tiles, BEYOND)
+def _decode(buf, out, num_elems, fmt: tl.constexpr, ADDS: tl.constexpr, tiling: tl.constexpr):
+    """Decode to ``out``, or with ADDS add to it."""
+    row_B = tl.program_id(0).to(tl.int64) * tiling.rows + tl.arange(0, tiling.rows)
+    tiles = decode_row(buf, row_B, num_elems, fmt, False, tiling)
+    if ADDS:
+        tiles = add_tiles(load_tiles(out, row_B * tiling.elems, num_elems, tiling), tiles)
+    store_tiles(out, row_B * tiling.elems, num_elems, tiles, tiling)
 
 
 @triton.jit
-def _decode_reduce_encode(
-    bufs,
-    out,
-    num_elems,
-    fmt: tl.constexpr,
-    out_fmt: tl.constexpr,
-    ROWS: tl.constexpr,
-    ELEMS: tl.constexpr,
-    TILES: tl.constexpr,
-    BEYOND: tl.constexpr,
-):
+def _decode_reduce_encode(bufs, out, num_elems, fmt: tl.constexpr, out_fmt: tl.constexpr, tiling: tl.constexpr):
     """Decode, add and encode. ``bufs``: a tuple of pointers, added in its order."""
-    row_B = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_B = tl.program_id(0).to(tl.int64) * tiling.rows + tl.arange(0, tiling.rows)
     rotated: tl.constexpr = stays_rotated(fmt, out_fmt)
-    total = decode_row(bufs[0], row_B, num_elems, fmt, rotated, ELEMS, TILES, BEYOND)
+    total = decode_row(bufs[0], row_B, num_elems, fmt, rotated, tiling)
     for i in tl.static_range(1, len(bufs)):
-        total = add_tiles(total, decode_row(bufs[i], row_B, num_elems, fmt, rotated, ELEMS, TILES, BEYOND))
-    encode_row(out, row_B, num_elems, total, out_fmt, rotated, ELEMS, BEYOND)
+        total = add_tiles(total, decode_row(bufs[i], row_B, num_elems, fmt, rotated, tiling))
+    encode_row(out, row_B, num_elems, total, out_fmt, rotated, tiling)

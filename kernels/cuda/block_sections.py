@@ -4,9 +4,6 @@ Codes come as tiles (``block_tiles``): numbers that share a byte are at one plac
 packed and unpacked by shifts within each thread.
 """
 
-# Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-
 import triton
 import triton.language as tl
 

@@ -12,10 +12,6 @@ use ``div_rn``. Kernels that encode must be launched with ``enable_fp_fusion=Fal
 differently.
 """
 
-# Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportAssignmentType=false
-
 import triton
 import triton.language as tl
 
@@ -50,25 +46,16 @@ def stays_rotated(fmt, out_fmt):
 
 
 @triton.jit
-def decode_row(
-    source,
-    row_B,
-    num_elems,
-    fmt: tl.constexpr,
-    rotated: tl.constexpr,
-    elems: tl.constexpr,
-    num_tiles: tl.constexpr,
-    beyond: tl.constexpr,
-):
-    """Decode numbers ``row_B * elems`` to ``(row_B + 1) * elems`` of a message of ``num_elems`` at ``source`` to tiles.
+def decode_row(source, row_B, num_elems, fmt: tl.constexpr, rotated: tl.constexpr, tiling: tl.constexpr):
+    """Decode rows ``row_B`` of a message of ``num_elems`` at ``source`` to tiles.
 
-    ``rotated``: leave them rotated. Numbers ``beyond`` the end are undefined.
+    ``rotated``: leave them rotated. Numbers beyond the end are undefined.
     """
     num_groups = tl.cast(tl.cdiv(num_elems, fmt.group_elems), tl.int64)
-    per_row: tl.constexpr = elems // fmt.group_elems
+    per_row: tl.constexpr = tiling.elems // fmt.group_elems
     tiles = ()
     for i in tl.static_range(per_row):
-        group = _decode(source, row_B * per_row + i, num_groups, fmt, num_tiles // per_row, beyond)
+        group = _decode(source, row_B * per_row + i, num_groups, fmt, tiling.num_tiles // per_row, tiling.beyond)
         if fmt.hadamard and not rotated:
             group = _unrotated(group, fmt.group_elems)
         tiles = tiles + group
@@ -76,29 +63,20 @@ def decode_row(
 
 
 @triton.jit
-def encode_row(
-    target,
-    row_B,
-    num_elems,
-    tiles,
-    fmt: tl.constexpr,
-    rotated: tl.constexpr,
-    elems: tl.constexpr,
-    beyond: tl.constexpr,
-):
+def encode_row(target, row_B, num_elems, tiles, fmt: tl.constexpr, rotated: tl.constexpr, tiling: tl.constexpr):
     """Encode tiles; inverse of ``decode_row``. Pads the last group. ``rotated``: the numbers are already rotated."""
     num_groups = tl.cast(tl.cdiv(num_elems, fmt.group_elems), tl.int64)
-    per_row: tl.constexpr = elems // fmt.group_elems
+    per_row: tl.constexpr = tiling.elems // fmt.group_elems
     per_group: tl.constexpr = len(tiles) // per_row
-    if beyond == ANY and not rotated:
-        tiles = _filled(tiles, row_B * elems, num_elems)
+    if tiling.beyond == ANY and not rotated:
+        tiles = _filled(tiles, row_B * tiling.elems, num_elems)
     for i in tl.static_range(per_row):
         group = ()
         for r in tl.static_range(per_group):
             group = group + (tiles[i * per_group + r],)
         if fmt.hadamard and not rotated:
             group = _rotated(group)
-        _encode(target, row_B * per_row + i, num_groups, group, fmt, beyond)
+        _encode(target, row_B * per_row + i, num_groups, group, fmt, tiling.beyond)
 
 
 @triton.jit

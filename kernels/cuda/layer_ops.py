@@ -3,9 +3,6 @@
 The residual sum of ``add_rms_norm`` is rounded to the numbers' type before it is stored and normalized, as in torch.
 """
 
-# Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-
 import torch
 import triton
 import triton.language as tl
@@ -98,28 +95,11 @@ def rotate_and_cache(
     pairs = padded(head_dim // 2)
     heads_at_once = min(padded(num_all_heads), max(1, _ROTATED_PAIRS // pairs))
     if num_tokens:
-        launch(
-            _rotate_and_cache_heads,
-            num_tokens * -(-num_all_heads // heads_at_once),
-            qkv_THE.device,
-            qkv_THE,
-            cos_TE,
-            sin_TE,
-            k_cache_NKPE,
-            v_cache_NKPE,
-            slot_T,
-            q_THE,
-            *qkv_THE.stride()[:2],
-            cos_TE.stride(0),
-            sin_TE.stride(0),
-            k_cache_NKPE.stride(0),
-            num_heads,
-            num_kv_heads,
-            head_dim // 2,
-            tokens_per_block,
-            heads_at_once,
-            pairs,
-        )
+        tensors = qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T, q_THE
+        strides = *qkv_THE.stride()[:2], cos_TE.stride(0), sin_TE.stride(0), k_cache_NKPE.stride(0)
+        sizes = num_heads, num_kv_heads, head_dim // 2, tokens_per_block, heads_at_once, pairs
+        num_programs = num_tokens * -(-num_all_heads // heads_at_once)
+        launch(_rotate_and_cache_heads, num_programs, qkv_THE.device, *tensors, *strides, *sizes)
     return q_THE
 
 

@@ -4,9 +4,6 @@ They are meant for decode rows, whose products are limited by reading the weight
 result, one block of the weights' rows at a time.
 """
 
-# Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-
 import torch
 import triton
 import triton.language as tl

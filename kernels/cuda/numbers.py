@@ -1,41 +1,67 @@
 """Converts tensors of the project's types to float32 registers and back inside a Triton kernel, exactly rounded.
 
-A kernel holds numbers as a tuple of tiles of one shape (B, W): rows of consecutive numbers, cut into the tiles'
-columns.
+A kernel holds rows of consecutive numbers as a tuple of tiles of one shape (B, W), cut as its ``Tiling`` says.
 """
 
-# Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
+
+from tightwire.kernels.spec.block_format import BlockFormat
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 _NAN_BF16 = tl.constexpr(0x7FC0)
 
-# Numbers of a kernel's rows that may be beyond the end of the message, a constant of the compiled kernel: none, whole rows,
-# or any. More cases need more comparisons, and vectors stay whole only with whole rows.
+# Numbers of a kernel's rows that may be beyond the end of the message: none, whole rows, or any. More cases need more
+# comparisons, and vectors stay whole only with whole rows.
 NOTHING, ROWS, ANY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
+# Numbers of one program: with 4 warps each thread has 32, enough loads in flight to fill the memory bus, and each tile
+# has at least 8 for every thread, which is one vector load of 16-bit numbers.
+_PROGRAM_ELEMS = 4096
+_TILE_ELEMS = 1024
+_PLAIN_ELEMS = 128  # of a row without a format
 
-def ends(num_elems: int, elems: int, rows: int) -> int:
-    """Return NOTHING, ROWS or ANY for a message of ``num_elems`` in blocks of ``rows`` rows of ``elems``."""
-    if num_elems % elems:
-        return ANY.value
-    return ROWS.value if num_elems % (rows * elems) else NOTHING.value
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """The cut of messages into programs of ``rows`` times ``elems`` numbers, in tiles; a constant of compiled kernels."""
+
+    rows: int
+    elems: int
+    num_tiles: int
+    beyond: int  # NOTHING, ROWS or ANY
+
+    def num_programs(self, num_elems: int) -> int:
+        return -(-num_elems // (self.rows * self.elems))
+
+
+def make_tiling(num_elems: int, *formats: BlockFormat, program_elems: int | None = None) -> Tiling:
+    """Cut a message of ``num_elems`` for a kernel that uses all these formats.
+
+    ``program_elems``: numbers in a program; the default suits long messages.
+    """
+    elems = max((fmt.group_elems for fmt in formats), default=_PLAIN_ELEMS)
+    # Narrow enough for the narrowest plane and the smallest group of any of the formats.
+    num_tiles = elems // min((min(fmt.plane_bytes) for fmt in formats), default=_PLAIN_ELEMS)
+    rows = (program_elems or max(_PROGRAM_ELEMS, _TILE_ELEMS * num_tiles)) // elems
+    beyond = ANY if num_elems % elems else ROWS if num_elems % (rows * elems) else NOTHING
+    return Tiling(rows, elems, num_tiles, beyond.value)
 
 
 @triton.jit
-def load_tiles(source, first_B, end, elems: tl.constexpr, num_tiles: tl.constexpr, beyond: tl.constexpr):
-    """Load float32 tiles of ``elems`` numbers from each place in ``first_B``; 0 for places from ``end`` on."""
-    width: tl.constexpr = elems // num_tiles
+def load_tiles(source, first_B, end, tiling: tl.constexpr):
+    """Load float32 tiles of a row of numbers from each place in ``first_B``; 0 for places from ``end`` on."""
+    num_tiles: tl.constexpr = tiling.num_tiles
+    width: tl.constexpr = tiling.elems // num_tiles
     tiles = ()
     for r in tl.static_range(num_tiles):
         places_BW = (first_B + r * width)[:, None] + tl.arange(0, width)[None, :]
-        if beyond == NOTHING:
+        if tiling.beyond == NOTHING:
             stored = tl.load(raw(source) + places_BW)
-        elif beyond == ROWS:
+        elif tiling.beyond == ROWS:
             stored = tl.load(raw(source) + places_BW, mask=(first_B < end)[:, None], other=0)
         else:
             stored = tl.load(raw(source) + places_BW, mask=places_BW < end, other=0)
@@ -44,15 +70,15 @@ def load_tiles(source, first_B, end, elems: tl.constexpr, num_tiles: tl.constexp
 
 
 @triton.jit
-def store_tiles(target, first_B, end, tiles, beyond: tl.constexpr):
+def store_tiles(target, first_B, end, tiles, tiling: tl.constexpr):
     """Round each number to ``target``'s type and store it; the inverse of ``load_tiles``."""
     width: tl.constexpr = tiles[0].shape[1]
     for r in tl.static_range(len(tiles)):
         places_BW = (first_B + r * width)[:, None] + tl.arange(0, width)[None, :]
         rounded = narrowed(tiles[r], target.dtype.element_ty)
-        if beyond == NOTHING:
+        if tiling.beyond == NOTHING:
             tl.store(raw(target) + places_BW, rounded)
-        elif beyond == ROWS:
+        elif tiling.beyond == ROWS:
             tl.store(raw(target) + places_BW, rounded, mask=(first_B < end)[:, None])
         else:
             tl.store(raw(target) + places_BW, rounded, mask=places_BW < end)

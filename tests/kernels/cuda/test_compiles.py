@@ -50,30 +50,28 @@ def _compiled(kernel: Any, capability: int, types: dict[str, Any], constants: di
     return triton.compile(source, target=target, options={"num_warps": 4, "enable_fp_fusion": False, **options})
 
 
-def _sizes(plan: Any, num_elems: int) -> dict[str, int]:
-    return dict(zip(("ROWS", "ELEMS", "TILES", "BEYOND"), plan.sizes(num_elems), strict=True))
-
-
 @pytest.mark.parametrize(("name", "capability"), [("int8", H100), ("int5-had", A100), ("int3-sr", H100), ("fp8", A100)])
 def test_encode_and_decode(name: str, capability: int) -> None:
-    from tightwire.kernels.cuda.block_quant import TilePlan, _decode, _encode
+    from tightwire.kernels.cuda.block_quant import _decode, _encode
+    from tightwire.kernels.cuda.numbers import make_tiling
 
     fmt = parse_codec(name).format
     assert fmt is not None
-    constants = {"fmt": fmt, **_sizes(TilePlan(fmt), 1 << 20)}
+    constants = {"fmt": fmt, "tiling": make_tiling(1 << 20, fmt)}
     encoded = _ptx(_encode, capability, {"x": "*bf16", "out": "*u8"}, constants)
-    decoded = _ptx(_decode, capability, {"buf": "*u8", "out": "*bf16"}, {**constants, "ADD": False})
+    decoded = _ptx(_decode, capability, {"buf": "*u8", "out": "*bf16"}, {**constants, "ADDS": False})
     for ptx in (encoded, decoded):
         assert "ftz" not in ptx and "fma" not in ptx and "div.full" not in ptx
     assert "ld.global.v4" in encoded and "st.global.v4" in decoded
 
 
 def test_decode_reduce_encode() -> None:
-    from tightwire.kernels.cuda.block_quant import TilePlan, _decode_reduce_encode
+    from tightwire.kernels.cuda.block_quant import _decode_reduce_encode
+    from tightwire.kernels.cuda.numbers import make_tiling
 
     fmt, out_fmt = parse_codec("int4-g32").format, parse_codec("int8").format
     assert fmt is not None and out_fmt is not None
-    constants = {"fmt": fmt, "out_fmt": out_fmt, **_sizes(TilePlan(fmt, out_fmt), 1000)}
+    constants = {"fmt": fmt, "out_fmt": out_fmt, "tiling": make_tiling(1000, fmt, out_fmt)}
     _ptx(_decode_reduce_encode, H100, {"bufs": ("*u8", "*u8"), "out": "*u8"}, constants)
 
 
@@ -81,15 +79,15 @@ def test_decode_reduce_encode() -> None:
 def test_all_reduce(codecs: tuple[str, str] | None, capability: int) -> None:
     """Arrivals are acquired from the whole system, and no atomic operation goes to another GPU."""
     from tightwire.kernels.cuda.all_reduce_kernels import one_shot_kernel, two_shot_kernel
-    from tightwire.kernels.cuda.block_quant import TilePlan
+    from tightwire.kernels.cuda.numbers import make_tiling
 
     types = {"x": "*bf16", "out": "*bf16", "headers": "*i64", "failure": "*i32"}
     if codecs is None:
-        ptx, num_meetings = _ptx(one_shot_kernel, capability, types, {"WORLD": 2, **_sizes(TilePlan(), 128)}), 1
+        ptx, num_meetings = _ptx(one_shot_kernel, capability, types, {"WORLD": 2, "tiling": make_tiling(128)}), 1
     else:
         fmt, out_fmt = (parse_codec(name).format for name in codecs)
-        plan = TilePlan(*[given for given in (fmt, out_fmt) if given is not None])
-        constants = {"WORLD": 2, "fmt": fmt, "out_fmt": out_fmt, **_sizes(plan, 128)}
+        tiling = make_tiling(128, *[given for given in (fmt, out_fmt) if given is not None])
+        constants = {"WORLD": 2, "fmt": fmt, "out_fmt": out_fmt, "tiling": tiling}
         ptx, num_meetings = _ptx(two_shot_kernel, capability, types, constants), 2
     atomics = [line for line in ptx.splitlines() if "atom." in line]
     assert len(atomics) == num_meetings and all("acq_rel" in line and "sys" in line for line in atomics)
@@ -130,16 +128,17 @@ def test_attention(capability: int, dtype: torch.dtype, head_dim: int, per_kv_he
     """Both kernels load keys and values ahead, find room in shared memory, and multiply 16-bit numbers in matrix units."""
     from tightwire.kernels.cuda import attention_decode as decode
     from tightwire.kernels.cuda import attention_prefill as prefill
+    from tightwire.kernels.cuda.attention_tiles import AttentionShape
 
     width = 1 << (head_dim - 1).bit_length()
     types = {**ATTENTION_TYPES, **dict.fromkeys(("q", "k_cache", "v_cache", "out"), TYPES[dtype])}
-    shape = {"KV_HEADS": 8, "PER_KV_HEAD": per_kv_head, "HEAD_DIM": head_dim, "PAGE": 16, "WIDTH": width}
+    sizes = 8 * per_kv_head, 8, per_kv_head, 0, head_dim, width, 16
     rows, keys, num_warps = prefill.tile_sizes(width, per_kv_head, dtype)
-    tile = _compiled(
-        prefill._attend_tile, capability, types, {**shape, "ROWS": rows, "KEYS": keys}, num_warps=num_warps
-    )
-    sizes = {"ROWS": 16, "KEYS": decode.keys_at_once(width, dtype), "CHUNK": decode.CHUNK_KEYS, "PARTIAL": True}
-    chunks = _compiled(decode._attend_chunks, capability, types, {**shape, **sizes}, num_stages=decode.NUM_STAGES)
+    shape = AttentionShape(*sizes, rows, keys)
+    tile = _compiled(prefill._attend_tile, capability, types, {"shape": shape}, num_warps=num_warps)
+    shape = AttentionShape(*sizes, 16, decode.keys_at_once(width, dtype))
+    constants = {"shape": shape, "CHUNK": decode.CHUNK_KEYS, "PARTIAL": True}
+    chunks = _compiled(decode._attend_chunks, capability, types, constants, num_stages=decode.NUM_STAGES)
     for kernel, unit in ((tile, "wgmma" if capability == H100 else "mma.sync"), (chunks, "mma.sync")):
         assert kernel.metadata.shared <= SHARED_BYTES[capability]
         ptx = kernel.asm["ptx"]
@@ -149,12 +148,14 @@ def test_attention(capability: int, dtype: torch.dtype, head_dim: int, per_kv_he
 
 def test_attention_of_one_chunk_and_the_merge_of_several() -> None:
     from tightwire.kernels.cuda.attention_decode import CHUNK_KEYS, _attend_chunks, _merge_chunks
+    from tightwire.kernels.cuda.attention_tiles import AttentionShape
 
     types = {**ATTENTION_TYPES, **dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")}
-    shape = {"HEAD_DIM": 128, "WIDTH": 128, "CHUNK": CHUNK_KEYS}
-    one = {"KV_HEADS": 8, "PER_KV_HEAD": 4, "PAGE": 16, "ROWS": 16, "KEYS": 32, "PARTIAL": False}
-    assert "st.global.v4" in _ptx(_attend_chunks, A100, types, {**shape, **one})
-    assert "ld.global.v4" in _ptx(_merge_chunks, H100, types, {**shape, "HEADS": 32, "AT_ONCE": 16})
+    shape = AttentionShape(32, 8, 4, 0, head_dim=128, width=128, page=16, rows=16, keys=32)
+    chunk = {"shape": shape, "CHUNK": CHUNK_KEYS, "PARTIAL": False}
+    assert "st.global.v4" in _ptx(_attend_chunks, A100, types, chunk)
+    merged = {"shape": shape, "CHUNK": CHUNK_KEYS, "AT_ONCE": 16}
+    assert "ld.global.v4" in _ptx(_merge_chunks, H100, types, merged)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
