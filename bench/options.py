@@ -44,7 +44,9 @@ def option(
 
     Args:
         help: shown with the default; where the default is None or (), the text says what happens without the flag.
-        parse: turns the flag's text into the value; default: by the field's type (str, int, float, bool, Path).
+        metavar: default: by the field's type.
+        parse: turns the flag's text into the value; default: by the field's type (str, int, float, bool, Path, or a tuple of
+            str, int or float, separated by commas).
         flag: default: the field's name with dashes. Without leading dashes: a positional argument.
         least, above: limits of a given number, or of each number of a tuple; ``above`` also refuses infinity.
         const: the value of the flag without an argument.
@@ -99,7 +101,8 @@ def add_flags(parser: argparse._ActionsContainer, cls: type) -> None:
         if _type_of(own) is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, **settings)
         else:
-            settings |= {"choices": metadata["choices"] or None, "metavar": metadata["metavar"] or None}
+            metavar = metadata["metavar"] or (None if metadata["choices"] else _METAVARS.get(_type_of(own)))
+            settings |= {"choices": metadata["choices"] or None, "metavar": metavar}
             parser.add_argument(flag, type=_converter(own), **settings)
 
 
@@ -134,6 +137,23 @@ def _number(kind: type[_Number], part: str, text: str) -> _Number:
         raise ValueError(f"expected {what} separated by commas, such as 1,16, got {text!r}") from None
 
 
+_PARSERS: dict[Any, Callable[[str], Any]] = {
+    Path: Path,
+    tuple[str, ...]: parse_names,
+    tuple[int, ...]: parse_integers,
+    tuple[float, ...]: parse_numbers,
+}
+_METAVARS: dict[Any, str] = {
+    int: "N",
+    float: "X",
+    str: "NAME",
+    Path: "PATH",
+    tuple[str, ...]: "NAME,NAME",
+    tuple[int, ...]: "N,N",
+    tuple[float, ...]: "X,X",
+}
+
+
 def _option_fields(cls: type) -> list[Field[Any]]:
     """The base class's fields last."""
     common = {own.name for own in fields(OutputOptions)}
@@ -146,9 +166,9 @@ def _type_of(own: Field[Any]) -> Any:
 
 
 def _converter(own: Field[Any]) -> Callable[[str], Any]:
-    parse: Callable[[str], Any] | None = own.metadata["parse"]
-    if parse is None:
-        parse = Path if _type_of(own) is Path else lambda text: convert(own, text)
+    parse: Callable[[str], Any] = (
+        own.metadata["parse"] or _PARSERS.get(_type_of(own)) or (lambda text: convert(own, text))
+    )
 
     def from_text(text: str) -> Any:
         try:

@@ -1,9 +1,9 @@
-"""Turns the samples of one load into a cell: distributions of latencies, rates, goodput, and reasons to doubt them."""
+"""Turns the samples of one load into a cell: distributions of latencies, rates, and reasons to doubt them."""
 
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -22,15 +22,8 @@ OUTPUT_RATE = Column("output tok/s", "output_tokens_per_s", ".1f")
 _FEW_REQUESTS = 100  # with fewer, the 99th percentile is a weighted mean of the two slowest
 
 
-def summarize(
-    run: LoadRun, limits: Mapping[str, float] | None = None, expected_generated: Sequence[int] | None = None
-) -> dict[str, Any]:
-    """The cell of one load.
-
-    Args:
-        limits: seconds that a request may take, by ``ttft_s``, ``tpot_s`` and ``e2e_s``; requests within them are goodput.
-        expected_generated: tokens that each request was to generate, by its index, if all were to run to that length.
-    """
+def summarize(run: LoadRun, expected_generated: Sequence[int] | None = None) -> dict[str, Any]:
+    """The cell of one load. ``expected_generated``: tokens of each request, by its index, if all run to that length."""
     ok = [sample for sample in run.samples if sample.error is None]
     num_prompt = sum(sample.num_prompt for sample in ok)
     num_generated = sum(sample.num_generated for sample in ok)
@@ -54,7 +47,6 @@ def summarize(
         "total_tokens_per_s": (num_prompt + num_generated) / seconds if counted else None,
         "mean_in_flight": in_flight,
         **{name: asdict(found) if (found := describe(_latencies(ok, name))) else None for name in LATENCIES},
-        "goodput": _goodput(run, limits) if limits else None,
         "errors": dict(Counter(sample.error for sample in run.samples if sample.error).most_common()),
         "doubts": doubts(run, expected_generated),
         # Requests that are in flight together share the server's steps, so their times are not independent.
@@ -68,22 +60,6 @@ def _latencies(samples: Sequence[Sample], name: str) -> list[float]:
     """Seconds; a request has one TTFT and many gaps."""
     values = [value for sample in samples if (value := getattr(sample, name)) is not None]
     return [gap for gaps in values for gap in gaps] if name == "itl_s" else values
-
-
-def meets(limits: Mapping[str, float], sample: Sample) -> bool:
-    """True if the request succeeded within all limits. No text exceeds any TTFT limit; one token has no TPOT."""
-    taken = {"ttft_s": sample.ttft_s, "tpot_s": sample.tpot_s or 0.0, "e2e_s": sample.e2e_s}
-    within = [
-        value is not None and value <= limits.get(name, math.inf) for name, value in taken.items() if name in limits
-    ]
-    return not sample.error and all(within)
-
-
-def _goodput(run: LoadRun, limits: Mapping[str, float]) -> dict[str, Any]:
-    """The number of sent requests that met all limits, their share, and their number per second."""
-    met = sum(meets(limits, sample) for sample in run.samples)
-    share = met / len(run.samples) if run.samples else 0.0
-    return {"slo": dict(limits), "met": met, "share": share, "requests_per_s": met / (run.duration_s or math.inf)}
 
 
 def _samples_by_index(samples: Sequence[Sample]) -> dict[str, list[float | None]]:
@@ -165,7 +141,4 @@ def rate_table(cells: Sequence[Row]) -> Table:
         Column("tok/s", "total_tokens_per_s", ".1f"),
         Column("in flight", "mean_in_flight", ".1f"),
     ]
-    if any(cell["goodput"] for cell in cells):
-        columns.append(Column("within limits", "goodput.share", ".1%"))
-        columns.append(Column("good/s", "goodput.requests_per_s", ".2f"))
     return Table(title="Rates", columns=columns, rows=cells, wrong=lambda cell: bool(cell["failed"]))

@@ -1,4 +1,4 @@
-"""Workloads: generated prompts of given lengths, or a file of prompts. Each prompt is used once.
+"""Workloads: generated prompts of given lengths by the server's own count, or a file of prompts. Each prompt is used once.
 
 A server with a prefix cache answers a repeated prompt many times faster, so a bench that repeats prompts measures
 the cache. Random prompts share no beginning, within a run or between runs with different seeds.
@@ -6,100 +6,122 @@ the cache. Random prompts share no beginning, within a run or between runs with 
 
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from tightwire.bench.client import Prompt
+from tightwire.bench.client import BenchClient, Prompt
 from tightwire.bench.text import english_words
+from tightwire.server.cli.remote import RemoteError
 
-# Means of ShareGPT's conversations in tokens: Kwon et al., "Efficient Memory Management for Large Language Model Serving
-# with PagedAttention", arXiv 2309.06180, section 6.1. The paper shows only a histogram; these sigmas are our choice for
-# its long tails.
-SHAREGPT_INPUT_LEN, SHAREGPT_OUTPUT_LEN = 161, 338
-_INPUT_SIGMA, _OUTPUT_SIGMA = 1.1, 0.9
-_LEAST_TOKENS, _MOST_TOKENS = 4, 1024  # the range that load generators keep of ShareGPT
+_REFUSED = ("HTTP 400", "HTTP 422")
+_FIT_ATTEMPTS = 8
+_SHRINK = 4
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WordScale:
-    """The server's token count: ``tokens_per_word`` for each word plus ``overhead`` for the prompt template."""
-
-    tokens_per_word: float = 1.0
-    overhead: float = 0.0
-
-    def words(self, num_tokens: int) -> int:
-        """At least one."""
-        return max(1, round((num_tokens - self.overhead) / self.tokens_per_word))
-
-
+@dataclass(kw_only=True, slots=True)
 class GeneratedWorkload:
-    """Prompts of random English words; the same seed gives the same prompts.
+    """Prompts of random English words with ``input_len`` tokens; the same seed gives the same prompts.
 
-    ``scale`` is set by the server's token count (``fit_scale``). Until then a word counts as one token.
-
-    Args:
-        name: ``random``: all prompts have ``input_len`` tokens and share no words. ``sharegpt``: lengths of prompts and
-            answers are log-normal with the given means, 4 to 1024 tokens. ``shared-prefix``: ``num_groups`` groups of
-            prompts in random order; a group shares ``prefix_len`` tokens, a system prompt in a chat, before ``input_len``
-            tokens of each prompt's own.
+    With ``prefix_groups`` each prompt also begins with one of so many prefixes of ``prefix_len`` tokens, a system prompt in
+    a chat. A prompt has ``tokens_per_word`` tokens for each word plus ``overhead`` for the template; ``fit`` sets both.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        input_len: int,
-        output_len: int,
-        seed: int,
-        chat: bool = False,
-        prefix_len: int = 0,
-        num_groups: int = 0,
-    ) -> None:
-        self.name, self.input_len, self.output_len = name, input_len, output_len
-        self.scale = WordScale()
-        self._seed, self._chat, self._prefix_len, self._num_groups = seed, chat, prefix_len, num_groups
-        self._random = random.Random(f"{seed}/prompts")
+    input_len: int
+    output_len: int
+    seed: int
+    chat: bool = False
+    prefix_len: int = 0
+    prefix_groups: int = 0
+    tokens_per_word: float = 1.0
+    overhead: float = 0.0
+    _random: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(f"{self.seed}/prompts")
 
     def take(self, count: int) -> list[Prompt]:
         return [self._next() for _ in range(count)]
 
-    def probe(self, num_words: int, attempt: int = 0) -> Prompt:
-        """A prompt of ``num_words`` words that asks for one token, outside the sequence of ``take``."""
-        source = random.Random(f"{self._seed}/probe {attempt}")
-        return Prompt(content=self._content("", _text(source, num_words)), max_tokens=1)
+    def trial(self) -> Prompt:
+        """A prompt of the kind that will be sent, for one token."""
+        return Prompt(content=self._content("", "Hello"), max_tokens=1)
+
+    def words(self, num_tokens: int) -> int:
+        """The words of a prompt of ``num_tokens`` tokens, at least one."""
+        return max(1, round((num_tokens - self.overhead) / self.tokens_per_word))
 
     def facts(self) -> dict[str, Any]:
         """Facts about the workload for the result."""
-        facts: dict[str, Any] = {"input_len": self.input_len, "output_len": self.output_len}
-        if self.name == "shared-prefix":
-            return {
-                **facts,
-                "input_len": self._prefix_len + self.input_len,
-                "prefix_len": self._prefix_len,
-                "prefix_groups": self._num_groups,
-            }
-        if self.name == "sharegpt":
-            cut = f"cut to {_LEAST_TOKENS} to {_MOST_TOKENS} tokens"
-            return {**facts, "lengths": f"log-normal with these means, {cut}, sigma {_INPUT_SIGMA} and {_OUTPUT_SIGMA}"}
-        return {**facts, "num_words": self.scale.words(self.input_len)}
+        facts = {"output_len": self.output_len, "tokens_per_word": self.tokens_per_word}
+        if self.prefix_groups:
+            lengths = {"prefix_len": self.prefix_len, "prefix_groups": self.prefix_groups}
+            return {"name": "shared-prefix", "input_len": self.prefix_len + self.input_len, **lengths, **facts}
+        return {"name": "random", "input_len": self.input_len, "num_words": self.words(self.input_len), **facts}
+
+    async def fit(self, client: BenchClient) -> None:
+        """Set the scale so that the server counts ``input_len`` tokens in a prompt, chat template included.
+
+        Unchanged for a server that sends no count.
+
+        Raises:
+            RemoteError: the server refuses the prompt, or no number of words comes within 2 % of the length (if a word is
+                many tokens: within the difference between prompts of equally many words).
+        """
+        words, tokens_per_word = self.input_len, 1.0
+        trials: list[tuple[int, int]] = []
+        for attempt in range(_FIT_ATTEMPTS):
+            sample = await client.measure(self._probe(words, attempt))
+            if sample.error:
+                is_last = attempt == _FIT_ATTEMPTS - 1
+                if not sample.error.startswith(_REFUSED) or trials or words < _SHRINK or is_last:
+                    raise RemoteError(f"a trial request failed: {sample.error}")
+                words //= _SHRINK  # a word may be many tokens here, so the prompt exceeds the context
+                continue
+            if not sample.usage:
+                return
+            counted = sample.num_prompt
+            if words == 1 and counted > self.input_len:
+                lengths = f"already {counted} prompt tokens here, more than --input-len {self.input_len}"
+                raise RemoteError(f"one word is {lengths}")
+            # The slope between two trials excludes the template's tokens; trials close to each other would give noise.
+            if not trials:
+                tokens_per_word = counted / words
+            elif abs(words - trials[-1][0]) > 2 and (slope := (counted - trials[-1][1]) / (words - trials[-1][0])) > 0:
+                tokens_per_word = slope
+            trials.append((words, counted))
+            if counted == self.input_len:
+                break
+            words = max(1, words + round((self.input_len - counted) / max(1.0, tokens_per_word)))
+        words, counted = min(trials, key=lambda trial: abs(trial[1] - self.input_len))
+        # Random words have different lengths, so prompts of equally many words differ by a fraction of this; it exceeds
+        # 2 % if a word is many tokens (of a byte tokenizer, for example).
+        spread = tokens_per_word * math.sqrt(words)
+        if abs(counted - self.input_len) > max(2, 0.02 * self.input_len, spread):
+            raise RemoteError(
+                f"cannot make prompts of {self.input_len} tokens for this server; the nearest had {counted}"
+            )
+        self.tokens_per_word, self.overhead = tokens_per_word, self.input_len - tokens_per_word * words
+
+    def _probe(self, num_words: int, attempt: int) -> Prompt:
+        """A prompt outside the sequence of ``take``."""
+        source = random.Random(f"{self.seed}/probe {attempt}")
+        return Prompt(content=self._content("", _text(source, num_words)), max_tokens=1)
 
     def _next(self) -> Prompt:
-        source, input_len, output_len, prefix = self._random, self.input_len, self.output_len, ""
-        if self.name == "sharegpt":
-            input_len = _log_normal(source, input_len, _INPUT_SIGMA)
-            output_len = _log_normal(source, output_len, _OUTPUT_SIGMA)
-        elif self.name == "shared-prefix":
-            group = source.randrange(self._num_groups)
-            num_words = max(1, round(self._prefix_len / self.scale.tokens_per_word))
-            prefix = _text(random.Random(f"{self._seed}/group {group}"), num_words)
-        text = _text(source, self.scale.words(input_len))
-        return Prompt(content=self._content(prefix, text), max_tokens=output_len)
+        prefix = ""
+        if self.prefix_groups:
+            group = self._random.randrange(self.prefix_groups)
+            num_words = max(1, round(self.prefix_len / self.tokens_per_word))
+            prefix = _text(random.Random(f"{self.seed}/group {group}"), num_words)
+        text = _text(self._random, self.words(self.input_len))
+        return Prompt(content=self._content(prefix, text), max_tokens=self.output_len)
 
     def _content(self, prefix: str, text: str) -> Any:
-        if not self._chat:
+        if not self.chat:
             return f"{prefix} {text}" if prefix else text
         system = [{"role": "system", "content": prefix}] if prefix else []
         return [*system, {"role": "user", "content": text}]
@@ -112,23 +134,23 @@ class FileWorkload:
     """
 
     def __init__(self, path: Path, *, output_len: int) -> None:
-        self.name = path.name
-        self._prompts = read_prompts(path, output_len)
-        self._taken = 0
+        self._name, self._prompts, self._taken = path.name, read_prompts(path, output_len), 0
 
     def facts(self) -> dict[str, Any]:
-        return {"prompts": len(self._prompts)}
+        return {"name": self._name, "prompts": len(self._prompts)}
 
-    @property
-    def has_chat(self) -> bool:
-        """True if the first prompt is for /v1/chat/completions."""
-        return self._prompts[0].is_chat
+    def trial(self) -> Prompt:
+        is_chat = self._prompts[0].is_chat
+        return Prompt(content=[{"role": "user", "content": "Hello"}] if is_chat else "Hello", max_tokens=1)
+
+    async def fit(self, client: BenchClient) -> None:
+        """The prompts have their own lengths."""
 
     def take(self, count: int) -> list[Prompt]:
         first, self._taken = self._taken, self._taken + count
         if self._taken > len(self._prompts):
             raise ValueError(
-                f"{self.name} has {len(self._prompts)} prompts, but warm-ups and measured requests so far need "
+                f"{self._name} has {len(self._prompts)} prompts, but warm-ups and measured requests so far need "
                 f"{self._taken}; ask for fewer with --num-requests and --warmups"
             )
         return self._prompts[first : self._taken]
@@ -136,11 +158,6 @@ class FileWorkload:
 
 def _text(source: random.Random, num_words: int) -> str:
     return " ".join(source.choices(english_words(), k=num_words))
-
-
-def _log_normal(source: random.Random, mean: float, sigma: float) -> int:
-    drawn = source.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
-    return min(_MOST_TOKENS, max(_LEAST_TOKENS, round(drawn)))
 
 
 class _Line(msgspec.Struct):
@@ -173,3 +190,25 @@ def read_prompts(path: Path, output_len: int) -> list[Prompt]:
     if not prompts:
         raise ValueError(f'{path} holds no prompts; each line is one JSON object such as {{"prompt": "Hello"}}')
     return prompts
+
+
+async def send_accepted_fields(
+    client: BenchClient, body: Mapping[str, Any], trial: Prompt
+) -> tuple[dict[str, Any], list[str]]:
+    """Make ``client`` send those fields of ``body`` that the server accepts; returns them, and the names it refused.
+
+    Raises:
+        RemoteError: it refuses the request in every form; has its answer to the full request.
+    """
+    without = {name: value for name, value in body.items() if name != "ignore_eos"}
+    first_error: str | None = None
+    for fields, asks_usage in [(dict(body), True), (dict(body), False), (without, True), (without, False)]:
+        client.send_fields(fields, asks_usage=asks_usage)
+        sample = await client.measure(trial)
+        if sample.error is None:
+            lost = [name for name in body if name not in fields]
+            return fields, [*lost, *([] if asks_usage else ["stream_options"])]
+        first_error = first_error or sample.error
+        if not sample.error.startswith(_REFUSED):
+            break
+    raise RemoteError(f"a trial request failed: {first_error}")

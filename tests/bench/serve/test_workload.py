@@ -1,19 +1,19 @@
 import json
-import statistics
-from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from tightwire.bench.client import Prompt
-from tightwire.bench.serve.workload import FileWorkload, GeneratedWorkload, WordScale
+from tightwire.bench.client import BenchClient, Prompt, Sample
+from tightwire.bench.serve.workload import FileWorkload, GeneratedWorkload
 from tightwire.bench.text import english_words
 from tightwire.model.open import open_checkpoint
+from tightwire.server.cli.remote import RemoteError
 
 
 def synthetic(seed: int = 1, num_words: int = 32) -> GeneratedWorkload:
-    return GeneratedWorkload("random", input_len=num_words, output_len=8, seed=seed)
+    return GeneratedWorkload(input_len=num_words, output_len=8, seed=seed)
 
 
 def first_words(prompts: list[Prompt], count: int) -> set[str]:
@@ -30,21 +30,20 @@ def test_a_seed_gives_the_same_prompts_however_they_are_taken() -> None:
 
 def test_no_two_prompts_share_a_prefix() -> None:
     workload = synthetic()
-    prompts = [*workload.take(500), *(workload.probe(32, i) for i in range(5)), *synthetic(seed=2).take(500)]
+    prompts = [*workload.take(500), *(workload._probe(32, i) for i in range(5)), *synthetic(seed=2).take(500)]
 
     assert len(first_words(prompts, 4)) == len(prompts)
 
 
 def test_prompt_words_follow_the_scale() -> None:
     workload = synthetic(num_words=7)
-    workload.scale = WordScale(tokens_per_word=2.0, overhead=-11.0)
+    workload.tokens_per_word, workload.overhead = 2.0, -11.0
 
     assert [len(str(prompt.content).split()) for prompt in workload.take(3)] == [9, 9, 9]
-    assert workload.probe(9).max_tokens == 1
 
 
 def test_chat_prompts_are_messages() -> None:
-    prompt = GeneratedWorkload("random", input_len=3, output_len=8, seed=1, chat=True).take(1)[0]
+    prompt = GeneratedWorkload(input_len=3, output_len=8, seed=1, chat=True).take(1)[0]
 
     assert prompt.is_chat
     assert prompt.body()["messages"][0]["role"] == "user"
@@ -124,30 +123,7 @@ def count_words(prompt: Prompt) -> int:
 
 
 def shared(seed: int = 1, *, chat: bool = False) -> GeneratedWorkload:
-    return GeneratedWorkload(
-        "shared-prefix", prefix_len=60, num_groups=3, input_len=20, output_len=8, seed=seed, chat=chat
-    )
-
-
-def test_sharegpt_lengths_have_the_given_means_and_long_tails() -> None:
-    prompts = GeneratedWorkload("sharegpt", input_len=100, output_len=150, seed=1).take(4000)
-    inputs, outputs = [count_words(prompt) for prompt in prompts], [prompt.max_tokens for prompt in prompts]
-
-    # Cutting at 1024 takes a little off the mean; five standard errors of 4000 draws.
-    for lengths, mean in ((inputs, 100), (outputs, 150)):
-        assert statistics.fmean(lengths) == pytest.approx(mean, rel=0.05 + 5 * 1.6 / 4000**0.5)
-        assert statistics.median(lengths) < 0.8 * mean
-        assert 4 <= min(lengths) < 20 and 800 < max(lengths) <= 1024
-
-
-def test_lengths_follow_the_scale() -> None:
-    workload = GeneratedWorkload("sharegpt", input_len=100, output_len=150, seed=1)
-    plain = [count_words(prompt) for prompt in workload.take(50)]
-    other = GeneratedWorkload("sharegpt", input_len=100, output_len=150, seed=1)
-    other.scale = WordScale(tokens_per_word=2.0, overhead=10.0)
-
-    first, scaled = plain[0], count_words(other.take(1)[0])
-    assert scaled == max(1, round((first - 10) / 2))
+    return GeneratedWorkload(prefix_len=60, prefix_groups=3, input_len=20, output_len=8, seed=seed, chat=chat)
 
 
 def test_only_the_prefix_of_a_group_is_shared() -> None:
@@ -167,11 +143,54 @@ def test_in_a_chat_the_prefix_is_the_system_prompt() -> None:
     assert len({prompt.body()["messages"][0]["content"] for prompt in prompts}) == 3
 
 
-def sharegpt(seed: int) -> GeneratedWorkload:
-    return GeneratedWorkload("sharegpt", input_len=30, output_len=9, seed=seed)
+def test_a_seed_repeats_the_prompts() -> None:
+    assert shared(4).take(9) == shared(4).take(9) != shared(5).take(9)
 
 
-@pytest.mark.parametrize("make", [shared, sharegpt])
-def test_a_seed_repeats_the_prompts(make: Callable[[int], GeneratedWorkload]) -> None:
-    assert make(4).take(9) == make(4).take(9)
-    assert make(4).take(9) != make(5).take(9)
+class _ByteServer:
+    """Counts a token a byte, and ``overhead`` more."""
+
+    def __init__(self, overhead: int = 0) -> None:
+        self._overhead = overhead
+
+    async def measure(self, prompt: Prompt) -> Sample:
+        return Sample(num_prompt=len(cast(str, prompt.content)) + self._overhead, usage=True)
+
+
+async def _fitted(seed: int, input_len: int, overhead: int = 0) -> int:
+    """The number of words that make ``input_len`` tokens."""
+    workload = GeneratedWorkload(input_len=input_len, output_len=8, seed=seed)
+    await workload.fit(cast(BenchClient, _ByteServer(overhead)))
+    return workload.words(input_len)
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_lengths_are_fitted_when_a_word_is_many_tokens(seed: int) -> None:
+    short, long, templated = await _fitted(seed, 30), await _fitted(seed, 600), await _fitted(seed, 660, overhead=60)
+    # A word and its blank are 6.1 bytes on average.
+    assert 3 <= short <= 8
+    assert 89 <= long <= 109
+    assert 89 <= templated <= 109
+
+
+async def test_the_servers_refusal_is_in_the_error() -> None:
+    class Full(_ByteServer):
+        async def measure(self, prompt: Prompt) -> Sample:
+            return Sample(error="HTTP 400: too long")
+
+    with pytest.raises(RemoteError, match="a trial request failed: HTTP 400: too long"):
+        await GeneratedWorkload(input_len=1 << 17, output_len=8, seed=0).fit(cast(BenchClient, Full()))
+
+
+async def test_a_count_independent_of_the_words_is_refused() -> None:
+    class Deaf(_ByteServer):
+        async def measure(self, prompt: Prompt) -> Sample:
+            return Sample(num_prompt=20, usage=True)
+
+    with pytest.raises(RemoteError, match="cannot make prompts of 3000 tokens .* the nearest had 20"):
+        await GeneratedWorkload(input_len=3000, output_len=8, seed=0).fit(cast(BenchClient, Deaf()))
+
+
+async def test_a_template_longer_than_the_prompt_is_refused() -> None:
+    with pytest.raises(RemoteError, match="one word is already .* more than --input-len 30"):
+        await _fitted(0, 30, overhead=100)
