@@ -101,7 +101,8 @@ def add_flags(parser: argparse._ActionsContainer, cls: type) -> None:
         if _type_of(own) is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, **settings)
         else:
-            metavar = metadata["metavar"] or (None if metadata["choices"] else _METAVARS.get(_type_of(own)))
+            has_own = metadata["choices"] or not flag.startswith("-")
+            metavar = metadata["metavar"] or (None if has_own else _METAVARS.get(_type_of(own)))
             settings |= {"choices": metadata["choices"] or None, "metavar": metavar}
             parser.add_argument(flag, type=_converter(own), **settings)
 

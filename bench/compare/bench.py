@@ -1,15 +1,17 @@
 """``tightwire bench compare A.json B.json``: reports if B became worse than A."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from tightwire.bench.compare.match import check_alike, chosen_metrics, compare_cells, differences, faults
-from tightwire.bench.compare.results import read_result
-from tightwire.bench.options import REQUIRED, OutputOptions, option, parse_names
-from tightwire.bench.report.page import Item, Plot, Text, lines
-from tightwire.bench.report.table import Column, Row, Table
+from tightwire.bench.compare.results import Result, Samples, check_alike, differences, read_result
+from tightwire.bench.options import REQUIRED, OutputOptions, option
+from tightwire.bench.report.page import Item, Text
+from tightwire.bench.report.statistics import compare
+from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench, BenchFailedError
 
 _DESCRIPTION = """Compare two results of one bench: for every cell the ratio B / A of medians, its bootstrap 95 % interval
@@ -19,13 +21,16 @@ in flight together count as one sample, and so do consecutive calls of a long se
 each run, not the drift of the machine between two runs: repeat both before you believe a small difference. For bench ttft
 the ratio to the baseline decides, because the drift cancels in it."""
 
-_RATIO = Column("B / A", "ratio", ".3f")
-_INTERVAL = Column("low", "low", ".3f"), Column("high", "high", ".3f")
 _COLUMNS = (
     *(Column("cell", "cell"), Column("metric", "metric"), Column("unit", "unit")),
-    *(Column("A", "a", ",.4g"), Column("B", "b", ",.4g")),
-    *(_RATIO, *_INTERVAL, Column("n", "n", "d")),
+    *(Column("A", "a", ",.4g"), Column("B", "b", ",.4g"), Column("B / A", "ratio", ".3f")),
+    *(Column("low", "low", ".3f"), Column("high", "high", ".3f"), Column("n", "n", "d")),
     Column("verdict", "verdict"),
+)
+_NOTE = (
+    "A, B: medians. low, high: 95 % interval of B / A; it means nothing where the verdict is `too few`. n: samples; requests "
+    "that were in flight together count as one, and so do consecutive calls of a long series. A verdict also needs a wider "
+    "interval, with which a dozen verdicts are right together."
 )
 
 
@@ -47,9 +52,7 @@ class CompareOptions(OutputOptions):
     metrics: tuple[str, ...] = option(
         (),
         "compare only these metrics, and let each of them decide (default: all; the bench says which decide)",
-        metavar="NAME,NAME",
         flag="--metric",
-        parse=parse_names,
     )
 
 
@@ -67,7 +70,7 @@ class CompareBench(Bench[CompareOptions]):
         options = self.options
         a, b = read_result(options.a), read_result(options.b)
         check_alike(a, b)
-        metrics = chosen_metrics(a, options.metrics)
+        metrics = a.chosen_metrics(options.metrics)
         self.measured = compare_cells(a, b, metrics, options.tolerance)
         if not self.measured:
             raise ValueError(f"no cell has {' or '.join(metric.name for metric in metrics)} in both results")
@@ -92,31 +95,73 @@ class CompareBench(Bench[CompareOptions]):
         return f"Two results of bench {result['kind']}", _describe_sides(result)
 
     def sections(self, result: Mapping[str, Any]) -> list[Item]:
-        rows = [{**cell, "row": number} for number, cell in enumerate(result["cells"], 1)]
-        metrics = dict.fromkeys(cell["metric"] for cell in rows)
-        table = Table(
-            title="All cells",
-            columns=[_ROW, *_COLUMNS],
-            rows=rows,
-            note=_NOTE,
-            wrong=lambda cell: cell["regression"],
+        notes = [result["conclusion"], *result["faults"], *result["differences"]]
+        return [self._table("All cells"), Text(title="Notes", lines=notes)]
+
+    def _table(self, title: str) -> Table:
+        return Table(
+            title=title, columns=_COLUMNS, rows=self.measured, note=_NOTE, wrong=lambda cell: cell["regression"]
         )
-        notes = Text(title="Notes", lines=[result["conclusion"], *result["faults"], *result["differences"]])
-        return [*(_plot(rows, metric, metric in result["deciding"]) for metric in metrics), table, notes]
 
     def _show(self) -> None:
-        self.print_table(
-            Table(
-                title=_describe_sides(self.facts),
-                columns=_COLUMNS,
-                rows=self.measured,
-                wrong=lambda cell: cell["regression"],
-            )
-        )
+        self.print_table(self._table(_describe_sides(self.facts)))
         for text in self.facts["differences"]:
             self.note(text)
         self.print(*self.facts["faults"], style="red")
         self.print(self.facts["conclusion"])
+
+
+def compare_cells(a: Result, b: Result, metrics: Sequence[Metric], tolerance: float) -> list[dict[str, Any]]:
+    """Every metric of every cell that is in both results, in the order of ``a``: medians, ratio, interval, verdict."""
+    pairs = a.pairing is not None and a.pairing == b.pairing
+    found = []
+    for name in (name for name in a.cells if name in b.cells):
+        cell, other = a.cells[name], b.cells[name]
+        batch = max(cell.batch, other.batch)
+        for metric in metrics:
+            if metric.name in cell.samples and metric.name in other.samples:
+                mine, its = (_batched(each.samples[metric.name], batch) for each in (cell, other))
+                compared = _compare(metric, mine, its, tolerance, pairs=pairs)
+                found.append({"cell": name, "metric": metric.name, "unit": metric.unit, **compared})
+    return found
+
+
+def _batched(samples: Samples, batch: int) -> Samples:
+    """The median of each batch, by its number."""
+    batches: dict[int, list[float]] = defaultdict(list)
+    for number, value in samples.items():
+        batches[number // batch].append(value)
+    return {number: median(values) for number, values in batches.items()}
+
+
+def _compare(metric: Metric, mine: Samples, its: Samples, tolerance: float, *, pairs: bool) -> dict[str, Any]:
+    shared = sorted(mine.keys() & its.keys())
+    paired = pairs and bool(shared)
+    before = [mine[i] for i in shared] if paired else list(mine.values())
+    after = [its[i] for i in shared] if paired else list(its.values())
+    found = compare(before, after, paired=paired, worse_is_higher=metric.worse_is_higher)
+    beyond = found.low > 1 + tolerance if metric.worse_is_higher else found.high < 1 - tolerance
+    return {
+        "a": median(before) * metric.scale,
+        "b": median(after) * metric.scale,
+        "paired": paired,
+        **asdict(found),
+        "verdict": {"faster": metric.better, "slower": metric.worse}.get(found.verdict, found.verdict),
+        "regression": metric.decides and found.verdict == "slower" and beyond,
+    }
+
+
+def faults(a: Result, b: Result, tolerance: float) -> list[str]:
+    """Failures of B that A does not have: times of successful requests do not show them."""
+    found = [f"B is not complete, but A is: {b.error}"] if b.error and not a.error else []
+    for name in (name for name in a.cells if name in b.cells):
+        cell, other = a.cells[name], b.cells[name]
+        if not (cell.requested and other.requested):
+            continue
+        if other.failed / other.requested > cell.failed / cell.requested + tolerance:
+            failed = f"{other.failed} of {other.requested} requests failed in B"
+            found.append(f"{name}: {failed}, but {cell.failed} of {cell.requested} in A")
+    return found
 
 
 def _conclude(facts: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> str:
@@ -135,18 +180,3 @@ def _describe_sides(result: Mapping[str, Any]) -> str:
         f"{side['path']} ({side['label']})" if side["label"] else side["path"] for side in (result["a"], result["b"])
     )
     return f"bench {result['kind']}: A is {a}, B is {b}"
-
-
-_ROW = Column("row", "row", "d")
-_NOTE = (
-    "A, B: medians. low, high: 95 % interval of B / A; it means nothing where the verdict is `too few`. n: samples; requests "
-    "that were in flight together count as one, and so do consecutive calls of a long series. A verdict also needs a wider "
-    "interval, with which a dozen verdicts are right together."
-)
-
-
-def _plot(rows: Sequence[Row], metric: str, decides: bool) -> Plot:
-    own = [row for row in rows if row["metric"] == metric]
-    note = f"Above 1, B is higher. Bars are 95 % intervals. This metric {'decides' if decides else 'does not decide'}."
-    axes = {"log_x": False, "log_y": False, "joined": False, "from_zero": False, "level": 1.0}
-    return lines(f"B / A: {metric}", own, by="metric", x=_ROW, y=_RATIO, interval=_INTERVAL, note=note, **axes)

@@ -1,30 +1,33 @@
-"""Reads result files of any bench: cells with raw samples by metric, and facts about the run."""
+"""Reads the result files of two runs of one bench, and says where they differ apart from their samples."""
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tightwire.bench.report.statistics import neighbour_batch
 from tightwire.bench.report.table import Metric
-from tightwire.comm.sizes import format_bytes
 
 _PREFIX = "tightwire.bench."
+# Where these facts differ, a ratio compares machines or settings and not the program.
+_FACTS = (
+    *("environment.cpu", "environment.usable_cores", "environment.os", "environment.python", "environment.packages"),
+    *("environment.tightwire", "environment.git_revision", "server.model", "server.refused", "workload", "request"),
+    *("model", "dtype", "device", "device_name", "tp", "ranks", "nodes", "transport", "links", "link.name", "link.how"),
+    *("link.emulation", "comm.link.name", "comm.link.emulation", "options", "text", "window", "num_layers"),
+    *("hidden_size", "weights"),
+)
+_FREE = ("seed", "num_words", "tokens_per_word")  # differ from run to run by design
 
-Samples = dict[int, float]  # by index: in two results of the same prompts, the same request has the same index
+Samples = Mapping[int, float]  # by index: in two results of the same prompts, the same request has the same index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """``batch``: the number of consecutive samples that share the state of the machine or of the server's batch; they count as one."""
-
-    name: str
     samples: Mapping[str, Samples]  # by metric; only metrics whose samples are all above 0 and so have ratios
-    batch: int = 1
-    requested: int = 0  # requests that were sent; 0 for a bench that sends none
-    failed: int = 0
+    batch: int  # consecutive samples that share the state of the machine or the server's batch: they count as one
+    requested: int  # requests that were sent; 0 for a bench that sends none
+    failed: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,14 +35,31 @@ class Result:
     path: Path
     kind: str
     metrics: tuple[Metric, ...]
-    cells: list[Cell]
-    pairing: Any  # if equal in two results, samples of the same index are a pair; None: there are no pairs
+    cells: Mapping[str, Cell]
     notes: tuple[str, ...]  # about samples that are left out
     raw: Mapping[str, Any] = field(repr=False)
 
     @property
+    def pairing(self) -> Any:
+        """If equal in two results, samples of the same index are a pair; None: there are no pairs."""
+        keys = self.raw.get("pairing_keys")
+        return [self.raw.get(key) for key in keys] if keys else None
+
+    @property
     def error(self) -> str | None:
         return self.raw.get("error")
+
+    def chosen_metrics(self, names: Sequence[str]) -> list[Metric]:
+        """The metrics in ``names``, which then decide; without names all metrics of the bench.
+
+        Raises:
+            ValueError: the bench has no such metric.
+        """
+        known = {metric.name: metric for metric in self.metrics}
+        for name in names:
+            if name not in known:
+                raise ValueError(f"bench {self.kind} has no metric {name!r} to compare; it has {', '.join(known)}")
+        return [replace(known[name], decides=True) for name in names] or list(known.values())
 
 
 def read_result(path: Path) -> Result:
@@ -57,88 +77,89 @@ def read_result(path: Path) -> Result:
         raise ValueError(
             f"{path} is no result of a bench: it has no schema {_PREFIX}...; give a JSON file that --output wrote"
         )
-    kind = schema.removeprefix(_PREFIX).partition("/")[0]
+    notes: list[str] = []
+    cells: dict[str, Cell] = {}
     try:
-        raw = _upgrade(kind, raw)
-        found = raw["cells"]
         metrics = tuple(Metric(**metric) for metric in raw["metrics"])
-        samples = [_by_index(cell["samples"]) for cell in found]
+        for cell in raw["cells"]:
+            name, times = cell["name"], sum(each["name"] == cell["name"] for each in raw["cells"][: len(cells)])
+            # Cells of the same name, such as --concurrency 4,4 gives, are numbered.
+            cells[f"{name} ({times + 1})" if times else name] = _make_cell(path, cell, notes)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} has no samples to compare ({type(error).__name__}: {error}); give a JSON file that --output of today's "
             "bench wrote, not the last line of its stdout"
         ) from error
-    if not found:
+    if not cells:
         raise ValueError(f"{path} has no cells: {raw.get('error') or 'nothing was measured'}")
-    keys = raw.get("pairing_keys")
-    return Result(
-        path=path,
-        kind=kind,
-        metrics=metrics,
-        cells=_make_cells(found, samples),
-        pairing=[raw.get(key) for key in keys] if keys else None,
-        notes=tuple(
-            note for cell, own in zip(found, samples, strict=True) for note in _left_out(path, cell["name"], own)
-        ),
-        raw=raw,
-    )
+    kind = schema.removeprefix(_PREFIX).partition("/")[0]
+    return Result(path=path, kind=kind, metrics=metrics, cells=cells, notes=tuple(notes), raw=raw)
 
 
-def _by_index(samples: Mapping[str, Sequence[float | None]]) -> dict[str, Samples]:
-    found = {
-        name: {i: value for i, value in enumerate(values) if value is not None} for name, values in samples.items()
-    }
-    return {name: values for name, values in found.items() if values}
+def _make_cell(path: Path, cell: Mapping[str, Any], notes: list[str]) -> Cell:
+    samples: dict[str, Samples] = {}
+    for metric, values in cell["samples"].items():
+        known = {i: value for i, value in enumerate(values) if value is not None}
+        if known and min(known.values()) > 0:
+            samples[metric] = known
+        elif known:  # for example the TPOT of answers whose tokens all came in one piece: 0 seconds
+            least = f"{metric} of {min(known.values()):g}, to which there is no ratio"
+            notes.append(f"{path}: {cell['name']} has {least}; {metric} is left out there")
+    counts = {key: cell.get(key, 0) for key in ("requested", "failed")}
+    return Cell(samples=samples, batch=cell.get("batch", 1), **counts)
 
 
-def _left_out(path: Path, name: str, samples: Mapping[str, Samples]) -> list[str]:
-    """For example the TPOT of answers whose tokens all came in one piece: 0 seconds."""
-    return [
-        f"{path}: {name} has {metric} of {min(values.values()):g}, to which there is no ratio; {metric} is left out there"
-        for metric, values in samples.items()
-        if min(values.values()) <= 0
-    ]
-
-
-def _make_cells(found: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Samples]]) -> list[Cell]:
-    """Cells of the same name, such as ``--concurrency 4,4`` gives, are numbered."""
-    times: Counter[str] = Counter()
-    cells = []
-    for cell, own in zip(found, samples, strict=True):
-        times[cell["name"]] += 1
-        number = f" ({times[cell['name']]})" if times[cell["name"]] > 1 else ""
-        cells.append(
-            Cell(
-                name=f"{cell['name']}{number}",
-                samples={name: values for name, values in own.items() if min(values.values()) > 0},
-                batch=cell.get("batch", 1),
-                requested=cell.get("requested", 0),
-                failed=cell.get("failed", 0),
-            )
+def check_alike(a: Result, b: Result) -> None:
+    """
+    Raises:
+        ValueError: unlike schemas, cells none of which are in both, or baselines that differ.
+    """
+    if a.kind != b.kind:
+        raise ValueError(
+            f"{a.path} is a result of bench {a.kind} and {b.path} of bench {b.kind}; give two of one bench"
         )
-    return cells
+    if not a.cells.keys() & b.cells.keys():
+        raise ValueError(
+            f"the results have no cell in common: {a.path} has {_names(a.cells)}, and {b.path} has {_names(b.cells)}"
+        )
+    if (mine := _at(a.raw, "options.baseline")) != (other := _at(b.raw, "options.baseline")):
+        raise ValueError(f"ratios are to the baseline, which is {mine} in {a.path} and {other} in {b.path}")
 
 
-def _upgrade(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """``raw`` as a bench writes it today. Version 1 differs for each bench; those of comm, kernels and quality are converted."""
-    if "metrics" in raw or kind not in ("comm", "kernels", "quality"):
-        return dict(raw)
-    if kind == "quality":
-        metrics = [{"name": name, "unit": "nats", "better": "better", "worse": "worse"} for name in ("kl", "nll")]
-        cells = [
-            {
-                "name": f"{row['algorithm']}, {row['world_size']} ranks",
-                "samples": {
-                    "nll": row["nll"],
-                    **({"kl": row["kl"]} if any(row["kl"]) else {}),
-                },  # exact ones have no KL
-            }
-            for row in raw["window_means"]
-        ]
-        return {**raw, "metrics": metrics, "pairing_keys": ["text", "model", "window"], "cells": cells}
-    if kind == "comm":
-        calls = [(f"{cell['algorithm']}, {format_bytes(cell['size'])}", cell["samples_s"]) for cell in raw["cells"]]
-    else:
-        calls = [(row["name"], row["samples_s"]) for row in [*raw["codecs"], *raw["all_reduces"]]]
-    cells = [{"name": name, "samples": {"seconds": s}, "batch": neighbour_batch(len(s))} for name, s in calls]
-    return {**raw, "metrics": [{"name": "seconds", "unit": "us", "scale": 1e6}], "pairing_keys": None, "cells": cells}
+def differences(a: Result, b: Result) -> list[str]:
+    """The differences between the two results apart from their samples, in words."""
+    facts, others = _facts(a.raw), _facts(b.raw)
+    found = [
+        f"{name} differs: {facts.get(name)} in A, {others.get(name)} in B"
+        for name in {**facts, **others}
+        if facts.get(name) != others.get(name)
+    ]
+    found += [f"{result.path} is not complete: {result.error}" for result in (a, b) if result.error]
+    found += [*a.notes, *b.notes]
+    for one, other in ((a, b), (b, a)):
+        if only := sorted(one.cells.keys() - other.cells.keys()):
+            found.append(f"only {one.path} has {', '.join(only)}")
+    return found
+
+
+def _facts(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """``_FACTS`` by name, the entries of mappings one by one."""
+    facts: dict[str, Any] = {}
+    for path in _FACTS:
+        value = _at(raw, path)
+        if isinstance(value, Mapping):
+            facts |= {f"{path}.{name}": inner for name, inner in value.items() if name not in _FREE}
+        elif value is not None:
+            facts[path] = value
+    return facts
+
+
+def _at(raw: Mapping[str, Any], path: str) -> Any:
+    value: Any = raw
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _names(names: Mapping[str, Cell]) -> str:
+    return ", ".join([*names][:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
