@@ -28,7 +28,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "serve": ("tightwire.bench.serve.bench:ServeBench.main", "put load on a running server: TTFT, TPOT, throughput"),
     "stream": ("tightwire.bench.stream.bench:StreamBench.main", "time steps with streamed weights"),
-    "train": ("tightwire.bench.train.bench:main", "time training steps between emulated nodes"),
+    "train": ("tightwire.bench.train.bench:TrainBench.main", "time training steps between emulated nodes"),
     "ttft": ("tightwire.bench.ttft.bench:TtftBench.main", "compare AllReduces on one server by time to first token"),
 }
 

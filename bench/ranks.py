@@ -13,7 +13,7 @@ Partitioned weights arrive only while the ranks of all replicas run the same pas
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -96,8 +96,10 @@ class ReplicaPlan:
 
 
 @contextmanager
-def open_ranks(options: RankOptions) -> Iterator[tuple[LocalRanks, dict[str, Any]]]:
+def open_ranks(options: RankOptions, preload: Sequence[str] = ()) -> Iterator[tuple[LocalRanks, dict[str, Any]]]:
     """The running ranks, and facts about their transport and link for the result.
+
+    ``preload``: modules that are imported once for all ranks of this process.
 
     Raises:
         ValueError: this machine does not support the options; says why.
@@ -122,7 +124,7 @@ def open_ranks(options: RankOptions) -> Iterator[tuple[LocalRanks, dict[str, Any
             network=wire.nodes if wire else (),
             throttle=wire.throttle if wire else None,
         )
-        ranks = _start(stack, plan)
+        ranks = _start(stack, plan, preload)
         if plan.peer_memory and not all(has for _, has in ranks.stream(_has_peer_memory)):
             if options.transport == "peer-memory":
                 raise ValueError("--transport peer-memory does not work here; the log of the ranks above says why")
@@ -201,9 +203,9 @@ def open_group(plan: GroupPlan, rank: int) -> Group:
     return group if plan.throttle is None else throttle_group(group, plan.throttle)
 
 
-def _start(stack: ExitStack, plan: GroupPlan) -> LocalRanks:
-    silence_s = silence_after(plan.timeout_s)
-    return stack.enter_context(LocalRanks(plan.world_size, partial(open_group, plan), silence_s=silence_s))
+def _start(stack: ExitStack, plan: GroupPlan, preload: Sequence[str] = ()) -> LocalRanks:
+    silence_s, opening = silence_after(plan.timeout_s), partial(open_group, plan)
+    return stack.enter_context(LocalRanks(plan.world_size, opening, silence_s=silence_s, preload=preload))
 
 
 def _has_peer_memory(group: Group) -> Iterator[bool]:

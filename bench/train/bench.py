@@ -3,125 +3,126 @@
 The run fails if losses differ from those of an exact sum, or bytes differ from the formula.
 """
 
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from tightwire.bench.options import parse_options
+from tightwire.bench.ranks import RankOptions, open_ranks
 from tightwire.bench.report.page import Item
 from tightwire.bench.report.table import Metric
 from tightwire.bench.run import Bench, BenchFailedError
-from tightwire.bench.train import page
-from tightwire.bench.train.arms import ARMS, open_model
-from tightwire.bench.train.cells import LinkCells, fault_texts
-from tightwire.bench.train.checks import Checks, model_arms
-from tightwire.bench.train.measure import check_arm, measure_link
-from tightwire.bench.train.options import TrainBenchOptions
-from tightwire.bench.train.ranks import open_bench_ranks
-from tightwire.comm.group.local_ranks import LocalRankError
-from tightwire.comm.link.link import parse_link
+from tightwire.bench.train import measure, report
+from tightwire.bench.train.options import ARMS, TrainBenchOptions, open_model
+from tightwire.bench.train.ranks import Connections
+from tightwire.comm.group.local_ranks import LocalRankError, LocalRanks
+from tightwire.comm.link.link import Link, parse_link
 from tightwire.comm.link.wire import LinkTooFastError
 from tightwire.training.engine.flat_parameters import plan_buckets
 from tightwire.training.start.model import build_model
 
+_SHOWN = ("model", "dtype", "nodes", "ranks_per_node", "sequences", "sequence_tokens", "steps", "repeats", "seed")
 
-def main(argv: Sequence[str]) -> int:
-    """Returns 0, 1 for a wrong result or a rank that failed, 2 for bad options, 130 after Ctrl-C."""
+
+class TrainBench(Bench[TrainBenchOptions]):
+    """Exit codes: 0, 1 for a wrong result or a rank that failed, 2 for bad options, 130 after Ctrl-C."""
+
+    verb = "train"
+    options_type = TrainBenchOptions
     description = (
         "Time training steps of a Llama with random weights between emulated nodes, beside torch's data parallelism: bytes, "
         "exposed communication, memory and losses, and a prediction of each time. Needs root for the links."
     )
-    return TrainBench(parse_options(TrainBenchOptions, argv, verb="train", description=description)).run()
-
-
-class TrainBench(Bench):
-    verb = "train"
     metrics = (
         Metric(name="step_s", unit="ms", scale=1e3),
         Metric(name="computing_s", unit="ms", scale=1e3, decides=False),
     )
-    columns = page.CSV_COLUMNS
+    columns = report.CSV_COLUMNS
     failures = ((LocalRankError, 1), (ValueError, 1))
 
     def __init__(self, options: TrainBenchOptions) -> None:
         super().__init__(options)
-        self._options = options
-        self._by_link: list[LinkCells] = []
+        self._by_link: list[report.LinkCells] = []
 
     def measure(self) -> None:
-        options = self._options
+        options = self.options
         llama = open_model(options.model, options.seed).config
-        checks = Checks(models=model_arms(options, llama), dtype=options.dtype)
-        self.facts = {
-            "model": options.model,
-            "num_parameters": plan_buckets(build_model(llama, device=torch.device("cpu")), 1).num_parameters,
-            "dtype": options.dtype,
-            "nodes": options.nodes,
-            "ranks_per_node": options.ranks_per_node,
-            "sequences": options.sequences,
-            "sequence_tokens": options.sequence_tokens,
-            "steps": options.steps,
-            "repeats": options.repeats,
-            "seed": options.seed,
-            "links": [],
-        }
-        self.print(page.describe_setting(self.facts), "")
+        checks = report.Checks(models=report.model_arms(options, llama), dtype=options.dtype)
+        parameters = plan_buckets(build_model(llama, device=torch.device("cpu")), 1).num_parameters
+        self.facts = {name: getattr(options, name) for name in _SHOWN}
+        self.facts |= {"num_parameters": parameters, "links": []}
+        self.print(report.describe_setting(self.facts), "")
         faults: list[str] = []
         with self.watch_others(), self.progress:
-            self._check(checks)
+            self.check(checks)
             for link in options.links:
                 try:
                     self._measure_link(link, checks)
                 except LinkTooFastError as error:
                     faults.append(str(error))
-        self.print(page.describe_predictions(self.cells()))
-        self.print_table(page.ratio_table(self.cells()))
-        if faults := [*fault_texts(self.cells()), *faults]:
+        self.print(report.describe_predictions(self.cells()))
+        if faults := [*report.fault_texts(self.cells()), *faults]:
             raise BenchFailedError("; ".join(faults))
 
     def cells(self) -> list[dict[str, Any]]:
         return [row for cells in self._by_link for row in cells.rows()]
 
     def sections(self, result: Mapping[str, Any]) -> list[Item]:
-        return page.make_sections(result["cells"])
+        return report.make_sections(result["cells"])
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
-        return "Training between nodes", "; ".join(
-            [page.describe_setting(result), *map(page.describe_link, result["links"])]
-        )
+        described = [report.describe_setting(result), *map(report.describe_link, result["links"])]
+        return "Training between nodes", "; ".join(described)
 
-    def _check(self, checks: Checks) -> None:
+    def check(self, checks: report.Checks) -> None:
         """Check each arm in fresh processes, so that memory is that arm's alone."""
-        options = self._options
+        options = self.options
         task = self.progress.add_task("", total=len(options.arms))
         for arm in options.arms:
             self.progress.update(task, description=f"checking {arm}")
-            with open_bench_ranks(options, link=None) as (ranks, plan, _):
-                for rank, checked in ranks.stream(check_arm, plan, options, arm):
-                    checks.add(rank, checked)
+            with self._open_ranks(None) as (ranks, connections, _):
+                for _, checked in ranks.stream(measure.check_arm, connections, options, arm):
+                    checks.checked[arm] = checked
             self.progress.advance(task)
 
-    def _measure_link(self, link: str, checks: Checks) -> None:
-        options = self._options
+    def _measure_link(self, link: str, checks: report.Checks) -> None:
+        options = self.options
         steps = sum(1 if ARMS[arm].peer else 2 for arm in options.arms) * options.repeats * options.steps
-        task = self.progress.add_task(link, total=steps * options.world_size)
-        with open_bench_ranks(options, link=link) as (ranks, plan, about):
-            assert about is not None
-            cells = LinkCells(
-                link=link,
-                asked_bytes_per_s=parse_link(link).bytes_per_s or 0.0,
-                bytes_per_s=about["bytes_per_s"],
-                world_size=options.world_size,
-                checks=checks,
-            )
+        task = self.progress.add_task(link, total=steps)
+        with self._open_ranks(parse_link(link)) as (ranks, connections, facts):
+            cells = report.LinkCells(link=link, checks=checks)
             self._by_link.append(cells)
-            for rank, event in ranks.stream(measure_link, plan, options):
-                cells.add(rank, event)
-                self.progress.update(task, completed=cells.num_timed)
-        facts = {**about, "name": link, "rates": cells.rates()._asdict()}
-        self.facts["links"].append(facts)
-        self.print(page.describe_link(facts))
-        self.print_table(page.step_table(cells.rows()))
-        self.print_table(page.check_table(cells.rows()))
+            for _, event in ranks.stream(measure.measure_link, connections, options):
+                cells.add(event)
+                self.progress.update(task, completed=len(cells.steps))
+        assert cells.rates is not None, "the ranks measure it before the steps"
+        self.facts["links"].append({**facts, "name": link, "rates": cells.rates._asdict()})
+        self.print(report.describe_link(self.facts["links"][-1]))
+        for table in report.make_tables(cells.rows()):
+            self.print_table(table)
         self.keep()
+
+    @contextmanager
+    def _open_ranks(self, link: Link | None) -> Iterator[tuple[LocalRanks, Connections, dict[str, Any]]]:
+        """Start ranks; yields them, the files of their connections, and facts about the link.
+
+        Raises:
+            ValueError: this machine cannot emulate the link; the message says why.
+            LocalRankError: the ranks could not join.
+        """
+        options = self.options
+        # A rank reports nothing during a step, which may contain several slow collectives.
+        chosen = RankOptions(
+            ranks=options.world_size,
+            nodes=options.nodes,
+            transport="process-group",
+            link=link,
+            timeout_s=5 * options.timeout_s,
+        )
+        with tempfile.TemporaryDirectory() as folder, open_ranks(chosen, [measure.__name__]) as (ranks, joined):
+            facts = joined["link"] or {}
+            if "why" in facts:
+                raise ValueError(f"the link cannot be emulated here: {facts['why']}")
+            yield ranks, Connections(folder, options.nodes, options.timeout_s), facts

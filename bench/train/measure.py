@@ -1,146 +1,178 @@
-"""Runs the steps of ``bench train`` on each rank: checked steps, then timed steps in turns."""
+"""Runs the steps of ``bench train`` on each rank: checked steps, then timed steps in turns. Rank 0 yields the results of all."""
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import NamedTuple
 
-from tightwire.bench.train.arms import ARMS, TINY, open_model
-from tightwire.bench.train.detached import Switch
-from tightwire.bench.train.options import TrainBenchOptions
-from tightwire.bench.train.probes import Probed, grown_by, probe_link, reset_peak, sent_by_node
-from tightwire.bench.train.ranks import RankPlan, open_shared_groups, open_torch_group
-from tightwire.bench.train.trainee import EngineTrainee, StepTimes, Trainee, draw_tokens, make_trainee
+import torch
+from torch import Tensor
+
+from tightwire.bench.train.options import ARMS, TINY, TrainBenchOptions, open_model
+from tightwire.bench.train.ranks import Connections, grown_by, reset_peak, sent_by_node
+from tightwire.bench.train.trainee import StepTimes, draw_tokens, make_trainee
 from tightwire.comm.group.group import Group
 from tightwire.kernels.cpu.allocator import keep_freed_memory, return_freed_memory
-from tightwire.training.start.model import StartingModel
+from tightwire.training.estimate.step_time import Computing, Rates
 
 _CHECKED_STEPS = 3
 _KEEPING_STEPS = 2  # steps until the allocator's memory no longer grows
 _SETTLE_S = 0.1
+_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 20  # per rank, of the collectives that show latency and rate
+_TRIES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """The checked steps of one arm on one rank. ``bytes_sent``: in the last step, by the ledgers; None for a peer.
+    """The checked steps of one arm. ``losses``: means over the ranks. ``bytes_sent``: of each rank's last step, by the ledgers.
 
-    ``peak_bytes``: peak growth of resident memory during the arm, while the allocator returns all freed memory to the system.
-    ``resident_bytes``: the same while the allocator keeps freed memory, as in timed steps. None: not known on this system.
+    ``peak_bytes``: peak growth of resident memory during the arm on the highest rank, while the allocator returns all freed
+    memory to the system. ``resident_bytes``: the same while the allocator keeps freed memory, as in timed steps. None: not
+    known on this system.
     """
 
-    arm: str
-    losses: tuple[float, ...]
-    bytes_sent: int | None
+    losses: list[float]
+    bytes_sent: list[int]
     peak_bytes: int | None
     resident_bytes: int | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wired:
-    """Bytes that this rank's node sent in one step, without and with headers."""
+class Wired(NamedTuple):
+    """Bytes that the node which sends most sent in one step, without and with headers."""
 
     arm: str
     payload_bytes: int
     wire_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Timed:
-    """A timed step; ``detached``: without messages. ``number`` is the same on all ranks of the step."""
+class Timed(NamedTuple):
+    """A step on the slowest rank. ``computing``: its parts, of a step without messages."""
 
     arm: str
-    detached: bool
-    number: int
-    times: StepTimes
+    step_s: float
+    computing: Computing | None
 
 
-def check_arm(world: Group, plan: RankPlan, options: TrainBenchOptions, name: str) -> Iterator[Checked]:
+def check_arm(world: Group, connections: Connections, options: TrainBenchOptions, name: str) -> Iterator[Checked]:
     """Check losses, bytes and memory of one arm in a fresh process."""
-    arm, rank, start = ARMS[name], world.rank, open_model(options.model, options.seed)
+    start = open_model(options.model, options.seed)
     with ExitStack() as stack:
-        groups = None
-        if arm.peer:
-            stack.enter_context(open_torch_group(plan, rank))
-        else:
-            groups, _ = stack.enter_context(open_shared_groups(plan, rank))
+        if ARMS[name].peer:
+            stack.enter_context(connections.open_torch(world))
+        groups, _ = stack.enter_context(connections.open_groups(world))
         # A step of a tiny model, so that memory of libraries and compiled kernels does not count for the arm.
         tiny, tiny_start = replace(options, model=TINY, sequences=1, sequence_tokens=16), open_model(TINY, options.seed)
-        with closing(make_trainee(arm, tiny, tiny_start, groups)) as trainee:
+        with closing(make_trainee(name, tiny, tiny_start, groups)) as trainee:
             trainee.step(draw_tokens(tiny, tiny_start.config.vocab_size, 0, 0))
         before = reset_peak() if return_freed_memory() else None
-        trainee = stack.enter_context(closing(make_trainee(arm, options, start, groups)))
-        losses, sent = [], 0
-        for step in range(_CHECKED_STEPS):
-            sent = trainee.bytes_sent if isinstance(trainee, EngineTrainee) else 0
-            losses.append(trainee.step(draw_tokens(options, start.config.vocab_size, rank, step)).loss)
-        sent = trainee.bytes_sent - sent if isinstance(trainee, EngineTrainee) else None
-        peak = grown_by(before)
+        trainee = stack.enter_context(closing(make_trainee(name, options, start, groups)))
+
+        def step(number: int) -> float:
+            return trainee.step(draw_tokens(options, start.config.vocab_size, world.rank, number)).loss
+
+        losses = [step(number) for number in range(_CHECKED_STEPS - 1)]
+        sent = trainee.bytes_sent
+        losses.append(step(_CHECKED_STEPS - 1))
+        sent, peak = trainee.bytes_sent - sent, grown_by(before)
         keep_freed_memory()
-        for step in range(_CHECKED_STEPS, _CHECKED_STEPS + _KEEPING_STEPS):
-            trainee.step(draw_tokens(options, start.config.vocab_size, rank, step))
-        yield Checked(arm=name, losses=tuple(losses), bytes_sent=sent, peak_bytes=peak, resident_bytes=grown_by(before))
+        for number in range(_CHECKED_STEPS, _CHECKED_STEPS + _KEEPING_STEPS):
+            step(number)
+        ranks = _of_all_ranks(world, [*losses, sent, peak or 0, grown_by(before) or 0])
+        if world.rank == 0:
+            *steps, sent, peaks, residents = zip(*ranks, strict=True)
+            yield Checked(
+                losses=[fmean(step) for step in steps],
+                bytes_sent=[int(each) for each in sent],
+                peak_bytes=int(max(peaks)) or None,
+                resident_bytes=int(max(residents)) or None,
+            )
 
 
-def measure_link(world: Group, plan: RankPlan, options: TrainBenchOptions) -> Iterator[Probed | Wired | Timed]:
-    """Time steps of all arms in turns, in random order."""
-    start = open_model(options.model, options.seed)
-    arms = [ARMS[name] for name in options.arms]
+def measure_link(world: Group, connections: Connections, options: TrainBenchOptions) -> Iterator[Rates | Wired | Timed]:
+    """Time steps of all arms in turns, in random order; after each engine's turn as many steps without messages."""
+    start, numbers = open_model(options.model, options.seed), iter(range(1, 1 << 62))
+    order = random.Random(options.seed)  # the same on all ranks
     with ExitStack() as stack:
-        if any(arm.peer for arm in arms):
-            stack.enter_context(open_torch_group(plan, world.rank))
-        groups, switch = stack.enter_context(open_shared_groups(plan, world.rank))
+        if any(ARMS[name].peer for name in options.arms):
+            stack.enter_context(connections.open_torch(world))
+        groups, switch = stack.enter_context(connections.open_groups(world))
         trainees = {
-            arm.name: stack.enter_context(closing(make_trainee(arm, options, start, None if arm.peer else groups)))
-            for arm in arms
+            name: stack.enter_context(closing(make_trainee(name, options, start, groups))) for name in options.arms
         }
-        run = _Turns(world, options, start, trainees)
+
+        def step(name: str) -> StepTimes:
+            world.transport.barrier()
+            tokens_BS = draw_tokens(options, start.config.vocab_size, world.rank, next(numbers))
+            return trainees[name].step(tokens_BS)
+
+        def timed(name: str, *, alone: bool) -> Iterator[Timed]:
+            times = step(name)
+            ranks = _of_all_ranks(world, [times.step_s, times.forward_s, times.backward_s, times.rest_s])
+            if world.rank == 0:
+                seconds, *phases = zip(*ranks, strict=True)
+                # The means over the ranks, scaled to the slowest one.
+                parts = [fmean(phase) * max(seconds) / fmean(seconds) for phase in phases]
+                yield Timed(name, max(seconds), Computing(*parts) if alone else None)
+
         for name in trainees:
-            yield run.count_bytes(name)
-        yield from probe_link(world, groups)
-        order = random.Random(options.seed)  # the same on all ranks
+            yield from _count_bytes(world, name, step)
+        yield from _probe_link(world, groups.main)
         for _ in range(options.repeats):
             names = list(trainees)
             order.shuffle(names)
             for name in names:
-                yield from run.turn(name, switch)
+                for _ in range(options.steps):
+                    yield from timed(name, alone=False)
+                for _ in range(0 if ARMS[name].peer else options.steps):
+                    with switch.detached():
+                        yield from timed(name, alone=True)
 
 
-class _Turns:
-    """Steps of all arms. ``number`` counts them, the same on all ranks, and selects the tokens."""
+def _count_bytes(world: Group, name: str, step: Callable[[str], object]) -> Iterator[Wired]:
+    """Count the bytes of one step, which is also the warm-up."""
+    world.transport.barrier()
+    time.sleep(_SETTLE_S)  # so that the barrier's last packets are not counted
+    before = sent_by_node()
+    step(name)  # the few small packets of its barrier are counted
+    world.transport.barrier()
+    time.sleep(_SETTLE_S)
+    sent = sent_by_node().since(before)
+    payloads, wires = zip(*_of_all_ranks(world, [sent.payload_bytes, sent.num_bytes]), strict=True)
+    if world.rank == 0:
+        yield Wired(name, int(max(payloads)), int(max(wires)))
 
-    def __init__(
-        self, world: Group, options: TrainBenchOptions, start: StartingModel, trainees: dict[str, Trainee]
-    ) -> None:
-        self._world, self._options, self._start, self._trainees = world, options, start, trainees
-        self._number = 0
 
-    def count_bytes(self, name: str) -> Wired:
-        """Count the bytes of one step, which is also the warm-up."""
-        self._world.transport.barrier()
-        time.sleep(_SETTLE_S)  # so that the barrier's last packets are not counted
-        before = sent_by_node()
-        self._step(name)
-        self._world.transport.barrier()  # its few small packets are counted
-        time.sleep(_SETTLE_S)
-        sent = sent_by_node().since(before)
-        return Wired(arm=name, payload_bytes=sent.payload_bytes, wire_bytes=sent.num_bytes)
+def _probe_link(world: Group, lane: Group) -> Iterator[Rates]:
+    """The rate and latency of all-gathers across and inside nodes, on all ranks at once."""
+    assert lane.nodes is not None
+    rates: list[float] = []
+    for leg in (lane.nodes.across, lane.nodes.inside):
+        small_s, large_s = (_gather_s(world, leg, num_bytes) for num_bytes in (_SMALL_BYTES, _LARGE_BYTES))
+        if leg.world_size == 1:  # one rank per node
+            rates += [float("inf"), 0.0]
+        else:
+            moved = (leg.world_size - 1) * (_LARGE_BYTES - _SMALL_BYTES)
+            rates += [moved / max(large_s - small_s, 1e-9), small_s]
+    if world.rank == 0:
+        yield Rates(*rates)
 
-    def turn(self, name: str, switch: Switch) -> Iterator[Timed]:
-        """Steps over the link, then, of an engine's arm, as many without messages."""
-        for _ in range(self._options.steps):
-            yield self._timed(name, detached=False)
-        if isinstance(self._trainees[name], EngineTrainee):
-            for _ in range(self._options.steps):
-                with switch.detached():
-                    yield self._timed(name, detached=True)
 
-    def _timed(self, name: str, *, detached: bool) -> Timed:
-        self._world.transport.barrier()
-        times = self._step(name)
-        return Timed(arm=name, detached=detached, number=self._number, times=times)
+def _gather_s(world: Group, leg: Group, num_bytes: int) -> float:
+    """The median time of an all-gather on the slowest rank."""
+    buf, seconds = torch.zeros(num_bytes, dtype=torch.uint8), []
+    leg.transport.gather(buf)
+    for _ in range(_TRIES):
+        world.transport.barrier()
+        begun = time.perf_counter()
+        leg.transport.gather(buf)
+        seconds.append(time.perf_counter() - begun)
+    return max(own for (own,) in _of_all_ranks(world, [median(seconds)]))
 
-    def _step(self, name: str) -> StepTimes:
-        self._number += 1
-        tokens_BS = draw_tokens(self._options, self._start.config.vocab_size, self._world.rank, self._number)
-        return self._trainees[name].step(tokens_BS)
+
+def _of_all_ranks(world: Group, values: Sequence[float]) -> list[list[float]]:
+    """Every rank's ``values``."""
+    own: Tensor = torch.tensor(values, dtype=torch.float64)
+    return [buf.view(torch.float64).tolist() for buf in world.transport.gather(own.view(torch.uint8))]

@@ -1,13 +1,91 @@
-"""Defines the options of ``tightwire bench train``."""
+"""Defines the arms, models and options of ``bench train``. An arm is a sharding of the engine, or torch's data parallelism."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 from tightwire.bench.options import OutputOptions, option, parse_names
-from tightwire.bench.train.arms import ARMS, MODELS
+from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.link import parse_link
+from tightwire.training.config.tree import ModelConfig, TrainConfig
+from tightwire.training.engine.options import EngineOptions
+from tightwire.training.run.setup import check_ranks, engine_options
+from tightwire.training.start.model import StartingModel, open_starting_model
 
-_DTYPES = ("float32", "bfloat16")
-_MAX_RANKS = 64
+_ADAMW = {"name": "adamw", "lr": 1e-3}
+_SGD = {"name": "sgd", "lr": 1e-2, "weight_decay": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to train. ``parallel``: the section of a training configuration. ``peer``: the torch method to use instead.
+
+    ``adds``: the order in which an exact arm sums gradients; None for an arm that compresses them.
+    """
+
+    parallel: dict[str, Any] = field(default_factory=dict)
+    adds: Literal["ranks", "nodes", "other"] | None = "ranks"
+    optimizer: dict[str, Any] = field(default_factory=lambda: dict(_ADAMW))
+    peer: Literal["ddp", "fsdp2"] | None = None
+
+
+def _sharded(sharding: str, **parallel: Any) -> Arm:
+    return Arm({"sharding": sharding, **parallel})
+
+
+def _hybrid(kind: str, optimizer: dict[str, Any] = _ADAMW) -> Arm:
+    """Sharded inside nodes; ``kind``: of the sums between nodes."""
+    return Arm({"sharding": "hybrid", "between": {"kind": kind}}, "nodes" if kind == "dense" else None, optimizer)
+
+
+_ZERO_PP = {
+    "sharding": "zero3",
+    "gather_codec": "int8",
+    "secondary": True,
+    "reduce_path": "hierarchical",
+    "reduce_codec": "int4",
+    "reduce_across_codec": "int4",
+}
+ARMS = {
+    "none": _sharded("none"),
+    "zero1": _sharded("zero1"),
+    "zero2": _sharded("zero2"),
+    "zero3": _sharded("zero3"),  # weights are gathered between nodes first, gradients summed over all ranks at once
+    "zero3-flat": _sharded("zero3", gather_path="flat"),
+    "zero3-by-node": Arm({"sharding": "zero3", "reduce_path": "hierarchical"}, "nodes"),
+    "zero3-on-demand": _sharded("zero3", prefetch="implicit"),
+    "zero++": Arm(_ZERO_PP, None),
+    "hybrid": _hybrid("dense"),
+    "hybrid-quantized": _hybrid("quantized"),
+    "dgc": _hybrid("dgc", _SGD),
+    "top-k": _hybrid("top-k"),
+    "ddp": Arm(adds="other", peer="ddp"),
+    "fsdp2": Arm(adds="other", peer="fsdp2"),
+}
+
+# The name is the approximate number of parameters; embeddings are tied.
+TINY = "tiny"
+MODELS: dict[str, dict[str, int]] = {
+    TINY: {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 192},
+    "10m": {"hidden_size": 256, "num_hidden_layers": 10, "num_attention_heads": 8, "intermediate_size": 896},
+    "30m": {"hidden_size": 448, "num_hidden_layers": 10, "num_attention_heads": 7, "intermediate_size": 1536},
+    "60m": {"hidden_size": 512, "num_hidden_layers": 16, "num_attention_heads": 8, "intermediate_size": 1792},
+}
+_VOCABULARY = {"vocab_size": 4096}
+
+
+def open_model(model: str, seed: int) -> StartingModel:
+    """
+    Raises:
+        ModelError: there is no such model.
+    """
+    values = ModelConfig.model_validate(_model_values(model))
+    return open_starting_model(values, seed=seed, keep_in=Path(), texts=lambda: ())
+
+
+def _model_values(model: str) -> dict[str, Any]:
+    """The ``model`` section of a configuration."""
+    return {"shape": {**MODELS[model], **_VOCABULARY}} if model in MODELS else {"start": model}
 
 
 def _parse_unique(text: str) -> tuple[str, ...]:
@@ -17,8 +95,8 @@ def _parse_unique(text: str) -> tuple[str, ...]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBenchOptions(OutputOptions):
     model: str = option("10m", f"{', '.join(MODELS)} parameters, or as for serve, such as random:path/config.json")
-    nodes: int = option(2, "emulated nodes", metavar="N")
-    ranks_per_node: int = option(2, "processes of each node, one thread each", metavar="N")
+    nodes: int = option(2, "emulated nodes", metavar="N", least=2)
+    ranks_per_node: int = option(2, "processes of each node, one thread each", metavar="N", least=1)
     links: tuple[str, ...] = option(
         ("50mbit", "200mbit", "1gbit"),
         "links between the nodes, emulated one after the other; needs root",
@@ -31,33 +109,21 @@ class TrainBenchOptions(OutputOptions):
         metavar="NAME,NAME",
         parse=_parse_unique,
     )
-    sequences: int = option(4, "sequences of each rank in a step", metavar="N")
-    sequence_tokens: int = option(128, "tokens of a sequence", metavar="N")
-    dtype: str = option("float32", "of weights and activations in forward and backward", choices=_DTYPES)
-    steps: int = option(1, "steps of an arm in each round", metavar="N")
-    repeats: int = option(3, "rounds, in each of which all arms take turns", metavar="N")
+    sequences: int = option(4, "sequences of each rank in a step", metavar="N", least=1)
+    sequence_tokens: int = option(128, "tokens of a sequence", metavar="N", least=2)
+    dtype: str = option(
+        "float32", "of weights and activations in forward and backward", choices=("float32", "bfloat16")
+    )
+    steps: int = option(1, "steps of an arm in each round", metavar="N", least=1)
+    repeats: int = option(3, "rounds, in each of which all arms take turns", metavar="N", least=1)
     seed: int = option(0, "of weights, tokens and the order of arms", metavar="N")
-    timeout_s: float = option(120.0, "longest wait for a rank", metavar="S", flag="--timeout")
+    timeout_s: float = option(120.0, "longest wait for a rank", metavar="S", flag="--timeout", above=0)
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.arms if name not in ARMS]:
             raise ValueError(f"--arms: there is no {', '.join(map(repr, unknown))}; choose from {', '.join(ARMS)}")
-        for flag, value, least in (
-            ("--nodes", self.nodes, 2),
-            ("--ranks-per-node", self.ranks_per_node, 1),
-            ("--sequences", self.sequences, 1),
-            ("--sequence-tokens", self.sequence_tokens, 2),
-            ("--steps", self.steps, 1),
-            ("--repeats", self.repeats, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{flag} must be at least {least}, got {value}")
-        if self.world_size > _MAX_RANKS:
-            raise ValueError(f"{self.nodes} nodes of {self.ranks_per_node} ranks are more than {_MAX_RANKS} ranks")
         if self.dtype != "float32" and any(ARMS[name].peer == "ddp" for name in self.arms):
             raise ValueError(f"--dtype {self.dtype}: ddp computes in float32 only; leave it out of --arms")
-        if not self.timeout_s > 0:
-            raise ValueError(f"--timeout must be above 0, got {self.timeout_s}")
         for link in self.links:
             if parse_link(link).bytes_per_s is None:
                 raise ValueError(f"--links: {link} limits no rate; write one such as 200mbit")
@@ -65,3 +131,28 @@ class TrainBenchOptions(OutputOptions):
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
+
+
+def config_of_arm(options: TrainBenchOptions, name: str) -> tuple[TrainConfig, EngineOptions]:
+    """The training configuration of an engine's arm.
+
+    Raises:
+        ValueError: the arm does not fit these ranks.
+    """
+    config = TrainConfig.model_validate(
+        {
+            "run": "bench",
+            "device": "cpu",
+            "model": {**_model_values(options.model), "compute_dtype": options.dtype},
+            "data": {"files": ["-"], "sequence_tokens": options.sequence_tokens},  # tokens are random, no file is read
+            "batch": {"sequences": options.sequences * options.world_size, "micro_sequences": options.sequences},
+            "optimizer": ARMS[name].optimizer,
+            "parallel": {**ARMS[name].parallel, "timeout_s": options.timeout_s},
+        }
+    )
+    how = engine_options(config)
+    try:
+        check_ranks(config, how, Topology(0, options.world_size, num_nodes=options.nodes))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return config, how

@@ -1,136 +1,163 @@
-"""Starts the ranks of ``bench train`` as processes on emulated nodes and opens the connections that all arms share."""
+"""Opens the connections of ``bench train`` on a rank, and reads its memory and its node's byte counters."""
 
 import os
+import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.bench.train.detached import Switch, detachable
-from tightwire.bench.train.options import TrainBenchOptions
-from tightwire.comm.group.group import Group, make_loop_threads_batch, open_process_group
-from tightwire.comm.group.local_ranks import LocalRanks
+from tightwire.comm.group.group import Group, make_loop_threads_batch
 from tightwire.comm.group.topology import Topology
-from tightwire.comm.link.emulated_network import EmulatedNode
-from tightwire.comm.link.link import parse_link
-from tightwire.comm.link.wire import NAMESPACES, open_wire
+from tightwire.comm.link.emulated_network import WIRE
+from tightwire.comm.protocols import Transport
+from tightwire.comm.transport.emulated import WeightlessTransport
 from tightwire.training.ranks.groups import TrainGroups, open_train_groups
 
-_LOOPBACK = "lo"
-_MEASURE = "tightwire.bench.train.measure"  # preloaded, because its import is slow and every arm starts processes
+_HEADER_BYTES = 14 + 20 + 32  # per packet, acknowledgements too: Ethernet, IPv4, TCP with timestamps
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankPlan:
-    """The settings that a rank process needs to connect."""
+class Switch:
+    """Turns the messages of all groups of a rank off, which leaves a step's computing.
 
-    world_size: int
-    num_nodes: int
-    timeout_s: float
-    store_paths: tuple[str, ...]  # for the groups of the bench, of training, and of torch
-    network: tuple[EmulatedNode, ...] = ()  # by node; (): the machine's own network
-
-    def topology(self, rank: int) -> Topology:
-        return Topology(rank, self.world_size, num_nodes=self.num_nodes)
-
-    def interface(self, rank: int) -> str | None:
-        return self.network[self.topology(rank).node].interface if self.network else None
-
-
-@contextmanager
-def open_bench_ranks(
-    options: TrainBenchOptions, *, link: str | None
-) -> Iterator[tuple[LocalRanks, RankPlan, dict[str, Any] | None]]:
-    """Start ranks; yields them, their plan, and facts about the link. ``link`` None: no emulated link.
-
-    Raises:
-        ValueError: this machine cannot emulate the link; the message says why.
-        LocalRankError: the ranks could not join.
+    The same engine alternates between steps with and without messages, so other programs affect both alike. Results of
+    detached steps are wrong: each message from another rank is replaced by this rank's own data.
     """
-    with ExitStack() as stack:
-        wire = None
-        if link is not None:
-            ranks_per_node = options.ranks_per_node
-            wire = stack.enter_context(
-                open_wire(
-                    parse_link(link), num_nodes=options.nodes, ranks_per_node=ranks_per_node, emulation=NAMESPACES
-                )
-            )
-        plan = RankPlan(
-            world_size=options.world_size,
-            num_nodes=options.nodes,
-            timeout_s=options.timeout_s,
-            store_paths=tuple(_anonymous_file(stack) for _ in range(3)),
-            network=wire.nodes if wire else (),
-        )
-        # A rank reports nothing during a step, which may contain several slow collectives.
-        ranks = stack.enter_context(
-            LocalRanks(
-                options.world_size, partial(_open_world, plan), silence_s=10 * options.timeout_s, preload=[_MEASURE]
-            )
-        )
-        facts = None if wire is None else {**asdict(wire.facts.link), "how": wire.facts.how}
-        yield ranks, plan, facts
+
+    def __init__(self) -> None:
+        self.is_detached = False
+
+    @contextmanager
+    def detached(self) -> Iterator[None]:
+        self.is_detached = True
+        try:
+            yield
+        finally:
+            self.is_detached = False
 
 
-@contextmanager
-def open_shared_groups(plan: RankPlan, rank: int) -> Iterator[tuple[TrainGroups, Switch]]:
-    """Open training's groups, which engines do not close, and the switch that turns their messages off."""
-    switch = Switch()
-    groups = open_train_groups(
-        plan.topology(rank),
-        store=FileStore(plan.store_paths[1], plan.world_size),
-        device=torch.device("cpu"),
-        timeout_s=plan.timeout_s,
-        interface=plan.interface(rank),
-    )
-    try:
-        lanes = {lane: detachable(getattr(groups, lane), switch) for lane in ("gather", "reduce", "main")}
-        yield _Shared(**lanes), switch
-    finally:
-        groups.close()
+class DetachableTransport:
+    """A ``Transport``: ``transport``, or no messages while the switch is detached. No fused kernels."""
+
+    fused = None
+
+    def __init__(self, transport: Transport, switch: Switch) -> None:
+        self._transport, self._switch = transport, switch
+        self._alone = WeightlessTransport(transport.rank, transport.world_size)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._transport.bytes_sent
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._alone if self._switch.is_detached else self._transport, name)
 
 
-@contextmanager
-def open_torch_group(plan: RankPlan, rank: int) -> Iterator[None]:
-    """Open torch.distributed's default group of all ranks, with gloo over the same link."""
-    os.environ["GLOO_SOCKET_IFNAME"] = plan.interface(rank) or _LOOPBACK
-    store = FileStore(plan.store_paths[2], plan.world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.world_size)
-    make_loop_threads_batch()  # as our own transports do
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+def detachable(groups: TrainGroups, switch: Switch) -> TrainGroups:
+    """``groups`` and their node groups, all controlled by ``switch``. An engine that closes leaves them open."""
+
+    def wrapped(group: Group) -> Group:
+        nodes = group.nodes
+        if nodes is not None:
+            nodes = replace(nodes, inside=wrapped(nodes.inside), across=wrapped(nodes.across))
+        return replace(group, transport=cast(Transport, DetachableTransport(group.transport, switch)), nodes=nodes)
+
+    return _SharedGroups(gather=wrapped(groups.gather), reduce=wrapped(groups.reduce), main=wrapped(groups.main))
 
 
-class _Shared(TrainGroups):
-    """Groups that stay open when an engine closes."""
-
+class _SharedGroups(TrainGroups):
     def close(self) -> None:
         pass
 
 
-def _open_world(plan: RankPlan, rank: int) -> Group:
-    """Open the bench's own group, which synchronizes the ranks. Runs in the rank's process."""
-    topology = plan.topology(rank)
-    if plan.network:
-        plan.network[topology.node].enter()
-    return open_process_group(
-        topology,
-        store=FileStore(plan.store_paths[0], plan.world_size),
-        device=torch.device("cpu"),
-        timeout_s=plan.timeout_s,
-        interface=plan.interface(rank),
-    )
+@dataclass(frozen=True, slots=True)
+class Connections:
+    """The files through which the ranks find each other: for the groups of training, and of torch."""
+
+    folder: str
+    num_nodes: int
+    timeout_s: float
+
+    @contextmanager
+    def open_groups(self, world: Group) -> Iterator[tuple[TrainGroups, Switch]]:
+        """Open training's groups, and the switch that turns their messages off."""
+        switch = Switch()
+        groups = open_train_groups(
+            Topology(world.rank, world.world_size, num_nodes=self.num_nodes),
+            store=FileStore(f"{self.folder}/training", world.world_size),
+            device=torch.device("cpu"),
+            timeout_s=self.timeout_s,
+            interface=_interface(),
+        )
+        try:
+            yield detachable(groups, switch), switch
+        finally:
+            groups.close()
+
+    @contextmanager
+    def open_torch(self, world: Group) -> Iterator[None]:
+        """Open torch.distributed's default group of all ranks, with gloo over the same link."""
+        os.environ["GLOO_SOCKET_IFNAME"] = _interface() or "lo"
+        store = FileStore(f"{self.folder}/torch", world.world_size)
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size)
+        make_loop_threads_batch()  # as our own transports do
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
-def _anonymous_file(stack: ExitStack) -> str:
-    fd = os.memfd_create("tightwire-store")
-    stack.callback(os.close, fd)
-    return f"/proc/{os.getpid()}/fd/{fd}"
+def _interface() -> str | None:
+    """The emulated node's interface; None where this process is not on one."""
+    return WIRE if WIRE in (name for _, name in socket.if_nameindex()) else None
+
+
+def reset_peak() -> int | None:
+    """Reset the peak of resident memory. Returns the current resident bytes, or None if not known on this system."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    return _status_bytes("VmRSS")
+
+
+def grown_by(before: int | None) -> int | None:
+    """The peak since ``reset_peak``, minus ``before``, which it returned."""
+    return None if before is None else _status_bytes("VmHWM") - before
+
+
+def _status_bytes(key: str) -> int:
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return next(int(words[1]) * 1024 for words in lines if words[0] == f"{key}:")
+
+
+class Sent(NamedTuple):
+    """Counts of all processes of the node since its interface was created."""
+
+    num_bytes: int
+    num_packets: int
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.num_bytes - _HEADER_BYTES * self.num_packets
+
+    def since(self, before: Self) -> "Sent":
+        return Sent(self.num_bytes - before.num_bytes, self.num_packets - before.num_packets)
+
+
+def sent_by_node(text: str | None = None) -> Sent:
+    """Read the counters in this process's network namespace. ``text``: the content of /proc/net/dev."""
+    for line in (Path("/proc/net/dev").read_text() if text is None else text).splitlines():
+        name, colon, counts = line.partition(":")
+        if colon and name.strip() == WIRE:
+            words = counts.split()
+            return Sent(int(words[8]), int(words[9]))
+    raise RuntimeError("this process is not on an emulated node")

@@ -11,15 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tightwire.bench.train.arms import Arm, model_values
-from tightwire.bench.train.options import TrainBenchOptions
-from tightwire.comm.group.topology import Topology
+from tightwire.bench.train.options import ARMS, TrainBenchOptions, config_of_arm
 from tightwire.training.config.optimizer import OptimizerConfig
-from tightwire.training.config.tree import TrainConfig
-from tightwire.training.engine.options import EngineOptions
 from tightwire.training.optimizer import make_optimizer
 from tightwire.training.ranks.groups import TrainGroups
-from tightwire.training.run.setup import check_ranks, engine_options, make_trained
+from tightwire.training.run.setup import make_trained
 from tightwire.training.start.model import StartingModel, build_model
 
 _MAX_NORM = 1.0
@@ -33,7 +29,6 @@ class StepTimes:
     forward_s: float
     backward_s: float
     rest_s: float
-    waited_s: float | None = None  # time waited for lanes; None: the trainee has no lanes
 
     @property
     def step_s(self) -> float:
@@ -45,46 +40,24 @@ class Trainee(Protocol):
         """Run one optimizer step. Collective. ``tokens_BS``: one token more per sequence than the inputs."""
         ...
 
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes sent so far, by the ledgers."""
+        ...
+
     def close(self) -> None: ...
 
 
-def make_trainee(arm: Arm, options: TrainBenchOptions, start: StartingModel, groups: TrainGroups | None) -> Trainee:
-    """``groups``: of an engine's arm; torch's arms use torch's default group."""
-    if groups is None:
-        return PeerTrainee(arm, options, start)
-    return EngineTrainee(arm, options, start, groups)
-
-
-def config_of_arm(options: TrainBenchOptions, arm: Arm) -> tuple[TrainConfig, EngineOptions]:
-    """The training configuration of an engine's arm.
-
-    Raises:
-        ValueError: the arm does not fit these ranks.
-    """
-    config = TrainConfig.model_validate(
-        {
-            "run": "bench",
-            "device": "cpu",
-            "model": {**model_values(options.model), "compute_dtype": options.dtype},
-            "data": {"files": ["-"], "sequence_tokens": options.sequence_tokens},  # tokens are random, no file is read
-            "batch": {"sequences": options.sequences * options.world_size, "micro_sequences": options.sequences},
-            "optimizer": arm.optimizer,
-            "parallel": {**arm.parallel, "timeout_s": options.timeout_s},
-        }
-    )
-    how = engine_options(config)
-    try:
-        check_ranks(config, how, Topology(0, options.world_size, num_nodes=options.nodes))
-    except ValueError as error:
-        raise ValueError(f"{arm.name}: {error}") from None
-    return config, how
+def make_trainee(name: str, options: TrainBenchOptions, start: StartingModel, groups: TrainGroups) -> Trainee:
+    """``groups``: of the engine's arms; torch's arms use torch's default group."""
+    return PeerTrainee(name, options, start) if ARMS[name].peer else EngineTrainee(name, options, start, groups)
 
 
 class EngineTrainee:
     """Runs the steps of ``training.run.loop``, without logging, evaluation and checkpoints."""
 
-    def __init__(self, arm: Arm, options: TrainBenchOptions, start: StartingModel, groups: TrainGroups) -> None:
-        config, how = config_of_arm(options, arm)
+    def __init__(self, name: str, options: TrainBenchOptions, start: StartingModel, groups: TrainGroups) -> None:
+        config, how = config_of_arm(options, name)
         self.trained = make_trained(config, how, start, groups)
         self.trained.engine.load_full(start.read)
         self.trained.model.train()
@@ -95,7 +68,7 @@ class EngineTrainee:
 
     def step(self, tokens_BS: Tensor) -> StepTimes:
         engine = self.trained.engine
-        waited_s, begun = engine.waited_s, time.perf_counter()
+        begun = time.perf_counter()
         with engine.micro_batch(last=True):
             loss = _loss_of(self.trained.model, tokens_BS)
             forward = time.perf_counter()
@@ -110,12 +83,10 @@ class EngineTrainee:
             forward_s=forward - begun,
             backward_s=backward - forward,
             rest_s=time.perf_counter() - backward,
-            waited_s=engine.waited_s - waited_s,
         )
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes sent so far, by the ledgers."""
         return sum(count.bytes_sent for ledger in self._ledgers for count in ledger.counters.counts())
 
     def close(self) -> None:
@@ -129,7 +100,10 @@ class PeerTrainee:
     as the engine does; DDP supports only float32 here.
     """
 
-    def __init__(self, arm: Arm, options: TrainBenchOptions, start: StartingModel) -> None:
+    bytes_sent = 0  # nothing counts them
+
+    def __init__(self, name: str, options: TrainBenchOptions, start: StartingModel) -> None:
+        arm = ARMS[name]
         model = _with_weights(build_model(start.config, device=torch.device("cpu")), start)
         if arm.peer == "fsdp2":
             how: dict[str, Any] = {

@@ -4,9 +4,7 @@ import pytest
 
 from tightwire.bench import cli
 from tightwire.bench.options import parse_options
-from tightwire.bench.train.arms import ARMS, MODELS
-from tightwire.bench.train.options import TrainBenchOptions
-from tightwire.bench.train.trainee import config_of_arm
+from tightwire.bench.train.options import ARMS, MODELS, TrainBenchOptions, config_of_arm
 
 
 def parse(*argv: str) -> TrainBenchOptions:
@@ -23,7 +21,7 @@ def test_the_defaults_compare_the_engine_with_torch() -> None:
 
 @pytest.mark.parametrize("arm", [arm for arm in ARMS if not ARMS[arm].peer])
 def test_every_arm_is_a_valid_training_configuration(arm: str) -> None:
-    config, options = config_of_arm(parse("--arms", arm, "--model", "tiny"), ARMS[arm])
+    config, options = config_of_arm(parse("--arms", arm, "--model", "tiny"), arm)
 
     assert options.sharding.name == config.parallel.sharding
     assert config.batch.accumulation(4) == 1
@@ -33,12 +31,11 @@ def test_every_arm_is_a_valid_training_configuration(arm: str) -> None:
     ("argv", "words"),
     [
         (["--arms", "zero3,zero4"], "--arms: there is no 'zero4'; choose from none, zero1"),
-        (["--nodes", "1"], "--nodes must be at least 2, got 1"),
+        (["--nodes", "1"], "--nodes: must be at least 2, got 1"),
         (["--links", "latency=1ms"], "--links: latency=1ms limits no rate"),
         (["--links", "fast"], "'fast' is not a link"),
-        (["--nodes", "33"], "more than 64 ranks"),
         (["--dtype", "bfloat16"], "--dtype bfloat16: ddp computes in float32 only"),
-        (["--timeout", "0"], "--timeout must be above 0"),
+        (["--timeout", "0"], "--timeout: must be above 0"),
         (["--label", "a/b"], "--label begins the names of files"),
     ],
 )

@@ -5,12 +5,10 @@ from typing import Any
 import pytest
 from helpers.training.training_ranks import run_groups
 
-from tightwire.bench.train.arms import ARMS, open_model
-from tightwire.bench.train.checks import Checks, model_arms
-from tightwire.bench.train.detached import Switch, detachable
-from tightwire.bench.train.measure import check_arm
-from tightwire.bench.train.options import TrainBenchOptions
-from tightwire.bench.train.ranks import open_bench_ranks
+from tightwire.bench.train.bench import TrainBench
+from tightwire.bench.train.options import TrainBenchOptions, open_model
+from tightwire.bench.train.ranks import Switch, detachable
+from tightwire.bench.train.report import Checks, model_arms
 from tightwire.bench.train.trainee import EngineTrainee, draw_tokens
 from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
 
@@ -18,8 +16,7 @@ from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
 def two_steps(groups: TrainGroups, options: TrainBenchOptions, arm: str) -> dict[str, Any]:
     """One step with messages, then one without."""
     start, switch = open_model(options.model, options.seed), Switch()
-    lanes = {lane: detachable(getattr(groups, lane), switch) for lane in ("gather", "reduce", "main")}
-    trainee = EngineTrainee(ARMS[arm], options, start, TrainGroups(**lanes))
+    trainee = EngineTrainee(arm, options, start, detachable(groups, switch))
     tokens_BS = draw_tokens(options, start.config.vocab_size, groups.rank, 0)
     times = trainee.step(tokens_BS)
     ledger, wire = trainee.bytes_sent, groups.gather.bytes_sent + groups.reduce.bytes_sent + groups.main.bytes_sent
@@ -51,12 +48,8 @@ def test_processes_have_the_losses_of_torch() -> None:
     )
     checks = Checks(models=model_arms(options, open_model("tiny", 0).config), dtype="float32")
 
-    with open_bench_ranks(options, link=None) as (ranks, plan, link):
-        for arm in options.arms:
-            for rank, checked in ranks.stream(check_arm, plan, options, arm):
-                checks.add(rank, checked)
+    TrainBench(options).check(checks)
 
-    assert link is None
     assert {arm: checks.faults(arm) for arm in options.arms} == {"zero3": [], "ddp": []}
     ours, torchs = (checks.facts(arm) for arm in options.arms)
     assert ours["peak_bytes"] == pytest.approx(ours["formula_peak_bytes"], rel=0.05)

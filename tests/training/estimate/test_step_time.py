@@ -4,9 +4,8 @@ import math
 
 import pytest
 
-from tightwire.bench.train.arms import open_model
-from tightwire.bench.train.checks import model_arms
-from tightwire.bench.train.options import TrainBenchOptions
+from tightwire.bench.train.options import TrainBenchOptions, open_model
+from tightwire.bench.train.report import model_arms
 from tightwire.training.estimate.step import StepModel
 from tightwire.training.estimate.step_time import Computing, Rates, Task, predict_step, simulate
 

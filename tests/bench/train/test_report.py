@@ -1,4 +1,4 @@
-"""Cells, faults, ratios and the page, from reports of ranks."""
+"""Rows, faults and the page, from the results of ranks."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,20 +6,16 @@ from pathlib import Path
 import pytest
 
 from tightwire.bench.compare.results import read_result
-from tightwire.bench.train.arms import ARMS, open_model
 from tightwire.bench.train.bench import TrainBench
-from tightwire.bench.train.cells import LinkCells, fault_texts
-from tightwire.bench.train.checks import ArmModel, Checks, model_arms
 from tightwire.bench.train.measure import Checked, Timed, Wired
-from tightwire.bench.train.options import TrainBenchOptions
-from tightwire.bench.train.page import compare_arms
-from tightwire.bench.train.probes import Probed, sent_by_node
-from tightwire.bench.train.trainee import StepTimes
-from tightwire.comm.link.link import parse_link
+from tightwire.bench.train.options import ARMS, TrainBenchOptions, open_model
+from tightwire.bench.train.ranks import sent_by_node
+from tightwire.bench.train.report import ArmModel, Checks, LinkCells, fault_texts, model_arms
+from tightwire.training.estimate.step_time import Computing, Rates
 
 _ARMS = ("zero3", "zero++", "hybrid", "dgc", "ddp")
-_LOSSES = (8.0, 7.9, 7.8)
-_RANKS = 4
+_LOSSES = [8.0, 7.9, 7.8]
+_RATES = Rates(1e6, 0.0, 1e9, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -27,37 +23,27 @@ def models() -> dict[str, ArmModel]:
     return model_arms(TrainBenchOptions(model="tiny", arms=_ARMS), open_model("tiny", 0).config)
 
 
+def checked(losses: Sequence[float], model: ArmModel | None) -> Checked:
+    sent = [0] * 4 if model is None else [rank.bytes_sent for rank in model.ranks]
+    return Checked(losses=list(losses), bytes_sent=sent, peak_bytes=1 << 20, resident_bytes=2 << 20)
+
+
 def checks_of(models: Mapping[str, ArmModel], losses: Mapping[str, Sequence[float]] | None = None) -> Checks:
     """Checks without a fault, except for ``losses``."""
-    checks = Checks(models=models, dtype="float32")
-    for arm in _ARMS:
-        for rank in range(_RANKS):
-            sent = None if ARMS[arm].peer else models[arm].ranks[rank].bytes_sent
-            own = tuple((losses or {}).get(arm, _LOSSES))
-            checks.add(rank, Checked(arm=arm, losses=own, bytes_sent=sent, peak_bytes=1 << 20, resident_bytes=2 << 20))
-    return checks
+    found = {arm: checked((losses or {}).get(arm, _LOSSES), models.get(arm)) for arm in _ARMS}
+    return Checks(models=models, dtype="float32", checked=found)
 
 
 def cells_of(checks: Checks, link: str = "200mbit", step_s: float = 2.0, payload: int | None = None) -> LinkCells:
     """Steps of ``step_s``, of which one second is computing, on a wire of 1 MB/s for each rank."""
-    cells = LinkCells(
-        link=link,
-        asked_bytes_per_s=parse_link(link).bytes_per_s or 0.0,
-        bytes_per_s=2e6,
-        world_size=4,
-        checks=checks,
-    )
-    for rank in range(_RANKS):
-        for where, seconds in (("across", 1.0), ("inside", 0.001)):
-            cells.add(rank, Probed(where=where, num_bytes=0, num_peers=1, seconds=0.0))
-            cells.add(rank, Probed(where=where, num_bytes=1_000_000, num_peers=1, seconds=seconds))
-        for arm in _ARMS:
-            of_node = 1000 if ARMS[arm].peer else checks.models[arm].node_bytes
-            cells.add(rank, Wired(arm=arm, payload_bytes=payload or of_node, wire_bytes=of_node + 66))
-            for detached in (False, True):
-                forward_s = (1.0 if detached else step_s) - 0.5
-                times = StepTimes(loss=1.0, forward_s=forward_s, backward_s=0.4, rest_s=0.1, waited_s=0.2)
-                cells.add(rank, Timed(arm=arm, detached=detached, number=1, times=times))
+    cells = LinkCells(link=link, checks=checks)
+    cells.add(_RATES)
+    for arm in _ARMS:
+        of_node = 1000 if ARMS[arm].peer else checks.models[arm].node_bytes
+        cells.add(Wired(arm, payload or of_node, of_node + 66))
+        cells.add(Timed(arm, step_s, None))
+        if not ARMS[arm].peer:
+            cells.add(Timed(arm, 1.0, Computing(0.5, 0.4, 0.1)))
     return cells
 
 
@@ -67,27 +53,10 @@ def test_a_row_compares_a_step_with_its_computing_and_its_bytes(models: dict[str
     row = rows["zero3"]
     assert row["exposed_s"] == pytest.approx(1.0)
     assert row["node_bytes"] == row["node_payload_bytes"] == 2 * models["zero3"].ranks[0].between_nodes
-    assert row["bound_s"] == pytest.approx(max(1.0, row["node_bytes"] / 2e6))
     assert row["prediction_error"] == pytest.approx(row["predicted_s"] / 2.0 - 1)
     assert 1.0 < rows["zero++"]["predicted_s"] < row["predicted_s"]
     assert rows["ddp"]["predicted_s"] is None
     assert not fault_texts(rows.values())
-
-
-def test_rates_follow_from_large_and_small_collectives(models: dict[str, ArmModel]) -> None:
-    rates = cells_of(checks_of(models)).rates()
-
-    assert rates.across_bytes_per_s == pytest.approx(1e6)
-    assert rates.inside_bytes_per_s == pytest.approx(1e9)
-
-
-def test_a_step_that_a_rank_has_not_reported_is_left_out(models: dict[str, ArmModel]) -> None:
-    cells = cells_of(checks_of(models))
-    late = StepTimes(loss=1.0, forward_s=99.0, backward_s=0.0, rest_s=0.0, waited_s=0.0)
-
-    cells.add(0, Timed(arm="zero3", detached=False, number=2, times=late))
-
-    assert cells.rows()[0]["samples"]["step_s"] == [pytest.approx(2.0)]
 
 
 @pytest.mark.parametrize(
@@ -109,10 +78,9 @@ def test_an_exact_arm_with_other_losses_is_a_fault(
 
 def test_arms_that_sum_rank_by_rank_must_be_bit_identical() -> None:
     models = model_arms(TrainBenchOptions(model="tiny", arms=("zero3", "none")), open_model("tiny", 0).config)
-    checks = Checks(models=models, dtype="float32")
-    for arm, last in (("zero3", 7.8), ("none", 7.8000000000000007)):
-        sent = models[arm].ranks[0].bytes_sent
-        checks.add(0, Checked(arm=arm, losses=(8.0, last), bytes_sent=sent, peak_bytes=None, resident_bytes=None))
+    losses = {"zero3": (8.0, 7.8), "none": (8.0, 7.8000000000000007)}
+    found = {arm: checked(own, models[arm]) for arm, own in losses.items()}
+    checks = Checks(models=models, dtype="float32", checked=found)
 
     assert not checks.faults("zero3")
     assert "7.8" in checks.faults("none")[0]
@@ -121,7 +89,7 @@ def test_arms_that_sum_rank_by_rank_must_be_bit_identical() -> None:
 def test_bytes_that_differ_from_the_formula_are_a_fault(models: dict[str, ArmModel]) -> None:
     checks = checks_of(models)
     sent = models["zero3"].ranks[2].bytes_sent
-    checks.add(2, Checked(arm="zero3", losses=_LOSSES, bytes_sent=sent + 1, peak_bytes=None, resident_bytes=None))
+    checks.checked["zero3"].bytes_sent[2] += 1
     cells = cells_of(checks, payload=10**9)
 
     faults = fault_texts(cells.rows())
@@ -131,23 +99,11 @@ def test_bytes_that_differ_from_the_formula_are_a_fault(models: dict[str, ArmMod
     assert not any(fault.startswith("ddp") for fault in faults)
 
 
-def test_zero_pp_is_compared_with_zero3_at_four_times_the_bandwidth(models: dict[str, ArmModel]) -> None:
-    checks = checks_of(models)
-    rows = [*cells_of(checks, "50mbit", 2.0).rows(), *cells_of(checks, "200mbit", 3.0).rows()]
-
-    found = {tuple(row.values()) for row in compare_arms(rows)}
-
-    assert ("50mbit", "zero++", "zero3", "200mbit", 1.5) in found
-    assert ("50mbit", "dgc", "hybrid", "50mbit", 1.0) in found
-    assert not [arm for _, arm, *_ in found if arm == "ddp"]
-
-
 def test_a_result_has_a_page_and_can_be_compared(models: dict[str, ArmModel], tmp_path: Path) -> None:
     class Bench(TrainBench):
         def measure(self) -> None:
             self._by_link = [cells_of(checks_of(models), link) for link in ("50mbit", "200mbit")]
-            rates = self._by_link[0].rates()._asdict()
-            links = [{"name": "50mbit", "bytes_per_s": 6e6, "how": "tc tbf", "rates": rates}]
+            links = [{"name": "50mbit", "measured_bytes_per_s": 6e6, "rates": _RATES._asdict()}]
             batch = {"sequences": 4, "sequence_tokens": 128}
             self.facts = {"model": "tiny", "num_parameters": 10**6, "dtype": "float32", "links": links, **batch}
             self.facts |= {"nodes": 2, "ranks_per_node": 2}
