@@ -6,6 +6,7 @@ A node is a host, a socket of one host, or an arbitrary part of one host's ranks
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -14,17 +15,14 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
 from tightwire.comm.group.group import Group, NodeGroups, in_process_groups, open_process_group
 from tightwire.comm.group.topology import Topology
-from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.link.link import Link
 from tightwire.comm.transport.emulated import ThrottledTransport
-from tightwire.comm.transport.store_notes import FailureNotes, Note, ranks_at_fault
+from tightwire.comm.transport.store_notes import FailureNotes, Note
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
-# The longest wait for other ranks' failure notes. A failure may reach a rank through either subgroup.
-_GRACE_S = 2.0
-_GRACE_SHARE = 0.2
+_NOTES_S = 2.0  # the longest wait for failure notes: a failure may reach a rank through either subgroup
 _PROBES, _PROBE_S, _PROBE_BYTES = 3, 0.1, 32 << 20  # attempts, and the limits of time and bytes for each
 
 
@@ -54,59 +52,24 @@ def join_nodes(
         raise ValueError(f"ranks 0 to {group.world_size - 1} have different numbers of nodes: {told}")
     if topology.num_nodes == 1:
         return group
-
-    inside, across = join_legs(
-        topology,
+    join = partial(
+        open_process_group,
         store=store,
         device=group.device,
         timeout_s=group.timeout_s,
         join_timeout_s=join_timeout_s,
-        name=name,
         interface=interface,
-        segment_fd=segment_fd,
         ledger=group.ledger,
     )
-    notes = FailureNotes(PrefixStore(f"tightwire/{name}/nodes", store), group.rank, group.world_size)
-    return replace(group, nodes=NodeGroups(inside=inside, across=across, notes=notes))
-
-
-def join_legs(
-    at: Topology,
-    *,
-    store: Store,
-    device: torch.device,
-    timeout_s: float,
-    join_timeout_s: float | None,
-    name: str,
-    interface: str | None,
-    segment_fd: int | None,
-    ledger: Ledger | None = None,
-) -> tuple[Group, Group]:
-    """Open the group inside this rank's node and the group across nodes; arguments as for ``join_nodes``.
-
-    Raises:
-        CommError: one of the groups cannot be joined. Neither stays open.
-    """
-
-    def join(rank: int, world_size: int, name: str, segment_fd: int | None) -> Group:
-        return open_process_group(
-            Topology(rank, world_size),
-            store=store,
-            device=device,
-            timeout_s=timeout_s,
-            join_timeout_s=join_timeout_s,
-            name=name,
-            interface=interface,
-            segment_fd=segment_fd if world_size > 1 else None,
-            ledger=ledger,
-        )
-
-    inside = join(at.node_rank, at.ranks_per_node, f"{name}/node-{at.node}", segment_fd)
+    of_node = Topology(topology.node_rank, topology.ranks_per_node)
+    inside = join(of_node, name=f"{name}/node-{topology.node}", segment_fd=segment_fd)
     try:
-        return inside, join(at.node, at.num_nodes, f"{name}/across-{at.node_rank}", None)
+        across = join(Topology(topology.node, topology.num_nodes), name=f"{name}/across-{topology.node_rank}")
     except CommError:
         inside.close()
         raise
+    notes = FailureNotes(PrefixStore(f"tightwire/{name}/nodes", store), group.rank, group.world_size)
+    return replace(group, nodes=NodeGroups(inside=inside, across=across, notes=notes))
 
 
 def renumbered(
@@ -171,9 +134,7 @@ def _explain(group: Group, nodes: NodeGroups, leg: Group, error: CommError) -> C
     if nodes.notes is not None:
         doing = f"rank {group.rank} in {group.ledger.current() or 'a leg between nodes'}"
         own = Note(timed_out=isinstance(error, CollectiveTimeoutError), missed=tuple(sorted(culprits)), doing=doing)
-        notes = nodes.notes.exchange(own, grace_s=min(_GRACE_S, _GRACE_SHARE * group.timeout_s))
-        others = [rank for rank in range(group.world_size) if rank != group.rank]
-        culprits = ranks_at_fault(own, notes, others)
+        culprits, _ = nodes.notes.blame(own, group.timeout_s, _NOTES_S)
     where = f"{'inside' if leg is nodes.inside else 'across'} nodes"
     return renumbered(error, ranks, where, group.rank, group.world_size, culprits)
 

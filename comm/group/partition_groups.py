@@ -1,8 +1,7 @@
 """Groups of the ranks on one node that hold the same weights, among tp x dp ranks on several nodes.
 
 Rank d * tp + t holds shard t of replica d. Ranks of one node with the same shard can each keep a part of it and gather the
-rest when they need it (hpZ of ZeRO++, arXiv 2306.10209). The group is separate from the AllReduce group and runs beside it,
-on its own thread.
+rest when they need it (hpZ of ZeRO++, arXiv 2306.10209), on a thread of their own.
 """
 
 from collections.abc import Callable
@@ -43,24 +42,12 @@ class PartitionPlace:
             )
 
     @property
-    def num_nodes(self) -> int:
-        return self.topology.num_nodes
-
-    @property
     def per_node(self) -> int:
         return self.topology.ranks_per_node // self.tp
 
     @property
-    def num_ranks(self) -> int:
-        return self.num_nodes * self.per_node
-
-    @property
     def shard(self) -> int:
         return self.topology.rank % self.tp
-
-    @property
-    def node(self) -> int:
-        return self.topology.node
 
     @property
     def place(self) -> int:
@@ -68,17 +55,10 @@ class PartitionPlace:
         return self.topology.node_rank // self.tp
 
     @property
-    def index(self) -> int:
-        """The place among all ranks of the shard, node by node."""
-        return self.node * self.per_node + self.place
-
-    @property
     def inside(self) -> tuple[int, ...]:
         """The ranks of this node with this shard, numbered as in the world."""
-        return tuple(self._rank(self.node, place) for place in range(self.per_node))
-
-    def _rank(self, node: int, place: int) -> int:
-        return node * self.topology.ranks_per_node + place * self.tp + self.shard
+        first = self.topology.node * self.topology.ranks_per_node
+        return tuple(range(first + self.shard, first + self.topology.ranks_per_node, self.tp))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,12 +104,8 @@ def join_partition(
 ) -> PartitionPeers:
     """Join the ranks with the same shard. All ranks of the world call this.
 
-    Args:
-        store, device, join_timeout_s, name, interface: as for ``comm.group.open_process_group``.
-        timeout_s: the longest wait in a collective. It must exceed the time a rank computes between two layers.
-        segment_fd: memory that the ranks ``at.inside`` share (``comm.transport.segment``, made for ``at.per_node``).
-    Raises:
-        CollectiveTimeoutError: some ranks did not join in time; names them with the numbers of their own group.
+    Arguments as for ``open_process_group``: ``timeout_s`` must exceed the time a rank computes between two layers, and the
+    ranks ``at.inside`` share ``segment_fd``. In ``CollectiveTimeoutError`` ranks have the numbers of their own group.
     """
     name = f"{name}/shard-{at.shard}"
     inside = open_process_group(
@@ -138,9 +114,9 @@ def join_partition(
         device=device,
         timeout_s=timeout_s,
         join_timeout_s=join_timeout_s,
-        name=f"{name}/node-{at.node}",
+        name=f"{name}/node-{at.topology.node}",
         interface=interface,
-        segment_fd=segment_fd if at.per_node > 1 else None,
+        segment_fd=segment_fd,
     )
     return PartitionPeers(at=at, inside=inside, await_all=make_barrier(store, name, at))
 
@@ -154,7 +130,7 @@ def make_barrier(
     def await_all() -> None:
         nonlocal times
         times += 1
-        arrived.set(f"{times}/{at.index}", "")
-        arrived.wait([f"{times}/{index}" for index in range(at.num_ranks)], deadline)
+        arrived.set(f"{times}/{at.topology.rank}", "")
+        arrived.wait([f"{times}/{rank}" for rank in range(at.shard, at.topology.world_size, at.tp)], deadline)
 
     return await_all
