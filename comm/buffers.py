@@ -1,9 +1,8 @@
 """A pool of preallocated buffers: one thread fills buffers, another uses them, and each waits for the other.
 
 It streams pieces that do not fit in memory at once, such as a layer's weights or gradients. A piece holds a buffer from the
-request until its last user releases it. Buffers are taken in turn, or by number; with two buffers one is filled while the other
-is used, and memory is constant. A piece that changes is saved before its buffer is free again. Three conditions hold, and
-``OrderCheck`` verifies them in a trace:
+request until its last user releases it; a piece that changes is saved before its buffer is free again. Three conditions
+hold, and ``OrderCheck`` verifies them in a trace:
 
     C1  a piece is used only after it has arrived completely
     C2  a buffer is refilled only after the use of its piece has ended, and the piece has been saved if it must be
@@ -71,9 +70,9 @@ def _wait_for(event: torch.cuda.Event | None) -> None:
 
 
 class BufferPool:
-    """Buffers shared by one thread that fills and one that uses. A piece's number is its buffer's owner.
+    """Buffers shared by one thread that fills and saves, and one that uses. A piece's number is its buffer's owner.
 
-    The filling thread also saves, on CUDA in the same queue.
+    ``saves``: a released piece must be saved (``save``, ``saved``) before its buffer is free. ``traced``: record ``events``.
 
     Cost: ``num_buffers * buffer_bytes`` on ``device``, from the start; a lock and a clock reading per call.
     """
@@ -88,15 +87,9 @@ class BufferPool:
         saves: bool = False,
         traced: bool = False,
     ) -> None:
-        """
-        Args:
-            saves: a released piece must be saved (``save``, ``saved``) before its buffer is free.
-            traced: record ``events`` for ``OrderCheck``; otherwise they stay empty.
-        """
-        self._saves = saves
         self.buffers = tuple(PoolBuffer(number, buffer_bytes, device, pinned=pinned) for number in range(num_buffers))
-        self._traced = traced
         self.events: deque[BufferEvent] = deque(maxlen=_TRACED_EVENTS)
+        self._saves, self._traced = saves, traced
         self._next = 0  # the buffer to fill next
         self._changed = threading.Condition()
         self.num_moves = 0  # rises while a piece receives bytes
@@ -105,9 +98,11 @@ class BufferPool:
     def fill(self, owner: int, number: int | None = None, timeout_s: float = math.inf) -> PoolBuffer:
         """Reserve buffer ``number`` (default: the one after the buffer filled last) for ``owner`` once it is free.
 
+        No deadline by default, because the worker may be idle.
+
         Raises:
             BufferConflictError: ``owner`` already holds a buffer, and waiting for this one cannot free it.
-            TimeoutError: the buffer was not free after ``timeout_s``. (No deadline by default: the worker may be idle.)
+            TimeoutError: the buffer was not free after ``timeout_s``.
             Exception: the error given to ``close``.
         """
         with self._changed:
@@ -130,17 +125,14 @@ class BufferPool:
         return buffer
 
     def moved(self) -> None:
-        """Record that more bytes have arrived; this extends the deadline of a waiting ``use``."""
+        """Extend the deadline of a waiting ``use``, because more bytes have arrived."""
         self.num_moves += 1
 
     def filled(self, owner: int) -> None:
         """Mark ``owner`` as arrived completely (on CUDA: its transfer is in the caller's queue)."""
         with self._changed:
-            buffer = self._buffer_of(owner, "filling")
-            _record(buffer.was_filled)
-            buffer.state = "filled"
-            self._note("filled", owner, buffer.number)
-            self._changed.notify_all()
+            _record(self._buffer_of(owner, "filling").was_filled)
+            self._advance("filled", owner, "filling", "filled")
 
     def use(self, owner: int, timeout_s: float) -> PoolBuffer:
         """Return the buffer with ``owner`` once it has arrived.
@@ -159,28 +151,20 @@ class BufferPool:
                     seen, deadline = self.num_moves, time.monotonic() + timeout_s
                 elif time.monotonic() >= deadline:
                     raise TimeoutError(f"no bytes arrived for {timeout_s:g} s: {self._describe()}")
-            buffer = self._buffer_of(owner, "filled")
-            buffer.state = "used"
-            self._note("use", owner, buffer.number)
+            buffer = self._advance("use", owner, "filled", "used")
         _wait_for(buffer.was_filled)
         return buffer
 
     def keep(self, owner: int) -> None:
         """End the use of ``owner`` for now; its buffer stays filled for another use."""
         with self._changed:
-            buffer = self._buffer_of(owner, "used")
-            buffer.state = "filled"
-            self._note("keep", owner, buffer.number)
-            self._changed.notify_all()
+            self._advance("keep", owner, "used", "filled")
 
     def release(self, owner: int) -> None:
         """End the use of ``owner`` (on CUDA: the work is in the caller's queue)."""
         with self._changed:
-            buffer = self._buffer_of(owner, "used")
-            _record(buffer.was_released)
-            buffer.owner, buffer.state = (owner, "released") if self._saves else (None, "free")
-            self._note("release", owner, buffer.number)
-            self._changed.notify_all()
+            _record(self._buffer_of(owner, "used").was_released)
+            self._advance("release", owner, "used", "released" if self._saves else "free")
 
     def save(self, owner: int) -> PoolBuffer:
         """Return the buffer with ``owner``, to be saved, once its use has ended. No deadline, as for ``fill``."""
@@ -188,19 +172,14 @@ class BufferPool:
             while not any(buffer.owner == owner and buffer.state == "released" for buffer in self.buffers):
                 self._check_open()
                 self._changed.wait()
-            buffer = self._buffer_of(owner, "released")
-            buffer.state = "saving"
-            self._note("save", owner, buffer.number)
+            buffer = self._advance("save", owner, "released", "saving")
         _wait_for(buffer.was_released)
         return buffer
 
     def saved(self, owner: int) -> None:
         """Mark ``owner`` as saved (on CUDA: its transfer is in the caller's queue)."""
         with self._changed:
-            buffer = self._buffer_of(owner, "saving")
-            buffer.owner, buffer.state = None, "free"
-            self._note("saved", owner, buffer.number)
-            self._changed.notify_all()
+            self._advance("saved", owner, "saving", "free")
 
     def close(self, reason: BaseException) -> None:
         """Make all waiting and later calls raise ``reason``. The first reason stays."""
@@ -211,6 +190,14 @@ class BufferPool:
     def _check_open(self) -> None:
         if self._closed is not None:
             raise self._closed
+
+    def _advance(self, kind: str, owner: int, before: str, after: str) -> PoolBuffer:
+        """Record event ``kind``: the buffer with ``owner`` goes from state ``before`` to ``after``."""
+        buffer = self._buffer_of(owner, before)
+        buffer.owner, buffer.state = None if after == "free" else owner, after
+        self._note(kind, owner, buffer.number)
+        self._changed.notify_all()
+        return buffer
 
     def _buffer_of(self, owner: int, state: str) -> PoolBuffer:
         for buffer in self.buffers:
@@ -248,11 +235,7 @@ class OrderCheck:
         self._inside: dict[int, tuple[int, str]] = {}  # by buffer: the owner and its last event
 
     def check(self, events: Iterable[BufferEvent]) -> None:
-        """Check the next part.
-
-        Raises:
-            BufferConflictError: a condition does not hold; names it and the owner. Do not continue after it.
-        """
+        """Check the next part; raise BufferConflictError with the condition that does not hold, and end there."""
         for event in events:
             if event.kind != "ask":
                 self._check_event(event)

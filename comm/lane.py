@@ -1,8 +1,7 @@
 """A thread that runs communication in order while the caller computes; on CUDA it has its own stream.
 
-Transfers over a slow link use no core, so one part of a prompt is summed while the next is computed, and layers are gathered
-before they are used. All ranks give a lane the same collectives in the same order, and nothing else uses its group while
-work is unfinished. A failure ends the lane: no later work starts.
+Transfers over a slow link use no core, so one part of a prompt is summed while the next is computed. All ranks give a lane
+the same collectives in the same order, and nothing else uses its group while work is unfinished. A failure ends the lane.
 """
 
 import queue
@@ -12,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,26 +20,15 @@ from tightwire.comm.ledger.ledger import Ledger
 Work = Callable[[], Tensor | None]
 
 
-class _Timed(NamedTuple):
-    """A work's result, and its seconds in collectives and in their coding."""
-
-    result: Tensor | None
-    comm_s: float
-    coding_s: float
-
-
 class Pending:
     """Work that a lane runs now or later."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self.done: Future[_Timed] = Future()
+        self.done: Future[tuple[Tensor | None, float, float]] = Future()  # result, seconds in collectives, of it coding
         self._ledger = ledger
 
     def wait(self) -> Tensor:
-        """Return the result, or raise the error of the work or of earlier work.
-
-        The ledger records how much of the work's time was hidden, that is, not waited for.
-        """
+        """Return the result, or raise the error of the work or of earlier work. The ledger records the time not waited for."""
         start_s = perf_counter()
         result, comm_s, coding_s = self.done.result()
         hidden = 1 - min(1.0, (perf_counter() - start_s) / comm_s) if comm_s else 0.0
@@ -61,11 +48,7 @@ class Lane:
         *,
         ledger: Ledger | None = None,
     ) -> None:
-        """
-        Args:
-            on_failure: called on the lane's thread with the error that ended the lane.
-            ledger: of the group whose collectives run here, for ``Pending.wait``.
-        """
+        """``on_failure``: called on the lane's thread with the error that ended the lane. ``ledger``: of the group."""
         self._name, self._on_failure, self._ledger = name, on_failure, ledger or Ledger()
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -139,7 +122,7 @@ class Lane:
             pending.done.set_exception(failure)
             self._on_failure(failure)
             return
-        pending.done.set_result(_Timed(result, comm_after_s - comm_s, coding_after_s - coding_s))
+        pending.done.set_result((result, comm_after_s - comm_s, coding_after_s - coding_s))
         with self._changed:
             self._num_done += 1
             self._changed.notify_all()
