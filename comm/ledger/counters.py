@@ -1,6 +1,6 @@
 """Counters of collectives by (op, algorithm, phase): calls, bytes, seconds, and quantiles of the newest calls."""
 
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,7 +48,7 @@ class Latency(NamedTuple):
 
 @dataclass(slots=True)
 class Totals:
-    """Totals of one kind. ``recent_s`` is a ring: a call writes entry ``calls % NUM_RECENT``."""
+    """Totals of one kind. ``recent_s``: times of the newest calls; any thread may copy it while a call is appended."""
 
     calls: int = 0
     bytes_sent: int = 0
@@ -56,29 +56,13 @@ class Totals:
     message_bytes: int = 0
     seconds: float = 0.0
     coding_s: float | None = 0.0
-    recent_s: list[float] = field(default_factory=lambda: [0.0] * NUM_RECENT)
-    first_timed: int = 0  # the first call that counts for latencies
+    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
 
-    def add_calls(self, seconds: Sequence[float]) -> None:
-        """Count calls with these times; the caller adds their bytes."""
-        newest = seconds[-NUM_RECENT:]
-        self.calls += len(seconds)
-        self.seconds += sum(seconds)
-        at = (self.calls - len(newest)) % NUM_RECENT
-        before_end = min(len(newest), NUM_RECENT - at)
-        self.recent_s[at : at + before_end] = newest[:before_end]
-        self.recent_s[: len(newest) - before_end] = newest[before_end:]
-
-    def add_bytes(self, bytes_sent: int, exact_bytes: int, message_bytes: int) -> None:
+    def add(self, calls: int, bytes_sent: int, exact_bytes: int, message_bytes: int) -> None:
+        self.calls += calls
         self.bytes_sent += bytes_sent
         self.exact_bytes += exact_bytes
         self.message_bytes += message_bytes
-
-    def quantiles_s(self, *shares: float) -> list[float]:
-        """For each of ``shares``, the quantile of the newest calls' times; empty when there are none."""
-        end, num = self.calls, min(self.calls - self.first_timed, NUM_RECENT)
-        recent_s = sorted(self.recent_s[call % NUM_RECENT] for call in range(end - num, end))
-        return [recent_s[int(num * share)] for share in shares] if num else []
 
 
 class Counters:
@@ -103,10 +87,14 @@ class Counters:
 
     def latencies(self) -> list[Latency]:
         """Quantiles of the newest calls of each kind. Sorts up to 512 numbers per kind, so do not call it in every step."""
-        quantiles = [(kind, totals.quantiles_s(0.5, 0.99)) for kind, totals in list(self._totals.items())]
-        return [Latency(*kind, *(seconds * 1e6 for seconds in found)) for kind, found in quantiles if found]
+        recent = [(kind, sorted(totals.recent_s.copy())) for kind, totals in list(self._totals.items())]
+        return [
+            Latency(*kind, *(1e6 * seconds[int(len(seconds) * share)] for share in (0.5, 0.99)))
+            for kind, seconds in recent
+            if seconds
+        ]
 
     def forget_latencies(self) -> None:
         """Restart the quantiles with later calls; the totals continue."""
         for totals in list(self._totals.values()):
-            totals.first_timed = totals.calls
+            totals.recent_s.clear()

@@ -1,9 +1,7 @@
 """Records the collectives of one rank of one group: counters by (op, algorithm, phase), the running one, a recording.
 
-Always on: it costs 0.5 us a collective. One thread, which runs the collectives, writes; a thread that overlaps them with its
-own work calls ``hide``. Any thread may read, start or stop a recording.
-
-On CUDA ``seconds`` and ``codec_seconds`` are the time to enqueue, because the host does not wait for the device.
+It costs 0.5 us a collective. The thread that runs the collectives writes; a thread that overlaps them with its own work
+calls ``hide``; any thread may read, start or stop a recording. On CUDA times are those to enqueue.
 """
 
 from collections.abc import Iterable
@@ -11,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import NamedTuple
 
-from tightwire.comm.ledger.counters import NUM_RECENT, Count, Counters, Totals
+from tightwire.comm.ledger.counters import Count, Counters, Totals
 from tightwire.comm.ledger.recording import Begun, Recording, Series, finished_event
 
 _NO_CODING = nullcontext()
@@ -19,14 +17,11 @@ GATHERING = "weights"  # the phase of partitioned layers, which are gathered bes
 
 
 class Spent(NamedTuple):
-    """Time spent waiting for collectives since start; ``codec_seconds`` is the part known to be encoding and decoding.
-
-    ``num_unsplit``: calls that encode inside a fused kernel; their time is in ``seconds`` only.
-    """
+    """Time spent waiting for collectives since start."""
 
     seconds: float = 0.0
-    codec_seconds: float = 0.0
-    num_unsplit: int = 0
+    codec_seconds: float = 0.0  # the part known to be encoding and decoding
+    num_unsplit: int = 0  # calls that encode inside a fused kernel, whose time is in ``seconds`` only
 
 
 class _CodingTimer:
@@ -43,11 +38,7 @@ class _CodingTimer:
 
 
 class Ledger:
-    """The collectives of one rank of one group.
-
-    A quantized collective encodes and decodes inside ``with ledger.coding``, which must not be nested, or calls
-    ``hide_coding``.
-    """
+    """A quantized collective encodes and decodes inside ``with ledger.coding``, not nested, or calls ``hide_coding``."""
 
     def __init__(self) -> None:
         self.counters = Counters()
@@ -66,24 +57,19 @@ class Ledger:
     def begin(self, op: str, algorithm: str, num_bytes: int, phase: str = "", site: str = "") -> None:
         """Start a collective over a tensor of ``num_bytes``. A collective that fails is not ended and stays ``current``.
 
-        Args:
-            phase: the kind of step, such as "prefill" or "decode"; counters are kept for each.
-            site: the purpose, such as "o_proj 3", for a recording.
+        Counters are kept for each ``phase``, such as "decode"; ``site``, such as "o_proj 3", is for a recording.
         """
         self._number = number = self._number + 1
         self._current = (op, algorithm, num_bytes, number, perf_counter(), phase, site)
 
     def end(self, bytes_sent: int, exact_bytes: int | None = None) -> None:
-        """End the collective that began last; this rank sent ``bytes_sent`` to others for it.
-
-        ``exact_bytes``: the bytes it would have sent unquantized; None: the collective is exact.
-        """
+        """End the collective that began last. ``exact_bytes``: it would have sent unquantized; None: it is exact."""
         begun = self._current
         assert begun is not None, "end() without begin()"
         op, algorithm, num_bytes, _, start_s, phase, _ = begun
         seconds = perf_counter() - start_s
         totals = self.counters.of((op, algorithm, phase))
-        totals.recent_s[totals.calls % NUM_RECENT] = seconds
+        totals.recent_s.append(seconds)
         totals.calls += 1
         totals.seconds += seconds
         totals.bytes_sent += bytes_sent
@@ -99,13 +85,13 @@ class Ledger:
             events.append(finished_event(begun, seconds, bytes_sent, exact_bytes))
 
     def begin_series(self, series: Series) -> None:
-        """Start collectives that a kernel runs. ``number``, ``begun`` and ``current`` read its progress meanwhile."""
+        """Start collectives that a kernel runs; ``number``, ``begun`` and ``current`` read its progress."""
         self._series = series
 
     def end_series(self) -> int:
         """Count the collectives of the kernel that has returned; return the bytes that this rank sent for them.
 
-        A collective that began but did not end stays ``current``. Cost: about 20 us for 60 of them, 60 us more in a recording.
+        A collective that began but did not end stays ``current``. Cost: about 20 us for 60, 60 us more in a recording.
         """
         series = self._series
         assert series is not None, "end_series() without begin_series()"
@@ -113,8 +99,9 @@ class Ledger:
         bytes_sent = len(seconds) * series.bytes_sent
         if seconds:
             totals = self.counters.of((series.op, series.algorithm, series.phase))
-            totals.add_calls(seconds)
-            totals.add_bytes(bytes_sent, bytes_sent, len(seconds) * series.num_bytes)
+            totals.add(len(seconds), bytes_sent, bytes_sent, len(seconds) * series.num_bytes)
+            totals.seconds += sum(seconds)
+            totals.recent_s.extend(seconds)
             self._spent_s += sum(seconds)
         self._last, self._current = self._last_of(series), series.current
         self._number = series.first_number + series.num_begun
@@ -130,8 +117,7 @@ class Ledger:
         for count in counts:
             if count.calls:
                 totals = self.counters.of(count[:3])
-                totals.calls += count.calls
-                totals.add_bytes(count.bytes_sent, count.exact_bytes, count.message_bytes)
+                totals.add(count.calls, count.bytes_sent, count.exact_bytes, count.message_bytes)
                 self._number += count.calls
 
     def coding_if(self, coded: bool) -> AbstractContextManager[None]:
@@ -139,7 +125,7 @@ class Ledger:
         return self.coding if coded else _NO_CODING
 
     def hide_coding(self) -> None:
-        """Mark the running collective as one that encodes inside a fused kernel, so that its coding time is unknown."""
+        """Mark the coding time of the running collective as unknown: it encodes inside a fused kernel."""
         self._hides_coding = True
 
     def _end_coding(self, totals: Totals) -> None:

@@ -1,8 +1,6 @@
 """A recording of each collective of a rank, and the recordings of all ranks as a Chrome trace.
 
-The trace is the JSON that ui.perfetto.dev and chrome://tracing open. Each rank has a row and each collective a bar. A bar that
-is long on all ranks but one shows which rank was late.
-
+In the trace each rank has a row and each collective a bar; a bar that is long on all ranks but one shows which was late.
 Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
@@ -40,17 +38,15 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """Equal collectives that a kernel runs without Python in between (``kernels.cpu.shared_sums``); it writes their times.
-
-    ``sites``: one per planned collective. ``first_number``: the number of the collective before the first of these."""
+    """Equal collectives that a kernel runs without Python in between (``kernels.cpu.shared_sums``); it writes their times."""
 
     op: str
     algorithm: str
     phase: str
     num_bytes: int  # of each tensor
     bytes_sent: int  # by this rank, for each that is done
-    sites: Sequence[str]
-    first_number: int
+    sites: Sequence[str]  # one per planned collective
+    first_number: int  # of the collective before the first of these
     progress: np.ndarray  # (2,) int64: the numbers of collectives begun and ended
     stamps_ns: np.ndarray  # (N, 2) int64: begin and end of each, on the clock of ``time.perf_counter``
 
@@ -94,7 +90,7 @@ def finished_event(begun: Begun, seconds: float, bytes_sent: int, exact_bytes: i
 class Recording:
     """Keeps each collective that ends between ``start`` and ``stop``, which any thread may call.
 
-    ``running``: returns the series that a kernel runs and the collective that runs outside one.
+    ``running``: returns the series that a kernel runs and the collective outside one.
     """
 
     def __init__(self, running: Callable[[], tuple[Series | None, Begun | None]]) -> None:
@@ -103,10 +99,7 @@ class Recording:
         self._since_s = 0.0
 
     def start(self) -> None:
-        """Start to record. Cost: less than a microsecond for each collective.
-
-        When more than 65536 wait for ``take``, the oldest are dropped, which shows as a gap in the numbers.
-        """
+        """Start to record. When more than 65536 wait for ``take``, the oldest are dropped: a gap in the numbers."""
         self._since_s = perf_counter()
         self.events = deque(maxlen=_MAX_EVENTS)
 
@@ -142,7 +135,7 @@ class Recording:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEvents:
-    """The events of one rank. Times of two ranks are comparable when ``clock`` is equal."""
+    """The events of one rank. Times are comparable between ranks of equal ``clock``."""
 
     rank: int
     clock: str
@@ -156,11 +149,7 @@ def clock_name() -> str:
 
 
 def chrome_trace(ranks: Sequence[RankEvents]) -> dict[str, Any]:
-    """Return the trace as an object to write as JSON; times in microseconds, from the first event on each clock.
-
-    Each bar has its message size, the bytes its rank sent, the bytes the exact algorithm would have sent, and its
-    number, which is the same on all ranks. A bar is marked ``unfinished`` if its collective was still running.
-    """
+    """Return the trace as an object to write as JSON; times in microseconds, from the first event on each clock."""
     clocks: dict[str, float] = {}
     for part in ranks:
         for event in part.events:
@@ -188,13 +177,8 @@ def chrome_trace(ranks: Sequence[RankEvents]) -> dict[str, Any]:
 
 def _bars(part: RankEvents, origin_s: float) -> Iterator[dict[str, Any]]:
     for event in part.events:
-        args: dict[str, Any] = {
-            "number": event.number,
-            "message_bytes": event.message_bytes,
-            "bytes_sent": event.bytes_sent,
-            "exact_bytes": event.exact_bytes,
-            "phase": event.phase,
-        }
+        shown = ("number", "message_bytes", "bytes_sent", "exact_bytes", "phase")
+        args: dict[str, Any] = {name: getattr(event, name) for name in shown}
         if event.site:
             args["site"] = event.site
         if not event.finished:
