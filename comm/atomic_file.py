@@ -7,11 +7,7 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write ``content`` beside ``path``, then rename it to ``path``. Parent folders must exist.
-
-    Raises:
-        OSError: the folder cannot be written; no temporary file remains.
-    """
+    """Write ``content`` next to ``path``, then rename it to ``path``. If that fails, no temporary file remains."""
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -1,15 +1,15 @@
 """A pool of preallocated buffers: one thread fills buffers, another uses them, and each waits for the other.
 
-It streams pieces that do not fit in memory at once, such as a layer's weights or gradients. A piece holds a buffer from the
-request until its last user releases it; a piece that changes is saved before its buffer is free again. Three conditions
-hold, and ``OrderCheck`` verifies them in a trace:
+It streams pieces that do not fit in memory at once, such as a layer's weights or gradients. A piece holds a buffer from
+the request until its last user releases it; a piece that changes is saved before its buffer is free again. Three
+conditions hold, and ``OrderCheck`` verifies them in a trace:
 
     C1  a piece is used only after it has arrived completely
     C2  a buffer is refilled only after the use of its piece has ended, and the piece has been saved if it must be
     C3  a piece is fetched again only after its changes from the last use have been saved
 
-On CUDA both threads only queue work: the buffer's events make the queues wait for each other, and the trace has the times of
-queueing. Source: YaFSDP, whose buffers have owners too (github.com/yandex/YaFSDP).
+On CUDA both threads only queue work: the buffer's events make the queues wait for each other, and the trace has the
+times of queueing. Source: YaFSDP, whose buffers have owners too (github.com/yandex/YaFSDP).
 """
 
 import math
@@ -72,7 +72,8 @@ def _wait_for(event: torch.cuda.Event | None) -> None:
 class BufferPool:
     """Buffers shared by one thread that fills and saves, and one that uses. A piece's number is its buffer's owner.
 
-    ``saves``: a released piece must be saved (``save``, ``saved``) before its buffer is free. ``traced``: record ``events``.
+    ``saves``: a released piece must be saved (``save``, ``saved``) before its buffer is free. ``traced``: record
+    ``events``.
 
     Cost: ``num_buffers * buffer_bytes`` on ``device``, from the start; a lock and a clock reading per call.
     """
@@ -98,12 +99,8 @@ class BufferPool:
     def fill(self, owner: int, number: int | None = None, timeout_s: float = math.inf) -> PoolBuffer:
         """Reserve buffer ``number`` (default: the one after the buffer filled last) for ``owner`` once it is free.
 
-        No deadline by default, because the worker may be idle.
-
-        Raises:
-            BufferConflictError: ``owner`` already holds a buffer, and waiting for this one cannot free it.
-            TimeoutError: the buffer was not free after ``timeout_s``.
-            Exception: the error given to ``close``.
+        Raises BufferConflictError if ``owner`` holds a buffer and waiting for this one cannot free it; TimeoutError
+        after ``timeout_s`` (by default never, because the worker may be idle); the error given to ``close``.
         """
         with self._changed:
             buffer = self.buffers[self._next if number is None else number]
@@ -137,9 +134,7 @@ class BufferPool:
     def use(self, owner: int, timeout_s: float) -> PoolBuffer:
         """Return the buffer with ``owner`` once it has arrived.
 
-        Raises:
-            TimeoutError: no byte has arrived for ``timeout_s``.
-            Exception: the error given to ``close``.
+        Raises TimeoutError if no byte has arrived for ``timeout_s``; the error given to ``close``.
         """
         with self._changed:
             self._note("ask", owner, -1)

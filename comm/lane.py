@@ -1,7 +1,8 @@
 """A thread that runs communication in order while the caller computes; on CUDA it has its own stream.
 
-Transfers over a slow link use no core, so one part of a prompt is summed while the next is computed. All ranks give a lane
-the same collectives in the same order, and nothing else uses its group while work is unfinished. A failure ends the lane.
+Transfers over a slow link use no core, so one part of a prompt is summed while the next is computed. All ranks give a
+lane the same collectives in the same order, and nothing else uses its group while work is unfinished. A failure ends
+the lane.
 """
 
 import queue
@@ -28,7 +29,7 @@ class Pending:
         self._ledger = ledger
 
     def wait(self) -> Tensor:
-        """Return the result, or raise the error of the work or of earlier work. The ledger records the time not waited for."""
+        """Return the result, or raise the error of this or earlier work. The ledger records the time not waited for."""
         start_s = perf_counter()
         result, comm_s, coding_s = self.done.result()
         hidden = 1 - min(1.0, (perf_counter() - start_s) / comm_s) if comm_s else 0.0
@@ -73,12 +74,7 @@ class Lane:
         return pending
 
     def finish(self, timeout_s: float) -> None:
-        """Wait until all work is done.
-
-        Raises:
-            TimeoutError: the lane completed no work for ``timeout_s``.
-            Exception: the failure that ended the lane.
-        """
+        """Wait until all work is done. Raises TimeoutError if none ended for ``timeout_s``; or the lane's failure."""
         with self._changed:
             seen, deadline = self._num_done, time.monotonic() + timeout_s
             while self._num_done < self._num_given:

@@ -30,17 +30,13 @@ class KernelSums(Protocol):
     """
 
     def begin(self, x: Tensor, out: Tensor, phase: str, sites: Sequence[str]) -> Any:
-        """Return a ``tw_sums *`` for the kernel. Each sum reads ``x`` and writes ``out``; both are contiguous.
-
-        ``sites``: the purpose of each sum; they and ``phase`` are for the ledger.
-        """
+        """Return a ``tw_sums *`` for the kernel. Each sum, one per site, reads ``x`` and writes ``out``."""
         ...
 
     def wait(self) -> int:
         """Return how many sums are done. First makes a sum that the kernel left because a rank was late.
 
-        Raises:
-            CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: as a single AllReduce does.
+        Raises as a single AllReduce does.
         """
         ...
 
@@ -52,8 +48,8 @@ class KernelSums(Protocol):
 class FusedAllReduce(Protocol):
     """Whole AllReduces in one kernel, for transports whose ranks map each other's memory.
 
-    Results equal those of the same algorithm over messages, to the bit; the caller counts its bytes by the formula. ``x``
-    is contiguous, of any shape, not empty, and only read; the result is a new tensor of its shape.
+    Results equal those of the same algorithm over messages, to the bit; the caller counts its bytes by the formula.
+    ``x`` is contiguous, of any shape, not empty, and only read; the result is a new tensor of its shape.
     """
 
     tells_coding: bool  # whether ``flash`` records its encoding and decoding time in the group's ledger
@@ -68,8 +64,9 @@ class Transport(Protocol):
     """Moves byte tensors between the ranks of one group.
 
     Every method is collective: all ranks call the same methods in the same order with the same sizes. Every wait has a
-    deadline and raises ``CollectiveTimeoutError`` with the missing ranks. Received tensors belong to the caller; this rank's
-    own entry may be the tensor it gave. ``bytes_sent`` grows by exactly the payload bytes this rank sent to others.
+    deadline and raises ``CollectiveTimeoutError`` with the missing ranks. Received tensors belong to the caller; this
+    rank's own entry may be the tensor it gave. ``bytes_sent`` grows by exactly the payload bytes this rank sent to
+    others.
     """
 
     rank: int
@@ -78,23 +75,18 @@ class Transport(Protocol):
     fused: FusedAllReduce | None  # None: algorithms go through the methods below
 
     def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
-        """All-to-all: ``slices[i]`` goes to rank i; entry i of the result is from rank i.
-
-        All ranks use the same slice lengths, so each received entry is as long as this rank's own.
-        """
+        """All-to-all: ``slices[i]`` goes to rank i; entry i of the result, of the same length, is from rank i."""
         ...
 
     def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """All-gather: the buffers of all ranks in rank order.
-
-        ``sizes``: bytes of each rank's buffer, the same list on all ranks; None: all are as long as ``buf``.
-        """
+        """All-gather: the buffers of all ranks in rank order. ``sizes``: their bytes; None: as long as ``buf``."""
         ...
 
     def gather_into(self, buf: Tensor, out: Tensor, moved: Moved = nothing_told) -> None:
         """All-gather buffers of equal length into ``out`` in rank order, without intermediate copies.
 
-        ``buf`` may be this rank's part of ``out``. ``moved`` is called as bytes of ``out`` arrive, where the host sees that.
+        ``buf`` may be this rank's part of ``out``. ``moved`` is called as bytes of ``out`` arrive, where the host sees
+        that.
         """
         ...
 
@@ -114,10 +106,7 @@ class Transport(Protocol):
 
 
 class AllReduce(Protocol):
-    """Sums a tensor over the group into a new contiguous one of the same shape and dtype; the same bits on every rank.
-
-    The input does not change.
-    """
+    """Sums a tensor over the group into a new contiguous one of its shape and dtype; the same bits on every rank."""
 
     name: str
 

@@ -12,8 +12,7 @@ _BY_LOWER_NAME = {name.lower(): factor for name, factor in _UNITS.items()}
 def parse_bytes(text: str) -> int:
     """``1.5GiB`` -> 1610612736. GB is 10**9, GiB and G are 2**30; case does not matter.
 
-    Raises:
-        ValueError: not a number with one of the known units.
+    Raises ValueError: not a number with one of the known units.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _BY_LOWER_NAME:

@@ -31,9 +31,7 @@ class BaseAllReduce(ABC):
     def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
         """The sum over ranks of ``x``, any shape. ``phase``, ``site``: of the sum, for the ledger.
 
-        Raises:
-            TypeError: a dtype that cannot be summed.
-            CollectiveTimeoutError, PeerLostError: a rank did not arrive; the group cannot be used any more.
+        Raises TypeError for other dtypes; CollectiveTimeoutError or PeerLostError if a rank does not arrive.
         """
         if x.dtype not in SUMMABLE:
             raise TypeError(f"all_reduce sums {', '.join(map(str, SUMMABLE))}, got {x.dtype}; convert it first")

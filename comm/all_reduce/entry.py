@@ -1,7 +1,4 @@
-"""The registry entry of an AllReduce: its name, constructor, cost, and whether ``auto`` may use it.
-
-Each file of this folder that defines an ``ENTRY`` is an algorithm, which ``registry`` finds.
-"""
+"""The registry entry of an AllReduce. ``registry`` finds each file of this folder with an ``ENTRY``: an algorithm."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,8 +1,7 @@
 """Flash AllReduce: two-shot with both legs quantized. For large messages on slow links, at a loss of accuracy.
 
-Each number is quantized twice, for any number of ranks: by every rank before the exchange of slices, and by the slice's
-owner after summing. (A quantized ring quantizes at every hop.) The owner decodes its own slice too, so that all ranks hold
-the same bits.
+Each number is quantized twice, for any number of ranks: before the exchange of slices, and by the slice's owner after
+summing. The owner decodes its own slice too, so that all ranks hold the same bits.
 
 Source: Flash Communication, arXiv 2412.04964; bit splitting for 5 and 6 bits after Flash Communication V2, 2508.03760.
 """
@@ -27,12 +26,9 @@ NONE = parse_codec("none")
 class FlashAllReduce(BaseAllReduce):
     """encode slices, exchange, decode + sum + encode this rank's slice, gather, decode.
 
-    With r = ``reduce_codec``, a = ``gather_codec`` and slices of ceil(n / N) elements rounded up to whole groups:
-
-    Cost: sum over the other ranks' slices r(slice) + (N-1) * a(own slice) bytes in two rounds, where a codec's c(n) is
-    ``Codec.wire_bytes``: ceil(n / g) groups; about 2 (N-1)/N * n * b/8 with b bits an element.
-    Exactness: ``max_error``, with one quantization in each leg. An element's result depends only on the ranks' numbers
-    in its own group, so rows of whole groups do not depend on other rows of the message.
+    Cost: two rounds; ``two_leg_bytes`` for slices of ceil(n / N) elements rounded up to whole groups, about 2 (N-1)/N *
+    n * b/8 with b bits an element. Exactness: one quantization in each leg. An element's result depends only on the
+    ranks' numbers in its own group, so rows of whole groups do not depend on other rows of the message.
     """
 
     def __init__(self, group: Group, reduce_codec: Codec, gather_codec: Codec, name: str | None = None) -> None:

@@ -1,8 +1,8 @@
 """Hierarchical AllReduce: sums inside each node, then between nodes, then shares inside. For slow links between nodes.
 
-Of N ranks on K nodes of L ranks each, every rank sends 1/L of the tensor over the slow link: 2 (K-1)/K * M/L bytes against
-two-shot's nearly 2 M. Flash Communication V2 (arXiv 2508.03760) does so between NUMA domains, qgZ (ZeRO++, 2306.10209)
-between machines.
+Of N ranks on K nodes of L ranks each, every rank sends 1/L of the tensor over the slow link: 2 (K-1)/K * M/L bytes
+against two-shot's nearly 2 M. Flash Communication V2 (arXiv 2508.03760) does so between NUMA domains, qgZ (ZeRO++,
+2306.10209) between machines.
 """
 
 from collections.abc import Sequence
@@ -30,12 +30,11 @@ class HierarchicalAllReduce(BaseAllReduce):
     """Two-shot whose sums of slices go through a second two-shot, between nodes, with its own codec.
 
     Four rounds: exchange slices inside the node; exchange and gather between nodes; gather inside. A group on one node
-    (``Group.nodes`` None) skips the two middle rounds, which makes it two-shot.
+    skips the two middle rounds, which makes it two-shot.
 
-    Cost: with s this rank's slice of about M/L inside and c its size encoded by ``codec``: M - s + (L-1) s inside, about
-    2 (K-1)/K * c between nodes. Exactness: without a codec a node's sum is rounded to the dtype once; with one it is
-    encoded from float32, once in each leg. Ranks are added in order within a node, and nodes in order. So without a
-    codec an element's sum does not depend on its place; with one it depends on the numbers in its own codec group.
+    Cost: with s this rank's slice of about M/L inside and c its size encoded by ``codec``: M - s + (L-1) s inside,
+    about 2 (K-1)/K * c between nodes. Exactness: without a codec a node's sum is rounded to the dtype once; with one it
+    is encoded from float32, once in each leg. Ranks are added in order within a node, and nodes in order.
     """
 
     def __init__(self, group: Group, codec: Codec = NONE, name: str = "hierarchical") -> None:

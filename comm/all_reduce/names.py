@@ -1,7 +1,4 @@
-"""The names of AllReduces, read from the source text of the entries in this folder.
-
-Importing the entries would import torch, which takes seconds; a wrong ``--allreduce`` is refused before that.
-"""
+"""The names of AllReduces, read from the source text of this folder, because importing the entries imports torch."""
 
 import ast
 from functools import cache
@@ -65,11 +62,7 @@ def describe_all_reduce_names() -> str:
 
 
 def split_name(name: str) -> tuple[str, tuple[str, ...]]:
-    """The algorithm that ``name`` means, and the names of its codecs.
-
-    Raises:
-        ValueError: no such algorithm, or one of its codecs does not exist; lists the valid forms.
-    """
+    """The algorithm that ``name`` means, and the names of its codecs. Raises ValueError with the valid forms."""
     for family, entry in declared().items():
         if name in entry.presets:
             return family, entry.presets[name]

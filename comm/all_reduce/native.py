@@ -14,9 +14,8 @@ class NativeAllReduce(BaseAllReduce):
     """Calls the library.
 
     Cost: counted as a ring's 2 (N-1)/N * M bytes, rounded down to whole elements; the library does not report its
-    bytes. Exactness: sums in the tensor's dtype, in an order of the library's choice. Gloo's ring (torch 2.13) gives
-    all ranks the same bits, but with three or more ranks the order of an element's sum depends on its place in the
-    tensor and on the tensor's size. With two ranks it does not, because addition commutes.
+    bytes. Exactness: sums in the tensor's dtype, in an order of the library's choice. Gloo's ring gives all ranks the
+    same bits, but with three or more ranks the order of an element's sum depends on its place and on the tensor's size.
     """
 
     name = "native"

@@ -1,7 +1,4 @@
-"""One-shot AllReduce: every rank sends its whole tensor to all others and sums all tensors. For small messages.
-
-One round. With two ranks it sends no more than any other algorithm; with more it sends more bytes for a lower latency.
-"""
+"""One-shot AllReduce: every rank sends its whole tensor to all others and sums all tensors. For small messages."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,4 @@
-"""Finds every AllReduce by name in the files of this folder: a file with an ``ENTRY`` is an algorithm.
-
-``auto`` is made by ``comm.policy.routes``, which is imported when it is used.
-"""
+"""Finds every AllReduce by name: a file of this folder with an ``ENTRY`` is an algorithm."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -59,21 +56,13 @@ def all_reduce_names() -> list[str]:
 
 
 def parse_all_reduce(name: str) -> AllReduceName:
-    """Parse ``name``, without a group.
-
-    Raises:
-        ValueError: no such algorithm, or one of its codecs does not exist; lists the valid forms.
-    """
+    """Parse ``name``, without a group. Raises ValueError for other names; lists the valid forms."""
     family, codecs = split_name(name)
     return AllReduceName(name, ALL_REDUCE[family], tuple(map(parse_codec, codecs)))
 
 
 def make_all_reduce(name: str, group: Group) -> AllReduce:
-    """Make the algorithm ``name`` over ``group``; all ranks make the same one.
-
-    Raises:
-        ValueError: no such algorithm.
-    """
+    """Make the algorithm ``name`` over ``group``; all ranks make the same one. Raises ValueError for other names."""
     parsed = parse_all_reduce(name)
     make = parsed.entry.make
     if isinstance(make, str):

@@ -1,6 +1,7 @@
 """Ring AllReduce: slices travel around the ranks and collect partial sums, then travel around once more.
 
-Each rank sends to one neighbor only, which suits links that all-to-all traffic would congest, but it waits 2 (N-1) times.
+Each rank sends to one neighbor only, which suits links that all-to-all traffic would congest, but it waits 2 (N-1)
+times.
 """
 
 from collections.abc import Sequence
@@ -17,10 +18,10 @@ from tightwire.comm.codec.slices import as_bytes, slice_lengths
 class RingAllReduce(BaseAllReduce):
     """N-1 shifts that add, N-1 shifts that copy.
 
-    Cost: each slice is sent once per phase by all ranks but one, so 2 M less the two slices this rank does not send:
-    2 (N-1)/N * M when N divides the elements. Exactness: partial sums travel in the tensor's dtype, so each hop rounds
-    once. Slice j is summed in the order j, j+1, ... around the ring, so with more than two ranks an element's sum
-    depends on its slice. All ranks hold the bits of the rank that added last.
+    Cost: 2 M less the two slices this rank does not send: 2 (N-1)/N * M when N divides the elements. Exactness: partial
+    sums travel in the tensor's dtype, so each hop rounds once. Slice j is summed in the order j, j+1, ... around the
+    ring, so with more than two ranks an element's sum depends on its slice. All ranks hold the bits of the rank that
+    added last.
     """
 
     name = "ring"

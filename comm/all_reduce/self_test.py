@@ -1,7 +1,7 @@
 """Start-up check: every algorithm that may be used sums known numbers, in the sizes and dtype of the model.
 
-It detects a broken kernel, driver or cable before the first request. The ranks share their results, so all of them
-quarantine the same algorithms.
+It detects a broken kernel, driver or cable before the first request. Ranks share results, so all quarantine the same
+ones.
 """
 
 import hashlib
@@ -34,15 +34,11 @@ class Verdict:
 def self_test(
     group: Group, candidates: Mapping[str, AllReduce], *, row_elems: int, max_rows: int, dtype: torch.dtype
 ) -> list[Verdict]:
-    """Check each of ``candidates`` with a message of one row and one of ``max_rows`` rows of ``row_elems``.
+    """Check each of ``candidates`` with a message of one row and one of ``max_rows`` rows of ``row_elems``. Collective.
 
     Errors: a result further from the float64 sum than the algorithm's own ``max_error``, another shape or dtype, a
-    changed input, a byte count other than ``wire_bytes``, an exception, or bits that differ between ranks. Collective:
-    all ranks pass the same arguments and get the same verdicts. A large message repeats a limited number of random
-    numbers (``KnownSum``); the verdict then says how many bytes of random numbers it has.
-
-    Raises:
-        CollectiveTimeoutError, PeerLostError: a rank did not arrive; the group cannot be used any more.
+    changed input, a byte count other than ``wire_bytes``, an exception, or bits that differ between ranks. All ranks
+    get the same verdicts. Raises CollectiveTimeoutError or PeerLostError if a rank does not arrive.
     """
     checks = [
         _Check(KnownSum(group.rank, group.world_size, rows * row_elems, dtype, group.device))
@@ -52,10 +48,7 @@ def self_test(
 
 
 def agree(world: Group, verdicts: Sequence[Verdict], group_size: int) -> list[Verdict]:
-    """Combine the verdicts of all groups of ``group_size`` ranks in ``world``: an algorithm wrong in one is wrong in all.
-
-    Collective in ``world``: all ranks have verdicts on the same algorithms, in the same order.
-    """
+    """Combine the verdicts of all groups of ``group_size`` ranks: wrong in one, wrong in all. Collective."""
     own = torch.tensor([not verdict.ok for verdict in verdicts], dtype=torch.uint8, device=world.device)
     reports = [report.tolist() for report in world.transport.gather(own)]
     agreed: list[Verdict] = []
@@ -143,11 +136,8 @@ class Errors(NamedTuple):
 class KnownSum:
     """A message of ``num_elems`` for each rank with a known exact sum, the same on every machine.
 
-    It repeats pieces of a limited number of random numbers. Pieces begin at random places, so that a misplaced part of the
-    result is detected. The places are multiples of every codec's group size, so each copy of a piece is encoded alike and
-    one error bound serves all copies.
-
-    Cost: W random tensors of ``random_elems`` and their float64 sum; beyond that, only the caller's own message.
+    It repeats pieces of a limited number of random numbers, from random places, so that a misplaced part of the result
+    is detected. The places are multiples of every codec's group size, so one error bound serves all copies of a piece.
     """
 
     def __init__(self, rank: int, world_size: int, num_elems: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -189,10 +179,7 @@ class KnownSum:
         return all(torch.equal(part, self._own[piece]) for part, piece in self._parts(x_N))
 
     def errors(self, result_N: Tensor, all_reduce: AllReduce) -> Errors:
-        """Compare ``result_N`` with the exact sum and with the bound ``all_reduce.max_error``.
-
-        An element's bound must depend on its own codec group only, as in all algorithms here. Works piece by piece.
-        """
+        """Compare ``result_N``, piece by piece, with the exact sum and the bound ``all_reduce.max_error``."""
         bound = all_reduce.max_error(self._inputs)
         last, last_bound = self._pieces[-1], None
         if (last.stop - last.start) % _GROUP_ELEMS:

@@ -13,8 +13,7 @@ from tightwire.comm.group.group import Group
 class TwoShotAllReduce(FlashAllReduce):
     """exchange(slices), sum this rank's slice in rank order, gather(sums).
 
-    Cost: M - s to reduce and (N-1) * s to gather, where s is this rank's slice of about M/N: 2 (N-1)/N * M when N
-    divides the elements. Exactness: as one-shot; the owner sums a slice once, so all ranks hold the same bits.
+    Cost: M - s to reduce and (N-1) * s to gather, with this rank's slice s of about M/N. Exactness: as one-shot.
     """
 
     def __init__(self, group: Group) -> None:

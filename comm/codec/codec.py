@@ -1,7 +1,6 @@
 """Codecs by name: encodings of a tensor for the wire, such as ``none``, ``int8`` or ``int4-g64-had``.
 
-Both quantized primitives take a codec: reduce-scatter (encode, exchange slices, decode and sum) and all-gather (encode,
-gather, decode). ``kernels.block_quant`` defines the bytes.
+``kernels.block_quant`` defines the bytes.
 """
 
 from dataclasses import dataclass
@@ -56,19 +55,12 @@ class Codec:
             sum_N.add_(buf.view(dtype))
 
     def max_error(self, x_N: Tensor) -> Tensor:
-        """(N,) float64: bounds on |decode(encode(x)) - x| before rounding to ``x_N``'s dtype (``kernels.spec.block_bound``).
-
-        Infinite for a group that may decode to NaN: it contains an inf or NaN, or is close to float32's limit.
-        """
+        """(N,) float64: bounds on |decode(encode(x)) - x| before rounding (``kernels.spec.block_bound``)."""
         if self.format is None:
             return torch.zeros(x_N.shape, dtype=torch.float64, device=x_N.device)
         return block_bound.max_error(x_N, self.format)
 
 
 def parse_codec(name: str) -> Codec:
-    """The codec of a name (``codec_names``).
-
-    Raises:
-        ValueError: no such codec.
-    """
+    """The codec of a name (``codec_names``). Raises ValueError for other names."""
     return Codec(name, parse_format(name))

@@ -10,8 +10,7 @@ _NAME = re.compile(r"(?:(fp8)|int([234568]))(?:-g(32|64|128))?(-sym)?(-had)?(-sr
 def parse_format(name: str) -> BlockFormat | None:
     """``none`` (returns None), ``fp8`` or ``intB`` with B in 8, 6, 5, 4, 3, 2, then any of ``-g32 -g64 -sym -had -sr``.
 
-    Raises:
-        ValueError: no such codec.
+    Raises ValueError for other names.
     """
     if name == "none":
         return None

@@ -1,7 +1,7 @@
 """Errors of a sum over ranks: elementwise bounds, derived from the steps of the algorithm, and a typical relative error.
 
-Each bound is float64 with the shape of one input, and infinite if the sum may exceed the dtype's range. u is 2^-24, half of
-float32's eps; v is half of the dtype's eps (2^-8 bfloat16, 2^-11 float16).
+Each bound is float64 with the shape of one input, and infinite if the sum may exceed the dtype's range. u is 2^-24,
+half of float32's eps; v is half of the dtype's eps (2^-8 bfloat16, 2^-11 float16).
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ _FP32_UNIT = 2.0**-24
 
 
 def rank_order_bound(inputs: Sequence[Tensor]) -> Tensor:
-    """Elementwise bound on the error of ``sum_in_rank_order``, (elements of one input) float64.
+    """Elementwise bound on the error of ``sum_in_rank_order``.
 
-    With N parts and S = sum |x_i|: N - 1 fp32 additions have an error of at most e = ((1 + u)^(N-1) - 1) S. Rounding the
-    total t to a 16-bit type adds at most v (|t| + e). Source: Higham, Accuracy and Stability of Numerical Algorithms,
-    chapters 2 and 4.
+    With N parts and S = sum |x_i|: N - 1 fp32 additions have an error of at most e = ((1 + u)^(N-1) - 1) S. Rounding
+    the total t to a 16-bit type adds at most v (|t| + e). Source: Higham, Accuracy and Stability of Numerical
+    Algorithms, ch. 2, 4.
     """
     exact, error = _exact(inputs), adding_bound(inputs)
     largest = _magnitude(inputs) + error
@@ -37,8 +37,7 @@ def adding_bound(inputs: Sequence[Tensor]) -> Tensor:
 def rounded_parts_bound(parts: Sequence[Sequence[Tensor]]) -> Tensor:
     """Bound for sums in rank order of each of ``parts``, rounded to the inputs' dtype, then added and rounded again.
 
-    With e_k the bound of part k and S = sum |x_i|: E = sum e_k + (K - 1 additions of numbers up to S + sum e_k), and
-    then v (|t| + E) with the symbols of ``rank_order_bound``.
+    With e_k the bound of part k: E = sum e_k + (K - 1 additions of numbers up to S + sum e_k), then v (|t| + E).
     """
     inputs = [x for part in parts for x in part]
     magnitude, dtype = _magnitude(inputs), inputs[0].dtype
@@ -53,8 +52,8 @@ def rounded_parts_bound(parts: Sequence[Sequence[Tensor]]) -> Tensor:
 def rounded_hops_bound(inputs: Sequence[Tensor]) -> Tensor:
     """Elementwise bound on the error of a sum whose partial sums are all rounded to the dtype, in any order.
 
-    Each of the N - 1 additions is done in fp32 and rounded to the type: a factor of at most (1 + u)(1 + v), so
-    (((1 + u)(1 + v))^(N-1) - 1) S with the symbols of ``rank_order_bound`` (for fp32 the factor is 1 + u alone).
+    Each of the N - 1 additions has a factor of at most (1 + u)(1 + v): (((1 + u)(1 + v))^(N-1) - 1) S; fp32 has 1 + u
+    alone.
     """
     dtype = inputs[0].dtype
     factor = 1 + _FP32_UNIT
@@ -85,8 +84,8 @@ def quantized_sum_bound(inputs: Sequence[Tensor], codec: Codec) -> tuple[Tensor,
 def quantized_total_bound(inputs: Sequence[Tensor], sum_N: Tensor, error_N: Tensor, codec: Codec) -> Tensor:
     """Float64 bound on the error of a sum that is encoded by ``codec``, decoded, and rounded to the inputs' dtype.
 
-    ``sum_N`` is clamped to ``error_N`` around the exact sum t: the codec's error depends on the sum's size, and a wrong
-    sum must not widen its own bound. Rounding adds v (|t| + e) or half the smallest number.
+    ``sum_N`` is clamped to ``error_N`` around the exact sum t, because a wrong sum must not widen its own bound.
+    Rounding adds v (|t| + e) or half the smallest number.
     """
     dtype, exact_N = inputs[0].dtype, _exact(inputs)
     if not codec.exact:
@@ -143,8 +142,8 @@ _MAX_RANKS = 8  # more ranks do not change a relative error
 def relative_rms_error(reduce_codec: Codec, gather_codec: Codec, num_ranks: int) -> float:
     """RMS of (result - exact sum) over RMS of the exact sum, for a two-shot sum with these codecs on its two legs.
 
-    The numbers are Gaussian, with 0.8 % of the channels about 20 times as large, the same channels on every rank: such
-    outliers are hard for a group's shared scale. Rounding to the dtype is not counted. Cost: a few milliseconds, on the CPU.
+    The numbers are Gaussian, with 0.8 % of the channels about 20 times as large, the same on every rank: such outliers
+    are hard for a group's shared scale. Rounding to the dtype is not counted. Cost: a few milliseconds, on the CPU.
     """
     if reduce_codec.exact and gather_codec.exact:
         return 0.0

@@ -1,8 +1,8 @@
 """Slices of a tensor, one for each rank: their lengths, their encodings, and the sum of the ranks' parts.
 
-Sums are float32 in rank order of the (decoded) numbers, rounded once at the end; a rank's own slice is encoded too. So every
-rank that adds the same slices gets the same bits, and an element's sum depends only on the ranks' numbers in its codec group
-(without a codec, on the ranks' numbers for it). ``codec.error_bounds`` bounds the error.
+Sums are float32 in rank order of the (decoded) numbers, rounded once at the end; a rank's own slice is encoded too. So
+every rank that adds the same slices gets the same bits, and an element's sum depends only on the ranks' numbers in its
+codec group (without a codec, on the ranks' numbers for it). ``codec.error_bounds`` bounds the error.
 """
 
 from collections.abc import Sequence

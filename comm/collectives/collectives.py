@@ -1,14 +1,11 @@
 """Collectives other than AllReduce: all-gather, reduce-scatter, broadcast, gather to one rank, and sparse all-gather.
 
-Quantized training uses ``all_gather`` with a codec for weights (qwZ of ZeRO++, arXiv 2306.10209), ``reduce_scatter`` for
-gradients (qgZ; over nodes see ``node_wise``) and ``sparse_all_gather`` for sparse gradients (DGC, 1712.01887). The group's
-ledger records every call, with the bytes of the same call without a codec. Each collective has a function for its exact cost.
+Quantized training uses ``all_gather`` with a codec for weights (qwZ of ZeRO++, arXiv 2306.10209), ``reduce_scatter``
+for gradients (qgZ; over nodes see ``node_wise``) and ``sparse_all_gather`` for sparse gradients (DGC, 1712.01887). The
+group's ledger records every call; ``phase`` and ``site`` are for it.
 
-As for an AllReduce, all ranks call with the same shapes and dtypes in the same order, and inputs are only read. A rank that
-does not come raises ``CollectiveTimeoutError`` or ``PeerLostError``, and the group cannot be used any more. With a single
-rank nothing is sent or quantized. ``phase`` and ``site`` are for the ledger.
-
-Call ``prepare_codecs`` with all codecs, those of ``node_wise`` too, before the first collective.
+As for an AllReduce, all ranks call with the same shapes and dtypes in the same order, and inputs are only read. With a
+single rank nothing is sent or quantized. Call ``prepare_codecs`` with all codecs before the first collective.
 """
 
 from collections.abc import Sequence
@@ -32,10 +29,7 @@ _PREPARED_LENGTHS = (1 << 16, 128, 17)
 
 
 def prepare_codecs(device: torch.device, *codecs: Codec) -> None:
-    """Compile the kernels of these codecs on ``device`` now; else other ranks wait for the compiler in a collective.
-
-    Not collective. Cost: compilation the first time on a machine; later, reading the compiler's cache.
-    """
+    """Compile the kernels of these codecs on ``device`` now; else other ranks wait for the compiler in a collective."""
     for codec, dtype, length in product(codecs, SUMMABLE, _PREPARED_LENGTHS):
         encoded = codec.encode(torch.zeros(length, dtype=dtype, device=device))
         codec.decode(encoded, length, dtype)
@@ -43,15 +37,11 @@ def prepare_codecs(device: torch.device, *codecs: Codec) -> None:
 
 
 def all_gather(group: Group, x: Tensor, codec: Codec = NONE, *, phase: str = "", site: str = "") -> list[Tensor]:
-    """The ranks' tensors in rank order; all have the shape and dtype of ``x``.
+    """The ranks' tensors in rank order; all have the shape and dtype of ``x``. Cost: ``all_gather_bytes``, one round.
 
     Without a codec any dtype is allowed, and this rank's entry may share memory with ``x``. With a codec every entry,
-    this rank's too, is decoded from its encoding: all ranks hold the same bits.
-
-    Cost: ``all_gather_bytes``, one round.
-
-    Raises:
-        TypeError: a dtype that the codec cannot encode.
+    this rank's too, is decoded from its encoding: all ranks hold the same bits. Raises TypeError for a dtype that
+    cannot be encoded.
     """
     if not codec.exact:
         _check_summable(x)
@@ -89,8 +79,7 @@ def all_gather_into(
     Cost: (W-1) N bytes, one round; nothing is allocated.
 
     Args:
-        part_N: (N,) uint8, of one length on all ranks; may be this rank's own part of ``out_WN``.
-        out_WN: (W N,) uint8.
+        part_N: (N,) uint8, of one length on all ranks; may be this rank's own part of ``out_WN``, (W N,) uint8.
         codec: the codec of the bytes, for the ledger.
         exact_bytes: the bytes that this rank would send without encoding; used only with a codec.
         moved: called as bytes of ``out_WN`` arrive, where the host sees that.
@@ -106,14 +95,9 @@ def all_gather_into(
 def reduce_scatter(group: Group, x: Tensor, codec: Codec = NONE, dtype: torch.dtype | None = None) -> Tensor:
     """This rank's slice, (``reduce_scatter_slices(...)[rank]``,), of the sum of the ranks' flattened tensors.
 
-    Every rank sends each other rank that rank's slice, encoded, in one round. The owner sums a slice in float32 in rank
-    order and rounds once to ``dtype`` (default: that of ``x``; float32 keeps the sum unrounded).
-
-    Cost: ``reduce_scatter_bytes``. Error: the ranks' codec bounds, the additions and the last rounding
-    (``comm.codec.error_bounds.quantized_sum_bound``).
-
-    Raises:
-        TypeError: a dtype that cannot be summed.
+    One round. The owner sums a slice in float32 in rank order and rounds once to ``dtype`` (default: that of ``x``).
+    Error: ``quantized_sum_bound`` and the last rounding. Cost: ``reduce_scatter_bytes``. Raises TypeError for other
+    dtypes.
     """
     _check_summable(x)
     dtype = dtype or x.dtype
@@ -141,11 +125,7 @@ def reduce_scatter_bytes(rank: int, world_size: int, num_elems: int, elem_bytes:
 def broadcast(group: Group, x: Tensor, root: int = 0, *, phase: str = "", site: str = "") -> Tensor:
     """Return ``root``'s tensor on every rank; other ranks pass a tensor of the same shape and dtype, whose values are unused.
 
-    On ``root`` the result may share memory with ``x``. Any dtype. Cost: root sends (W-1) M, the others nothing; one
-    round.
-
-    Raises:
-        ValueError: no such rank.
+    On ``root`` the result may share memory with ``x``. Any dtype. Cost: root sends (W-1) M; one round.
     """
     if not 0 <= root < group.world_size:
         raise ValueError(f"root must be 0 to {group.world_size - 1}, got {root}")
@@ -162,11 +142,9 @@ def gather_to_root(
 ) -> list[Tensor] | None:
     """All ranks' bytes in rank order on ``root``; None on the others.
 
-    Args:
-        x: (sizes[rank],) uint8.
-        sizes: each rank's bytes, the same list on all ranks; some but not all may be zero.
-    Cost: one round; each rank but ``root`` sends the longest size, rounded up to a multiple of 8, because
-        ``Transport.exchange`` needs messages of one length.
+    ``x``: (sizes[rank],) uint8; ``sizes``: the same list on all ranks, some but not all may be zero. Cost: one round;
+    each rank but ``root`` sends the longest size, rounded up to a multiple of 8, because ``exchange`` needs messages of
+    one length.
     """
     if group.world_size == 1:
         return [x.contiguous()]
@@ -182,15 +160,9 @@ def gather_to_root(
 def sparse_all_gather(group: Group, indices_K: Tensor, values_K: Tensor) -> list[tuple[Tensor, Tensor]]:
     """The ranks' (indices, values), in rank order; each rank may have its own number K of pairs, or none.
 
-    This rank's pair may share memory with the arguments. Cost: ``sparse_all_gather_bytes``; two rounds, the first for the
-    numbers of pairs.
-
-    Args:
-        indices_K: (K,) int32 or int64.
-        values_K: (K,) float32, bfloat16 or float16.
-    Raises:
-        TypeError: other dtypes.
-        ValueError: shapes that differ or are not one-dimensional.
+    ``indices_K``: (K,) int32 or int64; ``values_K``: (K,) float32, bfloat16 or float16; this rank's pair may share
+    memory with them. Raises TypeError or ValueError for others. Cost: ``sparse_all_gather_bytes``; two rounds, first
+    for the counts.
     """
     if indices_K.dtype not in _INDEX_TYPES:
         raise TypeError(f"indices must be {' or '.join(map(str, _INDEX_TYPES))}, got {indices_K.dtype}")

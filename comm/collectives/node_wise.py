@@ -1,7 +1,8 @@
 """Reduce-scatter over nodes: inside each node first, so that the link between nodes carries one tensor per node.
 
-This is qgZ of ZeRO++ (arXiv 2306.10209, section 3.3): of N ranks on K nodes of L, a plain all-to-all sends L (K-1)/K of a
-tensor out of every node, this one (K-1)/K. Each number is quantized twice, once in each leg, each leg with its own codec.
+Source: qgZ of ZeRO++ (arXiv 2306.10209, section 3.3): of N ranks on K nodes of L, a plain all-to-all sends L (K-1)/K of
+a tensor out of every node, this one (K-1)/K. Each number is quantized twice, once in each leg, each leg with its own
+codec.
 """
 
 import torch
@@ -25,16 +26,12 @@ def hierarchical_reduce_scatter(
     """This rank's slice, (``hierarchical_slices(...)[rank]``,), of the sum of the ranks' flattened tensors.
 
     1. Inside its node a rank sends each other rank the slices of all ranks with that rank's place on their node.
-    2. Each rank adds what it received, in float32 in rank order: its node's part of K slices. A ``none`` leg between
-       nodes sends these sums in the dtype of ``x``, so rounded once more; a codec encodes the float32 sums.
+    2. Each rank adds what it received, in float32 in rank order. A ``none`` leg between nodes sends these sums in the
+       dtype of ``x``, so rounded once more; a codec encodes the float32 sums.
     3. Between nodes it sends each part to its owner, which adds them in the order of the nodes and rounds once to
        ``dtype`` (default: that of ``x``).
 
-    Cost: ``hierarchical_bytes``, two rounds.
-
-    Raises:
-        TypeError: a dtype that cannot be summed.
-        ValueError: the group was opened without nodes; use ``collectives.reduce_scatter``.
+    Cost: ``hierarchical_bytes``, two rounds. Raises TypeError for other dtypes, ValueError for a group without nodes.
     """
     if x.dtype not in SUMMABLE:
         raise TypeError(f"numbers must be {', '.join(map(str, SUMMABLE))}, got {x.dtype}; convert them first")
@@ -71,10 +68,7 @@ def hierarchical_bytes(
     inside_codec: Codec = NONE,
     across_codec: Codec = NONE,
 ) -> tuple[int, int]:
-    """The bytes that ``rank`` sends (inside, between) nodes: slices of other places, then slices of its own place.
-
-    About (L-1)/L a(n) and (K-1)/K b(n/L), with a and b the codecs' ``wire_bytes``.
-    """
+    """The bytes that ``rank`` sends (inside, between) nodes: about (L-1)/L a(n), (K-1)/K b(n/L) for codecs a, b."""
     lengths = hierarchical_slices(num_elems, num_nodes * ranks_per_node, inside_codec, across_codec)
     by_place = _lengths_by_place(ranks_per_node, lengths)
     node, place = divmod(rank, ranks_per_node)

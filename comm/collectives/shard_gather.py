@@ -1,11 +1,12 @@
 """All-gather of shards that are encoded once and gathered often into permanent memory: weights during training.
 
-A plain all-gather (``gather_shards``) is one round. Over nodes there are two legs: ``gather_across`` gets the shards of this
-rank's place on every node, ``gather_inside`` shares them inside the node, so 1/L of the bytes leave a node of L ranks. Nodes
-that keep the first leg's result can gather again without the link between nodes (hpZ of ZeRO++, arXiv 2306.10209).
+A plain all-gather (``gather_shards``) is one round. Over nodes there are two legs: ``gather_across`` gets the shards of
+this rank's place on every node, ``gather_inside`` shares them inside the node, so 1/L of the bytes leave a node of L
+ranks. Nodes that keep the first leg's result can gather again without the link between nodes (hpZ of ZeRO++, arXiv
+2306.10209).
 
-Slices are equal: (N,) is W shards of N / W. Every rank gets the same bits either way. Nothing is allocated: encoded bytes go
-to ``room``, (W c(N/W),) uint8 or more; exact ones do too in two legs.
+Slices are equal: (N,) is W shards of N / W. Encoded bytes go to ``room``, (W c(N/W),) uint8 or more; exact ones do too
+in two legs.
 """
 
 from collections.abc import Sequence
@@ -19,10 +20,7 @@ from tightwire.comm.group.nodes import run_leg
 
 
 def gather_shards(group: Group, wire: Tensor, codec: Codec, out_N: Tensor, room: Tensor) -> None:
-    """Decode the shards of all ranks of ``group`` into ``out_N``, in rank order. ``wire``: this rank's encoded shard.
-
-    Exact shards are gathered in place, without another copy. Cost: (W-1) c(N/W).
-    """
+    """Decode the shards of all ranks of ``group`` into ``out_N``, in rank order. Cost: (W-1) c(N/W)."""
     if codec.exact:
         _share(group, wire, codec, out_N, out_N.view(torch.uint8), [], "all_gather")
     else:
@@ -39,10 +37,7 @@ def gather_over_nodes(group: Group, wire: Tensor, codec: Codec, out_N: Tensor, r
 
 
 def gather_across(group: Group, wire: Tensor, out: Tensor) -> None:
-    """Gather the encoded shards of this rank's place on each of K nodes into ``out``, in the order of nodes.
-
-    Cost: (K-1) c(N/W).
-    """
+    """Gather the encoded shards of this rank's place on each of K nodes into ``out``, by node. Cost: (K-1) c(N/W)."""
     assert group.nodes is not None
     across = group.nodes.across
     with across.recorded("gather_across", "direct", wire.nbytes):
@@ -50,10 +45,7 @@ def gather_across(group: Group, wire: Tensor, out: Tensor) -> None:
 
 
 def gather_inside(group: Group, wires: Tensor, codec: Codec, out_N: Tensor, room: Tensor) -> None:
-    """Share the results of ``gather_across`` inside the node, and decode all of them into ``out_N``.
-
-    ``wires`` may be this rank's part of ``room``. Cost: (L-1) K c(N/W).
-    """
+    """Share and decode the results of ``gather_across``; ``wires`` may be a part of ``room``. Cost: (L-1) K c(N/W)."""
     assert group.nodes is not None
     inside = group.nodes.inside
     slices = _slices(out_N, group.world_size)
@@ -63,10 +55,7 @@ def gather_inside(group: Group, wires: Tensor, codec: Codec, out_N: Tensor, room
 
 
 def gather_node_copy(group: Group, wire: Tensor, codec: Codec, out_N: Tensor, room: Tensor) -> None:
-    """Decode into ``out_N`` the node's copy, of which each rank of the node holds one equal slice, in rank order.
-
-    Cost: (L-1) c(N/L).
-    """
+    """Decode into ``out_N`` the node's copy, of which each of its ranks holds an equal slice. Cost: (L-1) c(N/L)."""
     assert group.nodes is not None
     inside = group.nodes.inside
     slices = _slices(out_N, inside.world_size)

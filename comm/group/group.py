@@ -36,8 +36,8 @@ _ELSEWHERE = "192.0.2.1"
 class NodeGroups:
     """The two subgroups of a rank in a group on several nodes; ``comm.group.nodes`` opens them.
 
-    Ranks are numbered node by node, equally many on each: rank r is on node r // L, where L = ``inside.world_size``.
-    Both subgroups record in the whole group's ledger and number their ranks from 0.
+    Rank r is on node r // L, where L = ``inside.world_size``. Both record in the group's ledger and number ranks from
+    0.
     """
 
     inside: "Group"  # the ranks of this rank's node, in order
@@ -47,10 +47,7 @@ class NodeGroups:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """This rank's membership in a group. One thread runs its collectives; any thread may read ``ledger``.
-
-    ``nodes`` is None when the ranks are on one node or are treated so.
-    """
+    """This rank's membership in a group. One thread runs its collectives; any thread may read ``ledger``."""
 
     rank: int
     world_size: int
@@ -80,8 +77,8 @@ class Group:
     ) -> Iterator[None]:
         """Record the collective that runs in this context, for a tensor of ``num_bytes``, with the bytes it sends.
 
-        ``exact_bytes``: the bytes that this rank would send unquantized; None: the collective is exact. A collective that
-        raises stays the ledger's current one.
+        ``exact_bytes``: that this rank would send unquantized; None: it is exact. One that raises stays the ledger's
+        current one.
         """
         sent_before = self.bytes_sent
         self.ledger.begin(op, algorithm, num_bytes, phase, site)
@@ -118,23 +115,19 @@ def open_process_group(
     """Join the ``topology.world_size`` processes that open the same ``name`` on the same ``store``.
 
     CPU tensors travel over gloo (over the loopback interface when all ranks are on one host), CUDA tensors over NCCL.
-    Host names are never resolved.
+    Host names are never resolved. Raises CollectiveTimeoutError with the ranks that did not join.
 
     Args:
-        store: any torch.distributed store that all ranks reach, such as a TCPStore. It serves to join and, after a
-            failure, to find the ranks at fault; keep it alive as long as the group.
+        store: a torch.distributed store that all ranks reach. It serves to join and, after a failure, to find the ranks
+            at fault; keep it alive as long as the group.
         device: this rank's ``cpu`` or ``cuda:N``.
         timeout_s: the longest wait in each collective.
         join_timeout_s: the longest wait for all ranks to join; default: ``timeout_s``.
-        name: distinguishes several groups on one store.
         interface: gloo's network interface, such as ``eth0``; default: GLOO_SOCKET_IFNAME, else the one that leads to
             the store. (NCCL reads NCCL_SOCKET_IFNAME.)
-        segment_fd: memory that all ranks share (``comm.transport.segment``). CPU tensors then travel through it; only the
-            library's own all-reduce uses gloo.
+        segment_fd: memory that all ranks share (``comm.transport.segment``), for all but the library's own all-reduce.
         peer_memory: sum CUDA tensors through each other's memory (``comm.transport.peer_access``), if possible.
         ledger: where the group's collectives are recorded; default: a new one.
-    Raises:
-        CollectiveTimeoutError: some ranks did not join in time; names them.
     """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device}")
@@ -251,15 +244,11 @@ _TASKS = Path("/proc/self/task")
 
 
 def make_loop_threads_batch() -> None:
-    """Make gloo's socket threads batch tasks, so that they do not preempt the thread that sends.
+    """Make gloo's socket threads batch tasks, which do not preempt the thread that sends (docs/comm.md, "gloo").
 
-    For each event on a connection gloo's loop thread tries to take the connection's lock. While the sending thread holds it,
-    the loop thread asks the kernel for the same events again, at once. If both share a core, an arriving message wakes the
-    loop thread, which preempts the lock holder and spins until the next timer tick: 4 ms at 250 Hz, for messages that take
-    0.1 ms. A batch task preempts no other task when it wakes, and is otherwise scheduled normally. Measured with two ranks,
-    each bound to one of two cores, exchanging 1 KiB to 288 KiB over loopback: 3.9 ms, with batch threads 0.15 to 0.3 ms.
-
-    Changes all threads that gloo has started so far in this process. Does nothing on kernels without batch tasks.
+    Gloo's loop thread spins while the sending thread holds a connection's lock. If both share a core, it preempts the
+    lock holder until the next timer tick: 4 ms at 250 Hz, for messages that take 0.15 to 0.3 ms with batch threads.
+    Changes all threads that gloo has started in this process; does nothing on kernels without batch tasks.
     """
     if not hasattr(os, "SCHED_BATCH") or not _TASKS.is_dir():
         return

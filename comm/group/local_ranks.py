@@ -4,8 +4,7 @@
         for rank, event in ranks.stream(measure, plan):       # measure(group, plan) is a generator on every rank
             ...
 
-Functions and their arguments are pickled, so functions must be at the top level of a module. Each rank computes on one
-thread and ends when its parent ends. A server's ranks are in ``server.ranks``.
+Functions must be at the top level of a module. Each rank computes on one thread and ends when its parent ends.
 """
 
 import contextlib
@@ -50,10 +49,8 @@ def silence_after(timeout_s: float) -> float:
 class LocalRanks:
     """``world_size`` processes, each with the group that ``open_group(rank)`` returns there.
 
-    ``preload``: modules that the fork server imports once for all ranks. Only the first call in a process starts it.
-
-    Raises:
-        LocalRankError: a rank could not open its group within ``silence_s``.
+    ``preload``: modules that the fork server imports once, in the first call of a process. Raises LocalRankError if a
+    rank does not open its group within ``silence_s``.
     """
 
     def __init__(
@@ -93,8 +90,8 @@ class LocalRanks:
     def stream(self, fn: Callable[..., Iterator[Any]], *args: Any) -> Iterator[tuple[int, Any]]:
         """Call ``fn(group, *args)`` on each rank; yield its values as (rank, value) on arrival, in order for each rank.
 
-        Raises:
-            LocalRankError: a rank raised or died, or no rank sent anything for ``silence_s``. All ranks are killed.
+        If a rank raises or dies, or none sends anything for ``silence_s``, all ranks are killed and LocalRankError is
+        raised.
         """
         call = pickle.dumps((fn, args))
         for pipe in self._pipes:

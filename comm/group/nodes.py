@@ -1,7 +1,4 @@
-"""Subgroups of a group on several nodes: one inside each node and one across nodes, with errors in group-wide ranks.
-
-A node is a host, a socket of one host, or an arbitrary part of one host's ranks for testing hierarchical algorithms.
-"""
+"""Subgroups of a group on several nodes: one inside each node and one across nodes, with errors in group-wide ranks."""
 
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -36,15 +33,11 @@ def join_nodes(
     interface: str | None = None,
     segment_fd: int | None = None,
 ) -> Group:
-    """Add this rank's subgroups (inside its node and across nodes) to ``group``, if there are several nodes. Collective.
+    """Add this rank's subgroups to ``group``, if there are several nodes. Collective.
 
-    Args:
-        topology: the one that ``group`` was opened with.
-        store, join_timeout_s, name, interface: as for ``comm.group.group.open_process_group``.
-        segment_fd: memory that the ranks of this node share (``comm.transport.segment``, made for ``topology.ranks_per_node``).
-    Raises:
-        ValueError: the ranks have different numbers of nodes.
-        CollectiveTimeoutError: some ranks did not join in time; names them.
+    ``topology``: of ``group``; ``segment_fd``: memory that the ranks of this node share; the others as for
+    ``open_process_group``. Raises ValueError if the ranks have different numbers of nodes, CollectiveTimeoutError with
+    the ranks that did not join.
     """
     own = torch.tensor([topology.num_nodes], device=group.device).view(torch.uint8)
     told = [int(buf.view(torch.int64)) for buf in group.transport.gather(own)]
@@ -106,8 +99,7 @@ def run_leg(
 ) -> _Result:
     """Call ``fn(...)``, which communicates over ``leg``: one of the groups of ``group.nodes``, or ``group`` itself.
 
-    Raises:
-        CommError: the error of the leg's transport, which names the ranks that caused it, numbered as in ``group``.
+    A CommError names the ranks that caused it, numbered as in ``group``.
     """
     try:
         return fn(*args, **kwargs)
@@ -152,8 +144,7 @@ def throttle_group(group: Group, link: Link) -> Group:
 def held_rate(group: Group, link: Link) -> float:
     """Measure the bytes per second that the slowest rank of ``group`` can send over ``link``. Collective.
 
-    Uses the best of a few exchanges, because other load on the machine only slows them. Cost: 0.4 s, or the time of
-    four 32 MiB exchanges if that is less.
+    The best of a few exchanges, because other load only slows them. Cost: at most 0.4 s or four 32 MiB exchanges.
     """
     others = max(1, group.world_size - 1)
     total = _PROBE_BYTES if link.bytes_per_s is None else min(_PROBE_BYTES, int(link.bytes_per_s * _PROBE_S))

@@ -1,7 +1,7 @@
 """Groups of the ranks on one node that hold the same weights, among tp x dp ranks on several nodes.
 
-Rank d * tp + t holds shard t of replica d. Ranks of one node with the same shard can each keep a part of it and gather the
-rest when they need it (hpZ of ZeRO++, arXiv 2306.10209), on a thread of their own.
+Rank d * tp + t holds shard t of replica d. Ranks of one node with the same shard can each keep a part of it and gather
+the rest when they need it (hpZ of ZeRO++, arXiv 2306.10209), on a thread of their own.
 """
 
 from collections.abc import Callable
@@ -65,7 +65,7 @@ class PartitionPlace:
 class PartitionPeers:
     """One rank's group of the ranks on its node that hold the same shard, with its own ledger.
 
-    ``await_all`` waits until all ranks of the shard, on all nodes, have called it equally often. Its deadline is 24 hours.
+    ``await_all`` waits until all ranks of the shard, on all nodes, have called it equally often.
     """
 
     at: PartitionPlace
@@ -73,11 +73,7 @@ class PartitionPeers:
     await_all: Callable[[], None]
 
     def run(self, fn: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        """Call ``fn(...)``, which uses the group ``inside``.
-
-        Raises:
-            CommError: the error of the group's transport, with ranks numbered as in the world.
-        """
+        """Call ``fn(...)``, which uses the group ``inside``. A CommError has the ranks' numbers in the world."""
         try:
             return fn(*args, **kwargs)
         except CommError as error:
@@ -104,8 +100,9 @@ def join_partition(
 ) -> PartitionPeers:
     """Join the ranks with the same shard. All ranks of the world call this.
 
-    Arguments as for ``open_process_group``: ``timeout_s`` must exceed the time a rank computes between two layers, and the
-    ranks ``at.inside`` share ``segment_fd``. In ``CollectiveTimeoutError`` ranks have the numbers of their own group.
+    Arguments as for ``open_process_group``: ``timeout_s`` must exceed the time a rank computes between two layers, and
+    the ranks ``at.inside`` share ``segment_fd``. In ``CollectiveTimeoutError`` ranks have the numbers of their own
+    group.
     """
     name = f"{name}/shard-{at.shard}"
     inside = open_process_group(

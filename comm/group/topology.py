@@ -1,7 +1,4 @@
-"""The rank and node of this process. The only reader of RANK, WORLD_SIZE and the LOCAL_ variables in comm.
-
-Ranks are independent of the device count, because several ranks may share a device and a rank may have none.
-"""
+"""The rank and node of this process. The only reader of RANK, WORLD_SIZE and the LOCAL_ variables in comm."""
 
 import os
 from collections.abc import Mapping
@@ -12,8 +9,8 @@ from dataclasses import dataclass
 class Topology:
     """``rank`` of ``world_size``; ``local_rank`` counts the ranks of this host and selects the device.
 
-    Ranks are numbered node by node, with the same number on each of ``num_nodes`` nodes. A node is a set of ranks with a
-    faster connection to each other than to the rest: a host, a socket, or a part of one host's ranks for testing.
+    Ranks are numbered node by node, equally many on each of ``num_nodes`` nodes. A node is a set of ranks with a faster
+    connection to each other than to the rest: a host, a socket, or a part of one host's ranks for testing.
     """
 
     rank: int
@@ -53,13 +50,11 @@ class Topology:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Topology":
-        """Read the variables that torchrun and similar launchers set; a single rank when RANK and WORLD_SIZE are not set.
+        """Read the variables of torchrun and similar launchers; a single rank when RANK and WORLD_SIZE are not set.
 
-        LOCAL_WORLD_SIZE, when set, is the number of ranks per node and so determines the number of nodes.
-
-        Raises:
-            ValueError: only one of RANK and WORLD_SIZE is set, a variable is not a number in range, nodes have different
-                numbers of ranks, or ranks are not numbered node by node.
+        LOCAL_WORLD_SIZE, when set, determines the number of nodes. Raises ValueError if only one of RANK and WORLD_SIZE
+        is set, a variable is out of range, nodes have different numbers of ranks, or ranks are not numbered node by
+        node.
         """
         if "RANK" not in environment and "WORLD_SIZE" not in environment:
             return cls(0, 1)

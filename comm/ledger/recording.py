@@ -1,7 +1,7 @@
 """A recording of each collective of a rank, and the recordings of all ranks as a Chrome trace.
 
-In the trace each rank has a row and each collective a bar; a bar that is long on all ranks but one shows which was late.
-Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+In the trace each rank has a row and each collective a bar; a bar that is long on all ranks but one shows which was
+late. Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 import socket
@@ -38,7 +38,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """Equal collectives that a kernel runs without Python in between (``kernels.cpu.shared_sums``); it writes their times."""
+    """Equal collectives that a kernel runs without Python in between (``kernels.cpu.shared_sums``), with their times."""
 
     op: str
     algorithm: str

@@ -5,14 +5,11 @@
         network.nodes[1].enter()                       # or: move this thread there
         network.measure()                              # the measured bytes per second
 
-Each node is a namespace with one interface. A bridge in its own namespace joins the nodes, so the machine's own network does
-not change. Processes of one node reach each other through its loopback interface, without a limit. Needs root, and ``ip``
-and ``tc`` of iproute2. Latency is not emulated here (that needs netem, which many kernels lack);
-``comm.transport.emulated`` adds it.
+Each node is a namespace with one interface; a bridge in its own namespace joins them. Needs root, and ``ip`` and ``tc``
+of iproute2. Latency is not emulated here (many kernels lack netem); ``comm.transport.emulated`` adds it.
 
-Namespaces are named after the process that made them, and so is a folder for Unix sockets between nodes (abstract sockets
-are local to a namespace). The end of the context removes them. If the process dies first, a child process removes them; if
-both are killed, the next network does.
+Namespaces are named after the process that made them, and so is a folder for Unix sockets between nodes (abstract
+sockets are local to a namespace). The end of the context removes them; if the process dies first, a child process does.
 """
 
 import contextlib
@@ -94,8 +91,7 @@ class EmulatedNode:
 class EmulatedNetwork:
     """``num_nodes`` nodes that each send and receive at the rate of ``link``, to and from all others together.
 
-    Raises:
-        NoEmulatedNetworkError: not possible here; nothing is left behind.
+    Raises NoEmulatedNetworkError, with nothing left behind, if that is not possible here.
     """
 
     def __init__(self, link: Link, *, num_nodes: int = 2) -> None:
@@ -129,10 +125,7 @@ class EmulatedNetwork:
         return line_rate(*ends, first.address, seconds, self.link.bytes_per_s)
 
     def close(self) -> None:
-        """Remove everything. May be called twice.
-
-        A node with running processes continues to exist, without a link.
-        """
+        """Remove everything; may be called twice. A node with running processes continues to exist, without a link."""
         self._awake.close()
         assert self._remover.stdin is not None
         if not self._remover.stdin.closed:
@@ -221,11 +214,7 @@ def _stream_socket() -> socket.socket:
 
 @contextlib.contextmanager
 def _cores_awake() -> Iterator[None]:
-    """Keep idle cores from sleeping: on a virtual machine they wake milliseconds late, and delay the link's timers.
-
-    Measured on one at 80 Mbit/s: an idle machine carried 75 to 93 % of the rate, a busy one 94 %, an idle one kept awake
-    94 %. If the kernel does not offer this, the link is slower than requested, which ``measure`` shows.
-    """
+    """Keep idle cores from sleeping, if possible: on a virtual machine they wake milliseconds late."""
     try:
         device = os.open("/dev/cpu_dma_latency", os.O_WRONLY | os.O_CLOEXEC)
     except OSError:

@@ -1,8 +1,4 @@
-"""A link by name, such as ``1gbit``, ``pcie3x4`` or ``200mbit,latency=50us``, and the measurement of a link's rate.
-
-``comm.link.emulated_network`` makes such a link between processes of one machine (kernel queues, as root on Linux). If that
-is not possible, ``comm.transport.emulated`` slows a transport down in user space.
-"""
+"""A link by name, such as ``1gbit``, ``pcie3x4`` or ``200mbit,latency=50us``, and the measurement of a link's rate."""
 
 import re
 import socket
@@ -38,11 +34,9 @@ class Link:
 def parse_link(text: str) -> Link:
     """Parse a rate, a latency, or both with a comma between, in any order and case.
 
-    Rates: ``kbit mbit gbit`` (a second), ``KB/s MB/s GB/s`` (of 10**3, 10**6, 10**9) and ``pcie`` generation ``x`` lanes,
-    which is one direction's payload before packet headers. Latency: ``latency=`` with ``us``, ``ms`` or ``s``.
-
-    Raises:
-        ValueError: anything else, a part given twice, a rate below 64kbit, or a latency above a second.
+    Rates: ``kbit mbit gbit`` (a second), ``KB/s MB/s GB/s`` (of 10**3, 10**6, 10**9) and ``pcie`` generation ``x``
+    lanes, which is one direction's payload before packet headers. Latency: ``latency=`` with ``us``, ``ms`` or ``s``.
+    Raises ValueError for anything else, a part given twice, a rate below 64kbit, or a latency above a second.
     """
     rate: float | None = None
     latency_s: float | None = None
@@ -81,15 +75,10 @@ _DEADLINE_S = 30.0  # of a single send or receive
 def line_rate(
     listener: socket.socket, caller: socket.socket, address: str, seconds: float, expected: float | None = None
 ) -> float:
-    """Payload bytes per second of the slower direction while both directions are full.
+    """Payload bytes per second of the slower direction while both directions are full, measured for ``seconds``.
 
-    Args:
-        listener, caller: unconnected TCP sockets of the two ends; closed afterwards.
-        address: of the listener's end.
-        seconds: how long to measure, after a warm-up of 0.3 s.
-        expected: the maximum of bytes per second, if known.
-    Raises:
-        OSError: the two ends cannot reach each other, or nothing arrives for half a minute.
+    ``listener``, ``caller``: unconnected TCP sockets of the two ends, closed afterwards; ``address``: of the listener;
+    ``expected``: the maximum of bytes per second, if known. Raises OSError if nothing arrives for half a minute.
     """
     with listener, caller:
         for end in (listener, caller):

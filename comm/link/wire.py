@@ -4,8 +4,8 @@
         wire.nodes[1].enter()          # a process of the second node; () if nodes are not namespaces
 
 With network namespaces the kernel limits the rate (``comm.link.emulated_network``). If that is not possible,
-``wire.throttle`` is the link to which each rank's transport is slowed down (``comm.transport.emulated``), and the facts say
-so and why. Imports nothing heavy: the parent of the ranks opens the link before it knows the model.
+``wire.throttle`` is the link to which each rank's transport is slowed down (``comm.transport.emulated``), and the facts
+say why. Imports nothing heavy: the parent of the ranks opens the link before it knows the model.
 """
 
 import time
@@ -69,27 +69,18 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wire:
-    """``nodes``: the namespaces of the nodes' processes, () on the machine's own network.
-
-    ``throttle``: the link to which each rank's transport is slowed down. ``folder``: for sockets between processes of
-    different nodes, removed with the link.
-    """
-
     facts: LinkFacts
-    nodes: tuple[EmulatedNode, ...] = ()
-    throttle: Link | None = None
-    folder: Path | None = None
+    nodes: tuple[EmulatedNode, ...] = ()  # the namespaces of the nodes' processes; () on the machine's own network
+    throttle: Link | None = None  # the link to which each rank's transport is slowed down
+    folder: Path | None = None  # for sockets between processes of different nodes, removed with the link
 
 
 @contextmanager
 def open_wire(link: Link, *, num_nodes: int, ranks_per_node: int = 1, emulation: str = "auto") -> Iterator[Wire]:
     """Open the link until the end of the context. ``emulation``: ``auto`` uses namespaces if possible.
 
-    Call on the main thread before other threads run. Cost: about two seconds with namespaces, mostly for measuring.
-
-    Raises:
-        ValueError: namespaces were requested and are not possible, or the machine cannot carry the link; says what to
-            do. Nothing is left behind.
+    Call on the main thread before other threads run. Cost: about two seconds with namespaces. Raises ValueError, with
+    nothing left behind, if namespaces were requested and are not possible, or the machine cannot carry the link.
     """
     facts = plan_link(link, emulation)
     if facts.emulation == USER_SPACE:
@@ -129,11 +120,7 @@ def _measure(network: EmulatedNetwork) -> float:
 
 
 def plan_link(link: Link, emulation: str = "auto") -> LinkFacts:
-    """The facts of the link that ``open_wire`` would try first, without making anything.
-
-    Raises:
-        ValueError: namespaces were requested and are not possible.
-    """
+    """The facts of the link that ``open_wire`` would try first. Raises ValueError as it does."""
     reason = "" if emulation == USER_SPACE else why_impossible()
     if emulation == NAMESPACES and reason:
         raise ValueError(f"network namespaces are unavailable: {reason}")

@@ -1,8 +1,8 @@
 """Makes the policy: an AllReduce for each site, phase and size, with the reasons. The only definition of ``auto``.
 
-Two rules precede speed. A lossy algorithm is chosen only if it was named or an error budget allows it, and a budget applies
-to prefill rows only. And within a phase a row's sum must not depend on the size of its message, or a text would depend on
-other requests. So ``auto`` first chooses an order of adding for the phase, and switches by size only between algorithms of
+Two rules precede speed. A lossy algorithm is chosen only if it was named or an error budget allows it, for prefill rows
+only. And within a phase a row's sum must not depend on the size of its message, or a text would depend on other
+requests. So ``auto`` first chooses an order of adding for the phase, and switches by size only between algorithms of
 that order, which give the same bits.
 """
 
@@ -101,8 +101,7 @@ class Chooser:
     def policy(self) -> Policy:
         """Rules for every site and phase; the same inputs always give the same policy.
 
-        Raises:
-            QuarantinedError: ``auto`` has no usable algorithm left.
+        Raises QuarantinedError: ``auto`` has no usable algorithm left.
         """
         base = Policy(tuple(Rule(site, phase, self._choices(site, phase)) for site in SITES for phase in PHASES))
         file = self._request.file

@@ -3,17 +3,17 @@
     us = call + rounds * round + sent bytes * byte + summed elements * sum
          (+ coded call + encoded elements * encode + decoded elements * decode)
 
-The constants of a ``LinkCost`` are seeds: accurate enough to separate algorithms that differ much. Measurements of
-``tightwire tune`` replace predictions. Behind an emulated link (``serve --link``), bytes between nodes cost the link's rate,
-rounds add its latency, and computing costs what ``tune`` measured without messages. Source of the model: Thakur,
-Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005.
+The constants of a ``LinkCost`` are seeds: accurate enough to separate algorithms that differ much. Behind an emulated
+link (``serve --link``), bytes between nodes cost the link's rate, rounds add its latency, and computing costs what
+``tune`` measured without messages. Source: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication
+Operations in MPICH, 2005.
 """
 
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from tightwire.comm.all_reduce.entry import Setting, Work
 from tightwire.comm.all_reduce.registry import parse_all_reduce
@@ -24,8 +24,7 @@ _SLOWEST, _FASTEST = 1e4, 1e13  # bytes per second
 _STEPS = 60  # bisection steps, on a logarithmic scale
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinkCost:
+class LinkCost(NamedTuple):
     """Seed costs of one transport, in microseconds; ``*_mib`` per MiB sent, ``*_melem`` per 2^20 elements."""
 
     call: float
@@ -37,68 +36,25 @@ class LinkCost:
     native_mib: float
     encode_melem: float  # int8 in groups of 128; ``coding_effort`` scales it for other codecs
     decode_melem: float
-    sum_melem: float = 0.0  # adding exactly, where ``mib`` does not include it
+    sum_melem: float  # adding exactly, where ``mib`` does not include it
 
 
 # Sources. Shared memory and gloo: `bench comm` with 2 ranks on two cores of a server CPU, rounded (gloo over the loopback
 # interface; a real network has its own bandwidth). Encoding and decoding: `bench kernels` on one core. Adding: `bench comm
 # --link`. CUDA: published figures of PCIe machines (25 GB/s each way, 10 us for a library call, 4 us for a kernel's barrier),
-# not measured here.
+# not measured here. Columns in the order of the fields: call, coded call, round, message round, MiB; native round, MiB;
+# encode, decode, sum.
 LINK_COSTS: Mapping[tuple[str, str], LinkCost] = {
-    ("shared-memory", "cpu"): LinkCost(
-        call=6,
-        coded_call=80,
-        round=4,
-        message_round=35,
-        mib=200,
-        native_round=150,
-        native_mib=700,
-        encode_melem=260,
-        decode_melem=170,
-    ),
-    ("process-group", "cpu"): LinkCost(
-        call=20,
-        coded_call=40,
-        round=110,
-        message_round=110,
-        mib=740,
-        native_round=150,
-        native_mib=740,
-        encode_melem=260,
-        decode_melem=170,
-        sum_melem=320,
-    ),
-    ("process-group", "cuda"): LinkCost(
-        call=5,
-        coded_call=20,
-        round=15,
-        message_round=15,
-        mib=45,
-        native_round=6,
-        native_mib=42,
-        encode_melem=4,
-        decode_melem=3,
-    ),
-    ("peer-memory", "cuda"): LinkCost(
-        call=3,
-        coded_call=2,
-        round=4,
-        message_round=15,
-        mib=42,
-        native_round=6,
-        native_mib=42,
-        encode_melem=2,
-        decode_melem=1.5,
-    ),
+    ("shared-memory", "cpu"): LinkCost(6, 80, 4, 35, 200, 150, 700, 260, 170, 0),
+    ("process-group", "cpu"): LinkCost(20, 40, 110, 110, 740, 150, 740, 260, 170, 320),
+    ("process-group", "cuda"): LinkCost(5, 20, 15, 15, 45, 6, 42, 4, 3, 0),
+    ("peer-memory", "cuda"): LinkCost(3, 2, 4, 15, 42, 6, 42, 2, 1.5, 0),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """``measured``: interpolated from measurements on this host, not computed from seeds."""
-
+class Prediction(NamedTuple):
     us: float
-    measured: bool
+    measured: bool  # interpolated from measurements on this host, not computed from seeds
 
 
 Points = Mapping[str, Sequence[tuple[int, float]]]  # algorithm -> (message bytes, microseconds), sizes rising
@@ -107,16 +63,12 @@ Points = Mapping[str, Sequence[tuple[int, float]]]  # algorithm -> (message byte
 class CostModel:
     """Times of algorithms in one setting. ``points``: measurements; algorithms without any are predicted.
 
-    ``wire``: the link between nodes, shared by all ranks of a node; with a single node, each rank counts as its own node.
-    ``computing``: measured times of algorithms without messages, used with any ``wire``.
+    ``wire``: the link between nodes, shared by all ranks of a node; with a single node, each rank counts as its own
+    node. ``computing``: measured times of algorithms without messages, used with any ``wire``.
     """
 
     def __init__(
-        self,
-        setting: Setting,
-        points: Points | None = None,
-        wire: Link | None = None,
-        computing: Points | None = None,
+        self, setting: Setting, points: Points | None = None, wire: Link | None = None, computing: Points | None = None
     ) -> None:
         key = (setting.transport, setting.device)
         if key not in LINK_COSTS:
@@ -154,11 +106,7 @@ class CostModel:
         row = self._computing.get(name)
         if row is None:
             return moving_us + _computing_us(work, link, between)
-        return moving_us + _read_off(
-            row,
-            num_bytes,
-            lambda size: _computing_us(self._work(name, size), link, between),
-        )
+        return moving_us + _read_off(row, num_bytes, lambda size: _computing_us(self._work(name, size), link, between))
 
     def _work(self, name: str, num_bytes: int) -> Work:
         parsed = parse_all_reduce(name)
@@ -186,8 +134,7 @@ def _behind(cost: LinkCost, wire: Link, shared_by: float) -> LinkCost:
     """``cost`` behind ``wire``, which carries the bytes of ``shared_by`` ranks; the lower of both rates applies."""
     wire_mib = shared_by * _MIB / wire.bytes_per_s * 1e6 if wire.bytes_per_s else 0.0
     latency_us = wire.latency_s * 1e6
-    return replace(
-        cost,
+    return cost._replace(
         round=cost.message_round + latency_us,  # kernels cannot span a network link
         message_round=cost.message_round + latency_us,
         mib=max(cost.mib, wire_mib),
@@ -206,7 +153,8 @@ def _computing_us(work: Work, link: LinkCost, between: LinkCost) -> float:
 
 def _read_off(row: Sequence[tuple[int, float]], num_bytes: int, shape_us: Callable[[int], float]) -> float:
     """Microseconds at ``num_bytes``: linear in logarithms between two measured sizes of ``row``; beyond them scaled from
-    the nearest one by ``shape_us``."""
+    the nearest one by ``shape_us``.
+    """
     place = bisect_left(row, (num_bytes, 0.0))
     if 0 < place < len(row):
         (low, low_us), (high, high_us) = row[place - 1], row[place]
@@ -235,12 +183,7 @@ def crossover_rate(
 ) -> float | None:
     """Find the bytes per second of a link between nodes at which both algorithms are predicted to take equally long.
 
-    Args:
-        exact, lossy: algorithms; ``num_bytes``: of the message that they sum.
-        computing: measurements of ``tightwire tune``; seeds replace missing ones.
-    Returns:
-        None if there is no such rate: ``lossy`` is faster at every rate, because the transport itself limits it, or at
-        none.
+    ``computing``: measurements of ``tightwire tune``. Returns None if ``lossy`` is faster at every rate or at none.
     """
 
     def gain(rate: float) -> float:

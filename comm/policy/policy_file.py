@@ -1,7 +1,6 @@
 """Policy files: an AllReduce for each layer, written by a bench that measured its effect, used by ``serve``.
 
-A file names algorithms, lossy ones too, for prefill and for decode rows. Messages without a rule are handled as without a
-file. The file records the model shape it was made for, and a model of another shape refuses it.
+Messages without a rule are handled as without a file. A model of another shape than the file's refuses it.
 """
 
 from collections.abc import Mapping
@@ -27,6 +26,15 @@ class FileRule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     layers: tuple[int, ...] | None = None
     reason: str = ""
 
+    def __post_init__(self) -> None:
+        split_name(self.algorithm)
+        if self.algorithm == "auto":
+            raise ValueError("auto is not an algorithm; messages without a rule use auto, so leave the rule out")
+        if self.layers == ():
+            raise ValueError("layers is empty; leave it out to mean all layers")
+        if self.layers is not None and (min(self.layers) < 0 or len(set(self.layers)) < len(self.layers)):
+            raise ValueError(f"layers must be 0 or more and each once, got {list(self.layers)}")
+
 
 class PolicyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rules, of which the first match applies, and facts about the model they were made for, some of them checked."""
@@ -35,37 +43,32 @@ class PolicyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     made_for: dict[str, Any] = {}
     rules: tuple[FileRule, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.schema != SCHEMA:
+            raise ValueError(f"its schema is {self.schema!r}; this version reads {SCHEMA!r}")
+        for fact in _CHECKED_FACTS:
+            value = self.made_for.get(fact, 1)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"made_for.{fact} must be a whole number above 0, got {value!r}")
+
 
 def read_policy_file(path: Path) -> PolicyFile:
     """Read the file and check everything that needs no model.
 
-    Raises:
-        ValueError: it cannot be read, is not a policy file, or has an invalid rule; names the problem.
+    Raises ValueError: it cannot be read, is not a policy file, or has an invalid rule; names the problem.
     """
     try:
-        file = msgspec.json.decode(path.read_bytes(), type=PolicyFile)
+        return msgspec.json.decode(path.read_bytes(), type=PolicyFile)
     except OSError as error:
         raise ValueError(f"the policy file {path} cannot be read: {error.strerror}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a policy file: {error}; `tightwire bench quality --write-policy` makes one"
         ) from None
-    if file.schema != SCHEMA:
-        raise ValueError(f"{path} has the schema {file.schema!r}; this version reads {SCHEMA!r}")
-    if problem := _problem(file):
-        raise ValueError(f"{path}: {problem}")
-    return file
 
 
 def write_policy_file(path: Path, file: PolicyFile) -> None:
-    """Write ``file`` atomically.
-
-    Raises:
-        OSError: the folder cannot be written.
-        ValueError: the file has an invalid rule.
-    """
-    if problem := _problem(file):
-        raise ValueError(problem)
+    """Write ``file`` atomically. Raises OSError if the folder cannot be written."""
     write_atomic(path, msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n")
 
 
@@ -95,8 +98,7 @@ def apply(base: Policy, file: PolicyFile, name: str = "") -> Policy:
 def check_shape(file: PolicyFile, name: str, shape: Mapping[str, int]) -> None:
     """Refuse ``file`` for a model of another ``shape`` (``num_layers``, ``hidden_size``) than it was made for.
 
-    Raises:
-        ValueError: the shape differs, or a rule names a layer that does not exist.
+    Raises ValueError: the shape differs, or a rule names a layer that does not exist.
     """
     for fact, value in shape.items():
         made = file.made_for.get(fact)
@@ -126,28 +128,3 @@ def _rule(rule: FileRule, name: str) -> Rule:
     choice = Choice(up_to_bytes=None, algorithms=(rule.algorithm,), reason=reason)
     layers = None if rule.layers is None else tuple(sorted(rule.layers))
     return Rule(rule.site, rule.phase, (choice,), layers)
-
-
-def _problem(file: PolicyFile) -> str | None:
-    """The first invalid fact or rule of a well-formed file, or None."""
-    for fact in _CHECKED_FACTS:
-        value = file.made_for.get(fact, 1)
-        if type(value) is not int or value < 1:
-            return f"made_for.{fact} must be a whole number above 0, got {value!r}"
-    problems = ((number, _rule_problem(rule)) for number, rule in enumerate(file.rules))
-    return next((f"rules[{number}]: {problem}" for number, problem in problems if problem), None)
-
-
-def _rule_problem(rule: FileRule) -> str | None:
-    try:
-        split_name(rule.algorithm)
-    except ValueError as error:
-        return str(error)
-    if rule.algorithm == "auto":
-        return "auto is not an algorithm; messages without a rule use auto, so leave the rule out"
-    if rule.layers is not None:
-        if not rule.layers:
-            return "layers is empty; leave it out to mean all layers"
-        if min(rule.layers) < 0 or len(set(rule.layers)) < len(rule.layers):
-            return f"layers must be 0 or more and each once, got {list(rule.layers)}"
-    return None

@@ -1,7 +1,7 @@
 """Turns policies into AllReduces: the object that sums each kind of message.
 
-A model may have several policies; each forward pass uses one of them. Two kinds of message with the same choices share one
-object, so a caller can tell by identity whether two parts of a tensor may be sent together.
+Two kinds of message with the same choices share one object, so a caller can tell by identity whether two parts of a
+tensor may be sent together.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,8 +21,7 @@ from tightwire.comm.protocols import AllReduce, KernelSums
 def make_candidates(policies: Iterable[Policy], group: Group) -> dict[str, AllReduce]:
     """Make every algorithm that a policy may use, by name; all ranks make the same ones in the same order.
 
-    Raises:
-        ValueError: no such algorithm.
+    Raises ValueError: no such algorithm.
     """
     names = dict.fromkeys(name for policy in policies for name in policy.algorithms)
     return {name: make_all_reduce(name, group) for name in names}
@@ -46,8 +45,7 @@ class Routes:
     def all_reduce(self, site: str, layer: int, phase: str, policy: int = 0) -> AllReduce:
         """Return the AllReduce for these messages under this policy; the caller keeps it.
 
-        Raises:
-            ValueError: the policy has no rule for these messages.
+        Raises ValueError: the policy has no rule for these messages.
         """
         return self._by_size(self._policies[policy][1].choices(site, layer, phase))
 
@@ -60,17 +58,10 @@ class Routes:
 
 
 class SizedAllReduce:
-    """Each message uses the algorithm of the first limit that it does not exceed. The ledger records that algorithm.
-
-    All ranks call with the same shape, so all select the same algorithm. Cost: a comparison.
-    """
+    """Each message uses the algorithm of the first limit that it does not exceed. The ledger records that algorithm."""
 
     def __init__(self, table: Sequence[tuple[int | None, AllReduce]], name: str = "by size") -> None:
-        """``table``: (largest message in bytes, algorithm) with rising limits, the last one None.
-
-        Raises:
-            ValueError: the limits do not rise, or the last one is not None.
-        """
+        """``table``: (largest message in bytes, algorithm) with rising limits, the last one None; else ValueError."""
         limits = [limit for limit, _ in table if limit is not None]
         if not table or table[-1][0] is not None or len(limits) < len(table) - 1:
             raise ValueError("the last entry, and no other, is for messages of any size")
@@ -102,10 +93,7 @@ class SizedAllReduce:
 
 
 def auto_all_reduce(group: Group) -> AllReduce:
-    """``auto`` without a model: what ``Chooser`` decides from the cost model's seeds, for messages of 1 KiB to 64 MiB.
-
-    The switch between algorithms changes no bit of the result. The ledger records the algorithm that ran, not ``auto``.
-    """
+    """``auto`` without a model: what ``Chooser`` decides from the cost model's seeds, for 1 KiB to 64 MiB."""
     fused = {"cpu": "shared-memory", "cuda": "peer-memory"}[group.device.type]
     setting = Setting(
         transport="process-group" if group.transport.fused is None else fused,
@@ -122,10 +110,7 @@ def auto_all_reduce(group: Group) -> AllReduce:
 
 
 def kernel_sums(all_reduce: AllReduce, num_elems: int, elem_bytes: int) -> KernelSums | None:
-    """Return the sums in a kernel that equal ``all_reduce`` at this size, bits and bytes; None: not available.
-
-    All one-shots of a group share one object.
-    """
+    """Return the sums in a kernel that equal ``all_reduce`` at this size; all one-shots share one. None: not available."""
     while isinstance(all_reduce, SizedAllReduce):
         all_reduce = all_reduce.choose(num_elems * elem_bytes)
     return all_reduce.in_kernel if isinstance(all_reduce, OneShotAllReduce) else None

@@ -57,8 +57,7 @@ class Policy(msgspec.Struct, frozen=True):
     def without(self, wrong: Mapping[str, str]) -> "Policy":
         """The policy with some algorithms quarantined; ``wrong`` maps each to the error found.
 
-        Raises:
-            QuarantinedError: some messages have no algorithm left.
+        Raises QuarantinedError: some messages have no algorithm left.
         """
         rules = (
             msgspec.structs.replace(rule, choices=_merged([_allowed(rule, choice, wrong) for choice in rule.choices]))

@@ -1,7 +1,4 @@
-"""Tune files: times measured by ``tightwire tune``, one JSON file per kind of host.
-
-Times are valid for one kind of host only: a fingerprint of the host is the file's name, and the file contains the host.
-"""
+"""Tune files: times measured by ``tightwire tune``, one JSON file per kind of host, named by the host's fingerprint."""
 
 import contextlib
 import errno
@@ -58,15 +55,10 @@ class Computing(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One setting. ``wrong``: algorithms that summed wrongly, with the error.
-
-    ``computing`` does not depend on the transport and applies to any link.
-    """
-
     setting: Setting
     points: tuple[Point, ...]
-    computing: tuple[Computing, ...]
-    wrong: dict[str, str]
+    computing: tuple[Computing, ...]  # applies to any transport and link
+    wrong: dict[str, str]  # algorithms that summed wrongly, with the error
     date: str  # ISO, UTC
 
     def rows(self) -> dict[str, list[tuple[int, float]]]:
@@ -155,13 +147,9 @@ def read_tuned(path: Path, host: Host) -> TuneRecords:
 
 
 def write_tuned(path: Path, host: Host, new: Sequence[Measured], timeout_s: float = 30.0) -> None:
-    """Add ``new`` settings to the file and replace older ones of the same setting. The write is atomic.
+    """Add ``new`` settings to the file and replace older ones of the same setting, atomically; a lock serializes writers.
 
-    A lock file serializes concurrent writers, so no writer's settings are lost.
-
-    Raises:
-        OSError: the folder cannot be written.
-        TimeoutError: another process has held the lock for ``timeout_s``.
+    Raises OSError if the folder cannot be written, TimeoutError if another process holds the lock for ``timeout_s``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_suffix(".lock")
@@ -180,11 +168,7 @@ def write_tuned(path: Path, host: Host, new: Sequence[Measured], timeout_s: floa
 
 
 def check_writable(path: Path) -> None:
-    """Check before measuring that ``write_tuned`` can write there.
-
-    Raises:
-        OSError: it cannot; says what to do.
-    """
+    """Check before measuring that ``write_tuned`` can write there. Raises OSError: it cannot; says what to do."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path.parent).close()

@@ -17,11 +17,9 @@ _SLEEP_SLACK_S = 150e-6
 class ThrottledTransport:
     """``transport`` behind a ``link`` from this rank to the others.
 
-    The link sends bytes in sequence: a call's bytes start when the link is free, take bytes / rate, and arrive one latency
-    later. The messages of one call overlap, so a round costs one latency; the library's own all-reduce counts as a ring's
-    2 (N-1) rounds. Only the sender's end is throttled; a rank that sends nothing still waits for the bytes it receives.
-
-    Results, ``bytes_sent`` and the deadline are those of ``transport``; the deadline starts when this rank's bytes have
+    The link sends bytes in sequence: a call's bytes start when the link is free, take bytes / rate, and arrive one
+    latency later. The messages of one call overlap, so a round costs one latency; the library's own all-reduce counts
+    as a ring's 2 (N-1) rounds. Only the sender's end is throttled. The deadline starts when this rank's bytes have
     arrived. ``fused`` is None, because a fused AllReduce would bypass the link.
     """
 

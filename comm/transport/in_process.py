@@ -1,8 +1,4 @@
-"""A transport for ranks that are threads of one process.
-
-For tests, and for running an algorithm with more ranks than the machine has cores. It keeps the contract of ``Transport``
-(deadlines that name ranks, exact byte counts, copies owned by the receiver). Its speed is not representative.
-"""
+"""A transport for ranks that are threads of one process: for tests, and for more ranks than the machine has cores."""
 
 import threading
 import time
@@ -34,10 +30,8 @@ class ThreadExchange:
     def swap(self, rank: int, item: object, *, timeout_s: float, doing: str) -> list[object]:
         """Give ``item``; return the items of all ranks.
 
-        Raises:
-            CollectiveTimeoutError: some ranks did not arrive within ``timeout_s``.
-            PeerLostError: a rank that has not arrived has closed its group.
-        After either error all later calls fail.
+        Raises CollectiveTimeoutError if a rank does not arrive within ``timeout_s``, PeerLostError if it has closed its
+        group. After either error all later calls fail.
         """
         with self._changed:
             if self._missing is not None:

@@ -1,7 +1,7 @@
 """Decides, on all ranks alike, whether ranks of one host can sum through each other's GPU memory; checks that writes arrive.
 
-A rank sees only its own GPU's properties, so ranks share facts through the store they join over. This module does not import
-Triton, which may not be installed.
+A rank sees only its own GPU's properties, so ranks share facts through the store they join over. This module does not
+import Triton, which may not be installed.
 """
 
 import logging
@@ -77,8 +77,7 @@ def add_peer_memory(library: ProcessGroupTransport, store: Store) -> str:
 
     ``store``: one that all ranks reach and nothing else writes to.
 
-    Raises:
-        CollectiveTimeoutError: a rank did not arrive.
+    Raises CollectiveTimeoutError: a rank did not arrive.
     """
     device, timeout_s = library.device, library.timeout_s
     exchange = FactExchange(store, rank=library.rank, world_size=library.world_size, timeout_s=timeout_s)
@@ -125,11 +124,8 @@ def check_peer_writes(
 ) -> PeerCheck:
     """Write a pattern from ``writer``'s memory into ``owner``'s in two ways, check it on the host, and time the first way.
 
-    A contiguous copy uses the copy engine. A copy into every second element runs a kernel on the writer whose stores
-    cross the link, as those of an AllReduce do.
-
-    Args:
-        copy: (target, source), for tests.
+    A contiguous copy uses the copy engine; a copy into every second element runs a kernel whose stores cross the link,
+    as those of an AllReduce do. ``copy``: (target, source), for tests.
     """
     want_N = torch.arange(_NUM_CHECKED, dtype=torch.int32)
     source_N = want_N.to(writer)

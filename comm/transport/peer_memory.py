@@ -1,4 +1,4 @@
-"""AllReduces through GPU memory that the ranks of one host map from each other: one kernel each, with no copy through the host.
+"""AllReduces through GPU memory that the ranks of one host map from each other: one kernel each.
 
 This module maps the memory, splits long messages and reports failures; ``kernels.cuda.all_reduce`` sums. Messages, barriers
 and ``native`` go through the library: NCCL on GPUs, gloo for Triton's interpreter, in which the same code runs on CPU
@@ -32,8 +32,8 @@ class PeerAllReduce:
 
     A rank that does not come within about ``timeout_s`` ends the group: no rank waits any more, results are NaN, and
     ``check`` raises. The host does not wait for GPU kernels, so the error is raised by the first call after the failed
-    one, or by a ``check`` after a synchronization. ``describe``: names the running collective, for messages. All calls must
-    use one CUDA stream.
+    one, or by a ``check`` after a synchronization. ``describe``: names the running collective, for messages. All calls
+    must use one CUDA stream.
     """
 
     tells_coding = False
@@ -74,11 +74,7 @@ class PeerAllReduce:
         return out_N.view_as(x)
 
     def check(self) -> None:
-        """Raise if a rank did not arrive in a collective that the device has reached.
-
-        Raises:
-            CollectiveTimeoutError: names the ranks. The group cannot be used any more.
-        """
+        """Raise CollectiveTimeoutError with the ranks that did not arrive in a collective that the device reached."""
         late = int(self._buffers.failure)
         if self._failure is None and late:
             ranks = [rank for rank in range(self._buffers.world_size) if late >> rank & 1]
@@ -114,10 +110,7 @@ def map_peer_buffers(
     """Map GPU memory of every rank on all ranks, zeroed, and verified by writing to it.
 
     Uses torch's symmetric memory where that works, else CUDA IPC handles, which also join ranks that share a GPU.
-
-    Raises:
-        CommError: neither works, or a rank's test pattern did not arrive; the same on all ranks.
-        CollectiveTimeoutError: a rank did not arrive.
+    Raises CommError, the same on all ranks, if neither works; CollectiveTimeoutError if a rank does not arrive.
     """
     world_size = exchange.world_size
     num_blocks = min(num_blocks, torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,7 +1,6 @@
-"""Transports over torch.distributed: gloo between CPU processes, NCCL between GPUs.
+"""Transports over torch.distributed: gloo between CPU processes, NCCL between GPUs. ``comm.group.group`` opens them.
 
-Both process groups are made from their classes and a store, not by ``init_process_group``. There is no global state, so a
-process may hold several groups and close each. ``comm.group.open_process_group`` opens them.
+Both process groups are made from their classes and a store, not by ``init_process_group``, so there is no global state.
 """
 
 import re
@@ -73,8 +72,8 @@ class ProcessGroupTransport(Transport):
     def close(self) -> None:
         """Drop the connections; a collective of another rank that waits for this one fails at once.
 
-        Gloo closes its sockets only when the object is freed (its abort and shutdown do nothing, torch 2.13), so nothing
-        else may hold a reference to it.
+        Gloo closes its sockets only when the object is freed (its abort and shutdown do nothing, torch 2.13), so
+        nothing else may hold a reference to it.
         """
         self._group = None
 
@@ -136,7 +135,8 @@ class GlooTransport(ProcessGroupTransport):
     """Point-to-point messages between CPU processes.
 
     Gloo's own all-to-all and all-gather pass each call to a worker thread. Its sends and receives do not, and take half
-    the time at decode sizes (two ranks, 1152 bytes: 72 us against 124 and 158). They also know which rank they wait for.
+    the time at decode sizes (two ranks, 1152 bytes: 72 us against 124 and 158). They also know which rank they wait
+    for.
     """
 
     def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:

@@ -1,7 +1,6 @@
-"""Memory that ranks of one host share: an anonymous file that exists as long as a process holds it.
+"""Memory that ranks of one host share: an anonymous file that exists as long as a process holds it (docs/comm.md).
 
-The file has no entry in /dev/shm: a crash leaves nothing behind, the size limit of /dev/shm does not apply, and names cannot
-collide. Each group has its own segment. This module imports no torch: the ranks' parent makes the segment at start-up.
+Each group has its own segment. This module imports no torch: the ranks' parent makes the segment at start-up.
 """
 
 import mmap
@@ -32,10 +31,7 @@ def why_unusable() -> str | None:
 def make_segment(world_size: int, chunk_bytes: int = CHUNK_BYTES) -> int:
     """Return a file descriptor for the ``world_size`` ranks of one group. Pages are allocated when first written.
 
-    Layout: ``RANK_BYTES`` of words per rank, padded to a page, then two chunks per rank.
-
-    Raises:
-        ValueError: ``chunk_bytes`` is not a multiple of a cache line.
+    Layout: ``RANK_BYTES`` of words per rank, padded to a page, then two chunks per rank, of whole cache lines.
     """
     if chunk_bytes <= 0 or chunk_bytes % LINE_BYTES:
         raise ValueError(f"chunk_bytes must be a positive multiple of {LINE_BYTES}, got {chunk_bytes}")

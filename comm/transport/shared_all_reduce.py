@@ -1,7 +1,8 @@
 """AllReduces over a shared-memory segment: the ``FusedAllReduce`` of ranks that share memory.
 
-One-shot and two-shot are one kernel call each (kernels/cpu/native/shared_sums.cpp). Flash encodes into the shared buffers and
-decodes out of them. Long tensors go in chunks that fit the caches; the chunk boundaries do not change an element's sum.
+One-shot and two-shot are one kernel call each (kernels/cpu/native/shared_sums.cpp). Flash encodes into the shared
+buffers and decodes out of them. Long tensors go in chunks that fit the caches; the chunk boundaries do not change an
+element's sum.
 """
 
 from collections.abc import Callable, Sequence
@@ -109,8 +110,8 @@ class SharedAllReduce:
 class SharedSums:
     """One-shot sums that a caller's kernel runs by itself over a segment: the ``KernelSums`` of ranks that share memory.
 
-    The kernel's side is ``tw_make_sum`` (kernels/cpu/native). This side counts in the ledger and in the bytes sent when all
-    sums are done, and handles a sum that waits too long: deadlines, lost peers and mismatched calls.
+    The kernel's side is ``tw_make_sum`` (kernels/cpu/native). This side counts in the ledger and in the bytes sent when
+    all sums are done, and handles a sum that waits too long: deadlines, lost peers and mismatched calls.
     """
 
     def __init__(self, turns: SharedTurns) -> None:

@@ -53,11 +53,7 @@ _FUSED_CHUNK_BYTES = 256 << 10
 
 
 class SharedBoard:
-    """One rank's view of a segment.
-
-    Raises:
-        ValueError: another process has registered as this rank.
-    """
+    """One rank's view of a segment. Raises ValueError: another process has registered as this rank."""
 
     def __init__(self, fd: int, rank: int, world_size: int, ledger: Ledger) -> None:
         self.rank, self.world_size = rank, world_size

@@ -1,17 +1,10 @@
 """A transport for processes of one host that share memory: no system call while all ranks arrive in time.
 
-A rank copies its message into its own part of the segment and increments its turn; the others poll the turn and copy the
-message out. Two buffers alternate: a rank reuses one only when all others have published their next message, which they
-do after reading this one, so one wait per turn is enough.
-
-Correctness: turn n overwrites turn n - 2, after this rank has seen every other at n - 1; a rank publishes n - 1 after its
-reads of n - 2. A rank that reads turn n finds it complete, because its owner increments the turn after the last byte. Turns
-are stored with release and loaded with acquire order (kernels/cpu/native/shared_sums.cpp), in the thread that calls torch to
-move the bytes, so this holds on ARM as on x86; torch waits for its own threads before it returns. Long messages take
+A rank copies its message into its own part of the segment and increments its turn; the others poll the turn and copy
+the message out. Correctness: turn n overwrites turn n - 2, after this rank has seen every other at n - 1; a rank
+publishes n - 1 after its reads of n - 2. A rank that reads turn n finds it complete, because its owner increments the
+turn after the last byte, with release and acquire order (kernels/cpu/native/shared_sums.cpp). Long messages take
 several turns, and all ranks take the same number: the largest size, which all know or read in the first turn, decides.
-
-A rank that waits spins, yields its core, then sleeps briefly, so more ranks than cores make progress. Every wait has a
-deadline, detects a peer that closed its group or died, and checks that all ranks made the same call.
 """
 
 from collections.abc import Sequence
@@ -28,10 +21,7 @@ from tightwire.kernels.cpu.shared_sums import call_word
 
 
 class SharedMemoryTransport(SharedTurns):
-    """One rank's end of a segment (``comm.transport.segment``). ``library`` runs its own all-reduce, for ``native``.
-
-    ``ledger``: the group's, for error messages.
-    """
+    """One rank's end of a segment (``comm.transport.segment``). ``library`` runs its own all-reduce, for ``native``."""
 
     def __init__(
         self,

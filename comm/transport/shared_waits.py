@@ -57,11 +57,7 @@ class SharedTurns:
         return [self.board.chunk(peer, turn) for peer in range(self.world_size)]
 
     def run(self, kernel: Callable[[int], int], status: int) -> None:
-        """Call ``kernel`` again with the step it returned until it is done; ``status`` is its first result.
-
-        Raises:
-            CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: the group is closed.
-        """
+        """Call ``kernel`` again with the step it returned until it is done; ``status`` is its first result."""
         deadline = time.monotonic() + self._timeout_s
         while status != DONE:
             if status == MISMATCH:

@@ -1,8 +1,8 @@
 """Notes that ranks exchange through the store they join over: facts before a decision, reasons after a failure.
 
-A socket reports at most which neighbor stopped responding, and in a ring that neighbor may itself have waited for another
-rank. So each rank that fails leaves a note (its collective, the ranks it waited for) and reads the others' notes: the ranks
-at fault are those without a note. Nothing is written unless a collective fails.
+A socket reports at most which neighbor stopped responding, and in a ring that neighbor may itself have waited for
+another rank. So each rank that fails leaves a note (its collective, the ranks it waited for) and reads the others'
+notes: the ranks at fault are those without a note. Nothing is written unless a collective fails.
 """
 
 import contextlib
@@ -29,8 +29,7 @@ class FactExchange:
     def share(self, topic: str, fact: bytes) -> list[bytes]:
         """Return all ranks' facts on ``topic`` in rank order. Each topic can be shared once.
 
-        Raises:
-            CollectiveTimeoutError: some ranks did not share in time; names them.
+        Raises CollectiveTimeoutError: some ranks did not share in time; names them.
         """
         keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], fact)  # pyright: ignore[reportArgumentType]: bytes are taken too
@@ -73,7 +72,7 @@ class FailureNotes:
         self._others = [other for other in range(world_size) if other != rank]
 
     def blame(self, own: Note, timeout_s: float, most_s: float = 1.0) -> tuple[set[int], dict[int, Note]]:
-        """Exchange notes for a fifth of ``timeout_s``, at most ``most_s``; return the ranks at fault and their notes."""
+        """Exchange notes for a fifth of ``timeout_s``, at most ``most_s``; return the ranks at fault, and the notes."""
         notes = self.exchange(own, grace_s=min(most_s, _GRACE_SHARE * timeout_s))
         return ranks_at_fault(own, notes, self._others), notes
 

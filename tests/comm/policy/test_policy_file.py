@@ -39,11 +39,9 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["mix.json"]
 
 
-def test_a_rule_that_could_not_be_obeyed_is_not_written(tmp_path: Path) -> None:
-    wrong = PolicyFile(rules=(FileRule(site="o_proj", phase="prefill", algorithm="flash-int7"),))
-    with pytest.raises(ValueError, match=r"rules\[0\]: unknown all-reduce 'flash-int7'"):
-        write_policy_file(tmp_path / "mix.json", wrong)
-    assert not list(tmp_path.iterdir())
+def test_a_rule_that_cannot_be_obeyed_is_not_made() -> None:
+    with pytest.raises(ValueError, match=r"unknown all-reduce 'flash-int7'"):
+        FileRule(site="o_proj", phase="prefill", algorithm="flash-int7")
 
 
 def test_the_first_rule_that_matches_counts_and_the_rest_goes_as_without_the_file() -> None:
@@ -81,7 +79,7 @@ def test_rules_that_come_to_no_layer_are_left_out() -> None:
         ({"rules": [{"site": "mlp", "phase": "prefill", "algorithm": "ring"}]}, "Invalid enum value 'mlp'"),
         ({"rules": [{"site": "o_proj", "phase": "prefill"}]}, "missing required field `algorithm`"),
         ({"rules": [{"site": "o_proj", "phase": "decode", "algorithm": "ring", "layer": 1}]}, "unknown field `layer`"),
-        ({"rules": [{"site": "o_proj", "phase": "decode", "algorithm": "rign"}]}, r"rules\[0\]: unknown all-reduce"),
+        ({"rules": [{"site": "o_proj", "phase": "decode", "algorithm": "rign"}]}, r"unknown all-reduce .*rules\[0\]"),
         ({"rules": [{"site": "o_proj", "phase": "decode", "algorithm": "auto"}]}, "leave the rule out"),
         ({"rules": [{"site": "o_proj", "phase": "decode", "algorithm": "ring", "layers": []}]}, "layers is empty"),
         ({"rules": [{"site": "o_proj", "phase": "decode", "algorithm": "ring", "layers": [1, 1]}]}, "each once"),
