@@ -1,8 +1,7 @@
 """Creates a prepared folder from any checkpoint: split over ranks, packed and encoded once.
 
-It processes all ranks of one layer before the next layer, so the source is read about once and in order. Memory holds
-one packed layer in the kernels' form and one in the file's form. The files are read back from the disk and verified
-before the folder gets its manifest and its final name.
+It processes all ranks of one layer before the next layer, so the source is read about once and in order. The files are
+read back from the disk and verified before the folder gets its manifest and its final name.
 """
 
 import errno
@@ -45,6 +44,7 @@ _CPU = torch.device("cpu")
 _GENERATION = "generation_config.json"
 _ALMOST = 0.999
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_SMALLER = "use fewer bits (--quantization, --weight-codec), or another disk"
 
 Progress = Callable[[str, float], None]  # a stage's name, and the share of it that is done, 0 to 1
 
@@ -152,25 +152,23 @@ def _check_space(folder: Path, num_bytes: int) -> None:
     if free_bytes < num_bytes:
         raise ModelError(
             f"{folder.parent}: {num_bytes / 1e9:.2f} GB are needed and {free_bytes / 1e9:.2f} GB are free; free "
-            f"{(num_bytes - free_bytes) / 1e9:.2f} GB, use fewer bits (--quantization, --weight-codec), or another disk"
+            f"{(num_bytes - free_bytes) / 1e9:.2f} GB, {_SMALLER}"
         )
 
 
 def _write_ranks(job: _Job, folder: Path, files: dict[str, str], progress: Progress) -> Manifest:
     """Write every rank's file and return the manifest, which is not written yet."""
-    config, tp = job.checkpoint.config, job.options.tp
+    config, tp, shards = job.checkpoint.config, job.options.tp, job.layout.shards
     num_plain_bytes = sum(layer.num_bytes for rank in job.ranks for layer in (rank.outer, *rank.plain))
     moved = _meter("prepare", num_plain_bytes + job.num_bytes, progress)
     with ExitStack() as stack, torch.inference_mode():
         writers = [stack.enter_context(closing(BlobWriter(folder / rank_file_name(rank, tp)))) for rank in range(tp)]
-        stores = [
-            CheckpointStore(job.reader, config, shard, packed)
-            for shard, packed in zip(job.layout.shards, job.ranks, strict=True)
-        ]
-        for writer, own in zip(writers, stores, strict=True):
+        stores = [CheckpointStore(job.reader, config, *each) for each in zip(shards, job.ranks, strict=True)]
+        both = list(zip(writers, stores, strict=True))
+        for writer, own in both:
             writer.append(own.read_outer(_CPU, moved), moved)
         for layer in range(config.num_layers):
-            for writer, own in zip(writers, stores, strict=True):
+            for writer, own in both:
                 buffer = page_aligned(own.packed(layer).num_bytes, _CPU)
                 writer.append(own.pack(layer, buffer, moved), moved)
         for writer in writers:
@@ -185,7 +183,7 @@ def _write_ranks(job: _Job, folder: Path, files: dict[str, str], progress: Progr
         plain=dict(job.formats.plain),
         ranks=tuple(
             RankFile(cuts_of(shard), writer.blobs[0], tuple(writer.blobs[1:]))
-            for shard, writer in zip(job.layout.shards, writers, strict=True)
+            for shard, writer in zip(shards, writers, strict=True)
         ),
         files=files,
     )
@@ -209,10 +207,7 @@ def _disk_errors(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        reason = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
         if error.errno in _DISK_FULL:
-            reason = (
-                "the disk is full; free some space, use fewer bits (--quantization, --weight-codec), or another disk"
-            )
-        else:
-            reason = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+            reason = f"the disk is full; free some space, {_SMALLER}"
         raise PrepareError(f"{out}: cannot be written, so nothing was kept: {reason}") from None

@@ -9,10 +9,7 @@ from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf import GgufFile
 
-_DTYPE_OF_TYPE_ID = {
-    0: "float32",
-    1: "float16",
-}  # other types, such as bf16 and quantized ones, are served as bfloat16
+_DTYPES = {"F32": "float32", "F16": "float16"}  # other types are served as bfloat16
 # End-of-turn tokens of known chat formats. Older files list only the end-of-document token.
 _END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end_of_text|>")
 _ROPE_FREQS = "rope_freqs.weight"
@@ -85,7 +82,7 @@ def _vocab_size(file: GgufFile) -> int:
 
 def _dtype(file: GgufFile) -> str:
     tensor = file.tensors.get("blk.0.attn_q.weight")
-    return _DTYPE_OF_TYPE_ID.get(tensor.type_id if tensor else -1, "bfloat16")
+    return _DTYPES.get(tensor.kind.name if tensor else "", "bfloat16")
 
 
 def _shortest_float(value: float) -> float:
@@ -126,7 +123,7 @@ def _rope_scaling(file: GgufFile, head_dim: int) -> RopeScaling:
 def _llama3_scaling(file: GgufFile, head_dim: int) -> RopeScaling:
     """Recover Llama 3's scaling: the largest divisor is the factor, the others must match the released values."""
     tensor = file.tensors[_ROPE_FREQS]
-    if tensor.type_id != 0 or tensor.shape != (head_dim // 2,):
+    if tensor.kind.name != "F32" or tensor.shape != (head_dim // 2,):
         raise ModelError(f"{file.path}: {_ROPE_FREQS} has an unexpected type or shape {tensor.shape}")
     divisors = file.file.numbers(tensor.offset, tensor.shape, torch.float32).tolist()
     if all(divisor == 1.0 for divisor in divisors):

@@ -1,6 +1,6 @@
 """Reads one rank's layers from an unmodified checkpoint: finds, cuts, converts and encodes the tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Self
 
@@ -77,12 +77,6 @@ class CheckpointStore(LocalStore):
             return self._read(plain, self._layers[layer], into, moved)
         stored.encode(plain, self.read_plain(layer, _CPU, moved), into)
         return into
-
-    def read_parts(self, layer: int, parts: Sequence[tuple[int, Tensor]], moved: Moved) -> None:
-        """Read the whole layer: tensors are read by rows, and encoding needs all rows."""
-        whole = self.read(layer, page_aligned(self.packed(layer).num_bytes, _CPU), moved)
-        for start, part in parts:
-            part.copy_(whole[start : start + len(part)])
 
     def close(self) -> None:
         """Does nothing: the checkpoint owns the reader."""

@@ -12,31 +12,30 @@ from tightwire.model.weights.packed_layer import PackedLayer, PackedModel
 
 NEVER = (0.0, 0.0)
 
-# Size of the token bucket, in seconds. A real link keeps transferring while the waiting thread oversleeps. Without this
-# allowance the emulated link would stop then, and on busy cores be up to a quarter slower than its rate.
+# Size of the token bucket, in seconds: a real link keeps transferring while the waiting thread oversleeps.
 _BURST_S = 0.004
 
 
 class LayerStore(Protocol):
-    """Provides one rank's packed layers. One thread reads them cyclically, in the order of the layers."""
+    """Provides one rank's packed layers. One thread reads them cyclically, in the order of the layers.
+
+    Attributes:
+        name: in messages, such as ``host memory`` or a file.
+        has_memory: ``read`` returns the store's own memory, and ``into`` may be empty.
+        device: of the bytes that ``read`` returns: the host or the computing device.
+    """
 
     @property
-    def name(self) -> str:
-        """The store's name in messages, such as ``host memory`` or a file."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def has_memory(self) -> bool:
-        """True if ``read`` returns the store's own memory; then ``into`` may be empty."""
-        ...
+    def has_memory(self) -> bool: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
     def packed(self, layer: int) -> PackedLayer:
         """Return the form in which ``read`` returns the layer."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the bytes that ``read`` returns: the host or the computing device."""
         ...
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
@@ -51,14 +50,11 @@ class LayerStore(Protocol):
         ...
 
     def others_late(self, layer: int) -> tuple[float, float]:
-        """Return start and end (perf_counter) of the last ``read``'s wait for other ranks to begin theirs.
-
-        The end is inf during the wait. The wait does not mean that the source is slow: the other ranks still compute.
-        """
+        """Return start and end (perf_counter; inf during it) of the last ``read``'s wait for other ranks to begin theirs."""
         ...
 
     def stop(self) -> None:
-        """Interrupt a ``read`` that waits for other ranks. Called by another thread, before ``close``."""
+        """Interrupt, from another thread, a ``read`` that waits for other ranks."""
         ...
 
     def close(self) -> None: ...
@@ -67,13 +63,11 @@ class LayerStore(Protocol):
 class LayerFiles(LayerStore, Protocol):
     """A ``LayerStore`` over files, from which all weights of a rank are loaded, in any order.
 
-    Every read raises ModelError or WeightsError if it fails.
+    ``model``: the forms of the rank's tensors. Every read raises ModelError or WeightsError if it fails.
     """
 
     @property
-    def model(self) -> PackedModel:
-        """The forms of the rank's tensors."""
-        ...
+    def model(self) -> PackedModel: ...
 
     def read_outer(self, device: torch.device, moved: Moved) -> Tensor:
         """Return the outer tensors, packed, on ``device``."""
@@ -81,10 +75,6 @@ class LayerFiles(LayerStore, Protocol):
 
     def read_plain(self, layer: int, device: torch.device, moved: Moved) -> Tensor:
         """Return the layer on ``device`` in its plain form."""
-        ...
-
-    def read_parts(self, layer: int, parts: Sequence[tuple[int, Tensor]], moved: Moved) -> None:
-        """Fill each tensor (N,) uint8, on any device, with the bytes of the stored layer from its start on."""
         ...
 
 

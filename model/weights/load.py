@@ -13,7 +13,7 @@ from tightwire.kernels.spec.packed import Matrix, PackedMatrix
 from tightwire.model.weights import WeightPlan
 from tightwire.model.weights.layer_store import HostStore, LayerFiles, LayerStore, ThrottledStore
 from tightwire.model.weights.packed_layer import weight_codec
-from tightwire.model.weights.partition_store import Kept, PartitionCut, PartitionStore
+from tightwire.model.weights.partition_store import PartitionCut, PartitionStore
 from tightwire.model.weights.source import LayerWeights, OuterWeights, ResidentWeights, WeightSource
 from tightwire.model.weights.streamed import StreamedWeights
 
@@ -37,14 +37,13 @@ def load_weights(
     Args:
         timeout_s: longest wait for a streamed layer without receiving a byte; with ``peers`` after all ranks started to
             gather it.
-        peers: the ranks that share the layers of a plan with source partition. All of them must call this. Every node
-            has the files, and each rank reads the bytes that it keeps, so loading sends no weights.
+        peers: the ranks that share the layers of a plan with source partition, all of which must call this. Each reads
+            the files, so loading sends no weights.
         progress: called with the share of the bytes read so far, 0 to 1.
     Raises:
         CommError: a rank is missing.
         ModelError, WeightsError: a read failed.
-    Cost: ``WeightSizes`` of the plan; host memory for the piece in hand, which is a layer if ``files`` are prepared or
-        it must be encoded.
+    Cost: ``WeightSizes`` of the plan, and host memory for a layer.
     """
     loading = _Loading(files, plan, device, progress)
     store: LayerStore = files
@@ -72,10 +71,7 @@ def load_weights(
 
 
 def _interleaved(tensors: Mapping[str, Matrix]) -> dict[str, Matrix]:
-    """Interleave packed matrices in place that are multiplied with activations in 8 bits, as those products read fastest.
-
-    Streamed layers are not interleaved; their products have the same bits.
-    """
+    """Interleave packed matrices in place that are multiplied with activations in 8 bits: those products are fastest."""
     return {
         name: interleave(tensor) if isinstance(tensor, PackedMatrix) and tensor.format.int8_activations else tensor
         for name, tensor in tensors.items()
@@ -114,22 +110,22 @@ class _Loading:
         )
 
     def load_parts(self, peers: PartitionPeers) -> PartitionStore:
-        """Read this rank's part of each streamed layer and the layer's tail to the device of ``peers.inside``."""
-        codec, model = weight_codec(self._plan.codec), self._files.model
+        """Read each streamed layer, and keep this rank's part and the tail on the device of ``peers.inside``."""
+        codec, model, device = weight_codec(self._plan.codec), self._files.model, peers.inside.device
         prepare_codecs(self._device, codec)  # compile now, because the other ranks would wait in a collective
-        kept = {layer: self._read_kept(layer, peers) for layer in self._plan.streamed}
+        whole = page_aligned(max(model.stored[layer].num_bytes for layer in self._plan.streamed), _CPU)
+        kept: dict[int, Tensor] = {}
+        for layer in self._plan.streamed:
+            packed_bytes = self._files.read(layer, whole[: model.stored[layer].num_bytes], self._moved)
+            cut = PartitionCut(len(packed_bytes), peers.at.per_node)
+            start = peers.at.place * cut.part_bytes
+            pinned = device.type == "cpu" and self._device.type == "cuda"
+            kept[layer] = page_aligned(cut.kept_bytes, device, pinned=pinned)
+            kept[layer][: cut.part_bytes].copy_(packed_bytes[start : start + cut.part_bytes])
+            kept[layer][cut.part_bytes :].copy_(packed_bytes[cut.tail_start :])
         store = PartitionStore(model.stored, model.plain, kept, peers, codec)
         peers.await_all()  # a gather has a deadline, which must not count another rank's loading
         return store
-
-    def _read_kept(self, layer: int, peers: PartitionPeers) -> Kept:
-        device = peers.inside.device
-        cut = PartitionCut(self._files.packed(layer).num_bytes, peers.at.per_node)
-        pinned = device.type == "cpu" and self._device.type == "cuda"
-        kept = Kept(cut, page_aligned(cut.kept_bytes, device, pinned=pinned))
-        parts: list[tuple[int, Tensor]] = [(peers.at.place * cut.part_bytes, kept.part), (cut.tail_start, kept.tail)]
-        self._files.read_parts(layer, parts, self._moved)
-        return kept
 
     def _moved(self, num_bytes: int) -> None:
         self._done_bytes += num_bytes

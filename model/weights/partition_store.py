@@ -1,9 +1,7 @@
 """Stores a part of each layer on each rank of a node, and gathers a layer each time it is used (hpZ).
 
-A node keeps each layer once instead of once per rank. An encoded layer is sent encoded (qwZ), and each rank decodes it.
-Nodes do not communicate. Source: ZeRO++ (arXiv 2306.10209), ZeRO-Inference (arXiv 2206.01861).
-
-All ranks of a group fetch the same layers in the same order, because they all run every pass, even with nothing to do.
+An encoded layer is sent encoded (qwZ). All ranks of a group fetch the same layers in the same order, because they all
+run every pass, even with nothing to do. Source: ZeRO++ (arXiv 2306.10209), ZeRO-Inference (arXiv 2206.01861).
 """
 
 import math
@@ -30,8 +28,7 @@ LINE_BYTES = 64
 class PartitionCut:
     """A packed layer of M bytes cut for R ranks: R equal parts of whole cache lines, and a tail that every rank keeps.
 
-    The tail is shorter than R cache lines. All messages of a layer have the same size without padding. In every pass
-    each rank sends R-1 parts: M (R-1)/R bytes, except for the tail.
+    The tail is shorter than R cache lines. A rank sends M (R-1)/R bytes in every pass, except for the tail.
     """
 
     num_bytes: int
@@ -56,22 +53,6 @@ class PartitionCut:
         return (self.num_ranks - 1) * self.part_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """One rank's bytes of a layer. ``whole`` (kept bytes,) uint8: its part, then the tail."""
-
-    cut: PartitionCut
-    whole: Tensor
-
-    @property
-    def part(self) -> Tensor:
-        return self.whole[: self.cut.part_bytes]
-
-    @property
-    def tail(self) -> Tensor:
-        return self.whole[self.cut.part_bytes :]
-
-
 class PartitionStore:
     """``LayerStore`` that gathers the parts that the ranks of a node keep."""
 
@@ -79,22 +60,20 @@ class PartitionStore:
         self,
         stored: Sequence[PackedLayer],
         plain: Sequence[PackedLayer],
-        layers: Mapping[int, Kept],
+        kept: Mapping[int, Tensor],
         peers: PartitionPeers,
         codec: Codec,
     ) -> None:
         """
         Args:
             stored, plain: the forms of every layer of the model.
-            layers: this rank's bytes of each streamed layer.
+            kept: this rank's bytes of each streamed layer, uint8: its part, then the tail.
             peers: closed with the store.
             codec: the codec of ``stored``.
         """
-        self._stored, self._layers, self._peers, self._codec = stored, dict(layers), peers, codec
+        self._stored, self._plain, self._kept = stored, plain, dict(kept)
+        self._peers, self._codec = peers, codec
         self._late: dict[int, tuple[float, float]] = {}
-        self._exact_bytes = {
-            layer: PartitionCut(plain[layer].num_bytes, peers.at.per_node).pass_bytes for layer in self._layers
-        }
 
     @property
     def name(self) -> str:
@@ -112,17 +91,18 @@ class PartitionStore:
         return self._stored[layer]
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
-        kept, inside = self._layers[layer], self._peers.inside
+        kept, inside = self._kept[layer], self._peers.inside
         if self.has_memory:
-            moved(kept.whole.nbytes)
-            return kept.whole
-        start, exact_bytes = kept.cut.tail_start, self._exact_bytes[layer]
+            moved(kept.nbytes)
+            return kept
+        cut, exact = (PartitionCut(form[layer].num_bytes, inside.world_size) for form in (self._stored, self._plain))
+        part, tail = kept[: cut.part_bytes], kept[cut.part_bytes :]
         self._await_others(layer)
         moved(0)  # the transfer starts now
         all_gather = partial(all_gather_into, phase=GATHERING, site="weights")
-        self._peers.run(all_gather, inside, kept.part, into[:start], self._codec, exact_bytes, moved)
-        into[start:].copy_(kept.tail)
-        moved(kept.tail.nbytes)
+        self._peers.run(all_gather, inside, part, into[: cut.tail_start], self._codec, exact.pass_bytes, moved)
+        into[cut.tail_start :].copy_(tail)
+        moved(tail.nbytes)
         return into
 
     def others_late(self, layer: int) -> tuple[float, float]:
@@ -142,4 +122,4 @@ class PartitionStore:
 
     def close(self) -> None:
         self._peers.close()
-        self._layers.clear()
+        self._kept.clear()

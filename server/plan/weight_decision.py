@@ -13,6 +13,7 @@ from tightwire.kernels.spec.packed_format import GROUP_ELEMS
 from tightwire.model.weights import EVERYTHING_RESIDENT, WEIGHT_CODECS, WeightPlan
 from tightwire.model.weights.formats import QUANTIZED_AS
 from tightwire.model.weights.packed_layer import pack_model, weight_codec
+from tightwire.model.weights.prepared.blob_file import choose_io
 from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.residency import LEAST_STREAMED, WeightSizes, check_codec, spread
 from tightwire.server.config.serve import ServeConfig
@@ -239,7 +240,7 @@ class _Streaming:
 def _reading(options: WeightOptions, inputs: MemoryInputs, files: Files) -> dict[str, Any]:
     """The fields of ``WeightPlan`` that say how files are read."""
     prepared = files.prepared
-    io = "buffered" if prepared is None else prepared.choose_io("auto", inputs.host_bytes)
+    io = "buffered" if prepared is None else choose_io(prepared.paths, inputs.host_bytes)
     return {"io": io, "verify": options.verify_weights}
 
 

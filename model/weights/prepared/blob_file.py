@@ -1,7 +1,6 @@
 """Writes a file of packed layers (blobs) in order, and reads it in pieces with buffered or direct I/O.
 
-Reads that fail temporarily (disk, file server, a file that is being replaced) are retried until a time limit. Bytes go
-directly to the caller's memory, except that unaligned direct reads use a buffer.
+Reads that fail temporarily (disk, file server, a file that is being replaced) are retried until a time limit.
 """
 
 import errno
@@ -13,15 +12,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from tightwire.comm.buffers import PAGE_BYTES, page_aligned
+from tightwire.comm.buffers import PAGE_BYTES
 from tightwire.comm.protocols import Moved
 from tightwire.model.checkpoint.errors import WeightsError
-from tightwire.model.weights.prepared.manifest import Blob
+from tightwire.model.weights.prepared.manifest import MAKE_AGAIN, Blob
 
-DISK_IO = ("auto", "direct", "buffered")
 PIECE_BYTES = 8 << 20  # per read: large enough to keep a disk busy, small enough for a slow disk to report progress
 
 _LOG = logging.getLogger(__name__)
@@ -42,27 +39,22 @@ class BlobFile:
     """One open file. Not thread-safe."""
 
     def __init__(self, path: Path, *, direct: bool, patience_s: float = _PATIENCE_S) -> None:
-        """
+        """Open the file; raises WeightsError.
+
         Args:
             direct: read around the page cache; then addresses, offsets and sizes must be whole pages.
             patience_s: time limit for retries of reads that fail temporarily.
-        Raises:
-            WeightsError: the file cannot be opened in this mode.
         """
         self.path, self.direct, self._patience_s = path, direct, patience_s
         self._flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
-        self._scratch: memoryview | None = None
         try:
             self._fd = os.open(path, self._flags)
         except OSError as error:
             raise WeightsError(f"{path}: cannot be opened: {error.strerror}") from None
 
     def fill(self, view: memoryview, offset: int, what: str) -> None:
-        """Read ``view``'s bytes from ``offset`` on.
+        """Read ``view``'s bytes from ``offset`` on. ``what``: a name for errors, such as ``layer 3``.
 
-        Args:
-            view: usually at most PIECE_BYTES.
-            what: a name for errors, such as ``layer 3``.
         Raises:
             WeightsError: the file is too short or cannot be read, for longer than ``patience_s``.
         """
@@ -78,17 +70,6 @@ class BlobFile:
             time.sleep(pause_s)
             pause_s, attempt = min(2 * pause_s, _LONGEST_PAUSE_S), attempt + 1
             self._reopen()
-
-    def scratch(self) -> memoryview:
-        """Return a page-aligned buffer of PIECE_BYTES plus two pages; the next read overwrites it."""
-        if self._scratch is None:
-            self._scratch = page_aligned(PIECE_BYTES + 2 * PAGE_BYTES, torch.device("cpu")).numpy().data
-        return self._scratch
-
-    def prefetch(self, offset: int, num_bytes: int) -> None:
-        """Start reading this part into the page cache; does nothing if reads are direct."""
-        if not self.direct:
-            os.posix_fadvise(self._fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
 
     def drop_from_cache(self) -> None:
         """Drop the file from the page cache, so that the next reads come from the disk."""
@@ -110,7 +91,7 @@ class BlobFile:
             if not whole:
                 raise _TemporaryError(
                     f"{self.path}: ends inside {what}: expected {len(view)} bytes at byte {offset}, got {got + num_bytes}",
-                    "copy the folder again, or make it again with `tightwire prepare`",
+                    MAKE_AGAIN,
                 )
             got += whole
 
@@ -157,31 +138,8 @@ def read_blob(
     if digest is not None and digest.hexdigest() != blob.sha256:
         raise WeightsError(
             f"{file.path}: {what} is damaged: its {blob.num_bytes} bytes from byte {blob.offset} on have sha256 "
-            f"{digest.hexdigest()}, and {blob.sha256} was written; copy the folder again, or make it again with "
-            "`tightwire prepare`"
+            f"{digest.hexdigest()}, and {blob.sha256} was written; {MAKE_AGAIN}"
         )
-
-
-def read_span(file: BlobFile, offset: int, what: str, into: Tensor, moved: Moved) -> None:
-    """Read part of a blob at any offset; direct reads use a buffer of whole pages.
-
-    Args:
-        into: (N,) uint8 on the host.
-    Raises:
-        WeightsError: the part cannot be read.
-    """
-    view = into.numpy().data
-    scratch = file.scratch() if file.direct else None
-    for start in range(0, len(view), PIECE_BYTES):
-        piece = view[start : start + PIECE_BYTES]
-        first, end = offset + start, offset + start + len(piece)
-        if scratch is None:
-            file.fill(piece, first, what)
-        else:
-            first_page, end_page = first // PAGE_BYTES * PAGE_BYTES, -(-end // PAGE_BYTES) * PAGE_BYTES
-            file.fill(scratch[: end_page - first_page], first_page, what)
-            piece[:] = scratch[first - first_page : end - first_page]
-        moved(len(piece))
 
 
 def reads_direct(path: Path) -> bool:
@@ -199,33 +157,18 @@ def reads_direct(path: Path) -> bool:
         os.close(fd)
 
 
-def choose_io(asked: str, paths: Sequence[Path], available_bytes: int) -> str:
-    """Resolve ``auto``: ``direct`` when the files together are larger than half of the available memory.
+def choose_io(paths: Sequence[Path], available_bytes: int) -> str:
+    """Return ``direct`` if these files of all ranks on this host are larger than half of the available memory.
 
     Passes read the files cyclically. A page cache that is too small evicts the least recently used pages, which are the
-    next ones to be read, so it never has a hit and costs an extra copy.
-
-    Args:
-        paths: the files of all ranks on this host.
-    Raises:
-        ValueError: the file system does not support direct reads, or ``asked`` is unknown.
+    next ones to be read, so it never has a hit and costs an extra copy. ``buffered`` also where reads cannot be direct.
     """
-    if asked not in DISK_IO:
-        raise ValueError(f"disk I/O must be one of {', '.join(DISK_IO)}, got {asked!r}")
-    if asked == "buffered":
-        return asked
-    possible = all(reads_direct(path) for path in paths)
-    if asked == "direct" and not possible:
-        raise ValueError(
-            f"{paths[0].parent}: its file system does not support direct reads, which bypass the page cache; use "
-            "buffered reads, or put the folder on a local disk"
-        )
     large = sum(path.stat().st_size for path in paths) > available_bytes // 2
-    return "direct" if possible and (large or asked == "direct") else "buffered"
+    return "direct" if large and all(map(reads_direct, paths)) else "buffered"
 
 
 class BlobWriter:
-    """Writes packed layers to a new file and records the place and checksum of each. The caller handles OSError."""
+    """Writes packed layers to a new file and records the place and checksum of each. Its methods raise OSError."""
 
     def __init__(self, path: Path) -> None:
         self.blobs: list[Blob] = []

@@ -8,7 +8,8 @@
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,22 +26,15 @@ from tightwire.model.layout import Layout, make_layout
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.layer_store import LocalStore
 from tightwire.model.weights.packed_layer import PackedLayer, PackedModel, pack_model
-from tightwire.model.weights.prepared.blob_file import (
-    PIECE_BYTES,
-    BlobFile,
-    choose_io,
-    read_blob,
-    read_span,
-    reads_direct,
-)
-from tightwire.model.weights.prepared.manifest import MANIFEST, Manifest, RankFile, cuts_of, read_manifest
+from tightwire.model.weights.prepared.blob_file import PIECE_BYTES, BlobFile, read_blob, reads_direct
+from tightwire.model.weights.prepared.manifest import MAKE_AGAIN, MANIFEST, Manifest, RankFile, cuts_of, read_manifest
 
 _CPU = torch.device("cpu")
 _OUTER = "embedding, norm and head"
 
 
 class DiskStore(LocalStore):
-    """``LayerFiles`` over one file. It learns the order of the layers in the first pass."""
+    """``LayerFiles`` over one file."""
 
     has_memory = False
 
@@ -57,18 +51,13 @@ class DiskStore(LocalStore):
         """
         Args:
             model: the forms of the tensors in the file.
-            direct: read around the page cache.
+            direct, patience_s: see ``BlobFile``.
             verify: compare each checksum when a layer or the outer tensors are first read.
-            patience_s: time limit for retries of reads that fail temporarily; damage is not retried.
-        Raises:
-            WeightsError: the file cannot be opened in this mode.
         """
         self.model = model
         self._outer, self._blobs, self._verify = blobs.outer, blobs.layers, verify
         self._file = BlobFile(path, direct=direct, patience_s=patience_s)
         self._unverified = set(range(len(self._blobs)) if verify else ())
-        self._next: dict[int, int] = {}
-        self._last: int | None = None
 
     @property
     def name(self) -> str:
@@ -95,31 +84,10 @@ class DiskStore(LocalStore):
         digest = hashlib.sha256() if layer in self._unverified else None
         read_blob(self._file, self._blobs[layer], f"layer {layer}", into, moved, digest)
         self._unverified.discard(layer)
-        self._prefetch_next(layer)
         return into
-
-    def read_parts(self, layer: int, parts: Sequence[tuple[int, Tensor]], moved: Moved) -> None:
-        """Read only the parts; with ``verify`` the whole layer, because its checksum covers all of it."""
-        if self._verify:
-            whole = self.read(layer, page_aligned(self._blobs[layer].num_bytes, _CPU), moved)
-            for start, part in parts:
-                part.copy_(whole[start : start + len(part)])
-            return
-        for start, part in parts:
-            host = part if part.device.type == "cpu" else torch.empty(part.shape, dtype=torch.uint8)
-            read_span(self._file, self._blobs[layer].offset + start, f"layer {layer}", host, moved)
-            part.copy_(host)
 
     def close(self) -> None:
         self._file.close()
-
-    def _prefetch_next(self, layer: int) -> None:
-        """Start reading the next layer into the page cache before the caller asks for it."""
-        if self._last is not None:
-            self._next[self._last] = layer
-        self._last = layer
-        blob = self._blobs[self._next.get(layer, (layer + 1) % len(self._blobs))]
-        self._file.prefetch(blob.offset, min(PIECE_BYTES, blob.num_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,30 +130,10 @@ class Prepared:
     def packed(self, rank: int) -> PackedModel:
         return pack_model(self.config, self.layout.shards[rank], self.formats, self.dtype, self.codec)
 
-    def choose_io(self, asked: str, available_bytes: int) -> str:
-        """Resolve ``auto`` to ``direct`` or ``buffered`` for all ranks (``blob_file.choose_io``)."""
-        return choose_io(asked, self.paths, available_bytes)
-
     def store(self, rank: int, io: str = "buffered", *, verify: bool = False, patience_s: float = 1.0) -> DiskStore:
-        """Open this rank's file.
-
-        Args:
-            io: ``direct`` or ``buffered``; ``choose_io`` resolves ``auto``.
-            patience_s: time limit for retries of reads that fail temporarily.
-        Raises:
-            ValueError: ``io`` is neither.
-            WeightsError: the file cannot be opened.
-        """
-        if io not in ("direct", "buffered"):
-            raise ValueError(f"a file is read direct or buffered, got {io!r}; `choose_io` resolves auto")
-        return DiskStore(
-            self.paths[rank],
-            self.packed(rank),
-            self.manifest.ranks[rank],
-            direct=io == "direct",
-            verify=verify,
-            patience_s=patience_s,
-        )
+        """Open this rank's file with reads that are ``direct`` or ``buffered``; see ``DiskStore``."""
+        model, blobs, direct = self.packed(rank), self.manifest.ranks[rank], io == "direct"
+        return DiskStore(self.paths[rank], model, blobs, direct=direct, verify=verify, patience_s=patience_s)
 
 
 def open_prepared(folder: Path, config: LlamaConfig) -> Prepared:
@@ -232,26 +180,19 @@ def find_damage(folder: Path, manifest: Manifest, moved: Moved = lambda num_byte
         except WeightsError as error:
             yield str(error)
             continue
-        try:
+        with closing(file):
             file.drop_from_cache()
-            for what, blob in zip(
-                [_OUTER, *map("layer {}".format, range(len(written.layers)))], written.blobs, strict=True
-            ):
+            for index, blob in enumerate(written.blobs):
                 try:
-                    read_blob(file, blob, what, scratch, moved, hashlib.sha256())
+                    read_blob(file, blob, f"layer {index - 1}" if index else _OUTER, scratch, moved, hashlib.sha256())
                 except WeightsError as error:
                     yield str(error)
-        finally:
-            file.close()
 
 
 def _check_size(path: Path, num_bytes: int) -> None:
     try:
         found = path.stat().st_size
     except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}; copy the folder again, or make it again") from None
+        raise ModelError(f"{path}: cannot be read: {error.strerror}; {MAKE_AGAIN}") from None
     if found != num_bytes:
-        raise ModelError(
-            f"{path}: is {found} bytes long, and {num_bytes} were written; copy the folder again, or make it again with "
-            "`tightwire prepare`"
-        )
+        raise ModelError(f"{path}: is {found} bytes long, and {num_bytes} were written; {MAKE_AGAIN}")

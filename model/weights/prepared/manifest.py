@@ -15,6 +15,7 @@ from tightwire.model.layout import Shard
 MANIFEST = "tightwire.json"
 SCHEMA = "tightwire.prepared/1"
 
+MAKE_AGAIN = "copy the folder again, or make it again with `tightwire prepare`"
 _CUTS = ("query_heads", "kv_heads", "mlp_columns", "vocab_rows")
 
 
@@ -88,19 +89,16 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest.
-
-    Raises:
-        ModelError: the manifest cannot be read, is damaged, or has another version.
-    """
+    """Read and check the manifest; raises ModelError if it cannot be read, is damaged, or has another version."""
     path = folder / MANIFEST
-    again = "copy the folder again, or make it again with `tightwire prepare`"
     try:
         envelope = msgspec.json.decode(path.read_bytes(), type=_Envelope)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: is damaged or not the manifest of a prepared folder: {error}; {again}") from None
+        raise ModelError(
+            f"{path}: is damaged or not the manifest of a prepared folder: {error}; {MAKE_AGAIN}"
+        ) from None
     if envelope.schema != SCHEMA:
         raise ModelError(
             f"{path}: has schema {envelope.schema!r}, and this version of Tightwire reads {SCHEMA!r}; make the folder again "
@@ -108,10 +106,10 @@ def read_manifest(folder: Path) -> Manifest:
         )
     body = bytes(envelope.prepared)
     if hashlib.sha256(body).hexdigest() != envelope.sha256:
-        raise ModelError(f"{path}: is damaged: its checksum differs; {again}")
+        raise ModelError(f"{path}: is damaged: its checksum differs; {MAKE_AGAIN}")
     try:
         return msgspec.json.decode(body, type=Manifest)
     except msgspec.DecodeError as error:
         raise ModelError(
-            f"{path}: does not have the fields that this version of Tightwire reads: {error}; {again}"
+            f"{path}: does not have the fields that this version of Tightwire reads: {error}; {MAKE_AGAIN}"
         ) from None

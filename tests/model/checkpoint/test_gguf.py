@@ -46,7 +46,7 @@ def assert_same_header(path: Path) -> None:
     for key, field in theirs.fields.items():
         if not key.startswith("GGUF."):
             assert ours.get(key) == field.contents(), key
-    assert [(t.name, t.type_id, t.offset, list(t.shape)) for t in ours.tensors.values()] == [
+    assert [(t.name, t.kind, t.offset, list(t.shape)) for t in ours.tensors.values()] == [
         (t.name, t.tensor_type, t.data_offset, list(reversed(t.shape.tolist()))) for t in theirs.tensors
     ]
 

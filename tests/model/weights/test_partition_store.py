@@ -80,7 +80,7 @@ def test_packed_weights_with_resident_layers(num_streamed: int, tmp_path: Path) 
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("codec", ["none", "int4"])
 @pytest.mark.parametrize("world", [World(1, 3), World(2, 4, num_nodes=2)], ids=str)
-def test_a_prepared_folder_is_read_in_parts_or_verified_whole(
+def test_a_prepared_folder_is_partitioned_verified_or_not(
     world: World, codec: str, verify: bool, tmp_path: Path
 ) -> None:
     checkpoint = open_checkpoint(str(make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)))
@@ -141,7 +141,7 @@ def test_planned_sizes_equal_the_memory_in_use(codec: str, tmp_path: Path) -> No
             pools = [own.pool] if own.fetcher.read_pool is None else [own.pool, own.fetcher.read_pool]
             store = own.store
             assert isinstance(store, PartitionStore)
-            kept = sum(layer.whole.nbytes for layer in store._layers.values())
+            kept = sum(layer.nbytes for layer in store._kept.values())
             buffers = sum(buffer.memory.nbytes for pool in pools for buffer in pool.buffers)
             streamed = sum(plain[layer].num_bytes for layer in work.plan.streamed)
             assert sizes.kept(work.plan) == kept

@@ -192,33 +192,6 @@ def test_a_permanent_error_is_raised(
     assert failing.calls == calls
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_parts_at_odd_addresses_share_one_buffer(
-    path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch, direct: bool
-) -> None:
-    if direct and not reads_direct(path):
-        pytest.skip(f"the file system of {path} reads nothing around the page cache")
-    made, make = list[int](), page_aligned
-    monkeypatch.setattr(blob_file, "page_aligned", lambda *args: made.append(args[0]) or make(*args))
-    store, into = open_store(path, content, direct=direct), torch.empty(5000, dtype=torch.uint8)
-    for start in (64, 4100, 123):
-        store.read_parts(1, [(start, into)], lambda num_bytes: None)
-        assert into.numpy().tobytes() == content[1][start : start + 5000]
-    assert len(made) == direct
-
-
-def test_the_next_layer_is_read_ahead_in_the_order_of_the_first_pass(
-    path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, length, advice: asked.append((at, length)))
-    store = open_store(path, content)
-    for layer in (0, 2, 0, 2):  # layer 1 is kept elsewhere
-        read(store, layer)
-    first, third = (0, SIZES[0]), (sum(SIZES[:2]), SIZES[2])
-    assert asked == [(SIZES[0], PIECE_BYTES), first, third, first]
-
-
 def test_a_missing_file(tmp_path: Path, content: list[bytes]) -> None:
     with pytest.raises(WeightsError, match="none.weights: cannot be opened: No such file"):
         open_store(tmp_path / "none.weights", content)
@@ -227,17 +200,11 @@ def test_a_missing_file(tmp_path: Path, content: list[bytes]) -> None:
 def test_direct_reads_are_chosen_where_the_cache_is_too_small(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blob_file, "reads_direct", lambda path: True)
     size = sum(SIZES)
-    assert choose_io("auto", [path], 2 * size) == "buffered"
-    assert choose_io("auto", [path], 2 * size - 2) == "direct"
-    assert choose_io("auto", [path, path], 2 * size) == "direct"
-    assert choose_io("direct", [path], 100 * size) == "direct"
-    assert choose_io("buffered", [path], 0) == "buffered"
-    with pytest.raises(ValueError, match="auto, direct, buffered, got 'mmap'"):
-        choose_io("mmap", [path], 0)
+    assert choose_io([path], 2 * size) == "buffered"
+    assert choose_io([path], 2 * size - 2) == "direct"
+    assert choose_io([path, path], 2 * size) == "direct"
 
 
 def test_direct_reads_that_are_not_possible(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "preadv", FailingReads(99, errno.EINVAL))
-    assert choose_io("auto", [path], 0) == "buffered"
-    with pytest.raises(ValueError, match="does not support direct reads"):
-        choose_io("direct", [path], 0)
+    assert choose_io([path], 0) == "buffered"

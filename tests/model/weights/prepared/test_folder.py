@@ -113,11 +113,3 @@ def test_a_changed_configuration_is_refused(out: Path) -> None:
     (out / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(ModelError, match="does not match config.json"):
         open_checkpoint(str(out))
-
-
-def test_reads_are_direct_or_buffered_by_the_time_that_a_store_is_opened(out: Path) -> None:
-    prepared = open_checkpoint(str(out)).prepared
-    assert prepared is not None
-    assert "through the page cache" in prepared.store(0, prepared.choose_io("auto", 1 << 40)).name
-    with pytest.raises(ValueError, match="got 'auto'; `choose_io` resolves auto"):
-        prepared.store(0, "auto")
