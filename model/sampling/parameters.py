@@ -43,6 +43,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: Annotated[tuple[int, ...], Needs.BEST_LOGITS] = ()
     min_tokens: Annotated[int, Needs.ALL_LOGITS] = 0  # stop tokens are banned before this many tokens
     ignore_eos: Annotated[bool, Needs.BEST_LOGITS] = False
+    allowed_token_ids: Annotated[tuple[int, ...] | None, Needs.ALL_LOGITS] = (
+        None  # all others are banned; None: all allowed
+    )
+    # Token sequences that the output may not contain: the last token is banned after the ones before it.
+    bad_words: Annotated[tuple[tuple[int, ...], ...], Needs.TOKENS] = ()
 
     @property
     def is_greedy(self) -> bool:

@@ -1,7 +1,7 @@
 """Chooses the next token of every sequence in the batch, with batched tensor operations on the logits' device.
 
-The order is that of vLLM: logit_bias; ban of stop tokens below min_tokens; repetition, frequency and presence
-penalties; temperature; min_p; top_k; top_p; one draw. Temperature 0 takes the largest logit after penalties; of equal
+The order is that of vLLM: logit_bias; bans (allowed_token_ids, bad_words, stop tokens below min_tokens); repetition,
+frequency and presence penalties; temperature; min_p; top_k; top_p; one draw. Temperature 0 takes the largest logit after penalties; of equal
 ones, the lowest id. Logprobs are those of the unmodified logits.
 
 A row's result depends on that row alone (see ``draw``); tests check bit-identity over batch compositions.
@@ -142,12 +142,15 @@ class Sampler:
     def _processed(self, logits_RV: Tensor, batch: "_Batch", positions_R: np.ndarray) -> Tensor:
         """Return logits after bias, bans and penalties; the same tensor if there are none."""
         banned = batch.banned_at(positions_R)
-        if batch.bias is None and not banned and not batch.penalized:
+        if batch.bias is None and batch.always_banned is None and not banned and not batch.penalized:
             return logits_RV
         logits_RV = logits_RV.clone()
         if batch.bias is not None:
             row_I, token_id_I, value_I = batch.bias
             logits_RV.index_put_((row_I, token_id_I), value_I, accumulate=True)
+        if batch.always_banned is not None:
+            row_I, banned_IV = batch.always_banned
+            logits_RV[row_I] = logits_RV[row_I].masked_fill_(banned_IV, -torch.inf)
         if banned:
             row_I, token_id_I = upload(banned, torch.int64, self._device).unbind(1)
             logits_RV.index_put_((row_I, token_id_I), torch.full((), -torch.inf, device=self._device))
@@ -186,6 +189,8 @@ class _Batch:
         self._vocab_size = vocab_size
         params = [row.params for row in rows]
         self.bias = _bias_tensors(params, device)
+        self.always_banned = _ban_masks(params, vocab_size, device)
+        self._worded = [r for r, p in enumerate(params) if any(len(word) > 1 for word in p.bad_words)]
         self._short = [r for r, row in enumerate(rows) if row.params.min_tokens > 0 and row.stop_ids]
         self.penalized = [r for r, p in enumerate(params) if p.has_penalties]
         self.scored_rows = [r for r, p in enumerate(params) if p.logprobs is not None]
@@ -197,12 +202,21 @@ class _Batch:
         self.groups = [self._group(chosen, device) for chosen in (in_order, ranked) if chosen]
 
     def banned_at(self, positions_R: np.ndarray) -> list[tuple[int, int]]:
-        """Return (row, stop id) for the rows that must not end yet after this many generated tokens."""
-        return [
+        """Return (row, token id): stop tokens of rows that must not end yet, and tokens that would complete a bad word.
+
+        ``positions_R``: the numbers of generated tokens.
+        """
+        stops = [
             (r, token_id)
             for r in self._short
             if positions_R[r] < self.rows[r].params.min_tokens
             for token_id in self.rows[r].stop_ids
+        ]
+        return stops + [
+            (r, word[-1])
+            for r in self._worded
+            for word in self.rows[r].params.bad_words
+            if 1 < len(word) <= positions_R[r] + 1 and tuple(self.rows[r].token_ids[1 - len(word) :]) == word[:-1]
         ]
 
     def _needs_sort(self, params: SamplingParams) -> bool:
@@ -228,6 +242,21 @@ class _Batch:
             filters=filters,
             mixed_seeds=np.array([mix_seed(p.seed) for p in params], np.uint64),
         )
+
+
+def _ban_masks(params: list[SamplingParams], vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Return rows and (I, V) their tokens that are banned at every step; None if there are none."""
+    singles = [[word[0] for word in p.bad_words if len(word) == 1] for p in params]
+    rows = [r for r, p in enumerate(params) if p.allowed_token_ids is not None or singles[r]]
+    if not rows:
+        return None
+    banned_IV = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
+    for banned_V, r in zip(banned_IV, rows, strict=True):
+        if (allowed := params[r].allowed_token_ids) is not None:
+            banned_V[:] = True
+            banned_V[list(allowed)] = False
+        banned_V[singles[r]] = True
+    return upload(rows, torch.int64, device), banned_IV.to(device)
 
 
 def _bias_tensors(params: list[SamplingParams], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -17,6 +17,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tightwire.model.checkpoint.errors import ChatTemplateError
 
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the last message; the space shows whether a template trims
+
 
 class ChatTemplate:
     """A compiled template and its special tokens (``bos_token``, ``eos_token``, ...)."""
@@ -27,6 +29,20 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the model's chat template cannot be compiled: {error}") from None
         self._special_tokens = dict(special_tokens)
+
+    def render_open(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """Render messages up to the end of the last one's text, so that an answer continues it, as transformers does.
+
+        Raises:
+            ChatTemplateError: the template rejects these messages, or does not print the last one's text.
+        """
+        *before, last = messages
+        marked = {**last, "content": last["content"] + _MARK}
+        text = self.render([*before, marked], add_generation_prompt=False, **variables)
+        end = text.rfind(_MARK.strip())
+        if end < 0 or last["content"].strip() not in text:
+            raise ChatTemplateError("the model's chat template does not print the last message as it is")
+        return text[:end] if text.startswith(_MARK, end) else text[:end].rstrip()  # this template trims messages
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **variables: Any) -> str:
         """Render messages; raises ChatTemplateError with the template's message if it rejects them."""

@@ -61,13 +61,23 @@ class Tokenizer:
         return self._chat_template_source is not None
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        **variables: Any,
     ) -> str:
         """Render the prompt for ``messages`` (``{"role", "content"}``); the template receives all further variables.
+
+        Args:
+            continue_final_message: end in the last message's text, which the answer continues.
 
         Raises:
             ChatTemplateError: there is no chat template, or it rejects these messages.
         """
+        if continue_final_message:
+            return self._chat_template.render_open(messages, **variables)
         return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     def encode_chat(

@@ -22,7 +22,7 @@ from tightwire.server.api.generation import Delta, TokenSequence, generate
 from tightwire.server.api.logprobs import PromptLogprobs, prompt_logprobs
 from tightwire.server.api.prompts import Prompt
 from tightwire.server.api.responses import PromptTokensDetails, Usage
-from tightwire.server.api.schemas import GenerationBody
+from tightwire.server.api.schemas import GenerationBody, StreamOptions
 from tightwire.server.api.serving import ServedModel, Serving
 from tightwire.server.api.trace import RequestTrace, TightwireExtra
 
@@ -84,6 +84,7 @@ class Dialect(ABC, Generic[BodyT]):
         self.body, self.model = body, model
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         fingerprint = model.info.fingerprint(body.tightwire.allreduce)
+        self.name_of = "token_id:{}".format if body.return_tokens_as_token_ids else model.tokens.text_of
         self._heading = (self.id, int(time.time()), model.info.name, fingerprint)
 
     @abstractmethod
@@ -136,6 +137,7 @@ class Answer:
     ) -> None:
         self._body, self._dialect, self._trace = dialect.body, dialect, trace
         self._sequences = {f"{dialect.id}-{sequence.index}": sequence for sequence in sequences}
+        self._stream = self._body.stream_options or StreamOptions.model_construct()
         policy, salt = self._body.tightwire.allreduce, self._body.cache_salt or ""
         self._deltas = generate(serving.engine, self._sequences, trace, policy, salt)
 
@@ -161,14 +163,12 @@ class Answer:
         return Response(content, media_type="application/json")
 
     async def _frames(self, first: Delta) -> AsyncGenerator[bytes, None]:
-        options = self._body.stream_options
-        wants_usage = options is not None and bool(options.include_usage)
-        in_chunks = None if wants_usage else UNSET
+        wants_usage = self._stream.include_usage
         try:
-            yield self._encode(first, in_chunks)
+            yield self._encode(first)
             self._trace.sent()
             async for delta in self._deltas:
-                yield self._encode(delta, in_chunks)
+                yield self._encode(delta)
             extra = self._extra()
             if wants_usage or extra is not UNSET:
                 yield encode_frame(self._dialect.chunk([], self._usage() if wants_usage else UNSET, extra))
@@ -176,13 +176,16 @@ class Answer:
             yield encode_frame(to_api_error(error).body())
         yield b"data: [DONE]\n\n"
 
-    def _encode(self, delta: Delta, usage: StreamUsage) -> bytes:
+    def _encode(self, delta: Delta) -> bytes:
+        usage: StreamUsage = None if self._stream.include_usage else UNSET
+        if self._stream.include_usage and self._stream.continuous_usage_stats:
+            usage = self._usage(delta.index)
         return b"".join(map(encode_frame, self._dialect.chunks(delta, usage)))
 
-    def _usage(self) -> Usage:
-        """Counts each prompt once, however many answers it has."""
-        sequences = self._sequences.values()
-        firsts = [sequence for sequence in sequences if sequence.index % self._body.n == 0]
+    def _usage(self, index: int | None = None) -> Usage:
+        """Counts each prompt once, however many answers it has. ``index``: only the tokens of this answer."""
+        sequences = [s for s in self._sequences.values() if index in (None, s.index)]
+        firsts = [s for s in sequences if s.index % self._body.n == 0 or index is not None]
         prompt = sum(len(sequence.prompt_token_ids) for sequence in firsts)
         completion = sum(len(sequence.token_ids) for sequence in sequences)
         return Usage(

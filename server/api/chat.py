@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, structs
 
 from tightwire.server.api.answer import Dialect, HeadedBody, StreamUsage
 from tightwire.server.api.errors import invalid
@@ -10,14 +10,14 @@ from tightwire.server.api.generation import Delta
 from tightwire.server.api.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs
 from tightwire.server.api.prompts import Prompt, run_off_loop
 from tightwire.server.api.responses import Usage
-from tightwire.server.api.schemas import ChatBody, Message
+from tightwire.server.api.schemas import ChatBody, Message, TemplateFields
 from tightwire.server.api.serving import ServedModel
 from tightwire.server.api.trace import TightwireExtra
 
 
 class ChatMessage(Struct):
     content: str
-    role: str = "assistant"
+    role: str
     refusal: None = None
 
 
@@ -55,12 +55,18 @@ class ChatChunk(HeadedBody):
     tightwire: TightwireExtra | UnsetType = UNSET
 
 
-async def chat_token_ids(model: ServedModel, messages: list[Message]) -> list[int]:
+async def chat_token_ids(model: ServedModel, messages: list[Message], body: TemplateFields) -> list[int]:
     """The tokens of the conversation in the model's chat template.
 
     Raises:
         ApiError: 400; the model has no template, or the template rejects these messages.
     """
+    if body.continue_final_message and body.add_generation_prompt:
+        raise invalid(
+            "continue_final_message and add_generation_prompt are both true, but an answer either continues the last "
+            "message or begins a new one; leave one of them out",
+            param="continue_final_message",
+        )
     if not model.tokenizer.has_chat_template:
         raise invalid(
             f"the model {model.info.name!r} has no chat template; use /v1/completions, or serve an instruct model",
@@ -68,8 +74,13 @@ async def chat_token_ids(model: ServedModel, messages: list[Message]) -> list[in
             code="no_chat_template",
         )
     plain = [message.to_template() for message in messages]
+    fields = {
+        "add_generation_prompt": body.begins_message,
+        "continue_final_message": body.continue_final_message,
+    }
+    num_chars = sum(len(message["content"]) for message in plain)
     try:
-        return await run_off_loop(lambda: model.tokenizer.encode_chat(plain), sum(len(m["content"]) for m in plain))
+        return await run_off_loop(lambda: model.tokenizer.encode_chat(plain, **fields), num_chars)
     except ValueError as error:
         raise invalid(f"the model's chat template rejects these messages: {error}", param="messages") from None
 
@@ -81,7 +92,8 @@ class ChatDialect(Dialect[ChatBody]):
 
     def __init__(self, body: ChatBody, model: ServedModel) -> None:
         super().__init__(body, model)
-        self.continues_text = False
+        self.continues_text = body.continue_final_message
+        self._role = "assistant" if body.begins_message else body.messages[-1].role
         self._begun: set[int] = set()
 
     async def prompts(self) -> list[Prompt]:
@@ -90,12 +102,16 @@ class ChatDialect(Dialect[ChatBody]):
             raise invalid("top_logprobs requires logprobs: true", param="top_logprobs")
         if body.max_tokens is not None and body.token_limit != body.max_tokens:
             raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
-        return [Prompt(await chat_token_ids(self.model, body.messages))]
+        return [Prompt(await chat_token_ids(self.model, body.messages, body))]
 
     def chunks(self, delta: Delta, usage: StreamUsage) -> Iterator[HeadedBody]:
         if delta.index not in self._begun:
             self._begun.add(delta.index)
-            yield self.chunk([ChatChunkChoice(delta.index, ChatDelta(role="assistant", content=""))], usage)
+            if isinstance(usage, Usage):
+                usage_so_far = structs.replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)
+            else:
+                usage_so_far = usage
+            yield self.chunk([ChatChunkChoice(delta.index, ChatDelta(role=self._role, content=""))], usage_so_far)
         yield from super().chunks(delta, usage)
 
     def piece(
@@ -104,7 +120,9 @@ class ChatDialect(Dialect[ChatBody]):
         return ChatChunkChoice(index, ChatDelta(content=text or UNSET), logprobs, finish_reason)
 
     def choice(self, delta: Delta, logprobs: ChatLogprobs | None, of_prompt: PromptLogprobs | UnsetType) -> ChatChoice:
-        return ChatChoice(delta.index, ChatMessage(delta.text), delta.finish_reason or "", logprobs, of_prompt)
+        return ChatChoice(
+            delta.index, ChatMessage(delta.text, self._role), delta.finish_reason or "", logprobs, of_prompt
+        )
 
     def logprobs(self, delta: Delta) -> ChatLogprobs:
-        return chat_logprobs(delta.entries, self.model.tokens)
+        return chat_logprobs(delta.entries, self.model.tokens, self.name_of)

@@ -43,7 +43,7 @@ class CompletionDialect(Dialect[CompletionBody]):
         if isinstance(given, str):
             return Prompt(tokenizer.encode(given, self.body.add_special_tokens), given if self.body.echo else None)
         check_ids(given, self.model.info, "prompt")
-        return Prompt(given, tokenizer.decode(given) if self.body.echo else None)
+        return Prompt(given, tokenizer.decode(given, self.body.skip_special_tokens) if self.body.echo else None)
 
     def piece(
         self, index: int, text: str, logprobs: CompletionLogprobs | None, finish_reason: str | None = None
@@ -56,4 +56,4 @@ class CompletionDialect(Dialect[CompletionBody]):
         return CompletionChoice(delta.index, delta.text, logprobs, delta.finish_reason, of_prompt)
 
     def logprobs(self, delta: Delta) -> CompletionLogprobs:
-        return completion_logprobs(delta.entries, self.model.tokens)
+        return completion_logprobs(delta.entries, self.name_of)

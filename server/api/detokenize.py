@@ -42,15 +42,9 @@ class TokenTable:
         self.strips_space = steps[3:] == _SENTENCEPIECE[3:]
         self._byte_of_char = {char: byte for byte, char in enumerate(byte_characters())}
         self._bytes: dict[int, bytes] = {}
-        self._is_silent: dict[int, bool] = {}
 
-    def is_silent(self, token_id: int) -> bool:
-        """True for tokens without text: special tokens, and the padding ids of the vocabulary."""
-        known = self._is_silent.get(token_id)
-        if known is None:
-            known = token_id in self._special or self._backend.id_to_token(token_id) is None
-            self._is_silent[token_id] = known
-        return known
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
 
     def fallback_byte(self, token_id: int) -> int | None:
         """The byte that ``<0xE4>`` stands for; None for all other tokens."""
@@ -58,7 +52,7 @@ class TokenTable:
         return int(match[1], 16) if match else None
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The token's bytes, with the space before a word; a special token's bytes are its name."""
+        """The token's bytes, with the space before a word; a special token's bytes are its name. A padding id has none."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._make_bytes(token_id)
@@ -107,12 +101,13 @@ class Detokenizer:
     """The text of one growing sequence. ``push`` each token, then ``flush`` once.
 
     Args:
+        skip_special: special tokens have no text.
         after_text: the sequence continues a text (a completion's prompt), so a leading space is kept. Otherwise a
             SentencePiece style tokenizer drops it, as its ``decode`` does.
     """
 
-    def __init__(self, table: TokenTable, *, after_text: bool = False) -> None:
-        self._table = table
+    def __init__(self, table: TokenTable, *, after_text: bool = False, skip_special: bool = True) -> None:
+        self._table, self._skip_special = table, skip_special
         self._at_start = table.strips_space and not after_text
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._byte_run = bytearray()
@@ -120,16 +115,17 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
-        if self._table.is_silent(token_id):
+        raw = self._table.bytes_of(token_id)
+        if not raw or (self._skip_special and self._table.is_special(token_id)):
             return ""
         if self._table.byte_level:
-            return self._emit(self._utf8.decode(self._table.bytes_of(token_id)))
+            return self._emit(self._utf8.decode(raw))
         byte = self._table.fallback_byte(token_id)
         if byte is not None:
             # A run of byte tokens is text only if all of it is valid UTF-8, so none of it is final before it ends.
             self._byte_run.append(byte)
             return ""
-        return self._emit(self._end_byte_run() + self._table.bytes_of(token_id).decode())
+        return self._emit(self._end_byte_run() + raw.decode())
 
     def flush(self) -> str:
         """The text of a character that was never completed."""

@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.api.detokenize import Detokenizer, StopStrings, TokenTable
-from tightwire.server.api.errors import ApiError, unavailable
+from tightwire.server.api.errors import ApiError, invalid, unavailable
 from tightwire.server.api.trace import RequestTrace
 from tightwire.server.ipc.engine_client import EngineClient, EngineUnavailableError, QueueFullError
 from tightwire.server.ipc.messages import AddRequest, Output, TokenLogprob
@@ -48,7 +48,7 @@ class TextOptions:
     Args:
         stops, keep_stop: the stop strings; ``keep_stop``: a stop string or stop token stays in the text.
         echo: the prompt's text, if the answer begins with it.
-        after_text: the answer continues the prompt's text (``Detokenizer``).
+        after_text, skip_special: as for ``Detokenizer``.
         discard_tokens: the client asked only for the prompt's logprobs; the engine generates one token anyway.
     """
 
@@ -56,6 +56,7 @@ class TextOptions:
     keep_stop: bool = False
     echo: str | None = None
     after_text: bool = False
+    skip_special: bool = True
     discard_tokens: bool = False
 
 
@@ -71,8 +72,8 @@ class TokenSequence:
         self.token_ids: list[int] = []  # of the answer, including the token that ended it
         self.num_cached_tokens = 0  # prompt tokens that the engine did not compute
         self.finished = False
-        self._tokens = tokens
-        self._detokenizer = Detokenizer(tokens, after_text=text.after_text)
+        self._detokenizer = Detokenizer(tokens, after_text=text.after_text, skip_special=text.skip_special)
+        self._prompt_detokenizer = Detokenizer(tokens, skip_special=text.skip_special)
         self._stops = StopStrings(tuple(text.stops), include=text.keep_stop)
         self._keep_stop_token = text.keep_stop
         self._echo = text.echo
@@ -87,7 +88,7 @@ class TokenSequence:
         Raises:
             ApiError: the engine ended the sequence with an error.
         """
-        if output.finish_reason in ("error", "cancelled"):
+        if output.finish_reason in ("error", "cancelled", "refused"):
             self.finished = True
             raise _make_error(output)
         if not self._started:
@@ -107,7 +108,7 @@ class TokenSequence:
             self._delta.entries = self._prompt_entries(self._echo, output.prompt_logprobs)
 
     def _prompt_entries(self, echo: str, logprobs: list[TokenLogprob | None] | None) -> list[TokenEntry]:
-        detokenizer, entries = Detokenizer(self._tokens), []
+        detokenizer, entries = self._prompt_detokenizer, []
         for position, token_id in enumerate(self.prompt_token_ids):
             offset = min(detokenizer.num_chars, len(echo))
             entries.append(TokenEntry(token_id, offset, logprobs[position] if logprobs else None))
@@ -153,6 +154,8 @@ class TokenSequence:
 def _make_error(output: Output) -> ApiError:
     if output.finish_reason == "cancelled":
         return unavailable(output.message or "the server ended this request before it was finished")
+    if output.finish_reason == "refused":
+        return invalid(output.message or "the engine refused this request", code="refused")
     return ApiError(500, f"the engine ended this request: {output.message or 'no reason given'}", code="engine_error")
 
 

@@ -1,8 +1,9 @@
 """Formats logprobs for completions, chat completions, and vLLM's ``prompt_logprobs``."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from tightwire.server.api.detokenize import TokenTable
 from tightwire.server.api.generation import TokenEntry
@@ -10,6 +11,8 @@ from tightwire.server.ipc.messages import TokenLogprob
 
 # JSON has no -inf; a token with zero probability gets this value, as on other servers.
 _LEAST = -9999.0
+
+NameOf = Callable[[int], str]
 
 
 class PromptLogprob(Struct, frozen=True):
@@ -45,16 +48,14 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
-def chat_logprobs(entries: Iterable[TokenEntry], table: TokenTable) -> ChatLogprobs:
+def chat_logprobs(entries: Iterable[TokenEntry], table: TokenTable, name_of: NameOf) -> ChatLogprobs:
     def top(token_id: int, logprob: float) -> TopLogprob:
-        return TopLogprob(table.text_of(token_id), _finite(logprob), list(table.bytes_of(token_id)))
+        return TopLogprob(name_of(token_id), _finite(logprob), list(table.bytes_of(token_id)))
 
     return ChatLogprobs(
         [
             ChatLogprob(
-                table.text_of(entry.token_id),
-                _finite(entry.logprob.logprob),
-                list(table.bytes_of(entry.token_id)),
+                *astuple(top(entry.token_id, entry.logprob.logprob)),
                 top_logprobs=[top(*candidate) for candidate in entry.logprob.top],
             )
             for entry in entries
@@ -63,13 +64,13 @@ def chat_logprobs(entries: Iterable[TokenEntry], table: TokenTable) -> ChatLogpr
     )
 
 
-def completion_logprobs(entries: Iterable[TokenEntry], table: TokenTable) -> CompletionLogprobs:
+def completion_logprobs(entries: Iterable[TokenEntry], name_of: NameOf) -> CompletionLogprobs:
     lists = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for entry in entries:
-        lists.tokens.append(table.text_of(entry.token_id))
+        lists.tokens.append(name_of(entry.token_id))
         lists.text_offset.append(entry.text_offset)
         lists.token_logprobs.append(None if entry.logprob is None else _finite(entry.logprob.logprob))
-        lists.top_logprobs.append(None if entry.logprob is None else _by_text(entry.logprob, table))
+        lists.top_logprobs.append(None if entry.logprob is None else _by_name(entry.logprob, name_of))
     return lists
 
 
@@ -78,11 +79,11 @@ def prompt_logprobs(logprobs: list[TokenLogprob | None], table: TokenTable) -> P
     return [None if logprob is None else _by_id(logprob, table) for logprob in logprobs]
 
 
-def _by_text(logprob: TokenLogprob, table: TokenTable) -> dict[str, float]:
-    """The most likely tokens and the chosen one. Among tokens with equal text, the most likely one counts."""
+def _by_name(logprob: TokenLogprob, name_of: NameOf) -> dict[str, float]:
+    """The most likely tokens and the chosen one. Among tokens with equal names, the most likely one counts."""
     texts: dict[str, float] = {}
     for token_id, value in [*logprob.top, (logprob.token_id, logprob.logprob)]:
-        texts.setdefault(table.text_of(token_id), _finite(value))
+        texts.setdefault(name_of(token_id), _finite(value))
     return texts
 
 

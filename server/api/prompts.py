@@ -6,8 +6,10 @@ Limits that hold for every model are in ``schemas``.
 import asyncio
 import secrets
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeVar
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
+from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.api.errors import ApiError, invalid
 from tightwire.server.api.generation import TextOptions, TokenSequence
 from tightwire.server.api.schemas import Body, GenerationBody
@@ -61,8 +63,8 @@ def check_options(body: GenerationBody, info: ModelInfo, max_sequences: int) -> 
         raise invalid("stream_options requires stream: true", param="stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs is not available with stream: true; leave out stream", param="prompt_logprobs")
-    for name, ids in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
-        check_ids(ids, info, name)
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        check_ids(getattr(body, name) or (), info, name)
 
 
 def check_ids(ids: Iterable[int], info: ModelInfo, param: str) -> None:
@@ -88,6 +90,7 @@ def make_sequences(
     """
     seed = body.seed if body.seed is not None else model.info.default_seed or secrets.randbits(63)
     logprobs, sequences = body.num_logprobs, []
+    bans = _bans(body, model)
     for token_ids, echo in prompts:
         # Some tokenizers have tokens that were added after training, without an embedding in the model.
         check_ids(token_ids, model.info, body.text_param)
@@ -95,16 +98,50 @@ def make_sequences(
         scored = body.prompt_logprobs
         if echo is not None and logprobs is not None:
             scored = max(logprobs, scored or 0)
-        text = TextOptions(body.stop, body.include_stop_str_in_output, echo, after_text, discard_tokens=asked == 0)
+        text = TextOptions(
+            stops=body.stop,
+            keep_stop=body.include_stop_str_in_output,
+            echo=echo,
+            after_text=after_text,
+            skip_special=body.skip_special_tokens,
+            discard_tokens=asked == 0,
+        )
         for choice in range(body.n):
             params = body.sampling_params(
                 max_tokens=max(asked, 1),
                 seed=(seed + choice + 2**63) % 2**64 - 2**63,  # n answers to a seed near the end of int64 wrap around
                 logprobs=logprobs,
                 prompt_logprobs=scored,
+                **bans,
             )
             sequences.append(TokenSequence(len(sequences), token_ids, params, model.tokens, text))
     return sequences
+
+
+def _bans(body: GenerationBody, model: ServedModel) -> dict[str, tuple[Any, ...] | None]:
+    """``allowed_token_ids`` and ``bad_words`` as the sampler reads them. 400 if they leave no token."""
+    allowed = None if body.allowed_token_ids is None else tuple(sorted(set(body.allowed_token_ids)))
+    words = tuple(ids for word in body.bad_words for ids in _spellings(word, model.tokenizer))
+    check_ids(chain.from_iterable(words), model.info, "bad_words")
+    banned = {ids[0] for ids in words if len(ids) == 1}
+    if body.min_tokens:
+        banned.update(body.stop_token_ids, () if body.ignore_eos else model.tokenizer.eos_token_ids)
+    if banned.issuperset(range(model.info.vocab_size) if allowed is None else allowed):
+        given = "the whole vocabulary" if allowed is None else f"all {len(allowed)} allowed_token_ids"
+        raise invalid(
+            f"bad_words, and min_tokens with its ban of stop tokens, leave no token to generate: they ban {given}; ban "
+            "fewer tokens or allow others",
+            param="bad_words" if allowed is None else "allowed_token_ids",
+        )
+    return {"allowed_token_ids": allowed, "bad_words": words}
+
+
+def _spellings(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """The tokens of a word at the start of a text, and after a space if that is another single word token, as in vLLM."""
+    word = word.lstrip() or word
+    plain, spaced = (tuple(tokenizer.encode(text, False)) for text in (word, " " + word))
+    differs = len(plain) == len(spaced) and plain[:1] != spaced[:1]
+    return [ids for ids in ([plain, spaced] if differs else [plain]) if ids]
 
 
 def _token_limit(body: GenerationBody, info: ModelInfo, num_prompt_tokens: int, *, may_be_0: bool) -> int:

@@ -15,6 +15,8 @@ from tightwire.model.sampling.parameters import SamplingParams
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARS = 256
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_SALT_CHARS = 256
@@ -113,6 +115,7 @@ Prompt = Annotated[Any, BeforeValidator(_check_prompt, json_schema_input_type=_P
 LogitBias = Annotated[Any, BeforeValidator(_check_logit_bias, json_schema_input_type=_Biases)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0, lt=_INT64)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 TokenCount = Annotated[int, Field(ge=0, lt=2**31)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
@@ -143,6 +146,9 @@ class Body(Fields):
 
 class StreamOptions(Fields):
     include_usage: bool | None = Field(None, description="End the stream with a chunk that carries usage.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="Extension, with include_usage: usage in every chunk."
+    )
     include_obfuscation: bool | None = Field(None, description="Accepted and ignored.")
 
 
@@ -182,6 +188,14 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool = Field(False, description="Extension: keep the stop string in the text.")
     min_tokens: TokenCount = Field(0, description="Extension: do not end before this many tokens.")
     ignore_eos: bool = Field(False, description="Extension: continue after the model's end token.")
+    allowed_token_ids: list[TokenId] | None = Field(
+        None, min_length=1, description="Extension: generate no other tokens, the model's end token included."
+    )
+    bad_words: list[BadWord] = Field(
+        default_factory=list, max_length=MAX_BAD_WORDS, description="Extension: texts that are not generated."
+    )
+    skip_special_tokens: bool = Field(True, description="Extension: leave special tokens out of the text.")
+    return_tokens_as_token_ids: bool = Field(False, description="Extension: logprobs name a token token_id:ID.")
     prompt_logprobs: NumLogprobs | None = Field(None, description="Extension, without stream.")
     cache_salt: str | None = Field(
         None,
@@ -272,7 +286,21 @@ class Message(Fields):
         return {"role": role, "content": self.text} | {key: text for key, text in extras.items() if text is not None}
 
 
-class ChatBody(GenerationBody):
+class TemplateFields(Fields):
+    """The fields that decide how a conversation's prompt ends."""
+
+    add_generation_prompt: bool | None = Field(
+        None,
+        description="Extension: end the prompt with the beginning of an answer. Default: not continue_final_message.",
+    )
+    continue_final_message: bool = Field(False, description="Extension: continue the text of the last message.")
+
+    @property
+    def begins_message(self) -> bool:
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+
+class ChatBody(GenerationBody, TemplateFields):
     text_param = "messages"
 
     messages: list[Message] = Field(min_length=1)
@@ -289,7 +317,7 @@ class ChatBody(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Body, TemplateFields):
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1, description="In place of prompt.")
     add_special_tokens: bool = Field(True, description="Applies to prompt; a chat template has its own.")

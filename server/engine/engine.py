@@ -25,6 +25,7 @@ from tightwire.server.ipc.messages import AddRequest, FirstToken, Output, StepRe
 _log = logging.getLogger(__name__)
 
 _NOT_FINITE = "the model's scores for this sequence are not finite numbers, so no token can be chosen"
+_ALL_BANNED = "bad_words, allowed_token_ids and min_tokens together ban every next token; ban fewer tokens"
 
 
 class Engine:
@@ -109,7 +110,12 @@ class Engine:
                 if each.token_ids:
                     outputs.append(self._make_output(each))
                 if each.broken:
-                    outputs.append(self._end(each.chunk.request, "error", _NOT_FINITE))
+                    request = each.chunk.request
+                    outputs.append(
+                        self._end(request, "refused", _ALL_BANNED)
+                        if request.params.bad_words
+                        else self._end(request, "error", _NOT_FINITE)
+                    )
         return StepResult(outputs=outputs, stats=self.stats())
 
     def stats(self) -> EngineStats:
@@ -162,7 +168,7 @@ class Engine:
 
 def _end_output(request: Request, finish_reason: str, message: str | None = None) -> Output:
     """An end without a new token; after an echo it still has the prompt's logprobs."""
-    failed = finish_reason == "error"
+    failed = finish_reason in ("error", "refused")
     return Output(
         id=request.id,
         token_ids=[],

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from tightwire.comm.ledger.ledger import Spent
@@ -115,7 +116,13 @@ class RequestRules:
         prompt, params = message.prompt_token_ids, message.params
         if not prompt:
             return "the prompt has no tokens; send at least one"
-        ids_of = {"prompt": prompt, "stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias}
+        ids_of = {
+            "prompt": prompt,
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": params.logit_bias,
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "bad_words": chain.from_iterable(params.bad_words),
+        }
         for name, ids in ids_of.items():
             outside = next((i for i in ids if not 0 <= i < self.vocab_size), None)
             if outside is not None:

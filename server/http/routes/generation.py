@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from tightwire.server.api.answer import Answer, Dialect
 from tightwire.server.api.chat import ChatChunk, ChatCompletion, ChatDialect
 from tightwire.server.api.completions import Completion, CompletionDialect
-from tightwire.server.api.prompts import check_model, check_options, make_sequences
+from tightwire.server.api.prompts import check_model, check_options, make_sequences, run_off_loop
 from tightwire.server.api.schemas import ChatBody, CompletionBody
 from tightwire.server.api.serving import Serving
 from tightwire.server.api.trace import RequestTrace
@@ -42,5 +42,9 @@ async def _answer(request: Request, serving: Serving, dialect_type: type[Dialect
     trace = RequestTrace(serving.engine, serving.metrics, arrived_s=arrived_s(request), streamed=body.stream)
     dialect = dialect_type(body, model)
     with trace.tokenizing():
-        sequences = make_sequences(body, model, await dialect.prompts(), after_text=dialect.continues_text)
+        prompts = await dialect.prompts()
+        sequences = await run_off_loop(
+            lambda: make_sequences(body, model, prompts, after_text=dialect.continues_text),
+            sum(map(len, body.bad_words)),
+        )
     return await Answer(serving, dialect, sequences, trace).respond(request)

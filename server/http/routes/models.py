@@ -65,7 +65,7 @@ async def _token_ids(body: TokenizeBody, model: ServedModel) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either prompt or messages", param="prompt")
     if body.messages is not None:
-        return await chat_token_ids(model, body.messages)
+        return await chat_token_ids(model, body.messages, body)
     text = body.prompt or ""
     return await run_off_loop(lambda: model.tokenizer.encode(text, body.add_special_tokens), len(text))
 

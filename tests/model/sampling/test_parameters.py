@@ -25,6 +25,8 @@ SET: dict[str, Any] = {
     "stop_token_ids": (1,),
     "min_tokens": 1,
     "ignore_eos": True,
+    "allowed_token_ids": (),
+    "bad_words": ((3, 4),),
 }
 
 

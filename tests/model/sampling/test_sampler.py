@@ -77,6 +77,35 @@ def test_min_tokens_ends_after_that_many() -> None:
     assert got == [3, 3, STOP]
 
 
+def banned_by_vllm(words: tuple[tuple[int, ...], ...], output: list[int]) -> set[int]:
+    """The rule of vLLM (``vllm/v1/sample/ops/bad_words.py``)."""
+    banned = set()
+    for word in words:
+        prefix = len(word) - 1
+        if prefix <= len(output) and (prefix == 0 or output[-prefix:] == list(word[:prefix])):
+            banned.add(word[-1])
+    return banned
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    words=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple), max_size=6).map(tuple),
+    allowed=st.none() | st.lists(st.integers(0, 5), min_size=1).map(tuple),
+    output=st.lists(st.integers(0, 5), max_size=6),
+    temperature=st.sampled_from([0.0, 1.0]),
+)
+def test_bans_are_those_of_vllm(
+    words: tuple[tuple[int, ...], ...], allowed: tuple[int, ...] | None, output: list[int], temperature: float
+) -> None:
+    logits = torch.tensor([[5.0, 4.0, 3.0, 2.0, 1.0, 0.0]])
+    held = row(bad_words=words, allowed_token_ids=allowed, temperature=temperature, top_k=1)
+    held.token_ids += output
+    free = [i for i in range(6) if (allowed is None or i in allowed) and i not in banned_by_vllm(words, output)]
+    company = row()  # its neighbour is not affected
+    got = Sampler(6).sample(logits.repeat(2, 1), [held, company])
+    assert got.token_ids == [free[0] if free else -1, 0]
+
+
 def test_logits_are_not_modified(device: str) -> None:
     logits = logits_of(2, 2, 100).to(device)
     before = logits.clone()
@@ -102,6 +131,8 @@ def random_row(rng: random.Random, vocab: int) -> Row:
             logit_bias=rng.choice([{}, {7: 4.0}]),
             logprobs=rng.choice([None, 0, 5]),
             min_tokens=rng.choice([0, 2]),
+            allowed_token_ids=rng.choice([None, None, tuple(rng.sample(range(vocab), 40))]),
+            bad_words=rng.choice([(), ((5,), (6,)), tuple((b,) for b in range(30)), ((4, 5), (7, 8, 9))]),
         ),
         token_ids=[rng.randrange(vocab) for _ in range(rng.randint(1, 9))],
         num_prompt_tokens=1,

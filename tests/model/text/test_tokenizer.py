@@ -121,6 +121,30 @@ def test_a_template_that_refuses_messages(tmp_path: Path, template: str, named: 
         tokenizer.render_chat(MESSAGES)
 
 
+TRIMMING = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] | trim }}</>{% endfor %}"
+PLAIN = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [TRIMMING, PLAIN])
+@pytest.mark.parametrize("text", ["The wire", "The wire ", "  The wire\n", "<b> CONTINUE_FINAL_MESSAGE_TAG x", "né 🎉"])
+def test_the_last_message_is_continued_as_in_transformers(tmp_path: Path, template: str, text: str) -> None:
+    folder = configured(make_tiny(tmp_path), chat_template=template)
+    messages = [MESSAGES[1], {"role": "assistant", "content": text}]
+    want = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        messages, tokenize=False, continue_final_message=True
+    )
+    tokenizer = tokenizer_of(folder)
+    assert tokenizer.render_chat(messages, continue_final_message=True) == want
+    assert tokenizer.encode_chat(messages, continue_final_message=True) == tokenizer.encode(want, False)
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0]['content'] }}", "{{ messages[-1]['content'] | upper }}"])
+def test_a_template_that_changes_the_last_message_cannot_be_continued(tmp_path: Path, template: str) -> None:
+    tokenizer = tokenizer_of(configured(make_tiny(tmp_path), chat_template=template))
+    with pytest.raises(ChatTemplateError, match="does not print the last message as it is"):
+        tokenizer.render_chat(MESSAGES, continue_final_message=True)
+
+
 def test_no_chat_template(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(make_tiny(tmp_path / "m", chat=False))
     assert not tokenizer.has_chat_template

@@ -1,12 +1,16 @@
 """From bodies to sequences: seeds, defaults that depend on the model, tokenizing off the event loop."""
 
+import json
 import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from helpers.server.fake_engine import INFO, byte_tokenizer
+from tokenizers import Tokenizer as Backend
 
+from tightwire.model.text.byte_tokenizer import byte_backend
+from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.api.errors import ApiError
 from tightwire.server.api.prompts import Prompt, check_options, make_sequences, run_off_loop
 from tightwire.server.api.schemas import CompletionBody
@@ -82,3 +86,23 @@ def test_a_token_outside_the_vocabulary_is_400() -> None:
     with pytest.raises(ApiError, match="prompt has the token id 200; the vocabulary of 'tiny' is 0 to 199") as raised:
         make_sequences(_body(), _model(info), [Prompt([1, 200])])
     assert raised.value.status == 400
+
+
+def test_bad_words_are_banned_at_the_start_and_after_a_space() -> None:
+    """vLLM's rule: the spelling after a space counts if it is another token, and not a longer word."""
+    backend = byte_backend(304)
+    state = json.loads(backend.to_str())
+    state["model"]["vocab"] |= {"\u0120a": 304}
+    state["model"]["merges"] = [["\u0120", "a"]]
+    tokenizer = Tokenizer(
+        Backend.from_str(json.dumps(state)),
+        chat_template=None,
+        special_tokens={},
+        bos_token_id=None,
+        eos_token_ids=(),
+    )
+    holder = ModelHolder()
+    holder.fill(info=replace(INFO, vocab_size=305), tokenizer=tokenizer)
+    assert holder.model is not None
+    [sequence] = make_sequences(_body(bad_words=["a", " b", "\n", "ab"]), holder.model, [Prompt([1])])
+    assert sequence.params.bad_words == ((97,), (304,), (98,), (10,), (97, 98), (304, 98))

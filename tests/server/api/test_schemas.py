@@ -282,6 +282,8 @@ def test_every_sampling_parameter_is_taken_from_the_body() -> None:
         "stop_token_ids": [1, 2],
         "min_tokens": 1,
         "ignore_eos": True,
+        "allowed_token_ids": [3, 4],
+        "bad_words": [],
     }
     assert sent.keys() == set(SamplingParams.__struct_fields__)
     params = check_fields({"prompt": "a", **sent}, CompletionBody).sampling_params()

@@ -388,6 +388,8 @@ def random_params(rng: random.Random) -> SamplingParams:
         stop_token_ids=rng.choice([(), (9, 10)]),
         min_tokens=rng.choice([0, 2]),
         ignore_eos=rng.random() < 0.5,
+        allowed_token_ids=rng.choice([None, None, (3, 5, 7, 9, 11)]),
+        bad_words=rng.choice([(), (), ((4,), (3, 5), (5, 7, 9), (7, 7))]),
     )
 
 

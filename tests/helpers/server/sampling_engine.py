@@ -1,0 +1,48 @@
+"""An engine client in this process with the real engine and sampler over a model without weights."""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from helpers.server.fake_engine import INFO, VOCAB_SIZE, FakeEngine
+from helpers.server.fake_runner import FakeRunner
+
+from tightwire.model.sampling.sampler import Sampler
+from tightwire.model.text.byte_tokenizer import END_OF_TURN_ID
+from tightwire.server.config.limits import Limits
+from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.engine.engine import Engine
+from tightwire.server.engine.request import RequestRules
+from tightwire.server.ipc.messages import AddRequest, Output
+
+_LIMITS = Limits(
+    max_model_len=INFO.max_model_len, max_num_seqs=8, max_num_batched_tokens=64, num_blocks=200, block_size=16
+)
+
+
+@dataclass(kw_only=True)
+class SamplingEngine(FakeEngine):
+    """Each call of ``submit`` runs a new engine to its end."""
+
+    drafts: bool = False
+    plan_ahead: bool = False
+
+    async def submit(self, requests: Sequence[AddRequest]) -> AsyncGenerator[Output, None]:
+        self.submitted += requests
+        engine = Engine(
+            runner=FakeRunner(_LIMITS, VOCAB_SIZE),
+            sampler=Sampler(VOCAB_SIZE),
+            limits=_LIMITS,
+            rules=RequestRules(
+                vocab_size=VOCAB_SIZE,
+                max_model_len=INFO.max_model_len,
+                eos_token_ids=frozenset([END_OF_TURN_ID]),
+            ),
+            drafter=NgramDrafter(max_tokens=4, longest=2, shortest=1) if self.drafts else None,
+            plan_ahead=self.plan_ahead,
+        )
+        for request in requests:
+            engine.add(request)
+        while engine.has_work():
+            for output in engine.step().outputs:
+                self.num_outputs += 1
+                yield output
