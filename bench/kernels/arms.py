@@ -43,7 +43,7 @@ class Arm:
 def copy_arm(num_bytes: int, device: torch.device) -> Arm:
     """torch's copy of ``num_bytes``: the limit that memory sets."""
     x_N = torch.arange(num_bytes, device=device).to(torch.uint8)
-    return _arm("copy", lambda: (x_N.clone(), x_N.clone()), lambda x, out: out.copy_(x), 2 * num_bytes, lambda: x_N)
+    return _arm("copy", x_N, x_N, lambda x, out: out.copy_(x), 2 * num_bytes, lambda: x_N)
 
 
 def codec_arms(name: str, num_bytes: int, dtype: torch.dtype, device: torch.device) -> Iterator[Arm]:
@@ -61,54 +61,53 @@ def codec_arms(name: str, num_bytes: int, dtype: torch.dtype, device: torch.devi
         reference.decode_add_reference(encoded, fmt, sum_N)
         return sum_N
 
-    # Input and output of a call, the call, bytes that it moves, and the output that it must give.
-    operations: list[
-        tuple[Callable[[], tuple[Any, Tensor]], Callable[[Any, Tensor], object], int, Callable[[], Tensor]]
-    ]
-    operations = [
-        (
-            lambda: (x_N.clone(), torch.empty_like(encoded)),
-            lambda x_N, out: block_quant.encode(x_N, fmt, out),
-            plain + packed,
-            lambda: encoded,
-        ),
-        (
-            lambda: (encoded.clone(), torch.empty_like(x_N)),
-            lambda buf, out: block_quant.decode(buf, fmt, n, dtype, out),
-            plain + packed,
-            lambda: reference.decode_reference(encoded, fmt, n, dtype),
-        ),
-        (
-            lambda: (encoded.clone(), torch.zeros(n, device=device)),
-            lambda buf, sum_N: block_quant.decode_add(buf, fmt, sum_N),
-            packed + 8 * n,
-            added,
-        ),
-        (
-            lambda: ([buf.clone() for buf in bufs], torch.empty_like(encoded)),
-            lambda bufs, out: block_quant.decode_reduce_encode(bufs, fmt, fmt, n, out),
-            (_NUM_SUMMED + 1) * packed,
-            lambda: reference.decode_reduce_encode_reference(bufs, fmt, fmt, n),
-        ),
-    ]
-    for operation, parts in zip(OPERATIONS, operations, strict=True):
-        yield _arm(operation, *parts)
+    yield _arm(
+        OPERATIONS[0], x_N, encoded, lambda x, out: block_quant.encode(x, fmt, out), plain + packed, lambda: encoded
+    )
+    yield _arm(
+        OPERATIONS[1],
+        encoded,
+        x_N,
+        lambda buf, out: block_quant.decode(buf, fmt, n, dtype, out),
+        plain + packed,
+        lambda: reference.decode_reference(encoded, fmt, n, dtype),
+    )
+    yield _arm(
+        OPERATIONS[2],
+        encoded,
+        torch.zeros(n, device=device),
+        lambda buf, sum_N: block_quant.decode_add(buf, fmt, sum_N),
+        packed + 8 * n,
+        added,
+    )
+    yield _arm(
+        OPERATIONS[3],
+        bufs,
+        encoded,
+        lambda bufs, out: block_quant.decode_reduce_encode(bufs, fmt, fmt, n, out),
+        (_NUM_SUMMED + 1) * packed,
+        lambda: reference.decode_reduce_encode_reference(bufs, fmt, fmt, n),
+    )
 
 
 def _arm(
     name: str,
-    make_set: Callable[[], tuple[Any, Tensor]],
+    source: Any,
+    target: Tensor,
     run: Callable[[Any, Tensor], object],
     moved_bytes: int,
     expected: Callable[[], Tensor],
 ) -> Arm:
-    """``make_set`` gives input and output; ``expected`` is the output of one run that starts from ones."""
-    sets = [make_set() for _ in _sets(moved_bytes)]
+    """``source``: a tensor or a list of them; ``expected``: the output of one run that starts from ones."""
+    sets = [
+        ([x.clone() for x in source] if isinstance(source, list) else source.clone(), target.clone())
+        for _ in _sets(moved_bytes)
+    ]
 
     def is_right() -> bool:
-        source, out = sets[0]
+        own, out = sets[0]
         out.fill_(1)
-        run(source, out)
+        run(own, out)
         return torch.equal(out, expected())
 
     return Arm(name=name, call=lambda i: run(*sets[i % len(sets)]), moved_bytes=moved_bytes, is_right=is_right)

@@ -5,14 +5,14 @@ one core, or codecs on a GPU.
 """
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tightwire.bench.kernels.arms import Arm, codec_arms, copy_arm, product_arms, seconds_per_call
-from tightwire.bench.options import OutputOptions, option, parse_integers, parse_names, parse_sizes
+from tightwire.bench.options import OutputOptions, option, parse_sizes
 from tightwire.bench.report.statistics import neighbour_batch
 from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench, BenchFailedError
@@ -35,9 +35,9 @@ def _parse_matrix(text: str) -> tuple[int, int]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelBenchOptions(OutputOptions):
     device: str = option("auto", "device; auto: cuda if torch has it", choices=("auto", "cpu", "cuda"))
-    parts: tuple[str, ...] = option(_PARTS, "what to time", metavar="NAME,NAME", parse=parse_names)
+    parts: tuple[str, ...] = option(_PARTS, "what to time")
     dtype: str = option("bfloat16", "data type of the numbers", choices=("bfloat16", "float16", "float32"))
-    codecs: tuple[str, ...] = option(_CODECS, "codecs to time", metavar="NAME,NAME", parse=parse_names)
+    codecs: tuple[str, ...] = option(_CODECS, "codecs to time")
     sizes: tuple[int, ...] = option(
         (),
         "bytes of numbers to encode (default: 64KiB to 64MiB; on a CPU to 16MiB)",
@@ -45,9 +45,7 @@ class KernelBenchOptions(OutputOptions):
         parse=parse_sizes,
         least=4,
     )
-    rows: tuple[int, ...] = option(
-        (1, 2, 4, 16, 64, 512), "rows of a matrix product", metavar="N,N", parse=parse_integers, least=1
-    )
+    rows: tuple[int, ...] = option((1, 2, 4, 16, 64, 512), "rows of a matrix product", least=1)
     matrix: tuple[int, int] = option(
         (3072, 576),
         "outputs and inputs of the weights of a matrix product, such as 3072x576",
@@ -55,12 +53,9 @@ class KernelBenchOptions(OutputOptions):
         parse=_parse_matrix,
         least=1,
     )
-    repeats: int = option(50, "samples of each operation", metavar="N", least=1)
+    repeats: int = option(50, "samples of each operation", least=1)
     seconds_per_arm: float = option(
-        2.0,
-        "time for the samples of an operation; a slow one gets fewer samples, but at least three",
-        metavar="S",
-        above=0,
+        2.0, "time for the samples of an operation; a slow one gets fewer samples, but at least three", above=0
     )
 
     def __post_init__(self) -> None:
@@ -116,57 +111,45 @@ class KernelBench(Bench[KernelBenchOptions]):
         self.print(f"{setting}\n")
         if "codecs" in options.parts:
             for size in options.sizes or (_CUDA_SIZES if on_cuda else _CPU_SIZES):
-                cells = list(self._codec_cells(size))
+                cells = self._codec_cells(size)
                 copy = cells[0]["copy_bytes_per_s"] / 1e9
-                self._add(
-                    cells, f"{format_bytes(size)}: GB/s (share of copy's {copy:,.1f})", "codec", "operation", _rate
-                )
+                self._add(cells, f"{format_bytes(size)}: GB/s (share of copy's {copy:,.1f})", "codec", _rate)
         if "products" in options.parts and not on_cuda:
             outputs, inputs = options.matrix
-            cells = [cell for num_rows in options.rows for cell in self._product_cells(num_rows)]
-            self._add(cells, f"products with {outputs} x {inputs} weights, out of cache: us", "rows", "operation", _us)
+            cells = [
+                self._cell(arm, f"product {arm.name} {rows} rows", part="products", operation=arm.name, rows=rows)
+                for rows in options.rows
+                for arm in product_arms(rows, outputs, inputs)
+            ]
+            self._add(cells, f"products with {outputs} x {inputs} weights, out of cache: us", "rows", _us)
         if wrong := [cell["name"] for cell in self.measured if not cell["right"]]:
             raise BenchFailedError(f"wrong answer: {', '.join(wrong)}")
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
         return "Codecs and matrix products", result["setting"]
 
-    def _add(self, cells: list[dict[str, Any]], title: str, row: str, column: str, text: Any) -> None:
-        """Keep the cells, and print one table with a row for each value of ``row`` and a column for each of ``column``."""
+    def _add(self, cells: list[dict[str, Any]], title: str, row: str, text: Callable[[Any], str]) -> None:
+        """Keep the cells, and print one table with a row for each value of ``row`` and a column for each operation."""
         self.measured += cells
         rows: dict[Any, dict[str, Any]] = {}
         for cell in cells:
-            rows.setdefault(cell[row], {row: cell[row]})[cell[column]] = cell
-        columns = [Column(name, name, text) for name in dict.fromkeys(cell[column] for cell in cells)]
+            rows.setdefault(cell[row], {row: cell[row]})[cell["operation"]] = cell
+        columns = [Column(name, name, text) for name in dict.fromkeys(cell["operation"] for cell in cells)]
         self.print_table(Table(title=title, columns=[Column(row, row), *columns], rows=list(rows.values())))
         self.keep()
 
-    def _codec_cells(self, size: int) -> Iterator[dict[str, Any]]:
+    def _codec_cells(self, size: int) -> list[dict[str, Any]]:
         """The copy is timed before and after the codecs, and its rate is that of all samples: drift then favors neither."""
-        first = self._seconds(copy_arm(size, self._device))
+        first, shown = self._seconds(copy_arm(size, self._device)), format_bytes(size)
         cells = [
-            self._cell(
-                arm,
-                f"{arm.name} {codec} {format_bytes(size)}",
-                part="codecs",
-                operation=arm.name,
-                codec=codec,
-                size=size,
-            )
+            self._cell(arm, f"{arm.name} {codec} {shown}", part="codecs", operation=arm.name, codec=codec, size=size)
             for codec in self.options.codecs
             for arm in codec_arms(codec, size, self._dtype, self._device)
         ]
-        samples = first + self._seconds(copy_arm(size, self._device))
-        copy_bytes_per_s = 2 * size / statistics.median(samples)
+        rate = 2 * size / statistics.median(first + self._seconds(copy_arm(size, self._device)))
         for cell in cells:
-            share = cell["bytes_per_s"] / copy_bytes_per_s
-            yield {**cell, "copy_bytes_per_s": copy_bytes_per_s, "share_of_copy": share}
-
-    def _product_cells(self, num_rows: int) -> Iterator[dict[str, Any]]:
-        for arm in product_arms(num_rows, *self.options.matrix):
-            yield self._cell(
-                arm, f"product {arm.name} {num_rows} rows", part="products", operation=arm.name, rows=num_rows
-            )
+            cell |= {"copy_bytes_per_s": rate, "share_of_copy": cell["bytes_per_s"] / rate}
+        return cells
 
     def _cell(self, arm: Arm, name: str, **facts: Any) -> dict[str, Any]:
         samples = self._seconds(arm)
