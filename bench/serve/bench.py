@@ -19,8 +19,8 @@ from tightwire.bench.report.table import Column, Metric, Row, Table
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.bench.serve.cells import OUTPUT_RATE, latency_table, rate_table, summarize, warnings_of
 from tightwire.bench.serve.load import LoadRun, run_load
-from tightwire.bench.serve.options import ServeBenchOptions, Workload
-from tightwire.bench.serve.workload import send_accepted_fields
+from tightwire.bench.serve.options import ServeBenchOptions
+from tightwire.bench.serve.workload import Workload, send_accepted_fields
 from tightwire.server.cli.remote import Remote, RemoteError, connect
 
 _CSV_KEYS = (
@@ -95,14 +95,10 @@ class ServeBench(Bench[ServeBenchOptions]):
             await workload.fit(client)
             self.facts["workload"] |= workload.facts()
             self._show_head()
-            # All prompts are taken first: a lack of them is then known before anything is measured.
-            shares = [
-                (workload.take(options.warmups_of(i)), workload.take(options.requests_of(i)))
-                for i in range(len(options.loads))
-            ]
-            for load, (warmups, prompts) in zip(options.loads, shares, strict=True):
-                self._running = run = LoadRun(load=load, num_requests=len(prompts))
-                await self._measure_load(client, run, warmups, prompts)
+            for number, load in enumerate(options.loads):
+                self._running = run = LoadRun(load=load, num_requests=options.requests_of(number))
+                warmups = workload.take(options.warmups_of(number))
+                await self._measure_load(client, run, warmups, workload.take(run.num_requests))
                 if run.stopped:
                     return
 
@@ -117,15 +113,14 @@ class ServeBench(Bench[ServeBenchOptions]):
             await self._send(client, run, prompts, run.load.name)
             if run.stopped is None and run.samples[-1].error:
                 run.stopped = self._why_unreachable()
-        full_length = self.options.generates_full_length
-        self._close(run, [prompt.max_tokens for prompt in prompts] if full_length else None)
+        self._close(run, self.options.output_len if self.options.ignore_eos else None)
 
     async def _send(self, client: BenchClient, run: LoadRun, prompts: Sequence[Prompt], name: str) -> None:
         task = self.progress.add_task(name, total=len(prompts))
         await run_load(run, prompts, client.measure, seed=self.options.seed, done=lambda: self.progress.advance(task))
         self.progress.remove_task(task)
 
-    def _close(self, run: LoadRun, expected_generated: Sequence[int] | None) -> None:
+    def _close(self, run: LoadRun, expected_generated: int | None) -> None:
         self._running = None
         cell = summarize(run, expected_generated)
         self.measured.append(cell)

@@ -22,8 +22,8 @@ OUTPUT_RATE = Column("output tok/s", "output_tokens_per_s", ".1f")
 _FEW_REQUESTS = 100  # with fewer, the 99th percentile is a weighted mean of the two slowest
 
 
-def summarize(run: LoadRun, expected_generated: Sequence[int] | None = None) -> dict[str, Any]:
-    """The cell of one load. ``expected_generated``: tokens of each request, by its index, if all run to that length."""
+def summarize(run: LoadRun, expected_generated: int | None = None) -> dict[str, Any]:
+    """The cell of one load. ``expected_generated``: tokens of each request, if all run to that length."""
     ok = [sample for sample in run.samples if sample.error is None]
     num_prompt = sum(sample.num_prompt for sample in ok)
     num_generated = sum(sample.num_generated for sample in ok)
@@ -76,7 +76,7 @@ def _samples_by_index(samples: Sequence[Sample]) -> dict[str, list[float | None]
     return found
 
 
-def doubts(run: LoadRun, expected_generated: Sequence[int] | None = None) -> list[str]:
+def doubts(run: LoadRun, expected_generated: int | None = None) -> list[str]:
     """Reasons not to trust the figures of the load; empty when there are none."""
     ok = [sample for sample in run.samples if sample.error is None]
     found: list[str] = []
@@ -87,7 +87,7 @@ def doubts(run: LoadRun, expected_generated: Sequence[int] | None = None) -> lis
     if cached := sum(sample.num_cached for sample in ok):
         found.append(f"a prefix cache supplied {cached} prompt tokens")
     if expected_generated is not None:
-        short = sum(sample.num_generated < expected_generated[sample.index] for sample in ok if sample.usage)
+        short = sum(sample.num_generated < expected_generated for sample in ok if sample.usage)
         if short:
             found.append(f"{short} of {len(ok)} answers ended before their length (does the server obey ignore_eos?)")
     if run.load.request_rate is not None and ok:
@@ -121,24 +121,19 @@ def latency_table(cells: Sequence[Row]) -> Table:
     ]
     load = [Column("load", "name")] if len(cells) > 1 else []
     statistics = [Column(name, name, ",.1f", 1e3) for name in ("mean", "std", "p50", "p90", "p95", "p99")]
-    columns = [*load, Column("ms", "latency"), Column("n", "n", "d"), *statistics]
-    note = (
-        "Measured at the client, from when a request is sent. TPOT is the mean time of one answer's tokens after the first; "
-        "ITL are all gaps between its events with text."
+    note = "Measured at the client, from when a request is sent. ITL are all gaps between an answer's events with text."
+    return Table(
+        title="Latencies in milliseconds" if load else cells[0]["name"],
+        columns=[*load, Column("ms", "latency"), Column("n", "n", "d"), *statistics],
+        rows=rows,
+        note=note,
     )
-    title = "Latencies in milliseconds" if load else cells[0]["name"]
-    return Table(title=title, columns=columns, rows=rows, note=note)
 
 
 def rate_table(cells: Sequence[Row]) -> Table:
     columns = [
-        Column("load", "name"),
-        Column("requests", "requested", "d"),
-        Column("succeeded", "succeeded", "d"),
-        Column("seconds", "duration_s", ".2f"),
-        Column("requests/s", "requests_per_s", ".2f"),
-        OUTPUT_RATE,
-        Column("tok/s", "total_tokens_per_s", ".1f"),
-        Column("in flight", "mean_in_flight", ".1f"),
+        *(Column("load", "name"), Column("requests", "requested", "d"), Column("succeeded", "succeeded", "d")),
+        *(Column("seconds", "duration_s", ".2f"), Column("requests/s", "requests_per_s", ".2f"), OUTPUT_RATE),
+        *(Column("tok/s", "total_tokens_per_s", ".1f"), Column("in flight", "mean_in_flight", ".1f")),
     ]
     return Table(title="Rates", columns=columns, rows=cells, wrong=lambda cell: bool(cell["failed"]))

@@ -7,10 +7,9 @@ other, so the queue grows without bound when the server is too slow.
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 from tightwire.bench.client import Prompt, Sample
 
@@ -66,23 +65,7 @@ async def run_load(run: LoadRun, prompts: Sequence[Prompt], send: Send, *, seed:
         run.add(sample)
         done()
 
-    if run.load.concurrency is not None:
-        await _closed_loop(run, run.load.concurrency, len(prompts), one)
-    else:
-        assert run.load.request_rate is not None
-        await _open_loop(run, arrivals(len(prompts), run.load.request_rate, seed), began, one)
-
-
-def arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """Seconds at which requests arrive; the first at 0, with exponential gaps of mean 1 / rate."""
-    source = random.Random(f"{seed}/arrivals")
-    return list(accumulate((source.gammavariate(1.0, 1 / rate) for _ in range(count - 1)), initial=0.0))
-
-
-async def _closed_loop(
-    run: LoadRun, concurrency: int, count: int, one: Callable[[int], Coroutine[Any, Any, None]]
-) -> None:
-    waiting = iter(range(count))
+    waiting = iter(range(len(prompts)))
 
     async def client() -> None:
         for index in waiting:
@@ -91,16 +74,18 @@ async def _closed_loop(
             await one(index)
 
     async with asyncio.TaskGroup() as tasks:
-        for _ in range(min(concurrency, count)):
-            tasks.create_task(client())
-
-
-async def _open_loop(
-    run: LoadRun, planned: Sequence[float], began: float, one: Callable[[int, float], Coroutine[Any, Any, None]]
-) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        for index, arrival in enumerate(planned):
+        if run.load.request_rate is None:
+            for _ in range(min(run.load.concurrency or 1, len(prompts))):
+                tasks.create_task(client())
+            return
+        for index, arrival in enumerate(arrivals(len(prompts), run.load.request_rate, seed)):
             await asyncio.sleep(began + arrival - time.perf_counter())
             if run.stopped:
                 return
             tasks.create_task(one(index, arrival))
+
+
+def arrivals(count: int, rate: float, seed: int) -> list[float]:
+    """Seconds at which requests arrive; the first at 0, with exponential gaps of mean 1 / rate."""
+    source = random.Random(f"{seed}/arrivals")
+    return list(accumulate((source.gammavariate(1.0, 1 / rate) for _ in range(count - 1)), initial=0.0))

@@ -3,23 +3,13 @@
 import json
 import secrets
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tightwire.bench.options import OutputOptions, option
 from tightwire.bench.serve.load import Load
-from tightwire.bench.serve.workload import FileWorkload, GeneratedWorkload
+from tightwire.bench.serve.workload import Workload
 
 _INPUT_LENS = {"random": 512, "shared-prefix": 128}
-Workload = GeneratedWorkload | FileWorkload
-
-
-def _parse_workload(text: str) -> str | Path:
-    if text in _INPUT_LENS:
-        return text
-    if not Path(text).exists():
-        raise ValueError(f"expected {', '.join(_INPUT_LENS)} or a JSONL file, and there is no file {text}")
-    return Path(text)
 
 
 def _parse_json_object(text: str) -> dict[str, Any]:
@@ -49,12 +39,10 @@ class ServeBenchOptions(OutputOptions):
     warmups: int | None = option(
         None, "requests sent first and not counted (default: as many as the concurrency)", least=0
     )
-    workload: str | Path = option(
+    workload: str = option(
         "random",
-        "prompts to send. random: random words; shared-prefix: groups of prompts with a common beginning; or a JSONL file "
-        "whose lines have prompt or messages, and optionally max_tokens",
-        metavar="W",
-        parse=_parse_workload,
+        "prompts to send. random: random words; shared-prefix: groups of prompts with a common beginning",
+        choices=tuple(_INPUT_LENS),
     )
     input_len: int | None = option(
         None, "prompt tokens (default: 512); of shared-prefix without the prefix (default: 128)", metavar="N", least=1
@@ -62,10 +50,8 @@ class ServeBenchOptions(OutputOptions):
     output_len: int = option(64, "tokens to generate", least=1)
     prefix_len: int = option(512, "tokens of a shared prefix", least=1)
     prefix_groups: int = option(4, "number of shared prefixes", least=1)
-    endpoint: str = option("completions", "endpoint for generated prompts", choices=("completions", "chat"))
-    ignore_eos: bool | None = option(
-        None, "generate the full length (default: on for generated prompts, off for a file)"
-    )
+    endpoint: str = option("completions", "endpoint for the prompts", choices=("completions", "chat"))
+    ignore_eos: bool = option(True, "generate the full length")
     temperature: float = option(0.0, "sampling temperature", least=0)
     extra_body: dict[str, Any] = option(
         None, "more fields for every request", metavar="JSON", parse=_parse_json_object, default_factory=dict
@@ -81,8 +67,6 @@ class ServeBenchOptions(OutputOptions):
     def __post_init__(self) -> None:
         if self.concurrency and self.request_rate:
             raise ValueError("--concurrency is not allowed with --request-rate")
-        if isinstance(self.workload, Path) and self.input_len is not None:
-            raise ValueError("--input-len is for generated workloads; the prompts of a file have their own lengths")
         if len(self.num_requests) not in (1, len(self.loads)):
             raise ValueError(
                 f"--num-requests takes one number, or one for each of the {len(self.loads)} loads, "
@@ -96,13 +80,7 @@ class ServeBenchOptions(OutputOptions):
         return tuple(Load(concurrency=count) for count in self.concurrency or (1,))
 
     def make_workload(self) -> Workload:
-        """
-        Raises:
-            ValueError: the file of prompts cannot be used.
-        """
-        if isinstance(self.workload, Path):
-            return FileWorkload(self.workload, output_len=self.output_len)
-        return GeneratedWorkload(
+        return Workload(
             input_len=self.input_len or _INPUT_LENS[self.workload],
             output_len=self.output_len,
             seed=self.seed,
@@ -120,11 +98,7 @@ class ServeBenchOptions(OutputOptions):
             return self.warmups
         return min(self.loads[load].concurrency or 2, self.requests_of(load))
 
-    @property
-    def generates_full_length(self) -> bool:
-        return not isinstance(self.workload, Path) if self.ignore_eos is None else self.ignore_eos
-
     def body(self) -> dict[str, Any]:
         """The fields that every request of this run has."""
-        eos = {"ignore_eos": True} if self.generates_full_length else {}
+        eos = {"ignore_eos": True} if self.ignore_eos else {}
         return {"temperature": self.temperature, **eos, **self.extra_body}

@@ -1,17 +1,14 @@
-"""Workloads: generated prompts of given lengths by the server's own count, or a file of prompts. Each prompt is used once.
+"""Generated prompts of a given length by the server's own count, and the request fields that a server accepts.
 
-A server with a prefix cache answers a repeated prompt many times faster, so a bench that repeats prompts measures
-the cache. Random prompts share no beginning, within a run or between runs with different seeds.
+A prefix cache answers a repeated prompt many times faster, so each prompt is used once, and random prompts share no
+beginning, within a run or between runs with different seeds.
 """
 
 import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any
-
-import msgspec
+from typing import Any
 
 from tightwire.bench.client import BenchClient, Prompt
 from tightwire.bench.text import english_words
@@ -23,7 +20,7 @@ _SHRINK = 4
 
 
 @dataclass(kw_only=True, slots=True)
-class GeneratedWorkload:
+class Workload:
     """Prompts of random English words with ``input_len`` tokens; the same seed gives the same prompts.
 
     With ``prefix_groups`` each prompt also begins with one of so many prefixes of ``prefix_len`` tokens, a system prompt in
@@ -63,9 +60,7 @@ class GeneratedWorkload:
         return {"name": "random", "input_len": self.input_len, "num_words": self.words(self.input_len), **facts}
 
     async def fit(self, client: BenchClient) -> None:
-        """Set the scale so that the server counts ``input_len`` tokens in a prompt, chat template included.
-
-        Unchanged for a server that sends no count.
+        """Set the scale so that the server counts ``input_len`` tokens in a prompt; unchanged if it sends no count.
 
         Raises:
             RemoteError: the server refuses the prompt, or no number of words comes within 2 % of the length (if a word is
@@ -85,8 +80,9 @@ class GeneratedWorkload:
                 return
             counted = sample.num_prompt
             if words == 1 and counted > self.input_len:
-                lengths = f"already {counted} prompt tokens here, more than --input-len {self.input_len}"
-                raise RemoteError(f"one word is {lengths}")
+                raise RemoteError(
+                    f"one word is already {counted} prompt tokens here, more than --input-len {self.input_len}"
+                )
             # The slope between two trials excludes the template's tokens; trials close to each other would give noise.
             if not trials:
                 tokens_per_word = counted / words
@@ -127,69 +123,8 @@ class GeneratedWorkload:
         return [*system, {"role": "user", "content": text}]
 
 
-class FileWorkload:
-    """Prompts of a JSONL file, in its order.
-
-    A line has ``prompt`` (text or token ids) or ``messages``, and may have ``max_tokens``.
-    """
-
-    def __init__(self, path: Path, *, output_len: int) -> None:
-        self._name, self._prompts, self._taken = path.name, read_prompts(path, output_len), 0
-
-    def facts(self) -> dict[str, Any]:
-        return {"name": self._name, "prompts": len(self._prompts)}
-
-    def trial(self) -> Prompt:
-        is_chat = self._prompts[0].is_chat
-        return Prompt(content=[{"role": "user", "content": "Hello"}] if is_chat else "Hello", max_tokens=1)
-
-    async def fit(self, client: BenchClient) -> None:
-        """The prompts have their own lengths."""
-
-    def take(self, count: int) -> list[Prompt]:
-        first, self._taken = self._taken, self._taken + count
-        if self._taken > len(self._prompts):
-            raise ValueError(
-                f"{self._name} has {len(self._prompts)} prompts, but warm-ups and measured requests so far need "
-                f"{self._taken}; ask for fewer with --num-requests and --warmups"
-            )
-        return self._prompts[first : self._taken]
-
-
 def _text(source: random.Random, num_words: int) -> str:
     return " ".join(source.choices(english_words(), k=num_words))
-
-
-class _Line(msgspec.Struct):
-    prompt: str | list[int] | None = None
-    messages: list[dict[str, Any]] | None = None
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-
-
-def read_prompts(path: Path, output_len: int) -> list[Prompt]:
-    """The prompts of a JSONL file.
-
-    Raises:
-        ValueError: the file cannot be read or is empty, or a line is invalid; names the line.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read prompts from {path}: {error}") from error
-    prompts = []
-    for number, text in enumerate(lines, 1):
-        if not text.strip():
-            continue
-        try:
-            line = msgspec.json.decode(text, type=_Line)
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{path}:{number}: {error}") from error
-        if not (content := line.messages or line.prompt):
-            raise ValueError(f"{path}:{number} must be a JSON object with a prompt or messages that is not empty")
-        prompts.append(Prompt(content=content, max_tokens=line.max_tokens or output_len))
-    if not prompts:
-        raise ValueError(f'{path} holds no prompts; each line is one JSON object such as {{"prompt": "Hello"}}')
-    return prompts
 
 
 async def send_accepted_fields(

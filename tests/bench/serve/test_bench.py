@@ -110,22 +110,6 @@ def test_raw_samples_and_a_page_are_kept(capsys: pytest.CaptureFixture[str], tmp
     assert text.count("<tr") == 1 + 2 + 1 + 8
 
 
-def test_prompts_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"prompt {i}"}) + "\n" for i in range(7)), encoding="utf-8")
-    fake = FakeServer()
-
-    status, _, _ = bench(fake, "--workload", str(path), "--warmups", "1", small=SMALL[2:], capsys=capsys)
-
-    assert status == 0
-    assert [body["prompt"] for body in fake.bodies] == ["Hello", *(f"prompt {i}" for i in range(7))]
-    assert "ignore_eos" not in fake.bodies[0]
-
-    status, result, _ = bench(FakeServer(), "--workload", str(path), "--warmups", "2", small=SMALL[2:], capsys=capsys)
-    assert status == 1
-    assert "has 7 prompts" in result["error"]
-
-
 @pytest.mark.parametrize("unknown", ["ignore_eos", "stream_options"])
 def test_a_field_that_the_server_refuses_is_left_out(unknown: str, capsys: pytest.CaptureFixture[str]) -> None:
     fake = FakeServer(refuses_fields=(unknown,))
@@ -250,11 +234,7 @@ def test_an_output_that_cannot_be_written_is_found_before_measuring(
         (["--extra-body", "[]"], "expected a JSON object"),
         (["--temperature", "nan"], "--temperature: must be at least 0"),
         (["--timeout", "0"], "--timeout: must be above 0"),
-        (
-            ["--workload", "none.jsonl"],
-            "random, shared-prefix or a JSONL file, and there is no file none.jsonl",
-        ),
-        (["--workload", __file__, "--input-len", "3"], "--input-len is for generated workloads"),
+        (["--workload", "sonnets"], "must be one of random, shared-prefix"),
         (["--prefix-groups", "0"], "--prefix-groups: must be at least 1"),
     ],
 )

@@ -1,19 +1,17 @@
-import json
 from itertools import groupby
-from pathlib import Path
 from typing import cast
 
 import pytest
 
 from tightwire.bench.client import BenchClient, Prompt, Sample
-from tightwire.bench.serve.workload import FileWorkload, GeneratedWorkload
+from tightwire.bench.serve.workload import Workload
 from tightwire.bench.text import english_words
 from tightwire.model.open import open_checkpoint
 from tightwire.server.cli.remote import RemoteError
 
 
-def synthetic(seed: int = 1, num_words: int = 32) -> GeneratedWorkload:
-    return GeneratedWorkload(input_len=num_words, output_len=8, seed=seed)
+def synthetic(seed: int = 1, num_words: int = 32) -> Workload:
+    return Workload(input_len=num_words, output_len=8, seed=seed)
 
 
 def first_words(prompts: list[Prompt], count: int) -> set[str]:
@@ -43,7 +41,7 @@ def test_prompt_words_follow_the_scale() -> None:
 
 
 def test_chat_prompts_are_messages() -> None:
-    prompt = GeneratedWorkload(input_len=3, output_len=8, seed=1, chat=True).take(1)[0]
+    prompt = Workload(input_len=3, output_len=8, seed=1, chat=True).take(1)[0]
 
     assert prompt.is_chat
     assert prompt.body()["messages"][0]["role"] == "user"
@@ -66,64 +64,12 @@ def test_words_are_one_token_each_for_the_embedded_model() -> None:
     assert split == []
 
 
-def write_lines(path: Path, *lines: object) -> Path:
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines), encoding="utf-8")
-    return path
-
-
-def test_a_file_gives_each_prompt_once_in_order(tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "Hi"}]
-    path = write_lines(
-        tmp_path / "p.jsonl", {"prompt": "a"}, "", {"prompt": [1, 2], "max_tokens": 3}, {"messages": messages}
-    )
-    workload = FileWorkload(path, output_len=9)
-
-    assert [prompt.body() for prompt in workload.take(2) + workload.take(1)] == [
-        {"prompt": "a", "max_tokens": 9},
-        {"prompt": [1, 2], "max_tokens": 3},
-        {"messages": messages, "max_tokens": 9},
-    ]
-    with pytest.raises(ValueError, match=r"p\.jsonl has 3 prompts.*need 4.*--num-requests"):
-        workload.take(1)
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("{", r"p\.jsonl:2: Input data was truncated"),
-        ("[]", r"p\.jsonl:2: Expected `object`"),
-        ({"text": "a"}, "prompt or messages"),
-        ({"prompt": ""}, "not empty"),
-        ({"prompt": []}, "not empty"),
-        ({"prompt": [1, "a"]}, r"\$\.prompt\[1\]"),
-        ({"prompt": [True]}, r"\$\.prompt\[0\]"),
-        ({"messages": "a"}, r"\$\.messages"),
-        ({"prompt": "\ud800"}, r"p\.jsonl:2: "),
-        ({"messages": [{"content": float("nan")}]}, r"p\.jsonl:2: "),
-        ({"prompt": "a", "max_tokens": 0}, r"\$\.max_tokens"),
-        ({"prompt": "a", "max_tokens": True}, r"\$\.max_tokens"),
-    ],
-)
-def test_the_error_names_the_bad_line(tmp_path: Path, line: object, says: str) -> None:
-    path = write_lines(tmp_path / "p.jsonl", {"prompt": "fine"}, line)
-
-    with pytest.raises(ValueError, match=says):
-        FileWorkload(path, output_len=9)
-
-
-def test_the_error_names_a_missing_or_empty_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot read prompts from .*none\.jsonl"):
-        FileWorkload(tmp_path / "none.jsonl", output_len=9)
-    with pytest.raises(ValueError, match="holds no prompts"):
-        FileWorkload(write_lines(tmp_path / "p.jsonl", ""), output_len=9)
-
-
 def count_words(prompt: Prompt) -> int:
     return len(str(prompt.content).split())
 
 
-def shared(seed: int = 1, *, chat: bool = False) -> GeneratedWorkload:
-    return GeneratedWorkload(prefix_len=60, prefix_groups=3, input_len=20, output_len=8, seed=seed, chat=chat)
+def shared(seed: int = 1, *, chat: bool = False) -> Workload:
+    return Workload(prefix_len=60, prefix_groups=3, input_len=20, output_len=8, seed=seed, chat=chat)
 
 
 def test_only_the_prefix_of_a_group_is_shared() -> None:
@@ -159,7 +105,7 @@ class _ByteServer:
 
 async def _fitted(seed: int, input_len: int, overhead: int = 0) -> int:
     """The number of words that make ``input_len`` tokens."""
-    workload = GeneratedWorkload(input_len=input_len, output_len=8, seed=seed)
+    workload = Workload(input_len=input_len, output_len=8, seed=seed)
     await workload.fit(cast(BenchClient, _ByteServer(overhead)))
     return workload.words(input_len)
 
@@ -179,7 +125,7 @@ async def test_the_servers_refusal_is_in_the_error() -> None:
             return Sample(error="HTTP 400: too long")
 
     with pytest.raises(RemoteError, match="a trial request failed: HTTP 400: too long"):
-        await GeneratedWorkload(input_len=1 << 17, output_len=8, seed=0).fit(cast(BenchClient, Full()))
+        await Workload(input_len=1 << 17, output_len=8, seed=0).fit(cast(BenchClient, Full()))
 
 
 async def test_a_count_independent_of_the_words_is_refused() -> None:
@@ -188,7 +134,7 @@ async def test_a_count_independent_of_the_words_is_refused() -> None:
             return Sample(num_prompt=20, usage=True)
 
     with pytest.raises(RemoteError, match="cannot make prompts of 3000 tokens .* the nearest had 20"):
-        await GeneratedWorkload(input_len=3000, output_len=8, seed=0).fit(cast(BenchClient, Deaf()))
+        await Workload(input_len=3000, output_len=8, seed=0).fit(cast(BenchClient, Deaf()))
 
 
 async def test_a_template_longer_than_the_prompt_is_refused() -> None:
