@@ -1,21 +1,21 @@
 """``tightwire bench comm``: times every AllReduce between processes of this machine, and checks every result.
 
-A wrong answer fails the run: other bits on another rank or in a later call, an error above the algorithm's bound, or a number
-of sent bytes that differs from the algorithm's formula. With ``--link`` it also compares each time with bytes / rate + computing
-alone; with several links it prints the rate at which quantizing stops paying.
+Other bits on another rank or in a later call, an error above the algorithm's bound, or sent bytes that differ from its formula
+fail the run. With ``--link`` each time is compared with bytes / rate + computing alone; several links give the rate at which
+quantizing stops paying.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tightwire.bench.comm.cells import (
-    BUS_BANDWIDTH,
     COLUMNS,
     CROSSOVER_COLUMNS,
     ERROR,
     LINK,
+    LINK_RATE,
     MEDIAN,
     PREDICTION_COLUMNS,
     SIZE,
@@ -26,7 +26,7 @@ from tightwire.bench.comm.cells import (
 from tightwire.bench.comm.measure import Checked, MeasurePlan, compute_alone, measure
 from tightwire.bench.options import OutputOptions, option, parse_sizes
 from tightwire.bench.ranks import TRANSPORTS, RankOptions, open_ranks
-from tightwire.bench.report.page import Item, Plot, lines
+from tightwire.bench.report.page import Item, lines
 from tightwire.bench.report.table import Column, Metric, Row, Table
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.comm.all_reduce.entry import split_all_reduce_names
@@ -65,13 +65,12 @@ class CommBenchOptions(OutputOptions):
     algorithms: tuple[str, ...] = option(
         (),
         f"{describe_all_reduce_names()} (default: all whose name needs no codec)",
-        metavar="NAME,NAME",
         parse=split_all_reduce_names,
     )
     sizes: tuple[int, ...] = option(
         _DEFAULT_SIZES, "bytes of a message before it is encoded", metavar="SIZE,SIZE", parse=parse_sizes, least=4
     )
-    ranks: int = option(2, "number of processes, one thread each", metavar="N", least=2)
+    ranks: int = option(2, "number of processes, one thread each", least=2)
     dtype: str = option("bfloat16", "data type of the numbers", choices=_DTYPES)
     device: str = option("cpu", "device of the ranks; cuda needs one for each rank", choices=("cpu", "cuda"))
     transport: str = option(
@@ -88,17 +87,14 @@ class CommBenchOptions(OutputOptions):
         parse=_parse_links,
     )
     nodes: int | None = option(
-        None, "divide the ranks among this many equal nodes (default: 1; with --link one for each rank)", metavar="K"
+        None, "divide the ranks among this many equal nodes (default: 1; with --link one for each rank)"
     )
-    repeats: int = option(50, "timed calls of each algorithm at a size", metavar="N", least=3)
+    repeats: int = option(50, "timed calls of each algorithm at a size", least=3)
     seconds_per_size: float = option(
-        5.0,
-        "time for the calls at a size; slow calls are repeated less often, but at least three times",
-        metavar="S",
-        above=0,
+        5.0, "time for the calls at a size; slow calls are repeated less often, but at least three times", above=0
     )
-    seed: int = option(0, "seed of the numbers and of the order of calls", metavar="N")
-    timeout_s: float = option(60.0, "longest wait in a collective", metavar="S", flag="--timeout", above=0)
+    seed: int = option(0, "seed of the numbers and of the order of calls")
+    timeout_s: float = option(60.0, "longest wait in a collective", flag="--timeout", above=0)
 
     def __post_init__(self) -> None:
         for name in self.algorithms:
@@ -160,15 +156,8 @@ class CommBench(Bench[CommBenchOptions]):
 
     def measure(self) -> None:
         options = self.options
-        self.facts = {
-            "ranks": options.ranks,
-            "nodes": options.num_nodes,
-            "dtype": options.dtype,
-            "device": options.device,
-            "seed": options.seed,
-            "links": {},
-            "link_facts": [],
-        }
+        self.facts = {name: getattr(options, name) for name in ("ranks", "dtype", "device", "seed")}
+        self.facts |= {"nodes": options.num_nodes, "links": {}, "link_facts": []}
         faults: list[str] = []
         with self.watch_others():
             for link in options.links or (None,):
@@ -188,30 +177,37 @@ class CommBench(Bench[CommBenchOptions]):
 
     def csv(self, result: Mapping[str, Any]) -> Table:
         columns = (SIZE, *COLUMNS, Column("calls", "seconds.n", "d"), Column("share of bound", "share_of_bound", ".3f"))
-        return Table(columns=[LINK, *columns] if result["links"] else columns, rows=result["cells"])
+        columns = (LINK, *columns) if result["links"] else columns
+        note = f"{_TIMES} The result of every call was checked."
+        return Table(title="All cells", columns=columns, rows=result["cells"], note=note, wrong=_is_wrong)
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
         links = result["link_facts"] or [None]
         return "AllReduce by message size", "; ".join(_describe_setting(result, link) for link in links)
 
     def sections(self, result: Mapping[str, Any]) -> list[Item]:
-        rows = result["cells"]
-        items: list[Item]
-        if len(result["links"]) > 1:
-            note = "Below this rate of the link the quantized AllReduce is faster."
-            crossovers = result.get("crossovers", ())
-            title = "Rates at which quantizing stops paying"
-            items = [_by_link(rows), Table(title=title, columns=CROSSOVER_COLUMNS, rows=crossovers, note=note)]
-        else:
-            items = [
-                _by_size(rows, "Time", MEDIAN, "Lower is faster. Where two lines cross, the best choice changes."),
-                _by_size(rows, "Bus bandwidth", BUS_BANDWIDTH, "Message bytes over time, times 2 (N-1)/N."),
-                _speed_and_error(rows),
+        """Times by size and errors of the largest size; with several links times of the largest size by link."""
+        rows, crossovers = result["cells"], result.get("crossovers")
+        size = max(row["size"] for row in rows)
+        largest = [row for row in rows if row["size"] == size]
+        note = "Lower is faster. Dashed: quantized. Where two lines cross, the best choice changes."
+        if crossovers is None:
+            inexact = [row for row in largest if row["relative_error"]]
+            speed = f"Speed and error at {format_bytes(size)}"
+            items: list[Item] = [
+                lines("Time by message size", rows, x=SIZE, y=MEDIAN, dashed=_is_lossy, ticks=True, note=note, by=_BY),
+                lines(speed, inexact, x=ERROR, y=SPEED_UP, log_y=False, joined=False, level=1.0, by=_BY),
             ]
+        else:
+            title = f"Time of {format_bytes(size)} by link"
+            items = [lines(title, largest, x=LINK_RATE, y=MEDIAN, dashed=_is_lossy, note=note, by=_BY)]
+            slower = "Below this rate of the link the quantized AllReduce is faster."
+            title = "Rates at which quantizing stops paying"
+            items.append(Table(title=title, columns=CROSSOVER_COLUMNS, rows=crossovers, note=slower))
         if result["links"]:
             note = "Predicted: bytes that a rank sends over the link's rate, plus the algorithm's computing without a link."
             items.append(Table(title="Prediction", columns=PREDICTION_COLUMNS, rows=rows, note=note))
-        return [*items, _all_cells(rows)]
+        return [*items, self.csv(result)]
 
     def _measure_on(self, link: Link | None) -> None:
         with open_ranks(self.options.rank_options(link)) as (ranks, facts):
@@ -249,6 +245,7 @@ class CommBench(Bench[CommBenchOptions]):
             self.progress.remove_task(task)
 
 
+_BY = "algorithm"
 _TIMES = "Times are the slowest rank's, from a barrier on. Wire bytes are those of the rank that sends most."
 
 
@@ -269,43 +266,3 @@ def _is_wrong(row: Row) -> bool:
 
 def _is_lossy(algorithm: str) -> bool:
     return not parse_all_reduce(algorithm).lossless
-
-
-def _largest(rows: Sequence[Row]) -> tuple[list[Row], str]:
-    """The rows of the largest size, and that size."""
-    size = max(row["size"] for row in rows)
-    return [row for row in rows if row["size"] == size], format_bytes(size)
-
-
-def _by_size(rows: Sequence[Row], title: str, y: Column, note: str) -> Plot:
-    note = f"{note} Dashed: quantized."
-    return lines(f"{title} by message size", rows, by="algorithm", x=SIZE, y=y, dashed=_is_lossy, ticks=True, note=note)
-
-
-def _by_link(rows: Sequence[Row]) -> Plot:
-    largest, size = _largest(rows)
-    rate = Column("link rate, Mbit/s", "link_bytes_per_s", ",.0f", 8e-6)
-    note = "Lower is faster. Dashed: quantized."
-    return lines(f"Time of {size} by link", largest, by="algorithm", x=rate, y=MEDIAN, dashed=_is_lossy, note=note)
-
-
-def _speed_and_error(rows: Sequence[Row]) -> Plot:
-    largest, size = _largest(rows)
-    inexact = [row for row in largest if row["relative_error"]]
-    title, note = f"Speed and error at {size}", "Higher is faster, further left is more exact."
-    return lines(title, inexact, by="algorithm", x=ERROR, y=SPEED_UP, log_y=False, joined=False, level=1.0, note=note)
-
-
-def _all_cells(rows: Sequence[Row]) -> Table:
-    fastest: dict[Any, float] = {}
-    for row in rows:
-        place = row.get("link"), row["size"]
-        fastest[place] = min(fastest.get(place, row["seconds"]["p50"]), row["seconds"]["p50"])
-    return Table(
-        title="All cells",
-        columns=[*([LINK] if "link" in rows[0] else []), SIZE, *COLUMNS],
-        rows=rows,
-        note=f"{_TIMES} The fastest at each size is marked. The result of every call was checked.",
-        strong=lambda row: row["seconds"]["p50"] == fastest[row.get("link"), row["size"]],
-        wrong=_is_wrong,
-    )

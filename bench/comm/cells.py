@@ -14,7 +14,7 @@ from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.comm.policy.cost import Points, crossover_rate
 from tightwire.comm.sizes import format_bytes
 
-BASELINE = "native"
+_BASELINE = "native"
 
 
 def _us(name: str, key: str) -> Column:
@@ -22,25 +22,17 @@ def _us(name: str, key: str) -> Column:
 
 
 SIZE = Column("size", "size", format_bytes)
-LINK = Column("link", "link")
-ALGORITHM = Column("algorithm", "algorithm")
+LINK, LINK_RATE = Column("link", "link"), Column("link rate, Mbit/s", "link_bytes_per_s", ",.0f", 8e-6)
 MEDIAN = _us("us median", "seconds.p50")
-BUS_BANDWIDTH = Column("busbw GB/s", "busbw_bytes_per_s", ".3f", 1e-9)
 ERROR = Column("rel. error", "relative_error", ".1e")
 SPEED_UP = Column("x native", "speed_up_over_native", ".2f")
-WIRE_BYTES = Column("wire bytes", "wire_bytes", ",d")
+_ALGORITHM, _WIRE_BYTES = Column("algorithm", "algorithm"), Column("wire bytes", "wire_bytes", ",d")
 COLUMNS = (
-    ALGORITHM,
-    MEDIAN,
-    _us("p99", "seconds.p99"),
-    Column("algbw GB/s", "algbw_bytes_per_s", ".3f", 1e-9),
-    BUS_BANDWIDTH,
-    WIRE_BYTES,
-    ERROR,
-    SPEED_UP,
+    *(_ALGORITHM, MEDIAN, _us("p99", "seconds.p99"), Column("algbw GB/s", "algbw_bytes_per_s", ".3f", 1e-9)),
+    *(Column("busbw GB/s", "busbw_bytes_per_s", ".3f", 1e-9), _WIRE_BYTES, ERROR, SPEED_UP),
 )
 PREDICTION_COLUMNS = (
-    *(LINK, SIZE, ALGORITHM, WIRE_BYTES),
+    *(LINK, SIZE, _ALGORITHM, _WIRE_BYTES),
     _us("computing us", "computing_s"),
     _us("predicted us", "predicted_s"),
     _us("measured us", "seconds.p50"),
@@ -126,7 +118,7 @@ class Cells:
         rows = []
         for (size, algorithm), cell in self._cells.items():
             if (seconds := medians[size, algorithm]) is not None:
-                baseline = medians.get((size, BASELINE))
+                baseline = medians.get((size, _BASELINE))
                 row = _row(cell, asdict(seconds), baseline.p50 / seconds.p50 if baseline else None)
                 rows.append(row if self._link is None else {**row, **self._link_facts(cell, row)})
         return rows
