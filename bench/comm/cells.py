@@ -67,9 +67,9 @@ class Cell:
     def faults(self) -> list[str]:
         """The ways in which the answers are wrong; empty when they are right."""
         found: list[str] = []
-        shares = [check.share_of_bound for check in self.checks.values() if check.share_of_bound is not None]
-        if shares and max(shares) > 1:
-            found.append(f"the largest error of an element is {max(shares):.3g} times the algorithm's bound")
+        share = self.of_rank_0("share_of_bound")
+        if share is not None and share > 1:
+            found.append(f"the largest error of an element is {share:.3g} times the algorithm's bound")
         digests = {rank: check.digest for rank, check in sorted(self.checks.items())}
         if len(digests) == self.world_size and len(set(digests.values())) > 1:
             found.append(f"ranks got different bits: {', '.join(f'rank {r} {d[:8]}' for r, d in digests.items())}")
@@ -79,6 +79,10 @@ class Cell:
             if check.wire_bytes != check.formula_bytes:
                 found.append(f"rank {rank} sent {check.wire_bytes} bytes, but its formula gives {check.formula_bytes}")
         return found
+
+    def of_rank_0(self, name: str) -> float | None:
+        """An error, which only rank 0 reports."""
+        return getattr(self.checks[0], name) if 0 in self.checks else None
 
 
 class Cells:
@@ -106,61 +110,52 @@ class Cells:
                     cell.changed_on.add(rank)
 
     def faults(self) -> list[str]:
-        return [
-            f"{cell.algorithm} at {cell.size} bytes: {fault}"
-            for cell in self._cells.values()
-            for fault in cell.faults()
-        ]
+        cells = self._cells.values()
+        return [f"{cell.algorithm} at {cell.size} bytes: {fault}" for cell in cells for fault in cell.faults()]
 
     def rows(self) -> list[dict[str, Any]]:
         """Plain data of every cell that was timed."""
-        medians = {key: describe(cell.samples()) for key, cell in self._cells.items()}
-        rows = []
-        for (size, algorithm), cell in self._cells.items():
-            if (seconds := medians[size, algorithm]) is not None:
-                baseline = medians.get((size, _BASELINE))
-                row = _row(cell, asdict(seconds), baseline.p50 / seconds.p50 if baseline else None)
-                rows.append(row if self._link is None else {**row, **self._link_facts(cell, row)})
-        return rows
+        return [self._row(cell, samples) for cell in self._cells.values() if (samples := cell.samples())]
 
-    def _link_facts(self, cell: Cell, row: Mapping[str, Any]) -> dict[str, Any]:
-        """``predicted_s`` is the bytes that a rank sends over the link's rate, plus the time of computing alone."""
+    def _row(self, cell: Cell, samples: list[float]) -> dict[str, Any]:
+        """``algbw`` is the message's bytes over its time, ``busbw`` that times 2 (N-1)/N, what a ring would send.
+
+        ``predicted_s`` is the bytes that a rank sends over the link's rate, plus the time of computing alone.
+        """
+        seconds, baseline = median(samples), self._cells.get((cell.size, _BASELINE))
+        wire_bytes = max(check.wire_bytes for check in cell.checks.values())  # of the rank that sends most
+        native = baseline.samples() if baseline else []
+        row = {
+            "name": f"{cell.algorithm}, {format_bytes(cell.size)}",
+            "size": cell.size,
+            "algorithm": cell.algorithm,
+            "seconds": asdict(describe(samples)),  # pyright: ignore[reportArgumentType]
+            "algbw_bytes_per_s": cell.size / seconds,
+            "busbw_bytes_per_s": cell.size / seconds * 2 * (cell.world_size - 1) / cell.world_size,
+            "wire_bytes": wire_bytes,
+            "relative_error": cell.of_rank_0("relative_error"),
+            "share_of_bound": cell.of_rank_0("share_of_bound"),
+            "speed_up_over_native": median(native) / seconds if native else None,
+            "computing_s": cell.computing_s,
+            "faults": cell.faults(),
+            "samples": {"seconds": samples},
+            "batch": neighbour_batch(len(samples)),
+        }
+        if self._link is None:
+            return row
         rate, computing_s = self._link_bytes_per_s, cell.computing_s
-        predicted_s = row["wire_bytes"] / rate + computing_s if rate and computing_s else None
-        return {
+        predicted_s = wire_bytes / rate + computing_s if rate and computing_s else None
+        return row | {
             "name": f"{row['name']}, {self._link}",
             "link": self._link,
             "link_bytes_per_s": rate,
             "predicted_s": predicted_s,
-            "over_predicted": row["seconds"]["p50"] / predicted_s if predicted_s else None,
+            "over_predicted": seconds / predicted_s if predicted_s else None,
         }
 
     def _cell(self, size: int, algorithm: str) -> Cell:
-        return self._cells.setdefault(
-            (size, algorithm), Cell(size=size, algorithm=algorithm, world_size=self._world_size)
-        )
-
-
-def _row(cell: Cell, seconds: Mapping[str, Any], speed_up: float | None) -> dict[str, Any]:
-    """``algbw`` is the message's bytes over its time, ``busbw`` that times 2 (N-1)/N, what a ring would send."""
-    algbw = cell.size / seconds["p50"]
-    checks = cell.checks.values()
-    return {
-        "name": f"{cell.algorithm}, {format_bytes(cell.size)}",
-        "size": cell.size,
-        "algorithm": cell.algorithm,
-        "seconds": dict(seconds),
-        "algbw_bytes_per_s": algbw,
-        "busbw_bytes_per_s": algbw * 2 * (cell.world_size - 1) / cell.world_size,
-        "wire_bytes": max(check.wire_bytes for check in checks),  # of the rank that sends most
-        "relative_error": next((c.relative_error for c in checks if c.relative_error is not None), None),
-        "share_of_bound": next((c.share_of_bound for c in checks if c.share_of_bound is not None), None),
-        "speed_up_over_native": speed_up,
-        "computing_s": cell.computing_s,
-        "faults": cell.faults(),
-        "samples": {"seconds": cell.samples()},
-        "batch": neighbour_batch(seconds["n"]),
-    }
+        new = Cell(size=size, algorithm=algorithm, world_size=self._world_size)
+        return self._cells.setdefault((size, algorithm), new)
 
 
 def find_crossovers(cells: Sequence[Row], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -174,30 +169,27 @@ def find_crossovers(cells: Sequence[Row], facts: Mapping[str, Any]) -> list[dict
     for row in cells:
         if row["size"] == size and row["link_bytes_per_s"]:
             by_name.setdefault(row["algorithm"], {})[row["link_bytes_per_s"]] = row
+    seconds = {name: {rate: row["seconds"]["p50"] for rate, row in own.items()} for name, own in by_name.items()}
     lossless = [name for name in by_name if parse_all_reduce(name).lossless]
     if not lossless:
         return []
-    exact = min(lossless, key=lambda name: by_name[name][max(by_name[name])]["seconds"]["p50"])
+    exact = min(lossless, key=lambda name: seconds[name][max(seconds[name])])
     setting = Setting("process-group", "cpu", facts["ranks"], facts["nodes"], facts["dtype"])
     computing: Points = {
         name: [(size, 1e6 * median(times))]
         for name, own in by_name.items()
         if (times := [row["computing_s"] for row in own.values() if row["computing_s"]])
     }
-    found = []
-    for name in by_name.keys() - set(lossless):
-        times, base = by_name[name], by_name[exact]
-        saved = [(rate, base[rate]["seconds"]["p50"] - times[rate]["seconds"]["p50"]) for rate in times]
-        predicted = crossover_rate(setting, exact, name, size, computing=computing)
-        found.append(
-            {
-                "algorithm": name,
-                "against": exact,
-                "measured_bytes_per_s": zero_rate(saved),
-                "predicted_bytes_per_s": predicted,
-            }
-        )
-    return sorted(found, key=lambda each: list(by_name).index(each["algorithm"]))
+    return [
+        {
+            "algorithm": name,
+            "against": exact,
+            "measured_bytes_per_s": zero_rate([(rate, seconds[exact][rate] - s) for rate, s in seconds[name].items()]),
+            "predicted_bytes_per_s": crossover_rate(setting, exact, name, size, computing=computing),
+        }
+        for name in by_name
+        if name not in lossless
+    ]
 
 
 def zero_rate(points: Sequence[tuple[float, float]]) -> float | None:
