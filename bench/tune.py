@@ -4,9 +4,7 @@ Ranks are processes of this machine. Every result is checked; an algorithm with 
 ``auto`` never takes it. The file is written atomically after each transport.
 """
 
-import argparse
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,7 +16,7 @@ from rich.console import Console
 
 from tightwire.bench.comm.cells import Cells
 from tightwire.bench.comm.measure import MeasurePlan, Timed, compute_alone, measure
-from tightwire.bench.ranks import TRANSPORTS, RankOptions, open_ranks
+from tightwire.bench.ranks import RankOptions, open_ranks
 from tightwire.bench.report.console import make_console, progress_bar
 from tightwire.bench.report.quiet import OthersWatch
 from tightwire.bench.report.table import Column, Table, print_table
@@ -49,7 +47,6 @@ from tightwire.server.plan.setting import decide_setting
 
 _MAX_SECONDS = 3600.0
 _START_S = 6.0  # for the ranks of one transport to start and join
-_OVERRUN = 1.5  # times its share of the time that a transport may take
 _MAX_OTHERS_SHARE = 0.25  # of the cores; above it, medians were wrong by up to ten times
 _MIN_SECONDS_PER_SIZE = 0.1
 _MAX_CALLS = 300  # of one algorithm at one size; more do not move the median
@@ -88,40 +85,29 @@ def main(argv: Sequence[str]) -> int:
         COMM_GROUPS,
     )
     parser.add_argument(
-        "--seconds", type=_seconds, default=60.0, metavar="S", help="approximate time of all measurements (default: 60)"
+        "--seconds", type=float, default=60.0, metavar="S", help="approximate time of all measurements (default: 60)"
     )
     config, args = parse(parser, argv, COMM_GROUPS)
     refuse_allreduce_extra(parser, config)
     refuse_replicas(parser, config)
-    console = make_console()
+    if not 1 <= args.seconds <= _MAX_SECONDS:
+        parser.error(f"--seconds must be 1 to {_MAX_SECONDS:g} seconds, got {args.seconds:g}")
+    console, refused = make_console(), 2
     try:
         plan = make_plan(at_least_two_ranks(config), args.seconds)
-    except ValueError as error:
-        sys.stderr.write(f"tightwire tune: {error}\n")
-        return 2
-    try:
+        refused = 1
         check_writable(plan.path)
         for measured in measure_all(plan):
             show(console, plan, measured)
             write_tuned(plan.path, plan.host, [measured])
     except (LocalRankError, CrowdedError, OSError, ValueError) as error:
         sys.stderr.write(f"tightwire tune: {error}\n")
-        return 1
+        return refused
     except KeyboardInterrupt:
         sys.stderr.write("tightwire tune: interrupted; unfinished measurements are not kept\n")
         return 130
     console.print(f"written to {plan.path}", markup=False, soft_wrap=True)
     return 0
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 1 <= seconds <= _MAX_SECONDS:
-        raise argparse.ArgumentTypeError(f"must be 1 to {_MAX_SECONDS:g} seconds, got {text!r}")
-    return seconds
 
 
 def make_plan(config: ServeConfig, seconds: float) -> TunePlan:
@@ -152,7 +138,7 @@ def _transports(config: ServeConfig, setting: Setting) -> list[str]:
     if config.parallel.transport != "auto":
         return [setting.transport]
     if setting.device == "cuda":
-        return [name for name in ("peer-memory", "process-group") if name in TRANSPORTS]
+        return ["peer-memory", "process-group"]
     return ["process-group"] if why_unusable() else ["shared-memory", "process-group"]
 
 
@@ -166,8 +152,6 @@ def show(console: Console, plan: TunePlan, measured: Measured) -> None:
     ]
     columns = [Column("algorithm", "algorithm"), *(Column(format_bytes(size), str(size), "s") for size in sizes)]
     print_table(console, Table(title=f"{measured.setting}: median us", columns=columns, rows=texts))
-    if missing := [format_bytes(size) for size in sizes if not best[size]]:
-        console.print(f"no time was left for {', '.join(missing)}; use a larger --seconds", style="yellow")
     for name, fault in measured.wrong.items():
         console.print(f"{name} computed a wrong sum and will not be used: {fault}", style="red", markup=False)
     chooser = Chooser(plan.request, CostModel(measured.setting, rows), measured.wrong)
@@ -202,28 +186,22 @@ def _measure_setting(tune: TunePlan, setting: Setting, update_progress: Callable
     num_sizes = sum(len(tune.sizes(each)) for each in tune.settings)
     plan = MeasurePlan(
         algorithms=tuple(Chooser(tune.request, CostModel(setting)).candidates()),
-        sizes=_ends_first(tune.sizes(setting)),
+        sizes=tune.sizes(setting),
         dtype=setting.dtype,
         repeats=_MAX_CALLS,
         seconds_per_size=max(_MIN_SECONDS_PER_SIZE, (tune.seconds - _START_S * len(tune.settings)) / num_sizes),
         seed=0,
     )
     cells = Cells(setting.world_size)
-    deadline: float | None = None  # set at the first answer, because ranks may compile before it
     with open_ranks(options) as (ranks, _):
         watch = OthersWatch(ranks.pids)
         for rank, event in ranks.stream(measure, plan):
             cells.add(rank, event)
-            now = time.monotonic()
-            deadline = deadline or now + _OVERRUN * plan.seconds_per_size * len(plan.sizes)
             if rank == 0 and isinstance(event, Timed):
                 update_progress(completed=plan.sizes.index(event.size) + event.done / event.rounds)
-            if now > deadline and cells.rows():
-                break  # the sizes that are left lie between measured ones
-        else:
-            if setting.device == "cpu":  # on CUDA a whole AllReduce is one kernel: there is no computing apart from it
-                for rank, computed in ranks.stream(compute_alone, plan):
-                    cells.add(rank, computed)
+        if setting.device == "cpu":  # on CUDA a whole AllReduce is one kernel: there is no computing apart from it
+            for rank, computed in ranks.stream(compute_alone, plan):
+                cells.add(rank, computed)
         others = watch.share()
     if others > _MAX_OTHERS_SHARE:
         raise CrowdedError(
@@ -233,14 +211,6 @@ def _measure_setting(tune: TunePlan, setting: Setting, update_progress: Callable
     return judge(setting, cells)
 
 
-def _ends_first(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The smallest, the largest, the second smallest, ...: if time runs out, the other sizes lie between measured ones."""
-    rest, order = list(sizes), []
-    while rest:
-        order.append(rest.pop(0 if len(order) % 2 == 0 else -1))
-    return tuple(order)
-
-
 def judge(setting: Setting, cells: Cells) -> Measured:
     """Medians of correct calls, the slowest rank's computing, and the first fault of each wrong algorithm."""
     rows = sorted(cells.rows(), key=lambda row: row["size"])
@@ -248,19 +218,22 @@ def judge(setting: Setting, cells: Cells) -> Measured:
     for row in rows:
         if row["faults"]:
             wrong.setdefault(row["algorithm"], f"{row['size']} B: {row['faults'][0]}")
-    points = (
-        Point(
-            algorithm=row["algorithm"],
-            num_bytes=row["size"],
-            us=row["seconds"]["p50"] * 1e6,
-            num_calls=row["seconds"]["n"],
-            wire_bytes=row["wire_bytes"],
-            relative_error=row["relative_error"],
-        )
-        for row in rows
+    return Measured(
+        setting=setting,
+        points=tuple(
+            Point(
+                algorithm=row["algorithm"],
+                num_bytes=row["size"],
+                us=row["seconds"]["p50"] * 1e6,
+                num_calls=row["seconds"]["n"],
+                wire_bytes=row["wire_bytes"],
+                relative_error=row["relative_error"],
+            )
+            for row in rows
+        ),
+        computing=tuple(
+            Computing(row["algorithm"], row["size"], row["computing_s"] * 1e6) for row in rows if row["computing_s"]
+        ),
+        wrong=wrong,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    computing = tuple(
-        Computing(row["algorithm"], row["size"], row["computing_s"] * 1e6) for row in rows if row["computing_s"]
-    )
-    return Measured(setting=setting, points=tuple(points), computing=computing, wrong=wrong, date=date)
