@@ -129,7 +129,9 @@ class QualityOptions(OutputOptions):
         2048, "tokens for --search; it runs each twice as often as the model has layers", metavar="N", least=1
     )
     write_policy: Path | None = option(
-        None, "write the result of --budget (else of --search) to FILE for `serve --comm-policy FILE`", metavar="FILE"
+        None,
+        "write the result of --budget (else of --search) to FILE for `serve --allreduce policy:FILE`",
+        metavar="FILE",
     )
     seed: int = option(0, "seed of random weights", metavar="N")
 

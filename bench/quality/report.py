@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from tightwire.bench.quality.measure import Floats, Measured, Scores, sqnr_db
-from tightwire.bench.quality.options import POLICY
 from tightwire.bench.quality.setting import EXACT, LOSSY_SITES, MIX, Arm, Setting, bytes_per_token, exact_arm
 from tightwire.bench.report.page import Item, Text, ecdf, heat_map, lines
 from tightwire.bench.report.table import Column, Row, Table
@@ -179,7 +178,7 @@ def findings(result: Mapping[str, Any]) -> list[str]:
             f"{search['world_size']} ranks: predicted KL {search['predicted_kl']:.2e}"
         )
     if result["policy_file"]:
-        found.append(f"written: serve --comm-policy {result['policy_file']}")
+        found.append(f"written: serve --allreduce policy:{result['policy_file']}")
     return found
 
 
@@ -189,8 +188,6 @@ def _describe_choice(choice: Mapping[str, Any]) -> str:
     if name is None:
         return f"{within}: none of the measured AllReduces"
     flag = "the mix" if name == MIX else f"--allreduce {name}"
-    if name.startswith(POLICY):
-        flag = f"--comm-policy {name.removeprefix(POLICY)}"
     return f"{within}, the cheapest is {flag}"
 
 

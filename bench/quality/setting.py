@@ -69,7 +69,7 @@ def exact_arm() -> Arm:
 def make_arm(name: str, config: LlamaConfig) -> Arm:
     """Make an arm that sums as ``serve --allreduce NAME`` does.
     ``activations:int8`` sums exactly and multiplies packed weights with activations in 8 bits.
-    ``policy:FILE`` stands for ``serve --comm-policy FILE`` and ``weights:CODEC`` for ``serve --weight-codec CODEC``.
+    ``policy:FILE`` stands for ``serve --allreduce policy:FILE`` and ``weights:CODEC`` for ``serve --weight-codec CODEC``.
     The AllReduce applies to prompt rows. Decode rows and embeddings are exact unless a policy file says otherwise.
 
     Raises:

@@ -17,13 +17,15 @@ from tightwire.comm.policy.choose import Chooser
 from tightwire.model.open import open_checkpoint
 from tightwire.model.weights.formats import choose_formats
 from tightwire.server.config.flags import make_parser, parse, refuse_replicas
+from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import ServeConfig, option_fields
-from tightwire.server.plan.run_plan import check_all_reduce_names, decide
+from tightwire.server.plan.run_plan import decide
+from tightwire.server.plan.setting import check_all_reduce_names
 
 GROUPS = ("model", "parallel", "engine")
 _ALGORITHMS = ("native", "ring", "two-shot", "flash-int8", "flash-int6", "flash-int4")
-_OURS = ("allreduce", "allreduce_extra", "comm_policy")  # flags of serve that --algorithms replaces
+_OURS = ("allreduce", "allreduce_extra")  # flags of serve that --algorithms replaces
 _NOT_KEPT = ("config", "output", "label")  # in the result's options
 _RANKS = 2  # the default of --tp in this bench
 
@@ -167,7 +169,7 @@ def find_facts(options: TtftOptions) -> ServerFacts:
             f"--prompt-lens {max(options.prompt_lens)} and --output-len {options.output_len} make {longest} tokens, but the "
             f"server's context is {plan.max_model_len}; lower them, or raise --max-model-len"
         )
-    blocks = max(options.concurrency) * -(-longest // config.engine.block_size)
+    blocks = max(options.concurrency) * -(-longest // BLOCK_SIZE)
     if blocks > plan.num_blocks:
         raise ValueError(
             f"--concurrency {max(options.concurrency)} with {longest} tokens each needs {blocks} KV blocks, but there are "
@@ -212,10 +214,9 @@ def find_facts(options: TtftOptions) -> ServerFacts:
 def _server_config(options: TtftOptions) -> ServeConfig:
     own = options.baseline_name
     others = tuple(dict.fromkeys(name for name in options.algorithms if name != own))
-    sums = {"comm_policy": policy_path(own)} if is_policy(own) else {"allreduce": own}
     return replace(
         options.config,
-        parallel=replace(options.config.parallel, allreduce_extra=others, **sums),
+        parallel=replace(options.config.parallel, allreduce=own, allreduce_extra=others),
         # No prompt is used twice, but the answers that are checked come from prompts that were timed.
         engine=replace(options.config.engine, prefix_cache="none"),
     )

@@ -15,7 +15,7 @@ import tightwire
 from tightwire.server.ranks.parent_death import die_with_parent
 
 SERVE = (sys.executable, "-m", "tightwire", "serve")
-_READY = re.compile(r"ready in .* at (http://\S+):")
+_READY = re.compile(r"ready in .* at (http://\S+\d)")
 _OWN_LINE = "tightwire serve:"  # how the server's own errors begin
 _TAIL_LINES = 20
 _STOP_S = 10.0  # it is idle at its end

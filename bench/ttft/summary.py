@@ -9,14 +9,14 @@ from typing import Any
 
 from tightwire.bench.report.statistics import Comparison, compare, describe
 from tightwire.bench.ttft.measure import Agreement, Measured
-from tightwire.bench.ttft.options import GROUPS, TtftOptions, is_policy, policy_path, to_argv
+from tightwire.bench.ttft.options import GROUPS, TtftOptions, to_argv
 from tightwire.bench.ttft.proof import Cell
 from tightwire.bench.ttft.requests import Arm, Request, Turn
 
 _REST = ("http_s", "tokenize_s", "queue_s", "engine_s", "sampling_s", "send_s")
 _PARTS = (*_REST, "compute_s", "codec_s", "allreduce_s")
 # Options of the emulated wire and of the AllReduce, which the recommended command line leaves out.
-_LEFT_OUT = ("model", "link", "link_emulation", "allreduce", "allreduce_extra", "comm_policy")
+_LEFT_OUT = ("model", "link", "link_emulation", "allreduce", "allreduce_extra")
 
 
 def make_rows(measured: Measured) -> list[dict[str, Any]]:
@@ -174,7 +174,7 @@ def recommend(measured: Measured, options: TtftOptions) -> list[dict[str, Any]]:
 
 
 def _recommendation(options: TtftOptions, arm: Arm, reason: str, ratio: Comparison | None) -> dict[str, Any]:
-    flag = ["--comm-policy", policy_path(arm.algorithm)] if is_policy(arm.algorithm) else ["--allreduce", arm.algorithm]
+    flag = ["--allreduce", arm.algorithm]
     flags = to_argv(options.config, GROUPS, leave_out=_LEFT_OUT)
     command = shlex.join(["tightwire", "serve", options.config.model.model, *flags, *flag])
     return {"arm": arm.name, "command": command, "reason": reason, "ratio": None if ratio is None else asdict(ratio)}

@@ -17,8 +17,8 @@ from tightwire.comm.policy.rules import PHASES, Choice, describe_layers
 from tightwire.comm.sizes import format_bytes
 from tightwire.model.open import open_checkpoint
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.plan.comm_decision import CommDecision, check_all_reduce_names, decide_comm, policy_requests
-from tightwire.server.plan.setting import decide_setting, requested_link
+from tightwire.server.plan.comm_decision import CommDecision, decide_comm, policy_requests
+from tightwire.server.plan.setting import check_all_reduce_names, decide_setting, requested_link
 
 _SITES = ("o_proj", "down_proj")
 

@@ -16,11 +16,13 @@ from tightwire.comm.sizes import format_bytes
 from tightwire.kernels.cpu.library import level
 from tightwire.model.open import Checkpoint
 from tightwire.server.api.serving import ModelHolder, ModelInfo
+from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.http.app import HttpServer, make_app
 from tightwire.server.http.listener import url_of
 from tightwire.server.ipc.engine_client import Phase
-from tightwire.server.ipc.messages import CommSetup, Ready
+from tightwire.server.ipc.messages import Ready
+from tightwire.server.plan.comm_decision import describe_choices
 from tightwire.server.plan.devices import process_age_s
 from tightwire.server.plan.progress import Progress
 from tightwire.server.plan.rank_setup import RankWork, rank_name
@@ -39,6 +41,7 @@ _CANCELLED_S = 2.0  # for the ends of cancelled requests to reach their clients
 def serve(config: ServeConfig, listener: socket.socket, ranks: Ranks, progress: Progress) -> int:
     """Serve until a signal (exit code 0), a refusal (2) or the loss of a rank (1)."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("tightwire").setLevel(config.http.log_level.upper())
     return asyncio.run(_Server(config, listener, ranks, progress).run())
 
 
@@ -99,7 +102,7 @@ class _Server:
             lambda: prepare(self._config, self._progress, stopped=self._stop.is_set, link=self._ranks.link)
         )
         checkpoint, decision = await self._preparing.result
-        self._progress.say(decision.summary())
+        decision.report(self._progress)
         engine.load(RankWork(location=checkpoint.location, config=self._config, plan=decision.plan))
         tokenizer = await Background(checkpoint.tokenizer).result
         info = ModelInfo(
@@ -124,19 +127,21 @@ class _Server:
 
     def _announce(self, info: ModelInfo, decision: Decision, ready: Mapping[int, Ready]) -> None:
         self._holder.startup_s = process_age_s()
-        self._progress.say(describe_layout(decision, ready))
+        self._progress.detail(describe_ranks(decision, ready))
         if (stream := ready[0].stream) is not None:
-            self._progress.say(stream.describe())
-        if (comm := ready[0].comm) is not None and comm.link is not None and comm.link != decision.plan.link:
-            self._progress.say(comm.link.describe(self._config.parallel.wire_nodes))  # measured by now
+            self._progress.detail(stream.describe())
+        self._progress.close()
         self._progress.say(
-            f"ready in {self._holder.startup_s:.1f} s at {url_of(self._listener)}: {info.name} "
-            f"(tp {info.tp}{f', dp {info.dp}' if info.dp > 1 else ''}, {_numbers(info)} on {decision.plan.device}"
-            f"{f' with {info.kernels} kernels' if info.kernels else ''}, "
-            f"{_wire(info, ready[0].comm)}"
-            f"context {info.max_model_len}, {decision.plan.num_blocks} KV blocks of "
-            f"{self._config.engine.block_size} tokens{' each replica' if info.dp > 1 else ''})"
+            f"ready in {self._holder.startup_s:.1f} s at {url_of(self._listener)}\n"
+            f"{ready_lines(info, decision, ready)}\n  try        {self._example()}"
         )
+
+    def _example(self) -> str:
+        """A command to paste."""
+        key = ' -H "Authorization: Bearer $KEY"' if self._config.http.api_key else ""
+        question = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
+        url = f"{url_of(self._listener)}/v1/chat/completions"
+        return f"curl -s {url}{key} -H 'Content-Type: application/json' -d '{question}'"
 
     async def _unless_stopped(self, loading: Awaitable[None]) -> None:
         task = asyncio.ensure_future(loading)
@@ -170,31 +175,45 @@ class _Server:
             os._exit(128 + number)
 
 
-def _numbers(info: ModelInfo) -> str:
-    dtype = f"{info.dtype} with int8 activations" if info.activations == "int8" else info.dtype
-    return f"{info.weights} weights, {dtype}" if info.weights else dtype
-
-
-def _wire(info: ModelInfo, comm: CommSetup | None) -> str:
-    """The transport, for the ready line; empty for one rank."""
-    return f"allreduce {info.allreduce} over {comm.transport if comm else info.transport}, " if info.tp > 1 else ""
-
-
-def describe_layout(decision: Decision, ready: Mapping[int, Ready]) -> str:
-    """One line per rank: what it holds, and its process's peak memory."""
-    shards, num_replicas = decision.layout.shards, decision.plan.num_replicas
-    mlp_size = sum(len(shard.mlp_columns) for shard in shards)
+def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready]) -> str:
+    """The model, its split, its AllReduce and its memory, for the ready message."""
+    plan, budget, comm = decision.plan, decision.budget, ready[0].comm
+    numbers = f"{info.weights} weights, {info.dtype}" if info.weights else info.dtype
+    numbers += " with int8 activations" if info.activations == "int8" else ""
+    device = f"{plan.device} ({info.kernels} kernels)" if info.kernels else plan.device
+    shards, sums, split = decision.layout.shards, "none: one rank holds the whole model", f"one rank on {device}"
+    if len(ready) > 1:
+        split = f"{len(ready)} ranks on {device}" + (f", {info.dp} replicas of {info.tp}" if info.dp > 1 else "")
+        split += f", over {comm.transport if comm else plan.transport}"
+    if info.tp > 1 and comm is not None:
+        heads = " + ".join(str(shard.local_heads) for shard in shards)
+        columns = " + ".join(str(len(shard.mlp_columns)) for shard in shards)
+        split += f": {heads} heads, {columns} MLP columns"
+        split += f"; {comm.link.describe(plan.num_nodes if plan.num_nodes > 1 else info.tp)}" if comm.link else ""
+        sums = "; ".join(describe_choices(comm.choices))
+    num_tokens = plan.num_blocks * BLOCK_SIZE
+    memory = [*budget.needs(), f"weights {format_bytes(sum(rank.weight_bytes for rank in ready.values()))}"]
+    memory.append(f"KV cache for {num_tokens} tokens{' of each replica' if info.dp > 1 else ''}")
+    if plan.weights.streamed:
+        memory.append(f"{len(plan.weights.streamed)} layers stream")
     return "\n".join(
-        f"rank {rank_name(rank, len(shards), num_replicas)}: {shard.local_heads} heads, {shard.local_kv_heads} KV heads, "
-        f"{len(shard.mlp_columns)} of {mlp_size} MLP columns, {len(shard.vocab_rows)} vocabulary rows; "
-        f"{format_bytes(ready[rank].weight_bytes)} of weights, at most "
-        f"{format_bytes(ready[rank].peak_host_bytes)} of host memory so far{_cores(ready[rank])}"
-        for rank, shard in enumerate(num_replicas * shards)
+        [
+            f"  model      {info.name}: {numbers}, context {info.max_model_len}",
+            f"  split      {split}",
+            f"  AllReduce  {sums}",
+            f"  memory     {'; '.join(memory)}",
+        ]
     )
 
 
-def _cores(ready: Ready) -> str:
-    """The cores the rank is bound to, if any."""
-    if not ready.cores:
-        return ""
-    return f"; on core{'s' * (len(ready.cores) > 1)} {', '.join(map(str, ready.cores))}"
+def describe_ranks(decision: Decision, ready: Mapping[int, Ready]) -> str:
+    """One line per rank: what it holds, and its process's peak memory."""
+    shards, num_replicas = decision.layout.shards, decision.plan.num_replicas
+    return "\n".join(
+        f"rank {rank_name(rank, len(shards), num_replicas)}: {shard.local_heads} heads, {shard.local_kv_heads} KV heads, "
+        f"{len(shard.mlp_columns)} MLP columns, {len(shard.vocab_rows)} vocabulary rows; "
+        f"{format_bytes(ready[rank].weight_bytes)} of weights, at most "
+        f"{format_bytes(ready[rank].peak_host_bytes)} of host memory so far"
+        + (f"; on cores {', '.join(map(str, cores))}" if (cores := ready[rank].cores) else "")
+        for rank, shard in enumerate(num_replicas * shards)
+    )

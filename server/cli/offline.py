@@ -61,9 +61,7 @@ async def _generate(
             stopped.set()
             preparing.join(FETCH_STOPS_S)
             raise
-        progress.say("\n".join([decision.formats.describe(decision.plan.dtype), *decision.notes]))
-        if decision.comm is not None and decision.comm.warning is not None:
-            progress.say(f"warning: {decision.comm.warning}")
+        decision.report(progress)
         engine.load(RankWork(location=checkpoint.location, config=config, plan=decision.plan))
         tokenizer = await Background(checkpoint.tokenizer).result
         request = AddRequest(

@@ -17,9 +17,8 @@ from tightwire.model.prepare import prepare as make_folder
 from tightwire.model.weights import WEIGHT_CODECS
 from tightwire.model.weights.prepared.manifest import Manifest
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.ipc.messages import Stage
 from tightwire.server.plan.devices import cuda_devices
-from tightwire.server.plan.progress import Progress, make_progress
+from tightwire.server.plan.progress import Progress
 from tightwire.server.plan.setting import choose_dtype
 
 
@@ -34,7 +33,7 @@ def run(config: ServeConfig, out: Path, *, weight_codec: str = "none", force: bo
         name = config.model.model
         start = time.monotonic()
         checkpoint = open_checkpoint(
-            name, config.model.seed, progress=lambda fraction: progress.fetching(name, fraction)
+            name, config.model.seed, progress=lambda fraction: progress.stage(f"downloading {name}", fraction)
         )
         device = "cuda" if cuda_devices(os.environ.get("CUDA_VISIBLE_DEVICES")) else "cpu"
         options = PrepareOptions(
@@ -72,7 +71,7 @@ def check(folder: Path) -> int:
 
 
 def _run(work: Callable[[Progress], None], folder: Path, interrupted: str) -> int:
-    progress = make_progress(1, sys.stderr)
+    progress = Progress(verbose=True)
     try:
         with _terminated():
             work(progress)
@@ -111,7 +110,7 @@ def _stages(progress: Progress) -> Callable[[str, float], None]:
     def tell(stage: str, fraction: float) -> None:
         start = started.setdefault(stage, time.monotonic())
         seconds = time.monotonic() - start if fraction >= 1 else None
-        progress.stage(Stage(rank=0, name=stage, fraction=fraction, seconds=seconds))
+        progress.stage(stage, fraction, seconds=seconds)
 
     return tell
 

@@ -26,6 +26,9 @@ from tightwire.server.config.flags import (
     refuse_replicas,
 )
 from tightwire.server.config.serve import ServeConfig
+from tightwire.server.http.listener import PortTakenError, open_listener
+from tightwire.server.plan.progress import START_STAGES, Progress
+from tightwire.server.plan.setting import refuse_early
 
 if TYPE_CHECKING:
     from tightwire.server.ranks.processes import Ranks
@@ -48,17 +51,18 @@ def serve(argv: Sequence[str]) -> int:
 def _serve(argv: Sequence[str]) -> int:
     parser = make_parser("serve", "Serve a model over the OpenAI HTTP API, split over rank processes.")
     config, _ = parse(parser, argv)
-    listening = importlib.import_module("tightwire.server.http.listener")
     try:
-        listener = listening.open_listener(config.http)
-    except listening.PortTakenError as error:
+        refuse_early(config)
+        listener = open_listener(config.http)
+    except (ValueError, PortTakenError) as error:
         return _refuse("serve", error)
     with listener, ExitStack() as stack:
         try:
             ranks = _start_ranks(config, stack)
         except ValueError as error:
             return _refuse("serve", error)
-        progress = importlib.import_module("tightwire.server.plan.progress").make_progress(config.parallel.num_ranks)
+        progress = Progress(config.parallel.num_ranks, START_STAGES, verbose=config.http.log_level == "debug")
+        progress.stage("import", 0.0)
         return importlib.import_module("tightwire.server.cli.launch").serve(config, listener, ranks, progress)
 
 
@@ -83,13 +87,13 @@ def generate(argv: Sequence[str]) -> int:
     refuse_replicas(parser, config)
     with ExitStack() as stack:
         try:
+            refuse_early(config)
             ranks = _start_ranks(config, stack)
         except ValueError as error:
             return _refuse("generate", error)
+        progress = Progress(config.parallel.num_ranks, START_STAGES)
+        progress.stage("import", 0.0)
         with interrupts_end_at_once():
-            progress = importlib.import_module("tightwire.server.plan.progress").make_progress(
-                config.parallel.num_ranks
-            )
             offline = importlib.import_module("tightwire.server.cli.offline")
         try:
             return offline.generate(
@@ -117,9 +121,9 @@ def pull(argv: Sequence[str]) -> int:
         help=f"one of {', '.join(sorted(catalog.CATALOG))} (default: %(default)s)",
     )
     name = parser.parse_args(argv).name
-    progress = importlib.import_module("tightwire.server.plan.progress").make_progress(1)
+    progress = Progress()
     try:
-        path = catalog.pull(name, progress=lambda fraction: progress.fetching(name, fraction))
+        path = catalog.pull(name, progress=lambda fraction: progress.stage(f"downloading {name}", fraction))
     except ValueError as error:
         return _refuse("pull", error, exit_code=1)
     finally:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 # Prompt rows per step whose logits are requested: 50 MB for a vocabulary of 49152, counted in the memory budget.
 MAX_SCORED_ROWS = 256
+BLOCK_SIZE = 16  # tokens of a KV cache block
 MAX_BODY_BYTES = 4 << 20  # of a request
 
 

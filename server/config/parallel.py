@@ -29,7 +29,8 @@ class ParallelOptions:
         "auto",
         "algorithm that sums the ranks' partial results: auto (the fastest lossless one by message size), native, ring, "
         "one-shot, two-shot, hierarchical, flash-int8, flash-int6, flash-int6-uniform, flash-int5, flash-int4, "
-        "flash:RS,AG with a codec for each leg, or hierarchical:CODEC; `tightwire explain` shows the cost of each",
+        "flash:RS,AG with a codec for each leg, hierarchical:CODEC, or policy:FILE, a file by `tightwire bench quality` with an "
+        "AllReduce for each layer, site and phase; `tightwire explain` shows the cost of each",
         metavar="NAME",
     )
     allreduce_decode: str | None = option(
@@ -43,16 +44,9 @@ class ParallelOptions:
         "is lossless",
         metavar="E",
     )
-    comm_policy: str | None = option(
-        None,
-        "a policy file, as written by `tightwire bench quality`: an AllReduce for each layer, site and phase; replaces the "
-        "three options above",
-        metavar="FILE",
-    )
     allreduce_extra: tuple[str, ...] = option(
         (),
-        "more names as for --allreduce, or policy:FILE, that a request may choose with "
-        '"tightwire": {"allreduce": "NAME"} in its body',
+        'more names as for --allreduce, that a request may choose with "tightwire": {"allreduce": "NAME"} in its body',
         metavar="NAME,NAME",
     )
     transport: str = option(
@@ -122,22 +116,14 @@ class ParallelOptions:
         extra = [name for name in self.allreduce_extra if name != self.allreduce]
         want = "left out with --tp 1, because one rank sums nothing; give --tp 2 or more"
         require(self.tp > 1 or not extra, "allreduce_extra", ",".join(extra), want)
-        by_file = [name for name in self.allreduce_extra if name.startswith(POLICY_PREFIX)]
-        if self.comm_policy is None and not by_file:
-            return
-        file = by_file[0] if self.comm_policy is None else f"--comm-policy {self.comm_policy}"
-        for name in ("allreduce_decode", "comm_error_budget"):
-            self._refuse_with_file(file, name, getattr(self, name), None)
-        if self.comm_policy is not None:
-            self._refuse_with_file(file, "allreduce", self.allreduce, "auto")
-
-    def _refuse_with_file(self, file: str, name: str, value: object, absent: object) -> None:
-        if value != absent:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(
-                f"{flag} {value} and {file} both choose the AllReduce; leave one of them out, or put the choice of {flag} "
-                "into the file's rules"
-            )
+        file = next((name for name in (self.allreduce, *self.allreduce_extra) if name.startswith(POLICY_PREFIX)), None)
+        for name in ("allreduce_decode", "comm_error_budget") if file else ():
+            if (value := getattr(self, name)) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(
+                    f"{flag} {value} and {file} both choose the AllReduce; leave one of them out, or put the choice of {flag} "
+                    "into the file's rules"
+                )
 
     @property
     def wire_nodes(self) -> int:

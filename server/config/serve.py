@@ -58,7 +58,6 @@ class EngineOptions:
     max_num_batched_tokens: int = option(
         512, "tokens in one step of each replica; longer prompts are prefilled in chunks", metavar="N"
     )
-    block_size: int = option(16, "tokens per KV cache block", metavar="N")
     prefix_cache: str = option(
         "prompts",
         "what requests with a common prefix share of the KV cache. prompts: the prompt, whose keys and values do not depend "
@@ -97,7 +96,7 @@ class EngineOptions:
         for own in fields(self):
             choices, value = own.metadata["choices"], getattr(self, own.name)
             require(not choices or value in choices, own.name, value, f"one of {', '.join(choices)}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         require(
             self.max_model_len is None or self.max_model_len >= 2, "max_model_len", self.max_model_len, "at least 2"
@@ -112,7 +111,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpOptions:
-    """The HTTP server: address, access, limits."""
+    """The HTTP server: address, access, limits, log."""
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 takes a free one", metavar="N")
@@ -124,6 +123,10 @@ class HttpOptions:
         "header X-Tightwire-Ignored, and once in the log",
     )
     shutdown_grace_s: float = option(30.0, "time for running requests to finish after SIGTERM", metavar="S")
+
+    log_level: str = option(
+        "info", "info: a few lines at start, then warnings; debug: every decision, stage and rank", ("info", "debug")
+    )
 
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, "port", self.port, "0 to 65535")

@@ -13,8 +13,9 @@ class WeightOptions:
     weights: str = option(
         "auto",
         "resident: all layers on the device; stream: layers that do not fit are transferred in every step through two buffers, "
-        "each while the one before it is computed; partition: each replica (--dp) of a node keeps a part of every layer and "
-        "gathers it before use; auto: resident if they fit, else partition if replicas share a node's memory, else stream",
+        "each while the one before it is computed; partition (needs --dp 2 or more): each replica of a node keeps a part of "
+        "every layer and gathers it before use; auto: resident if they fit, else partition if replicas share a node's memory, "
+        "else stream",
         ("auto", "resident", "stream", "partition"),
     )
     stream_from: str = option(
@@ -40,9 +41,6 @@ class WeightOptions:
     )
     device_memory: int | None = option(
         None, "most memory that a rank may use, such as 4GiB; default: all free memory", metavar="BYTES"
-    )
-    verify_weights: bool = option(
-        False, "compare each layer of a prepared folder with its checksum when it is first read"
     )
 
     def __post_init__(self) -> None:

@@ -1,7 +1,6 @@
 """Chooses the AllReduce algorithms before loading: of the server, and those that a request may name.
 
-A name is a value of ``--allreduce``, or ``policy:FILE``. ``--comm-policy FILE`` is the same as ``policy:FILE``. The
-choice follows from the options, the cost model and measurements on this host.
+The choice follows from the options, the cost model and measurements on this host.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,17 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tightwire.comm.all_reduce.entry import Setting
-from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
 from tightwire.comm.policy.policy_file import check_shape, read_policy_file
-from tightwire.comm.policy.rules import describe_layers
+from tightwire.comm.policy.rules import Policy, describe_layers
 from tightwire.comm.policy.tune_file import Measured, read_tuned, this_host, tune_path
 from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.layout import make_layout
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import ServeConfig
+from tightwire.server.ipc.messages import CommChoice
 from tightwire.server.plan.devices import num_cores
 
 
@@ -49,50 +49,25 @@ class CommDecision:
         notes = [f"warning: {warning}" for warning in warnings if warning is not None]
         for name, chooser in self.choosers.items():
             prefix = "" if chooser is self.chooser else f"on request, {name}: "
-            notes += [f"{prefix}allreduce {line}" for line in _choices(chooser)]
+            notes += [f"{prefix}allreduce {line}" for line in describe_choices(policy_choices(chooser.policy()))]
         return notes
-
-
-def own_policy_name(options: ParallelOptions) -> str:
-    """The name of the server's own AllReduce; a request may ask for it too."""
-    return options.allreduce if options.comm_policy is None else POLICY_PREFIX + options.comm_policy
 
 
 def describe_request(options: ParallelOptions) -> str:
     """The requested name and its qualifiers in one word, such as ``flash-int8+decode=two-shot``."""
     qualifiers = {"decode": options.allreduce_decode, "error-budget": options.comm_error_budget}
     given = [f"{name}={value}" for name, value in qualifiers.items() if value is not None]
-    return "+".join([own_policy_name(options), *given])
-
-
-def check_all_reduce_names(options: ParallelOptions) -> None:
-    """Refuse unknown AllReduce names and unreadable policy files before the model is fetched.
-
-    Raises:
-        ValueError: names the flag and the possible values.
-    """
-    fields = ("allreduce", "allreduce_decode")
-    named = [(field, name) for field in fields if (name := getattr(options, field)) is not None]
-    named += [("allreduce_extra", name) for name in options.allreduce_extra]
-    if options.comm_policy is not None:
-        named.append(("comm_policy", own_policy_name(options)))
-    for field, name in named:
-        try:
-            if name.startswith(POLICY_PREFIX) and field in ("allreduce_extra", "comm_policy"):
-                read_policy_file(Path(name.removeprefix(POLICY_PREFIX)))
-            else:
-                parse_all_reduce(name)
-        except ValueError as error:
-            raise ValueError(f"--{field.replace('_', '-')}: {error}") from None
+    return "+".join([options.allreduce, *given])
 
 
 def policy_requests(config: ServeConfig, model: LlamaConfig) -> dict[str, PolicyRequest]:
     """The policy requests by name, the server's own first, with the message sizes of this model.
 
     Raises:
-        ValueError: a policy file cannot be read, or was made for another model.
+        ValueError: an impossible split, or a policy file that cannot be read or was made for another model.
     """
     parallel, engine = config.parallel, config.engine
+    make_layout(model, parallel.tp, parallel.tp_split)
     base = PolicyRequest(
         row_elems=model.hidden_size,
         max_rows=engine.max_num_batched_tokens,
@@ -100,7 +75,7 @@ def policy_requests(config: ServeConfig, model: LlamaConfig) -> dict[str, Policy
         decode=parallel.allreduce_decode,
         error_budget=parallel.comm_error_budget,
     )
-    names = dict.fromkeys([own_policy_name(parallel), *parallel.allreduce_extra])
+    names = dict.fromkeys([parallel.allreduce, *parallel.allreduce_extra])
     return {name: _request(base, name, model) for name in names}
 
 
@@ -140,17 +115,34 @@ def decide_comm(
     return CommDecision(choosers, setting, measured, records.warning)
 
 
-def _choices(chooser: Chooser) -> list[str]:
+def policy_choices(policy: Policy) -> list[CommChoice]:
+    """The policy as lines of ``CommSetup``."""
+    return [
+        CommChoice(
+            site=rule.site,
+            phase=rule.phase,
+            up_to_bytes=choice.up_to_bytes,
+            algorithm=choice.algorithms[0],
+            reason=choice.reason,
+            layers=None if rule.layers is None else list(rule.layers),
+        )
+        for rule in policy.rules
+        for choice in rule.choices
+    ]
+
+
+def describe_choices(choices: Sequence[CommChoice]) -> list[str]:
+    """One line for each algorithm and reason, for the sums of the layers."""
     by_reason: dict[tuple[str, int | None, str], list[str]] = {}
-    layers = [rule for rule in chooser.policy().rules if rule.site != "embed"]
-    for rule in layers:
-        kind = f"{rule.phase} {rule.site}" + ("" if rule.layers is None else f" of {describe_layers(rule.layers)}")
-        for choice in rule.choices:
-            key = (choice.algorithms[0], choice.up_to_bytes, choice.reason)
-            by_reason.setdefault(key, []).append(kind)
+    layers = [choice for choice in choices if choice.site != "embed"]
+    for choice in layers:
+        kind = f"{choice.phase} {choice.site}"
+        kind += "" if choice.layers is None else f" of {describe_layers(choice.layers)}"
+        by_reason.setdefault((choice.algorithm, choice.up_to_bytes, choice.reason), []).append(kind)
+    all_kinds = {kind for kinds in by_reason.values() for kind in kinds}
     lines = []
     for (algorithm, up_to_bytes, reason), kinds in by_reason.items():
         size = "" if up_to_bytes is None else f" up to {up_to_bytes} B"
-        where = "" if len(kinds) == len(layers) else f" for {', '.join(kinds)}"
+        where = "" if len(kinds) == len(all_kinds) else f" for {', '.join(kinds)}"
         lines.append(f"{algorithm}{where}{size}: {reason}")
     return lines

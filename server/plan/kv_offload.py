@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from tightwire.comm.sizes import format_bytes
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
+from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import EngineOptions
 from tightwire.server.plan.memory_budget import (
     MemoryBudget,
@@ -47,7 +48,7 @@ def make_offloaded_budget(
         NotEnoughMemoryError: weights, cache, buffers or the longest sequence do not fit.
         ValueError: --max-model-len exceeds the model's context.
     """
-    options, device, size = inputs.options, inputs.device, inputs.options.block_size
+    options, device, size = inputs.options, inputs.device, BLOCK_SIZE
     longest, ranks = longest_sequence(inputs), rank_bytes(inputs, plan)
     block_bytes, per_sequence = sum(rank.block for rank in ranks), math.ceil(longest / size)
     fitting_buffer = min(fitting_blocks(ranks, pool) for pool in inputs.pools)
@@ -88,7 +89,7 @@ def describe_offload(budget: MemoryBudget, inputs: MemoryInputs) -> tuple[str, .
     """Lines that say where the cache is and how much a step transfers; empty for a cache on the device."""
     if budget.buffer_blocks is None:
         return ()
-    size, num_seqs = inputs.options.block_size, inputs.options.max_num_seqs
+    size, num_seqs = BLOCK_SIZE, inputs.options.max_num_seqs
     context = max(1, min(budget.max_model_len, budget.buffer_blocks * size // num_seqs))
     step_bytes = num_seqs * (math.ceil(context / size) + 1) * max(rank.block for rank in budget.ranks)
     lines = [
@@ -112,10 +113,10 @@ def describe_offload(budget: MemoryBudget, inputs: MemoryInputs) -> tuple[str, .
 
 def _check(budget: MemoryBudget, options: EngineOptions, fitting: int) -> None:
     """Raise if the budget is not feasible, and suggest a value that is."""
-    size, per_block = options.block_size, budget.block_bytes
+    size, per_block = BLOCK_SIZE, budget.block_bytes
     needed = math.ceil((options.max_model_len or 2) / size)
     if fitting < needed:
-        fix = f"--max-model-len {fitting * size} fits" if fitting else "free some of it, or give a smaller --block-size"
+        fix = f"--max-model-len {fitting * size} fits" if fitting else "free some of it"
         raise refusal(budget, f"one sequence of {needed * size} tokens does not fit in host memory; {fix}")
     if budget.num_blocks > fitting:
         fix = f"--kv-cache-memory {whole_mib(fitting * per_block)} fits"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from tightwire.comm.sizes import format_bytes
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
+from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import EngineOptions
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool, RankBytes, rank_bytes
 from tightwire.server.plan.rank_setup import rank_name
@@ -56,6 +57,18 @@ class MemoryBudget:
         buffers = rank.buffer * (self.buffer_blocks or 0)
         return buffers if self.host is not None else buffers + rank.block * self.num_blocks
 
+    def needs(self) -> list[str]:
+        """For each pool, its name and how much of it is needed."""
+        needs = [
+            (pool, sum(self.ranks[r].fixed + self.cache_bytes(self.ranks[r]) for r in pool.ranks))
+            for pool in self.pools
+        ]
+        if self.host is not None:
+            needs.append((self.host, self.block_bytes * self.num_blocks))
+        return [
+            f"{pool.name}: {format_bytes(n)} of {format_bytes(pool.available_bytes)} available" for pool, n in needs
+        ]
+
     def table(self) -> str:
         """One line per rank and one per pool."""
         rows: list[tuple[str, ...]] = [("rank", "weights", "KV cache", "activations", "runtime", "total")]
@@ -66,14 +79,7 @@ class MemoryBudget:
             rows.append((name, *map(format_bytes, sizes)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        needs = [
-            (pool, sum(self.ranks[r].fixed + self.cache_bytes(self.ranks[r]) for r in pool.ranks))
-            for pool in self.pools
-        ]
-        if self.host is not None:
-            needs.append((self.host, self.block_bytes * self.num_blocks))
-        for pool, need in needs:
-            lines.append(f"{pool.name}: {format_bytes(need)} of {format_bytes(pool.available_bytes)} available")
+        lines += self.needs()
         if 0 < self.max_model_len < self.max_positions:
             lines.append(f"context: {self.max_model_len} of {self.max_positions} tokens, all that the KV cache holds")
         return "\n".join(lines)
@@ -106,7 +112,7 @@ def make_budget(
     """
     options, longest = inputs.options, longest_sequence(inputs)
     ranks = rank_bytes(inputs, plan)
-    blocks_per_sequence = math.ceil(longest / options.block_size)
+    blocks_per_sequence = math.ceil(longest / BLOCK_SIZE)
     fitting = min(fitting_blocks(ranks, pool) for pool in inputs.pools)
     if options.kv_cache_memory is not None:
         num_blocks = options.kv_cache_memory // sum(rank.block for rank in ranks)
@@ -115,15 +121,15 @@ def make_budget(
         least = blocks_per_sequence
         if cache_share is not None and not options.max_model_len:
             # Layers compete for this memory, so do not reserve the model's whole context.
-            least = min(blocks_per_sequence, math.ceil(LEAST_CONTEXT / options.block_size))
+            least = min(blocks_per_sequence, math.ceil(LEAST_CONTEXT / BLOCK_SIZE))
         num_blocks = min(options.max_num_seqs * blocks_per_sequence, max(share, min(fitting, least)))
     budget = MemoryBudget(
         ranks=ranks,
         pools=tuple(inputs.pools),
         num_blocks=num_blocks,
-        max_model_len=longest if options.max_model_len else min(longest, num_blocks * options.block_size),
+        max_model_len=longest if options.max_model_len else min(longest, num_blocks * BLOCK_SIZE),
         max_positions=longest,
-        room_tokens=fitting * options.block_size,
+        room_tokens=fitting * BLOCK_SIZE,
         num_replicas=inputs.num_replicas,
     )
     if fitting < 1:
@@ -141,7 +147,7 @@ def why_nothing_fits(budget: MemoryBudget, inputs: MemoryInputs, plan: WeightPla
             f"--max-num-batched-tokens {smaller.max_num_batched_tokens} --max-num-seqs {smaller.max_num_seqs} fits"
         )
     if all(sum(budget.ranks[r].fixed for r in pool.ranks) <= pool.available_bytes for pool in budget.pools):
-        return "not one block of the KV cache fits; give a smaller --block-size, such as 16"
+        return "not one block of the KV cache fits; free memory"
     tight = [pool for pool in budget.pools if sum(budget.ranks[r].runtime for r in pool.ranks) >= pool.available_bytes]
     if tight:
         runtime = format_bytes(budget.ranks[tight[0].ranks.start].runtime)
@@ -170,7 +176,7 @@ def _smaller_steps(inputs: MemoryInputs, plan: WeightPlan) -> EngineOptions | No
 
 def _least_mib(budget: MemoryBudget, options: EngineOptions) -> str:
     """MiB that each rank of the most loaded pool needs for one sequence, and for the requested cache."""
-    num_blocks = math.ceil((options.max_model_len or 2) / options.block_size)
+    num_blocks = math.ceil((options.max_model_len or 2) / BLOCK_SIZE)
     if options.kv_cache_memory is not None:
         num_blocks = max(num_blocks, options.kv_cache_memory // budget.block_bytes)
     needs = []
@@ -183,7 +189,7 @@ def _least_mib(budget: MemoryBudget, options: EngineOptions) -> str:
 
 def _check(budget: MemoryBudget, options: EngineOptions, fitting: int, share: float) -> None:
     """Raise if the budget is not feasible, and suggest a value that is."""
-    size, per_block = options.block_size, budget.block_bytes
+    size, per_block = BLOCK_SIZE, budget.block_bytes
     needed = math.ceil((options.max_model_len or 2) / size)
     if budget.num_blocks > fitting:
         best = max(int(fitting * share), min(needed, fitting))

@@ -1,100 +1,121 @@
-"""Shows start-up progress on standard error: bars on a terminal, lines elsewhere."""
+"""Shows what start-up is doing, on standard error: a line that counts on a terminal, now and then a line elsewhere."""
 
 import contextlib
+import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import TextIO
 
-from tightwire.server.ipc.messages import Stage
+_TICK_S = 0.2
+_FIRST_LINE_S, _LINE_PERIOD_S = 2.0, 10.0  # elsewhere than on a terminal: of one stage
+_BAR_CHARS = 20
 
-_LINE_PERIOD_S = 5.0  # between two lines about the same unfinished stage
+# The stages of a start in order, each with how long it usually takes.
+START_STAGES = {
+    "import": "importing PyTorch, usually 2 to 5 s",
+    "open": "reading the model's headers, usually below 1 s",
+    "join": "connecting the ranks, usually below 1 s",
+    "self-test": "testing the AllReduces, usually below 1 s, on a GPU the first time up to a minute",
+    "weights": "loading weights, as fast as the disk",
+    "warm-up": "answering test requests, usually 1 s",
+}
 
 
 class Progress:
-    """Progress of N ranks as plain lines: one when all ranks have finished a stage, and at most one every 5 s before
-    that.
+    """The stages of ``num_ranks`` ranks, of which the slowest is shown.
+
+    Args:
+        stages: text of each stage that counts towards one bar; other stages have their own.
+        verbose: also write ``detail`` lines, and the seconds of each stage.
     """
 
-    def __init__(self, num_ranks: int, write: Callable[[str], object]) -> None:
-        self._num_ranks = num_ranks
-        self._write = write
-        self._fractions: dict[str, dict[int, float]] = {}
-        self._seconds: dict[str, dict[int, float]] = {}
-        self._last_line_s = time.monotonic()
+    def __init__(
+        self,
+        num_ranks: int = 1,
+        stages: Mapping[str, str] | None = None,
+        *,
+        stream: TextIO | None = None,
+        verbose: bool = False,
+    ) -> None:
+        self._num_ranks, self._stages, self._verbose = num_ranks, stages or {}, verbose
+        self._stream = stream or sys.stderr
+        self._live = self._stream.isatty()
+        self._lock, self._closed = threading.RLock(), threading.Event()
+        self._ticker: threading.Thread | None = None
+        self._order: list[str] = list(self._stages)
+        self._done: dict[str, dict[int, float]] = {}  # by stage and rank, the fraction done
+        self._seconds: dict[str, list[float]] = {}
+        self._shown, self._since_s, self._line_s = "", 0.0, 0.0
 
     def say(self, text: str) -> None:
-        """Write one line. Ignores a closed pipe (`serve 2>&1 | head`), which is no reason to stop serving."""
+        """Write a line. Ignores a closed pipe (`serve 2>&1 | head`), which is no reason to stop serving."""
+        with self._lock:
+            self._write(f"{self._erase}{text}\n")
+
+    def detail(self, text: str) -> None:
+        """Write a line for ``--log-level debug``."""
+        if self._verbose:
+            self.say(text)
+
+    def stage(self, name: str, fraction: float, rank: int = 0, seconds: float | None = None) -> None:
+        """Report the ``fraction`` of a stage that a rank has done; ``seconds``: it has ended."""
+        with self._lock:
+            if name not in self._order:
+                self._order.append(name)
+            self._done.setdefault(name, {})[rank] = fraction
+            if self._ticker is None:
+                self._ticker = threading.Thread(target=self._tick_until_closed, daemon=True)
+                self._ticker.start()
+        if seconds is not None:
+            ended = self._seconds.setdefault(name, [])
+            ended.append(seconds)
+            if len(ended) == self._num_ranks:
+                self.detail(f"{name:>12}  {max(ended):5.1f} s")
+
+    def close(self) -> None:
+        """End the display; ``say`` still works."""
+        with self._lock:
+            if not self._closed.is_set():
+                self._closed.set()
+                self._write(self._erase)
+
+    def tick(self, now_s: float) -> None:
+        """Show the earliest stage that a rank has begun and not ended."""
+        with self._lock:
+            unfinished = [name for name in self._order if any(done < 1 for done in self._done.get(name, {}).values())]
+            if self._closed.is_set() or not unfinished:
+                return
+            name = unfinished[0]
+            if name != self._shown:
+                self._shown, self._since_s, self._line_s = name, now_s, now_s + _FIRST_LINE_S
+            if self._live:
+                columns = shutil.get_terminal_size().columns
+                self._write(self._erase + self._text(name, now_s)[: columns - 1])
+            elif now_s >= self._line_s:
+                self._line_s = now_s + _LINE_PERIOD_S
+                self._write(self._text(name, now_s) + "\n")
+
+    def _text(self, name: str, now_s: float) -> str:
+        done = min(self._done[name].values())
+        total = done
+        if name in self._stages:
+            total = (self._order.index(name) + done) / len(self._stages)
+        filled = round(total * _BAR_CHARS)
+        percent = f" {100 * done:.0f} %," if done else ""
+        bar = f"[{'#' * filled:.<{_BAR_CHARS}}]"
+        return f"{bar} {self._stages.get(name, name)}:{percent} {now_s - self._since_s:.0f} s"
+
+    @property
+    def _erase(self) -> str:
+        return "\r\x1b[K" if self._live and self._ticker is not None else ""
+
+    def _write(self, text: str) -> None:
         with contextlib.suppress(OSError):
-            self._write(text + "\n")
-        self._last_line_s = time.monotonic()
+            self._stream.write(text)
+            self._stream.flush()
 
-    def fetching(self, what: str, fraction: float) -> None:
-        """Report a download before the stages begin."""
-        self._update(f"fetch {what}", 0, fraction)
-
-    def stage(self, stage: Stage) -> None:
-        self._update(stage.name, stage.rank, stage.fraction)
-        if stage.seconds is None:
-            return
-        seconds = self._seconds.setdefault(stage.name, {})
-        seconds[stage.rank] = stage.seconds
-        if len(seconds) == self._num_ranks:
-            self.say(f"{stage.name:>12}  {max(seconds.values()):5.1f} s")
-
-    def summary(self) -> str:
-        """Each finished stage with the seconds of its slowest rank."""
-        return ", ".join(f"{name} {max(seconds.values()):.1f} s" for name, seconds in self._seconds.items())
-
-    def close(self) -> None:
-        """End the progress display; ``say`` still works."""
-
-    def _update(self, name: str, rank: int, fraction: float) -> None:
-        fractions = self._fractions.setdefault(name, {})
-        fractions[rank] = fraction
-        if fraction < 1 and time.monotonic() - self._last_line_s > _LINE_PERIOD_S:
-            self.say(f"{name:>12}  {_percent(fractions)}")
-
-
-class TerminalProgress(Progress):
-    """The same lines above one progress bar per rank; ``close`` removes the bars."""
-
-    def __init__(self, num_ranks: int) -> None:
-        # rich takes 0.1 s to import and is only needed on a terminal.
-        from rich.console import Console
-        from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn
-        from rich.progress import Progress as Bars
-
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description:>20}"), BarColumn(), TaskProgressColumn())
-        self._bars = Bars(*columns, console=console, transient=True)
-        self._closed = False
-        self._tasks: dict[int, TaskID] = {}
-        # Let the terminal wrap long lines: rich would insert line breaks into text that people copy.
-        super().__init__(
-            num_ranks, lambda text: console.print(text, end="", highlight=False, markup=False, soft_wrap=True)
-        )
-
-    def close(self) -> None:
-        self._closed = True
-        self._bars.stop()
-
-    def _update(self, name: str, rank: int, fraction: float) -> None:
-        if not self._closed:
-            # Bars hide the cursor. Start them late, so that a signal during imports leaves the terminal unchanged.
-            self._bars.start()
-        text = f"rank {rank}  {name}"
-        if rank not in self._tasks:
-            self._tasks[rank] = self._bars.add_task(text, total=1.0)
-        self._bars.update(self._tasks[rank], description=text, completed=fraction)
-
-
-def make_progress(num_ranks: int, stream: TextIO = sys.stderr) -> Progress:
-    """Bars on a terminal, lines elsewhere."""
-    return TerminalProgress(num_ranks) if stream.isatty() else Progress(num_ranks, stream.write)
-
-
-def _percent(fractions: dict[int, float]) -> str:
-    if not any(fractions.values()):
-        return "..."  # a stage without a known fraction
-    return ", ".join(f"rank {rank} {100 * fraction:.0f} %" for rank, fraction in sorted(fractions.items()))
+    def _tick_until_closed(self) -> None:
+        while not self._closed.wait(_TICK_S):
+            self.tick(time.monotonic())

@@ -11,7 +11,7 @@ from tightwire.model.layout import Layout, Shard
 from tightwire.model.weights import WeightPlan
 from tightwire.model.weights.formats import WeightFormats, weight_bytes
 from tightwire.model.weights.residency import WeightSizes
-from tightwire.server.config.limits import MAX_SCORED_ROWS
+from tightwire.server.config.limits import BLOCK_SIZE, MAX_SCORED_ROWS
 from tightwire.server.config.serve import EngineOptions
 
 # A process before its first tensor: interpreter and torch; with CUDA also the context and cuBLAS.
@@ -86,7 +86,7 @@ def _rank_bytes(
 ) -> RankBytes:
     """The memory of the rank with ``shard``. ``num_gathered``: replicas whose logits this rank gathers."""
     model, options = inputs.model, inputs.options
-    layer_block = 2 * shard.local_kv_heads * options.block_size * model.head_dim * inputs.elem_bytes
+    layer_block = 2 * shard.local_kv_heads * BLOCK_SIZE * model.head_dim * inputs.elem_bytes
     return RankBytes(
         weights=num_weight_bytes,
         activations=_activation_bytes(inputs, shard, max_parts, num_gathered),

@@ -16,10 +16,8 @@ from tightwire.model.weights.formats import WeightFormats, check_split
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.comm_decision import (
     CommDecision,
-    check_all_reduce_names,
     decide_comm,
     describe_request,
-    own_policy_name,
     policy_requests,
 )
 from tightwire.server.plan.devices import CudaDevice, available_host_bytes
@@ -29,6 +27,7 @@ from tightwire.server.plan.progress import Progress
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool
 from tightwire.server.plan.rank_setup import NamedPolicy, RunPlan
 from tightwire.server.plan.setting import (
+    check_all_reduce_names,
     choose_activations,
     choose_overlap,
     choose_plan_ahead,
@@ -51,25 +50,30 @@ class Decision:
     comm: CommDecision | None  # None: a single rank
     notes: tuple[str, ...] = ()  # which layers stream, and the layout and cost of an offloaded KV cache
 
+    def report(self, progress: Progress) -> None:
+        """Write the warnings, and every decision as a detail."""
+        for line in self.summary().splitlines():
+            (progress.say if line.startswith("warning: ") else progress.detail)(line)
+
     def summary(self) -> str:
-        """The memory table and the AllReduce choices, one per line."""
-        plan, wire = self.plan, []
-        if plan.transport_reason:
-            wire.append(f"ranks communicate over {plan.transport}: {plan.transport_reason}")
-        if plan.link is not None:
-            wire.append(plan.link.describe(plan.num_nodes if plan.num_nodes > 1 else len(self.layout.shards)))
-        if plan.overlap:
-            wire.append("overlap: one half of a prompt's step is computed while the other half's sums are on the wire")
+        """The memory table, then every decision with its reason, one per line."""
+        plan, lines = self.plan, [self.budget.table(), self.formats.describe(self.plan.dtype), *self.notes]
         if plan.num_replicas > 1:
             num_ranks = len(self.budget.ranks)
-            wire.append(f"{plan.num_replicas} replicas of the model on {num_ranks} ranks, for different sequences")
+            lines.append(f"{plan.num_replicas} replicas of the model on {num_ranks} ranks, for different sequences")
+        if plan.transport_reason:
+            lines.append(f"ranks communicate over {plan.transport}: {plan.transport_reason}")
+        if plan.link is not None:
+            lines.append(plan.link.describe(plan.num_nodes if plan.num_nodes > 1 else len(self.layout.shards)))
+        if plan.overlap:
+            lines.append("overlap: one half of a prompt's step is computed while the other half's sums are on the wire")
         if plan.plan_ahead:
-            wire.append("plan-ahead: each step is planned and launched while the one before it runs")
+            lines.append("plan-ahead: each step is planned and launched while the one before it runs")
         if self.comm is not None:
-            wire += self.comm.notes()
+            lines += self.comm.notes()
         elif plan.allreduce != "auto":
-            wire.append(f"a single rank sums nothing: --allreduce {plan.allreduce} has no effect")
-        return "\n".join([self.budget.table(), self.formats.describe(plan.dtype), *self.notes, *wire])
+            lines.append(f"warning: a single rank sums nothing: --allreduce {plan.allreduce} has no effect")
+        return "\n".join(lines)
 
 
 def prepare(
@@ -94,7 +98,7 @@ def prepare(
     def fetching(fraction: float) -> None:
         if stopped():
             raise ModelError(f"stopped while fetching {name}")
-        progress.fetching(name, fraction)
+        progress.stage(f"downloading {name}", fraction)
 
     checkpoint = open_checkpoint(name, config.model.seed, progress=fetching)
     if checkpoint.prepared is not None:
@@ -123,7 +127,7 @@ def decide(
     layout = make_layout(model, parallel.tp, parallel.tp_split)
     check_split(layout, model, formats)
     setting, gpus = decide_setting(config, model, link)
-    activations = choose_activations(config.model.activations, setting.device, formats)
+    activations = choose_activations(config.model.activations, setting.device, formats.packed)
     if activations == "int8":
         formats = formats.with_int8_activations()
     inputs = MemoryInputs(
@@ -162,7 +166,7 @@ def decide(
         overlap=choose_overlap(parallel, setting.device),
         plan_ahead=choose_plan_ahead(config.engine, setting.device, parallel.dp),
         link=link,
-        policies=_policies(own_policy_name(parallel), comm, library),
+        policies=_policies(parallel.allreduce, comm, library),
     )
     return Decision(
         plan=plan,

@@ -1,16 +1,16 @@
-"""Chooses the device, dtype and transport of the ranks, and how their steps overlap."""
+"""Chooses the device, dtype and transport of the ranks, and how their steps overlap. Imports no torch."""
 
 import os
-from collections.abc import Sequence
+from pathlib import Path
 
 from tightwire.comm.all_reduce.entry import Setting
+from tightwire.comm.all_reduce.names import split_name
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import NAMESPACES, LinkFacts, plan_link
+from tightwire.comm.policy.policy_file import read_policy_file
 from tightwire.comm.transport.segment import why_unusable
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.layout import make_layout
-from tightwire.model.weights.formats import WeightFormats
-from tightwire.server.config.parallel import ParallelOptions
+from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import EngineOptions, ModelOptions, ServeConfig
 from tightwire.server.plan.devices import CudaDevice, cuda_devices
 
@@ -21,23 +21,48 @@ def decide_setting(
     """The device, dtype and transport of the ranks, and the CUDA devices if they use any.
 
     Raises:
-        ValueError: an impossible split, device, dtype or transport; says what is possible.
+        ValueError: an impossible device, dtype or transport; says what is possible.
     """
-    tp = config.parallel.tp
-    make_layout(model, tp, config.parallel.tp_split)
-    gpus = cuda_devices(os.environ.get("CUDA_VISIBLE_DEVICES")) if config.model.device != "cpu" else []
-    device = _choose_device(config.model.device, config.parallel, gpus)
-    if link is not None and device != "cpu":
-        raise ValueError("--link emulates a wire between CPU ranks, and --device auto chose CUDA; give --device cpu")
+    device, gpus = _choose_device(config.model.device, config.parallel)
     setting = Setting(
         transport=choose_transport(config.parallel, device, link)[0],
         device=device,
-        world_size=tp,
+        world_size=config.parallel.tp,
         num_nodes=config.parallel.sum_nodes,
         dtype=choose_dtype(config.model, model, device),
         link="" if link is None else f"{link.name} ({link.emulation})",
     )
-    return setting, gpus if device == "cuda" else []
+    return setting, gpus
+
+
+def refuse_early(config: ServeConfig) -> None:
+    """Refuse what the options and this machine decide without the model, before anything is started or imported.
+
+    Raises:
+        ValueError: names the flag and the possible values.
+    """
+    check_all_reduce_names(config.parallel)
+    device, _ = _choose_device(config.model.device, config.parallel)
+    choose_transport(config.parallel, device)
+    choose_overlap(config.parallel, device)
+    choose_activations(config.model.activations, device)
+
+
+def check_all_reduce_names(options: ParallelOptions) -> None:
+    """Refuse unknown AllReduce names and unreadable policy files.
+
+    Raises:
+        ValueError: names the flag and the possible values.
+    """
+    named = [("allreduce", options.allreduce), ("allreduce_decode", options.allreduce_decode)]
+    for field, name in [*named, *(("allreduce_extra", name) for name in options.allreduce_extra)]:
+        try:
+            if name and name.startswith(POLICY_PREFIX) and field != "allreduce_decode":
+                read_policy_file(Path(name.removeprefix(POLICY_PREFIX)))
+            elif name:
+                split_name(name)
+        except ValueError as error:
+            raise ValueError(f"--{field.replace('_', '-')}: {error}") from None
 
 
 def requested_link(options: ParallelOptions) -> LinkFacts | None:
@@ -98,7 +123,9 @@ def choose_plan_ahead(options: EngineOptions, device: str, num_replicas: int = 1
     return device == "cuda" and num_replicas == 1 if options.plan_ahead == "auto" else options.plan_ahead == "on"
 
 
-def _choose_device(asked: str, options: ParallelOptions, gpus: Sequence[CudaDevice]) -> str:
+def _choose_device(asked: str, options: ParallelOptions) -> tuple[str, list[CudaDevice]]:
+    """The device, and the CUDA devices if the ranks use them."""
+    gpus = cuda_devices(os.environ.get("CUDA_VISIBLE_DEVICES")) if asked != "cpu" else []
     num_ranks = options.num_ranks
     device = ("cuda" if gpus else "cpu") if asked == "auto" else asked
     if device == "cuda" and not gpus:
@@ -112,11 +139,13 @@ def _choose_device(asked: str, options: ParallelOptions, gpus: Sequence[CudaDevi
             f"--tp {options.tp}{replicas} needs {num_ranks} CUDA devices, one per rank, and {len(gpus)} are visible; "
             f"use {fewer}"
         )
-    return device
+    if options.link is not None and device != "cpu":
+        raise ValueError("--link emulates a wire between CPU ranks, and --device auto chose CUDA; give --device cpu")
+    return device, gpus if device == "cuda" else []
 
 
-def choose_activations(asked: str, device: str, formats: WeightFormats) -> str:
-    """Return ``float`` or ``int8``.
+def choose_activations(asked: str, device: str, packed: object = True) -> str:
+    """Return ``float`` or ``int8``. ``packed``: false for a model without packed weights.
 
     Raises:
         ValueError: int8 is not possible here.
@@ -125,7 +154,7 @@ def choose_activations(asked: str, device: str, formats: WeightFormats) -> str:
         raise ValueError(
             "--activations int8 works on a CPU, and the ranks run on CUDA; leave it out, or use --device cpu"
         )
-    if asked == "int8" and not formats.packed:
+    if asked == "int8" and not packed:
         raise ValueError(
             "--activations int8 is for packed weights, and these are plain; add --quantization int8 or int4, or leave it out"
         )

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 import torch
@@ -97,11 +96,6 @@ def decide_weights(
         NotEnoughMemoryError: the model does not fit even with all layers streamed, or with ``--weights resident``.
         ValueError: layers cannot be kept where requested.
     """
-    if options.verify_weights and files.prepared is None:
-        raise ValueError(
-            "--verify-weights checks the checksums of a prepared folder, and this model has none; leave the flag out, "
-            "or make a folder with `tightwire prepare MODEL FOLDER` and serve that"
-        )
     num_layers, refusal, resident = inputs.model.num_layers, None, None
     try:
         resident = budget_of(inputs, EVERYTHING_RESIDENT, None)
@@ -112,7 +106,7 @@ def decide_weights(
     if options.weights == "resident" or (options.weights == "auto" and resident is not None):
         if resident is None:
             raise refusal or AssertionError
-        plan = msgspec.structs.replace(EVERYTHING_RESIDENT, **_reading(options, inputs, files))
+        plan = msgspec.structs.replace(EVERYTHING_RESIDENT, io=_how_to_read(inputs, files))
         return WeightDecision(plan=plan, budget=resident)
     if num_layers < LEAST_STREAMED:
         raise refusal or ValueError(
@@ -181,7 +175,7 @@ class _Streaming:
             codec=self.options.weight_codec,
             streamed=spread(self.inputs.model.num_layers, num_streamed),
             max_parts=_MAX_PARTS[self.options.stream_policy],
-            **_reading(self.options, self.inputs, self.files),
+            io=_how_to_read(self.inputs, self.files),
         )
 
     def _budget_of_all(self, origin: str) -> MemoryBudget:
@@ -237,11 +231,8 @@ class _Streaming:
         return origin
 
 
-def _reading(options: WeightOptions, inputs: MemoryInputs, files: Files) -> dict[str, Any]:
-    """The fields of ``WeightPlan`` that say how files are read."""
-    prepared = files.prepared
-    io = "buffered" if prepared is None else choose_io(prepared.paths, inputs.host_bytes)
-    return {"io": io, "verify": options.verify_weights}
+def _how_to_read(inputs: MemoryInputs, files: Files) -> str:
+    return "buffered" if files.prepared is None else choose_io(files.prepared.paths, inputs.host_bytes)
 
 
 def _is_roomy(budget: MemoryBudget) -> bool:

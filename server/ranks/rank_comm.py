@@ -10,7 +10,8 @@ from tightwire.comm.all_reduce.self_test import Verdict, agree, self_test
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import Routes, make_candidates
 from tightwire.comm.policy.rules import Policy, QuarantinedError
-from tightwire.server.ipc.messages import CommChoice, CommSetup, SelfTestVerdict
+from tightwire.server.ipc.messages import CommSetup, SelfTestVerdict
+from tightwire.server.plan.comm_decision import policy_choices
 from tightwire.server.plan.rank_setup import RunPlan
 
 _log = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ def _resolve_transport(group: Group, plan: RunPlan) -> tuple[str, str, dict[str,
 def _describe(
     transport: str, reason: str, plan: RunPlan, policies: Mapping[str, Policy], verdicts: list[Verdict]
 ) -> CommSetup:
-    choices = {name: _choices(policy) for name, policy in policies.items()}
+    choices = {name: policy_choices(policy) for name, policy in policies.items()}
     return CommSetup(
         transport=transport,
         transport_reason=reason,
@@ -103,18 +104,3 @@ def _describe(
         self_test=[SelfTestVerdict(algorithm=v.algorithm, ok=v.ok, detail=v.detail) for v in verdicts],
         extra=choices,
     )
-
-
-def _choices(policy: Policy) -> list[CommChoice]:
-    return [
-        CommChoice(
-            site=rule.site,
-            phase=rule.phase,
-            up_to_bytes=choice.up_to_bytes,
-            algorithm=choice.algorithms[0],
-            reason=choice.reason,
-            layers=None if rule.layers is None else list(rule.layers),
-        )
-        for rule in policy.rules
-        for choice in rule.choices
-    ]

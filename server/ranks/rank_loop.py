@@ -16,7 +16,7 @@ from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.step import StepPlan
-from tightwire.server.config.limits import Limits
+from tightwire.server.config.limits import BLOCK_SIZE, Limits
 from tightwire.server.config.serve import EngineOptions
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.engine import Engine
@@ -81,7 +81,7 @@ class Leader:
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             num_blocks=plan.num_blocks,
-            block_size=options.block_size,
+            block_size=BLOCK_SIZE,
             prefix_cache=options.prefix_cache,
             max_step_blocks=None if plan.buffer_blocks == plan.num_blocks else plan.buffer_blocks,
         )

@@ -28,6 +28,7 @@ from tightwire.model.runner import ModelRunner
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.residency import WeightSizes
 from tightwire.model.weights.streamed import StreamedWeights
+from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.ipc.messages import Ready
 from tightwire.server.plan.devices import bind_to_cores
 from tightwire.server.plan.rank_setup import RankIdentity, RankWork
@@ -261,7 +262,7 @@ def _load(
             max_model_len=plan.max_model_len,
             num_blocks=plan.num_blocks,
             buffer_blocks=plan.buffer_blocks,
-            block_size=engine.block_size,
+            block_size=BLOCK_SIZE,
             formats=formats,
             weight_plan=plan.weights,
             fetch_timeout_s=work.config.timeouts.comm_timeout_s,

@@ -118,7 +118,7 @@ class RankedEngine:
         if self._watch.alarmed:
             self._trouble.set()
         if isinstance(message, Stage):
-            self._progress.stage(message)
+            self._progress.stage(message.name, message.fraction, message.rank, message.seconds)
             if not self._watch.serving:
                 done = f" {100 * message.fraction:.0f} %" if message.fraction else ""
                 self.client.set_phase(Phase.LOADING, f"{message.name}{done}")

@@ -124,7 +124,7 @@ def test_explain_shows_layers_separately_where_a_policy_file_does(
     rule = FileRule(site="o_proj", phase="prefill", algorithm="flash:int4-g64,int4-g64", layers=(1,), reason="KL 0.001")
     path = tmp_path / "mix.json"
     write_policy_file(path, PolicyFile(made_for={"world_size": 8}, rules=(rule,)))
-    data = explained(capsys, *flags(model, "--comm-policy", str(path)))
+    data = explained(capsys, *flags(model, "--allreduce", f"policy:{path}"))
     assert "made for 8 ranks" in str(data["policy_warning"])
     messages = data["messages"]
     assert isinstance(messages, list)
@@ -136,7 +136,7 @@ def test_explain_shows_layers_separately_where_a_policy_file_does(
     }
     (chosen,) = [m["verdicts"][0] for m in messages if m["layers"] == [1] and m["num_rows"] == 2]
     assert chosen["why"] == "policy file mix.json: KL 0.001"
-    assert main(["explain", *flags(model, "--comm-policy", str(path))]) == 0
+    assert main(["explain", *flags(model, "--allreduce", f"policy:{path}")]) == 0
     assert "prefill, o_proj of layer 1: 2 rows" in capsys.readouterr().out
 
 

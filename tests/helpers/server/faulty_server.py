@@ -12,7 +12,7 @@ from tightwire.model.step import StepPlan
 from tightwire.server.cli.launch import serve
 from tightwire.server.config.flags import make_parser, parse
 from tightwire.server.http.listener import open_listener
-from tightwire.server.plan.progress import make_progress
+from tightwire.server.plan.progress import Progress
 from tightwire.server.plan.rank_setup import RankIdentity, RankWork
 from tightwire.server.ranks import rank_main as rank
 from tightwire.server.ranks import worker
@@ -67,7 +67,7 @@ def main() -> int:
         open_listener(config.http) as listener,
         Ranks(parallel.num_ranks, command, num_replicas=parallel.dp) as ranks,
     ):
-        return serve(config, listener, ranks, make_progress(parallel.num_ranks))
+        return serve(config, listener, ranks, Progress(parallel.num_ranks))
 
 
 if __name__ == "__main__":

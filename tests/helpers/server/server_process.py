@@ -19,14 +19,14 @@ SERVE = (sys.executable, "-m", "tightwire", "serve")
 
 
 class ServerProcess:
-    """A server on a free port. Its temporary folder is its own, so that leftovers are seen."""
+    """A server on a free port, which logs details. Its temporary folder is its own, so that leftovers are seen."""
 
     def __init__(self, folder: Path, *arguments: str, command: Sequence[str] = SERVE) -> None:
         self.temp = folder
         self.temp.mkdir()
         self._lines: list[str] = []
         self.process = subprocess.Popen(
-            [*command, *arguments],
+            [*command, "--log-level", "debug", *arguments],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -56,7 +56,7 @@ class ServerProcess:
     def wait_ready(self) -> str:
         """Its URL, once the ready line is out."""
         wait_until(lambda: "ready in" in self.log or self.process.poll() is not None, START_S)
-        found = re.search(r"ready in .* at (http://\S+):", self.log)
+        found = re.search(r"ready in .* at (http://\S+\d)", self.log)
         assert found, self.log
         return found[1]
 

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -84,7 +85,7 @@ def test_ready_means_that_a_request_is_answered_and_sigterm_lets_those_running_f
     assert server.wait_exit(30) == 0
     assert not any(map(is_alive, pids))
     assert list(server.temp.iterdir()) == []
-    assert "2 heads, 1 KV heads" in server.log and "allreduce auto" in server.log
+    assert "2 heads, 1 KV heads" in server.log
     assert len(re.findall(r"rank [01]: .* of weights, at most \d+(\.\d)?MiB of host memory", server.log)) == 2
 
 
@@ -219,3 +220,17 @@ def test_what_cannot_run_is_refused_before_it_is_loaded(start: Start) -> None:
     assert "the KV cache does not fit; --kv-cache-memory" in server.log and "host memory:" in server.log
     assert "weights  " not in server.log.partition("KV cache")[0]
     assert not any(map(is_alive, ranks))
+
+
+def test_a_start_says_five_lines_and_a_command_to_paste(start: Start) -> None:
+    server = start("--log-level", "info")
+    url = server.wait_ready()
+    wait_until(lambda: "  try  " in server.log, 10)
+    ready = server.log[server.log.index("ready in") :].splitlines()
+    assert ready[0].endswith(f" s at {url}")
+    assert [line.split()[0] for line in ready[1:]] == ["model", "split", "AllReduce", "memory", "try"]
+    assert "2 ranks on cpu" in ready[2] and "over shared-memory: 2 + 2 heads" in ready[2]
+    assert "predicted" in ready[3] and " available; weights " in ready[4]
+    answer = subprocess.run(ready[5].split(maxsplit=1)[1], shell=True, capture_output=True, timeout=60, check=True)
+    assert b'"choices"' in answer.stdout
+    assert all(line.startswith("[") for line in server.log.partition("ready in")[0].splitlines()), server.log

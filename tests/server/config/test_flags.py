@@ -13,11 +13,11 @@ from tightwire.server.config.serve import ServeConfig, option_fields
 FROZEN = {
     "model": "model served_model_name device dtype quantization activations seed",
     "parallel": "tp dp tp_split allreduce allreduce_decode comm_error_budget "
-    "comm_policy allreduce_extra transport nodes link link_emulation overlap",
-    "engine": "max_model_len max_num_seqs max_num_batched_tokens block_size prefix_cache "
+    "allreduce_extra transport nodes link link_emulation overlap",
+    "engine": "max_model_len max_num_seqs max_num_batched_tokens prefix_cache "
     "kv_cache_memory kv_offload cuda_graphs plan_ahead speculation",
-    "weights": "weights stream_from weight_codec stream_layers stream_policy device_memory verify_weights",
-    "http": "host port api_key max_queued_requests strict_fields shutdown_grace_s",
+    "weights": "weights stream_from weight_codec stream_layers stream_policy device_memory",
+    "http": "host port api_key max_queued_requests strict_fields shutdown_grace_s log_level",
     "timeouts": "comm_timeout_s rank_timeout_s step_timeout_s",
 }
 
@@ -56,7 +56,7 @@ def test_without_arguments_every_option_has_its_default() -> None:
             "allreduce_extra",
             ("ring", "flash:int4,int8", "policy:a.json"),
         ),
-        (["--tp", "2", "--comm-policy", "a.json"], "parallel", "comm_policy", "a.json"),
+        (["--tp", "2", "--allreduce", "policy:a.json"], "parallel", "allreduce", "policy:a.json"),
         (["--comm-error-budget", "0.01"], "parallel", "comm_error_budget", 0.01),
         (["--tp", "4", "--nodes", "2"], "parallel", "nodes", 2),
         (["--comm-timeout-s", "1.5"], "timeouts", "comm_timeout_s", 1.5),
@@ -88,8 +88,8 @@ def test_a_flag_sets_its_field(argv: list[str], group: str, name: str, value: ob
         (["--tp", "2", "--allreduce-extra", "ring,"], "must be names with commas between, got ''"),
         (["--allreduce-extra", "ring"], "--allreduce-extra must be left out with --tp 1"),
         (
-            ["--comm-policy", "a.json", "--allreduce", "ring"],
-            "--allreduce ring and --comm-policy a.json both choose the AllReduce",
+            ["--allreduce", "policy:a.json", "--allreduce-decode", "ring"],
+            "--allreduce-decode ring and policy:a.json both choose the AllReduce",
         ),
         (
             ["--tp", "2", "--allreduce-extra", "policy:b.json", "--comm-error-budget", "0.1"],

@@ -134,11 +134,6 @@ def test_steps_that_do_not_fit_are_refused_with_steps_that_do() -> None:
     budget(6, max_num_batched_tokens=int(found[1]), max_num_seqs=int(found[2]))
 
 
-def test_blocks_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(NotEnoughMemoryError, match="not one block of the KV cache fits; give a smaller --block-size"):
-        budget(6, block_size=10**12)
-
-
 def test_a_recommended_cache_leaves_the_host_some_memory() -> None:
     with pytest.raises(NotEnoughMemoryError) as error:
         budget(6, kv_cache_memory=900 * GIB)

@@ -1,86 +1,79 @@
-"""Lines for a log: one per stage when all ranks are through, with the slowest rank's seconds."""
+"""What a start shows: the earliest unfinished stage, on one line that counts; what nobody reads is lost."""
 
-import contextlib
 import io
-import os
-import pty
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tightwire.server.ipc.messages import Stage
-from tightwire.server.plan import progress
-
-SOURCE = Path(__file__).parents[3] / "src"
+from tightwire.server.plan.progress import START_STAGES, Progress
 
 
-def test_a_stage_is_said_once_when_all_ranks_are_through() -> None:
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def progress(stream: io.StringIO, **options: bool) -> Progress:
+    """Without its thread: the tests tick."""
+    made = Progress(2, START_STAGES, stream=stream, **options)
+    made._tick_until_closed = lambda: None  # type: ignore[method-assign]
+    return made
+
+
+def test_a_pipe_gets_a_line_when_a_stage_takes_two_seconds_and_then_every_ten() -> None:
     out = io.StringIO()
-    lines = progress.make_progress(2, out)
-    lines.stage(Stage(rank=0, name="weights", fraction=1.0, seconds=1.0))
-    assert out.getvalue() == ""
-    lines.stage(Stage(rank=1, name="weights", fraction=1.0, seconds=2.5))
-    assert out.getvalue().split() == ["weights", "2.5", "s"]
+    shown = progress(out)
+    shown.stage("weights", 0.0, rank=0)
+    shown.stage("weights", 0.35, rank=1)
+    for now_s in range(100, 114):
+        shown.tick(now_s)
+    assert out.getvalue().splitlines() == [
+        "[#############.......] loading weights, as fast as the disk: 2 s",
+        "[#############.......] loading weights, as fast as the disk: 12 s",
+    ]
 
 
-def test_a_long_stage_is_said_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+def test_a_terminal_has_one_line_with_the_slowest_ranks_stage_and_no_hidden_cursor() -> None:
+    out = Screen()
+    shown = progress(out)
+    shown.stage("open", 0.0, rank=0)
+    shown.stage("weights", 0.5, rank=1)
+    shown.tick(1.0)
+    shown.stage("open", 1.0, rank=0)
+    shown.tick(1.5)
+    shown.say("ready")
+    shown.close()
+    shown.tick(2.0)
+    erase = "\r\x1b[K"
+    assert out.getvalue().split(erase)[1:] == [
+        "[###.................] reading the model's headers, usually below 1 s: 0 s",
+        "[###############.....] loading weights, as fast as the disk: 50 %, 0 s",
+        "ready\n",
+        "",
+    ]
+
+
+def test_another_stage_has_its_own_bar() -> None:
     out = io.StringIO()
-    lines = progress.make_progress(2, out)
-    for now in range(12):
-        lines.stage(Stage(rank=now % 2, name="weights", fraction=now / 100))
-    assert [line.split(None, 1)[1] for line in out.getvalue().splitlines()] == ["rank 0 6 %, rank 1 5 %"]
+    shown = progress(out)
+    shown.stage("downloading tiny", 0.25)
+    shown.tick(0.0)
+    shown.tick(2.0)
+    assert out.getvalue() == "[#####...............] downloading tiny: 25 %, 2 s\n"
 
 
-def test_a_terminal_gets_a_bar_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    bars = progress.TerminalProgress(2)
-    bars.stage(Stage(rank=1, name="weights", fraction=0.5))
-    bars.stage(Stage(rank=0, name="weights", fraction=1.0, seconds=1.5))
-    bars.stage(Stage(rank=1, name="weights", fraction=1.0, seconds=1.0))
-    bars.close()
-    assert "weights    1.5 s" in capsys.readouterr().err
-
-
-def test_the_cursor_is_hidden_only_while_there_are_bars() -> None:
-    """In a terminal: a process that is ended before its first stage leaves the cursor as it was."""
-    hidden, shown = b"\x1b[?25l", b"\x1b[?25h"
-    waiting, drawing = (
-        _on_a_terminal("pass"),
-        _on_a_terminal("bars.stage(Stage(rank=0, name='weights', fraction=0.5)); bars.close()"),
-    )
-    assert hidden not in waiting
-    assert hidden in drawing and drawing.rindex(shown) > drawing.rindex(hidden)
-
-
-def test_a_terminal_wraps_long_lines_itself() -> None:
-    assert b"x" * 300 in _on_a_terminal("bars.say('x' * 300)")
-
-
-def _on_a_terminal(code: str) -> bytes:
-    """What a process with a pseudo-terminal for standard error writes there when it runs ``code`` and is ended."""
-    theirs, ours = pty.openpty()
-    program = (
-        "import os; from tightwire.server.ipc.messages import Stage; from tightwire.server.plan.progress import *\n"
-    )
-    program += f"bars = TerminalProgress(1)\n{code}\nos._exit(0)"
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "PYTHONPATH": str(SOURCE)}
-    subprocess.run([sys.executable, "-c", program], stderr=ours, env=environment, timeout=240, check=True)
-    os.close(ours)
-    written = b""
-    with contextlib.suppress(OSError):  # the end of a pseudo-terminal
-        while chunk := os.read(theirs, 65536):
-            written += chunk
-    os.close(theirs)
-    return written
+@pytest.mark.parametrize("verbose", [False, True])
+def test_details_and_the_seconds_of_each_stage_are_for_the_debug_level(verbose: bool) -> None:
+    out = io.StringIO()
+    shown = progress(out, verbose=verbose)
+    shown.detail("rank 0: 5 heads")
+    shown.stage("weights", 1.0, rank=0, seconds=1.0)
+    shown.stage("weights", 1.0, rank=1, seconds=2.5)
+    assert out.getvalue().split("\n") == (["rank 0: 5 heads", "     weights    2.5 s", ""] if verbose else [""])
 
 
 def test_lines_that_nobody_reads_are_lost() -> None:
-    def broken(text: str) -> None:
-        raise BrokenPipeError(text)
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(text)
 
-    lines = progress.Progress(1, broken)
-    lines.say("ready")
-    lines.stage(Stage(rank=0, name="weights", fraction=1.0, seconds=1.0))
+    progress(Broken()).say("ready")

@@ -122,7 +122,7 @@ def test_requests_may_ask_for_what_serve_would_make_of_that_name(gpus: list[Cuda
     assert decision.plan.policy_names == ("two-shot", "ring", "flash-int8", f"policy:{path}")
     for named in decision.plan.policies[1:3]:
         assert named.policy == own_policy(decide(make_config({**options, "allreduce": named.name}), MODEL))
-    by_file = decide(make_config({"device": "cpu", "tp": 2, "comm_policy": str(path)}), MODEL).plan
+    by_file = decide(make_config({"device": "cpu", "tp": 2, "allreduce": f"policy:{path}"}), MODEL).plan
     assert by_file.policies == (decision.plan.policies[3],)
     summary = decision.summary()
     assert "on request, ring: allreduce ring: --allreduce ring" in summary
@@ -134,7 +134,7 @@ def test_requests_may_ask_for_what_serve_would_make_of_that_name(gpus: list[Cuda
 def test_a_policy_file_for_another_model_is_refused(gpus: list[CudaDevice], tmp_path: Path) -> None:
     path = tmp_path / "mix.json"
     write_policy_file(path, _MIX)
-    config = make_config({"device": "cpu", "tp": 2, "comm_policy": str(path)})
+    config = make_config({"device": "cpu", "tp": 2, "allreduce": f"policy:{path}"})
     with pytest.raises(ValueError, match="a rule for layer 1, and the model's layers are 0 to 0"):
         decide(config, replace(MODEL, num_layers=1))
 
@@ -170,7 +170,7 @@ def test_packed_weights_are_counted_as_they_are_and_told(tmp_path: Path) -> None
     num_bytes = {}
     for quantization in ("auto", "none"):
         config = make_config({"model": str(path), "device": "cpu", "quantization": quantization})
-        decision = run_plan.prepare(config, Progress(1, lambda text: None))[1]
+        decision = run_plan.prepare(config, Progress(1))[1]
         num_bytes[quantization] = decision.budget.ranks[0].weights
         said = "weight matrices: 16 in " + ("Q4_1" if quantization == "auto" else "bfloat16, expanded from Q4_1")
         assert said in decision.summary().splitlines()
@@ -182,7 +182,7 @@ def test_packed_weights_are_counted_as_they_are_and_told(tmp_path: Path) -> None
 def test_int8_activations_are_for_packed_weights_on_a_cpu(tmp_path: Path) -> None:
     def plan_for(quant: str, **options: str) -> run_plan.Decision:
         path = make_tiny_gguf(tmp_path / f"{quant}.gguf", quant)
-        return run_plan.prepare(make_config({"model": str(path), "device": "cpu"} | options), Progress(1, print))[1]
+        return run_plan.prepare(make_config({"model": str(path), "device": "cpu"} | options), Progress(1))[1]
 
     for asked, used in (("auto", "float"), ("float", "float"), ("int8", "int8")):
         decision = plan_for("Q4_1", activations=asked)
@@ -204,8 +204,8 @@ def test_a_split_through_a_group_of_packed_weights_is_refused_before_anything_is
     path = make_tiny_gguf(tmp_path / "m.gguf", "Q8_0")
     options = {"model": str(path), "device": "cpu", "tp": 4}
     with pytest.raises(ValueError, match=r"cannot split model.layers.0.self_attn.o_proj.weight in Q8_0 over 4 ranks"):
-        run_plan.prepare(make_config(options), Progress(4, lambda text: None))
-    run_plan.prepare(make_config({**options, "quantization": "none"}), Progress(4, lambda text: None))
+        run_plan.prepare(make_config(options), Progress(4))
+    run_plan.prepare(make_config({**options, "quantization": "none"}), Progress(4))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_a_split_through_a_group_of_packed_weights_is_refused_before_anything_is
         ({"allreduce": "magic"}, "--allreduce: unknown all-reduce 'magic'; choose one of auto, native"),
         ({"allreduce_extra": ("ring", "magic")}, "--allreduce-extra: unknown all-reduce 'magic'"),
         ({"allreduce_extra": ("policy:/no/such",)}, "--allreduce-extra: the policy file /no/such cannot be read"),
-        ({"comm_policy": "/no/such"}, "--comm-policy: the policy file /no/such cannot be read"),
+        ({"allreduce": "policy:/no/such"}, "--allreduce: the policy file /no/such cannot be read"),
         ({"allreduce_decode": "flash:int8"}, "--allreduce-decode: 'flash:int8' needs two codecs"),
         ({"allreduce_decode": "flash:int7,int8"}, "--allreduce-decode: .*unknown codec 'int7'"),
     ],
@@ -224,7 +224,7 @@ def test_a_name_that_no_allreduce_has_is_refused_before_anything_is_fetched(
 ) -> None:
     config = make_config({"model": "no/such/model", "tp": 2, **options})
     with pytest.raises(ValueError, match=message):
-        run_plan.prepare(config, Progress(2, lambda text: None))
+        run_plan.prepare(config, Progress(2))
 
 
 def test_the_split_follows_the_shares(gpus: list[CudaDevice]) -> None:
@@ -261,12 +261,12 @@ def test_a_fetch_that_is_no_longer_wanted_is_given_up(monkeypatch: pytest.Monkey
             progress(step / 10)
 
     class Heard(Progress):
-        def fetching(self, what: str, fraction: float) -> None:
+        def stage(self, name: str, fraction: float, rank: int = 0, seconds: float | None = None) -> None:
             fractions.append(fraction)
 
     monkeypatch.setattr(run_plan, "open_checkpoint", fetch)
     with pytest.raises(ModelError, match="stopped while fetching smollm2-135m"):
-        run_plan.prepare(make_config({}), Heard(1, lambda text: None), stopped=lambda: len(fractions) == 3)
+        run_plan.prepare(make_config({}), Heard(1), stopped=lambda: len(fractions) == 3)
     assert fractions == [0.0, 0.1, 0.2]
 
 

@@ -92,15 +92,6 @@ def test_a_codec_that_would_encode_nothing_is_refused_where_layers_stream() -> N
     assert decide(options, 16, formats=formats).plan == EVERYTHING_RESIDENT
 
 
-@pytest.mark.parametrize("option", [{"verify_weights": True}])
-@pytest.mark.parametrize("weights", ["resident", "stream", "auto"])
-def test_what_a_prepared_folder_alone_can_do_is_refused_without_one(weights: str, option: dict[str, Any]) -> None:
-    with pytest.raises(
-        ValueError, match="checks the checksums of a prepared folder, .* `tightwire prepare MODEL FOLDER`"
-    ):
-        decide(WeightOptions(weights=weights, **option), 16)
-
-
 @pytest.mark.parametrize(("dp", "nodes", "per_node"), [(2, 1, 2), (4, 2, 2), (6, 2, 3)])
 def test_replicas_of_a_node_share_what_does_not_fit_each(dp: int, nodes: int, per_node: int) -> None:
     made = decide(WeightOptions(weights="partition"), 3.5 * dp, dp=dp, nodes=nodes)

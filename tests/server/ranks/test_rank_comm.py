@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tightwire.comm.all_reduce import registry
 from tightwire.comm.all_reduce.entry import Entry
+from tightwire.comm.all_reduce.names import Declared, declared
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.rules import Choice, Policy, QuarantinedError, Rule
@@ -31,6 +32,7 @@ class BrokenAllReduce(OneShotAllReduce):
 @pytest.fixture(autouse=True)
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.ALL_REDUCE, "broken", Entry(name="broken", make=BrokenAllReduce))
+    monkeypatch.setitem(declared(), "broken", Declared())
 
 
 def plan(

@@ -6,7 +6,6 @@ import pytest
 
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.ipc.engine_client import Phase
-from tightwire.server.ipc.messages import Stage
 from tightwire.server.plan.progress import Progress
 from tightwire.server.ranks.processes import Ranks
 from tightwire.server.ranks.ranked_engine import RankedEngine, RankFailedError
@@ -25,12 +24,12 @@ time.sleep(60)
 
 
 class _BrokenProgress(Progress):
-    def stage(self, stage: Stage) -> None:
-        raise ValueError(f"cannot show {stage.name}")
+    def stage(self, name: str, fraction: float, rank: int = 0, seconds: float | None = None) -> None:
+        raise ValueError(f"cannot show {name}")
 
 
 async def test_a_fault_while_listening_ends_the_wait(caplog: pytest.LogCaptureFixture) -> None:
-    progress = _BrokenProgress(1, lambda text: None)
+    progress = _BrokenProgress(1)
     with Ranks(1, command=(sys.executable, "-c", _RANK)) as ranks:
         async with RankedEngine(ServeConfig(), ranks, progress) as engine:
             with pytest.raises(RankFailedError, match="engine client broke: ValueError.*cannot show import"):
