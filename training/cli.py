@@ -1,4 +1,4 @@
-"""The command line of ``tightwire train``. It imports torch only after the configuration is checked."""
+"""The command line of ``tightwire train``. It imports torch only after everything that needs no torch is checked."""
 
 import argparse
 import importlib
@@ -8,8 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tightwire.training.config.read import EXAMPLES, ConfigError, describe_config, read_config
+from tightwire.comm.sizes import format_bytes
+from tightwire.training.config.read import EXAMPLES, describe_config, read_config
 from tightwire.training.config.tree import TrainConfig
+from tightwire.training.log.run_log import missing_packages
+from tightwire.training.run.early_checks import check_early, find_topology
 
 _SIGTERM_CODE = 128 + signal.SIGTERM
 
@@ -25,16 +28,35 @@ def train(argv: Sequence[str]) -> int:
     if args.keys:
         sys.stdout.write(describe_config())
         return 0
-    if args.config is None:
-        sys.stderr.write(
-            "tightwire train: give a CONFIG.yaml or the name of an example; see `tightwire train --help`\n"
-        )
-        return 2
     try:
+        if args.config is None:
+            raise ValueError("give a CONFIG.yaml or the name of an example; see `tightwire train --help`")
         config = read_config(args.config, args.overrides)
-    except ConfigError as error:
+        if args.dry_run:
+            sys.stdout.write(importlib.import_module("tightwire.training.run.dry_run").dry_run(config))
+            return 0
+        config = _prepare(config)
+    except ValueError as error:
         return _fail(error, 2)
-    return _dry_run(config) if args.dry_run else _run(config)
+    return _run(config)
+
+
+def _prepare(config: TrainConfig) -> TrainConfig:
+    """Check the run, say what it will read and which outputs it lacks packages for, and switch those off."""
+    topology = find_topology(os.environ, config.parallel.nodes)
+    data, missing = check_early(config, topology), missing_packages(config.log)
+    if topology.rank == 0:
+        paths = data.documents.files
+        num_files = f"{len(paths)} file{'s' if len(paths) > 1 else ''}"
+        size = format_bytes(sum(path.stat().st_size for path in paths))
+        _say(f"text: {num_files}, {size}. Loading torch and transformers, which takes a few seconds")
+        if missing:
+            packages, outputs = " and ".join(missing), " and ".join(missing.values())
+            are = "are" if len(missing) > 1 else "is"
+            _say(f"{outputs} will not be written: {packages} {are} not installed (pip install 'tightwire[train]')")
+    kept = {"tensorboard": "tensorboard" not in missing, "plot": "matplotlib" not in missing}
+    log = config.log.model_copy(update={name: False for name, has_package in kept.items() if not has_package})
+    return config.model_copy(update={"log": log})
 
 
 def _run(config: TrainConfig) -> int:
@@ -47,14 +69,6 @@ def _run(config: TrainConfig) -> int:
         return _fail(error, 2)
 
 
-def _dry_run(config: TrainConfig) -> int:
-    try:
-        sys.stdout.write(importlib.import_module("tightwire.training.run.dry_run").dry_run(config))
-    except ValueError as error:
-        return _fail(error, 2)
-    return 0
-
-
 def _make_parser() -> argparse.ArgumentParser:
     examples = ", ".join(path.stem for path in sorted(EXAMPLES.glob("*.yaml")))
     parser = argparse.ArgumentParser(
@@ -62,7 +76,7 @@ def _make_parser() -> argparse.ArgumentParser:
         usage="tightwire train CONFIG.yaml [key=value ...] [--dry-run]",
         description="Pre-train or fine-tune a Llama, alone or under torchrun. `tightwire serve` opens the exported "
         "folder. The same command resumes from the newest checkpoint.",
-        epilog=f"examples: {examples}",
+        epilog=f"examples: {examples}. They run as they are: their text is English prose that comes with Tightwire.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -70,16 +84,18 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optimizer.lr=1e-3; values are YAML")
     parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print parameters, memory, traffic and step time, and exit",
+        "--dry-run", action="store_true", help="print parameters, memory, traffic and step time, and exit"
     )
     parser.add_argument("--keys", action="store_true", help="list every key with its default, and exit")
     return parser
 
 
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
 def _fail(error: Exception, code: int) -> int:
     rank = os.environ.get("RANK")
     where = "" if rank is None else f" (rank {rank})"
-    sys.stderr.write(f"tightwire train{where}: {error}\n")
+    _say(f"tightwire train{where}: {error}")
     return code

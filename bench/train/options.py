@@ -8,8 +8,7 @@ from tightwire.bench.options import OutputOptions, option, parse_names
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.link import parse_link
 from tightwire.training.config.tree import ModelConfig, TrainConfig
-from tightwire.training.engine.options import EngineOptions
-from tightwire.training.run.setup import check_ranks, engine_options
+from tightwire.training.engine.options import EngineOptions, engine_options
 from tightwire.training.start.model import StartingModel, open_starting_model
 
 _ADAMW = {"name": "adamw", "lr": 1e-3}
@@ -152,7 +151,7 @@ def config_of_arm(options: TrainBenchOptions, name: str) -> tuple[TrainConfig, E
     )
     how = engine_options(config)
     try:
-        check_ranks(config, how, Topology(0, options.world_size, num_nodes=options.nodes))
+        config.check_ranks(Topology(0, options.world_size, num_nodes=options.nodes))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     return config, how

@@ -58,6 +58,30 @@ def test_refusals_and_failures_have_different_exit_codes(tmp_path: Path, capsys:
     assert "the gradient is inf or NaN" in capsys.readouterr().err
 
 
+def test_named_examples_are_checked_anywhere_before_torch_is_imported(tmp_path: Path) -> None:
+    """In an empty folder, without tensorboard and matplotlib: nothing to refuse, and one line says what is not written."""
+    code = """
+import importlib.util, sys
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name in ("tensorboard", "matplotlib") else found(name, *rest)
+from tightwire.training import cli
+from tightwire.training.config.read import read_config
+for example in ("pretrain-10m", "finetune-smollm2"):
+    config = cli._prepare(read_config(example))
+    assert not config.log.tensorboard and not config.log.plot
+assert "torch" not in sys.modules
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, check=False, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=_PATIENCE_S
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "text: 4 files, 323.9KiB" in done.stderr
+    assert "TensorBoard files and the loss plot will not be written: tensorboard and matplotlib are not" in done.stderr
+
+
 def test_exit_codes_of_another_models_checkpoint_and_of_damaged_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from tightwire.training.checkpoint.folders import CheckpointError
 from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.flat_parameters import ShardLayout, cut_shard
 
@@ -75,10 +76,6 @@ def chunks_of(prefix: str, shard: FlatShard, numbers_N: Tensor) -> Iterator[Chun
 
 
 TABLE_OF_CONTENTS = ".metadata"  # torch's name for it
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, or is damaged."""
 
 
 def plan_of(chunks: Sequence[Chunk]) -> SavePlan:

@@ -2,7 +2,7 @@
 
 A folder is renamed after all its files are on the disk, so its name alone tells whether it is complete. Each file has a CRC-32,
 which detects accidental damage: computed by the thread that wrote it, at about 1 GB/s, and checked before resuming, with the
-files divided over the ranks.
+files divided over the ranks. Does not import torch, so that a run is refused at once.
 """
 
 import json
@@ -14,25 +14,20 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tightwire.training.checkpoint.files import CheckpointError
-
 _CHUNK_BYTES = 1 << 22
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, or is damaged."""
+
+
+class OtherRunError(ValueError):
+    """The checkpoint belongs to a run that this one cannot continue."""
 
 
 def file_digests(folder: Path, names: Iterable[str]) -> dict[str, int]:
     """The CRC-32 of each file of ``folder``. Raises OSError: a file is missing or cannot be read."""
     return {name: _file_crc(folder / name) for name in sorted(set(names))}
-
-
-def find_damage(folder: Path, digests: Mapping[str, int], *, rank: int, world_size: int) -> str:
-    """Describe the first damaged file of this rank's share; "" if all are intact."""
-    for name in sorted(digests)[rank::world_size]:
-        try:
-            if _file_crc(folder / name) != digests[name]:
-                return f"{name} is damaged: its CRC-32 differs from the recorded one"
-        except OSError as error:
-            return f"{name} cannot be read: {error}"
-    return ""
 
 
 def _file_crc(path: Path) -> int:
@@ -64,6 +59,16 @@ def partial_of(folder: Path) -> Path:
 def checkpoints_in(run: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     return sorted((path for path in run.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of)
+
+
+def find_checkpoint(run: Path, *, resume: bool) -> Path | None:
+    """The newest complete checkpoint of a run, or None. Raises OtherRunError: there is one, and ``resume`` is false."""
+    found = checkpoints_in(run)
+    if found and not resume:
+        raise OtherRunError(
+            f"{run} has checkpoints ({found[-1].name}) but checkpoint.resume is false; give another `run`, or remove them"
+        )
+    return found[-1] if found else None
 
 
 def newest_before(run: Path, step: int) -> Path | None:
@@ -128,8 +133,15 @@ def check_files(folder: Path, description: Mapping[str, Any], *, rank: int, worl
     Raises:
         CheckpointError: a file is damaged or cannot be read.
     """
-    if damage := find_damage(folder, description["digests"], rank=rank, world_size=world_size):
-        raise CheckpointError(f"{folder}: {damage}{_advice(folder)}")
+    digests = description["digests"]
+    for name in sorted(digests)[rank::world_size]:
+        try:
+            if _file_crc(folder / name) == digests[name]:
+                continue
+            damage = "is damaged: its CRC-32 differs from the recorded one"
+        except OSError as error:
+            damage = f"cannot be read: {error}"
+        raise CheckpointError(f"{folder}: {name} {damage}{_advice(folder)}")
 
 
 def _advice(folder: Path) -> str:

@@ -9,7 +9,7 @@ import torch
 import tightwire
 from tightwire.model.checkpoint.config import LlamaConfig, config_to_hf
 from tightwire.training.checkpoint.files import FlatShard, keys_in, read_chunks
-from tightwire.training.checkpoint.folders import checkpoints_in, read_description
+from tightwire.training.checkpoint.folders import OtherRunError, read_description
 from tightwire.training.checkpoint.state import (
     CompressorReader,
     RunState,
@@ -25,10 +25,6 @@ from tightwire.training.config.tree import TrainConfig
 
 # Besides the seed and the files, these options determine the order of the data.
 _ORDER = ("text_key", "parted_by", "held_out", "held_out_files", "sequence_tokens", "shuffle_documents")
-
-
-class OtherRunError(ValueError):
-    """The checkpoint belongs to a run that this one cannot continue."""
 
 
 class Identity(NamedTuple):
@@ -64,20 +60,6 @@ def describe_checkpoint(
         "config": to_values(config),
         "versions": {"tightwire": tightwire.__version__, "torch": torch.__version__},
     }
-
-
-def find_checkpoint(run: Path, *, resume: bool) -> Path | None:
-    """The newest complete checkpoint in the run's folder, or None.
-
-    Raises:
-        OtherRunError: there is one, and ``resume`` is false.
-    """
-    found = checkpoints_in(run)
-    if found and not resume:
-        raise OtherRunError(
-            f"{run} has checkpoints ({found[-1].name}) but checkpoint.resume is false; give another `run`, or remove them"
-        )
-    return found[-1] if found else None
 
 
 def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from tightwire.comm.codec.codec import parse_codec
 from tightwire.training.compression.dense import (
     FLOAT32_BYTES,
     Replicas,
@@ -28,13 +27,6 @@ _MAKERS: dict[str, Callable[[Replicas, Any], GradientCompressor]] = {
 def make_compressor(options: CompressorOptions, replicas: Replicas) -> GradientCompressor:
     """Make the compressor that ``options`` describe; all ranks of ``replicas.group`` pass the same options."""
     return _MAKERS[options.kind](replicas, options)
-
-
-def check_options(options: CompressorOptions) -> None:
-    """Raises ValueError: a codec does not exist. The configuration cannot check this, because it does not import torch."""
-    if isinstance(options, QuantizedOptions):
-        parse_codec(options.reduce_codec)
-        parse_codec(options.gather_codec)
 
 
 def compressor_bytes(options: CompressorOptions, shard: ShardLayout, *, rank: int, world_size: int, step: int) -> int:

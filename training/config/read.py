@@ -21,13 +21,13 @@ class ConfigError(ValueError):
     """The file, an override or a value is invalid; the message says what to change."""
 
 
-def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read ``path`` (or the example of that name) and apply overrides ``a.b=value``. Values are YAML: ``[1, 2]``, ``null``.
 
     Raises:
         ConfigError: with one line for each invalid key or value.
     """
-    values = _read_yaml(_find(path))
+    values = _read_yaml(_find(Path(path)))
     for override in overrides:
         _apply(values, override)
     try:
@@ -42,9 +42,9 @@ def to_values(config: TrainConfig) -> dict[str, Any]:
 
 
 def _find(path: Path) -> Path:
+    named = {example.stem: example for example in sorted(EXAMPLES.glob("*.yaml"))}
     if path.is_file():
         return path
-    named = {example.stem: example for example in sorted(EXAMPLES.glob("*.yaml"))}
     if str(path) in named:
         return named[str(path)]
     raise ConfigError(f"{path}: there is no such file or example; examples: {', '.join(named)}")
@@ -52,47 +52,35 @@ def _find(path: Path) -> Path:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, _Loader)
-        _check_ends(root, ())
-        values = yaml.load(text, _Loader)
+        with path.open(encoding="utf-8") as file:
+            values = yaml.load(file, _Loader)
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must contain `key: value` lines, not {type(values).__name__}")
-    if doubled := next(_doubled(root), ""):
-        raise ConfigError(f"{path}: {doubled} appears twice")
     return values
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-8 as a number, as YAML 1.2 does. YAML 1.1 reads it as text, because it has no decimal point."""
+    """Reads 1e-8 as a number, as YAML 1.2 does: YAML 1.1 reads it as text, because it has no decimal point.
+
+    A key that appears twice is an error, and so is an alias inside what it refers to (``deep_construct``).
+    """
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self.deep_construct = True
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [str(key.value) for key, _ in node.value]
+        if doubled := next((name for name in names if names.count(name) > 1), None):
+            raise yaml.YAMLError(f"{doubled} appears twice{node.start_mark}")
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+"), list("-+0123456789")
 )
-
-
-def _check_ends(node: Any, above: tuple[Any, ...]) -> None:
-    """
-    Raises:
-        yaml.YAMLError: an alias names a node that contains it, which makes the tree infinite.
-    """
-    if node in above:
-        raise yaml.YAMLError(f"an alias refers to a node that contains it{node.start_mark}")
-    for value in getattr(node, "value", ()):
-        for inner in value if isinstance(value, tuple) else [value]:
-            if isinstance(inner, yaml.Node):
-                _check_ends(inner, (*above, node))
-
-
-def _doubled(node: yaml.Node | None, under: str = "") -> Iterator[str]:
-    if isinstance(node, yaml.MappingNode):
-        names = [under + str(key.value) for key, _ in node.value]
-        yield from (name for name in names if names.count(name) > 1)
-        for name, (_, value) in zip(names, node.value, strict=True):
-            yield from _doubled(value, f"{name}.")
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

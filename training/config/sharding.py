@@ -53,10 +53,3 @@ SHARDINGS = {
         Sharding("hybrid", "node", keep_weights=False, reduce_when="backward"),
     )
 }
-
-
-def parse_sharding(name: str) -> Sharding:
-    """Raises ValueError: there is no such sharding; the message lists all names."""
-    if name not in SHARDINGS:
-        raise ValueError(f"unknown sharding {name!r}; choose one of {', '.join(SHARDINGS)}")
-    return SHARDINGS[name]

@@ -3,18 +3,22 @@
 A YAML file has the same structure; ``read_config`` reads it. ``tightwire train --keys`` prints the field descriptions.
 """
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+from tightwire.comm.group.topology import Topology
 from tightwire.training.config.compression import CompressorOptions, DenseOptions
 from tightwire.training.config.optimizer import OptimizerConfig
+from tightwire.training.config.sharding import SHARDINGS
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, Field(gt=0, strict=True)]  # strict rejects `true`
 BYTES = "bytes"  # the byte tokenizer, which needs no file
 BPE = "bpe:"
+ENGLISH = "english-prose"  # names the text in ``model.text.prose``
 
 
 class Section(BaseModel):
@@ -74,7 +78,10 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """The text and its division into sequences."""
 
-    files: list[str] = Field(min_length=1, description="paths and patterns (**, *) of text or .jsonl files, also .gz")
+    files: list[str] = Field(
+        min_length=1,
+        description="paths and patterns (**, *) of text or .jsonl files, also .gz; english-prose: 330 kB that come with Tightwire",
+    )
     text_key: str = Field(default="text", description="the key of a JSONL line that holds the text")
     parted_by: Literal["blank-line", "file"] = Field(
         default="blank-line", description="what ends a document of a text file"
@@ -152,10 +159,6 @@ class ParallelConfig(Section):
         default=False,
         description="hpZ: keep a copy of the weights on each node, so that only the first gather of a step crosses nodes",
     )
-    secondary_codec: str | None = Field(default=None, description="codec of that copy; null: as received")
-    secondary_blocks: PositiveInt | None = Field(
-        default=None, description="number of blocks to keep, from the first; null: all"
-    )
     reduce_path: Literal["flat", "hierarchical"] = Field(
         default="flat", description="on several nodes: sum all at once in rank order, or inside nodes first (qgZ)"
     )
@@ -173,6 +176,47 @@ class ParallelConfig(Section):
         default=DenseOptions(), description="how replicas sum their gradients (sharding none and hybrid)"
     )
     timeout_s: PositiveFloat = Field(default=300.0, description="longest wait for another rank")
+
+    @model_validator(mode="after")
+    def _options_agree(self) -> "ParallelConfig":
+        sharding = SHARDINGS[self.sharding]
+        if self.secondary and (sharding.keep_weights or sharding.shard_over != "world"):
+            raise ValueError(
+                f"a node's copy of the weights (secondary) needs sharding zero3, got {self.sharding}, which does not "
+                "gather weights across nodes in forward and backward"
+            )
+        if sharding.shard_over == "self" and (self.gather_codec != "none" or self.reduce_codec != "none"):
+            raise ValueError(
+                f"with sharding {self.sharding} every rank has all weights, so gather_codec and reduce_codec are not "
+                "used; parallel.between has its own codecs"
+            )
+        if sharding.shard_over != "world" and self.reduce_path == "hierarchical":
+            raise ValueError(
+                f"reduce_path hierarchical needs gradients sharded over all ranks, got sharding {self.sharding}, which "
+                "sums between nodes as parallel.between says"
+            )
+        if self.reduce_path == "flat" and self.reduce_across_codec != "none":
+            raise ValueError(f"reduce_across_codec {self.reduce_across_codec} needs reduce_path hierarchical, got flat")
+        return self
+
+    def check_ranks(self, topology: Topology) -> None:
+        """Raises ValueError: an option needs several nodes or replicas, and these ranks have none."""
+        sharding, num_nodes = SHARDINGS[self.sharding], topology.num_nodes
+        if self.secondary and num_nodes == 1:
+            raise ValueError("parallel.secondary, a node's copy of the weights, needs at least two nodes, got one")
+        if self.reduce_across_codec != "none" and num_nodes == 1:
+            raise ValueError(
+                f"parallel.reduce_across_codec={self.reduce_across_codec} needs at least two nodes; use reduce_codec on one node"
+            )
+        if self.sharding == "hybrid" and num_nodes == 1 and topology.world_size > 1:
+            raise ValueError(
+                "parallel.sharding=hybrid needs several nodes, and there is one; use zero3, or set parallel.nodes"
+            )
+        if self.between.kind != "dense" and (sharding.shard_over == "world" or topology.world_size == 1):
+            raise ValueError(
+                f"parallel.between.kind={self.between.kind} needs replicas, and parallel.sharding={self.sharding} on "
+                f"{topology.world_size} ranks has none; use hybrid or none, on several ranks"
+            )
 
 
 class EvaluationConfig(Section):
@@ -198,8 +242,8 @@ class LogConfig(Section):
     """Output of the run in its folder and on the terminal."""
 
     every: PositiveInt = Field(default=10, description="steps between two lines on the terminal")
-    tensorboard: bool = True
-    plot: bool = Field(default=True, description="draw the loss when the run ends")
+    tensorboard: bool = Field(default=True, description="write TensorBoard files, if tensorboard is installed")
+    plot: bool = Field(default=True, description="draw the loss when the run ends, if matplotlib is installed")
     peak_tflops: PositiveFloat | None = Field(
         default=None,
         description="peak of a rank's device, for MFU; default: known for common GPUs, else measured at start",
@@ -252,3 +296,12 @@ class TrainConfig(Section):
     def _sections_agree(self) -> "TrainConfig":
         self.parallel.between.check_optimizer(self.optimizer)
         return self
+
+    @property
+    def run_folder(self) -> Path:
+        return Path(self.run).expanduser()
+
+    def check_ranks(self, topology: Topology) -> None:
+        """Raises ValueError: the configuration does not fit these ranks."""
+        self.batch.accumulation(topology.world_size)
+        self.parallel.check_ranks(topology)

@@ -1,1 +1,1 @@
-"""Reads text files and packs them into the token sequences of each step. Start with ``run_data``."""
+"""Reads text files and packs them into the token sequences of each step. Start with ``documents``."""

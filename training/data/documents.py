@@ -1,6 +1,6 @@
-"""Reads documents from files on demand: text separated by blank lines, whole text files, or JSON lines.
+"""Finds a run's files and reads documents from them on demand: text separated by blank lines, whole text files, or JSON lines.
 
-A hash of each document's text decides whether it is held out. So the split does not depend on order, epoch or number of
+Does not import torch, so that missing data is refused at once. A hash of each document's text decides whether it is held out. So the split does not depend on order, epoch or number of
 ranks, and equal documents are on the same side.
 """
 
@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from tightwire.model.text.prose import english_files
+from tightwire.training.config.tree import ENGLISH, TrainConfig
+
 _HASH_BYTES = 8
+_MOST_NAMES = 3  # file names in an error message
 
 
 class DataError(ValueError):
@@ -67,12 +71,15 @@ def find_files(patterns: Sequence[str]) -> tuple[Path, ...]:
     """The files that match any pattern, sorted, each once. Raises DataError: a pattern matches no file."""
     found: set[Path] = set()
     for pattern in patterns:
-        files = {
-            Path(name) for name in glob.glob(str(Path(pattern).expanduser()), recursive=True) if Path(name).is_file()
-        }
+        if pattern == ENGLISH:
+            found |= set(english_files())
+            continue
+        matching = map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True))
+        files = {path for path in matching if path.is_file()}
         if not files:
             raise DataError(
-                f"data: no file matches {pattern} (in {Path.cwd()}); give paths or patterns such as docs/**/*.md"
+                f"data: no file matches {pattern} (in {Path.cwd()}); give paths or patterns such as docs/**/*.md, or "
+                f"{ENGLISH}, the prose that comes with Tightwire"
             )
         found |= files
     return tuple(sorted(found))
@@ -88,6 +95,50 @@ def is_held_out(document: str, share: float) -> bool:
     """Whether the document is held out."""
     digest = hashlib.blake2b(document.encode(), digest_size=_HASH_BYTES).digest()
     return int.from_bytes(digest) < share * 256**_HASH_BYTES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunData:
+    """The run's documents; ``held_out_documents`` is None if a share of ``documents`` is held out."""
+
+    config: TrainConfig
+    documents: Documents
+    held_out_documents: Documents | None
+
+    @classmethod
+    def find(cls, config: TrainConfig) -> "RunData":
+        """Raises DataError: a pattern matches no file."""
+        data = config.data
+        documents, held_out = (
+            Documents(files=find_files(patterns), text_key=data.text_key, parted_by=data.parted_by)
+            for patterns in (data.files, data.held_out_files)
+        )
+        return cls(config=config, documents=documents, held_out_documents=held_out if held_out.files else None)
+
+    def check_documents(self) -> None:
+        """Raises DataError: the files contain no document, or the first one cannot be read; the message names the files."""
+        for key, documents in (("files", self.documents), ("held_out_files", self.held_out_documents)):
+            if documents is not None and next(iter(documents), None) is None:
+                names = ", ".join(map(str, documents.files[:_MOST_NAMES]))
+                more = len(documents.files) - _MOST_NAMES
+                rest = f" and {more} more" if more > 0 else ""
+                raise DataError(f"data.{key}: there is no document in {names}{rest}; give files with text")
+
+    @property
+    def held_out_share(self) -> float:
+        return 0.0 if self.held_out_documents is not None else self.config.data.held_out
+
+    def training(self, epoch: int, *, in_order: bool = False) -> Iterator[str]:
+        """The documents that are not held out, shuffled as ``training_documents`` does, or in order."""
+        window = 0 if in_order else self.config.data.shuffle_documents
+        return training_documents(
+            self.documents, epoch=epoch, seed=self.config.seed, window=window, held_out=self.held_out_share
+        )
+
+    def held_out(self) -> Iterable[str]:
+        if self.held_out_documents is not None:
+            return self.held_out_documents
+        return (text for text in self.documents if is_held_out(text, self.held_out_share))
 
 
 def training_documents(documents: Documents, *, epoch: int, seed: int, window: int, held_out: float) -> Iterator[str]:

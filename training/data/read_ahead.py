@@ -16,11 +16,7 @@ class ClosedError(Exception):
 
 
 def until_closed(items: Iterable[T], closed: threading.Event) -> Iterator[T]:
-    """Yield ``items`` until ``closed`` is set. For a source that may skip many items before it yields one.
-
-    Raises:
-        ClosedError: ``closed`` was set.
-    """
+    """For a source that may skip many items before it yields one. Raises ClosedError: ``closed`` was set."""
     for item in items:
         if closed.is_set():
             raise ClosedError

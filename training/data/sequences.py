@@ -7,26 +7,32 @@ together have used.
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
+from threading import Event
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tightwire.training.data.documents import DataError
+from tightwire.model.text.tokenizer import Tokenizer
+from tightwire.training.data.documents import DataError, RunData
+from tightwire.training.data.read_ahead import until_closed
+
+Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSequence:
     """One training sample; ``targets`` are ``inputs`` shifted by one."""
 
-    index: int  # position in the stream; resume with ``first_block=index + 1``
+    index: int  # position in the stream; resume with ``first_sequence=index + 1``
     inputs_S: Tensor  # (S,) int64
     targets_S: Tensor
 
 
 def pack_sequences(
     documents: Iterable[str],
-    encode: Callable[[str], list[int]],
+    encode: Encode,
     *,
     sequence_tokens: int,
     end_token_id: int,
@@ -35,23 +41,19 @@ def pack_sequences(
     first_sequence: int = 0,
     start: int = 0,
 ) -> Generator[TokenSequence, None, int]:
-    """Cut the token stream of ``documents`` into blocks and yield this rank's.
+    """Cut the token stream of ``documents`` into sequences and yield this rank's.
 
-    Consecutive blocks share one token: the last target of one is the first input of the next, so that every token but
-    the first is predicted once. Tokens that do not fill a last block are dropped.
+    Consecutive sequences share one token: the last target of one is the first input of the next, so that every token but
+    the first is predicted once. Tokens that do not fill a last sequence are dropped.
 
     Args:
         encode: returns the token ids of a text, without special tokens.
         end_token_id: inserted after each document.
-        first_block: blocks before this one are tokenized but not yielded.
-        start: number of the first block, if this stream continues another one.
+        first_sequence: sequences before this one are tokenized but not yielded.
+        start: number of the first sequence, if this stream continues another one.
     Returns:
-        The number after the last block of all ranks.
+        The number after the last sequence of all ranks.
     """
-    if sequence_tokens < 1:
-        raise ValueError(f"sequence_tokens must be at least 1, got {sequence_tokens}")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank must be 0 to {world_size - 1}, got {rank}")
     pending: list[int] = []
     index = start
     for document in documents:
@@ -65,9 +67,6 @@ def pack_sequences(
             index += 1
         del pending[:used]
     return index
-
-
-Encode = Callable[[str], list[int]]
 
 
 class Batch(NamedTuple):
@@ -87,13 +86,13 @@ def endless_sequences(
     world_size: int = 1,
     position: int = 0,
 ) -> Iterator[TokenSequence]:
-    """This rank's blocks from ``position`` on; ``documents_of(epoch)`` returns an epoch's documents.
+    """This rank's sequences from ``position`` on; ``documents_of(epoch)`` returns an epoch's documents.
 
-    Each epoch is packed separately and has the same number of blocks in any order. Resuming tokenizes at most one whole
+    Each epoch is packed separately and has the same number of sequences in any order. Resuming tokenizes at most one whole
     epoch, to count its sequences, and then the used part of the current epoch.
 
     Raises:
-        DataError: an epoch does not fill one block.
+        DataError: an epoch does not fill one sequence.
     """
     epoch, index, epoch_sequences = 0, 0, 0
     while True:
@@ -118,7 +117,41 @@ def endless_sequences(
 
 
 def micro_batches(sequences: Iterator[TokenSequence], num_sequences: int) -> Iterator[Batch]:
-    """Stack every ``num_sequences`` blocks."""
+    """Stack every ``num_sequences`` sequences."""
     while True:
         stacked = [next(sequences) for _ in range(num_sequences)]
         yield Batch(torch.stack([b.inputs_S for b in stacked]), torch.stack([b.targets_S for b in stacked]))
+
+
+def rank_batches(
+    data: RunData, tokenizer: Tokenizer, end_token_id: int, *, rank: int, world_size: int, position: int, closed: Event
+) -> Iterator[Batch]:
+    """A rank's endless micro-batches of a run from ``position`` on. ``closed`` stops reading."""
+    sequences = endless_sequences(
+        lambda epoch: until_closed(data.training(epoch), closed),
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        sequence_tokens=data.config.data.sequence_tokens,
+        end_token_id=end_token_id,
+        rank=rank,
+        world_size=world_size,
+        position=position,
+    )
+    return micro_batches(sequences, data.config.batch.micro_sequences)
+
+
+def held_out_sequences(data: RunData, tokenizer: Tokenizer, end_token_id: int) -> list[TokenSequence]:
+    """The evaluation sequences of all ranks. Raises DataError: the held-out documents do not fill one sequence."""
+    config = data.config
+    packed = pack_sequences(
+        data.held_out(),
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        sequence_tokens=config.data.sequence_tokens,
+        end_token_id=end_token_id,
+    )
+    sequences = list(islice(packed, config.evaluation.sequences))
+    if not sequences:
+        raise DataError(
+            f"held-out documents do not fill one sequence of {config.data.sequence_tokens} tokens; raise data.held_out (now "
+            f"{config.data.held_out}), name data.held_out_files, or set evaluation.every=0"
+        )
+    return sequences

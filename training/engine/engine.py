@@ -37,9 +37,9 @@ from tightwire.training.engine.gradients import Gradients
 from tightwire.training.engine.hooks import Hooks
 from tightwire.training.engine.micro_batch import MicroBatch
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.shards import MainShard
+from tightwire.training.engine.shards import make_shards
 from tightwire.training.engine.trace import NO_TRACE, Trace
-from tightwire.training.engine.weights import Weights, gather_codec
+from tightwire.training.engine.weights import Weights
 from tightwire.training.ranks.groups import TrainGroups, replica_group, shard_group
 
 
@@ -62,7 +62,7 @@ class Engine:
         Args:
             model: its parameters are equal on every rank, or all on the meta device; then call ``load_full``.
             plan: made from this model for ``options.sharding.shard_ranks``.
-            between: sums over the ranks that hold the same shard; required if there are several.
+            compressor: sums over the ranks that hold the same shard; required if there are several.
             trace: records the work on buffers, for tests.
         Raises:
             ValueError: plan or options do not match the groups, or the ranks' parameters differ.
@@ -79,13 +79,12 @@ class Engine:
                 f"sharding {sharding.name} of {groups.world_size} ranks has several ranks with the same shard; pass a "
                 "compressor that sums over them"
             )
-        options.check_ranks(groups.num_nodes)
-        prepare_codecs(groups.device, *options.parsed_codecs)
+        prepare_codecs(groups.device, *options.codecs)
         self.plan, self.options = plan, options
         trace = trace or NO_TRACE
         self._groups = groups
         self._group = shard_group(groups.main, sharding)
-        self._shards = self._make_shards()
+        self._shards = make_shards(plan, options, groups.device)
         self._load_from(model)
         self._hooks = Hooks(model, plan)
         self._weights = Weights(plan, self._shards, options, groups.gather, trace)
@@ -231,16 +230,6 @@ class Engine:
 
     def _trainable(self) -> Iterator[tuple[Bucket, nn.Parameter]]:
         return ((bucket, self._shards[bucket.trainable.name].main) for bucket in self.plan.buckets if bucket.trainable)
-
-    def _make_shards(self) -> dict[str, MainShard]:
-        ranks, dtype = self.plan.shard_ranks, self.options.compute_dtype
-        return {
-            flat_param.name: MainShard(
-                flat_param, ranks, gather_codec(self.options, bucket, ranks), dtype, self._groups.device
-            )
-            for bucket in self.plan.buckets
-            for flat_param in bucket.flat_params
-        }
 
     def _load_from(self, model: nn.Module) -> None:
         given = dict(model.named_parameters())

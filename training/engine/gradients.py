@@ -53,16 +53,34 @@ def alternates(options: EngineOptions, bucket: Bucket) -> bool:
     return bucket.block is not None and options.sharding.reduce_when == "backward"
 
 
-def is_in_buffer(options: EngineOptions, bucket: Bucket, shard_ranks: int) -> bool:
-    """Whether the optimizer's gradient is the buffer that backward writes."""
-    return shard_ranks == 1 and options.reduce_dtype == torch.float32 and not alternates(options, bucket)
-
-
 def reduce_codecs(options: EngineOptions, bucket: Bucket) -> tuple[Codec, Codec]:
     """The codecs inside and across nodes. Norms and biases are not quantized."""
     if bucket.name == NORMS:
         return NONE, NONE
     return parse_codec(options.reduce_codec), parse_codec(options.reduce_across_codec)
+
+
+def make_buffers(plan: BucketPlan, options: EngineOptions, device: torch.device) -> dict[int, BucketBuffer]:
+    """The gradient buffers of the trainable buckets by number, allocated."""
+    ranks, size = plan.shard_ranks, options.reduce_dtype.itemsize
+    room = max((bucket.trainable.num_elems for bucket in plan.blocks if bucket.trainable), default=0)
+    shared = BufferPool(NUM_BUFFERS, room * size, device) if options.sharding.reduce_when == "backward" else None
+    places = {}
+    for bucket in plan.buckets:
+        flat_param = bucket.trainable
+        if flat_param is None:
+            continue
+        alternating = shared is not None and alternates(options, bucket)
+        number = (bucket.block or 0) % NUM_BUFFERS if alternating else 0
+        pool = shared if alternating and shared is not None else BufferPool(1, flat_param.num_elems * size, device)
+        buffer_N = pool.buffers[number].memory.view(options.reduce_dtype)[: flat_param.num_elems]
+        if not alternating:
+            buffer_N.zero_()
+        in_place = ranks == 1 and options.reduce_dtype == torch.float32 and not alternating
+        grad_S = buffer_N if in_place else torch.zeros(flat_param.num_elems // ranks, device=device)
+        name = f"gradients {number if alternating else bucket.name}"
+        places[bucket.number] = BucketBuffer(flat_param, pool, number, name, buffer_N, grad_S, alternating, in_place)
+    return places
 
 
 class Gradients:
@@ -80,7 +98,8 @@ class Gradients:
         self._plan, self._options, self._trace, self._compressor = plan, options, trace, compressor
         self._lane_group, self._group = lane_group, shard_group(lane_group, options.sharding)
         self._patience_s = PATIENCE * lane_group.timeout_s
-        self._bucket_buffers = self._make_bucket_buffers(lane_group.device)
+        self._bucket_buffers = make_buffers(plan, options, lane_group.device)
+        self._pools = list({id(place.pool): place.pool for place in self._bucket_buffers.values()}.values())
         self._layouts: dict[int, list[tuple[int, int]]] = {}  # by shared buffer: parameters' (start, length)
         self._lane = Lane("reduce", lane_group.device, self._close_pools)
 
@@ -187,7 +206,7 @@ class Gradients:
         place.pool.release(bucket.number)
         if last and not place.in_place:
             self._complete(bucket, place)
-        for pool in self._pools():
+        for pool in self._pools:
             pool.moved()
 
     def _add_sum(self, bucket: Bucket, place: BucketBuffer) -> None:
@@ -210,35 +229,9 @@ class Gradients:
         if self._compressor is not None:
             place.grad_S.copy_(self._compressor(bucket.name, place.grad_S))
 
-    def _make_bucket_buffers(self, device: torch.device) -> dict[int, BucketBuffer]:
-        options, ranks, size = self._options, self._plan.shard_ranks, self._options.reduce_dtype.itemsize
-        room = max((bucket.trainable.num_elems for bucket in self._plan.blocks if bucket.trainable), default=0)
-        shared = BufferPool(NUM_BUFFERS, room * size, device) if options.sharding.reduce_when == "backward" else None
-        places = {}
-        for bucket in self._buckets():
-            flat_param = bucket.trainable
-            assert flat_param is not None
-            alternating = shared is not None and alternates(options, bucket)
-            number = (bucket.block or 0) % NUM_BUFFERS if alternating else 0
-            pool = shared if alternating else BufferPool(1, flat_param.num_elems * size, device)
-            assert pool is not None
-            buffer_N = pool.buffers[number].memory.view(options.reduce_dtype)[: flat_param.num_elems]
-            if not alternating:
-                buffer_N.zero_()
-            in_place = is_in_buffer(options, bucket, ranks)
-            grad_S = buffer_N if in_place else torch.zeros(flat_param.num_elems // ranks, device=device)
-            name = f"gradients {number if alternating else bucket.name}"
-            places[bucket.number] = BucketBuffer(
-                flat_param, pool, number, name, buffer_N, grad_S, alternating, in_place
-            )
-        return places
-
     def _buckets(self) -> list[Bucket]:
         return [bucket for bucket in self._plan.buckets if bucket.trainable is not None]
 
-    def _pools(self) -> list[BufferPool]:
-        return list({id(place.pool): place.pool for place in self._bucket_buffers.values()}.values())
-
     def _close_pools(self, reason: BaseException) -> None:
-        for pool in self._pools():
+        for pool in self._pools:
             pool.close(reason)

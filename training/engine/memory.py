@@ -1,20 +1,8 @@
-"""Formulas for the memory that the engine allocates and that a gradient reduction takes, in bytes per rank.
+"""Computes the memory that the engine allocates and that a gradient reduction takes, in bytes per rank.
 
-With N elements in all buckets, B in the largest block, R ranks in a shard group, L ranks on a node, d and g the bytes of
-compute_dtype and reduce_dtype:
-
-    main_shards        4 N/R, float32
-    wire_shards        N/R encoded, unless that is the main shard itself (float32, no codec)
-    gradient_shards    4 N/R of trainable buckets, unless that is the buffer itself (R = 1, float32, reduced once a step)
-    weight_buffers     num_buffers d B, if blocks share buffers
-    kept_weights       d N of buckets with their own buffer, unless that is the main shard itself (R = 1, float32)
-    gradient_buffers   2 g B, if blocks share buffers
-    kept_gradients     g N of trainable buckets with their own buffer
-    secondary          N/L encoded, of the blocks that nodes keep
-    gather_room        the largest bucket once encoded, if weights are encoded or gathered across nodes in two legs
-
-One reduction of N elements of g bytes over W ranks, L on each of K nodes, R in a shard group, with c(n) encoded bytes for n
-elements, takes messages and partial sums:
+The engine's own memory is that of the buffers that its ``make_`` functions make on the meta device. One reduction of N elements
+of g bytes over W ranks, L on each of K nodes, R in a shard group, with c(n) encoded bytes for n elements, takes messages and
+partial sums:
 
     flat, exact            g N (W-1)/W received, 4 N/W the sum
     flat, encoded          W c(N/W) sent, (W-1) c(N/W) received, 4 N/W the sum
@@ -31,79 +19,34 @@ from typing import NamedTuple
 
 import torch
 
-from tightwire.comm.codec.codec import Codec, parse_codec
+from tightwire.comm.codec.codec import Codec
 from tightwire.training.config.sharding import GroupShape
 from tightwire.training.engine import gradients, weights
 from tightwire.training.engine.flat_parameters import Bucket, BucketPlan, FlatParameter
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.shards import kept_buckets, secondary_bytes, shard_wire_bytes
+from tightwire.training.engine.shards import make_shards, node_copy_bytes
 
 _FLOAT32_BYTES = 4
+_META = torch.device("meta")
 
 
-class Memory(NamedTuple):
-    """Bytes per rank."""
-
-    main_shards: int
-    wire_shards: int
-    gradient_shards: int
-    weight_buffers: int
-    kept_weights: int
-    gradient_buffers: int
-    kept_gradients: int
-    secondary: int
-    gather_room: int
-
-
-def engine_memory(plan: BucketPlan, options: EngineOptions, *, num_nodes: int, ranks_per_node: int) -> Memory:
-    ranks = options.sharding.shard_group(num_nodes, ranks_per_node)
-    world, compute, reduce = ranks.world_size, options.compute_dtype.itemsize, options.reduce_dtype.itemsize
-    trainable = [(bucket, bucket.trainable) for bucket in plan.buckets if bucket.trainable is not None]
-    blocks = [(bucket, flat_param) for bucket, flat_param in trainable if gradients.alternates(options, bucket)]
-    alternating = [bucket for bucket in plan.buckets if weights.alternates(options, bucket)]
-    wires = {
-        flat_param.name: shard_wire_bytes(
-            flat_param, world, weights.gather_codec(options, bucket, world), options.compute_dtype
-        )
-        for bucket in plan.buckets
-        for flat_param in bucket.flat_params
+def engine_memory(plan: BucketPlan, options: EngineOptions, *, num_nodes: int, ranks_per_node: int) -> dict[str, int]:
+    """Bytes by purpose."""
+    shape = options.sharding.shard_group(num_nodes, ranks_per_node)
+    shards = make_shards(plan, options, _META)
+    weight_pools = {place.pool for place in weights.make_buffers(plan, options, shards, _META) if place.pool}
+    places = gradients.make_buffers(plan, options, _META).values()
+    return {
+        "main_shards": sum(shard.main.nbytes for shard in shards.values()),
+        "encoded_shards": sum(shard.encoded.nbytes for shard in shards.values() if shard.encoded is not None),
+        "gradient_shards": sum(place.grad_S.nbytes for place in places if not place.in_place),
+        "weight_buffers": sum(buffer.memory.nbytes for pool in weight_pools for buffer in pool.buffers),
+        "gradient_buffers": sum(
+            buffer.memory.nbytes for pool in {place.pool for place in places} for buffer in pool.buffers
+        ),
+        "node_copy": sum(node_copy_bytes(options, plan, shape.num_nodes).values()),
+        "gather_room": weights.room_bytes(plan, options, shape),
     }
-    return Memory(
-        main_shards=sum(_FLOAT32_BYTES * flat_param.num_elems // world for flat_param in plan.flat_params),
-        wire_shards=sum(
-            wires[flat_param.name]
-            for bucket in plan.buckets
-            for flat_param in bucket.flat_params
-            if not (weights.gather_codec(options, bucket, world).exact and options.compute_dtype == torch.float32)
-        ),
-        gradient_shards=sum(
-            _FLOAT32_BYTES * flat_param.num_elems // world
-            for bucket, flat_param in trainable
-            if not gradients.is_in_buffer(options, bucket, world)
-        ),
-        weight_buffers=options.num_buffers * compute * max(map(weights.weight_elems, alternating), default=0),
-        kept_weights=sum(
-            compute * weights.weight_elems(bucket)
-            for bucket in plan.buckets
-            if bucket not in alternating and not weights.is_in_shard(options, bucket, world)
-        ),
-        gradient_buffers=gradients.NUM_BUFFERS
-        * reduce
-        * max((flat_param.num_elems for _, flat_param in blocks), default=0),
-        kept_gradients=sum(
-            reduce * flat_param.num_elems for bucket, flat_param in trainable if (bucket, flat_param) not in blocks
-        ),
-        secondary=_secondary_bytes(plan, options, ranks, wires),
-        gather_room=weights.room_bytes(plan, options, ranks),
-    )
-
-
-def _secondary_bytes(plan: BucketPlan, options: EngineOptions, ranks: GroupShape, wires: dict[str, int]) -> int:
-    codec = None if options.secondary_codec is None else parse_codec(options.secondary_codec)
-    kept = [flat_param for bucket in kept_buckets(options, plan.blocks) for flat_param in bucket.flat_params]
-    return sum(
-        secondary_bytes(flat_param, *ranks, wires[flat_param.name], codec, options.compute_dtype) for flat_param in kept
-    )
 
 
 class Transfers(NamedTuple):

@@ -15,7 +15,6 @@ The gradient compressor is not included; see ``compression.make.compressor_bytes
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tightwire.comm.codec.codec import parse_codec
 from tightwire.comm.collectives.collectives import reduce_scatter_bytes
 from tightwire.comm.collectives.node_wise import hierarchical_bytes
 from tightwire.comm.collectives.shard_gather import gather_across_bytes, gather_inside_bytes, gather_shards_bytes
@@ -23,7 +22,7 @@ from tightwire.training.config.sharding import GroupShape
 from tightwire.training.engine import gradients, weights
 from tightwire.training.engine.flat_parameters import EMBEDDING, Bucket, BucketPlan, FlatParameter
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.shards import kept_buckets, secondary_bytes, shard_wire_bytes
+from tightwire.training.engine.shards import gather_codec, shard_wire_bytes
 
 
 class Flow(NamedTuple):
@@ -87,33 +86,23 @@ def gathers_per_step(block: int, num_blocks: int, num_buffers: int, first_backwa
 def _gathers(
     plan: BucketPlan, options: EngineOptions, bucket: Bucket, ranks: GroupShape, accumulation: int, first: bool
 ) -> Iterator[Flow]:
-    codec = weights.gather_codec(options, bucket, ranks.world_size)
+    codec = gather_codec(options, bucket, ranks.world_size)
     for flat_param in bucket.flat_params:
-        calls = 1 if flat_param.trainable or first else 0
+        once = 1 if flat_param.trainable or first else 0
+        calls = once
         if weights.alternates(options, bucket) and bucket.block is not None:
             calls = gathers_per_step(
                 bucket.block, len(plan.blocks), options.num_buffers, first_backward_block(plan), accumulation
             )
         wire = shard_wire_bytes(flat_param, ranks.world_size, codec, options.compute_dtype)
-        if ranks.num_nodes == 1 or (options.gather_path == "flat" and bucket not in kept_buckets(options, plan.blocks)):
+        if not weights.in_two_legs(options, bucket, ranks):
             sent, between = gather_shards_bytes(ranks.world_size, wire), (ranks.num_nodes - 1) * ranks.per_node * wire
             yield Flow("gather", "all_gather", flat_param.name, calls, wire, sent, between)
             continue
-        is_kept = bucket in kept_buckets(options, plan.blocks)
-        across = gather_across_bytes(ranks.num_nodes, wire)
-        num_across = calls if not is_kept else int(flat_param.trainable or first)
-        inside = gather_inside_bytes(*ranks, wire)
+        num_across = once if options.secondary and bucket.block is not None else calls
+        across, inside = gather_across_bytes(ranks.num_nodes, wire), gather_inside_bytes(*ranks, wire)
         yield Flow("gather", "gather_across", flat_param.name, num_across, wire, across, across)
-        if is_kept and options.secondary_codec is not None:
-            again = secondary_bytes(
-                flat_param, *ranks, wire, parse_codec(options.secondary_codec), options.compute_dtype
-            )
-            yield Flow("gather", "gather_inside", flat_param.name, num_across, ranks.num_nodes * wire, inside, 0)
-            yield Flow(
-                "gather", "gather_inside", flat_param.name, calls - num_across, again, (ranks.per_node - 1) * again, 0
-            )
-        else:
-            yield Flow("gather", "gather_inside", flat_param.name, calls, ranks.num_nodes * wire, inside, 0)
+        yield Flow("gather", "gather_inside", flat_param.name, calls, ranks.num_nodes * wire, inside, 0)
 
 
 def _reduce(

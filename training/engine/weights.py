@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.buffers import BufferPool
-from tightwire.comm.codec.codec import Codec, parse_codec
-from tightwire.comm.collectives.collectives import NONE
 from tightwire.comm.collectives.shard_gather import gather_over_nodes, gather_shards
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
 from tightwire.comm.lane import Lane
 from tightwire.training.config.sharding import GroupShape
-from tightwire.training.engine.flat_parameters import NORMS, Bucket, BucketPlan, FlatParameter, ParamSpan
+from tightwire.training.engine.flat_parameters import Bucket, BucketPlan, FlatParameter, ParamSpan
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.shards import MainShard, Secondary, kept_buckets, secondary_bytes, shard_wire_bytes
+from tightwire.training.engine.shards import MainShard, NodeCopy, gather_codec, shard_wire_bytes
 from tightwire.training.engine.trace import Trace
 from tightwire.training.ranks.groups import shard_group
 
@@ -41,11 +39,6 @@ class BucketBuffer:
     versions: dict[str, int]  # by flat parameter, the version in the buffer
 
 
-def gather_codec(options: EngineOptions, bucket: Bucket, shard_ranks: int) -> Codec:
-    """The codec of a bucket's gathered weights. Norms and biases, and weights of a single rank, are not quantized."""
-    return NONE if shard_ranks == 1 or bucket.name == NORMS else parse_codec(options.gather_codec)
-
-
 def alternates(options: EngineOptions, bucket: Bucket) -> bool:
     """Whether the bucket shares its weight buffer with others."""
     return bucket.block is not None and not options.sharding.keep_weights
@@ -58,22 +51,53 @@ def is_in_shard(options: EngineOptions, bucket: Bucket, shard_ranks: int) -> boo
 
 def room_bytes(plan: BucketPlan, options: EngineOptions, shape: GroupShape) -> int:
     """Bytes of the lane's receive buffer, for weights that are encoded or gathered across nodes in two legs."""
-    kept = kept_buckets(options, plan.blocks)
-    secondary_codec = None if options.secondary_codec is None else parse_codec(options.secondary_codec)
-    most = 0
+    ranks = shape.world_size
+    return max(
+        (
+            ranks * shard_wire_bytes(flat_param, ranks, codec, options.compute_dtype)
+            for bucket in plan.buckets
+            for codec in [gather_codec(options, bucket, ranks)]
+            if not codec.exact or in_two_legs(options, bucket, shape)
+            for flat_param in bucket.flat_params
+        ),
+        default=0,
+    )
+
+
+def in_two_legs(options: EngineOptions, bucket: Bucket, shape: GroupShape) -> bool:
+    """Whether the bucket is gathered across nodes first and then inside them."""
+    kept = options.secondary and bucket.block is not None
+    return shape.num_nodes > 1 and (options.gather_path == "hierarchical" or kept)
+
+
+def make_buffers(
+    plan: BucketPlan, options: EngineOptions, shards: dict[str, MainShard], device: torch.device
+) -> list[BucketBuffer]:
+    """The weight buffer of each bucket, allocated."""
+    size = options.compute_dtype.itemsize
+    shared = None
+    if any(alternates(options, bucket) for bucket in plan.buckets):
+        room = max(weight_elems(bucket) for bucket in plan.blocks)
+        shared = BufferPool(options.num_buffers, room * size, device)
+    places = []
     for bucket in plan.buckets:
-        codec = gather_codec(options, bucket, shape.world_size)
-        in_two_legs = shape.num_nodes > 1 and (options.gather_path == "hierarchical" or bucket in kept)
-        for flat_param in bucket.flat_params:
-            wire = shard_wire_bytes(flat_param, shape.world_size, codec, options.compute_dtype)
-            if in_two_legs or not codec.exact:
-                most = max(most, shape.world_size * wire)
-            if bucket in kept and secondary_codec is not None:
-                most = max(
-                    most,
-                    shape.per_node * secondary_bytes(flat_param, *shape, wire, secondary_codec, options.compute_dtype),
-                )
-    return most
+        if is_in_shard(options, bucket, plan.shard_ranks):
+            views = {flat_param.name: shards[flat_param.name].main.data for flat_param in bucket.flat_params}
+            places.append(BucketBuffer(None, 0, bucket.name, views, False, {}))
+            continue
+        alternating = alternates(options, bucket)
+        number = (bucket.block or 0) % options.num_buffers if alternating else 0
+        pool = shared if alternating and shared is not None else BufferPool(1, weight_elems(bucket) * size, device)
+        name = f"weights {number if alternating else bucket.name}"
+        numbers = pool.buffers[number].memory.view(options.compute_dtype)[: weight_elems(bucket)]
+        sizes = [flat_param.num_elems for flat_param in bucket.flat_params]
+        views = {fp.name: view for fp, view in zip(bucket.flat_params, numbers.split(sizes), strict=True)}
+        places.append(BucketBuffer(pool, number, name, views, alternating, {}))
+    return places
+
+
+def weight_elems(bucket: Bucket) -> int:
+    return sum(flat_param.num_elems for flat_param in bucket.flat_params)
 
 
 class Weights:
@@ -92,10 +116,11 @@ class Weights:
         self._lane_group = lane_group
         self._group = shard_group(lane_group, options.sharding)
         self._patience_s = PATIENCE * lane_group.timeout_s
-        self._secondary = Secondary(options, shards, kept_buckets(options, plan.blocks), lane_group)
-        self._bucket_buffers = self._make_bucket_buffers(lane_group.device)
         num_nodes = 1 if self._group.nodes is None else self._group.nodes.across.world_size
         shape = GroupShape(num_nodes, self._group.world_size // num_nodes)
+        self._node_copy = NodeCopy(options, plan, num_nodes, lane_group)
+        self._bucket_buffers = make_buffers(plan, options, shards, lane_group.device)
+        self._pools = list({id(place.pool): place.pool for place in self._bucket_buffers if place.pool}.values())
         self._room = torch.empty(room_bytes(plan, options, shape), dtype=torch.uint8, device=lane_group.device)
         self._held: set[int] = set()  # buckets requested and not released
         self._lane = Lane("gather", lane_group.device, self._close_pools)
@@ -173,53 +198,18 @@ class Weights:
                     self._gather(shard, place.views[flat_param.name])
                     place.versions[flat_param.name] = shard.version
         place.pool.filled(bucket.number)
-        for pool in self._pools():
+        for pool in self._pools:
             pool.moved()  # extends the deadline of waits for later buckets
 
     def _gather(self, shard: MainShard, out_N: Tensor) -> None:
         group = self._group
-        if self._secondary.keeps(shard.flat_param):
-            self._secondary.gather(shard, out_N, self._room)
+        if self._node_copy.keeps(shard.flat_param):
+            self._node_copy.gather(shard, out_N, self._room)
         elif group.nodes is not None and self._options.gather_path == "hierarchical":
             gather_over_nodes(group, shard.wire(), shard.codec, out_N, self._room)
         else:
             run_leg(self._lane_group, group, gather_shards, group, shard.wire(), shard.codec, out_N, self._room)
 
-    def _make_bucket_buffers(self, device: torch.device) -> list[BucketBuffer]:
-        options, size = self._options, self._options.compute_dtype.itemsize
-        room = max((weight_elems(bucket) for bucket in self._plan.blocks), default=0)
-        shared = None
-        if any(alternates(options, bucket) for bucket in self._plan.buckets):
-            shared = BufferPool(options.num_buffers, room * size, device)
-        places = []
-        for bucket in self._plan.buckets:
-            if is_in_shard(options, bucket, self._plan.shard_ranks):
-                views = {flat_param.name: self._shards[flat_param.name].main.data for flat_param in bucket.flat_params}
-                places.append(BucketBuffer(None, 0, bucket.name, views, False, {}))
-                continue
-            alternating = alternates(options, bucket)
-            number = (bucket.block or 0) % options.num_buffers if alternating else 0
-            pool = shared if alternating and shared is not None else BufferPool(1, weight_elems(bucket) * size, device)
-            name = f"weights {number if alternating else bucket.name}"
-            views = _make_views(bucket, pool.buffers[number].memory.view(options.compute_dtype))
-            places.append(BucketBuffer(pool, number, name, views, alternating, {}))
-        return places
-
-    def _pools(self) -> list[BufferPool]:
-        return list({id(place.pool): place.pool for place in self._bucket_buffers if place.pool is not None}.values())
-
     def _close_pools(self, reason: BaseException) -> None:
-        for pool in self._pools():
+        for pool in self._pools:
             pool.close(reason)
-
-
-def weight_elems(bucket: Bucket) -> int:
-    return sum(flat_param.num_elems for flat_param in bucket.flat_params)
-
-
-def _make_views(bucket: Bucket, buffer: Tensor) -> dict[str, Tensor]:
-    views, start = {}, 0
-    for flat_param in bucket.flat_params:
-        views[flat_param.name] = buffer[start : start + flat_param.num_elems]
-        start += flat_param.num_elems
-    return views

@@ -109,7 +109,7 @@ def rank_memory(
     transfers = transfer_bytes(plan, options, **nodes)
     return RankMemory(
         stays={
-            **engine_memory(plan, options, **nodes)._asdict(),
+            **engine_memory(plan, options, **nodes),
             "between": sum(kept_bytes(slot, cut_shard(flat_param, 0, plan.shard_ranks)) for flat_param in trainable)
             if has_replicas
             else 0,

@@ -144,14 +144,10 @@ class RunLog:
             self._writer.close()
 
 
-def check_packages(config: LogConfig) -> None:
-    """Raises ValueError: an enabled option needs a package that is not installed."""
-    for option, package in (("tensorboard", "tensorboard"), ("plot", "matplotlib")):
-        if getattr(config, option) and importlib.util.find_spec(package) is None:
-            raise ValueError(
-                f"log.{option} needs the package {package}, which is not installed: pip install 'tightwire[train]', or set "
-                f"log.{option}=false"
-            )
+def missing_packages(config: LogConfig) -> dict[str, str]:
+    """The outputs that are on but need a package that is not installed: what is not written, by the package's name."""
+    needed = (("tensorboard", "TensorBoard files", config.tensorboard), ("matplotlib", "the loss plot", config.plot))
+    return {name: what for name, what, wanted in needed if wanted and importlib.util.find_spec(name) is None}
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -1,52 +1,25 @@
-"""Prints a run's progress: plain lines, plus a progress bar on a terminal."""
+"""Prints a run's progress on stderr: lines, and on a terminal a progress bar below them."""
 
 import sys
 from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tightwire.comm.sizes import format_bytes
 from tightwire.training.log.run_log import EvaluationRecord, StepRecord
 
 
 class Terminal:
-    """Plain lines without a progress bar."""
+    """The lines and the bar of a run of ``steps`` steps. Ranks other than 0 print nothing."""
 
-    def __init__(self, steps: int, every: int, stream: TextIO) -> None:
-        self._steps, self._every, self._stream = steps, every, stream
-
-    def say(self, text: str) -> None:
-        self._stream.write(f"{text}\n")
-        self._stream.flush()
-
-    def step(self, record: StepRecord) -> None:
-        if record.step % self._every == 0 or record.step in (1, self._steps):
-            self.say(f"step {record.step:>{len(str(self._steps))}}/{self._steps}  {describe(record)}")
-
-    def evaluation(self, record: EvaluationRecord) -> None:
-        self.say(f"held-out loss {record.held_out_loss:.4f} after step {record.step} ({record.tokens} tokens)")
-        for prompt, text in record.samples:
-            self.say(f"    {prompt!r} -> {text!r}")
-
-    def close(self) -> None:
-        """Remove the progress bar, if there is one. ``say`` still works."""
-
-
-class LiveTerminal(Terminal):
-    """The same lines above a progress bar with the remaining time."""
-
-    def __init__(self, steps: int, every: int, stream: TextIO, done: int) -> None:
-        # rich takes 0.1 s to import.
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        super().__init__(steps, every, stream)
-        self._console = Console(file=stream)
-        columns = (
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-        )
-        self._bars = Progress(*columns, console=self._console, transient=True)
+    def __init__(self, steps: int, every: int, *, rank: int = 0, done: int = 0, stream: TextIO | None = None) -> None:
+        """``every``: steps between two lines. ``done``: steps so far."""
+        self._steps, self._every = steps, every
+        self._console = Console(file=stream or sys.stderr, quiet=rank > 0)
+        columns = BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+        has_bar = self._console.is_terminal and rank == 0
+        self._bars = Progress(*columns, console=self._console, transient=True, disable=not has_bar)
         self._task = self._bars.add_task("", total=steps, completed=done)
         self._bars.start()
 
@@ -56,25 +29,17 @@ class LiveTerminal(Terminal):
     def step(self, record: StepRecord) -> None:
         short = f"loss {record.loss:.3f}  {_count(record.tokens_per_s)} tok/s"
         self._bars.update(self._task, completed=record.step, description=short)
-        super().step(record)
+        if record.step % self._every == 0 or record.step in (1, self._steps):
+            self.say(f"step {record.step:>{len(str(self._steps))}}/{self._steps}  {describe(record)}")
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self.say(f"held-out loss {record.held_out_loss:.4f} after step {record.step} ({record.tokens} tokens)")
+        for prompt, text in record.samples:
+            self.say(f"    {prompt!r} -> {text!r}")
 
     def close(self) -> None:
+        """Remove the progress bar. ``say`` still works."""
         self._bars.stop()
-
-
-class Silent(Terminal):
-    """Prints nothing."""
-
-    def say(self, text: str) -> None:
-        pass
-
-
-def make_terminal(steps: int, every: int, *, rank: int, done: int) -> Terminal:
-    """A progress bar if stderr is a terminal, else lines; nothing on other ranks than 0. ``done``: steps so far."""
-    stream = sys.stderr
-    if rank:
-        return Silent(steps, every, stream)
-    return LiveTerminal(steps, every, stream, done) if stream.isatty() else Terminal(steps, every, stream)
 
 
 def describe(record: StepRecord) -> str:

@@ -1,4 +1,4 @@
-"""Finds the other ranks of a launched process through torchrun's environment variables and store."""
+"""Opens the store through which the ranks that torchrun launched connect."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -6,21 +6,6 @@ from datetime import timedelta
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.group.topology import Topology
-
-
-def find_topology(environment: Mapping[str, str], nodes: int | None) -> Topology:
-    """This process's rank and node. ``nodes`` overrides the launcher's number of nodes, to try several on one machine.
-
-    Raises:
-        ValueError: the launcher's variables are invalid, or the ranks do not divide equally over ``nodes``.
-    """
-    from_launcher = Topology.from_environment(environment)
-    if nodes is None:
-        return from_launcher
-    try:
-        return Topology(from_launcher.rank, from_launcher.world_size, from_launcher.local_rank, nodes)
-    except ValueError as error:
-        raise ValueError(f"parallel.nodes={nodes}: {error}") from None
 
 
 def open_store(environment: Mapping[str, str], topology: Topology, *, timeout_s: float) -> Store:

@@ -16,8 +16,7 @@ from tightwire.training.checkpoint.folders import checkpoints_in, remove_partial
 from tightwire.training.checkpoint.state import RunState
 from tightwire.training.config.read import to_values
 from tightwire.training.config.tree import TrainConfig
-from tightwire.training.data.documents import describe_files
-from tightwire.training.data.run_data import RunData
+from tightwire.training.data.documents import RunData, describe_files
 from tightwire.training.ranks.control import Control
 from tightwire.training.start.export import check_out
 
@@ -85,7 +84,7 @@ def make_run_folder(config: TrainConfig, control: Control) -> Path:
     Raises:
         ValueError: the folder cannot be written, the ranks do not share it, or the export folder is unusable.
     """
-    run = Path(config.run).expanduser()
+    run = config.run_folder
     with control.failing_together(ValueError):
         if control.rank == 0:
             try:

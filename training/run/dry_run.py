@@ -16,24 +16,24 @@ from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.link import Link, parse_link
 from tightwire.comm.sizes import format_bytes
 from tightwire.training.config.tree import TrainConfig
-from tightwire.training.data.documents import DataError
-from tightwire.training.data.run_data import RunData
+from tightwire.training.data.documents import DataError, RunData
 from tightwire.training.engine.flat_parameters import BucketPlan
+from tightwire.training.engine.options import engine_options
 from tightwire.training.engine.traffic import Flow
 from tightwire.training.estimate.arithmetic import peak_flops
 from tightwire.training.estimate.memory import checkpoint_bytes
 from tightwire.training.estimate.step import StepModel, model_step
 from tightwire.training.estimate.step_time import Computing, Rates, predict_step
-from tightwire.training.ranks.launched import find_topology
-from tightwire.training.run.setup import check_ranks, check_sequences, engine_options, find_device
+from tightwire.training.run.early_checks import find_topology
+from tightwire.training.run.setup import check_sequences, find_device
 from tightwire.training.start.model import config_of
 
 
 def dry_run(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> str:
     """The report as text. Raises ValueError: a run with this configuration would fail its checks."""
     topology = _topology(config, environment)
+    config.check_ranks(topology)
     options = engine_options(config)
-    check_ranks(config, options, topology)
     llama = config_of(config.model)
     check_sequences(config, llama)
     links = {key: _link(key, text) for key in ("inside", "between") if (text := getattr(config.dry_run, key))}

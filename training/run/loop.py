@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from tightwire.training.checkpoint.files import CheckpointError
-from tightwire.training.checkpoint.folders import newest_before, step_of
+from tightwire.training.checkpoint.folders import CheckpointError, newest_before, step_of
 from tightwire.training.checkpoint.state import RunState, find_not_finite, snapshot
 from tightwire.training.checkpoint.writer import Checkpointer
 from tightwire.training.config.tree import TrainConfig
@@ -206,7 +205,7 @@ class Loop:
     def _advice(self) -> str:
         """How to continue. A checkpoint counts as good only if it is older than the failed step."""
         newest = self.last_checkpoint
-        good = newest_before(Path(self.config.run).expanduser(), self.step)
+        good = newest_before(self.config.run_folder, self.step)
         if newest is None:
             where = "there is no checkpoint yet"
         elif step_of(newest) < self.step:

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Event
 from types import FrameType
@@ -11,28 +11,19 @@ from typing import Self
 import torch
 
 from tightwire.comm.errors import CommError
-from tightwire.training.checkpoint.files import CheckpointError
-from tightwire.training.checkpoint.folders import check_files
-from tightwire.training.checkpoint.resume import (
-    OtherRunError,
-    check_checkpoint,
-    describe_checkpoint,
-    find_checkpoint,
-    identity_of,
-    restore,
-)
+from tightwire.training.checkpoint.folders import CheckpointError, OtherRunError, check_files, find_checkpoint
+from tightwire.training.checkpoint.resume import check_checkpoint, describe_checkpoint, identity_of, restore
 from tightwire.training.checkpoint.writer import Checkpointer
 from tightwire.training.config.tree import TrainConfig
-from tightwire.training.data.documents import describe_files
+from tightwire.training.data.documents import RunData, describe_files
 from tightwire.training.data.read_ahead import ReadAhead
-from tightwire.training.data.run_data import RunData
-from tightwire.training.data.sequences import Batch
-from tightwire.training.engine.options import EngineOptions
+from tightwire.training.data.sequences import held_out_sequences, rank_batches
+from tightwire.training.engine.options import EngineOptions, engine_options
 from tightwire.training.estimate.arithmetic import flops_per_token, peak_flops
 from tightwire.training.estimate.memory import checkpoint_bytes
-from tightwire.training.log.run_log import EvaluationRecord, RunLog, check_packages
-from tightwire.training.log.terminal import Terminal, make_terminal
-from tightwire.training.ranks.launched import find_topology, open_store
+from tightwire.training.log.run_log import EvaluationRecord, RunLog
+from tightwire.training.log.terminal import Terminal
+from tightwire.training.ranks.launched import open_store
 from tightwire.training.run.checks import (
     check_disk_space,
     check_replicas,
@@ -40,9 +31,10 @@ from tightwire.training.run.checks import (
     find_export_folder,
     make_run_folder,
 )
+from tightwire.training.run.early_checks import check_early, find_topology
 from tightwire.training.run.evaluate import Evaluator, write_samples
 from tightwire.training.run.loop import BrokenDataError, DivergedError, Loop
-from tightwire.training.run.setup import Ranks, check_ranks, connect_ranks, engine_options, find_device, make_trained
+from tightwire.training.run.setup import Ranks, connect_ranks, find_device, make_trained
 from tightwire.training.start.export import export_folder
 from tightwire.training.start.model import StartingModel, open_starting_model
 
@@ -69,13 +61,8 @@ class StopSignals:
         signal.signal(number, signal.SIG_DFL)
 
 
-FAILURES = (
-    CheckpointError,
-    BrokenDataError,
-    DivergedError,
-    CommError,
-    OSError,
-)  # errors after a run has started
+# Errors after a run has started.
+FAILURES = (CheckpointError, BrokenDataError, DivergedError, CommError, OSError)
 _READ_AHEAD = 4  # micro-batches, or those of a step if it has more
 _TOKENIZER = "tokenizer"
 
@@ -88,10 +75,7 @@ def run_training(config: TrainConfig, environment: Mapping[str, str] = os.enviro
         CheckpointError, BrokenDataError, DivergedError, CommError, OSError: the run cannot go on.
     """
     topology = find_topology(environment, config.parallel.nodes)
-    options = engine_options(config)
-    check_ranks(config, options, topology)
-    check_packages(config.log)
-    data = RunData.find(config)
+    data, options = check_early(config, topology), engine_options(config)
     device = find_device(config.device, topology)
     store = open_store(environment, topology, timeout_s=config.parallel.timeout_s)
     with connect_ranks(config.parallel, topology, store, device) as ranks, StopSignals() as signals:
@@ -136,10 +120,19 @@ class Run:
         """Train from the newest checkpoint or from the start. ``stop_signal``: the signal that this rank received, or 0."""
         config, control = self._config, self._control
         checkpoint, step, position = self._load()
-        terminal = make_terminal(config.schedule.steps, config.log.every, rank=control.rank, done=step)
+        terminal = Terminal(config.schedule.steps, config.log.every, rank=control.rank, done=step)
         log = None
         closed, ahead = Event(), max(_READ_AHEAD, config.batch.accumulation(control.world_size))
-        batches = ReadAhead(self._batches(position, closed), ahead, closed)
+        sequences = rank_batches(
+            self._data,
+            self._start.tokenizer,
+            self._start.end_token_id,
+            rank=control.rank,
+            world_size=control.world_size,
+            position=position,
+            closed=closed,
+        )
+        batches = ReadAhead(sequences, ahead, closed)
         try:
             with control.failing_together(ValueError):
                 if control.rank == 0:
@@ -205,17 +198,6 @@ class Run:
         check_replicas(trained.state, trained.engine.shard_rank, control)
         return checkpoint, step, position
 
-    def _batches(self, position: int, closed: Event) -> Iterator[Batch]:
-        start, control = self._start, self._control
-        return self._data.batches(
-            start.tokenizer,
-            start.end_token_id,
-            rank=control.rank,
-            world_size=control.world_size,
-            position=position,
-            closed=closed,
-        )
-
     def _evaluation(self) -> Callable[[int], EvaluationRecord]:
         """The function that evaluates the current weights."""
         config, start, trained = self._config, self._start, self._trained
@@ -223,7 +205,7 @@ class Run:
             trained.model,
             trained.engine,
             self._control,
-            self._data.held_out_sequences(start.tokenizer, start.end_token_id),
+            held_out_sequences(self._data, start.tokenizer, start.end_token_id),
             micro_sequences=config.batch.micro_sequences,
             device=trained.device,
         )
@@ -253,7 +235,7 @@ class Run:
         ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
         start = "random weights" if config.model.shape is not None else self._start.name
         begins = f"resuming from {checkpoint}" if checkpoint else f"training from {start}"
-        return f"{begins} to step {config.schedule.steps}: {ranks}, sharding {config.parallel.sharding}, run folder {self._folder}"
+        return f"{begins}: {config.schedule.steps} steps on {ranks}, sharding {config.parallel.sharding}, in the folder {self._folder}"
 
     def _export(self, terminal: Terminal) -> None:
         config = self._config

@@ -12,9 +12,8 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.training.checkpoint.files import flat_shards
 from tightwire.training.checkpoint.state import Replica, RunState
 from tightwire.training.compression.dense import Replicas
-from tightwire.training.compression.make import check_options, make_compressor
+from tightwire.training.compression.make import make_compressor
 from tightwire.training.config.compression import DenseOptions
-from tightwire.training.config.sharding import parse_sharding
 from tightwire.training.config.tree import ParallelConfig, TrainConfig
 from tightwire.training.engine.compressor import GradientCompressor
 from tightwire.training.engine.engine import Engine
@@ -25,8 +24,6 @@ from tightwire.training.ranks.control import Control
 from tightwire.training.ranks.groups import TrainGroups, open_train_groups, replica_group, shard_group
 from tightwire.training.start.loss import next_token_loss
 from tightwire.training.start.model import StartingModel, build_model
-
-_OWN_OPTIONS = ("sharding", "compute_dtype", "reduce_dtype")  # these need a conversion from the configuration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,44 +49,6 @@ class Trained:
     engine: Engine
     state: RunState
     device: torch.device
-
-
-def engine_options(config: TrainConfig) -> EngineOptions:
-    """Raises ValueError: the options contradict each other; the message uses the configuration's names."""
-    parallel = config.parallel
-    names = [name for name in EngineOptions.__dataclass_fields__ if name not in _OWN_OPTIONS]
-    try:
-        return EngineOptions(
-            sharding=parse_sharding(parallel.sharding),
-            compute_dtype=getattr(torch, config.model.compute_dtype),
-            reduce_dtype=getattr(torch, parallel.reduce_dtype),
-            **{name: getattr(parallel, name) for name in names},
-        )
-    except ValueError as error:
-        raise ValueError(f"parallel: {error}") from None
-
-
-def check_ranks(config: TrainConfig, options: EngineOptions, topology: Topology) -> None:
-    """Raises ValueError: the configuration does not fit these ranks."""
-    config.batch.accumulation(topology.world_size)
-    try:
-        check_options(config.parallel.between)
-    except ValueError as error:
-        raise ValueError(f"parallel.between: {error}") from None
-    try:
-        options.check_ranks(topology.num_nodes)
-    except ValueError as error:
-        raise ValueError(f"parallel: {error}") from None
-    if options.sharding.name == "hybrid" and topology.num_nodes == 1 and topology.world_size > 1:
-        raise ValueError(
-            "parallel.sharding=hybrid needs several nodes, and there is one; use zero3, or set parallel.nodes"
-        )
-    alone = options.sharding.shard_over == "world" or topology.world_size == 1
-    if alone and config.parallel.between.kind != "dense":
-        raise ValueError(
-            f"parallel.between.kind={config.parallel.between.kind} needs replicas, and parallel.sharding="
-            f"{options.sharding.name} on {topology.world_size} ranks has none; use hybrid or none, on several ranks"
-        )
 
 
 def check_sequences(config: TrainConfig, llama: LlamaConfig) -> None:

@@ -12,12 +12,13 @@ from tightwire.comm.group.group import in_process_groups
 from tightwire.comm.group.topology import Topology
 from tightwire.training.config.read import read_config
 from tightwire.training.config.tree import TrainConfig
-from tightwire.training.data.run_data import RunData
+from tightwire.training.data.documents import RunData
+from tightwire.training.engine.options import engine_options
 from tightwire.training.log.run_log import LOG, read_log
 from tightwire.training.ranks.control import Control
 from tightwire.training.ranks.groups import in_process_train_groups
 from tightwire.training.run.run import Run
-from tightwire.training.run.setup import Ranks, check_ranks, engine_options
+from tightwire.training.run.setup import Ranks
 
 _YAML = """
 run: {run}
@@ -60,7 +61,7 @@ def train(
     """Run it; what each rank's ended with. The first rank's error is raised. ``others``: ranks that are told otherwise."""
     torch.set_num_threads(1)
     options, from_launcher = engine_options(config), dict.fromkeys(range(world_size), config) | dict(others or {})
-    check_ranks(config, options, Topology(0, world_size, num_nodes=num_nodes))
+    config.check_ranks(Topology(0, world_size, num_nodes=num_nodes))
     groups = in_process_train_groups(world_size, num_nodes)
     controls = [Control(group) for group in in_process_groups(world_size)]
 

@@ -10,8 +10,9 @@ import torch
 
 from tightwire.comm.group.group import in_process_groups
 from tightwire.training.checkpoint import writer as module
-from tightwire.training.checkpoint.files import CheckpointError, Chunk
+from tightwire.training.checkpoint.files import Chunk
 from tightwire.training.checkpoint.folders import (
+    CheckpointError,
     check_files,
     checkpoints_in,
     folder_of,

@@ -7,7 +7,6 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tightwire.training.checkpoint.files import (
-    CheckpointError,
     Chunk,
     finish,
     keys_in,
@@ -15,6 +14,7 @@ from tightwire.training.checkpoint.files import (
     read_chunks,
     write_chunks,
 )
+from tightwire.training.checkpoint.folders import CheckpointError
 
 _TOTALS = {"parameters/a": 100, "parameters/b": 7}
 

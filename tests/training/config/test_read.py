@@ -88,11 +88,11 @@ def test_invalid_values_are_refused(tmp_path: Path, override: str, words: str) -
 def test_files_that_are_not_configurations_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("run: a\nmodel:\n  start: x\n  start: y\n")
-    assert "model.start appears twice" in _refused(path)
+    assert "start appears twice" in _refused(path)
     path.write_text("run: a\nmodel: &a {shape: *a}\n")
-    assert "an alias refers to a node that contains it" in _refused(path)
+    assert "unconstructable recursive node" in _refused(path)
     path.write_text("run: a\noptimizer: {options: {betas: &a [*a]}}\n")
-    assert "an alias refers to a node that contains it" in _refused(path)
+    assert "unconstructable recursive node" in _refused(path)
     path.write_text("- a list")
     assert "must contain `key: value` lines" in _refused(path)
     assert "no such file" in _refused(tmp_path / "none.yaml")

@@ -55,6 +55,10 @@ def test_a_pattern_without_a_file_is_refused(tmp_path: Path) -> None:
         find_files([f"{tmp_path}/*.txt"])
 
 
+def test_the_prose_that_comes_with_the_package_has_a_name() -> None:
+    assert [path.stem for path in find_files(["english-prose"])] == ["emma", "jargon", "opticks", "tom_sawyer"]
+
+
 def test_a_fingerprint_changes_with_the_files(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("x")

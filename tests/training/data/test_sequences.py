@@ -50,13 +50,6 @@ def test_a_stream_resumes_after_a_sequence() -> None:
     ]
 
 
-def test_invalid_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="sequence_tokens"):
-        _pack(["x"], sequence_tokens=0)
-    with pytest.raises(ValueError, match="rank must be 0 to 1"):
-        _pack(["x"], sequence_tokens=2, rank=2, world_size=2)
-
-
 _TEXTS = ["some text", "more of it", "and the rest of all the text", "b"]
 
 

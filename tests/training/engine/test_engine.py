@@ -8,7 +8,7 @@ import pytest
 from helpers.model.small_llama import small_llama
 from helpers.training.training_ranks import Run, assert_same, batches_of, reference, run_training
 
-from tightwire.training.config.sharding import SHARDINGS, parse_sharding
+from tightwire.training.config.sharding import SHARDINGS
 from tightwire.training.engine.options import EngineOptions
 
 ZERO3 = EngineOptions()
@@ -17,7 +17,7 @@ FROZEN = ("model.embed_tokens", "model.layers.0", "model.layers.2.mlp", "model.l
 
 @cache
 def twenty_steps(world_size: int, num_nodes: int, sharding: str) -> list[Run]:
-    options = replace(ZERO3, sharding=parse_sharding(sharding))
+    options = replace(ZERO3, sharding=SHARDINGS[sharding])
     return reference(small_llama(), options, batches_of(world_size, 20, 1), num_nodes)
 
 
@@ -28,7 +28,7 @@ def test_twenty_steps_equal_those_of_one_model(name: str, world_size: int) -> No
 
     got = run_training(
         small_llama(),
-        replace(ZERO3, sharding=parse_sharding(name)),
+        replace(ZERO3, sharding=SHARDINGS[name]),
         batches_of(world_size, num_steps=20, accumulation=1),
         num_nodes,
     )
@@ -66,7 +66,7 @@ WITH_WHOLE_WEIGHTS = ("accumulation", "tied", "frozen-checkpointed")
 )
 def test_other_options_equal_one_model(case: str, sharding: str) -> None:
     of_model, of_engine = CASES[case]
-    options = replace(ZERO3, sharding=parse_sharding(sharding), **of_engine)
+    options = replace(ZERO3, sharding=SHARDINGS[sharding], **of_engine)
     model, batches = small_llama(**of_model), batches_of(2, num_steps=2, accumulation=3)
 
     got = run_training(model, options, batches, num_nodes=2 if sharding == "hybrid" else 1)

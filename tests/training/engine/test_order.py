@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from tightwire.comm.buffers import BufferConflictError, BufferPool, PoolBuffer
 from tightwire.comm.lane import Lane
-from tightwire.training.config.sharding import parse_sharding
+from tightwire.training.config.sharding import SHARDINGS
 from tightwire.training.engine import gradients, shards, weights
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.trace import Event, Trace
@@ -85,8 +85,8 @@ def slow_llama(delay: Delay) -> nn.Module:
 
 DELAYED: dict[str, tuple[EngineOptions, int, int]] = {  # options, ranks, nodes
     "zero3": (EngineOptions(), 2, 1),
-    "hybrid-three-buffers": (EngineOptions(sharding=parse_sharding("hybrid"), num_buffers=3), 2, 2),
-    "zero2": (EngineOptions(sharding=parse_sharding("zero2")), 2, 1),
+    "hybrid-three-buffers": (EngineOptions(sharding=SHARDINGS["hybrid"], num_buffers=3), 2, 2),
+    "zero2": (EngineOptions(sharding=SHARDINGS["zero2"]), 2, 1),
     "copies-of-nodes": (EngineOptions(secondary=True), 4, 2),
 }
 

@@ -29,7 +29,7 @@ ZERO3 = EngineOptions()
 BY_NODE = replace(ZERO3, reduce_path="hierarchical")
 
 
-@pytest.mark.parametrize("asked", [{}, {"secondary_blocks": 2}, {"gather_path": "flat"}, {"prefetch": "implicit"}])
+@pytest.mark.parametrize("asked", [{}, {"gather_path": "flat"}, {"prefetch": "implicit"}])
 def test_node_copies_change_no_bit(asked: dict[str, Any]) -> None:
     """A copy kept over an optimizer step would (DeepSpeed #4851)."""
     model, batches = small_llama(frozen=("model.layers.1",)), batches_of(4, num_steps=3, accumulation=2)

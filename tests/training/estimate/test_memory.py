@@ -15,10 +15,11 @@ from helpers.training.training_runs import make_config
 from tightwire.comm.group.topology import Topology
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.engine.flat_parameters import plan_buckets
+from tightwire.training.engine.options import engine_options
 from tightwire.training.estimate.activations import LiveBytes
 from tightwire.training.estimate.memory import RankMemory, rank_memory
 from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
-from tightwire.training.run.setup import engine_options, make_trained
+from tightwire.training.run.setup import make_trained
 from tightwire.training.start.model import build_model, config_of, open_starting_model
 
 _SIZES = (

@@ -8,8 +8,8 @@ import pytest
 
 from tightwire.training.config.tree import LogConfig
 from tightwire.training.log import run_log
-from tightwire.training.log.run_log import LOG, EvaluationRecord, RunLog, StepRecord, check_packages, read_log
-from tightwire.training.log.terminal import LiveTerminal, Silent, Terminal, describe
+from tightwire.training.log.run_log import LOG, EvaluationRecord, RunLog, StepRecord, missing_packages, read_log
+from tightwire.training.log.terminal import Terminal, describe
 
 
 def _step(step: int, mfu: float | None = 0.25) -> StepRecord:
@@ -95,9 +95,9 @@ def test_the_loss_is_plotted(tmp_path: Path) -> None:
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_log.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"log.plot needs the package matplotlib.*'tightwire\[train\]'"):
-        check_packages(LogConfig(tensorboard=False))
-    check_packages(LogConfig(tensorboard=False, plot=False))
+    assert list(missing_packages(LogConfig())) == ["tensorboard", "matplotlib"]
+    assert missing_packages(LogConfig(tensorboard=False)) == {"matplotlib": "the loss plot"}
+    assert not missing_packages(LogConfig(tensorboard=False, plot=False))
 
 
 def test_a_terminal_line_shows_all_values() -> None:
@@ -109,7 +109,7 @@ def test_a_terminal_line_shows_all_values() -> None:
 
 def test_lines_are_printed_at_the_configured_interval() -> None:
     stream = io.StringIO()
-    terminal = Terminal(30, 10, stream)
+    terminal = Terminal(30, 10, stream=stream)
     for step in range(1, 31):
         terminal.step(_step(step))
     terminal.evaluation(_EVALUATION)
@@ -118,9 +118,10 @@ def test_lines_are_printed_at_the_configured_interval() -> None:
     assert lines[4:] == ["held-out loss 3.5000 after step 2 (64 tokens)", "    'The' -> ' end'"]
 
 
-def test_a_terminal_prints_the_same_lines_above_its_bar() -> None:
+def test_a_terminal_prints_the_same_lines_above_its_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
-    terminal = LiveTerminal(2, 1, stream, done=0)
+    monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    terminal = Terminal(2, 1, stream=stream)
     terminal.step(_step(1))
     terminal.close()
     assert f"step 1/2  {describe(_step(1))}" in stream.getvalue()
@@ -128,7 +129,7 @@ def test_a_terminal_prints_the_same_lines_above_its_bar() -> None:
 
 def test_other_ranks_print_nothing() -> None:
     stream = io.StringIO()
-    Silent(1, 1, stream).step(_step(1))
+    Terminal(1, 1, rank=1, stream=stream).step(_step(1))
     assert stream.getvalue() == ""
 
 

@@ -7,9 +7,9 @@ from helpers.training.training_runs import make_config
 
 from tightwire.comm.group.topology import Topology
 from tightwire.training.config.read import read_config
+from tightwire.training.engine.options import engine_options
 from tightwire.training.estimate.step import model_step
 from tightwire.training.run.dry_run import dry_run
-from tightwire.training.run.setup import engine_options
 from tightwire.training.start.model import config_of
 
 
@@ -71,7 +71,9 @@ def test_a_dry_run_counts_what_clipping_sends_inside_nodes(tmp_path: Path) -> No
 
 
 def test_a_dry_run_works_without_the_data() -> None:
-    config = read_config(Path("multi-node"), ["dry_run.ranks=16", "parallel.nodes=2", "log.peak_tflops=400"])
+    config = read_config(
+        "multi-node", ["data.files=[none]", "dry_run.ranks=16", "parallel.nodes=2", "log.peak_tflops=400"]
+    )
     report = dry_run(config, {})
 
     assert "data              NOT FOUND" in report

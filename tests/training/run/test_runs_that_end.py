@@ -9,9 +9,7 @@ import pytest
 import torch
 from helpers.training.training_runs import log_lines, losses, make_config, train
 
-from tightwire.training.checkpoint.files import CheckpointError
-from tightwire.training.checkpoint.folders import checkpoints_in
-from tightwire.training.checkpoint.resume import OtherRunError
+from tightwire.training.checkpoint.folders import CheckpointError, OtherRunError, checkpoints_in
 from tightwire.training.data.documents import DataError
 from tightwire.training.engine.engine import Engine
 from tightwire.training.run.loop import BrokenDataError, DivergedError

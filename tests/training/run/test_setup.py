@@ -9,8 +9,10 @@ from helpers.training.training_runs import make_config
 
 from tightwire.comm.group.topology import Topology
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.training.ranks.launched import find_topology, open_store
-from tightwire.training.run.setup import check_ranks, engine_options, find_device
+from tightwire.training.engine.options import engine_options
+from tightwire.training.ranks.launched import open_store
+from tightwire.training.run.early_checks import find_topology
+from tightwire.training.run.setup import find_device
 from tightwire.training.start.model import build_model, config_of
 
 
@@ -22,7 +24,12 @@ from tightwire.training.start.model import build_model, config_of
         (["parallel.sharding=zero3", "parallel.between.kind=top-k"], 2, 1, "kind=top-k needs replicas"),
         (["parallel.between={kind: quantized, reduce_codec: int99}"], 2, 1, "parallel.between: unknown codec 'int99'"),
         (["parallel.between.kind=top-k"], 1, 1, "kind=top-k needs replicas"),
-        (["parallel.sharding=zero3", "parallel.secondary=true"], 2, 1, "parallel: .*needs at least two nodes"),
+        (
+            ["parallel.sharding=zero3", "parallel.secondary=true"],
+            2,
+            1,
+            "parallel.secondary, .*needs at least two nodes",
+        ),
     ],
 )
 def test_configurations_that_do_not_fit_the_ranks_are_refused(
@@ -30,13 +37,14 @@ def test_configurations_that_do_not_fit_the_ranks_are_refused(
 ) -> None:
     config = make_config(tmp_path, *overrides)
     with pytest.raises(ValueError, match=words):
-        check_ranks(config, engine_options(config), Topology(0, ranks, num_nodes=nodes))
+        engine_options(config)
+        config.check_ranks(Topology(0, ranks, num_nodes=nodes))
 
 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("parallel.gather_codec=int9", "parallel: .*int9"),
+        ("parallel={sharding: zero3, gather_codec: int9}", "parallel: .*int9"),
         ("parallel.secondary=true", "parallel: .*needs sharding zero3"),
         ("parallel.reduce_across_codec=int4", "parallel: .*needs reduce_path hierarchical"),
     ],

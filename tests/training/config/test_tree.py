@@ -1,0 +1,33 @@
+"""Contradicting options of the sections and options that do not fit the ranks are refused, without torch."""
+
+from typing import Any
+
+import pytest
+
+from tightwire.comm.group.topology import Topology
+from tightwire.training.config.tree import ParallelConfig
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"sharding": "zero4"}, "Input should be 'none', 'zero1'"),
+        ({"num_buffers": 0}, "num_buffers"),
+        ({"checkpoint_every": -1}, "checkpoint_every"),
+        ({"secondary": True, "sharding": "zero2"}, "needs sharding zero3, got zero2"),
+        ({"secondary": True, "sharding": "hybrid"}, "needs sharding zero3, got hybrid"),
+        ({"gather_codec": "int8", "sharding": "none"}, "every rank has all weights"),
+        ({"reduce_path": "hierarchical", "sharding": "hybrid"}, "sharded over all ranks, got sharding hybrid"),
+        ({"reduce_across_codec": "int4"}, "needs reduce_path hierarchical"),
+    ],
+)
+def test_contradicting_options_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig.model_validate({"sharding": "zero3", **wrong})
+
+
+def test_options_for_several_nodes_are_refused_on_one() -> None:
+    across = ParallelConfig(sharding="zero3", reduce_path="hierarchical", reduce_across_codec="int4")
+    with pytest.raises(ValueError, match="use reduce_codec on one node"):
+        across.check_ranks(Topology(0, 2))
+    across.check_ranks(Topology(0, 2, num_nodes=2))

@@ -1,0 +1,61 @@
+"""Refuses a run before torch is imported: ranks that do not fit, missing data, an unknown model, an unusable folder."""
+
+import os
+import re
+from collections.abc import Mapping
+
+from tightwire.comm.group.topology import Topology
+from tightwire.model.checkpoint.catalog import CATALOG
+from tightwire.training.checkpoint.folders import find_checkpoint
+from tightwire.training.config.tree import TrainConfig
+from tightwire.training.data.documents import RunData
+
+_REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def find_topology(environment: Mapping[str, str], nodes: int | None) -> Topology:
+    """This process's rank and node. ``nodes`` overrides the launcher's number of nodes, to try several on one machine.
+
+    Raises:
+        ValueError: the launcher's variables are invalid, or the ranks do not divide equally over ``nodes``.
+    """
+    from_launcher = Topology.from_environment(environment)
+    if nodes is None:
+        return from_launcher
+    try:
+        return Topology(from_launcher.rank, from_launcher.world_size, from_launcher.local_rank, nodes)
+    except ValueError as error:
+        raise ValueError(f"parallel.nodes={nodes}: {error}") from None
+
+
+def check_early(config: TrainConfig, topology: Topology) -> RunData:
+    """The run's data, after all checks that need no torch.
+
+    Raises:
+        ValueError: the run would fail its later checks.
+    """
+    config.check_ranks(topology)
+    _check_start(config.model.start)
+    data = RunData.find(config)
+    data.check_documents()
+    if topology.rank == 0:
+        _check_run_folder(config)
+    return data
+
+
+def _check_start(start: str) -> None:
+    if not start or start in CATALOG or start.startswith("random:") or os.path.exists(os.path.expanduser(start)):
+        return
+    if start.endswith(".gguf") or not _REPO_ID.fullmatch(start):
+        raise ValueError(
+            f"model.start: {start!r} is neither a file nor a folder, nor a known name ({', '.join(sorted(CATALOG))}), a Hugging "
+            "Face repo id (owner/name) or random:SHAPE"
+        )
+
+
+def _check_run_folder(config: TrainConfig) -> None:
+    run = config.run_folder
+    existing = next(folder for folder in (run, *run.absolute().parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"run: {run} cannot be written to: {existing} is not a folder in which you may create files")
+    find_checkpoint(run, resume=config.checkpoint.resume)
