@@ -23,10 +23,11 @@ import torch
 
 from tightwire.bench.options import OutputOptions, option
 from tightwire.bench.peers.layer_parts import WHOLE, Part, StepShape, measure_parts
-from tightwire.bench.peers.process import Load, PeerError, PeerProcess, bench_serve
+from tightwire.bench.peers.process import Load, bench_serve
 from tightwire.bench.ranks import RankOptions, open_ranks
 from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench
+from tightwire.bench.server_process import ServerFailedError, ServerProcess
 from tightwire.model.checkpoint.config import LlamaConfig, config_to_hf
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.open import Checkpoint, open_checkpoint
@@ -77,7 +78,7 @@ class RooflineBench(Bench[RooflineOptions]):
     description = "Compare serving with the device's own rates and with transformers."
     metrics = (Metric(name="seconds", unit="ms", scale=1e3),)
     columns = (Column("load", "name"), *_PART_COLUMNS[1:], _TOKENS)
-    failures = ((ModelError, 1), (PeerError, 1), (subprocess.SubprocessError, 1))
+    failures = ((ModelError, 1), (ServerFailedError, 1), (subprocess.SubprocessError, 1))
 
     def measure(self) -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server may not outlive this process
@@ -164,7 +165,7 @@ def _measure_server(options: RooflineOptions, checkpoint: Checkpoint) -> dict[st
     """The cell of `bench serve` for each load.
 
     Raises:
-        PeerError: the server did not start or did not answer.
+        ServerFailedError: the server did not start or did not answer.
     """
     max_positions = checkpoint.config.max_positions
     longest = min(max(options.prompt_len + 2, _SHORT_PROMPT + options.output_len), max_positions)
@@ -177,17 +178,13 @@ def _measure_server(options: RooflineOptions, checkpoint: Checkpoint) -> dict[st
         load = Load(concurrency=(concurrency,), num_requests=(requests,), input_len=input_len, output_len=output_len)
         return bench_serve(server.url, load, seed=1)["cells"][0]
 
-    with tempfile.TemporaryDirectory() as folder:
-        server = PeerProcess(command, {}, log=Path(folder) / "server.log")
-        try:
-            server.wait_ready("/health/ready", options.start_timeout)
-            return {
-                "one": load(1, 3, _SHORT_PROMPT, options.output_len),
-                "prompt": load(1, 3, min(options.prompt_len, max_positions - 2), 2),
-                "crowd": load(options.crowd, 2 * options.crowd, _SHORT_PROMPT, options.output_len // 2),
-            }
-        finally:
-            server.stop()
+    with tempfile.TemporaryDirectory() as folder, ServerProcess(command, {}, log=Path(folder) / "server.log") as server:
+        server.wait_ready("/health/ready", options.start_timeout)
+        return {
+            "one": load(1, 3, _SHORT_PROMPT, options.output_len),
+            "prompt": load(1, 3, min(options.prompt_len, max_positions - 2), 2),
+            "crowd": load(options.crowd, 2 * options.crowd, _SHORT_PROMPT, options.output_len // 2),
+        }
 
 
 def _measure_transformers(options: RooflineOptions, config: LlamaConfig) -> float:

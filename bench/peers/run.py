@@ -25,8 +25,6 @@ from tightwire.bench.peers.arms import ARMS, DEFAULT_ARMS, Arm, NotInstalledErro
 from tightwire.bench.peers.process import (
     CHECK_PROMPTS,
     Load,
-    PeerError,
-    PeerProcess,
     bench_serve,
     compare_answers,
     greedy_answers,
@@ -35,6 +33,7 @@ from tightwire.bench.report.page import Item
 from tightwire.bench.report.quiet import OthersWatch, wait_for_quiet
 from tightwire.bench.report.table import Column
 from tightwire.bench.run import Bench, BenchFailedError
+from tightwire.bench.server_process import ServerFailedError, ServerProcess
 from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.open import open_checkpoint
@@ -83,7 +82,7 @@ class Peer:
     """One server of the run. A server with a ``fault`` is left out from then on; the report gives the reason."""
 
     arm: Arm
-    process: PeerProcess | None = None
+    process: ServerProcess | None = None
     fault: str | None = None
     answers: list[str] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)  # one for each round
@@ -219,7 +218,7 @@ class PeersBench(Bench[PeersOptions]):
             self.say(f"starting {peer.arm.name}")
             try:
                 if peer.arm.command:
-                    peer.process = PeerProcess(peer.arm.command, peer.arm.env, log=folder / f"{peer.file_name}.log")
+                    peer.process = ServerProcess(peer.arm.command, peer.arm.env, log=folder / f"{peer.file_name}.log")
                     peer.process.wait_ready(peer.arm.health, self.options.start_timeout)
                 peer.answers = greedy_answers(peer.url, peer.arm.model)
                 reference = reference or peer.answers
@@ -227,7 +226,7 @@ class PeersBench(Bench[PeersOptions]):
                 # Every concurrency once with few tokens, so that first-use work is not measured.
                 warm_up = replace(self._load, num_requests=self._load.concurrency, output_len=4)
                 bench_serve(peer.url, warm_up, seed=0, flags=peer.arm.bench_flags)
-            except PeerError as error:
+            except ServerFailedError as error:
                 self._leave_out(peer, str(error))
 
     def _run_round(self, number: int, folder: Path) -> None:
@@ -238,7 +237,7 @@ class PeersBench(Bench[PeersOptions]):
             self.say(f"round {number}: {peer.arm.name}")
             try:
                 peer.turns.append({"round": number, **self._measure_peer(peer, number, folder)})
-            except PeerError as error:
+            except ServerFailedError as error:
                 self._leave_out(peer, f"in round {number} {error}")
 
     def _measure_peer(self, peer: Peer, number: int, folder: Path) -> dict[str, Any]:

@@ -5,24 +5,28 @@ the machine's state.
 """
 
 import asyncio
+import signal
+import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tightwire.bench.report.page import Item
 from tightwire.bench.report.table import Metric
 from tightwire.bench.run import Bench
-from tightwire.bench.ttft import report, summary
+from tightwire.bench.server_process import ServerFailedError, ServerProcess
+from tightwire.bench.ttft import report
 from tightwire.bench.ttft.measure import Measurement
 from tightwire.bench.ttft.options import GROUPS, TtftOptions, find_facts, parse_options, to_argv
 from tightwire.bench.ttft.requests import RequestFailedError
-from tightwire.bench.ttft.server import ServerChild, ServerDiedError
 from tightwire.server.cli.remote import Remote, RemoteError, connect
 
 _START_TIMEOUT_S = 1800.0  # weights may have to be fetched, or read from a slow disk
 
 
 class TtftBench(Bench[TtftOptions]):
-    """Exit codes: 0, 1 for a wrong answer or a server that failed, 2 for bad options, 130 after Ctrl-C."""
+    """Exit codes: 0, 1 for a wrong answer or a server that failed, 2 for bad options, 130 after Ctrl-C or SIGTERM."""
 
     verb = "ttft"
     metrics = (
@@ -32,14 +36,14 @@ class TtftBench(Bench[TtftOptions]):
         Metric(name="tpot_s", unit="ms", scale=1e3, decides=False),
     )
     columns = report.CSV_COLUMNS
-    # ValueError: this bench or the server refuses the options.
-    failures = ((ServerDiedError, 1), (RequestFailedError, 1), (RemoteError, 1), (ValueError, 2))
+    failures = ((ServerFailedError, 1), (RequestFailedError, 1), (RemoteError, 1), (ValueError, 2))
 
-    def __init__(self, options: TtftOptions, start: Callable[[Sequence[str]], ServerChild] = ServerChild) -> None:
+    def __init__(
+        self, options: TtftOptions, start: "Callable[[Sequence[str], Path], ServerProcess] | None" = None
+    ) -> None:
         super().__init__(options)
-        self._start = start
+        self._start = start or _start_server
         self._measurement: Measurement | None = None
-        self._server_log: list[str] = []
 
     @classmethod
     def main(cls, argv: Sequence[str]) -> int:
@@ -51,17 +55,16 @@ class TtftBench(Bench[TtftOptions]):
         self.facts = dict(facts.known)
         measurement = self._measurement = Measurement(self.options, facts, self._show)
         self.print(report.describe_setting(self.facts), f"{measurement.num_turns} turns with warm-ups and checks", "")
-        with self.watch_others(), self.progress:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server may not outlive this process
+        with self.watch_others(), self.progress, tempfile.TemporaryDirectory() as folder:
             self._task = self.progress.add_task("starting the server", total=None)
-            with self._start(to_argv(facts.config, GROUPS)) as child:
-                remote = connect(child.wait_ready(_START_TIMEOUT_S))
+            with self._start(to_argv(facts.config, GROUPS), Path(folder)) as server:
+                server.wait_ready("/health/ready", _START_TIMEOUT_S)
                 try:
-                    asyncio.run(self._measure_on(measurement, remote))
+                    asyncio.run(self._measure_on(measurement, connect(server.url)))
                 except (RequestFailedError, RemoteError):
-                    child.check()  # a server that died says more than a connection that broke
+                    server.check()  # a server that died says more than a connection that broke
                     raise
-                finally:
-                    self._server_log = list(child.log)
 
     async def _measure_on(self, measurement: Measurement, remote: Remote) -> None:
         async for _ in measurement.run(remote):
@@ -72,7 +75,7 @@ class TtftBench(Bench[TtftOptions]):
         self.progress.update(self._task, description=step, completed=num_done, total=self._measurement.num_turns)
 
     def cells(self) -> list[dict[str, Any]]:
-        return [] if self._measurement is None else summary.make_rows(self._measurement.measured)
+        return [] if self._measurement is None else report.make_rows(self._measurement.measured)
 
     def result(self, error: str | None) -> dict[str, Any]:
         result = super().result(error)
@@ -80,10 +83,9 @@ class TtftBench(Bench[TtftOptions]):
             return result | {"recommended": []}
         measured = self._measurement.measured
         return result | {
-            "recommended": [] if error else summary.recommend(measured, self.options),
+            "recommended": [] if error else report.recommend(measured, self.options),
             "comm": measured.comm,
-            "samples": summary.request_samples(measured),
-            "raw": {"server_log": self._server_log},
+            "samples": report.request_samples(measured),
         }
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
@@ -103,3 +105,8 @@ class TtftBench(Bench[TtftOptions]):
         self.print(*report.recommended_lines(result), style="bold")
         if result["random_weights"]:
             self.note(report.RANDOM_WEIGHTS)
+
+
+def _start_server(argv: Sequence[str], folder: Path) -> ServerProcess:
+    command = [sys.executable, "-m", "tightwire", "serve", *argv, "--port", "{port}"]
+    return ServerProcess(command, {}, log=folder / "server.log")

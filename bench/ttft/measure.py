@@ -11,7 +11,7 @@ from typing import Any
 
 from tightwire.bench.run import BenchFailedError
 from tightwire.bench.ttft.options import ServerFacts, TtftOptions
-from tightwire.bench.ttft.proof import SITES, ArmPolicy, Cell, WireUse
+from tightwire.bench.ttft.proof import SITES, ArmPolicy, Cell
 from tightwire.bench.ttft.requests import Arm, Meter, Request, Turn, make_turns
 from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.server.cli.remote import Remote
@@ -64,7 +64,7 @@ class Measured:
     turns: list[Turn] = field(default_factory=list)
     agreements: list[Agreement] = field(default_factory=list)
     comm: dict[str, Any] = field(default_factory=dict)  # GET /comm, before the first request
-    wire_uses: dict[tuple[Cell, str], WireUse] = field(default_factory=dict)  # by cell and arm, on an emulated link
+    ranks_share_wire: bool = False  # of an emulated link between nodes of several ranks
 
     @property
     def baseline(self) -> Arm:
@@ -82,7 +82,10 @@ class Measurement:
     def __init__(self, options: TtftOptions, facts: ServerFacts, show: Callable[[str, int], None]) -> None:
         self._options, self._facts, self._show = options, facts, show
         cells = [Cell(prompt_len=n, concurrency=count) for n in options.prompt_lens for count in options.concurrency]
-        self.measured = Measured(cells=cells, seed=options.config.model.seed)
+        parallel = options.config.parallel
+        self.measured = Measured(
+            cells=cells, seed=options.config.model.seed, ranks_share_wire=parallel.tp > parallel.wire_nodes
+        )
         self._policies: dict[str, ArmPolicy] = {}
         self._done = 0
 
@@ -141,11 +144,6 @@ class Measurement:
         for _ in range(_WARM_UPS):
             self._step(f"warming up {arm.name}, {cell}")
             self._check_counts(await meter.run(turn))
-        if self.measured.comm.get("link") is not None and cell.concurrency == 1:
-            proof, policy = self._facts.proof, self._policies[arm.name]
-            gathered = sum(c.bytes_sent for c in turn.counts if c.op == "all_gather" and c.phase == "prefill")
-            use = proof.formulas.prompt_use(proof.messages(policy, cell.prompt_len, 1), gathered)
-            self.measured.wire_uses[cell, arm.name] = use
 
     async def _check_answers(self, meter: Meter) -> None:
         """Check one timed answer of each cell and arm."""

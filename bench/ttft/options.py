@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tightwire.bench.options import OutputOptions, add_flags, given_options, option, parse_integers
-from tightwire.bench.ttft.proof import ModelShape, Proof, WireFormulas
+from tightwire.bench.ttft.proof import ByteFormulas, ModelShape, Proof
 from tightwire.comm.all_reduce.entry import ELEM_BYTES, split_all_reduce_names
 from tightwire.comm.all_reduce.names import describe_all_reduce_names
 from tightwire.comm.all_reduce.registry import parse_all_reduce
@@ -186,9 +186,7 @@ def find_facts(options: TtftOptions) -> ServerFacts:
                 step_tokens=config.engine.max_num_batched_tokens,
                 overlap=plan.overlap,
             ),
-            WireFormulas(
-                world_size=parallel.tp, num_nodes=parallel.nodes, wire_nodes=parallel.wire_nodes, dtype=plan.dtype
-            ),
+            ByteFormulas(world_size=parallel.tp, num_nodes=parallel.nodes, dtype=plan.dtype),
         ),
         chooser=decision.comm.chooser,
         known={

@@ -5,12 +5,12 @@ are compared after every turn.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from tightwire.comm.all_reduce.entry import ELEM_BYTES, Setting, Work
+from tightwire.comm.all_reduce.entry import ELEM_BYTES
 from tightwire.comm.all_reduce.registry import make_all_reduce, parse_all_reduce
 from tightwire.comm.group.nodes import in_process_node_groups
 from tightwire.comm.ledger.counters import Count
@@ -53,40 +53,11 @@ class Message(NamedTuple):
     message_bytes: int
 
 
-class WireUse(NamedTuple):
-    """Bytes that one end of the wire carries each way for one prompt, and how often the ranks wait for the wire."""
+class ByteFormulas:
+    """The algorithms' byte formulas for one group of ranks; nothing is sent. ``num_nodes``: as the algorithms know them."""
 
-    wire_bytes: float
-    rounds: int
-
-    def bound(self, link: Mapping[str, Any], busy_s: float, ttft_s: float, *, overlap: bool) -> dict[str, float]:
-        """The least TTFT on a ``link`` as GET /comm describes it: ``busy_s`` of computing and coding, and the bytes' time.
-
-        With ``overlap`` both happen at once, and the slower of them is the bound.
-        """
-        rate = link["measured_bytes_per_s"] or link["asked_bytes_per_s"]
-        wire_s = (self.wire_bytes / rate if rate else 0.0) + self.rounds * (link["latency_s"] or 0.0)
-        bound_s = max(wire_s, busy_s) if overlap else wire_s + busy_s
-        return {
-            "wire_bytes": self.wire_bytes,
-            "wire_s": wire_s,
-            "bound_s": bound_s,
-            "ttft_over_bound": ttft_s / bound_s,
-        }
-
-
-class WireFormulas:
-    """The algorithms' byte formulas for one group of ranks; nothing is sent.
-
-    Args:
-        num_nodes: as the algorithms know them (``--nodes``).
-        wire_nodes: what the emulated wire joins: the nodes, or every rank when there is one node.
-    """
-
-    def __init__(self, *, world_size: int, num_nodes: int, wire_nodes: int, dtype: str) -> None:
+    def __init__(self, *, world_size: int, num_nodes: int, dtype: str) -> None:
         self.world_size, self.elem_bytes = world_size, ELEM_BYTES[dtype]
-        self._setting = Setting("process-group", "cpu", world_size, num_nodes, dtype)
-        self._per_node = world_size // wire_nodes
         self._group = in_process_node_groups(world_size, num_nodes)[0]
         self.sent = cache(self._sent)  # (name, message bytes): bytes that rank 0 sends
 
@@ -96,40 +67,8 @@ class WireFormulas:
         group = max((codec.group_elems for codec in codecs), default=1)
         return 2 * self.world_size * group * self.elem_bytes
 
-    def crossing(self, name: str, message_bytes: int) -> float:
-        """Bytes that one node's end of the wire carries each way for a message of ``message_bytes``.
-
-        With one rank on a node that is what the rank sends. With several, ranks of all-to-all algorithms send equally to
-        all others, and of a ring only a node's last rank sends to the next node.
-        """
-        entry, sent = parse_all_reduce(name).entry, self.sent(name, message_bytes)
-        if self._per_node == 1 or entry.neighbours_only:
-            return sent
-        if entry.needs_nodes:
-            return self._per_node * self._work(name, message_bytes).node_bytes
-        return self.all_to_all_crossing(sent)
-
-    def all_to_all_crossing(self, sent: float) -> float:
-        """Of the ``sent`` bytes of each rank of an all-to-all exchange."""
-        return sent * self._per_node * (self.world_size - self._per_node) / (self.world_size - 1)
-
-    def prompt_use(self, messages: Iterable[Message], gathered_bytes: int) -> WireUse:
-        """Of a prompt's AllReduces and the logits gather of its last row, of which a rank sends ``gathered_bytes``."""
-        crossing, rounds = self.all_to_all_crossing(gathered_bytes), 1
-        for message in messages:
-            if message.phase == "prefill":
-                crossing += self.crossing(message.algorithm, message.message_bytes)
-                work = self._work(message.algorithm, message.message_bytes)
-                rounds += work.node_rounds or work.rounds
-        return WireUse(crossing, rounds)
-
     def _sent(self, name: str, message_bytes: int) -> int:
         return make_all_reduce(name, self._group).wire_bytes(message_bytes // self.elem_bytes, self.elem_bytes)
-
-    def _work(self, name: str, message_bytes: int) -> Work:
-        parsed = parse_all_reduce(name)
-        assert parsed.entry.work is not None, "the policy names an algorithm"
-        return parsed.entry.work(self._setting, message_bytes, *parsed.codecs)
 
 
 class ArmPolicy:
@@ -160,7 +99,7 @@ class ArmPolicy:
 @dataclass(frozen=True, slots=True)
 class Proof:
     shape: ModelShape
-    formulas: WireFormulas
+    formulas: ByteFormulas
 
     def faults(self, policy: ArmPolicy, cell: Cell, output_len: int, counts: Sequence[Count]) -> list[str]:
         """Faults in rank 0's totals of one turn; empty when there are none.
@@ -211,19 +150,10 @@ class Proof:
                     f"gives about {expected}"
                 )
         rows = cell.concurrency * (cell.prompt_len + output_len - 1)
-        faults += self._size_fault("all messages", (2 * self.shape.num_layers + 1) * rows, sums)
-        prefill = policy.algorithms("prefill", *SITES)
-        if not prefill & (policy.algorithms("decode", *SITES) | embed):
-            rows = cell.concurrency * cell.prompt_len
-            own = [count for count in sums if count.algorithm in prefill]
-            faults += self._size_fault(
-                f"messages of {', '.join(sorted(prefill))}", 2 * self.shape.num_layers * rows, own
-            )
+        seen, expected = sum(count.message_bytes for count in sums), (2 * self.shape.num_layers + 1) * rows
+        if seen != expected * self.shape.row_bytes:
+            faults.append(f"all messages had {seen} B, expected {expected * self.shape.row_bytes}")
         return faults
-
-    def _size_fault(self, what: str, rows: int, sums: Sequence[Count]) -> list[str]:
-        seen, expected = sum(count.message_bytes for count in sums), rows * self.shape.row_bytes
-        return [] if seen == expected else [f"{what} had {seen} B in all, expected {expected}"]
 
 
 def _totals(totals: tuple[int, int, int] | None) -> str:

@@ -1,19 +1,204 @@
-"""Columns, text and page of ``bench ttft``."""
+"""Rows, tables and page of ``bench ttft``, one row for each arm in each cell, and the recommended command lines."""
 
+import math
+import shlex
+import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from tightwire.bench.report.page import Item, Text, bars, lines
+from tightwire.bench.report.statistics import Comparison, compare, describe
 from tightwire.bench.report.table import Column, Row, Table
+from tightwire.bench.ttft.measure import Agreement, Measured
+from tightwire.bench.ttft.options import GROUPS, TtftOptions, to_argv
+from tightwire.bench.ttft.proof import Cell
+from tightwire.bench.ttft.requests import Arm, Request
 from tightwire.comm.sizes import format_bytes
 
+_REST = ("http_s", "tokenize_s", "queue_s", "engine_s", "sampling_s", "send_s")
+_PARTS = (*_REST, "compute_s", "codec_s", "allreduce_s")
+# Options of the emulated wire and of the AllReduce, which the recommended command line leaves out.
+_LEFT_OUT = ("model", "link", "link_emulation", "allreduce", "allreduce_extra")
 
-def _interval(ratio: Mapping[str, Any]) -> str:
-    return f"{ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+
+def make_rows(measured: Measured) -> list[dict[str, Any]]:
+    """Plain data for every cell and arm that has run."""
+    return [
+        _row(measured, cell, arm)
+        for cell in measured.cells
+        for arm in measured.arms
+        if measured.of(cell, measured.baseline)
+    ]
 
 
-def _speed_up(ratio: Mapping[str, Any]) -> str:
-    return f"{1 / ratio['ratio']:.2f} [{1 / ratio['high']:.2f}, {1 / ratio['low']:.2f}]"
+def _row(measured: Measured, cell: Cell, arm: Arm) -> dict[str, Any]:
+    turns, best = measured.of(cell, arm), best_lossless(measured, cell)
+    requests = [request for turn in turns for request in turn.requests]
+    parts = {part: _median_part(requests, part) for part in _PARTS}
+    row = {
+        "name": f"{arm.name}, {cell.prompt_len} tokens, {cell.concurrency} at a time",
+        "samples": _samples(measured, cell, arm),
+        **asdict(cell),
+        "arm": arm.name,
+        "algorithm": arm.algorithm,
+        "lossless": arm.lossless,
+        "error": arm.error,
+        "rounds": len(turns),
+        "ttft_s": _described([request.ttft_s for request in requests]),
+        "ratio": _ratio(measured, cell, measured.baseline, arm),
+        "best_lossless": best.name if best else None,
+        "ratio_to_best_lossless": _ratio(measured, cell, best, arm) if best else None,
+        "tpot_s": _described([request.tpot_s for request in requests]),
+        "tpot_ratio": _ratio(measured, cell, measured.baseline, arm, of="tpot_s"),
+        "itl_s": _described([gap for request in requests for gap in request.itl_s]),
+        "tokens_per_s": _described([turn.mean("tokens_per_s") for turn in turns]),
+        "parts_s": parts,
+        "rest_s": sum(parts[part] or 0.0 for part in _REST),
+        "allreduce_share": (parts["allreduce_s"] or 0.0) / (_median_part(requests, "ttft_s") or 1.0),
+        # Bytes that rank 0 sends for one prompt.
+        "sent_bytes": sum(c.bytes_sent for t in turns for c in t.counts if c.phase == "prefill") / len(requests),
+        "agreement": _agreement([a for a in measured.agreements if (a.cell, a.arm) == (cell, arm)]),
+    }
+    return {**row, "bound": _bound(measured, cell, row)}
+
+
+def _bound(measured: Measured, cell: Cell, row: Mapping[str, Any]) -> dict[str, float] | None:
+    """The least TTFT on an emulated link between ranks: computing, coding, and the bytes at the link's rate.
+
+    With overlap both happen at once, and the slower of them is the bound. None for requests at a time, whose bytes are not
+    known one by one, and for several ranks on a node, whose bytes share the wire.
+    """
+    link = measured.comm.get("link")
+    rate = link and (link["measured_bytes_per_s"] or link["asked_bytes_per_s"])
+    if not rate or cell.concurrency > 1 or measured.ranks_share_wire:
+        return None
+    # Without a codec time, coding is inside a fused kernel and not in the bound.
+    busy_s = (row["parts_s"]["compute_s"] or 0.0) + (row["parts_s"]["codec_s"] or 0.0)
+    wire_s = row["sent_bytes"] / rate
+    bound_s = max(wire_s, busy_s) if measured.comm.get("overlap") else wire_s + busy_s
+    return {"wire_s": wire_s, "bound_s": bound_s, "ttft_over_bound": row["ttft_s"]["p50"] / bound_s}
+
+
+def _samples(measured: Measured, cell: Cell, arm: Arm) -> dict[str, list[float]]:
+    """For ``bench compare``: a value for each round, and its ratio to the baseline's, in which the machine's state cancels."""
+    found: dict[str, list[float]] = {}
+    for name in ("ttft", "tpot"):
+        own, base = ([turn.mean(f"{name}_s") for turn in measured.of(cell, each)] for each in (arm, measured.baseline))
+        found[f"{name}_s"] = own
+        if arm != measured.baseline:
+            found[f"{name}_ratio"] = [a / b for a, b in zip(own, base, strict=True) if b]
+    return found
+
+
+def request_samples(measured: Measured) -> list[dict[str, Any]]:
+    """Every timed request, without its prompt."""
+    return [
+        {
+            **asdict(turn.cell),
+            "arm": turn.arm.name,
+            "round": turn.round,
+            "place": turn.place,
+            **{name: value for name, value in asdict(request).items() if name != "prompt"},
+        }
+        for turn in measured.turns
+        for request in turn.requests
+    ]
+
+
+def best_lossless(measured: Measured, cell: Cell) -> Arm | None:
+    """The lossless arm with the smallest median TTFT; a repeated arm counts once."""
+    lossless = [arm for arm in measured.arms if arm.lossless and arm.name == arm.algorithm]
+    medians = {arm: statistics.median(turn.mean("ttft_s") for turn in measured.of(cell, arm)) for arm in lossless}
+    return min(medians, key=lambda arm: medians[arm], default=None)
+
+
+def _ratio(measured: Measured, cell: Cell, baseline: Arm, arm: Arm, of: str = "ttft_s") -> dict[str, Any] | None:
+    """The ratio of ``arm`` to ``baseline``, paired by round; None for the baseline itself."""
+    if arm == baseline:
+        return None
+    base, own = ([turn.mean(of) for turn in measured.of(cell, each)] for each in (baseline, arm))
+    return asdict(compare(base, own, paired=True, seed=measured.seed))
+
+
+def _described(values: Sequence[float]) -> dict[str, Any] | None:
+    distribution = describe(values)
+    return None if distribution is None else asdict(distribution)
+
+
+def _median_part(requests: Sequence[Request], part: str) -> float | None:
+    """None where the server does not measure it."""
+    values = [value for request in requests if (value := request.parts.get(part)) is not None]
+    return statistics.median(values) if values else None
+
+
+def _agreement(checked: Sequence[Agreement]) -> dict[str, Any] | None:
+    if not checked:
+        return None
+    gaps = [a.gap for a in checked if a.gap is not None]
+    return {
+        "checked": len(checked),
+        "same": len(checked) - len(gaps),
+        "first_difference": min((a.matched for a in checked if a.gap is not None), default=None),
+        "largest_gap_nats": max(gaps, default=None),
+    }
+
+
+def recommend(measured: Measured, options: TtftOptions) -> list[dict[str, Any]]:
+    """The fastest lossless arm, then the lossy one if it is certainly faster; empty before all cells have run.
+
+    A lossless arm replaces the baseline only if it is certainly faster.
+    """
+    arms = [arm for arm in measured.arms if arm.name == arm.algorithm]  # a repeated arm shows only the noise
+    lossless = [arm for arm in arms if arm.lossless]
+    if not lossless or not all(measured.of(cell, measured.baseline) for cell in measured.cells):
+        return []
+    simple = measured.baseline if measured.baseline in lossless else lossless[0]
+    exact, ratio = _fastest(measured, simple, lossless)
+    reason = "no other lossless AllReduce is certainly faster"
+    if ratio is not None:
+        reason = f"TTFT {_words(ratio)} of {simple.name}'s{_slower_decode(measured, simple, exact)}"
+    found = [_recommendation(options, exact, reason, ratio)]
+    lossy, ratio = _fastest(measured, exact, [arm for arm in arms if not arm.lossless])
+    if ratio is not None:
+        reason = f"TTFT {_words(ratio)} of {exact.name}'s, relative RMS error {lossy.error:.2g} in each AllReduce"
+        found.append(_recommendation(options, lossy, reason + _slower_decode(measured, exact, lossy), ratio))
+    return found
+
+
+def _recommendation(options: TtftOptions, arm: Arm, reason: str, ratio: Comparison | None) -> dict[str, Any]:
+    flags = to_argv(options.config, GROUPS, leave_out=_LEFT_OUT)
+    command = shlex.join(["tightwire", "serve", options.config.model.model, *flags, "--allreduce", arm.algorithm])
+    return {"arm": arm.name, "command": command, "reason": reason, "ratio": None if ratio is None else asdict(ratio)}
+
+
+def _fastest(measured: Measured, base: Arm, arms: Sequence[Arm]) -> tuple[Arm, Comparison | None]:
+    """The fastest of ``arms`` and its ratio to ``base``; ``base`` and None if that one is not certainly faster."""
+    best = min(arms, key=lambda arm: statistics.median(_by_round(measured, arm)), default=base)
+    if best == base:
+        return base, None
+    ratio = compare(_by_round(measured, base), _by_round(measured, best), paired=True, seed=measured.seed)
+    return (best, ratio) if ratio.verdict == "faster" else (base, None)
+
+
+def _words(ratio: Comparison) -> str:
+    return f"{ratio.ratio:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+
+
+def _by_round(measured: Measured, arm: Arm) -> list[float]:
+    """Each round's geometric mean over the cells, so that long prompts have no more weight than short ones."""
+    columns = [[math.log(turn.mean("ttft_s")) for turn in measured.of(cell, arm)] for cell in measured.cells]
+    return [math.exp(statistics.fmean(logs)) for logs in zip(*columns, strict=False)]
+
+
+def _slower_decode(measured: Measured, base: Arm, other: Arm) -> str:
+    """A warning if the time per generated token is longer."""
+    slower = []
+    for cell in measured.cells:
+        found = _ratio(measured, cell, base, other, of="tpot_s")
+        if found is not None and found["verdict"] == "slower":
+            slower.append(f"{found['ratio']:.2f} at {cell}")
+    return f"; but its time per generated token is longer ({', '.join(slower)})" if slower else ""
 
 
 def _agreement_text(agreement: Mapping[str, Any]) -> str:
@@ -39,9 +224,13 @@ _TTFT_COLUMNS = (
     _ARM,
     Column("n", "ttft_s.n", "d"),
     *(_ms(key, f"ttft_s.{key}") for key in ("mean", "std", "p50", "p90", "p99")),
-    Column("ratio [95 %]", "ratio", _interval),
+    Column("ratio [95 %]", "ratio", lambda ratio: f"{ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"),
     Column("verdict", "ratio.verdict"),
-    Column("x best lossless", "ratio_to_best_lossless", _speed_up),
+    Column(
+        "x best lossless",
+        "ratio_to_best_lossless",
+        lambda ratio: f"{1 / ratio['ratio']:.2f} [{1 / ratio['high']:.2f}, {1 / ratio['low']:.2f}]",
+    ),
 )
 _OTHER_COLUMNS = (
     _ARM,
@@ -52,7 +241,6 @@ _OTHER_COLUMNS = (
     Column("(ratio)", "tpot_ratio.ratio", ".2f"),
     _ms("ITL", "itl_s.p50"),
     Column("tokens/s", "tokens_per_s.p50", ".1f"),
-    Column("(ratio)", "tokens_per_s_ratio.ratio", ".2f"),
     Column("error", "error", ".2g"),
     Column("as exact", "agreement", _agreement_text),
 )
@@ -123,25 +311,14 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
 def make_sections(result: Mapping[str, Any]) -> list[Item]:
     """The recommendation, plots, then every number. The bars are the picture in the README."""
     rows, text = result["cells"], recommended_lines(result)
-    if result["random_weights"]:
-        text.append(RANDOM_WEIGHTS)
-    lossless = {row["arm"] for row in rows if row["lossless"]}
     items: list[Item] = [Text(title="Recommended", lines=text)] if text else []
     for concurrency in sorted({row["concurrency"] for row in rows}):
         own = [{**row, "bar": f"{row['prompt_len']} {row['arm']}"} for row in rows if row["concurrency"] == concurrency]
-        title, y = f"TTFT by prompt length, {concurrency} at a time", _ms("median ms", "ttft_s.p50")
-        prompt = Column("prompt tokens", "prompt_len", "d")
-        items.append(
-            lines(
-                title, own, by="arm", x=prompt, y=y, dashed=lambda arm: arm not in lossless, note="Dashed: quantized."
-            )
-        )
-        title = f"Parts of TTFT, {concurrency} at a time"
+        title, prompt = f"TTFT by prompt length, {concurrency} at a time", Column("prompt tokens", "prompt_len", "d")
+        items.append(lines(title, own, by="arm", x=prompt, y=_ms("median ms", "ttft_s.p50")))
+        title, bar = f"Parts of TTFT, {concurrency} at a time", Column("prompt tokens and AllReduce", "bar")
         note = "Median of each part. AllReduce includes the wait for slower ranks and, in fused kernels, coding."
-        bar = Column("prompt tokens and AllReduce", "bar")
         items.append(bars(title, own, label=bar, parts=_TIME_PARTS, x_label="ms inside the server", note=note))
-    if any(row["ratio_to_best_lossless"] for row in rows if not row["lossless"]):
-        items.append(_speed_and_error([row for row in rows if not row["lossless"]]))
     for title, legend, columns in zip(
         ("TTFT, ms", "Parts of TTFT, decode, accuracy"), LEGENDS, (_TTFT_COLUMNS, _OTHER_COLUMNS), strict=True
     ):
@@ -151,21 +328,3 @@ def make_sections(result: Mapping[str, Any]) -> list[Item]:
 
 def _is_faster(row: Row) -> bool:
     return row["ratio"] is not None and row["ratio"]["verdict"] == "faster"
-
-
-def _speed_and_error(rows: Sequence[Row]) -> Item:
-    ratio, low, high = (
-        Column("TTFT / best lossless", f"ratio_to_best_lossless.{key}", ".2f") for key in ("ratio", "low", "high")
-    )
-    return lines(
-        "Speed and error",
-        rows,
-        by="arm",
-        x=Column("relative RMS error of one AllReduce", "error", ".2g"),
-        y=ratio,
-        interval=(low, high),
-        log_y=False,
-        joined=False,
-        level=1.0,
-        note="A point for each cell. Lower is faster, further left is more exact.",
-    )

@@ -1,16 +1,13 @@
 """`bench peers` with fake servers: equal prompts for all, wrong and dead servers are reported, no process is left."""
 
 import json
-import os
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.server.fake_openai import FakeServer, running
 
-from tightwire.bench.peers import arms, process, report, run
+from tightwire.bench.peers import arms, report, run
 
 _SHORT = ["--rounds", "1", "--concurrency", "1,2", "--num-requests", "1,2", "--input-len", "8", "--output-len", "4"]
 
@@ -151,35 +148,3 @@ def test_ratios_are_paired_by_common_rounds() -> None:
     comparison = cells[1]["comparisons"]["ttft_s"]
     assert cells[0]["comparisons"] == {}
     assert (comparison["ratio"], comparison["verdict"], comparison["n"]) == (pytest.approx(2.0), "slower", 5)
-
-
-def test_a_server_that_ends_is_reported_with_its_log(tmp_path: Path) -> None:
-    server = process.PeerProcess(
-        [sys.executable, "-c", "print('no such file'); raise SystemExit(3)"], {}, log=tmp_path / "log"
-    )
-    with pytest.raises(process.PeerError, match="(?s)status 3.*no such file"):
-        server.wait_ready("/health", 20.0)
-
-
-def test_stop_ends_the_processes_that_a_server_started(tmp_path: Path) -> None:
-    script = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); print('up', flush=True); time.sleep(60)"
-    server = process.PeerProcess([sys.executable, "-c", script], {}, log=tmp_path / "log")
-    deadline = time.monotonic() + 20.0
-    while len(server.pids()) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    pids = server.pids()
-
-    server.stop()
-
-    assert len(pids) == 2
-    while server.pids() and time.monotonic() < deadline:
-        time.sleep(0.01)  # the kernel ends a killed process soon
-    assert server.pids() == [] and not any(_runs(pid) for pid in pids)
-
-
-def _runs(pid: int) -> bool:
-    """A killed orphan may stay a zombie until init looks."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z" and os.getpgid(pid) > 0
-    except (FileNotFoundError, ProcessLookupError):
-        return False

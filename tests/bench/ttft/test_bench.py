@@ -10,10 +10,10 @@ from helpers.server.fake_openai import running
 from helpers.server.fake_ttft_server import FakeTtftServer
 from tiny import make_tiny
 
+from tightwire.bench.server_process import ServerFailedError, ServerProcess
 from tightwire.bench.ttft import report
 from tightwire.bench.ttft.bench import TtftBench
 from tightwire.bench.ttft.options import TtftOptions, find_facts, parse_options
-from tightwire.bench.ttft.server import ServerChild, ServerDiedError
 
 LINK = {"name": "1mbit", "asked_bytes_per_s": 125e3, "measured_bytes_per_s": 120e3, "latency_s": 0.0} | {
     "emulation": "user-space",
@@ -24,10 +24,8 @@ LINK = {"name": "1mbit", "asked_bytes_per_s": 125e3, "measured_bytes_per_s": 120
 class FakeChild:
     """In place of a server's process: what ``wait_ready`` and ``check`` say of it."""
 
-    log = ("loading",)
-
     def __init__(self, url: str, death: str | None = None) -> None:
-        self._url, self._death = url, death
+        self.url, self._death = url, death
 
     def __enter__(self) -> Self:
         return self
@@ -35,12 +33,12 @@ class FakeChild:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def wait_ready(self, timeout_s: float) -> str:
-        return self._url
+    def wait_ready(self, route: str, timeout_s: float) -> None:
+        assert route == "/health/ready"
 
     def check(self) -> None:
         if self._death is not None:
-            raise ServerDiedError(self._death)
+            raise ServerFailedError(self._death)
 
 
 Bench = Callable[..., tuple[int, dict[str, Any], str]]
@@ -69,9 +67,9 @@ def bench(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
         with running(FakeTtftServer(proof=find_facts(options).proof, **behaviour)) as fake:
             started: list[Sequence[str]] = []
 
-            def start(argv: Sequence[str]) -> ServerChild:
+            def start(argv: Sequence[str], folder: Path) -> ServerProcess:
                 started.append(argv)
-                return cast(ServerChild, FakeChild(cast(FakeTtftServer, fake).url, death))
+                return cast(ServerProcess, FakeChild(cast(FakeTtftServer, fake).url, death))
 
             status = TtftBench(options, start=start).run()
         prompts = [tuple(body["prompt"]) for body in fake.bodies if body.get("stream")]
@@ -103,7 +101,7 @@ def test_an_honest_server_is_measured_and_a_policy_recommended(bench: Bench, tmp
         ("flash-int8", 2): 6,
     }
     assert rows["two-shot", 1]["ratio"] is None and rows["flash-int8", 1]["ratio"]["n"] == 3
-    assert rows["flash-int8", 1]["bound"]["wire_bytes"] < rows["two-shot", 1]["bound"]["wire_bytes"]
+    assert rows["flash-int8", 1]["bound"]["wire_s"] < rows["two-shot", 1]["bound"]["wire_s"]
     assert rows["flash-int8", 2]["bound"] is None, "whose bytes are whose is not known"
     assert rows["flash-int8", 1]["agreement"]["largest_gap_nats"] == pytest.approx(0.1)
     assert result["recommended"][0]["arm"] == "two-shot", "the only lossless one; which is faster is chance here"
@@ -166,7 +164,7 @@ def test_ctrl_c_keeps_what_was_measured(bench: Bench, monkeypatch: pytest.Monkey
 def test_impossible_options_are_refused_before_a_server_starts(
     model: Path, capsys: pytest.CaptureFixture[str], flags: str, words: str
 ) -> None:
-    def start(argv: Sequence[str]) -> ServerChild:
+    def start(argv: Sequence[str], folder: Path) -> ServerProcess:
         raise AssertionError("nothing is to be started")
 
     assert TtftBench(options_of(model, *flags.split()), start=start).run() == 2

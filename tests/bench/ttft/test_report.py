@@ -5,8 +5,8 @@ import pytest
 from tightwire.bench.ttft.measure import Agreement, Measured
 from tightwire.bench.ttft.options import TtftOptions
 from tightwire.bench.ttft.proof import Cell
+from tightwire.bench.ttft.report import make_rows, recommend
 from tightwire.bench.ttft.requests import Arm, Request, Turn
-from tightwire.bench.ttft.summary import make_rows, recommend
 from tightwire.comm.ledger.counters import Count
 
 CELLS = [Cell(prompt_len=16, concurrency=2), Cell(prompt_len=64, concurrency=2)]
@@ -54,7 +54,7 @@ def test_ratios_are_paired_by_round_so_that_a_busy_machine_cancels() -> None:
         assert found[ratio]["low"] <= value + 1e-9 <= found[ratio]["high"] + 2e-9
         assert found[ratio]["verdict"] == "faster"
     assert found["best_lossless"] == "ring"
-    assert found["tpot_ratio"]["verdict"] == found["tokens_per_s_ratio"]["verdict"] == "no difference"
+    assert found["tpot_ratio"]["verdict"] == "no difference"
     assert row(measured(), BASE)["ratio"] is None
 
 
@@ -66,6 +66,20 @@ def test_parts_bytes_rates_and_agreement_of_a_row() -> None:
     assert found["tokens_per_s"]["p50"] == 2.0
     assert found["agreement"] == {"checked": 1, "same": 0, "first_difference": 1, "largest_gap_nats": 0.5}
     assert found["bound"] is None, "no wire of a known rate"
+
+
+def test_the_bound_is_computing_and_bytes_over_bandwidth() -> None:
+    alone = Cell(prompt_len=16, concurrency=1)
+    found = measured(arms={BASE: {"ttft_s": 0.1}})
+    found.cells, found.turns = [alone], [entry(alone, BASE, number, 0.1) for number in range(3)]
+    found.comm = {"link": {"measured_bytes_per_s": 5000.0, "asked_bytes_per_s": 6000.0, "latency_s": 0.0}}
+    bound = row(found, BASE)["bound"]
+    assert bound["wire_s"] == pytest.approx(300 / 5000)
+    assert bound["bound_s"] == pytest.approx(0.02 + 300 / 5000)
+    found.comm["overlap"] = True
+    assert row(found, BASE)["bound"]["bound_s"] == pytest.approx(300 / 5000), "at the same time, the slower of the two"
+    found.ranks_share_wire = True
+    assert row(found, BASE)["bound"] is None
 
 
 def test_the_same_one_again_is_no_difference_and_no_better_choice() -> None:

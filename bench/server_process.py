@@ -1,0 +1,116 @@
+"""Runs a server under test in a session of its own: starts it, waits until it answers, and stops it with all its processes."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+import httpx
+
+_STOP_S = 20.0
+_TAIL_LINES = 25
+
+
+class ServerFailedError(Exception):
+    """A server did not start, gave wrong answers or failed under load; the message may end with the end of its log."""
+
+
+class ServerProcess:
+    """A server process from construction to ``stop``.
+
+    Args:
+        command: ``{port}`` in it becomes a free port.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], *, log: Path) -> None:
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.ready_s: float | None = None  # from start to the first 200 of its health route
+        self._log = log
+        self._is_stopping = False  # a second signal could interrupt an orderly end
+        self._began = time.perf_counter()
+        with log.open("wb") as out:
+            try:
+                self._process = subprocess.Popen(
+                    [word.replace("{port}", str(port)) for word in command],
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    env={**os.environ, **env},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise ServerFailedError(f"{command[0]} cannot be run: {error}") from error
+
+    def wait_ready(self, route: str, timeout_s: float) -> None:
+        """Wait until ``route`` answers 200.
+
+        Raises:
+            ServerFailedError: the process ended, or the time is up.
+        """
+        with httpx.Client(timeout=5.0, trust_env=False) as client:
+            while time.perf_counter() < self._began + timeout_s:
+                self.check()
+                with contextlib.suppress(httpx.TransportError):  # it does not listen yet
+                    if client.get(f"{self.url}{route}").status_code == 200:
+                        self.ready_s = time.perf_counter() - self._began
+                        return
+                time.sleep(0.05)
+        raise ServerFailedError(f"was not ready within {timeout_s:g} s:\n{self.log_tail()}")
+
+    def check(self) -> None:
+        """
+        Raises:
+            ServerFailedError: the process has ended.
+        """
+        if self._process.poll() is not None:
+            raise ServerFailedError(f"ended with status {self._process.returncode}:\n{self.log_tail()}")
+
+    def pids(self) -> list[int]:
+        """The living processes of this server's session (Linux)."""
+        return list(_members(self._process.pid))
+
+    def log_tail(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+
+    def begin_stop(self) -> None:
+        if not self._is_stopping and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        self._is_stopping = True
+
+    def stop(self) -> None:
+        """Send SIGTERM to the server, then SIGKILL to the processes of its session that remain."""
+        self.begin_stop()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_S)
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _members(session: int) -> Iterator[int]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, own = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended in the meantime
+        if int(own) == session and state != "Z":
+            yield int(folder.name)
