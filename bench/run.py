@@ -29,10 +29,9 @@ _Options = TypeVar("_Options", bound=OutputOptions)
 class Bench(ABC, Generic[_Options]):
     """One run of a bench. A subclass measures, and says what the columns of its table and its plots are.
 
-    The result in the JSON file is ``schema``, ``label``, ``environment``, ``metrics``, then ``facts``, ``cells`` and
-    ``error``. A cell is plain data with a ``name`` and ``samples``: for each metric a list of raw values, in which None is a
-    missing value. ``bench compare`` reads ``metrics``, ``pairing_keys``, ``cells[].name``, ``cells[].samples`` and, where a cell
-    has them, ``batch``, ``requested`` and ``failed`` (see ``bench.compare.results``).
+    A cell is plain data with a ``name`` and ``samples``: for each metric a list of raw values, in which None is a missing
+    value. ``bench compare`` reads ``metrics``, ``pairing_keys``, ``cells[].name``, ``cells[].samples`` and, where a cell has them,
+    ``batch``, ``requested`` and ``failed`` (see ``bench.compare.results``).
     """
 
     verb: ClassVar[str]
@@ -48,7 +47,7 @@ class Bench(ABC, Generic[_Options]):
 
     @classmethod
     def main(cls, argv: Sequence[str]) -> int:
-        """Run with the options of a command line; returns the exit code, 2 for invalid options."""
+        """Returns the exit code, 2 for invalid options."""
         options: Any = parse_options(cls.options_type, argv, verb=cls.verb, description=cls.description)
         return cls(options).run()
 
@@ -72,7 +71,6 @@ class Bench(ABC, Generic[_Options]):
         """
 
     def cells(self) -> list[dict[str, Any]]:
-        """The cells measured so far."""
         return self.measured
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
@@ -94,7 +92,7 @@ class Bench(ABC, Generic[_Options]):
 
     def run(self) -> int:
         """Returns the exit code: 0, that of a failure, 130 after Ctrl-C."""
-        error, status = None, 0
+        error, status, failures = None, 0, ((BenchFailedError, 1), *self.failures)
         try:
             if self._output is not None:
                 self._files = ResultFiles(self._output, self.label)
@@ -102,11 +100,9 @@ class Bench(ABC, Generic[_Options]):
             self.measure()
         except KeyboardInterrupt:
             error, status = "interrupted", 130
-        except BenchFailedError as failure:
-            error, status = str(failure), 1
-        except tuple(kind for kind, _ in self.failures) as failure:
+        except tuple(kind for kind, _ in failures) as failure:
             error = str(failure)
-            status = next(code for kind, code in self.failures if isinstance(failure, kind))
+            status = next(code for kind, code in failures if isinstance(failure, kind))
         return self._end(error, status)
 
     def keep(self) -> None:
@@ -128,7 +124,6 @@ class Bench(ABC, Generic[_Options]):
         }
 
     def say(self, text: str) -> None:
-        """Print to stderr."""
         sys.stderr.write(f"tightwire bench {self.verb}: {text}\n")
 
     def print(self, *lines: str, style: str | None = None) -> None:
@@ -147,10 +142,9 @@ class Bench(ABC, Generic[_Options]):
 
     @contextmanager
     def watch_others(self, pids: Sequence[int] = ()) -> Iterator[None]:
-        """Record the share of the cores that other programs use meanwhile; print a note if it is large.
+        """Record the share of the cores that other programs use meanwhile.
 
-        Processes that the bench starts inside must end inside; otherwise they count as others. ``pids``: processes of the
-        bench that run throughout.
+        Processes that the bench starts inside must end inside. ``pids``: its processes that run throughout.
         """
         watch = OthersWatch(pids)
         yield
@@ -167,8 +161,8 @@ class Bench(ABC, Generic[_Options]):
         if self._files is not None and result["cells"]:
             try:
                 self._write(self._files, result)
-                if page := self._render(result):
-                    self._files.write("html", page)
+                if items := self.sections(result):
+                    self._files.write("html", self._render(result, items))
             except ValueError as unwritable:
                 self.say(str(unwritable))
                 result["error"] = "; ".join(filter(None, [error, str(unwritable)]))
@@ -183,26 +177,19 @@ class Bench(ABC, Generic[_Options]):
         if (table := self.csv(result)) is not None:
             files.write("csv", csv_text([column.key for column in table.columns], table.csv_rows()))
 
-    def _render(self, result: Mapping[str, Any]) -> str:
-        """The HTML page; empty where there is nothing to show."""
+    def _render(self, result: Mapping[str, Any], items: Sequence[Item]) -> str:
         title, lead = self.title(result)
-        alarms = [result["error"]] if result["error"] else []
-        facts = [*environment_facts(self._environment), *_plain_facts(self.facts)]
+        facts = environment_facts(self._environment)
+        for name, value in self.facts.items():
+            if isinstance(value, Mapping):
+                value = ", ".join(
+                    f"{key} {inner}" for key, inner in value.items() if not isinstance(inner, (dict, list))
+                )
+            if isinstance(value, (str, int, float)) and value != "" and name != "others_share":
+                facts.append((name.replace("_", " "), str(value)))
         if "others_share" in self.facts:
             facts.append(("quiet", describe_others(self.facts["others_share"])))
-        items = self.sections(result)
-        return render(title, lead, items, alarms=alarms, facts=facts) if items else ""
-
-
-def _plain_facts(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Facts that are short: values, and mappings of values."""
-    shown = []
-    for name, value in facts.items():
-        if isinstance(value, Mapping):
-            value = ", ".join(f"{key} {inner}" for key, inner in value.items() if not isinstance(inner, (dict, list)))
-        if isinstance(value, (str, int, float)) and value != "" and name != "others_share":
-            shown.append((name.replace("_", " "), str(value)))
-    return shown
+        return render(title, lead, items, alarms=[result["error"]] if result["error"] else [], facts=facts)
 
 
 def without_raw(value: Any) -> Any:

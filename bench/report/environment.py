@@ -63,20 +63,18 @@ def _without_secrets(argv: Sequence[str]) -> list[str]:
 
 def git_revision() -> str | None:
     """The commit of the checkout this code runs from, ``-dirty`` when it has changes; None outside a checkout."""
-    folder = Path(__file__).resolve().parent
-    git = ["git", "-C", str(folder), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
-    try:
-        done = subprocess.run(git, capture_output=True, text=True, timeout=10, check=False)
-        tracked = subprocess.run(
-            ["git", "-C", str(folder), "ls-files", "--error-unmatch", Path(__file__).name],
-            capture_output=True,
-            timeout=10,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
     # Installed in a virtual environment inside another project, git would report that project's commit.
-    return done.stdout.strip() or None if tracked.returncode == 0 else None
+    if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None
+    return _git("describe", "--always", "--abbrev=12", "--dirty", "--exclude=*")
+
+
+def _git(*arguments: str) -> str | None:
+    git = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def _version(name: str) -> str | None:

@@ -23,14 +23,12 @@ if TYPE_CHECKING:
 
 _MARKERS = "osD^vPX<>*"
 _MOST_STEPS = 400  # of an ECDF; more cannot be seen and enlarge the page
-_LEGEND_COLUMNS = ((3, 18), (2, 32))  # columns, and the characters that fit into each
+_LEGEND_CHARS = 64  # that fit into a line of the legend
 _MAX_TICKS = 32
 _STYLE: dict[Any, Any] = {
     "font.size": 10.5,
-    "font.family": "sans-serif",
     "svg.fonttype": "none",  # text stays text
     "axes.grid": True,
-    "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "grid.color": "#dfe3e8",
@@ -92,21 +90,19 @@ def lines(
     def draw(axes: "Axes") -> None:
         for number, name in enumerate(names):
             own = [row for row in known if row[by] == name]
-            if not own:
-                continue
             xs, ys = [x.scaled(row) for row in own], [y.scaled(row) for row in own]
             style = ("--" if dashed(name) else "-") if joined else "none"
             marker = _MARKERS[(number + number // 10) % len(_MARKERS)]  # there are ten colours
-            axes.plot(xs, ys, label=_short(str(name)), color=f"C{number}", marker=marker, markersize=5, linestyle=style)
+            if own:
+                label = _short(str(name))
+                axes.plot(xs, ys, label=label, color=f"C{number}", marker=marker, markersize=5, linestyle=style)
             if interval is not None:
                 low, high = ([end.scaled(row) for row in own] for end in interval)
                 axes.vlines(xs, low, high, color=f"C{number}")
         if log_x:
-            axes.set_xscale("log")
-            _number_log_axis(axes.xaxis)
+            _make_log(axes, "x")
         if log_y:
-            axes.set_yscale("log")
-            _number_log_axis(axes.yaxis)
+            _make_log(axes, "y")
         elif from_zero:
             axes.set_ylim(bottom=0)
         if ticks:
@@ -140,27 +136,18 @@ def bars(
 
 
 def ecdf(
-    title: str,
-    samples: Mapping[str, Sequence[float]],
-    *,
-    x_label: str,
-    log_x: bool = False,
-    limit: float | None = None,
-    note: str = "",
+    title: str, samples: Mapping[str, Sequence[float]], *, x_label: str, log_x: bool = False, note: str = ""
 ) -> Plot:
-    """The share of each set of samples that is at most x. ``limit``: an x value to compare with."""
+    """The share of each set of samples that is at most x."""
 
     def draw(axes: "Axes") -> None:
         for name, values in samples.items():
             steps = min(len(values), _MOST_STEPS)
             axes.ecdf(np.quantile(values, np.linspace(0, 1, steps), method="nearest"), label=_short(name))
         if log_x:
-            axes.set_xscale("log")
-            _number_log_axis(axes.xaxis)
+            _make_log(axes, "x")
         else:
             axes.set_xlim(left=0)
-        if limit is not None:
-            axes.axvline(limit, color="black", linewidth=1, linestyle=":")
         axes.set(xlabel=x_label, ylabel="share at most this")
 
     return Plot(title=title, draw=draw, note=note)
@@ -173,17 +160,13 @@ def heat_map(
 
     def draw(axes: "Axes") -> None:
         values = np.array([[math.nan if value is None else value for value in row] for row in rows.values()])
-        columns = np.arange(values.shape[1] + 1) - 0.5  # so that a column's number is at its middle
-        mesh = axes.pcolormesh(columns, np.arange(len(rows) + 1), np.ma.masked_invalid(values), cmap="Blues")
-        every = max(1, -(-len(rows) // _MAX_TICKS))
-        axes.set_yticks(
-            [number + 0.5 for number in range(0, len(rows), every)], [_short(name) for name in list(rows)[::every]]
-        )
-        axes.invert_yaxis()
+        image = axes.imshow(np.ma.masked_invalid(values), cmap="Blues", aspect="auto", interpolation="none")
+        numbers = range(0, len(rows), max(1, -(-len(rows) // _MAX_TICKS)))
+        axes.set_yticks(numbers, [_short(list(rows)[number]) for number in numbers])
         axes.grid(visible=False)
         axes.set(xlabel=x_label)
         assert axes.figure is not None
-        axes.figure.colorbar(mesh, ax=axes, label=value_label)
+        axes.figure.colorbar(image, ax=axes, label=value_label)
 
     return Plot(title=title, draw=draw, note=note, height_inches=min(9.5, 1.5 + 0.22 * len(rows)))
 
@@ -199,8 +182,7 @@ def svg(plot: Plot) -> str:
         plot.draw(axes)
         handles, names = axes.get_legend_handles_labels()
         if names:  # matplotlib warns of an empty legend
-            longest = max(map(len, names))
-            columns = next((count for count, room in _LEGEND_COLUMNS if longest <= room), 1)
+            columns = min(3, max(1, _LEGEND_CHARS // max(len(name) + 3 for name in names)))
             figure.legend(handles, names, loc="outside lower center", ncols=columns, fontsize=9.5)
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -223,10 +205,12 @@ def _short(name: str) -> str:
     return f"{kind}:{PurePath(path).stem}" if colon and "/" in path else name
 
 
-def _number_log_axis(axis: "Axis") -> None:
-    """1, 2, 5, 10, ... written out, as far as there is room."""
+def _make_log(axes: "Axes", which: str) -> None:
+    """A log scale with 1, 2, 5, 10, ... written out, as far as there is room."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
+    axes.set(**{f"{which}scale": "log"})
+    axis: Axis = getattr(axes, f"{which}axis")
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=9))
     axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axis.set_minor_formatter(NullFormatter())
@@ -239,18 +223,13 @@ _TEMPLATE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{{ title }}</title>
 <style>
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.5rem 1rem 3rem; max-width: 72rem; background: #fff; color: #1c2024; font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.1rem; margin: 0 0 .5rem; }
-p { margin: .25rem 0 .75rem; } .note, dt { color: #5b6470; } .alarm { color: #b42318; font-weight: 600; }
-main { display: grid; gap: 2rem 2.5rem; margin-top: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
-section { min-width: 0; } section.wide { grid-column: 1 / -1; overflow-x: auto; } img { width: 100%; max-width: 36rem; }
+body { margin: 0 auto; padding: 1.5rem 1rem; max-width: 72rem; font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; } .note, dt { color: #5b6470; } .alarm { color: #b42318; font-weight: 600; }
+section { overflow-x: auto; } section.plot { display: inline-block; vertical-align: top; width: min(100%, 35rem); } img { width: 100%; }
 table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #dfe3e8; white-space: nowrap; } .word { text-align: left; }
 tr.strong { background: #eef4ff; font-weight: 600; } tr.wrong td { color: #b42318; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; margin: 0; font-size: .875rem; }
-dd { margin: 0; overflow-wrap: anywhere; }
-@media print { section { break-inside: avoid; } table { font-size: 7.5pt; } th, td { white-space: normal; } }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; font-size: .875rem; } dd { margin: 0; }
 </style>
 </head>
 <body>
@@ -259,9 +238,8 @@ dd { margin: 0; overflow-wrap: anywhere; }
 {% for alarm in alarms %}
 <p class="alarm">{{ alarm }}</p>
 {% endfor %}
-<main>
 {% for item, image in sections %}
-<section{% if not image %} class="wide"{% endif %}>
+<section{% if image %} class="plot"{% endif %}>
 <h2>{{ item.title }}</h2>
 {% for line in item.lines or [item.note] %}
 <p class="note">{{ line }}</p>
@@ -280,15 +258,12 @@ dd { margin: 0; overflow-wrap: anywhere; }
 {% endif %}
 </section>
 {% endfor %}
-<section class="wide">
 <h2>Machine and settings</h2>
 <dl>
 {% for name, value in facts %}
 <dt>{{ name }}</dt><dd>{{ value }}</dd>
 {% endfor %}
 </dl>
-</section>
-</main>
 </body>
 </html>
 """

@@ -1,7 +1,6 @@
 """Writes the files of one run into the user's folder: JSON with all raw samples, CSV, an HTML page."""
 
 import csv
-import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -16,10 +15,7 @@ _MAX_LABEL_CHARS = 100  # a file name has at most 255 bytes, and a date follows
 
 
 def check_label(label: str) -> str:
-    """
-    Raises:
-        ValueError: no file name can begin with ``label``, or the file would lie outside of ``--output``.
-    """
+    """Raises ValueError if no file name can begin with ``label``, or the file would lie outside of ``--output``."""
     if not label.isprintable() or "/" in label or not 0 < len(label) <= _MAX_LABEL_CHARS:
         raise ValueError(
             f"--label begins the names of files: it needs 1 to {_MAX_LABEL_CHARS} characters and no slash, got {label!r}; "
@@ -29,10 +25,7 @@ def check_label(label: str) -> str:
 
 
 class ResultFiles:
-    """Files with unique names, each written atomically.
-
-    The folder stays empty until the first write, so a run that measured nothing leaves nothing. Writing again replaces a
-    file: a bench that writes after every round loses at most one round in a crash.
+    """Files with unique names, each written atomically; the folder stays empty until the first write.
 
     Raises:
         ValueError: the folder cannot be created or written, or matplotlib is missing; known before anything is measured.
@@ -58,7 +51,7 @@ class ResultFiles:
         return list(map(str, self._paths.values()))
 
     def write(self, kind: str, text: str) -> None:
-        """Write the file with the extension ``kind``.
+        """Write, or replace, the file with the extension ``kind``.
 
         Raises:
             ValueError: the file cannot be written.
@@ -72,16 +65,15 @@ class ResultFiles:
         self._paths[kind] = path
 
     def _reserve(self, kind: str) -> str:
-        """A free name; the first run that creates a file of that name owns it, so runs of the same second do not collide."""
-        number = 1
+        """A free name; the run that creates its first file owns it, so runs of the same second do not collide."""
+        stem, number = self._start, 1
         while True:
-            stem = self._start if number == 1 else f"{self._start}-{number}"
             try:
-                os.close(os.open(self._folder / f"{stem}.{kind}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+                (self._folder / f"{stem}.{kind}").touch(exist_ok=False)
+                return stem
             except FileExistsError:
                 number += 1
-                continue
-            return stem
+                stem = f"{self._start}-{number}"
 
 
 def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:

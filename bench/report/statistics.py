@@ -1,8 +1,7 @@
 """Statistics of raw samples: distributions, and the ratio of two sequences with its interval and verdict.
 
-``compare`` takes medians, which one slow call does not move, and bootstraps their ratio, which needs no assumption about
-the distribution of times. It sees only the noise within its samples. Two runs an hour apart also differ by the machine's
-drift, so arms to compare are interleaved in random rounds (``paired``).
+Medians are not moved by one slow call, and a bootstrap needs no assumption about the distribution. It sees only the noise
+within its samples; two runs an hour apart also differ by the machine's drift, so arms are interleaved in rounds (``paired``).
 """
 
 import math
@@ -58,10 +57,7 @@ def describe(values: Sequence[float]) -> Distribution | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """``ratio`` is other / baseline of medians, ``low`` to ``high`` its bootstrap 95 % interval.
-
-    With less than ``MIN_SAMPLES`` the interval means nothing, which the verdict says.
-    """
+    """``ratio`` is other / baseline of medians, ``low`` to ``high`` its bootstrap 95 % interval."""
 
     ratio: float
     low: float
@@ -78,19 +74,17 @@ def compare(
     seed: int = 0,
     worse_is_higher: bool = True,
 ) -> Comparison:
-    """How ``other`` relates to ``baseline``: the ratio of medians, its interval, and a verdict.
+    """The ratio of medians, its interval, and a verdict.
 
     The verdict is ``faster`` or ``slower`` when the whole 95 % interval lies outside 1 +- ``FLOOR`` and the wider interval
     for a dozen cells (Bonferroni: 1 - 0.05 / 12, so 99.6 %) excludes 1. With 95 % alone every other A/A table of a dozen
-    cells would contain a false verdict; with the wider interval one in twenty does, and fewer where noise is below the
-    floor. Fewer than 8 samples can be resampled in too few ways: the wider interval is then Student's on logarithms, and
-    the printed one is at least as wide as Student's. With fewer than ``MIN_SAMPLES`` the verdict is ``too few``.
+    cells would contain a false verdict. Fewer than 8 samples can be resampled in too few ways: the wider interval is then
+    Student's on logarithms, and the printed one is at least as wide as Student's.
 
     Args:
         baseline, other: positive, in one unit: seconds, or a rate with ``worse_is_higher=False``. Samples must be
             independent: requests of one batch are not, so give one value for each batch.
-        paired: element i of both comes from the same round; they are resampled together, so that what both have in
-            common (a busy machine, a long prompt) cancels.
+        paired: element i of both comes from the same round; they are resampled together, which cancels what both share.
     Raises:
         ValueError: no samples, numbers that are not finite or not above 0, pairs without a partner.
     Source: percentile bootstrap, Efron 1979. Not BCa, whose jackknife does not hold for medians.

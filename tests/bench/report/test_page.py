@@ -29,7 +29,7 @@ PLOTS = {
         ),
         ["first", "unknown", "queue", "run", "ms"],
     ),
-    "ecdf": (ecdf("ECDF", {"a": [3, 1, 2], "b": [5.0] * 5000}, x_label="ms", limit=2.0), ["a", "b", "ms"]),
+    "ecdf": (ecdf("ECDF", {"a": [3, 1, 2], "b": [5.0] * 5000}, x_label="ms", log_x=True), ["a", "b", "ms"]),
     "heat map": (
         heat_map("Map", {"r1": [1, 2], "r2": [None, 0]}, x_label="layer", value_label="dB"),
         ["r1", "r2", "layer", "dB"],
