@@ -1,9 +1,7 @@
 """Measures one streamed request at the client, and defines the prompt and the sample of every bench that sends requests.
 
-The clock starts when the request is handed to the connection. Time that a request waits in the load generator
-(``serve.load``) is not the server's and is never in a sample.
-
-The client takes CPU time from a server on the same cores, so it uses aiohttp: an event costs a third of httpx's time.
+The clock starts when the request is handed to the connection, so time in the load generator (``serve.load``) is not in a
+sample. The client takes CPU time from a server on the same cores: an event costs aiohttp a third of httpx's time.
 """
 
 import asyncio
@@ -11,7 +9,6 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, Self
 
 import aiohttp
@@ -49,23 +46,18 @@ class Prompt:
 
 @dataclass(kw_only=True, slots=True)
 class Sample:
-    """The measurements of one request; times in seconds from when it was sent.
-
-    ``ttft_s`` is the time of the first event with text. ``itl_s`` are the gaps between events with text: a server that puts
-    several tokens into one event has fewer and longer gaps. ``num_generated`` is the server's own count (usage); without it
-    events with text are counted and ``usage`` is False.
-    """
+    """The measurements of one request; times in seconds from when it was sent."""
 
     index: int = 0
     sent_s: float = 0.0  # since the load began
     late_s: float = 0.0  # how much later than planned it was sent (request-rate load only)
-    ttft_s: float | None = None
+    ttft_s: float | None = None  # of the first event with text
     e2e_s: float | None = None
-    itl_s: list[float] = field(default_factory=list)
+    itl_s: list[float] = field(default_factory=list)  # gaps between events with text, which may hold several tokens
     num_prompt: int = 0
     num_cached: int = 0  # prompt tokens that a prefix cache supplied
     num_generated: int = 0
-    usage: bool = False
+    usage: bool = False  # the token counts are the server's own; otherwise events with text are counted
     finish_reason: str | None = None
     error: str | None = None
 
@@ -88,8 +80,6 @@ class BenchClient:
         self._remote = remote
         self._timeout_s = timeout_s
         self.send_fields(extra_body)
-        is_new = aiohttp.TraceConfig()
-        is_new.on_connection_create_start.append(_note_new)
         self._proxy = environment_proxy(remote.base) if remote.trust_env else None
         self._http = aiohttp.ClientSession(
             headers=dict(remote.headers),
@@ -97,7 +87,6 @@ class BenchClient:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             # No limit on connections: waiting for one would count as the server's time.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=httpx.create_ssl_context()),
-            trace_configs=[is_new],
         )
 
     def send_fields(self, extra_body: Mapping[str, Any], *, asks_usage: bool = True) -> None:
@@ -149,25 +138,16 @@ class BenchClient:
             reader.end()
 
     async def _send(self, url: str, body: bytes) -> aiohttp.ClientResponse:
-        """Send a request; once more, with the clock running, if the server closed a kept connection at the same moment.
+        """Send a request; once more, with the clock running, if the server closes the connection without an answer.
 
-        llama.cpp's server does so (RFC 9112 section 9.3.1). A new connection that ends without an answer is an error.
+        llama.cpp's server closes kept connections at the moment of a request (RFC 9112 section 9.3.1).
         """
-        connection = SimpleNamespace(is_new=False)
+        options: dict[str, Any] = {"data": body, "proxy": self._proxy, "allow_redirects": False}
+        options["headers"] = {"Content-Type": "application/json"}
         try:
-            return await self._post(url, body, connection)
+            return await self._http.post(url, **options)
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-            if connection.is_new:
-                raise
-            return await self._post(url, body, connection)
-
-    async def _post(self, url: str, body: bytes, connection: SimpleNamespace) -> aiohttp.ClientResponse:
-        options: dict[str, Any] = {"proxy": self._proxy, "allow_redirects": False, "trace_request_ctx": connection}
-        return await self._http.post(url, data=body, headers={"Content-Type": "application/json"}, **options)
-
-
-async def _note_new(session: aiohttp.ClientSession, context: SimpleNamespace, event: object) -> None:
-    context.trace_request_ctx.is_new = True
+            return await self._http.post(url, **options)
 
 
 class _StreamReader:
@@ -195,7 +175,11 @@ class _StreamReader:
             sample.e2e_s = now - self._began
             sample.finish_reason = choice.get("finish_reason") or sample.finish_reason
         if isinstance(event.get("usage"), dict):
-            self._usage(event["usage"])
+            usage = event["usage"]
+            sample.usage = True
+            sample.num_prompt = _count(usage, "prompt_tokens")
+            sample.num_generated = _count(usage, "completion_tokens")
+            sample.num_cached = _count(usage.get("prompt_tokens_details"), "cached_tokens")
         if self._watch is not None:
             self._watch(event)
 
@@ -206,12 +190,6 @@ class _StreamReader:
         else:
             self._sample.itl_s.append(now - self._last_text)
         self._last_text = now
-
-    def _usage(self, usage: dict[str, Any]) -> None:
-        self._sample.usage = True
-        self._sample.num_prompt = _count(usage, "prompt_tokens")
-        self._sample.num_generated = _count(usage, "completion_tokens")
-        self._sample.num_cached = _count(usage.get("prompt_tokens_details"), "cached_tokens")
 
     def end(self) -> None:
         sample = self._sample

@@ -24,7 +24,6 @@ from tightwire.server.config.flags import convert
 
 REQUIRED: Any = MISSING  # as the default of an ``option`` that must be given
 _Options = TypeVar("_Options")
-_Number = TypeVar("_Number", int, float)
 
 
 def option(
@@ -44,9 +43,8 @@ def option(
 
     Args:
         help: shown with the default; where the default is None or (), the text says what happens without the flag.
-        metavar: default: by the field's type.
-        parse: turns the flag's text into the value; default: by the field's type (str, int, float, bool, Path, or a tuple of
-            str, int or float, separated by commas).
+        metavar, parse: the placeholder in --help, and a function of the flag's text; default: by the field's type, which may
+            be str, int, float, bool, Path, or a tuple of str, int or float, separated by commas.
         flag: default: the field's name with dashes. Without leading dashes: a positional argument.
         least, above: limits of a given number, or of each number of a tuple; ``above`` also refuses infinity.
         const: the value of the flag without an argument.
@@ -119,22 +117,21 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 def parse_integers(text: str) -> tuple[int, ...]:
     """``1,16`` as whole numbers."""
-    return tuple(_number(int, part, text) for part in text.split(","))
+    return tuple(_parse_all(int, "whole numbers", text))
 
 
 def parse_numbers(text: str) -> tuple[float, ...]:
-    return tuple(_number(float, part, text) for part in text.split(","))
+    return tuple(_parse_all(float, "numbers", text))
 
 
 def parse_names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def _number(kind: type[_Number], part: str, text: str) -> _Number:
+def _parse_all(kind: Callable[[str], Any], what: str, text: str) -> list[Any]:
     try:
-        return kind(part)
+        return [kind(part) for part in text.split(",")]
     except ValueError:
-        what = "whole numbers" if kind is int else "numbers"
         raise ValueError(f"expected {what} separated by commas, such as 1,16, got {text!r}") from None
 
 
@@ -167,27 +164,22 @@ def _type_of(own: Field[Any]) -> Any:
 
 
 def _converter(own: Field[Any]) -> Callable[[str], Any]:
-    parse: Callable[[str], Any] = (
-        own.metadata["parse"] or _PARSERS.get(_type_of(own)) or (lambda text: convert(own, text))
-    )
+    parse = own.metadata["parse"] or _PARSERS.get(_type_of(own)) or (lambda text: convert(own, text))
+    least, above = own.metadata["least"], own.metadata["above"]
 
     def from_text(text: str) -> Any:
         try:
             value = parse(text)
-            _check_limits(own.metadata["least"], own.metadata["above"], value)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
+        for number in value if isinstance(value, tuple) else (value,):
+            if least is not None and not number >= least:
+                raise argparse.ArgumentTypeError(f"must be at least {least:g}, got {number:g}")
+            if above is not None and not above < number < math.inf:
+                raise argparse.ArgumentTypeError(f"must be above {above:g}, got {number:g}")
         return value
 
     return from_text
-
-
-def _check_limits(least: float | None, above: float | None, value: Any) -> None:
-    for number in value if isinstance(value, tuple) else (value,):
-        if least is not None and not number >= least:
-            raise ValueError(f"must be at least {least:g}, got {number:g}")
-        if above is not None and not above < number < math.inf:
-            raise ValueError(f"must be above {above:g}, got {number:g}")
 
 
 def _help(own: Field[Any]) -> str:

@@ -183,4 +183,4 @@ async def test_a_new_connection_without_an_answer_is_a_failure() -> None:
         async with BenchClient(Remote(base=base, model="m"), timeout_s=10.0, extra_body={}) as client:
             sample = await client.measure(PROMPT)
         assert sample.error is not None and "connection" in sample.error
-        assert requests == [0]
+        assert requests == [0, 0]
