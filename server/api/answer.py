@@ -3,7 +3,7 @@
 A stream that breaks ends with an error event. A client that disconnects cancels its sequences.
 """
 
-import asyncio
+import contextlib
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tightwire.server.api.disconnect import ClientGoneError, cancel_on_disconnect, end_tasks, wait_for_disconnect
+from tightwire.server.api.disconnect import ClientGoneError, cancel_on_disconnect
 from tightwire.server.api.errors import to_api_error
 from tightwire.server.api.generation import Delta, TokenSequence, generate
 from tightwire.server.api.logprobs import PromptLogprobs, prompt_logprobs
@@ -42,14 +42,10 @@ class EventStream(StreamingResponse):
         super().__init__(frames, headers=headers, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self.stream_response(send))
-        gone = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
-            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
+            with contextlib.suppress(ClientGoneError):
+                await cancel_on_disconnect(receive, self.stream_response(send))
         finally:
-            await end_tasks(sending, gone)
             await self._frames.aclose()
             await self._close()
 

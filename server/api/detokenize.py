@@ -19,7 +19,12 @@ from tightwire.model.text.byte_tokenizer import byte_characters
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK = "\u2581"
-_SENTENCEPIECE = [f"Replace({_SPACE_MARK!r}, ' ')", "ByteFallback", "Fuse", "Strip(' ', 1, 0)"]
+_SENTENCEPIECE = [
+    {"type": "Replace", "pattern": {"String": _SPACE_MARK}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+]
 
 
 class TokenTable:
@@ -33,7 +38,7 @@ class TokenTable:
         self._backend = backend
         self._special = {id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special}
         steps = _decoder_steps(backend)
-        self.byte_level = steps == ["ByteLevel"]
+        self.byte_level = [step["type"] for step in steps] == ["ByteLevel"]
         if not self.byte_level and steps[:3] != _SENTENCEPIECE[:3]:
             raise ValueError(
                 f"this tokenizer's decoder has the steps {steps}; text can be streamed from tokenizers that decode by "
@@ -79,22 +84,11 @@ class TokenTable:
         return piece.replace(_SPACE_MARK, " ").encode() if byte is None else bytes([byte])
 
 
-def _decoder_steps(backend: Backend) -> list[str]:
+def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
     if backend.decoder is None:
         return []
     state = json.loads(backend.decoder.__getstate__())  # a decoder has no other way to read its settings
-    steps = state["decoders"] if state["type"] == "Sequence" else [state]
-    return [_step_name(step) for step in steps]
-
-
-def _step_name(step: dict[str, Any]) -> str:
-    """The step's type, with the settings that change its text."""
-    match step:
-        case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
-            return f"Replace({pattern!r}, {content!r})"
-        case {"type": "Strip", "content": content, "start": start, "stop": stop}:
-            return f"Strip({content!r}, {start}, {stop})"
-    return step["type"]
+    return state["decoders"] if state["type"] == "Sequence" else [state]
 
 
 class Detokenizer:

@@ -22,7 +22,7 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
         ClientGoneError: the client disconnected.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(wait_for_disconnect(receive))
+    gone = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         # No deadline here: the engine client fails every wait on a dead or hung rank, so the work always ends.
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -30,16 +30,11 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
             raise ClientGoneError
         return task.result()
     finally:
-        await end_tasks(task, gone)
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)  # so that no task outlives the request
 
 
-async def wait_for_disconnect(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel the tasks that still run and wait for their cleanup, so that none outlives the request."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -6,6 +6,7 @@ becomes a 500 without details and a log record.
 
 import logging
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -20,10 +21,24 @@ from tightwire.server.ipc.engine_client import (
 
 _log = logging.getLogger(__name__)
 
-_ENGINE_ERRORS = (EngineUnavailableError, QueueFullError, RecordingBusyError, RankSilentError)
-
 _RETRY_SOON = {"Retry-After": "1"}  # a place in the queue is free within seconds
 _RETRY_LATER = {"Retry-After": "5"}  # loading or restarting takes longer
+
+# Status, code and headers of the engine client's errors.
+_ENGINE_ERRORS: dict[type[Exception], tuple[int, str, dict[str, str] | None]] = {
+    EngineUnavailableError: (503, "unavailable", _RETRY_LATER),
+    QueueFullError: (429, "queue_full", _RETRY_SOON),
+    RecordingBusyError: (409, "recording_busy", _RETRY_SOON),
+    RankSilentError: (504, "rank_silent", None),
+}
+# Code and message for statuses of Starlette's router.
+_ROUTER_ERRORS = {
+    404: ("route_not_found", "there is no such route; GET /openapi.json lists the routes"),
+    405: (
+        "method_not_allowed",
+        "this route does not support this method; the Allow header lists the ones it supports",
+    ),
+}
 
 # OpenAI's ``type`` for a status; any other 4xx is an invalid_request_error.
 _TYPES = {
@@ -35,6 +50,10 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+
+
+def json_response(body: msgspec.Struct, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -50,36 +69,26 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An error response; the client reads ``message``."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
+    status: int
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> ErrorBody:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return ErrorBody(error=ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code))
 
     def response(self) -> Response:
-        return Response(
-            msgspec.json.encode(self.body()),
-            status_code=self.status,
-            headers=self.headers,
-            media_type="application/json",
-        )
+        return json_response(self.body(), self.status, self.headers)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -94,31 +103,16 @@ def unavailable(message: str) -> ApiError:
 
 def to_api_error(error: Exception) -> ApiError:
     """The ``ApiError`` for any exception. Logs an unexpected one and hides its details from the client."""
-    match error:
-        case ApiError():
-            return error
-        case EngineUnavailableError():
-            return unavailable(str(error))
-        case QueueFullError():
-            return ApiError(429, str(error), code="queue_full", headers=_RETRY_SOON)
-        case RecordingBusyError():
-            return ApiError(409, str(error), code="recording_busy", headers=_RETRY_SOON)
-        case RankSilentError():
-            return ApiError(504, str(error), code="rank_silent")
-        case HTTPException():
-            return _from_http_exception(error)
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        code, message = _ROUTER_ERRORS.get(error.status_code, (None, str(error.detail)))
+        return ApiError(error.status_code, message, code=code, headers=error.headers)
+    if type(error) in _ENGINE_ERRORS:
+        status, code, headers = _ENGINE_ERRORS[type(error)]
+        return ApiError(status, str(error), code=code, headers=headers)
     _log.error("unexpected error while answering", exc_info=error)
     return ApiError(500, "internal error; the server's log has the details", code="internal_error")
-
-
-def _from_http_exception(error: HTTPException) -> ApiError:
-    messages = {
-        404: "there is no such route; GET /openapi.json lists the routes",
-        405: "this route does not support this method; the Allow header lists the ones it supports",
-    }
-    message = messages.get(error.status_code, str(error.detail))
-    codes = {404: "route_not_found", 405: "method_not_allowed"}
-    return ApiError(error.status_code, message, code=codes.get(error.status_code), headers=error.headers)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

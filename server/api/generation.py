@@ -72,13 +72,9 @@ class TokenSequence:
         self.token_ids: list[int] = []  # of the answer, including the token that ended it
         self.num_cached_tokens = 0  # prompt tokens that the engine did not compute
         self.finished = False
+        self._text, self._tokens = text, tokens
         self._detokenizer = Detokenizer(tokens, after_text=text.after_text, skip_special=text.skip_special)
-        self._prompt_detokenizer = Detokenizer(tokens, skip_special=text.skip_special)
         self._stops = StopStrings(tuple(text.stops), include=text.keep_stop)
-        self._keep_stop_token = text.keep_stop
-        self._echo = text.echo
-        self._text_start = len(text.echo or "")
-        self._discard_tokens = text.discard_tokens
         self._started = False
         self._delta = Delta(index)
 
@@ -93,22 +89,22 @@ class TokenSequence:
             raise _make_error(output)
         if not self._started:
             self._start(output)
-        if not self._discard_tokens:
+        if not self._text.discard_tokens:
             self._take_tokens(output)
         if output.finish_reason is not None and not self.finished:
-            self._finish("length" if self._discard_tokens else output.finish_reason)
+            self._finish("length" if self._text.discard_tokens else output.finish_reason)
         return self._release()
 
     def _start(self, output: Output) -> None:
         self._started = True
         self.num_cached_tokens = output.num_cached_tokens
         self._delta.prompt_logprobs = output.prompt_logprobs
-        if self._echo is not None:
-            self._delta.text = self._echo
-            self._delta.entries = self._prompt_entries(self._echo, output.prompt_logprobs)
+        if self._text.echo is not None:
+            self._delta.text = self._text.echo
+            self._delta.entries = self._prompt_entries(self._text.echo, output.prompt_logprobs)
 
     def _prompt_entries(self, echo: str, logprobs: list[TokenLogprob | None] | None) -> list[TokenEntry]:
-        detokenizer, entries = self._prompt_detokenizer, []
+        detokenizer, entries = Detokenizer(self._tokens, skip_special=self._text.skip_special), []
         for position, token_id in enumerate(self.prompt_token_ids):
             offset = min(detokenizer.num_chars, len(echo))
             entries.append(TokenEntry(token_id, offset, logprobs[position] if logprobs else None))
@@ -119,9 +115,11 @@ class TokenSequence:
         for position, token_id in enumerate(output.token_ids):
             self.token_ids.append(token_id)
             logprob = output.logprobs[position] if output.logprobs else None
-            self._delta.entries.append(TokenEntry(token_id, self._text_start + self._detokenizer.num_chars, logprob))
+            self._delta.entries.append(
+                TokenEntry(token_id, len(self._text.echo or "") + self._detokenizer.num_chars, logprob)
+            )
             ends = output.stop_token_id is not None and position == len(output.token_ids) - 1
-            if ends and not self._keep_stop_token:
+            if ends and not self._text.keep_stop:
                 return
             self._add_text(self._detokenizer.push(token_id))
             if self.finished:

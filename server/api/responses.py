@@ -7,10 +7,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from tightwire.comm.link.wire import LinkFacts
 from tightwire.server.api.trace import CommTotals
 from tightwire.server.ipc.engine_stats import ReplicaLoad
-from tightwire.server.ipc.messages import CommChoice, SelfTestVerdict
+from tightwire.server.ipc.messages import CommSetup
 
 
 class PromptTokensDetails(Struct, frozen=True):
@@ -66,6 +65,17 @@ class Health(Struct):
     activations: str = ""
 
 
+class Home(Struct, frozen=True):
+    """What this server is. ``model``: null while it loads."""
+
+    name: str
+    about: str
+    model: str | None
+    status: str
+    links: dict[str, str]
+    example: str
+
+
 class CommCost(CommTotals, frozen=True, kw_only=True):
     """Collectives of one kind on rank 0 since start: totals as in CommTotals, and the time of one collective.
 
@@ -79,7 +89,7 @@ class CommCost(CommTotals, frozen=True, kw_only=True):
     algbw_gb_per_s: float | None
 
 
-class CommPolicy(Struct):
+class CommPolicy(CommSetup, frozen=True, kw_only=True):
     """The AllReduce policies of this server with their reasons, and what rank 0 has exchanged since start.
 
     ``transport_reason``: why ``--transport auto`` chose a slower transport than this device's best; otherwise empty.
@@ -92,17 +102,9 @@ class CommPolicy(Struct):
     """
 
     algorithm: str
-    transport: str
-    transport_reason: str
     tp: int
     dp: int
     replicas: list[ReplicaLoad]
-    num_nodes: int
-    overlap: bool
-    choices: list[CommChoice]
-    extra: dict[str, list[CommChoice]]
-    self_test: list[SelfTestVerdict]
-    link: LinkFacts | None
     num_steps: int
     bytes_sent: int
     exact_bytes: int

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-import msgspec
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import asdict, astuple, replace
 
 from tightwire.comm.ledger.ledger import GATHERING
 from tightwire.server.api.metrics import Metrics
@@ -144,7 +144,7 @@ class RequestTrace:
         """Record that text was handed to the socket."""
         if self.timing is None and self._first_token is not None:
             self.timing = self._split(self._first_token, self._clock())
-            self._metrics.observe_ttft(msgspec.structs.asdict(self.timing))
+            self._metrics.observe_ttft(asdict(self.timing))
 
     def ended(self, id_: str, outcome: str) -> None:
         """Record the end of a sequence."""
@@ -183,24 +183,20 @@ class RequestTrace:
         self._last_token_s[output.id] = now_s
 
     def _split(self, first: FirstToken, sent_s: float) -> Timing:
-        # Rounding may make a difference of two moments negative, and no part may be negative.
-        http_s = max(0.0, self._submitted_s - self._arrived_s - self._tokenize_s)
-        queue_s = max(0.0, first.scheduled_s - self._submitted_s)
         on_rank_s = first.compute_s + first.allreduce_s + (first.codec_s or 0.0) + first.sampling_s
-        engine_s = max(0.0, first.sampled_s - first.scheduled_s - on_rank_s)
-        send_s = max(0.0, sent_s - first.sampled_s)
-        return Timing(
-            ttft_s=http_s + self._tokenize_s + queue_s + on_rank_s + engine_s + send_s,
-            http_s=http_s,
-            tokenize_s=self._tokenize_s,
-            queue_s=queue_s,
-            compute_s=first.compute_s,
-            allreduce_s=first.allreduce_s,
-            codec_s=first.codec_s,
-            sampling_s=first.sampling_s,
-            engine_s=engine_s,
-            send_s=send_s,
-        )
+        # Rounding may make a difference of two moments negative, and no part may be negative.
+        parts = {
+            "http_s": max(0.0, self._submitted_s - self._arrived_s - self._tokenize_s),
+            "tokenize_s": self._tokenize_s,
+            "queue_s": max(0.0, first.scheduled_s - self._submitted_s),
+            "compute_s": first.compute_s,
+            "allreduce_s": first.allreduce_s,
+            "codec_s": first.codec_s,
+            "sampling_s": first.sampling_s,
+            "engine_s": max(0.0, first.sampled_s - first.scheduled_s - on_rank_s),
+            "send_s": max(0.0, sent_s - first.sampled_s),
+        }
+        return Timing(ttft_s=sum(part or 0.0 for part in parts.values()), **parts)
 
     def _read_comm(self) -> _CommCounts:
         stats = self._engine.stats
@@ -208,19 +204,10 @@ class RequestTrace:
 
 
 def _difference(now: CommCount, before: CommCount | None) -> CommTotals:
-    if before is None:
-        return CommTotals(*msgspec.structs.astuple(now))
-    return CommTotals(
-        now.op,
-        now.algorithm,
-        now.phase,
-        calls=now.calls - before.calls,
-        bytes_sent=now.bytes_sent - before.bytes_sent,
-        exact_bytes=now.exact_bytes - before.exact_bytes,
-        seconds=now.seconds - before.seconds,
-        message_bytes=now.message_bytes - before.message_bytes,
-        codec_seconds=None if now.codec_seconds is None else now.codec_seconds - (before.codec_seconds or 0.0),
-    )
+    totals = CommTotals(*astuple(now))
+    sums = {} if before is None else {name: getattr(before, name) or 0 for name in CommCount.__struct_fields__[3:]}
+    known = {name: getattr(now, name) - sum_ for name, sum_ in sums.items() if getattr(now, name) is not None}
+    return replace(totals, **known)
 
 
 def _seconds(counts: _CommCounts) -> float:

@@ -1,10 +1,10 @@
 """Makes the OpenAPI page from the classes that check requests and encode responses.
 
-FastAPI does not see these types, because ``body`` reads requests and msgspec encodes responses; ``operation`` states them.
+FastAPI does not see these types, because ``body`` reads requests and msgspec encodes responses. ``OPERATIONS`` lists them.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import FastAPI
@@ -18,20 +18,6 @@ from tightwire.server.api.errors import ErrorBody
 from tightwire.server.api.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 _REF = "#/components/schemas/{model}"
-_BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody, DetokenizeBody, TokenizeBody)
-_ANSWERS: tuple[type[msgspec.Struct], ...] = (
-    ErrorBody,
-    ChatCompletion,
-    ChatChunk,
-    Completion,
-    responses.ModelList,
-    responses.ModelCard,
-    responses.Tokenized,
-    responses.Detokenized,
-    responses.Health,
-    responses.CommPolicy,
-    responses.ChromeTrace,
-)
 _ERRORS = {
     400: "The request is invalid; `param` names the field.",
     401: "The API key is missing or wrong.",
@@ -44,27 +30,41 @@ _ERRORS = {
     503: "The model is loading, the server is shutting down, or the engine died.",
     504: "A rank did not answer in time; the message names it.",
 }
+_PARSING = (400, 404, 413, 415, 503)
 
 
-def operation(
-    answer: type[msgspec.Struct],
-    *,
-    errors: tuple[int, ...],
-    body: type[Body] | None = None,
-    chunk: type[msgspec.Struct] | None = None,
-) -> dict[str, Any]:
-    """``openapi_extra`` of one route. ``chunk``: the type of each event of its stream."""
-    content: dict[str, Any] = {"application/json": {"schema": _ref(answer)}}
-    if chunk is not None:
-        content["text/event-stream"] = {"schema": _event(chunk)}
-    described: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
-    for status in sorted({401, 500, *errors}):
-        error_content = {"application/json": {"schema": _ref(ErrorBody)}}
-        described[str(status)] = {"description": _ERRORS[status], "content": error_content}
-    extra: dict[str, Any] = {"responses": described}
-    if body is not None:
-        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(body)}}}
-    return extra
+class Operation(NamedTuple):
+    """The types of the answer by media type, of the request's body, of a stream's events, and of errors."""
+
+    answer: dict[str, type[msgspec.Struct] | None]
+    errors: tuple[int, ...] = ()
+    body: type[Body] | None = None
+    chunk: type[msgspec.Struct] | None = None
+    error: type[msgspec.Struct] = ErrorBody
+
+
+def _json(answer: type[msgspec.Struct], errors: tuple[int, ...], *types: Any) -> Operation:
+    return Operation({"application/json": answer}, (401, 500, *errors), *types)
+
+
+_HEALTH = Operation({"application/json": responses.Health}, (503,), error=responses.Health)
+
+
+OPERATIONS = {
+    "/": Operation({"application/json": responses.Home, "text/html": None}, (401, 500)),
+    "/v1/chat/completions": _json(ChatCompletion, (*_PARSING, 429), ChatBody, ChatChunk),
+    "/v1/completions": _json(Completion, (*_PARSING, 429), CompletionBody, Completion),
+    "/v1/models": _json(responses.ModelList, (503,)),
+    "/v1/models/{model_id}": _json(responses.ModelCard, (404, 503)),
+    "/tokenize": _json(responses.Tokenized, _PARSING, TokenizeBody),
+    "/detokenize": _json(responses.Detokenized, _PARSING, DetokenizeBody),
+    "/comm": _json(responses.CommPolicy, (503,)),
+    "/comm/trace": _json(responses.ChromeTrace, (400, 409, 503, 504)),
+    "/health/live": _HEALTH._replace(errors=()),
+    "/health/ready": _HEALTH,
+    "/health": _HEALTH,
+    "/metrics": Operation({"text/plain": None}),
+}
 
 
 def make_openapi(app: FastAPI, *, closed: bool) -> Callable[[], dict[str, Any]]:
@@ -80,17 +80,36 @@ def make_openapi(app: FastAPI, *, closed: bool) -> Callable[[], dict[str, Any]]:
 
 def _page(app: FastAPI, closed: bool) -> dict[str, Any]:
     page = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    _, requests = models_json_schema([(kind, "validation") for kind in _BODIES], ref_template=_REF)
-    _, answers = msgspec.json.schema_components(_ANSWERS, ref_template=_REF.replace("{model}", "{name}"))
-    components = page.setdefault("components", {})
-    components["schemas"] = {**requests.get("$defs", {}), **answers}
-    for path in page["paths"].values():
-        for method in path.values():
-            method["responses"].pop("422", None)  # of FastAPI's validation, which no route uses
+    bodies = {operation.body for operation in OPERATIONS.values() if operation.body is not None}
+    answers = {
+        kind for operation in OPERATIONS.values() for kind in (*operation.answer.values(), operation.chunk) if kind
+    }
+    _, requests = models_json_schema([(kind, "validation") for kind in bodies], ref_template=_REF)
+    _, components = msgspec.json.schema_components(
+        [ErrorBody, *answers], ref_template=_REF.replace("{model}", "{name}")
+    )
+    page.setdefault("components", {})["schemas"] = {**requests.get("$defs", {}), **components}
+    for path, methods in page["paths"].items():
+        for method in methods.values():
+            method |= _describe(OPERATIONS[path])
     if closed:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         page["security"] = [{"key": []}]
     return page
+
+
+def _describe(operation: Operation) -> dict[str, Any]:
+    content = {media: {"schema": _ref(kind)} if kind else {} for media, kind in operation.answer.items()}
+    if operation.chunk is not None:
+        content["text/event-stream"] = {"schema": _event(operation.chunk)}
+    described: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
+    error = {"application/json": {"schema": _ref(operation.error)}}
+    for status in sorted(operation.errors):
+        described[str(status)] = {"description": _ERRORS[status], "content": error}
+    extra: dict[str, Any] = {"responses": described}
+    if operation.body is not None:
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(operation.body)}}}
+    return extra
 
 
 def _event(chunk: type[msgspec.Struct]) -> dict[str, Any]:

@@ -5,29 +5,23 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from tightwire.server.api.answer import Answer, Dialect
-from tightwire.server.api.chat import ChatChunk, ChatCompletion, ChatDialect
-from tightwire.server.api.completions import Completion, CompletionDialect
+from tightwire.server.api.chat import ChatDialect
+from tightwire.server.api.completions import CompletionDialect
 from tightwire.server.api.prompts import check_model, check_options, make_sequences, run_off_loop
-from tightwire.server.api.schemas import ChatBody, CompletionBody
 from tightwire.server.api.serving import Serving
 from tightwire.server.api.trace import RequestTrace
 from tightwire.server.http.body import read_body
 from tightwire.server.http.middleware import arrived_s
-from tightwire.server.http.openapi import operation
-
-_ERRORS = (400, 404, 413, 415, 429, 503)
-_CHAT_DOC = operation(ChatCompletion, chunk=ChatChunk, body=ChatBody, errors=_ERRORS)
-_COMPLETION_DOC = operation(Completion, chunk=Completion, body=CompletionBody, errors=_ERRORS)
 
 
 def generation_router(serving: Serving) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", openapi_extra=_CHAT_DOC, summary="Answer a conversation")
+    @router.post("/v1/chat/completions", summary="Answer a conversation")
     async def chat(request: Request) -> Response:
         return await _answer(request, serving, ChatDialect)
 
-    @router.post("/v1/completions", openapi_extra=_COMPLETION_DOC, summary="Continue one or several prompts")
+    @router.post("/v1/completions", summary="Continue one or several prompts")
     async def completions(request: Request) -> Response:
         return await _answer(request, serving, CompletionDialect)
 

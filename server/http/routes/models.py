@@ -1,62 +1,48 @@
 """GET /v1/models and /v1/models/{id}, POST /tokenize and /detokenize."""
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from tightwire.server.api.chat import chat_token_ids
-from tightwire.server.api.errors import invalid
+from tightwire.server.api.errors import invalid, json_response
 from tightwire.server.api.prompts import check_ids, check_model, make_unknown_model_error, run_off_loop
 from tightwire.server.api.responses import Detokenized, ModelCard, ModelList, Tokenized
 from tightwire.server.api.schemas import DetokenizeBody, TokenizeBody
 from tightwire.server.api.serving import ModelInfo, ServedModel, Serving
 from tightwire.server.http.body import read_body
-from tightwire.server.http.openapi import operation
-
-_ERRORS = (400, 404, 413, 415, 503)
 
 
 def models_router(serving: Serving) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/v1/models", openapi_extra=operation(ModelList, errors=(503,)), summary="List the served model")
+    @router.get("/v1/models", summary="List the served model")
     async def list_models() -> Response:
-        return _json(ModelList(data=[_card(serving.require_model().info)]))
+        return json_response(ModelList(data=[_card(serving.require_model().info)]))
 
     # Names may contain slashes, as repository names do.
-    @router.get(
-        "/v1/models/{model_id:path}", openapi_extra=operation(ModelCard, errors=(404, 503)), summary="Look a model up"
-    )
+    @router.get("/v1/models/{model_id:path}", summary="Look a model up")
     async def get_model(model_id: str) -> Response:
         info = serving.require_model().info
         if model_id != info.name:
             raise make_unknown_model_error(model_id, info)
-        return _json(_card(info))
+        return json_response(_card(info))
 
-    @router.post(
-        "/tokenize", openapi_extra=operation(Tokenized, body=TokenizeBody, errors=_ERRORS), summary="Text to token ids"
-    )
+    @router.post("/tokenize", summary="Text to token ids")
     async def tokenize(request: Request) -> Response:
         model = serving.require_model()
         body = await read_body(request, TokenizeBody, serving)
         check_model(body, model.info)
         ids = await _token_ids(body, model)
-        answer = Tokenized(count=len(ids), max_model_len=model.info.max_model_len, tokens=ids)
-        if body.return_token_strs:
-            answer.token_strs = [model.tokens.text_of(token_id) for token_id in ids]
-        return _json(answer)
+        names = [model.tokens.text_of(token_id) for token_id in ids] if body.return_token_strs else None
+        return json_response(Tokenized(len(ids), model.info.max_model_len, ids, names))
 
-    @router.post(
-        "/detokenize",
-        openapi_extra=operation(Detokenized, body=DetokenizeBody, errors=_ERRORS),
-        summary="Token ids to text",
-    )
+    @router.post("/detokenize", summary="Token ids to text")
     async def detokenize(request: Request) -> Response:
         model = serving.require_model()
         body = await read_body(request, DetokenizeBody, serving)
         check_model(body, model.info)
         check_ids(body.tokens, model.info, "tokens")
         text = await run_off_loop(lambda: model.tokenizer.decode(body.tokens, False), len(body.tokens))
-        return _json(Detokenized(prompt=text))
+        return json_response(Detokenized(prompt=text))
 
     return router
 
@@ -72,7 +58,3 @@ async def _token_ids(body: TokenizeBody, model: ServedModel) -> list[int]:
 
 def _card(info: ModelInfo) -> ModelCard:
     return ModelCard(id=info.name, created=info.created, max_model_len=info.max_model_len, root=info.root)
-
-
-def _json(answer: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")

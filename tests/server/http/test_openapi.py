@@ -41,6 +41,7 @@ def test_generated_requests(case: Case) -> None:
 def test_every_route_and_error_is_described() -> None:
     page = _app.openapi()
     assert set(page["paths"]) == {
+        "/",
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/models",

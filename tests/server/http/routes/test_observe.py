@@ -1,12 +1,62 @@
-"""GET /comm and /comm/trace over a scripted engine. Health and metrics have their own files."""
+"""GET /, /comm and /comm/trace over a scripted engine. Health and metrics have their own files."""
+
+import shlex
 
 import httpx
 import msgspec
 import pytest
-from helpers.server.fake_engine import FakeEngine
+from helpers.server.fake_engine import FakeEngine, app_for, serve
 
-from tightwire.server.ipc.engine_client import EngineUnavailableError, RankSilentError, RecordingBusyError
+from tightwire.server.config.serve import HttpOptions
+from tightwire.server.ipc.engine_client import (
+    EngineState,
+    EngineUnavailableError,
+    Phase,
+    RankSilentError,
+    RecordingBusyError,
+)
 from tightwire.server.ipc.messages import CommChoice, CommSetup, SelfTestVerdict
+
+
+@pytest.mark.parametrize("accept", ["*/*", "application/json", None])
+async def test_home_says_what_this_is(client: httpx.AsyncClient, accept: str | None) -> None:
+    page = (await client.get("/", headers={"accept": accept} if accept else {})).json()
+    assert page["name"].startswith("Tightwire ") and (page["model"], page["status"]) == ("tiny", "ready")
+    for path in page["links"]:
+        assert (await client.get(path)).status_code == 200
+    assert {"/docs", "/metrics", "/health"} <= page["links"].keys()
+    assert "curl http://test/v1/chat/completions" in page["example"]
+
+
+async def test_home_is_a_page_for_browsers(client: httpx.AsyncClient) -> None:
+    headers = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8", "host": "<script>x.org"}
+    response = await client.get("/", headers=headers)
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert '<a href="/docs">' in response.text and "tiny: ready." in response.text
+    assert "<script" not in response.text and len(response.text) < 2000
+
+
+@pytest.mark.parametrize(("key", "chat"), [(None, True), ("secret", False)])
+def test_the_example_of_home_runs(engine: FakeEngine, key: str | None, chat: bool) -> None:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    with serve(app_for(engine, chat=chat, http=HttpOptions(api_key=key))) as url:
+        assert httpx.get(url).status_code == (401 if key else 200)
+        example = httpx.get(url, headers=headers).json()["example"].replace("KEY", key or "")
+        # Not the real curl, which not every machine has.
+        _, address, *options = shlex.split(example.replace("\\\n", " "))
+        given = dict(
+            option.split(": ", 1) for flag, option in zip(options[::2], options[1::2], strict=True) if flag == "-H"
+        )
+        answer = httpx.post(address, headers=given, content=options[-1])
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 1
+
+
+async def test_home_while_loading(engine: FakeEngine) -> None:
+    engine.state = EngineState(phase=Phase.LOADING, reason="weights 40%")
+    transport = httpx.ASGITransport(app=app_for(engine, loaded=False))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        page = (await client.get("/")).json()
+    assert page["model"] is None and "weights 40%" in page["status"]
 
 
 async def test_comm_lists_policies_and_cost(client: httpx.AsyncClient, engine: FakeEngine) -> None:
