@@ -29,9 +29,7 @@ none_of_these := $(if $(ARGS),[ $$? -eq 5 ],false)
 help:
 	@awk '/^#/ {sub(/^# ?/, ""); print; next} {exit}' $(firstword $(MAKEFILE_LIST))
 
-# `pull` first, and by itself: it says what it fetches. A model that is not in the catalog is opened by `serve`.
 serve: $(installed)
-	@case "$(MODEL)" in smollm2-135m) $(bin)/tightwire pull $(MODEL) ;; esac
 	@exec $(bin)/tightwire serve $(MODEL) --tp $(TP) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: check
@@ -65,18 +63,33 @@ bench: $(installed)
 clean:
 	rm -rf $(VENV) kernels/cpu/built build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
+# $(call quietly,TEXT,COMMAND): one line that counts the seconds on a terminal. The command's output is kept in a log, and
+# shown if it fails.
+log := $(VENV)/install.log
+define quietly
+@mkdir -p $(VENV); printf '%s ...' '$(1)'; began=$$(date +%s); \
+if [ -t 1 ]; then (while sleep 1 && kill -0 $$$$ 2>/dev/null; do \
+  printf '\r%s ... %s s' '$(1)' $$(($$(date +%s) - began)); done) & counter=$$!; fi; \
+if $(2) >$(log) 2>&1; then failed=0; else failed=$$?; fi; \
+[ -z "$$counter" ] || kill $$counter; \
+if [ $$failed = 0 ]; then printf "$${counter:+\r$(1) ...} %s s\n" $$(($$(date +%s) - began)); \
+else printf '\n'; cat $(log); echo "failed; this log is $(log)"; exit $$failed; fi
+endef
+packages := PyTorch and its packages, usually 1 to 3 minutes
+
 # pip is the last thing a new environment gets, so an interrupted one is made again.
 $(bin)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "$$($(PYTHON) --version 2>&1) is too old: Tightwire needs Python 3.11 or newer." \
 	       "Name one, for example: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(call quietly,creating $(VENV),$(PYTHON) -m venv $(VENV))
 
+pip_install := $(bin)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt $(PIP_FLAGS)
 $(installed): $(sources) | $(bin)/pip
-	$(bin)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_FLAGS) -e .
+	$(call quietly,installing $(packages),$(pip_install) -e .)
 	@touch $@
 
 # The extra contains the rest, so it satisfies both stamps.
 $(installed_dev): $(sources) | $(bin)/pip
-	$(bin)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_FLAGS) -e '.[dev]'
+	$(call quietly,installing $(packages),$(pip_install) -e '.[dev]')
 	@touch $(installed) $@

@@ -3,12 +3,11 @@
 It reads only headers and rejects unsupported models before any rank reads weights.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tightwire.model.checkpoint.catalog import CATALOG, Progress, pull
+from tightwire.model.checkpoint.catalog import CATALOG, RANDOM, Progress, check_name, pull
 from tightwire.model.checkpoint.config import LlamaConfig, config_from_hf
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf import GgufFile, GgufReader
@@ -25,8 +24,6 @@ from tightwire.model.weights.formats import WeightFormats, choose_formats
 from tightwire.model.weights.prepared.folder import Prepared, open_prepared
 from tightwire.model.weights.prepared.manifest import MANIFEST
 
-_RANDOM = "random:"
-_REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_SMALL_FILES = ["*.json", "tokenizer*", "*.jinja"]
 _HUB_WEIGHTS = ["model.safetensors", "model-*.safetensors"]
 
@@ -48,7 +45,7 @@ class Checkpoint:
     @property
     def path(self) -> Path | None:
         """The folder or file; None for random weights."""
-        return None if self.location.startswith(_RANDOM) else Path(self.location)
+        return None if self.location.startswith(RANDOM) else Path(self.location)
 
 
 def open_checkpoint(model: str, seed: int = 0, *, progress: Progress = lambda fraction: None) -> Checkpoint:
@@ -62,9 +59,10 @@ def open_checkpoint(model: str, seed: int = 0, *, progress: Progress = lambda fr
     Raises:
         ModelError: the model is not found, damaged or not supported.
     """
+    check_name(model)
     if model in CATALOG:
         return replace(_open_gguf(pull(model, progress=progress)), name=model)
-    if model.startswith(_RANDOM):
+    if model.startswith(RANDOM):
         return _open_random(model, seed)
     path = Path(model).expanduser()
     if path.is_file():
@@ -73,12 +71,7 @@ def open_checkpoint(model: str, seed: int = 0, *, progress: Progress = lambda fr
         raise ModelError(f"{path}: is not a .gguf file; for safetensors give the folder that also holds config.json")
     if path.is_dir():
         return _open_folder(path)
-    if _REPO_ID.fullmatch(model) and not model.endswith(".gguf"):
-        return replace(_open_folder(_fetch_repo(model)), name=model)
-    raise ModelError(
-        f"no such model: {model!r} is neither a file nor a folder; known names: {', '.join(sorted(CATALOG))}; "
-        f"a Hugging Face repo id looks like owner/name; random weights: {_RANDOM}{{{','.join(RANDOM_SHAPES)}}}"
-    )
+    return replace(_open_folder(_fetch_repo(model)), name=model)
 
 
 def formats_of(checkpoint: Checkpoint, quantization: str) -> WeightFormats:
@@ -168,13 +161,13 @@ def _states_dtype(folder: Path) -> bool:
 
 def _open_random(model: str, seed: int) -> Checkpoint:
     """Open random weights of a known shape, with a byte tokenizer whose special tokens replace the configuration's."""
-    shape = model.removeprefix(_RANDOM)
+    shape = model.removeprefix(RANDOM)
     location = model
     if shape in RANDOM_SHAPES:
         config = RANDOM_SHAPES[shape]
     elif (path := Path(shape).expanduser()).is_file():
         config = config_from_hf(read_json(path))
-        location = _RANDOM + str(path.absolute())
+        location = RANDOM + str(path.absolute())
     else:
         raise ModelError(
             f"unknown shape {shape!r}; choose one of {', '.join(RANDOM_SHAPES)}, or the path of a config.json"

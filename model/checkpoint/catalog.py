@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,9 @@ from filelock import FileLock, Timeout
 from tightwire.model.checkpoint.errors import ModelError
 
 Progress = Callable[[float], None]
+
+RANDOM = "random:"
+_REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +51,21 @@ CATALOG: dict[str, CatalogEntry] = {
         license="Apache-2.0",
     ),
 }
+
+
+def check_name(model: str) -> None:
+    """Refuse a name that no model can have. Imports no torch, so that a typing error is reported at once.
+
+    Raises:
+        ModelError: it is no known name, file, folder, repo id or ``random:SHAPE``.
+    """
+    is_repo_id = _REPO_ID.fullmatch(model) is not None and not model.endswith(".gguf")
+    if is_repo_id or model in CATALOG or model.startswith(RANDOM) or Path(model).expanduser().exists():
+        return
+    raise ModelError(
+        f"no such model: {model!r} is neither a file nor a folder; known names: {', '.join(sorted(CATALOG))}; "
+        f"a Hugging Face repo id looks like owner/name; random weights: {RANDOM}SHAPE, such as {RANDOM}llama-3.2-1b"
+    )
 
 
 def cache_folder() -> Path:

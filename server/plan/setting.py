@@ -9,6 +9,7 @@ from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import NAMESPACES, LinkFacts, plan_link
 from tightwire.comm.policy.policy_file import read_policy_file
 from tightwire.comm.transport.segment import why_unusable
+from tightwire.model.checkpoint.catalog import check_name
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import EngineOptions, ModelOptions, ServeConfig
@@ -41,6 +42,7 @@ def refuse_early(config: ServeConfig) -> None:
     Raises:
         ValueError: names the flag and the possible values.
     """
+    check_name(config.model.model)
     check_all_reduce_names(config.parallel)
     device, _ = _choose_device(config.model.device, config.parallel)
     choose_transport(config.parallel, device)

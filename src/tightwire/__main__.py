@@ -23,13 +23,26 @@ VERBS = {
     ),
 }
 
+# What `tightwire` alone prints.
+_FIRST = """
+  tightwire serve --tp 2   serve a small chat model on two ranks, at http://127.0.0.1:8000
+  tightwire chat           talk to it, in another terminal
+  tightwire doctor         what this machine can run, and with which options
+  tightwire bench ttft     time to the first token, by AllReduce
+
+`tightwire --help` lists all verbs.
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Exit codes: 0 done, 1 failed while running, 2 refused before anything was started,
     130 interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    verb, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if not arguments:
+        sys.stdout.write(f"{tightwire.__doc__}\n{_FIRST}")
+        return 0
+    verb, rest = arguments[0], arguments[1:]
     if verb in ("-h", "--help", "help"):
         sys.stdout.write(_usage())
         return 0

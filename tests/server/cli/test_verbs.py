@@ -66,8 +66,35 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"tightwire {__version__}\n"
 
 
-def test_help_lists_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_alone_it_prints_the_four_things_one_does_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
+    lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert lines == [["tightwire", verb] for verb in ("serve", "chat", "doctor", "bench")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--allreduce", "foo"], "--allreduce: unknown all-reduce 'foo'"),
+        (["--allreduce", "flash:int9,int4"], "unknown codec 'int9'"),
+        (["--allreduce", "policy:/no/such"], "--allreduce: the policy file /no/such cannot be read"),
+        (["--transport", "peer-memory", "--device", "cpu"], "--transport peer-memory connects GPUs"),
+        (["--overlap", "on"], "--overlap on is not possible: a single rank sums nothing"),
+        (["no-such-model"], "no such model: 'no-such-model'"),
+    ],
+)
+def test_what_the_options_alone_refuse_is_refused_before_torch_is_imported(arguments: list[str], message: str) -> None:
+    code = (
+        "import sys; from tightwire.__main__ import main; sys.exit(main(sys.argv[1:]) + 10 * ('torch' in sys.modules))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    command = [sys.executable, "-c", code, "serve", "--device", "cpu", *arguments]
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+
+
+def test_help_lists_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(f"  {verb} " in text for verb in VERBS)
 
