@@ -208,6 +208,12 @@ def _start(stack: ExitStack, plan: GroupPlan, preload: Sequence[str] = ()) -> Lo
     return stack.enter_context(LocalRanks(plan.world_size, opening, silence_s=silence_s, preload=preload))
 
 
+def gather_numbers(world: Group, values: Sequence[float]) -> list[list[float]]:
+    """Every rank's ``values``, of which all ranks have equally many. Collective."""
+    own = torch.tensor(values, dtype=torch.float64).to(world.device)
+    return [buf.view(torch.float64).tolist() for buf in world.transport.gather(own.view(torch.uint8))]
+
+
 def _has_peer_memory(group: Group) -> Iterator[bool]:
     """True if this rank sums through peer memory; otherwise the rank has logged the reason."""
     yield group.transport.fused is not None

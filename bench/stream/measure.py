@@ -3,7 +3,8 @@
 There are three kinds of passes: ``compute``, a step with resident weights; ``fetch``, every streamed layer taken and released
 at once, without computing; ``step``, a step with streamed weights. They take turns in short blocks, so that a drift of the
 machine affects all alike. Before a block the buffers are full; its first pass, which finds two layers ready, is not timed.
-Greedy tokens are compared with those of resident weights, and the buffers' whole trace must keep their order.
+Without a codec, greedy tokens must be those of resident weights, and the buffers' whole trace must keep their order; otherwise
+the rank raises.
 
 The trace of a step on the CPU shows how much was hidden:
 
@@ -23,10 +24,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tightwire.bench.ranks import ReplicaPlan, join_replica
+from tightwire.bench.ranks import ReplicaPlan, gather_numbers, join_replica
 from tightwire.bench.stream.options import ROUNDS, Arm, StreamBenchOptions
 from tightwire.bench.stream.rank import Rank, greedy_tokens
-from tightwire.comm.buffers import BufferConflictError, BufferEvent, OrderCheck
+from tightwire.comm.buffers import BufferEvent, OrderCheck
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.partition_groups import PartitionPeers
 from tightwire.model.open import open_checkpoint
@@ -58,32 +59,31 @@ class PassTrace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
-    """Reported before an arm is timed: the bytes that each step fetches, and greedy tokens.
+    """Reported before an arm is timed. ``step_bytes``: that each rank fetches in a step.
 
-    ``io``: how a prepared folder is read, ``direct`` (around the page cache) or ``dropped`` (the cache is dropped before each
-    pass, where direct reads do not work); empty for other sources.
+    ``same_tokens``: the share of greedy tokens before the first that differs from resident weights'. ``io``: how a prepared
+    folder is read, ``direct`` (around the page cache) or ``dropped`` (the cache is dropped before each pass, where direct
+    reads do not work); empty for other sources.
     """
 
     arm: Arm
-    step_bytes: int
-    tokens: list[int]
-    resident_tokens: list[int]
+    step_bytes: list[int]
+    same_tokens: float
     io: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """A round's passes of one kind. ``traces``: of a ``step`` on the CPU."""
+    """A round's passes of one kind, each on its slowest rank. ``overlaps``: of a ``step`` on the CPU, on the rank with the least."""
 
     arm: Arm
     kind: str  # compute, fetch, step
     batch: int | None  # None for fetch
     seconds: list[float]
-    traces: list[PassTrace]
-    disorder: str | None  # the first wrong order in the buffers' trace so far
+    overlaps: list[float]
 
 
-Event = Answered | Timed
+Event = Answered | Timed  # from rank 0
 
 
 def measure(group: Group, options: StreamBenchOptions, location: str, folders: Mapping[str, str]) -> Iterator[Event]:
@@ -132,9 +132,15 @@ def _measure_arm(
     runner = rank.build(plan, prepared, peers)
     try:
         tokens = greedy_tokens(runner, rank.group, _PROMPT, _GREEDY_TOKENS)
-        io = "" if prepared is None else "direct" if direct else "dropped"
-        step_bytes = rank.step_bytes(plan)
-        yield Answered(arm=arm, step_bytes=step_bytes, tokens=tokens, resident_tokens=resident.tokens, io=io)
+        if arm.codec == "none" and tokens != resident.tokens:
+            raise RuntimeError(f"{arm.name}: it generates {tokens}, but with resident weights {resident.tokens}")
+        pairs = list(zip(tokens, resident.tokens, strict=True))
+        num_same = next((place for place, (own, exact) in enumerate(pairs) if own != exact), len(pairs))
+        ranks = gather_numbers(rank.world, [rank.step_bytes(plan), num_same / len(pairs)])
+        if rank.world.rank == 0:
+            step_bytes, same = zip(*ranks, strict=True)
+            io = "" if prepared is None else "direct" if direct else "dropped"
+            yield Answered(arm=arm, step_bytes=[int(each) for each in step_bytes], same_tokens=min(same), io=io)
         with ExitStack() as stack:
             forget = None
             if prepared is not None and not direct:
@@ -174,24 +180,22 @@ class _Turns:
             order.shuffle(turns)
             count = (options.repeats + number) // ROUNDS
             for kind, batch in turns:
-                yield self._block(kind, batch, count)
+                yield from self._block(kind, batch, count)
 
-    def _block(self, kind: str, batch: int | None, count: int) -> Timed:
+    def _block(self, kind: str, batch: int | None, count: int) -> Iterator[Timed]:
         self._await_full()
         seconds, begins = self._rank.passes(self._pass_of(kind, batch), count, self._prepare)
         self._await_full()
         new = list(self._weights.pool.events)
         self._weights.pool.events.clear()  # nothing is in flight, so no event is lost
-        traced = kind == "step" and self._rank.group.device.type == "cpu"
+        self._check.check(new)
         traces = [trace_pass(new, begin, begin + taken) for begin, taken in zip(begins, seconds, strict=True)]
-        return Timed(
-            arm=self._arm,
-            kind=kind,
-            batch=batch,
-            seconds=seconds,
-            traces=traces if traced else [],
-            disorder=self._disorder(new),
-        )
+        ranks = gather_numbers(self._rank.world, [*seconds, *(trace.overlap for trace in traces)])
+        if self._rank.world.rank == 0:
+            traced = kind == "step" and self._rank.group.device.type == "cpu"
+            overlaps = [min(passes) for passes in zip(*(own[count:] for own in ranks), strict=True)]
+            seconds = [max(passes) for passes in zip(*(own[:count] for own in ranks), strict=True)]
+            yield Timed(arm=self._arm, kind=kind, batch=batch, seconds=seconds, overlaps=overlaps if traced else [])
 
     def _pass_of(self, kind: str, batch: int | None) -> Callable[[], object]:
         if batch is None:
@@ -212,13 +216,6 @@ class _Turns:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self._arm.name}: the buffers are not full after {timeout_s:g} s")
             time.sleep(_IDLE_POLL_S)
-
-    def _disorder(self, events: Iterable[BufferEvent]) -> str | None:
-        try:
-            self._check.check(events)
-        except BufferConflictError as error:
-            return str(error)
-        return None
 
 
 def trace_pass(events: Iterable[BufferEvent], begin_s: float, end_s: float) -> PassTrace:

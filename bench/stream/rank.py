@@ -32,7 +32,7 @@ class Rank:
         self, group: Group, options: StreamBenchOptions, checkpoint: Checkpoint, world: Group | None = None
     ) -> None:
         """``group``: the ranks of the AllReduce; ``world``: all ranks whose passes start together (default: the same)."""
-        self.group, self.options, self._world = group, options, world or group
+        self.group, self.options, self.world = group, options, world or group
         self._checkpoint, self._config = checkpoint, checkpoint.config
         self._layout = make_layout(self._config, group.world_size)
         self._formats = choose_formats(checkpoint.reader(), self._config, options.quantization)
@@ -89,7 +89,7 @@ class Rank:
         for number in range(1 + count):
             if prepare is not None:
                 prepare()
-            self._world.transport.barrier()
+            self.world.transport.barrier()
             self._synchronize()
             begin = time.perf_counter()
             run()

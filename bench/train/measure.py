@@ -2,15 +2,15 @@
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
+from tightwire.bench.ranks import gather_numbers
 from tightwire.bench.train.options import ARMS, TINY, TrainBenchOptions, open_model
 from tightwire.bench.train.ranks import Connections, grown_by, reset_peak, sent_by_node
 from tightwire.bench.train.trainee import StepTimes, draw_tokens, make_trainee
@@ -80,7 +80,7 @@ def check_arm(world: Group, connections: Connections, options: TrainBenchOptions
         keep_freed_memory()
         for number in range(_CHECKED_STEPS, _CHECKED_STEPS + _KEEPING_STEPS):
             step(number)
-        ranks = _of_all_ranks(world, [*losses, sent, peak or 0, grown_by(before) or 0])
+        ranks = gather_numbers(world, [*losses, sent, peak or 0, grown_by(before) or 0])
         if world.rank == 0:
             *steps, sent, peaks, residents = zip(*ranks, strict=True)
             yield Checked(
@@ -110,7 +110,7 @@ def measure_link(world: Group, connections: Connections, options: TrainBenchOpti
 
         def timed(name: str, *, alone: bool) -> Iterator[Timed]:
             times = step(name)
-            ranks = _of_all_ranks(world, [times.step_s, times.forward_s, times.backward_s, times.rest_s])
+            ranks = gather_numbers(world, [times.step_s, times.forward_s, times.backward_s, times.rest_s])
             if world.rank == 0:
                 seconds, *phases = zip(*ranks, strict=True)
                 # The means over the ranks, scaled to the slowest one.
@@ -140,7 +140,7 @@ def _count_bytes(world: Group, name: str, step: Callable[[str], object]) -> Iter
     world.transport.barrier()
     time.sleep(_SETTLE_S)
     sent = sent_by_node().since(before)
-    payloads, wires = zip(*_of_all_ranks(world, [sent.payload_bytes, sent.num_bytes]), strict=True)
+    payloads, wires = zip(*gather_numbers(world, [sent.payload_bytes, sent.num_bytes]), strict=True)
     if world.rank == 0:
         yield Wired(name, int(max(payloads)), int(max(wires)))
 
@@ -169,10 +169,4 @@ def _gather_s(world: Group, leg: Group, num_bytes: int) -> float:
         begun = time.perf_counter()
         leg.transport.gather(buf)
         seconds.append(time.perf_counter() - begun)
-    return max(own for (own,) in _of_all_ranks(world, [median(seconds)]))
-
-
-def _of_all_ranks(world: Group, values: Sequence[float]) -> list[list[float]]:
-    """Every rank's ``values``."""
-    own: Tensor = torch.tensor(values, dtype=torch.float64)
-    return [buf.view(torch.float64).tolist() for buf in world.transport.gather(own.view(torch.uint8))]
+    return max(own for (own,) in gather_numbers(world, [median(seconds)]))
