@@ -18,9 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from tightwire.server.api.disconnect import ClientGoneError, cancel_on_disconnect
 from tightwire.server.api.errors import to_api_error
-from tightwire.server.api.generation import Delta, TokenSequence, generate
+from tightwire.server.api.generation import Delta, Prompt, TokenSequence, generate
 from tightwire.server.api.logprobs import PromptLogprobs, prompt_logprobs
-from tightwire.server.api.prompts import Prompt
 from tightwire.server.api.responses import PromptTokensDetails, Usage
 from tightwire.server.api.schemas import GenerationBody, StreamOptions
 from tightwire.server.api.serving import ServedModel, Serving
@@ -74,7 +73,6 @@ class Dialect(ABC, Generic[BodyT]):
     whole_type: ClassVar[Callable[..., HeadedBody]]
     chunk_type: ClassVar[Callable[..., HeadedBody]]
     id_prefix: ClassVar[str]
-    continues_text: bool  # the answer continues the prompt's text
 
     def __init__(self, body: BodyT, model: ServedModel) -> None:
         self.body, self.model = body, model
@@ -134,8 +132,7 @@ class Answer:
         self._body, self._dialect, self._trace = dialect.body, dialect, trace
         self._sequences = {f"{dialect.id}-{sequence.index}": sequence for sequence in sequences}
         self._stream = self._body.stream_options or StreamOptions.model_construct()
-        policy, salt = self._body.tightwire.allreduce, self._body.cache_salt or ""
-        self._deltas = generate(serving.engine, self._sequences, trace, policy, salt)
+        self._deltas = generate(serving.engine, self._sequences, trace, self._body)
 
     async def respond(self, request: Request) -> Response:
         """The response. An error before the first token sets the status; a later one is an event of the stream."""
@@ -182,7 +179,7 @@ class Answer:
         """Counts each prompt once, however many answers it has. ``index``: only the tokens of this answer."""
         sequences = [s for s in self._sequences.values() if index in (None, s.index)]
         firsts = [s for s in sequences if s.index % self._body.n == 0 or index is not None]
-        prompt = sum(len(sequence.prompt_token_ids) for sequence in firsts)
+        prompt = sum(len(sequence.prompt.token_ids) for sequence in firsts)
         completion = sum(len(sequence.token_ids) for sequence in sequences)
         return Usage(
             prompt_tokens=prompt,

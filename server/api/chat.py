@@ -6,9 +6,9 @@ from msgspec import UNSET, Struct, UnsetType, structs
 
 from tightwire.server.api.answer import Dialect, HeadedBody, StreamUsage
 from tightwire.server.api.errors import invalid
-from tightwire.server.api.generation import Delta
+from tightwire.server.api.generation import Delta, Prompt
 from tightwire.server.api.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs
-from tightwire.server.api.prompts import Prompt, run_off_loop
+from tightwire.server.api.prompts import run_off_loop
 from tightwire.server.api.responses import Usage
 from tightwire.server.api.schemas import ChatBody, Message, TemplateFields
 from tightwire.server.api.serving import ServedModel
@@ -92,7 +92,6 @@ class ChatDialect(Dialect[ChatBody]):
 
     def __init__(self, body: ChatBody, model: ServedModel) -> None:
         super().__init__(body, model)
-        self.continues_text = body.continue_final_message
         self._role = "assistant" if body.begins_message else body.messages[-1].role
         self._begun: set[int] = set()
 
@@ -102,7 +101,7 @@ class ChatDialect(Dialect[ChatBody]):
             raise invalid("top_logprobs requires logprobs: true", param="top_logprobs")
         if body.max_tokens is not None and body.token_limit != body.max_tokens:
             raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
-        return [Prompt(await chat_token_ids(self.model, body.messages, body))]
+        return [Prompt(await chat_token_ids(self.model, body.messages, body), after_text=body.continue_final_message)]
 
     def chunks(self, delta: Delta, usage: StreamUsage) -> Iterator[HeadedBody]:
         if delta.index not in self._begun:

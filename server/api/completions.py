@@ -3,9 +3,9 @@
 from msgspec import UNSET, Struct, UnsetType
 
 from tightwire.server.api.answer import Dialect, HeadedBody
-from tightwire.server.api.generation import Delta
+from tightwire.server.api.generation import Delta, Prompt
 from tightwire.server.api.logprobs import CompletionLogprobs, PromptLogprobs, completion_logprobs
-from tightwire.server.api.prompts import Prompt, check_ids, run_off_loop
+from tightwire.server.api.prompts import check_ids, run_off_loop
 from tightwire.server.api.responses import Usage
 from tightwire.server.api.schemas import CompletionBody
 from tightwire.server.api.trace import TightwireExtra
@@ -32,7 +32,6 @@ class CompletionDialect(Dialect[CompletionBody]):
     """A choice's last chunk has no text, only the finish reason."""
 
     body_type, whole_type, chunk_type, id_prefix = CompletionBody, Completion, Completion, "cmpl"
-    continues_text = True
 
     async def prompts(self) -> list[Prompt]:
         given = self.body.prompt
@@ -41,9 +40,11 @@ class CompletionDialect(Dialect[CompletionBody]):
     def _prompt(self, given: str | list[int]) -> Prompt:
         tokenizer = self.model.tokenizer
         if isinstance(given, str):
-            return Prompt(tokenizer.encode(given, self.body.add_special_tokens), given if self.body.echo else None)
+            return Prompt(
+                tokenizer.encode(given, self.body.add_special_tokens), given if self.body.echo else None, True
+            )
         check_ids(given, self.model.info, "prompt")
-        return Prompt(given, tokenizer.decode(given, self.body.skip_special_tokens) if self.body.echo else None)
+        return Prompt(given, tokenizer.decode(given, self.body.skip_special_tokens) if self.body.echo else None, True)
 
     def piece(
         self, index: int, text: str, logprobs: CompletionLogprobs | None, finish_reason: str | None = None

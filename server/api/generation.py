@@ -3,7 +3,7 @@
 All dialects use ``generate``. Knows neither JSON nor HTTP.
 """
 
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
@@ -11,6 +11,7 @@ from typing import NamedTuple, cast
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.api.detokenize import Detokenizer, StopStrings, TokenTable
 from tightwire.server.api.errors import ApiError, invalid, unavailable
+from tightwire.server.api.schemas import GenerationBody
 from tightwire.server.api.trace import RequestTrace
 from tightwire.server.ipc.engine_client import EngineClient, EngineUnavailableError, QueueFullError
 from tightwire.server.ipc.messages import AddRequest, Output, TokenLogprob
@@ -41,40 +42,31 @@ class Delta:
         self.finish_reason = later.finish_reason
 
 
-@dataclass(frozen=True, slots=True)
-class TextOptions:
-    """How the tokens of one prompt's answers become text.
+class Prompt(NamedTuple):
+    """A prompt's tokens. ``echo``: its text, if the answer begins with it. ``after_text``: the answer continues its text."""
 
-    Args:
-        stops, keep_stop: the stop strings; ``keep_stop``: a stop string or stop token stays in the text.
-        echo: the prompt's text, if the answer begins with it.
-        after_text, skip_special: as for ``Detokenizer``.
-        discard_tokens: the client asked only for the prompt's logprobs; the engine generates one token anyway.
-    """
-
-    stops: Collection[str] = ()
-    keep_stop: bool = False
+    token_ids: list[int]
     echo: str | None = None
     after_text: bool = False
-    skip_special: bool = True
-    discard_tokens: bool = False
 
 
 class TokenSequence:
     """One choice of an answer. Detokenizes its tokens and finds stop strings; call ``take`` with each output in order."""
 
     def __init__(
-        self, index: int, prompt_token_ids: list[int], params: SamplingParams, tokens: TokenTable, text: TextOptions
+        self, index: int, prompt: Prompt, params: SamplingParams, body: GenerationBody, tokens: TokenTable
     ) -> None:
-        self.index = index
-        self.prompt_token_ids = prompt_token_ids
-        self.params = params
+        self.index, self.prompt, self.params = index, prompt, params
         self.token_ids: list[int] = []  # of the answer, including the token that ended it
         self.num_cached_tokens = 0  # prompt tokens that the engine did not compute
         self.finished = False
-        self._text, self._tokens = text, tokens
-        self._detokenizer = Detokenizer(tokens, after_text=text.after_text, skip_special=text.skip_special)
-        self._stops = StopStrings(tuple(text.stops), include=text.keep_stop)
+        self._body, self._tokens = body, tokens
+        self._wants_tokens = (
+            body.token_limit != 0
+        )  # 0: only the prompt is scored; the engine generates one token anyway
+        self._detokenizer = Detokenizer(tokens, after_text=prompt.after_text, skip_special=body.skip_special_tokens)
+        self._stops = StopStrings(body.stop, include=body.include_stop_str_in_output)
+        self._text_start = len(prompt.echo or "")
         self._started = False
         self._delta = Delta(index)
 
@@ -89,23 +81,23 @@ class TokenSequence:
             raise _make_error(output)
         if not self._started:
             self._start(output)
-        if not self._text.discard_tokens:
+        if self._wants_tokens:
             self._take_tokens(output)
         if output.finish_reason is not None and not self.finished:
-            self._finish("length" if self._text.discard_tokens else output.finish_reason)
+            self._finish(output.finish_reason if self._wants_tokens else "length")
         return self._release()
 
     def _start(self, output: Output) -> None:
         self._started = True
         self.num_cached_tokens = output.num_cached_tokens
         self._delta.prompt_logprobs = output.prompt_logprobs
-        if self._text.echo is not None:
-            self._delta.text = self._text.echo
-            self._delta.entries = self._prompt_entries(self._text.echo, output.prompt_logprobs)
+        if self.prompt.echo is not None:
+            self._delta.text = self.prompt.echo
+            self._delta.entries = self._prompt_entries(self.prompt.echo, output.prompt_logprobs)
 
     def _prompt_entries(self, echo: str, logprobs: list[TokenLogprob | None] | None) -> list[TokenEntry]:
-        detokenizer, entries = Detokenizer(self._tokens, skip_special=self._text.skip_special), []
-        for position, token_id in enumerate(self.prompt_token_ids):
+        detokenizer, entries = Detokenizer(self._tokens, skip_special=self._body.skip_special_tokens), []
+        for position, token_id in enumerate(self.prompt.token_ids):
             offset = min(detokenizer.num_chars, len(echo))
             entries.append(TokenEntry(token_id, offset, logprobs[position] if logprobs else None))
             detokenizer.push(token_id)
@@ -115,11 +107,9 @@ class TokenSequence:
         for position, token_id in enumerate(output.token_ids):
             self.token_ids.append(token_id)
             logprob = output.logprobs[position] if output.logprobs else None
-            self._delta.entries.append(
-                TokenEntry(token_id, len(self._text.echo or "") + self._detokenizer.num_chars, logprob)
-            )
+            self._delta.entries.append(TokenEntry(token_id, self._text_start + self._detokenizer.num_chars, logprob))
             ends = output.stop_token_id is not None and position == len(output.token_ids) - 1
-            if ends and not self._text.keep_stop:
+            if ends and not self._body.include_stop_str_in_output:
                 return
             self._add_text(self._detokenizer.push(token_id))
             if self.finished:
@@ -158,19 +148,11 @@ def _make_error(output: Output) -> ApiError:
 
 
 async def generate(
-    engine: EngineClient,
-    sequences: Mapping[str, TokenSequence],
-    trace: RequestTrace,
-    policy: str | None,
-    cache_salt: str,
+    engine: EngineClient, sequences: Mapping[str, TokenSequence], trace: RequestTrace, body: GenerationBody
 ) -> AsyncGenerator[Delta, None]:
     """Run these sequences (by engine id) and yield new deltas, interleaved, until all are finished.
 
     Closing the generator early cancels the sequences that still run.
-
-    Args:
-        policy: the AllReduce policy by name; None: the server's own.
-        cache_salt: cached prompts are shared only with requests of the same salt.
 
     Raises:
         QueueFullError, EngineUnavailableError: nothing was started, or the engine died meanwhile.
@@ -178,7 +160,8 @@ async def generate(
     """
     running, accepted = dict(sequences), False
     outcome = "cancelled"  # of sequences that still run at the end: the client disconnected, unless there was an error
-    requests = [AddRequest(id_, s.prompt_token_ids, s.params, policy, cache_salt) for id_, s in sequences.items()]
+    policy, salt = body.tightwire.allreduce, body.cache_salt or ""
+    requests = [AddRequest(id_, s.prompt.token_ids, s.params, policy, salt) for id_, s in sequences.items()]
     trace.submitted(sequences)
     try:
         # Implementations are async generators; ``EngineClient`` promises their aclose.

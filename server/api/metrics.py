@@ -3,9 +3,8 @@
 Each app has its own registry, so that tests can run two apps in one process.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.exposition import choose_encoder
@@ -34,17 +33,13 @@ class Metrics:
     ) -> None:
         self.registry = CollectorRegistry()
         self.time_to_first_token = self._histogram(
-            "tightwire_time_to_first_token_seconds", "From the request's arrival to its first token", _REQUEST_BUCKETS
+            "time_to_first_token", "From the request's arrival to its first token"
         )
         self.inter_token_latency = self._histogram(
-            "tightwire_inter_token_latency_seconds", "Between one token of a sequence and the next", _TOKEN_BUCKETS
+            "inter_token_latency", "Between one token of a sequence and the next", _TOKEN_BUCKETS
         )
-        self.e2e_latency = self._histogram(
-            "tightwire_e2e_request_latency_seconds", "From the request's arrival to its last token", _REQUEST_BUCKETS
-        )
-        self.queue_time = self._histogram(
-            "tightwire_queue_seconds", "From arrival at the engine to the first scheduled step", _REQUEST_BUCKETS
-        )
+        self.e2e_latency = self._histogram("e2e_request_latency", "From the request's arrival to its last token")
+        self.queue_time = self._histogram("queue", "From arrival at the engine to the first scheduled step")
         self._ttft_parts = Summary(
             "tightwire_time_to_first_token_part_seconds",
             "Parts of the time to the first token, for requests whose first text was sent",
@@ -58,9 +53,7 @@ class Metrics:
         )
         for outcome in ("stop", "length", "cancelled", "error", "refused"):
             self.requests.labels(outcome)  # present from the start, so that a rate can be computed
-        self.registry.register(_Snapshot(lambda: _engine_metrics(stats() or EngineStats())))
-        self.registry.register(_Snapshot(lambda: _startup_metrics(startup_s())))
-        self.registry.register(_Snapshot(lambda: _self_test_metrics(comm_setup())))
+        self.registry.register(_Snapshot(lambda: _snapshot(stats() or EngineStats(), startup_s(), comm_setup())))
 
     def observe_ttft(self, timing: Mapping[str, float | None]) -> None:
         """Add the parts of one request's ``Timing``; unknown parts are left out."""
@@ -74,8 +67,8 @@ class Metrics:
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
-    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, help, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...] = _REQUEST_BUCKETS) -> Histogram:
+        return Histogram(f"tightwire_{name}_seconds", help, buckets=buckets, registry=self.registry)
 
 
 class _Snapshot(Collector):
@@ -88,31 +81,29 @@ class _Snapshot(Collector):
 _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
 
-def _struct_metrics(struct: msgspec.Struct) -> Iterator[Metric]:
-    """One metric for each field that declares one."""
-    for field, (kind, name, help) in metric_fields(type(struct)).items():
-        yield _FAMILIES[kind](f"tightwire_{name}", help, getattr(struct, field))
-
-
-def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:
-    yield from _struct_metrics(stats.total)
+def _snapshot(stats: EngineStats, startup_s: float | None, setup: CommSetup | None) -> Iterator[Metric]:
+    for struct in (stats.total, stats.counters, stats.stream, stats.kv_offload):
+        for field, (kind, name, help) in metric_fields(type(struct)).items():
+            yield _FAMILIES[kind](f"tightwire_{name}", help, getattr(struct, field))
     yield GaugeMetricFamily("tightwire_kv_cache_usage_ratio", _USAGE_HELP, _kv_usage(stats.total))
-    yield from _struct_metrics(stats.counters)
     if len(stats.loads) > 1:
-        yield from _replica_metrics(stats.loads)
-    for struct in (stats.stream, stats.kv_offload):
-        if struct is not None:
-            yield from _struct_metrics(struct)
+        for field, (_, name, help) in metric_fields(ReplicaLoad).items():
+            yield _by_replica(name, help, [getattr(load, field) for load in stats.loads])
+        yield _by_replica("kv_cache_usage_ratio", _USAGE_HELP, map(_kv_usage, stats.loads))
     yield from _comm_metrics(stats.comm)
+    if startup_s is not None:
+        yield GaugeMetricFamily("tightwire_startup_seconds", "From the process's start to ready", startup_s)
+    self_test = GaugeMetricFamily(
+        "tightwire_comm_selftest_ok",
+        "1: the AllReduce gave the right sum at start-up; 0: it did not and is never used",
+        labels=["algorithm"],
+    )
+    for verdict in setup.self_test if setup else []:
+        self_test.add_metric([verdict.algorithm], float(verdict.ok))
+    yield self_test
 
 
-def _replica_metrics(loads: Sequence[ReplicaLoad]) -> Iterator[Metric]:
-    for field, (_, name, help) in metric_fields(ReplicaLoad).items():
-        yield _by_replica(name, help, [getattr(load, field) for load in loads])
-    yield _by_replica("kv_cache_usage_ratio", _USAGE_HELP, [_kv_usage(load) for load in loads])
-
-
-def _by_replica(name: str, help: str, values: Sequence[float]) -> Metric:
+def _by_replica(name: str, help: str, values: Iterable[float]) -> Metric:
     family = GaugeMetricFamily(f"tightwire_replica_{name}", f"{help}, by replica", labels=["replica"])
     for replica, value in enumerate(values):
         family.add_metric([str(replica)], value)
@@ -123,7 +114,7 @@ def _kv_usage(load: ReplicaLoad) -> float:
     return (load.num_blocks - load.num_free_blocks) / load.num_blocks if load.num_blocks else 0.0
 
 
-def _comm_metrics(counts: Sequence[CommCount]) -> Iterator[Metric]:
+def _comm_metrics(counts: Iterable[CommCount]) -> Iterator[Metric]:
     labels = ["op", "algorithm", "phase"]
     seconds = SummaryMetricFamily("tightwire_comm_seconds", "Time of rank 0 in collectives, and calls", labels=labels)
     sent = CounterMetricFamily("tightwire_comm_bytes", "Bytes rank 0 sent in collectives", labels=labels)
@@ -136,19 +127,3 @@ def _comm_metrics(counts: Sequence[CommCount]) -> Iterator[Metric]:
         sent.add_metric(values, count.bytes_sent)
         exact.add_metric(values, count.exact_bytes)
     yield from (seconds, sent, exact)
-
-
-def _startup_metrics(startup_s: float | None) -> Iterator[Metric]:
-    if startup_s is not None:
-        yield GaugeMetricFamily("tightwire_startup_seconds", "From the process's start to ready", startup_s)
-
-
-def _self_test_metrics(setup: CommSetup | None) -> Iterator[Metric]:
-    family = GaugeMetricFamily(
-        "tightwire_comm_selftest_ok",
-        "1: the AllReduce gave the right sum at start-up; 0: it did not and is never used",
-        labels=["algorithm"],
-    )
-    for verdict in setup.self_test if setup else []:
-        family.add_metric([verdict.algorithm], float(verdict.ok))
-    yield family

@@ -7,11 +7,11 @@ import asyncio
 import secrets
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.api.errors import ApiError, invalid
-from tightwire.server.api.generation import TextOptions, TokenSequence
+from tightwire.server.api.generation import Prompt, TokenSequence
 from tightwire.server.api.schemas import Body, GenerationBody
 from tightwire.server.api.serving import ModelInfo, ServedModel
 
@@ -24,13 +24,6 @@ _INLINE_CHARS = 4000
 async def run_off_loop(work: Callable[[], T], num_chars: int) -> T:
     """Run ``work`` in a thread if the text is long, so that other requests' tokens are not delayed."""
     return work() if num_chars <= _INLINE_CHARS else await asyncio.to_thread(work)
-
-
-class Prompt(NamedTuple):
-    """A prompt's tokens; ``echo``: its text, if the answer begins with it."""
-
-    token_ids: list[int]
-    echo: str | None = None
 
 
 def check_model(body: Body, info: ModelInfo) -> None:
@@ -77,35 +70,18 @@ def check_ids(ids: Iterable[int], info: ModelInfo, param: str) -> None:
         )
 
 
-def make_sequences(
-    body: GenerationBody, model: ServedModel, prompts: Iterable[Prompt], *, after_text: bool = False
-) -> list[TokenSequence]:
-    """``n`` sequences for each prompt, in OpenAI's order of choices.
-
-    Args:
-        after_text: the answer continues the prompt's text (``Detokenizer``).
-
-    Raises:
-        ApiError: 400, naming the field.
-    """
+def make_sequences(body: GenerationBody, model: ServedModel, prompts: Iterable[Prompt]) -> list[TokenSequence]:
+    """``n`` sequences for each prompt, in OpenAI's order of choices. Raises ApiError 400, naming the field."""
     seed = body.seed if body.seed is not None else model.info.default_seed or secrets.randbits(63)
     logprobs, sequences = body.num_logprobs, []
     bans = _bans(body, model)
-    for token_ids, echo in prompts:
+    for prompt in prompts:
         # Some tokenizers have tokens that were added after training, without an embedding in the model.
-        check_ids(token_ids, model.info, body.text_param)
-        asked = _token_limit(body, model.info, len(token_ids), may_be_0=echo is not None)
+        check_ids(prompt.token_ids, model.info, body.text_param)
+        asked = _token_limit(body, model.info, len(prompt.token_ids), may_be_0=prompt.echo is not None)
         scored = body.prompt_logprobs
-        if echo is not None and logprobs is not None:
+        if prompt.echo is not None and logprobs is not None:
             scored = max(logprobs, scored or 0)
-        text = TextOptions(
-            stops=body.stop,
-            keep_stop=body.include_stop_str_in_output,
-            echo=echo,
-            after_text=after_text,
-            skip_special=body.skip_special_tokens,
-            discard_tokens=asked == 0,
-        )
         for choice in range(body.n):
             params = body.sampling_params(
                 max_tokens=max(asked, 1),
@@ -114,7 +90,7 @@ def make_sequences(
                 prompt_logprobs=scored,
                 **bans,
             )
-            sequences.append(TokenSequence(len(sequences), token_ids, params, model.tokens, text))
+            sequences.append(TokenSequence(len(sequences), prompt, params, body, model.tokens))
     return sequences
 
 

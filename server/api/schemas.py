@@ -22,18 +22,10 @@ MAX_LOGPROBS = 20
 MAX_SALT_CHARS = 256
 
 # Ignored with --strict-fields too: they label a request for billing, storage or routing and do not change an answer.
+# ``parallel_tool_calls`` configures tools, which are not supported; ``prediction`` is a hint for speed.
 IGNORED_FIELDS = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "parallel_tool_calls",  # configures tools, which are not supported
-        "prediction",  # a hint for speed
-    }
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+    + ("parallel_tool_calls", "prediction")
 )
 
 # Fields of OpenAI that are not supported: the values that are accepted because they have no effect, and advice.
@@ -203,7 +195,7 @@ class GenerationBody(Body):
         max_length=MAX_SALT_CHARS,
         description="Extension: share cached prompt prefixes only with requests of the same salt.",
     )
-    tightwire: TightwireOptions = TightwireOptions(comm=False, timing=False, token_ids=False, allreduce=None)
+    tightwire: TightwireOptions = Field(default_factory=lambda: TightwireOptions.model_construct())
 
     def sampling_params(self, **decided: Any) -> SamplingParams:
         """The fields that ``SamplingParams`` has under the same name; ``decided`` replaces the client's values."""

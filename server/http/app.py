@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import socket
 from collections.abc import Iterator
 from typing import Any, Self
@@ -15,7 +16,7 @@ from tightwire.server.api.metrics import Metrics
 from tightwire.server.api.serving import ModelHolder, Serving
 from tightwire.server.config.serve import HttpOptions
 from tightwire.server.http.middleware import RequestScope, RequireKey
-from tightwire.server.http.openapi import make_openapi
+from tightwire.server.http.openapi import make_page
 from tightwire.server.http.routes.generation import generation_router
 from tightwire.server.http.routes.models import models_router
 from tightwire.server.http.routes.observe import observe_router
@@ -44,7 +45,7 @@ def make_app(*, engine: EngineClient, holder: ModelHolder, http: HttpOptions) ->
     )
     for make_router in (generation_router, models_router, observe_router):
         app.include_router(make_router(serving))
-    app.openapi = make_openapi(app, closed=http.api_key is not None)
+    app.openapi = functools.cache(lambda: make_page(app, http.api_key is not None))
     install_error_handlers(app)
     if http.api_key is not None:
         app.add_middleware(RequireKey, api_key=http.api_key)

@@ -3,7 +3,6 @@
 FastAPI does not see these types, because ``body`` reads requests and msgspec encodes responses. ``OPERATIONS`` lists them.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -67,18 +66,8 @@ OPERATIONS = {
 }
 
 
-def make_openapi(app: FastAPI, *, closed: bool) -> Callable[[], dict[str, Any]]:
-    """The function that FastAPI calls for /openapi.json. ``closed``: an API key is required."""
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = _page(app, closed)
-        return app.openapi_schema
-
-    return openapi
-
-
-def _page(app: FastAPI, closed: bool) -> dict[str, Any]:
+def make_page(app: FastAPI, closed: bool) -> dict[str, Any]:
+    """The page of /openapi.json. ``closed``: an API key is required."""
     page = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     bodies = {operation.body for operation in OPERATIONS.values() if operation.body is not None}
     answers = {

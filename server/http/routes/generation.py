@@ -37,8 +37,5 @@ async def _answer(request: Request, serving: Serving, dialect_type: type[Dialect
     dialect = dialect_type(body, model)
     with trace.tokenizing():
         prompts = await dialect.prompts()
-        sequences = await run_off_loop(
-            lambda: make_sequences(body, model, prompts, after_text=dialect.continues_text),
-            sum(map(len, body.bad_words)),
-        )
+        sequences = await run_off_loop(lambda: make_sequences(body, model, prompts), sum(map(len, body.bad_words)))
     return await Answer(serving, dialect, sequences, trace).respond(request)

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer as Backend
 from tightwire.model.text.byte_tokenizer import byte_backend
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.api.errors import ApiError
-from tightwire.server.api.prompts import Prompt, check_options, make_sequences, run_off_loop
+from tightwire.server.api.generation import Prompt
+from tightwire.server.api.prompts import check_options, make_sequences, run_off_loop
 from tightwire.server.api.schemas import CompletionBody
 from tightwire.server.api.serving import ModelHolder, ModelInfo, ServedModel
 from tightwire.server.http.body import check_fields
