@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from tightwire.bench.comm.cells import Cells
-from tightwire.bench.comm.measure import MeasurePlan, Timed, compute_alone, measure
+from tightwire.bench.comm.measure import MeasurePlan, measure
 from tightwire.bench.ranks import RankOptions, open_ranks
 from tightwire.bench.report.console import make_console, progress_bar
 from tightwire.bench.report.quiet import OthersWatch
@@ -172,14 +172,14 @@ def measure_all(plan: TunePlan) -> Iterator[Measured]:
         for setting in plan.settings:
             task = progress.add_task(setting.transport, total=len(plan.sizes(setting)))
             try:
-                yield _measure_setting(plan, setting, partial(progress.update, task))
+                yield _measure_setting(plan, setting, partial(progress.advance, task))
             except ValueError as error:
                 if len(plan.settings) == 1:
                     raise
                 progress.console.print(f"{setting.transport} is left out: {error}", markup=False, soft_wrap=True)
 
 
-def _measure_setting(tune: TunePlan, setting: Setting, update_progress: Callable[..., None]) -> Measured:
+def _measure_setting(tune: TunePlan, setting: Setting, advance: Callable[[], None]) -> Measured:
     options = RankOptions(
         ranks=setting.world_size, device=setting.device, transport=setting.transport, nodes=setting.num_nodes
     )
@@ -191,17 +191,14 @@ def _measure_setting(tune: TunePlan, setting: Setting, update_progress: Callable
         repeats=_MAX_CALLS,
         seconds_per_size=max(_MIN_SECONDS_PER_SIZE, (tune.seconds - _START_S * len(tune.settings)) / num_sizes),
         seed=0,
+        computing=setting.device == "cpu",  # on CUDA a whole AllReduce is one kernel: nothing is computed apart from it
     )
     cells = Cells(setting.world_size)
     with open_ranks(options) as (ranks, _):
         watch = OthersWatch(ranks.pids)
-        for rank, event in ranks.stream(measure, plan):
-            cells.add(rank, event)
-            if rank == 0 and isinstance(event, Timed):
-                update_progress(completed=plan.sizes.index(event.size) + event.done / event.rounds)
-        if setting.device == "cpu":  # on CUDA a whole AllReduce is one kernel: there is no computing apart from it
-            for rank, computed in ranks.stream(compute_alone, plan):
-                cells.add(rank, computed)
+        for rank, outcomes in ranks.stream(measure, plan):
+            if outcomes and cells.add(rank, outcomes):
+                advance()
         others = watch.share()
     if others > _MAX_OTHERS_SHARE:
         raise CrowdedError(
@@ -213,7 +210,7 @@ def _measure_setting(tune: TunePlan, setting: Setting, update_progress: Callable
 
 def judge(setting: Setting, cells: Cells) -> Measured:
     """Medians of correct calls, the slowest rank's computing, and the first fault of each wrong algorithm."""
-    rows = sorted(cells.rows(), key=lambda row: row["size"])
+    rows = sorted(cells.rows, key=lambda row: row["size"])
     wrong: dict[str, str] = {}
     for row in rows:
         if row["faults"]:

@@ -1,18 +1,15 @@
 """``tightwire bench comm``: times every AllReduce between processes of this machine, and checks every result.
 
 Other bits on another rank or in a later call, an error above the algorithm's bound, or sent bytes that differ from its formula
-fail the run. With ``--link`` each time is compared with bytes / rate + computing alone; several links give the rate at which
-quantizing stops paying.
+fail the run. With ``--link`` each time is compared with bytes / rate + computing alone.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tightwire.bench.comm.cells import (
     COLUMNS,
-    CROSSOVER_COLUMNS,
     ERROR,
     LINK,
     LINK_RATE,
@@ -21,9 +18,8 @@ from tightwire.bench.comm.cells import (
     SIZE,
     SPEED_UP,
     Cells,
-    find_crossovers,
 )
-from tightwire.bench.comm.measure import Checked, MeasurePlan, compute_alone, measure
+from tightwire.bench.comm.measure import MeasurePlan, measure
 from tightwire.bench.options import OutputOptions, option, parse_sizes
 from tightwire.bench.ranks import TRANSPORTS, RankOptions, open_ranks
 from tightwire.bench.report.page import Item, lines
@@ -37,7 +33,7 @@ from tightwire.comm.all_reduce.registry import (
     parse_all_reduce,
 )
 from tightwire.comm.group.group import Group
-from tightwire.comm.group.local_ranks import LocalRankError, LocalRanks
+from tightwire.comm.group.local_ranks import LocalRankError
 from tightwire.comm.link.link import Link, parse_link
 from tightwire.comm.link.wire import LinkTooFastError
 from tightwire.comm.protocols import AllReduce
@@ -150,6 +146,7 @@ class CommBench(Bench[CommBenchOptions]):
             repeats=options.repeats,
             seconds_per_size=options.seconds_per_size,
             seed=options.seed,
+            computing=bool(options.links),
             make=make,
         )
         self._by_link: list[Cells] = []
@@ -165,15 +162,12 @@ class CommBench(Bench[CommBenchOptions]):
                     self._measure_on(link)
                 except LinkTooFastError as error:
                     faults.append(str(error))
-        if len(self.facts["links"]) > 1:
-            self.facts["crossovers"] = find_crossovers(self.cells(), self.facts)
-            self.print_table(Table(columns=CROSSOVER_COLUMNS, rows=self.facts["crossovers"]))
         faults += [f"wrong answer: {fault}" for cells in self._by_link for fault in cells.faults()]
         if faults:
             raise BenchFailedError("; ".join(faults))
 
     def cells(self) -> list[dict[str, Any]]:
-        return [row for cells in self._by_link for row in cells.rows()]
+        return [row for cells in self._by_link for row in cells.rows]
 
     def csv(self, result: Mapping[str, Any]) -> Table:
         columns = (SIZE, *COLUMNS, Column("calls", "seconds.n", "d"), Column("share of bound", "share_of_bound", ".3f"))
@@ -187,26 +181,25 @@ class CommBench(Bench[CommBenchOptions]):
 
     def sections(self, result: Mapping[str, Any]) -> list[Item]:
         """Times by size and errors of the largest size; with several links times of the largest size by link."""
-        rows, crossovers = result["cells"], result.get("crossovers")
+        rows = result["cells"]
         size = max(row["size"] for row in rows)
-        largest = [row for row in rows if row["size"] == size]
+        largest, shown = [row for row in rows if row["size"] == size], format_bytes(size)
         note = "Lower is faster. Dashed: quantized. Where two lines cross, the best choice changes."
-        if crossovers is None:
-            inexact = [row for row in largest if row["relative_error"]]
-            speed = f"Speed and error at {format_bytes(size)}"
+        if len(result["links"]) > 1:
+            title = f"Time of {shown} by link"
             items: list[Item] = [
-                lines("Time by message size", rows, x=SIZE, y=MEDIAN, dashed=_is_lossy, ticks=True, note=note, by=_BY),
-                lines(speed, inexact, x=ERROR, y=SPEED_UP, log_y=False, joined=False, level=1.0, by=_BY),
+                lines(title, largest, by="algorithm", x=LINK_RATE, y=MEDIAN, dashed=_is_lossy, note=note)
             ]
         else:
-            title = f"Time of {format_bytes(size)} by link"
-            items = [lines(title, largest, x=LINK_RATE, y=MEDIAN, dashed=_is_lossy, note=note, by=_BY)]
-            slower = "Below this rate of the link the quantized AllReduce is faster."
-            title = "Rates at which quantizing stops paying"
-            items.append(Table(title=title, columns=CROSSOVER_COLUMNS, rows=crossovers, note=slower))
+            title = "Time by message size"
+            inexact = [row for row in largest if row["relative_error"]]
+            axes = {"x": ERROR, "y": SPEED_UP, "log_y": False, "joined": False, "level": 1.0}
+            items = [
+                lines(title, rows, by="algorithm", x=SIZE, y=MEDIAN, dashed=_is_lossy, ticks=True, note=note),
+                lines(f"Speed and error at {shown}", inexact, by="algorithm", **axes),
+            ]
         if result["links"]:
-            note = "Predicted: bytes that a rank sends over the link's rate, plus the algorithm's computing without a link."
-            items.append(Table(title="Prediction", columns=PREDICTION_COLUMNS, rows=rows, note=note))
+            items.append(Table(title="Prediction", columns=PREDICTION_COLUMNS, rows=rows, note=_PREDICTED))
         return [*items, self.csv(result)]
 
     def _measure_on(self, link: Link | None) -> None:
@@ -220,32 +213,20 @@ class CommBench(Bench[CommBenchOptions]):
             self.print(_describe_setting(self.facts, link_facts), f"{_TIMES}\n")
             cells = Cells(self.options.ranks, link=link and link.name, link_bytes_per_s=rate)
             self._by_link.append(cells)
-            self._time(ranks, cells)
+            with self.progress:
+                task = self.progress.add_task("message sizes", total=len(self._plan.sizes))
+                for rank, outcomes in ranks.stream(measure, self._plan):
+                    if outcomes and (rows := cells.add(rank, outcomes)):
+                        title = format_bytes(rows[0]["size"])
+                        self.print_table(Table(title=title, columns=COLUMNS, rows=rows, wrong=_is_wrong))
+                        self.progress.advance(task)
+                        self.keep()
+                self.progress.remove_task(task)
             if link is not None:
-                for rank, computed in ranks.stream(compute_alone, self._plan):
-                    cells.add(rank, computed)
-                self.print_table(Table(columns=PREDICTION_COLUMNS, rows=cells.rows()))
-
-    def _time(self, ranks: LocalRanks, cells: Cells) -> None:
-        finished: Counter[int] = Counter()
-        with self.progress:
-            task = self.progress.add_task("", total=None)
-            for rank, event in ranks.stream(measure, self._plan):
-                cells.add(rank, event)
-                size = format_bytes(event.size)
-                if isinstance(event, Checked):
-                    self.progress.update(task, description=f"{size}: {event.algorithm} checked", total=None)
-                    continue
-                self.progress.update(task, description=size, total=event.rounds, completed=event.done)
-                finished[event.size] += event.done == event.rounds
-                if event.done == event.rounds and finished[event.size] == ranks.world_size:
-                    rows = [row for row in cells.rows() if row["size"] == event.size]
-                    self.print_table(Table(title=size, columns=COLUMNS, rows=rows, wrong=_is_wrong))
-                    self.keep()
-            self.progress.remove_task(task)
+                self.print_table(Table(columns=PREDICTION_COLUMNS, rows=cells.rows))
 
 
-_BY = "algorithm"
+_PREDICTED = "Predicted: bytes that a rank sends over the link's rate, plus the algorithm's computing without a link."
 _TIMES = "Times are the slowest rank's, from a barrier on. Wire bytes are those of the rank that sends most."
 
 

@@ -16,7 +16,7 @@ from tiny import make_tiny
 from tightwire.__main__ import main
 from tightwire.bench import tune as tune_module
 from tightwire.bench.comm.cells import Cells
-from tightwire.bench.comm.measure import Checked, Timed
+from tightwire.bench.comm.measure import Outcome
 from tightwire.bench.report.quiet import OthersWatch
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.policy.policy_file import FileRule, PolicyFile, write_policy_file
@@ -184,20 +184,20 @@ def test_seconds_must_be_in_range(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_algorithm_with_a_wrong_answer_is_recorded_as_wrong() -> None:
     cells = Cells(1)
-    for name, digest_share in (("ring", 0.5), ("one-shot", 7.0)):
-        cells.add(
-            0,
-            Checked(
-                size=64,
-                algorithm=name,
-                digest="d",
-                wire_bytes=64,
-                formula_bytes=64,
-                relative_error=0.0,
-                share_of_bound=digest_share,
-            ),
+    outcomes = [
+        Outcome(
+            size=64,
+            algorithm=name,
+            digest="d",
+            wire_bytes=64,
+            formula_bytes=64,
+            relative_error=0.0,
+            share_of_bound=share,
+            seconds=[1e-6] * 3,
         )
-        cells.add(0, Timed(size=64, seconds={name: [1e-6] * 3}, changed=(), done=3, rounds=3))
+        for name, share in (("ring", 0.5), ("one-shot", 7.0))
+    ]
+    cells.add(0, outcomes)
     setting = Setting(transport="process-group", device="cpu", world_size=1, num_nodes=1, dtype="float32")
     measured = tune_module.judge(setting, cells)
     assert set(measured.wrong) == {"one-shot"} and "7 times the algorithm's bound" in measured.wrong["one-shot"]

@@ -173,7 +173,7 @@ def test_without_namespaces_the_link_is_throttled_and_the_result_says_so(
         assert cell["seconds"]["min"] >= cell["wire_bytes"] / 10e6
 
 
-def test_several_links_give_predictions_and_crossovers(
+def test_several_links_give_predictions(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refuse(*_: object, **__: object) -> EmulatedNetwork:
@@ -181,7 +181,7 @@ def test_several_links_give_predictions_and_crossovers(
 
     monkeypatch.setattr(wire, "EmulatedNetwork", refuse)
 
-    status, result, text = bench(
+    status, result, _ = bench(
         *("--algorithms", "two-shot,flash-int4", "--sizes", "64KiB", "--repeats", "3"),
         *("--link", "80mbit,40mbit,latency=10us", "--output", str(tmp_path)),
         capsys=capsys,
@@ -194,11 +194,8 @@ def test_several_links_give_predictions_and_crossovers(
     for cell in result["cells"]:
         assert cell["predicted_s"] == cell["wire_bytes"] / cell["link_bytes_per_s"] + cell["computing_s"]
         assert cell["over_predicted"] > 0.9
-    (crossover,) = result["crossovers"]
-    assert (crossover["algorithm"], crossover["against"]) == ("flash-int4", "two-shot")
-    assert crossover["predicted_bytes_per_s"] > 0 and "stops paying" in text
     page = Path(result["files"][2]).read_text()
-    assert page.count("<img") == 1 and "Rates at which quantizing stops paying" in page
+    assert page.count("<img") == 1 and "Prediction" in page
 
 
 def parse_options(argv: list[str]) -> CommBenchOptions:
