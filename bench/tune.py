@@ -5,21 +5,20 @@ Ranks are processes of this machine. Every result is checked; an algorithm with 
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
 from rich.console import Console
 
-from tightwire.bench.comm.cells import Cells
+from tightwire.bench.comm.cells import Cells, size_table
 from tightwire.bench.comm.measure import MeasurePlan, measure
 from tightwire.bench.ranks import RankOptions, open_ranks
-from tightwire.bench.report.console import make_console, progress_bar
+from tightwire.bench.report.console import make_console, paused, progress_bar
 from tightwire.bench.report.quiet import OthersWatch
-from tightwire.bench.report.table import Column, Table, print_table
+from tightwire.bench.report.table import print_table
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.group.local_ranks import LocalRankError
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
@@ -34,7 +33,6 @@ from tightwire.comm.policy.tune_file import (
     tune_path,
     write_tuned,
 )
-from tightwire.comm.sizes import format_bytes
 from tightwire.comm.transport.segment import why_unusable
 from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.model.open import open_checkpoint
@@ -97,8 +95,7 @@ def main(argv: Sequence[str]) -> int:
         plan = make_plan(at_least_two_ranks(config), args.seconds)
         refused = 1
         check_writable(plan.path)
-        for measured in measure_all(plan):
-            show(console, plan, measured)
+        for measured in measure_all(plan, console):
             write_tuned(plan.path, plan.host, [measured])
     except (LocalRankError, CrowdedError, OSError, ValueError) as error:
         sys.stderr.write(f"tightwire tune: {error}\n")
@@ -106,7 +103,9 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("tightwire tune: interrupted; unfinished measurements are not kept\n")
         return 130
-    console.print(f"written to {plan.path}", markup=False, soft_wrap=True)
+    console.print(
+        f"written to {plan.path}; `tightwire explain` shows what `auto` chooses", markup=False, soft_wrap=True
+    )
     return 0
 
 
@@ -142,25 +141,7 @@ def _transports(config: ServeConfig, setting: Setting) -> list[str]:
     return ["process-group"] if why_unusable() else ["shared-memory", "process-group"]
 
 
-def show(console: Console, plan: TunePlan, measured: Measured) -> None:
-    """Print medians by size and algorithm, the best of each size marked, and the choice of ``auto``."""
-    rows, sizes = measured.rows(), plan.sizes(measured.setting)
-    best = {size: min((us for row in rows.values() for at, us in row if at == size), default=0) for size in sizes}
-    texts = [
-        {"algorithm": name, **{str(at): f"{us:.0f}{' *' if us == best.get(at) else ''}" for at, us in row}}
-        for name, row in rows.items()
-    ]
-    columns = [Column("algorithm", "algorithm"), *(Column(format_bytes(size), str(size), "s") for size in sizes)]
-    print_table(console, Table(title=f"{measured.setting}: median us", columns=columns, rows=texts))
-    for name, fault in measured.wrong.items():
-        console.print(f"{name} computed a wrong sum and will not be used: {fault}", style="red", markup=False)
-    chooser = Chooser(plan.request, CostModel(measured.setting, rows), measured.wrong)
-    for choice in chooser.policy().choices("o_proj", 0, "decode"):
-        limit = "" if choice.up_to_bytes is None else f" up to {format_bytes(choice.up_to_bytes)}"
-        console.print(f"auto, lossless: {choice.algorithms[0]}{limit}: {choice.reason}", markup=False, soft_wrap=True)
-
-
-def measure_all(plan: TunePlan) -> Iterator[Measured]:
+def measure_all(plan: TunePlan, console: Console) -> Iterator[Measured]:
     """Measure one setting after the other; skip a transport that does not work, unless it is the only one.
 
     Raises:
@@ -168,18 +149,17 @@ def measure_all(plan: TunePlan) -> Iterator[Measured]:
         CrowdedError: other programs used too much of the machine.
         ValueError: the only transport does not work.
     """
-    with progress_bar() as progress:
-        for setting in plan.settings:
-            task = progress.add_task(setting.transport, total=len(plan.sizes(setting)))
-            try:
-                yield _measure_setting(plan, setting, partial(progress.advance, task))
-            except ValueError as error:
-                if len(plan.settings) == 1:
-                    raise
-                progress.console.print(f"{setting.transport} is left out: {error}", markup=False, soft_wrap=True)
+    for setting in plan.settings:
+        console.print(str(setting), style="bold", markup=False)
+        try:
+            yield _measure_setting(plan, setting, console)
+        except ValueError as error:
+            if len(plan.settings) == 1:
+                raise
+            console.print(f"{setting.transport} is left out: {error}", markup=False, soft_wrap=True)
 
 
-def _measure_setting(tune: TunePlan, setting: Setting, advance: Callable[[], None]) -> Measured:
+def _measure_setting(tune: TunePlan, setting: Setting, console: Console) -> Measured:
     options = RankOptions(
         ranks=setting.world_size, device=setting.device, transport=setting.transport, nodes=setting.num_nodes
     )
@@ -194,11 +174,14 @@ def _measure_setting(tune: TunePlan, setting: Setting, advance: Callable[[], Non
         computing=setting.device == "cpu",  # on CUDA a whole AllReduce is one kernel: nothing is computed apart from it
     )
     cells = Cells(setting.world_size)
-    with open_ranks(options) as (ranks, _):
+    with open_ranks(options) as (ranks, _), progress_bar() as progress:
         watch = OthersWatch(ranks.pids)
+        task = progress.add_task(setting.transport, total=len(plan.sizes))
         for rank, outcomes in ranks.stream(measure, plan):
-            if outcomes and cells.add(rank, outcomes):
-                advance()
+            if outcomes and (rows := cells.add(rank, outcomes)):
+                with paused(progress):
+                    print_table(console, size_table(rows))
+                progress.advance(task)
         others = watch.share()
     if others > _MAX_OTHERS_SHARE:
         raise CrowdedError(

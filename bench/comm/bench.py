@@ -18,12 +18,13 @@ from tightwire.bench.comm.cells import (
     SIZE,
     SPEED_UP,
     Cells,
+    size_table,
 )
 from tightwire.bench.comm.measure import MeasurePlan, measure
 from tightwire.bench.options import OutputOptions, option, parse_sizes
 from tightwire.bench.ranks import TRANSPORTS, RankOptions, open_ranks
 from tightwire.bench.report.page import Item, lines
-from tightwire.bench.report.table import Column, Metric, Row, Table
+from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.comm.all_reduce.entry import split_all_reduce_names
 from tightwire.comm.all_reduce.names import describe_all_reduce_names
@@ -173,7 +174,7 @@ class CommBench(Bench[CommBenchOptions]):
         columns = (SIZE, *COLUMNS, Column("calls", "seconds.n", "d"), Column("share of bound", "share_of_bound", ".3f"))
         columns = (LINK, *columns) if result["links"] else columns
         note = f"{_TIMES} The result of every call was checked."
-        return Table(title="All cells", columns=columns, rows=result["cells"], note=note, wrong=_is_wrong)
+        return Table(title="All cells", columns=columns, rows=result["cells"], note=note)
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
         links = result["link_facts"] or [None]
@@ -217,8 +218,7 @@ class CommBench(Bench[CommBenchOptions]):
                 task = self.progress.add_task("message sizes", total=len(self._plan.sizes))
                 for rank, outcomes in ranks.stream(measure, self._plan):
                     if outcomes and (rows := cells.add(rank, outcomes)):
-                        title = format_bytes(rows[0]["size"])
-                        self.print_table(Table(title=title, columns=COLUMNS, rows=rows, wrong=_is_wrong))
+                        self.print_table(size_table(rows))
                         self.progress.advance(task)
                         self.keep()
                 self.progress.remove_task(task)
@@ -239,10 +239,6 @@ def _describe_setting(facts: Mapping[str, Any], link: Mapping[str, Any] | None) 
     measured = link["measured_bytes_per_s"]
     rate = f", {measured * 8 / 1e6:.1f} Mbit/s of payload" if measured else ""
     return f"{setting} over {link['name']} ({link['how']}{rate})"
-
-
-def _is_wrong(row: Row) -> bool:
-    return bool(row["faults"])
 
 
 def _is_lossy(algorithm: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tightwire.bench.comm.measure import Outcome
 from tightwire.bench.report.statistics import describe, neighbour_batch
-from tightwire.bench.report.table import Column
+from tightwire.bench.report.table import Column, Row, Table
 from tightwire.comm.sizes import format_bytes
 
 _BASELINE = "native"
@@ -34,6 +34,11 @@ PREDICTION_COLUMNS = (
     _us("measured us", "seconds.p50"),
     Column("measured / predicted", "over_predicted", ".3f"),
 )
+
+
+def size_table(rows: Sequence[Row]) -> Table:
+    """All algorithms at one size; wrong ones are marked."""
+    return Table(title=format_bytes(rows[0]["size"]), columns=COLUMNS, rows=rows, wrong=lambda row: bool(row["faults"]))
 
 
 class Cells:

@@ -28,7 +28,7 @@ class Facts(Struct, frozen=True, kw_only=True):
 
 
 class Speed(Struct, frozen=True):
-    """``tokens_per_s`` of ``model`` for one request, measured; None: not measured, and ``reason`` says why."""
+    """``tokens_per_s`` of ``model`` for one request, measured; ``reason``: why it is unknown, or lower than usual."""
 
     model: str
     tokens_per_s: float | None = None
@@ -50,9 +50,10 @@ def describe_verdict(facts: Facts, options: str, speed: Speed) -> str:
     machine = f"{host.num_usable} CPU core{'s' * (host.num_usable != 1)}, {vectors}"
     if facts.num_gpus:
         machine = f"{facts.num_gpus} GPU{'s' * (facts.num_gpus > 1)} ({', '.join(sorted(set(facts.torch.devices)))})"
-    expected = speed.reason
-    if speed.tokens_per_s is not None:
-        expected = f"expect about {speed.tokens_per_s:.0f} tokens/s of {speed.model} for one request"
+    if speed.tokens_per_s is None:
+        return f"{machine}; use {options}; {speed.reason}"
+    reason = f" ({speed.reason})" if speed.reason else ""
+    expected = f"expect about {speed.tokens_per_s:.0f} tokens/s of {speed.model} for one request{reason}"
     return f"{machine}; use {options}; {expected}"
 
 
@@ -77,10 +78,7 @@ def _driver(facts: Facts) -> Iterator[Advice]:
         yield Advice("problem", f"the driver has {num_driver} GPUs, but torch {facts.host.software['torch']} {reason}")
     elif facts.num_gpus < num_driver:
         yield Advice("note", f"torch sees {facts.num_gpus} of {num_driver} GPUs; check CUDA_VISIBLE_DEVICES")
-    for links in facts.driver.nvlinks:
-        if links.num_inactive and links.num_active:
-            total = links.num_active + links.num_inactive
-            yield Advice("problem", f"GPU {links.gpu}: {links.num_inactive} of {total} NVLinks are inactive")
+    yield from (Advice("problem", text) for text in facts.driver.nvlink_problems)
 
 
 def _peers(torch: Torch) -> Iterator[Advice]:
@@ -145,7 +143,7 @@ def _options(facts: Facts, tp: int) -> Iterator[Advice]:
     """The first one is for every server on this machine."""
     if facts.num_gpus > 1:
         yield _gpu_options(facts.num_gpus, facts.torch)
-        if not facts.driver.nvlinks:
+        if not facts.driver.has_nvlink:
             why = "no NVLink: with this, auto may quantize AllReduces of prompts; decode rows stay exact"
             yield Advice("use", why, "--comm-error-budget 0.01")
     elif facts.num_gpus == 1:

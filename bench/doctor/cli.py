@@ -3,7 +3,8 @@
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -15,6 +16,8 @@ from tightwire.bench.doctor.advice import Advice, Facts, Speed, advise, describe
 from tightwire.bench.doctor.gpus import read_driver, read_torch
 from tightwire.bench.doctor.host import read_host
 from tightwire.bench.doctor.probing import run_probe
+from tightwire.bench.report.quiet import QUIET_SHARE, OthersWatch, describe_others
+from tightwire.comm.sizes import format_bytes
 from tightwire.model.checkpoint.catalog import is_cached
 
 _STYLES = {"problem": "bold red", "note": "yellow", "use": "bold green"}
@@ -88,23 +91,47 @@ def measure_speed(options: str, limit_s: float) -> Speed:
     if not is_cached(_MODEL):
         return Speed(_MODEL, reason=f"`tightwire pull` fetches {_MODEL}, and doctor then measures its speed")
     command = [sys.executable, "-m", "tightwire", "generate", "--model", _MODEL, "--max-tokens", str(_NUM_TOKENS)]
+    watch = OthersWatch()
     output = run_probe([*command, *options.split(), _PROMPT], limit_s)
     if output.problem or len(output.times_s) < 2:
         return Speed(_MODEL, reason=f"its speed is unknown: `tightwire generate` {output.problem or 'printed nothing'}")
-    return Speed(_MODEL, (_NUM_TOKENS - 1) / (output.times_s[-1] - output.times_s[0]))
+    busy = describe_others(watch.share()) if watch.share() > QUIET_SHARE else ""
+    return Speed(_MODEL, (_NUM_TOKENS - 1) / (output.times_s[-1] - output.times_s[0]), busy)
 
 
 def show(report: Report, console: Console, *, verbose: bool) -> None:
     """Print the verdict, the facts and the advice; fits 80 columns."""
-    facts = report.facts
     console.print(Text(report.verdict, "bold"), end="\n\n")
-    shown = [*facts.host.rows(), *(facts.driver.rows() if facts.driver.gpus or verbose else ())]
-    shown += [*facts.host.more_rows(), *facts.torch.rows()] if verbose else []
+    shown = _facts("", msgspec.to_builtins(report.facts)) if verbose else _summary(report.facts)
     _print_grid(console, ((Text(name, "bold"), Text(text)) for name, text in shown))
     console.print()
     _print_grid(console, ((Text(item.kind, _STYLES[item.kind]), _describe(item)) for item in report.advice))
     if not verbose:
         console.print("\n`tightwire doctor --verbose` shows all it found.", style="dim")
+
+
+def _summary(facts: Facts) -> Iterator[tuple[str, str]]:
+    host = facts.host
+    quota = f" of {host.num_allowed}" if host.num_usable < host.num_allowed else ""
+    yield "processor", f"{host.cpu}; {host.num_usable}{quota} usable cores, CPU kernels {host.kernels}"
+    works = host.shared_memory_problem or "ranks can share memory"
+    yield "memory", f"{format_bytes(host.available_bytes)} free of {format_bytes(host.total_bytes)}; {works}"
+    for gpu in facts.driver.gpus:
+        yield f"GPU {gpu.index}", f"{gpu.name}, {format_bytes(gpu.memory_bytes)}, driver {gpu.driver}"
+    yield "software", ", ".join(f"{name} {host.software[name]}" for name in ("tightwire", "torch", "python"))
+
+
+def _facts(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Every fact with its path, such as ``host.numa_nodes``."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _facts(f"{path}.{name}" if path else name, inner)
+    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        for number, inner in enumerate(value):
+            yield from _facts(f"{path}.{number}", inner)
+    else:
+        text = ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+        yield path, format_bytes(value) if path.endswith("_bytes") and isinstance(value, int) else text
 
 
 def _describe(item: Advice) -> Text:

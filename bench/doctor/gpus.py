@@ -11,9 +11,7 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import Struct
 
-from tightwire.bench.doctor.host import Rows
 from tightwire.bench.doctor.probing import run_probe
-from tightwire.comm.sizes import format_bytes
 from tightwire.server.plan.devices import torch_has_cuda
 from tightwire.server.ranks.parent_death import die_with_parent
 
@@ -38,32 +36,12 @@ class Gpu(Struct, frozen=True):
     max_width: int | None
     power_state: str | None  # P0 is full speed; links slow down in other states
 
-    def __str__(self) -> str:
-        link = (
-            f"PCIe {_or(self.generation)} of {_or(self.max_generation)}, x{_or(self.width)} of x{_or(self.max_width)}"
-        )
-        memory = format_bytes(self.memory_bytes)
-        return f"{self.name}, {memory}, driver {self.driver}, {link}, {self.power_state or 'power state unknown'}"
-
-
-class NvLinks(Struct, frozen=True):
-    gpu: int
-    num_active: int
-    num_inactive: int
-
 
 class Driver(Struct, frozen=True):
     gpus: list[Gpu] = []
-    nvlinks: list[NvLinks] = []
+    has_nvlink: bool = False
+    nvlink_problems: list[str] = []
     absent_reason: str | None = None
-
-    def rows(self) -> Rows:
-        yield from ((f"GPU {gpu.index}", str(gpu)) for gpu in self.gpus)
-        yield from (
-            (f"NVLink {each.gpu}", f"{each.num_active} active, {each.num_inactive} not") for each in self.nvlinks
-        )
-        if self.absent_reason:
-            yield "GPUs", self.absent_reason
 
 
 class PeerTest(Struct, frozen=True):
@@ -86,14 +64,6 @@ class Torch(Struct, frozen=True):
     tests: list[PeerTest] = []
     under_way: tuple[int, int] | None = None  # the pair in test, which is the cause if the probe hangs
 
-    def rows(self) -> Rows:
-        build = "a CPU build" if self.cuda is None else f"for CUDA {self.cuda}, NCCL {self.nccl}"
-        yield "torch", build
-        yield from ((f"cuda:{number}", name) for number, name in enumerate(self.devices))
-        for test in self.tests:
-            speed = "" if test.gb_per_s is None else f", {test.gb_per_s:.1f} GB/s"
-            yield f"GPU {test.writer} -> {test.owner}", f"{'ok' if test.ok else 'WRONG'}: {test.detail}{speed}"
-
 
 def read_driver(limit_s: float) -> tuple[Driver, str | None]:
     """GPUs and NVLinks as the driver reports them, and what is wrong."""
@@ -103,8 +73,10 @@ def read_driver(limit_s: float) -> tuple[Driver, str | None]:
     if query.problem:
         return Driver(), query.problem + f" {query.data.decode().strip()}".rstrip()
     gpus = parse_gpus(query.data.decode())
-    nvlinks = run_probe(["nvidia-smi", "nvlink", "--status"], limit_s) if len(gpus) > 1 else None
-    return Driver(gpus, parse_nvlinks(nvlinks.data.decode()) if nvlinks else []), nvlinks and nvlinks.problem
+    if len(gpus) < 2:
+        return Driver(gpus), None
+    nvlinks = run_probe(["nvidia-smi", "nvlink", "--status"], limit_s)
+    return Driver(gpus, *parse_nvlinks(nvlinks.data.decode())), nvlinks.problem
 
 
 def parse_gpus(csv: str) -> list[Gpu]:
@@ -131,15 +103,14 @@ def parse_gpus(csv: str) -> list[Gpu]:
     return found
 
 
-def parse_nvlinks(status: str) -> list[NvLinks]:
-    """Parse ``nvidia-smi nvlink --status``: one entry for each GPU with NVLinks."""
-    found = []
-    for part in re.split(r"^(?=GPU \d+:)", status, flags=re.MULTILINE):
-        head = re.match(r"GPU (\d+):", part)
-        active, inactive = (len(re.findall(rf"Link \d+: {what}", part)) for what in (r"[\d.]+ GB/s", "<inactive>"))
-        if head and (active or inactive):
-            found.append(NvLinks(int(head[1]), active, inactive))
-    return found
+def parse_nvlinks(status: str) -> tuple[bool, list[str]]:
+    """Parse ``nvidia-smi nvlink --status``: True if any NVLink is active, and what is wrong."""
+    problems = []
+    for gpu, links in re.findall(r"^GPU (\d+):.*\n((?:\s+Link.*\n?)*)", status, re.MULTILINE):
+        total, num_inactive = links.count("Link "), links.count("<inactive>")
+        if 0 < num_inactive < total:
+            problems.append(f"GPU {gpu}: {num_inactive} of {total} NVLinks are inactive")
+    return " GB/s" in status, problems
 
 
 def read_torch(limit_s: float) -> tuple[Torch, str | None]:
@@ -169,10 +140,6 @@ def examine_torch() -> Iterator[Torch]:
         check = check_peer_writes(torch.device("cuda", writer), torch.device("cuda", owner))
         facts = msgspec.structs.replace(facts, tests=[*facts.tests, PeerTest(writer, owner, *check)])
     yield facts
-
-
-def _or(value: int | None) -> str:
-    return "?" if value is None else str(value)
 
 
 if __name__ == "__main__":

@@ -7,21 +7,16 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from msgspec import Struct
 
 from tightwire.bench.doctor.probing import run_probe
 from tightwire.bench.report.environment import describe_environment
-from tightwire.comm.sizes import format_bytes
 from tightwire.comm.transport.segment import why_unusable
 from tightwire.kernels.cpu.library import level
 from tightwire.server.plan.devices import available_host_bytes, num_cores
 
-Rows = Iterator[tuple[str, str]]  # label and text of each line on the terminal
-
-_VECTORS = re.compile(r"\b(?:avx\w*|amx_\w+|fma|f16c|asimd\w*|bf16|i8mm|sve2?)\b")
 _LOOPBACK_TYPE = 772
 _ISOLATION_OPTION = re.compile(r"iommu|acs|^pci=", re.IGNORECASE)
 # With these two, ACS sends writes between devices up to the root, where the IOMMU may translate or drop them.
@@ -32,7 +27,6 @@ class Host(Struct, frozen=True, kw_only=True):
     """None means that this system does not report the value."""
 
     cpu: str
-    vectors: list[str]  # extensions that matrix products use
     kernels: str  # level of the CPU kernels, such as v4-bf16; spec: torch's reference
     num_usable: int  # cores that this process may use, within a container's quota
     num_allowed: int  # the same without the quota
@@ -48,26 +42,6 @@ class Host(Struct, frozen=True, kw_only=True):
     acs_problem: str | None  # why it is unknown
     software: dict[str, str]  # versions by name
 
-    def rows(self) -> Rows:
-        quota = f" of {self.num_allowed}" if self.num_usable < self.num_allowed else ""
-        yield "processor", f"{self.cpu}; {self.num_usable}{quota} usable cores, CPU kernels {self.kernels}"
-        works = self.shared_memory_problem or "ranks can share memory"
-        yield "memory", f"{format_bytes(self.available_bytes)} free of {format_bytes(self.total_bytes)}; {works}"
-        versions = ", ".join(f"{name} {self.software[name]}" for name in ("tightwire", "torch", "python"))
-        yield "software", versions
-
-    def more_rows(self) -> Rows:
-        """What only ``--verbose`` shows."""
-        yield "vectors", " ".join(self.vectors) or "none known"
-        yield from (("NUMA", node) for node in self.numa_nodes)
-        yield "/dev/shm", "none" if self.shm_bytes is None else format_bytes(self.shm_bytes)
-        yield from (("network", interface) for interface in self.interfaces or ["only loopback"])
-        yield "IOMMU", f"{self.num_iommu_groups} groups" if self.num_iommu_groups else "off, or hidden"
-        yield "kernel options", " ".join(self.kernel_options) or "none about IOMMU or ACS"
-        redirects = f"unknown: {self.acs_problem}" if self.acs_redirects is None else ", ".join(self.acs_redirects)
-        yield "ACS redirects", redirects or "at no port"
-        yield "versions", ", ".join(f"{name} {version}" for name, version in self.software.items())
-
 
 def read_host(limit_s: float, root: Path = Path("/")) -> Host:
     """The facts under ``root``. ``limit_s``: for lspci."""
@@ -76,7 +50,6 @@ def read_host(limit_s: float, root: Path = Path("/")) -> Host:
     redirects, problem = _acs(limit_s)
     return Host(
         cpu=environment["cpu"],
-        vectors=list(dict.fromkeys(_VECTORS.findall(_text(root / "proc/cpuinfo")))),
         kernels=level(),
         num_usable=num_cores(root),
         num_allowed=len(os.sched_getaffinity(0)),

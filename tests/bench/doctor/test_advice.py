@@ -6,12 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from tightwire.bench.doctor.advice import Advice, Facts, Speed, advise, describe_verdict
-from tightwire.bench.doctor.gpus import Driver, Gpu, NvLinks, PeerTest, Torch
+from tightwire.bench.doctor.gpus import Driver, Gpu, PeerTest, Torch
 from tightwire.bench.doctor.host import Host
 
 HOST = Host(
     cpu="EPYC [9654]",
-    vectors=[],
     kernels="v3",
     num_usable=8,
     num_allowed=8,
@@ -100,7 +99,7 @@ def test_two_gpus_that_reach_each_other() -> None:
     advice = of(TWO, Driver([GPU]))
     assert texts(advice, "problem") == []
     assert options(advice) == ["--tp 2", "--comm-error-budget 0.01"]
-    assert options(of(TWO, Driver([GPU], [NvLinks(0, 4, 0)]))) == ["--tp 2"]
+    assert options(of(TWO, Driver([GPU], has_nvlink=True))) == ["--tp 2"]
 
 
 def test_claimed_peer_access_that_fails_is_a_problem() -> None:
@@ -158,8 +157,8 @@ def test_acs_and_iommu_between_two_gpus() -> None:
 
 
 def test_inactive_nvlinks() -> None:
-    driver = Driver([GPU], [NvLinks(0, 3, 1)])
-    assert texts(of(TWO, driver), "problem") == ["GPU 0: 1 of 4 NVLinks are inactive"]
+    driver = Driver([GPU], has_nvlink=True, nvlink_problems=["GPU 0: 1 of 4 NVLinks are inactive"])
+    assert texts(of(TWO, driver), "problem") == driver.nvlink_problems
 
 
 def test_a_probe_that_failed_is_a_problem_and_problems_come_first() -> None:

@@ -38,14 +38,6 @@ def test_an_empty_tree(tmp_path: Path) -> None:
     assert {"tightwire", "python", "torch"} <= host.software.keys()
 
 
-def test_vectors_of_x86_and_arm(tmp_path: Path) -> None:
-    x86 = "processor: 0\nflags: fpu sse2 avx2 fma f16c avx512_bf16 amx_tile\n\nprocessor: 1\nflags: fpu sse2 avx2 fma"
-    tree = write(tmp_path, proc__meminfo=MEMINFO, proc__cpuinfo=x86)
-    assert read_host(60.0, tree).vectors == ["avx2", "fma", "f16c", "avx512_bf16", "amx_tile"]
-    write(tmp_path, proc__cpuinfo="Features: fp asimd aes asimdhp sve i8mm bf16")
-    assert read_host(60.0, tree).vectors == ["asimd", "asimdhp", "sve", "i8mm", "bf16"]
-
-
 def test_numa_network_and_isolation(tmp_path: Path) -> None:
     options = "quiet intel_iommu=on iommu=pt root=/dev/sda1 pcie_acs_override=downstream"
     write(tmp_path, proc__meminfo=MEMINFO, proc__cmdline=options)
