@@ -101,4 +101,8 @@ def bench_serve(
     for one in result["cells"]:
         if one["failed"] or not one["ttft_s"]:
             raise ServerFailedError(f"{one['name']}: {one['failed']} requests failed: {one['errors']}")
+        for kind, asked in (("prompt", load.input_len), ("generated", load.output_len)):
+            each = one[f"{kind}_tokens"] / one["succeeded"]
+            if abs(each - asked) > 0.02 * asked + 0.5:
+                raise ServerFailedError(f"{one['name']}: {each:.1f} {kind} tokens a request instead of {asked}")
     return result

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,8 @@ from tightwire.bench.peers.process import (
     compare_answers,
     greedy_answers,
 )
-from tightwire.bench.report.page import Item
-from tightwire.bench.report.quiet import OthersWatch, wait_for_quiet
-from tightwire.bench.report.table import Column
+from tightwire.bench.report.page import Item, Text
+from tightwire.bench.report.quiet import QUIET_SHARE, OthersWatch, describe_others, wait_for_quiet
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.bench.server_process import ServerFailedError, ServerProcess
 from tightwire.model.checkpoint.catalog import cache_folder
@@ -118,11 +117,7 @@ class PeersBench(Bench[PeersOptions]):
     options_type = PeersOptions
     description = "Compare servers on the same weights, one after the other under the same load."
     metrics = report.METRICS
-    columns = (
-        *(Column("server", "server"), Column("in flight", "concurrency", "d")),
-        *(Column(metric.name, f"medians.{metric.name}", ".4g") for metric in report.METRICS),
-        *(Column(f"{metric.name} ratio", f"comparisons.{metric.name}.ratio", ".3f") for metric in report.METRICS),
-    )
+    columns = report.CSV_COLUMNS
     failures = ((ValueError, 2), (ModelError, 2))
 
     def __init__(self, options: PeersOptions) -> None:
@@ -136,6 +131,7 @@ class PeersBench(Bench[PeersOptions]):
         self._random = random.Random(f"{options.seed}/turns")
         self._peers: list[Peer] = []
         self._done = 0
+        self._others = 0.0  # the largest share of the cores that other programs used in a round
 
     def measure(self) -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # no server may outlive this process
@@ -150,10 +146,15 @@ class PeersBench(Bench[PeersOptions]):
                 round_began = time.perf_counter()
                 if round_began + longest_s >= began + options.time_limit:
                     break
+                watch = OthersWatch([pid for peer in self._running for pid in peer.pids()])
                 self._run_round(self._done + 1, folder)
+                with suppress(OSError):  # a server's process ended in the meantime
+                    self._others = max(self._others, watch.share())
                 longest_s = max(longest_s, time.perf_counter() - round_began)
                 self._done += 1
                 self.keep()
+        if self._others > QUIET_SHARE:
+            self.note(describe_others(self._others))
         if not any(peer.turns for peer in self._peers):
             raise BenchFailedError("no server could be measured")
 
@@ -166,6 +167,7 @@ class PeersBench(Bench[PeersOptions]):
             "rounds": self._done,
             "rounds_asked": self.options.rounds,
             "seed": self.options.seed,
+            "others_share": self._others,
             "check_prompts": list(CHECK_PROMPTS),
             "peers": [peer.plain() for peer in self._peers],
         }
@@ -183,7 +185,9 @@ class PeersBench(Bench[PeersOptions]):
         return "Servers side by side, same weights, one machine", lead
 
     def sections(self, result: Mapping[str, Any]) -> list[Item]:
-        return report.make_sections(result)
+        missing = report.doubts(result)
+        texts: list[Item] = [Text(title="What is missing", lines=missing)] if missing else []
+        return [*texts, report.figures(result), report.servers(result)]
 
     @property
     def _running(self) -> list[Peer]:
@@ -231,38 +235,19 @@ class PeersBench(Bench[PeersOptions]):
 
     def _run_round(self, number: int, folder: Path) -> None:
         """Put the load on every server once, in random order, with the same prompts, which no other round has."""
-        order = self._running
+        order, options = self._running, self.options
         self._random.shuffle(order)
         for peer in order:
             self.say(f"round {number}: {peer.arm.name}")
+            label, flags = peer.file_name, peer.arm.bench_flags
             try:
-                peer.turns.append({"round": number, **self._measure_peer(peer, number, folder)})
+                result = bench_serve(
+                    peer.url, self._load, seed=options.seed + number, output=folder, label=label, flags=flags
+                )
             except ServerFailedError as error:
                 self._leave_out(peer, f"in round {number} {error}")
-
-    def _measure_peer(self, peer: Peer, number: int, folder: Path) -> dict[str, Any]:
-        began = time.perf_counter()
-        watch = OthersWatch([pid for each in self._running for pid in each.pids()])
-        not_loaded = OthersWatch(peer.pids())  # programs outside of the run, and the idle servers
-        result = bench_serve(
-            peer.url,
-            self._load,
-            seed=self.options.seed + number,
-            output=folder,
-            label=peer.file_name,
-            flags=peer.arm.bench_flags,
-        )
-        try:
-            others, with_idle = watch.share(), not_loaded.share()
-        except OSError:  # a server's process ended in the meantime
-            others = with_idle = None
-        return {
-            "loads": result["cells"],
-            "files": result["files"],
-            "took_s": time.perf_counter() - began,
-            "others_share": others,
-            "idle_share": None if others is None or with_idle is None else max(0.0, with_idle - others),
-        }
+            else:
+                peer.turns.append({"round": number, "loads": result["cells"], "files": result["files"]})
 
     def _leave_out(self, peer: Peer, why: str) -> None:
         tail = f"\n{peer.process.log_tail()}" if peer.process and peer.process.log_tail() not in why else ""
