@@ -15,9 +15,7 @@ from tightwire.bench.quality.ranks import ThreadRanks
 from tightwire.bench.quality.search import arm_policy_file, find_mix
 from tightwire.bench.quality.setting import (
     MIX,
-    NUM_PROMPTS,
     PLAIN_WEIGHTS,
-    PROMPT_TOKENS,
     Arm,
     Setting,
     file_arm,
@@ -36,7 +34,7 @@ class QualityBench(Bench[QualityOptions]):
     verb = "quality"
     options_type = QualityOptions
     description = (
-        "Measure the accuracy that quantized AllReduces cost a model: perplexity, KL of next-token distributions, greedy texts, "
+        "Measure the accuracy that quantized AllReduces cost a model: perplexity, KL and agreement of next-token distributions, "
         "signal to noise by layer. Ranks are threads, so any number of them is possible."
     )
     metrics = tuple(Metric(name=name, unit="nats", better="better", worse="worse") for name in ("kl", "nll"))
@@ -73,8 +71,8 @@ class QualityBench(Bench[QualityOptions]):
             world_size,
             dtype=setting.dtype,
             formats=setting.formats,
-            num_sequences=max(options.batch, NUM_PROMPTS),
-            max_tokens=max(options.window, min(options.window, PROMPT_TOKENS) + setting.num_new_tokens),
+            num_sequences=options.batch,
+            max_tokens=options.window,
         )
 
     def _measure_ranks(self, setting: Setting, ranks: ThreadRanks, pool: ThreadPoolExecutor) -> None:
@@ -86,7 +84,7 @@ class QualityBench(Bench[QualityOptions]):
         measured = Measured(world_size=ranks.world_size)
         self._measured.append(measured)
         num_batches = sum(1 for _ in setting.batches(setting.windows.measured))
-        self.progress.reset(self._task, total=num_batches + 1)
+        self.progress.reset(self._task, total=num_batches)
         for _ in measure_arms(setting, ranks, self._arms(setting), pool, measured, show):
             self.progress.advance(self._task)
             self.keep()

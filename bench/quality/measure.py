@@ -1,4 +1,4 @@
-"""Measures every arm at one world size against the exact model: scores of all windows, noise by layer, greedy texts.
+"""Measures every arm at one world size against the exact model: scores of all windows, noise by layer.
 
 With logits l (exact) and m (arm), exact distribution p and d = m - l,
 
@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tightwire.bench.quality.ranks import ThreadRanks, first_differences, generate
+from tightwire.bench.quality.ranks import ThreadRanks
 from tightwire.bench.quality.setting import EXACT, LOSSY_SITES, Arm, Setting, exact_arm, places
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import Group
@@ -171,7 +171,6 @@ class Measured:
 
     world_size: int
     scores: dict[str, Scores] = field(default_factory=dict)  # of all windows so far, by arm, the exact model included
-    same_tokens: dict[str, list[int]] = field(default_factory=dict)  # length of the equal prefix of each greedy text
     noise: Powers = field(default_factory=dict)
 
 
@@ -183,7 +182,7 @@ def measure_arms(
     measured: Measured,
     show: Callable[[str], None],
 ) -> Iterator[None]:
-    """Fill ``measured``; yield after each batch of windows and at the end. ``show`` gets the name of each step.
+    """Fill ``measured``; yield after each batch of windows. ``show`` gets the name of each step.
 
     Raises:
         ValueError: hidden states overflowed, so they cannot be compared.
@@ -204,13 +203,3 @@ def measure_arms(
         for name, scores in new.items():
             measured.scores[name] = Scores.joined([*filter(None, [measured.scores.get(name)]), scores])
         yield
-    show("greedy texts")
-    _measure_greedy(setting, ranks, arms, measured)
-    yield
-
-
-def _measure_greedy(setting: Setting, ranks: ThreadRanks, arms: Sequence[Arm], measured: Measured) -> None:
-    prompts_BL, num_tokens = setting.prompts_BL, setting.num_new_tokens
-    exact_BT = generate(ranks, prompts_BL, 0, num_tokens)
-    for number, arm in enumerate(arms, start=1):
-        measured.same_tokens[arm.name] = first_differences(exact_BT, generate(ranks, prompts_BL, number, num_tokens))

@@ -1,7 +1,6 @@
 """Runs a tensor-parallel model whose ranks are threads of this process, so any number of ranks is possible.
 
-Layers, shards, kernels and AllReduces are those of the server: sums have the same order and dtype. End tokens are ignored,
-so all greedy texts have the same length.
+Layers, shards, kernels and AllReduces are those of the server: sums have the same order and dtype.
 """
 
 from collections.abc import Callable, Sequence
@@ -134,19 +133,7 @@ class ThreadRanks:
     def prefill(self, token_ids_BL: Tensor, arm: int) -> Tensor:
         """Run B prompts of L tokens; return (B, L, D) hidden states after the final norm."""
         num_sequences, length = token_ids_BL.shape
-        return self._pass(token_ids_BL, torch.arange(length).expand(num_sequences, -1), arm, is_decode=False)
-
-    def decode(self, token_ids_B: Tensor, position: int, arm: int) -> Tensor:
-        """Run one generated token of each sequence, all at ``position``; return (B, D) hidden states."""
-        positions_B1 = torch.full((len(token_ids_B), 1), position)
-        return self._pass(token_ids_B.unsqueeze(1), positions_B1, arm, is_decode=True).squeeze(1)
-
-    def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Return (R, V) float32 logits, not rounded to the model's dtype."""
-        return hidden_RD.float() @ self.head_VD.T
-
-    def _pass(self, token_ids_BL: Tensor, positions_BL: Tensor, arm: int, *, is_decode: bool) -> Tensor:
-        num_sequences, length = token_ids_BL.shape
+        positions_BL = torch.arange(length).expand(num_sequences, -1)
         tables_BM = torch.arange(num_sequences * self._blocks_each).view(num_sequences, -1)
         blocks_BL = tables_BM.gather(1, positions_BL // _BLOCK_SIZE)
         batch = Batch(
@@ -154,9 +141,9 @@ class ThreadRanks:
             positions_T=positions_BL.flatten().int(),
             slots_T=(blocks_BL * _BLOCK_SIZE + positions_BL % _BLOCK_SIZE).flatten().int(),
             query_start_B1=torch.arange(0, num_sequences * length + 1, length).int(),
-            context_lens_B=(positions_BL[:, -1] + 1).int(),
+            context_lens_B=torch.full((num_sequences,), length).int(),
             block_tables_BM=tables_BM.int(),
-            num_decode_rows=num_sequences if is_decode else 0,
+            num_decode_rows=0,
             policy=arm,
         )
         hidden_TD = self._on_ranks(lambda rank: self._models[arm][rank].forward(batch))[0]
@@ -184,21 +171,3 @@ class ThreadRanks:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-
-@torch.inference_mode()
-def generate(ranks: ThreadRanks, prompts_BL: Tensor, arm: int, num_tokens: int) -> Tensor:
-    """Generate greedily; return (B, num_tokens)."""
-    hidden_BD = ranks.prefill(prompts_BL, arm)[:, -1]
-    tokens: list[Tensor] = []
-    for position in range(prompts_BL.shape[1], prompts_BL.shape[1] + num_tokens):
-        tokens.append(ranks.logits(hidden_BD).argmax(1))
-        if len(tokens) < num_tokens:
-            hidden_BD = ranks.decode(tokens[-1], position, arm)
-    return torch.stack(tokens, dim=1)
-
-
-def first_differences(exact_BT: Tensor, other_BT: Tensor) -> list[int]:
-    """For each text, the number of equal tokens before the first difference; T if there is none."""
-    num_tokens = exact_BT.shape[1]
-    return [int(row.argmax()) if row.any() else num_tokens for row in (exact_BT != other_BT).int()]

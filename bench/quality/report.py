@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from tightwire.bench.quality.measure import Floats, Measured, Scores, sqnr_db
 from tightwire.bench.quality.setting import EXACT, LOSSY_SITES, MIX, Arm, Setting, bytes_per_token, exact_arm
-from tightwire.bench.report.page import Item, Text, ecdf, heat_map, lines
+from tightwire.bench.report.page import Item, Text, heat_map, lines
 from tightwire.bench.report.table import Column, Row, Table
 
 _ALGORITHM = Column("algorithm", "algorithm")
@@ -26,26 +26,17 @@ COLUMNS = (
     Column("KL", "kl_mean", ".1e"),
     Column("KL p99", "kl_p99", ".1e"),
     Column("top-1 %", "top1_agreement", ".2f", 100),
-    Column("greedy", "greedy.median_same_tokens", "g"),
     *(Column(f"{site.removesuffix('_proj')} dB", f"sqnr_db.{site}.total", ".1f") for site in LOSSY_SITES),
 )
 CSV_COLUMNS = (
     _RANKS,
     *COLUMNS,
-    *(Column(key, key) for key in ("perplexity_delta_low", "perplexity_delta_high", "kl_p50", "kl_max")),
-)
-_MIX_COLUMNS = (
-    Column("site", "site"),
-    Column("layer", "layer", "d"),
-    _ALGORITHM,
-    Column("KL by noise power", "kl_per_noise_power", ".2e"),
-    Column("predicted KL", "predicted_kl", ".2e"),
+    *(Column(key, key) for key in ("perplexity_delta_low", "perplexity_delta_high", "kl_max")),
 )
 LEGEND = (
     "bytes: sent by a rank for each prompt token, averaged over ranks; share: of the lossless sum's bytes; ppl: perplexity, "
     "its rise, and half of the 95 % interval of the rise; KL: KL(exact || algorithm) of next-token distributions in nats, mean "
-    "and 99th percentile; top-1: positions with the same most likely token; greedy: equal tokens before a greedy text "
-    "differs, median; dB: signal to noise of the sums of o_proj and down_proj"
+    "and 99th percentile; top-1: positions with the same most likely token; dB: signal to noise of the sums of o_proj and down_proj"
 )
 
 
@@ -76,7 +67,6 @@ def make_rows(measured: Measured, arms: Sequence[Arm], setting: Setting) -> list
             "bytes_per_token": sent,
             "bytes_share": sent / _bytes(exact_arm(), measured, setting),
             **_distances(measured.scores[arm.name], measured.scores[EXACT], setting),
-            "greedy": _greedy(measured.same_tokens.get(arm.name), setting.num_new_tokens),
             "sqnr_db": _sqnr(measured, arm, setting.config.num_layers),
             "samples": {"nll": nll.tolist(), **({"kl": kl.tolist()} if kl.any() else {})},
         }
@@ -105,7 +95,6 @@ def _distances(scores: Scores, exact: Scores, setting: Setting) -> dict[str, Any
         "perplexity_delta_high": high,
         "perplexity_delta_reach": None if low is None or high is None else (high - low) / 2,
         "kl_mean": float(scores.kl_T.mean()),
-        "kl_p50": float(np.quantile(scores.kl_T, 0.5)),
         "kl_p99": float(np.quantile(scores.kl_T, 0.99)),
         "kl_max": float(scores.kl_T.max()),
         "top1_agreement": float(scores.same_top_T.mean()),
@@ -118,18 +107,6 @@ def _interval(nll_delta_N: Floats) -> tuple[float | None, float | None]:
         return None, None
     mean, reach = float(nll_delta_N.mean()), 1.96 * float(nll_delta_N.std(ddof=1)) / math.sqrt(len(nll_delta_N))
     return math.expm1(mean - reach), math.expm1(mean + reach)
-
-
-def _greedy(same_tokens: Sequence[int] | None, num_tokens: int) -> dict[str, Any] | None:
-    if same_tokens is None:
-        return None
-    return {
-        "prompts": len(same_tokens),
-        "tokens": num_tokens,
-        "median_same_tokens": float(median(same_tokens)),
-        "never_differs": sum(same == num_tokens for same in same_tokens) / len(same_tokens),
-        "same_tokens": list(same_tokens),
-    }
 
 
 def _sqnr(measured: Measured, arm: Arm, num_layers: int) -> dict[str, Any]:
@@ -201,18 +178,7 @@ def make_sections(result: Mapping[str, Any]) -> list[Item]:
         own = [row for row in rows if row["world_size"] == size and row["kl_mean"] > 0]
         title = f"KL against bytes, {size} ranks"
         items.append(lines(title, own, by="algorithm", x=_SHARE, y=_KL, log_x=False, joined=False, note=note))
-    samples = {row["algorithm"]: row["samples"]["kl"] for row in first if min(row["samples"].get("kl", [0.0])) > 0}
-    if samples:
-        note = "Curves far apart: the codec makes the difference; flat curves: the text does."
-        title = f"KL of each window, {sizes[0]} ranks"
-        items.append(ecdf(title, samples, x_label="mean KL of a window, nats", log_x=True, note=note))
     items += [_noise_map(first, sizes[0], site) for site in LOSSY_SITES]
-    if (search := result["search"]) is not None:
-        note = (
-            f"The mix with at most the bytes of {search['bytes_of']} and the least predicted KL, from "
-            f"{len(search['candidates'])} candidates at each place. Sensitivity: of each place quantized alone."
-        )
-        items.append(Table(title="The mix", columns=_MIX_COLUMNS, rows=search["chosen"], note=note))
     every = [row for size in sizes for row in world_size_table(result, size).rows]
     return [*items, Table(title="All cells", columns=[_RANKS, *COLUMNS], rows=every, note=LEGEND)]
 

@@ -35,9 +35,6 @@ LOSSY_SITES = ("o_proj", "down_proj")
 PLAIN_WEIGHTS = ("none", False)  # ``Arm.weights`` of the exact model
 
 Place = tuple[str, int]  # site and layer
-NUM_PROMPTS = 16  # of greedy texts
-PROMPT_TOKENS = 128
-NEW_TOKENS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,19 +187,6 @@ class Setting:
     def config(self) -> LlamaConfig:
         return self.checkpoint.config
 
-    @property
-    def num_new_tokens(self) -> int:
-        """The length of each greedy text."""
-        return NEW_TOKENS
-
-    @property
-    def prompts_BL(self) -> Tensor:
-        """The prompts of the greedy texts: the beginnings of windows spread over the text."""
-        numbers = self.windows.measured
-        count = min(NUM_PROMPTS, len(numbers))
-        spread = [numbers[i * len(numbers) // count] for i in range(count)]
-        return self.windows.token_ids_NL[spread, :PROMPT_TOKENS]
-
     def batches(self, numbers: Sequence[int]) -> Iterator[Sequence[int]]:
         """The windows of each forward pass."""
         for start in range(0, len(numbers), self.options.batch):
@@ -223,7 +207,6 @@ class Setting:
             "window": options.window,
             "batch": options.batch,
             "world_sizes": list(options.world_sizes),
-            "greedy": {"prompts": NUM_PROMPTS, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS},
             "seed": options.seed,
         }
 

@@ -10,19 +10,12 @@ from tiny import make_tiny
 
 from tightwire.bench.cli import main
 from tightwire.bench.quality import bench as quality_bench
-from tightwire.bench.quality import measure, setting
 from tightwire.comm.policy.policy_file import read_policy_file
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny(tmp_path_factory.mktemp("model") / "tiny"))
-
-
-@pytest.fixture(autouse=True)
-def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token of a greedy text is a pass through all ranks: a few are enough."""
-    monkeypatch.setattr(setting, "NEW_TOKENS", 6)
 
 
 def bench(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any], str]:
@@ -82,10 +75,9 @@ def test_a_run_with_a_mix(model: str, tmp_path: Path, capsys: pytest.CaptureFixt
     for row in result["cells"]:
         if row["algorithm"] == "one-shot":
             assert (row["kl_max"], row["perplexity_delta"], row["top1_agreement"]) == (0, 0, 1)
-            assert row["greedy"]["never_differs"] == 1
             assert row["sqnr_db"]["o_proj"]["layers"] == [None, None]
         else:
-            assert 0 < row["kl_mean"] <= row["kl_max"] and row["kl_p50"] <= row["kl_p99"]
+            assert 0 < row["kl_mean"] <= row["kl_max"] and row["kl_p99"] <= row["kl_max"]
             assert len(row["sqnr_db"]["down_proj"]["layers"]) == 2
     by_name = {row["algorithm"]: row for row in result["cells"] if row["world_size"] == 2}
     assert by_name["flash-int8"]["kl_mean"] < by_name["flash-int6"]["kl_mean"] / 10
@@ -99,7 +91,7 @@ def test_a_run_with_a_mix(model: str, tmp_path: Path, capsys: pytest.CaptureFixt
     means = [cell["samples"] for cell in json.loads(kept.read_text())["cells"]]
     assert len(means) == 2 * 5 and all(len(own["nll"]) == 3 for own in means)
     assert [row["algorithm"] for row in csv.DictReader(table.read_text().splitlines())] == 2 * arms
-    assert page.read_text().count("<img") == 2 + 1 + 2
+    assert page.read_text().count("<img") == 2 + 2
     file = read_policy_file(policy)
     assert file.made_for["num_layers"] == 2 and "world_size" not in file.made_for
     assert all(rule.phase == "prefill" for rule in file.rules)
@@ -138,14 +130,15 @@ def test_an_interrupted_run_keeps_its_measurements(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(measure, "_measure_greedy", interrupted)
+    kept = quality_bench.QualityBench.keep
+    monkeypatch.setattr(quality_bench.QualityBench, "keep", lambda self: (kept(self), interrupted()))
 
     status, result, text = bench(
         *(model, *SMALL, "--world-sizes", "2", "--algorithms", "flash-int8", "--output", str(tmp_path)), capsys=capsys
     )
 
     assert (status, result["error"]) == (130, "interrupted") and "interrupted" in text
-    assert len(result["cells"]) == 1 and result["cells"][0]["greedy"] is None
+    assert len(result["cells"]) == 1
     assert json.loads(Path(result["files"][0]).read_text())["cells"][0]["kl_mean"] == result["cells"][0]["kl_mean"]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import make_tiny
 
-from tightwire.bench.quality.ranks import ThreadRanks, first_differences, generate
+from tightwire.bench.quality.ranks import ThreadRanks
 from tightwire.bench.quality.setting import bytes_per_token, exact_arm, make_arm
 from tightwire.model.open import Checkpoint, open_checkpoint
 
@@ -36,7 +36,7 @@ def test_every_world_size_computes_the_same_model(checkpoint: Checkpoint) -> Non
     for world_size in (1, 2, 4):
         with open_ranks(checkpoint, world_size, torch.float32) as ranks:
             ranks.set_arms([exact_arm()])
-            logits[world_size] = ranks.logits(ranks.prefill(PROMPTS, 0))
+            logits[world_size] = ranks.prefill(PROMPTS, 0) @ ranks.head_VD.T
     for world_size in (2, 4):
         assert logits[world_size] == pytest.approx(logits[1], abs=1e-4)
     assert logits[1].std() > 0.1
@@ -47,26 +47,6 @@ def test_what_is_quantized_differs_and_what_is_lossless_does_not(ranks: ThreadRa
     assert torch.equal(exact, lossless)
     assert not torch.equal(exact, lossy)
     assert torch.equal(lossy, ranks.prefill(PROMPTS, 1)), "the same pass gave other bits"
-
-
-def test_decoding_goes_on_where_the_prompt_ended(ranks: ThreadRanks) -> None:
-    whole = ranks.prefill(PROMPTS, 0)
-    ranks.prefill(PROMPTS[:, :-1], 0)
-    last = ranks.decode(PROMPTS[:, -1], PROMPTS.shape[1] - 1, 0)
-    # bfloat16 keeps 8 bits; a key from a wrong place would change everything.
-    assert last.float() == pytest.approx(whole[:, -1].float(), abs=0.05)
-
-
-def test_greedy_texts_differ_only_after_a_quantized_prompt(ranks: ThreadRanks) -> None:
-    exact, lossy, lossless = (generate(ranks, PROMPTS, arm, 12) for arm in range(3))
-    assert first_differences(exact, lossless) == [12, 12]
-    assert min(first_differences(exact, lossy)) < 12
-
-
-def test_first_differences_count_the_tokens_before() -> None:
-    exact = torch.tensor([[1, 2, 3, 4]] * 3)
-    other = torch.tensor([[1, 2, 3, 4], [9, 2, 3, 4], [1, 2, 9, 9]])
-    assert first_differences(exact, other) == [4, 0, 2]
 
 
 def test_a_rank_that_fails_frees_the_others(ranks: ThreadRanks) -> None:
