@@ -124,17 +124,11 @@ def build_runner(
 
 
 def _make_cache(config: LlamaConfig, shard: Shard, options: RunnerOptions, device: torch.device) -> CacheSource:
-    given: dict[str, Any] = {
-        "num_blocks": options.num_blocks,
-        "block_size": options.block_size,
-        "dtype": options.dtype,
-        "device": device,
-    }
+    given: dict[str, Any] = {name: getattr(options, name) for name in ("num_blocks", "block_size", "dtype")}
     if options.buffer_blocks is None:
-        return KVCache(config, shard, **given)
-    return OffloadedCache(
-        config, shard, **given, buffer_blocks=options.buffer_blocks, timeout_s=options.fetch_timeout_s
-    )
+        return KVCache(config, shard, **given, device=device)
+    moving = {"buffer_blocks": options.buffer_blocks, "timeout_s": options.fetch_timeout_s}
+    return OffloadedCache(config, shard, **given, **moving, device=device)
 
 
 def _load_weights(
@@ -152,15 +146,8 @@ def _load_weights(
         files = source.store(shard.rank, plan.io, verify=plan.verify, patience_s=patience_s)
     else:
         files = CheckpointStore.for_plan(source, config, shard, plan, options.dtype, options.formats)
-    peers = _checked(groups.peers, plan) if plan.source == "partition" else None
+    peers = groups.peers if plan.source == "partition" else None
+    joined = 0 if peers is None else peers.at.per_node
+    if plan.source == "partition" and plan.ranks_per_node != joined:
+        raise ValueError(f"the plan shares weights among {plan.ranks_per_node} ranks of a node, but {joined} joined")
     return load_weights(files, plan, device=groups.replica.device, timeout_s=timeout_s, peers=peers, progress=progress)
-
-
-def _checked(peers: PartitionPeers | None, plan: WeightPlan) -> PartitionPeers:
-    if peers is None:
-        raise ValueError("partitioned weights need RankGroups.peers, the ranks that share them")
-    if plan.ranks_per_node != peers.at.per_node:
-        raise ValueError(
-            f"the plan shares weights among {plan.ranks_per_node} ranks of a node, but {peers.at.per_node} joined"
-        )
-    return peers

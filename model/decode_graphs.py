@@ -2,15 +2,13 @@
 
 A decode step of a large model is hundreds of short kernels, which take longer to launch than to run. A graph records
 the launches, including the AllReduces, with fixed tensor addresses, so each step's inputs are copied into the same
-tensors. A step of B rows uses the next larger graph. The last rows are then padding: no context, slot -1, result
-ignored.
-
+tensors. A step of B rows uses the next larger graph; the other rows are padding: no context, slot -1, result ignored.
 The plan alone determines the graph, so all ranks use the same one.
 """
 
 import bisect
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +18,8 @@ from tightwire.model.step_arrays import Batch, StepArrays, resolve_deferred
 from tightwire.model.transfer import overwrite
 
 Replay = Callable[[], Tensor]
-
-
-class Capture(Protocol):
-    """Captures ``run`` and returns a function that replays it with the current contents of its tensors."""
-
-    def __call__(self, run: Callable[[], Tensor]) -> Replay: ...
+# Captures a function's work and returns one that replays it with the current contents of its tensors.
+Capture = Callable[[Callable[[], Tensor]], Replay]
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -135,10 +129,7 @@ class _Graph:
 
 
 def cuda_capture(pool: Any) -> Capture:
-    """Return a ``Capture`` whose graphs share ``pool`` (``torch.cuda.graph_pool_handle()``).
-
-    Its calls raise RuntimeError if an operation cannot be captured or memory runs out.
-    """
+    """Return a ``Capture`` whose graphs share ``pool``; it raises RuntimeError if a capture or the memory fails."""
 
     def capture(run: Callable[[], Tensor]) -> Replay:
         graph = torch.cuda.CUDAGraph()

@@ -1,17 +1,14 @@
 """Splits a model over ranks: attention and MLP of every layer, each as evenly as possible.
 
 Attention is cut between query heads. If a cut falls inside the group of a KV head, both ranks keep that head, with its
-weights and its cache. For example, SmolLM2's nine heads in three groups go to two ranks as five and four, with two KV
-heads each. The MLP is cut evenly even if the heads are not. Ranks wait for each other after the attention and again
-after the MLP, so an uneven MLP would only make one rank slower.
-
-This module computes sizes only; it uses no tensors, files or devices.
+weights and its cache. Ranks wait for each other after the attention and again after the MLP, so the MLP is cut evenly
+even if the heads are not (docs/weights.md).
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from tightwire.kernels.spec.attention import HeadGroups
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -55,7 +52,6 @@ class Layout:
 
     @property
     def max_vocab_rows(self) -> int:
-        """The number of vocabulary rows to which each rank pads its logits, because a gather needs equal sizes."""
         return max(len(shard.vocab_rows) for shard in self.shards)
 
 
@@ -73,17 +69,11 @@ def make_layout(config: LlamaConfig, world_size: int, shares: Sequence[float] | 
     if config.vocab_size < world_size:
         raise ValueError(f"cannot split {config.vocab_size} vocabulary rows over {world_size} ranks")
     rows = _ranges(_apportion(config.vocab_size, shares, unit=_VOCAB_UNIT, at_least=1))
+    parts = enumerate(zip(heads, columns, rows, strict=True))
     return Layout(
         shards=tuple(
-            Shard(
-                rank=rank,
-                world_size=world_size,
-                query_heads=heads[rank][0],
-                kv_heads=heads[rank][1],
-                mlp_columns=columns[rank],
-                vocab_rows=rows[rank],
-            )
-            for rank in range(world_size)
+            Shard(rank=rank, world_size=world_size, query_heads=query, kv_heads=kv, mlp_columns=mlp, vocab_rows=vocab)
+            for rank, ((query, kv), mlp, vocab) in parts
         )
     )
 
@@ -190,8 +180,4 @@ def _apportion(total: int, shares: Sequence[float], *, unit: int, at_least: int)
 
 def _ranges(counts: Sequence[int]) -> list[range]:
     """Return consecutive ranges of the given lengths."""
-    ranges, start = [], 0
-    for count in counts:
-        ranges.append(range(start, start + count))
-        start += count
-    return ranges
+    return [range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]

@@ -1,6 +1,6 @@
 """Opens a model from the user's argument: a known name, a folder, a .gguf, a repo id or random weights.
 
-It reads only headers and rejects unsupported models before any rank reads weights.
+It reads only headers and rejects unsupported models.
 """
 
 from collections.abc import Callable
@@ -30,13 +30,10 @@ _HUB_WEIGHTS = ["model.safetensors", "model-*.safetensors"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A supported model of which only headers have been read.
-
-    ``location`` is the argument for ``open_checkpoint`` in another process; it needs no network.
-    """
+    """A supported model of which only headers have been read."""
 
     name: str
-    location: str
+    location: str  # the argument for ``open_checkpoint`` in another process; it needs no network
     config: LlamaConfig
     reader: Callable[[], CheckpointReader]
     tokenizer: Callable[[], Tokenizer]
@@ -75,11 +72,7 @@ def open_checkpoint(model: str, seed: int = 0, *, progress: Progress = lambda fr
 
 
 def formats_of(checkpoint: Checkpoint, quantization: str) -> WeightFormats:
-    """Return the formats of a prepared folder's matrices, or those of ``choose_formats``.
-
-    Raises:
-        ValueError: a matrix cannot be packed in the requested format.
-    """
+    """Return the formats of a prepared folder's matrices, or those of ``choose_formats``."""
     if checkpoint.prepared is not None:
         return checkpoint.prepared.formats
     return choose_formats(checkpoint.reader(), checkpoint.config, quantization)
@@ -113,7 +106,8 @@ def _open_folder(folder: Path) -> Checkpoint:
     config = _folder_config(folder)
     reader = SafetensorsReader(folder)
     check_tensors(reader, config)
-    if not _states_dtype(folder):
+    stated = read_json(folder / "config.json")
+    if not (stated.get("dtype") or stated.get("torch_dtype")):
         config = replace(config, dtype=reader.dtype_name(EMBEDDING))
     return Checkpoint(
         name=folder.absolute().name,
@@ -125,7 +119,6 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _open_prepared(folder: Path) -> Checkpoint:
-    """Open a prepared folder, whose configuration and tokenizer are files of a Hugging Face folder."""
     config = _folder_config(folder)
     prepared = open_prepared(folder, config)
 
@@ -152,11 +145,6 @@ def _folder_tokenizer(folder: Path, config: LlamaConfig) -> Tokenizer:
 def _folder_config(folder: Path) -> LlamaConfig:
     generation = folder / "generation_config.json"
     return config_from_hf(read_json(folder / "config.json"), read_json(generation) if generation.is_file() else None)
-
-
-def _states_dtype(folder: Path) -> bool:
-    config = read_json(folder / "config.json")
-    return bool(config.get("dtype") or config.get("torch_dtype"))
 
 
 def _open_random(model: str, seed: int) -> Checkpoint:

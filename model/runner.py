@@ -16,10 +16,7 @@ from tightwire.model.transfer import upload
 
 
 class ModelRunner:
-    """Executes plans in order. All ranks of a replica execute the same plans.
-
-    Each replica executes its own plan in every step; the plan may be empty.
-    """
+    """Executes plans in order, the same ones on all ranks of a replica; in every step each replica has one, perhaps empty."""
 
     def __init__(
         self,
@@ -51,9 +48,7 @@ class ModelRunner:
         self.cache.close()
 
     def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
-        """Run one forward pass, which writes the new tokens' keys and values to the cache.
-
-        On CUDA the host launches the work and does not wait for it.
+        """Run one forward pass; on CUDA the host does not wait for it.
 
         Args:
             chosen_R: on rank 0, the tokens (R,) int32 chosen after the last step, if the plan has deferred tokens.
@@ -106,17 +101,14 @@ class ModelRunner:
         return [arrays]
 
     def _batch(self, arrays: StepArrays, policy: int, chosen_R: Tensor | None) -> Batch:
-        token_ids_T = self._to_device(arrays.token_ids_T)
-        return Batch(
-            token_ids_T=token_ids_T if chosen_R is None else resolve_deferred(token_ids_T, chosen_R),
-            positions_T=self._to_device(arrays.positions_T),
-            slots_T=self._to_device(arrays.slots_T),
-            query_start_B1=self._to_device(arrays.query_start_B1),
-            context_lens_B=self._to_device(arrays.context_lens_B),
-            block_tables_BM=self._to_device(arrays.block_tables_BM),
-            num_decode_rows=arrays.num_decode_rows,
-            policy=policy,
-        )
+        tensors = {
+            name: self._to_device(array)
+            for name in arrays.__slots__
+            if isinstance(array := getattr(arrays, name), np.ndarray)
+        }
+        if chosen_R is not None:
+            tensors["token_ids_T"] = resolve_deferred(tensors["token_ids_T"], chosen_R)
+        return Batch(**tensors, num_decode_rows=arrays.num_decode_rows, policy=policy)
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return upload(array, torch.int32, self._device)

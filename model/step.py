@@ -1,7 +1,7 @@
 """The step plan: the input of one forward pass, sent to every rank at every step.
 
-The scheduler on rank 0 makes it, and all ranks of a replica get the same one. Integer arrays are sent as little-endian
-int32 bytes, because encoding a few thousand Python ints takes longer than scheduling the step.
+All ranks of a replica get the same one. Integer arrays are sent as little-endian int32 bytes, because encoding a few
+thousand Python ints takes longer than scheduling the step.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One forward pass over B sequences with T new tokens in total, packed without padding.
 
     Rows are ordered by sequence; a sequence's new tokens are the last ``query_lens[b]`` of its ``context_lens[b]``.
-    Decode rows come before prefill rows, and no sequence has both. The two use different kernels, and a token's kernel
-    must not depend on the rest of the batch.
+    Decode rows come before prefill rows, which have other kernels, and no sequence has both.
     """
 
     index: int  # increases by one; a rank that sees a gap stops
@@ -68,24 +67,14 @@ def make_plan(
     num_candidates: int = 0,
 ) -> StepPlan:
     """Make a plan from arrays; ``ints`` unpacks the plan's bytes."""
-    return StepPlan(
-        index=index,
-        token_ids=_packed(token_ids),
-        query_lens=_packed(query_lens),
-        context_lens=_packed(context_lens),
-        block_tables=_packed(block_tables),
-        num_decode_rows=num_decode_rows,
-        logit_rows=_packed(logit_rows),
-        policy=policy,
-        num_candidates=num_candidates,
-    )
+    tokens, queries, contexts, tables = map(_packed, (token_ids, query_lens, context_lens, block_tables))
+    rows = _packed(logit_rows)
+    return StepPlan(index, tokens, queries, contexts, tables, num_decode_rows, rows, policy, num_candidates)
 
 
 def idle_plan(index: int) -> StepPlan:
     """Return the plan of a replica that has nothing to compute in a step."""
-    return make_plan(
-        index=index, token_ids=(), query_lens=(), context_lens=(), block_tables=(), num_decode_rows=0, logit_rows=()
-    )
+    return StepPlan(index, b"", b"", b"", b"", 0, b"")
 
 
 def gather_sizes(plans: Sequence[StepPlan]) -> bytes:
@@ -97,10 +86,7 @@ def gather_sizes(plans: Sequence[StepPlan]) -> bytes:
 
 
 def deferred_token(index: int) -> int:
-    """Return the placeholder for the ``index``-th token of the last step, which is still running.
-
-    Ranks replace it with the token on the device, so the host does not wait.
-    """
+    """Return the placeholder for the ``index``-th token of the last step; ranks replace it on the device."""
     return -1 - index
 
 

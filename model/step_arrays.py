@@ -38,15 +38,8 @@ class StepArrays:
         )
         block, offset = positions_T // block_size, positions_T % block_size
         slots_T = block_tables_BM[sequence_T, block] * block_size + offset
-        return cls(
-            token_ids_T=ints(plan.token_ids),
-            positions_T=positions_T,
-            slots_T=slots_T,
-            query_start_B1=query_start_B1,
-            context_lens_B=context_lens_B,
-            block_tables_BM=block_tables_BM,
-            num_decode_rows=plan.num_decode_rows,
-        )
+        lens = query_start_B1, context_lens_B, block_tables_BM
+        return cls(ints(plan.token_ids), positions_T, slots_T, *lens, plan.num_decode_rows)
 
     @property
     def has_one_token_each(self) -> bool:

@@ -15,20 +15,21 @@ class CacheSource(Protocol):
 
     Each call of ``layer(i)`` needs one call of ``release(i)``; the result is valid until the last one. Several passes
     of a step may hold the same layer.
+
+    Attributes:
+        num_blocks: that the tables returned by ``begin`` can refer to.
+        block_stride: elements between consecutive blocks, in keys and in values, the same in every layer.
+        layers_at_a_time: that a pass may hold; None: all.
     """
 
     @property
-    def num_blocks(self) -> int:
-        """Number of blocks that the tables returned by ``begin`` can refer to."""
-        ...
+    def num_blocks(self) -> int: ...
 
     @property
     def block_size(self) -> int: ...
 
     @property
-    def block_stride(self) -> int:
-        """Distance in elements between consecutive blocks, in keys and in values, the same in every layer."""
-        ...
+    def block_stride(self) -> int: ...
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -37,9 +38,7 @@ class CacheSource(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def layers_at_a_time(self) -> int | None:
-        """Number of layers that a pass may hold at the same time; None: all."""
-        ...
+    def layers_at_a_time(self) -> int | None: ...
 
     def begin(self, step: StepArrays) -> StepArrays:
         """Prepare the next step and return it with block numbers that index the results of ``layer``."""
@@ -61,10 +60,10 @@ class CacheSource(Protocol):
 
 
 class KVCache:
-    """``CacheSource`` with all layers on the device; blocks are never moved or copied.
+    """``CacheSource`` with all layers on the device.
 
-    A block holds the same tokens in every layer and on every rank. The layout (N, K, P, E) keeps one block of one head
-    contiguous, because attention kernels read it as a unit.
+    A block holds the same tokens in every layer and on every rank. Attention kernels read one block of one head as a
+    unit, so the layout (N, K, P, E) keeps it contiguous.
     """
 
     layers_at_a_time = None

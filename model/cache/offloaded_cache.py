@@ -2,19 +2,15 @@
 
 Each of two device buffers has room for one layer's blocks of one step. While layer i is computed, a thread fetches the
 blocks of layer i + 1. Before it fills layer i's buffer for layer i + 2, it saves the blocks of layer i that got new
-tokens. Only blocks of the step's sequences are moved, each once even if several sequences share it. During the step a
-block's number is its place in the buffer.
-
-One thread fetches and saves in order, so a step always reads the blocks that earlier steps saved. ``comm.buffers``
-checks the order with a trace. Source: FlexGen, arXiv 2303.06865.
+tokens. Only blocks of the step's sequences are moved, each once. During the step a block's number is its place in the
+buffer. ``comm.buffers`` checks the order with a trace. Source: FlexGen, arXiv 2303.06865.
 """
 
 import queue
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,6 +50,8 @@ class OffloadedCache:
     its first layer, and for other layers when the transfer takes longer than the computation.
     """
 
+    layers_at_a_time = 1
+
     def __init__(
         self,
         config: LlamaConfig,
@@ -66,11 +64,7 @@ class OffloadedCache:
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        """
-        Args:
-            buffer_blocks: maximum number of blocks that one step may need.
-            timeout_s: longest time that a pass waits for a layer without receiving a byte.
-        """
+        """``buffer_blocks``: the most that one step may need. ``timeout_s``: longest wait for a layer without a byte."""
         block_shape = (2, shard.local_kv_heads, block_size, config.head_dim)
         block_bytes = dtype.itemsize * torch.Size(block_shape).numel()
         self.num_blocks, self.block_size, self.dtype, self.device = buffer_blocks, block_size, dtype, device
@@ -89,18 +83,13 @@ class OffloadedCache:
         self._thread = threading.Thread(target=self._move, name="tightwire-kv-cache", daemon=True)
         self._thread.start()
 
-    @property
-    def layers_at_a_time(self) -> int:
-        return 1
-
     def begin(self, step: StepArrays) -> StepArrays:
         """Start to fetch, and return the step with places in the buffer instead of block numbers.
 
         Raises:
             ValueError: the step needs more blocks than a buffer holds.
         """
-        renamed, blocks = gather_blocks(step, self.block_size)
-        blocks_N, read_I, written_J = blocks.blocks_N, blocks.read_I, blocks.written_J
+        renamed, (blocks_N, read_I, written_J) = gather_blocks(step, self.block_size)
         if len(blocks_N) > self.num_blocks:
             raise ValueError(f"a step needs {len(blocks_N)} cache blocks, but only {self.num_blocks} fit on the device")
         fetch, save = runs_of(blocks_N[read_I], read_I), runs_of(written_J, blocks_N[written_J])
@@ -143,7 +132,7 @@ class OffloadedCache:
     def _move(self) -> None:
         try:
             with torch.inference_mode(), self._queue():
-                for moves in self._each_step():
+                for moves in iter(self._steps.get, None):
                     for layer in range(self._num_layers):
                         if layer >= NUM_BUFFERS:
                             self._save(layer - NUM_BUFFERS, moves.save)
@@ -153,23 +142,18 @@ class OffloadedCache:
         except BaseException as error:  # noqa: BLE001 - raised in the pass that waits for a layer
             self.pool.close(error)
 
-    def _each_step(self) -> Iterator[_Moves]:
-        while (moves := self._steps.get()) is not None:
-            yield moves
-
     def _fetch(self, layer: int, runs_R3: Tensor) -> None:
         buffer = self.pool.fill(layer)
-        copy_runs(self._blocks[buffer.number], self._host[layer], runs_R3)
-        self._count(runs_R3)
+        self._copy(self._blocks[buffer.number], self._host[layer], runs_R3)
         self.pool.filled(layer)
 
     def _save(self, layer: int, runs_R3: Tensor) -> None:
         buffer = self.pool.save(layer)
-        copy_runs(self._host[layer], self._blocks[buffer.number], runs_R3)
-        self._count(runs_R3)
+        self._copy(self._host[layer], self._blocks[buffer.number], runs_R3)
         self.pool.saved(layer)
 
-    def _count(self, runs_R3: Tensor) -> None:
+    def _copy(self, target: Tensor, source: Tensor, runs_R3: Tensor) -> None:
+        copy_runs(target, source, runs_R3)
         self._num_bytes += int(runs_R3[:, 2].sum()) * self._block_bytes
         self.pool.moved()
 
@@ -196,8 +180,7 @@ class _Pinned:
             self._memory = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepBlocks:
+class StepBlocks(NamedTuple):
     """The blocks that a step reads or writes, without duplicates. A block's place is its index in ``blocks_N``."""
 
     blocks_N: np.ndarray  # int32, ascending: the block at each place

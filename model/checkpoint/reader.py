@@ -38,20 +38,13 @@ class CheckpointReader(Protocol):
         """Copy ``tensor[rows][:, columns]`` (or ``vector[rows]``) into ``out``, converted to its dtype.
 
         With a packed ``out``, columns are whole groups: blocks already in its format are copied unchanged, other
-        numbers are quantized.
-
-        Raises:
-            ModelError: the numbers cannot be quantized.
+        numbers are quantized; ModelError if they cannot be.
         """
         ...
 
 
 def store_rows(out: Matrix, start: int, piece: Tensor, name: str) -> None:
-    """Store ``piece`` as the rows of ``out`` from ``start`` on, converted to its dtype or quantized.
-
-    Raises:
-        ModelError: the numbers cannot be quantized.
-    """
+    """Store ``piece`` as the rows of ``out`` from ``start`` on, converted to its dtype or quantized (else ModelError)."""
     if isinstance(out, Tensor):
         out[start : start + len(piece)].copy_(piece)
         return
@@ -71,10 +64,7 @@ class WeightFile:
     """Reads slices of a file's bytes. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
-        """
-        Raises:
-            OSError: the file cannot be opened.
-        """
+        """Open the file; raises OSError."""
         self.path = path
         with path.open("rb") as file:
             self.size = path.stat().st_size
@@ -84,11 +74,7 @@ class WeightFile:
         self._scratch = threading.local()
 
     def rows(self, offset: int, num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return (rows, bytes), in memory that this thread's next call of ``rows`` overwrites.
-
-        Raises:
-            ModelError: the file ends too early, or cannot be read.
-        """
+        """``read_into`` (rows, bytes), in memory that this thread's next call of ``rows`` overwrites."""
         num_bytes = num_rows * row_bytes
         room = getattr(self._scratch, "bytes", None)
         if room is None or len(room) < num_bytes:
@@ -97,11 +83,7 @@ class WeightFile:
         return room[:num_bytes].reshape(num_rows, row_bytes)
 
     def read_into(self, out_B: npt.NDArray[np.uint8], offset: int) -> None:
-        """Fill the contiguous ``out_B`` with the bytes from ``offset`` on.
-
-        Raises:
-            ModelError: the file ends too early, or cannot be read.
-        """
+        """Fill ``out_B`` with the bytes from ``offset`` on; raises ModelError if the file is too short or unreadable."""
         done = 0
         while done < len(out_B):
             try:

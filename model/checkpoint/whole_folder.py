@@ -1,7 +1,7 @@
 """Creates a folder atomically: it is filled under a temporary name and renamed at the end.
 
-The temporary name is ``NAME.partial-PID``, and the process holds a lock on the folder. The system releases the lock
-when the process ends, so the next process recognizes and removes the leftover of a killed one.
+The temporary name is ``NAME.partial-PID``. The process holds a lock on the folder, which the system releases when the
+process ends, so the next one removes what a killed one left.
 """
 
 import contextlib
@@ -58,10 +58,7 @@ def whole_folder(
 
 
 def check_place(out: Path, check_replaced: Callable[[Path], object]) -> None:
-    """
-    Raises:
-        ModelError: ``whole_folder`` cannot create ``out`` here.
-    """
+    """Raise ModelError if ``whole_folder`` cannot create ``out`` here."""
     if not out.parent.is_dir():
         raise ModelError(f"{out}: the folder {out.parent} does not exist; create it first")
     if out.is_dir():

@@ -1,10 +1,8 @@
 """Selects each row's largest logits, so that ranks that share a vocabulary need not send whole rows.
 
 A greedy token depends only on the largest logit, a token drawn with top_k on the k largest. Each rank sends that many
-of its own columns, eight bytes each. A whole row of a vocabulary of 128,000 takes 256 kB from each of two ranks, ten
-milliseconds per token at 200 Mbit/s.
-
-A candidate is one int64 key (``kernels.best_number``): larger logits have larger keys; of equal logits, the lowest id.
+keys (``kernels.best_number``) of eight bytes. A whole row of a vocabulary of 128,000 takes 256 kB from each of two
+ranks, ten milliseconds per token at 200 Mbit/s.
 """
 
 from collections.abc import Sequence
@@ -23,8 +21,7 @@ MAX_CANDIDATES = 256  # per rank and row; selecting more takes longer than sendi
 def candidates_needed(params: SamplingParams) -> int:
     """Return the number of largest logits that determine the next token; 0: all logits may matter.
 
-    ``draw`` rounds logits to weights and orders equal weights by id, but candidates are ordered by their logits. So
-    top_k may keep a different one of several tokens with equal weights.
+    Of several tokens whose logits ``draw`` rounds to equal weights, top_k may keep another one than without candidates.
     """
     if params.needs_all_logits:
         return 0

@@ -2,13 +2,12 @@
 
 Probabilities become integers: ``weight = floor(exp((logit - max) / temperature) * 2^40)``. Integer sums do not depend
 on their order, so the same uniform number selects the same token for any batch, path (bounded top-k or full sort) and
-scan algorithm. Tokens with less than 2^-40 of the largest probability get weight 0.
-
-Sorted rows keep weight and token id in one int64, ``weight << 20 | (2^20 - 1 - id)``. Keys are unique and equal weights
-are in order of id, so every top-k or sort algorithm gives the same order.
+scan algorithm. Sorted rows keep weight and token id in one int64, ``weight << 20 | (2^20 - 1 - id)``: keys are unique,
+so every top-k or sort algorithm gives the same order.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,15 +40,9 @@ class Filters:
     top_p_R1: Tensor | None  # float64
 
     def rows(self, index: Tensor) -> "Filters":
-        def pick(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[index]
-
-        return Filters(
-            temperature_R1=self.temperature_R1[index],
-            min_p_R1=pick(self.min_p_R1),
-            top_k_R1=pick(self.top_k_R1),
-            top_p_R1=pick(self.top_p_R1),
-        )
+        columns: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        picked: dict[str, Any] = {name: None if column is None else column[index] for name, column in columns.items()}
+        return Filters(**picked)
 
 
 def mix_seed(seed: int) -> int:
@@ -60,9 +53,8 @@ def mix_seed(seed: int) -> int:
 def uniforms(mixed_seeds_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
     """Return one float64 in [0, 1) with 53 random bits for each (seed, position).
 
-    The generator is counter-based (output ``position`` of the splitmix64 stream). It has no state, so a preempted
-    sequence continues with the same numbers. It runs on the host, because its ten tensor operations on R elements would
-    need more launches than the draw itself.
+    The generator is counter-based (output ``position`` of the splitmix64 stream), so a preempted sequence continues with
+    the same numbers. It runs on the host, because on a device it would take more launches than the draw itself.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
@@ -71,18 +63,14 @@ def uniforms(mixed_seeds_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
 
 
 def draw(logits_RV: Tensor, best_R: Tensor, filters: Filters, uniform_R: Tensor, *, waits: bool = True) -> Tensor:
-    """Draw one token id per row by inverse CDF.
-
-    Only the device knows which rows need a full sort. Either the host waits for that result, or such rows get
-    ``UNSETTLED`` and must be drawn again.
+    """Draw one token id per row by inverse CDF; returns (R,) int64.
 
     Args:
         logits_RV: float32, -inf allowed; each row's maximum must be finite (otherwise the result is an arbitrary id).
         best_R: each row's maximum.
         uniform_R: float64 in [0, 1).
-        waits: True if the host may wait for the device.
-    Returns:
-        (R,) int64.
+        waits: the host waits for the device, which alone knows the rows that need a full sort. If False, such rows get
+            ``UNSETTLED`` and must be drawn again.
     """
     if logits_RV.is_cpu and len(logits_RV) > _CPU_ROWS:
         parts = torch.arange(len(logits_RV)).split(_CPU_ROWS)

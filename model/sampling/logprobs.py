@@ -22,17 +22,11 @@ class TokenScore(NamedTuple):
     top: list[tuple[int, float]]
 
 
-def score_tokens(logits_RV: Tensor, target_R: Tensor, top_n: list[int]) -> list[TokenScore]:
-    """Score ``target_R[r]`` under row r, with the ``top_n[r]`` most likely tokens.
-
-    A row's result does not depend on the other rows. A few rows are processed at a time; temporaries take about 20 V
-    bytes per row.
-    """
-    return Scoring(logits_RV, target_R, top_n).wait()
-
-
 class Scoring:
-    """An asynchronous ``score_tokens`` on the device; ``wait`` returns the result."""
+    """Scores ``target_R[r]`` under row r, with the ``top_n[r]`` most likely tokens, on the device; ``wait`` for it.
+
+    A row's result does not depend on the other rows. Temporaries of a few rows at a time take about 20 V bytes per row.
+    """
 
     def __init__(self, logits_RV: Tensor, target_R: Tensor, top_n: list[int]) -> None:
         num_rows = _CPU_ROWS if logits_RV.is_cpu else _DEVICE_ROWS

@@ -31,10 +31,6 @@ class PenaltyTables:
         self._vocab_size, self._device = vocab_size, device
         self._counts: dict[int, _Counts] = {}  # by id() of the row
 
-    @property
-    def num_rows(self) -> int:
-        return len(self._counts)
-
     def apply_(self, logits_RV: Tensor, indices: Sequence[int], rows: Sequence[SamplingRow]) -> None:
         """Penalize in place the rows of ``logits_RV`` at ``indices``, which belong to ``rows``.
 
@@ -57,12 +53,11 @@ class PenaltyTables:
         count_RV = torch.stack([each.count_V for each in counts])
         prompt_RV = torch.stack([each.in_prompt_V for each in counts])
         used_RV = count_RV > 0
-        repetition, frequency, presence = (
-            torch.tensor([getattr(each.row.params, name) for each in counts], dtype=torch.float32, device=self._device)[
-                :, None
-            ]
-            for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
-        )
+        params = [each.row.params for each in counts]
+        penalties = [(own.repetition_penalty, own.frequency_penalty, own.presence_penalty) for own in params]
+        repetition, frequency, presence = torch.tensor(penalties, dtype=torch.float32, device=self._device).T[
+            :, :, None
+        ]
         scaled_RV = torch.where(logits_RV > 0, logits_RV / repetition, logits_RV * repetition)
         return torch.where(prompt_RV | used_RV, scaled_RV, logits_RV) - frequency * count_RV - presence * used_RV
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tightwire.model.sampling.draw import MAX_VOCAB_SIZE, UNSETTLED, Filters, draw, mix_seed, uniforms
-from tightwire.model.sampling.logprobs import Scoring, TokenScore, score_tokens
+from tightwire.model.sampling.logprobs import Scoring, TokenScore
 from tightwire.model.sampling.parameters import SamplingParams, SamplingRow
 from tightwire.model.sampling.penalties import PenaltyTables
 from tightwire.model.transfer import Download, upload
@@ -33,8 +33,7 @@ class Sampled(NamedTuple):
 class Choice:
     """An asynchronous choice of tokens on the device. The next step can use ``ids_R``, (R,) int32, before ``wait``.
 
-    A row whose top_p needs more than the 1024 most likely tokens has a negative number in ``ids_R``, because the whole
-    row must be sorted first. ``wait`` does that and reports the row in ``late``.
+    A row that must be sorted as a whole has a negative number in ``ids_R``; ``wait`` sorts it and reports it as late.
     """
 
     def __init__(
@@ -44,11 +43,7 @@ class Choice:
         scoring: Scoring | None,
         choose_late: "Callable[[], Choice] | None",
     ) -> None:
-        """
-        Args:
-            scored_rows: the rows of ``scoring``, in its order.
-            choose_late: draws again with sorting, and keeps the logits alive; None if no row can be late.
-        """
+        """``scored_rows``: the rows of ``scoring``. ``choose_late``: draws again with sorting; None if no row can be late."""
         self.ids_R = ids_R
         self._scored_rows, self._scoring, self._choose_late = scored_rows, scoring, choose_late
         self._download = Download([ids_R])
@@ -77,11 +72,6 @@ class Sampler:
         self._penalties = PenaltyTables(vocab_size, self._device)
         self._batch: _Batch | None = None
 
-    @property
-    def num_penalized(self) -> int:
-        """Number of live sequences with penalties that have been sampled."""
-        return self._penalties.num_rows
-
     def sample(self, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
         """Choose the next token of each row and wait for it; arguments as for ``start``."""
         return self.start(logits_RV, rows, waits=True).wait()
@@ -92,8 +82,8 @@ class Sampler:
 
         Args:
             logits_RV: (R, V) float32, not modified.
-            rows: the R sequences; ``token_ids`` ends with the token before the logits. It may be a deferred token,
-                unless the row's parameters need all tokens (``SamplingParams.needs_tokens``).
+            rows: the R sequences; ``token_ids`` ends with the token before the logits, which may be a deferred one
+                unless ``SamplingParams.needs_tokens``.
             waits: True if the host may wait for the device. If False, it waits only for penalties.
         """
         if logits_RV.shape != (len(rows), self._vocab_size):
@@ -121,7 +111,7 @@ class Sampler:
     def score(self, logits_RV: Tensor, targets: Sequence[int], top_n: int) -> list[TokenScore]:
         """Score ``targets[r]`` under row r, for prompts. Memory use is bounded."""
         target_R = torch.tensor(targets, dtype=torch.int64, device=logits_RV.device)
-        return score_tokens(logits_RV, target_R, [top_n] * len(targets))
+        return Scoring(logits_RV, target_R, [top_n] * len(targets)).wait()
 
     def release(self, row: SamplingRow) -> None:
         """Drop the state of a sequence that ended."""
@@ -130,14 +120,9 @@ class Sampler:
             self._batch = None
 
     def _prepared(self, rows: Sequence[SamplingRow]) -> "_Batch":
-        batch = self._batch
-        if (
-            batch is None
-            or len(batch.rows) != len(rows)
-            or any(a is not b for a, b in zip(batch.rows, rows, strict=True))
-        ):
-            batch = self._batch = _Batch(list(rows), self._vocab_size, self._device)
-        return batch
+        if self._batch is None or list(map(id, self._batch.rows)) != list(map(id, rows)):
+            self._batch = _Batch(list(rows), self._vocab_size, self._device)
+        return self._batch
 
     def _processed(self, logits_RV: Tensor, batch: "_Batch", positions_R: np.ndarray) -> Tensor:
         """Return logits after bias, bans and penalties; the same tensor if there are none."""
@@ -155,8 +140,7 @@ class Sampler:
             row_I, token_id_I = upload(banned, torch.int64, self._device).unbind(1)
             logits_RV.index_put_((row_I, token_id_I), torch.full((), -torch.inf, device=self._device))
         if batch.penalized:
-            rows = [batch.rows[r] for r in batch.penalized]
-            self._penalties.apply_(logits_RV, batch.penalized, rows)
+            self._penalties.apply_(logits_RV, batch.penalized, [batch.rows[r] for r in batch.penalized])
         return logits_RV
 
 
@@ -199,7 +183,7 @@ class _Batch:
         drawn = [r for r, p in enumerate(params) if not p.is_greedy]
         in_order = [r for r in drawn if not self._needs_sort(params[r])]
         ranked = [r for r in drawn if self._needs_sort(params[r])]
-        self.groups = [self._group(chosen, device) for chosen in (in_order, ranked) if chosen]
+        self.groups = [self._make_group(chosen, device) for chosen in (in_order, ranked) if chosen]
 
     def banned_at(self, positions_R: np.ndarray) -> list[tuple[int, int]]:
         """Return (row, token id): stop tokens of rows that must not end yet, and tokens that would complete a bad word.
@@ -222,7 +206,7 @@ class _Batch:
     def _needs_sort(self, params: SamplingParams) -> bool:
         return params.top_p < 1.0 or 0 < params.top_k < self._vocab_size
 
-    def _group(self, chosen: list[int], device: torch.device) -> _DrawGroup:
+    def _make_group(self, chosen: list[int], device: torch.device) -> _DrawGroup:
         params = [self.rows[r].params for r in chosen]
 
         def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
@@ -236,12 +220,8 @@ class _Batch:
             top_k_R1=column(top_k, torch.int64) if ranked else None,
             top_p_R1=column([p.top_p for p in params], torch.float64) if ranked else None,
         )
-        return _DrawGroup(
-            rows=chosen,
-            index=None if len(chosen) == len(self.rows) else upload(chosen, torch.int64, device),
-            filters=filters,
-            mixed_seeds=np.array([mix_seed(p.seed) for p in params], np.uint64),
-        )
+        index = None if len(chosen) == len(self.rows) else upload(chosen, torch.int64, device)
+        return _DrawGroup(chosen, index, filters, np.array([mix_seed(p.seed) for p in params], np.uint64))
 
 
 def _ban_masks(params: list[SamplingParams], vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
@@ -265,8 +245,5 @@ def _bias_tensors(params: list[SamplingParams], device: torch.device) -> tuple[T
     if not entries:
         return None
     rows, token_ids, values = zip(*entries, strict=True)
-    return (
-        upload(rows, torch.int64, device),
-        upload(token_ids, torch.int64, device),
-        upload(values, torch.float32, device),
-    )
+    row_I, token_id_I = (upload(ids, torch.int64, device) for ids in (rows, token_ids))
+    return row_I, token_id_I, upload(values, torch.float32, device)

@@ -41,15 +41,7 @@ def byte_backend(vocab_size: int) -> Backend:
 
 
 def byte_characters() -> list[str]:
-    """Return GPT-2's printable character for each byte, the alphabet of every byte-level vocabulary.
-
-    Source: ``bytes_to_unicode`` of openai/gpt-2: printable Latin-1 maps to itself, the other bytes to U+0100 and up.
-    """
-    own = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    characters, next_free = [""] * 256, 256
-    for byte in range(256):
-        if byte in own:
-            characters[byte] = chr(byte)
-        else:
-            characters[byte], next_free = chr(next_free), next_free + 1
-    return characters
+    """Return the printable character for each byte in byte-level vocabularies (``bytes_to_unicode`` of openai/gpt-2)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in printable]  # U+0100 and up
+    return [chr(256 + others.index(byte)) if byte in others else chr(byte) for byte in range(256)]

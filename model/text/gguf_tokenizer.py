@@ -30,12 +30,8 @@ def _smollm_words() -> pre_tokenizers.PreTokenizer:
 
 
 def _llama3_words() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_LLAMA3_REGEX), behavior="isolated", invert=False),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = pre_tokenizers.Split(Regex(_LLAMA3_REGEX), behavior="isolated", invert=False)
+    return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 # Keys: ``tokenizer.ggml.pre``, llama.cpp's name of the pre-tokenizer.
@@ -94,14 +90,9 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Backend:
         raise ModelError(f"{file.path}: {len(tokens)} tokens but {len(scores)} scores in its tokenizer")
     vocab = {token: index for index, token in enumerate(tokens)}
     unknown = file.get("tokenizer.ggml.unknown_token_id", 0)
+    merges = _merges_from_scores(vocab, scores)
     backend = Backend(
-        models.BPE(
-            vocab=vocab,
-            merges=_merges_from_scores(vocab, scores),
-            unk_token=tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
+        models.BPE(vocab=vocab, merges=merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
     )
     prefix_space = bool(file.get("tokenizer.ggml.add_space_prefix", True))
     to_spaces = normalizers.Replace(" ", _SPACE)
@@ -144,15 +135,8 @@ def _add_bos_and_eos(backend: Backend, file: GgufFile, special_tokens: dict[str,
     is_llama3 = file.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
     add_bos = file.get("tokenizer.ggml.add_bos_token", is_llama2 or is_llama3)
     add_eos = file.get("tokenizer.ggml.add_eos_token", False)
-    _set_template(
-        backend,
-        special_tokens.get("bos_token") if add_bos else None,
-        special_tokens.get("eos_token") if add_eos else None,
-    )
-
-
-def _set_template(backend: Backend, bos: str | None, eos: str | None) -> None:
-    """Add these tokens around every text that is encoded with special tokens."""
+    bos = special_tokens.get("bos_token") if add_bos else None
+    eos = special_tokens.get("eos_token") if add_eos else None
     used = {text: backend.token_to_id(text) for text in (bos, eos) if text is not None}
     missing = [text for text, token_id in used.items() if token_id is None]
     if missing:

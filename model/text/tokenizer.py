@@ -1,7 +1,6 @@
 """Converts text to token ids and back, and messages to a prompt, for every kind of checkpoint.
 
-It uses the ``tokenizers`` library directly, because importing transformers costs each process two seconds and 200 MB.
-Only folders without a tokenizer.json need transformers.
+Only folders without a tokenizer.json need transformers, whose import takes two seconds and 200 MB.
 """
 
 import json
@@ -31,30 +30,25 @@ class Tokenizer:
         eos_token_ids: tuple[int, ...],
     ) -> None:
         """``special_tokens``: texts by their name in chat templates, such as ``{"bos_token": "<s>"}``."""
-        self._backend = backend
+        self.backend = backend  # the library's tokenizer
         self._chat_template_source = chat_template
         self._special_tokens = dict(special_tokens)
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
 
-    @property
-    def backend(self) -> Backend:
-        """The library's tokenizer, for streaming token by token."""
-        return self._backend
-
     @cached_property
     def vocab_size(self) -> int:
         """The largest id plus one. The model's vocabulary may be larger because of padding."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode ``text``, by default with the special tokens that the model expects around a prompt (often a BOS)."""
         # This method does not record each token's position in the text, and takes a third less time.
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decode ``ids``; incomplete UTF-8 becomes U+FFFD, and ids without a token are omitted."""
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     @property
     def has_chat_template(self) -> bool:
@@ -68,7 +62,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Render the prompt for ``messages`` (``{"role", "content"}``); the template receives all further variables.
+        """Render the prompt for ``messages`` (``{"role", "content"}``); the template gets all further variables.
 
         Args:
             continue_final_message: end in the last message's text, which the answer continues.
@@ -91,7 +85,7 @@ class Tokenizer:
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._special_tokens}
         if self._chat_template_source is not None:
             config["chat_template"] = self._chat_template_source
-        (folder / "tokenizer.json").write_text(self._backend.to_str(), encoding="utf-8")
+        (folder / "tokenizer.json").write_text(self.backend.to_str(), encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
     @cached_property
@@ -102,13 +96,9 @@ class Tokenizer:
 
 
 def tokenizer_from_folder(folder: Path, *, bos_token_id: int | None, eos_token_ids: tuple[int, ...]) -> Tokenizer:
-    """Open tokenizer.json and tokenizer_config.json, or through transformers a folder with another kind of tokenizer.
+    """Open tokenizer.json and tokenizer_config.json, or another kind of tokenizer through transformers, else ModelError.
 
-    tokenizer.json alone determines the special tokens around a text; ``add_bos_token`` is ignored, as in transformers
-    5.
-
-    Raises:
-        ModelError: there is no tokenizer, or it cannot be read.
+    tokenizer.json alone determines the special tokens around a text, as in transformers 5.
     """
     path = folder / "tokenizer_config.json"
     config = read_json(path) if path.is_file() else {}

@@ -1,7 +1,6 @@
 """Chooses each weight matrix's format in memory: packed in 8 or 4 bits, or plain.
 
-Activations, norms, biases and the KV cache are always plain. A matrix's format does not depend on the split, so any
-number of ranks serves the same model.
+A matrix's format does not depend on the split, so any number of ranks serves the same model.
 """
 
 from collections import Counter
@@ -57,13 +56,10 @@ class WeightFormats:
 
 
 def choose_formats(reader: CheckpointReader, config: LlamaConfig, quantization: str) -> WeightFormats:
-    """Resolve ``--quantization`` for every matrix.
+    """Resolve ``--quantization`` for every matrix; raises ValueError if a matrix cannot be packed in this format.
 
-    Args:
-        quantization: auto: keep the file's packed formats. none: all plain. int8, int4: quantize floats to Q8_0 or Q4_1
-            when they are read; keep matrices that the file holds packed in that many bits.
-    Raises:
-        ValueError: a matrix cannot be packed in this format.
+    auto: keep the file's packed formats. none: all plain. int8, int4: quantize floats to Q8_0 or Q4_1 when they are
+    read; keep matrices that the file holds packed in that many bits.
     """
     packed: dict[str, PackedFormat] = {}
     plain: dict[str, str] = {}
@@ -102,11 +98,7 @@ def _choose(fused: Fused, stored: Sequence[str], quantization: str) -> PackedFor
 
 
 def check_split(layout: Layout, config: LlamaConfig, formats: WeightFormats) -> None:
-    """Check that the layout cuts packed rows between groups.
-
-    Raises:
-        ValueError: a cut is inside a group.
-    """
+    """Raise ValueError unless the layout cuts packed rows between groups."""
     for shard in layout.shards:
         for fused in all_tensors(config, shard):
             packed, columns = formats.of(fused), fused.columns
@@ -123,8 +115,6 @@ def weight_bytes(config: LlamaConfig, shard: Shard, formats: WeightFormats, elem
     """Return the bytes of one rank's weights, norms and biases included; plain numbers take ``elem_bytes`` each."""
     total = 0
     for fused in all_tensors(config, shard):
-        packed, columns = formats.of(fused), fused.columns
-        width = 1 if columns is None else len(columns)
-        row_bytes = elem_bytes * width if packed is None else packed.row_bytes(width)
-        total += fused.num_rows * row_bytes
+        packed, width = formats.of(fused), 1 if fused.columns is None else len(fused.columns)
+        total += fused.num_rows * (elem_bytes * width if packed is None else packed.row_bytes(width))
     return total

@@ -1,7 +1,4 @@
-"""Maps a rank's fused tensors to a checkpoint's tensors, and reads them.
-
-Rows of matrices that are multiplied with the same inputs are stacked, so one product serves all of them.
-"""
+"""Maps a rank's fused tensors to a checkpoint's tensors, and reads them. One product serves all rows of a fused one."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Fetches streamed layers into two device buffers on a separate thread, in the order of passes.
 
-A layer is read from its store, then copied to the device and decoded if needed. If it needs a copy or decoding, a
-second thread reads the next layer into another pair of buffers at the same time.
+A layer is read from its store, then copied to the device and decoded if needed; then a second thread reads the next
+layer into another pair of buffers at the same time.
 """
 
 import math
@@ -29,8 +29,8 @@ _END_S = 5.0
 class LayerFetcher:
     """Fetches the layers of ``order`` cyclically, each as soon as a buffer of ``pool`` is free.
 
-    Cost: ``NUM_BUFFERS`` plain layers on ``device``. If layers are copied or decoded, also ``NUM_BUFFERS`` stored
-    layers on the store's device; if both copied and decoded, also one stored layer on ``device``.
+    Cost: ``NUM_BUFFERS`` plain layers on ``device``; if layers are copied or decoded, also ``NUM_BUFFERS`` stored ones
+    on the store's device; if both, also one stored layer on ``device``.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Packed layers: all tensors of a layer in one contiguous buffer, which is moved as a whole.
 
 A plain packed layer has the tensors as the kernels read them. An encoded one has each matrix of plain numbers in a
-codec's smaller form, and must be decoded before use. Packed matrices, norms and biases are the same in both.
+codec's smaller form, and must be decoded before use.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,10 +36,6 @@ class Place:
     packed: PackedFormat | None
     codec: Codec
 
-    @property
-    def num_elems(self) -> int:
-        return prod(self.shape)
-
     def of(self, buffer: Tensor) -> Tensor:
         """Return this tensor as a view of ``buffer``."""
         return buffer[self.offset : self.offset + self.num_bytes]
@@ -58,11 +54,7 @@ class PackedLayer:
         return all(place.codec.exact for place in self.places.values())
 
     def tensors(self, buffer: Tensor) -> dict[str, Matrix]:
-        """Return views of the tensors in a buffer for this layer.
-
-        Raises:
-            ValueError: the layer is encoded.
-        """
+        """Return views of the tensors in a buffer for this layer; ValueError if it is encoded."""
         if not self.is_plain:
             raise ValueError("an encoded layer has no tensors; decode it first")
         return {field: self._view(place, buffer) for field, place in self.places.items()}
@@ -90,14 +82,12 @@ class PackedLayer:
             if place.codec.exact:
                 whole.copy_(own)
             else:
-                place.codec.decode(own, place.num_elems, self.dtype, whole.view(self.dtype))
+                place.codec.decode(own, prod(place.shape), self.dtype, whole.view(self.dtype))
 
-    def _pairs(
-        self, plain: "PackedLayer", plain_bytes: Tensor, own_bytes: Tensor
-    ) -> Iterator[tuple[Place, Tensor, Tensor]]:
-        """Yield each tensor's place in this form, its plain bytes and its bytes in this form."""
+    def _pairs(self, plain: "PackedLayer", whole: Tensor, own: Tensor) -> Iterator[tuple[Place, Tensor, Tensor]]:
+        """Yield each tensor's place in this form, its plain bytes (of ``whole``) and its bytes in this form."""
         for field, place in self.places.items():
-            yield place, plain.places[field].of(plain_bytes), place.of(own_bytes)
+            yield place, plain.places[field].of(whole), place.of(own)
 
     def _view(self, place: Place, buffer: Tensor) -> Matrix:
         own = place.of(buffer)
@@ -123,10 +113,7 @@ class PackedModel:
 def pack_model(
     config: LlamaConfig, shard: Shard, formats: WeightFormats, dtype: torch.dtype, codec: Codec = _PLAIN
 ) -> PackedModel:
-    """Return one rank's packed layers, with layers stored through ``codec``.
-
-    The outer tensors stay plain. They are read only once, so a codec would lose accuracy and save no bytes per pass.
-    """
+    """Return one rank's packed layers, with layers stored through ``codec``; outer tensors, which are read once, are not."""
     layers = [layer_tensors(config, shard, index) for index in range(config.num_layers)]
     plain = tuple(pack_tensors(tensors, formats, dtype) for tensors in layers)
     stored = plain if codec.exact else tuple(pack_tensors(tensors, formats, dtype, codec) for tensors in layers)

@@ -25,13 +25,7 @@ def spread(num_layers: int, num_streamed: int) -> tuple[int, ...]:
 
 
 def check_codec(codec: str, stored: Iterable[PackedLayer], formats: WeightFormats) -> None:
-    """Check that the codec encodes at least one matrix.
-
-    Args:
-        codec: a name of ``WEIGHT_CODECS``.
-    Raises:
-        ValueError: the codec encodes nothing in ``stored``.
-    """
+    """Raise ValueError if the codec (a name of ``WEIGHT_CODECS``) encodes nothing in ``stored``."""
     if codec != "none" and all(layer.is_plain for layer in stored):
         raise ValueError(
             f"{codec} has nothing to encode: the layers' matrices are already packed ({formats.name}); omit "
@@ -64,8 +58,7 @@ class WeightSizes:
         """Return the bytes of a rank's share of partitioned layers, which is on the device."""
         if plan.source != "partition":
             return 0
-        cuts = [PartitionCut(self._stored[layer], plan.ranks_per_node) for layer in plan.streamed]
-        return sum(cut.kept_bytes for cut in cuts)
+        return sum(PartitionCut(self._stored[layer], plan.ranks_per_node).kept_bytes for layer in plan.streamed)
 
     def on_host(self, plan: WeightPlan) -> int:
         """Return the host memory besides a separate device: streamed layers with origin host, otherwise buffers."""
@@ -76,10 +69,7 @@ class WeightSizes:
         return NUM_BUFFERS * max(self._stored[layer] for layer in plan.streamed)
 
     def in_pool(self, plan: WeightPlan, device: str) -> int:
-        """Return the memory of ``device`` (cpu or cuda); for a CPU that is host memory.
-
-        It includes buffers from which encoded layers are decoded: two for layers on disk with a CPU, one on CUDA.
-        """
+        """Return the memory of ``device`` (cpu or cuda), with buffers from which encoded layers are decoded."""
         if device == "cpu":
             waiting = self._to_decode(plan) if plan.streamed and plan.origin == "disk" else self.on_host(plan)
             return self.on_device(plan) + waiting

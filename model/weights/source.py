@@ -11,10 +11,9 @@ from tightwire.kernels.spec.packed import Matrix
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
-    """One layer's tensors on this rank's device, already split; ``local_`` sizes come from ``model.layout``.
+    """One layer's tensors on this rank's device, already split.
 
-    The fused matrices hold this rank's rows in the order named, so one matrix product serves all of them. ``fused``
-    lists the fields and the checkpoint's tensors of each.
+    Fused matrices (``fused``) hold this rank's rows in the order named, so one matrix product serves all of them.
     """
 
     attention_norm: Tensor  # (D,)
@@ -64,11 +63,7 @@ class WeightSource(Protocol):
         ...
 
     def layer(self, index: int) -> LayerWeights:
-        """Wait until the layer is on the device.
-
-        Raises:
-            WeightsError: the layer does not arrive in time.
-        """
+        """Wait until the layer is on the device; raises WeightsError if it does not arrive in time."""
         ...
 
     def release(self, index: int) -> None: ...

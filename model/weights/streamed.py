@@ -1,7 +1,6 @@
 """Streams the weights of models larger than the device: some layers are resident, the others share a few buffers.
 
-``LayerFetcher`` always fetches the next streamed layer; after the last layer of a pass it continues with the first. A
-layer is fetched while the one before is computed, so a pass takes the longer of the two times, not their sum.
+A layer is fetched while the one before is computed, so a pass takes the longer of the two times, not their sum.
 Source: ZeRO-Inference (arXiv 2206.01861; deepspeed.ai, 2022).
 """
 
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from tightwire.comm.buffers import BufferPool, PoolBuffer
+from tightwire.comm.buffers import PoolBuffer
 from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.weights.layer_fetcher import NUM_BUFFERS, LayerFetcher
 from tightwire.model.weights.layer_store import LayerStore
@@ -46,11 +45,9 @@ class StreamedWeights:
     ) -> None:
         """
         Args:
-            store: the store of the layers that are not in ``resident``.
+            store: the store of the layers that are not in ``resident``, at least three.
             plain: the plain form of each layer.
             timeout_s: longest time that a pass waits for a layer without receiving a byte.
-        Raises:
-            ValueError: the buffers would hold all streamed layers.
         """
         self.outer = outer
         self._resident, self._timeout_s = resident, timeout_s
@@ -61,6 +58,7 @@ class StreamedWeights:
             )
         self.spans = _spans(len(plain), resident)
         self.fetcher = LayerFetcher(store, plain, self._order, device)
+        self.store, self.pool = store, self.fetcher.pool
         self._layers = {
             (layer, buffer.number): LayerWeights.of(plain[layer].tensors(buffer.memory))
             for layer in self._order
@@ -71,7 +69,6 @@ class StreamedWeights:
         self._waited_s = self._late_s = 0.0
 
     def start(self) -> None:
-        """Start to fetch layers."""
         self.fetcher.start()
 
     def layer(self, index: int) -> LayerWeights:
@@ -92,17 +89,7 @@ class StreamedWeights:
             self.pool.release(index)
 
     @property
-    def pool(self) -> BufferPool:
-        return self.fetcher.pool
-
-    @property
-    def store(self) -> LayerStore:
-        """The store of streamed layers."""
-        return self.fetcher.store
-
-    @property
     def is_full(self) -> bool:
-        """True if all buffers are filled, so nothing is fetched until one is released."""
         return self.fetcher.is_full
 
     @property
@@ -137,8 +124,7 @@ class StreamedWeights:
             try:
                 return self.pool.use(index, self._timeout_s)
             except TimeoutError as error:
-                # Other ranks may compute for any length of time. The transport has a deadline, and the server monitors
-                # them.
+                # Other ranks may compute for any length of time: the transport has a deadline.
                 if self.store.others_late(index)[1] < math.inf:
                     raise WeightsError(f"layer {index} did not arrive from {self.store.name}: {error}") from None
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightwire.model.sampling.logprobs import score_tokens
+from tightwire.model.sampling.logprobs import Scoring
 
 
 @settings(max_examples=60, deadline=None)
@@ -16,7 +16,7 @@ def test_against_numpy(seed: int, rows: int, vocab: int, ties: bool) -> None:
         logits = np.round(logits)  # has both zeros, too
     targets = rng.integers(0, vocab, rows)
     top_n = rng.integers(0, 8, rows).tolist()
-    scores = score_tokens(torch.from_numpy(logits), torch.from_numpy(targets), top_n)
+    scores = Scoring(torch.from_numpy(logits), torch.from_numpy(targets), top_n).wait()
     for r, score in enumerate(scores):
         exact = logits[r].astype(np.float64)
         exact = exact - exact.max() - np.log(np.exp(exact - exact.max()).sum())
@@ -31,13 +31,13 @@ def test_against_numpy(seed: int, rows: int, vocab: int, ties: bool) -> None:
 def test_rows_do_not_depend_on_each_other() -> None:
     logits = torch.randn(21, 5001, generator=torch.Generator().manual_seed(0))
     targets = torch.arange(21)
-    together = score_tokens(logits, targets, [4] * 21)
-    alone = [score_tokens(logits[r : r + 1], targets[r : r + 1], [4])[0] for r in range(21)]
+    together = Scoring(logits, targets, [4] * 21).wait()
+    alone = [Scoring(logits[r : r + 1], targets[r : r + 1], [4]).wait()[0] for r in range(21)]
     assert together == alone
 
 
 def test_banned_tokens_and_bfloat16() -> None:
     logits = torch.tensor([[0.0, -torch.inf, 1.0]]).bfloat16()
-    (score,) = score_tokens(logits, torch.tensor([1]), [3])
+    (score,) = Scoring(logits, torch.tensor([1]), [3]).wait()
     assert (score.logprob, score.rank) == (-np.inf, 3)
     assert [token_id for token_id, _ in score.top] == [2, 0, 1]

@@ -74,21 +74,21 @@ def test_new_tokens_are_counted() -> None:
 
 def test_counts_end_with_their_sequence() -> None:
     tables = PenaltyTables(VOCAB, torch.device("cpu"))
-    assert tables.num_rows == 0
+    assert len(tables._counts) == 0
     first, second = row([1], [2, 2], repetition_penalty=2.0), row([4], [5], repetition_penalty=2.0)
     tables.apply_(torch.zeros(2, VOCAB), [0, 1], [first, second])
-    assert tables.num_rows == 2
+    assert len(tables._counts) == 2
     tables.release(first)
     tables.release(first)
-    assert tables.num_rows == 1
+    assert len(tables._counts) == 1
     third = row([7], [8], repetition_penalty=2.0)
     logits = torch.ones(2, VOCAB)
     tables.apply_(logits, [0, 1], [second, third])
-    assert tables.num_rows == 2
+    assert len(tables._counts) == 2
     assert (logits == 0.5).nonzero().tolist() == [[0, 4], [0, 5], [1, 7], [1, 8]]
     tables.release(second)
     tables.release(third)
-    assert tables.num_rows == 0
+    assert len(tables._counts) == 0
 
 
 def test_has_penalties() -> None:

@@ -263,10 +263,10 @@ def test_parameters_beyond_the_vocabulary_are_harmless() -> None:
 def test_release_forgets() -> None:
     sampler, r = Sampler(20), row(presence_penalty=1.0)
     sampler.sample(logits_of(9, 1, 20), [r])
-    assert sampler.num_penalized == 1
+    assert len(sampler._penalties._counts) == 1
     sampler.release(r)
     sampler.release(r)
-    assert sampler.num_penalized == 0
+    assert len(sampler._penalties._counts) == 0
 
 
 def test_wrong_shapes_are_an_error() -> None:
