@@ -96,7 +96,7 @@ def open_peers(world: World, rank: int) -> PartitionPeers:
         device=torch.device("cpu"),
         timeout_s=world.timeout_s,
         interface=world.interface,
-        segment_fd=os.open(world.segments[at.node * at.tp + at.shard], os.O_RDWR) if world.segments else None,
+        segment_fd=os.open(world.segments[at.topology.node * at.tp + at.shard], os.O_RDWR) if world.segments else None,
     )
 
 

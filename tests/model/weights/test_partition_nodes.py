@@ -45,7 +45,7 @@ def network() -> Iterator[EmulatedNetwork]:
 
 
 def _carry(group: Group, world: World, work: Work, nodes: tuple[EmulatedNode, ...]) -> Carried:
-    node = nodes[world.place(group.rank).node]
+    node = nodes[world.place(group.rank).topology.node]
     node.enter()
     peers = open_peers(replace(world, interface=node.interface), group.rank)
     peers.await_all()
