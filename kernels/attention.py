@@ -1,7 +1,4 @@
-"""Causal attention over a paged KV cache, for a packed batch of sequences of unequal lengths.
-
-``spec.attention`` has the reference and the layout of the cache.
-"""
+"""Causal attention over a paged KV cache; ``spec.attention`` has the reference and the layout of the cache."""
 
 from importlib import import_module
 
@@ -20,16 +17,13 @@ def paged_attention(
     scale: float,
     groups: HeadGroups | None = None,
 ) -> Tensor:
-    """Causal attention of this step's packed queries over each sequence's cached tokens, this step's included.
+    """Attend from this step's packed queries to each sequence's cached tokens, this step's included.
 
     A row's bits depend on its own sequence alone, and on a GPU on whether it is a decode row.
 
     Args:
-        q_THE: (T, H, E); may be a view into a wider matrix as long as E is contiguous.
-        k_cache_NKPE, v_cache_NKPE: (N, K, P, E).
+        q_THE: (T, H, E); may be a view as long as E is contiguous. The result is contiguous.
         groups: of query heads that share a KV head; None: H is a multiple of K, and groups are equal.
-    Returns:
-        (T, H, E), contiguous, in q's dtype.
     Raises:
         ValueError: shapes, dtypes or (on CPU) lengths and block numbers that do not match.
     """

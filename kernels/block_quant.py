@@ -14,14 +14,7 @@ from tightwire.kernels.spec.block_format import BlockFormat
 
 
 def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
-    """The bytes of ``encode_reference``, written into ``out`` when given.
-
-    Args:
-        x_N: (N,) float32, bfloat16 or float16, contiguous.
-        out: (fmt.encoded_bytes(N),) uint8, contiguous.
-    Raises:
-        ValueError: another dtype, shape or layout. The same holds for the functions below.
-    """
+    """The bytes of ``encode_reference``, written into ``out`` when given; tensors are contiguous, else ValueError."""
     return _kernels(x_N.device.type).encode(x_N, fmt, out)
 
 

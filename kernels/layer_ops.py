@@ -1,6 +1,6 @@
-"""The operations of a layer besides its matrix products and attention: normalization, rotation, cache writes, SwiGLU.
+"""Normalization, rotation, cache writes and SwiGLU; ``spec.layer_ops`` has the references.
 
-A row's bits depend on that row alone. ``spec.layer_ops`` has the references.
+A row's bits depend on that row alone. Shapes, dtypes and layouts that do not match raise ValueError.
 """
 
 from importlib import import_module
@@ -20,11 +20,7 @@ from tightwire.kernels.spec.layer_ops import (
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """``rms_norm_reference``, equal to it but for the order of the fp32 sum over D.
-
-    Raises:
-        ValueError: shapes or dtypes of x and weight that do not match.
-    """
+    """``rms_norm_reference``, equal to it but for the order of the fp32 sum over D."""
     if x_TD.is_cuda:
         return _triton().rms_norm(x_TD, weight_D, eps)
     return (rms_norm_cpu if available() else rms_norm_reference)(x_TD, weight_D, eps)
@@ -38,11 +34,7 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 
 
 def apply_rope(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Rotary position embedding, ``apply_rope_reference`` bit for bit; a new contiguous tensor.
-
-    Raises:
-        ValueError: on CPU, shapes or dtypes that do not match.
-    """
+    """Rotary position embedding, ``apply_rope_reference`` bit for bit; a new contiguous tensor."""
     if x_THE.device.type != "cpu" or not available():
         return apply_rope_reference(x_THE, cos_TE, sin_TE)
     return apply_rope_cpu(x_THE, cos_TE, sin_TE)
@@ -52,11 +44,8 @@ def write_kv(k_TKE: Tensor, v_TKE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: T
     """Store this step's keys and values in the cache at their slots, in place.
 
     Args:
-        k_TKE, v_TKE: (T, K, E) in the cache's dtype; may be views into a wider matrix as long as E is contiguous.
-        slot_T: (T,) int32, block * P + offset within the block.
-    Raises:
-        ValueError: on CPU, shapes or dtypes that do not match, or a slot outside the cache (earlier rows are
-            written).
+        k_TKE, v_TKE: (T, K, E) in the cache's dtype; may be views as long as E is contiguous.
+        slot_T: (T,) int32, block * P + offset within the block. On CPU ValueError for one outside the cache.
     """
     if k_cache_NKPE.device.type != "cpu" or not available():
         num_slots = k_cache_NKPE.shape[0] * k_cache_NKPE.shape[2]
@@ -72,15 +61,12 @@ def rotate_and_cache(
 ) -> Tensor:
     """Rotate queries and keys, store keys and values at their slots, give the queries: the reference, bit for bit.
 
-    On a GPU this is one launch; on a CPU a call for the rotation and one for the cache. The angles are gathered once for
-    the step's rows, because all layers use the same.
-
     Args:
         qkv_THE: (T, H + 2 K, E) query heads, key heads, value heads; may be a view as long as E is contiguous.
         cos_TE, sin_TE: (T, E/2) float32.
         k_cache_NKPE, v_cache_NKPE: (N, K, P, E) in qkv's dtype, written in place.
-        slot_T: (T,) int32, block * P + offset within the block. On a GPU a negative one marks a padding row: nothing is
-            stored. Slots are not checked there.
+        slot_T: (T,) int32, block * P + offset within the block. On a GPU slots are not checked, and a negative one marks
+            a padding row: nothing is stored.
     Returns:
         (T, H, E) rotated queries; on a CPU a view into a wider tensor.
     Raises:
@@ -97,11 +83,7 @@ def rotate_and_cache(
 
 
 def swiglu(gate_up_T2F: Tensor) -> Tensor:
-    """``swiglu_reference``, within a few units in the last place of float32 before it rounds; contiguous.
-
-    Raises:
-        ValueError: an odd number of columns, or a dtype without a kernel.
-    """
+    """``swiglu_reference``, within a few units in the last place of float32 before it rounds; contiguous."""
     if gate_up_T2F.is_cuda:
         return _triton().swiglu(gate_up_T2F)
     return (swiglu_cpu if available() else swiglu_reference)(gate_up_T2F)

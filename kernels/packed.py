@@ -23,7 +23,9 @@ def embedding(token_ids_T: Tensor, table_VD: Matrix, dtype: torch.dtype) -> Tens
     """(T, D) in ``dtype``, a new tensor; of a packed table only these rows are unpacked."""
     if isinstance(table_VD, PackedMatrix):
         if table_VD.interleaved:
-            _check_indices(token_ids_T, table_VD.shape[0])
+            wrong_T = token_ids_T[(token_ids_T < 0) | (token_ids_T >= table_VD.shape[0])]
+            if len(wrong_T):
+                raise IndexError(f"index {int(wrong_T[0])} of a table of {table_VD.shape[0]} rows")
             return unpack_cpu(table_VD, dtype, token_ids_T.long())
         return dequantize(table_VD.take(token_ids_T), dtype)
     return F.embedding(token_ids_T, table_VD).to(dtype)
@@ -32,8 +34,3 @@ def embedding(token_ids_T: Tensor, table_VD: Matrix, dtype: torch.dtype) -> Tens
 def interleave(matrix: PackedMatrix) -> PackedMatrix:
     """The same matrix with its rows interleaved in place, if it is on a CPU with compiled kernels; else as it is."""
     return interleave_cpu(matrix) if matrix.device.type == "cpu" and available() else matrix
-
-
-def _check_indices(indices_T: Tensor, num_rows: int) -> None:
-    if len(indices_T) and not 0 <= int(indices_T.min()) <= int(indices_T.max()) < num_rows:
-        raise IndexError(f"indices {int(indices_T.min())} to {int(indices_T.max())} of a table of {num_rows} rows")

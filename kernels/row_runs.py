@@ -13,7 +13,7 @@ def copy_runs_reference(target_NX: Tensor, source_MX: Tensor, runs_R3: Tensor) -
 
 
 def copy_runs(target_NX: Tensor, source_MX: Tensor, runs_R3: Tensor) -> None:
-    """The reference: on a CPU in one call that lets other threads run; beside CUDA one queued copy a run.
+    """The reference: on a CPU in one call that lets other threads run; with CUDA one queued copy a run.
 
     Args:
         target_NX, source_MX: contiguous, of one dtype, with rows of one shape; one of them may be on a CUDA device, and
@@ -21,7 +21,6 @@ def copy_runs(target_NX: Tensor, source_MX: Tensor, runs_R3: Tensor) -> None:
         runs_R3: (R, 3) int64 on the host: first row in the source, first row in the target, number of rows.
     Raises:
         ValueError: shapes or dtypes that do not match, or a run outside of one of the tensors.
-    Cost: the rows' bytes, read and written once; beside CUDA some microseconds of the host's a run.
     """
     if target_NX.shape[1:] != source_MX.shape[1:] or target_NX.dtype != source_MX.dtype:
         raise ValueError(

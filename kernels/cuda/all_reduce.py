@@ -38,22 +38,16 @@ _SHORT_ELEMS, _LONG_ELEMS = 1024, 4096
 class PeerBuffers:
     """A process's view of all processes' peer buffers.
 
-    Args:
-        addresses: (W,) int64 on the kernels' device: the start of each process's buffer, as this process maps it.
-        rank: of this process.
-        send_bytes: size of a send buffer; the buffer for the sums holds a W-th of it.
-        num_blocks: blocks of every launch; at most as many as the device runs at once.
-        failure: one int32 in pinned memory that kernels write and the host reads without synchronizing: 0, or a bit for
-            each process that was late.
-        memory: an object that keeps the addresses valid.
+    ``failure``: one int32 in pinned memory that kernels write and the host reads without synchronizing: 0, or a bit for
+    each process that was late.
     """
 
-    addresses: Tensor
+    addresses: Tensor  # (W,) int64 on the kernels' device: where this process maps each process's buffer
     rank: int
-    send_bytes: int
-    num_blocks: int
+    send_bytes: int  # of a send buffer; the buffer for the sums holds a W-th of it
+    num_blocks: int  # of every launch; at most as many as the device runs at once
     failure: Tensor
-    memory: object
+    memory: object  # keeps the addresses valid
 
     @property
     def world_size(self) -> int:

@@ -4,11 +4,9 @@ Prefill rows and decode rows have separate kernels (``attention_prefill``, ``att
 the matrix units for prefill, chunks of keys fill the device for decode. The two kernels differ in a row's last bits,
 and the choice depends only on the kind of row, as in ``linear``.
 
-A row's bits depend on its own sequence alone. Key tiles and chunks begin at position 0 and have one size for all
+A row's bits depend on its own sequence alone: key tiles and chunks begin at position 0 and have one size for all
 batches, a row of a matrix product does not depend on the tile's other rows, and a tile of masked keys changes nothing.
-Other sequences, the cuts of a prompt into chunks, and the number of programs that share a row's keys change no bit. The
-one exception: an inf or NaN among the values of a prompt's later tokens reaches earlier rows of their tile, because 0
-times either is NaN.
+The one exception: an inf or NaN among the values of a prompt's later tokens reaches earlier rows of their tile.
 """
 
 import math
@@ -33,12 +31,10 @@ def paged_attention(
     scale: float,
     groups: HeadGroups | None = None,
 ) -> Tensor:
-    """Compute ``attention.paged_attention`` for CUDA tensors. The host does not wait for the device.
+    """Compute ``attention.paged_attention`` for CUDA tensors, without waiting for the device.
 
     Invalid lengths and blocks are not detected. A decode row with a context length of 0 is padding and becomes zeros.
 
-    Args:
-        scale: above 0.
     Raises:
         ValueError: shapes, dtypes or strides do not match, or heads are too large for the kernels.
     """

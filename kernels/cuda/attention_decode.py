@@ -53,9 +53,7 @@ def attend_decode_rows(
     *,
     scratch_bytes: int = _SCRATCH_BYTES,
 ) -> None:
-    """Compute ``attention.paged_attention`` for the decode rows into ``out_THE``.
-
-    A row without keys, of a sequence whose context is shorter than its rows, becomes zeros.
+    """Compute ``attention.paged_attention`` for the decode rows into ``out_THE``; a row without keys becomes zeros.
 
     Cost: one launch if the block table has room for one chunk, otherwise two for each round of rows; scratch memory of
     4 (E + 2) bytes per head and chunk of the table.

@@ -15,10 +15,8 @@ change, so a captured CUDA graph may be replayed.
 
 Ordering: counting the barrier is an atomic operation that releases the block's earlier writes to the whole system;
 reads of the arrivals acquire. Peers are written with plain stores, because PCIe carries no atomic operations between
-GPUs. Every process polls its own memory, which causes no traffic on the link.
-
-Waiting is bounded by a number of polls, because no clock is available both to a compiled kernel and to the interpreter.
-A poll takes about a microsecond on a GPU.
+GPUs. Every process polls its own memory. Waiting is bounded by a number of polls, of about a microsecond on a GPU,
+because no clock is available both to a compiled kernel and to the interpreter.
 """
 
 import os

@@ -1,5 +1,7 @@
 """Block quantization on a GPU, byte-identical to the reference, in one pass over memory per function.
 
+Tensors of other dtypes, sizes or layouts raise ValueError.
+
 In Triton's interpreter (TRITON_INTERPRET=1 before the first import of triton) the same kernels take CPU tensors, so
 they can be tested without a GPU.
 """
@@ -18,11 +20,7 @@ NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
-    """Compute ``block_quant.encode_reference``, into ``out`` if given.
-
-    Raises:
-        ValueError: ``x_N`` is not a contiguous vector of float32, bfloat16 or float16, or ``out`` does not fit.
-    """
+    """Compute ``block_quant.encode_reference``, into ``out`` if given."""
     _check_numbers(x_N)
     num_elems = x_N.numel()
     out = _bytes_for(fmt.encoded_bytes(num_elems), x_N, out)
@@ -33,11 +31,7 @@ def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
 
 
 def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Compute ``block_quant.decode_reference``, into ``out`` if given.
-
-    Raises:
-        ValueError: ``buf`` or ``out`` does not fit ``num_elems``.
-    """
+    """Compute ``block_quant.decode_reference``, into ``out`` if given."""
     _check_bytes(buf, fmt, num_elems)
     if out is None:
         out = torch.empty(num_elems, dtype=dtype, device=buf.device)
@@ -49,11 +43,7 @@ def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, ou
 
 
 def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
-    """Compute ``block_quant.decode_add_reference``.
-
-    Raises:
-        ValueError: ``buf`` does not fit ``sum_N``, or ``sum_N`` is not a contiguous float32 vector.
-    """
+    """Compute ``block_quant.decode_add_reference``."""
     num_elems = sum_N.numel()
     _check_bytes(buf, fmt, num_elems)
     _check_numbers(sum_N)
@@ -71,11 +61,7 @@ def _launch_decode(buf: Tensor, fmt: BlockFormat, out_N: Tensor, *, adds: bool) 
 def decode_reduce_encode(
     bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int, out: Tensor | None = None
 ) -> Tensor:
-    """Compute ``block_quant.decode_reduce_encode_reference``, into ``out`` if given; the sum stays in registers.
-
-    Raises:
-        ValueError: ``bufs`` is empty, or one of them or ``out`` does not fit ``num_elems``.
-    """
+    """Compute ``block_quant.decode_reduce_encode_reference``, into ``out`` if given; the sum stays in registers."""
     if not bufs:
         raise ValueError("decode_reduce_encode needs at least one buffer to add")
     for buf in bufs:

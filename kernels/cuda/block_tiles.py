@@ -1,15 +1,10 @@
 """Block quantization inside a Triton kernel: converts numbers in registers to bytes in memory, and back.
 
-``cuda.block_quant`` and ``cuda.all_reduce_kernels`` build their kernels from these functions. The bytes are exactly
-those of ``block_quant`` in the layout of ``block_format``.
-
 A kernel holds B groups of g numbers as R tiles of shape (B, W), W = g / R: number e of a group is in column e % W of
 tile e // W. R is 8 / (the narrowest plane's bits), or a multiple. Then the numbers that share a byte are at the same
 place of different tiles, so a plane is packed and unpacked by shifts within each thread, without moves between threads.
 
-The same source runs compiled, and in Triton's interpreter on CPU memory. So there is no inline assembly, and divisions
-use ``div_rn``. Kernels that encode must be launched with ``enable_fp_fusion=False``, because fused multiply-adds round
-differently.
+The same source runs compiled and in Triton's interpreter, so there is no inline assembly, and divisions use ``div_rn``.
 """
 
 import triton

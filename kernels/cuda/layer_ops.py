@@ -1,4 +1,4 @@
-"""The row operations of a layer on a GPU, each in one pass over memory: normalization, rotation with the cache's write, SwiGLU.
+"""Normalization, rotation with the cache's write, and SwiGLU on a GPU, each in one pass over memory.
 
 The residual sum of ``add_rms_norm`` is rounded to the numbers' type before it is stored and normalized, as in torch.
 """
@@ -19,11 +19,7 @@ _GATED_ELEMS = 1024  # a vector of eight 16-bit numbers for each of 128 threads
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Compute ``layer_ops.rms_norm_reference``, one program per row; only the order of the float32 sum over D and the root's last bit differ.
-
-    Raises:
-        ValueError: shapes or dtypes do not match, or rows are too long for a program.
-    """
+    """Compute ``layer_ops.rms_norm_reference``; only the order of the float32 sum over D and the root's last bit differ."""
     _check_norm(x_TD, x_TD, weight_D)
     out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     _normalize(x_TD, x_TD, weight_D, out_TD, out_TD, eps, adds=False)
@@ -31,7 +27,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute ``layer_ops.add_rms_norm_reference``, one program per row: the normalized sum and the sum itself, both new tensors."""
+    """Compute ``layer_ops.add_rms_norm_reference``: the normalized sum and the sum itself, both new tensors."""
     _check_norm(x_TD, residual_TD, weight_D)
     out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     sum_TD = torch.empty_like(out_TD)
@@ -106,36 +102,24 @@ def rotate_and_cache(
 def _check_rotation(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     num_tokens, num_all_heads, head_dim = qkv.shape
     _, num_kv_heads, tokens_per_block, cache_dim = k_cache.shape
-    strides = k_cache.stride()
-    if head_dim % 2 or cache_dim != head_dim or num_all_heads <= 2 * num_kv_heads or v_cache.shape != k_cache.shape:
-        raise ValueError(
-            "rotate_and_cache needs qkv (T, H + 2 K, E) with E even, and caches (N, K, P, E); "
-            f"got {tuple(qkv.shape)}, {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
-        )
-    if cos.shape != (num_tokens, head_dim // 2) or sin.shape != cos.shape or slots.shape != (num_tokens,):
-        raise ValueError(
-            f"for {num_tokens} rows of heads of {head_dim} rotate_and_cache needs cos and sin "
-            f"({num_tokens}, {head_dim // 2}) and slots ({num_tokens},); "
-            f"got {tuple(cos.shape)}, {tuple(sin.shape)} and {tuple(slots.shape)}"
-        )
+    fits = head_dim % 2 == 0 and cache_dim == head_dim and num_all_heads > 2 * num_kv_heads
+    same_rows = cos.shape == sin.shape == (num_tokens, head_dim // 2) and slots.shape == (num_tokens,)
+    caches = [(cache.shape, cache.dtype, cache.stride()[1:]) for cache in (k_cache, v_cache)]
+    wanted = k_cache.shape, qkv.dtype, (tokens_per_block * head_dim, head_dim, 1)
+    types = cos.dtype, sin.dtype, slots.dtype, qkv.dtype in _NUMBERS
+    last = qkv.stride(2), cos.stride(1), sin.stride(1), slots.stride(0)
     if (
-        qkv.dtype not in _NUMBERS
-        or k_cache.dtype != qkv.dtype
-        or v_cache.dtype != qkv.dtype
-        or (cos.dtype, sin.dtype, slots.dtype) != (torch.float32, torch.float32, torch.int32)
+        not (fits and same_rows and caches == [wanted] * 2)
+        or k_cache.stride(0) != v_cache.stride(0)
+        or types != (torch.float32, torch.float32, torch.int32, True)
+        or last != (1, 1, 1, 1)
     ):
+        named = {"qkv": qkv, "cos": cos, "sin": sin, "k_cache": k_cache, "v_cache": v_cache, "slots": slots}
+        got = "; ".join(f"{name} {tuple(x.shape)} {x.dtype} {x.stride()}" for name, x in named.items())
         raise ValueError(
-            f"rotate_and_cache needs qkv and caches in one of {', '.join(map(str, _NUMBERS))}, cos and sin in float32 "
-            f"and int32 slots; got {qkv.dtype}, {k_cache.dtype}, {v_cache.dtype}, {cos.dtype}, {sin.dtype} "
-            f"and {slots.dtype}"
-        )
-    if (
-        (qkv.stride(2), cos.stride(1), sin.stride(1), slots.stride(0)) != (1, 1, 1, 1)
-        or strides[1:] != (tokens_per_block * head_dim, head_dim, 1)
-        or v_cache.stride() != strides
-    ):
-        raise ValueError(
-            "rotate_and_cache needs caches of the same layout, and contiguous heads, angles, cache blocks and slots"
+            "rotate_and_cache needs qkv (T, H + 2 K, E) with E even, in one of "
+            f"{', '.join(map(str, _NUMBERS))}; cos and sin (T, E/2) float32; caches (N, K, P, E) of qkv's dtype and one "
+            f"layout; slots (T,) int32; and contiguous heads, angles, cache blocks and slots; got {got}"
         )
 
 
@@ -209,9 +193,6 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
 
     The error of exp(-gate), and so of silu, is ``|gate|`` units of float32: silu loses some digits for large negative
     gates, where it is nearly 0.
-
-    Raises:
-        ValueError: an odd number of columns, non-contiguous rows, or a dtype without a kernel.
     """
     num_tokens, columns = gate_up_T2F.shape
     if columns % 2 or gate_up_T2F.dtype not in _NUMBERS or gate_up_T2F.stride(1) != 1:

@@ -22,13 +22,7 @@ _HALF = tl.constexpr(16)  # numbers of a group that share bytes with the other s
 def linear_packed(
     x_TD: Tensor, weight_OD: PackedMatrix, bias_O: Tensor | None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Compute ``linear.linear_reference``; only the order of the float32 sum differs.
-
-    Args:
-        out_dtype: dtype of the result; None: the dtype of x.
-    Raises:
-        ValueError: shapes or dtypes do not match.
-    """
+    """Compute ``linear.linear_reference`` in ``out_dtype`` (None: x's); only the order of the float32 sum differs."""
     _check(x_TD, weight_OD, bias_O)
     (num_rows, depth), num_outputs = x_TD.shape, weight_OD.shape[0]
     out_TO = torch.empty(num_rows, num_outputs, dtype=out_dtype or x_TD.dtype, device=x_TD.device)

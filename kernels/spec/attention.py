@@ -31,19 +31,12 @@ class HeadGroups(NamedTuple):
 
 
 class PackedSequences(NamedTuple):
-    """The sequences of a packed batch and their blocks. Sequence b's queries are its last tokens.
+    """The sequences of a packed batch and their blocks. Sequence b's queries are its last tokens."""
 
-    Args:
-        query_start_B1: (B + 1,) int32: the first row of each sequence's queries, then T.
-        context_lens_B: (B,) int32, tokens in the cache, at least the sequence's queries.
-        block_table_BM: (B, M) int32; entries past a sequence's last block are not read.
-        num_decode_rows: the number of decode rows, which come first; no sequence has rows of both kinds.
-    """
-
-    query_start_B1: Tensor
-    context_lens_B: Tensor
-    block_table_BM: Tensor
-    num_decode_rows: int = 0
+    query_start_B1: Tensor  # int32: the first row of each sequence's queries, then T
+    context_lens_B: Tensor  # int32, tokens in the cache, at least the sequence's queries
+    block_table_BM: Tensor  # int32; entries past a sequence's last block are not read
+    num_decode_rows: int = 0  # decode rows come first; no sequence has rows of both kinds
 
 
 def even_groups(q_THE: Tensor, k_cache_NKPE: Tensor) -> HeadGroups:
@@ -81,16 +74,11 @@ def check_attention(
             f"for {num_seqs} rows of the block table attention needs {num_seqs + 1} query starts and {num_seqs} "
             f"context lengths; got {start.shape[0]} and {lens.shape[0]}"
         )
-    device = q.device
-    for index in (start, lens, table):
-        if index.dtype != torch.int32 or index.stride(-1) != 1 or index.device != device:
-            raise ValueError(
-                "attention needs its index tensors in int32, contiguous, on q's device; "
-                f"got {index.dtype} on {index.device} with strides {index.stride()}"
-            )
-    if k_cache.device != device or v_cache.device != device:
+    devices = {tensor.device for tensor in (q, k_cache, v_cache, start, lens, table)}
+    if len(devices) > 1 or any(index.dtype != torch.int32 or index.stride(-1) != 1 for index in (start, lens, table)):
         raise ValueError(
-            f"attention needs q and caches on one device; got {device}, {k_cache.device} and {v_cache.device}"
+            "attention needs its index tensors in int32, contiguous, and all tensors on one device; got "
+            f"{start.dtype}, {lens.dtype} and {table.dtype} on {', '.join(map(str, devices))}"
         )
 
 

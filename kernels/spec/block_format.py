@@ -27,25 +27,14 @@ FLOAT8_MAX = 448.0
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """One way to quantize in groups.
+    """One way to quantize in groups; ValueError for an unknown option, or two that cannot be combined."""
 
-    Args:
-        bits: width of a code: 8, 6, 5, 4, 3 or 2.
-        group_elems: numbers that share a scale: 32, 64 or 128.
-        symmetric: codes around zero and no zero point, two bytes a group less.
-        hadamard: rotate each group first, which spreads an outlier over it.
-        spikes: keep each group's minimum and maximum as they are and quantize the range of the others.
-        float8: codes are e4m3 floats instead of integers.
-    Raises:
-        ValueError: an unknown option, or two that cannot be combined.
-    """
-
-    bits: int
-    group_elems: int = 128
-    symmetric: bool = False
-    hadamard: bool = False
-    spikes: bool = False
-    float8: bool = False
+    bits: int  # width of a code
+    group_elems: int = 128  # numbers that share a scale
+    symmetric: bool = False  # codes around zero and no zero point, two bytes a group less
+    hadamard: bool = False  # rotate each group first, which spreads an outlier over it
+    spikes: bool = False  # keep each group's minimum and maximum, and quantize the range of the others
+    float8: bool = False  # codes are e4m3 floats instead of integers
 
     def __post_init__(self) -> None:
         if self.bits not in _PLANES:

@@ -18,8 +18,7 @@ Formats with spikes take the range from the group's other numbers and write the 
 
 A group with an inf or NaN in it decodes to NaN throughout, and so does one whose numbers come so close to the end of
 float32 that its highest code would decode, or its spikes would round, to infinity: the scale (and spikes) are NaN, zero
-and codes 0. So a broken sum shows, and large finite numbers (above float16's 65504, say) are ordinary numbers. Rotated
-groups come so close from about 2^125 / g on, because rotating adds g numbers, and may then come back infinite as well.
+and codes 0. Rotated groups come so close from about 2^125 / g on, and may then come back infinite as well.
 """
 
 import torch

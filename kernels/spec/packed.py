@@ -1,7 +1,6 @@
 """Packed matrices: weights in 8 or 4 bits, made from floats and converted back.
 
 The layout is ``packed_format``'s. ``linear`` multiplies with such a matrix, ``kernels.packed`` converts rows to floats fast.
-Nothing here is compiled: reading a checkpoint's header needs no kernels.
 """
 
 from dataclasses import dataclass
@@ -14,13 +13,9 @@ from tightwire.kernels.spec.packed_format import GROUP_ELEMS, INTERLEAVED_ROWS, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMatrix:
-    """(O, D) numbers as blocks.
+    """(O, D) numbers as blocks: (O, bytes of a row) uint8, contiguous rows of whole blocks.
 
-    Args:
-        blocks_OB: (O, bytes of a row) uint8, contiguous rows.
-        interleaved: each full 16 rows lie side by side (``packed_int8.interleave_reference``).
-    Raises:
-        ValueError: the blocks are not bytes, or a row is not whole blocks.
+    ``interleaved``: each full 16 rows lie side by side (``packed_int8.interleave_reference``).
     """
 
     blocks_OB: Tensor
@@ -68,10 +63,10 @@ def quantize(x_OD: Tensor, packed: PackedFormat) -> PackedMatrix:
     Without a minimum: scale = max |x| / 127 (Q8_0) or / 7 (Q4_0), and codes on either side of zero. With one: minimum =
     min x, scale = (max x - minimum) / 15. The scale is rounded up to float16 and the minimum down, so nothing is clipped.
 
-    Returns: a matrix whose numbers are within half a scale, and the float32 roundings of x / scale and Q4_1's sum, of x.
+    The result is within half a scale, and the float32 roundings of x / scale and Q4_1's sum, of x.
+
     Raises:
         ValueError: rows that are not whole groups, or numbers that are not finite or too large for a float16 scale.
-    Cost: some ten passes over x, in float32.
     """
     packed.row_bytes(x_OD.shape[1])
     x_OGN = x_OD.float().unflatten(1, (-1, GROUP_ELEMS))

@@ -7,8 +7,7 @@ A row of D numbers, D a multiple of 32, is D / 32 blocks without gaps, and rows 
     Q4_1  20 bytes: scale float16; minimum float16; 16 bytes of two codes each            x = scale code + minimum
 
 Of two codes in byte i, number i has the lower half and number 16 + i the upper, so that sixteen lanes widen sixteen bytes
-and then mask or shift, and nothing moves between lanes. Scale and codes are adjacent: a row is read as one stream, and a
-file's rows need no rearranging.
+and then mask or shift, and nothing moves between lanes.
 
 x is computed in float32. A product of scale and code is exact there (11 and 8 bits), so Q4_1 rounds once, when the minimum
 is added, fused or not; the others do not round.
@@ -24,18 +23,13 @@ INTERLEAVED_ROWS = 16  # of an interleaved matrix (packed_int8)
 
 @dataclass(frozen=True, slots=True)
 class PackedFormat:
-    """One kind of block, under GGUF's name.
-
-    Args:
-        kind: its integer in kernels, where plain numbers have 0 to 2.
-        int8_activations: products round activations to 8 bits (packed_int8). The bytes are the same.
-    """
+    """One kind of block, under GGUF's name."""
 
     name: str
-    kind: int
+    kind: int  # its integer in kernels, where plain numbers have 0 to 2
     bits: int
     has_minimum: bool = False
-    int8_activations: bool = False
+    int8_activations: bool = False  # products round activations to 8 bits (packed_int8); the bytes are the same
 
     @property
     def header_bytes(self) -> int:
@@ -47,11 +41,7 @@ class PackedFormat:
         return self.header_bytes + GROUP_ELEMS * self.bits // 8
 
     def row_bytes(self, num_columns: int) -> int:
-        """Bytes of a row.
-
-        Raises:
-            ValueError: they are not whole groups.
-        """
+        """Bytes of a row; ValueError if it is not whole groups."""
         if num_columns % GROUP_ELEMS:
             raise ValueError(f"{self.name} packs rows of whole groups of {GROUP_ELEMS} numbers, got {num_columns}")
         return num_columns // GROUP_ELEMS * self.block_bytes

@@ -36,10 +36,7 @@ def quantize_activations(x_TD: Tensor) -> tuple[Tensor, Tensor]:
 def linear_int8_reference(
     x_TD: Tensor, weight: PackedMatrix, bias_O: Tensor | None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """``x @ weight.T + bias`` with activations in 8 bits, in the dtype of x or ``out_dtype``.
-
-    Cost: some 30 passes over (T, O) numbers a group.
-    """
+    """``x @ weight.T + bias`` with activations in 8 bits, in the dtype of x or ``out_dtype``."""
     codes_TGN, scale_TG = quantize_activations(x_TD)
     term_TG = scale_TG * codes_TGN.sum(-1)
     weight_codes_OGN, weight_scale_OG1, minimum_OG1 = block_parts(weight)

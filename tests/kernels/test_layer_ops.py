@@ -198,12 +198,12 @@ def _check_refusals(group: Group) -> None:
     k_cache, v_cache = caches()
     for arguments, message in (
         ((qkv[:, :6], cos, sin, k_cache, v_cache, slots), "needs qkv (T, H + 2 K, E)"),
-        ((qkv, cos[:2], sin, k_cache, v_cache, slots), "needs cos and sin (3, 32) and slots (3,)"),
-        ((qkv, cos, sin, k_cache, v_cache.half(), slots), "caches in one of"),
-        ((qkv, cos, sin, k_cache, v_cache, slots.long()), "int32 slots"),
+        ((qkv, cos[:2], sin, k_cache, v_cache, slots), "; cos (2, 32) torch.float32"),
+        ((qkv, cos, sin, k_cache, v_cache.half(), slots), f"v_cache {tuple(v_cache.shape)} torch.float16"),
+        ((qkv, cos, sin, k_cache, v_cache, slots.long()), "slots (3,) torch.int64"),
         (
             (qkv, cos, sin, k_cache, v_cache.transpose(1, 2).contiguous().transpose(1, 2), slots),
-            "caches of the same layout",
+            "of qkv's dtype and one layout",
         ),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
