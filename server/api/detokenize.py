@@ -1,13 +1,14 @@
 """Turns tokens into text one token at a time, and finds stop strings in that text.
 
 Works on the bytes of single tokens, so each token costs O(its length) and emitted text never changes. All emitted text
-equals ``tokenizer.decode`` of all ids (skipping special tokens), for the two decoders of Llama checkpoints:
+equals ``tokenizer.decode`` of all ids, for the two decoders of Llama checkpoints:
 
     byte level (Llama 3, SmolLM2, GPT-2 style)    every token is some bytes; a character may be split anywhere
     SentencePiece style (Llama 2, TinyLlama)      tokens are text; other characters are byte tokens such as <0xE4>
 """
 
 import codecs
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ class TokenTable:
             )
         self.strips_space = steps[3:] == _SENTENCEPIECE[3:]
         self._byte_of_char = {char: byte for byte, char in enumerate(byte_characters())}
-        self._bytes: dict[int, bytes] = {}
+        self.bytes_of = functools.cache(self._make_bytes)
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
@@ -55,13 +56,6 @@ class TokenTable:
         """The byte that ``<0xE4>`` stands for; None for all other tokens."""
         match = _BYTE_TOKEN.fullmatch(self._piece(token_id)) if not self.byte_level else None
         return int(match[1], 16) if match else None
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """The token's bytes, with the space before a word; a special token's bytes are its name. A padding id has none."""
-        known = self._bytes.get(token_id)
-        if known is None:
-            known = self._bytes[token_id] = self._make_bytes(token_id)
-        return known
 
     def text_of(self, token_id: int) -> str:
         """The text of a single token; incomplete characters read ``bytes:\\xe2\\x82``, as OpenAI writes them."""
@@ -75,6 +69,7 @@ class TokenTable:
         return self._backend.id_to_token(token_id) or ""
 
     def _make_bytes(self, token_id: int) -> bytes:
+        """The token's bytes, with the space before a word; a special token's bytes are its name. A padding id has none."""
         piece = self._piece(token_id)
         if self.byte_level:
             table = self._byte_of_char
@@ -144,8 +139,7 @@ class Detokenizer:
 class StopStrings:
     """Passes text through until one of ``stops`` is complete; holds back only text that may become one.
 
-    The stop string that is complete first wins; among several, the longest. The result does not depend on how the text
-    is split.
+    The stop string that is complete first wins; among several, the longest. How the text is split does not matter.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:

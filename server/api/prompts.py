@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.api.errors import ApiError, invalid
 from tightwire.server.api.generation import Prompt, TokenSequence
-from tightwire.server.api.schemas import Body, GenerationBody
+from tightwire.server.api.schemas import CompletionBody, GenerationBody
 from tightwire.server.api.serving import ModelInfo, ServedModel
 
 T = TypeVar("T")
@@ -26,23 +26,20 @@ async def run_off_loop(work: Callable[[], T], num_chars: int) -> T:
     return work() if num_chars <= _INLINE_CHARS else await asyncio.to_thread(work)
 
 
-def check_model(body: Body, info: ModelInfo) -> None:
-    """404 if the body names another model."""
-    if body.model is not None and body.model != info.name:
-        raise make_unknown_model_error(body.model, info)
-
-
-def make_unknown_model_error(name: str, info: ModelInfo) -> ApiError:
-    message = f"the model {name[:200]!r} does not exist here; this server has {info.name!r}"
-    return ApiError(404, message, param="model", code="model_not_found")
+def check_model(name: str | None, info: ModelInfo) -> None:
+    """404 if a client names another model."""
+    if name not in (None, info.name):
+        message = f"the model {name[:200]!r} does not exist here; this server has {info.name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def check_options(body: GenerationBody, info: ModelInfo, max_sequences: int) -> None:
     """400 for what this model and server can never do. Called before the prompts are tokenized."""
-    if (count := body.num_prompts * body.n) > max_sequences:
+    num_prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
+    if (count := num_prompts * body.n) > max_sequences:
         raise invalid(
-            f"{body.num_prompts} prompts with n={body.n} make {count} sequences; this server accepts {max_sequences} "
-            "at once: send fewer",
+            f"{num_prompts} prompts with n={body.n} make {count} sequences; this server accepts {max_sequences} at once: "
+            "send fewer",
             param="n",
         )
     policy = body.tightwire.allreduce

@@ -158,11 +158,12 @@ class GenerationBody(Body):
     """The fields that completions and chat completions share."""
 
     text_param: ClassVar[str]  # the field with the prompt, for error messages
-    default_tokens: ClassVar[int | None] = (
-        None  # most tokens of an answer without max_tokens; None: what fits the context
-    )
+    default_tokens: ClassVar[int | None] = None  # of an answer without max_tokens; None: what fits the context
 
-    max_tokens: TokenCount | None = Field(None, description="Most tokens of the answer.")
+    max_tokens: TokenCount | None = Field(
+        None,
+        description="Most tokens of the answer. Default: what fits the context; of a completion 16. 0 requires echo.",
+    )
     n: int = Field(1, ge=1, le=MAX_N, description="Answers per prompt.")
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -203,10 +204,6 @@ class GenerationBody(Body):
         return msgspec.convert(asked | decided, SamplingParams)
 
     @property
-    def num_prompts(self) -> int:
-        return 1
-
-    @property
     def token_limit(self) -> int | None:
         """The most tokens of the answer that the client asked for."""
         return self.max_tokens
@@ -222,16 +219,9 @@ class CompletionBody(GenerationBody):
     default_tokens = 16  # OpenAI's
 
     prompt: Prompt
-    max_tokens: TokenCount | None = Field(
-        None, description="Most tokens of the answer, by default 16; 0 requires echo."
-    )
     echo: bool = Field(False, description="Put the prompt before the answer.")
     logprobs: NumLogprobs | None = Field(None, description="The number of most likely tokens to list for each token.")
     add_special_tokens: bool = Field(True, description="Extension: let the tokenizer add its begin token.")
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.prompt)
 
     @property
     def num_logprobs(self) -> int | None:

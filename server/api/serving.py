@@ -79,20 +79,9 @@ class Serving:
             return EngineState(phase=Phase.LOADING, reason="tokenizer")
         return state
 
-    def require_model(self) -> ServedModel:
-        """The model, for routes that also work while the engine drains.
-
-        Raises:
-            ApiError: 503 while it loads, or after the engine died.
-        """
+    def require_model(self, *phases: Phase) -> ServedModel:
+        """The model, if the engine is ready or in one of ``phases``. Raises ApiError 503 otherwise."""
         status, model = self.status, self.holder.model
-        if model is None or status.phase in (Phase.LOADING, Phase.DEAD):
-            raise unavailable(str(status))
-        return model
-
-    def require_ready(self) -> ServedModel:
-        """The model, if the engine takes new requests. Raises ApiError 503 otherwise."""
-        status, model = self.status, self.require_model()
-        if status.phase is not Phase.READY:
+        if model is None or status.phase not in (Phase.READY, *phases):
             raise unavailable(str(status))
         return model

@@ -18,17 +18,14 @@ from tightwire.server.ipc.messages import FirstToken, Output
 
 
 class Timing(Struct, frozen=True):
-    """The parts of the time to the first token inside the server; they add up to ``ttft_s``.
+    """The parts of the time to the first token inside the server; they add up to ``ttft_s``. Times are the host's.
 
-    It begins when the request's headers have been received. It ends when the first text is handed to the socket; without
-    ``stream``, when the first token reaches the HTTP process. Of several sequences the first one counts.
-
-    ``http_s``: reading and checking the body. ``queue_s``: from the HTTP process to the sequence's first step. From there
-    to the first token, steps of other sequences included: ``compute_s``, forward passes without their collectives;
-    ``allreduce_s``, collectives on rank 0 with waiting for slower ranks; ``codec_s``, encoding and decoding for them (null:
-    inside a fused kernel, so part of ``allreduce_s``); ``sampling_s``; ``engine_s``, everything else. ``send_s``: from the
-    token on rank 0 to the end. Times are the host's: on CUDA, where work is only enqueued, ``sampling_s`` waits for the
-    device.
+    It begins with the request's headers, and ends when the first text is handed to the socket; without ``stream``, when
+    the first token reaches the HTTP process. ``http_s``: reading and checking the body. ``queue_s``: from the HTTP process
+    to the sequence's first step. From there to the first token, steps of other sequences included: ``compute_s``, forward
+    passes without collectives; ``allreduce_s``, collectives on rank 0 with waiting for slower ranks; ``codec_s``, encoding
+    and decoding for them (null: inside a fused kernel, so in ``allreduce_s``); ``sampling_s``, on CUDA with waiting for the
+    device; ``engine_s``, the rest. ``send_s``: from the token on rank 0 to the end.
     """
 
     ttft_s: float
@@ -47,8 +44,7 @@ class CommTotals(CommCount, frozen=True, array_like=False):
     """Collectives of one kind on rank 0.
 
     ``exact_bytes``: what they would have sent with nothing quantized. ``message_bytes``: of the tensors given to them.
-    ``seconds`` includes waiting for slower ranks; ``codec_seconds`` is the part spent encoding and decoding (null: inside a
-    fused kernel, unknown).
+    ``seconds`` includes waiting for slower ranks; ``codec_seconds``: encoding and decoding (null: inside a fused kernel).
     """
 
 

@@ -18,7 +18,7 @@ from tightwire.model.open import Checkpoint
 from tightwire.server.api.serving import ModelHolder, ModelInfo
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.http.app import HttpServer, make_app
+from tightwire.server.http.app import make_app, run_server
 from tightwire.server.http.listener import url_of
 from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ipc.messages import Ready
@@ -64,7 +64,7 @@ class _Server:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         async with RankedEngine(self._config, self._ranks, self._progress) as engine:
             app = make_app(engine=engine.client, holder=self._holder, http=self._config.http)
-            async with HttpServer(app, self._listener):
+            async with run_server(app, self._listener):
                 return await self._run(engine)
 
     async def _run(self, engine: RankedEngine) -> int:

@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import functools
 import socket
-from collections.abc import Iterator
-from typing import Any, Self
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -17,9 +17,8 @@ from tightwire.server.api.serving import ModelHolder, Serving
 from tightwire.server.config.serve import HttpOptions
 from tightwire.server.http.middleware import RequestScope, RequireKey
 from tightwire.server.http.openapi import make_page
-from tightwire.server.http.routes.generation import generation_router
-from tightwire.server.http.routes.models import models_router
 from tightwire.server.http.routes.observe import observe_router
+from tightwire.server.http.routes.openai import openai_router
 from tightwire.server.ipc.engine_client import EngineClient
 
 _KEEP_ALIVE_S = 75  # longer than common clients keep an idle connection, so that the client closes it, not the server
@@ -43,8 +42,8 @@ def make_app(*, engine: EngineClient, holder: ModelHolder, http: HttpOptions) ->
     app = FastAPI(
         title="Tightwire", version=__version__, description=_DESCRIPTION, redirect_slashes=False, redoc_url=None
     )
-    for make_router in (generation_router, models_router, observe_router):
-        app.include_router(make_router(serving))
+    app.include_router(openai_router(serving))
+    app.include_router(observe_router(serving))
     app.openapi = functools.cache(lambda: make_page(app, http.api_key is not None))
     install_error_handlers(app)
     if http.api_key is not None:
@@ -53,32 +52,28 @@ def make_app(*, engine: EngineClient, holder: ModelHolder, http: HttpOptions) ->
     return app
 
 
-class HttpServer(uvicorn.Server):
-    """Serves while its context is open; when it closes, finishes the last responses."""
-
-    def __init__(self, app: Any, listener: socket.socket) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_LAST_RESPONSES_S,
-            )
-        )
-        self._listener = listener
-        self._serving: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        self._serving = asyncio.create_task(self.serve(sockets=[self._listener]), name="http")
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._serving is not None
-        self.should_exit = True
-        await self._serving
-
+class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Ignore signals: ``launch`` drains the engine before this server closes."""
         yield
+
+
+@contextlib.asynccontextmanager
+async def run_server(app: Any, listener: socket.socket) -> AsyncIterator[None]:
+    """Serve while the context is open; when it closes, finish the last responses."""
+    server = _Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_LAST_RESPONSES_S,
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving

@@ -33,33 +33,25 @@ async def read_body(request: Request, kind: type[BodyT], serving: Serving, *, ma
     _require_json(request)
     body = check_fields(_parse(await _read(request, max_bytes)), kind)
     ignored = {path: name for path, name, _ in extra_fields(body) if name not in UNSUPPORTED_FIELDS}
-    if serving.http.strict_fields:
-        _refuse_unknown(ignored, kind)
-    for field in ignored:
-        _log_once(_INDEX.sub("[]", field), kind, serving.logged_fields)
+    for path, name in ignored.items():
+        _note_ignored(path, name, kind, serving)
     request.state.ignored_fields = list(ignored)
     return body
 
 
-def _refuse_unknown(fields: dict[str, str], kind: type[Body]) -> None:
-    """400 for the first field that is not in ``IGNORED_FIELDS``."""
-    path = next((path for path, name in fields.items() if name not in IGNORED_FIELDS), None)
-    if path is not None:
-        shown = _shown(path)
-        message = f"unknown field {shown!r}, which this server's --strict-fields refuses{_hint(shown, kind)}"
-        raise invalid(message, shown, "unknown_parameter")
-
-
-def _log_once(field: str, kind: type[Body], logged: set[str]) -> None:
-    if field not in logged and len(logged) < _MAX_LOGGED_FIELDS:
-        logged.add(field)
-        hint = "" if field in IGNORED_FIELDS else _hint(_shown(field), kind)
-        _log.warning("ignored the field %r of a request (logged once per field)%s", _shown(field), hint)
-
-
-def _hint(path: str, kind: type[Body]) -> str:
-    nested = "." in path
-    return suggest(path, () if nested else kind.model_fields, otherwise="; GET /openapi.json lists the fields")
+def _note_ignored(path: str, name: str, kind: type[Body], serving: Serving) -> None:
+    """Log a field once. With --strict-fields: 400 unless it is in ``IGNORED_FIELDS``."""
+    field, is_label, logged = _INDEX.sub("[]", path), name in IGNORED_FIELDS, serving.logged_fields
+    refused = serving.http.strict_fields and not is_label
+    if not refused and (field in logged or len(logged) >= _MAX_LOGGED_FIELDS):
+        return
+    known = () if "." in path else kind.model_fields
+    hint = "" if is_label else suggest(_shown(path), known, otherwise="; GET /openapi.json lists the fields")
+    if refused:
+        message = f"unknown field {_shown(path)!r}, which this server's --strict-fields refuses{hint}"
+        raise invalid(message, _shown(path), "unknown_parameter")
+    logged.add(field)
+    _log.warning("ignored the field %r of a request (logged once per field)%s", _shown(field), hint)
 
 
 def check_fields(fields: dict[str, Any], kind: type[BodyT]) -> BodyT:

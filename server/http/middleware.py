@@ -74,26 +74,20 @@ class RequireKey:
         self._digest = _digest(api_key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        respond = self._app
         if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
-            refusal = self._refusal(Headers(scope=scope).get("authorization"))
-            if refusal is not None:
-                await refusal.response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _refusal(self, header: str | None) -> ApiError | None:
-        scheme, _, key = (header or "").partition(" ")
-        # Digests have equal lengths, so the time of the comparison reveals nothing about the key, not even its length.
-        given = _digest(key.strip().encode("latin-1"))  # the bytes as they came
-        if scheme.lower() == "bearer" and hmac.compare_digest(given, self._digest):
-            return None
-        problem = "the API key is missing" if header is None else "the API key is wrong"
-        return ApiError(
-            401,
-            f"{problem}; send the header Authorization: Bearer KEY with the key the server was started with",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+            header = Headers(scope=scope).get("authorization", "")
+            scheme, _, key = header.partition(" ")
+            # Digests have equal lengths, so the time of the comparison reveals nothing about the key, not even its length.
+            given = _digest(key.strip().encode("latin-1"))  # the bytes as they came
+            if scheme.lower() != "bearer" or not hmac.compare_digest(given, self._digest):
+                message = (
+                    f"the API key is {'wrong' if header else 'missing'}; send the header Authorization: Bearer KEY with the "
+                    "key the server was started with"
+                )
+                headers = {"WWW-Authenticate": "Bearer"}
+                respond = ApiError(401, message, code="invalid_api_key", headers=headers).response()
+        await respond(scope, receive, send)
 
 
 def _header_list(fields: Sequence[str]) -> str:

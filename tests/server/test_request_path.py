@@ -144,6 +144,6 @@ async def test_a_request_and_a_step_walk_through_few_files_and_never_up(tmp_path
     taking, step = _walks_of_rank(tmp_path)
     assert len(http.of_server() | taking.of_server()) <= MOST_FILES_OF_A_REQUEST
     assert len(step.of_server()) <= MOST_FILES_OF_A_STEP, sorted(step.of_server())
-    assert {"server/http/routes/generation.py", "server/ranks/rank_loop.py"} <= http.files | taking.files
+    assert {"server/http/routes/openai.py", "server/ranks/rank_loop.py"} <= http.files | taking.files
     assert {"server/engine/engine.py", "model/llama.py"} <= step.files
     assert not http.calls_up | taking.calls_up | step.calls_up

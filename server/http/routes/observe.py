@@ -65,7 +65,7 @@ def observe_router(serving: Serving) -> APIRouter:
 
     @router.get("/comm", summary="AllReduce policies, their reasons, and measured cost")
     async def comm() -> Response:
-        return json_response(_comm_policy(serving.require_model().info, serving.engine))
+        return json_response(_comm_policy(serving.require_model(Phase.DRAINING).info, serving.engine))
 
     @router.get(
         "/comm/trace",

@@ -1,50 +1,77 @@
-"""GET /v1/models and /v1/models/{id}, POST /tokenize and /detokenize."""
+"""The routes of OpenAI's API, /v1/chat/completions, /v1/completions and /v1/models, and vLLM's /tokenize and /detokenize."""
+
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from tightwire.server.api.chat import chat_token_ids
+from tightwire.server.api.answer import Answer, Dialect
+from tightwire.server.api.chat import ChatDialect, chat_token_ids
+from tightwire.server.api.completions import CompletionDialect
 from tightwire.server.api.errors import invalid, json_response
-from tightwire.server.api.prompts import check_ids, check_model, make_unknown_model_error, run_off_loop
+from tightwire.server.api.prompts import check_ids, check_model, check_options, make_sequences, run_off_loop
 from tightwire.server.api.responses import Detokenized, ModelCard, ModelList, Tokenized
 from tightwire.server.api.schemas import DetokenizeBody, TokenizeBody
 from tightwire.server.api.serving import ModelInfo, ServedModel, Serving
+from tightwire.server.api.trace import RequestTrace
 from tightwire.server.http.body import read_body
+from tightwire.server.http.middleware import arrived_s
+from tightwire.server.ipc.engine_client import Phase
 
 
-def models_router(serving: Serving) -> APIRouter:
+def openai_router(serving: Serving) -> APIRouter:
     router = APIRouter()
+
+    @router.post("/v1/chat/completions", summary="Answer a conversation")
+    async def chat(request: Request) -> Response:
+        return await _answer(request, serving, ChatDialect)
+
+    @router.post("/v1/completions", summary="Continue one or several prompts")
+    async def completions(request: Request) -> Response:
+        return await _answer(request, serving, CompletionDialect)
 
     @router.get("/v1/models", summary="List the served model")
     async def list_models() -> Response:
-        return json_response(ModelList(data=[_card(serving.require_model().info)]))
+        return json_response(ModelList(data=[_card(serving.require_model(Phase.DRAINING).info)]))
 
     # Names may contain slashes, as repository names do.
     @router.get("/v1/models/{model_id:path}", summary="Look a model up")
     async def get_model(model_id: str) -> Response:
-        info = serving.require_model().info
-        if model_id != info.name:
-            raise make_unknown_model_error(model_id, info)
+        info = serving.require_model(Phase.DRAINING).info
+        check_model(model_id, info)
         return json_response(_card(info))
 
     @router.post("/tokenize", summary="Text to token ids")
     async def tokenize(request: Request) -> Response:
-        model = serving.require_model()
+        model = serving.require_model(Phase.DRAINING)
         body = await read_body(request, TokenizeBody, serving)
-        check_model(body, model.info)
+        check_model(body.model, model.info)
         ids = await _token_ids(body, model)
         names = [model.tokens.text_of(token_id) for token_id in ids] if body.return_token_strs else None
         return json_response(Tokenized(len(ids), model.info.max_model_len, ids, names))
 
     @router.post("/detokenize", summary="Token ids to text")
     async def detokenize(request: Request) -> Response:
-        model = serving.require_model()
+        model = serving.require_model(Phase.DRAINING)
         body = await read_body(request, DetokenizeBody, serving)
-        check_model(body, model.info)
+        check_model(body.model, model.info)
         check_ids(body.tokens, model.info, "tokens")
         text = await run_off_loop(lambda: model.tokenizer.decode(body.tokens, False), len(body.tokens))
         return json_response(Detokenized(prompt=text))
 
     return router
+
+
+async def _answer(request: Request, serving: Serving, dialect_type: type[Dialect[Any]]) -> Response:
+    model = serving.require_model()
+    body = await read_body(request, dialect_type.body_type, serving)
+    check_model(body.model, model.info)
+    check_options(body, model.info, serving.http.max_queued_requests)
+    trace = RequestTrace(serving.engine, serving.metrics, arrived_s=arrived_s(request), streamed=body.stream)
+    dialect = dialect_type(body, model)
+    with trace.tokenizing():
+        prompts = await dialect.prompts()
+        sequences = await run_off_loop(lambda: make_sequences(body, model, prompts), sum(map(len, body.bad_words)))
+    return await Answer(serving, dialect, sequences, trace).respond(request)
 
 
 async def _token_ids(body: TokenizeBody, model: ServedModel) -> list[int]:
