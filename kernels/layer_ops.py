@@ -20,7 +20,7 @@ from tightwire.kernels.spec.layer_ops import (
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """``rms_norm_reference``, equal to it but for the order of the fp32 sum over D."""
+    """``rms_norm_reference``, equal to it except for the order of the float32 sum over D; in the dtype of the weight."""
     if x_TD.is_cuda:
         return _triton().rms_norm(x_TD, weight_D, eps)
     return (rms_norm_cpu if available() else rms_norm_reference)(x_TD, weight_D, eps)

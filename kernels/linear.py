@@ -8,21 +8,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightwire.kernels.cpu.library import available
-from tightwire.kernels.cpu.linear import linear_cpu, linear_to_float_cpu
+from tightwire.kernels.cpu.linear import linear_cpu
 from tightwire.kernels.cpu.linear_widened import linear_widened, rows_are_independent, torch_has_bfloat16_products
 from tightwire.kernels.packed import dequantize
 from tightwire.kernels.spec.layer_ops import linear_reference
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix
-from tightwire.kernels.spec.packed_int8 import linear_int8_reference
 
 # Numbers of packed weights that are unpacked at a time for torch's product: little memory next to a model.
 _UNPACKED_ELEMS = 1 << 22
 
 
 def linear(
-    x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None = None, *, num_decode_rows: int | None = None
+    x_TD: Tensor,
+    weight_OD: Matrix,
+    bias_O: Tensor | None = None,
+    *,
+    num_decode_rows: int | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``x @ weight.T + bias``, summed in float32 and rounded once.
+    """``x @ weight.T + bias``, summed in float32 and rounded once to the dtype of x or ``out_dtype``.
 
     On CPU a row's bits depend on that row alone, so a sequence gets the same logits in any batch. torch's product has
     that property in bfloat16 (but for a single row) and not in float32, and it wastes bandwidth when rows are few
@@ -37,69 +41,54 @@ def linear(
             many at a time, which in bfloat16 on CPU go to torch: faster, especially with matrix units; widened to float32
             where the CPU has no bfloat16 units. A row's kernel must depend on its kind and not on the number of rows in the
             batch. None: all.
+        out_dtype: float32 keeps the sums as they are, except those of torch's bfloat16 product, which it has rounded.
     Raises:
         ValueError: on CPU, shapes or dtypes that do not match, or rows that are not contiguous.
     """
     on_cpu = x_TD.device.type == "cpu"
     if not on_cpu and isinstance(weight_OD, Tensor):
-        return F.linear(x_TD, weight_OD, bias_O)
+        return _torch_product(x_TD, weight_OD, bias_O, out_dtype or x_TD.dtype)
     if on_cpu and not available():
-        return linear_reference(x_TD, weight_OD, bias_O)
+        return linear_reference(x_TD, weight_OD, bias_O, out_dtype)
     one_product = on_cpu and (x_TD.dtype != torch.bfloat16 or _has_int8_activations(weight_OD))
     if num_decode_rows is None or num_decode_rows >= len(x_TD) or one_product:
-        return _single_product(x_TD, weight_OD, bias_O)
+        return _single_product(x_TD, weight_OD, bias_O, out_dtype)
     if num_decode_rows == 0:
-        return _block_product(x_TD, weight_OD, bias_O)
+        return _block_product(x_TD, weight_OD, bias_O, out_dtype)
     few, block = x_TD[:num_decode_rows], x_TD[num_decode_rows:]
-    return torch.cat([_single_product(few, weight_OD, bias_O), _block_product(block, weight_OD, bias_O)])
-
-
-def linear_to_float(x_RD: Tensor, weight_OD: Matrix) -> Tensor:
-    """``linear`` without the rounding: float32 sums, for logits, whose best ones may round to one 16-bit number.
-
-    Cost and errors are those of ``linear``.
-    """
-    if x_RD.device.type == "cpu":
-        if not available():
-            if isinstance(weight_OD, PackedMatrix) and weight_OD.format.int8_activations:
-                return linear_int8_reference(x_RD, weight_OD, None, torch.float32)
-            return F.linear(x_RD.float(), dequantize(weight_OD, torch.float32))
-        return linear_to_float_cpu(x_RD, weight_OD)
-    if isinstance(weight_OD, PackedMatrix):
-        return _triton().linear_packed(x_RD, weight_OD, None, torch.float32)
-    if x_RD.dtype == torch.float32:
-        return F.linear(x_RD, weight_OD)
-    return torch.mm(x_RD, weight_OD.t(), out_dtype=torch.float32)
+    products = _single_product(few, weight_OD, bias_O, out_dtype), _block_product(block, weight_OD, bias_O, out_dtype)
+    return torch.cat(products)
 
 
 def _has_int8_activations(weight_OD: Matrix) -> bool:
     return isinstance(weight_OD, PackedMatrix) and weight_OD.format.int8_activations
 
 
-def _single_product(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None) -> Tensor:
+def _single_product(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
     if x_TD.device.type == "cpu":
-        return linear_cpu(x_TD, weight_OD, bias_O)
-    return _triton().linear_packed(x_TD, weight_OD, bias_O)
+        return linear_cpu(x_TD, weight_OD, bias_O, out_dtype)
+    return _triton().linear_packed(x_TD, weight_OD, bias_O, out_dtype)
 
 
-def _block_product(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None) -> Tensor:
-    if isinstance(weight_OD, PackedMatrix):
-        if x_TD.device.type == "cpu" and not torch_has_bfloat16_products():
-            return linear_cpu(x_TD, weight_OD, bias_O)
-        return _unpacked_product(x_TD, weight_OD, bias_O)
-    if not torch_has_bfloat16_products():
-        product = linear_widened if rows_are_independent() else linear_cpu
-        return product(x_TD, weight_OD, bias_O)
-    return _torch_product(x_TD, weight_OD, bias_O)
+def _block_product(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    out_dtype = out_dtype or x_TD.dtype
+    if x_TD.device.type == "cpu" and not torch_has_bfloat16_products():
+        widened = isinstance(weight_OD, Tensor) and rows_are_independent()
+        return (linear_widened if widened else linear_cpu)(x_TD, weight_OD, bias_O, out_dtype)
+    product = _unpacked_product if isinstance(weight_OD, PackedMatrix) else _torch_product
+    return product(x_TD, weight_OD, bias_O, out_dtype)
 
 
-def _torch_product(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
-    if len(x_TD) == 1:  # torch has another kernel, with other bits, for a single row
-        return F.linear(x_TD.expand(2, -1), weight_OD, bias_O)[:1]
-    return F.linear(x_TD, weight_OD, bias_O)
+def _torch_product(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    if x_TD.is_cuda and out_dtype != x_TD.dtype:
+        product_TO = torch.mm(x_TD, weight_OD.t(), out_dtype=out_dtype)
+        return product_TO if bias_O is None else product_TO + bias_O
+    if len(x_TD) == 1 and not x_TD.is_cuda:  # torch has another kernel, with other bits, for a single row
+        return F.linear(x_TD.expand(2, -1), weight_OD, bias_O)[:1].to(out_dtype)
+    return F.linear(x_TD, weight_OD, bias_O).to(out_dtype)
 
 
-def _unpacked_product(x_TD: Tensor, weight_OD: PackedMatrix, bias_O: Tensor | None) -> Tensor:
+def _unpacked_product(x_TD: Tensor, weight_OD: PackedMatrix, bias_O: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """torch's product, with matrix units if there are any, for some rows of the weights at a time."""
     num_outputs, num_inputs = weight_OD.shape
     at_once = max(1, _UNPACKED_ELEMS // num_inputs)
@@ -107,7 +96,8 @@ def _unpacked_product(x_TD: Tensor, weight_OD: PackedMatrix, bias_O: Tensor | No
     for first in range(0, num_outputs, at_once):
         stop = min(first + at_once, num_outputs)
         bias = None if bias_O is None else bias_O[first:stop]
-        parts.append(_torch_product(x_TD, dequantize(weight_OD.rows(first, stop), x_TD.dtype), bias))
+        weight = dequantize(weight_OD.rows(first, stop), x_TD.dtype)
+        parts.append(_torch_product(x_TD, weight, bias, out_dtype))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 

@@ -55,6 +55,8 @@ class RunnerOptions:
 
     Args:
         dtype: type of activations, cache and plain weights.
+        sum_dtype: type of messages of partial sums. None: float32 on a CPU, ``dtype`` on CUDA. Given on CUDA, the
+            residual has it too; on a CPU the residual is always float32.
         buffer_blocks: blocks of each of two layers on the device, with the cache on the host; the most that one step
             may need. None: the whole cache is on the device.
         formats: formats of weight matrices; default: all plain. Ignored for a prepared folder, which has its own.
@@ -66,6 +68,7 @@ class RunnerOptions:
     """
 
     dtype: torch.dtype
+    sum_dtype: torch.dtype | None = None
     max_model_len: int
     num_blocks: int
     block_size: int
@@ -99,7 +102,7 @@ def build_runner(
     shard, plan = layout.shards[replica.rank], options.weight_plan
     weights = _load_weights(config, source, shard, groups, options, progress)
     cache = _make_cache(config, shard, options, replica.device)
-    parallel = TensorParallel(replica, layout, groups.routes)
+    parallel = TensorParallel(replica, layout, groups.routes, options.sum_dtype)
     model = Llama(config, parallel, weights, cache, options.max_model_len)
     graphs = None
     moving = bool(plan.streamed) or options.buffer_blocks is not None

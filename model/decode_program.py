@@ -64,6 +64,7 @@ class DecodeProgram:
                 "head_dim": config.head_dim,
                 "mlp_size": len(shard.mlp_columns),
                 "kind": NUMBER_KIND[cache.dtype],
+                "sum_kind": NUMBER_KIND[torch.float32],
                 "eps": config.norm_eps,
                 "scale_log2": config.head_dim**-0.5 * LOG2_E,
                 "cos": cos_SE.data_ptr(),
@@ -78,7 +79,7 @@ class DecodeProgram:
         self._make_buffers(1)
 
     def begin(self, residual_TD: Tensor, batch: Batch) -> Self:
-        """Start a step of T rows. The parts add every sum but the last to the contiguous ``residual_TD``.
+        """Start a step of T rows. The parts add every sum but the last to the contiguous float32 ``residual_TD``.
 
         Raises:
             ValueError: a position, slot, length or block is invalid.
@@ -140,7 +141,7 @@ class DecodeProgram:
         Args:
             update_TD: the ranks' sum of the previous part, contiguous; None for the first part.
         Returns:
-            (T, D), the result of the last part, valid until the next run.
+            (T, D) float32, the result of the last part, valid until the next run.
         """
         partial_TD = self._partial_TD[: self._program.num_rows]
         if update_TD is not None:
@@ -154,7 +155,7 @@ class DecodeProgram:
         Args:
             labels: the sums' names for the ledger.
         Returns:
-            (T, D), the last sum, valid until the next sum; it may be the next ``update_TD``.
+            (T, D) float32, the last sum, valid until the next sum; it may be the next ``update_TD``.
         Raises:
             CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: another rank calls something else, is late
                 or is gone.
@@ -191,9 +192,9 @@ class DecodeProgram:
             "mixed": num_heads * head_dim,
             "gate_up": 2 * mlp_size,
             "gated": mlp_size,
-            "partial": config.hidden_size,
         }
         self._buffers = {name: torch.empty(num_rows, width, dtype=self._cache.dtype) for name, width in widths.items()}
+        self._buffers["partial"] = torch.empty(num_rows, config.hidden_size)
         for name, buffer in self._buffers.items():
             setattr(self._program, name, buffer.data_ptr())
         self._partial_TD = self._buffers["partial"]

@@ -12,6 +12,7 @@ from tightwire.kernels.attention import paged_attention
 from tightwire.kernels.layer_ops import add_rms_norm, rms_norm, rotate_and_cache, swiglu
 from tightwire.kernels.linear import linear
 from tightwire.kernels.spec.attention import PackedSequences
+from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
 from tightwire.model.layout import Shard
@@ -34,7 +35,7 @@ class EagerLayers:
         """
         Args:
             angles: cosine and sine (S, E/2) of every position.
-            residual_TD: the embeddings.
+            residual_TD: the embeddings. Their dtype is that of the residual and of partial sums.
         """
         self._config, self._shard, self._cache, self._batch = config, shard, cache, batch
         self._sequences = PackedSequences(
@@ -73,14 +74,16 @@ class EagerLayers:
         keys_NKPE, values_NKPE = self._cache.layer(index)  # waits for a transfer; as late as possible
         q_THE = rotate_and_cache(qkv_THE, self._cos_TE, self._sin_TE, keys_NKPE, values_NKPE, batch.slots_T)
         mixed_THE = paged_attention(q_THE, keys_NKPE, values_NKPE, self._sequences, head_dim**-0.5, self._head_groups)
-        return linear(
-            mixed_THE.flatten(1), weights.attention_out, weights.attention_out_bias, num_decode_rows=num_decode
-        )
+        return self._row_parallel(mixed_THE.flatten(1), weights.attention_out, weights.attention_out_bias)
 
     def _mlp(self, x_TD: Tensor, weights: LayerWeights) -> Tensor:
         num_decode = self._batch.num_decode_rows
         gated_TF = swiglu(linear(x_TD, weights.gate_up, weights.gate_up_bias, num_decode_rows=num_decode))
-        return linear(gated_TF, weights.down, weights.down_bias, num_decode_rows=num_decode)
+        return self._row_parallel(gated_TF, weights.down, weights.down_bias)
+
+    def _row_parallel(self, x_TF: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
+        dtype = self.residual_TD.dtype
+        return linear(x_TF, weight, bias, num_decode_rows=self._batch.num_decode_rows, out_dtype=dtype)
 
 
 def rope_table(config: LlamaConfig, max_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:

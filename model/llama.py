@@ -16,7 +16,7 @@ from tightwire.comm.lane import Lane
 from tightwire.comm.protocols import KernelSums
 from tightwire.kernels.cpu.library import available
 from tightwire.kernels.layer_ops import rms_norm
-from tightwire.kernels.linear import linear_to_float
+from tightwire.kernels.linear import linear
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.decode_program import DecodeProgram
@@ -44,6 +44,9 @@ class Llama:
         self.weights = weights
         self.cache = cache
         self._angles = rope_table(config, max_positions, cache.device)
+        on_cpu = cache.device.type == "cpu"
+        # Of partial sums and of the residual. Rounding the residual costs more accuracy than all else in 16 bits.
+        self._residual_dtype = torch.float32 if on_cpu else parallel.sum_dtype or cache.dtype
         sites = [(site, layer) for layer in range(config.num_layers) for site in ("o_proj", "down_proj")]
         # The sum after each part, for each policy. Part 2l is layer l's attention, part 2l + 1 its MLP.
         self._sums = [
@@ -53,7 +56,7 @@ class Llama:
         if cache.layers_at_a_time is not None:
             self._spans = [range(layer, layer + 1) for layer in range(config.num_layers)]
         self._program = None
-        if cache.device.type == "cpu" and available():
+        if on_cpu and available():
             self._program = DecodeProgram(config, parallel.shard, cache, self._angles)
 
     @torch.inference_mode()
@@ -132,8 +135,8 @@ class Llama:
         return None if kernel_sums is None else (kernel_sums, [row_sums.label for row_sums in known])
 
     def _embed(self, batch: Batch) -> Tensor:
-        table, dtype = self.weights.outer.embedding, self.cache.dtype
-        return self._parallel.embed(table, batch.token_ids_T, batch.policy, batch.phase, dtype)
+        table = self.weights.outer.embedding
+        return self._parallel.embed(table, batch.token_ids_T, batch.policy, batch.phase, self._residual_dtype)
 
     @torch.inference_mode()
     def last_chosen(self, chosen_R: Tensor | None, num: int, phase: str) -> Tensor:
@@ -151,7 +154,8 @@ class Llama:
     def local_logits(self, hidden_RD: Tensor) -> Tensor:
         """Return this rank's columns, (R, local_V) float32."""
         outer = self.weights.outer
-        return linear_to_float(rms_norm(hidden_RD, outer.final_norm, self._config.norm_eps), outer.head)
+        normed_RD = rms_norm(hidden_RD, outer.final_norm, self._config.norm_eps)
+        return linear(normed_RD, outer.head, out_dtype=torch.float32)
 
 
 def _call(collective: Collective) -> Callable[[], Tensor]:

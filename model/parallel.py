@@ -20,7 +20,7 @@ from tightwire.comm.collectives.collectives import all_gather, broadcast, gather
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import Routes, kernel_sums
 from tightwire.comm.protocols import AllReduce, KernelSums
-from tightwire.kernels.linear import linear_to_float
+from tightwire.kernels.linear import linear
 from tightwire.kernels.packed import embedding
 from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.layout import Layout
@@ -42,9 +42,16 @@ class RowSums:
 class TensorParallel:
     """One rank's shard, group and AllReduces. Each forward pass uses one of ``num_policies`` sets of AllReduces."""
 
-    def __init__(self, group: Group, layout: Layout, routes: Routes | None) -> None:
-        """``routes``: None for a single rank."""
+    def __init__(
+        self, group: Group, layout: Layout, routes: Routes | None, sum_dtype: torch.dtype | None = None
+    ) -> None:
+        """
+        Args:
+            routes: None for a single rank.
+            sum_dtype: of messages of partial sums; None: that of the partial sums themselves.
+        """
         self.shard = layout.shards[group.rank]
+        self.sum_dtype = sum_dtype
         self._group = group
         self._layout = layout
         self._routes = routes
@@ -67,11 +74,12 @@ class TensorParallel:
         embedding_sum = self._embedding_sums[policy]
         if embedding_sum is None:
             return embedding(token_ids_T, local_table_VD, dtype)
+        sum_dtype = self.sum_dtype or dtype
         rows = self.shard.vocab_rows
         mine_T = (token_ids_T >= rows.start) & (token_ids_T < rows.stop)
         local_ids_T = torch.where(mine_T, token_ids_T - rows.start, 0)
-        local_TD = embedding(local_ids_T, local_table_VD, dtype).mul_(mine_T.unsqueeze(-1))
-        return embedding_sum(local_TD, phase, "embed")
+        local_TD = embedding(local_ids_T, local_table_VD, sum_dtype).mul_(mine_T.unsqueeze(-1))
+        return embedding_sum(local_TD, phase, "embed").to(dtype)
 
     def last_chosen(self, chosen_R: Tensor | None, num: int, phase: str = "") -> Tensor:
         """Return on every rank the first ``num`` of the tokens that rank 0 chose after the last step.
@@ -91,7 +99,7 @@ class TensorParallel:
         return broadcast(self._group, chosen_R[:num], phase=phase, site="chosen")
 
     def sum_rows(self, partial_TD: Tensor, sums: RowSums | None, *, num_decode_rows: int) -> Tensor:
-        """Return (T, D), the sum of the ranks' partial results.
+        """Return (T, D), the sum of the ranks' partial results, in their dtype. Messages are of ``sum_dtype``.
 
         The first ``num_decode_rows`` rows are decode rows, the others prefill rows. If the two use different
         algorithms, they are summed separately, so a row's bits do not depend on the kind of the other rows. The ledger
@@ -99,15 +107,20 @@ class TensorParallel:
         """
         if sums is None:
             return partial_TD
+        message_TD = partial_TD.to(self.sum_dtype or partial_TD.dtype)
         if num_decode_rows == len(partial_TD):
-            return sums.generated(partial_TD, "decode", sums.label)
-        if num_decode_rows == 0 or sums.prompt is sums.generated:
-            return sums.prompt(partial_TD, "prefill", sums.label)
-        generated_TD = sums.generated(partial_TD[:num_decode_rows], "decode", sums.label)
-        return torch.cat([generated_TD, sums.prompt(partial_TD[num_decode_rows:], "prefill", sums.label)])
+            sum_TD = sums.generated(message_TD, "decode", sums.label)
+        elif num_decode_rows == 0 or sums.prompt is sums.generated:
+            sum_TD = sums.prompt(message_TD, "prefill", sums.label)
+        else:
+            generated_TD = sums.generated(message_TD[:num_decode_rows], "decode", sums.label)
+            sum_TD = torch.cat([generated_TD, sums.prompt(message_TD[num_decode_rows:], "prefill", sums.label)])
+        return sum_TD.to(partial_TD.dtype)
 
     def sums_in_kernel(self, generated: Iterable[AllReduce], rows_TD: Tensor) -> KernelSums | None:
         """Return the arguments for these sums of ``rows_TD`` inside one kernel; None if one of them is not possible."""
+        if self.sum_dtype not in (None, rows_TD.dtype):
+            return None
         found = {kernel_sums(all_reduce, rows_TD.numel(), rows_TD.element_size()) for all_reduce in generated}
         return found.pop() if len(found) == 1 else None
 
@@ -123,7 +136,7 @@ class TensorParallel:
         Cost: each rank sends 4 R max_vocab_rows or 8 R num_candidates bytes to each of the W - 1 others (an
             all-gather).
         """
-        local_RV = linear_to_float(hidden_RD, local_head_VD)
+        local_RV = linear(hidden_RD, local_head_VD, out_dtype=torch.float32)
         if self._group.world_size == 1:
             return local_RV
         if candidates_pay(num_candidates, [len(shard.vocab_rows) for shard in self._layout.shards]):

@@ -26,18 +26,9 @@ _WORK_PER_THREAD = 1 << 20
 _INT8, _INTERLEAVED, _INT8_KINDS = 3, 6, 6
 
 
-def linear_cpu(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None) -> Tensor:
+def linear_cpu(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
     """``linear.linear`` for CPU tensors; see there."""
-    return _product(x_TD, weight_OD, bias_O, x_TD.dtype)
-
-
-def linear_to_float_cpu(x_TD: Tensor, weight_OD: Matrix) -> Tensor:
-    """``linear.linear_to_float`` for CPU tensors; see there."""
-    return _product(x_TD, weight_OD, None, torch.float32)
-
-
-def _product(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """A bias must be of ``out_dtype``."""
+    out_dtype, bias_dtype = out_dtype or x_TD.dtype, x_TD.dtype
     _check(x_TD, weight_OD, bias_O)
     num_tokens, num_inputs = x_TD.shape
     num_outputs = weight_OD.shape[0]
@@ -60,6 +51,7 @@ def _product(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype: 
         num_outputs,
         num_inputs,
         NUMBER_KIND[out_dtype],
+        NUMBER_KIND[bias_dtype],
         in_pairs,
     )
     panel = lib.tw_panel()

@@ -24,8 +24,10 @@ def torch_has_bfloat16_products() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def linear_widened(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias`` in float32, rounded once to the dtype of ``x``; on CPU.
+def linear_widened(
+    x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """``x @ weight.T + bias`` in float32, rounded once to the dtype of ``x`` or ``out_dtype``; on CPU.
 
     A row's bits depend on that row alone where ``rows_are_independent``.
     """
@@ -34,7 +36,7 @@ def linear_widened(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Te
     if num_rows < _least_rows():
         x_PD = F.pad(x_PD, (0, 0, 0, _least_rows() - num_rows))
     product_PO = F.linear(x_PD, weight_OD.float(), None if bias_O is None else bias_O.float())
-    return product_PO[:num_rows].to(x_TD.dtype)
+    return product_PO[:num_rows].to(out_dtype or x_TD.dtype)
 
 
 def rows_are_independent() -> bool:

@@ -16,7 +16,7 @@ _DTYPES = ", ".join(map(str, NUMBER_KIND))
 def rms_norm_cpu(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """``norm.rms_norm`` for CPU tensors."""
     _check_norm(x_TD, x_TD, weight_D)
-    out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype)
+    out_TD = torch.empty(x_TD.shape, dtype=weight_D.dtype)
     _norm(out_TD, None, x_TD, None, weight_D, eps)
     return out_TD
 
@@ -24,7 +24,7 @@ def rms_norm_cpu(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def add_rms_norm_cpu(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``norm.add_rms_norm`` for CPU tensors."""
     _check_norm(x_TD, residual_TD, weight_D)
-    out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype)
+    out_TD = torch.empty(x_TD.shape, dtype=weight_D.dtype)
     sum_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype)
     _norm(out_TD, sum_TD, x_TD, residual_TD, weight_D, eps)
     return out_TD, sum_TD
@@ -36,9 +36,15 @@ def _check_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
             "rms_norm needs x and residual (T, D) with contiguous rows and weight (D,); "
             f"got {tuple(x.shape)}, {tuple(residual.shape)} and {tuple(weight.shape)}"
         )
-    if x.dtype not in NUMBER_KIND or weight.dtype != x.dtype or residual.dtype != x.dtype or weight.stride(0) != 1:
+    if (
+        weight.dtype not in NUMBER_KIND
+        or x.dtype not in (torch.float32, weight.dtype)
+        or residual.dtype != x.dtype
+        or weight.stride(0) != 1
+    ):
         raise ValueError(
-            f"rms_norm needs x, residual and weight in one of {_DTYPES}; got {x.dtype}, {residual.dtype} and {weight.dtype}"
+            f"rms_norm needs weight in one of {_DTYPES}, x and residual in that dtype or in torch.float32; "
+            f"got {weight.dtype}, {x.dtype} and {residual.dtype}"
         )
 
 
@@ -54,6 +60,7 @@ def _norm(out: Tensor, total: Tensor | None, x: Tensor, residual: Tensor | None,
         x.stride(0) * number_bytes,
         0 if residual is None else residual.stride(0) * number_bytes,
         size,
+        NUMBER_KIND[weight.dtype],
         NUMBER_KIND[x.dtype],
         eps,
     )

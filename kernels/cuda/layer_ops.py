@@ -1,6 +1,6 @@
 """Normalization, rotation with the cache's write, and SwiGLU on a GPU, each in one pass over memory.
 
-The residual sum of ``add_rms_norm`` is rounded to the numbers' type before it is stored and normalized, as in torch.
+Each computes in float32 and rounds once. The residual sum of ``add_rms_norm`` is rounded to its own type before it is normalized.
 """
 
 import torch
@@ -21,7 +21,7 @@ _GATED_ELEMS = 1024  # a vector of eight 16-bit numbers for each of 128 threads
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Compute ``layer_ops.rms_norm_reference``; only the order of the float32 sum over D and the root's last bit differ."""
     _check_norm(x_TD, x_TD, weight_D)
-    out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    out_TD = torch.empty(x_TD.shape, dtype=weight_D.dtype, device=x_TD.device)
     _normalize(x_TD, x_TD, weight_D, out_TD, out_TD, eps, adds=False)
     return out_TD
 
@@ -29,8 +29,8 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Compute ``layer_ops.add_rms_norm_reference``: the normalized sum and the sum itself, both new tensors."""
     _check_norm(x_TD, residual_TD, weight_D)
-    out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-    sum_TD = torch.empty_like(out_TD)
+    out_TD = torch.empty(x_TD.shape, dtype=weight_D.dtype, device=x_TD.device)
+    sum_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     _normalize(x_TD, residual_TD, weight_D, out_TD, sum_TD, eps, adds=True)
     return out_TD, sum_TD
 
@@ -41,10 +41,15 @@ def _check_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
             "rms_norm needs x and residual (T, D) with contiguous rows and weight (D,); "
             f"got {tuple(x.shape)}, {tuple(residual.shape)} and {tuple(weight.shape)}"
         )
-    if x.dtype not in _NUMBERS or weight.dtype != x.dtype or residual.dtype != x.dtype or weight.stride(0) != 1:
+    if (
+        weight.dtype not in _NUMBERS
+        or x.dtype not in (torch.float32, weight.dtype)
+        or residual.dtype != x.dtype
+        or weight.stride(0) != 1
+    ):
         raise ValueError(
-            f"rms_norm needs x, residual and weight in one of {', '.join(map(str, _NUMBERS))}; "
-            f"got {x.dtype}, {residual.dtype} and {weight.dtype}"
+            f"rms_norm needs weight in one of {', '.join(map(str, _NUMBERS))}, x and residual in that dtype or in "
+            f"torch.float32; got {weight.dtype}, {x.dtype} and {residual.dtype}"
         )
     if x.shape[1] > _MAX_ROW_ELEMS:
         raise ValueError(f"rms_norm takes rows of at most {_MAX_ROW_ELEMS} numbers, got {x.shape[1]}")
@@ -66,17 +71,16 @@ def _rms_norm_row(
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PLACES)
     kept = place < size
-    dtype: tl.constexpr = x.dtype.element_ty
     value = widened(tl.load(raw(x) + row * x_stride + place, mask=kept, other=0))
     if ADDS:
         value += widened(tl.load(raw(residual) + row * residual_stride + place, mask=kept, other=0))
-        stored = narrowed(value, dtype)
+        stored = narrowed(value, total.dtype.element_ty)
         tl.store(raw(total) + row * size + place, stored, mask=kept)
         value = widened(stored)
     mean = tl.sum(value * value, 0) / size
-    normed = widened(narrowed(value * tl.div_rn(1.0, tl.sqrt_rn(mean + eps)), dtype))
     factor = widened(tl.load(raw(weight) + place, mask=kept, other=0))
-    tl.store(raw(out) + row * size + place, narrowed(normed * factor, dtype), mask=kept)
+    normed = value * tl.div_rn(1.0, tl.sqrt_rn(mean + eps)) * factor
+    tl.store(raw(out) + row * size + place, narrowed(normed, out.dtype.element_ty), mask=kept)
 
 
 def rotate_and_cache(
@@ -154,13 +158,11 @@ def _rotate_and_cache_heads(
     source_HE = raw(qkv) + token * token_stride + head_H[:, None] * head_stride + pair_E[None, :]
     first_HE = widened(tl.load(source_HE, mask=there_HE, other=0))
     second_HE = widened(tl.load(source_HE + HALF, mask=there_HE, other=0))
-    cos_E = tl.load(cos + token * cos_stride + pair_E, mask=pair_E < HALF, other=0)
-    sin_E = tl.load(sin + token * sin_stride + pair_E, mask=pair_E < HALF, other=0)
-    cos_HE = widened(narrowed(cos_E, dtype))[None, :]
-    sin_HE = widened(narrowed(sin_E, dtype))[None, :]
+    cos_HE = tl.load(cos + token * cos_stride + pair_E, mask=pair_E < HALF, other=0)[None, :]
+    sin_HE = tl.load(sin + token * sin_stride + pair_E, mask=pair_E < HALF, other=0)[None, :]
 
-    turned_first_HE = _rounded(first_HE * cos_HE, dtype) - _rounded(second_HE * sin_HE, dtype)
-    turned_second_HE = _rounded(second_HE * cos_HE, dtype) + _rounded(first_HE * sin_HE, dtype)
+    turned_first_HE = first_HE * cos_HE - second_HE * sin_HE
+    turned_second_HE = second_HE * cos_HE + first_HE * sin_HE
     turns_H1 = (head_H < NUM_HEADS + KV_HEADS)[:, None]
     first_HE = narrowed(tl.where(turns_H1, turned_first_HE, first_HE), dtype)
     second_HE = narrowed(tl.where(turns_H1, turned_second_HE, second_HE), dtype)
@@ -181,11 +183,6 @@ def _rotate_and_cache_heads(
     is_v_HE = cached_HE & (head_H >= NUM_HEADS + KV_HEADS)[:, None]
     tl.store(raw(v_cache) + place_HE, first_HE, mask=is_v_HE)
     tl.store(raw(v_cache) + place_HE + HALF, second_HE, mask=is_v_HE)
-
-
-@triton.jit
-def _rounded(x, dtype: tl.constexpr):
-    return widened(narrowed(x, dtype))
 
 
 def swiglu(gate_up_T2F: Tensor) -> Tensor:
@@ -218,5 +215,5 @@ def _swiglu_part(gate_up, out, row_stride, width, parts, PLACES: tl.constexpr):
     dtype: tl.constexpr = out.dtype.element_ty
     gate = widened(tl.load(gates + place, mask=kept, other=0))
     up = widened(tl.load(gates + width + place, mask=kept, other=0))
-    silu = widened(narrowed(tl.div_rn(gate, 1.0 + tl.exp(-gate)), dtype))
+    silu = tl.div_rn(gate, 1.0 + tl.exp(-gate))
     tl.store(raw(out) + row * width + place, narrowed(silu * up, dtype), mask=kept)

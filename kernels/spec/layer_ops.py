@@ -10,10 +10,10 @@ from tightwire.kernels.spec.packed_int8 import linear_int8_reference
 
 
 def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """``weight * (x / sqrt(mean(x^2) + eps))``: fp32 inside, rounded to x's dtype before the weight, as Llama does."""
+    """``weight * (x / sqrt(mean(x^2) + eps))`` in float32, rounded once to the dtype of the weight."""
     x32_TD = x_TD.float()
     scale_T1 = torch.rsqrt(x32_TD.square().mean(-1, keepdim=True) + eps)
-    return (x32_TD * scale_T1).to(x_TD.dtype) * weight_D
+    return (x32_TD * scale_T1 * weight_D.float()).to(weight_D.dtype)
 
 
 def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -23,16 +23,16 @@ def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, 
 
 
 def apply_rope_reference(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """``x * cos + rotate_half(x) * sin`` with cos and sin rounded to x's dtype first; every product rounds there too.
+    """``x * cos + rotate_half(x) * sin`` in float32, rounded once to the dtype of x.
 
     Args:
         x_THE: (T, H, E) queries or keys; may be a view into a wider matrix.
         cos_TE, sin_TE: (T, E/2) float32, one angle per pair of elements.
     """
-    cos_T1E = cos_TE.to(x_THE.dtype).unsqueeze(1)
-    sin_T1E = sin_TE.to(x_THE.dtype).unsqueeze(1)
-    first, second = x_THE.chunk(2, dim=-1)
-    return torch.cat((first * cos_T1E - second * sin_T1E, second * cos_T1E + first * sin_T1E), dim=-1)
+    cos_T1E, sin_T1E = cos_TE.unsqueeze(1), sin_TE.unsqueeze(1)
+    first, second = x_THE.float().chunk(2, dim=-1)
+    rotated_THE = torch.cat((first * cos_T1E - second * sin_T1E, second * cos_T1E + first * sin_T1E), dim=-1)
+    return rotated_THE.to(x_THE.dtype)
 
 
 def rotate_and_cache_reference(
@@ -47,15 +47,22 @@ def rotate_and_cache_reference(
 
 
 def swiglu_reference(gate_up_T2F: Tensor) -> Tensor:
-    """``silu(gate) * up``, gate in the first half of the columns; silu is rounded to the dtype before the product."""
-    gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
-    return F.silu(gate_TF) * up_TF
+    """``silu(gate) * up`` in float32, rounded once; gate is the first half of the columns."""
+    gate_TF, up_TF = gate_up_T2F.float().chunk(2, dim=-1)
+    return (F.silu(gate_TF) * up_TF).to(gate_up_T2F.dtype)
 
 
-def linear_reference(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``. Packed weights are rounded to the dtype of x, as on a GPU; ``linear`` says where on CPU."""
+def linear_reference(
+    x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """``x @ weight.T + bias``, summed in float32 and rounded once, in the dtype of x or ``out_dtype``.
+
+    Packed weights are rounded to the dtype of x, as on a GPU; ``linear`` says where on CPU.
+    """
     if isinstance(weight_OD, PackedMatrix):
         if weight_OD.format.int8_activations:
-            return linear_int8_reference(x_TD, weight_OD, bias_O)
+            return linear_int8_reference(x_TD, weight_OD, bias_O, out_dtype)
         weight_OD = dequantize_reference(weight_OD, x_TD.dtype)
-    return F.linear(x_TD, weight_OD, bias_O)
+    if out_dtype in (None, x_TD.dtype):
+        return F.linear(x_TD, weight_OD, bias_O)
+    return F.linear(x_TD.float(), weight_OD.float(), None if bias_O is None else bias_O.float()).to(out_dtype)

@@ -7,7 +7,7 @@ import torch
 
 from tightwire.kernels import linear as linear_module
 from tightwire.kernels.cpu import linear_widened
-from tightwire.kernels.linear import linear, linear_to_float
+from tightwire.kernels.linear import linear
 from tightwire.kernels.spec.packed import quantize
 from tightwire.kernels.spec.packed_format import PACKED_FORMATS, PackedFormat
 
@@ -95,14 +95,16 @@ def test_no_rows() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("packed", [None, *PACKED_FORMATS.values()])
-def test_linear_to_float_is_the_same_sum_not_rounded(dtype: torch.dtype, packed: PackedFormat | None) -> None:
+def test_linear_in_float32_is_the_same_sum_not_rounded(dtype: torch.dtype, packed: PackedFormat | None) -> None:
     x, plain = _random(5, 96, dtype=dtype), _random(70, 96, dtype=torch.float32, seed=1)
     weight = plain.to(dtype) if packed is None else quantize(plain, packed)
-    got = linear_to_float(x, weight)
-    assert got.dtype == torch.float32
-    assert torch.equal(got.to(dtype), linear(x, weight))
-    if dtype != torch.float32:
-        assert not torch.equal(got.to(dtype).float(), got)
+    bias = _random(70, 1, dtype=dtype, seed=2)[:, 0].contiguous()
+    for given in (None, bias):
+        got = linear(x, weight, given, out_dtype=torch.float32)
+        assert got.dtype == torch.float32
+        assert torch.equal(got.to(dtype), linear(x, weight, given))
+        if dtype != torch.float32:
+            assert not torch.equal(got.to(dtype).float(), got)
 
 
 def test_four_threads_may_call_at_once(num_threads: Callable[[int], None]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from tightwire.kernels.cpu.library import available
 from tightwire.kernels.cpu.linear import interleave_cpu
-from tightwire.kernels.linear import linear, linear_to_float
+from tightwire.kernels.linear import linear
 from tightwire.kernels.packed import dequantize, embedding
 from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference, quantize
 from tightwire.kernels.spec.packed_format import PACKED_FORMATS, Q4_0, Q4_1, Q8_0, PackedFormat
@@ -53,7 +53,9 @@ def test_the_bits_are_those_of_the_reference(packed: PackedFormat, seed: int) ->
         expected = linear_int8_reference(x, weight, bias)
         for layout in (weight, _interleaved(weight)):
             _assert_same(linear(x, layout, bias), expected)
-    _assert_same(linear_to_float(x, _interleaved(weight)), linear_int8_reference(x, weight, None, torch.float32))
+    _assert_same(
+        linear(x, _interleaved(weight), out_dtype=torch.float32), linear_int8_reference(x, weight, None, torch.float32)
+    )
 
 
 @pytest.mark.parametrize("packed", [Q8_0, Q4_0], ids=["Q8_0", "Q4_0"])
@@ -126,6 +128,6 @@ def test_the_error_is_that_of_eight_bits(packed: PackedFormat) -> None:
 def test_the_torch_fallback_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = quantize(_random(40, 96), replace(Q4_1, int8_activations=True))
     x = _random(5, 96, dtype=torch.bfloat16, seed=1)
-    expected, logits = linear(x, weight), linear_to_float(x, weight)
+    expected, logits = linear(x, weight), linear(x, weight, out_dtype=torch.float32)
     monkeypatch.setattr("tightwire.kernels.linear.available", lambda: False)
-    assert torch.equal(linear(x, weight), expected) and torch.equal(linear_to_float(x, weight), logits)
+    assert torch.equal(linear(x, weight), expected) and torch.equal(linear(x, weight, out_dtype=torch.float32), logits)

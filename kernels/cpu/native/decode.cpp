@@ -34,7 +34,7 @@ static void run_phase(tw_phase *phase, int64_t num_items, Work work) {
 
 // normed = rms_norm(residual); with an update, residual += update first.
 static void norm(const tw_decode_program &program, tw_phase *phase, address weight, address update) {
-    const int64_t stride = program.hidden_size * size_of(program.kind);
+    const int64_t stride = program.hidden_size * size_of(program.sum_kind);
     tw_norm_args args = {
         .out = program.normed,
         .total = update ? program.residual : 0,
@@ -45,14 +45,15 @@ static void norm(const tw_decode_program &program, tw_phase *phase, address weig
         .residual_stride = stride,
         .size = program.hidden_size,
         .kind = program.kind,
+        .sum_kind = program.sum_kind,
         .eps = program.eps,
     };
     run_phase(phase, program.num_rows, [&](int64_t row) { tw_norm(&args, row, row + 1); });
 }
 
-// out (T, outputs) = x (T, inputs) @ matrix^T + bias.
+// out (T, outputs) = x (T, inputs) @ matrix^T + bias, in numbers of `out_kind`.
 static void multiply(const tw_decode_program &program, tw_phase *phase, const tw_matrix &matrix, address x, int64_t num_inputs,
-                     address out, int64_t num_outputs) {
+                     address out, int64_t num_outputs, int64_t out_kind) {
     tw_linear_args args = {
         .out = out,
         .x = 0,
@@ -64,7 +65,8 @@ static void multiply(const tw_decode_program &program, tw_phase *phase, const tw
         .num_tokens = program.num_rows,
         .num_outputs = num_outputs,
         .num_inputs = num_inputs,
-        .kind = program.kind,
+        .kind = out_kind,
+        .bias_kind = program.kind,
         .in_pairs = PAIRS && program.kind == BFLOAT16,
     };
     run_phase(phase, (num_outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
@@ -149,16 +151,18 @@ static void run_attention(const tw_decode_program &program, const tw_layer &laye
     const int64_t mixed_size = program.num_heads * program.head_dim;
     const int64_t qkv_size = mixed_size + 2 * program.num_kv_heads * program.head_dim;
     norm(program, &phases[0], layer.attention_norm, update);
-    multiply(program, &phases[1], layer.qkv, program.normed, program.hidden_size, program.qkv, qkv_size);
+    multiply(program, &phases[1], layer.qkv, program.normed, program.hidden_size, program.qkv, qkv_size, program.kind);
     rotate(program, &phases[2], layer);
     attend(program, &phases[3], layer);
-    multiply(program, &phases[4], layer.attention_out, program.mixed, mixed_size, program.partial, program.hidden_size);
+    multiply(program, &phases[4], layer.attention_out, program.mixed, mixed_size, program.partial, program.hidden_size,
+             program.sum_kind);
 }
 
 static void run_mlp(const tw_decode_program &program, const tw_layer &layer, tw_phase *phases, address update) {
     const int64_t width = program.mlp_size;
     norm(program, &phases[5], layer.mlp_norm, update);
-    multiply(program, &phases[6], layer.gate_up, program.normed, program.hidden_size, program.gate_up, 2 * width);
+    multiply(program, &phases[6], layer.gate_up, program.normed, program.hidden_size, program.gate_up, 2 * width,
+             program.kind);
     tw_swiglu_args args = {
         .out = program.gated,
         .gate_up = program.gate_up,
@@ -167,7 +171,7 @@ static void run_mlp(const tw_decode_program &program, const tw_layer &layer, tw_
         .kind = program.kind,
     };
     run_phase(&phases[7], program.num_rows, [&](int64_t row) { tw_swiglu(&args, row, row + 1); });
-    multiply(program, &phases[8], layer.down, program.gated, width, program.partial, program.hidden_size);
+    multiply(program, &phases[8], layer.down, program.gated, width, program.partial, program.hidden_size, program.sum_kind);
 }
 
 static void run_thread(const tw_parts_args &args, bool makes_sums) {

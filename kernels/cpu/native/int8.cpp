@@ -289,10 +289,7 @@ static void multiply_panel(const tw_linear_args &args, int64_t first, int64_t nu
         interleave_rows<Format>(scratch, panel, args.weight_stride, num_outputs, num_groups);
         panel = scratch;
     }
-    const F32 bias = with_kind(args.kind, [&](auto number) {
-        using Number = decltype(number);
-        return args.bias ? load_numbers<Number>((const char *)args.bias + Number::size * first, num_outputs) : splat(0.0f);
-    });
+    const F32 bias = args.bias ? load_bias(args, first, num_outputs) : splat(0.0f);
     int64_t step;
     for (int64_t token = 0; token < args.num_tokens; token += step) {
         alignas(64) float sums[TALLEST * LANES];

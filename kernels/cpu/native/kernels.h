@@ -26,10 +26,11 @@ TW_API void tw_run(tw_kernel kernel, const void *arguments, int64_t num_items, i
 
 // --- rows.cpp: one pass per row -------------------------------------------------------------------------------------
 
-// out = rms_norm(x + residual) * weight, total = x + residual; without a residual `total` and `residual` are 0.
+// out = rms_norm(x + residual) * weight, total = x + residual; without a residual `total` and `residual` are 0. `out` and
+// `weight` are of `kind`; x, residual and total are of `sum_kind`: float32 or `kind`.
 typedef struct {
     address out, total, x, residual, weight;
-    int64_t x_stride, residual_stride, size, kind;
+    int64_t x_stride, residual_stride, size, kind, sum_kind;
     double eps;
 } tw_norm_args;
 TW_API void tw_norm(const void *norm_args, int64_t start, int64_t stop);
@@ -67,10 +68,10 @@ TW_API void tw_best_keys(address keys, address x, int64_t stride, int64_t num_ro
 // --- linear.cpp: matrix products ------------------------------------------------------------------------------------
 
 // out (T, O) = x (T, D) @ weight (O, D)^T + bias. Items are outputs, drawn in panels of tw_panel(). `x` is bfloat16 if
-// `in_pairs`, else float32, or quantized rows if the weight's kind is an integer kind; `out` and `bias` are of `kind`.
+// `in_pairs`, else float32, or quantized rows if the weight's kind is an integer kind; `out` is of `kind`.
 typedef struct {
     address out, x, weight, bias;
-    int64_t x_stride, weight_stride, weight_kind, num_tokens, num_outputs, num_inputs, kind, in_pairs;
+    int64_t x_stride, weight_stride, weight_kind, num_tokens, num_outputs, num_inputs, kind, bias_kind, in_pairs;
 } tw_linear_args;
 TW_API void tw_linear(const void *linear_args, int64_t start, int64_t stop);
 TW_API int64_t tw_panel(void);
@@ -213,7 +214,8 @@ enum { TW_PHASES_PER_LAYER = 9 };
 typedef struct {
     const tw_layer *layers;
     tw_phase *phases;
-    int64_t hidden_size, num_heads, num_kv_heads, heads_per_kv_head, skipped_heads, head_dim, mlp_size, kind;
+    int64_t hidden_size, num_heads, num_kv_heads, heads_per_kv_head, skipped_heads, head_dim, mlp_size;
+    int64_t kind, sum_kind;  // of partial sums and the residual: `sum_kind`; of all else: `kind`
     double eps, scale_log2;
     address cos, sin;  // (positions, E / 2) float32
     int64_t angle_stride, num_blocks, tokens_per_block, cache_block_stride;

@@ -387,7 +387,7 @@ void tw_linear(const void *linear_args, int64_t start, int64_t stop) {
                     for (int64_t at = 0; at < outputs; at += LANES) {
                         const int64_t place = Number::size * (first + at), count = outputs - at;
                         F32 value = load(sums + row * PANEL + at);
-                        if (args.bias) value = value + load_numbers<Number>((const char *)args.bias + place, count);
+                        if (args.bias) value = value + load_bias(args, first + at, count);
                         char *out = (char *)args.out + Number::size * (token + row) * args.num_outputs + place;
                         store_numbers<Number>(out, value, count);
                     }

@@ -4,9 +4,10 @@
 
 // --- RMS norm -------------------------------------------------------------------------------------------------------
 
-template <class Number>
+// Sums are of kind Wide, weight and result of kind Number.
+template <class Wide, class Number>
 static void norm_rows(const tw_norm_args &args, int64_t start, int64_t stop) {
-    const int64_t size = args.size, bytes = Number::size;
+    const int64_t size = args.size, bytes = Wide::size;
     const char *weight = (const char *)args.weight;
     for (int64_t row = start; row < stop; row++) {
         const char *source = (const char *)args.x + row * args.x_stride;
@@ -14,31 +15,37 @@ static void norm_rows(const tw_norm_args &args, int64_t start, int64_t stop) {
             char *total = (char *)args.total + row * size * bytes;
             const char *residual = (const char *)args.residual + row * args.residual_stride;
             for (int64_t at = 0; at < size; at += LANES) {
-                F32 a = load_numbers<Number>(source + bytes * at, size - at);
-                F32 b = load_numbers<Number>(residual + bytes * at, size - at);
-                store_rounded<Number>(total + bytes * at, a + b, size - at);
+                F32 a = load_numbers<Wide>(source + bytes * at, size - at);
+                F32 b = load_numbers<Wide>(residual + bytes * at, size - at);
+                store_rounded<Wide>(total + bytes * at, a + b, size - at);
             }
             source = total;
         }
         F32 squares = splat(0.0f);
         for (int64_t at = 0; at < size; at += LANES) {
-            F32 value = load_numbers<Number>(source + bytes * at, size - at);
+            F32 value = load_numbers<Wide>(source + bytes * at, size - at);
             squares = fma(value, value, squares);
         }
         // In float64, rounded once.
         F32 scale = splat((float)(1.0 / __builtin_sqrt(sum_lanes(squares) / (double)size + args.eps)));
-        char *out = (char *)args.out + row * size * bytes;
+        char *out = (char *)args.out + row * size * Number::size;
         for (int64_t at = 0; at < size; at += LANES) {
-            F32 normed = Number::rounded(load_numbers<Number>(source + bytes * at, size - at) * scale);
-            F32 factor = load_numbers<Number>(weight + bytes * at, size - at);
-            store_rounded<Number>(out + bytes * at, normed * factor, size - at);
+            F32 normed = load_numbers<Wide>(source + bytes * at, size - at) * scale;
+            F32 factor = load_numbers<Number>(weight + Number::size * at, size - at);
+            store_rounded<Number>(out + Number::size * at, normed * factor, size - at);
         }
     }
 }
 
 void tw_norm(const void *norm_args, int64_t start, int64_t stop) {
     const tw_norm_args &args = *(const tw_norm_args *)norm_args;
-    with_kind(args.kind, [&](auto number) { norm_rows<decltype(number)>(args, start, stop); });
+    with_kind(args.kind, [&](auto number) {
+        using Number = decltype(number);
+        if (args.sum_kind == args.kind)
+            norm_rows<Number, Number>(args, start, stop);
+        else
+            norm_rows<Float32, Number>(args, start, stop);
+    });
 }
 
 // --- rotary embedding -----------------------------------------------------------------------------------------------
@@ -51,18 +58,14 @@ static void rope_rows(const tw_rope_args &args, int64_t start, int64_t stop) {
             const int64_t count = half - at;
             const char *cosines = (const char *)args.cos + token * args.cos_stride;
             const char *sines = (const char *)args.sin + token * args.sin_stride;
-            F32 cos = Number::rounded(load_numbers<Float32>(cosines + 4 * at, count));
-            F32 sin = Number::rounded(load_numbers<Float32>(sines + 4 * at, count));
+            F32 cos = load_numbers<Float32>(cosines + 4 * at, count), sin = load_numbers<Float32>(sines + 4 * at, count);
             for (int64_t head = 0; head < args.num_heads; head++) {
                 const char *source = (const char *)args.x + token * args.token_stride + head * args.head_stride + bytes * at;
                 char *target = (char *)args.out + bytes * ((token * args.num_heads + head) * 2 * half + at);
                 F32 first = load_numbers<Number>(source, count);
                 F32 second = load_numbers<Number>(source + bytes * half, count);
-                // Rounded after each operation, as torch does.
-                F32 turned = Number::rounded(first * cos) - Number::rounded(second * sin);
-                store_rounded<Number>(target, turned, count);
-                turned = Number::rounded(second * cos) + Number::rounded(first * sin);
-                store_rounded<Number>(target + bytes * half, turned, count);
+                store_rounded<Number>(target, first * cos - second * sin, count);
+                store_rounded<Number>(target + bytes * half, second * cos + first * sin, count);
             }
         }
     }
@@ -86,7 +89,7 @@ static void swiglu_rows(const tw_swiglu_args &args, int64_t start, int64_t stop)
             F32 gate = load_numbers<Number>(gates + bytes * at, width - at);
             F32 up = load_numbers<Number>(gates + bytes * (width + at), width - at);
             F32 silu = gate / (one + exp(splat(0.0f) - gate));
-            store_rounded<Number>(out + bytes * at, Number::rounded(silu) * up, width - at);
+            store_rounded<Number>(out + bytes * at, silu * up, width - at);
         }
     }
 }
