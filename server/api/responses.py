@@ -92,7 +92,8 @@ class CommCost(CommTotals, frozen=True, kw_only=True):
 class CommPolicy(CommSetup, frozen=True, kw_only=True):
     """The AllReduce policies of this server with their reasons, and what rank 0 has exchanged since start.
 
-    ``transport_reason``: why ``--transport auto`` chose a slower transport than this device's best; otherwise empty.
+    ``sum_dtype``: the number format of partial sums in messages. ``transport_reason``: why ``--transport auto`` chose a
+    slower transport than this device's best; otherwise empty.
     ``tp`` ranks form one replica of the model; there are ``dp`` replicas, whose logits go to rank 0. ``replicas``: the load
     of each, if there are several. ``overlap``: true if half of a prompt's step is computed while the other half is summed.
     ``choices``: the default policy. The first line counts whose site, phase and layer match (``layers`` null: any) and
@@ -102,6 +103,7 @@ class CommPolicy(CommSetup, frozen=True, kw_only=True):
     """
 
     algorithm: str
+    sum_dtype: str
     tp: int
     dp: int
     replicas: list[ReplicaLoad]

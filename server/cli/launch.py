@@ -116,6 +116,7 @@ class _Server:
             policies=decision.plan.policy_names,
             transport=decision.plan.transport,
             dtype=decision.plan.dtype,
+            sum_dtype=decision.plan.sum_dtype,
             weights=decision.formats.name,
             activations=decision.plan.activations,
             kernels=level() if decision.plan.device == "cpu" else "",

@@ -55,6 +55,13 @@ class ParallelOptions:
         "torch.distributed otherwise",
         ("auto", "shared-memory", "process-group", "peer-memory"),
     )
+    sum_dtype: str = option(
+        "auto",
+        "number format of the partial sums that ranks send. auto: float32 between CPU ranks of one host, so that splitting a "
+        "model costs no accuracy; --dtype between GPUs, nodes, and over --link, where bytes cost time. `tightwire bench quality` "
+        "says what the narrower sums cost",
+        ("auto", "float32", "bfloat16", "float16"),
+    )
     nodes: int = option(1, "nodes of equal size that hold the ranks, in order; used by hierarchical", metavar="N")
     link: str | None = option(
         None,

@@ -46,6 +46,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     device: str  # cpu or cuda
     dtype: str
+    sum_dtype: str = "float32"  # of the messages of partial sums
     activations: str = "float"  # inputs of products with packed weights: float or int8
     allreduce: str  # as requested; ``policies`` holds the algorithms
     transport: str  # shared-memory, process-group, peer-memory, or none for a single rank

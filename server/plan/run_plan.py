@@ -29,6 +29,7 @@ from tightwire.server.plan.rank_setup import NamedPolicy, RunPlan
 from tightwire.server.plan.setting import (
     check_all_reduce_names,
     choose_activations,
+    choose_dtype,
     choose_overlap,
     choose_plan_ahead,
     choose_transport,
@@ -127,6 +128,7 @@ def decide(
     layout = make_layout(model, parallel.tp, parallel.tp_split)
     check_split(layout, model, formats)
     setting, gpus = decide_setting(config, model, link)
+    dtype = choose_dtype(config.model, model, setting.device)
     activations = choose_activations(config.model.activations, setting.device, formats.packed)
     if activations == "int8":
         formats = formats.with_int8_activations()
@@ -135,7 +137,7 @@ def decide(
         layout=layout,
         options=config.engine,
         pools=_pools(setting.device, parallel.num_ranks, gpus, config.weights.device_memory),
-        dtype=setting.dtype,
+        dtype=dtype,
         formats=formats,
         device=setting.device,
         num_replicas=parallel.dp,
@@ -152,7 +154,8 @@ def decide(
             library = decide_comm(requests, msgspec.structs.replace(setting, transport="process-group"), devices)
     plan = RunPlan(
         device=setting.device,
-        dtype=setting.dtype,
+        dtype=dtype,
+        sum_dtype=setting.dtype,
         activations=activations,
         allreduce=describe_request(parallel),
         transport=setting.transport,

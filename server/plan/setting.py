@@ -19,7 +19,7 @@ from tightwire.server.plan.devices import CudaDevice, cuda_devices
 def decide_setting(
     config: ServeConfig, model: LlamaConfig, link: LinkFacts | None = None
 ) -> tuple[Setting, list[CudaDevice]]:
-    """The device, dtype and transport of the ranks, and the CUDA devices if they use any.
+    """The device, transport and dtype of the ranks' sums, and the CUDA devices if they use any.
 
     Raises:
         ValueError: an impossible device, dtype or transport; says what is possible.
@@ -30,7 +30,7 @@ def decide_setting(
         device=device,
         world_size=config.parallel.tp,
         num_nodes=config.parallel.sum_nodes,
-        dtype=choose_dtype(config.model, model, device),
+        dtype=choose_sum_dtype(config.parallel, device, choose_dtype(config.model, model, device)),
         link="" if link is None else f"{link.name} ({link.emulation})",
     )
     return setting, gpus
@@ -161,6 +161,14 @@ def choose_activations(asked: str, device: str, packed: object = True) -> str:
             "--activations int8 is for packed weights, and these are plain; add --quantization int8 or int4, or leave it out"
         )
     return "int8" if asked == "int8" else "float"
+
+
+def choose_sum_dtype(options: ParallelOptions, device: str, dtype: str) -> str:
+    """The dtype of the messages of partial sums. ``auto``: float32 where memory carries them, ``dtype`` on wires and GPUs."""
+    if options.sum_dtype != "auto":
+        return options.sum_dtype
+    one_host = options.nodes == 1 and options.link is None
+    return "float32" if device == "cpu" and one_host else dtype
 
 
 def choose_dtype(options: ModelOptions, model: LlamaConfig, device: str) -> str:

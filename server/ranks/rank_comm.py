@@ -51,7 +51,7 @@ def check_comm(
     transport, reason, requested = _resolve_transport(group, plan)
     candidates = make_candidates(list(requested.values()), group)
     await_others()
-    dtype: torch.dtype = getattr(torch, plan.dtype)
+    dtype: torch.dtype = getattr(torch, plan.sum_dtype)
     verdicts = self_test(group, candidates, row_elems=row_elems, max_rows=max_rows, dtype=dtype)
     if world is not None:
         verdicts = agree(world, verdicts, group.world_size)

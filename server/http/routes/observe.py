@@ -131,6 +131,7 @@ def _comm_policy(info: ModelInfo, engine: EngineClient) -> CommPolicy:
     return CommPolicy(
         **asdict(setup),
         algorithm=info.allreduce,
+        sum_dtype=info.sum_dtype,
         tp=info.tp,
         dp=info.dp,
         replicas=stats.loads if stats and len(stats.loads) > 1 else [],
