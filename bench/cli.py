@@ -8,6 +8,10 @@ from typing import Any
 
 # Verb -> ("module:callable", one line of help). The callable takes the remaining arguments and returns an exit code.
 VERBS: dict[str, tuple[str, str]] = {
+    "answers": (
+        "tightwire.bench.answers.bench:AnswersBench.main",
+        "compare servers' answers with the model in float32",
+    ),
     "comm": ("tightwire.bench.comm.bench:CommBench.main", "time and check every AllReduce by message size"),
     "compare": (
         "tightwire.bench.compare.bench:CompareBench.main",

@@ -1,0 +1,1 @@
+"""Compares what servers answer with the model itself, in float32."""

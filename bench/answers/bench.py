@@ -1,0 +1,170 @@
+"""``tightwire bench answers``: how near the answers of running servers are to the model in float32.
+
+The reference is transformers in float32 on the same weights. It answers each prompt greedily. Each server then gets the
+prompt with the first k tokens of that answer, for several k, and returns its 20 most probable next tokens. All servers
+therefore compute the same contexts, and one deviation does not spread.
+
+    KL(p || q) = sum p log(p / q) over those tokens, and over the rest as one
+
+of the reference p and the server q. It is a lower bound of the divergence over the whole vocabulary.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import httpx
+
+from tightwire.bench.answers.reference import Answer, answer, float32_model, read_prompts
+from tightwire.bench.options import REQUIRED, OutputOptions, option, parse_names
+from tightwire.bench.report.table import Column, Metric, Table
+from tightwire.bench.run import Bench
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.open import open_checkpoint
+from tightwire.server.cli.remote import Remote, RemoteError, connect, error_text
+
+_TOP = 20  # tokens that a server reports; the limit of most
+CLEAR_MARGIN = 0.05  # in logit: above it rounding must not change the first token
+_LEAST_PROBABILITY = 1e-12  # of the rest, which rounding of the reported numbers may make negative
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswersOptions(OutputOptions):
+    servers: tuple[str, ...] = option(
+        REQUIRED,
+        "running servers of one model, such as tp2=http://127.0.0.1:8000,llama.cpp=http://127.0.0.1:8080",
+        metavar="NAME=URL,...",
+        parse=parse_names,
+    )
+    model: str = option("smollm2-135m", "the model that they serve, as `tightwire serve` takes it", metavar="MODEL")
+    prompts: int = option(100, "prompts, half chat and half text", metavar="N", least=2)
+    tokens: int = option(32, "length of the reference's answers", metavar="N", least=1)
+    every: int = option(4, "compare the next token after each N tokens of an answer", metavar="N", least=1)
+
+    def __post_init__(self) -> None:
+        for server in self.servers:
+            name, _, url = server.partition("=")
+            if not name or not url.startswith(("http://", "https://")):
+                raise ValueError(f"--servers takes NAME=URL such as mine=http://127.0.0.1:8000, got {server!r}")
+
+
+class AnswersBench(Bench[AnswersOptions]):
+    """Exit codes: 0; 1 where a server fails; 2 for a model that cannot be opened."""
+
+    verb = "answers"
+    options_type = AnswersOptions
+    description = "Compare the answers of running servers with the model in float32."
+    metrics = (Metric(name="kl", unit="nats", better="nearer", worse="farther"),)
+    columns = (
+        Column("server", "name"),
+        Column("KL", "kl", ".6f"),
+        Column("first tokens equal, %", "first_equal", ".1f", 100),
+        Column("where the margin is clear, %", "first_clear_equal", ".1f", 100),
+        Column("all tokens equal, %", "equal", ".2f", 100),
+        Column("contexts", "contexts", "d"),
+    )
+    failures = ((ModelError, 2), (RemoteError, 1))
+
+    def measure(self) -> None:
+        options = self.options
+        checkpoint = open_checkpoint(options.model)
+        prompts = read_prompts(checkpoint.tokenizer(), options.prompts)
+        servers = {name: connect(url) for name, _, url in (server.partition("=") for server in options.servers)}
+        with self.progress:
+            task = self.progress.add_task("transformers, float32", total=len(prompts))
+            model, answers = float32_model(checkpoint), []
+            for text, ids in prompts.items():
+                answers.append(answer(model, text, ids, options.tokens))
+                self.progress.advance(task)
+            del model
+            for name, remote in servers.items():
+                task = self.progress.add_task(name, total=len(answers))
+                compared: list[Compared] = []
+                for each in answers:
+                    compared += compare(remote, each, options.every)
+                    self.progress.advance(task)
+                self.measured.append(summary(name, compared))
+                self.keep()
+        self.print_table(Table(title="Answers against float32", columns=self.columns, rows=self.measured))
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One context: the divergence, whether the most probable token is the reference's, and whether that one is clear."""
+
+    position: int
+    kl: float
+    equal: bool
+    clear: bool
+
+
+def compare(remote: Remote, reference: Answer, every: int) -> list[Compared]:
+    """Ask for the next token after every so many tokens of the reference's answer.
+
+    Raises:
+        RemoteError: the server refuses, or reports no probabilities.
+    """
+    found = []
+    for position in range(0, len(reference.token_ids), every):
+        theirs = _next_tokens(remote, [*reference.prompt_ids, *reference.token_ids[:position]])
+        own_V = reference.log_probs_TV[position]
+        kl = divergence({token: float(own_V[token]) for token in theirs}, theirs)
+        equal = max(theirs, key=theirs.__getitem__) == reference.token_ids[position]
+        found.append(Compared(position, kl, equal, reference.margin(position) > CLEAR_MARGIN))
+    return found
+
+
+def divergence(p_logs: Mapping[int, float], q_logs: Mapping[int, float]) -> float:
+    """KL(p || q) in nats of distributions that are known for some tokens, the same for both; the rest counts as one token."""
+    p, q = ([math.exp(logs[token]) for token in p_logs] for logs in (p_logs, q_logs))
+    p.append(max(1 - sum(p), _LEAST_PROBABILITY))
+    q.append(max(1 - sum(q), _LEAST_PROBABILITY))
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+
+
+def summary(name: str, compared: Sequence[Compared]) -> dict[str, Any]:
+    """The cell of one server."""
+    first = [each for each in compared if each.position == 0]
+    return {
+        "name": name,
+        "kl": fmean(each.kl for each in compared),
+        "first_equal": fmean(each.equal for each in first),
+        "first_clear_equal": fmean(each.equal for each in first if each.clear),
+        "equal": fmean(each.equal for each in compared),
+        "contexts": len(compared),
+        "samples": {"kl": [each.kl for each in compared]},
+    }
+
+
+def _next_tokens(remote: Remote, prompt_ids: list[int]) -> dict[int, float]:
+    """The server's most probable next tokens and their log probabilities."""
+    body = {
+        "model": remote.model,
+        "prompt": prompt_ids,
+        "max_tokens": 1,
+        "temperature": 0,
+        "logprobs": _TOP,
+        "return_tokens_as_token_ids": True,  # vLLM's name
+        "n_probs": _TOP,  # llama.cpp's
+    }
+    try:
+        response = httpx.post(
+            f"{remote.base}/completions",
+            json=body,
+            headers=dict(remote.headers),
+            timeout=remote.timeout(600),
+            trust_env=remote.trust_env,
+        )
+    except httpx.HTTPError as error:
+        raise RemoteError(f"{remote.base} does not answer: {error!r}") from None
+    if response.status_code != 200:
+        raise RemoteError(f"{remote.base} answers {response.status_code}: {error_text(response)}")
+    logprobs = response.json()["choices"][0].get("logprobs")
+    if not logprobs:
+        raise RemoteError(f"{remote.base} reports no log probabilities; start it with support for logprobs={_TOP}")
+    if "content" in logprobs:
+        return {entry["id"]: entry["logprob"] for entry in logprobs["content"][0]["top_logprobs"]}
+    top = logprobs["top_logprobs"][0]
+    return {int(token.removeprefix("token_id:")): log_prob for token, log_prob in top.items()}
