@@ -86,6 +86,26 @@ def test_rows_with_the_same_algorithm_travel_together(asked: dict[str, str]) -> 
         assert torch.equal(seen.result, seen.lossless)
 
 
+def _rounded_sum(group: Group, sum_dtype: torch.dtype | None) -> tuple[Tensor, Tensor, int]:
+    parallel = TensorParallel(
+        group, make_layout(_CONFIG, group.world_size), make_routes(policy(allreduce="one-shot"), group), sum_dtype
+    )
+    partial_TD = torch.randn(_ROWS, 64, generator=torch.Generator().manual_seed(group.rank))
+    result = parallel.sum_rows(partial_TD, parallel.row_sums("o_proj", 0), num_decode_rows=0)
+    return partial_TD, result, sum(count.bytes_sent for count in group.ledger.counters.counts())
+
+
+@pytest.mark.parametrize("sum_dtype", [None, torch.float32, torch.bfloat16])
+def test_messages_are_in_the_dtype_of_sums_and_results_in_that_of_the_partial_sums(
+    sum_dtype: torch.dtype | None,
+) -> None:
+    (a, result, num_bytes), (b, other, _) = run_in_process(2, _rounded_sum, sum_dtype)
+    dtype = sum_dtype or torch.float32
+    assert result.dtype == torch.float32 and torch.equal(result, other)
+    assert torch.equal(result, (a.to(dtype).float() + b.to(dtype).float()).to(dtype).float())
+    assert num_bytes == a.numel() * dtype.itemsize
+
+
 def test_a_single_rank_has_nothing_to_sum() -> None:
     (group,) = run_in_process(1, _own_group)
     layout = make_layout(_CONFIG, 1, None)

@@ -144,7 +144,7 @@ def test_what_was_measured_on_this_host_decides_and_a_damaged_file_is_a_warning(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = make_config({"device": "cpu", "tp": 4, "transport": "process-group"})
-    measured = Setting(transport="process-group", device="cpu", world_size=4, num_nodes=1, dtype="bfloat16")
+    measured = Setting(transport="process-group", device="cpu", world_size=4, num_nodes=1, dtype="float32")
     times = {"one-shot": 9.0, "two-shot": 5.0}
     points = tuple(
         Point(algorithm=name, num_bytes=size, us=us, num_calls=9, wire_bytes=size, relative_error=0.0)
