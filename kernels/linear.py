@@ -72,11 +72,12 @@ def _single_product(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_
 
 def _block_product(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
     out_dtype = out_dtype or x_TD.dtype
-    if x_TD.device.type == "cpu" and not torch_has_bfloat16_products():
-        widened = isinstance(weight_OD, Tensor) and rows_are_independent()
-        return (linear_widened if widened else linear_cpu)(x_TD, weight_OD, bias_O, out_dtype)
-    product = _unpacked_product if isinstance(weight_OD, PackedMatrix) else _torch_product
-    return product(x_TD, weight_OD, bias_O, out_dtype)
+    widens = x_TD.device.type == "cpu" and not torch_has_bfloat16_products()
+    if isinstance(weight_OD, PackedMatrix):
+        return (linear_cpu if widens else _unpacked_product)(x_TD, weight_OD, bias_O, out_dtype)
+    if widens:
+        return (linear_widened if rows_are_independent() else linear_cpu)(x_TD, weight_OD, bias_O, out_dtype)
+    return _torch_product(x_TD, weight_OD, bias_O, out_dtype)
 
 
 def _torch_product(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, out_dtype: torch.dtype) -> Tensor:
