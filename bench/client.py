@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Self
 
 import aiohttp
@@ -129,13 +130,30 @@ class BenchClient:
                 text = body_text(await response.text(errors="replace"), response.reason or "")
                 sample.error = f"HTTP {response.status}: {text}"
                 return
-            reader = _StreamReader(sample, began, watch)
-            decoder = SseDecoder()
+            decoder, events = SseDecoder(), 0
+            text_s: list[float] = []  # the time of each event with text
             async for chunk in response.content.iter_any():
                 for data in decoder.feed(chunk):
+                    if data == "[DONE]" or sample.error:
+                        continue
                     # Events that arrive together get the times at which they are read: a gap of 0 has no ratio.
-                    reader.event(data, time.perf_counter())
-            reader.end()
+                    now = time.perf_counter() - began
+                    try:
+                        event = parse_event(data)
+                    except RemoteError as error:
+                        sample.error = f"stream: {error}"
+                        continue
+                    events += 1
+                    if _note_event(sample, event, now):
+                        text_s.append(now)
+                    if watch is not None:
+                        watch(event)
+            sample.ttft_s = text_s[0] if text_s else None
+            sample.itl_s = [after - before for before, after in pairwise(text_s)]
+            if not sample.usage:
+                sample.num_generated = len(text_s)
+            if sample.error is None and sample.finish_reason is None:
+                sample.error = f"the stream broke off after {events} events, without a finish_reason"
 
     async def _send(self, url: str, body: bytes) -> aiohttp.ClientResponse:
         """Send a request; once more, with the clock running, if the server closes the connection without an answer.
@@ -150,53 +168,18 @@ class BenchClient:
             return await self._http.post(url, **options)
 
 
-class _StreamReader:
-    """Fills a sample from the events of its stream."""
-
-    def __init__(self, sample: Sample, began: float, watch: _Watch | None) -> None:
-        self._sample, self._began, self._watch = sample, began, watch
-        self._last_text: float | None = None
-        self._num_texts = self._num_events = 0
-
-    def event(self, data: str, now: float) -> None:
-        sample = self._sample
-        if data == "[DONE]" or sample.error:
-            return
-        try:
-            event = parse_event(data)
-        except RemoteError as error:
-            sample.error = f"stream: {error}"
-            return
-        self._num_events += 1
-        choice = first_choice(event)
-        if choice is not None:
-            if choice_text(choice):
-                self._text(now)
-            sample.e2e_s = now - self._began
-            sample.finish_reason = choice.get("finish_reason") or sample.finish_reason
-        if isinstance(event.get("usage"), dict):
-            usage = event["usage"]
-            sample.usage = True
-            sample.num_prompt = _count(usage, "prompt_tokens")
-            sample.num_generated = _count(usage, "completion_tokens")
-            sample.num_cached = _count(usage.get("prompt_tokens_details"), "cached_tokens")
-        if self._watch is not None:
-            self._watch(event)
-
-    def _text(self, now: float) -> None:
-        self._num_texts += 1
-        if self._last_text is None:
-            self._sample.ttft_s = now - self._began
-        else:
-            self._sample.itl_s.append(now - self._last_text)
-        self._last_text = now
-
-    def end(self) -> None:
-        sample = self._sample
-        if not sample.usage:
-            sample.num_generated = self._num_texts
-        if sample.error is None and sample.finish_reason is None:
-            sample.error = f"the stream broke off after {self._num_events} events, without a finish_reason"
+def _note_event(sample: Sample, event: dict[str, Any], now: float) -> bool:
+    """Note finish, end and usage of an event; True if it has text."""
+    if isinstance(usage := event.get("usage"), dict):
+        sample.usage = True
+        sample.num_prompt = _count(usage, "prompt_tokens")
+        sample.num_generated = _count(usage, "completion_tokens")
+        sample.num_cached = _count(usage.get("prompt_tokens_details"), "cached_tokens")
+    if (choice := first_choice(event)) is None:
+        return False
+    sample.e2e_s = now
+    sample.finish_reason = choice.get("finish_reason") or sample.finish_reason
+    return bool(choice_text(choice))
 
 
 def _count(counts: Any, name: str) -> int:

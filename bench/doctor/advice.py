@@ -1,11 +1,10 @@
 """Derives the verdict, problems, notes and options from the facts."""
 
-from collections.abc import Iterator
 from typing import Literal
 
 from msgspec import Struct
 
-from tightwire.bench.doctor.gpus import Driver, Gpu, Torch
+from tightwire.bench.doctor.gpus import Driver, Torch
 from tightwire.bench.doctor.host import Host
 from tightwire.comm.sizes import format_bytes
 
@@ -59,109 +58,91 @@ def describe_verdict(facts: Facts, options: str, speed: Speed) -> str:
 
 def advise(facts: Facts, tp: int) -> list[Advice]:
     """Problems first, then notes, then options. ``tp``: the number of ranks without a GPU."""
-    found = [
-        *(Advice("problem", f"the probe of {name} {problem}") for name, problem in facts.failures.items()),
-        *_driver(facts),
-        *_peers(facts.torch),
-        *(advice for gpu in facts.driver.gpus for advice in _link(gpu)),
-        *_isolation(facts),
-        *_host(facts, tp),
-        *_options(facts, tp),
-    ]
-    return sorted(found, key=lambda advice: ("problem", "note", "use").index(advice.kind))
+    problems = [f"the probe of {name} {problem}" for name, problem in facts.failures.items()]
+    notes: list[str] = []
+    for find in (_check_gpus, _check_isolation, _check_host):
+        find(facts, tp, problems, notes)
+    found = [*(Advice("problem", text) for text in problems), *(Advice("note", text) for text in notes)]
+    return [*found, *_options(facts, tp)]
 
 
-def _driver(facts: Facts) -> Iterator[Advice]:
+def _check_gpus(facts: Facts, tp: int, problems: list[str], notes: list[str]) -> None:
     torch, num_driver = facts.torch, len(facts.driver.gpus)
     if num_driver and not torch.devices:
         reason = "is a CPU build" if torch.cuda is None else "cannot use them"
-        yield Advice("problem", f"the driver has {num_driver} GPUs, but torch {facts.host.software['torch']} {reason}")
+        problems.append(f"the driver has {num_driver} GPUs, but torch {facts.host.software['torch']} {reason}")
     elif facts.num_gpus < num_driver:
-        yield Advice("note", f"torch sees {facts.num_gpus} of {num_driver} GPUs; check CUDA_VISIBLE_DEVICES")
-    yield from (Advice("problem", text) for text in facts.driver.nvlink_problems)
-
-
-def _peers(torch: Torch) -> Iterator[Advice]:
+        notes.append(f"torch sees {facts.num_gpus} of {num_driver} GPUs; check CUDA_VISIBLE_DEVICES")
+    problems += facts.driver.nvlink_problems
     for test in torch.tests:
         if not test.ok:
             claim = f"GPU {test.writer} claims access to GPU {test.owner}'s memory, but its writes fail"
-            yield Advice("problem", f"{claim}: {test.detail}")
+            problems.append(f"{claim}: {test.detail}")
     if torch.under_way is not None:
         writer, owner = torch.under_way
-        yield Advice("problem", f"a write from GPU {writer} into GPU {owner}'s memory did not finish")
+        problems.append(f"a write from GPU {writer} into GPU {owner}'s memory did not finish")
+    for gpu in facts.driver.gpus:  # an idle link may be slow to save power, but it is never narrower
+        name = f"GPU {gpu.index} ({gpu.name}, {gpu.address}) runs at"
+        if (gpu.width or 0) < (gpu.max_width or 0):
+            cure = "reseat it, or check the board's manual for slots that share lanes"
+            problems.append(f"{name} x{gpu.width} of x{gpu.max_width}: {cure}")
+        slow = f"{name} PCIe {gpu.generation} of {gpu.max_generation}"
+        if (gpu.generation or 0) < (gpu.max_generation or 0) and gpu.power_state == "P0":
+            problems.append(f"{slow} although it is not idle: check the link speed in the BIOS, and any riser cable")
+        elif (gpu.generation or 0) < (gpu.max_generation or 0):
+            notes.append(f"{slow}; idle links slow down, so check again under load")
 
 
-def _link(gpu: Gpu) -> Iterator[Advice]:
-    """An idle link may be slow to save power, but it is never narrower."""
-    name = f"GPU {gpu.index} ({gpu.name}, {gpu.address})"
-    if gpu.width is not None and gpu.max_width is not None and gpu.width < gpu.max_width:
-        cure = "reseat it, or check the board's manual for slots that share lanes"
-        yield Advice("problem", f"{name} runs at x{gpu.width} of x{gpu.max_width}: {cure}")
-    if gpu.generation is not None and gpu.max_generation is not None and gpu.generation < gpu.max_generation:
-        slow = f"{name} runs at PCIe {gpu.generation} of {gpu.max_generation}"
-        if gpu.power_state == "P0":
-            cure = "check the link speed in the BIOS, and any riser cable"
-            yield Advice("problem", f"{slow} although it is not idle: {cure}")
-        else:
-            yield Advice("note", f"{slow}; idle links slow down, so check again under load")
-
-
-def _isolation(facts: Facts) -> Iterator[Advice]:
+def _check_isolation(facts: Facts, tp: int, problems: list[str], notes: list[str]) -> None:
     host = facts.host
     if facts.num_gpus < 2:
         return
     if host.acs_redirects:
         ports = ", ".join(host.acs_redirects)
         cure = "turn ACS off in the BIOS unless devices are passed to virtual machines"
-        yield Advice("problem", f"ACS of {ports} routes writes between GPUs through the host: {cure}")
+        problems.append(f"ACS of {ports} routes writes between GPUs through the host: {cure}")
     elif host.acs_redirects is None:
-        yield Advice("note", f"cannot tell if ACS redirects peer writes: {host.acs_problem}")
+        notes.append(f"cannot tell if ACS redirects peer writes: {host.acs_problem}")
     if host.num_iommu_groups and not any(option.endswith(("=pt", "=off")) for option in host.kernel_options):
-        yield Advice("note", "an IOMMU translates device writes; the kernel option iommu=pt avoids most of the cost")
+        notes.append("an IOMMU translates device writes; the kernel option iommu=pt avoids most of the cost")
+    if (host.shm_bytes or 0) < _NCCL_SHM_BYTES:
+        small = f"/dev/shm has {format_bytes(host.shm_bytes or 0)}, too little for NCCL between {facts.num_gpus} GPUs"
+        problems.append(f"{small}: use docker run --shm-size=1g, or a larger emptyDir")
 
 
-def _host(facts: Facts, tp: int) -> Iterator[Advice]:
+def _check_host(facts: Facts, tp: int, problems: list[str], notes: list[str]) -> None:
     host, ranks = facts.host, facts.num_gpus or tp
     if host.num_usable < ranks:
         quota = f"a quota allows {host.num_usable} of {host.num_allowed}"
         why = quota if host.num_usable < host.num_allowed else "all there are"
         cost = "ranks share cores, and each waits for all others"
-        yield Advice("problem", f"{ranks} ranks for {host.num_usable} cores ({why}): {cost}")
+        problems.append(f"{ranks} ranks for {host.num_usable} cores ({why}): {cost}")
     if host.kernels not in _KERNELS:
         cure = "install a C++ compiler (g++), or python -m pip install ziglang"
-        yield Advice("problem", f"no compiled CPU kernels, so torch's much slower references compute: {cure}")
+        problems.append(f"no compiled CPU kernels, so torch's much slower references compute: {cure}")
     if len(host.numa_nodes) > 1 and not facts.num_gpus:
         cure = "keep a model that fits on one node there (numactl --cpunodebind=0 --membind=0)"
-        yield Advice("note", f"{len(host.numa_nodes)} NUMA nodes: memory of another node is slower; {cure}")
-    if facts.num_gpus > 1 and (host.shm_bytes or 0) < _NCCL_SHM_BYTES:
-        cure = "use docker run --shm-size=1g, or a larger emptyDir"
-        small = f"/dev/shm has {format_bytes(host.shm_bytes or 0)}, too little for NCCL between {facts.num_gpus} GPUs"
-        yield Advice("problem", f"{small}: {cure}")
+        notes.append(f"{len(host.numa_nodes)} NUMA nodes: memory of another node is slower; {cure}")
 
 
-def _options(facts: Facts, tp: int) -> Iterator[Advice]:
+def _options(facts: Facts, tp: int) -> list[Advice]:
     """The first one is for every server on this machine."""
-    if facts.num_gpus > 1:
-        yield _gpu_options(facts.num_gpus, facts.torch)
+    num, torch = facts.num_gpus, facts.torch
+    if num > 1:
+        if sum(test.ok for test in torch.tests) == num * (num - 1):
+            found = [Advice("use", "every GPU can write to every other GPU's memory", f"--tp {num}")]
+        else:
+            why = "not all GPUs can write" if torch.peers else "the driver does not let GPUs write"
+            text = f"{why} to each other's memory, so NCCL sends the messages"
+            found = [Advice("use", text, f"--tp {num} --transport process-group")]
         if not facts.driver.has_nvlink:
             why = "no NVLink: with this, auto may quantize AllReduces of prompts; decode rows stay exact"
-            yield Advice("use", why, "--comm-error-budget 0.01")
-    elif facts.num_gpus == 1:
-        yield Advice("use", "one GPU: nothing to split", "--tp 1")
-    elif facts.host.num_usable < 2:
-        yield Advice("use", "one usable core: a second rank would share it", "--tp 1")
-    else:
-        problem = facts.host.shared_memory_problem
-        sums = "ranks exchange messages in shared memory" if problem is None else f"messages go through gloo: {problem}"
-        yield Advice("use", f"no GPU; {sums}", f"--tp {min(tp, facts.host.num_usable)}")
-
-
-def _gpu_options(num: int, torch: Torch) -> Advice:
-    passed = {(test.writer, test.owner) for test in torch.tests if test.ok}
-    if len(passed) == num * (num - 1):
-        return Advice("use", "every GPU can write to every other GPU's memory", f"--tp {num}")
-    if torch.peers:
-        why = "not all GPUs can write to each other's memory, so NCCL sends the messages"
-    else:
-        why = "the driver offers no peer access, so NCCL sends messages through the host"
-    return Advice("use", why, f"--tp {num} --transport process-group")
+            found.append(Advice("use", why, "--comm-error-budget 0.01"))
+        return found
+    if num == 1:
+        return [Advice("use", "one GPU: nothing to split", "--tp 1")]
+    if facts.host.num_usable < 2:
+        return [Advice("use", "one usable core: a second rank would share it", "--tp 1")]
+    problem = facts.host.shared_memory_problem
+    sums = "ranks exchange messages in shared memory" if problem is None else f"messages go through gloo: {problem}"
+    return [Advice("use", f"no GPU; {sums}", f"--tp {min(tp, facts.host.num_usable)}")]

@@ -5,7 +5,7 @@ one core, or codecs on a GPU.
 """
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,12 @@ class KernelBenchOptions(OutputOptions):
         return torch.device("cuda", 0) if on_cuda else torch.device("cpu")
 
 
+_OPERATION, _OF_COPY = Column("operation", "operation"), Column("of copy", "share_of_copy", ".0%")
+_RATES = Column("us", "seconds", ",.1f", 1e6), Column("GB/s", "bytes_per_s", ",.2f", 1e-9)
+_RIGHT = Column("answer", "right", lambda right: "right" if right else "WRONG")
+_CODEC_COLUMNS = (Column("codec", "codec"), _OPERATION, *_RATES, _OF_COPY, _RIGHT)
+
+
 class KernelBench(Bench[KernelBenchOptions]):
     """Exit codes: 0, 1 for a wrong answer, 2 for bad options, 130 after Ctrl-C."""
 
@@ -89,11 +95,7 @@ class KernelBench(Bench[KernelBenchOptions]):
     metrics = (Metric(name="seconds", unit="us", scale=1e6),)
     columns = (
         *(Column(name, name) for name in ("name", "part", "codec", "operation", "rows")),
-        Column("size", "size", format_bytes),
-        Column("us", "seconds", ",.1f", 1e6),
-        Column("GB/s", "bytes_per_s", ",.2f", 1e-9),
-        Column("of copy", "share_of_copy", ".0%"),
-        Column("right", "right"),
+        *(Column("size", "size", format_bytes), *_RATES, _OF_COPY, _RIGHT),
     )
     failures = ((ValueError, 2),)
 
@@ -111,31 +113,26 @@ class KernelBench(Bench[KernelBenchOptions]):
         self.print(f"{setting}\n")
         if "codecs" in options.parts:
             for size in options.sizes or (_CUDA_SIZES if on_cuda else _CPU_SIZES):
-                cells = self._codec_cells(size)
-                copy = cells[0]["copy_bytes_per_s"] / 1e9
-                self._add(cells, f"{format_bytes(size)}: GB/s (share of copy's {copy:,.1f})", "codec", _rate)
+                self._add(f"codecs of {format_bytes(size)}", self._codec_cells(size), _CODEC_COLUMNS)
         if "products" in options.parts and not on_cuda:
             outputs, inputs = options.matrix
-            cells = [
-                self._cell(arm, f"product {arm.name} {rows} rows", part="products", operation=arm.name, rows=rows)
-                for rows in options.rows
-                for arm in product_arms(rows, outputs, inputs)
-            ]
-            self._add(cells, f"products with {outputs} x {inputs} weights, out of cache: us", "rows", _us)
+            for rows in options.rows:
+                cells = [
+                    self._cell(arm, f"product {arm.name} {rows} rows", part="products", operation=arm.name, rows=rows)
+                    for arm in product_arms(rows, outputs, inputs)
+                ]
+                title = f"{rows} rows by {outputs} x {inputs} weights, out of cache"
+                self._add(title, cells, (_OPERATION, *_RATES, _RIGHT))
         if wrong := [cell["name"] for cell in self.measured if not cell["right"]]:
             raise BenchFailedError(f"wrong answer: {', '.join(wrong)}")
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
         return "Codecs and matrix products", result["setting"]
 
-    def _add(self, cells: list[dict[str, Any]], title: str, row: str, text: Callable[[Any], str]) -> None:
-        """Keep the cells, and print one table with a row for each value of ``row`` and a column for each operation."""
+    def _add(self, title: str, cells: list[dict[str, Any]], columns: Sequence[Column]) -> None:
+        """Keep and print the cells."""
         self.measured += cells
-        rows: dict[Any, dict[str, Any]] = {}
-        for cell in cells:
-            rows.setdefault(cell[row], {row: cell[row]})[cell["operation"]] = cell
-        columns = [Column(name, name, text) for name in dict.fromkeys(cell["operation"] for cell in cells)]
-        self.print_table(Table(title=title, columns=[Column(row, row), *columns], rows=list(rows.values())))
+        self.print_table(Table(title=title, columns=columns, rows=cells, wrong=lambda cell: not cell["right"]))
         self.keep()
 
     def _codec_cells(self, size: int) -> list[dict[str, Any]]:
@@ -167,11 +164,3 @@ class KernelBench(Bench[KernelBenchOptions]):
     def _seconds(self, arm: Arm) -> list[float]:
         options = self.options
         return seconds_per_call(arm.call, self._device, repeats=options.repeats, limit_s=options.seconds_per_arm)
-
-
-def _rate(cell: Mapping[str, Any]) -> str:
-    return f"{cell['bytes_per_s'] / 1e9:,.2f} ({cell['share_of_copy']:.0%}){'' if cell['right'] else ' WRONG'}"
-
-
-def _us(cell: Mapping[str, Any]) -> str:
-    return f"{cell['seconds'] * 1e6:,.1f}{'' if cell['right'] else ' WRONG'}"

@@ -118,7 +118,7 @@ def test_claimed_peer_access_that_fails_is_a_problem() -> None:
 def test_no_peer_access_at_all() -> None:
     advice = of(cuda(2))
     assert options(advice)[0] == "--tp 2 --transport process-group"
-    assert "offers no peer access" in texts(advice, "use")[0]
+    assert "the driver does not let GPUs write" in texts(advice, "use")[0]
 
 
 def test_one_gpu_needs_no_transport() -> None:
