@@ -1,15 +1,7 @@
 """Starts rank processes on this machine and joins them: one group with an emulated link between nodes, or replicas.
 
-    with open_ranks(RankOptions(ranks=2)) as (ranks, facts):
-        for rank, event in ranks.stream(measure, plan):        # on every rank: measure(group, plan) is a generator
-
-    with open_replicas(tp=1, dp=2) as (ranks, plan):           # tp x dp ranks, whose group has all of them
-        for rank, event in ranks.stream(measure, plan): ...
-
-    def measure(world, plan):
-        with join_replica(plan, world) as (replica, peers): ...  # the group of this replica; the ranks with the same shard
-
-Partitioned weights arrive only while the ranks of all replicas run the same passes.
+with open_ranks(RankOptions(ranks=2)) as (ranks, facts):
+    for rank, event in ranks.stream(measure, plan):        # on every rank: measure(group, plan) is a generator
 """
 
 import os
@@ -37,11 +29,7 @@ TRANSPORTS = ("auto", "shared-memory", "process-group", "peer-memory")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankOptions:
-    """How many ranks to start and how they are connected.
-
-    Raises:
-        ValueError: the values do not fit together.
-    """
+    """How many ranks to start and how they are connected; raises ValueError for values that do not fit together."""
 
     ranks: int = 2
     nodes: int | None = None  # None: 1, or with a link one node for each rank
@@ -114,11 +102,11 @@ def open_ranks(options: RankOptions, preload: Sequence[str] = ()) -> Iterator[tu
             world_size=options.ranks,
             timeout_s=options.timeout_s,
             store_path=_store(stack),
-            segment=_segment(stack, options.ranks) if transport == "shared-memory" else None,
+            segment=_segment(stack, options.ranks, transport == "shared-memory"),
             num_nodes=options.num_nodes,
             device=options.device,
             node_segments=tuple(
-                _segment(stack, options.ranks_per_node) if has_node_segments else None for _ in range(options.num_nodes)
+                _segment(stack, options.ranks_per_node, has_node_segments) for _ in range(options.num_nodes)
             ),
             peer_memory=transport == "peer-memory",
             network=wire.nodes if wire else (),
@@ -136,16 +124,16 @@ def open_ranks(options: RankOptions, preload: Sequence[str] = ()) -> Iterator[tu
 def open_replicas(
     *, tp: int, dp: int, timeout_s: float = 60.0, shared_memory: bool | None = None
 ) -> Iterator[tuple[LocalRanks, ReplicaPlan]]:
-    """The running ranks of ``dp`` replicas. ``shared_memory``: False for gloo; by default wherever it is available.
+    """The running ranks of ``dp`` replicas, in one group. ``shared_memory``: by default wherever it is available.
 
-    Raises:
-        LocalRankError: the ranks could not join.
+    Partitioned weights arrive only while the ranks of all replicas run the same passes. Raises LocalRankError if the ranks
+    could not join.
     """
     shares = why_unusable() is None if shared_memory is None else shared_memory
     with ExitStack() as stack:
 
         def group(world_size: int, store_path: str) -> GroupPlan:
-            segment = _segment(stack, world_size) if shares and world_size > 1 else None
+            segment = _segment(stack, world_size, shares and world_size > 1)
             return GroupPlan(world_size=world_size, timeout_s=timeout_s, store_path=store_path, segment=segment)
 
         peer_store = _store(stack)
@@ -220,7 +208,6 @@ def _has_peer_memory(group: Group) -> Iterator[bool]:
 
 
 def _open_wire(options: RankOptions, stack: ExitStack) -> tuple[Wire | None, dict[str, Any] | None]:
-    """The emulated link between the nodes, and facts about it for the result."""
     if options.link is None:
         return None, None
     wire = stack.enter_context(
@@ -250,8 +237,8 @@ def _store(stack: ExitStack) -> str:
     return _path_of(stack, os.memfd_create("tightwire-store"))
 
 
-def _segment(stack: ExitStack, world_size: int) -> str:
-    return _path_of(stack, make_segment(world_size))
+def _segment(stack: ExitStack, world_size: int, wanted: bool) -> str | None:
+    return _path_of(stack, make_segment(world_size)) if wanted else None
 
 
 def _path_of(stack: ExitStack, fd: int) -> str:
