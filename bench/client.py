@@ -80,7 +80,8 @@ class BenchClient:
     def __init__(self, remote: Remote, *, timeout_s: float, extra_body: Mapping[str, Any]) -> None:
         self._remote = remote
         self._timeout_s = timeout_s
-        self.send_fields(extra_body)
+        body = {"stream_options": {"include_usage": True}, **extra_body}
+        self._extra_body = {name: value for name, value in body.items() if value is not None}
         self._proxy = environment_proxy(remote.base) if remote.trust_env else None
         self._http = aiohttp.ClientSession(
             headers=dict(remote.headers),
@@ -89,11 +90,6 @@ class BenchClient:
             # No limit on connections: waiting for one would count as the server's time.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=httpx.create_ssl_context()),
         )
-
-    def send_fields(self, extra_body: Mapping[str, Any], *, asks_usage: bool = True) -> None:
-        """Set the fields of every further request; ``asks_usage``: False for a server that refuses ``stream_options``."""
-        usage = {"stream_options": {"include_usage": True}} if asks_usage else {}
-        self._extra_body = {**usage, **extra_body}
 
     async def __aenter__(self) -> Self:
         return self

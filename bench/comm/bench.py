@@ -10,13 +10,11 @@ from typing import Any
 
 from tightwire.bench.comm.cells import (
     COLUMNS,
-    ERROR,
     LINK,
     LINK_RATE,
     MEDIAN,
     PREDICTION_COLUMNS,
     SIZE,
-    SPEED_UP,
     Cells,
     size_table,
 )
@@ -181,24 +179,16 @@ class CommBench(Bench[CommBenchOptions]):
         return "AllReduce by message size", "; ".join(_describe_setting(result, link) for link in links)
 
     def sections(self, result: Mapping[str, Any]) -> list[Item]:
-        """Times by size and errors of the largest size; with several links times of the largest size by link."""
+        """Times by size; with several links times of the largest size by link."""
         rows = result["cells"]
-        size = max(row["size"] for row in rows)
-        largest, shown = [row for row in rows if row["size"] == size], format_bytes(size)
         note = "Lower is faster. Dashed: quantized. Where two lines cross, the best choice changes."
+        title, x, shown, ticks = "Time by message size", SIZE, rows, True
         if len(result["links"]) > 1:
-            title = f"Time of {shown} by link"
-            items: list[Item] = [
-                lines(title, largest, by="algorithm", x=LINK_RATE, y=MEDIAN, dashed=_is_lossy, note=note)
-            ]
-        else:
-            title = "Time by message size"
-            inexact = [row for row in largest if row["relative_error"]]
-            axes = {"x": ERROR, "y": SPEED_UP, "log_y": False, "joined": False, "level": 1.0}
-            items = [
-                lines(title, rows, by="algorithm", x=SIZE, y=MEDIAN, dashed=_is_lossy, ticks=True, note=note),
-                lines(f"Speed and error at {shown}", inexact, by="algorithm", **axes),
-            ]
+            size = max(row["size"] for row in rows)
+            shown = [row for row in rows if row["size"] == size]
+            title, x, ticks = f"Time of {format_bytes(size)} by link", LINK_RATE, False
+        plot = lines(title, shown, by="algorithm", x=x, y=MEDIAN, dashed=_is_lossy, ticks=ticks, note=note)
+        items: list[Item] = [plot]
         if result["links"]:
             items.append(Table(title="Prediction", columns=PREDICTION_COLUMNS, rows=rows, note=_PREDICTED))
         return [*items, self.csv(result)]

@@ -12,7 +12,7 @@ _PREFIX = "tightwire.bench."
 # Where these facts differ, a ratio compares machines or settings and not the program.
 _FACTS = (
     *("environment.cpu", "environment.usable_cores", "environment.os", "environment.python", "environment.packages"),
-    *("environment.tightwire", "environment.git_revision", "server.model", "server.refused", "workload", "request"),
+    *("environment.tightwire", "environment.git_revision", "server.model", "workload", "request"),
     *("model", "dtype", "device", "device_name", "tp", "ranks", "nodes", "transport", "links", "link.name", "link.how"),
     *("link.emulation", "comm.link.name", "comm.link.emulation", "options", "text", "window", "num_layers"),
     *("hidden_size", "weights"),

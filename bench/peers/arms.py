@@ -44,12 +44,13 @@ class Arm:
     env: Mapping[str, str] = field(default_factory=dict)
     health: str = "/health"
     model: str | None = None  # the name to request, for a server that does not list it
-    ignore_eos: bool = True  # False: the server has no such field, and its copy of the model has no end token
+    is_strict: bool = False  # it refuses ignore_eos and stream_options; its copy of the model has no end token
 
     @property
     def bench_flags(self) -> list[str]:
         """Flags of `tightwire bench serve` for this server."""
-        return [*(["--model", self.model] if self.model else []), *([] if self.ignore_eos else ["--no-ignore-eos"])]
+        fields = ["--no-ignore-eos", "--extra-body", '{"stream_options": null}'] if self.is_strict else []
+        return [*(["--model", self.model] if self.model else []), *fields]
 
 
 class NotInstalledError(Exception):
@@ -110,7 +111,7 @@ def transformers(setup: Setup) -> Arm:
         command=tuple(command),
         env={"OMP_NUM_THREADS": str(setup.num_threads), "HF_HUB_CACHE": str(setup.weights), **_OFFLINE},
         model=folder,
-        ignore_eos=False,
+        is_strict=True,
     )
 
 

@@ -1,6 +1,6 @@
 """The HTML page of a result: plots, tables and text in one file that needs no network.
 
-A plot is a value with a function that draws it; ``lines``, ``bars``, ``ecdf`` and ``heat_map`` make plots from rows and columns.
+A plot is a value with a function that draws it; ``lines``, ``bars`` and ``heat_map`` make plots from rows and columns.
 Only ``render`` imports matplotlib, which takes half a second and belongs to the ``bench`` extra.
 """
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
 
 _MARKERS = "osD^vPX<>*"
-_MOST_STEPS = 400  # of an ECDF; more cannot be seen and enlarge the page
 _LEGEND_CHARS = 64  # that fit into a line of the legend
 _MAX_TICKS = 32
 _STYLE: dict[Any, Any] = {
@@ -64,25 +63,19 @@ def lines(
     by: str,
     x: Column,
     y: Column,
-    interval: tuple[Column, Column] | None = None,
     dashed: Callable[[str], bool] = lambda series: False,
     ticks: bool = False,
     log_x: bool = True,
     log_y: bool = True,
     joined: bool = True,
-    from_zero: bool = True,
-    level: float | None = None,
     note: str = "",
 ) -> Plot:
     """Column ``y`` over column ``x`` with one series for each value of the key ``by``.
 
     Args:
         rows: a row without x or y is left out. The order of the series fixes their colours.
-        interval: columns with the ends of an interval around y.
         ticks: label each x as its column does; by default matplotlib chooses numbers.
         joined: draw lines between the points.
-        from_zero: begin a linear y axis at 0, so that heights are proportional to values.
-        level: a y value to compare with, drawn as a dotted line.
     """
     known = sorted((row for row in rows if x.scaled(row) is not None and y.scaled(row) is not None), key=x.scaled)
     names = list(dict.fromkeys(row[by] for row in rows))
@@ -96,21 +89,16 @@ def lines(
             if own:
                 label = _short(str(name))
                 axes.plot(xs, ys, label=label, color=f"C{number}", marker=marker, markersize=5, linestyle=style)
-            if interval is not None:
-                low, high = ([end.scaled(row) for row in own] for end in interval)
-                axes.vlines(xs, low, high, color=f"C{number}")
         if log_x:
             _make_log(axes, "x")
         if log_y:
             _make_log(axes, "y")
-        elif from_zero:
+        else:
             axes.set_ylim(bottom=0)
         if ticks:
             labels = {x.scaled(row): x.text(row) for row in known}
             axes.set_xticks(list(labels), list(labels.values()))
             axes.minorticks_off()
-        if level is not None:
-            axes.axhline(level, color="black", linewidth=1, linestyle=":")
         axes.set(xlabel=x.name, ylabel=y.name)
 
     return Plot(title=title, draw=draw, note=note)
@@ -133,24 +121,6 @@ def bars(
         axes.set(xlabel=x_label)
 
     return Plot(title=title, draw=draw, note=note, height_inches=1.6 + 0.34 * len(rows))
-
-
-def ecdf(
-    title: str, samples: Mapping[str, Sequence[float]], *, x_label: str, log_x: bool = False, note: str = ""
-) -> Plot:
-    """The share of each set of samples that is at most x."""
-
-    def draw(axes: "Axes") -> None:
-        for name, values in samples.items():
-            steps = min(len(values), _MOST_STEPS)
-            axes.ecdf(np.quantile(values, np.linspace(0, 1, steps), method="nearest"), label=_short(name))
-        if log_x:
-            _make_log(axes, "x")
-        else:
-            axes.set_xlim(left=0)
-        axes.set(xlabel=x_label, ylabel="share at most this")
-
-    return Plot(title=title, draw=draw, note=note)
 
 
 def heat_map(

@@ -1,37 +1,29 @@
 """``tightwire bench serve``: puts load on a running server and measures it as its clients would.
 
-Steps: reach the server, find out which fields it accepts, fit prompts to the requested length by the server's own count,
-then for each load warm up, measure, print and write files. Results are kept when the server dies and after Ctrl-C.
+Steps: reach the server, fit prompts to the requested length by the server's own count, then for each load warm up, measure,
+print and write files. Results are kept when the server dies and after Ctrl-C.
 """
 
 import asyncio
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import httpx
-
 from tightwire.bench.client import BenchClient, Prompt
 from tightwire.bench.report.environment import without_password
-from tightwire.bench.report.page import Item, ecdf, lines
+from tightwire.bench.report.page import Item, lines
 from tightwire.bench.report.table import Column, Metric, Row, Table
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.bench.serve.cells import OUTPUT_RATE, latency_table, rate_table, summarize, warnings_of
 from tightwire.bench.serve.load import LoadRun, run_load
 from tightwire.bench.serve.options import ServeBenchOptions
-from tightwire.bench.serve.workload import Workload, send_accepted_fields
+from tightwire.bench.serve.workload import Workload
 from tightwire.server.cli.remote import Remote, RemoteError, connect
 
 _CSV_KEYS = (
     *("load", "index", "sent_s", "late_s", "ttft_s", "tpot_s", "e2e_s"),
     *("num_prompt", "num_cached", "num_generated", "finish_reason", "error"),
 )
-_WITHOUT = {
-    "ignore_eos": "answers may end before their length, so rates of different servers count different answers",
-    "stream_options": "it may not report token counts; then events with text are counted",
-}
-STARTUP_METRIC = re.compile(r"^tightwire_startup_seconds(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE)
 
 
 class ServeBench(Bench[ServeBenchOptions]):
@@ -55,9 +47,9 @@ class ServeBench(Bench[ServeBenchOptions]):
         options = self.options
         workload = options.make_workload()
         remote = connect(options.url, model=options.model, api_key=options.api_key)
-        url, startup_s = without_password(remote.base), startup_seconds(remote)
-        self.facts["server"] = {"url": url, "model": remote.model, "startup_s": startup_s, "refused": []}
+        self.facts["server"] = {"url": without_password(remote.base), "model": remote.model}
         self.facts["workload"] = {**workload.facts(), "seed": options.seed}
+        self.facts["request"] = options.body()
         try:
             with self.progress:
                 asyncio.run(self._measure(remote, workload))
@@ -74,7 +66,8 @@ class ServeBench(Bench[ServeBenchOptions]):
 
     def csv(self, result: Mapping[str, Any]) -> Table:
         """A row for each request."""
-        return Table(columns=[Column(key, key) for key in _CSV_KEYS], rows=_requests(result["cells"]))
+        rows = [{"load": cell["name"], **raw} for cell in result["cells"] for raw in cell["raw"]]
+        return Table(columns=[Column(key, key) for key in _CSV_KEYS], rows=rows)
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
         server, workload = result["server"], result["workload"]
@@ -90,11 +83,11 @@ class ServeBench(Bench[ServeBenchOptions]):
     async def _measure(self, remote: Remote, workload: Workload) -> None:
         options = self.options
         async with BenchClient(remote, timeout_s=options.timeout_s, extra_body=options.body()) as client:
-            body, refused = await send_accepted_fields(client, options.body(), workload.trial())
-            self.facts["server"]["refused"], self.facts["request"] = refused, body
             await workload.fit(client)
             self.facts["workload"] |= workload.facts()
-            self._show_head()
+            facts = ", ".join(f"{name} {value}" for name, value in self.facts["workload"].items() if name != "name")
+            server = self.facts["server"]
+            self.print(f"{server['model']} at {server['url']}: {self.facts['workload']['name']} prompts, {facts}\n")
             for number, load in enumerate(options.loads):
                 self._running = run = LoadRun(load=load, num_requests=options.requests_of(number))
                 warmups = workload.take(options.warmups_of(number))
@@ -139,44 +132,15 @@ class ServeBench(Bench[ServeBenchOptions]):
             return str(error)
         return None
 
-    def _show_head(self) -> None:
-        server, workload = self.facts["server"], self.facts["workload"]
-        facts = ", ".join(f"{name} {value}" for name, value in workload.items() if name != "name")
-        self.print(f"{server['model']} at {server['url']}: {workload['name']} prompts, {facts}")
-        for name in server["refused"]:
-            self.note(f"the server refuses {name}: {_WITHOUT[name]}")
-        if server["startup_s"] is not None:
-            self.print(f"the server was ready {server['startup_s']:.2f} s after its start")
-        self.print("")
-
-
-def _requests(cells: Sequence[Row]) -> list[dict[str, Any]]:
-    return [{"load": cell["name"], **raw} for cell in cells for raw in cell["raw"]]
-
 
 def _plots(cells: Sequence[Row]) -> list[Item]:
-    ttfts = {cell["name"]: [raw["ttft_s"] for raw in cell["raw"] if raw["ttft_s"] is not None] for cell in cells}
-    gaps = {cell["name"]: [gap for raw in cell["raw"] for gap in raw["itl_s"]] for cell in cells}
-    plots: list[Item] = []
-    for name, samples, note in (
-        ("TTFT", ttfts, "From sending a request to the first text."),
-        ("ITL", gaps, "Gaps between events with text; an event may hold several tokens."),
-    ):
-        if known := {load: [1e3 * value for value in values] for load, values in samples.items() if values}:
-            plots.append(ecdf(f"{name}: share at most this", known, x_label=f"{name}, ms", note=note))
-    if len(cells) > 1:
-        by_rate = cells[0]["concurrency"] is None
-        x = Column("requests per second", "request_rate", "g") if by_rate else Column("in flight", "concurrency", "g")
-        rows = [{**cell, "all": "all requests"} for cell in cells]
-        plots.append(lines("Throughput by load", rows, by="all", x=x, y=OUTPUT_RATE, ticks=True, log_y=False))
-    return plots
-
-
-def startup_seconds(remote: Remote) -> float | None:
-    """Seconds from the server's start until it was ready; None for a server whose /metrics does not say so."""
-    try:
-        page = httpx.get(f"{remote.root}/metrics", timeout=remote.timeout(5.0), trust_env=remote.trust_env)
-    except httpx.HTTPError:
-        return None
-    found = STARTUP_METRIC.search(page.text) if page.status_code == 200 else None
-    return float(found.group(1)) if found else None
+    if len(cells) < 2:
+        return []
+    by_rate = cells[0]["concurrency"] is None
+    x = Column("requests per second", "request_rate", "g") if by_rate else Column("in flight", "concurrency", "g")
+    rows = [{**cell, "all": "all requests"} for cell in cells]
+    ttft = Column("TTFT, ms, median", "ttft_s.p50", ".1f", 1e3)
+    return [
+        lines(f"{title} by load", rows, by="all", x=x, y=y, ticks=True, log_y=False)
+        for title, y in (("Throughput", OUTPUT_RATE), ("Time to first token", ttft))
+    ]

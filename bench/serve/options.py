@@ -54,7 +54,11 @@ class ServeBenchOptions(OutputOptions):
     ignore_eos: bool = option(True, "generate the full length")
     temperature: float = option(0.0, "sampling temperature", least=0)
     extra_body: dict[str, Any] = option(
-        None, "more fields for every request", metavar="JSON", parse=_parse_json_object, default_factory=dict
+        None,
+        'more fields for every request; null leaves one out, as in {"stream_options": null} for a server that refuses it',
+        metavar="JSON",
+        parse=_parse_json_object,
+        default_factory=dict,
     )
     # With the same prompts as in an earlier run, the server's prefix cache would be warm.
     seed: int = option(

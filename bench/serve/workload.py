@@ -1,4 +1,4 @@
-"""Generated prompts of a given length by the server's own count, and the request fields that a server accepts.
+"""Generated prompts of a given length by the server's own count.
 
 A prefix cache answers a repeated prompt many times faster, so each prompt is used once, and random prompts share no
 beginning, within a run or between runs with different seeds.
@@ -6,7 +6,6 @@ beginning, within a run or between runs with different seeds.
 
 import math
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,10 +41,6 @@ class Workload:
 
     def take(self, count: int) -> list[Prompt]:
         return [self._next() for _ in range(count)]
-
-    def trial(self) -> Prompt:
-        """A prompt of the kind that will be sent, for one token."""
-        return Prompt(content=self._content("", "Hello"), max_tokens=1)
 
     def words(self, num_tokens: int) -> int:
         """The words of a prompt of ``num_tokens`` tokens, at least one."""
@@ -125,25 +120,3 @@ class Workload:
 
 def _text(source: random.Random, num_words: int) -> str:
     return " ".join(source.choices(english_words(), k=num_words))
-
-
-async def send_accepted_fields(
-    client: BenchClient, body: Mapping[str, Any], trial: Prompt
-) -> tuple[dict[str, Any], list[str]]:
-    """Make ``client`` send those fields of ``body`` that the server accepts; returns them, and the names it refused.
-
-    Raises:
-        RemoteError: it refuses the request in every form; has its answer to the full request.
-    """
-    without = {name: value for name, value in body.items() if name != "ignore_eos"}
-    first_error: str | None = None
-    for fields, asks_usage in [(dict(body), True), (dict(body), False), (without, True), (without, False)]:
-        client.send_fields(fields, asks_usage=asks_usage)
-        sample = await client.measure(trial)
-        if sample.error is None:
-            lost = [name for name in body if name not in fields]
-            return fields, [*lost, *([] if asks_usage else ["stream_options"])]
-        first_error = first_error or sample.error
-        if not sample.error.startswith(_REFUSED):
-            break
-    raise RemoteError(f"a trial request failed: {first_error}")
