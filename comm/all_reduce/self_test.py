@@ -8,7 +8,6 @@ import hashlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,8 +40,7 @@ def self_test(
     get the same verdicts. Raises CollectiveTimeoutError or PeerLostError if a rank does not arrive.
     """
     checks = [
-        _Check(KnownSum(group.rank, group.world_size, rows * row_elems, dtype, group.device))
-        for rows in sorted({1, max_rows})
+        KnownSum(group.rank, group.world_size, rows * row_elems, dtype, group.device) for rows in sorted({1, max_rows})
     ]
     return [_judge(group, name, all_reduce, checks) for name, all_reduce in candidates.items()]
 
@@ -62,43 +60,36 @@ def agree(world: Group, verdicts: Sequence[Verdict], group_size: int) -> list[Ve
     return agreed
 
 
-@dataclass(frozen=True, slots=True)
-class _Check:
-    known: "KnownSum"
-
-    @property
-    def words(self) -> str:
-        known = self.known
-        random_bytes = known.num_bytes * known.random_elems // known.num_elems
-        return f"{known.num_bytes} B" + (f" ({random_bytes} B, repeated)" if random_bytes < known.num_bytes else "")
-
-    def problem(self, group: Group, all_reduce: AllReduce) -> tuple[str, bytes]:
-        """The error found (empty: none), and a digest of the result's bits."""
-        given, sent_before = self.known.own(), group.bytes_sent
-        try:
-            result = all_reduce(given, PHASE)
-            sent = group.bytes_sent - sent_before
-            return self._wrong(all_reduce, given, result, sent), _digest(result)
-        except CommError:
-            raise
-        except Exception as error:  # noqa: BLE001 - an algorithm that raises anything is not used
-            return f"raised {type(error).__name__}: {error}", bytes(_DIGEST_BYTES)
-
-    def _wrong(self, all_reduce: AllReduce, given: Tensor, result: Tensor, sent: int) -> str:
-        size = f"{given.nbytes} B"
-        if result.shape != given.shape or result.dtype != given.dtype:
-            return f"{size}: gave {tuple(result.shape)} {result.dtype} for {tuple(given.shape)} {given.dtype}"
-        if not self.known.is_own(given):
-            return f"{size}: changed its input"
-        num_wrong, largest = self.known.errors(result, all_reduce)
-        if num_wrong:
-            return f"{size}: {num_wrong} of {given.numel()} sums exceed the error bound, the largest error is {largest:.3g}"
-        stated = all_reduce.wire_bytes(given.numel(), given.element_size())
-        return "" if sent == stated else f"{size}: sent {sent} B, expected {stated}"
+def _problem(group: Group, all_reduce: AllReduce, known: "KnownSum") -> tuple[str, bytes]:
+    """The error found (empty: none), and a digest of the result's bits."""
+    given, sent_before = known.own(), group.bytes_sent
+    try:
+        result = all_reduce(given, PHASE)
+        sent = group.bytes_sent - sent_before
+        bits = result.contiguous().view(-1).view(torch.uint8).cpu().numpy()
+        digest = hashlib.blake2b(bits.data, digest_size=_DIGEST_BYTES).digest()
+        problem = _wrong(all_reduce, known, given, result, sent)
+        return problem and f"{given.nbytes} B: {problem}", digest
+    except CommError:
+        raise
+    except Exception as error:  # noqa: BLE001 - an algorithm that raises anything is not used
+        return f"raised {type(error).__name__}: {error}", bytes(_DIGEST_BYTES)
 
 
-def _judge(group: Group, name: str, all_reduce: AllReduce, checks: Sequence[_Check]) -> Verdict:
-    found = [check.problem(group, all_reduce) for check in checks]
+def _wrong(all_reduce: AllReduce, known: "KnownSum", given: Tensor, result: Tensor, sent: int) -> str:
+    if result.shape != given.shape or result.dtype != given.dtype:
+        return f"gave {tuple(result.shape)} {result.dtype} for {tuple(given.shape)} {given.dtype}"
+    if not known.is_own(given):
+        return "changed its input"
+    num_wrong, largest = known.errors(result, all_reduce)
+    if num_wrong:
+        return f"{num_wrong} of {given.numel()} sums exceed the error bound, the largest error is {largest:.3g}"
+    stated = all_reduce.wire_bytes(given.numel(), given.element_size())
+    return "" if sent == stated else f"sent {sent} B, expected {stated}"
+
+
+def _judge(group: Group, name: str, all_reduce: AllReduce, checks: Sequence["KnownSum"]) -> Verdict:
+    found = [_problem(group, all_reduce, known) for known in checks]
     problem = next((problem for problem, _ in found if problem), "").encode()[:_PROBLEM_BYTES]
     own = struct.pack(f"{_PROBLEM_BYTES}s", problem) + b"".join(digest for _, digest in found)
     message = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(group.device)
@@ -109,13 +100,8 @@ def _judge(group: Group, name: str, all_reduce: AllReduce, checks: Sequence[_Che
     for rank, report in enumerate(reports):
         if report != reports[0]:
             return Verdict(algorithm=name, ok=False, detail=f"ranks 0 and {rank} have different bits")
-    sizes = " and ".join(check.words for check in checks)
-    return Verdict(algorithm=name, ok=True, detail=f"checked with {sizes} of {str(checks[0].known.dtype)[6:]}")
-
-
-def _digest(result: Tensor) -> bytes:
-    raw = result.contiguous().view(-1).view(torch.uint8).cpu().numpy()
-    return hashlib.blake2b(raw.data, digest_size=_DIGEST_BYTES).digest()
+    detail = f"checked with {' and '.join(map(str, checks))} of {str(checks[0].dtype)[6:]}"
+    return Verdict(algorithm=name, ok=True, detail=detail)
 
 
 _ALL_RANKS_ELEMS = 1 << 19  # random numbers of all ranks together: tens of milliseconds, tens of MiB for the bounds
@@ -124,13 +110,6 @@ _PIECES = 4  # the random numbers are this many times as long as a piece
 _GROUP_ELEMS = 128  # a multiple of every codec's group
 _STEPS = 1 << 22  # steps per unit: numbers from -2 to 2, all exact in float32
 _SEED = 1234
-
-
-class Errors(NamedTuple):
-    """``num_wrong``: elements outside the bound. ``largest``: the largest error, NaN if there is one."""
-
-    num_wrong: int
-    largest: float
 
 
 class KnownSum:
@@ -149,7 +128,7 @@ class KnownSum:
         shape = (world_size, num_random)
         steps = torch.randint(-2 * _STEPS, 2 * _STEPS, shape, generator=generator, dtype=torch.int32)
         self._inputs = list((steps / _STEPS).to(dtype).to(device).unbind())
-        self._own = self._inputs[rank]
+        self._own, self.dtype = self._inputs[rank], dtype
         self._exact = torch.zeros(num_random, dtype=torch.float64, device=device)
         for x in self._inputs:
             self._exact += x
@@ -162,13 +141,9 @@ class KnownSum:
             last = self._pieces[-1]
             self._pieces[-1] = slice(last.start, last.stop - len(places) * length + num_elems)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._own.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_elems * self._own.element_size()
+    def __str__(self) -> str:
+        sizes = [num_elems * self.dtype.itemsize for num_elems in (self.num_elems, self.random_elems)]
+        return f"{sizes[0]} B" + (f" ({sizes[1]} B, repeated)" if sizes[1] < sizes[0] else "")
 
     def own(self) -> Tensor:
         """This rank's message, (num_elems,), as a new tensor."""
@@ -178,8 +153,8 @@ class KnownSum:
         """Whether ``x_N`` still equals this rank's message."""
         return all(torch.equal(part, self._own[piece]) for part, piece in self._parts(x_N))
 
-    def errors(self, result_N: Tensor, all_reduce: AllReduce) -> Errors:
-        """Compare ``result_N``, piece by piece, with the exact sum and the bound ``all_reduce.max_error``."""
+    def errors(self, result_N: Tensor, all_reduce: AllReduce) -> tuple[int, float]:
+        """The number of sums of ``result_N`` outside ``all_reduce.max_error``, and the largest error (NaN if there is one)."""
         bound = all_reduce.max_error(self._inputs)
         last, last_bound = self._pieces[-1], None
         if (last.stop - last.start) % _GROUP_ELEMS:
@@ -190,7 +165,7 @@ class KnownSum:
             piece_bound = last_bound if last_bound is not None and piece is last else bound[piece]
             num_right.append((error <= piece_bound).sum())  # a NaN is never within the bound
             largest.append(error.max())
-        return Errors(self.num_elems - int(torch.stack(num_right).sum()), float(torch.stack(largest).max()))
+        return self.num_elems - int(torch.stack(num_right).sum()), float(torch.stack(largest).max())
 
     def _parts(self, x_N: Tensor) -> Iterator[tuple[Tensor, slice]]:
         lengths = [piece.stop - piece.start for piece in self._pieces]

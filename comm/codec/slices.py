@@ -16,6 +16,11 @@ from tightwire.kernels import block_quant
 SUMMABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def check_summable(x: Tensor) -> None:
+    if x.dtype not in SUMMABLE:
+        raise TypeError(f"numbers must be {', '.join(map(str, SUMMABLE))}, got {x.dtype}; convert them first")
+
+
 def slice_lengths(num_elems: int, num_slices: int, multiple: int = 1) -> list[int]:
     """Lengths of consecutive slices of ceil(n / slices) elements, rounded up to a ``multiple``; the last may be short.
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightwire.comm.codec.codec import Codec, parse_codec
-from tightwire.comm.codec.slices import SUMMABLE, as_bytes, slice_lengths, sum_encoded
+from tightwire.comm.codec.slices import SUMMABLE, as_bytes, check_summable, slice_lengths, sum_encoded
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import Moved, nothing_told
 from tightwire.comm.transport.legs import exchange_encoded
@@ -44,7 +44,7 @@ def all_gather(group: Group, x: Tensor, codec: Codec = NONE, *, phase: str = "",
     cannot be encoded.
     """
     if not codec.exact:
-        _check_summable(x)
+        check_summable(x)
     if group.world_size == 1 or x.numel() == 0:
         return [x.contiguous() for _ in range(group.world_size)]
     coding = group.ledger.coding_if(not codec.exact)
@@ -99,7 +99,7 @@ def reduce_scatter(group: Group, x: Tensor, codec: Codec = NONE, dtype: torch.dt
     Error: ``quantized_sum_bound`` and the last rounding. Cost: ``reduce_scatter_bytes``. Raises TypeError for other
     dtypes.
     """
-    _check_summable(x)
+    check_summable(x)
     dtype = dtype or x.dtype
     if group.world_size == 1 or x.numel() == 0:
         return x.contiguous().view(-1).to(dtype, copy=True)
@@ -166,7 +166,7 @@ def sparse_all_gather(group: Group, indices_K: Tensor, values_K: Tensor) -> list
     """
     if indices_K.dtype not in _INDEX_TYPES:
         raise TypeError(f"indices must be {' or '.join(map(str, _INDEX_TYPES))}, got {indices_K.dtype}")
-    _check_summable(values_K)
+    check_summable(values_K)
     if indices_K.dim() != 1 or indices_K.shape != values_K.shape:
         raise ValueError(
             f"indices and values must be one-dimensional and of equal length, got {tuple(indices_K.shape)} and {tuple(values_K.shape)}"
@@ -195,10 +195,4 @@ def sparse_all_gather_bytes(world_size: int, num_pairs: int, index_bytes: int, v
 
 
 def _label(codec: Codec) -> str:
-    """The algorithm's name in the ledger."""
     return "direct" if codec.exact else codec.name
-
-
-def _check_summable(x: Tensor) -> None:
-    if x.dtype not in SUMMABLE:
-        raise TypeError(f"numbers must be {', '.join(map(str, SUMMABLE))}, got {x.dtype}; convert them first")

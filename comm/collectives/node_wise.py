@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.codec.codec import Codec
-from tightwire.comm.codec.slices import SUMMABLE, encode_slices, slice_lengths, sum_encoded
+from tightwire.comm.codec.slices import check_summable, encode_slices, slice_lengths, sum_encoded
 from tightwire.comm.collectives.collectives import NONE
-from tightwire.comm.group.group import Group, NodeGroups
+from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
 from tightwire.comm.transport.legs import exchange_encoded
 
@@ -33,13 +33,15 @@ def hierarchical_reduce_scatter(
 
     Cost: ``hierarchical_bytes``, two rounds. Raises TypeError for other dtypes, ValueError for a group without nodes.
     """
-    if x.dtype not in SUMMABLE:
-        raise TypeError(f"numbers must be {', '.join(map(str, SUMMABLE))}, got {x.dtype}; convert them first")
-    nodes = _nodes_of(group)
+    check_summable(x)
+    if group.nodes is None:
+        raise ValueError(
+            "this group was opened without nodes: open it with comm.group.nodes.join_nodes, or use collectives.reduce_scatter"
+        )
     dtype = dtype or x.dtype
     if x.numel() == 0:
         return x.new_empty(0, dtype=dtype)
-    inside, across, ledger = nodes.inside, nodes.across, group.ledger
+    inside, across, ledger = group.nodes.inside, group.nodes.across, group.ledger
     lengths = hierarchical_slices(x.numel(), group.world_size, inside_codec, across_codec)
     own = _lengths_by_place(inside.world_size, lengths)[inside.rank]
     exact = inside_codec.exact and across_codec.exact
@@ -98,11 +100,3 @@ def _sum_inside(inside: Group, x_N: Tensor, lengths: list[int], codec: Codec) ->
 def _lengths_by_place(per_node: int, lengths: list[int]) -> list[list[int]]:
     """For each place on a node, the slices of the ranks with that place, by node."""
     return [lengths[place::per_node] for place in range(per_node)]
-
-
-def _nodes_of(group: Group) -> NodeGroups:
-    if group.nodes is None:
-        raise ValueError(
-            "this group was opened without nodes: open it with comm.group.nodes.join_nodes, or use collectives.reduce_scatter"
-        )
-    return group.nodes
