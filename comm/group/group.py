@@ -156,11 +156,12 @@ def open_process_group(
             raise CommError(
                 f"rank {rank} of {world_size} could not connect to the others on {device}: {error}"
             ) from error
-        facts = {"rank": rank, "world_size": world_size, "timeout_s": timeout_s, "ledger": ledger}
-        transport = joined = transport_class(library, notes, device=device, **facts)
+        transport = joined = transport_class(
+            library, notes, rank=rank, world_size=world_size, device=device, timeout_s=timeout_s, ledger=ledger
+        )
         joined.barrier()
         if segment_fd is not None:
-            transport = SharedMemoryTransport(segment_fd, library=joined, **facts)
+            transport = SharedMemoryTransport(segment_fd, joined)
         if peer_memory:
             no_peer_memory = add_peer_memory(joined, PrefixStore("peer-memory", store))
     return Group(

@@ -1,38 +1,34 @@
 """Nodes on one machine with a real link between them: network namespaces, veth pairs, the kernel's rate limit.
 
     with EmulatedNetwork(parse_link("1gbit"), num_nodes=2) as network:
-        network.nodes[1].command(["sleep", "1"])       # the command line of a program on that node
-        network.nodes[1].enter()                       # or: move this thread there
+        network.nodes[1].enter()                       # move this thread to the node
         network.measure()                              # the measured bytes per second
 
-Each node is a namespace with one interface; a bridge in its own namespace joins them. Needs root, and ``ip`` and ``tc``
-of iproute2. Latency is not emulated here (many kernels lack netem); ``comm.transport.emulated`` adds it.
+Each node is a namespace with one interface; a bridge in its own namespace joins them. Needs root, and ``ip``, ``tc`` and
+``unshare``. Latency is not emulated here (many kernels lack netem); ``comm.transport.emulated`` adds it.
 
-Namespaces are named after the process that made them, and so is a folder for Unix sockets between nodes (abstract
-sockets are local to a namespace). The end of the context removes them; if the process dies first, a child process does.
+A namespace has no name and exists as long as a process is in it. A child process holds each one until this process ends,
+however it ends, and then removes the folder for Unix sockets between nodes (abstract sockets are local to a namespace).
 """
 
 import contextlib
 import ctypes
 import os
-import re
-import secrets
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
 from tightwire.comm.link.link import Link, line_rate
 
 WIRE = "wire0"  # the interface of every node
-_FOLDER = Path("/run/netns")  # the folder of iproute2's namespaces
-_SOCKETS = Path("/run")  # short, because paths of Unix sockets must be; iproute2 needs it too
-_NAME = re.compile(r"tightwire-(\d+)-[0-9a-f]{4}-(?:\d+|switch)")
-_STEM = re.compile(r"tightwire-(\d+)-[0-9a-f]{4}")
+_SOCKETS = "/run"  # short, because paths of Unix sockets must be
 _MAX_NODES = 64
 _CLONE_NEWNET = 0x40000000
 _COMMAND_TIMEOUT_S = 20.0
@@ -46,12 +42,8 @@ _PACKET_S = _LATE_S = 0.5e-3
 _LEAST_BYTES, _MOST_PACKET_BYTES = 3 << 10, 64 << 10
 _QUEUE_BYTES, _QUEUE_S = 4 << 20, 20e-3  # the queue's limit: more than TCP keeps in flight, so that nothing is dropped
 
-# Starts when told to, or when its standard input ends because the parent has died. In that case it waits, because a command
-# that the parent started may still be making a namespace.
-_REMOVE = (
-    'trap "" INT TERM HUP; read -r _ || sleep 0.5; folder=$1; shift; '
-    'for name; do ip netns del "$name" 2>/dev/null; done; rm -rf -- "$folder"; exit 0'
-)
+# Ends with its standard input, so with the parent.
+_HOLD = 'trap "" INT TERM HUP; echo held; read -r _; rm -rf -- "$0"'
 
 
 class NoEmulatedNetworkError(RuntimeError):
@@ -62,20 +54,16 @@ class NoEmulatedNetworkError(RuntimeError):
 class EmulatedNode:
     """One end of the link. ``interface`` is the one for gloo and NCCL."""
 
-    namespace: str
+    pid: int  # of the process that holds the namespace
     address: str
     interface: str = WIRE
 
-    def command(self, argv: Sequence[str]) -> list[str]:
-        """Return a command line that runs ``argv`` on this node."""
-        return ["ip", "netns", "exec", self.namespace, *argv]
-
     def enter(self) -> None:
         """Move the calling thread to this node permanently; threads and processes it starts later are there too."""
-        with open(_FOLDER / self.namespace, "rb") as file:
+        with open(f"/proc/{self.pid}/ns/net", "rb") as file:
             if _LIBC.setns(file.fileno(), _CLONE_NEWNET):
                 code = ctypes.get_errno()
-                raise OSError(code, f"cannot enter the namespace {self.namespace}: {os.strerror(code)}")
+                raise OSError(code, f"cannot enter the namespace of process {self.pid}: {os.strerror(code)}")
 
     def visit(self, fn: Callable[[], _T]) -> _T:
         """Run ``fn`` on this node in a new thread and return its result; a socket it makes stays on this node."""
@@ -86,6 +74,9 @@ class EmulatedNode:
 
         with ThreadPoolExecutor(1) as visitor:
             return visitor.submit(run).result()
+
+    def run(self, *command: str) -> None:
+        self.visit(partial(_run, *command))
 
 
 class EmulatedNetwork:
@@ -99,21 +90,18 @@ class EmulatedNetwork:
             raise ValueError(f"an emulated network has 2 to {_MAX_NODES} nodes, got {num_nodes}")
         if reason := why_impossible():
             raise NoEmulatedNetworkError(reason)
-        _sweep()
         self.link = link
-        stem = f"tightwire-{os.getpid()}-{secrets.token_hex(2)}"
-        self.folder = _SOCKETS / stem  # accessible to this user only
-        self.nodes = tuple(EmulatedNode(f"{stem}-{i}", f"10.0.0.{i + 1}") for i in range(num_nodes))
-        self._switch = f"{stem}-switch"
-        names = [self._switch, *(node.namespace for node in self.nodes)]
-        # Started before there is anything to remove, in its own session, so that Ctrl-C does not reach it.
-        self._remover = subprocess.Popen(
-            ["sh", "-c", _REMOVE, "sh", str(self.folder), *names], stdin=subprocess.PIPE, start_new_session=True
-        )
+        try:
+            self.folder = Path(tempfile.mkdtemp(prefix=f"tightwire-{os.getpid()}-", dir=_SOCKETS))  # for this user only
+        except OSError as error:
+            raise NoEmulatedNetworkError(f"no folder can be made in {_SOCKETS}: {error.strerror}") from error
+        self._holders: list[subprocess.Popen[bytes]] = []
         self._awake = contextlib.ExitStack()
         try:
             self._awake.enter_context(_cores_awake())
-            self._build(names)
+            self._switch = EmulatedNode(self._hold(), "")
+            self.nodes = tuple(EmulatedNode(self._hold(), f"10.0.0.{i + 1}") for i in range(num_nodes))
+            self._connect()
         except BaseException:
             self.close()
             raise
@@ -127,10 +115,13 @@ class EmulatedNetwork:
     def close(self) -> None:
         """Remove everything; may be called twice. A node with running processes continues to exist, without a link."""
         self._awake.close()
-        assert self._remover.stdin is not None
-        if not self._remover.stdin.closed:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the remover ends by itself later
-                self._remover.communicate(b"\n", timeout=_COMMAND_TIMEOUT_S)
+        for holder in self._holders:
+            assert holder.stdin is not None
+            holder.stdin.close()
+        for holder in self._holders:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it ends by itself later
+                holder.wait(_COMMAND_TIMEOUT_S)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self
@@ -138,40 +129,46 @@ class EmulatedNetwork:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _build(self, names: Sequence[str]) -> None:
-        try:
-            self.folder.mkdir(mode=0o700)
-        except OSError as error:
-            raise NoEmulatedNetworkError(f"{self.folder} cannot be made: {error.strerror}") from error
-        for name in names:
-            _run("ip", "netns", "add", name)
-        _run("ip", "-n", self._switch, "link", "add", "bridge", "up", "type", "bridge")
+    def _hold(self) -> int:
+        """Start a process in a new namespace, and in its own session, so that Ctrl-C does not reach it; return its id."""
+        command = ["unshare", "--net", "sh", "-c", _HOLD, str(self.folder)]
+        pipe = subprocess.PIPE
+        holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True)
+        self._holders.append(holder)
+        assert holder.stdout is not None
+        with holder.stdout as told:
+            line = told.readline().decode().strip()
+        if line != "held":
+            raise NoEmulatedNetworkError(f"a network namespace cannot be made: {line}")
+        return holder.pid
+
+    def _connect(self) -> None:
+        self._switch.run("ip", "link", "add", "bridge", "up", "type", "bridge")
         for i, node in enumerate(self.nodes):
-            inside, wire, port = node.namespace, node.interface, f"port{i}"
-            _run(
-                "ip", "link", "add", wire, "netns", inside, "type", "veth", "peer", "name", port, "netns", self._switch
-            )
-            _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
-            _run("ip", "-n", inside, "link", "set", "lo", "up")
-            _run("ip", "-n", inside, "addr", "add", f"{node.address}/24", "dev", wire)
-            _run("ip", "-n", inside, "link", "set", wire, "up")
+            wire, port = node.interface, f"port{i}"
+            peer = ("peer", "name", port, "netns", str(self._switch.pid))
+            _run("ip", "link", "add", wire, "netns", str(node.pid), "type", "veth", *peer)
+            self._switch.run("ip", "link", "set", port, "master", "bridge", "up")
+            node.run("ip", "link", "set", "lo", "up")
+            node.run("ip", "addr", "add", f"{node.address}/24", "dev", wire)
+            node.run("ip", "link", "set", wire, "up")
             # Reno is in every kernel, and without losses the choice of algorithm has no effect.
-            _run("ip", "-n", inside, "route", "change", "10.0.0.0/24", "dev", wire, "congctl", "reno")
+            node.run("ip", "route", "change", "10.0.0.0/24", "dev", wire, "congctl", "reno")
             node.visit(_keep_speed_when_idle)
-            self._limit(inside, wire)
+            self._limit(node, wire)
             if len(self.nodes) > 2:  # with two nodes, the sender's limit also limits the receiver
                 self._limit(self._switch, port)
 
-    def _limit(self, namespace: str, interface: str) -> None:
+    def _limit(self, node: EmulatedNode, interface: str) -> None:
         rate = self.link.bytes_per_s
         if rate is None:
             return
         packet = min(max(int(rate * _PACKET_S), _LEAST_BYTES), _MOST_PACKET_BYTES)
-        _run("ip", "-n", namespace, "link", "set", interface, "gso_max_size", str(packet))
+        node.run("ip", "link", "set", interface, "gso_max_size", str(packet))
         burst = packet + max(int(rate * _LATE_S), _LEAST_BYTES)
         limit = max(_QUEUE_BYTES, int(rate * _QUEUE_S))
         tbf = ("tbf", "rate", f"{int(rate * 8)}bit", "burst", str(burst), "limit", str(limit))
-        _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *tbf)
+        node.run("tc", "qdisc", "add", "dev", interface, "root", *tbf)
 
 
 def why_impossible() -> str:
@@ -181,22 +178,9 @@ def why_impossible() -> str:
         return f"network namespaces are Linux's; {advice}"
     if os.geteuid() != 0:
         return f"only root makes network namespaces; {advice}"
-    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
+    if missing := [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]:
         return f"{' and '.join(missing)} not found; {advice}"
     return ""
-
-
-def _sweep() -> None:
-    """Remove namespaces and folders of processes that were killed together with their remover."""
-    for path in _FOLDER.glob("tightwire-*") if _FOLDER.is_dir() else ():
-        match = _NAME.fullmatch(path.name)
-        if match and not Path(f"/proc/{match[1]}").exists():
-            with contextlib.suppress(NoEmulatedNetworkError):  # another process may remove it at the same time
-                _run("ip", "netns", "del", path.name)
-    for path in _SOCKETS.glob("tightwire-*"):
-        match = _STEM.fullmatch(path.name)
-        if match and not Path(f"/proc/{match[1]}").exists():
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _run(*command: str) -> None:

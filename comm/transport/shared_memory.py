@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tightwire.comm.errors import CommError
-from tightwire.comm.ledger.ledger import Ledger
-from tightwire.comm.protocols import FusedAllReduce, Moved, Transport, nothing_told
+from tightwire.comm.protocols import FusedAllReduce, Moved, nothing_told
+from tightwire.comm.transport.process_group import ProcessGroupTransport
 from tightwire.comm.transport.shared_all_reduce import SharedAllReduce
 from tightwire.comm.transport.shared_board import BARRIER, EXCHANGE, GATHER, SHIFT
 from tightwire.comm.transport.shared_waits import SharedTurns
@@ -23,19 +23,8 @@ from tightwire.kernels.cpu.shared_sums import call_word
 class SharedMemoryTransport(SharedTurns):
     """One rank's end of a segment (``comm.transport.segment``). ``library`` runs its own all-reduce, for ``native``."""
 
-    def __init__(
-        self,
-        fd: int,
-        *,
-        rank: int,
-        world_size: int,
-        library: Transport,
-        timeout_s: float,
-        ledger: Ledger | None = None,
-    ) -> None:
-        super().__init__(
-            fd, rank=rank, world_size=world_size, timeout_s=timeout_s, ledger=Ledger() if ledger is None else ledger
-        )
+    def __init__(self, fd: int, library: ProcessGroupTransport) -> None:
+        super().__init__(fd, library.rank, library.world_size, library.timeout_s, library.ledger)
         self.fused: FusedAllReduce | None = SharedAllReduce(self)
         self._library = library
         self._others = self.board.others
@@ -59,25 +48,25 @@ class SharedMemoryTransport(SharedTurns):
     def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
         lengths = [buf.numel()] * self.world_size if sizes is None else sizes
         received = [buf if peer == self.rank else buf.new_empty(lengths[peer]) for peer in range(self.world_size)]
-        step, call = self.board.chunk_bytes, call_word(GATHER, num_elems=sum(lengths))
-        for start in range(0, max(lengths), step):
-            self._send([buf[start : start + step]], call)
-            for peer in self._others:
-                self._read(peer, received[peer][start : start + step], 0, call)
-        self.bytes_sent += (self.world_size - 1) * buf.numel()
+        self._gather(buf, received, lengths)
         return received
 
     def gather_into(self, buf: Tensor, out: Tensor, moved: Moved = nothing_told) -> None:
-        size, step, call = buf.numel(), self.board.chunk_bytes, call_word(GATHER, num_elems=out.numel())
-        parts = out.view(self.world_size, size)
-        for start in range(0, size, step):
+        self._gather(buf, out.view(self.world_size, buf.numel()).unbind(), [buf.numel()] * self.world_size, moved)
+
+    def _gather(
+        self, buf: Tensor, parts: Sequence[Tensor], lengths: Sequence[int], moved: Moved = nothing_told
+    ) -> None:
+        step, call, own = self.board.chunk_bytes, call_word(GATHER, num_elems=sum(lengths)), parts[self.rank]
+        for start in range(0, max(lengths), step):
             piece = buf[start : start + step]
             self._send([piece], call)
-            parts[self.rank][start : start + step].copy_(piece)
+            if own is not buf:
+                own[start : start + step].copy_(piece)
             for peer in self._others:
                 self._read(peer, parts[peer][start : start + step], 0, call)
             moved(self.world_size * len(piece))
-        self.bytes_sent += (self.world_size - 1) * size
+        self.bytes_sent += (self.world_size - 1) * buf.numel()
 
     def shift(self, buf: Tensor, recv_bytes: int | None = None) -> Tensor:
         received = buf.new_empty(buf.numel() if recv_bytes is None else recv_bytes)

@@ -31,7 +31,7 @@ class SharedTurns:
     ``ledger``: the group's; errors quote its running collective and those of the other ranks.
     """
 
-    def __init__(self, fd: int, *, rank: int, world_size: int, timeout_s: float, ledger: Ledger) -> None:
+    def __init__(self, fd: int, rank: int, world_size: int, timeout_s: float, ledger: Ledger) -> None:
         self.rank, self.world_size = rank, world_size
         self.bytes_sent = 0
         self.board = SharedBoard(fd, rank, world_size, ledger)

@@ -16,8 +16,6 @@ from tightwire.comm.link.link import parse_link
 
 pytestmark = pytest.mark.alone
 
-_FOLDER = Path("/run/netns")
-
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[EmulatedNetwork]:
@@ -27,10 +25,6 @@ def network() -> Iterator[EmulatedNetwork]:
         pytest.skip(f"no emulated network here: {error}")
     with made:
         yield made
-
-
-def _namespaces(pid: int) -> list[str]:
-    return sorted(path.name for path in _FOLDER.glob(f"tightwire-{pid}-*"))
 
 
 def _folders(pid: int) -> list[Path]:
@@ -76,7 +70,7 @@ def test_the_rate_is_measured_and_what_was_made_for_it_is_gone(network: Emulated
 def test_a_node_is_not_on_the_machines_own_network(network: EmulatedNetwork) -> None:
     first, second = network.nodes
 
-    shown = subprocess.run(first.command(["ip", "-o", "addr"]), capture_output=True, text=True, check=True).stdout
+    shown = first.visit(lambda: subprocess.run(["ip", "-o", "addr"], capture_output=True, text=True, check=True).stdout)
 
     assert "wire0" in shown and first.address in shown and second.address not in shown
     assert "wire0" not in _interfaces() and "port0" not in _interfaces()
@@ -109,7 +103,7 @@ def test_a_thread_enters_a_node_alone(network: EmulatedNetwork) -> None:
 
     inside = network.nodes[0].visit(lambda: os.stat("/proc/thread-self/ns/net").st_ino)
 
-    assert inside == os.stat(_FOLDER / network.nodes[0].namespace).st_ino != own
+    assert inside == os.stat(f"/proc/{network.nodes[0].pid}/ns/net").st_ino != own
     assert os.stat("/proc/thread-self/ns/net").st_ino == own
 
 
@@ -126,10 +120,9 @@ def test_three_nodes_reach_each_other_and_nothing_stays(network: EmulatedNetwork
             place = listener.getsockname()
             caller = three.nodes[0].visit(lambda: socket.create_connection(place, timeout=60))
             caller.close()
-        assert len(_namespaces(os.getpid())) == 4 + 3
-    assert _namespaces(os.getpid()) == sorted(
-        [network._switch, *(node.namespace for node in network.nodes)]  # the fixture's own
-    )
+        assert three.folder in _folders(os.getpid())
+    assert not any(_is_alive(node.pid) for node in three.nodes)
+    assert _folders(os.getpid()) == [network.folder]  # the fixture's own
     assert _interfaces() == before
 
 
@@ -138,17 +131,23 @@ import sys, time
 from tightwire.comm.link.emulated_network import EmulatedNetwork
 from tightwire.comm.link.link import parse_link
 network = EmulatedNetwork(parse_link("1gbit"))
-print("made", network._remover.pid, flush=True)
+print(network._switch.pid, *(node.pid for node in network.nodes), flush=True)
 time.sleep(60)
 """
 
 
-def _start_maker() -> tuple[subprocess.Popen[str], int]:
+def _start_maker() -> tuple[subprocess.Popen[str], list[int]]:
+    """A process with a network, and the processes that hold its namespaces."""
     maker = subprocess.Popen([sys.executable, "-c", _MAKER], stdout=subprocess.PIPE, text=True)
     assert maker.stdout is not None
-    word, remover = maker.stdout.readline().split()
-    assert word == "made"
-    return maker, int(remover)
+    return maker, [int(word) for word in maker.stdout.readline().split()]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _end(maker: subprocess.Popen[str]) -> None:
@@ -166,44 +165,38 @@ def _wait_until(done: Callable[[], bool]) -> None:
 
 
 def test_a_killed_process_leaves_nothing_behind(network: EmulatedNetwork) -> None:
-    maker, _ = _start_maker()
-    assert len(_namespaces(maker.pid)) == 3
+    maker, holders = _start_maker()
+    assert len(holders) == 3 and all(map(_is_alive, holders))
     (folder,) = _folders(maker.pid)
     assert folder.stat().st_mode & 0o777 == 0o700
     (folder / "socket").touch()
 
     _end(maker)
 
-    _wait_until(lambda: not _namespaces(maker.pid) and not _folders(maker.pid))
+    _wait_until(lambda: not any(map(_is_alive, holders)) and not _folders(maker.pid))
 
 
-def test_what_a_process_was_about_to_make_when_it_was_killed_goes_too(network: EmulatedNetwork, tmp_path: Path) -> None:
+def test_a_process_killed_while_it_makes_a_network_leaves_nothing(network: EmulatedNetwork, tmp_path: Path) -> None:
     begun, slow = tmp_path / "begun", tmp_path / "ip"
     slow.write_text(f'#!/bin/sh\n[ "$2" = add ] && touch {begun} && sleep 0.2\nexec {shutil.which("ip")} "$@"\n')
     slow.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     maker = subprocess.Popen([sys.executable, "-c", _MAKER], stdout=subprocess.PIPE, text=True, env=environment)
     _wait_until(begun.exists)
+    holders = _children(maker.pid)
+    assert holders
 
     _end(maker)
 
-    _wait_until(lambda: bool(_namespaces(maker.pid)))  # late, after whoever made it
-    _wait_until(lambda: not _namespaces(maker.pid) and not _folders(maker.pid))
+    _wait_until(lambda: not any(map(_is_alive, holders)) and not _folders(maker.pid))
 
 
-def test_what_two_killed_processes_left_is_swept_by_the_next(network: EmulatedNetwork) -> None:
-    maker, remover = _start_maker()
-    os.kill(remover, 9)
-    _end(maker)
-    assert len(_namespaces(maker.pid)) == 3 and len(_folders(maker.pid)) == 1
-
-    with EmulatedNetwork(parse_link("1gbit")):
-        assert _namespaces(maker.pid) == [] and _folders(maker.pid) == []
-    assert len(_namespaces(os.getpid())) == 3  # a living process keeps its own
+def _children(pid: int) -> list[int]:
+    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
 
 
 def test_a_step_that_fails_is_told_and_undone(network: EmulatedNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = _namespaces(os.getpid())
+    before = _folders(os.getpid())
     real_run = emulated_network._run
     monkeypatch.setattr(
         emulated_network, "_run", lambda *command: real_run(*("false" if word == "tc" else word for word in command))
@@ -212,7 +205,7 @@ def test_a_step_that_fails_is_told_and_undone(network: EmulatedNetwork, monkeypa
     with pytest.raises(NoEmulatedNetworkError, match="failed"):
         EmulatedNetwork(parse_link("1gbit"))
 
-    assert _namespaces(os.getpid()) == before
+    assert _folders(os.getpid()) == before
 
 
 def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

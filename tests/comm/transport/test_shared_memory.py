@@ -5,6 +5,8 @@ import random
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from harness import RankFailedError, Ranks, run_ranks
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, PeerLostError
 from tightwire.comm.group.group import Group
-from tightwire.comm.transport.in_process import InProcessTransport, ThreadExchange
+from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.transport.segment import make_segment, why_unusable
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 
@@ -156,10 +158,10 @@ def test_random_calls_never_mix_even_with_more_ranks_than_cores(world_size: int,
 
 def test_a_segment_carries_one_group() -> None:
     fd = make_segment(1)
-    library = InProcessTransport(ThreadExchange(1), 0, timeout_s=1)
-    SharedMemoryTransport(fd, rank=0, world_size=1, library=library, timeout_s=1)
+    library: Any = SimpleNamespace(rank=0, world_size=1, timeout_s=1, ledger=Ledger(), barrier=lambda: None)
+    SharedMemoryTransport(fd, library)
     with pytest.raises(ValueError, match="already has a rank 0"):
-        SharedMemoryTransport(fd, rank=0, world_size=1, library=library, timeout_s=1)
+        SharedMemoryTransport(fd, library)
     os.close(fd)
 
 
