@@ -8,6 +8,8 @@ that order, which give the same bits.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 
 import msgspec
 
@@ -17,11 +19,12 @@ from tightwire.comm.codec.error_bounds import relative_rms_error
 from tightwire.comm.policy.cost import CostModel, size_grid
 from tightwire.comm.policy.policy_file import FileRule, PolicyFile, apply, world_size_warning
 from tightwire.comm.policy.rules import PHASES, SITES, Choice, Policy, QuarantinedError, Rule
+from tightwire.comm.sizes import format_bytes
 
 _KEEP_WITHIN = 1.03  # a switch must gain more than the repeatability of medians
+_LEAST_GAIN = f"{100 * (_KEEP_WITHIN - 1):.0f} %"
 _DECODE_ROWS = (1, 4, 16)  # message sizes for choosing a phase's order of adding
 _PREFILL_SHARES = (0.25, 1.0)
-_DECODED_WITH = "a text may depend on what is generated"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,32 +36,26 @@ class PolicyRequest:
     max_decode_rows: int
     allreduce: str = "auto"
     decode: str | None = None
-    o_proj: str | None = None
-    down_proj: str | None = None
     error_budget: float | None = None
     file: PolicyFile | None = None  # takes precedence over all of the above
     file_name: str = ""
 
     def __post_init__(self) -> None:
-        for name in (self.allreduce, self.decode, self.o_proj, self.down_proj):
-            if name is not None:
-                parse_all_reduce(name)
+        for name in (self.allreduce, self.decode or "auto"):
+            parse_all_reduce(name)
 
     def asked(self, site: str, phase: str, layer: int = 0) -> tuple[str, str]:
         """The name requested, maybe ``auto``, and the flag or file that requests it."""
         for rule in () if self.file is None else self.file.rules:
             if (rule.site, rule.phase) == (site, phase) and (rule.layers is None or layer in rule.layers):
                 return rule.algorithm, f"policy file {self.file_name}"
-        if site == "embed" and not parse_all_reduce(self.allreduce).lossless:
+        lossless = parse_all_reduce(self.allreduce).lossless
+        if site == "embed" and not lossless:
             return "auto", "embeddings are summed exactly, as all ranks but one add zeros"
-        if site != "embed" and phase == "prefill":
-            override = self.o_proj if site == "o_proj" else self.down_proj
-            if override is not None:
-                return override, f"--allreduce-{site.replace('_', '-')} {override}"
         if site != "embed" and phase == "decode":
             if self.decode is not None:
                 return self.decode, f"--allreduce-decode {self.decode}"
-            if not parse_all_reduce(self.allreduce).lossless:
+            if not lossless:
                 return "auto", f"decode rows stay exact: --allreduce {self.allreduce} is lossy"
         return self.allreduce, f"--allreduce {self.allreduce}"
 
@@ -132,7 +129,7 @@ class Chooser:
         return self._errors[name]
 
     def verdicts(self, site: str, phase: str, num_bytes: int, layer: int = 0) -> list[Verdict]:
-        """Every candidate for one message of the model: the chosen one first, the others by time."""
+        """Every candidate for one message: the chosen one first, the others by time."""
         choices = self.policy().choices(site, layer, phase)
         choice = next(choice for choice in choices if choice.up_to_bytes is None or num_bytes <= choice.up_to_bytes)
         chosen, (asked, by) = choice.algorithms[0], self._request.asked(site, phase, layer)
@@ -185,19 +182,13 @@ class Chooser:
             if leaders and self._us(leaders[-1][1], size) <= _KEEP_WITHIN * self._us(best, size):
                 best = leaders[-1][1]
             leaders.append((size, best))
-        bands = [
-            band for band, following in zip(leaders, [*leaders[1:], (0, "")], strict=True) if band[1] != following[1]
-        ]
+        bands = [list(band)[-1] for _, band in groupby(leaders, key=itemgetter(1))]
         choices = []
         for number, (size, leader) in enumerate(bands):
             others = sorted((name for name in members if name != leader), key=lambda name: self._us(name, size))
-            choices.append(
-                Choice(
-                    up_to_bytes=None if number == len(bands) - 1 else size,
-                    algorithms=(leader, *others, *substitutes),
-                    reason=preface + self._why(leader, others, size),
-                )
-            )
+            limit = None if number == len(bands) - 1 else size
+            why = preface + self._why(leader, others, size)
+            choices.append(Choice(up_to_bytes=limit, algorithms=(leader, *others, *substitutes), reason=why))
         return tuple(choices)
 
     def _admit(self, error_budget: float | None) -> _Admitted:
@@ -250,7 +241,8 @@ class Chooser:
         group = max((codec.group_elems for codec in parse_all_reduce(name).codecs), default=1)
         if self._request.row_elems % group == 0:
             return ""
-        what = "a prompt's text may depend on what is prefilled" if phase == "prefill" else _DECODED_WITH
+        rows = "prefilled" if phase == "prefill" else "generated"
+        what = f"a text may depend on what is {rows}"
         return f"; its groups of {group} cross rows of {self._request.row_elems}, so {what} with it"
 
     def _reason(self, rule: FileRule) -> str:
@@ -260,26 +252,24 @@ class Chooser:
         return (rule.reason + beside + self._crossing_rows(rule.algorithm, rule.phase)).removeprefix("; ")
 
     def _why(self, leader: str, others: list[str], size: int) -> str:
-        source = (
-            "measured on this host"
-            if self._costs.predict(leader, size).measured
-            else "predicted from the link's rate"
-            if self._costs.setting.link
-            else "predicted; `tightwire tune` measures"
-        )
+        source = "predicted; `tightwire tune` measures"
+        if self._costs.predict(leader, size).measured:
+            source = "measured on this host"
+        elif self._costs.setting.link:
+            source = "predicted from the link's rate"
         beside = ""
         if others:
             beside = f", {others[0]} {self._us(others[0], size):.0f} us"
             if self._us(others[0], size) < self._us(leader, size):
-                beside += f", which gains less than {100 * (_KEEP_WITHIN - 1):.0f} %"
+                beside += f", which gains less than {_LEAST_GAIN}"
         lossy = "" if parse_all_reduce(leader).lossless else f", error {self.error(leader):.3g} within the budget"
-        return f"{self._us(leader, size):.0f} us at {_size(size)}{beside}{lossy} ({source})"
+        return f"{self._us(leader, size):.0f} us at {format_bytes(size)}{beside}{lossy} ({source})"
 
     def _why_chosen(self, chosen: str, num_bytes: int, admitted: _Admitted) -> str:
         members = next(names for names in admitted.orders.values() if chosen in names)
         best = min(members, key=lambda name: self._us(name, num_bytes))
         if self._us(best, num_bytes) < self._us(chosen, num_bytes):
-            return f"{best} would gain less than {100 * (_KEEP_WITHIN - 1):.0f} %"
+            return f"{best} would gain less than {_LEAST_GAIN}"
         return "fastest lossless" if parse_all_reduce(chosen).lossless else "fastest within the error budget"
 
     def _why_not(self, name: str, chosen: str, num_bytes: int, admitted: _Admitted) -> str:
@@ -287,7 +277,7 @@ class Chooser:
         if us > best_us:
             return f"{us / best_us:.2f} times as slow"
         if any({name, chosen} <= set(names) for names in admitted.orders.values()):
-            return f"gains less than {100 * (_KEEP_WITHIN - 1):.0f} %"
+            return f"gains less than {_LEAST_GAIN}"
         return "slower over all sizes of the phase, which uses one order of summing"
 
     def _phase_us(self, phase: str, names: list[str]) -> float:
@@ -309,7 +299,3 @@ def _budget_phase(site: str, phase: str) -> str:
 def _preface(by: str) -> str:
     """The reason why ``auto`` decides, if no flag requested it."""
     return "" if by.startswith("--") else f"{by}; "
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1024:.4g} KiB" if num_bytes < 1 << 20 else f"{num_bytes / (1 << 20):.4g} MiB"

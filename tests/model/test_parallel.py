@@ -117,7 +117,7 @@ def _own_group(group: Group) -> Group:
     return group
 
 
-@pytest.mark.parametrize("asked", [{"allreduce": "flash:int4-g64,int4-g64"}, {"down_proj": "flash:int3-g32,int5-g64"}])
+@pytest.mark.parametrize("asked", [{"allreduce": "flash:int4-g64,int4-g64"}, {"allreduce": "flash:int3-g32,int5-g64"}])
 def test_a_text_does_not_depend_on_other_sequences_with_a_lossy_algorithm(
     asked: dict[str, str], tmp_path: Path
 ) -> None:

@@ -74,10 +74,9 @@ def test_a_lossless_name_is_for_everything() -> None:
     assert all(first(made, site, phase) == ["ring"] for site in SITES for phase in PHASES)
 
 
-def test_flags_for_sites_and_phases_overrule() -> None:
-    made = chooser(allreduce="two-shot", o_proj="flash-int4", down_proj="flash-int8", decode="ring")
-    assert first(made, "o_proj", "prefill") == ["flash-int4"]
-    assert first(made, "down_proj", "prefill") == ["flash-int8"]
+def test_the_flag_for_decode_rows_overrules() -> None:
+    made = chooser(allreduce="two-shot", decode="ring")
+    assert first(made, "o_proj", "prefill") == ["two-shot"]
     assert first(made, "o_proj", "decode") == first(made, "down_proj", "decode") == ["ring"]
     assert first(made, "embed", "prefill") == first(made, "embed", "decode") == ["two-shot"]
 
@@ -93,7 +92,7 @@ def test_a_named_algorithm_has_no_substitute() -> None:
 
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ValueError, match="magic"):
-        PolicyRequest(row_elems=64, max_rows=1, max_decode_rows=1, down_proj="magic")
+        PolicyRequest(row_elems=64, max_rows=1, max_decode_rows=1, decode="magic")
 
 
 def slow_wire(name: str) -> list[tuple[int, float]]:
@@ -134,7 +133,7 @@ def test_a_codec_whose_groups_cross_rows_is_not_chosen_and_said_when_named() -> 
     made = chooser(transport="process-group", row_elems=72, error_budget=0.9)
     assert lossless(first(made, "o_proj", "prefill"))
     (choice,) = chooser(allreduce="flash-int8").policy().choices("o_proj", 0, "prefill")
-    assert "groups of 128 cross rows of 576, so a prompt's text" in choice.reason
+    assert "groups of 128 cross rows of 576, so a text may depend on what is prefilled" in choice.reason
     (choice,) = chooser(decode="flash-int8").policy().choices("o_proj", 0, "decode")
     assert "cross rows of 576, so a text may depend on what is generated with it" in choice.reason
     (choice,) = chooser(allreduce="flash-int8", row_elems=1024).policy().choices("o_proj", 0, "prefill")

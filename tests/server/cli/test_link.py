@@ -50,16 +50,14 @@ def namespaces() -> None:
 
 
 def _left(server: ServerProcess) -> list[str]:
-    """Namespaces and folders of a server's network."""
-    return [str(path) for folder in ("/run/netns", "/run") for path in Path(folder).glob(_name(server))]
-
-
-def _name(server: ServerProcess) -> str:
-    return f"tightwire-{server.process.pid}-*"
+    """The folder of a server's network, and the processes that hold its namespaces, which have it as an argument."""
+    name = f"/run/tightwire-{server.process.pid}-"
+    holders = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if name in _command(pid)]
+    return [*map(str, holders), *map(str, Path("/run").glob(f"{Path(name).name}*"))]
 
 
 def _ranks(server: ServerProcess) -> list[int]:
-    """Its children that are ranks: another one waits to remove the network, and some that made it come and go."""
+    """Its children that are ranks: others hold the network's namespaces, and some that made it come and go."""
     return [pid for pid in server.ranks() if "tightwire.server.ranks.worker" in _command(pid)]
 
 
@@ -93,7 +91,7 @@ def test_ranks_on_two_nodes_answer_over_the_wire_and_ctrl_c_takes_it_away(start:
 def test_a_killed_rank_ends_the_server_and_its_network(start: Start) -> None:
     server = start("--tp", "2", "--link", "40mbit")
     wait_until(lambda: len(_ranks(server)) == 2, START_S)
-    assert len(_left(server)) == 4  # two nodes, what joins them, a folder
+    assert len(_left(server)) == 4  # holders of two nodes and of the bridge between them, a folder
     os.kill(_ranks(server)[1], signal.SIGKILL)
     assert server.wait_exit(START_S) == 1
     assert "was killed by SIGKILL" in server.log and _left(server) == []
