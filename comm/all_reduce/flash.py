@@ -16,7 +16,7 @@ from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.entry import Entry, Setting, Work, coded_elem_bytes, coding_effort
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.codec.error_bounds import quantized_sum_bound, quantized_total_bound, rank_order_bound
-from tightwire.comm.codec.slices import compile_codecs, slice_lengths
+from tightwire.comm.codec.slices import prepare_codecs, slice_lengths
 from tightwire.comm.group.group import Group
 from tightwire.comm.transport.legs import sum_in_two_legs, two_leg_bytes
 
@@ -36,7 +36,7 @@ class FlashAllReduce(BaseAllReduce):
         self.name = name or f"flash:{reduce_codec.name},{gather_codec.name}"
         self._codecs = reduce_codec, gather_codec
         self._lossless = reduce_codec.exact and gather_codec.exact
-        compile_codecs(group.device, reduce_codec, gather_codec)
+        prepare_codecs(group.device, reduce_codec, gather_codec)
         fused = group.transport.fused
         if fused is not None:
             self._fused = partial(fused.flash, reduce_codec=reduce_codec, gather_codec=gather_codec)

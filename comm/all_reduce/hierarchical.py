@@ -20,7 +20,7 @@ from tightwire.comm.codec.error_bounds import (
     rank_order_bound,
     rounded_parts_bound,
 )
-from tightwire.comm.codec.slices import as_bytes, compile_codecs, slice_lengths, sum_encoded, sum_in_rank_order
+from tightwire.comm.codec.slices import as_bytes, prepare_codecs, slice_lengths, sum_encoded, sum_in_rank_order
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
 from tightwire.comm.transport.legs import exchange_encoded, gather_decoded, sum_in_two_legs, two_leg_bytes
@@ -44,7 +44,7 @@ class HierarchicalAllReduce(BaseAllReduce):
         self._inside = group if group.nodes is None else group.nodes.inside
         self._across = None if group.nodes is None else group.nodes.across
         self._codec = NONE if group.nodes is None else codec
-        compile_codecs(group.device, self._codec, self._codec)
+        prepare_codecs(group.device, self._codec, self._codec)
 
     @property
     def lossless(self) -> bool:

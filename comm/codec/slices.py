@@ -6,6 +6,7 @@ codec group (without a codec, on the ranks' numbers for it). ``codec.error_bound
 """
 
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from tightwire.comm.codec.codec import Codec
 from tightwire.kernels import block_quant
 
 SUMMABLE = (torch.float32, torch.bfloat16, torch.float16)
+# Triton compiles separately for lengths of whole blocks, of whole groups, and others.
+_PREPARED_LENGTHS = (1 << 16, 128, 17, 1)
 
 
 def check_summable(x: Tensor) -> None:
@@ -101,9 +104,18 @@ def sum_and_encode(
     return out_codec.encode(sum_N.to(dtype) if out_codec.exact else sum_N)
 
 
-def compile_codecs(device: torch.device, codec: Codec, out_codec: Codec) -> None:
-    """Compile the codecs' kernels now: in a first collective all other ranks would wait for this rank's compiler."""
-    for dtype in SUMMABLE:
-        encoded = codec.encode(torch.zeros(1, dtype=dtype, device=device))
-        summed = sum_and_encode([encoded], 1, codec, out_codec, dtype)
-        decode_slices([summed], [1], out_codec, dtype)
+def prepare_codecs(device: torch.device, *codecs: Codec) -> None:
+    """Compile the kernels of these codecs now: in a first collective all other ranks would wait for the compiler.
+
+    Two codecs are those of the legs of a sum. Does nothing on a CPU, whose kernels are compiled.
+    """
+    if device.type == "cpu":
+        return
+    for dtype, length in product(SUMMABLE, _PREPARED_LENGTHS):
+        for codec in codecs:
+            encoded = codec.encode(torch.zeros(length, dtype=dtype, device=device))
+            codec.decode(encoded, length, dtype)
+            sum_encoded([encoded, encoded], length, codec, dtype)
+        if len(codecs) == 2:
+            encoded = codecs[0].encode(torch.zeros(length, dtype=dtype, device=device))
+            sum_and_encode([encoded], length, *codecs, dtype)

@@ -5,18 +5,17 @@ for gradients (qgZ; over nodes see ``node_wise``) and ``sparse_all_gather`` for 
 group's ledger records every call; ``phase`` and ``site`` are for it.
 
 As for an AllReduce, all ranks call with the same shapes and dtypes in the same order, and inputs are only read. With a
-single rank nothing is sent or quantized. Call ``prepare_codecs`` with all codecs before the first collective.
+single rank nothing is sent or quantized. Call ``codec.slices.prepare_codecs`` before the first collective.
 """
 
 from collections.abc import Sequence
-from itertools import product
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tightwire.comm.codec.codec import Codec, parse_codec
-from tightwire.comm.codec.slices import SUMMABLE, as_bytes, check_summable, slice_lengths, sum_encoded
+from tightwire.comm.codec.slices import as_bytes, check_summable, slice_lengths, sum_encoded
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import Moved, nothing_told
 from tightwire.comm.transport.legs import exchange_encoded
@@ -24,16 +23,6 @@ from tightwire.comm.transport.legs import exchange_encoded
 NONE = parse_codec("none")
 _INDEX_TYPES = (torch.int32, torch.int64)
 _COUNT_BYTES = 8
-# Triton compiles separately for lengths of whole blocks, of whole groups, and others.
-_PREPARED_LENGTHS = (1 << 16, 128, 17)
-
-
-def prepare_codecs(device: torch.device, *codecs: Codec) -> None:
-    """Compile the kernels of these codecs on ``device`` now; else other ranks wait for the compiler in a collective."""
-    for codec, dtype, length in product(codecs, SUMMABLE, _PREPARED_LENGTHS):
-        encoded = codec.encode(torch.zeros(length, dtype=dtype, device=device))
-        codec.decode(encoded, length, dtype)
-        sum_encoded([encoded, encoded], length, codec, dtype)
 
 
 def all_gather(group: Group, x: Tensor, codec: Codec = NONE, *, phase: str = "", site: str = "") -> list[Tensor]:

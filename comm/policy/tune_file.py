@@ -8,7 +8,8 @@ import platform
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -35,23 +36,20 @@ class Host(msgspec.Struct, frozen=True):
         return hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
 
 
-class Point(msgspec.Struct, frozen=True):
-    """The median time of one algorithm at one size; ``wire_bytes`` of the rank that sends most."""
-
-    algorithm: str
-    num_bytes: int
-    us: float
-    num_calls: int
-    wire_bytes: int
-    relative_error: float | None
-
-
 class Computing(msgspec.Struct, frozen=True):
     """The median computing time of one algorithm at one size, without messages, on the slowest rank."""
 
     algorithm: str
     num_bytes: int
     us: float
+
+
+class Point(Computing, frozen=True):
+    """The median time of one algorithm at one size, with messages; ``wire_bytes`` of the rank that sends most."""
+
+    num_calls: int
+    wire_bytes: int
+    relative_error: float | None
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -61,17 +59,10 @@ class Measured(msgspec.Struct, frozen=True):
     wrong: dict[str, str]  # algorithms that summed wrongly, with the error
     date: str  # ISO, UTC
 
-    def rows(self) -> dict[str, list[tuple[int, float]]]:
-        """Points by algorithm, for ``comm.policy.cost.CostModel``, without wrong algorithms."""
-        return self._rows(self.points)
-
-    def computing_rows(self) -> dict[str, list[tuple[int, float]]]:
-        """Computing times in the same form."""
-        return self._rows(self.computing)
-
-    def _rows(self, points: Sequence[Point] | Sequence[Computing]) -> dict[str, list[tuple[int, float]]]:
+    def rows(self, *, computing: bool = False) -> dict[str, list[tuple[int, float]]]:
+        """Times by algorithm, for ``comm.policy.cost.CostModel``, without wrong algorithms."""
         rows: dict[str, list[tuple[int, float]]] = {}
-        for point in sorted(points, key=lambda point: point.num_bytes):
+        for point in sorted(self.computing if computing else self.points, key=lambda point: point.num_bytes):
             if point.algorithm not in self.wrong:
                 rows.setdefault(point.algorithm, []).append((point.num_bytes, point.us))
         return rows
@@ -95,28 +86,14 @@ class TuneRecords:
 
     def computing_of(self, setting: Setting) -> dict[str, list[tuple[int, float]]]:
         """The latest computing times with the same number of ranks, device and dtype, over any transport."""
-        alike = [
-            measured
-            for measured in self.settings
-            if (measured.setting.device, measured.setting.world_size, measured.setting.dtype)
-            == (setting.device, setting.world_size, setting.dtype)
-        ]
-        return max(alike, key=lambda measured: measured.date).computing_rows() if alike else {}
+        facts = attrgetter("device", "world_size", "dtype")
+        alike = [measured for measured in self.settings if facts(measured.setting) == facts(setting)]
+        return max(alike, key=lambda measured: measured.date).rows(computing=True) if alike else {}
 
 
 def this_host(devices: Sequence[str], num_cores: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> Host:
     """The host this process runs on, with the CUDA ``devices`` it sees."""
-    try:
-        torch_version = version("torch")
-    except PackageNotFoundError:
-        torch_version = "unknown"
-    return Host(
-        cpu=_cpu_name(cpuinfo),
-        num_cores=num_cores,
-        devices=tuple(devices),
-        torch=torch_version,
-        tightwire=tightwire.__version__,
-    )
+    return Host(_cpu_name(cpuinfo), num_cores, tuple(devices), version("torch"), tightwire.__version__)
 
 
 def tune_path(cache: Path, host: Host) -> Path:
@@ -190,7 +167,7 @@ class _Schema(msgspec.Struct):
 def _problem(settings: Sequence[Measured]) -> str | None:
     """The first impossible value in a well-formed file, or None."""
     for measured in settings:
-        for name, row in [*measured.rows().items(), *measured.computing_rows().items()]:
+        for name, row in [*measured.rows().items(), *measured.rows(computing=True).items()]:
             sizes = [num_bytes for num_bytes, _ in row]
             if sizes[0] < 1 or len(set(sizes)) < len(sizes) or not all(us > 0 for _, us in row):
                 return f"{name} over {measured.setting.transport} has impossible sizes or times"

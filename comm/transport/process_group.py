@@ -22,7 +22,6 @@ from tightwire.comm.errors import (
     unlike_most,
 )
 from tightwire.comm.ledger.ledger import Ledger
-from tightwire.comm.ledger.recording import Begun
 from tightwire.comm.protocols import FusedAllReduce, Moved, Transport, nothing_told
 from tightwire.comm.transport.store_notes import FailureNotes, Note
 
@@ -179,7 +178,7 @@ class GlooTransport(ProcessGroupTransport):
 
     def _send_recv(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
         try:
-            self._transfer(sends, receives)
+            self._transfer(sends, receives)  # its frame, which references the group, ends before a failure closes it
         except RuntimeError as error:
             raise self._failed(error) from error
         for _, buf in sends:
@@ -192,7 +191,8 @@ class GlooTransport(ProcessGroupTransport):
         time out. (With equal tags, gloo ends a process that receives more bytes than it expects, leaves missing bytes
         unset, and delivers another tensor's bytes.)
         """
-        group, call = self._open_group(), _tag_of(self.ledger.begun)
+        group, begun = self._open_group(), self.ledger.begun
+        call = 0 if begun is None else _tag(*begun[:3])
         works: list[tuple[int, Work]] = []
         for self._peer, buf in receives:
             if buf.numel():
@@ -276,17 +276,10 @@ class NcclTransport(ProcessGroupTransport):
         return list(received.split(incoming))
 
 
-def _tag_of(begun: Begun | None) -> int:
-    """Return a number that is equal on ranks that run the same collective with the same message size."""
-    if begun is None:
-        return 0
-    op, algorithm, num_bytes, *_ = begun
-    return _tag(op, algorithm, 0 if op in _SIZED_BY_RANK else num_bytes)
-
-
 @lru_cache(maxsize=4096)
 def _tag(op: str, algorithm: str, num_bytes: int) -> int:
-    return crc32(f"{op} {algorithm} {num_bytes}".encode())
+    """Return a number that is equal on ranks that run the same collective with the same message size."""
+    return crc32(f"{op} {algorithm} {0 if op in _SIZED_BY_RANK else num_bytes}".encode())
 
 
 def _is_timeout(error: RuntimeError) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.buffers import page_aligned
-from tightwire.comm.collectives.collectives import prepare_codecs
+from tightwire.comm.codec.slices import prepare_codecs
 from tightwire.comm.group.partition_groups import PartitionPeers
 from tightwire.kernels.packed import interleave
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix

@@ -22,7 +22,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from tightwire.comm.collectives.collectives import all_gather, prepare_codecs
+from tightwire.comm.codec.slices import prepare_codecs
+from tightwire.comm.collectives.collectives import all_gather
 from tightwire.comm.group.nodes import run_leg
 from tightwire.training.engine.compressor import GradientCompressor
 from tightwire.training.engine.flat_parameters import (
