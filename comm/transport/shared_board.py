@@ -22,26 +22,17 @@ from tightwire.comm.errors import unlike_most
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.transport.segment import RANK_BYTES, header_bytes
 from tightwire.kernels.cpu.run import NUMBER_KIND
-from tightwire.kernels.cpu.shared_sums import CALLS, ONE_SHOT, TURN, TWO_SHOT, call_of, make_board, wake_on_time
+from tightwire.kernels.cpu.shared_sums import CALLS, TURN, call_of, make_board, wake_on_time
 
 # Why a rank stopped: it left, it failed because another rank failed, or the ranks called different collectives.
 LEFT, FAILED, MISMATCHED = 1, 2, 3
 
-# Operations of a call beside the kernels' own, and the names of all in messages.
+# Operations of a call in addition to the kernels' own, and the names of all in messages.
 FLASH, EXCHANGE, GATHER, SHIFT, BARRIER = range(3, 8)
-_OPERATIONS = {
-    ONE_SHOT: "one-shot",
-    TWO_SHOT: "two-shot",
-    FLASH: "flash",
-    EXCHANGE: "exchange",
-    GATHER: "gather",
-    SHIFT: "shift",
-    BARRIER: "barrier",
-}
+_OPERATIONS = ("", "one-shot", "two-shot", "flash", "exchange", "gather", "shift", "barrier")
 _DTYPES = {kind: str(dtype).removeprefix("torch.") for dtype, kind in NUMBER_KIND.items()}
 
 _SIZES, _PID, _CLOSED, _NUMBER, _NUM_BYTES, _NAME = 3, 16, 17, 32, 33, 34
-_RANK_WORDS = RANK_BYTES // 8
 _NAME_BYTES = RANK_BYTES - 8 * _NAME
 
 # Polling another rank's turn takes about 2 ns while it does not change. A rank with its own core polls for 10 us before it
@@ -64,35 +55,31 @@ class SharedBoard:
         memory = mmap.mmap(fd, 0)
         start = header_bytes(world_size)
         self.chunk_bytes = (len(memory) - start) // (2 * world_size)
-        self._bytes = memoryview(memory)[:start]
-        self._words = self._bytes.cast("q")
-        self._own = rank * _RANK_WORDS
-        if self._words[self._own + _PID]:
+        self._bytes = memoryview(memory)[: world_size * RANK_BYTES]
+        self._words = self._bytes.cast("q", (world_size, RANK_BYTES // 8))
+        if self._words[rank, _PID]:
             raise ValueError(f"this segment already has a rank {rank}; each group needs its own segment")
         chunks = torch.frombuffer(memory, dtype=torch.uint8, offset=start).view(world_size, 2, self.chunk_bytes)
         self._chunks = [(chunks[peer, 0], chunks[peer, 1]) for peer in range(world_size)]
         base = chunks.data_ptr() - start
-        crowded = world_size > len(os.sched_getaffinity(0))
-        self.native = make_board(  # the kernels' argument
-            rank,
-            [
-                (base + peer * RANK_BYTES, (even.data_ptr(), odd.data_ptr()))
-                for peer, (even, odd) in enumerate(self._chunks)
-            ],
-            num_spins=1 if crowded else _NUM_SPINS,
-            num_naps=_NUM_NAPS,
-            chunk_bytes=min(self.chunk_bytes, _FUSED_CHUNK_BYTES),
-        )
-        self.announced_at = base + 8 * (self._own + _NUMBER)
-        self._words[self._own + _PID] = os.getpid()
+        places = [
+            (base + peer * RANK_BYTES, (even.data_ptr(), odd.data_ptr()))
+            for peer, (even, odd) in enumerate(self._chunks)
+        ]
+        num_spins = 1 if world_size > len(os.sched_getaffinity(0)) else _NUM_SPINS
+        fused_bytes = min(self.chunk_bytes, _FUSED_CHUNK_BYTES)
+        # The kernels' argument.
+        self.native = make_board(rank, places, num_spins=num_spins, num_naps=_NUM_NAPS, chunk_bytes=fused_bytes)
+        self.announced_at = base + rank * RANK_BYTES + 8 * _NUMBER
+        self._words[rank, _PID] = os.getpid()
         wake_on_time()
 
     def turn(self, peer: int) -> int:
-        return self._words[peer * _RANK_WORDS + TURN]
+        return self._words[peer, TURN]
 
     @property
     def own_turn(self) -> int:
-        return self._words[self._own + TURN]
+        return self._words[self.rank, TURN]
 
     def chunk(self, peer: int, turn: int) -> Tensor:
         """(chunk_bytes,) uint8: the buffer that ``peer`` writes in ``turn``."""
@@ -100,13 +87,13 @@ class SharedBoard:
 
     def call(self, peer: int, turn: int) -> int:
         """The call of ``peer`` in ``turn``, which it has published."""
-        return self._words[peer * _RANK_WORDS + CALLS + (turn & 1)]
+        return self._words[peer, CALLS + (turn & 1)]
 
     def size(self, peer: int, turn: int) -> int:
-        return self._words[peer * _RANK_WORDS + _SIZES + (turn & 1)]
+        return self._words[peer, _SIZES + (turn & 1)]
 
     def set_size(self, turn: int, size: int) -> None:
-        self._words[self._own + _SIZES + (turn & 1)] = size
+        self._words[self.rank, _SIZES + (turn & 1)] = size
 
     def announce(self) -> None:
         """Publish the collective that the ledger reports as running. Cheap when it is already published."""
@@ -115,12 +102,12 @@ class SharedBoard:
             return
         self._announced = begun
         op, algorithm, num_bytes, number, *_ = begun
-        words, own = self._words, self._own
-        words[own + _NUMBER], words[own + _NUM_BYTES] = number, num_bytes
+        words, rank = self._words, self.rank
+        words[rank, _NUMBER], words[rank, _NUM_BYTES] = number, num_bytes
         if (op, algorithm) != self._announced_name:
             self._announced_name = op, algorithm
-            start = 8 * (own + _NAME)
-            self._bytes[start : start + _NAME_BYTES] = _name_bytes(op, algorithm)
+            end = (rank + 1) * RANK_BYTES
+            self._bytes[end - _NAME_BYTES : end] = _name_bytes(op, algorithm)
 
     def announcement(self, op: str, algorithm: str) -> Tensor:
         """(N,) uint8: the bytes that a kernel copies to ``announced_at`` in place of ``announce``.
@@ -137,14 +124,14 @@ class SharedBoard:
 
     def mark_closed(self, reason: int) -> None:
         """Tell the others that this rank stops taking part; the first reason stays."""
-        if not self._words[self._own + _CLOSED]:
-            self._words[self._own + _CLOSED] = reason
+        if not self._words[self.rank, _CLOSED]:
+            self._words[self.rank, _CLOSED] = reason
 
     def why_closed(self, peer: int) -> int:
-        return self._words[peer * _RANK_WORDS + _CLOSED]
+        return self._words[peer, _CLOSED]
 
     def is_gone(self, peer: int) -> bool:
-        return bool(self.why_closed(peer)) or not _is_alive(self._words[peer * _RANK_WORDS + _PID])
+        return bool(self.why_closed(peer)) or not _is_alive(self._words[peer, _PID])
 
     def absent(self) -> list[int]:
         """The ranks that have not published this rank's turn: failed or slower."""
@@ -156,29 +143,28 @@ class SharedBoard:
         arrived = [peer for peer in range(self.world_size) if self.turn(peer) >= turn]
         return unlike_most({peer: (*self._latest(peer)[:2], self.call(peer, turn)) for peer in arrived})
 
-    def describe_calls(self, turn: int) -> str:
-        """``last_collectives`` with the call of each rank in ``turn``."""
-        return "; ".join(
-            f"rank {peer}: {self._describe(peer)}"
-            + (f" ({_call_in_words(self.call(peer, turn))})" if self.turn(peer) >= turn else "")
-            for peer in range(self.world_size)
-        )
+    def last_collectives(self, turn: int | None = None) -> str:
+        """Each rank's latest collective, such as ``rank 0: all_reduce ring 1152 B, #7; rank 1: ..., #6, died``.
 
-    def last_collectives(self) -> str:
-        """Each rank's latest collective, such as ``rank 0: all_reduce ring 1152 B, #7; rank 1: ..., #6, died``."""
-        return "; ".join(f"rank {peer}: {self._describe(peer)}" for peer in range(self.world_size))
+        ``turn``: with the call of each rank in this turn.
+        """
+        return "; ".join(f"rank {peer}: {self._describe(peer, turn)}" for peer in range(self.world_size))
 
-    def _describe(self, peer: int) -> str:
+    def _describe(self, peer: int, turn: int | None) -> str:
         name, num_bytes, number = self._latest(peer)
         words = f"{name} {num_bytes} B, #{number}" if number else "no collective yet"
         if reason := self.why_closed(peer):
-            return f"{words}, {'left' if reason == LEFT else 'gave up'}"
-        return words if _is_alive(self._words[peer * _RANK_WORDS + _PID]) else f"{words}, died"
+            words += ", left" if reason == LEFT else ", gave up"
+        elif not _is_alive(self._words[peer, _PID]):
+            words += ", died"
+        if turn is None or self.turn(peer) < turn:
+            return words
+        return f"{words} ({_call_in_words(self.call(peer, turn))})"
 
     def _latest(self, peer: int) -> tuple[str, int, int]:
-        first = peer * _RANK_WORDS
-        raw = bytes(self._bytes[8 * (first + _NAME) : 8 * (first + _NAME) + _NAME_BYTES])
-        return raw.rstrip(b"\0").decode(errors="replace"), self._words[first + _NUM_BYTES], self._words[first + _NUMBER]
+        end = (peer + 1) * RANK_BYTES
+        name = bytes(self._bytes[end - _NAME_BYTES : end]).rstrip(b"\0").decode(errors="replace")
+        return name, self._words[peer, _NUM_BYTES], self._words[peer, _NUMBER]
 
 
 def _name_bytes(op: str, algorithm: str) -> bytes:
@@ -187,10 +173,8 @@ def _name_bytes(op: str, algorithm: str) -> bytes:
 
 def _call_in_words(word: int) -> str:
     operation, kind, num_elems = call_of(word)
-    name = _OPERATIONS.get(operation, f"operation {operation}")
-    if operation in (ONE_SHOT, TWO_SHOT, FLASH):
-        return f"{name} of {num_elems} {_DTYPES[kind]}"
-    return f"{name} of {num_elems} bytes" if operation in (EXCHANGE, GATHER) else name
+    unit = _DTYPES[kind] if operation <= FLASH else "bytes"
+    return _OPERATIONS[operation] + (f" of {num_elems} {unit}" if operation <= GATHER else "")
 
 
 def _is_alive(pid: int) -> bool:

@@ -8,13 +8,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from tightwire.comm.errors import (
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    CommError,
-    PeerLostError,
-    name_ranks,
-)
+from tightwire.comm.errors import CollectiveMismatchError, CollectiveTimeoutError, CommError, PeerLostError, name_ranks
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.transport.shared_board import FAILED, LEFT, MISMATCHED, SharedBoard
 from tightwire.kernels.cpu.library import lib
@@ -131,7 +125,7 @@ class SharedTurns:
         while not lib.tw_wait_for_all(board.native, turn) and time.monotonic() < deadline:
             pass
         self._failure = CollectiveMismatchError(
-            f"rank {self.rank} of {self.world_size}: the ranks called different collectives: {board.describe_calls(turn)}",
+            f"rank {self.rank} of {self.world_size}: the ranks called different collectives: {board.last_collectives(turn)}",
             board.mismatched(turn),
         )
         board.mark_closed(MISMATCHED)
@@ -140,11 +134,9 @@ class SharedTurns:
 
     def _fail(self, error: type[CommError], verb: str, ranks: Sequence[int], reason: str) -> None:
         """Close the group and raise: messages may be half read, so the group cannot be used any more."""
-        doing = self.ledger.current() or "a barrier"
-        listing = self.board.last_collectives()
         self._failure = error(
-            f"rank {self.rank} {verb} {name_ranks(ranks)} of {self.world_size} in {doing}: {reason}. "
-            f"Last collectives: {listing}",
+            f"rank {self.rank} {verb} {name_ranks(ranks)} of {self.world_size} in {self.ledger.current() or 'a barrier'}: "
+            f"{reason}. Last collectives: {self.board.last_collectives()}",
             ranks,
         )
         self.close()
