@@ -17,11 +17,7 @@ from tightwire.comm.transport.legs import exchange_encoded
 
 
 def hierarchical_reduce_scatter(
-    group: Group,
-    x: Tensor,
-    inside_codec: Codec = NONE,
-    across_codec: Codec = NONE,
-    dtype: torch.dtype | None = None,
+    group: Group, x: Tensor, inside_codec: Codec = NONE, across_codec: Codec = NONE, dtype: torch.dtype | None = None
 ) -> Tensor:
     """This rank's slice, (``hierarchical_slices(...)[rank]``,), of the sum of the ranks' flattened tensors.
 

@@ -140,7 +140,8 @@ class LocalRanks:
                 elif kind == "done":
                     del ranks[pipe]
                 else:
-                    raise self._failed(ranks[pipe], value)
+                    self.kill()
+                    raise LocalRankError(ranks[pipe], f"rank {ranks[pipe]} of {self.world_size} {value}")
 
     def _receive(self, pipe: Connection, rank: int) -> tuple[str, Any]:
         try:
@@ -149,10 +150,6 @@ class LocalRanks:
             process = self._processes[rank]
             process.join(_END_S)
             return "failed", f"died with exit code {process.exitcode}"
-
-    def _failed(self, rank: int, reason: str) -> LocalRankError:
-        self.kill()
-        return LocalRankError(rank, f"rank {rank} of {self.world_size} {reason}")
 
 
 @contextlib.contextmanager
@@ -200,13 +197,10 @@ def _serve(group: Group, pipe: Connection) -> None:
     while True:
         try:
             fn, args = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            return
-        try:
             for value in fn(group, *args):
                 _send(pipe, "event", value)
-        except BrokenPipeError:
-            raise
+        except (EOFError, BrokenPipeError):
+            return
         except Exception:  # noqa: BLE001, every error goes to the parent
             _send(pipe, "failed", f"raised:\n{traceback.format_exc()}")
             return

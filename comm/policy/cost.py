@@ -173,13 +173,7 @@ def size_grid(smallest: int, largest: int) -> list[int]:
 
 
 def crossover_rate(
-    setting: Setting,
-    exact: str,
-    lossy: str,
-    num_bytes: int,
-    *,
-    latency_s: float = 0.0,
-    computing: Points | None = None,
+    setting: Setting, exact: str, lossy: str, num_bytes: int, *, latency_s: float = 0.0, computing: Points | None = None
 ) -> float | None:
     """Find the bytes per second of a link between nodes at which both algorithms are predicted to take equally long.
 

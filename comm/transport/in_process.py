@@ -1,7 +1,6 @@
 """A transport for ranks that are threads of one process: for tests, and for more ranks than the machine has cores."""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -36,19 +35,24 @@ class ThreadExchange:
         with self._changed:
             if self._missing is not None:
                 raise CollectiveTimeoutError(f"rank {rank} reached {doing} after the others timed out", self._missing)
-            self._given[rank] = item
+            self._given[rank], this_round = item, self._round
             if len(self._given) == self.world_size:
-                return self._complete()
-            this_round = self._round
-            deadline = time.monotonic() + timeout_s
-            while self._round == this_round:
-                if rank in self._left:
-                    raise CommError(f"rank {rank}: this group was closed during {doing}")
-                self._raise_if_lost(rank, timeout_s, doing)
-                if not self._changed.wait(deadline - time.monotonic()) and self._round == this_round:
-                    self._missing = frozenset(range(self.world_size)) - frozenset(self._given)
-                    self._changed.notify_all()
-            return self._items
+                self._items = [self._given[rank] for rank in range(self.world_size)]
+                self._given, self._round = {}, this_round + 1
+                self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._round != this_round or self._has_failed(rank), timeout_s):
+                self._missing = frozenset(range(self.world_size)) - frozenset(self._given)
+                self._changed.notify_all()
+            if self._round != this_round:
+                return self._items
+            if rank in self._left:
+                raise CommError(f"rank {rank}: this group was closed during {doing}")
+            if gone := self._left - set(self._given):
+                raise PeerLostError(f"rank {rank} lost {name_ranks(gone)} in {doing}: the group was closed there", gone)
+            missing = self._missing or ()
+            raise CollectiveTimeoutError(
+                f"rank {rank} waited {timeout_s:.1f} s in {doing}; {name_ranks(missing)} did not arrive", missing
+            )
 
     def leave(self, rank: int) -> None:
         """Mark ``rank`` as gone: ranks that wait for it fail now, not at the deadline."""
@@ -56,42 +60,20 @@ class ThreadExchange:
             self._left.add(rank)
             self._changed.notify_all()
 
-    def _complete(self) -> list[object]:
-        self._items = [self._given[rank] for rank in range(self.world_size)]
-        self._given = {}
-        self._round += 1
-        self._changed.notify_all()
-        return self._items
-
-    def _raise_if_lost(self, rank: int, timeout_s: float, doing: str) -> None:
-        gone = self._left - set(self._given)
-        if gone:
-            raise PeerLostError(f"rank {rank} lost {name_ranks(gone)} in {doing}: the group was closed there", gone)
-        if self._missing is not None:
-            raise CollectiveTimeoutError(
-                f"rank {rank} waited {timeout_s:.1f} s in {doing}; {name_ranks(self._missing)} did not arrive",
-                self._missing,
-            )
+    def _has_failed(self, rank: int) -> bool:
+        return rank in self._left or self._missing is not None or not self._left <= set(self._given)
 
 
 class InProcessTransport:
     """One rank's end of a ``ThreadExchange``. ``describe`` names the running collective, for messages."""
 
     def __init__(
-        self,
-        threads: ThreadExchange,
-        rank: int,
-        *,
-        timeout_s: float,
-        describe: Callable[[], str | None] = lambda: None,
+        self, threads: ThreadExchange, rank: int, *, timeout_s: float, describe: Callable[[], str | None] = lambda: None
     ) -> None:
-        self.rank = rank
-        self.world_size = threads.world_size
+        self.rank, self.world_size = rank, threads.world_size
         self.bytes_sent = 0
         self.fused: FusedAllReduce | None = None
-        self._threads = threads
-        self._timeout_s = timeout_s
-        self._describe = describe
+        self._threads, self._timeout_s, self._describe = threads, timeout_s, describe
         self._failure: CommError | None = None
 
     def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
