@@ -22,8 +22,6 @@ Work = Callable[[], Tensor | None]
 
 
 class Pending:
-    """Work that a lane runs now or later."""
-
     def __init__(self, ledger: Ledger) -> None:
         self.done: Future[tuple[Tensor | None, float, float]] = Future()  # result, seconds in collectives, of it coding
         self._ledger = ledger

@@ -115,9 +115,8 @@ class AllReduce(Protocol):
         """Whether nothing is quantized: the only error is that of adding and of rounding sums to the dtype."""
         ...
 
-    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
-        """``phase`` (such as "decode") and ``site`` (such as "o_proj 3") are for the ledger."""
-        ...
+    # ``phase`` (such as "decode") and ``site`` (such as "o_proj 3") are for the ledger.
+    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor: ...
 
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
         """Bytes one rank sends for a tensor of ``num_elems``, exactly as the transport counts them."""

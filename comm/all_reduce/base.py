@@ -56,7 +56,6 @@ class BaseAllReduce(ABC):
 
     @property
     def lossless(self) -> bool:
-        """Whether nothing is quantized."""
         return True
 
     def _exact_bytes(self, x: Tensor) -> int | None:

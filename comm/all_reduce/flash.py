@@ -47,7 +47,6 @@ class FlashAllReduce(BaseAllReduce):
         return self._lossless
 
     def slices(self, num_elems: int) -> list[int]:
-        """Elements of each rank's slice, in whole groups of both codecs."""
         return _slices(num_elems, self.world_size, *self._codecs)
 
     def _reduce(self, x_N: Tensor) -> Tensor:

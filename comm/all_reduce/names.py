@@ -51,12 +51,10 @@ def plain_names() -> list[str]:
 
 
 def preset_names() -> list[str]:
-    """The names of algorithms with fixed codecs."""
     return [name for entry in declared().values() for name in entry.presets]
 
 
 def describe_all_reduce_names() -> str:
-    """Every valid form of a name, in one line."""
     patterns = [pattern for entry in declared().values() for pattern in entry.patterns]
     return f"{', '.join([*plain_names(), *preset_names(), *patterns])} (with codecs such as int8, int4-g32, none)"
 

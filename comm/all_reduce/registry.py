@@ -34,7 +34,6 @@ class AllReduceName:
 
     @property
     def lossless(self) -> bool:
-        """Whether nothing is quantized, in any group."""
         return all(codec.exact for codec in self.codecs)
 
 

@@ -150,7 +150,6 @@ class KnownSum:
         return torch.cat([self._own[piece] for piece in self._pieces])
 
     def is_own(self, x_N: Tensor) -> bool:
-        """Whether ``x_N`` still equals this rank's message."""
         return all(torch.equal(part, self._own[piece]) for part, piece in self._parts(x_N))
 
     def errors(self, result_N: Tensor, all_reduce: AllReduce) -> tuple[int, float]:

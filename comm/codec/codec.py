@@ -31,7 +31,6 @@ class Codec:
         return 1 if self.format is None else self.format.group_elems
 
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
-        """Bytes of ``num_elems`` encoded elements of ``elem_bytes`` each before encoding."""
         return num_elems * elem_bytes if self.format is None else self.format.encoded_bytes(num_elems)
 
     def encode(self, x_N: Tensor, out: Tensor | None = None) -> Tensor:
@@ -62,5 +61,4 @@ class Codec:
 
 
 def parse_codec(name: str) -> Codec:
-    """The codec of a name (``codec_names``). Raises ValueError for other names."""
     return Codec(name, parse_format(name))

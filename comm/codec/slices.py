@@ -66,7 +66,6 @@ def encode_slices(x_N: Tensor, lengths: Sequence[int], codec: Codec) -> list[Ten
 
 
 def decode_slices(bufs: Sequence[Tensor], lengths: Sequence[int], codec: Codec, dtype: torch.dtype) -> Tensor:
-    """Decode ``bufs`` into one new tensor."""
     if codec.exact:
         return torch.cat(list(bufs)).view(dtype)
     x_N = bufs[0].new_empty(sum(lengths), dtype=dtype)

@@ -60,7 +60,6 @@ class Group:
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes that this rank has sent to others, including the subgroups of ``nodes``."""
         smaller = () if self.nodes is None else (self.nodes.inside, self.nodes.across)
         return self.transport.bytes_sent + sum(group.bytes_sent for group in smaller)
 

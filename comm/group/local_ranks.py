@@ -100,7 +100,6 @@ class LocalRanks:
         return self._events(getattr(fn, "__name__", str(fn)))
 
     def kill(self) -> None:
-        """End all ranks at once, including stopped ones."""
         for process in self._processes:
             process.kill()
         for process in self._processes:

@@ -110,7 +110,6 @@ def run_leg(
 
 
 def ranks_of(nodes: NodeGroups, leg: Group) -> list[int]:
-    """Return the ranks of ``leg``, one of ``nodes``, numbered as in the whole group."""
     node, per_node = nodes.across.rank, nodes.inside.world_size
     if leg is nodes.inside:
         return [node * per_node + place for place in range(per_node)]

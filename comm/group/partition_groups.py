@@ -51,7 +51,6 @@ class PartitionPlace:
 
     @property
     def place(self) -> int:
-        """The place of this rank on its node."""
         return self.topology.node_rank // self.tp
 
     @property
@@ -83,7 +82,6 @@ class PartitionPeers:
             raise renumbered(error, ranks, where, topology.rank, topology.world_size, culprits) from error
 
     def close(self) -> None:
-        """Drop the connections. May be called twice, and from another thread than the one that waits."""
         self.inside.close()
 
 

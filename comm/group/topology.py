@@ -40,12 +40,10 @@ class Topology:
 
     @property
     def node(self) -> int:
-        """The number of this rank's node."""
         return self.rank // self.ranks_per_node
 
     @property
     def node_rank(self) -> int:
-        """This rank's place on its node."""
         return self.rank % self.ranks_per_node
 
     @classmethod

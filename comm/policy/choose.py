@@ -246,7 +246,6 @@ class Chooser:
         return f"; its groups of {group} cross rows of {self._request.row_elems}, so {what} with it"
 
     def _reason(self, rule: FileRule) -> str:
-        """A policy file's reason for a rule, with warnings."""
         quantized = rule.phase == "decode" and not parse_all_reduce(rule.algorithm).lossless
         beside = "; decode rows are quantized" if quantized else ""
         return (rule.reason + beside + self._crossing_rows(rule.algorithm, rule.phase)).removeprefix("; ")

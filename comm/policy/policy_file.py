@@ -116,7 +116,6 @@ def check_shape(file: PolicyFile, name: str, shape: Mapping[str, int]) -> None:
 
 
 def world_size_warning(file: PolicyFile, name: str, world_size: int) -> str | None:
-    """The warning for a ``file`` that was made for another number of ranks, or None."""
     made = file.made_for.get("world_size")
     if made is None or made == world_size:
         return None

@@ -79,7 +79,6 @@ class SizedAllReduce:
         return self.choose(x.nbytes)(x, phase, site)
 
     def choose(self, num_bytes: int) -> AllReduce:
-        """The algorithm for a message of this size."""
         for limit, all_reduce in self._limited:
             if num_bytes <= limit:
                 return all_reduce

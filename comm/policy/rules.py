@@ -42,7 +42,6 @@ class Policy(msgspec.Struct, frozen=True):
     rules: tuple[Rule, ...]
 
     def choices(self, site: str, layer: int, phase: str) -> tuple[Choice, ...]:
-        """The choices by size for one site, layer and phase."""
         for rule in self.rules:
             if (rule.site, rule.phase) == (site, phase) and (rule.layers is None or layer in rule.layers):
                 return rule.choices
@@ -50,7 +49,6 @@ class Policy(msgspec.Struct, frozen=True):
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """Every name that the policy may use, each once."""
         names = (name for rule in self.rules for choice in rule.choices for name in choice.algorithms)
         return tuple(dict.fromkeys(names))
 
@@ -100,7 +98,6 @@ def _allowed(rule: Rule, choice: Choice, wrong: Mapping[str, str]) -> Choice:
 
 
 def _merged(choices: list[Choice]) -> tuple[Choice, ...]:
-    """Merge neighboring choices with the same algorithm."""
     merged: list[Choice] = []
     for choice in choices:
         if merged and merged[-1].algorithms[0] == choice.algorithms[0]:

@@ -92,7 +92,6 @@ class TuneRecords:
 
 
 def this_host(devices: Sequence[str], num_cores: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> Host:
-    """The host this process runs on, with the CUDA ``devices`` it sees."""
     return Host(_cpu_name(cpuinfo), num_cores, tuple(devices), version("torch"), tightwire.__version__)
 
 
@@ -159,13 +158,10 @@ def check_writable(path: Path) -> None:
 
 
 class _Schema(msgspec.Struct):
-    """The field that every version of the file has."""
-
     schema: int
 
 
 def _problem(settings: Sequence[Measured]) -> str | None:
-    """The first impossible value in a well-formed file, or None."""
     for measured in settings:
         for name, row in [*measured.rows().items(), *measured.rows(computing=True).items()]:
             sizes = [num_bytes for num_bytes, _ in row]

@@ -35,7 +35,6 @@ class ThrottledTransport:
 
     @property
     def description(self) -> str:
-        """The name of this link in tables and logs, which says that it is emulated."""
         return f"{type(self._transport).__name__} throttled in user space to {self._link.name}"
 
     def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
@@ -67,7 +66,6 @@ class ThrottledTransport:
         self._transport.close()
 
     def _carry(self, num_bytes: int, rounds: int = 1) -> None:
-        """Wait until the link has delivered ``num_bytes`` more."""
         rate = self._link.bytes_per_s
         self._free_at = max(self._free_at, time.perf_counter()) + (num_bytes / rate if rate else 0.0)
         _wait_until(self._free_at + rounds * self._link.latency_s)

@@ -57,7 +57,6 @@ def _own_objection(world_size: int, device: torch.device) -> str | None:
 
 
 def _objection_to_peers(device: torch.device, facts: Sequence[Sequence[str]]) -> str | None:
-    """Check the peers. ``facts``: each rank's host and GPU."""
     local = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     for peer, (host, uuid) in enumerate(facts):
         if host != host_identity():

@@ -83,7 +83,6 @@ class ProcessGroupTransport(Transport):
         return self._group
 
     def _call(self, method: str, *args: Any) -> None:
-        """Run a collective of the library."""
         try:
             getattr(self._open_group(), method)(*args).wait()
         except RuntimeError as error:

@@ -121,7 +121,6 @@ class SharedMemoryTransport(SharedTurns):
         self.publish_turn(call)
 
     def _read(self, peer: int, target: Tensor, offset: int, call: int) -> None:
-        """Copy out the bytes that ``peer`` published this turn."""
         self.await_one(peer, call)
         if size := target.numel():
             target.copy_(self.board.chunk(peer, self.board.own_turn)[offset : offset + size])

@@ -66,7 +66,6 @@ class SharedTurns:
             raise self._failure
 
     def await_one(self, peer: int, call: int) -> None:
-        """Wait until ``peer`` has published this turn, for the same call."""
         board, turn = self.board, self.board.own_turn
         self._await(lambda: lib.tw_wait_for(board.native, peer, turn))
         if board.call(peer, turn) != call:

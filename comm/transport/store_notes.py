@@ -47,7 +47,6 @@ class FactExchange:
         return [self._store.get(key) for key in keys]
 
     def first_objection(self, topic: str, objection: str | None) -> str | None:
-        """Return the objection of the lowest rank that has one, or None."""
         objections = [told.decode() for told in self.share(topic, (objection or "").encode())]
         return next((f"rank {rank}: {text}" for rank, text in enumerate(objections) if text), None)
 
@@ -106,7 +105,6 @@ class FailureNotes:
 
 
 def missed_by(own: Note, notes: dict[int, Note]) -> set[int]:
-    """All ranks that the writer of some note waited for."""
     return {rank for note in (own, *notes.values()) for rank in note.missed}
 
 
