@@ -28,7 +28,6 @@ from tightwire.comm.policy.tune_file import (
     Host,
     Measured,
     Point,
-    check_writable,
     this_host,
     tune_path,
     write_tuned,
@@ -94,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         plan = make_plan(at_least_two_ranks(config), args.seconds)
         refused = 1
-        check_writable(plan.path)
+        write_tuned(plan.path, plan.host, [])  # find out before measuring whether that is possible
         for measured in measure_all(plan, console):
             write_tuned(plan.path, plan.host, [measured])
     except (LocalRankError, CrowdedError, OSError, ValueError) as error:

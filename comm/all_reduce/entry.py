@@ -50,40 +50,29 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One algorithm. A name is ``name`` itself, a preset, or, for ``num_codecs`` > 0, ``name:CODEC,...``.
-
-    Args:
-        make: (group) for names without codecs, else (group, *codecs, name=...).
-        work: (setting, message bytes, *codecs): what one rank does.
-        wire_bytes: (setting, message bytes, *codecs): the exact bytes of rank 0; None: from ``work``, up to rounding.
-        num_codecs: how many codecs the constructor takes.
-        patterns: the forms with codecs, each with its explanation.
-        presets: names with fixed codecs.
-        lossy_names: quantized names worth measuring, for a suffix of their codecs such as ``-g64``.
-        exact_codecs: the codecs of the bare ``name``; None: the bare name needs codecs and is not valid.
-        order: the order of adding. Algorithms with equal order give the same bits.
-        depends_on_place: with three or more ranks on CPU the order depends on an element's place in the tensor.
-        needs_nodes: it is useful on several nodes only.
-        rounds: ``kernel``: one kernel where memory is shared; ``message``: always messages; ``library``: gloo or NCCL.
-        neighbours_only: each rank sends to the next one only, so one rank of a node uses the link between nodes.
-        preference: the lowest wins among equally fast ones.
-    """
+    """One algorithm. A name is ``name`` itself, a preset, or, for ``num_codecs`` > 0, ``name:CODEC,...``."""
 
     name: str
-    make: "Callable[..., AllReduce] | str"  # a string "module:attribute" is imported when used
-    work: Callable[..., Work] | None = None
-    wire_bytes: Callable[..., int] | None = None
-    num_codecs: int = 0
-    patterns: Mapping[str, str] = field(default_factory=dict)
-    presets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    lossy_names: Callable[[str], list[str]] | None = None
-    exact_codecs: tuple[str, ...] | None = ()
-    order: str = RANK_ORDER
-    depends_on_place: bool = False
-    needs_nodes: bool = False
-    rounds: Literal["kernel", "message", "library"] = "kernel"
-    neighbours_only: bool = False
-    preference: int = 100
+    make: "Callable[..., AllReduce] | str"  # (group) or (group, *codecs, name=...); "module:attribute": see registry
+    work: Callable[..., Work] | None = None  # (setting, message bytes, *codecs): what one rank does
+    wire_bytes: Callable[..., int] | None = (
+        None  # the same arguments: bytes of rank 0; None: from ``work``, up to rounding
+    )
+    num_codecs: int = 0  # how many codecs the constructor takes
+    patterns: Mapping[str, str] = field(default_factory=dict)  # the forms with codecs, each with its explanation
+    presets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # names with fixed codecs
+    lossy_names: Callable[[str], list[str]] | None = (
+        None  # names worth measuring, for a suffix of codecs such as ``-g64``
+    )
+    exact_codecs: tuple[str, ...] | None = ()  # the codecs of the bare ``name``; None: it needs codecs and is not valid
+    order: str = RANK_ORDER  # of adding; algorithms with equal order give the same bits
+    depends_on_place: bool = False  # with three or more ranks on CPU the order depends on an element's place
+    needs_nodes: bool = False  # useful on several nodes only
+    rounds: Literal["kernel", "message", "library"] = (
+        "kernel"  # one kernel where memory is shared; messages; gloo or NCCL
+    )
+    neighbours_only: bool = False  # each rank sends to the next only, so one rank of a node uses the link between nodes
+    preference: int = 100  # the lowest wins among equally fast ones
 
     def refusal(self, setting: Setting) -> str | None:
         """Return why ``auto`` may not use the exact form in this setting; None: it may."""

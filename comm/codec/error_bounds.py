@@ -22,11 +22,7 @@ def rank_order_bound(inputs: Sequence[Tensor]) -> Tensor:
     the total t to a 16-bit type adds at most v (|t| + e). Source: Higham, Accuracy and Stability of Numerical
     Algorithms, ch. 2, 4.
     """
-    exact, error = _exact(inputs), adding_bound(inputs)
-    largest = _magnitude(inputs) + error
-    if inputs[0].dtype != torch.float32:
-        error = error + _unit(inputs[0].dtype) * (exact.abs() + error)
-    return _infinite_on_overflow(error, largest, inputs[0].dtype)
+    return _rounded(inputs, adding_bound(inputs))
 
 
 def adding_bound(inputs: Sequence[Tensor]) -> Tensor:
@@ -40,13 +36,8 @@ def rounded_parts_bound(parts: Sequence[Sequence[Tensor]]) -> Tensor:
     With e_k the bound of part k: E = sum e_k + (K - 1 additions of numbers up to S + sum e_k), then v (|t| + E).
     """
     inputs = [x for part in parts for x in part]
-    magnitude, dtype = _magnitude(inputs), inputs[0].dtype
     error = torch.stack([rank_order_bound(part) for part in parts]).sum(0)
-    error = error + _adding_factor(len(parts)) * (magnitude + error)
-    largest = magnitude + error
-    if dtype != torch.float32:
-        error = error + _unit(dtype) * (_exact(inputs).abs() + error)
-    return _infinite_on_overflow(error, largest, dtype)
+    return _rounded(inputs, error + _adding_factor(len(parts)) * (_magnitude(inputs) + error))
 
 
 def rounded_hops_bound(inputs: Sequence[Tensor]) -> Tensor:
@@ -87,18 +78,24 @@ def quantized_total_bound(inputs: Sequence[Tensor], sum_N: Tensor, error_N: Tens
     ``sum_N`` is clamped to ``error_N`` around the exact sum t, because a wrong sum must not widen its own bound.
     Rounding adds v (|t| + e) or half the smallest number.
     """
-    dtype, exact_N = inputs[0].dtype, _exact(inputs)
     if not codec.exact:
+        exact_N = _exact(inputs)
         reached_N = torch.clamp(sum_N.double(), exact_N - error_N, exact_N + error_N)
         codec_error_N = codec.max_error(reached_N.float())
         # Rotated numbers may have been added while rotated, with other last bits. That may move the group's bfloat16
         # scale to a neighboring value.
         error_N = error_N + codec_error_N * (1 + 2.0**-7 * _rotates(codec))
-    largest_N = _magnitude(inputs) + error_N
+    numbers = torch.finfo(inputs[0].dtype)
+    return _rounded(inputs, error_N, numbers.smallest_normal * numbers.eps / 2)
+
+
+def _rounded(inputs: Sequence[Tensor], error: Tensor, least: float = 0.0) -> Tensor:
+    """The bound of a sum with ``error``, rounded to the inputs' dtype if that is not float32, at best to ``least``."""
+    dtype = inputs[0].dtype
+    largest = _magnitude(inputs) + error
     if dtype != torch.float32:
-        smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-        error_N = error_N + _unit(dtype) * (exact_N.abs() + error_N) + smallest / 2
-    return _infinite_on_overflow(error_N, largest_N, dtype)
+        error = error + _unit(dtype) * (_exact(inputs).abs() + error) + least
+    return _infinite_on_overflow(error, largest, dtype)
 
 
 def _rotates(codec: Codec) -> bool:

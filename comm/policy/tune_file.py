@@ -1,11 +1,8 @@
 """Tune files: times measured by ``tightwire tune``, one JSON file per kind of host, named by the host's fingerprint."""
 
 import contextlib
-import errno
 import hashlib
-import os
 import platform
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -123,33 +120,24 @@ def read_tuned(path: Path, host: Host) -> TuneRecords:
 
 
 def write_tuned(path: Path, host: Host, new: Sequence[Measured], timeout_s: float = 30.0) -> None:
-    """Add ``new`` settings to the file and replace older ones of the same setting, atomically; a lock serializes writers.
+    """Add ``new`` settings to the file and replace older ones of the same setting; a lock serializes writers.
 
-    Raises OSError if the folder cannot be written, TimeoutError if another process holds the lock for ``timeout_s``.
+    Without new ones, only check the folder. Raises OSError if the folder cannot be written, TimeoutError if another
+    process holds the lock for ``timeout_s``.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.with_suffix(".lock")
+    lock, replaced = path.with_suffix(".lock"), {measured.setting for measured in new}
     try:
-        held = FileLock(lock, timeout=timeout_s).acquire()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(lock, timeout=timeout_s):
+            kept = [measured for measured in read_tuned(path, host).settings if measured.setting not in replaced]
+            if new:
+                file = _File(SCHEMA, host, (*kept, *new))
+                write_atomic(path, msgspec.json.format(msgspec.json.encode(file), indent=1))
     except Timeout:
         raise TimeoutError(
             f"another process has held {lock} for {timeout_s:g} s; end the `tightwire tune` that hangs, and run this "
             "one again"
         ) from None
-    with held:
-        replaced = {measured.setting for measured in new}
-        kept = [measured for measured in read_tuned(path, host).settings if measured.setting not in replaced]
-        file = _File(SCHEMA, host, (*kept, *new))
-        write_atomic(path, msgspec.json.format(msgspec.json.encode(file), indent=1))
-
-
-def check_writable(path: Path) -> None:
-    """Check before measuring that ``write_tuned`` can write there. Raises OSError: it cannot; says what to do."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     except OSError as error:
         raise OSError(
             f"{path} cannot be written ({error.strerror}); measured times are stored there: make it writable, or set "
