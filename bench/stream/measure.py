@@ -5,20 +5,11 @@ at once, without computing; ``step``, a step with streamed weights. They take tu
 machine affects all alike. Before a block the buffers are full; its first pass, which finds two layers ready, is not timed.
 Without a codec, greedy tokens must be those of resident weights, and the buffers' whole trace must keep their order; otherwise
 the rank raises.
-
-The trace of a step on the CPU shows how much was hidden:
-
-    fetch     a layer is being filled                 fill .. filled
-    stall     computing waits for a layer             ask .. use
-    compute   the rest of the pass
-    hidden    fetch + compute - pass = fetch - stall
-
-At most the shorter of ``fetch`` and ``compute`` can be hidden: overlap = hidden / min(fetch, compute).
 """
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
@@ -27,7 +18,7 @@ import torch
 from tightwire.bench.ranks import ReplicaPlan, gather_numbers, join_replica
 from tightwire.bench.stream.options import ROUNDS, Arm, StreamBenchOptions
 from tightwire.bench.stream.rank import Rank, greedy_tokens
-from tightwire.comm.buffers import BufferEvent, OrderCheck
+from tightwire.comm.buffers import OrderCheck
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.partition_groups import PartitionPeers
 from tightwire.model.open import open_checkpoint
@@ -40,21 +31,6 @@ from tightwire.server.plan.devices import bind_to_cores
 
 _IDLE_POLL_S = 0.001
 _PROMPT, _GREEDY_TOKENS = range(3, 15), 12
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PassTrace:
-    """Seconds within one pass."""
-
-    pass_s: float
-    fetch_s: float
-    stall_s: float
-
-    @property
-    def overlap(self) -> float:
-        """0 to 1."""
-        hideable_s = min(self.fetch_s, self.pass_s - self.stall_s)
-        return min(1.0, max(0.0, (self.fetch_s - self.stall_s) / hideable_s)) if hideable_s > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,13 +50,12 @@ class Answered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """A round's passes of one kind, each on its slowest rank. ``overlaps``: of a ``step`` on the CPU, on the rank with the least."""
+    """A round's passes of one kind, each on its slowest rank."""
 
     arm: Arm
     kind: str  # compute, fetch, step
     batch: int | None  # None for fetch
     seconds: list[float]
-    overlaps: list[float]
 
 
 Event = Answered | Timed  # from rank 0
@@ -184,18 +159,14 @@ class _Turns:
 
     def _block(self, kind: str, batch: int | None, count: int) -> Iterator[Timed]:
         self._await_full()
-        seconds, begins = self._rank.passes(self._pass_of(kind, batch), count, self._prepare)
+        seconds = self._rank.passes(self._pass_of(kind, batch), count, self._prepare)
         self._await_full()
-        new = list(self._weights.pool.events)
+        self._check.check(self._weights.pool.events)
         self._weights.pool.events.clear()  # nothing is in flight, so no event is lost
-        self._check.check(new)
-        traces = [trace_pass(new, begin, begin + taken) for begin, taken in zip(begins, seconds, strict=True)]
-        ranks = gather_numbers(self._rank.world, [*seconds, *(trace.overlap for trace in traces)])
+        ranks = gather_numbers(self._rank.world, seconds)
         if self._rank.world.rank == 0:
-            traced = kind == "step" and self._rank.group.device.type == "cpu"
-            overlaps = [min(passes) for passes in zip(*(own[count:] for own in ranks), strict=True)]
-            seconds = [max(passes) for passes in zip(*(own[:count] for own in ranks), strict=True)]
-            yield Timed(arm=self._arm, kind=kind, batch=batch, seconds=seconds, overlaps=overlaps if traced else [])
+            slowest = [max(passes) for passes in zip(*ranks, strict=True)]
+            yield Timed(arm=self._arm, kind=kind, batch=batch, seconds=slowest)
 
     def _pass_of(self, kind: str, batch: int | None) -> Callable[[], object]:
         if batch is None:
@@ -216,20 +187,3 @@ class _Turns:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self._arm.name}: the buffers are not full after {timeout_s:g} s")
             time.sleep(_IDLE_POLL_S)
-
-
-def trace_pass(events: Iterable[BufferEvent], begin_s: float, end_s: float) -> PassTrace:
-    """Sum fetching and stalls within a pass; ``events`` may begin before it and end after it.
-
-    One thread fills and one uses, so each kind of interval ends before the next of its kind begins. On CUDA the pool notes
-    when work was queued, not when it was done, so there is no trace.
-    """
-    sums = {"filled": 0.0, "use": 0.0}
-    began: dict[str, float] = {}
-    for event in events:
-        if event.kind in ("fill", "ask"):
-            began["filled" if event.kind == "fill" else "use"] = event.at_s
-        elif event.kind in sums:
-            start_s = began.pop(event.kind)
-            sums[event.kind] += max(0.0, min(event.at_s, end_s) - max(start_s, begin_s))
-    return PassTrace(pass_s=end_s - begin_s, fetch_s=sums["filled"], stall_s=sums["use"])

@@ -77,15 +77,13 @@ class Rank:
         token_ids = np.random.default_rng(self.options.seed).integers(0, self._config.vocab_size, batch)
         return make_step(token_ids, [1] * batch, [self.options.context] * batch, is_decode=True)
 
-    def passes(
-        self, run: Callable[[], object], count: int, prepare: Callable[[], None] | None = None
-    ) -> tuple[list[float], list[float]]:
+    def passes(self, run: Callable[[], object], count: int, prepare: Callable[[], None] | None = None) -> list[float]:
         """Run one untimed and ``count`` timed passes, each after ``prepare`` and a barrier of all ranks.
 
         Returns:
-            Seconds and start times of the timed passes.
+            Seconds of the timed passes.
         """
-        seconds, begins = [], []
+        seconds = []
         for number in range(1 + count):
             if prepare is not None:
                 prepare()
@@ -96,8 +94,7 @@ class Rank:
             self._synchronize()
             if number:
                 seconds.append(time.perf_counter() - begin)
-                begins.append(begin)
-        return seconds, begins
+        return seconds
 
     def _synchronize(self) -> None:
         if self.group.device.type == "cuda":

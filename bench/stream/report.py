@@ -36,7 +36,7 @@ _LEGEND = (
     "Medians of passes, each on its slowest rank. GB/s are of one rank, from source to buffer, decoded. The bound is the longer of "
     "fetch (all streamed layers fetched, nothing computed) and compute (the same step with resident weights), measured in turns "
     "with the step in the same processes. /bound is step / bound. The buffers hold two layers, so where fetch and compute are about equal a step is longer than either. Overlap is (fetch + compute - "
-    "step) / min(fetch, compute), from the buffers' trace of each step on the rank with the least; there is no trace on CUDA."
+    "step) / min(fetch, compute)."
 )
 
 
@@ -77,8 +77,7 @@ class Cells:
         samples, answer = self._samples(arm, batch), self.answers[arm]
         fetch_s, compute_s, step_s = (median(samples[kind]) for kind in ("fetch", "compute", "step"))
         bound_s, most_bytes = max(fetch_s, compute_s), max(answer.step_bytes)
-        own = [block for block in self.blocks if (block.arm, block.batch) == (arm, batch)]
-        overlaps = [overlap for block in own for overlap in block.overlaps]
+        hidden = (fetch_s + compute_s - step_s) / min(fetch_s, compute_s)
         plain = self._samples(Arm(arm.source, "none", arm.rate), batch)["step"]
         return {
             "name": f"{arm.name}, tp {self.tp}, batch {batch}",
@@ -101,7 +100,7 @@ class Cells:
             "bound_s": bound_s,
             "bound_by": "source" if fetch_s > compute_s else "compute",
             "over_bound": step_s / bound_s,
-            "overlap": median(overlaps) if overlaps else None,
+            "overlap": min(1.0, max(0.0, hidden)),
             "speed_up_over_none": median(plain) / step_s if plain else None,
             "tokens_per_s": batch / step_s,
             "same_tokens": answer.same_tokens,
@@ -129,9 +128,8 @@ def describe_setting(facts: Mapping[str, Any]) -> str:
 def verdict(rows: Sequence[Row]) -> str:
     """The number of cells that are near their bound, and that hide the shorter part."""
     near = sum(row["over_bound"] <= 1 + _NEAR for row in rows)
-    traced = [row["overlap"] for row in rows if row["overlap"] is not None]
-    hidden = f"; {sum(overlap >= _HIDDEN for overlap in traced)} hide {_HIDDEN:.0%} or more" if traced else ""
-    return f"{near} of {len(rows)} cells are within {_NEAR:.0%} of the bound{hidden}."
+    hidden = sum(row["overlap"] >= _HIDDEN for row in rows)
+    return f"{near} of {len(rows)} cells are within {_NEAR:.0%} of the bound; {hidden} hide {_HIDDEN:.0%} or more."
 
 
 def make_sections(rows: Sequence[dict[str, Any]]) -> list[Item]:

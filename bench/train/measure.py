@@ -15,11 +15,10 @@ from tightwire.bench.train.options import ARMS, TINY, TrainBenchOptions, open_mo
 from tightwire.bench.train.ranks import Connections, grown_by, reset_peak, sent_by_node
 from tightwire.bench.train.trainee import StepTimes, draw_tokens, make_trainee
 from tightwire.comm.group.group import Group
-from tightwire.kernels.cpu.allocator import keep_freed_memory, return_freed_memory
+from tightwire.kernels.cpu.allocator import return_freed_memory
 from tightwire.training.estimate.step_time import Computing, Rates
 
 _CHECKED_STEPS = 3
-_KEEPING_STEPS = 2  # steps until the allocator's memory no longer grows
 _SETTLE_S = 0.1
 _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 20  # per rank, of the collectives that show latency and rate
 _TRIES = 3
@@ -30,22 +29,19 @@ class Checked:
     """The checked steps of one arm. ``losses``: means over the ranks. ``bytes_sent``: of each rank's last step, by the ledgers.
 
     ``peak_bytes``: peak growth of resident memory during the arm on the highest rank, while the allocator returns all freed
-    memory to the system. ``resident_bytes``: the same while the allocator keeps freed memory, as in timed steps. None: not
-    known on this system.
+    memory to the system. None: not known on this system.
     """
 
     losses: list[float]
     bytes_sent: list[int]
     peak_bytes: int | None
-    resident_bytes: int | None
 
 
 class Wired(NamedTuple):
-    """Bytes that the node which sends most sent in one step, without and with headers."""
+    """Bytes without headers that the node which sends most sent in one step."""
 
     arm: str
     payload_bytes: int
-    wire_bytes: int
 
 
 class Timed(NamedTuple):
@@ -76,18 +72,13 @@ def check_arm(world: Group, connections: Connections, options: TrainBenchOptions
         losses = [step(number) for number in range(_CHECKED_STEPS - 1)]
         sent = trainee.bytes_sent
         losses.append(step(_CHECKED_STEPS - 1))
-        sent, peak = trainee.bytes_sent - sent, grown_by(before)
-        keep_freed_memory()
-        for number in range(_CHECKED_STEPS, _CHECKED_STEPS + _KEEPING_STEPS):
-            step(number)
-        ranks = gather_numbers(world, [*losses, sent, peak or 0, grown_by(before) or 0])
+        ranks = gather_numbers(world, [*losses, trainee.bytes_sent - sent, grown_by(before) or 0])
         if world.rank == 0:
-            *steps, sent, peaks, residents = zip(*ranks, strict=True)
+            *steps, sent, peaks = zip(*ranks, strict=True)
             yield Checked(
                 losses=[fmean(step) for step in steps],
                 bytes_sent=[int(each) for each in sent],
                 peak_bytes=int(max(peaks)) or None,
-                resident_bytes=int(max(residents)) or None,
             )
 
 
@@ -139,10 +130,9 @@ def _count_bytes(world: Group, name: str, step: Callable[[str], object]) -> Iter
     step(name)  # the few small packets of its barrier are counted
     world.transport.barrier()
     time.sleep(_SETTLE_S)
-    sent = sent_by_node().since(before)
-    payloads, wires = zip(*gather_numbers(world, [sent.payload_bytes, sent.num_bytes]), strict=True)
+    payloads = gather_numbers(world, [sent_by_node() - before])
     if world.rank == 0:
-        yield Wired(name, int(max(payloads)), int(max(wires)))
+        yield Wired(name, max(int(own) for (own,) in payloads))
 
 
 def _probe_link(world: Group, lane: Group) -> Iterator[Rates]:

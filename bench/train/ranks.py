@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -139,25 +139,11 @@ def _status_bytes(key: str) -> int:
     return next(int(words[1]) * 1024 for words in lines if words[0] == f"{key}:")
 
 
-class Sent(NamedTuple):
-    """Counts of all processes of the node since its interface was created."""
-
-    num_bytes: int
-    num_packets: int
-
-    @property
-    def payload_bytes(self) -> int:
-        return self.num_bytes - _HEADER_BYTES * self.num_packets
-
-    def since(self, before: Self) -> "Sent":
-        return Sent(self.num_bytes - before.num_bytes, self.num_packets - before.num_packets)
-
-
-def sent_by_node(text: str | None = None) -> Sent:
-    """Read the counters in this process's network namespace. ``text``: the content of /proc/net/dev."""
+def sent_by_node(text: str | None = None) -> int:
+    """Payload bytes of all processes in this network namespace since it was created. ``text``: the content of /proc/net/dev."""
     for line in (Path("/proc/net/dev").read_text() if text is None else text).splitlines():
         name, colon, counts = line.partition(":")
         if colon and name.strip() == WIRE:
-            words = counts.split()
-            return Sent(int(words[8]), int(words[9]))
+            num_bytes, num_packets = map(int, counts.split()[8:10])
+            return num_bytes - _HEADER_BYTES * num_packets
     raise RuntimeError("this process is not on an emulated node")

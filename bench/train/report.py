@@ -43,10 +43,9 @@ _CHECK_COLUMNS = (
     Column("loss error", "loss_error", lambda error: f"{error:.1e}" if error else "equal"),
     Column("peak MB", "peak_bytes", ".1f", 1e-6),
     Column("by formula", "formula_peak_bytes", ".1f", 1e-6),
-    Column("resident MB", "resident_bytes", ".1f", 1e-6),
     Column("bytes / formula", "payload_over_formula", ".3f"),
 )
-CSV_COLUMNS = (*_STEP_COLUMNS, Column("wire bytes", "node_wire_bytes", "d"), *_CHECK_COLUMNS[3:])
+CSV_COLUMNS = (*_STEP_COLUMNS, *_CHECK_COLUMNS[3:])
 _STEP_WORDS = (
     "Medians of steps; a step is as long as on the slowest rank. Exposed: the step without its computing, which is the same "
     "step in the same process without messages. Predicted: from the formulas' bytes, computing without messages, the link's "
@@ -54,8 +53,7 @@ _STEP_WORDS = (
 )
 _CHECK_WORDS = (
     "From the first steps, in separate processes without a slow link. Arms that sum rank by rank must have the same losses to "
-    "the bit; other exact arms up to rounding. Peak: the growth of resident memory while all freed memory returns to the "
-    "system. Resident: while the allocator may keep it, as in timed steps."
+    "the bit; other exact arms up to rounding. Peak: the growth of resident memory while all freed memory returns to the system."
 )
 
 
@@ -110,7 +108,6 @@ class Checks:
             "formula_bytes": model and [rank.bytes_sent for rank in model.ranks],
             "peak_bytes": own.peak_bytes,
             "formula_peak_bytes": model and model.ranks[0].memory().most,
-            "resident_bytes": own.resident_bytes,
         }
 
     def faults(self, arm: str) -> list[str]:
@@ -183,7 +180,6 @@ class LinkCells:
             "seconds": asdict(describe(seconds)),  # pyright: ignore[reportArgumentType]
             "node_bytes": model and model.node_bytes,
             "node_payload_bytes": wired.payload_bytes,
-            "node_wire_bytes": wired.wire_bytes,
             "payload_over_formula": wired.payload_bytes / model.node_bytes if model and model.node_bytes else None,
             "computing_s": computing_s,
             "exposed_s": None if computing_s is None else max(0.0, step_s - computing_s),
