@@ -14,6 +14,8 @@ from tightwire.server.api.schemas import ChatBody, Message, TemplateFields
 from tightwire.server.api.serving import ServedModel
 from tightwire.server.api.trace import TightwireExtra
 
+Logprobs = ChatLogprobs | None
+
 
 class ChatMessage(Struct):
     content: str
@@ -25,7 +27,7 @@ class ChatChoice(Struct):
     index: int
     message: ChatMessage
     finish_reason: str
-    logprobs: ChatLogprobs | None = None
+    logprobs: Logprobs = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
@@ -44,7 +46,7 @@ class ChatDelta(Struct):
 class ChatChunkChoice(Struct):
     index: int
     delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
+    logprobs: Logprobs = None
     finish_reason: str | None = None
 
 
@@ -56,11 +58,7 @@ class ChatChunk(HeadedBody):
 
 
 async def chat_token_ids(model: ServedModel, messages: list[Message], body: TemplateFields) -> list[int]:
-    """The tokens of the conversation in the model's chat template.
-
-    Raises:
-        ApiError: 400; the model has no template, or the template rejects these messages.
-    """
+    """The conversation in the model's chat template. Raises ApiError 400 without one, or if it rejects the messages."""
     if body.continue_final_message and body.add_generation_prompt:
         raise invalid(
             "continue_final_message and add_generation_prompt are both true, but an answer either continues the last "
@@ -74,13 +72,10 @@ async def chat_token_ids(model: ServedModel, messages: list[Message], body: Temp
             code="no_chat_template",
         )
     plain = [message.to_template() for message in messages]
-    fields = {
-        "add_generation_prompt": body.begins_message,
-        "continue_final_message": body.continue_final_message,
-    }
+    ending = {"add_generation_prompt": body.begins_message, "continue_final_message": body.continue_final_message}
     num_chars = sum(len(message["content"]) for message in plain)
     try:
-        return await run_off_loop(lambda: model.tokenizer.encode_chat(plain, **fields), num_chars)
+        return await run_off_loop(lambda: model.tokenizer.encode_chat(plain, **ending), num_chars)
     except ValueError as error:
         raise invalid(f"the model's chat template rejects these messages: {error}", param="messages") from None
 
@@ -106,19 +101,16 @@ class ChatDialect(Dialect[ChatBody]):
     def chunks(self, delta: Delta, usage: StreamUsage) -> Iterator[HeadedBody]:
         if delta.index not in self._begun:
             self._begun.add(delta.index)
+            before = usage
             if isinstance(usage, Usage):
-                usage_so_far = structs.replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)
-            else:
-                usage_so_far = usage
-            yield self.chunk([ChatChunkChoice(delta.index, ChatDelta(role=self._role, content=""))], usage_so_far)
+                before = structs.replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)
+            yield self.chunk([ChatChunkChoice(delta.index, ChatDelta(role=self._role, content=""))], before)
         yield from super().chunks(delta, usage)
 
-    def piece(
-        self, index: int, text: str, logprobs: ChatLogprobs | None, finish_reason: str | None = None
-    ) -> ChatChunkChoice:
+    def piece(self, index: int, text: str, logprobs: Logprobs, finish_reason: str | None = None) -> ChatChunkChoice:
         return ChatChunkChoice(index, ChatDelta(content=text or UNSET), logprobs, finish_reason)
 
-    def choice(self, delta: Delta, logprobs: ChatLogprobs | None, of_prompt: PromptLogprobs | UnsetType) -> ChatChoice:
+    def choice(self, delta: Delta, logprobs: Logprobs, of_prompt: PromptLogprobs | UnsetType) -> ChatChoice:
         return ChatChoice(
             delta.index, ChatMessage(delta.text, self._role), delta.finish_reason or "", logprobs, of_prompt
         )

@@ -10,11 +10,13 @@ from tightwire.server.api.responses import Usage
 from tightwire.server.api.schemas import CompletionBody
 from tightwire.server.api.trace import TightwireExtra
 
+Logprobs = CompletionLogprobs | None
+
 
 class CompletionChoice(Struct):
     index: int
     text: str
-    logprobs: CompletionLogprobs | None = None
+    logprobs: Logprobs = None
     finish_reason: str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
@@ -46,14 +48,10 @@ class CompletionDialect(Dialect[CompletionBody]):
         check_ids(given, self.model.info, "prompt")
         return Prompt(given, tokenizer.decode(given, self.body.skip_special_tokens) if self.body.echo else None, True)
 
-    def piece(
-        self, index: int, text: str, logprobs: CompletionLogprobs | None, finish_reason: str | None = None
-    ) -> CompletionChoice:
+    def piece(self, index: int, text: str, logprobs: Logprobs, finish_reason: str | None = None) -> CompletionChoice:
         return CompletionChoice(index, text, logprobs, finish_reason)
 
-    def choice(
-        self, delta: Delta, logprobs: CompletionLogprobs | None, of_prompt: PromptLogprobs | UnsetType
-    ) -> CompletionChoice:
+    def choice(self, delta: Delta, logprobs: Logprobs, of_prompt: PromptLogprobs | UnsetType) -> CompletionChoice:
         return CompletionChoice(delta.index, delta.text, logprobs, delta.finish_reason, of_prompt)
 
     def logprobs(self, delta: Delta) -> CompletionLogprobs:

@@ -37,7 +37,7 @@ class TokenTable:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._special = {id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special}
+        self.special = {id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special}
         steps = _decoder_steps(backend)
         self.byte_level = [step["type"] for step in steps] == ["ByteLevel"]
         if not self.byte_level and steps[:3] != _SENTENCEPIECE[:3]:
@@ -48,9 +48,6 @@ class TokenTable:
         self.strips_space = steps[3:] == _SENTENCEPIECE[3:]
         self._byte_of_char = {char: byte for byte, char in enumerate(byte_characters())}
         self.bytes_of = functools.cache(self._make_bytes)
-
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self._special
 
     def fallback_byte(self, token_id: int) -> int | None:
         """The byte that ``<0xE4>`` stands for; None for all other tokens."""
@@ -105,7 +102,7 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
         raw = self._table.bytes_of(token_id)
-        if not raw or (self._skip_special and self._table.is_special(token_id)):
+        if not raw or (self._skip_special and token_id in self._table.special):
             return ""
         if self._table.byte_level:
             return self._emit(self._utf8.decode(raw))

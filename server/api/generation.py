@@ -71,11 +71,7 @@ class TokenSequence:
         self._delta = Delta(index)
 
     def take(self, output: Output) -> Delta | None:
-        """The text, logprobs and finish reason that become final with this output, if any.
-
-        Raises:
-            ApiError: the engine ended the sequence with an error.
-        """
+        """What becomes final with this output, if anything. Raises ApiError if the engine ended it with an error."""
         if output.finish_reason in ("error", "cancelled", "refused"):
             self.finished = True
             raise _make_error(output)

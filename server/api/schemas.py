@@ -15,11 +15,6 @@ from tightwire.model.sampling.parameters import SamplingParams
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
-MAX_BAD_WORDS = 1024
-MAX_BAD_WORD_CHARS = 256
-MAX_N = 128
-MAX_LOGPROBS = 20
-MAX_SALT_CHARS = 256
 
 # Ignored with --strict-fields too: they label a request for billing, storage or routing and do not change an answer.
 # ``parallel_tool_calls`` configures tools, which are not supported; ``prediction`` is a hint for speed.
@@ -107,9 +102,9 @@ Prompt = Annotated[Any, BeforeValidator(_check_prompt, json_schema_input_type=_P
 LogitBias = Annotated[Any, BeforeValidator(_check_logit_bias, json_schema_input_type=_Biases)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0, lt=_INT64)]
-BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
+BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 TokenCount = Annotated[int, Field(ge=0, lt=2**31)]
-NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 
 
 class Fields(BaseModel):
@@ -149,8 +144,7 @@ class TightwireOptions(Fields):
     timing: bool = Field(False, description="Add the parts of the time to the first token.")
     token_ids: bool = Field(False, description="Add the ids of the answer's tokens, with the token that ended it.")
     allreduce: str | None = Field(
-        None,
-        description="The AllReduce policy, one of --allreduce-extra; GET /comm lists them. Default: the server's.",
+        None, description="The AllReduce policy, as GET /comm lists them (--allreduce-extra). Default: the server's."
     )
 
 
@@ -164,7 +158,7 @@ class GenerationBody(Body):
         None,
         description="Most tokens of the answer. Default: what fits the context; of a completion 16. 0 requires echo.",
     )
-    n: int = Field(1, ge=1, le=MAX_N, description="Answers per prompt.")
+    n: int = Field(1, ge=1, le=128, description="Answers per prompt.")
     stream: bool = False
     stream_options: StreamOptions | None = None
     seed: int | None = Field(None, ge=-_INT64, lt=_INT64, description="The same seed gives the same text.")
@@ -185,16 +179,13 @@ class GenerationBody(Body):
         None, min_length=1, description="Extension: generate no other tokens, the model's end token included."
     )
     bad_words: list[BadWord] = Field(
-        default_factory=list, max_length=MAX_BAD_WORDS, description="Extension: texts that are not generated."
+        default_factory=list, max_length=1024, description="Extension: texts that are not generated."
     )
     skip_special_tokens: bool = Field(True, description="Extension: leave special tokens out of the text.")
     return_tokens_as_token_ids: bool = Field(False, description="Extension: logprobs name a token token_id:ID.")
     prompt_logprobs: NumLogprobs | None = Field(None, description="Extension, without stream.")
     cache_salt: str | None = Field(
-        None,
-        min_length=1,
-        max_length=MAX_SALT_CHARS,
-        description="Extension: share cached prompt prefixes only with requests of the same salt.",
+        None, min_length=1, max_length=256, description="Extension: share cached prefixes only with the same salt."
     )
     tightwire: TightwireOptions = Field(default_factory=lambda: TightwireOptions.model_construct())
 
@@ -257,23 +248,19 @@ class Message(Fields):
     name: str | None = None
     tool_call_id: str | None = None
 
-    @property
-    def text(self) -> str:
-        return "\n".join(part.text for part in self.content)
-
     def to_template(self) -> dict[str, Any]:
         """The form that chat templates read. ``developer``, OpenAI's newer name, becomes ``system``."""
         role = "system" if self.role == "developer" else self.role
+        text = "\n".join(part.text for part in self.content)
         extras = {"name": self.name, "tool_call_id": self.tool_call_id}
-        return {"role": role, "content": self.text} | {key: text for key, text in extras.items() if text is not None}
+        return {"role": role, "content": text} | {key: text for key, text in extras.items() if text is not None}
 
 
 class TemplateFields(Fields):
     """The fields that decide how a conversation's prompt ends."""
 
     add_generation_prompt: bool | None = Field(
-        None,
-        description="Extension: end the prompt with the beginning of an answer. Default: not continue_final_message.",
+        None, description="Extension: end the prompt with the beginning of an answer. Default: unless it is continued."
     )
     continue_final_message: bool = Field(False, description="Extension: continue the text of the last message.")
 

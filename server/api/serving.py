@@ -33,10 +33,9 @@ class ModelInfo:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def fingerprint(self, policy: str | None = None) -> str:
-        """Equal seeds give equal text only under an equal fingerprint. Its parts change the bits of weights, products or sums.
+        """All that changes the bits of weights, products or sums: equal seeds give equal text only under an equal one.
 
-        ``policy``: the one named by the request. It replaces the server's own at the start of ``allreduce``; the
-        options after it apply to every policy.
+        ``policy``: the one that a request names, in place of the server's own at the start of ``allreduce``.
         """
         own = self.policies[0]
         allreduce = (own if policy is None else policy) + self.allreduce.removeprefix(own)

@@ -87,7 +87,6 @@ class RequestTrace:
     """Records each event as it happens. Only the first call of ``sent`` and of ``ended`` per sequence counts.
 
     Args:
-        arrived_s: when the request arrived.
         streamed: whether text is sent as it arrives; if not, ``timing`` ends with the first token.
         clock: the clock that rank 0 reads too (``FirstToken``).
     """

@@ -63,14 +63,10 @@ def check_fields(fields: dict[str, Any], kind: type[BodyT]) -> BodyT:
     except RecursionError:
         raise invalid("the body is nested too deeply") from None
     for path, name, value in extra_fields(body):
-        if name in UNSUPPORTED_FIELDS and not _is_neutral(name, value):
-            advice = UNSUPPORTED_FIELDS[name][1]
+        neutral, advice = UNSUPPORTED_FIELDS.get(name, ((value,), ""))
+        if not any(value == allowed and type(value) is type(allowed) for allowed in neutral):
             raise invalid(f"{path}={_short(value)} is not supported: {advice}", path, code="unsupported_parameter")
     return body
-
-
-def _is_neutral(name: str, value: Any) -> bool:
-    return any(value == allowed and type(value) is type(allowed) for allowed in UNSUPPORTED_FIELDS[name][0])
 
 
 def _require_json(request: Request) -> None:

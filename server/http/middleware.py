@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tightwire.server.api.errors import ApiError, to_api_error
@@ -24,13 +24,11 @@ _ACCEPTED = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/metrics"})
 
 
-def arrived_s(request: Request) -> float:
-    """The arrival of the request's headers, on the clock of ``time.monotonic``."""
-    return request.state.arrived_s
-
-
 class RequestScope:
-    """ASGI middleware. Echoes the client's request id, or makes one, and names the ignored fields of the request."""
+    """ASGI middleware. Echoes the client's request id, or makes one, and names the ignored fields of the request.
+
+    Sets ``request.state.arrived_s``, the arrival of the request's headers on the clock of ``time.monotonic``.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -71,7 +69,7 @@ class RequireKey:
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
-        self._digest = _digest(api_key.encode())
+        self._digest = hashlib.sha256(api_key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         respond = self._app
@@ -79,7 +77,7 @@ class RequireKey:
             header = Headers(scope=scope).get("authorization", "")
             scheme, _, key = header.partition(" ")
             # Digests have equal lengths, so the time of the comparison reveals nothing about the key, not even its length.
-            given = _digest(key.strip().encode("latin-1"))  # the bytes as they came
+            given = hashlib.sha256(key.strip().encode("latin-1")).digest()  # the bytes as they came
             if scheme.lower() != "bearer" or not hmac.compare_digest(given, self._digest):
                 message = (
                     f"the API key is {'wrong' if header else 'missing'}; send the header Authorization: Bearer KEY with the "
@@ -94,7 +92,3 @@ def _header_list(fields: Sequence[str]) -> str:
     """The first fields, without characters that have a meaning in a header."""
     shown = [re.sub(r"[^A-Za-z0-9._\[\]-]", "?", field[:80]) or "?" for field in fields[:_MAX_IGNORED]]
     return ", ".join(shown + ["..."] * (len(fields) > _MAX_IGNORED))
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

@@ -14,7 +14,6 @@ from tightwire.server.api.schemas import DetokenizeBody, TokenizeBody
 from tightwire.server.api.serving import ModelInfo, ServedModel, Serving
 from tightwire.server.api.trace import RequestTrace
 from tightwire.server.http.body import read_body
-from tightwire.server.http.middleware import arrived_s
 from tightwire.server.ipc.engine_client import Phase
 
 
@@ -66,7 +65,7 @@ async def _answer(request: Request, serving: Serving, dialect_type: type[Dialect
     body = await read_body(request, dialect_type.body_type, serving)
     check_model(body.model, model.info)
     check_options(body, model.info, serving.http.max_queued_requests)
-    trace = RequestTrace(serving.engine, serving.metrics, arrived_s=arrived_s(request), streamed=body.stream)
+    trace = RequestTrace(serving.engine, serving.metrics, arrived_s=request.state.arrived_s, streamed=body.stream)
     dialect = dialect_type(body, model)
     with trace.tokenizing():
         prompts = await dialect.prompts()
