@@ -5,7 +5,7 @@ import torch
 
 from tightwire.training.config.optimizer import OptimizerConfig
 from tightwire.training.config.tree import ScheduleConfig
-from tightwire.training.estimate.memory import optimizer_bytes
+from tightwire.training.estimate.memory import measure_optimizer
 from tightwire.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 
 
@@ -44,7 +44,7 @@ def test_unknown_optimizer_options_are_refused() -> None:
     ("values", "num_bytes"), [({}, 8), ({"name": "sgd"}, 0), ({"name": "sgd", "options": {"momentum": 0.9}}, 4)]
 )
 def test_bytes_of_optimizer_state_are_counted(values: dict[str, object], num_bytes: int) -> None:
-    assert optimizer_bytes(OptimizerConfig.model_validate(values), 10) == 10 * num_bytes
+    assert measure_optimizer(OptimizerConfig.model_validate(values)).kept == num_bytes
 
 
 def _rates(**values: object) -> list[float]:

@@ -25,14 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -84,11 +77,7 @@ def plan_of(chunks: Sequence[Chunk]) -> SavePlan:
 
 
 def write_chunks(folder: Path, chunks: Sequence[Chunk], plans: Sequence[SavePlan], rank: int) -> list[WriteResult]:
-    """Write this rank's file and return its results; ``finish`` needs those of all ranks. Not collective.
-
-    Raises:
-        OSError: the disk reported an error.
-    """
+    """Write this rank's file and return its results; ``finish`` needs those of all ranks. Raises OSError: the disk failed."""
     writer = _writer(folder, rank)
     planned, _ = create_default_global_save_plan(list(plans))
     plan = writer.prepare_local_plan(writer.prepare_global_plan(planned)[rank])
@@ -102,11 +91,7 @@ def finish(folder: Path, plans: Sequence[SavePlan], results: Sequence[list[Write
 
 
 def read_chunks(folder: Path, wanted: Sequence[Chunk]) -> None:
-    """Fill the tensors of ``wanted`` in place. Not collective.
-
-    Raises:
-        CheckpointError: a key is missing or has another length, or a file cannot be read.
-    """
+    """Fill the tensors of ``wanted`` in place. Raises CheckpointError: a key or file is missing or damaged."""
     try:
         reader = FileSystemReader(folder)
         metadata = reader.read_metadata()
@@ -141,6 +126,10 @@ def _chunk(chunk: Chunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size([chunk.start]), torch.Size([chunk.numbers.numel()]))
 
 
+def _by_place(chunks: Sequence[Chunk]) -> dict[tuple[str, int], Tensor]:
+    return {(chunk.key, chunk.start): chunk.numbers.detach() for chunk in chunks}
+
+
 def _write_item(chunk: Chunk) -> WriteItem:
     return WriteItem(
         index=MetadataIndex(chunk.key, [chunk.start]),
@@ -169,12 +158,12 @@ class _SavePlanner(DefaultSavePlanner):
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         super().__init__()
-        self._numbers = {(chunk.key, chunk.start): chunk.numbers for chunk in chunks}
+        self._numbers = _by_place(chunks)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         assert write_item.index.offset is not None
         # Torch saves the whole storage of a tensor, so a view is cloned.
-        numbers = self._numbers[write_item.index.fqn, write_item.index.offset[0]].detach()
+        numbers = self._numbers[write_item.index.fqn, write_item.index.offset[0]]
         return numbers if numbers.untyped_storage().nbytes() == numbers.nbytes else numbers.clone()
 
 
@@ -183,11 +172,11 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         super().__init__()
-        self._numbers = {(chunk.key, chunk.start): chunk.numbers for chunk in chunks}
+        self._numbers = _by_place(chunks)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         assert read_item.dest_index.offset is not None
-        numbers = self._numbers[read_item.dest_index.fqn, read_item.dest_index.offset[0]].detach()
+        numbers = self._numbers[read_item.dest_index.fqn, read_item.dest_index.offset[0]]
         return numbers[read_item.dest_offsets[0] : read_item.dest_offsets[0] + read_item.lengths[0]]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:

@@ -83,11 +83,7 @@ def remove_partial(run: Path) -> None:
 
 
 def publish(partial: Path, folder: Path, description: Mapping[str, Any]) -> None:
-    """Write ``description`` into a folder that is otherwise complete, then rename the folder.
-
-    Raises:
-        OSError: the disk reported an error.
-    """
+    """Write ``description`` into a folder that is otherwise complete, then rename the folder. Raises OSError."""
     with (partial / _DESCRIPTION).open("w", encoding="utf-8") as file:
         json.dump({"format": _FORMAT, "crc32": _crc_of(description), **description}, file, indent=1)
         file.flush()
@@ -98,11 +94,7 @@ def publish(partial: Path, folder: Path, description: Mapping[str, Any]) -> None
 
 
 def prune(run: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints.
-
-    Raises:
-        OSError: the disk reported an error; the remaining checkpoints are complete.
-    """
+    """Remove all but the newest ``keep`` checkpoints. After an OSError, those that remain are complete."""
     for folder in checkpoints_in(run)[:-keep]:
         # Renamed first: an interrupted removal must not leave a folder that looks complete.
         doomed = partial_of(folder)
@@ -128,11 +120,7 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, description: Mapping[str, Any], *, rank: int, world_size: int) -> None:
-    """Check this rank's share of the files against their CRC-32. Not collective.
-
-    Raises:
-        CheckpointError: a file is damaged or cannot be read.
-    """
+    """Check this rank's share of the files. Not collective. Raises CheckpointError: one is damaged or cannot be read."""
     digests = description["digests"]
     for name in sorted(digests)[rank::world_size]:
         try:

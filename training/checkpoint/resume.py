@@ -111,9 +111,7 @@ def restore(folder: Path, description: Mapping[str, Any], state: RunState, *, se
     wanted += random.values()
     reader = None
     if state.compressor is not None and description["scalars"]["between"]:
-        reader = CompressorReader(
-            state.compressor, state, description["scalars"], saved_replicas=description["replicas"]
-        )
+        reader = CompressorReader(state, description["scalars"], saved_replicas=description["replicas"])
         wanted += reader.wanted()
     with torch.no_grad():
         read_chunks(folder, wanted)

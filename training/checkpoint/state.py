@@ -17,65 +17,7 @@ from torch.optim import Optimizer
 from tightwire.training.checkpoint.files import Chunk, FlatShard, chunks_of
 from tightwire.training.engine.compressor import GradientCompressor
 
-_PREFIX = "optimizer"
-
-
-def optimizer_chunks(optimizer: Optimizer, shards: Sequence[FlatShard]) -> Iterator[Chunk]:
-    """State tensors of the same shape as the shards, such as AdamW's moments."""
-    for shard in shards:
-        for name, value in optimizer.state.get(shard.flat_N, {}).items():
-            if _is_flat(value, shard):
-                yield from chunks_of(f"{_PREFIX}/{name}", shard, value)
-
-
-def optimizer_scalars(optimizer: Optimizer, shards: Sequence[FlatShard]) -> dict[str, dict[str, float]]:
-    """The rest of the state by flat parameter, such as AdamW's step count."""
-    return {
-        shard.name: {
-            name: float(value)
-            for name, value in optimizer.state.get(shard.flat_N, {}).items()
-            if not _is_flat(value, shard) and value is not None
-        }
-        for shard in shards
-        if shard.flat_N in optimizer.state
-    }
-
-
-def prepare_state(
-    optimizer: Optimizer,
-    shards: Sequence[FlatShard],
-    scalars: Mapping[str, Mapping[str, float]],
-    keys: Mapping[str, int],
-) -> None:
-    """Restore the scalars and allocate zeros for the flat state, so that ``optimizer_chunks`` can be read into.
-
-    Args:
-        keys: all keys of the checkpoint with their lengths; they determine which flat state exists.
-    """
-    names = _flat_names(keys)
-    for shard in shards:
-        if shard.name not in scalars:
-            continue
-        # Torch's optimizers keep scalar state, such as step counts, as tensors.
-        state: dict[str, Any] = {name: torch.tensor(value) for name, value in scalars[shard.name].items()}
-        state |= {name: torch.zeros_like(shard.flat_N) for name in names}
-        optimizer.state[shard.flat_N] = state
-
-
-def has_flat_state(keys: Mapping[str, int], parameter: str) -> bool:
-    """Whether the checkpoint has every kind of flat state for ``parameter``."""
-    return all(f"{_PREFIX}/{name}/{parameter}" in keys for name in _flat_names(keys))
-
-
-def _flat_names(keys: Mapping[str, int]) -> set[str]:
-    return {key.split("/")[1] for key in keys if key.startswith(f"{_PREFIX}/")}
-
-
-def _is_flat(value: Any, shard: FlatShard) -> bool:
-    return isinstance(value, Tensor) and value.shape == shard.flat_N.shape
-
-
-_PARAMETERS, _BETWEEN, _RANDOM = "parameters", "between", "random"
+_OPTIMIZER, _PARAMETERS, _BETWEEN, _RANDOM = "optimizer", "parameters", "between", "random"
 
 
 class Replica(NamedTuple):
@@ -94,22 +36,26 @@ class RunState:
     compressor: GradientCompressor | None
     replica: Replica
 
+    @property
+    def compressor_state(self) -> dict[str, Tensor]:
+        return {} if self.compressor is None else self.compressor.state_dict()
+
 
 def snapshot(state: RunState, rank: int) -> list[Chunk]:
     """Copies in host memory of what this rank writes; replicas divide the shards they share."""
-    shards, optimizer, compressor, replica = state.shards, state.optimizer, state.compressor, state.replica
-    own = [shard for number, shard in enumerate(shards) if number % replica.size == replica.rank]
-    chunks = [chunk for shard in own for chunk in chunks_of(_PARAMETERS, shard, shard.flat_N)]
-    chunks += optimizer_chunks(optimizer, own)
-    chunks += _compressor_chunks(shards, {} if compressor is None else compressor.state_dict(), replica.rank)
-    chunks += [_whole(key, state) for key, state in _random_states(rank).items()]
+    own = [shard for number, shard in enumerate(state.shards) if number % state.replica.size == state.replica.rank]
+    chunks = [
+        *_parameter_chunks(own),
+        *_optimizer_chunks(state.optimizer, own),
+        *_compressor_chunks(state.shards, state.compressor_state, state.replica.rank),
+        *(_whole(f"{_RANDOM}/{device}/{rank}", random) for device, random in _random_states().items()),
+    ]
     return [chunk._replace(numbers=chunk.numbers.detach().to("cpu", copy=True)) for chunk in chunks]
 
 
 def find_not_finite(state: RunState) -> list[str]:
     """Flat parameters with inf or NaN on this rank, in weights, optimizer state or compressor state. Cost: reads all of it once."""
-    kept = {} if state.compressor is None else state.compressor.state_dict()
-    numbers = [(key.partition("/")[2], value) for key, value in kept.items()]
+    numbers = [(key.partition("/")[2], value) for key, value in state.compressor_state.items()]
     for shard in state.shards:
         numbers.append((shard.name, shard.flat_N.detach()))
         flats = state.optimizer.state.get(shard.flat_N, {}).values()
@@ -118,21 +64,42 @@ def find_not_finite(state: RunState) -> list[str]:
 
 
 def scalars_of(state: RunState) -> dict[str, Any]:
-    """The scalar state for the checkpoint's JSON; equal on every rank."""
-    shards, optimizer = state.shards, state.optimizer
-    kept = {} if state.compressor is None else state.compressor.state_dict()
+    """The scalar state for the checkpoint's JSON, such as AdamW's step count by flat parameter; equal on every rank."""
+    optimizer = state.optimizer.state
     return {
-        "optimizer": optimizer_scalars(optimizer, shards),
-        "between": {key: value.item() for key, value in kept.items() if "/" not in key},
+        "optimizer": {
+            shard.name: {
+                name: float(value)
+                for name, value in optimizer[shard.flat_N].items()
+                if not _is_flat(value, shard) and value is not None
+            }
+            for shard in state.shards
+            if shard.flat_N in optimizer
+        },
+        "between": {key: value.item() for key, value in state.compressor_state.items() if "/" not in key},
     }
 
 
 def wanted_state(state: RunState, scalars: Mapping[str, Any], keys: Mapping[str, int]) -> list[Chunk]:
-    """Destinations for weights and optimizer state."""
-    shards, optimizer = state.shards, state.optimizer
-    prepare_state(optimizer, shards, scalars["optimizer"], keys)
-    chunks = [chunk for shard in shards for chunk in chunks_of(_PARAMETERS, shard, shard.flat_N)]
-    return [*chunks, *optimizer_chunks(optimizer, shards)]
+    """Destinations for weights and optimizer state. Restores the optimizer's scalars and allocates its flat state.
+
+    Args:
+        keys: all keys of the checkpoint with their lengths; they determine which flat state exists.
+    """
+    for shard in state.shards:
+        if shard.name in scalars["optimizer"]:
+            # Torch's optimizers keep scalar state, such as step counts, as tensors.
+            own: dict[str, Any] = {
+                name: torch.tensor(value) for name, value in scalars["optimizer"][shard.name].items()
+            }
+            own |= {name: torch.zeros_like(shard.flat_N) for name in _flat_names(keys)}
+            state.optimizer.state[shard.flat_N] = own
+    return [*_parameter_chunks(state.shards), *_optimizer_chunks(state.optimizer, state.shards)]
+
+
+def has_flat_state(keys: Mapping[str, int], parameter: str) -> bool:
+    """Whether the checkpoint has every kind of flat optimizer state for ``parameter``."""
+    return all(f"{_OPTIMIZER}/{name}/{parameter}" in keys for name in _flat_names(keys))
 
 
 def parameters_in(keys: Mapping[str, int]) -> dict[str, int]:
@@ -144,36 +111,28 @@ def parameters_in(keys: Mapping[str, int]) -> dict[str, int]:
 class CompressorReader:
     """Restores the gradient compressor: fill what ``wanted()`` returns, then call ``load()``."""
 
-    def __init__(
-        self, compressor: GradientCompressor, state: RunState, scalars: Mapping[str, Any], *, saved_replicas: int
-    ) -> None:
+    def __init__(self, state: RunState, scalars: Mapping[str, Any], *, saved_replicas: int) -> None:
         """``saved_replicas``: the number of replicas that wrote the checkpoint."""
-        replica, shards, saved = state.replica, state.shards, saved_replicas
-        self._compressor = compressor
-        self._scalars = scalars["between"]
-        self._replicas = [replica.rank] if saved == replica.size else list(range(saved))
-        self._shards = {shard.name: shard for shard in shards}
-        kept = {key: value for key, value in compressor.state_dict().items() if "/" in key}
-        self._states = [{key: torch.zeros_like(value) for key, value in kept.items()} for _ in self._replicas]
+        self._state, self._scalars = state, scalars["between"]
+        same = saved_replicas == state.replica.size
+        replicas = [state.replica.rank] if same else range(saved_replicas)
+        kept = {key: value for key, value in state.compressor_state.items() if "/" in key}
+        self._saved = {replica: {key: torch.zeros_like(value) for key, value in kept.items()} for replica in replicas}
 
     def wanted(self) -> list[Chunk]:
-        shards = list(self._shards.values())
-        return [
-            chunk
-            for replica, state in zip(self._replicas, self._states, strict=True)
-            for chunk in _compressor_chunks(shards, state, replica)
-        ]
+        saved = self._saved.items()
+        return [chunk for replica, own in saved for chunk in _compressor_chunks(self._state.shards, own, replica)]
 
     def load(self) -> None:
-        count = len(self._states)
+        first, *others = self._saved.values()
         # In float64, so that the mean of equal values is exactly that value.
         means = {
-            key: sum((state[key].double() for state in self._states[1:]), first.double()).div(count).to(first.dtype)
-            for key, first in self._states[0].items()
+            key: sum((other[key].double() for other in others), value.double()).div(1 + len(others)).to(value.dtype)
+            for key, value in first.items()
         }
-        self._compressor.load_state_dict(
-            {**means, **{key: torch.tensor(value) for key, value in self._scalars.items()}}
-        )
+        assert self._state.compressor is not None
+        scalars = {key: torch.tensor(value) for key, value in self._scalars.items()}
+        self._state.compressor.load_state_dict({**means, **scalars})
 
 
 def restore_random(states: Mapping[str, Tensor], *, seed: int, rank: int) -> None:
@@ -188,27 +147,42 @@ def restore_random(states: Mapping[str, Tensor], *, seed: int, rank: int) -> Non
 
 def wanted_random(keys: Mapping[str, int], rank: int) -> dict[str, Chunk]:
     """Destinations for this rank's random states by device; empty if the checkpoint has none for this rank."""
-    return {
-        device: _whole(f"{_RANDOM}/{device}/{rank}", torch.empty_like(state))
-        for device, state in ((key.split("/")[1], state) for key, state in _random_states(rank).items())
-        if f"{_RANDOM}/{device}/{rank}" in keys
-    }
+    named = {device: (f"{_RANDOM}/{device}/{rank}", state) for device, state in _random_states().items()}
+    return {device: _whole(key, torch.empty_like(state)) for device, (key, state) in named.items() if key in keys}
 
 
-def _compressor_chunks(shards: Sequence[FlatShard], state: Mapping[str, Tensor], replica: int) -> list[Chunk]:
-    by_unit = {shard.name: shard for shard in shards}
-    chunks = []
+def _parameter_chunks(shards: Sequence[FlatShard]) -> Iterator[Chunk]:
+    return (chunk for shard in shards for chunk in chunks_of(_PARAMETERS, shard, shard.flat_N))
+
+
+def _optimizer_chunks(optimizer: Optimizer, shards: Sequence[FlatShard]) -> Iterator[Chunk]:
+    """State tensors of the same shape as the shards, such as AdamW's moments."""
+    for shard in shards:
+        for name, value in optimizer.state.get(shard.flat_N, {}).items():
+            if _is_flat(value, shard):
+                yield from chunks_of(f"{_OPTIMIZER}/{name}", shard, value)
+
+
+def _compressor_chunks(shards: Sequence[FlatShard], state: Mapping[str, Tensor], replica: int) -> Iterator[Chunk]:
+    by_name = {shard.name: shard for shard in shards}
     for key, value in state.items():
         kind, slash, name = key.partition("/")
         if slash:
-            chunks += chunks_of(f"{_BETWEEN}/{kind}/{replica}", by_unit[name], value)
-    return chunks
+            yield from chunks_of(f"{_BETWEEN}/{kind}/{replica}", by_name[name], value)
 
 
-def _random_states(rank: int) -> dict[str, Tensor]:
-    states = {f"{_RANDOM}/cpu/{rank}": torch.get_rng_state()}
+def _flat_names(keys: Mapping[str, int]) -> set[str]:
+    return {key.split("/")[1] for key in keys if key.startswith(f"{_OPTIMIZER}/")}
+
+
+def _is_flat(value: Any, shard: FlatShard) -> bool:
+    return isinstance(value, Tensor) and value.shape == shard.flat_N.shape
+
+
+def _random_states() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        states[f"{_RANDOM}/cuda/{rank}"] = torch.cuda.get_rng_state()
+        states["cuda"] = torch.cuda.get_rng_state()
     return states
 
 

@@ -1,6 +1,7 @@
 """Trains one model on many ranks: shards parameters and gradients, and communicates in threads of its own (lanes).
 
     engine = Engine(model, plan, groups, options)
+    engine.load_full(read_tensor)
     optimizer = torch.optim.AdamW(engine.param_groups(), lr=3e-4)
     for batches in data:
         for i, batch in enumerate(batches):
@@ -39,9 +40,9 @@ from tightwire.training.engine.hooks import Hooks
 from tightwire.training.engine.micro_batch import MicroBatch
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.shards import make_shards
-from tightwire.training.engine.trace import NO_TRACE, Trace
+from tightwire.training.engine.trace import Trace
 from tightwire.training.engine.weights import Weights
-from tightwire.training.ranks.groups import TrainGroups, replica_group, shard_group
+from tightwire.training.ranks.groups import TrainGroups, shard_group
 
 
 class Engine:
@@ -61,12 +62,12 @@ class Engine:
     ) -> None:
         """
         Args:
-            model: its parameters are equal on every rank, or all on the meta device; then call ``load_full``.
+            model: only names and shapes of its parameters are read; ``load_full`` sets the values, which are zeros until then.
             plan: made from this model for ``options.sharding.shard_ranks``.
             compressor: sums over the ranks that hold the same shard; required if there are several.
             trace: records the work on buffers, for tests.
         Raises:
-            ValueError: plan or options do not match the groups, or the ranks' parameters differ.
+            ValueError: plan or options do not match the groups.
         """
         sharding = options.sharding
         wanted = sharding.shard_ranks(groups.world_size, groups.num_nodes)
@@ -82,11 +83,10 @@ class Engine:
             )
         prepare_codecs(groups.device, *options.codecs)
         self.plan, self.options = plan, options
-        trace = trace or NO_TRACE
+        trace = trace or Trace(enabled=False)
         self._groups = groups
         self._group = shard_group(groups.main, sharding)
         self._shards = make_shards(plan, options, groups.device)
-        self._load_from(model)
         self._hooks = Hooks(model, plan)
         self._weights = Weights(plan, self._shards, options, groups.gather, trace)
         self._gradients = Gradients(plan, options, groups.reduce, trace, compressor)
@@ -231,21 +231,3 @@ class Engine:
 
     def _trainable(self) -> Iterator[tuple[Bucket, nn.Parameter]]:
         return ((bucket, self._shards[bucket.trainable.name].main) for bucket in self.plan.buckets if bucket.trainable)
-
-    def _load_from(self, model: nn.Module) -> None:
-        given = dict(model.named_parameters())
-        if all(parameter.is_meta for parameter in given.values()):
-            return
-        if empty := [name for name, parameter in given.items() if parameter.is_meta]:
-            raise ValueError(f"{', '.join(empty)} are on the meta device; all parameters must be there, or none")
-        for flat_param, main in self.named_flat_params():
-            shard = cut_shard(flat_param, self.shard_rank, self.plan.shard_ranks)
-            copy_into_shard(lambda name: given[name].data, shard, main.data)
-        replicas = replica_group(self._groups.main, self.options.sharding)
-        own = torch.stack([main.data.double().sum() for _, main in self.named_flat_params()])
-        for rank, sums in enumerate(all_gather(replicas, own)):
-            if not torch.equal(sums, own):
-                raise ValueError(
-                    f"replica {rank} has other parameters than replica {replicas.rank}; load the model from the same "
-                    "seed or folder on every rank"
-                )

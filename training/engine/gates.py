@@ -14,37 +14,30 @@ Source: YaFSDP's GateGradFlow and Narrow.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 TakeGrad = Callable[[Tensor], None]
+Event = Callable[[], None]
 
 
-class BlockEvents(Protocol):
-    """Receives the events of backward through one call of a block."""
-
-    def backward_begins(self) -> None: ...
-
-    def backward_ends(self) -> None: ...
-
-
-def gate_inputs(events: BlockEvents, anchor: Tensor, args: Any) -> tuple[Tensor, Any]:
+def gate_inputs(backward_ends: Event, anchor: Tensor, args: Any) -> tuple[Tensor, Any]:
     """Gate the tensors in ``args``. Returns the gated anchor, for the block's weights, and the gated ``args``."""
     leaves, spec = tree_flatten(args)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    gated = _InputGate.apply(events, anchor, *(leaves[i] for i in places))
+    gated = _Gate.apply(backward_ends, anchor, *(leaves[i] for i in places))
     for i, leaf in zip(places, gated[1:], strict=True):
         leaves[i] = leaf
     return gated[0], tree_unflatten(leaves, spec)
 
 
-def gate_outputs(events: BlockEvents, outputs: Any) -> Any:
+def gate_outputs(backward_begins: Event, outputs: Any) -> Any:
     leaves, spec = tree_flatten(outputs)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    gated = _OutputGate.apply(events, *(leaves[i] for i in places))
+    gated = _Gate.apply(backward_begins, *(leaves[i] for i in places))
     for i, leaf in zip(places, gated, strict=True):
         leaves[i] = leaf
     return tree_unflatten(leaves, spec)
@@ -59,29 +52,16 @@ def weight(anchor: Tensor, values: Tensor, take: TakeGrad) -> Tensor:
     return _Weight.apply(anchor, values, take)  # pyright: ignore[reportReturnType]
 
 
-class _InputGate(torch.autograd.Function):
+class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, events: BlockEvents, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.events = events
+    def forward(ctx: Any, event: Event, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.event = event
         ctx.set_materialize_grads(False)
-        return anchor.view_as(anchor), *(x.view_as(x) for x in inputs)
+        return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.events.backward_ends()
-        return None, None, *grads[1:]
-
-
-class _OutputGate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, events: BlockEvents, *outputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.events = events
-        ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.events.backward_begins()
+        ctx.event()
         return None, *grads
 
 

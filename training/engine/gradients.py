@@ -121,7 +121,7 @@ class Gradients:
         start_s = time.perf_counter()
         place.pool.fill(bucket.number, place.number, self._patience_s)
         self.waited_s += time.perf_counter() - start_s
-        self._trace.begin("write", bucket.name, place.name)
+        self._trace.note("write", True, bucket.name, place.name)
         place.written.clear()
         if place.alternates:
             layout = [(param.start, param.num_elems) for param in place.flat_param.params]
@@ -152,7 +152,7 @@ class Gradients:
         for param in place.flat_param.params:
             if param not in place.written:
                 param.of(place.buffer_N).zero_()
-        self._trace.end("write", bucket.name, place.name)
+        self._trace.note("write", False, bucket.name, place.name)
         place.pool.filled(bucket.number)
         if not place.alternates:
             place.is_last = True

@@ -6,6 +6,7 @@ known when it ends. The embedding, the head and norms outside blocks only receiv
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +30,10 @@ class Hooks:
             users = [(model.get_submodule(use.module), use) for use in uses]
             bucket = plan.blocks[plan.block_modules.index(host)] if host in plan.block_modules else None
             if bucket is None:
-                self._wrap(module, self._plain_forward(module.forward, users))
+                module.forward = self._plain_forward(module.forward, users)
             else:
-                self._wrap(module, self._block_forward(module.forward, users, bucket))
+                module.forward = self._block_forward(module.forward, users, bucket)
+            self._wrapped.append(module)
         for use in plan.uses:
             del model.get_submodule(use.module)._parameters[use.attribute]
 
@@ -40,10 +42,6 @@ class Hooks:
         for module in self._wrapped:
             del module.forward
         self._wrapped.clear()
-
-    def _wrap(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        module.forward = forward
-        self._wrapped.append(module)
 
     def _plain_forward(self, forward: Callable[..., Any], users: "list[_User]") -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -60,10 +58,11 @@ class Hooks:
         def run(*args: Any, **kwargs: Any) -> Any:
             micro_batch = self._current()
             every = micro_batch.options.checkpoint_every
-            call, anchor = micro_batch.begin_block(bucket), micro_batch.anchor
+            anchor = micro_batch.anchor
+            micro_batch.begin_block(bucket)
             awaits_backward = torch.is_grad_enabled() and (trainable or needs_gradient((args, kwargs)))
             if awaits_backward:
-                anchor, (args, kwargs) = gate_inputs(call, anchor, (args, kwargs))
+                anchor, (args, kwargs) = gate_inputs(partial(micro_batch.backward_ends, bucket), anchor, (args, kwargs))
             weights = [micro_batch.parameter(use, anchor) for _, use in users]
 
             def compute() -> Any:
@@ -71,12 +70,11 @@ class Hooks:
                     return forward(*args, **kwargs)
 
             if awaits_backward and every and bucket.block is not None and bucket.block % every == 0:
-                _refuse_cache(kwargs, bucket)
                 outputs = checkpoint(compute, use_reentrant=False)
             else:
                 outputs = compute()
             if awaits_backward:
-                outputs = gate_outputs(call, outputs)
+                outputs = gate_outputs(partial(micro_batch.backward_begins, bucket), outputs)
             micro_batch.end_block(bucket, awaits_backward)
             return outputs
 
@@ -112,11 +110,3 @@ def _uses_by_host(plan: BucketPlan) -> dict[str, list[Use]]:
         host = next((block for block in plan.block_modules if f"{use.module}.".startswith(f"{block}.")), use.module)
         hosted.setdefault(host, []).append(use)
     return hosted
-
-
-def _refuse_cache(kwargs: dict[str, Any], bucket: Bucket) -> None:
-    if kwargs.get("past_key_values") is not None:
-        raise ValueError(
-            f"{bucket.name} got a key-value cache, which recomputing activations would fill twice; call the model with "
-            "use_cache=False"
-        )

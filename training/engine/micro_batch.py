@@ -46,7 +46,7 @@ class MicroBatch:
                     weights.request(bucket)
             self._request(range(options.num_buffers))
 
-    def begin_block(self, bucket: Bucket) -> "BlockCall":
+    def begin_block(self, bucket: Bucket) -> None:
         """Wait for the weights of ``bucket`` before its forward, and request those of the next blocks."""
         assert bucket.block is not None
         if bucket.block in self._awaiting:
@@ -54,7 +54,6 @@ class MicroBatch:
         self._weights.request(bucket)
         self._request(range(bucket.block + 1, bucket.block + 1 + self._ahead))
         self._weights.use(bucket)
-        return BlockCall(self, bucket)
 
     def end_block(self, bucket: Bucket, awaits_backward: bool) -> None:
         assert bucket.block is not None
@@ -117,16 +116,3 @@ class MicroBatch:
         missing.discard(param)
         if not missing:
             self._gradients.end(bucket, self._last)
-
-
-class BlockCall:
-    """Passes the events of one block call's gates to the micro-batch."""
-
-    def __init__(self, micro_batch: MicroBatch, bucket: Bucket) -> None:
-        self._micro_batch, self._unit = micro_batch, bucket
-
-    def backward_begins(self) -> None:
-        self._micro_batch.backward_begins(self._unit)
-
-    def backward_ends(self) -> None:
-        self._micro_batch.backward_ends(self._unit)

@@ -142,14 +142,14 @@ class Weights:
         start_s = time.perf_counter()
         place.pool.use(bucket.number, self._patience_s)
         self.waited_s += time.perf_counter() - start_s
-        self._trace.begin("compute", bucket.name, place.name)
+        self._trace.note("compute", True, bucket.name, place.name)
 
     def done(self, bucket: Bucket, keep: bool) -> None:
         """End the use of ``bucket``. ``keep``: do not release it, because it will be used again in this version."""
         place = self._bucket_buffers[bucket.number]
         if place.pool is None:
             return
-        self._trace.end("compute", bucket.name, place.name)
+        self._trace.note("compute", False, bucket.name, place.name)
         if keep or not place.alternates:
             place.pool.keep(bucket.number)
         else:

@@ -5,6 +5,7 @@ buffers are not counted; ``training.engine.memory`` computes them.
 """
 
 import weakref
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +15,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.training.engine.flat_parameters import Bucket, BucketPlan, FlatParameter, ParamSpan, plan_buckets
+from tightwire.training.engine.flat_parameters import Bucket, plan_buckets
 from tightwire.training.engine.hooks import Hooks
 from tightwire.training.engine.micro_batch import MicroBatch
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.start.loss import next_token_loss
 from tightwire.training.start.model import build_model
+
+_META = torch.device("meta")
+_ATTENTION = "tightwire-meta"  # the name that transformers knows our attention by
 
 
 class LiveBytes(TorchDispatchMode):
@@ -61,10 +65,6 @@ class LiveBytes(TorchDispatchMode):
         self.most = max(self.most, self.now)
 
 
-_META = torch.device("meta")
-_ATTENTION = "tightwire-meta"  # the name that transformers knows our attention by
-
-
 class Activations(NamedTuple):
     """Peak bytes of one micro-batch on one rank, with gradients of activations.
 
@@ -91,58 +91,28 @@ def activation_bytes(
     model.loss_function = next_token_loss
     model.config._attn_implementation = _ATTENTION
     plan = plan_buckets(model, 1)
-    weights: Any = _Weights(plan, options.compute_dtype)
+    params = [param for flat_param in plan.flat_params for param in flat_param.params]
+    views = {param: torch.empty(param.shape, dtype=options.compute_dtype, device=_META) for param in params}
+    most_before = 0  # peak until the first block's gradients were complete
+
+    def end(bucket: Bucket, last: bool) -> None:
+        nonlocal most_before
+        if bucket.block is not None and not most_before:
+            most_before = live.most
+            live.start_anew()
+
+    def nothing(*_: Any, **__: Any) -> None: ...
+
+    # Instead of the engine's: every weight is always present, and gradients are not stored.
+    weights: Any = SimpleNamespace(request=nothing, use=nothing, done=nothing, view=lambda _, __, param: views[param])
+    gradients: Any = SimpleNamespace(begin=nothing, add=nothing, end=end)
     with LiveBytes() as live:
-        gradients: Any = _Gradients(live)
         hooks = Hooks(model, plan)
         anchor = torch.zeros((), device=_META, requires_grad=True)
         ids_BS = torch.zeros(sequences, sequence_tokens, dtype=torch.int64, device=_META)
         hooks.micro_batch = MicroBatch(plan, options, weights, gradients, anchor, last=True)
         model(input_ids=ids_BS, labels=ids_BS, shift_labels=ids_BS, use_cache=False).loss.backward()
-        most = max(gradients.most_before, live.most)
-        return Activations(most, live.most if gradients.most_before else 0)
-
-
-class _Weights:
-    """Replaces ``engine.weights.Weights``: every weight is always present."""
-
-    def __init__(self, plan: BucketPlan, dtype: torch.dtype) -> None:
-        self._views = {
-            param: torch.empty(param.shape, dtype=dtype, device=_META)
-            for flat_param in plan.flat_params
-            for param in flat_param.params
-        }
-
-    def request(self, bucket: Bucket) -> None:
-        pass
-
-    def use(self, bucket: Bucket) -> None:
-        pass
-
-    def done(self, bucket: Bucket, keep: bool) -> None:
-        pass
-
-    def view(self, bucket: Bucket, flat_param: FlatParameter, param: ParamSpan) -> Tensor:
-        return self._views[param]
-
-
-class _Gradients:
-    """Replaces ``engine.gradients.Gradients``: gradients are not stored, so their buffers are not counted."""
-
-    def __init__(self, live: LiveBytes) -> None:
-        self.most_before = 0  # peak until the first block's gradients were complete
-        self._live = live
-
-    def begin(self, bucket: Bucket, last: bool) -> None:
-        pass
-
-    def add(self, bucket: Bucket, param: ParamSpan, grad: Tensor) -> None:
-        pass
-
-    def end(self, bucket: Bucket, last: bool) -> None:
-        if bucket.block is not None and not self.most_before:
-            self.most_before = self._live.most
-            self._live.start_anew()
+        return Activations(max(most_before, live.most), live.most if most_before else 0)
 
 
 class _FusedAttention(torch.autograd.Function):

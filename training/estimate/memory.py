@@ -30,24 +30,15 @@ _FLOAT32_BYTES = 4
 _TRIED = 256  # elements of a trial tensor
 
 
-def optimizer_bytes(config: OptimizerConfig, num_elems: int) -> int:
-    """Bytes of optimizer state for ``num_elems`` elements, measured on a small tensor."""
-    return _try(config).kept * num_elems
-
-
-def optimizer_moment_bytes(config: OptimizerConfig, num_elems: int) -> int:
-    """Temporary bytes of an optimizer step that updates one tensor at a time; the largest has ``num_elems`` elements."""
-    return _try(config).moment * num_elems
-
-
-class _Tried(NamedTuple):
-    """Bytes per element."""
+class OptimizerBytes(NamedTuple):
+    """Bytes per element: of optimizer state, and of the temporary tensors of a step that updates one tensor at a time."""
 
     kept: int
     moment: int
 
 
-def _try(config: OptimizerConfig) -> _Tried:
+def measure_optimizer(config: OptimizerConfig) -> OptimizerBytes:
+    """Step on small tensors."""
     # Two tensors: an optimizer may still hold the first one's temporaries while it updates the second.
     tried = [torch.nn.Parameter(torch.zeros(_TRIED)) for _ in range(2)]
     for parameter in tried:
@@ -58,12 +49,14 @@ def _try(config: OptimizerConfig) -> _Tried:
         optimizer.step()
     state = optimizer.state.get(tried[0], {}).values()
     flat_param = [value for value in state if isinstance(value, torch.Tensor) and value.numel() == _TRIED]
-    return _Tried(sum(value.element_size() for value in flat_param), live.most // _TRIED)  # scalar state rounds to 0
+    return OptimizerBytes(
+        sum(value.element_size() for value in flat_param), live.most // _TRIED
+    )  # scalar state rounds to 0
 
 
 def checkpoint_bytes(config: OptimizerConfig, plan: BucketPlan, between: CompressorOptions, num_replicas: int) -> int:
     """Bytes of one checkpoint in all ranks' files. With several replicas, each one stores its own residuals."""
-    trainable_bytes = _FLOAT32_BYTES + optimizer_bytes(config, 1)
+    trainable_bytes = _FLOAT32_BYTES + measure_optimizer(config).kept
     shared = sum(
         flat_param.num_parameters * (trainable_bytes if flat_param.trainable else _FLOAT32_BYTES)
         for flat_param in plan.flat_params
@@ -98,7 +91,7 @@ def rank_memory(
     trainable = [flat_param for flat_param in plan.flat_params if flat_param.trainable]
     shards = [flat_param.num_elems // plan.shard_ranks for flat_param in trainable]
     has_replicas = topology.world_size > plan.shard_ranks
-    slot = config.parallel.between
+    between, optimizer = config.parallel.between, measure_optimizer(config.optimizer)
     activations = activation_bytes(
         llama,
         options,
@@ -110,15 +103,15 @@ def rank_memory(
     return RankMemory(
         stays={
             **engine_memory(plan, options, **nodes),
-            "between": sum(kept_bytes(slot, cut_shard(flat_param, 0, plan.shard_ranks)) for flat_param in trainable)
+            "between": sum(kept_bytes(between, cut_shard(flat_param, 0, plan.shard_ranks)) for flat_param in trainable)
             if has_replicas
             else 0,
-            "optimizer": optimizer_bytes(config.optimizer, sum(shards)),
+            "optimizer": optimizer.kept * sum(shards),
         },
         moments={
             "backward": activations.most,
             "reducing": activations.reducing + transfers.beside_backward if transfers.beside_backward else 0,
             "last_sums": transfers.at_the_end,
-            "optimizer_step": optimizer_moment_bytes(config.optimizer, max(shards)),
+            "optimizer_step": optimizer.moment * max(shards),
         },
     )

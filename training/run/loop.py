@@ -88,8 +88,8 @@ class Loop:
             saves = signal or is_broken or is_last or self._due(self.config.checkpoint.every)
             if saves or evaluates:
                 self._check_finite()
-            if evaluates and not signal and not is_broken:
-                self._evaluate()  # after a signal, save at once
+            if evaluates and not signal and not is_broken and self.evaluate is not None:
+                self._log_record(self.evaluate(self.step))  # after a signal, save at once
             if saves:
                 self._save()
             if is_broken:
@@ -226,10 +226,6 @@ class Loop:
             f"after step {self.step}: {text}. The trained weights are in {self.last_checkpoint}; repair the file without changing "
             "its size (for example, blank out a bad JSON line), and the same command resumes"
         )
-
-    def _evaluate(self) -> None:
-        if self.evaluate is not None:
-            self._log_record(self.evaluate(self.step))
 
     def _save(self) -> None:
         self._complete_checkpoint(raising=False)

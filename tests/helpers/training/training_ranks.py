@@ -59,7 +59,11 @@ def open_engine(
         if flat_param.trainable
     }
     between = make_dense(Replicas(group=replicas, shards=shards), DenseOptions()) if replicas.world_size > 1 else None
-    return Engine(model, plan, groups, options, between, trace)
+    given = {name: parameter.data for name, parameter in model.named_parameters()}
+    engine = Engine(model, plan, groups, options, between, trace)
+    if not any(tensor.is_meta for tensor in given.values()):
+        engine.load_full(lambda name: given[name])
+    return engine
 
 
 def batches_of(world_size: int, num_steps: int, accumulation: int) -> Tensor:
@@ -137,7 +141,7 @@ def run_training(
         with open_engine(own, groups, options, trace=trace) as engine:
             plans.append(engine.plan)
             run = train(engine, own, batches, groups.rank, **how)
-            check_trace(trace.take())
+            check_trace(list(trace.events))
             return run
 
     runs = run_groups(in_process_train_groups(batches.shape[2], num_nodes), run_rank)

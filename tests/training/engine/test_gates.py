@@ -29,7 +29,7 @@ def test_keyword_inputs_in_containers_are_gated(checkpoint_every: int) -> None:
             with engine.micro_batch(last=True):
                 keyword_loss(own, batches[0, 0, groups.rank]).backward()
             engine.finish_gradients()
-            orders.append([(e.bucket, e.begins) for e in trace.take() if e.kind == "compute" and "blocks" in e.bucket])
+            orders.append([(e.bucket, e.begins) for e in trace.events if e.kind == "compute" and "blocks" in e.bucket])
             engine.weights_changed()
             return train(engine, own, batches, groups.rank, loss=keyword_loss)
 

@@ -116,8 +116,8 @@ class Watched(Trace):
         self._begun: set[tuple[str, str]] = set()
         self._changed = threading.Condition()
 
-    def _note(self, kind: str, begins: bool, bucket: str, buffer: str) -> None:
-        super()._note(kind, begins, bucket, buffer)
+    def note(self, kind: str, begins: bool, bucket: str, buffer: str) -> None:
+        super().note(kind, begins, bucket, buffer)
         with self._changed:
             self._begun |= {(kind, bucket)} if begins else set()
             self._changed.notify_all()
@@ -174,7 +174,7 @@ def train_with(
             train(engine, model, batches, 0)
 
     run_groups(in_process_train_groups(1), run_rank)
-    return watched.take()
+    return list(watched.events)
 
 
 def test_a_missing_wait_for_a_gather_breaks_c1(monkeypatch: pytest.MonkeyPatch) -> None:
