@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,14 +43,6 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-# Maps progress after the warm-up, 0 to 1, to the remaining share of the total decay.
-_REMAINING: dict[str, Callable[[float], float]] = {
-    "constant": lambda progress: 1.0,
-    "linear": lambda progress: 1.0 - progress,
-    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-}
-
-
 def learning_rate(schedule: ScheduleConfig, height: float, step: int) -> float:
     """The rate of ``step``, counted from 0.
 
@@ -60,5 +52,9 @@ def learning_rate(schedule: ScheduleConfig, height: float, step: int) -> float:
         return height * (step + 1) / schedule.warmup_steps
     steps_left = schedule.steps - 1 - schedule.warmup_steps
     progress = min(1.0, (step - schedule.warmup_steps) / steps_left) if steps_left > 0 else 0.0
-    remaining = _REMAINING[schedule.kind](progress)
+    remaining = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }[schedule.kind]
     return height * (schedule.final_share + (1.0 - schedule.final_share) * remaining)

@@ -85,32 +85,28 @@ class DgcOptions(SparseOptions):
         return self
 
     def check_optimizer(self, optimizer: OptimizerConfig) -> None:
-        name = optimizer.torch_name
+        name, given = optimizer.torch_name, optimizer.options
         if name != "SGD":
             raise ValueError(
                 f"parallel.between.kind=dgc needs SGD, but optimizer.name is "
                 f"{optimizer.name}: use optimizer.name=sgd, or parallel.between.kind=top-k, which works with {name}"
             )
+        own = "parallel.between.kind=dgc has its own"
         for option in ("momentum", "nesterov"):
-            if optimizer.options.get(option):
-                raise ValueError(
-                    f"parallel.between.kind=dgc has its own momentum: set parallel.between.{option} and remove "
-                    f"optimizer.options.{option}"
-                )
+            if given.get(option):
+                raise ValueError(f"{own} momentum: set parallel.between.{option} and remove optimizer.options.{option}")
         for option in ("dampening", "maximize"):
-            if optimizer.options.get(option):
+            if given.get(option):
                 raise ValueError(
                     f"parallel.between.kind=dgc does not support {option}: remove optimizer.options.{option}"
                 )
         if optimizer.weight_decay:
             raise ValueError(
-                "parallel.between.kind=dgc adds weight decay to the local gradient: set parallel.between.weight_decay and "
-                "optimizer.weight_decay=0"
+                f"{own} weight decay, of the local gradient: set parallel.between.weight_decay and optimizer.weight_decay=0"
             )
         if optimizer.clip_norm is not None:
             raise ValueError(
-                "parallel.between.kind=dgc clips local gradients instead of their sum: set "
-                "parallel.between.clip_norm and remove optimizer.clip_norm"
+                f"{own} clipping, of local gradients: set parallel.between.clip_norm and remove optimizer.clip_norm"
             )
 
 

@@ -13,23 +13,8 @@ _REFUSED = {
     "SparseAdam": "it needs sparse gradients",
 }
 _WITHOUT_DECAY = ("Rprop",)
-_TORCH_NAMES = {
-    name.lower(): name
-    for name in (
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "ASGD",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-        *_REFUSED,
-    )
-}
+_NAMES = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+_TORCH_NAMES = {name.lower(): name for name in (*_NAMES, *_REFUSED)}
 
 
 class OptimizerConfig(BaseModel):
@@ -63,7 +48,7 @@ class OptimizerConfig(BaseModel):
     @model_validator(mode="after")
     def _known(self) -> "OptimizerConfig":
         name = _TORCH_NAMES.get(self.name.lower())
-        possible = ", ".join(sorted(set(_TORCH_NAMES.values()) - set(_REFUSED)))
+        possible = ", ".join(sorted(_NAMES))
         if name is None:
             raise ValueError(f"there is no optimizer {self.name!r}; choose one of {possible}")
         if name in _REFUSED:

@@ -81,12 +81,8 @@ def _gathers(plan: BucketPlan, options: EngineOptions, flows: Sequence[Flow], ra
 def _computing(plan: BucketPlan, options: EngineOptions, computing: Computing) -> Iterator[Task]:
     elems = [sum(flat_param.num_parameters for flat_param in bucket.flat_params) for bucket in plan.blocks]
     # The head, tied or not, has the embedding's size; an embedding lookup has no arithmetic.
-    head = sum(
-        flat_param.num_parameters
-        for bucket in plan.buckets
-        if bucket.name == EMBEDDING
-        for flat_param in bucket.flat_params
-    )
+    embedding = next(bucket for bucket in plan.buckets if bucket.name == EMBEDDING)
+    head = sum(flat_param.num_parameters for flat_param in embedding.flat_params)
     total = sum(elems) + head
     first = tuple(f"gather {bucket.name}" for bucket in plan.buckets if bucket.block is None)
     for block, count in enumerate(elems):
@@ -103,21 +99,14 @@ def _computing(plan: BucketPlan, options: EngineOptions, computing: Computing) -
 
 
 def _reduces(model: StepModel, rates: Rates) -> Iterator[Task]:
-    plan = model.plan
-    others = [
-        bucket for bucket in reversed(plan.buckets) if bucket.block is None
-    ]  # norms are complete before the embedding
-    for bucket in (*reversed(plan.blocks), *others):
+    # Norms are complete before the embedding.
+    others = [bucket for bucket in reversed(model.plan.buckets) if bucket.block is None]
+    for bucket in (*reversed(model.plan.blocks), *others):
         after = f"backward {bucket.block or 0}"
-        for flow in model.flows:
-            if (
-                flow.lane == _REDUCE
-                and flow.calls
-                and any(flow.flat_param == flat_param.name for flat_param in bucket.flat_params)
-            ):
+        for flow in _flows_of(bucket, model.flows, _REDUCE):
+            if flow.calls:
                 yield Task(f"reduce {bucket.name}", _REDUCE, (after,), *_seconds([flow], rates))
-        if bucket.name in model.compressors:
-            sent = model.compressors[bucket.name]
+        if sent := model.compressors.get(bucket.name):
             fixed_s = sent.rounds * rates.across_round_s + sent.inside / rates.inside_bytes_per_s
             wire_s = sent.between_nodes / rates.across_bytes_per_s
             yield Task(f"compress {bucket.name}", _REDUCE, (after,), fixed_s, wire_s)
@@ -125,15 +114,16 @@ def _reduces(model: StepModel, rates: Rates) -> Iterator[Task]:
 
 def _calls(bucket: Bucket, flows: Sequence[Flow], rates: Rates) -> list[tuple[float, float]]:
     """(fixed, wire) seconds of each gather of a bucket in a step; flows that run once count for the first gather only."""
-    by_op: dict[tuple[str, str], list[Flow]] = {}
-    for flow in flows:
-        if flow.lane == _GATHER and any(flow.flat_param == flat_param.name for flat_param in bucket.flat_params):
-            by_op.setdefault((flow.flat_param, flow.op), []).extend([flow] * flow.calls)
-    num_calls = max(map(len, by_op.values()), default=0)
+    own = _flows_of(bucket, flows, _GATHER)
     return [
-        _seconds([called[number] for called in by_op.values() if number < len(called)], rates)
-        for number in range(num_calls)
+        _seconds([flow for flow in own if number < flow.calls], rates)
+        for number in range(max((flow.calls for flow in own), default=0))
     ]
+
+
+def _flows_of(bucket: Bucket, flows: Sequence[Flow], lane: str) -> list[Flow]:
+    names = [flat_param.name for flat_param in bucket.flat_params]
+    return [flow for flow in flows if flow.lane == lane and flow.flat_param in names]
 
 
 def _seconds(flows: Sequence[Flow], rates: Rates) -> tuple[float, float]:
@@ -147,12 +137,9 @@ def _seconds(flows: Sequence[Flow], rates: Rates) -> tuple[float, float]:
 
 
 def simulate(tasks: Sequence[Task]) -> dict[str, float]:
-    """The end time of each task, in seconds.
+    """The end time of each task, in seconds. Raises ValueError: tasks wait for each other.
 
     Each actor runs its tasks in order. Tasks that send at the same time share the link equally.
-
-    Raises:
-        ValueError: tasks wait for each other.
     """
     names = {task.name for task in tasks}
     queues: dict[str, deque[Task]] = {}
@@ -162,10 +149,10 @@ def simulate(tasks: Sequence[Task]) -> dict[str, float]:
     ends: dict[str, float] = {}
     now = 0.0
     while any(queues.values()):
-        running = [queue[0] for queue in queues.values() if queue and _may_run(queue[0], ends, names)]
+        waiting = [queue[0] for queue in queues.values() if queue]
+        running = [task for task in waiting if all(name in ends or name not in names for name in task.after)]
         if not running:
-            waiting = ", ".join(queue[0].name for queue in queues.values() if queue)
-            raise ValueError(f"tasks wait for each other: {waiting}")
+            raise ValueError(f"tasks wait for each other: {', '.join(task.name for task in waiting)}")
         for task in running:
             left.setdefault(task.name, [task.fixed_s, task.wire_s])
         sending = sum(left[task.name][0] <= _NO_TIME for task in running)
@@ -181,10 +168,6 @@ def simulate(tasks: Sequence[Task]) -> dict[str, float]:
                 ends[task.name] = now
                 queues[task.actor].popleft()
     return ends
-
-
-def _may_run(task: Task, ends: dict[str, float], names: set[str]) -> bool:
-    return all(name in ends or name not in names for name in task.after)
 
 
 def _until_next(left: Sequence[float], sending: int) -> float:

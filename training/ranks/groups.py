@@ -4,10 +4,13 @@ A *lane group* contains all ranks and, on several nodes, the smaller groups insi
 ``gather`` for weights, ``reduce`` for gradients, ``main`` for the computing thread.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.group.group import Group, in_process_groups, open_process_group
 from tightwire.comm.group.nodes import in_process_node_groups, join_nodes
@@ -82,23 +85,9 @@ def open_train_groups(
     """
 
     def join(lane: str) -> Group:
-        group = open_process_group(
-            topology,
-            store=store,
-            device=device,
-            timeout_s=timeout_s,
-            join_timeout_s=join_timeout_s,
-            name=f"{name}/{lane}",
-            interface=interface,
-        )
-        return join_nodes(
-            group,
-            topology,
-            store=store,
-            join_timeout_s=join_timeout_s,
-            name=f"{name}/{lane}",
-            interface=interface,
-        )
+        how: dict[str, Any] = {"join_timeout_s": join_timeout_s, "name": f"{name}/{lane}", "interface": interface}
+        group = open_process_group(topology, store=store, device=device, timeout_s=timeout_s, **how)
+        return join_nodes(group, topology, store=store, **how)
 
     return TrainGroups(**{lane: join(lane) for lane in _LANES})
 
@@ -111,3 +100,34 @@ def in_process_train_groups(world_size: int, num_nodes: int = 1, timeout_s: floa
 
 def _alone(lane: Group) -> Group:
     return in_process_groups(1, lane.timeout_s, [lane.ledger])[0]
+
+
+def open_store(environment: Mapping[str, str], topology: Topology, *, timeout_s: float) -> Store:
+    """The store through which ranks connect. Torchrun's agent serves it if its variables say so, else rank 0 does.
+
+    Keys are separate for each restart by torchrun, so ranks of an earlier attempt do not connect to these.
+
+    Raises:
+        ValueError: there are several ranks, and the address is missing or invalid.
+        ConnectionError: no store can be reached or opened at the address.
+    """
+    if topology.world_size == 1:
+        return HashStore()
+    host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT", "")
+    if not host or not port.isdecimal() or int(port) >= 1 << 16:
+        raise ValueError(
+            f"there are {topology.world_size} ranks, and MASTER_ADDR and MASTER_PORT are not set; start the ranks "
+            "with torchrun"
+        )
+    agent_has_it = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = topology.rank == 0 and not agent_has_it
+    try:
+        timeout = timedelta(seconds=timeout_s)
+        store = TCPStore(host, int(port), is_master=is_master, timeout=timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        wrong = "a port that is free on it" if is_master else "its port, and it must be running"
+        raise ConnectionError(
+            f"ranks cannot connect at MASTER_ADDR={host} MASTER_PORT={port}: {str(error).rstrip('.')}. They must name the first "
+            f"rank's machine and {wrong}"
+        ) from None
+    return PrefixStore(f"attempt-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

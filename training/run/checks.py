@@ -106,36 +106,20 @@ def find_export_folder(config: TrainConfig, run: Path) -> Path:
 
 
 def check_disk_space(config: TrainConfig, run: Path, *, checkpoint_bytes: int, num_parameters: int) -> None:
-    """Check the disk space for the checkpoints still to come and for the exported model.
-
-    Raises:
-        ValueError: there is not enough space.
-    """
+    """Raises ValueError: a disk has no room for the checkpoints still to come (one more while it is written) and the model."""
     more = config.checkpoint.keep + 1 - min(config.checkpoint.keep, len(checkpoints_in(run)))
     model_bytes = num_parameters * getattr(torch, config.export.dtype).itemsize
-    out = find_export_folder(config, run).parent
-    _check_disk(
-        "run",
-        run,
-        more * checkpoint_bytes + (model_bytes if _same_disk(run, out) else 0),
-        f"{more} checkpoints of {format_bytes(checkpoint_bytes)} (checkpoint.keep={config.checkpoint.keep}, and one more while "
-        f"it is being written){f' and the exported model of {format_bytes(model_bytes)}' if _same_disk(run, out) else ''}",
-    )
-    if not _same_disk(run, out):
-        _check_disk("export.folder", out, model_bytes, "the exported model")
-
-
-def _check_disk(key: str, folder: Path, needed: int, what: str) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ValueError(
-            f"{key}: {folder} has {format_bytes(free)} free, but {what} need {format_bytes(needed)}; free space, or give "
-            f"another `{key}`"
-        )
-
-
-def _same_disk(one: Path, other: Path) -> bool:
-    return os.stat(one).st_dev == os.stat(other).st_dev
+    checkpoints = "run", run, more * checkpoint_bytes, f"{more} checkpoints of {format_bytes(checkpoint_bytes)}"
+    model = "export.folder", find_export_folder(config, run).parent, model_bytes, "the exported model"
+    needed: dict[int, int] = {}  # bytes by disk
+    for key, folder, num_bytes, what in (checkpoints, model):
+        disk, free = os.stat(folder).st_dev, shutil.disk_usage(folder).free
+        needed[disk] = needed.get(disk, 0) + num_bytes
+        if free < needed[disk]:
+            raise ValueError(
+                f"{key}: {folder} has {format_bytes(free)} free, but with {what} the run needs {format_bytes(needed[disk])}; "
+                f"free space, give another `{key}`, or lower checkpoint.keep={config.checkpoint.keep}"
+            )
 
 
 def _check_shared(run: Path, control: Control) -> None:

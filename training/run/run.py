@@ -23,7 +23,7 @@ from tightwire.training.estimate.arithmetic import flops_per_token, peak_flops
 from tightwire.training.estimate.memory import checkpoint_bytes
 from tightwire.training.log.run_log import EvaluationRecord, RunLog
 from tightwire.training.log.terminal import Terminal
-from tightwire.training.ranks.launched import open_store
+from tightwire.training.ranks.groups import open_store
 from tightwire.training.run.checks import (
     check_disk_space,
     check_replicas,

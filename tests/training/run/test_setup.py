@@ -10,7 +10,7 @@ from helpers.training.training_runs import make_config
 from tightwire.comm.group.topology import Topology
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.training.engine.options import engine_options
-from tightwire.training.ranks.launched import open_store
+from tightwire.training.ranks.groups import open_store
 from tightwire.training.run.early_checks import find_topology
 from tightwire.training.run.setup import find_device
 from tightwire.training.start.model import build_model, config_of
