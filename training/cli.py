@@ -18,11 +18,9 @@ _SIGTERM_CODE = 128 + signal.SIGTERM
 
 
 def train(argv: Sequence[str]) -> int:
-    """Run ``tightwire train`` and return the exit code.
+    """Run ``tightwire train``.
 
-    Returns:
-        0 after the last step or Ctrl-C, 143 after SIGTERM (both signals save a checkpoint), 1 if the run failed, 2 if
-        the configuration was refused.
+    Returns 0 after the last step or Ctrl-C, 143 after SIGTERM, 1 if the run failed, 2 if refused.
     """
     args = _make_parser().parse_intermixed_args(argv)
     if args.keys:

@@ -44,17 +44,14 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 
 def learning_rate(schedule: ScheduleConfig, height: float, step: int) -> float:
-    """The rate of ``step``, counted from 0.
-
-    The first step of an N-step warm-up has ``height`` / N, the last step of the run the final rate.
+    """The rate of ``step``, counted from 0: ``height`` / N in the first of N warm-up steps, the final rate in
+    the last step.
     """
     if step < schedule.warmup_steps:
         return height * (step + 1) / schedule.warmup_steps
     steps_left = schedule.steps - 1 - schedule.warmup_steps
     progress = min(1.0, (step - schedule.warmup_steps) / steps_left) if steps_left > 0 else 0.0
-    remaining = {
-        "constant": 1.0,
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }[schedule.kind]
+    remaining = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}[
+        schedule.kind
+    ]
     return height * (schedule.final_share + (1.0 - schedule.final_share) * remaining)

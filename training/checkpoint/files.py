@@ -1,7 +1,6 @@
 """Writes and reads chunks of tensors in the format of torch.distributed.checkpoint, in the same form for every sharding.
 
-Torch makes the plans. The caller exchanges plans and results between ranks, so no default process group is needed and
-the writing thread waits for no other rank. A reader that uses torch alone sees one flat tensor per key.
+Torch makes the plans; the caller exchanges plans and results between ranks, so the writing thread waits for no other rank.
 """
 
 import pickle

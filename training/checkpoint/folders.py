@@ -1,8 +1,7 @@
 """Names, publishes and checks checkpoint folders: ``step-00001200`` is complete, ``step-00001200.partial`` is being written.
 
-A folder is renamed after all its files are on the disk, so its name alone tells whether it is complete. Each file has a CRC-32,
-which detects accidental damage: computed by the thread that wrote it, at about 1 GB/s, and checked before resuming, with the
-files divided over the ranks. Does not import torch, so that a run is refused at once.
+A folder is renamed after all its files are on the disk. Each file has a CRC-32, checked before resuming, with the files divided
+over the ranks (about 1 GB/s). Does not import torch, so that a run is refused at once.
 """
 
 import json

@@ -15,9 +15,7 @@ from tightwire.training.checkpoint.state import (
     RunState,
     has_flat_state,
     parameters_in,
-    restore_random,
     scalars_of,
-    wanted_random,
     wanted_state,
 )
 from tightwire.training.config.read import to_values
@@ -39,8 +37,7 @@ def identity_of(config: TrainConfig, llama: LlamaConfig, *, name: str, files: st
     data = to_values(config)["data"]
     sizes = {key: value for key, value in config_to_hf(llama).items() if key not in ("torch_dtype", "architectures")}
     return Identity(
-        model={"name": name, **sizes},
-        order={"seed": config.seed, "files": files, **{key: data[key] for key in _ORDER}},
+        model={"name": name, **sizes}, order={"seed": config.seed, "files": files, **{key: data[key] for key in _ORDER}}
     )
 
 
@@ -67,8 +64,7 @@ def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> d
 
     Raises:
         CheckpointError: the description is missing or damaged.
-        OtherRunError: model, data order, optimizer or gradient compressor differ (the message names what), or the
-            checkpoint has more steps than ``schedule.steps``.
+        OtherRunError: model, data order, optimizer, compressor or ``schedule.steps`` do not fit; the message says which.
     """
     description = read_description(folder)
     if differing := _difference(description["model"], identity.model):
@@ -84,9 +80,9 @@ def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> d
             "the exported model (model.start)"
         )
     for name, own in (("optimizer", config.optimizer.torch_name), ("between", config.parallel.between.kind)):
-        if description[name] != own:
+        if (its := description[name]) != own:
             raise OtherRunError(
-                f"{folder} was written with {name} {description[name]}, but this run has {own}; use {description[name]}, or another `run`"
+                f"{folder} was written with {name} {its}, but this run has {own}; use {its}, or another `run`"
             )
     if description["step"] > config.schedule.steps:
         raise OtherRunError(
@@ -96,28 +92,24 @@ def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> d
     return description
 
 
-def restore(folder: Path, description: Mapping[str, Any], state: RunState, *, seed: int, rank: int) -> None:
-    """Restore weights, optimizer, gradient compressor and random states from a checked checkpoint. Not collective.
+def restore(folder: Path, description: Mapping[str, Any], state: RunState) -> None:
+    """Restore weights, optimizer and gradient compressor from a checked checkpoint. Not collective.
 
     Raises:
         CheckpointError: files cannot be read.
         OtherRunError: parameters differ, or a parameter trained here was frozen there.
     """
-    keys = keys_in(folder)
+    keys, scalars = keys_in(folder), description["scalars"]
     _check_parameters(folder, state.shards, parameters_in(keys))
     _check_trained(folder, state.shards, keys, description["config"]["model"]["frozen"])
-    wanted = wanted_state(state, description["scalars"], keys)
-    random = wanted_random(keys, rank)
-    wanted += random.values()
-    reader = None
-    if state.compressor is not None and description["scalars"]["between"]:
-        reader = CompressorReader(state, description["scalars"], saved_replicas=description["replicas"])
+    wanted, reader = wanted_state(state, scalars, keys), None
+    if state.compressor is not None and scalars["between"]:
+        reader = CompressorReader(state, scalars, saved_replicas=description["replicas"])
         wanted += reader.wanted()
     with torch.no_grad():
         read_chunks(folder, wanted)
     if reader is not None:
         reader.load()
-    restore_random({device: chunk.numbers for device, chunk in random.items()}, seed=seed, rank=rank)
 
 
 def _check_parameters(folder: Path, shards: Sequence[FlatShard], saved: Mapping[str, int]) -> None:

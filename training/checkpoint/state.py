@@ -1,9 +1,9 @@
-"""Collects a run's state as chunks and restores it: weights, optimizer, gradient compressor, random states.
+"""Collects a run's state as chunks and restores it: weights, optimizer, gradient compressor.
 
 State is keyed by parameter name, so a run with another sharding can read it. State that each replica keeps for
 itself (residuals, velocities) has the replica's number in its key; if the number of replicas has changed, every new
-replica gets the mean of the old ones, which preserves the mean they send (``training.compression``). Random states are per
-rank; a rank without a saved one is seeded with ``seed + rank``.
+replica gets the mean of the old ones, which preserves the mean they send. Training draws no random numbers after the start, so
+there are no random states.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from tightwire.training.checkpoint.files import Chunk, FlatShard, chunks_of
 from tightwire.training.engine.compressor import GradientCompressor
 
-_OPTIMIZER, _PARAMETERS, _BETWEEN, _RANDOM = "optimizer", "parameters", "between", "random"
+_OPTIMIZER, _PARAMETERS, _BETWEEN = "optimizer", "parameters", "between"
 
 
 class Replica(NamedTuple):
@@ -41,14 +41,13 @@ class RunState:
         return {} if self.compressor is None else self.compressor.state_dict()
 
 
-def snapshot(state: RunState, rank: int) -> list[Chunk]:
+def snapshot(state: RunState) -> list[Chunk]:
     """Copies in host memory of what this rank writes; replicas divide the shards they share."""
     own = [shard for number, shard in enumerate(state.shards) if number % state.replica.size == state.replica.rank]
     chunks = [
         *_parameter_chunks(own),
         *_optimizer_chunks(state.optimizer, own),
         *_compressor_chunks(state.shards, state.compressor_state, state.replica.rank),
-        *(_whole(f"{_RANDOM}/{device}/{rank}", random) for device, random in _random_states().items()),
     ]
     return [chunk._replace(numbers=chunk.numbers.detach().to("cpu", copy=True)) for chunk in chunks]
 
@@ -135,22 +134,6 @@ class CompressorReader:
         self._state.compressor.load_state_dict({**means, **scalars})
 
 
-def restore_random(states: Mapping[str, Tensor], *, seed: int, rank: int) -> None:
-    """Restore the random states, or seed from ``seed + rank`` if the checkpoint has none for this rank."""
-    if not states:
-        torch.manual_seed(seed + rank)
-        return
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
-
-
-def wanted_random(keys: Mapping[str, int], rank: int) -> dict[str, Chunk]:
-    """Destinations for this rank's random states by device; empty if the checkpoint has none for this rank."""
-    named = {device: (f"{_RANDOM}/{device}/{rank}", state) for device, state in _random_states().items()}
-    return {device: _whole(key, torch.empty_like(state)) for device, (key, state) in named.items() if key in keys}
-
-
 def _parameter_chunks(shards: Sequence[FlatShard]) -> Iterator[Chunk]:
     return (chunk for shard in shards for chunk in chunks_of(_PARAMETERS, shard, shard.flat_N))
 
@@ -177,14 +160,3 @@ def _flat_names(keys: Mapping[str, int]) -> set[str]:
 
 def _is_flat(value: Any, shard: FlatShard) -> bool:
     return isinstance(value, Tensor) and value.shape == shard.flat_N.shape
-
-
-def _random_states() -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _whole(key: str, tensor: Tensor) -> Chunk:
-    return Chunk(key, tensor.numel(), 0, tensor)

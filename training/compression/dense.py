@@ -19,9 +19,8 @@ from tightwire.training.engine.flat_parameters import ShardLayout
 class Replicas:
     """This rank's shards by flat parameter, and the groups that a compressor communicates over.
 
-    ``group``: the ranks that hold the same shards, one of each node. ``inside``: the ranks that together hold this
-    node's sum, None if that is this rank alone; only clipping needs it.
-    ``weights``: returns the float32 shard of a flat parameter; only weight decay needs it.
+    ``group``: the ranks that hold the same shards, one of each node. ``inside``: the ranks that together hold this node's sum,
+    None if that is this rank alone; only clipping needs it. ``weights``: gives a float32 shard, for weight decay.
     """
 
     group: Group
@@ -93,12 +92,9 @@ def make_dense(replicas: Replicas, _: DenseOptions) -> AllReduceCompressor:
 def make_quantized(replicas: Replicas, options: QuantizedOptions) -> AllReduceCompressor:
     """Encode slices, exchange, decode and add in float32, encode the sum of the own slice, gather, decode.
 
-    qgZ (ZeRO++, arXiv 2306.10209) stops after the reduce-scatter, because with sharding ``zero3`` only one rank updates
-    each slice. With ``hybrid`` every node updates its own copy of the shard, so the summed slices are gathered again:
-    twice the bytes and a second rounding. All nodes decode the same bytes, so the copies stay equal. Rounding errors are not
-    fed back, because codecs round to nearest and so add no bias over steps.
-
-    Cost: ``flash_bytes``, about (n-1)/n (r + g)/8 bytes an element for codecs of r and g bits.
+    qgZ (ZeRO++, arXiv 2306.10209) stops after the reduce-scatter, because with ``zero3`` only one rank updates each slice. With
+    ``hybrid`` every node updates its own copy, so the sums are gathered again: twice the bytes and a second rounding. All nodes
+    decode the same bytes. Errors are not fed back, because codecs round to nearest. Cost: ``flash_bytes``.
     """
     name = f"quantized:{options.reduce_codec},{options.gather_codec}"
     codecs = parse_codec(options.reduce_codec), parse_codec(options.gather_codec)

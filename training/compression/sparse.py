@@ -1,8 +1,7 @@
 """Sparse gradient compressors: send the largest accumulated elements and keep the rest.
 
 The largest elements are selected per parameter, so parameters of a small scale are sent too. Values are mean gradients
-of a node (the sum over its ranks divided by their number), so the kept state stays valid on another number of ranks,
-and weight decay needs no rescaling. The rounding error of sent values is kept too.
+of a node, so the kept state stays valid on another number of ranks. The rounding error of sent values is kept too.
 """
 
 import math
@@ -34,9 +33,8 @@ def num_sent(num_elems: int, sparsity: float) -> int:
 def top_elements(x_N: Tensor, count: int) -> Tensor:
     """(count,) int64: indices of the elements of largest magnitude, unordered; NaN counts as the largest.
 
-    A sample gives a threshold that probably more than ``count`` elements reach; the largest are selected among those.
-    If fewer reach it, the threshold is lowered, and finally the whole tensor is searched. The result is exact; ties are
-    broken arbitrarily.
+    A sample gives a threshold that probably more than ``count`` elements reach. If fewer do, the threshold is lowered, and
+    finally the whole tensor is searched. The result is exact; ties are broken arbitrarily.
     """
     magnitude_N, num_elems = x_N.abs(), x_N.numel()
     if num_elems >= _SAMPLED_FROM and count <= num_elems * _SAMPLED_SHARE:
@@ -55,18 +53,15 @@ _TINY = 1e-6  # same as torch.nn.utils.clip_grad_norm_
 
 
 def local_norm(clip_norm: float, num_nodes: int) -> float:
-    """The norm to which each of N nodes clips its own mean gradient: the global norm times N^1/2.
-
-    Equation 8 of the DGC article uses N^-1/2, because its local gradients are already divided by N.
-    """
+    """The norm to which each of N nodes clips its own mean gradient: the global norm times N^1/2 (DGC, equation 8)."""
     return clip_norm * math.sqrt(num_nodes)
 
 
 def clip_spans(spans: Sequence[Tensor], max_norm: float, inside: Group | None) -> None:
     """Scale each parameter in place to a norm of at most ``max_norm``; ``spans`` has one per parameter.
 
-    All ranks of ``inside`` call with the same parameters in the same order; a span may be empty. The norm is
-    over all of them. A NaN norm makes the span NaN. Cost: ``clip_bytes`` inside a node, one round.
+    All ranks of ``inside`` pass the same parameters; the norm is over all their spans, which may be empty. A NaN norm makes
+    the span NaN. Cost: ``clip_bytes`` inside a node, one round.
     """
     squares = torch.stack([torch.linalg.vector_norm(span, dtype=torch.float64).square() for span in spans])
     if inside is not None and inside.world_size > 1:
@@ -110,11 +105,9 @@ def sparse_bytes(rank: int, world_size: int, shard: ShardLayout, options: Sparse
 class SparseCompressor:
     """Top-k with error feedback, and deep gradient compression (DGC), which adds momentum.
 
-    Top-k works with any optimizer: v <- v + g; send the largest of v; v <- v - what was sent. An element that is not sent stays
-    in the residual v and is sent later as the sum of several steps. An optimizer that divides by a running root mean square,
-    such as Adam, sees a sum of T steps once in T steps, and its root mean square is sqrt(T) times that of dense gradients. So at
-    sparsity s its updates are up to sqrt(1 / (1 - s)) times smaller than dense ones: use a lower sparsity or a higher learning
-    rate. Source: sparsified SGD with memory, arXiv 1809.07599.
+    Top-k works with any optimizer: v <- v + g; send the largest of v; v <- v - what was sent. With an optimizer that divides by
+    a running root mean square, such as Adam, updates at sparsity s are up to sqrt(1 / (1 - s)) times smaller than dense ones:
+    use a lower sparsity or a higher learning rate. Source: sparsified SGD with memory, arXiv 1809.07599.
 
     With DGC each node computes, with g the mean gradient of its ranks, m the momentum, d the weight decay and w the weights:
 
@@ -124,12 +117,10 @@ class SparseCompressor:
         send the largest of v; v <- v - what was sent; u <- 0 where sent        momentum factor masking (9)
         result: the sum of what all nodes sent, divided by the number of nodes; the optimizer is plain SGD without momentum
 
-    Numbers in parentheses are equations of the article on DGC in Paddle. Gradients are means over a node, not divided by
-    the number of nodes N (equation 12), so the decay term is d w and not d/N w, which would lose precision.
-    Steps before the warm-up, and small parameters always, use momentum SGD on the exact sum. Its bits equal those of
-    ``torch.optim.SGD(momentum, weight_decay, nesterov)`` if N and the ranks per node are powers of two. When compression
-    starts, its velocity continues as u on every node. Masking clears the momentum of every element sent, so a low
-    sparsity leaves little momentum; sparsity 0 is SGD without it. Source: arXiv 1712.01887.
+    Numbers in parentheses are equations of the article on DGC in Paddle. Steps before the warm-up, and small parameters always,
+    use momentum SGD on the exact sum, with the bits of ``torch.optim.SGD`` if the numbers of nodes and of ranks per node are
+    powers of two; then its velocity continues as u on every node. Masking leaves little momentum at a low sparsity.
+    Source: arXiv 1712.01887.
 
     State: ``residual/NAME``, (N,) float32, with DGC also ``velocity/NAME``, and the step number; all allocated at construction.
     Cost: ``sparse_bytes``, two rounds, ``top_elements`` of each span, and temporary memory for one span.

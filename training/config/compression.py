@@ -1,7 +1,4 @@
-"""Options for the sum of gradients between replicas, one class per method; ``kind`` selects the class.
-
-``training.compression.make`` builds the compressor from these options.
-"""
+"""Options for the sum of gradients between replicas, one class per method; ``kind`` selects the class."""
 
 from typing import Annotated, Literal
 
@@ -17,11 +14,7 @@ class _Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def check_optimizer(self, optimizer: OptimizerConfig) -> None:
-        """Accept any optimizer; subclasses restrict it.
-
-        Raises:
-            ValueError: the compressor does not work with ``optimizer``, or both would do the same work.
-        """
+        """Raises ValueError: the compressor does not work with ``optimizer``, or both would do the same work."""
 
 
 class DenseOptions(_Options):
@@ -55,7 +48,7 @@ class SparseOptions(_Options):
     def sparsity_at(self, step: int) -> float | None:
         """The sparsity at ``step``, counted from 0; None: dense.
 
-        Each sparsity applies for an equal span of the ``rampup_step`` steps; the last one applies from then on.
+        Each one applies for an equal span of the ``rampup_step`` steps.
         """
         if step < self.rampup_begin_step:
             return None

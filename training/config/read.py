@@ -1,7 +1,4 @@
-"""Reads a ``TrainConfig`` from a YAML file and ``key=value`` overrides, and lists all keys.
-
-One error names all invalid values.
-"""
+"""Reads a ``TrainConfig`` from a YAML file and ``key=value`` overrides, and lists all keys."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -24,8 +21,7 @@ class ConfigError(ValueError):
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read ``path`` (or the example of that name) and apply overrides ``a.b=value``. Values are YAML: ``[1, 2]``, ``null``.
 
-    Raises:
-        ConfigError: with one line for each invalid key or value.
+    Raises ConfigError with one line for each invalid key or value.
     """
     values = _read_yaml(_find(Path(path)))
     for override in overrides:
@@ -62,9 +58,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-8 as a number, as YAML 1.2 does: YAML 1.1 reads it as text, because it has no decimal point.
+    """Reads 1e-8 as a number, which YAML 1.1 reads as text.
 
-    A key that appears twice is an error, and so is an alias inside what it refers to (``deep_construct``).
+    Refuses a key that appears twice and an alias inside its own value.
     """
 
     def __init__(self, stream: Any) -> None:

@@ -22,9 +22,9 @@ class GroupShape(NamedTuple):
 class Sharding:
     """How one sharding splits the buckets.
 
-    ``shard_over``: the ranks that hold shards of a bucket. ``keep_weights``: whole weights stay between steps.
-    ``reduce_when``: ``step`` accumulates whole gradients over the micro-batches and sums them over ranks once; ``backward``
-    sums a block's gradients after its backward in each micro-batch and keeps only shards.
+    ``shard_over``: the ranks that hold shards of a bucket. ``keep_weights``: whole weights stay between steps. ``reduce_when``:
+    ``step`` accumulates whole gradients and sums them over ranks once a step; ``backward`` sums a block's gradients after its
+    backward in each micro-batch and keeps only shards.
     """
 
     name: str

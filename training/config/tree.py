@@ -1,7 +1,4 @@
-"""The configuration of a training run as a tree of checked values. Unknown keys are errors.
-
-A YAML file has the same structure; ``read_config`` reads it. ``tightwire train --keys`` prints the field descriptions.
-"""
+"""The configuration of a training run as a tree of checked values, as in its YAML file. Unknown keys are errors."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -48,21 +45,13 @@ class ShapeConfig(Section):
 class ModelConfig(Section):
     """The model to train, its tokenizer and its computing dtype."""
 
-    start: str = Field(
-        default="", description="a folder, repo id, .gguf, known name or random:SHAPE; empty: random weights of `shape`"
-    )
+    start: str = Field(default="", description="a folder, repo id, .gguf, known name, random:SHAPE; or use `shape`")
     shape: ShapeConfig | None = None
-    tokenizer: str = Field(
-        default="",
-        description="of a new model: bytes (default), bpe:SIZE trained on the data, or the model to take it from",
-    )
+    tokenizer: str = Field(default="", description="of a new model: bytes (default), bpe:SIZE (trained), or a model")
     compute_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="of weights and activations in forward and backward; the optimizer always has float32 weights",
+        default="float32", description="in forward and backward; the optimizer has float32"
     )
-    frozen: list[str] = Field(
-        default=[], description="patterns of parameters that are not trained, such as model.embed_tokens.*"
-    )
+    frozen: list[str] = Field(default=[], description="names not trained, such as model.embed_tokens.*")
 
     @model_validator(mode="after")
     def _one_start(self) -> "ModelConfig":
@@ -78,21 +67,13 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """The text and its division into sequences."""
 
-    files: list[str] = Field(
-        min_length=1,
-        description="paths and patterns (**, *) of text or .jsonl files, also .gz; english-prose: 330 kB that come with Tightwire",
-    )
+    files: list[str] = Field(min_length=1, description="patterns of text or .jsonl files, also .gz; or english-prose")
     text_key: str = Field(default="text", description="the key of a JSONL line that holds the text")
-    parted_by: Literal["blank-line", "file"] = Field(
-        default="blank-line", description="what ends a document of a text file"
-    )
+    parted_by: Literal["blank-line", "file"] = Field(default="blank-line", description="what ends a document of a text")
     held_out: Share = Field(default=0.01, description="share of the documents used only for evaluation")
     held_out_files: list[str] = Field(default=[], description="evaluate on these files instead")
     sequence_tokens: PositiveInt = Field(default=512, description="tokens per sequence")
-    shuffle_documents: Count = Field(
-        default=4096,
-        description="size of the window from which documents are drawn at random; 0: in order",
-    )
+    shuffle_documents: Count = Field(default=4096, description="window to draw documents from; 0: in order")
 
     @model_validator(mode="after")
     def _one_split(self) -> "DataConfig":
@@ -105,16 +86,10 @@ class BatchConfig(Section):
     """Sequences of an optimizer step, independent of the number of ranks."""
 
     sequences: PositiveInt = Field(default=32, description="sequences per step, over all ranks")
-    micro_sequences: PositiveInt = Field(
-        default=8, description="sequences that a rank computes at a time; gradients accumulate"
-    )
+    micro_sequences: PositiveInt = Field(default=8, description="sequences that a rank computes at a time")
 
     def accumulation(self, world_size: int) -> int:
-        """Micro-batches a step on each of ``world_size`` ranks.
-
-        Raises:
-            ValueError: the sequences do not divide evenly.
-        """
+        """Micro-batches a step on each of ``world_size`` ranks. Raises ValueError: the sequences do not divide evenly."""
         at_once = self.micro_sequences * world_size
         if self.sequences % at_once:
             near = max(at_once, round(self.sequences / at_once) * at_once)
@@ -132,9 +107,7 @@ class ScheduleConfig(Section):
     steps: PositiveInt = Field(default=1000, description="optimizer steps of the whole run")
     kind: Literal["constant", "linear", "cosine"] = Field(default="cosine", description="the decay after the warm-up")
     warmup_steps: Count = Field(default=0, description="steps in which the rate rises to its peak")
-    final_share: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.1, description="share of the peak at which linear and cosine end"
-    )
+    final_share: Annotated[float, Field(ge=0, le=1)] = Field(default=0.1, description="share of the peak at the end")
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> "ScheduleConfig":
@@ -147,33 +120,25 @@ class ParallelConfig(Section):
     """How the model is sharded over ranks, and how weights and gradients are sent."""
 
     sharding: Literal["none", "zero1", "zero2", "zero3", "hybrid"] = "none"
-    nodes: PositiveInt | None = Field(default=None, description="number of nodes; default: as the launcher says")
+    nodes: PositiveInt | None = Field(default=None, description="number of nodes; default: the launcher's")
     prefetch: Literal["explicit", "implicit"] = "explicit"
     num_buffers: Annotated[int, Field(ge=1)] = Field(default=2, description="weight buffers that blocks share")
     gather_codec: str = Field(default="none", description="codec of gathered weights, such as int8 (qwZ)")
     gather_path: Literal["hierarchical", "flat"] = Field(
-        default="hierarchical",
-        description="on several nodes: gather across nodes first and then inside, or all at once",
+        default="hierarchical", description="over nodes: across them first and then inside, or all at once"
     )
-    secondary: bool = Field(
-        default=False,
-        description="hpZ: keep a copy of the weights on each node, so that only the first gather of a step crosses nodes",
-    )
+    secondary: bool = Field(default=False, description="hpZ: each node keeps a copy of the weights for a step")
     reduce_path: Literal["flat", "hierarchical"] = Field(
-        default="flat", description="on several nodes: sum all at once in rank order, or inside nodes first (qgZ)"
+        default="flat", description="over nodes: sum all at once in rank order, or inside nodes first (qgZ)"
     )
     reduce_codec: str = Field(
-        default="none", description="codec of gradients, such as int4 (qgZ); with the hierarchical path, inside nodes"
+        default="none", description="codec of gradients (qgZ); with the hierarchical path, inside nodes"
     )
-    reduce_across_codec: str = Field(
-        default="none", description="codec of gradients between nodes with the hierarchical path (qgZ)"
-    )
+    reduce_across_codec: str = Field(default="none", description="codec between nodes with the hierarchical path (qgZ)")
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    checkpoint_every: Count = Field(
-        default=0, description="recompute the activations of every k-th block in backward; 1: all, 0: none"
-    )
+    checkpoint_every: Count = Field(default=0, description="recompute activations of every k-th block; 0: none")
     between: Annotated[CompressorOptions, Field(discriminator="kind")] = Field(
-        default=DenseOptions(), description="how replicas sum their gradients (sharding none and hybrid)"
+        default=DenseOptions(), description="how replicas sum gradients (sharding none, hybrid)"
     )
     timeout_s: PositiveFloat = Field(default=300.0, description="longest wait for another rank")
 
@@ -224,7 +189,7 @@ class EvaluationConfig(Section):
 
     every: Count = Field(default=100, description="steps between evaluations; 0: never")
     sequences: PositiveInt = Field(default=64, description="largest number of sequences, over all ranks")
-    prompts: list[str] = Field(default=[], description="prompts to continue greedily at each evaluation, for the log")
+    prompts: list[str] = Field(default=[], description="prompts to continue at each evaluation")
     sample_tokens: PositiveInt = Field(default=48, description="tokens to add to each prompt")
 
 
@@ -233,9 +198,7 @@ class CheckpointConfig(Section):
 
     every: Count = Field(default=200, description="steps between checkpoints; 0: only at the end")
     keep: PositiveInt = Field(default=2, description="number of newest checkpoints to keep")
-    resume: bool = Field(
-        default=True, description="resume from the newest checkpoint of the run; false: there must be none"
-    )
+    resume: bool = Field(default=True, description="resume from the newest; false: there must be none")
 
 
 class LogConfig(Section):
@@ -245,8 +208,7 @@ class LogConfig(Section):
     tensorboard: bool = Field(default=True, description="write TensorBoard files, if tensorboard is installed")
     plot: bool = Field(default=True, description="draw the loss when the run ends, if matplotlib is installed")
     peak_tflops: PositiveFloat | None = Field(
-        default=None,
-        description="peak of a rank's device, for MFU; default: known for common GPUs, else measured at start",
+        default=None, description="of a rank's device, for MFU; default: known or measured"
     )
 
 
@@ -260,7 +222,7 @@ class ExportConfig(Section):
 class DryRunConfig(Section):
     """Assumptions of a dry run; a run ignores them."""
 
-    ranks: PositiveInt | None = Field(default=None, description="number of ranks; default: as the launcher says")
+    ranks: PositiveInt | None = Field(default=None, description="number of ranks; default: the launcher's")
     inside: str = Field(default="", description="link between ranks of a node, such as 200gbit")
     between: str = Field(default="", description="link of a node to the others, such as 1gbit,latency=50us")
 
@@ -288,8 +250,8 @@ class TrainConfig(Section):
     def _dgc_clips(cls, values: Any) -> Any:
         """Change the default of ``optimizer.clip_norm`` to null with DGC, which clips local gradients itself."""
         match values:
-            case {"parallel": {"between": {"kind": "dgc"}}, "optimizer": {**optimizer}} if "clip_norm" not in optimizer:
-                return {**values, "optimizer": {**optimizer, "clip_norm": None}}
+            case {"parallel": {"between": {"kind": "dgc"}}, "optimizer": {**optimizer}}:
+                return {**values, "optimizer": {"clip_norm": None, **optimizer}}
         return values
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
 """Finds a run's files and reads documents from them on demand: text separated by blank lines, whole text files, or JSON lines.
 
-Does not import torch, so that missing data is refused at once. A hash of each document's text decides whether it is held out. So the split does not depend on order, epoch or number of
-ranks, and equal documents are on the same side.
+A hash of each document's text decides whether it is held out, so the split does not depend on order, epoch or number of ranks.
+Does not import torch, so that missing data is refused at once.
 """
 
 import glob
@@ -40,10 +40,9 @@ class Documents:
         return self.read(self.files)
 
     def read(self, files: Iterable[Path]) -> Iterator[str]:
-        """Yield the documents of ``files`` in order.
+        """The documents of ``files`` in order.
 
-        Raises:
-            DataError: a file cannot be read, is not UTF-8, or has a line that is not JSON with a text.
+        Raises DataError: a file cannot be read, is not UTF-8, or has a line without a text.
         """
         for path in files:
             try:
@@ -142,10 +141,9 @@ class RunData:
 
 
 def training_documents(documents: Documents, *, epoch: int, seed: int, window: int, held_out: float) -> Iterator[str]:
-    """Yield every document that is not held out once, in an order that (seed, epoch) determine.
+    """Every document that is not held out once, in an order that (seed, epoch) determine.
 
-    Files come in random order; each document is drawn at random from a window of the next ``window`` documents. With
-    ``window`` 0, files and documents keep their order.
+    Files come in random order; each document is drawn at random from a window of the next ``window``. 0: nothing is shuffled.
     """
     draw = random.Random(f"{seed} {epoch}")
     files = list(documents.files)

@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, Self, TypeVar
+from typing import Generic, TypeVar
 
 _POLL_S = 0.1
 _PATIENCE_S = 2.0  # how long `close` waits for the thread
@@ -32,14 +32,6 @@ class ReadAhead(Generic[T]):
         self._closed = closed or threading.Event()
         self._thread = threading.Thread(target=self._run, args=(source,), name="read-ahead", daemon=True)
         self._thread.start()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> T:
-        item = self.get(lambda: False)
-        assert item is not None
-        return item
 
     def get(self, give_up: Callable[[], object]) -> T | None:
         """The next item, or None when ``give_up()`` is true before it comes."""

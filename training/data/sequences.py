@@ -1,8 +1,7 @@
 """Packs tokenized documents end to end, cuts them into sequences of equal length, and assigns sequences to ranks.
 
-There is no padding. Every rank reads the same stream and keeps every ``world_size``-th sequence, so all ranks together train on
-the same sequences for any number of ranks. A position, which a checkpoint stores, is the number of sequences that all ranks
-together have used.
+There is no padding. Every rank reads the same stream and keeps every W-th sequence. A position, which a checkpoint stores, is
+the number of sequences that all ranks together have used.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -41,18 +40,16 @@ def pack_sequences(
     first_sequence: int = 0,
     start: int = 0,
 ) -> Generator[TokenSequence, None, int]:
-    """Cut the token stream of ``documents`` into sequences and yield this rank's.
+    """Cut the token stream of ``documents`` into sequences and yield this rank's. Returns the number after the last of all ranks.
 
-    Consecutive sequences share one token: the last target of one is the first input of the next, so that every token but
-    the first is predicted once. Tokens that do not fill a last sequence are dropped.
+    Consecutive sequences share one token, so that every token but the first is predicted once. Tokens that do not fill a last
+    sequence are dropped.
 
     Args:
         encode: returns the token ids of a text, without special tokens.
         end_token_id: inserted after each document.
         first_sequence: sequences before this one are tokenized but not yielded.
         start: number of the first sequence, if this stream continues another one.
-    Returns:
-        The number after the last sequence of all ranks.
     """
     pending: list[int] = []
     index = start
@@ -89,10 +86,7 @@ def endless_sequences(
     """This rank's sequences from ``position`` on; ``documents_of(epoch)`` returns an epoch's documents.
 
     Each epoch is packed separately and has the same number of sequences in any order. Resuming tokenizes at most one whole
-    epoch, to count its sequences, and then the used part of the current epoch.
-
-    Raises:
-        DataError: an epoch does not fill one sequence.
+    epoch, to count its sequences, and then the used part of the current one. Raises DataError: an epoch fills no sequence.
     """
     epoch, index, epoch_sequences = 0, 0, 0
     while True:

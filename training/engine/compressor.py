@@ -7,10 +7,9 @@ from torch import Tensor
 
 
 class GradientCompressor(Protocol):
-    """Sums flat float32 gradients over the ranks that hold the same shard: one rank of each node.
+    """Sums flat float32 gradients over the ranks that hold the same shard: one rank of each node, or all with sharding ``none``.
 
-    With sharding ``none`` these are all ranks. Calls are collective, one per flat parameter and step: all ranks of the group call
-    in the same order, from the thread of the reduce lane.
+    Calls are collective, one per flat parameter and step, in the same order, from the thread of the reduce lane.
     """
 
     name: str
@@ -18,11 +17,10 @@ class GradientCompressor(Protocol):
     def __call__(self, name: str, sum_N: Tensor) -> Tensor:
         """Turn (N,) this node's sum of a flat parameter's gradients into the sum over nodes; same bits on every rank.
 
-        The engine, not the compressor, divides by the number of ranks. The compressor may overwrite ``sum_N``; the result
-        may share its memory.
+        The engine divides by the number of ranks. ``sum_N`` may be overwritten; the result may share its memory.
 
         Raises:
-            RuntimeError: a compressor with state was called twice for ``name`` in one step; sum the micro-batches first.
+            RuntimeError: a compressor with state was called twice for ``name`` in one step.
             CommError: a rank did not take part; the group cannot be used any more.
         """
         ...

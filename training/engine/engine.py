@@ -18,7 +18,7 @@ All ranks make the same calls in the same order. A failure on a lane is raised i
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -171,7 +171,7 @@ class Engine:
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter with its name in the model, in float32. Collective: gathers one flat parameter at a time.
 
-        Do not write to a tensor, and do not keep it: it may be memory that the optimizer uses.
+        Do not write to a tensor or keep it: it may be memory that the optimizer uses.
         """
         for flat_param, main in self.named_flat_params():
             shards = run_leg(self._groups.main, self._group, all_gather, self._group, main.data)
@@ -202,12 +202,6 @@ class Engine:
         self._weights.close(reason)
         self._gradients.close(reason)
         self._hooks.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @contextmanager
     def _running(self, *, last: bool) -> Iterator[None]:

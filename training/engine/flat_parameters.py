@@ -5,9 +5,9 @@
     head        the final projection
     norms       all one-dimensional parameters of the model: norms and biases
 
-The parameters of a bucket are concatenated to a flat parameter, each starting at a multiple of ``ALIGN_ELEMS``. The end is
-padded so that shards have equal length and consist of whole codec groups. Frozen parameters are in a flat parameter of their
-own (``.frozen``) without gradients. Positions of parameters do not depend on the number of ranks; only the padding at the end does.
+The parameters of a bucket are concatenated to a flat parameter, each at a multiple of ``ALIGN_ELEMS``, independent of the number
+of ranks. Only the padding at the end depends on it: shards have equal length and consist of whole codec groups. Frozen
+parameters are in a flat parameter of their own (``.frozen``) without gradients.
 """
 
 from collections.abc import Callable, Iterator
@@ -97,11 +97,7 @@ class BucketPlan:
 def plan_buckets(model: nn.Module, shard_ranks: int, blocks: str = "model.layers") -> BucketPlan:
     """Plan the buckets of ``model``, which may be on the meta device: only names, shapes and ``requires_grad`` are read.
 
-    Args:
-        model: has ``get_input_embeddings`` and ``get_output_embeddings``, like models of transformers.
-        blocks: name of the module list whose entries are called in order.
-    Raises:
-        ValueError: a parameter belongs to no bucket; the message names it.
+    ``blocks``: name of the module list whose entries are called in order. Raises ValueError: a parameter is in no bucket.
     """
     block_names = tuple(f"{blocks}.{i}" for i, _ in enumerate(model.get_submodule(blocks).children()))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
@@ -216,11 +212,7 @@ def cut_shard(flat_param: FlatParameter, rank: int, num_ranks: int) -> ShardLayo
 
 
 def copy_into_shard(tensor_of: Callable[[str], Tensor], shard: ShardLayout, shard_S: Tensor) -> None:
-    """Fill ``shard_S`` from ``tensor_of(name)``, which returns a whole parameter.
-
-    Raises:
-        ValueError: a tensor has another shape.
-    """
+    """Fill ``shard_S`` from ``tensor_of(name)``, a whole parameter. Raises ValueError: a tensor has another shape."""
     for span in shard.spans:
         tensor, shape = tensor_of(span.parameter), span.param.shape
         if tuple(tensor.shape) != shape:

@@ -1,16 +1,14 @@
 """Autograd functions that mark where backward enters and leaves a decoder block.
 
-A module's backward hook may run before all gradients of its parameters are ready, or before its backward if an input
-needs no gradient. So the inputs, weights and outputs of a block pass through identity functions, called gates:
+Module hooks do not tell when all gradients of a block are ready. So the inputs, weights and outputs of a block pass through
+identity functions, called gates:
 
     outputs   the gate's backward runs before the backward of anything in the block
     weights   are created for each forward, as children of the inputs' gate; their backward receives the gradients
     inputs    the gate's backward runs after that of all weights, and before that of the operations that made the inputs
 
 Tensors inside keyword arguments, lists and dictionaries are gated too. An anchor that requires a gradient keeps the
-inputs' gate in the graph if no input requires one.
-
-Source: YaFSDP's GateGradFlow and Narrow.
+inputs' gate in the graph if no input requires one. Source: YaFSDP's GateGradFlow and Narrow.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,8 @@
 """Reduces gradients: backward writes them into a buffer, the lane sums them over ranks, and each rank keeps its shard.
 
-If ``reduce_when`` is ``backward``, blocks share two buffers and are reduced in every micro-batch; the shard accumulates
-the sums. Each other bucket has its own buffer, which accumulates micro-batches, and is reduced once, at the end of the
-step. Sums over ranks are float32. The gradient compressor (``compressor``) runs once per bucket and step. ``finish`` divides
-by the number of ranks.
+If ``reduce_when`` is ``backward``, blocks share two buffers and are reduced in every micro-batch; the shard accumulates the
+sums. Each other bucket has its own buffer, which accumulates micro-batches, and is reduced at the end of the step. Sums over
+ranks are float32. The compressor runs once per bucket and step. ``finish`` divides by the number of ranks.
 """
 
 import math
@@ -175,8 +174,7 @@ class Gradients:
     def finish(self) -> None:
         """Wait until all gradients are summed, then divide them by the number of ranks.
 
-        Raises:
-            RuntimeError: the step's last micro-batch has not run.
+        Raises RuntimeError: the step is not over.
         """
         if not all(place.is_last for place in self._bucket_buffers.values()):
             raise RuntimeError("the step's last micro-batch has not run; pass last=True to it")

@@ -1,7 +1,6 @@
 """Wraps a model's forwards: modules have parameters only during a forward.
 
-Blocks go through gates, so that their weights are gathered before their backward begins and all their gradients are
-known when it ends. The embedding, the head and norms outside blocks only receive their weights.
+Blocks go through gates; the embedding, the head and norms outside blocks only receive their weights.
 """
 
 from collections.abc import Callable, Iterable, Iterator

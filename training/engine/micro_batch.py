@@ -1,8 +1,8 @@
 """Schedules one forward and backward of a rank: requests and releases weights, collects gradients.
 
 Forward calls blocks in order, backward in reverse. The last ``num_buffers`` blocks keep their weights from forward to
-backward, the first ``num_buffers`` from backward to the next micro-batch. With ``explicit`` prefetch, the next
-``num_buffers`` blocks are requested before computing one; the lane gathers each as soon as its buffer is free.
+backward, the first ones from backward to the next micro-batch. With ``explicit`` prefetch, the next ``num_buffers`` blocks are
+requested before computing one.
 """
 
 from collections.abc import Iterable

@@ -107,10 +107,7 @@ def node_copy_bytes(options: EngineOptions, plan: BucketPlan, num_nodes: int) ->
     return {
         flat_param.name: num_nodes
         * shard_wire_bytes(
-            flat_param,
-            plan.shard_ranks,
-            gather_codec(options, bucket, plan.shard_ranks),
-            options.compute_dtype,
+            flat_param, plan.shard_ranks, gather_codec(options, bucket, plan.shard_ranks), options.compute_dtype
         )
         for bucket in kept
         for flat_param in bucket.flat_params

@@ -1,6 +1,5 @@
 """Formulas for the bytes that training sends: every collective of an optimizer step.
 
-Tests compare them with the ledger of each lane, by operation. All ranks send the same number of bytes.
 With M the bytes of an encoded bucket and W = K L ranks on K nodes, per rank and call:
 
     all_gather       (W-1) M/W     of which between nodes (W-L) M/W
@@ -9,7 +8,7 @@ With M the bytes of an encoded bucket and W = K L ranks on K nodes, per rank and
     reduce_scatter   (W-1) M/W     of which between nodes (W-L) M/W
       hierarchical   (L-1) M'/L + (K-1) M"/W, the second term between nodes; M' and M" are M in each leg's codec
 
-The gradient compressor is not included; see ``compression.make.compressor_bytes``.
+All ranks send the same number. For the gradient compressor see ``compression.make.compressor_bytes``.
 """
 
 from collections.abc import Iterator
@@ -48,7 +47,7 @@ def step_traffic(
 ) -> list[Flow]:
     """The collectives of one step of ``accumulation`` micro-batches, in plan order.
 
-    ``first``: it is the first step after the start or a load, which also gathers frozen weights with their own buffer.
+    ``first``: it is the first step, which also gathers frozen weights with their own buffer.
     """
     ranks = options.sharding.shard_group(num_nodes, ranks_per_node)
     if ranks.world_size == 1:
@@ -74,9 +73,8 @@ def first_backward_block(plan: BucketPlan) -> int:
 def gathers_per_step(block: int, num_blocks: int, num_buffers: int, first_backward: int, accumulation: int) -> int:
     """How often block ``block`` is gathered in a step if blocks share ``num_buffers`` weight buffers.
 
-    Once per forward and backward, except that backward finds the last blocks still gathered, and the next forward the
-    first blocks. If everything is trained, B blocks and A micro-batches take 2 A (B - buffers) + buffers gathers,
-    buffers <= B.
+    Once per forward and backward, except that backward finds the last blocks still gathered, and the next forward the first
+    ones. If everything is trained, B blocks and A micro-batches take 2 A (B - buffers) + buffers gathers, buffers <= B.
     """
     stays_till_forward = first_backward <= block < num_buffers
     comes_for_backward = first_backward <= block < num_blocks - num_buffers

@@ -1,9 +1,8 @@
 """Gathers weights: the computing thread requests them, the lane gathers them into a buffer.
 
-Blocks share ``num_buffers`` buffers. Block i always uses buffer i % ``num_buffers``, so that views saved by autograd
-are valid again when backward gathers the block again. The other buckets, and the blocks if sharding keeps whole weights,
-have their own buffers and are gathered once per version. If one rank holds a whole flat parameter in float32 and computes in
-float32, the main shard is the buffer.
+Block i always uses buffer i % ``num_buffers``, so that views saved by autograd are valid again when backward gathers the
+block again. The other buckets, and the blocks if sharding keeps whole weights, have their own buffers and are gathered once per
+version. If one rank holds a whole flat parameter in float32 and computes in float32, the main shard is the buffer.
 """
 
 import time
@@ -104,12 +103,7 @@ class Weights:
     """Called by the computing thread; the lane gathers. ``waited_s``: seconds that the computing thread has waited."""
 
     def __init__(
-        self,
-        plan: BucketPlan,
-        shards: dict[str, MainShard],
-        options: EngineOptions,
-        lane_group: Group,
-        trace: Trace,
+        self, plan: BucketPlan, shards: dict[str, MainShard], options: EngineOptions, lane_group: Group, trace: Trace
     ) -> None:
         self.waited_s = 0.0
         self._plan, self._shards, self._options, self._trace = plan, shards, options, trace

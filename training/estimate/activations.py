@@ -1,7 +1,6 @@
 """Measures activation memory by running forward and backward on the meta device.
 
-The model runs with the engine's own hooks, so recomputation and frozen parameters count as in a run. Weights and gradient
-buffers are not counted; ``training.engine.memory`` computes them.
+The model runs with the engine's own hooks, so recomputation and frozen parameters count as in a run.
 """
 
 import weakref
@@ -29,7 +28,7 @@ _ATTENTION = "tightwire-meta"  # the name that transformers knows our attention 
 class LiveBytes(TorchDispatchMode):
     """Counts tensors made inside ``with``, in this thread and in backward of CPU and meta tensors.
 
-    Tensors made before are not counted, nor the kernels' own working memory: a dispatch mode sees only results.
+    It does not count the kernels' own working memory: a dispatch mode sees only results.
     """
 
     def __init__(self) -> None:
@@ -68,8 +67,7 @@ class LiveBytes(TorchDispatchMode):
 class Activations(NamedTuple):
     """Peak bytes of one micro-batch on one rank, with gradients of activations.
 
-    ``most``: over the whole micro-batch. ``reducing``: after backward has produced the first block's gradients, when ranks
-    begin to sum them.
+    ``most``: over the whole micro-batch. ``reducing``: from the first block's gradients on, when ranks begin to sum them.
     """
 
     most: int
@@ -77,12 +75,7 @@ class Activations(NamedTuple):
 
 
 def activation_bytes(
-    config: LlamaConfig,
-    options: EngineOptions,
-    *,
-    sequences: int,
-    sequence_tokens: int,
-    frozen: tuple[str, ...] = (),
+    config: LlamaConfig, options: EngineOptions, *, sequences: int, sequence_tokens: int, frozen: tuple[str, ...] = ()
 ) -> Activations:
     """Measure one micro-batch, without the kernels' own working memory. Cost: a few milliseconds per block."""
     # On the meta device torch uses plain attention, which keeps all scores; real devices use fused kernels.

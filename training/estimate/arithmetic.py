@@ -1,7 +1,7 @@
 """Computes operations per token and the device's peak rate, for MFU.
 
-Source: PaLM, appendix B (arXiv 2204.02311): 6 N + 12 L H E S operations per token. N is the number of parameters in matrix
-products. Attention counts without a mask; recomputation does not count.
+Source: PaLM, appendix B (arXiv 2204.02311): 6 N + 12 L H E S operations per token, N parameters in matrix products. Attention
+counts without a mask; recomputation does not count.
 """
 
 import time
@@ -38,8 +38,7 @@ def flops_per_token(config: LlamaConfig, sequence_tokens: int) -> int:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Peak operations per second of one device; None: not known.
 
-    A GPU has the vendor's bfloat16 rate. A CPU has the rate of a large matrix product on torch's threads, measured in about
-    0.2 s.
+    The vendor's bfloat16 rate of a GPU; the rate of a large matrix product on a CPU, measured in about 0.2 s.
     """
     if device.type == "cpu":
         return _measure(dtype)

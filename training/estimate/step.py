@@ -1,7 +1,4 @@
-"""The bytes, operations, memory and predicted seconds of one training step on one rank.
-
-``tightwire train --dry-run`` prints them; ``tightwire bench train`` compares them with ledgers, counters and clocks.
-"""
+"""The bytes, operations, memory and predicted seconds of one training step on one rank."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,10 +31,7 @@ class CompressorBytes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepModel:
-    """One step after the first. Bytes are those that ``topology``'s rank sends; ranks differ with a sparse compressor.
-
-    ``compressors``: by flat parameter; {} without replicas.
-    """
+    """One step after the first. Bytes are those that ``topology``'s rank sends; ranks differ with a sparse compressor."""
 
     config: TrainConfig
     options: EngineOptions

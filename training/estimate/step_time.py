@@ -1,8 +1,7 @@
 """Predicts the time of a step from its computing time, the link's rate and latency, and the engine's scheduling rules.
 
-Bytes come from the engine's formulas, and nothing is fitted to steps over the link. The rules: two lanes of collectives run
-beside computing; blocks alternate over the weight buffers and over two gradient buffers; with explicit prefetch, a block's
-weights are requested as soon as a buffer is free. The prediction ignores the CPU time that packets take from computing.
+Two lanes of collectives run beside computing; blocks alternate over the weight buffers and over two gradient buffers. Nothing is
+fitted to steps over the link. The CPU time that packets take from computing is ignored.
 """
 
 from collections import deque

@@ -1,7 +1,4 @@
-"""Writes the run's log: one JSON line per step and evaluation, TensorBoard scalars if enabled, and the loss plot.
-
-A resumed run first drops the lines after its checkpoint, so no step appears twice.
-"""
+"""Writes the run's log: one JSON line per step and evaluation, TensorBoard scalars if enabled, and the loss plot."""
 
 import importlib.util
 import json
@@ -88,7 +85,7 @@ def _smooth(losses: Sequence[float]) -> list[float]:
 
 LOG = "metrics.jsonl"
 _TENSORBOARD = "tensorboard"
-_SCALARS = (
+_SCALARS = [
     "loss",
     "lr",
     "grad_norm",
@@ -98,11 +95,14 @@ _SCALARS = (
     "wire_bytes",
     "exposed_ms",
     "held_out_loss",
-)
+]
 
 
 class RunLog:
-    """Only one rank writes it. ``after_step``: the step of the checkpoint that the run resumes from, or 0."""
+    """Only one rank writes it.
+
+    ``after_step``: lines after the checkpoint of that step, from which the run resumes, are dropped.
+    """
 
     def __init__(self, run: Path, *, after_step: int, tensorboard: bool) -> None:
         """Raises ValueError: the log file cannot be written."""
@@ -119,9 +119,8 @@ class RunLog:
             self._writer = SummaryWriter(run / _TENSORBOARD, purge_step=after_step + 1)
 
     def add(self, record: StepRecord | EvaluationRecord) -> None:
-        """
-        Raises:
-            OSError: the disk failed. The file's buffer keeps the line, and a later call writes it once there is room.
+        """Raises OSError: the disk failed. The file's buffer keeps the line, and a later call writes it once
+        there is room.
         """
         values = record.values()
         self._file.write(json.dumps(values) + "\n")

@@ -33,9 +33,9 @@ class Control:
 
     @contextmanager
     def failing_together(self, *expected: type[Exception]) -> Iterator[None]:
-        """Raise on all ranks the first ``expected`` exception of any rank, so that none waits for one that failed.
+        """Raise on all ranks the first ``expected`` exception of any rank, so that none waits.
 
-        Cost: a ``gather`` at the end of the block.
+        Cost: a ``gather`` at the end.
         """
         own = None
         try:

@@ -1,7 +1,6 @@
 """Opens the process groups of training: one set of connections per thread, so that threads do not block each other.
 
-A *lane group* contains all ranks and, on several nodes, the smaller groups inside and across nodes. There are three:
-``gather`` for weights, ``reduce`` for gradients, ``main`` for the computing thread.
+A *lane group* contains all ranks and, on several nodes, the smaller groups inside and across nodes.
 """
 
 from collections.abc import Mapping
@@ -105,7 +104,7 @@ def _alone(lane: Group) -> Group:
 def open_store(environment: Mapping[str, str], topology: Topology, *, timeout_s: float) -> Store:
     """The store through which ranks connect. Torchrun's agent serves it if its variables say so, else rank 0 does.
 
-    Keys are separate for each restart by torchrun, so ranks of an earlier attempt do not connect to these.
+    Each restart by torchrun has its own keys.
 
     Raises:
         ValueError: there are several ranks, and the address is missing or invalid.

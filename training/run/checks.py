@@ -43,10 +43,8 @@ def check_same_configuration(config: TrainConfig, data: RunData, control: Contro
 
 
 def check_replicas(state: RunState, shard_rank: int, control: Control) -> None:
-    """Collective. Cost: reads every shard once, and gathers one number per flat parameter from each rank.
-
-    Raises:
-        ValueError: ranks that hold the same shard have different bits; the message names the ranks and flat parameters.
+    """Raises ValueError: ranks that hold the same shard have different bits; names ranks and flat parameters.
+    Collective.
     """
     # Sum the bits as integers: exact, so every single-bit difference changes the sum, also in a NaN.
     sums = {shard.name: int(shard.flat_N.detach().view(torch.int32).sum(dtype=torch.int64)) for shard in state.shards}
@@ -81,8 +79,7 @@ _MODEL, _CONFIG = "model", "config.yaml"
 def make_run_folder(config: TrainConfig, control: Control) -> Path:
     """Create the run's folder, remove unfinished files of a killed run, and write the configuration there. Collective.
 
-    Raises:
-        ValueError: the folder cannot be written, the ranks do not share it, or the export folder is unusable.
+    Raises ValueError: the folder cannot be written, the ranks do not share it, or the export folder is unusable.
     """
     run = config.run_folder
     with control.failing_together(ValueError):
@@ -109,16 +106,20 @@ def check_disk_space(config: TrainConfig, run: Path, *, checkpoint_bytes: int, n
     """Raises ValueError: a disk has no room for the checkpoints still to come (one more while it is written) and the model."""
     more = config.checkpoint.keep + 1 - min(config.checkpoint.keep, len(checkpoints_in(run)))
     model_bytes = num_parameters * getattr(torch, config.export.dtype).itemsize
-    checkpoints = "run", run, more * checkpoint_bytes, f"{more} checkpoints of {format_bytes(checkpoint_bytes)}"
-    model = "export.folder", find_export_folder(config, run).parent, model_bytes, "the exported model"
-    needed: dict[int, int] = {}  # bytes by disk
-    for key, folder, num_bytes, what in (checkpoints, model):
-        disk, free = os.stat(folder).st_dev, shutil.disk_usage(folder).free
-        needed[disk] = needed.get(disk, 0) + num_bytes
-        if free < needed[disk]:
+    keep, out = config.checkpoint.keep, find_export_folder(config, run).parent
+    on_disk: dict[int, list[tuple[str, Path, int, str]]] = {}
+    for needed in (
+        ("run", run, more * checkpoint_bytes, f"{more} checkpoints of {format_bytes(checkpoint_bytes)}"),
+        ("export.folder", out, model_bytes, f"the exported model of {format_bytes(model_bytes)}"),
+    ):
+        on_disk.setdefault(os.stat(needed[1]).st_dev, []).append(needed)
+    for needs in on_disk.values():
+        key, folder, *_ = needs[0]
+        free, total = shutil.disk_usage(folder).free, sum(num_bytes for _, _, num_bytes, _ in needs)
+        if free < total:
             raise ValueError(
-                f"{key}: {folder} has {format_bytes(free)} free, but with {what} the run needs {format_bytes(needed[disk])}; "
-                f"free space, give another `{key}`, or lower checkpoint.keep={config.checkpoint.keep}"
+                f"{key}: {folder} has {format_bytes(free)} free, but {' and '.join(what for *_, what in needs)} need "
+                f"{format_bytes(total)}; free space, give another `{key}`, or lower checkpoint.keep={keep}"
             )
 
 

@@ -1,7 +1,6 @@
 """Prints a run's memory, traffic and step time without starting ranks or loading weights.
 
-Memory, traffic and the predicted time come from ``training.estimate``. The other times are lower bounds: computing at the
-device's peak rate, and sending over each link.
+Times are lower bounds, computing at the device's peak rate and sending over each link, and ``estimate.step_time``'s prediction.
 """
 
 import math

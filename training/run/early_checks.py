@@ -16,8 +16,7 @@ _REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
 def find_topology(environment: Mapping[str, str], nodes: int | None) -> Topology:
     """This process's rank and node. ``nodes`` overrides the launcher's number of nodes, to try several on one machine.
 
-    Raises:
-        ValueError: the launcher's variables are invalid, or the ranks do not divide equally over ``nodes``.
+    Raises ValueError: the launcher's variables are invalid, or the ranks do not divide equally over ``nodes``.
     """
     from_launcher = Topology.from_environment(environment)
     if nodes is None:
@@ -29,11 +28,7 @@ def find_topology(environment: Mapping[str, str], nodes: int | None) -> Topology
 
 
 def check_early(config: TrainConfig, topology: Topology) -> RunData:
-    """The run's data, after all checks that need no torch.
-
-    Raises:
-        ValueError: the run would fail its later checks.
-    """
+    """The run's data, after all checks that need no torch. Raises ValueError: the run would fail its later checks."""
     config.check_ranks(topology)
     _check_start(config.model.start)
     data = RunData.find(config)

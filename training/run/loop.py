@@ -1,8 +1,7 @@
 """Runs the training steps: batches, engine, optimizer, logging, evaluation and checkpoints.
 
-After each step, ranks exchange five numbers: the loss, a stop signal, whether their file of a checkpoint is written, memory,
-and whether the next step's data failed to load. So all ranks stop after the same step when one rank gets a signal or reads a
-damaged file.
+After each step, ranks exchange five numbers, among them a stop signal and whether the next step's data failed to load. So all
+ranks stop after the same step.
 """
 
 import math
@@ -16,17 +15,17 @@ from typing import Any
 import torch
 
 from tightwire.training.checkpoint.folders import CheckpointError, newest_before, step_of
-from tightwire.training.checkpoint.state import RunState, find_not_finite, snapshot
+from tightwire.training.checkpoint.state import find_not_finite, snapshot
 from tightwire.training.checkpoint.writer import Checkpointer
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
 from tightwire.training.data.read_ahead import ReadAhead
 from tightwire.training.data.sequences import Batch
-from tightwire.training.engine.engine import Engine
 from tightwire.training.log.run_log import EvaluationRecord, RunLog, StepRecord
 from tightwire.training.log.terminal import Terminal
 from tightwire.training.optimizer import learning_rate, set_learning_rate
 from tightwire.training.ranks.control import Control
+from tightwire.training.run.setup import Trained
 
 _NO_CLIPPING = math.inf
 
@@ -44,9 +43,7 @@ class Loop:
     """One run on one rank. ``step`` and ``position`` start at the checkpoint's and advance with each step."""
 
     config: TrainConfig
-    model: Any
-    engine: Engine
-    state: RunState
+    trained: Trained
     control: Control
     batches: ReadAhead[Batch]
     evaluate: Callable[[int], EvaluationRecord] | None
@@ -55,7 +52,6 @@ class Loop:
     terminal: Terminal
     log: RunLog | None  # None on ranks that do not write it
     stop_signal: Callable[[], int]
-    device: torch.device
     flops_per_token: int
     peak_flops: float | None
     step: int = 0
@@ -65,6 +61,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._saved_step = self.step
+        self._model, self._engine, self._state = self.trained.model, self.trained.engine, self.trained.state
         self._accumulation = self.config.batch.accumulation(self.control.world_size)
         self._upcoming: list[Batch] = []  # micro-batches of the next step
         self._data_error = ""
@@ -74,12 +71,11 @@ class Loop:
         """Train until the last step or a signal, and save. Returns the signal's number, or 0 after the last step.
 
         Raises:
-            DataError: the data of the first step cannot be read.
-            BrokenDataError: the data of a later step cannot be read.
-            DivergedError: gradients or weights are inf or NaN; names the step, the flat parameters and the last good checkpoint.
+            DataError, BrokenDataError: the data of the first or of a later step cannot be read.
+            DivergedError: gradients or weights are inf or NaN.
             CheckpointError: the last checkpoint could not be written.
         """
-        self.model.train()
+        self._model.train()
         signal = self._begin()
         while self.step < self.config.schedule.steps and not signal:
             signal, is_broken = self._step()
@@ -123,20 +119,24 @@ class Loop:
 
     def _step(self) -> tuple[int, bool]:
         """Run one step. Returns the signal that some rank received, and whether some rank failed to read its data."""
-        begun, sent, waited = perf_counter(), self.engine.bytes_sent, self.engine.waited_s
+        begun, sent, waited = perf_counter(), self._engine.bytes_sent, self._engine.waited_s
         rate = learning_rate(self.config.schedule, self.config.optimizer.lr, self.step)
         loss = self._gradients()
-        norm = self.engine.clip_gradients(self.config.optimizer.clip_norm or _NO_CLIPPING)
+        norm = self._engine.clip_gradients(self.config.optimizer.clip_norm or _NO_CLIPPING)
         if not math.isfinite(norm):
             self._diverged(loss)
-        set_learning_rate(self.state.optimizer, rate)
-        self.state.optimizer.step()
-        self.engine.weights_changed()
+        set_learning_rate(self._state.optimizer, rate)
+        self._state.optimizer.step()
+        self._engine.weights_changed()
         self.step += 1
         self.position += self.config.batch.sequences
         self._read()
         ranks = self.control.gather_numbers(
-            loss, self.stop_signal(), self.checkpointer.written, _memory_bytes(self.device), bool(self._data_error)
+            loss,
+            self.stop_signal(),
+            self.checkpointer.written,
+            _memory_bytes(self.trained.device),
+            bool(self._data_error),
         )
         losses, signals, written, memory, broken = zip(*ranks, strict=True)
         seconds = perf_counter() - begun
@@ -155,8 +155,8 @@ class Loop:
                 seconds=seconds,
                 mfu=None if self.peak_flops is None else reached / self.peak_flops,
                 memory_bytes=int(max(memory)),
-                wire_bytes=self.engine.bytes_sent - sent,
-                exposed_ms=1e3 * (self.engine.waited_s - waited),
+                wire_bytes=self._engine.bytes_sent - sent,
+                exposed_ms=1e3 * (self._engine.waited_s - waited),
             )
         )
         if all(written):
@@ -165,22 +165,24 @@ class Loop:
 
     def _gradients(self) -> float:
         """Run forward and backward of all micro-batches. Returns this rank's mean loss."""
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), device=self.trained.device)
         for number, batch in enumerate(self._upcoming):
-            inputs_BS, targets_BS = (tensor.to(self.device, non_blocking=True) for tensor in batch)
-            with self.engine.micro_batch(last=number == self._accumulation - 1):
+            inputs_BS, targets_BS = (tensor.to(self.trained.device, non_blocking=True) for tensor in batch)
+            with self._engine.micro_batch(last=number == self._accumulation - 1):
                 # The targets are shifted already, but transformers computes a loss only if `labels` is given.
-                loss = self.model(input_ids=inputs_BS, labels=targets_BS, shift_labels=targets_BS, use_cache=False).loss
+                loss = self._model(
+                    input_ids=inputs_BS, labels=targets_BS, shift_labels=targets_BS, use_cache=False
+                ).loss
                 (loss / self._accumulation).backward()
             total += loss.detach()
-        self.engine.finish_gradients()
+        self._engine.finish_gradients()
         return float(total) / self._accumulation
 
     def _diverged(self, loss: float) -> None:
         """Raise DivergedError. Collective: the norm is the same on all ranks."""
         own = [
             shard.name
-            for shard in self.state.shards
+            for shard in self._state.shards
             if shard.flat_N.grad is not None and not shard.flat_N.grad.isfinite().all()
         ]
         self._complete_checkpoint(raising=False)
@@ -194,7 +196,7 @@ class Loop:
 
     def _check_finite(self) -> None:
         """Raise DivergedError if weights or optimizer state are not finite. Collective."""
-        names = sorted({name for names in self.control.gather(find_not_finite(self.state)) for name in names})
+        names = sorted({name for names in self.control.gather(find_not_finite(self._state)) for name in names})
         if names:
             self._complete_checkpoint(raising=False)
             raise DivergedError(
@@ -231,9 +233,10 @@ class Loop:
         self._complete_checkpoint(raising=False)
         if self.step == self._saved_step:
             return
-        chunks = snapshot(self.state, self.control.rank)
+        chunks = snapshot(self._state)
         self.checkpointer.begin(self.step, chunks, self.describe(self.step, self.position))
         self._saved_step = self.step
+        self._model, self._engine, self._state = self.trained.model, self.trained.engine, self.trained.state
 
     def _complete_checkpoint(self, *, raising: bool) -> None:
         """Wait for a checkpoint in progress, if any. Collective."""

@@ -2,11 +2,11 @@
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from types import FrameType
-from typing import Self
 
 import torch
 
@@ -21,7 +21,7 @@ from tightwire.training.data.sequences import held_out_sequences, rank_batches
 from tightwire.training.engine.options import EngineOptions, engine_options
 from tightwire.training.estimate.arithmetic import flops_per_token, peak_flops
 from tightwire.training.estimate.memory import checkpoint_bytes
-from tightwire.training.log.run_log import EvaluationRecord, RunLog
+from tightwire.training.log.run_log import RunLog
 from tightwire.training.log.terminal import Terminal
 from tightwire.training.ranks.groups import open_store
 from tightwire.training.run.checks import (
@@ -32,33 +32,29 @@ from tightwire.training.run.checks import (
     make_run_folder,
 )
 from tightwire.training.run.early_checks import check_early, find_topology
-from tightwire.training.run.evaluate import Evaluator, write_samples
+from tightwire.training.run.evaluate import Evaluator
 from tightwire.training.run.loop import BrokenDataError, DivergedError, Loop
 from tightwire.training.run.setup import Ranks, connect_ranks, find_device, make_trained
 from tightwire.training.start.export import export_folder
 from tightwire.training.start.model import StartingModel, open_starting_model
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+@contextmanager
+def stop_signals() -> Iterator[Callable[[], int]]:
+    """Inside ``with``, the function returns the number of the first SIGINT or SIGTERM, or 0. The second ends the process."""
+    received = 0
 
-class StopSignals:
-    """A context manager for the main thread. ``number`` is the signal received inside ``with``, or 0."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self._before = {}
-
-    def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.number = number
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal received
+        received = number
         signal.signal(number, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # Errors after a run has started.
@@ -70,18 +66,16 @@ _TOKENIZER = "tokenizer"
 def run_training(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> int:
     """Train, save and export. Returns the number of the signal that ended the run, or 0.
 
-    Raises:
-        ValueError: the configuration, the data or the run folder is invalid.
-        CheckpointError, BrokenDataError, DivergedError, CommError, OSError: the run cannot go on.
+    Raises ValueError before anything has been changed, and one of ``FAILURES`` if the run cannot go on.
     """
     topology = find_topology(environment, config.parallel.nodes)
     data, options = check_early(config, topology), engine_options(config)
     device = find_device(config.device, topology)
     store = open_store(environment, topology, timeout_s=config.parallel.timeout_s)
-    with connect_ranks(config.parallel, topology, store, device) as ranks, StopSignals() as signals:
+    with connect_ranks(config.parallel, topology, store, device) as ranks, stop_signals() as received:
         run = Run(config, options, data, ranks)
         try:
-            return run.train(lambda: signals.number)
+            return run.train(received)
         finally:
             run.close()
 
@@ -90,10 +84,7 @@ class Run:
     """A run on connected ranks. All ranks make the same calls."""
 
     def __init__(self, config: TrainConfig, options: EngineOptions, data: RunData, ranks: Ranks) -> None:
-        """
-        Raises:
-            ValueError: ranks have different configurations, a folder cannot be written, or there is no such model.
-        """
+        """Raises ValueError: ranks have different configurations, a folder cannot be written, or there is no such model."""
         self._config, self._data, self._control = config, data, ranks.control
         check_same_configuration(config, data, ranks.control)
         self._folder = make_run_folder(config, ranks.control)
@@ -118,43 +109,36 @@ class Run:
 
     def train(self, stop_signal: Callable[[], int]) -> int:
         """Train from the newest checkpoint or from the start. ``stop_signal``: the signal that this rank received, or 0."""
-        config, control = self._config, self._control
+        config, control, start, trained = self._config, self._control, self._start, self._trained
         checkpoint, step, position = self._load()
         terminal = Terminal(config.schedule.steps, config.log.every, rank=control.rank, done=step)
-        log = None
+        log = evaluator = None
         closed, ahead = Event(), max(_READ_AHEAD, config.batch.accumulation(control.world_size))
-        sequences = rank_batches(
-            self._data,
-            self._start.tokenizer,
-            self._start.end_token_id,
-            rank=control.rank,
-            world_size=control.world_size,
-            position=position,
-            closed=closed,
-        )
+        where = {"rank": control.rank, "world_size": control.world_size, "position": position}
+        sequences = rank_batches(self._data, start.tokenizer, start.end_token_id, **where, closed=closed)
         batches = ReadAhead(sequences, ahead, closed)
         try:
             with control.failing_together(ValueError):
                 if control.rank == 0:
                     log = RunLog(self._folder, after_step=step, tensorboard=config.log.tensorboard)
             terminal.say(self._describe_start(checkpoint))
+            if config.evaluation.every:
+                held_out = held_out_sequences(self._data, start.tokenizer, start.end_token_id)
+                evaluator = Evaluator(config, trained, start, control, held_out)
             loop = Loop(
                 config=config,
-                model=self._trained.model,
-                engine=self._trained.engine,
-                state=self._trained.state,
+                trained=trained,
                 control=control,
                 batches=batches,
-                evaluate=self._evaluation() if config.evaluation.every else None,
+                evaluate=evaluator and evaluator.run,
                 checkpointer=Checkpointer(self._folder, control, keep=config.checkpoint.keep),
                 describe=lambda step, position: describe_checkpoint(
-                    config, self._identity, self._trained.state, step=step, position=position
+                    config, self._identity, trained.state, step=step, position=position
                 ),
                 terminal=terminal,
                 log=log,
                 stop_signal=stop_signal,
-                device=self._trained.device,
-                flops_per_token=flops_per_token(self._start.config, config.data.sequence_tokens),
+                flops_per_token=flops_per_token(start.config, config.data.sequence_tokens),
                 peak_flops=self._peak_flops(),
                 step=step,
                 position=position,
@@ -186,44 +170,16 @@ class Run:
         checkpoint = control.gather(checkpoint)[0]
         if checkpoint is None:
             trained.engine.load_full(self._start.read)
-            torch.manual_seed(config.seed + control.rank)
         else:
             with control.failing_together(OtherRunError, CheckpointError):
                 description = check_checkpoint(checkpoint, self._identity, config)
                 check_files(checkpoint, description, rank=control.rank, world_size=control.world_size)
             with control.failing_together(OtherRunError, CheckpointError):
-                restore(checkpoint, description, trained.state, seed=config.seed, rank=control.rank)
+                restore(checkpoint, description, trained.state)
             trained.engine.all_weights_changed()
             step, position = description["step"], description["position"]
         check_replicas(trained.state, trained.engine.shard_rank, control)
         return checkpoint, step, position
-
-    def _evaluation(self) -> Callable[[int], EvaluationRecord]:
-        """The function that evaluates the current weights."""
-        config, start, trained = self._config, self._start, self._trained
-        evaluator = Evaluator(
-            trained.model,
-            trained.engine,
-            self._control,
-            held_out_sequences(self._data, start.tokenizer, start.end_token_id),
-            micro_sequences=config.batch.micro_sequences,
-            device=trained.device,
-        )
-
-        def evaluate(step: int) -> EvaluationRecord:
-            loss, tokens = evaluator.run()
-            samples = write_samples(
-                trained.model,
-                trained.engine,
-                start.tokenizer,
-                config.evaluation.prompts,
-                num_tokens=config.evaluation.sample_tokens,
-                max_positions=start.config.max_positions,
-                device=trained.device,
-            )
-            return EvaluationRecord(step=step, held_out_loss=loss, tokens=tokens, samples=samples)
-
-        return evaluate
 
     def _peak_flops(self) -> float | None:
         if self._config.log.peak_tflops is not None:

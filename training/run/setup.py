@@ -84,10 +84,9 @@ def connect_ranks(parallel: ParallelConfig, topology: Topology, store: Store, de
 
 
 def make_trained(config: TrainConfig, options: EngineOptions, start: StartingModel, groups: TrainGroups) -> Trained:
-    """Build the model, engine and optimizer. Weights are zeros until they are loaded.
+    """Build the model, engine and optimizer; weights are zeros until they are loaded.
 
-    Raises:
-        ValueError: the sequences, the optimizer or the frozen parameters do not fit the model.
+    Raises ValueError: something does not fit.
     """
     check_sequences(config, start.config)
     model = build_model(start.config, device=groups.device, frozen=config.model.frozen)
@@ -107,11 +106,7 @@ def make_trained(config: TrainConfig, options: EngineOptions, start: StartingMod
 
 
 def _make_compressor(
-    config: TrainConfig,
-    options: EngineOptions,
-    plan: BucketPlan,
-    groups: TrainGroups,
-    weights: dict[str, torch.Tensor],
+    config: TrainConfig, options: EngineOptions, plan: BucketPlan, groups: TrainGroups, weights: dict[str, torch.Tensor]
 ) -> GradientCompressor | None:
     """``weights``: the shards by flat parameter; the caller fills it after it has built the engine."""
     replicas = replica_group(groups.reduce, options.sharding)

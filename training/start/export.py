@@ -1,6 +1,6 @@
 """Exports the trained model and its tokenizer as a Hugging Face folder, which `tightwire serve` opens.
 
-Every rank takes part, because flat parameters are gathered one by one; rank 0 writes and holds at most one file's tensors.
+Every rank takes part in gathering; rank 0 writes, and holds at most one file's tensors.
 """
 
 import json
@@ -52,11 +52,8 @@ def export_folder(
 
 
 def check_out(out: Path) -> None:
-    """Check before training that the export can be written to ``out``.
-
-    Raises:
-        OSError: ``out`` cannot be written.
-        ValueError: ``out`` holds something that is not a model.
+    """Raises OSError or ValueError: the export cannot be written to ``out``, or would replace something that is
+    not a model.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     check_place(out.resolve(), _check_replaced)

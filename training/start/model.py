@@ -1,8 +1,4 @@
-"""Opens the model a run starts from: a transformers Llama without weights, a reader of its weights, and its tokenizer.
-
-The server's readers read weights tensor by tensor from a folder, a repo, a .gguf (with its packed matrices expanded) or random
-weights.
-"""
+"""Opens the model a run starts from: a transformers Llama without weights, a reader of its weights, and its tokenizer."""
 
 import fnmatch
 from collections.abc import Callable, Iterable
@@ -27,11 +23,7 @@ from tightwire.training.config.tree import BPE, BYTES, ModelConfig, ShapeConfig
 from tightwire.training.start.tokenizer import train_bpe, with_template
 
 # Values of a new model's config.json that are not configurable.
-_FIXED: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "dtype": "float32",
-}
+_FIXED: dict[str, Any] = {"model_type": "llama", "hidden_act": "silu", "dtype": "float32"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,14 +57,12 @@ class StartingModel:
 def open_starting_model(
     config: ModelConfig, *, seed: int, keep_in: Path, texts: Callable[[], Iterable[str]]
 ) -> StartingModel:
-    """Open the model to continue from, or create a new one.
+    """Open the model to continue from, or create a new one. Raises ModelError: there is none, or the sizes are invalid.
 
     Args:
         seed: of random weights.
         keep_in: folder of a tokenizer that this run trains; a resumed run reads it from there.
         texts: the documents to train the tokenizer on.
-    Raises:
-        ModelError: there is no such model or tokenizer, or the sizes are invalid.
     """
     if config.shape is None:
         checkpoint = open_checkpoint(config.start, seed)
@@ -89,11 +79,7 @@ def open_starting_model(
 
 
 def config_of(config: ModelConfig) -> LlamaConfig:
-    """The model's sizes, without reading weights or training a tokenizer.
-
-    Raises:
-        ModelError: there is no such model or tokenizer, or the sizes are invalid.
-    """
+    """The model's sizes, without reading weights or training a tokenizer. Raises ModelError as ``open_starting_model``."""
     if config.shape is None:
         return open_checkpoint(config.start).config
     if config.tokenizer.startswith(BPE):
@@ -104,10 +90,7 @@ def config_of(config: ModelConfig) -> LlamaConfig:
 def build_model(config: LlamaConfig, *, device: torch.device, frozen: Iterable[str] = ()) -> LlamaForCausalLM:
     """Build the modules with parameters on the meta device, for the engine to replace.
 
-    Args:
-        frozen: name patterns of parameters that need no gradient.
-    Raises:
-        ValueError: a pattern matches no parameter, or all parameters are frozen.
+    ``frozen``: name patterns of parameters that need no gradient. Raises ValueError: one matches nothing, or all are frozen.
     """
     hf = HfConfig(
         **{key: value for key, value in config_to_hf(config).items() if key not in ("architectures", "model_type")}

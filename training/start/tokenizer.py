@@ -16,10 +16,8 @@ _MOST_CHARACTERS = 1 << 26  # of text to train on; more text changes little and 
 def train_bpe(vocab_size: int, keep_in: Path, texts: Callable[[], Iterable[str]]) -> Tokenizer:
     """Load the tokenizer in ``keep_in``, or train one on ``texts()`` and save it there.
 
-    Ids 0..3 are the special tokens of the byte tokenizer, so its chat template works here too.
-
-    Raises:
-        ValueError: the size is smaller than the bytes and special tokens, or there is too little text for it.
+    Ids 0..3 are the special tokens of the byte tokenizer, so its chat template works here too. Raises ValueError: the size is too
+    small, or there is too little text for it.
     """
     if vocab_size < len(_SPECIAL) + 256:
         raise ValueError(

@@ -7,6 +7,7 @@ gradient is computed rank by rank, added up over ranks in the order that a shard
 import copy
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -49,7 +50,7 @@ def open_engine(
     options: EngineOptions,
     blocks: str = "model.layers",
     trace: Trace | None = None,
-) -> Engine:
+) -> closing[Engine]:
     replicas = replica_group(groups.reduce, options.sharding)
     plan = plan_buckets(model, options.sharding.shard_ranks(groups.world_size, groups.num_nodes), blocks)
     shard = shard_group(groups.reduce, options.sharding)
@@ -63,7 +64,7 @@ def open_engine(
     engine = Engine(model, plan, groups, options, between, trace)
     if not any(tensor.is_meta for tensor in given.values()):
         engine.load_full(lambda name: given[name])
-    return engine
+    return closing(engine)
 
 
 def batches_of(world_size: int, num_steps: int, accumulation: int) -> Tensor:
