@@ -3,37 +3,20 @@
 import importlib
 import sys
 from collections.abc import Sequence
-from functools import reduce
-from typing import Any
 
-# Verb -> ("module:callable", one line of help). The callable takes the remaining arguments and returns an exit code.
+# Verb -> ("module below tightwire.bench:class", one line of help).
 VERBS: dict[str, tuple[str, str]] = {
-    "answers": (
-        "tightwire.bench.answers.bench:AnswersBench.main",
-        "compare servers' answers with the model in float32",
-    ),
-    "comm": ("tightwire.bench.comm.bench:CommBench.main", "time and check every AllReduce by message size"),
-    "compare": (
-        "tightwire.bench.compare.bench:CompareBench.main",
-        "compare two results of one bench; exit code 1 for a regression",
-    ),
-    "kernels": (
-        "tightwire.bench.kernels.bench:KernelBench.main",
-        "time codecs and matrix products on one core, codecs on one GPU",
-    ),
-    "peers": ("tightwire.bench.peers.run:PeersBench.main", "compare with other servers: vLLM, llama.cpp, transformers"),
-    "quality": (
-        "tightwire.bench.quality.bench:QualityBench.main",
-        "measure the accuracy that a quantized AllReduce costs",
-    ),
-    "roofline": (
-        "tightwire.bench.peers.roofline:RooflineBench.main",
-        "profile steps and serving against the device's own rates",
-    ),
-    "serve": ("tightwire.bench.serve.bench:ServeBench.main", "put load on a running server: TTFT, TPOT, throughput"),
-    "stream": ("tightwire.bench.stream.bench:StreamBench.main", "time steps with streamed weights"),
-    "train": ("tightwire.bench.train.bench:TrainBench.main", "time training steps between emulated nodes"),
-    "ttft": ("tightwire.bench.ttft.bench:TtftBench.main", "compare AllReduces on one server by time to first token"),
+    "answers": ("answers.bench:AnswersBench", "compare servers' answers with the model in float32"),
+    "comm": ("comm.bench:CommBench", "time and check every AllReduce by message size"),
+    "compare": ("compare.bench:CompareBench", "compare two results of one bench; exit code 1 for a regression"),
+    "kernels": ("kernels.bench:KernelBench", "time codecs and matrix products on one core, codecs on one GPU"),
+    "peers": ("peers.run:PeersBench", "compare with other servers: vLLM, llama.cpp, transformers"),
+    "quality": ("quality.bench:QualityBench", "measure the accuracy that a quantized AllReduce costs"),
+    "roofline": ("peers.roofline:RooflineBench", "profile steps and serving against the device's own rates"),
+    "serve": ("serve.bench:ServeBench", "put load on a running server: TTFT, TPOT, throughput"),
+    "stream": ("stream.bench:StreamBench", "time steps with streamed weights"),
+    "train": ("train.bench:TrainBench", "time training steps between emulated nodes"),
+    "ttft": ("ttft.bench:TtftBench", "compare AllReduces on one server by time to first token"),
 }
 
 
@@ -48,8 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"tightwire bench: unknown bench {verb!r}; choose one of {', '.join(VERBS)}\n")
         return 2
     module, _, name = VERBS[verb][0].partition(":")
-    run: Any = reduce(getattr, name.split("."), importlib.import_module(module))
-    return run(rest)
+    return getattr(importlib.import_module(f"tightwire.bench.{module}"), name).main(rest)
 
 
 def _usage() -> str:

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from tightwire.bench.options import OutputOptions, parse_options
 from tightwire.bench.report.console import make_console, paused, progress_bar
-from tightwire.bench.report.environment import describe_environment, environment_facts
+from tightwire.bench.report.environment import describe_environment
 from tightwire.bench.report.page import Item, render
 from tightwire.bench.report.quiet import QUIET_SHARE, OthersWatch, describe_others
-from tightwire.bench.report.result_files import ResultFiles, csv_text
+from tightwire.bench.report.result_files import ResultFiles
 from tightwire.bench.report.table import Column, Metric, Table, print_table
 
 RAW_KEYS = ("samples", "raw")  # in the JSON file, not in the line on stdout
@@ -175,16 +175,17 @@ class Bench(ABC, Generic[_Options]):
     def _write(self, files: ResultFiles, result: Mapping[str, Any]) -> None:
         files.write("json", json.dumps(result) + "\n")
         if (table := self.csv(result)) is not None:
-            files.write("csv", csv_text([column.key for column in table.columns], table.csv_rows()))
+            files.write("csv", table.csv())
 
     def _render(self, result: Mapping[str, Any], items: Sequence[Item]) -> str:
         title, lead = self.title(result)
-        facts = environment_facts(self._environment)
-        for name, value in self.facts.items():
+        facts: list[tuple[str, str]] = []
+        for name, value in {**self._environment, **self.facts}.items():
             if isinstance(value, Mapping):
                 value = ", ".join(
                     f"{key} {inner}" for key, inner in value.items() if not isinstance(inner, (dict, list))
                 )
+            value = " ".join(value) if name == "command" else value
             if isinstance(value, (str, int, float)) and value != "" and name != "others_share":
                 facts.append((name.replace("_", " "), str(value)))
         if "others_share" in self.facts:

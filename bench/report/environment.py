@@ -34,19 +34,6 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def environment_facts(environment: dict[str, Any]) -> list[tuple[str, str]]:
-    """The facts of ``describe_environment`` for a page."""
-    packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
-    return [
-        ("time", environment["time"]),
-        ("processor", f"{environment['cpu']}, {environment['usable_cores']} cores"),
-        ("system", f"{environment['os']}, Python {environment['python']}"),
-        ("packages", packages),
-        ("tightwire", f"{environment['tightwire']}, revision {environment['git_revision'] or 'unknown'}"),
-        ("command", " ".join(environment["command"])),
-    ]
-
-
 def without_password(text: str) -> str:
     """``text`` with user and password removed from its URLs."""
     return re.sub(r"://[^/@]*@", "://***@", text)

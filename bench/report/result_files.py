@@ -1,13 +1,9 @@
 """Writes the files of one run into the user's folder: JSON with all raw samples, CSV, an HTML page."""
 
-import csv
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
-from typing import Any
 
 from tightwire.comm.atomic_file import write_atomic
 
@@ -74,12 +70,3 @@ class ResultFiles:
             except FileExistsError:
                 number += 1
                 stem = f"{self._start}-{number}"
-
-
-def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Keys that are not columns are omitted; None is an empty cell."""
-    text = StringIO(newline="")
-    writer = csv.DictWriter(text, columns, extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

@@ -1,7 +1,9 @@
 """The schema of every bench's cells: columns of a table for terminal, CSV and page, and metrics for ``bench compare``."""
 
+import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 from rich import box
@@ -65,9 +67,13 @@ class Table:
     strong: Callable[[Row], bool] = lambda row: False
     wrong: Callable[[Row], bool] = lambda row: False
 
-    def csv_rows(self) -> list[dict[str, Any]]:
-        """Raw values by key."""
-        return [{column.key: column.value(row) for column in self.columns} for row in self.rows]
+    def csv(self) -> str:
+        """Raw values under their keys; None is an empty cell."""
+        text = StringIO(newline="")
+        writer = csv.writer(text)
+        writer.writerow([column.key for column in self.columns])
+        writer.writerows([column.value(row) for column in self.columns] for row in self.rows)
+        return text.getvalue()
 
 
 def print_table(console: Console, table: Table) -> None:

@@ -4,18 +4,16 @@ A prefix cache answers a repeated prompt many times faster, so each prompt is us
 beginning, within a run or between runs with different seeds.
 """
 
-import math
 import random
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from tightwire.bench.client import BenchClient, Prompt
-from tightwire.bench.text import english_words
+from tightwire.model.text.prose import ENGLISH_FOLDER
 from tightwire.server.cli.remote import RemoteError
 
-_REFUSED = ("HTTP 400", "HTTP 422")
-_FIT_ATTEMPTS = 8
-_SHRINK = 4
+_TRIAL_WORDS = (4, 24)  # short: a word may be many tokens, and the context small
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,50 +55,36 @@ class Workload:
     async def fit(self, client: BenchClient) -> None:
         """Set the scale so that the server counts ``input_len`` tokens in a prompt; unchanged if it sends no count.
 
-        Raises:
-            RemoteError: the server refuses the prompt, or no number of words comes within 2 % of the length (if a word is
-                many tokens: within the difference between prompts of equally many words).
-        """
-        words, tokens_per_word = self.input_len, 1.0
-        trials: list[tuple[int, int]] = []
-        for attempt in range(_FIT_ATTEMPTS):
-            sample = await client.measure(self._probe(words, attempt))
-            if sample.error:
-                is_last = attempt == _FIT_ATTEMPTS - 1
-                if not sample.error.startswith(_REFUSED) or trials or words < _SHRINK or is_last:
-                    raise RemoteError(f"a trial request failed: {sample.error}")
-                words //= _SHRINK  # a word may be many tokens here, so the prompt exceeds the context
-                continue
-            if not sample.usage:
-                return
-            counted = sample.num_prompt
-            if words == 1 and counted > self.input_len:
-                raise RemoteError(
-                    f"one word is already {counted} prompt tokens here, more than --input-len {self.input_len}"
-                )
-            # The slope between two trials excludes the template's tokens; trials close to each other would give noise.
-            if not trials:
-                tokens_per_word = counted / words
-            elif abs(words - trials[-1][0]) > 2 and (slope := (counted - trials[-1][1]) / (words - trials[-1][0])) > 0:
-                tokens_per_word = slope
-            trials.append((words, counted))
-            if counted == self.input_len:
-                break
-            words = max(1, words + round((self.input_len - counted) / max(1.0, tokens_per_word)))
-        words, counted = min(trials, key=lambda trial: abs(trial[1] - self.input_len))
-        # Random words have different lengths, so prompts of equally many words differ by a fraction of this; it exceeds
-        # 2 % if a word is many tokens (of a byte tokenizer, for example).
-        spread = tokens_per_word * math.sqrt(words)
-        if abs(counted - self.input_len) > max(2, 0.02 * self.input_len, spread):
-            raise RemoteError(
-                f"cannot make prompts of {self.input_len} tokens for this server; the nearest had {counted}"
-            )
-        self.tokens_per_word, self.overhead = tokens_per_word, self.input_len - tokens_per_word * words
+        Two short prompts give the slope, which excludes the template's tokens, and one of the wanted length the rest.
 
-    def _probe(self, num_words: int, attempt: int) -> Prompt:
-        """A prompt outside the sequence of ``take``."""
-        source = random.Random(f"{self.seed}/probe {attempt}")
-        return Prompt(content=self._content("", _text(source, num_words)), max_tokens=1)
+        Raises:
+            RemoteError: the server refuses a prompt, or a template is longer than ``input_len``.
+        """
+        counts: list[int] = []
+        for words in _TRIAL_WORDS:
+            if (counted := await self._count(client, words)) is None:
+                return
+            counts.append(counted)
+        per_word = (counts[1] - counts[0]) / (_TRIAL_WORDS[1] - _TRIAL_WORDS[0])
+        if per_word <= 0:
+            raise RemoteError(f"the server counts {counts[0]} prompt tokens whatever the prompt")
+        overhead = counts[0] - per_word * _TRIAL_WORDS[0]
+        if per_word + overhead > self.input_len + 1:
+            shortest = f"one word is already {per_word + overhead:.0f} prompt tokens here"
+            raise RemoteError(f"{shortest}, more than --input-len {self.input_len}")
+        self.tokens_per_word, self.overhead = per_word, overhead
+        words = self.words(self.input_len)
+        counted = await self._count(client, words)
+        # Random words differ in length where a word is many tokens; the third count corrects what that does to the slope.
+        self.tokens_per_word = ((counted or self.input_len) - overhead) / words
+
+    async def _count(self, client: BenchClient, num_words: int) -> int | None:
+        """The server's count of a prompt outside the sequence of ``take``."""
+        text = _text(random.Random(f"{self.seed}/trial {num_words}"), num_words)
+        sample = await client.measure(Prompt(content=self._content("", text), max_tokens=1))
+        if sample.error:
+            raise RemoteError(f"a trial request failed: {sample.error}")
+        return sample.num_prompt if sample.usage else None
 
     def _next(self) -> Prompt:
         prefix = ""
@@ -120,3 +104,9 @@ class Workload:
 
 def _text(source: random.Random, num_words: int) -> str:
     return " ".join(source.choices(english_words(), k=num_words))
+
+
+@cache
+def english_words() -> tuple[str, ...]:
+    """More than 500 plain words, each one token of SmolLM2, at the start of a text and after a space."""
+    return tuple((ENGLISH_FOLDER / "words.txt").read_text(encoding="utf-8").split())

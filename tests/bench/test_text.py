@@ -28,7 +28,7 @@ def test_a_text_without_an_unused_start_is_an_error():
 
 def test_the_error_names_an_unreadable_file(tmp_path: Path):
     (tmp_path / "latin").write_bytes("caf\xe9".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin: is not UTF-8 text \(byte 3 is 0xe9\)"):
+    with pytest.raises(ValueError, match=r"latin cannot be read as UTF-8 text: .*0xe9"):
         read_text(tmp_path / "latin")
-    with pytest.raises(ValueError, match="missing: cannot be read: No such file"):
+    with pytest.raises(ValueError, match="missing cannot be read as UTF-8 text: .*No such file"):
         read_text(tmp_path / "missing")

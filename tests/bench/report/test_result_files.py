@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tightwire.bench.report import result_files
-from tightwire.bench.report.result_files import ResultFiles, csv_text
+from tightwire.bench.report.result_files import ResultFiles
+from tightwire.bench.report.table import Column, Table
 
 
 def test_the_folder_is_empty_until_something_was_measured(tmp_path: Path) -> None:
@@ -20,7 +21,7 @@ def test_files_are_written_whole_and_can_be_rewritten(tmp_path: Path) -> None:
 
     files.write("json", '{"n": 1}')
     files.write("json", '{"n": 2}')
-    files.write("csv", csv_text(["x", "y"], [{"x": 1, "y": None, "z": 3}]))
+    files.write("csv", Table(columns=[Column("X", "x"), Column("Y", "y")], rows=[{"x": 1, "y": None, "z": 3}]).csv())
     files.write("html", "<p>page</p>")
 
     json_path, csv_path, page = map(Path, files.paths)

@@ -48,7 +48,7 @@ def test_no_prompt_is_sent_twice_and_a_seed_repeats_the_run(capsys: pytest.Captu
     bench(unseeded, "--warmups", "2", capsys=capsys)
 
     prompts = [body["prompt"] for body in first.bodies]
-    assert len(set(prompts)) == len(prompts) == 1 + 2 + 6  # a trial for the length, warm-ups, measured
+    assert len(set(prompts)) == len(prompts) == 3 + 2 + 6  # trials for the length, warm-ups, measured
     assert prompts == [body["prompt"] for body in second.bodies]
     assert not set(prompts) & {body["prompt"] for body in unseeded.bodies}
     assert all(body["ignore_eos"] is True and body["temperature"] == 0 for body in first.bodies)
@@ -112,7 +112,7 @@ def test_a_field_is_left_out_on_request(capsys: pytest.CaptureFixture[str]) -> N
     refused, _, text = bench(fake, capsys=capsys)
     status, _, _ = bench(fake, "--no-ignore-eos", "--extra-body", '{"stream_options": null}', capsys=capsys)
 
-    assert (refused, status) == (1, 0) and "a trial request failed: HTTP 400" in text
+    assert (refused, status) == (1, 0) and "a trial request failed: HTTP 422" in text
 
 
 def test_unknown_counts_are_marked_when_the_server_sends_no_usage(
@@ -134,7 +134,7 @@ def test_shared_prefix_workload(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--workload", "shared-prefix", "--prefix-len", "40", "--prefix-groups", "2", "--num-requests", "12")
     _, result, _ = bench(fake, *argv, capsys=capsys)
 
-    begins = {" ".join(body["prompt"].split()[:20]) for body in fake.bodies[2:]}
+    begins = {" ".join(body["prompt"].split()[:20]) for body in fake.bodies[4:]}
     assert len(begins) == 2
     assert len({body["prompt"] for body in fake.bodies}) == len(fake.bodies)
     assert result["cells"][0]["prompt_tokens"] == 12 * (40 + 12)
@@ -154,8 +154,8 @@ def test_doubtful_figures_are_marked(capsys: pytest.CaptureFixture[str]) -> None
         ({}, ["--model", "other"], "has no model 'other'; it has fake-model"),
         ({"api_key": "right"}, ["--api-key", "wrong"], "refuses the API key (bad key)"),
         ({"refuses": (400, "too long for the context")}, [], "a trial request failed: HTTP 400: too long"),
-        ({"refuses": (503, "draining"), "refuses_from": 1}, [], "every warm-up request failed; the last: HTTP 503"),
-        ({"refuses": (503, "draining"), "refuses_from": 2}, ["--warmups", "1"], "models answered 503: draining"),
+        ({"refuses": (503, "draining"), "refuses_from": 3}, [], "every warm-up request failed; the last: HTTP 503"),
+        ({"refuses": (503, "draining"), "refuses_from": 4}, ["--warmups", "1"], "models answered 503: draining"),
         ({"template_tokens": 50}, [], "one word is already 51 prompt tokens here, more than --input-len 12"),
     ],
 )
@@ -170,7 +170,7 @@ def test_an_unusable_server_is_a_clear_failure(
 
 
 def test_samples_are_kept_when_the_server_dies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    fake = FakeServer(refuses=(503, "rank 1 died"), refuses_from=1 + 1 + 5)
+    fake = FakeServer(refuses=(503, "rank 1 died"), refuses_from=3 + 1 + 5)
 
     status, result, _ = bench(
         fake, "--num-requests", "40", "--warmups", "1", "--output", str(tmp_path), "--concurrency", "1,2", capsys=capsys
@@ -183,7 +183,7 @@ def test_samples_are_kept_when_the_server_dies(capsys: pytest.CaptureFixture[str
 
 
 def test_a_server_that_dies_near_the_end_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    fake = FakeServer(refuses=(503, "rank 1 died"), refuses_from=1 + 1 + 4)
+    fake = FakeServer(refuses=(503, "rank 1 died"), refuses_from=3 + 1 + 4)
 
     status, result, text = bench(fake, "--warmups", "1", capsys=capsys)
 
