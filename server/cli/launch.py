@@ -129,8 +129,6 @@ class _Server:
     def _announce(self, info: ModelInfo, decision: Decision, ready: Mapping[int, Ready]) -> None:
         self._holder.startup_s = process_age_s()
         self._progress.detail(describe_ranks(decision, ready))
-        if (stream := ready[0].stream) is not None:
-            self._progress.detail(stream.describe())
         self._progress.close()
         self._progress.say(
             f"ready in {self._holder.startup_s:.1f} s at {url_of(self._listener)}\n"

@@ -72,8 +72,6 @@ async def _generate(
             ),
         )
         await engine.wait_ready()
-        if (stream := engine.ready[0].stream) is not None:
-            progress.say(stream.describe())
         progress.close()
         await engine.guard(_print_answer(engine, request, tokenizer, out))
         await engine.stop()

@@ -10,7 +10,6 @@ import msgspec
 from tightwire.comm.ledger.counters import Latency
 from tightwire.comm.ledger.recording import Event
 from tightwire.comm.link.wire import LinkFacts
-from tightwire.comm.sizes import format_bytes
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.step import StepPlan
 from tightwire.server.ipc.engine_stats import EngineStats
@@ -152,42 +151,6 @@ class CommSetup(msgspec.Struct, frozen=True):
     extra: dict[str, list[CommChoice]] = {}  # the policies that a request may ask for by name
 
 
-class StreamForecast(msgspec.Struct, frozen=True):
-    """The cost of streaming layers on this rank, measured while warming up. Compute times exclude waiting for layers.
-
-    A value that could not be measured is 0.
-    """
-
-    num_layers: int  # streamed layers
-    pass_bytes: int  # bytes fetched for every step
-    bytes_per_s: float
-    pass_s: float  # time to fetch them
-    decode_s: float  # to compute one generated token
-    prompt_s: float  # to compute a prompt of 512 tokens, extrapolated from a short one
-    break_even_rows: int  # prompt tokens that take as long to compute as the layers take to arrive
-
-    def describe(self) -> str:
-        """One line for the log."""
-        token_s, first_s = _longest(self.pass_s, self.decode_s), _longest(self.pass_s, self.prompt_s)
-        rows = f"about {self.break_even_rows} or more" if first_s else "an unknown number of"
-        return (
-            f"streaming: {format_bytes(self.pass_bytes)} a step, received at {self.bytes_per_s / 1e6:.0f} MB/s during warm-up; "
-            f"a single sequence gets {_known(token_s and 1 / token_s)} tokens/s (resident: "
-            f"{_known(self.decode_s and 1 / self.decode_s)}), the first token after 512 prompt tokens takes "
-            f"{_known(first_s)} s (resident: {_known(self.prompt_s)}); with {rows} prompt tokens a step, computing "
-            "takes longer than the transfer"
-        )
-
-
-def _longest(*times_s: float) -> float:
-    """The longest of these times; 0 if one is unknown."""
-    return max(times_s) if all(times_s) else 0.0
-
-
-def _known(value: float) -> str:
-    return f"about {value:.3g}" if value else "unknown"
-
-
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """This rank has loaded and warmed up. The fields are for the log."""
 
@@ -196,7 +159,6 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     peak_host_bytes: int
     comm: CommSetup | None = None
     cores: tuple[int, ...] = ()  # the cores it is bound to; empty: none
-    stream: StreamForecast | None = None  # on rank 0, if layers stream
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):

@@ -1,7 +1,8 @@
 """Computes before loading whether the model fits, and how much KV cache the remaining memory holds.
 
 On a CPU all ranks share the host's memory; with CUDA each rank has its own device. Every rank has the same number of
-cache blocks, so the tightest pool decides. Each replica has its own blocks.
+cache blocks, so the tightest pool decides. Each replica has its own blocks. With ``--kv-offload`` the cache takes host
+memory, and two buffers of some blocks take device memory; on a CPU both are host memory, which is only useful for testing.
 """
 
 import math
@@ -15,9 +16,10 @@ from tightwire.server.config.serve import EngineOptions
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool, RankBytes, rank_bytes
 from tightwire.server.plan.rank_setup import rank_name
 
-# No other program is expected on a device; on a host, other programs and the page cache need memory too.
+# The cache's share of free memory. No other program is expected on a device; a host's memory fluctuates.
 _CACHE_SHARE = {"cpu": 0.4, "cuda": 0.9}
-# Share of free memory that messages recommend: host memory fluctuates, and the HTTP process needs some.
+_HOST_CACHE_SHARE = {"cpu": 0.4, "cuda": 0.8}  # of a cache with --kv-offload
+# Share of free memory that messages recommend: the HTTP process needs some.
 _RECOMMENDED_SHARE = {"cpu": 0.8, "cuda": 0.95}
 
 # Stream a few layers rather than accept a context shorter than this many tokens.
@@ -85,19 +87,6 @@ class MemoryBudget:
         return "\n".join(lines)
 
 
-def longest_sequence(inputs: MemoryInputs) -> int:
-    """``--max-model-len``, or the model's context.
-
-    Raises:
-        ValueError: --max-model-len exceeds the model's context.
-    """
-    most = inputs.model.max_positions
-    longest = inputs.options.max_model_len or most
-    if longest > most:
-        raise ValueError(f"--max-model-len {longest} exceeds the model's context of {most} tokens; use at most {most}")
-    return longest
-
-
 def make_budget(
     inputs: MemoryInputs, plan: WeightPlan = EVERYTHING_RESIDENT, cache_share: float | None = None
 ) -> MemoryBudget:
@@ -105,41 +94,94 @@ def make_budget(
 
     Args:
         plan: the layers that are streamed.
-        cache_share: the cache's limit, as a share of the memory left by everything else; default: the device's share.
+        cache_share: limit of the cache, or with ``--kv-offload`` of its buffers, as a share of the memory left by
+            everything else; default: the device's share.
     Raises:
         NotEnoughMemoryError: weights, cache or the longest sequence do not fit.
         ValueError: --max-model-len exceeds the model's context.
     """
-    options, longest = inputs.options, longest_sequence(inputs)
-    ranks = rank_bytes(inputs, plan)
-    blocks_per_sequence = math.ceil(longest / BLOCK_SIZE)
-    fitting = min(fitting_blocks(ranks, pool) for pool in inputs.pools)
+    options, device, longest = inputs.options, inputs.device, inputs.options.max_model_len or inputs.model.max_positions
+    if longest > inputs.model.max_positions:
+        most = inputs.model.max_positions
+        raise ValueError(f"--max-model-len {longest} exceeds the model's context of {most} tokens; use at most {most}")
+    ranks, per_sequence = rank_bytes(inputs, plan), math.ceil(longest / BLOCK_SIZE)
+    block_bytes = sum(rank.block for rank in ranks)
+    on_device = min(_fitting_blocks(ranks, pool) for pool in inputs.pools)  # with --kv-offload: blocks in the buffers
+    device_share = _CACHE_SHARE["cuda" if options.kv_offload else device] if cache_share is None else cache_share
+    host, fitting, share, least = None, on_device, device_share, per_sequence
+    if options.kv_offload:
+        share = _HOST_CACHE_SHARE[device]
+        host, fitting = _host_pool(inputs, plan, ranks)
+    elif cache_share is not None and not options.max_model_len:
+        # Layers compete for this memory, so do not reserve the model's whole context.
+        least = min(per_sequence, math.ceil(LEAST_CONTEXT / BLOCK_SIZE))
     if options.kv_cache_memory is not None:
-        num_blocks = options.kv_cache_memory // sum(rank.block for rank in ranks)
+        num_blocks = options.kv_cache_memory // block_bytes
     else:
-        share = int(fitting * (_CACHE_SHARE[inputs.device] if cache_share is None else cache_share))
-        least = blocks_per_sequence
-        if cache_share is not None and not options.max_model_len:
-            # Layers compete for this memory, so do not reserve the model's whole context.
-            least = min(blocks_per_sequence, math.ceil(LEAST_CONTEXT / BLOCK_SIZE))
-        num_blocks = min(options.max_num_seqs * blocks_per_sequence, max(share, min(fitting, least)))
+        num_blocks = min(options.max_num_seqs * per_sequence, max(int(fitting * share), min(fitting, least)))
+    step_blocks = num_blocks
+    if host is not None:
+        step_blocks = min(num_blocks, max(int(on_device * device_share), min(on_device, per_sequence)))
     budget = MemoryBudget(
         ranks=ranks,
         pools=tuple(inputs.pools),
         num_blocks=num_blocks,
-        max_model_len=longest if options.max_model_len else min(longest, num_blocks * BLOCK_SIZE),
+        max_model_len=longest if options.max_model_len else min(longest, step_blocks * BLOCK_SIZE),
         max_positions=longest,
-        room_tokens=fitting * BLOCK_SIZE,
+        room_tokens=min(fitting, on_device) * BLOCK_SIZE,
         num_replicas=inputs.num_replicas,
+        buffer_blocks=step_blocks if options.kv_offload else None,
+        host=host,
     )
-    if fitting < 1:
-        raise refusal(budget, why_nothing_fits(budget, inputs, plan))
-    _check(budget, options, fitting, _RECOMMENDED_SHARE[inputs.device])
+    if on_device < 1:
+        raise _refusal(budget, _why_nothing_fits(budget, inputs, plan))
+    _check(budget, options, fitting, 1.0 if options.kv_offload else _RECOMMENDED_SHARE[device])
     return budget
 
 
-def why_nothing_fits(budget: MemoryBudget, inputs: MemoryInputs, plan: WeightPlan) -> str:
-    """Say what is too large and what to do, for a budget without room for one block."""
+def _host_pool(inputs: MemoryInputs, plan: WeightPlan, ranks: Sequence[RankBytes]) -> tuple[Pool | None, int]:
+    """The host memory that streamed layers leave for the cache, and the blocks that fit there.
+
+    None on a CPU, where the cache and as many blocks in the buffers share the only pool.
+    """
+    block_bytes = sum(rank.block for rank in ranks)
+    if inputs.device == "cpu":
+        return None, _left_bytes(ranks, inputs.pools[0]) // (block_bytes + sum(rank.buffer for rank in ranks))
+    on_host = inputs.num_replicas * sum(size.on_host(plan) for size in inputs.weight_sizes(plan.codec))
+    free = max(0, inputs.host_bytes - on_host)
+    return Pool(
+        name="host memory, for the KV cache", available_bytes=free, ranks=range(len(ranks))
+    ), free // block_bytes
+
+
+def describe_offload(budget: MemoryBudget, inputs: MemoryInputs) -> tuple[str, ...]:
+    """Lines that say where the cache is and how much a step transfers; empty for a cache on the device."""
+    if budget.buffer_blocks is None:
+        return ()
+    num_seqs = inputs.options.max_num_seqs
+    context = max(1, min(budget.max_model_len, budget.buffer_blocks * BLOCK_SIZE // num_seqs))
+    step_bytes = num_seqs * (math.ceil(context / BLOCK_SIZE) + 1) * max(rank.block for rank in budget.ranks)
+    lines = [
+        (
+            f"KV cache: {budget.num_blocks * BLOCK_SIZE} tokens on the host; two buffers, each for {budget.buffer_blocks} "
+            f"blocks ({budget.buffer_blocks * BLOCK_SIZE} tokens) of a layer"
+        ),
+        (
+            f"a step of {num_seqs} generated tokens, each after {context}, moves {format_bytes(step_bytes)} a rank "
+            f"({inputs.model.num_layers} layers to the device, and each sequence's last block back)"
+        ),
+    ]
+    if inputs.device == "cuda" and inputs.options.cuda_graphs:
+        lines.append("no CUDA graphs: the buffer that holds a layer's keys and values changes from step to step")
+    if inputs.device == "cpu":
+        lines.append(
+            "warning: on a CPU, host and device are one memory, so --kv-offload only costs time; use it to test"
+        )
+    return tuple(lines)
+
+
+def _why_nothing_fits(budget: MemoryBudget, inputs: MemoryInputs, plan: WeightPlan) -> str:
+    """What is too large and what to do, for a budget without room for one block."""
     smaller = _smaller_steps(inputs, plan)
     if smaller is not None:
         return (
@@ -169,7 +211,7 @@ def _smaller_steps(inputs: MemoryInputs, plan: WeightPlan) -> EngineOptions | No
             options, max_num_batched_tokens=num_tokens, max_num_seqs=min(num_tokens, options.max_num_seqs)
         )
         ranks = rank_bytes(replace(inputs, options=smaller), plan)
-        if all(fitting_blocks(ranks, pool) for pool in inputs.pools):
+        if all(_fitting_blocks(ranks, pool) for pool in inputs.pools):
             return smaller
     return None
 
@@ -188,38 +230,43 @@ def _least_mib(budget: MemoryBudget, options: EngineOptions) -> str:
 
 
 def _check(budget: MemoryBudget, options: EngineOptions, fitting: int, share: float) -> None:
-    """Raise if the budget is not feasible, and suggest a value that is."""
-    size, per_block = BLOCK_SIZE, budget.block_bytes
-    needed = math.ceil((options.max_model_len or 2) / size)
-    if budget.num_blocks > fitting:
-        best = max(int(fitting * share), min(needed, fitting))
-        raise refusal(budget, f"the KV cache does not fit; --kv-cache-memory {whole_mib(best * per_block)} fits")
-    if budget.num_blocks >= needed:
-        return
-    if fitting < needed:
-        fix = f"--max-model-len {fitting * size} fits"
-        raise refusal(budget, f"one sequence of {options.max_model_len} tokens does not fit; {fix}")
-    want = f"{(needed * per_block >> 20) + 1}MiB"
-    raise refusal(
-        budget,
-        f"--kv-cache-memory {format_bytes(options.kv_cache_memory or 0)} holds {budget.num_blocks * size} tokens, less "
-        f"than one sequence of {needed * size}; give at least {want}",
+    """Raise if the budget is not feasible, and suggest a value that is. ``fitting``: blocks that memory holds."""
+    needed, where = (
+        math.ceil((options.max_model_len or 2) / BLOCK_SIZE),
+        " in host memory" if options.kv_offload else "",
     )
+    problem = None
+    if fitting < needed:
+        fix = f"--max-model-len {fitting * BLOCK_SIZE} fits" if fitting else "free some of it"
+        problem = f"one sequence of {needed * BLOCK_SIZE} tokens does not fit{where}; {fix}"
+    elif budget.num_blocks > fitting:
+        best = max(int(fitting * share), needed) * budget.block_bytes
+        # Rounded down to MiB, but not below 64 MiB, where rounding would waste a large share.
+        fix = f"{best >> 20}MiB" if best >= 64 << 20 else f"{best}B"
+        problem = f"the KV cache does not fit{where}; --kv-cache-memory {fix} fits"
+    elif budget.num_blocks < needed:
+        problem = (
+            f"--kv-cache-memory {format_bytes(options.kv_cache_memory or 0)} holds {budget.num_blocks * BLOCK_SIZE} tokens, "
+            f"less than one sequence of {needed * BLOCK_SIZE}; give at least "
+            f"--kv-cache-memory {(needed * budget.block_bytes >> 20) + 1}MiB, or a smaller --max-model-len"
+        )
+    elif budget.step_blocks < needed:
+        problem = (
+            f"a buffer holds {budget.step_blocks * BLOCK_SIZE} tokens, less than one sequence of {needed * BLOCK_SIZE}; "
+            f"--max-model-len {budget.step_blocks * BLOCK_SIZE} fits"
+        )
+    if problem:
+        raise _refusal(budget, problem)
 
 
-def refusal(budget: MemoryBudget, reason: str) -> NotEnoughMemoryError:
+def _refusal(budget: MemoryBudget, reason: str) -> NotEnoughMemoryError:
     return NotEnoughMemoryError(f"not enough memory: {reason}\n{budget.table()}")
 
 
-def whole_mib(num_bytes: int) -> str:
-    """Rounded down to MiB, or exact below 64 MiB, where rounding would waste a large share."""
-    return f"{num_bytes >> 20}MiB" if num_bytes >= 64 << 20 else f"{num_bytes}B"
-
-
-def fitting_blocks(ranks: Sequence[RankBytes], pool: Pool) -> int:
+def _fitting_blocks(ranks: Sequence[RankBytes], pool: Pool) -> int:
     """Blocks that fit in the pool after everything else; for a cache on the host, blocks in the buffers."""
-    return left_bytes(ranks, pool) // sum(ranks[r].buffer or ranks[r].block for r in pool.ranks)
+    return _left_bytes(ranks, pool) // sum(ranks[r].buffer or ranks[r].block for r in pool.ranks)
 
 
-def left_bytes(ranks: Sequence[RankBytes], pool: Pool) -> int:
+def _left_bytes(ranks: Sequence[RankBytes], pool: Pool) -> int:
     return max(0, pool.available_bytes - sum(ranks[r].fixed for r in pool.ranks))

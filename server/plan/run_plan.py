@@ -21,8 +21,7 @@ from tightwire.server.plan.comm_decision import (
     policy_requests,
 )
 from tightwire.server.plan.devices import CudaDevice, available_host_bytes
-from tightwire.server.plan.kv_offload import describe_offload
-from tightwire.server.plan.memory_budget import MemoryBudget
+from tightwire.server.plan.memory_budget import MemoryBudget, describe_offload
 from tightwire.server.plan.progress import Progress
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool
 from tightwire.server.plan.rank_setup import NamedPolicy, RunPlan

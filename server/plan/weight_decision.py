@@ -17,8 +17,7 @@ from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.residency import LEAST_STREAMED, WeightSizes, check_codec, spread
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.config.weights import WeightOptions
-from tightwire.server.plan.kv_offload import budget_of
-from tightwire.server.plan.memory_budget import LEAST_CONTEXT, MemoryBudget, NotEnoughMemoryError
+from tightwire.server.plan.memory_budget import LEAST_CONTEXT, MemoryBudget, NotEnoughMemoryError, make_budget
 from tightwire.server.plan.rank_bytes import MemoryInputs
 
 # The KV cache's share of the memory the layers could use. Streamed layers cost a decode step the same transfer at any
@@ -98,7 +97,7 @@ def decide_weights(
     """
     num_layers, refusal, resident = inputs.model.num_layers, None, None
     try:
-        resident = budget_of(inputs, EVERYTHING_RESIDENT, None)
+        resident = make_budget(inputs)
     except NotEnoughMemoryError as error:
         refusal = error
     if options.weights == "auto" and resident is not None and num_layers >= LEAST_STREAMED and not _is_roomy(resident):
@@ -160,7 +159,7 @@ class _Streaming:
         plan = self._plan(num_streamed, origin)
         budget = every
         if num_streamed < num_layers:
-            budget = budget_of(self.inputs, plan, None if self.resident else 1.0)
+            budget = make_budget(self.inputs, plan, None if self.resident else 1.0)
         notes = _describe(plan, num_layers, sizes, self.inputs.device)
         if self.resident is not None:
             notes += ("warning: all weights would fit on the device; --weights resident avoids the cost of streaming",)
@@ -182,7 +181,7 @@ class _Streaming:
         """The budget with all layers streamed."""
         plan = self._plan(self.inputs.model.num_layers, origin)
         try:
-            return budget_of(self.inputs, plan, _CACHE_SHARE[self.options.stream_policy])
+            return make_budget(self.inputs, plan, _CACHE_SHARE[self.options.stream_policy])
         except NotEnoughMemoryError as error:
             if self.files.exist or self.inputs.device != "cpu" or origin != "host":
                 raise
@@ -199,7 +198,7 @@ class _Streaming:
         while many - few > 1:
             middle = (few + many) // 2
             try:
-                enough = budget_of(self.inputs, self._plan(middle, origin), 1.0).step_blocks >= num_blocks
+                enough = make_budget(self.inputs, self._plan(middle, origin), 1.0).step_blocks >= num_blocks
             except NotEnoughMemoryError:
                 enough = False
             few, many = (few, middle) if enough else (middle, many)

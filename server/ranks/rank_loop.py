@@ -26,19 +26,16 @@ from tightwire.server.ipc.messages import (
     AddRequest,
     CancelRequest,
     Stop,
-    StreamForecast,
     ToEngine,
     ToFollower,
 )
 from tightwire.server.plan.rank_setup import RunPlan
 from tightwire.server.ranks.reporter import Reporter
-from tightwire.server.ranks.step_runner import RankZeroRunner
-from tightwire.server.ranks.stream_meter import StepSize
+from tightwire.server.ranks.step_runner import RankZeroRunner, StepSize
 
 _IDLE_POLL_MS = 1000  # poll interval of an idle rank; messages wake it at once
 _WARM_UP_PROMPT_TOKENS = 24
 _WARM_UP_ANSWER_TOKENS = 4
-_METERED_PROMPT_TOKENS = 128  # long enough for matrix products to reach their usual rate
 
 
 class Leader:
@@ -105,36 +102,24 @@ class Leader:
         Raises:
             RuntimeError: a request does not end normally.
         """
-        engine = self.make_engine()
+        engine, limits = self.make_engine(), self._limits
         # Leave room for two answer tokens; the second takes its own step.
-        room = max(1, self._limits.max_model_len - 2)
-        vocab_size, policies = self._rules.vocab_size, self._rules.policies
-        prompt = [token % vocab_size for token in range(1, 1 + min(_WARM_UP_PROMPT_TOKENS, room))]
+        num_tokens = min(_WARM_UP_PROMPT_TOKENS, max(1, limits.max_model_len - 2))
+        prompt = [token % self._rules.vocab_size for token in range(1, 1 + num_tokens)]
+        max_tokens = min(_WARM_UP_ANSWER_TOKENS, limits.max_model_len - num_tokens)
         for replica in range(self._num_replicas):
-            for policy, temperature in [*((policy, 0.0) for policy in policies), (None, 1.0)]:
-                name = f"warm-up-{replica}-" + ("drawn" if policy is None else f"greedy-{policy}")
-                self._add_first_request(engine, name, prompt, temperature, policy, replica)
-        self._answer_all(engine)
-        if self._runner.meter is not None:  # again, now that everything is compiled, to measure the work alone
-            self._runner.meter.forecast_from_here()
-            longer = [token % vocab_size for token in range(100, 100 + min(_METERED_PROMPT_TOKENS, room))]
-            self._add_first_request(engine, "warm-up-metered", longer, 0.0, policies[0])
-            self._answer_all(engine)
-        self._runner.stop_followers()
-        self._runner.end_warm_up()
-
-    def _add_first_request(
-        self, engine: Engine, name: str, prompt: list[int], temperature: float, policy: str | None, replica: int = 0
-    ) -> None:
-        max_tokens = min(_WARM_UP_ANSWER_TOKENS, self._limits.max_model_len - len(prompt))
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=0.9, seed=1, ignore_eos=True)
-        engine.add(AddRequest(id=name, prompt_token_ids=prompt, params=params, allreduce=policy), replica)
-
-    def _answer_all(self, engine: Engine) -> None:
+            for policy, temperature in [*((policy, 0.0) for policy in self._rules.policies), (None, 1.0)]:
+                params = SamplingParams(
+                    max_tokens=max_tokens, temperature=temperature, top_p=0.9, seed=1, ignore_eos=True
+                )
+                name = f"warm-up-{replica}-{policy}"
+                engine.add(AddRequest(id=name, prompt_token_ids=prompt, params=params, allreduce=policy), replica)
         while engine.has_work():
             for output in engine.step().outputs:
                 if output.finish_reason not in (None, "length"):
                     raise RuntimeError(f"the model does not answer a first request: {output.message or output}")
+        self._runner.stop_followers()
+        self._runner.end_warm_up()
 
     def serve(self) -> None:
         """Run steps while there is work, and sleep otherwise, until told to stop."""
@@ -143,9 +128,6 @@ class Leader:
             if engine.has_work():
                 self._reporter.send(engine.step())
         self._runner.stop_followers()
-
-    def stream_forecast(self) -> StreamForecast | None:
-        return self._runner.stream_forecast()
 
     def make_engine(self) -> Engine:
         return Engine(
@@ -195,9 +177,6 @@ class Follower:
     def warm_up(self) -> None:
         """Follow rank 0 through its warm-up."""
         self.serve()
-
-    def stream_forecast(self) -> None:
-        """None: rank 0 makes the forecast."""
 
     def serve(self) -> None:
         """Run plans until rank 0 says that there are no more.

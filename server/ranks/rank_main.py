@@ -97,7 +97,6 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
                     peak_host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                     comm=msgspec.structs.replace(comm.setup, link=link),
                     cores=cores,
-                    stream=loop.stream_forecast(),
                 )
             )
             loop.serve()

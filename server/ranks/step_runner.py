@@ -1,11 +1,10 @@
 """Runs the engine's steps on all ranks from rank 0: sends plans to the other ranks, runs its own, counts transfers.
 
-Each rank gets its replica's plan, which is empty if its replica has nothing to do. Plans are sent before rank 0 runs
-its own, so that all ranks enter the first collective together.
+Plans are sent before rank 0 runs its own, so that all ranks enter the first collective together.
 """
 
+import time
 from collections.abc import Sequence
-from functools import partial
 
 import msgspec
 import torch
@@ -19,10 +18,27 @@ from tightwire.model.cache.offloaded_cache import OffloadedCache
 from tightwire.model.runner import ModelRunner
 from tightwire.model.step import StepPlan
 from tightwire.model.weights.streamed import StreamedWeights
-from tightwire.server.ipc.engine_stats import CacheCount, CommCount, RankCounts
-from tightwire.server.ipc.messages import StopFollowing, StreamForecast
+from tightwire.server.ipc.engine_stats import CacheCount, CommCount, RankCounts, StreamCount
+from tightwire.server.ipc.messages import StopFollowing
 from tightwire.server.ranks.reporter import Reporter
-from tightwire.server.ranks.stream_meter import StepSize, StreamMeter
+
+_FULL = 0.9  # share of the step limit; a smaller step says nothing about larger ones
+_WAITING = 0.1  # share of the step's time
+
+
+class StepSize:
+    """The token limit of a step when layers stream; ``tokens`` doubles from ``least`` up to ``most``.
+
+    Every step fetches all streamed layers, so the limit grows while full steps wait for layers.
+    """
+
+    def __init__(self, least: int, most: int) -> None:
+        self.tokens, self._most = least, most
+
+    def learn(self, num_tokens: int, step_s: float, waited_s: float) -> None:
+        """Update the limit from one step: its tokens, its time, and the part of it spent waiting for layers."""
+        if num_tokens >= _FULL * self.tokens and waited_s > _WAITING * step_s:
+            self.tokens = min(2 * self.tokens, self._most)
 
 
 class RankZeroRunner:
@@ -47,9 +63,7 @@ class RankZeroRunner:
         self._ledgers = [self._group.ledger, *([] if groups.peers is None else [groups.peers.inside.ledger])]
         self._encoder = msgspec.msgpack.Encoder()
         self._warm_up_counts: dict[tuple[str, str, str], Count] = {}
-        self.meter: StreamMeter | None = None
-        if isinstance(runner.weights, StreamedWeights):
-            self.meter = StreamMeter(runner.weights, step_size, self._other_waits_s)
+        self._streamed = runner.weights if isinstance(runner.weights, StreamedWeights) else None
 
     def close(self) -> None:
         for socket in self._followers:
@@ -63,8 +77,13 @@ class RankZeroRunner:
 
     def execute(self, plan: StepPlan, chosen_R: Tensor | None) -> Tensor:
         self._reporter.begin("step", plan.index)
-        run = partial(self._runner.execute, plan, chosen_R)
-        logits_RV = run() if self.meter is None or not plan.token_ids else self.meter.run(run, plan)
+        if self._streamed is None or not plan.token_ids:
+            logits_RV = self._runner.execute(plan, chosen_R)
+        else:
+            before_s, start_s = self._streamed.flow().waited_s, time.perf_counter()
+            logits_RV = self._runner.execute(plan, chosen_R)
+            waited_s = self._streamed.flow().waited_s - before_s
+            self._step_size.learn(plan.num_rows, time.perf_counter() - start_s, waited_s)
         if logits_RV is None:  # a step that only fills the cache; the caller still waits for its end on the device
             return torch.empty(0, self._vocab_size, device=self._group.device)
         return logits_RV
@@ -87,29 +106,13 @@ class RankZeroRunner:
         return self._group.ledger.spent()
 
     def counts(self) -> RankCounts:
+        flow, cache = None if self._streamed is None else self._streamed.flow(), self._runner.cache
+        comm = [now.since(self._warm_up_counts.get(now[:3])) for now in self._all_counts()]
         return RankCounts(
-            comm=self._comm_counts(),
-            stream=None if self.meter is None else self.meter.count(),
-            kv_offload=self._cache_count(),
+            comm=[CommCount(*count) for count in comm if count.calls],
+            stream=flow and StreamCount(flow.num_bytes, flow.fetch_s, flow.waited_s, self._step_size.tokens),
+            kv_offload=CacheCount(*cache.flow()) if isinstance(cache, OffloadedCache) else None,
         )
-
-    def stream_forecast(self) -> StreamForecast | None:
-        """The cost of streaming, after the warm-up; None if nothing streams."""
-        return None if self.meter is None else self.meter.forecast()
-
-    def _comm_counts(self) -> list[CommCount]:
-        """Totals by collective since the warm-up; for collectives of loading, all of them."""
-        counts = [now.since(self._warm_up_counts.get(now[:3])) for now in self._all_counts()]
-        return [CommCount(*count) for count in counts if count.calls]
 
     def _all_counts(self) -> list[Count]:
         return [count for ledger in self._ledgers for count in ledger.counters.counts()]
-
-    def _other_waits_s(self) -> float:
-        """Seconds that steps have waited for other replicas' logits and for offloaded keys and values."""
-        gather, cache = self._runner.logits_gather, self._cache_count()
-        return (0.0 if gather is None else gather.waited_s) + (0.0 if cache is None else cache.waited_s)
-
-    def _cache_count(self) -> CacheCount | None:
-        cache = self._runner.cache
-        return CacheCount(*cache.flow()) if isinstance(cache, OffloadedCache) else None

@@ -34,7 +34,6 @@ def test_answers_as_with_resident_weights_and_says_what_streams(model: Path, ans
         assert server.end() == 0
     assert "2 of 6 layers are resident; 4 stream from disk" in log
     assert "warning: all weights would fit on the device" in log
-    assert re.search(r"streaming: .* a step, received at .* MB/s during warm-up; a single sequence gets about", log)
     came = re.search(r"^tightwire_weight_stream_bytes_total (\S+)", metrics, re.MULTILINE)
     assert came and float(came[1]) > 0
 

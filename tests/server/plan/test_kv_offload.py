@@ -16,8 +16,7 @@ from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.server.config.flags import make_config
 from tightwire.server.config.limits import Limits
-from tightwire.server.plan.kv_offload import describe_offload, make_offloaded_budget
-from tightwire.server.plan.memory_budget import MemoryBudget, NotEnoughMemoryError, make_budget
+from tightwire.server.plan.memory_budget import MemoryBudget, NotEnoughMemoryError, describe_offload, make_budget
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool
 
 GIB = 1 << 30
@@ -26,7 +25,7 @@ MODEL = RANDOM_SHAPES["llama-3.2-1b"]  # 16 layers, 2.3 GiB in bfloat16, 512 KiB
 
 def offloaded(gib: float, tp: int = 1, device: str = "cuda", host_gib: float = 8, **options: Any) -> MemoryBudget:
     """``gib``: of each device, or of the host where that is the device."""
-    return make_offloaded_budget(inputs(gib, tp, device, host_gib, kv_offload=True, **options))
+    return make_budget(inputs(gib, tp, device, host_gib, kv_offload=True, **options))
 
 
 def on_device(gib: float, tp: int = 1) -> MemoryBudget:
@@ -82,7 +81,7 @@ def test_on_a_cpu_cache_and_buffers_share_the_memory(tp: int) -> None:
     ("options", "why", "fix"),
     [
         ({"max_model_len": 131_072}, "a buffer holds \\d+ tokens, less than", r"--(max-model-len) (\d+) fits"),
-        ({"kv_cache_memory": 9 * GIB}, "the KV cache does not fit on the host", r"--(kv-cache-memory) (\w+) fits"),
+        ({"kv_cache_memory": 9 * GIB}, "the KV cache does not fit in host memory", r"--(kv-cache-memory) (\w+) fits"),
         ({"kv_cache_memory": 4 << 20, "max_model_len": 1000}, "holds 128 tokens", r"--(kv-cache-memory) (\w+), or"),
         ({"max_model_len": 4096, "host_gib": 0.1}, "does not fit in host memory", r"--(max-model-len) (\d+) fits"),
     ],
