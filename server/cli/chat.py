@@ -48,13 +48,9 @@ class Conversation:
         self.turns.clear()
 
     def answer(self, text: str) -> Generator[str, None, None]:
-        """Send ``text``; yields the answer as it arrives.
+        """Send ``text``; yields the answer as it arrives. Raises RemoteError.
 
-        An answer cut short, by closing the iterator or by Ctrl-C, stays in the conversation. A question without any
-        answer is removed, so that roles keep alternating.
-
-        Raises:
-            RemoteError: the server refuses, fails during the answer, or is unreachable.
+        An answer cut short stays in the conversation; a question without any answer is removed, so that roles keep alternating.
         """
         self.turns.append({"role": "user", "content": text})
         parts: list[str] = []

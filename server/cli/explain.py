@@ -1,7 +1,4 @@
-"""Prints every AllReduce for the messages a model will send, with its cost and the reason for the choice.
-
-The work of ``tightwire explain``.
-"""
+"""Prints every AllReduce for the messages a model will send, with its cost and the reason for the choice."""
 
 import json
 import sys
@@ -51,11 +48,7 @@ def run(config: ServeConfig, as_json: bool) -> int:
 
 
 def decide_for(config: ServeConfig) -> tuple[PolicyRequest, CommDecision, int]:
-    """The decision that ``serve`` would make with the same options, and the model's number of layers.
-
-    Raises:
-        ValueError: the model or an option is refused.
-    """
+    """The decision that ``serve`` would make, and the model's number of layers. ValueError: the model or an option is refused."""
     check_all_reduce_names(config.parallel)
     model = open_checkpoint(config.model.model, config.model.seed).config
     requests = policy_requests(config, model)

@@ -1,6 +1,5 @@
-"""Runs the HTTP process of ``serve``, while the ranks it is given import their libraries.
+"""Runs the HTTP process of ``serve``: it answers at once, opens the model, decides how to run it and tells the ranks.
 
-The server answers at once, in the loading state. It then opens the model, decides how to run it and tells the ranks.
 Everything that can be refused is refused before weights are read (exit code 2).
 """
 
@@ -92,11 +91,7 @@ class _Server:
             self._progress.close()
 
     async def _load(self, engine: RankedEngine) -> None:
-        """Load the model; returns when the engine can answer a request.
-
-        Raises:
-            ValueError: the model or the options are refused.
-        """
+        """Load the model; returns when the engine can answer. ValueError: the model or the options are refused."""
         options = self._config.model
         self._preparing = Background(
             lambda: prepare(self._config, self._progress, stopped=self._stop.is_set, link=self._ranks.link)

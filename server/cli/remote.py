@@ -1,7 +1,4 @@
-"""Client side of any OpenAI-compatible server: its URL, model, errors and event stream.
-
-Shared by the chat and the bench. Knows nothing of our own engine, so measurements treat every server alike.
-"""
+"""Client side of any OpenAI-compatible server: its URL, model, errors and event stream. Knows nothing of our own engine."""
 
 import ipaddress
 import json
@@ -45,8 +42,7 @@ class Remote:
 class SseDecoder:
     """Decodes a text/event-stream into the data of its events.
 
-    Splits lines only at newlines. JSON may hold unescaped U+2028 and similar characters, at which ``str.splitlines``
-    (and so ``httpx.Response.iter_lines``) would split an event.
+    Splits lines only at newlines: ``httpx.Response.iter_lines`` would split an event at an unescaped U+2028 in its JSON.
     """
 
     def __init__(self) -> None:
@@ -93,11 +89,7 @@ def environment_proxy(url: str) -> str | None:
 
 
 def connect(url: str, *, model: str | None = None, api_key: str | None = None) -> Remote:
-    """Ask the server for its models, and choose one.
-
-    Raises:
-        RemoteError: no answer, the key is refused, the server is not ready, or it does not have the model.
-    """
+    """Ask the server for its models, and choose one. RemoteError: no answer, a refused key, not ready, or no such model."""
     base = api_base(url)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
@@ -114,11 +106,7 @@ def connect(url: str, *, model: str | None = None, api_key: str | None = None) -
 async def ask(
     http: httpx.AsyncClient, url: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
 ) -> dict[str, Any]:
-    """The JSON response of ``url``: to a POST of ``body``, or to a GET.
-
-    Raises:
-        RemoteError: no answer, or a status other than 200; names the route.
-    """
+    """The JSON response of ``url``: to a POST of ``body``, or to a GET. RemoteError: no answer, or not status 200."""
     limit = http.timeout if timeout_s is None else timeout_s
     route = httpx.URL(url).path
     try:
@@ -181,11 +169,7 @@ def describe(error: BaseException) -> str:
 
 
 def parse_event(data: str) -> dict[str, Any]:
-    """The JSON object of one stream event.
-
-    Raises:
-        RemoteError: the event is not an object, or is an error of the server.
-    """
+    """The JSON object of one stream event. RemoteError: it is not an object, or is an error of the server."""
     try:
         event = json.loads(data)
     except ValueError as error:

@@ -1,6 +1,6 @@
 """Parses the options of ``serve``, ``generate``, ``explain``, ``prepare`` and ``pull``, and runs them.
 
-``serve`` and ``generate`` start the ranks before this process imports heavy modules, so that both import at the same time.
+Ranks are started before this process imports heavy modules, so that both import at the same time.
 """
 
 import argparse
@@ -40,10 +40,7 @@ _OFFLINE_GROUPS = ("model", "parallel", "engine", "weights", "timeouts")
 
 
 def serve(argv: Sequence[str]) -> int:
-    """``tightwire serve``: exit code 0 after a signal, 1 if a rank is lost, 2 if refused.
-
-    A signal that arrives before ``launch`` can handle it ends the process by default.
-    """
+    """``tightwire serve``: exit code 0 after a signal, 1 if a rank is lost, 2 if refused."""
     with interrupts_end_at_once():
         return _serve(argv)
 
@@ -156,11 +153,7 @@ def at_least_two_ranks(config: ServeConfig) -> ServeConfig:
 
 
 def prepare(argv: Sequence[str]) -> int:
-    """``tightwire prepare``: the folder's path on standard output.
-
-    Exit code 0; 1 after a disk error or if ``--check`` finds damage, 2 if refused, 130 and 143 after Ctrl-C and
-    SIGTERM.
-    """
+    """``tightwire prepare``: the folder's path on standard output. Exit code 1: disk error or damage, 2: refused."""
     parser = _prepare_parser()
     config, args = parse(parser, argv, _PREPARE_GROUPS)
     if not args.check and args.out is None:
@@ -206,10 +199,9 @@ def _prepare_parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def interrupts_end_at_once() -> Iterator[None]:
-    """Let Ctrl-C end the process silently, as SIGTERM does; the kernel ends its ranks with it.
+    """Let Ctrl-C end the process silently; the kernel ends its ranks with it. Main thread only.
 
-    For use around imports: a KeyboardInterrupt inside one prints a traceback or, in a callback of the import system's
-    locks, is swallowed, and the program continues. Main thread only.
+    For use around imports, where a KeyboardInterrupt prints a traceback, or is swallowed in a callback of the import system.
     """
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -219,11 +211,7 @@ def interrupts_end_at_once() -> Iterator[None]:
 
 
 def _start_ranks(config: ServeConfig, stack: ExitStack) -> "Ranks":
-    """Start the wire between the ranks, if any, then the ranks; ``stack`` ends the ranks first.
-
-    Raises:
-        ValueError: this machine cannot create the wire.
-    """
+    """Start the wire between the ranks, if any, then the ranks. ValueError: this machine cannot create the wire."""
     options, wire = config.parallel, None
     if options.link is not None:
         num_nodes = options.wire_nodes

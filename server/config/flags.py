@@ -1,8 +1,7 @@
 """Derives command-line flags and YAML keys from the fields of ``config``; a new option only needs a field.
 
-A flag is the field's name with dashes. A YAML file given by ``--config`` is flat and holds the same names (dashes or
-underscores). A flag overrides the file, and the file overrides the default. An unknown name is an error that suggests
-the nearest one.
+A flag is the field's name with dashes. A YAML file given by ``--config`` is flat and holds the same names. A flag overrides
+the file, and the file overrides the default. An unknown name is an error that suggests the nearest one.
 """
 
 import argparse
@@ -31,10 +30,7 @@ def fields_of(groups: Iterable[str]) -> dict[str, Field[Any]]:
 def make_parser(
     verb: str, description: str, groups: Sequence[str] = ALL_GROUPS, *, argument: str = "[MODEL]"
 ) -> argparse.ArgumentParser:
-    """A parser with every option of ``groups`` and ``--config``.
-
-    ``argument`` is the positional argument: ``[MODEL]``, or one that the caller adds, such as ``PROMPT``.
-    """
+    """A parser with every option of ``groups`` and ``--config``. ``argument``: ``[MODEL]``, or one that the caller adds."""
     parser = argparse.ArgumentParser(
         prog=f"tightwire {verb}",
         usage=f"tightwire {verb} {argument} [--FLAG VALUE ...] [--config FILE]",
@@ -86,11 +82,7 @@ def refuse_replicas(parser: argparse.ArgumentParser, config: ServeConfig) -> Non
 
 
 def make_config(values: Mapping[str, Any]) -> ServeConfig:
-    """The config tree with some options set by field name, and the rest at their defaults.
-
-    Raises:
-        ValueError: an option group refuses a value.
-    """
+    """The config tree with some options set by field name. ValueError: an option group refuses a value."""
     by_group: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
     for name, value in values.items():
         by_group[option_fields()[name][0]][name] = value
@@ -119,12 +111,7 @@ def add_flags(parser: argparse._ActionsContainer, fields: Fields) -> None:
 
 
 def read_yaml(path: Path, fields: Fields) -> dict[str, Any]:
-    """Options from a flat YAML mapping, by field name.
-
-    Raises:
-        ValueError: the file is missing or not a mapping, or has an unknown or duplicate name or a value of the wrong
-            type.
-    """
+    """Options from a flat YAML mapping, by field name. ValueError: names what is wrong with the file."""
     import yaml  # saves `--help` 20 ms
 
     try:
@@ -154,11 +141,7 @@ def read_yaml(path: Path, fields: Fields) -> dict[str, Any]:
 
 
 def convert(field: Field[Any], value: object) -> Any:
-    """A flag's text or a YAML value, converted to the field's annotated type.
-
-    Raises:
-        ValueError: the conversion is not possible.
-    """
+    """A flag's text or a YAML value, converted to the field's annotated type; ValueError if that is not possible."""
     kind, optional = _kind(field)
     if value is None and optional:
         return None

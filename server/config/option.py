@@ -11,11 +11,7 @@ def option(default: Any, help: str, choices: tuple[str, ...] = (), metavar: str 
 
 
 def require(ok: bool, name: str, value: object, want: str) -> None:
-    """Check the value of an option.
-
-    Raises:
-        ValueError: not ``ok``; names the option's flag, its ``value`` and what it must be.
-    """
+    """Raise ValueError unless ``ok``: names the option's flag, its ``value`` and what it must be."""
     if not ok:
         flag = "--" + name.replace("_", "-")
         raise ValueError(f"{flag} must be {want}, got {value!r}")

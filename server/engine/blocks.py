@@ -1,20 +1,15 @@
 """The KV cache's blocks: allocation by number with a count of holders, and sharing of common prefixes.
 
-Several sequences with the same prefix may hold one block. A block without holders is free. A free block marked as kept
-retains its content while other blocks can be allocated; the least recently used kept block is reused first.
+Several sequences with the same prefix may hold one block. A free block marked as kept retains its content while other
+blocks can be allocated; the least recently used one is reused first.
 
-A block's key is the entry number of the block before it plus its own tokens, so a block is found by all tokens up to
-its end. Keys are compared in full, not by hash, so no prompt can be crafted to match another's blocks. The first
-block's key also holds the AllReduce policy, because keys and values depend on the sums, and the request's salt: salted
-requests share only with requests of the same salt, because a client that times answers can detect earlier prompts.
+A block's key is the entry number of the block before it plus its own tokens, compared in full, so no prompt can be crafted
+to match another's blocks. The first block's key also holds the AllReduce policy and the request's salt, because a client
+that times answers can detect earlier prompts.
 
-By default only blocks of prompts are cached. Their values are the same bits whatever a prompt is batched with (on a
-CPU, with an AllReduce that guarantees it: docs/serving.md, "The same text in every batch"), so a hit does not
-change the answer. Generated tokens may use other kernels and another AllReduce; their blocks are cached only with
-``prefix_cache`` "all".
-
-A block is entered when the step that fills it is planned: each layer writes all keys and values of a step before it
-reads any, so sequences of one step can share.
+Only blocks of prompts are cached, unless ``prefix_cache`` is "all": generated tokens may use other kernels and another
+AllReduce, and a hit would change the answer (docs/serving.md, "The same text in every batch"). A block is entered when the
+step that fills it is planned: each layer writes all keys and values of a step before it reads any.
 """
 
 from array import array
@@ -50,11 +45,7 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate ``count`` blocks, all or none; their content is lost.
-
-        Raises:
-            ValueError: fewer are free; callers check ``num_free`` first.
-        """
+        """Allocate ``count`` blocks; their content is lost. ValueError: fewer are free."""
         if not 0 <= count <= self.num_free:
             raise ValueError(f"asked for {count} blocks, {self.num_free} of {self.num_blocks} are free")
         taken = [self._blank.pop() if self._blank else self._unused.popitem(last=False)[0] for _ in range(count)]
@@ -72,11 +63,7 @@ class BlockPool:
             self._num_holders[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Remove a holder from each. Kept blocks are reused in the order of ``blocks``.
-
-        Raises:
-            ValueError: a block is already free or does not exist; those before it have been freed.
-        """
+        """Remove a holder from each. Kept blocks are reused in the order of ``blocks``. ValueError: a block has no holder."""
         for block in blocks:
             if not 0 <= block < self.num_blocks or not self._num_holders[block]:
                 raise ValueError(f"block {block} is freed but has no holder (blocks are 0 to {self.num_blocks - 1})")
@@ -105,10 +92,7 @@ class BlockPool:
 
 
 class PrefixCache:
-    """Entries for the cached blocks of one pool, at most one per block. Cost: about 0.3 kB per entry.
-
-    With ``limits.prefix_cache`` "none" it never finds or enters anything.
-    """
+    """Entries for the cached blocks of one pool, at most one per block. Cost: about 0.3 kB per entry."""
 
     def __init__(self, pool: BlockPool, limits: Limits, counters: EngineCounters) -> None:
         self._pool, self._block_size, self._counters = pool, limits.block_size, counters
@@ -119,10 +103,7 @@ class PrefixCache:
         self._numbers = count(1)
 
     def advance(self, request: Request) -> int:
-        """Skip the cached tokens of ``request``, from its current position; returns how many.
-
-        The last token is never skipped, because its logits are needed.
-        """
+        """Skip the cached tokens of ``request``, except the last token, whose logits are needed; returns how many."""
         before, prefix = request.num_computed, request.prefix or _root(request)
         for index in range(request.num_entered_blocks, self._num_shareable(request)):
             block = self._find(self._key(request, index, prefix))
@@ -166,8 +147,7 @@ class PrefixCache:
         self._counters.num_prefix_hit_tokens += num_tokens
 
     def enter(self, request: Request, num_tokens: int) -> None:
-        """Let others share, after the next step, the blocks that are full once ``num_tokens`` of ``request`` are
-        computed.
+        """Let others share, after the next step, the blocks that ``num_tokens`` of ``request`` fill.
 
         A block with a deferred token is entered one step later.
         """

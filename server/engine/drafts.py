@@ -1,8 +1,5 @@
 """Drafts a sequence's next tokens from its own text: the tokens that followed its last few tokens earlier.
 
-Answers that quote (summaries, code edits, extraction) repeat parts of their prompt. The model computes all drafted
-tokens in one step, and keeps only those that it would have chosen itself.
-
 Source: prompt lookup decoding, github.com/apoorvumang/prompt-lookup-decoding.
 """
 
@@ -23,9 +20,7 @@ class NgramDrafter:
     shortest: int
 
     def draft(self, request: Request, room: int) -> list[int]:
-        """At most ``room`` tokens that may follow ``request``'s; often none.
-
-        A sequence whose drafts fail gets shorter ones until they succeed again.
+        """At most ``room`` tokens that may follow ``request``'s; after a wrong draft fewer, until drafts succeed again.
 
         Cost: about ten microseconds for a context of 10,000 tokens.
         """

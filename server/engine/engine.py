@@ -1,11 +1,8 @@
 """Turns requests into tokens on rank 0: each ``step`` runs the scheduler, the model and the sampler once.
 
-Everything it uses is passed in, so tests run it without a model, a process or a clock. Not thread-safe: one loop calls
-``add``, ``cancel`` and ``step``, and receives the exceptions of the runner and the sampler. A request that cannot run,
-or whose logits are not finite, ends with its own error and does not affect the others.
-
-Each replica of the model has its own scheduler, and a step has one plan per replica. Rank 0 is in the
-first replica, gets the logits of all, and chooses the tokens of every sequence.
+Not thread-safe: one loop calls ``add``, ``cancel`` and ``step``, and receives the exceptions of the runner and the sampler.
+A request that cannot run, or whose logits are not finite, ends with its own error. Each replica of the model has its own
+scheduler; rank 0 gets the logits of all, and chooses the tokens of every sequence.
 """
 
 import copy
@@ -43,10 +40,7 @@ class Engine:
         num_replicas: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``limits``: of each replica. ``drafter``: drafts tokens; None: no drafts.
-
-        ``plan_ahead``: launch each step before waiting for the previous one, if possible; with one replica only.
-        """
+        """``limits``: of each replica. ``plan_ahead``: launch each step before waiting for the previous one; with one replica only."""
         if plan_ahead and num_replicas > 1:
             raise ValueError(f"steps of {num_replicas} replicas cannot be planned ahead")
         self._runner, self._rules, self._drafter, self._clock = runner, rules, drafter, clock
@@ -60,10 +54,7 @@ class Engine:
         self._pending: list[Output] = []  # of requests that ended between steps
 
     def add(self, message: AddRequest, replica: int | None = None) -> None:
-        """Queue a sequence; it joins the next step. One that cannot run gets its error with the next step.
-
-        ``replica``: where to compute it; None: the engine chooses.
-        """
+        """Queue a sequence for the next step; one that cannot run gets its error then. ``replica``: None: the engine chooses."""
         if message.id in self._requests:
             # A protocol error of the sender. An error output with this id would end the running sequence.
             _log.error("request %s is already running; the second one with this id is ignored", message.id)
@@ -93,11 +84,7 @@ class Engine:
         return bool(self._pending or self._requests)
 
     def step(self) -> StepResult:
-        """Run one forward pass, if a sequence needs one, and return the outputs.
-
-        When planning ahead, this is the pass launched in the previous call; the next one is launched before waiting for
-        it.
-        """
+        """Run one forward pass, if a sequence needs one, and return the outputs."""
         outputs, self._pending = self._pending, []
         step = self._pipeline.next()
         if step is not None:
@@ -180,10 +167,7 @@ def _end_output(request: Request, finish_reason: str, message: str | None = None
 
 
 def first_token(scheduled: Reading, sampled: Reading) -> FirstToken:
-    """The times of a sequence between its first scheduled step and its first token.
-
-    They include other sequences' steps in between and their share of its own steps, because it waited for them.
-    """
+    """The times between a sequence's first scheduled step and its first token, including other sequences' steps between."""
     comm_s = sampled.comm.seconds - scheduled.comm.seconds
     codec_s = None
     if sampled.comm.num_unsplit == scheduled.comm.num_unsplit:

@@ -1,10 +1,9 @@
 """Launches steps on the ranks and collects their tokens, with at most one step planned ahead.
 
-Planning ahead keeps the device busy while the host works between steps: step N + 1 is launched while N runs, and only
-then does the host wait for N's tokens. A sequence that continues has a row in N + 1 for its deferred token, which the
-device fills in (``model/step``). If the sequence has ended in N, that row is wasted. N + 1 is planned after N when it
-depends on N's result: prompts are scored, tokens are or may be drafted, a sampling parameter needs all tokens, or
-blocks run out.
+Step N + 1 is launched while N runs, and only then does the host wait for N's tokens. A sequence that continues has a row
+in N + 1 for its deferred token, which the device fills in (``model/step``); the row is wasted if the sequence has ended.
+N + 1 is planned after N when it depends on N's result: prompts are scored, tokens are or may be drafted, a sampling
+parameter needs all tokens, or blocks run out.
 """
 
 import math
@@ -33,7 +32,7 @@ class StepRunner(Protocol):
     """The ranks, as the engine on rank 0 uses them."""
 
     def broadcast(self, plans: Sequence[StepPlan]) -> None:
-        """Send each replica's plan to its other ranks. Called before this rank runs the first one."""
+        """Send each replica's plan to its other ranks, before this rank runs the first one."""
         ...
 
     def execute(self, plan: StepPlan, chosen_R: Tensor | None) -> Tensor | None:
@@ -42,7 +41,7 @@ class StepRunner(Protocol):
         Args:
             chosen_R: (R,) int32, the tokens chosen after the previous step, which deferred tokens stand for.
         Returns:
-            (R, V) float32 logits for the ``logit_rows`` of all replicas, one replica after the other; None when R is 0.
+            (R, V) float32 logits for the ``logit_rows`` of all replicas, one after the other; None when R is 0.
         """
         ...
 
@@ -62,13 +61,8 @@ class StepRunner(Protocol):
 class StepTimes:
     """Running totals of rank 0's time by kind of work; a sequence's times are differences of two readings.
 
-    Times are the host's. On CUDA a forward pass and its collectives are only enqueued. The host waits for the device when
-    it needs the sampled tokens, so ``sampling`` includes the device's remaining work. With steps planned ahead, it also
-    includes launching the next step.
-
-    Args:
-        clock: seconds, the same clock in all processes of the host.
-        comm: returns the ledger's totals.
+    Times are the host's. On CUDA ``sampling`` includes waiting for the device; with steps planned ahead, also launching the
+    next one. ``clock``: the same in all processes of the host. ``comm``: returns the ledger's totals.
     """
 
     def __init__(self, clock: Callable[[], float], comm: Callable[[], Spent]) -> None:
@@ -142,9 +136,7 @@ class NewTokens:
 
 
 class LaunchedStep:
-    """``choice`` holds one token for each of ``new``. Steps that score prompts or check drafts have ``logits_RV``
-    instead.
-    """
+    """``choice`` holds one token for each of ``new``; steps that score prompts or check drafts have ``logits_RV`` instead."""
 
     def __init__(self, chunks: Sequence[Chunk], forward_pass: Download) -> None:
         """``chunks``: in the order of the rows of logits. ``forward_pass``: done when the forward pass is."""
@@ -263,10 +255,7 @@ class StepPipeline:
         self._sampler.release(request)
 
     def _launch(self, last: LaunchedStep | None) -> LaunchedStep | None:
-        """Plan a step and launch it with the choice of its tokens, without waiting; None: nothing to launch.
-
-        ``last``: the step that still runs.
-        """
+        """Plan a step and launch it with the choice of its tokens; None: nothing to launch. ``last``: the step that still runs."""
         begun = self._times.read()
         if last is not None:
             last.defer_tokens()
@@ -310,8 +299,7 @@ class StepPipeline:
     def _choose(self, new: Sequence[NewTokens], logits_RV: Tensor) -> None:
         """Choose each sequence's next token, and the following ones while they match its draft.
 
-        The logits after a correct draft token are those that the token itself would have given, so the text is the same
-        as without drafts, to the bit, for sampled tokens too.
+        The logits after a correct draft token are those that the token itself would have given, to the bit.
         """
         going_on = list(new)
         while going_on:

@@ -25,9 +25,8 @@ class Reading(NamedTuple):
 class Request:
     """A sequence's tokens, how many of them are in the KV cache, and their blocks.
 
-    Prefill, decode and recomputation look the same. ``token_ids`` is the prompt and then the output. The first
-    ``num_computed`` have keys and values in ``blocks``, or will have once the launched steps are done. When a step
-    leaves no token to compute, its last row of logits gives the next token. Until that token is known, the last of
+    ``token_ids`` is the prompt and then the output. The first ``num_computed`` have keys and values in ``blocks``, or will have
+    once the launched steps are done. A step that leaves no token to compute gives the next token; until it is known, the last of
     ``token_ids`` may be deferred (``model/step``).
     """
 
@@ -93,10 +92,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestRules:
-    """The facts of this engine that a request is checked against.
-
-    ``policies``: names of the AllReduce policies that a request may choose, the server's own first.
-    """
+    """The facts of this engine that a request is checked against. ``policies``: the names it may choose, the server's own first."""
 
     vocab_size: int
     max_model_len: int
@@ -108,11 +104,7 @@ class RequestRules:
             raise ValueError(f"end tokens {outside} are outside the vocabulary of {self.vocab_size}")
 
     def find_problem(self, message: AddRequest) -> str | None:
-        """The reason this request cannot run here; None if it can.
-
-        The HTTP process has already checked ranges. These checks protect the other requests if an invalid one gets
-        through.
-        """
+        """The reason this request cannot run here. The HTTP process checks ranges; this protects the other requests."""
         prompt, params = message.prompt_token_ids, message.params
         if not prompt:
             return "the prompt has no tokens; send at least one"

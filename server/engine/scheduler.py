@@ -1,32 +1,20 @@
 """Fills each step of every replica with tokens of its running sequences. ``sequences`` decides which sequences run.
 
-Continuous batching, first come, first served. A step has a budget of tokens. Running sequences that need one token come
-first, so a long prefill never stops them. Prompts get the rest: up to half of it goes to prompts that it can finish,
-the remainder to the oldest prompt and then to the next ones. So long and short prompts do not block each other. When
-blocks run out, the youngest running sequence is preempted.
+Continuous batching within a budget of tokens. Sequences that need one token come first. Prompts get the rest: up to half of
+it goes to prompts that it can finish, the remainder to the oldest prompt and then to the next ones. When blocks run out, the
+youngest running sequence is preempted. Running sequences are older than waiting ones, and the oldest always gets a token,
+because the pool holds the longest possible sequence; so it finishes, and no sequence starves.
 
-No sequence starves. Running sequences are older than waiting ones, only the youngest is preempted, and the oldest
-always gets at least one token, because the pool holds the longest possible sequence and the budget is at least one
-token per sequence. So the oldest finishes, and every sequence becomes the oldest.
+A sequence starts after its cached prefix. If several have the same next block, the oldest computes it, and the others
+continue after it in the same step or the next one. Drafted tokens take budget and blocks that the others leave.
 
-A sequence starts after its cached prefix, on admission and after a preemption. If several sequences have the same next
-block, the oldest computes it, and the others continue after it in the same step or the next one.
+Sequences of different AllReduce policies never share a step; policies with work take turns, one step each.
 
-With a drafter, a sequence that needs one token may add drafted tokens, from the budget and blocks that the others
-leave. No sequence waits or is preempted for a draft.
+When every step reads keys and values from the host (``max_step_blocks``), the youngest sequences skip a step, and those that
+need one token leave enough blocks for the oldest one if it is behind.
 
-Sequences of different AllReduce policies never share a step. Policies with work take turns, one step each. All
-sequences wait in one queue in order of arrival, so the argument about starvation holds for the turns of each policy. A
-step of one policy may preempt the youngest sequence of another.
-
-When every step reads keys and values from the host (``max_step_blocks``), a step can use a limited number of blocks.
-Then the youngest sequences skip a step, and those that need one token leave enough blocks for the oldest one if it is
-behind.
-
-A step may be planned ahead, while the previous one runs and its tokens are unknown. A sequence's next token is then
-deferred (``model/step``). Such a step drafts nothing, and preempts nobody, because a sequence about to end may free its
-blocks. Blocks of an ended sequence are free at once, even if the running step still writes to them: the next holder
-writes and reads later.
+A step planned ahead drafts nothing and preempts nobody, because a sequence about to end may free its blocks. Blocks of an
+ended sequence are free at once, even if the running step still writes to them: the next holder writes and reads later.
 """
 
 from collections.abc import Hashable, Sequence
@@ -57,7 +45,6 @@ class Scheduler:
     def __init__(
         self, limits: Limits, drafter: NgramDrafter | None = None, counters: EngineCounters | None = None
     ) -> None:
-        """``drafter``: None: no drafts. ``counters``: the engine's; None: its own."""
         self.step_tokens = limits.max_num_batched_tokens  # budget of the next step
         self.counters = EngineCounters() if counters is None else counters
         self.sequences = Sequences(limits, self.counters)
@@ -70,10 +57,7 @@ class Scheduler:
         return self._drafter is not None and num_seqs <= self._limits.max_drafting_seqs
 
     def schedule(self, now_s: float, *, ahead: bool = False) -> ScheduledStep | None:
-        """The next step, or None if there is nothing to do.
-
-        ``ahead``: the previous step still runs. None may then also mean that the caller must wait for it.
-        """
+        """The next step, or None: nothing to do, or with ``ahead`` (the previous step still runs) the caller must wait for that."""
         if not self.sequences:
             return None
         try:
@@ -162,10 +146,7 @@ class Scheduler:
             step.take(request, num_tokens)
 
     def _grow(self, request: Request, num_tokens: int, step: StepBuilder, *, preempting: bool) -> bool:
-        """Allocate blocks for its next tokens; False if there are too few.
-
-        ``preempting``: preempt younger sequences for it, and finally the sequence itself.
-        """
+        """Allocate blocks for its next tokens; False if too few. ``preempting``: preempt younger sequences, finally this one."""
         while not self.sequences.grow(request, num_tokens):
             if not preempting:
                 return False
@@ -200,7 +181,7 @@ def _is_behind(request: Request) -> bool:
 def _short_ones(prompts: Sequence[Request], budget: int) -> dict[Request, int]:
     """The prompts after the oldest that half of the budget can finish, with the tokens that each needs.
 
-    Excludes prompts with scored tokens: scoring has its own budget, which must be complete for the oldest.
+    Excludes prompts with scored tokens, whose own budget must be complete for the oldest.
     """
     room = budget // 2
     short: dict[Request, int] = {}
@@ -245,10 +226,7 @@ class Replicas:
             scheduler.step_tokens = num_tokens
 
     def schedule(self, now_s: float, *, ahead: bool = False) -> WorldStep | None:
-        """The next step of every replica with work, an empty plan for the others; None if none has work.
-
-        ``ahead``: as for ``Scheduler.schedule``; with one replica only.
-        """
+        """The next step of every replica with work, an empty plan for the others; None if none has work."""
         steps = [scheduler.schedule(now_s, ahead=ahead) for scheduler in self._schedulers]
         if not any(steps):
             return None
@@ -271,12 +249,7 @@ class Replicas:
 
 
 def choose_replica(loads: Sequence[int], num_cached: Sequence[int]) -> int:
-    """Of the replicas with nearly the least load, the one that has cached most of the prompt.
-
-    Args:
-        loads: known tokens left to compute on each replica: the rest of its prompts, and one per running answer.
-        num_cached: tokens of the prompt that each replica has cached.
-    """
+    """Of the replicas with nearly the least load (known tokens left to compute), the one that has cached most of the prompt."""
     least = min(loads)
     near = [replica for replica, load in enumerate(loads) if load - least <= _NEAR_SHARE * load]
     return max(near, key=lambda replica: (num_cached[replica], -loads[replica], -replica))

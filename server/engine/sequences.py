@@ -1,7 +1,7 @@
 """Owns the waiting and running sequences of one replica and their KV-cache blocks: admits, grows, preempts, removes.
 
-Admission is first come, first served: a waiting sequence runs when there are blocks for all of its tokens and for the
-running ones to grow. A preempted sequence frees its blocks and waits at the head of the queue to be recomputed.
+First come, first served: a waiting sequence runs when there are blocks for all of its tokens and for the running ones to
+grow. A preempted sequence frees its blocks and waits at the head of the queue to be recomputed.
 """
 
 from collections import deque
@@ -39,10 +39,7 @@ class Sequences:
         self.waiting.append(request)
 
     def remove(self, request: Request, *, spoiled: bool = False) -> None:
-        """Remove a sequence that ended or was cancelled; its blocks are free at once.
-
-        ``spoiled``: others must not share its blocks.
-        """
+        """Remove a sequence that ended; its blocks are free at once. ``spoiled``: others must not share them."""
         (self.running if request in self.running else self.waiting).remove(request)
         if spoiled:
             self.pool.spoil(request.blocks)
@@ -103,9 +100,6 @@ class Sequences:
         return len(blocks) + growth <= self._limits.max_step_blocks
 
     def _blocks_soon(self, request: Request) -> int:
-        """The blocks that its tokens need, and one more.
-
-        Without this margin, a preempted sequence would return and be preempted again a few tokens later.
-        """
+        """The blocks that its tokens need, and one more: else a preempted sequence would return and soon be preempted again."""
         num_tokens = len(request.token_ids) + self._limits.block_size
         return max(len(request.blocks), self._limits.blocks_for(min(num_tokens, self._limits.max_model_len)))

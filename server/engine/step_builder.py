@@ -1,7 +1,6 @@
 """Builds one step: the tokens each sequence takes within the step's budgets, and the plan that all ranks run.
 
-Budgets: tokens; rows of logits that score prompts; and KV-cache blocks, if keys and values come from the host. A block
-shared by several sequences counts once.
+Budgets: tokens; rows of logits that score prompts; and KV-cache blocks, if keys and values come from the host.
 """
 
 from collections.abc import Sequence

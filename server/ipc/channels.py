@@ -1,8 +1,7 @@
 """Creates the zmq sockets between the processes of one server: each process binds one inbox, the others connect to it.
 
-Addresses are abstract Unix sockets with random names, so two servers never collide and a crash leaves no file. Between
-network namespaces, which do not share abstract sockets, addresses are files in a private folder; its creator removes
-it.
+Addresses are abstract Unix sockets with random names, so a crash leaves no file. Between network namespaces, which do not
+share abstract sockets, addresses are files in a private folder; its creator removes it.
 """
 
 import os
@@ -16,10 +15,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 
 def make_address(name: str, folder: Path | None = None) -> str:
-    """A unique address. ``name`` identifies it in a list of the machine's sockets.
-
-    ``folder``: where to put the socket's file; None: an abstract socket.
-    """
+    """A unique address, with ``name`` in it: an abstract socket, or a file in ``folder``."""
     return f"ipc://@tightwire-{secrets.token_hex(8)}-{name}" if folder is None else f"ipc://{folder / name}"
 
 

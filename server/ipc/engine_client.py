@@ -63,34 +63,22 @@ class EngineClient(Protocol):
     def state(self) -> EngineState: ...
 
     @property
-    def stats(self) -> EngineStats | None:
-        """The newest counters; None before the first step."""
-        ...
+    def stats(self) -> EngineStats | None: ...  # None before the first step
 
     @property
-    def comm_setup(self) -> CommSetup | None:
-        """The transport and AllReduce policies; None until the ranks are ready."""
-        ...
+    def comm_setup(self) -> CommSetup | None: ...  # None until the ranks are ready
 
     @property
-    def comm_latencies(self) -> Sequence[Latency]:
-        """Durations of rank 0's newest collectives, by kind; at most a second old."""
-        ...
+    def comm_latencies(self) -> Sequence[Latency]: ...  # of rank 0's newest collectives, at most a second old
 
     async def record_collectives(self, seconds: float) -> list[RankEvents]:
-        """All collectives of all ranks that end within the next ``seconds``.
-
-        Raises:
-            EngineUnavailableError: the engine is not available, or died meanwhile.
-            RecordingBusyError, RankSilentError
-        """
+        """All collectives of all ranks in the next ``seconds``. EngineUnavailableError, RecordingBusyError, RankSilentError."""
         ...
 
     def submit(self, requests: Sequence[AddRequest]) -> AsyncIterator[Output]:
-        """Start these sequences (n > 1, or several prompts) and yield their outputs as they arrive, interleaved.
+        """Start all or none of these sequences, and yield their outputs as they arrive.
 
-        Accepts all or none. The iterator ends when each has sent its ``finish_reason``. Closing it early (``aclose``,
-        client disconnected) cancels the sequences that still run.
+        Ends when each has sent its ``finish_reason``. Closing the iterator cancels the sequences that still run.
 
         Raises:
             EngineUnavailableError: before the first output, or later if the engine dies.

@@ -1,8 +1,7 @@
 """The messages between the HTTP process and the rank processes: msgspec structs over zmq, without pickle.
 
-Channels, all local to one server: HTTP process -> rank 0 (``ToEngine``), every rank -> HTTP process (``FromRank``),
-rank 0 -> other ranks (``ToFollower``), HTTP process -> every rank's reporter, which answers even while the rank
-computes or hangs (``ToReporter``).
+HTTP process -> rank 0 (``ToEngine``), every rank -> HTTP process (``FromRank``), rank 0 -> other ranks (``ToFollower``),
+HTTP process -> every rank's reporter, which answers even while the rank computes or hangs (``ToReporter``).
 """
 
 import msgspec
@@ -58,8 +57,7 @@ ToReporter = Record | Hush
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Natural-log probability of one token, and of the most likely tokens at its position, best first.
 
-    ``rank`` is the chosen token's position in that order, from 1. Logprobs are of the distribution before temperature
-    and penalties, as in vLLM's default.
+    ``rank``: the token's position in that order, from 1. Of the distribution before temperature and penalties.
     """
 
     token_id: int
@@ -69,10 +67,9 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
-    """Where rank 0 spent the time to a sequence's first token; moments are ``time.monotonic`` readings.
+    """Where rank 0 spent the time to a sequence's first token; moments are ``time.monotonic`` readings of this host.
 
-    The processes of a server are on one host, so the HTTP process reads the same clock. ``codec_s`` is None in a fused
-    kernel and then part of ``allreduce_s``. The remaining time between the two moments is the engine's own work.
+    ``codec_s``: None in a fused kernel, and then part of ``allreduce_s``. The rest is the engine's own work.
     """
 
     scheduled_s: float  # its first step began
@@ -111,7 +108,7 @@ class StepResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True):
-    """Start-up progress of one rank: ``fraction`` of this stage, 0 to 1; ``seconds`` is set when it is done."""
+    """Start-up progress of one rank: ``fraction`` of this stage; ``seconds`` is set when it is done."""
 
     rank: int
     name: str
@@ -162,10 +159,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Sent about twice a second by the reporter's thread.
-
-    ``doing`` names the stage or step, and the current or last collective.
-    """
+    """Sent about twice a second by the reporter's thread. ``doing``: the stage or step, and the newest collective."""
 
     rank: int
     step: int
@@ -188,11 +182,7 @@ class Recorded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """This rank cannot continue; it exits after sending this.
-
-    ``symptom``: another rank caused it, whose own report says more. ``traceback``: empty if the message tells the user
-    what to do.
-    """
+    """This rank cannot continue, and exits. ``symptom``: another rank caused it. ``traceback``: empty if not needed."""
 
     rank: int
     doing: str

@@ -1,7 +1,4 @@
-"""Collects a recording in the HTTP process: asks every rank for its collectives and merges the answers.
-
-One recording at a time. Every wait ends: the error names a rank that does not send its part in time.
-"""
+"""Collects a recording in the HTTP process: asks every rank for its collectives and merges the answers."""
 
 import asyncio
 import itertools
@@ -24,13 +21,7 @@ class Recordings:
         self._current: _Recording | None = None
 
     async def record(self, seconds: float) -> list[RankEvents]:
-        """All collectives of all ranks in the next ``seconds``, in rank order.
-
-        Raises:
-            RecordingBusyError: another recording is running.
-            RankSilentError: a rank did not send its part; names all such ranks.
-            EngineUnavailableError: the engine died meanwhile.
-        """
+        """See ``EngineClient.record_collectives``."""
         if self._current is not None:
             raise RecordingBusyError(
                 f"another client is recording the collectives, for {self._current.seconds:g} s in all; try again when that "

@@ -1,7 +1,4 @@
-"""Submits requests to rank 0 over zmq and routes its outputs to their streams: the HTTP process's engine client.
-
-Runs on one asyncio loop. Knows nothing of processes: ``RankedEngine`` and ``launch`` set its phase.
-"""
+"""Submits requests to rank 0 over zmq and routes its outputs to their streams: the HTTP process's engine client."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -38,9 +35,7 @@ class ZmqEngineClient:
     """Implements ``EngineClient``.
 
     Args:
-        to_engine: address of rank 0's inbox.
-        from_ranks: address that all ranks report to; bound here.
-        max_queued_requests: the limit of waiting and running sequences; more are refused.
+        to_engine: address of rank 0's inbox. from_ranks: address that all ranks report to; bound here.
         reporters: addresses of all ranks' reporters.
         on_report: called with every message except step results and recordings.
     """
@@ -56,10 +51,10 @@ class ZmqEngineClient:
     ) -> None:
         self._max_queued_requests = max_queued_requests
         self._on_report = on_report
-        self._state = EngineState(phase=Phase.LOADING, reason="starting")
-        self._stats: EngineStats | None = None
-        self._comm_setup: CommSetup | None = None
-        self._comm_latencies: Sequence[Latency] = ()
+        self.state = EngineState(phase=Phase.LOADING, reason="starting")
+        self.stats: EngineStats | None = None
+        self.comm_setup: CommSetup | None = None
+        self.comm_latencies: Sequence[Latency] = ()
         self._live: dict[str, _Inbox | None] = {}  # None: cancelled, without a reader
         self._empty = asyncio.Event()
         self._empty.set()
@@ -84,25 +79,9 @@ class ZmqEngineClient:
             socket.close(linger=0)
         self._context.term()
 
-    @property
-    def state(self) -> EngineState:
-        return self._state
-
-    @property
-    def stats(self) -> EngineStats | None:
-        return self._stats
-
-    @property
-    def comm_setup(self) -> CommSetup | None:
-        return self._comm_setup
-
-    @property
-    def comm_latencies(self) -> Sequence[Latency]:
-        return self._comm_latencies
-
     async def record_collectives(self, seconds: float) -> list[RankEvents]:
-        if self._state.phase in (Phase.LOADING, Phase.DEAD):
-            raise EngineUnavailableError(str(self._state))
+        if self.state.phase in (Phase.LOADING, Phase.DEAD):
+            raise EngineUnavailableError(str(self.state))
         return await self._recordings.record(seconds)
 
     @property
@@ -112,18 +91,18 @@ class ZmqEngineClient:
 
     def set_phase(self, phase: Phase, reason: str = "") -> None:
         """Set the engine's phase. ``DEAD`` is final and ends every stream with the reason."""
-        if self._state.phase is Phase.DEAD:
+        if self.state.phase is Phase.DEAD:
             return
-        self._state = EngineState(phase=phase, reason=reason)
+        self.state = EngineState(phase=phase, reason=reason)
         if phase is Phase.DEAD:
             for inbox in filter(None, self._live.values()):
                 inbox.put_nowait(None)
             self._live.clear()
             self._empty.set()
-            self._recordings.fail(str(self._state))
+            self._recordings.fail(str(self.state))
 
     def submit(self, requests: Sequence[AddRequest]) -> AsyncIterator[Output]:
-        """See ``EngineClient.submit``. Refuses at once; sends accepted requests when the first output is awaited."""
+        """Refuses at once; sends accepted requests when the first output is awaited."""
         self._admit(requests)
         return self._stream(requests)
 
@@ -149,8 +128,8 @@ class ZmqEngineClient:
         return True
 
     def _admit(self, requests: Sequence[AddRequest]) -> None:
-        if self._state.phase is not Phase.READY:
-            raise EngineUnavailableError(str(self._state))
+        if self.state.phase is not Phase.READY:
+            raise EngineUnavailableError(str(self.state))
         if len(self._live) + len(requests) > self._max_queued_requests:
             raise QueueFullError(
                 f"{len(self._live)} sequences wait or run and {len(requests)} more would exceed the limit of "
@@ -171,7 +150,7 @@ class ZmqEngineClient:
                 output = await inbox.get()
                 if output is None:
                     pending.clear()
-                    raise EngineUnavailableError(str(self._state))
+                    raise EngineUnavailableError(str(self.state))
                 if output.finish_reason is not None:
                     pending.discard(output.id)
                 yield output
@@ -200,21 +179,18 @@ class ZmqEngineClient:
         while True:
             message = decoder.decode(await self._receiver.recv())
             if isinstance(message, StepResult):
-                self._stats = message.stats
+                self.stats = message.stats
                 for output in message.outputs:
                     self._route(output)
             elif isinstance(message, Recorded):
                 self._recordings.heard(message)
             else:
-                self._note(message)
+                # The other ranks report nearly the same on their collectives.
+                if isinstance(message, Heartbeat) and message.rank == 0:
+                    self.comm_latencies = message.latencies
+                elif isinstance(message, Ready) and message.rank == 0:
+                    self.comm_setup = message.comm
                 self._on_report(message)
-
-    def _note(self, message: FromRank) -> None:
-        """Keep rank 0's report on its collectives; the other ranks report nearly the same."""
-        if isinstance(message, Heartbeat) and message.rank == 0:
-            self._comm_latencies = message.latencies
-        elif isinstance(message, Ready) and message.rank == 0:
-            self._comm_setup = message.comm
 
     def _route(self, output: Output) -> None:
         inbox = self._live.get(output.id)

@@ -1,7 +1,4 @@
-"""Chooses the AllReduce algorithms before loading: of the server, and those that a request may name.
-
-The choice follows from the options, the cost model and measurements on this host.
-"""
+"""Chooses the AllReduces before loading, from the options, the cost model and measurements on this host."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,12 +22,9 @@ from tightwire.server.plan.devices import num_cores
 
 @dataclass(frozen=True, slots=True)
 class CommDecision:
-    """The chosen AllReduces, and the measurements behind them.
+    """The chosen AllReduces by policy name, the server's own first, and the measurements behind them.
 
-    Attributes:
-        choosers: by policy name, the server's own first.
-        measured: the results of ``tightwire tune`` for this setting, if any.
-        warning: the reason a tune file was not used.
+    ``measured``: the results of ``tightwire tune`` for this setting. ``warning``: why a tune file was not used.
     """
 
     choosers: dict[str, Chooser]
@@ -61,11 +55,7 @@ def describe_request(options: ParallelOptions) -> str:
 
 
 def policy_requests(config: ServeConfig, model: LlamaConfig) -> dict[str, PolicyRequest]:
-    """The policy requests by name, the server's own first, with the message sizes of this model.
-
-    Raises:
-        ValueError: an impossible split, or a policy file that cannot be read or was made for another model.
-    """
+    """The policy requests by name, the server's own first. ValueError: an impossible split, or another model's policy file."""
     parallel, engine = config.parallel, config.engine
     make_layout(model, parallel.tp, parallel.tp_split)
     base = PolicyRequest(
@@ -91,15 +81,11 @@ def _request(base: PolicyRequest, name: str, model: LlamaConfig) -> PolicyReques
 def decide_comm(
     requests: Mapping[str, PolicyRequest], setting: Setting, devices: Sequence[str], link: LinkFacts | None = None
 ) -> CommDecision:
-    """Read this host's tune results and build one chooser per policy.
+    """Read this host's tune results and build one chooser per policy. ValueError: an unknown AllReduce.
 
     Args:
-        requests: by policy name, the server's own first.
         devices: names of the CUDA devices.
-        link: the wire between the nodes. Of results measured without it, only the compute times are used; transfers are
-            predicted from the link's rate.
-    Raises:
-        ValueError: no AllReduce has the requested name.
+        link: the wire between the nodes; transfers are predicted from its rate, and only compute times are measured ones.
     """
     host = this_host(devices, num_cores())
     records = read_tuned(tune_path(cache_folder(), host), host)

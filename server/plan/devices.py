@@ -1,6 +1,6 @@
 """Reads this machine's usable CPU cores, free host memory within the container's limit, and CUDA devices; binds ranks to cores.
 
-Asks the kernel and the driver directly: torch takes seconds to import and opens a context on every device it queries.
+Asks the kernel and the driver: torch takes seconds to import and opens a context on every device it queries.
 """
 
 import ctypes
@@ -30,8 +30,7 @@ def num_cores(root: Path = Path("/")) -> int:
 def bind_to_cores(rank: int, num_ranks: int, num_threads: int) -> tuple[int, ...]:
     """Bind this thread, and those it starts later, to the rank's share of the cores; returns the share.
 
-    Binds nothing and returns () for one rank, for fewer cores than ranks, for more threads than cores in the share, and
-    under a CPU quota below the number of cores, which other processes may then use.
+    Binds nothing for one rank, more threads than cores in the share, and under a CPU quota below the number of cores.
     """
     cores = os.sched_getaffinity(0)
     if num_ranks == 1 or num_cores() < len(cores):
@@ -84,11 +83,7 @@ def torch_has_cuda() -> bool:
 
 
 def cuda_devices(visible: str | None = None) -> list[CudaDevice]:
-    """The CUDA devices a rank would see, in PCI bus order; empty without a driver or a CUDA build of torch.
-
-    Args:
-        visible: indices or UUIDs, as in CUDA_VISIBLE_DEVICES; None means all.
-    """
+    """The CUDA devices a rank would see, in PCI bus order. ``visible``: as in CUDA_VISIBLE_DEVICES; None means all."""
     if not torch_has_cuda():
         return []
     try:

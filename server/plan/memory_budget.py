@@ -94,8 +94,7 @@ def make_budget(
 
     Args:
         plan: the layers that are streamed.
-        cache_share: limit of the cache, or with ``--kv-offload`` of its buffers, as a share of the memory left by
-            everything else; default: the device's share.
+        cache_share: limit of the cache, or with ``--kv-offload`` of its buffers, as a share of the memory left for it.
     Raises:
         NotEnoughMemoryError: weights, cache or the longest sequence do not fit.
         ValueError: --max-model-len exceeds the model's context.

@@ -26,9 +26,7 @@ START_STAGES = {
 class Progress:
     """The stages of ``num_ranks`` ranks, of which the slowest is shown.
 
-    Args:
-        stages: text of each stage that counts towards one bar; other stages have their own.
-        verbose: also write ``detail`` lines, and the seconds of each stage.
+    ``stages``: texts of those that count towards one bar; others have their own. ``verbose``: write ``detail`` lines too.
     """
 
     def __init__(

@@ -99,9 +99,8 @@ def _rank_bytes(
 def _activation_bytes(inputs: MemoryInputs, shard: Shard, max_parts: int, num_gathered: int) -> int:
     """The peak of a step: the MLP's two halves beside the residual, or the logits.
 
-    Rank 0 gathers the logits of all sequences and of a few hundred scored prompt tokens from each replica, and samples
-    from a copy. CUDA graphs keep the activations of the largest decode step as well. Each further part of a step that
-    shares a layer holds the residual, its increment, and the sum in flight.
+    Rank 0 gathers the logits of each replica and samples from a copy. CUDA graphs keep the activations of the largest decode
+    step as well. Each further part of a step that shares a layer holds the residual, its increment, and the sum in flight.
     """
     model, options, elem = inputs.model, inputs.options, inputs.elem_bytes
     num_tokens, num_rows = options.max_num_batched_tokens, options.max_num_seqs + MAX_SCORED_ROWS

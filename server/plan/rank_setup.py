@@ -1,7 +1,6 @@
-"""The two messages that a rank process reads from standard input: its identity, then its work.
+"""The two messages that a rank process reads from standard input: its identity, then its work. Each is one line of JSON.
 
-Each is one line of JSON. The pipe then stays open and silent; its end means that the parent has died. Ranks start
-before the model is opened, because importing torch takes longer than opening it.
+The end of the pipe means that the parent has died. Ranks start before the model is opened, to import torch meanwhile.
 """
 
 import msgspec

@@ -83,14 +83,9 @@ def prepare(
     stopped: Callable[[], bool] = lambda: False,
     link: LinkFacts | None = None,
 ) -> tuple[Checkpoint, Decision]:
-    """Find the model, fetch it if necessary, and decide how to run it. May be called off the main thread.
+    """Find the model, fetch it if necessary, and decide how to run it. ValueError: the model or an option is refused.
 
-    Args:
-        link: the wire created for ``--link``.
-        stopped: called several times a second during a fetch; once it returns True, the fetch stops within
-            FETCH_STOPS_S.
-    Raises:
-        ValueError: the model or an option is refused.
+    ``stopped`` is called several times a second during a fetch, which stops within FETCH_STOPS_S once it returns True.
     """
     name = config.model.model
     check_all_reduce_names(config.parallel)
@@ -116,10 +111,8 @@ def decide(
     *,
     files: Files = IN_FILES,
 ) -> Decision:
-    """Resolve every ``auto`` except that of ``--quantization``, which ``formats`` already resolves.
+    """Resolve every ``auto``; ``formats`` already resolves ``--quantization``.
 
-    Args:
-        files: the files that layers could be streamed from.
     Raises:
         ValueError: an impossible split, device, dtype or size; says what is possible.
     """

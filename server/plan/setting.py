@@ -37,11 +37,7 @@ def decide_setting(
 
 
 def refuse_early(config: ServeConfig) -> None:
-    """Refuse what the options and this machine decide without the model, before anything is started or imported.
-
-    Raises:
-        ValueError: names the flag and the possible values.
-    """
+    """Refuse, with a ValueError, what the options and this machine decide without the model, before anything is started."""
     check_name(config.model.model)
     check_all_reduce_names(config.parallel)
     device, _ = _choose_device(config.model.device, config.parallel)
@@ -51,11 +47,7 @@ def refuse_early(config: ServeConfig) -> None:
 
 
 def check_all_reduce_names(options: ParallelOptions) -> None:
-    """Refuse unknown AllReduce names and unreadable policy files.
-
-    Raises:
-        ValueError: names the flag and the possible values.
-    """
+    """Refuse, with a ValueError, unknown AllReduce names and unreadable policy files."""
     named = [("allreduce", options.allreduce), ("allreduce_decode", options.allreduce_decode)]
     for field, name in [*named, *(("allreduce_extra", name) for name in options.allreduce_extra)]:
         try:
@@ -68,22 +60,12 @@ def check_all_reduce_names(options: ParallelOptions) -> None:
 
 
 def requested_link(options: ParallelOptions) -> LinkFacts | None:
-    """The link requested by ``--link``, before it is created and measured.
-
-    Raises:
-        ValueError: this kind of link is not possible here.
-    """
+    """The link requested by ``--link``, before it is created and measured. ValueError: not possible here."""
     return None if options.link is None else plan_link(parse_link(options.link), options.link_emulation)
 
 
 def choose_transport(options: ParallelOptions, device: str, link: LinkFacts | None = None) -> tuple[str, str]:
-    """The transport between ranks, and why ``auto`` chose a slower one (empty: it did not).
-
-    Args:
-        link: the wire between the nodes.
-    Raises:
-        ValueError: the requested transport is not possible.
-    """
+    """The transport between ranks, and why ``auto`` chose a slower one. ValueError: the requested one is not possible."""
     asked = options.transport
     if asked == "peer-memory" and device == "cpu":
         raise ValueError(
@@ -104,11 +86,7 @@ def choose_transport(options: ParallelOptions, device: str, link: LinkFacts | No
 
 
 def choose_overlap(options: ParallelOptions, device: str) -> bool:
-    """Whether to overlap sums with computing. ``auto``: only over a link; memory transfers use the cores that compute.
-
-    Raises:
-        ValueError: overlap is not possible here.
-    """
+    """Whether to overlap sums with computing. ``auto``: only over a link; memory transfers use the cores that compute."""
     if options.overlap == "on" and (device != "cpu" or options.tp == 1):
         why = "a single rank sums nothing" if options.tp == 1 else "it works between CPU ranks, and these run on CUDA"
         raise ValueError(f"--overlap on is not possible: {why}; use --overlap auto or off")
@@ -118,10 +96,7 @@ def choose_overlap(options: ParallelOptions, device: str) -> bool:
 
 
 def choose_plan_ahead(options: EngineOptions, device: str, num_replicas: int = 1) -> bool:
-    """Whether to launch a step before the previous one has finished.
-
-    ``auto``: on CUDA, with one replica. On a CPU the cores that plan are the cores that compute.
-    """
+    """Whether to launch a step before the previous one has finished; on a CPU planning and computing share the cores."""
     return device == "cuda" and num_replicas == 1 if options.plan_ahead == "auto" else options.plan_ahead == "on"
 
 
@@ -147,11 +122,7 @@ def _choose_device(asked: str, options: ParallelOptions) -> tuple[str, list[Cuda
 
 
 def choose_activations(asked: str, device: str, packed: object = True) -> str:
-    """Return ``float`` or ``int8``. ``packed``: false for a model without packed weights.
-
-    Raises:
-        ValueError: int8 is not possible here.
-    """
+    """``float`` or ``int8``. ``packed``: false for a model without packed weights. ValueError: int8 is not possible here."""
     if asked == "int8" and device != "cpu":
         raise ValueError(
             "--activations int8 works on a CPU, and the ranks run on CUDA; leave it out, or use --device cpu"

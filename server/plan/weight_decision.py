@@ -54,11 +54,7 @@ class WeightDecision:
 
 
 def as_prepared(config: ServeConfig, prepared: Prepared) -> ServeConfig:
-    """The options, with the values fixed by a prepared folder.
-
-    Raises:
-        ValueError: an option contradicts the folder; says what the folder has.
-    """
+    """The options, with the values fixed by a prepared folder. ValueError: an option contradicts the folder."""
     or_make = "or make another folder with `tightwire prepare`"
     tp, split = config.parallel.tp, config.parallel.tp_split
     if tp != prepared.tp:
@@ -88,9 +84,6 @@ def decide_weights(
 ) -> WeightDecision:
     """Resolve ``--weights``.
 
-    Args:
-        num_nodes: the replicas are spread evenly over them.
-        files: the files that layers could be streamed from; ``as_prepared`` has already checked prepared ones.
     Raises:
         NotEnoughMemoryError: the model does not fit even with all layers streamed, or with ``--weights resident``.
         ValueError: layers cannot be kept where requested.

@@ -1,9 +1,8 @@
-"""Decides from exits, reports and heartbeats whether a rank is lost, and words the reason. Uses no sockets or
-processes.
+"""Decides from exits, reports and heartbeats whether a rank is lost, and words the reason. Uses no sockets or processes.
 
-One cause has many symptoms: when a rank is killed, the others fail in their collective, and their reports may arrive
-first. The caller therefore waits briefly after the first sign before asking for the verdict. Possible symptoms wait
-longer: on a busy machine a process closes its connections long before the kernel reports its exit to the parent.
+One cause has many symptoms: when a rank is killed, the others fail in their collective, and may report first. So the caller
+waits briefly after the first sign, and symptoms wait longer: on a busy machine a process closes its connections long before
+the kernel reports its exit.
 """
 
 import signal

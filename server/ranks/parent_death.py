@@ -10,18 +10,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process ``signal_number`` when the thread that started it ends.
-
-    Usable as a ``preexec_fn``: one system call.
-    """
+    """Have the kernel send ``signal_number`` when the thread that started this process ends. Usable as a ``preexec_fn``."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 def ignore_terminal_signals() -> None:
-    """Ignore SIGINT, SIGTERM and SIGHUP, which terminals and service managers send to every process.
-
-    The parent handles them: it drains requests, then ends its children.
-    """
+    """Ignore the signals that terminals and service managers send to every process: the parent ends its children."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 

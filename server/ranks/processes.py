@@ -32,10 +32,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class Ranks:
-    """N child processes, killed when the context exits if they still run.
-
-    Construct on the main thread: the kernel ties a child to the thread that started it.
-    """
+    """N child processes, killed when the context exits. Construct on the main thread, to which the kernel ties a child."""
 
     def __init__(
         self,
@@ -50,8 +47,7 @@ class Ranks:
         """Start the ranks.
 
         Args:
-            num_nodes: equal, consecutive groups of ranks; each also gets its own shared memory.
-            num_replicas: copies of the model, each with its own shared memory too.
+            num_nodes: equal, consecutive groups of ranks, each with its own shared memory, as have ``num_replicas``.
             shares_weights: replicas of a node may each keep a part of the layers and share it.
             wire: the emulated wire between nodes, which must outlive the ranks; each rank starts on its node.
         """
@@ -201,9 +197,7 @@ def _stdin_of(process: subprocess.Popen[bytes]) -> IO[bytes]:
 
 
 def _begin(node: EmulatedNode | None) -> None:
-    """Runs in the child before its program starts, so that a child stopped before its first line still dies with its
-    parent.
-    """
+    """Runs in the child before its program starts."""
     die_with_parent()
     ignore_terminal_signals()
     if node is not None:

@@ -34,9 +34,7 @@ def check_comm(
     await_others: Callable[[], None] = lambda: None,
     world: Group | None = None,
 ) -> CheckedComm:
-    """Make every AllReduce of the plan's policies, test each at the expected sizes, and quarantine the wrong ones.
-
-    Collective: all ranks get the same result.
+    """Make every AllReduce of the plan's policies, test each, and quarantine the wrong ones. Collective.
 
     Args:
         row_elems, max_rows: the test uses messages of one row and of ``max_rows`` rows.
@@ -75,10 +73,7 @@ def _without(name: str, policy: Policy, wrong: Mapping[str, str], plan: RunPlan)
 
 
 def _resolve_transport(group: Group, plan: RunPlan) -> tuple[str, str, dict[str, Policy]]:
-    """The transport in use, why it is not a faster one, and its policies by name, the server's own first.
-
-    Only the ranks can find out whether the GPUs reach each other's memory.
-    """
+    """The transport in use, why it is not a faster one, and its policies by name, the server's own first."""
     if not group.no_peer_memory:
         return plan.transport, plan.transport_reason, {named.name: named.policy for named in plan.policies}
     policies: dict[str, Policy] = {}

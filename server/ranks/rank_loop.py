@@ -97,10 +97,7 @@ class Leader:
     def warm_up(self) -> None:
         """Answer test requests on each replica, so that lazy compilation and allocation happen here.
 
-        One greedy request for each AllReduce policy, and one sampled request.
-
-        Raises:
-            RuntimeError: a request does not end normally.
+        A greedy request for each AllReduce policy, and a sampled one. RuntimeError: a request does not end normally.
         """
         engine, limits = self.make_engine(), self._limits
         # Leave room for two answer tokens; the second takes its own step.
@@ -179,11 +176,7 @@ class Follower:
         self.serve()
 
     def serve(self) -> None:
-        """Run plans until rank 0 says that there are no more.
-
-        Raises:
-            RuntimeError: a plan is missing.
-        """
+        """Run plans until rank 0 says that there are no more. RuntimeError: a plan is missing."""
         last: int | None = None
         while isinstance(plan := self._receive(), StepPlan):
             if last is not None and plan.index != last + 1:

@@ -206,11 +206,7 @@ class _Joining:
         )
 
     def measured_link(self, group: Group) -> LinkFacts | None:
-        """The facts about the link, with the measured rate of a throttled transport.
-
-        Raises:
-            ValueError: the link cannot be emulated at the requested rate.
-        """
+        """The link with its measured rate, if it is throttled here. ValueError: it cannot be emulated at the requested rate."""
         link, throttle = self.work.plan.link, self.identity.throttle
         if link is None or throttle is None or link.measured_bytes_per_s is not None:
             return link
@@ -227,11 +223,7 @@ class _Joining:
 
 
 def _refuse_unlike_transports(group: Group, world: Group) -> None:
-    """Check that all replicas can sum alike.
-
-    Raises:
-        ValueError: the GPUs of some replicas reach each other's memory, and those of others do not.
-    """
+    """Raise ValueError if the GPUs of only some replicas reach each other's memory: all replicas sum alike."""
     own = torch.tensor([bool(group.no_peer_memory)], dtype=torch.uint8, device=world.device)
     without = [rank for rank, lacks in enumerate(world.transport.gather(own)) if lacks]
     if 0 < len(without) < world.world_size:

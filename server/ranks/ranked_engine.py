@@ -72,19 +72,11 @@ class RankedEngine:
         self._ranks.hand_out(work)
 
     async def wait_ready(self) -> None:
-        """Wait until every rank has loaded and warmed up.
-
-        Raises:
-            RankFailedError: a rank failed first.
-        """
+        """Wait until every rank has loaded and warmed up. RankFailedError: a rank failed first."""
         await self.guard(self._all_ready.wait())
 
     async def guard(self, waiting: Awaitable[_T]) -> _T:
-        """The result of ``waiting``, unless a rank fails first.
-
-        Raises:
-            RankFailedError: a rank failed first.
-        """
+        """The result of ``waiting``. RankFailedError: a rank failed first."""
         task = asyncio.ensure_future(waiting)
         try:
             await asyncio.wait([task, self._failed], return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,7 @@
 """Sends a rank's messages to the parent, and a heartbeat that continues while the rank computes or hangs.
 
-The heartbeat has its own thread and sockets, because a zmq socket belongs to one thread. It says what the rank is doing
-and for how long, so that the parent can tell slow from stuck and name the unfinished collective. The same thread
-records collectives when the parent asks, so the thread that runs them is not involved.
+The heartbeat has its own thread and sockets. It says what the rank is doing and for how long, so that the parent can tell
+slow from stuck. The same thread records collectives when the parent asks.
 """
 
 import contextlib
@@ -25,10 +24,9 @@ _EVENTS_PER_PART = 4096  # about a millisecond to encode, during which the rank'
 
 
 class Reporter:
-    """Sends messages to the parent. All methods are for the rank's main thread.
+    """Sends messages to the parent; for the rank's main thread. ``inbox``: the address where the parent asks for recordings.
 
-    The caller replaces ``ledger`` once there is a group, and sets ``num_fetched`` and ``num_logits_gathers`` to functions
-    that return their counts. ``inbox``: the address where the parent asks for recordings.
+    The caller replaces ``ledger``, and sets ``num_fetched`` and ``num_logits_gathers`` to functions that return their counts.
     """
 
     def __init__(self, rank: int, address: str, inbox: str) -> None:

@@ -1,7 +1,6 @@
 """Starts one rank process: listens to its parent, reports, and calls ``rank_main``.
 
-Imports no torch, so that heartbeats start before the heavy modules load. The kernel ends this process with its parent,
-and so does the end of standard input. ``processes`` starts it as ``python -m tightwire.server.ranks.worker``.
+Imports no torch, so that heartbeats start before the heavy modules load.
 """
 
 import importlib

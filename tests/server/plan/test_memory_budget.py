@@ -152,7 +152,7 @@ def test_a_recommended_cache_leaves_the_host_some_memory() -> None:
 def test_the_value_that_a_refusal_names_works(options: dict[str, int], flag: str) -> None:
     with pytest.raises(NotEnoughMemoryError) as error:
         budget(6, 1, "cpu", **options)
-    found = re.findall(rf"{flag} (\d\S*) fits|give at least (\S+)", str(error.value))
+    found = re.findall(rf"{flag} (\d\S*) fits|give at least --kv-cache-memory ([^ ,]+)", str(error.value))
     assert found, str(error.value)
     value = parse_bytes("".join(found[0]))
     name = flag[2:].replace("-", "_")
