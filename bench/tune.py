@@ -36,7 +36,7 @@ from tightwire.comm.transport.segment import why_unusable
 from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.model.open import open_checkpoint
 from tightwire.server.cli.verbs import COMM_GROUPS, at_least_two_ranks
-from tightwire.server.config.flags import make_parser, parse, refuse_allreduce_extra, refuse_replicas
+from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.comm_decision import policy_requests
 from tightwire.server.plan.devices import num_cores
@@ -85,8 +85,7 @@ def main(argv: Sequence[str]) -> int:
         "--seconds", type=float, default=60.0, metavar="S", help="approximate time of all measurements (default: 60)"
     )
     config, args = parse(parser, argv, COMM_GROUPS)
-    refuse_allreduce_extra(parser, config)
-    refuse_replicas(parser, config)
+    refuse_serving_flags(parser, config)
     if not 1 <= args.seconds <= _MAX_SECONDS:
         parser.error(f"--seconds must be 1 to {_MAX_SECONDS:g} seconds, got {args.seconds:g}")
     console, refused = make_console(), 2

@@ -16,7 +16,7 @@ from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.comm.policy.choose import Chooser
 from tightwire.model.open import open_checkpoint
 from tightwire.model.weights.formats import choose_formats
-from tightwire.server.config.flags import make_parser, parse, refuse_replicas
+from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import ServeConfig, option_fields
@@ -127,7 +127,7 @@ def parse_options(argv: Sequence[str]) -> TtftOptions:
     flags = {word.partition("=")[0] for word in argv}
     argv = argv if flags & {"--tp", "--config"} else ["--tp", str(_RANKS), *argv]
     config, given = parse(parser, argv, GROUPS)
-    refuse_replicas(parser, config)
+    refuse_serving_flags(parser, config)
     for name in _OURS:
         if name in given:
             parser.error(f"--{name.replace('_', '-')} is not for this bench; name AllReduces with --algorithms")

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Mapping
 
 from tightwire.comm.sizes import format_bytes
 from tightwire.kernels.cpu.library import level
-from tightwire.model.open import Checkpoint
 from tightwire.server.api.serving import ModelHolder, ModelInfo
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import ServeConfig
@@ -24,9 +23,8 @@ from tightwire.server.ipc.messages import Ready
 from tightwire.server.plan.comm_decision import describe_choices
 from tightwire.server.plan.devices import process_age_s
 from tightwire.server.plan.progress import Progress
-from tightwire.server.plan.rank_setup import RankWork, rank_name
-from tightwire.server.plan.run_plan import FETCH_STOPS_S, Decision, prepare
-from tightwire.server.ranks.background import Background
+from tightwire.server.plan.rank_setup import rank_name
+from tightwire.server.plan.run_plan import Decision
 from tightwire.server.ranks.processes import Ranks
 from tightwire.server.ranks.ranked_engine import RankedEngine, RankFailedError
 
@@ -55,7 +53,6 @@ class _Server:
         self._config, self._listener, self._ranks, self._progress = config, listener, ranks, progress
         self._holder = ModelHolder()
         self._first_signal_s: float | None = None
-        self._preparing: Background[tuple[Checkpoint, Decision]] | None = None
 
     async def run(self) -> int:
         self._stop = asyncio.Event()
@@ -73,8 +70,6 @@ class _Server:
             await engine.guard(self._stop.wait())
             return await self._drain(engine)
         except _StoppedError:
-            if self._preparing is not None:
-                self._preparing.join(FETCH_STOPS_S)
             self._progress.say("stopped before the model was ready")
             return 0
         except ValueError as refusal:
@@ -93,13 +88,7 @@ class _Server:
     async def _load(self, engine: RankedEngine) -> None:
         """Load the model; returns when the engine can answer. ValueError: the model or the options are refused."""
         options = self._config.model
-        self._preparing = Background(
-            lambda: prepare(self._config, self._progress, stopped=self._stop.is_set, link=self._ranks.link)
-        )
-        checkpoint, decision = await self._preparing.result
-        decision.report(self._progress)
-        engine.load(RankWork(location=checkpoint.location, config=self._config, plan=decision.plan))
-        tokenizer = await Background(checkpoint.tokenizer).result
+        checkpoint, decision, tokenizer = await engine.start()
         info = ModelInfo(
             name=options.served_model_name or checkpoint.name,
             max_model_len=decision.plan.max_model_len,
@@ -144,6 +133,7 @@ class _Server:
         stop.cancel()
         if not task.done():
             task.cancel()
+            await asyncio.wait([task])
             raise _StoppedError
         task.result()
 

@@ -3,19 +3,16 @@
 import asyncio
 import secrets
 import sys
-import threading
 from typing import TextIO
 
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.api.detokenize import Detokenizer, TokenTable
+from tightwire.server.cli.verbs import AnswerOptions
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.ipc.engine_client import EngineUnavailableError
 from tightwire.server.ipc.messages import AddRequest
 from tightwire.server.plan.progress import Progress
-from tightwire.server.plan.rank_setup import RankWork
-from tightwire.server.plan.run_plan import FETCH_STOPS_S, prepare
-from tightwire.server.ranks.background import Background
 from tightwire.server.ranks.processes import Ranks
 from tightwire.server.ranks.ranked_engine import RankedEngine, RankFailedError
 
@@ -24,15 +21,13 @@ def generate(
     config: ServeConfig,
     ranks: Ranks,
     progress: Progress,
-    *,
     prompt: str,
-    max_tokens: int,
-    temperature: float,
+    answer: AnswerOptions,
     out: TextIO = sys.stdout,
 ) -> int:
     """Continue ``prompt``. Exit code 0; 2 if refused, 1 if a rank is lost."""
     try:
-        return asyncio.run(_generate(config, ranks, progress, prompt, max_tokens, temperature, out))
+        asyncio.run(_generate(config, ranks, progress, prompt, answer, out))
     except ValueError as refusal:
         progress.say(f"tightwire generate: {refusal}")
         return 2
@@ -41,41 +36,27 @@ def generate(
         return 1
     finally:
         progress.close()
+    return 0
 
 
 async def _generate(
-    config: ServeConfig,
-    ranks: Ranks,
-    progress: Progress,
-    prompt: str,
-    max_tokens: int,
-    temperature: float,
-    out: TextIO,
-) -> int:
-    stopped = threading.Event()
+    config: ServeConfig, ranks: Ranks, progress: Progress, prompt: str, answer: AnswerOptions, out: TextIO
+) -> None:
     async with RankedEngine(config, ranks, progress) as engine:
-        preparing = Background(lambda: prepare(config, progress, stopped=stopped.is_set, link=ranks.link))
-        try:
-            checkpoint, decision = await engine.guard(preparing.result)
-        except asyncio.CancelledError:
-            stopped.set()
-            preparing.join(FETCH_STOPS_S)
-            raise
-        decision.report(progress)
-        engine.load(RankWork(location=checkpoint.location, config=config, plan=decision.plan))
-        tokenizer = await Background(checkpoint.tokenizer).result
+        _, decision, tokenizer = await engine.start()
         request = AddRequest(
             id="generate",
-            prompt_token_ids=_encode(tokenizer, prompt, max_tokens, decision.plan.max_model_len),
+            prompt_token_ids=_encode(tokenizer, prompt, answer.max_tokens, decision.plan.max_model_len),
             params=SamplingParams(
-                max_tokens=max_tokens, temperature=temperature, seed=config.model.seed or secrets.randbits(63)
+                max_tokens=answer.max_tokens,
+                temperature=answer.temperature,
+                seed=config.model.seed or secrets.randbits(63),
             ),
         )
         await engine.wait_ready()
         progress.close()
         await engine.guard(_print_answer(engine, request, tokenizer, out))
         await engine.stop()
-    return 0
 
 
 def _encode(tokenizer: Tokenizer, prompt: str, max_tokens: int, max_model_len: int) -> list[int]:

@@ -8,9 +8,9 @@ import contextlib
 import importlib
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,9 +22,9 @@ from tightwire.server.config.flags import (
     fields_of,
     make_parser,
     parse,
-    refuse_allreduce_extra,
-    refuse_replicas,
+    refuse_serving_flags,
 )
+from tightwire.server.config.option import option, require
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.http.listener import PortTakenError, open_listener
 from tightwire.server.plan.progress import START_STAGES, Progress
@@ -37,6 +37,18 @@ COMM_GROUPS = ("model", "parallel", "engine")
 _PREPARE_GROUPS = ("model", "parallel")
 _PREPARE_OPTIONS = ("tp", "tp_split", "dtype", "quantization", "seed")
 _OFFLINE_GROUPS = ("model", "parallel", "engine", "weights", "timeouts")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerOptions:
+    """The flags of ``generate`` alone."""
+
+    max_tokens: int = option(128, "tokens to add", metavar="N")
+    temperature: float = option(0.0, "0: always the most likely token", metavar="T")
+
+    def __post_init__(self) -> None:
+        require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        require(self.temperature >= 0, "temperature", self.temperature, "at least 0")
 
 
 def serve(argv: Sequence[str]) -> int:
@@ -69,19 +81,13 @@ def generate(argv: Sequence[str]) -> int:
         "generate", "Continue one prompt on the terminal, without a server.", _OFFLINE_GROUPS, argument="PROMPT"
     )
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; no chat template is applied")
-    parser.add_argument(
-        "--max-tokens", type=_at_least(1, int), default=128, metavar="N", help="tokens to add (default: 128)"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=_at_least(0, float),
-        default=0.0,
-        metavar="T",
-        help="0: always the most likely token (default: 0)",
-    )
+    add_flags(parser, {own.name: own for own in fields(AnswerOptions)})
     config, args = parse(parser, argv, _OFFLINE_GROUPS)
-    refuse_allreduce_extra(parser, config)
-    refuse_replicas(parser, config)
+    refuse_serving_flags(parser, config)
+    try:
+        answer = AnswerOptions(**{own.name: vars(args)[own.name] for own in fields(AnswerOptions) if own.name in args})
+    except ValueError as error:
+        parser.error(str(error))
     with ExitStack() as stack:
         try:
             refuse_early(config)
@@ -93,14 +99,7 @@ def generate(argv: Sequence[str]) -> int:
         with interrupts_end_at_once():
             offline = importlib.import_module("tightwire.server.cli.offline")
         try:
-            return offline.generate(
-                config,
-                ranks,
-                progress,
-                prompt=args.prompt,
-                max_tokens=args.max_tokens,
-                temperature=args.temperature,
-            )
+            return offline.generate(config, ranks, progress, args.prompt, answer)
         except KeyboardInterrupt:
             return 130
 
@@ -139,8 +138,7 @@ def explain(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output instead of tables")
     config, args = parse(parser, argv, COMM_GROUPS)
-    refuse_allreduce_extra(parser, config)
-    refuse_replicas(parser, config)
+    refuse_serving_flags(parser, config)
     with interrupts_end_at_once():
         return importlib.import_module("tightwire.server.cli.explain").run(at_least_two_ranks(config), "json" in args)
 
@@ -180,8 +178,8 @@ def _prepare_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL", help="as for `serve`; with --check, the folder to check")
     parser.add_argument("out", nargs="?", default=None, type=Path, metavar="OUT", help="the folder to write")
-    fields = fields_of(_PREPARE_GROUPS)
-    add_flags(parser, {name: fields[name] for name in _PREPARE_OPTIONS})
+    options = fields_of(_PREPARE_GROUPS)
+    add_flags(parser, {name: options[name] for name in _PREPARE_OPTIONS})
     parser.add_argument(
         "--weight-codec",
         choices=tuple(WEIGHT_CODECS),
@@ -236,19 +234,3 @@ def _start_ranks(config: ServeConfig, stack: ExitStack) -> "Ranks":
 def _refuse(verb: str, error: Exception, exit_code: int = 2) -> int:
     sys.stderr.write(f"tightwire {verb}: {error}\n")
     return exit_code
-
-
-def _at_least(least: int, kind: type[int] | type[float]) -> Callable[[str], float]:
-    """An argparse type for numbers of at least ``least``."""
-
-    def from_text(text: str) -> float:
-        try:
-            number = kind(text)
-        except ValueError:
-            name = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"must be {name}, got {text!r}") from None
-        if not number >= least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
-        return number
-
-    return from_text

@@ -5,6 +5,7 @@ the file, and the file overrides the default. An unknown name is an error that s
 """
 
 import argparse
+import contextlib
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field
@@ -69,14 +70,10 @@ def parse(
         parser.error(str(error))
 
 
-def refuse_allreduce_extra(parser: argparse.ArgumentParser, config: ServeConfig) -> None:
-    """For verbs without requests that could ask for another AllReduce. Ends the program with exit code 2."""
+def refuse_serving_flags(parser: argparse.ArgumentParser, config: ServeConfig) -> None:
+    """For verbs without requests: end the program with exit code 2 if a flag is about requests."""
     if config.parallel.allreduce_extra:
         parser.error("--allreduce-extra is for requests to `serve`; leave it out, or name one with --allreduce")
-
-
-def refuse_replicas(parser: argparse.ArgumentParser, config: ServeConfig) -> None:
-    """For verbs without requests to divide among replicas. Ends the program with exit code 2."""
     if config.parallel.dp > 1:
         parser.error(f"--dp {config.parallel.dp} is for requests to `serve`, which replicas share; leave it out")
 
@@ -92,22 +89,12 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
 def add_flags(parser: argparse._ActionsContainer, fields: Fields) -> None:
     """Add one argument per field. Arguments not given are absent from the result, so that a file can set them."""
     for name, field in fields.items():
-        kind, _ = _kind(field)
-        if kind is bool:
-            parser.add_argument(
-                _flag(name), action=argparse.BooleanOptionalAction, help=_help(field), default=argparse.SUPPRESS
-            )
-        else:
-            choices = field.metadata["choices"]
+        kind, choices = _kind(field)[0], field.metadata["choices"]
+        given: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if kind is not bool:
             metavar = field.metadata["metavar"] or (None if choices else kind.__name__.upper())
-            parser.add_argument(
-                _flag(name),
-                type=_flag_type(field),
-                choices=choices or None,
-                metavar=metavar,
-                help=_help(field),
-                default=argparse.SUPPRESS,
-            )
+            given = {"type": _flag_type(field), "choices": choices or None, "metavar": metavar}
+        parser.add_argument("--" + name.replace("_", "-"), help=_help(field), default=argparse.SUPPRESS, **given)
 
 
 def read_yaml(path: Path, fields: Fields) -> dict[str, Any]:
@@ -150,31 +137,15 @@ def convert(field: Field[Any], value: object) -> Any:
         raise ValueError(f"must be one of {', '.join(choices)}, got {value!r}")
     if kind is int and field.metadata["metavar"] == "BYTES" and isinstance(value, str):
         return parse_bytes(value)
-    if kind is tuple:
-        return tuple(_item(field, part) for part in _parts(field, value))
-    if kind in (int, float):
-        return _number(kind, value)
-    if not isinstance(value, kind):
-        raise _wrong(_KIND_NAMES[kind], value)
-    return value
-
-
-def _parts(field: Field[Any], value: object) -> Sequence[object]:
+    if kind is not tuple:
+        return _plain(kind, value)
+    texts = str in typing.get_args(field.type)
     if isinstance(value, str):
-        return split_all_reduce_names(value) if _holds_text(field) else value.split(",")
-    return value if isinstance(value, (list, tuple)) else [value]
-
-
-def _item(field: Field[Any], part: object) -> Any:
-    if not _holds_text(field):
-        return _number(float, part)
-    if not isinstance(part, str) or not part:
-        raise _wrong("names with commas between", part)
-    return part
-
-
-def _holds_text(field: Field[Any]) -> bool:
-    return str in typing.get_args(field.type)
+        value = split_all_reduce_names(value) if texts else value.split(",")
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    if texts and not all(isinstance(part, str) and part for part in parts):
+        raise _wrong("names with commas between", next(part for part in parts if not part or not isinstance(part, str)))
+    return tuple(_plain(str if texts else float, part) for part in parts)
 
 
 _KIND_NAMES: dict[type, str] = {
@@ -185,13 +156,14 @@ _KIND_NAMES: dict[type, str] = {
 }
 
 
-def _number(kind: type[int] | type[float], value: object) -> int | float:
-    """``value`` as an int or a float; refuses a bool, and a fraction for an int."""
-    if isinstance(value, str) or (isinstance(value, (int, kind)) and not isinstance(value, bool)):
-        try:
+def _plain(kind: type, value: object) -> Any:
+    """``value`` as ``kind``. Text is read as a number; a bool is not one, and a fraction is no int."""
+    if kind not in (int, float):
+        if isinstance(value, kind):
+            return value
+    elif isinstance(value, str) or (isinstance(value, (int, kind)) and not isinstance(value, bool)):
+        with contextlib.suppress(ValueError):
             return kind(value)
-        except ValueError:
-            pass
     raise _wrong(_KIND_NAMES[kind], value)
 
 
@@ -218,12 +190,8 @@ def _flag_type(field: Field[Any]) -> typing.Callable[[str], Any]:
     return from_text
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _help(field: Field[Any]) -> str:
-    """The field's help text with its default. If the default is None, the text itself says what happens."""
+    """The field's help text with its default, unless that is None."""
     text = field.metadata["help"].replace("%", "%%")
     default: Any = field.default
     if default in (None, ()):

@@ -23,27 +23,16 @@ class Limits:
     max_step_blocks: int | None = None  # distinct blocks of all sequences of a step; None: no limit
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "num_blocks", "block_size", "max_scored_rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}; "
                 "running sequences could not all take a step"
             )
-        if self.num_blocks * self.block_size < self.max_model_len:
+        num_blocks = min(self.num_blocks, self.max_step_blocks or self.num_blocks)
+        if (held := num_blocks * self.block_size) < self.max_model_len:
             raise ValueError(
-                f"the KV cache holds {self.num_blocks} blocks of {self.block_size} = "
-                f"{self.num_blocks * self.block_size} tokens, less than one sequence of max_model_len="
-                f"{self.max_model_len}; give it more memory (--kv-cache-memory) or set --max-model-len to at most "
-                f"{self.num_blocks * self.block_size}"
-            )
-        if self.max_step_blocks is not None and self.max_step_blocks * self.block_size < self.max_model_len:
-            raise ValueError(
-                f"a step may need {self.max_step_blocks} blocks of {self.block_size} = "
-                f"{self.max_step_blocks * self.block_size} tokens, less than one sequence of max_model_len="
-                f"{self.max_model_len}; set --max-model-len to at most "
-                f"{self.max_step_blocks * self.block_size}"
+                f"a step holds {num_blocks} blocks of {self.block_size} = {held} tokens, less than one sequence of "
+                f"max_model_len={self.max_model_len}; set --max-model-len to at most {held}"
             )
 
     def blocks_for(self, num_tokens: int) -> int:

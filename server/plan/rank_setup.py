@@ -23,7 +23,7 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
     reporter: str  # zmq address where this rank's reporter listens to the parent
     store_port: int  # of the rendezvous store
     store_fd: int | None  # rank 0 only: the socket already listening on that port
-    segment_fd: int | None  # memory shared by all ranks; None: unavailable
+    segment_fd: int | None = None  # memory shared by all ranks; None: unavailable
     node_segment_fd: int | None = None  # memory shared by the ranks of this node, if there are several nodes
     replica_segment_fd: int | None = None  # memory shared by the ranks of this replica, if there are several replicas
     peer_segment_fd: int | None = None  # memory shared by the ranks of this node that hold the same weights

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Ready
 from tightwire.server.plan.rank_setup import rank_name
 
@@ -26,20 +28,19 @@ _CAUSE_PATIENCE_S = 3.0
 @dataclass(slots=True)
 class _Rank:
     pid: int
-    heard: float
-    doing: str = "starting"
-    step: int = -1
-    busy_s: float = 0.0  # in this step
+    heard_s: float
+    beat: Heartbeat
     moved_s: float = 0.0  # ``busy_s`` at the last progress: a new collective, or a part of a streamed layer
-    num_collectives: int = 0
-    num_logits_gathers: int = 0
-    num_fetched: int = 0
     exit_code: int | None = None
     failed: Failed | None = None
 
     @property
+    def doing(self) -> str:
+        return self.beat.doing if self.failed is None else self.failed.doing
+
+    @property
     def stuck_s(self) -> float:
-        return self.busy_s - self.moved_s
+        return self.beat.busy_s - self.moved_s
 
 
 class Watch:
@@ -62,27 +63,25 @@ class Watch:
         self._clock = clock
         self._last_check = clock()
         self._first_sign_s: float | None = None  # when the first exit or failure was seen
-        self._ranks = [_Rank(pid=pid, heard=clock()) for pid in pids]
+        starting = [Heartbeat(rank=rank, step=-1, doing="starting", busy_s=0.0) for rank in range(len(pids))]
+        self._ranks = [_Rank(pid, clock(), beat) for pid, beat in zip(pids, starting, strict=True)]
 
     def heard(self, message: FromRank) -> None:
         """Record a message. Any heartbeat shows that its rank is alive."""
         if isinstance(message, Heartbeat):
             rank = self._ranks[message.rank]
-            rank.heard = self._clock()
-            if message.step != rank.step:
+            if message.step != rank.beat.step:
                 rank.moved_s = 0.0
-            elif (message.num_collectives, message.num_fetched) != (rank.num_collectives, rank.num_fetched):
+            elif (message.num_collectives, message.num_fetched) != (rank.beat.num_collectives, rank.beat.num_fetched):
                 rank.moved_s = message.busy_s
-            rank.doing, rank.step, rank.busy_s = message.doing, message.step, message.busy_s
-            rank.num_collectives, rank.num_fetched = message.num_collectives, message.num_fetched
-            rank.num_logits_gathers = message.num_logits_gathers
+            rank.heard_s, rank.beat = self._clock(), message
         elif isinstance(message, Ready):
             # The last heartbeat may be from a long warm-up, which has no time limit.
             rank = self._ranks[message.rank]
-            rank.doing, rank.step, rank.busy_s, rank.moved_s = "idle", -1, 0.0, 0.0
+            rank.beat = msgspec.structs.replace(rank.beat, step=-1, doing="idle", busy_s=0.0)
+            rank.moved_s = 0.0
         elif isinstance(message, Failed):
-            rank = self._ranks[message.rank]
-            rank.failed, rank.doing = message, message.doing
+            self._ranks[message.rank].failed = message
             self._note_sign()
 
     def exited(self, rank: int, exit_code: int) -> None:
@@ -103,7 +102,7 @@ class Watch:
         now = self._clock()
         if now - self._last_check > _OWN_PAUSE_S:
             for rank in self._ranks:
-                rank.heard = now
+                rank.heard_s = now
         self._last_check = now
         if self.reason is None:
             self.reason = self._verdict(now)
@@ -147,7 +146,7 @@ class Watch:
     def _silent(self, now: float) -> tuple[int, str] | None:
         limit = self._rank_timeout_s * (1 if self.serving else _LOADING_PATIENCE)
         for number, rank in enumerate(self._ranks):
-            silent_s = now - rank.heard
+            silent_s = now - rank.heard_s
             if silent_s > self._rank_timeout_s and _is_stopped(rank.pid):
                 return number, f"is stopped (SIGSTOP), silent for {silent_s:.1f} s, last seen at: {rank.doing}"
             if silent_s > limit:
@@ -157,10 +156,12 @@ class Watch:
     def _hung(self, now: float) -> tuple[int, str] | None:
         if not self.serving:
             return None
-        stepping = [(number, rank) for number, rank in enumerate(self._ranks) if rank.step >= 0]
+        stepping = [(number, rank) for number, rank in enumerate(self._ranks) if rank.beat.step >= 0]
         # A replica that has finished its step waits for the others, as long as they make progress.
-        fewest = min((rank.num_logits_gathers for _, rank in stepping), default=0)
-        at_a_step = [(rank.num_collectives, number) for number, rank in stepping if rank.num_logits_gathers == fewest]
+        fewest = min((rank.beat.num_logits_gathers for _, rank in stepping), default=0)
+        at_a_step = [
+            (rank.beat.num_collectives, number) for number, rank in stepping if rank.beat.num_logits_gathers == fewest
+        ]
         # A step may take minutes: a long prompt over a slow link moves from collective to collective.
         if not any(self._ranks[number].stuck_s > self._step_timeout_s for _, number in at_a_step):
             return None
@@ -169,7 +170,7 @@ class Watch:
         _, number = min(at_a_step)
         rank = self._ranks[number]
         stuck = f", {rank.stuck_s:.0f} s without a new collective" if rank.moved_s else ""
-        return number, f"has been at one step for {rank.busy_s:.0f} s{stuck}: {rank.doing}"
+        return number, f"has been at one step for {rank.beat.busy_s:.0f} s{stuck}: {rank.doing}"
 
     def _others(self, number: int) -> str:
         """The last reported activity of the other ranks, each with its newest collective."""

@@ -58,25 +58,30 @@ class Ranks:
         self.reporters = tuple(make_address(f"reporter{rank}", folder) for rank in range(world_size))
         self._wire = wire
         self._processes: list[subprocess.Popen[bytes]] = []
-        # The store's socket listens before any rank runs, so that no rank connects too early or finds the port taken.
-        shared = world_size > 1 and why_unusable() is None
-        segment_fd = make_segment(world_size) if shared else None
-        node_fds = _make_segments(num_nodes, world_size) if shared else []
+        # Memory shared by all ranks, by those of a node, of a replica, and by those of a node that hold the same weights.
         tp, per_node = world_size // num_replicas, num_replicas // num_nodes
-        replica_fds = _make_segments(num_replicas, world_size) if shared and tp > 1 else []
-        shares = shared and shares_weights and per_node > 1
-        peer_fds = [make_segment(per_node) for _ in range(num_nodes * tp)] if shares else []
+        sizes = {
+            "segment_fd": world_size,
+            "node_segment_fd": world_size // num_nodes if num_nodes > 1 else 1,
+            "replica_segment_fd": tp if num_replicas > 1 else 1,
+            "peer_segment_fd": per_node if shares_weights else 1,
+        }
+        if why_unusable() is not None:
+            sizes = {}
+        segments: dict[tuple[str, int], int] = {}
+        # The store's socket listens before any rank runs, so that no rank connects too early or finds the port taken.
         with self._open_store(world_size) as listener:
             for rank in range(world_size):
                 node = rank * num_nodes // world_size
-                fds = {
-                    "segment_fd": segment_fd,
-                    "node_segment_fd": _share(node_fds, rank, world_size),
-                    "replica_segment_fd": _share(replica_fds, rank, world_size),
-                    "peer_segment_fd": peer_fds[node * tp + rank % tp] if peer_fds else None,
-                }
+                parts = (0, node, rank // tp, node * tp + rank % tp)
+                fds: dict[str, int] = {}
+                for (kind, size), part in zip(sizes.items(), parts, strict=False):
+                    if size > 1:
+                        if (kind, part) not in segments:
+                            segments[kind, part] = make_segment(size)
+                        fds[kind] = segments[kind, part]
                 self._processes.append(self._start(rank, world_size, listener, fds, command))
-        for fd in filter(None, [segment_fd, *node_fds, *replica_fds, *peer_fds]):
+        for fd in segments.values():
             os.close(fd)  # the ranks hold their own copies
 
     def __enter__(self) -> Self:
@@ -106,7 +111,7 @@ class Ranks:
         rank: int,
         world_size: int,
         listener: socket.socket,
-        segment_fds: Mapping[str, int | None],
+        segment_fds: Mapping[str, int],
         command: Sequence[str],
     ) -> subprocess.Popen[bytes]:
         """Start one rank. ``segment_fds``: shared memory, by field name of the identity."""
@@ -125,8 +130,7 @@ class Ranks:
             throttle=None if self._wire is None else self._wire.throttle,
             **segment_fds,
         )
-        inherited = [listener.fileno()] if rank == 0 else []
-        inherited += [fd for fd in segment_fds.values() if fd is not None]
+        inherited = [*segment_fds.values(), *([listener.fileno()] if rank == 0 else [])]
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -179,16 +183,6 @@ class Ranks:
                 return False
             await asyncio.sleep(0.02)
         return True
-
-
-def _make_segments(num_parts: int, world_size: int) -> list[int]:
-    """One segment for each equal part of the ranks; none if there is one part."""
-    return [make_segment(world_size // num_parts) for _ in range(num_parts)] if num_parts > 1 else []
-
-
-def _share(segment_fds: Sequence[int], rank: int, world_size: int) -> int | None:
-    """The segment of the rank's part."""
-    return segment_fds[rank * len(segment_fds) // world_size] if segment_fds else None
 
 
 def _stdin_of(process: subprocess.Popen[bytes]) -> IO[bytes]:

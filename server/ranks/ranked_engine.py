@@ -3,15 +3,20 @@
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import Awaitable
 from typing import Self, TypeVar
 
+from tightwire.model.open import Checkpoint
+from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ipc.messages import FromRank, Ready, Stage
 from tightwire.server.ipc.zmq_client import ZmqEngineClient
 from tightwire.server.plan.progress import Progress
 from tightwire.server.plan.rank_setup import RankWork
+from tightwire.server.plan.run_plan import FETCH_STOPS_S, Decision, prepare
+from tightwire.server.ranks.background import Background
 from tightwire.server.ranks.failure_detector import Watch
 from tightwire.server.ranks.processes import Ranks
 
@@ -33,7 +38,7 @@ class RankedEngine:
     """N rank processes from start to end. An async context: no rank outlives it."""
 
     def __init__(self, config: ServeConfig, ranks: Ranks, progress: Progress) -> None:
-        self._ranks, self._progress = ranks, progress
+        self._config, self._ranks, self._progress = config, ranks, progress
         self._watch = Watch(
             self._ranks.pids,
             rank_timeout_s=config.timeouts.rank_timeout_s,
@@ -67,9 +72,25 @@ class RankedEngine:
         if self._failed.done():
             self._failed.exception()  # marks the exception as retrieved, in case nobody awaited it
 
-    def load(self, work: RankWork) -> None:
-        """Tell the ranks what to load and run."""
-        self._ranks.hand_out(work)
+    async def start(self) -> tuple[Checkpoint, Decision, Tokenizer]:
+        """Open the model, decide how to run it, and tell the ranks.
+
+        Raises:
+            ValueError: the model or the options are refused.
+        """
+        stopped = threading.Event()
+        opening = Background(
+            lambda: prepare(self._config, self._progress, stopped=stopped.is_set, link=self._ranks.link)
+        )
+        try:
+            checkpoint, decision = await self.guard(opening.result)
+        except asyncio.CancelledError:
+            stopped.set()
+            opening.join(FETCH_STOPS_S)
+            raise
+        decision.report(self._progress)
+        self._ranks.hand_out(RankWork(location=checkpoint.location, config=self._config, plan=decision.plan))
+        return checkpoint, decision, await Background(checkpoint.tokenizer).result
 
     async def wait_ready(self) -> None:
         """Wait until every rank has loaded and warmed up. RankFailedError: a rank failed first."""

@@ -227,8 +227,6 @@ def test_impossible_limits_are_an_error() -> None:
         limits(num_blocks=15)
     with pytest.raises(ValueError, match="below max_num_seqs"):
         limits(max_num_batched_tokens=3)
-    with pytest.raises(ValueError, match="block_size must be at least 1"):
-        limits(block_size=0)
 
 
 def test_policies_take_turns_and_never_share_a_step() -> None:
