@@ -232,22 +232,17 @@ class OrderCheck:
     def check(self, events: Iterable[BufferEvent]) -> None:
         """Check the next part; raise BufferConflictError with the condition that does not hold, and end there."""
         for event in events:
-            if event.kind != "ask":
-                self._check_event(event)
-                self._inside[event.buffer] = (event.owner, event.kind)
-
-    def _check_event(self, event: BufferEvent) -> None:
-        owner, last = self._inside.get(event.buffer, (event.owner, self._end))
-        if event.kind == "fill" and last != self._end:
-            raise BufferConflictError(
-                f"C2: buffer {event.buffer} was filled for {event.owner} after {last!r} of {owner}"
-            )
-        for buffer, (other, kind) in self._inside.items():
-            if event.kind == "fill" and buffer != event.buffer and other == event.owner and kind != self._end:
-                raise BufferConflictError(
-                    f"C3: buffer {event.buffer} was filled for {event.owner} after its {kind!r} in buffer {buffer}"
-                )
-        if last not in self._before[event.kind] or (event.kind != "fill" and owner != event.owner):
-            raise BufferConflictError(
-                f"C1: {event.kind!r} of {event.owner} in buffer {event.buffer} after {last!r} of {owner}"
-            )
+            if event.kind == "ask":
+                continue
+            piece, number = event.owner, event.buffer
+            owner, last = self._inside.get(number, (piece, self._end))
+            if event.kind == "fill" and last != self._end:
+                raise BufferConflictError(f"C2: buffer {number} was filled for {piece} after {last!r} of {owner}")
+            for buffer, (other, kind) in self._inside.items():
+                if event.kind == "fill" and buffer != number and other == piece and kind != self._end:
+                    raise BufferConflictError(
+                        f"C3: buffer {number} was filled for {piece} after its {kind!r} in buffer {buffer}"
+                    )
+            if last not in self._before[event.kind] or (event.kind != "fill" and owner != piece):
+                raise BufferConflictError(f"C1: {event.kind!r} of {piece} in buffer {number} after {last!r} of {owner}")
+            self._inside[number] = (piece, event.kind)

@@ -82,17 +82,18 @@ def open_wire(link: Link, *, num_nodes: int, ranks_per_node: int = 1, emulation:
     Call on the main thread before other threads run. Cost: about two seconds with namespaces. Raises ValueError, with
     nothing left behind, if namespaces were requested and are not possible, or the machine cannot carry the link.
     """
-    facts = plan_link(link, emulation)
-    if facts.emulation == USER_SPACE:
-        yield _throttled(facts, link, num_nodes, ranks_per_node)
-        return
-    try:
-        network = EmulatedNetwork(link, num_nodes=num_nodes)
-    except NoEmulatedNetworkError as error:
-        if emulation == NAMESPACES:
-            raise ValueError(f"network namespaces are unavailable: {error}") from error
-        facts = msgspec.structs.replace(facts, emulation=USER_SPACE, reason=str(error))
-        yield _throttled(facts, link, num_nodes, ranks_per_node)
+    facts, network = plan_link(link, emulation), None
+    if facts.emulation == NAMESPACES:
+        try:
+            network = EmulatedNetwork(link, num_nodes=num_nodes)
+        except NoEmulatedNetworkError as error:
+            if emulation == NAMESPACES:
+                raise ValueError(f"network namespaces are unavailable: {error}") from error
+            facts = msgspec.structs.replace(facts, emulation=USER_SPACE, reason=str(error))
+    if network is None:
+        # Ranks of one node share its link. Traffic of the flat group inside a node is slowed too.
+        rate = None if link.bytes_per_s is None else link.bytes_per_s / ranks_per_node
+        yield Wire(facts=facts, throttle=Link(link.name, rate, link.latency_s))
         return
     with network:
         facts = msgspec.structs.replace(facts, measured_bytes_per_s=_measure(network))
@@ -145,12 +146,6 @@ def refuse_too_fast(facts: LinkFacts) -> None:
         f"this machine cannot carry the link {facts.name}: {_rate(measured)} measured of {_rate(asked)} "
         f"({facts.emulation}); request at most {most}mbit, or stop other programs on this machine"
     )
-
-
-def _throttled(facts: LinkFacts, link: Link, num_nodes: int, ranks_per_node: int) -> Wire:
-    # Ranks of one node share its link. Traffic of the flat group inside a node is slowed too.
-    rate = None if link.bytes_per_s is None else link.bytes_per_s / ranks_per_node
-    return Wire(facts=facts, throttle=Link(link.name, rate, link.latency_s))
 
 
 def _rate(bytes_per_s: float) -> str:
