@@ -54,14 +54,6 @@ def gather_inside(group: Group, wires: Tensor, codec: Codec, out_N: Tensor, room
     run_leg(group, inside, _share, inside, wires, codec, out_N, room, by_place, "gather_inside")
 
 
-def gather_node_copy(group: Group, wire: Tensor, codec: Codec, out_N: Tensor, room: Tensor) -> None:
-    """Decode into ``out_N`` the node's copy, of which each of its ranks holds an equal slice. Cost: (L-1) c(N/L)."""
-    assert group.nodes is not None
-    inside = group.nodes.inside
-    slices = _slices(out_N, inside.world_size)
-    run_leg(group, inside, _share, inside, wire, codec, out_N, room, slices, "gather_inside")
-
-
 def gather_shards_bytes(world_size: int, wire_bytes: int) -> int:
     return (world_size - 1) * wire_bytes
 

@@ -20,8 +20,6 @@ from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.comm.link.link import Link
 
 _MIB = 1 << 20
-_SLOWEST, _FASTEST = 1e4, 1e13  # bytes per second
-_STEPS = 60  # bisection steps, on a logarithmic scale
 
 
 class LinkCost(NamedTuple):
@@ -170,24 +168,3 @@ def size_grid(smallest: int, largest: int) -> list[int]:
     grid = [round(smallest * 2 ** (step / 4)) for step in range(count + 1)]
     assert all(a < b for a, b in pairwise(grid)), "steps of a byte and more"
     return grid
-
-
-def crossover_rate(
-    setting: Setting, exact: str, lossy: str, num_bytes: int, *, latency_s: float = 0.0, computing: Points | None = None
-) -> float | None:
-    """Find the bytes per second of a link between nodes at which both algorithms are predicted to take equally long.
-
-    ``computing``: measurements of ``tightwire tune``. Returns None if ``lossy`` is faster at every rate or at none.
-    """
-
-    def gain(rate: float) -> float:
-        costs = CostModel(setting, None, Link("", rate, latency_s), computing)
-        return costs.modelled_us(exact, num_bytes) - costs.modelled_us(lossy, num_bytes)
-
-    if gain(_SLOWEST) <= 0 or gain(_FASTEST) > 0:
-        return None
-    low, high = _SLOWEST, _FASTEST
-    for _ in range(_STEPS):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if gain(middle) > 0 else (low, middle)
-    return math.sqrt(low * high)

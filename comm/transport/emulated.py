@@ -33,10 +33,6 @@ class ThrottledTransport:
     def bytes_sent(self) -> int:
         return self._transport.bytes_sent
 
-    @property
-    def description(self) -> str:
-        return f"{type(self._transport).__name__} throttled in user space to {self._link.name}"
-
     def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
         self._carry(sum(part.numel() for part in slices) - slices[self.rank].numel())
         return self._transport.exchange(slices)

@@ -82,11 +82,6 @@ def test_no_kernel_passes_the_link_by() -> None:
     assert run_in_process(2, _through_messages) == [(True, [2.0] * 3)] * 2
 
 
-def test_its_description_says_that_it_is_emulated() -> None:
-    [group] = in_process_groups(1)
-    assert _throttled(group, "200mbit").description == "InProcessTransport throttled in user space to 200mbit"
-
-
 def _miss_a_peer(group: Group) -> str:
     transport = _throttled(group, "1gbit")
     if group.rank == 1:
