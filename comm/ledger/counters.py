@@ -26,14 +26,8 @@ class Count(NamedTuple):
         """The increase of these totals since ``before`` (None: since the start)."""
         if before is None:
             return self
-        return self._replace(
-            calls=self.calls - before.calls,
-            bytes_sent=self.bytes_sent - before.bytes_sent,
-            exact_bytes=self.exact_bytes - before.exact_bytes,
-            seconds=self.seconds - before.seconds,
-            message_bytes=self.message_bytes - before.message_bytes,
-            codec_seconds=None if self.codec_seconds is None else self.codec_seconds - (before.codec_seconds or 0.0),
-        )
+        sums = [(name, getattr(self, name), getattr(before, name) or 0) for name in self._fields[3:]]
+        return self._replace(**{name: now - earlier for name, now, earlier in sums if now is not None})
 
 
 class Latency(NamedTuple):
