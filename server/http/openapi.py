@@ -69,14 +69,13 @@ OPERATIONS = {
 def make_page(app: FastAPI, closed: bool) -> dict[str, Any]:
     """The page of /openapi.json. ``closed``: an API key is required."""
     page = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    bodies = {operation.body for operation in OPERATIONS.values() if operation.body is not None}
-    answers = {
-        kind for operation in OPERATIONS.values() for kind in (*operation.answer.values(), operation.chunk) if kind
-    }
-    _, requests = models_json_schema([(kind, "validation") for kind in bodies], ref_template=_REF)
-    _, components = msgspec.json.schema_components(
-        [ErrorBody, *answers], ref_template=_REF.replace("{model}", "{name}")
+    listed = OPERATIONS.values()
+    bodies = [operation.body for operation in listed if operation.body is not None]
+    answers = dict.fromkeys(
+        kind for operation in listed for kind in (*operation.answer.values(), operation.chunk) if kind
     )
+    _, requests = models_json_schema([(kind, "validation") for kind in bodies], ref_template=_REF)
+    _, components = msgspec.json.schema_components((ErrorBody, *answers), ref_template=_REF.format(model="{name}"))
     page.setdefault("components", {})["schemas"] = {**requests.get("$defs", {}), **components}
     for path, methods in page["paths"].items():
         for method in methods.values():

@@ -61,8 +61,8 @@ def _id(name: str, token: str) -> int:
     return id_
 
 
-def _stream(table: TokenTable, ids: list[int], *, after_text: bool = False) -> list[str]:
-    detokenizer = Detokenizer(table, after_text=after_text)
+def _stream(table: TokenTable, ids: list[int], **options: bool) -> list[str]:
+    detokenizer = Detokenizer(table, **options)
     pieces = [detokenizer.push(id_) for id_ in ids]
     pieces.append(detokenizer.flush())
     assert detokenizer.num_chars == len("".join(pieces))
@@ -71,10 +71,11 @@ def _stream(table: TokenTable, ids: list[int], *, after_text: bool = False) -> l
 
 @pytest.mark.parametrize("name", BACKENDS)
 @settings(max_examples=300, deadline=None)
-@given(ids=_ids)
-def test_stream_equals_decode_for_any_ids(name: str, ids: list[int]) -> None:
+@given(ids=_ids, skip=st.booleans())
+def test_stream_equals_decode_for_any_ids(name: str, ids: list[int], skip: bool) -> None:
     backend = BACKENDS[name]
-    assert "".join(_stream(TokenTable(backend), ids)) == backend.decode(ids, skip_special_tokens=True)
+    text = "".join(_stream(TokenTable(backend), ids, skip_special=skip))
+    assert text == backend.decode(ids, skip_special_tokens=skip)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

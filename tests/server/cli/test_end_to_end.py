@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.server.server_process import ServerProcess
@@ -107,3 +108,40 @@ def test_n_gives_different_answers_and_a_seed_the_same(client: OpenAI) -> None:
 
     assert len(set(first)) == 3
     assert first == second
+
+
+def test_bad_words_and_allowed_tokens_with_a_real_vocabulary(client: OpenAI, smollm2_path: Path) -> None:
+    """The words are not in the answer, at the start of a text or after a space, streamed or not, for every choice."""
+    tokenizer = open_checkpoint(str(smollm2_path)).tokenizer()
+    request: dict[str, Any] = {"model": _MODEL, "messages": _QUESTION, "max_tokens": 30, "seed": 3}
+
+    create: Any = client.chat.completions.create
+
+    def texts(**changes: Any) -> list[str]:
+        answer = create(**request | changes)
+        return [choice.message.content or "" for choice in answer.choices]
+
+    banned: dict[str, Any] = {"extra_body": {"bad_words": ["Paris", "France", "Louvre"]}}
+    assert "Paris" in texts(temperature=0)[0]
+    answers = texts(temperature=0, **banned) + texts(n=3, temperature=1, **banned)
+    assert not any(word in text for word in ("Paris", "France", "Louvre") for text in answers)
+    with create(**request, temperature=0, stream=True, **banned) as stream:
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == answers[0]
+
+    digits: dict[str, Any] = {
+        "allowed_token_ids": [token for digit in "0123456789" for token in tokenizer.encode(digit)]
+    }
+    for text in texts(n=2, temperature=1, extra_body=digits):
+        assert text.isdigit() and len(text) == 30
+
+
+def test_a_chat_goes_on_in_the_last_message(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=_MODEL,
+        messages=[*_QUESTION, {"role": "assistant", "content": "The capital of France is"}],
+        temperature=0,
+        max_tokens=3,
+        extra_body={"continue_final_message": True, "add_generation_prompt": False},
+    )
+
+    assert (answer.choices[0].message.content or "").startswith(" Paris")
