@@ -34,51 +34,32 @@ _PATIENCE_SHARE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class RankGroups:
-    """One rank's groups.
+    """One rank's groups."""
 
-    Args:
-        replica: the ranks that the model is split over.
-        routes: their AllReduces; None for a replica of one rank.
-        world: the ranks of all replicas; None: there is one replica.
-        peers: the ranks that share this shard's partitioned weights; closed with the runner.
-    """
-
-    replica: Group
-    routes: Routes | None = None
-    world: Group | None = None
-    peers: PartitionPeers | None = None
+    replica: Group  # the ranks that the model is split over
+    routes: Routes | None = None  # their AllReduces; None for a replica of one rank
+    world: Group | None = None  # the ranks of all replicas; None: there is one replica
+    peers: PartitionPeers | None = None  # share this shard's partitioned weights; closed with the runner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerOptions:
-    """Sizes and modes of one rank's runner.
+    """Sizes and modes of one rank's runner."""
 
-    Args:
-        dtype: type of activations, cache and plain weights.
-        sum_dtype: type of messages of partial sums. None: float32 on a CPU, ``dtype`` on CUDA. Given on CUDA, the
-            residual has it too; on a CPU the residual is always float32.
-        buffer_blocks: blocks of each of two layers on the device, with the cache on the host; the most that one step
-            may need. None: the whole cache is on the device.
-        formats: formats of weight matrices; default: all plain. Ignored for a prepared folder, which has its own.
-        weight_plan: layers to stream and their source.
-        fetch_timeout_s: longest wait for a layer's weights or cache without receiving a byte.
-        overlap: on CPU, compute one half of a prefill step while the ranks sum the other half.
-        most_rows: prefill steps with more rows are computed in parts; None: always in one part.
-        graphs_up_to: on CUDA, capture decode steps of up to this many rows as graphs; the same on all ranks.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # of activations, cache and plain weights
+    # Of messages of partial sums; None: float32 on a CPU, ``dtype`` on CUDA. Given on CUDA, the residual has it too; on a
+    # CPU the residual is always float32.
     sum_dtype: torch.dtype | None = None
     max_model_len: int
     num_blocks: int
     block_size: int
-    buffer_blocks: int | None = None
-    formats: WeightFormats = field(default_factory=WeightFormats)
+    buffer_blocks: int | None = None  # of each of two layers on the device, with the cache on the host; None: all
+    formats: WeightFormats = field(default_factory=WeightFormats)  # a prepared folder has its own
     weight_plan: WeightPlan = EVERYTHING_RESIDENT
-    fetch_timeout_s: float = 60.0
-    overlap: bool = False
-    most_rows: int | None = None
-    graphs_up_to: int = 0
+    fetch_timeout_s: float = 60.0  # longest wait for a layer's weights or cache without receiving a byte
+    overlap: bool = False  # on CPU, compute one half of a prefill step while the ranks sum the other half
+    most_rows: int | None = None  # prefill steps with more rows are computed in parts
+    graphs_up_to: int = 0  # on CUDA, capture decode steps of up to this many rows; the same on all ranks
 
 
 def build_runner(

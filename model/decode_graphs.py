@@ -31,7 +31,7 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
 class DecodeGraphs:
     """Graphs of ``forward`` for each of ``sizes`` rows and each policy, captured by the constructor.
 
-    Cost: about ten milliseconds of capture and a few MB per size and policy; all graphs share one activation pool.
+    Cost: about ten milliseconds and a few MB per size and policy; all graphs share one activation pool.
     """
 
     def __init__(
@@ -122,10 +122,8 @@ class _Graph:
 
     def _pad(self, first: int) -> None:
         """Set the rows from ``first`` on to padding."""
-        token_ids, positions, slots, context_lens, _ = self._fields
-        for field in (token_ids, positions, context_lens):
-            field[first:] = 0
-        slots[first:] = -1
+        for field, padding in zip(self._fields, (0, 0, -1, 0), strict=False):  # tables are not read
+            field[first:] = padding
 
 
 def cuda_capture(pool: Any) -> Capture:

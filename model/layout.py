@@ -93,8 +93,8 @@ def _split_heads(config: LlamaConfig, shares: list[float]) -> list[tuple[range, 
     """Return each rank's query heads and KV heads, both contiguous and in rank order.
 
     No rank gets more KV heads than in a split by whole groups, because the rank with the most limits the cache length.
-    Among such splits the order of preference is: least work for the slowest rank, fewest duplicated KV heads, most even
-    number of query heads; ties go to lower ranks.
+    Then counts, in this order: least work for the slowest rank, fewest duplicated KV heads, most even number of query
+    heads; ties go to lower ranks.
     """
     heads = range(config.num_heads + 1)
     whole = [head for head in heads if head % config.heads_per_kv_head == 0]

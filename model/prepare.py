@@ -94,7 +94,6 @@ def prepare(
     Raises:
         ValueError: the model cannot be split or packed as requested, or ``out`` cannot be created; nothing was written.
         PrepareError: the disk failed, was full, or returned wrong bytes; the partial folder was removed.
-    Cost: the blobs' bytes on the disk; the largest packed layer in memory, twice with a codec.
     """
     job = _plan(checkpoint, options)
 

@@ -60,28 +60,18 @@ def cut(step: StepArrays, row: int) -> tuple[StepArrays, StepArrays]:
     """
     starts = step.query_start_B1
     last = int(np.searchsorted(starts, row, side="left"))  # sequences that begin before ``row``
-    first = last - 1 if starts[last] > row else last  # the sequence that is cut, or the next one
+    num_rows_after = max(0, starts[last] - row)  # of the sequence that is cut; 0: none is
+    first = last - 1 if num_rows_after else last  # the sequence that is cut, or the next one
     context_lens_B = step.context_lens_B[:last].copy()
-    context_lens_B[-1] -= starts[last] - row if starts[last] > row else 0
+    context_lens_B[-1] -= num_rows_after
+    tables, num_decode = step.block_tables_BM, step.num_decode_rows
+    before = (np.minimum(starts[: last + 1], row), context_lens_B, tables[:last], min(num_decode, row))
+    starts_after = np.maximum(starts[first:], row) - row
+    after = (starts_after, step.context_lens_B[first:], tables[first:], max(0, num_decode - row))
+    ids_T, positions_T, slots_T = step.token_ids_T, step.positions_T, step.slots_T
     return (
-        StepArrays(
-            token_ids_T=step.token_ids_T[:row],
-            positions_T=step.positions_T[:row],
-            slots_T=step.slots_T[:row],
-            query_start_B1=np.minimum(starts[: last + 1], row),
-            context_lens_B=context_lens_B,
-            block_tables_BM=step.block_tables_BM[:last],
-            num_decode_rows=min(step.num_decode_rows, row),
-        ),
-        StepArrays(
-            token_ids_T=step.token_ids_T[row:],
-            positions_T=step.positions_T[row:],
-            slots_T=step.slots_T[row:],
-            query_start_B1=np.maximum(starts[first:], row) - row,
-            context_lens_B=step.context_lens_B[first:],
-            block_tables_BM=step.block_tables_BM[first:],
-            num_decode_rows=max(0, step.num_decode_rows - row),
-        ),
+        StepArrays(ids_T[:row], positions_T[:row], slots_T[:row], *before),
+        StepArrays(ids_T[row:], positions_T[row:], slots_T[row:], *after),
     )
 
 

@@ -1,7 +1,5 @@
 """The paged KV cache of one rank: fixed-size blocks of P tokens, addressed through block tables."""
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -10,63 +8,41 @@ from tightwire.model.layout import Shard
 from tightwire.model.step_arrays import StepArrays
 
 
-class CacheSource(Protocol):
+class CacheSource:
     """Provides each layer's keys and values to the passes of every step.
 
     Each call of ``layer(i)`` needs one call of ``release(i)``; the result is valid until the last one. Several passes
     of a step may hold the same layer.
-
-    Attributes:
-        num_blocks: that the tables returned by ``begin`` can refer to.
-        block_stride: elements between consecutive blocks, in keys and in values, the same in every layer.
-        layers_at_a_time: that a pass may hold; None: all.
     """
 
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def block_size(self) -> int: ...
-
-    @property
-    def block_stride(self) -> int: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def layers_at_a_time(self) -> int | None: ...
+    num_blocks: int  # that the tables returned by ``begin`` can refer to
+    block_size: int
+    block_stride: int  # elements between consecutive blocks, in keys and in values, the same in every layer
+    dtype: torch.dtype
+    device: torch.device
+    layers_at_a_time: int | None = None  # that a pass may hold; None: all
 
     def begin(self, step: StepArrays) -> StepArrays:
         """Prepare the next step and return it with block numbers that index the results of ``layer``."""
-        ...
+        return step
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values, each (N, local_K, P, E); waits until they are on the device.
+        """Return keys and values, each (N, local_K, P, E); raises CacheError if they do not arrive in time."""
+        raise NotImplementedError
 
-        Raises:
-            CacheError: they do not arrive in time.
-        """
-        ...
-
-    def release(self, index: int) -> None: ...
+    def release(self, index: int) -> None:
+        """End a pass's use of the layer."""
 
     def close(self) -> None:
-        """Stop the threads that fetch layers. May be called twice."""
-        ...
+        """Stop the threads that fetch layers, if there are any. May be called twice."""
 
 
-class KVCache:
+class KVCache(CacheSource):
     """``CacheSource`` with all layers on the device.
 
     A block holds the same tokens in every layer and on every rank. Attention kernels read one block of one head as a
     unit, so the layout (N, K, P, E) keeps it contiguous.
     """
-
-    layers_at_a_time = None
 
     def __init__(
         self,
@@ -85,14 +61,5 @@ class KVCache:
         self.block_stride = keys.stride(1)
         self._layers = tuple(zip(keys.unbind(), values.unbind(), strict=True))
 
-    def begin(self, step: StepArrays) -> StepArrays:
-        return step
-
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         return self._layers[index]
-
-    def release(self, index: int) -> None:
-        """Does nothing: all layers stay on the device."""
-
-    def close(self) -> None:
-        """Does nothing: there are no threads."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tightwire.comm.buffers import BufferPool, page_aligned
 from tightwire.kernels.row_runs import copy_runs
+from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import CacheError
 from tightwire.model.layout import Shard
@@ -41,7 +42,7 @@ class _Moves(NamedTuple):
     save: Tensor  # first place, first block, count
 
 
-class OffloadedCache:
+class OffloadedCache(CacheSource):
     """``CacheSource`` with all layers on the host, in pinned memory with CUDA.
 
     The layout of a layer is (N, 2, K, P, E) on both sides, so a block's keys and values move together.

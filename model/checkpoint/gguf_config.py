@@ -16,11 +16,7 @@ _ROPE_FREQS = "rope_freqs.weight"
 
 
 def config_from_gguf(file: GgufFile) -> LlamaConfig:
-    """Read sizes, rope and token ids.
-
-    Raises:
-        ModelError: unsupported architecture or rope kind, experts, layers of different sizes, or a missing size.
-    """
+    """Read sizes, rope and token ids; raises ModelError for anything that is missing or not supported."""
     try:
         return _config_from_gguf(file)
     except ModelError:
@@ -36,6 +32,9 @@ def _config_from_gguf(file: GgufFile) -> LlamaConfig:
     if int(file.get("llama.expert_count", 0)):
         raise ModelError(f"{file.path}: mixture-of-experts models are not supported; supported: dense llama")
     heads, hidden = _size(file, "attention.head_count"), _size(file, "embedding_length")
+    embedding, query = (file.tensors.get(name) for name in ("token_embd.weight", "blk.0.attn_q.weight"))
+    if embedding is None:
+        raise ModelError(f"{file.path}: tensor token_embd.weight is missing")
     head_dim = _size(file, "attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if _size(file, key, head_dim) != head_dim:
@@ -47,7 +46,7 @@ def _config_from_gguf(file: GgufFile) -> LlamaConfig:
         num_kv_heads=_size(file, "attention.head_count_kv", heads),
         head_dim=head_dim,
         mlp_size=_size(file, "feed_forward_length"),
-        vocab_size=_vocab_size(file),
+        vocab_size=embedding.shape[0],  # some files' own count omits the padding
         max_positions=_size(file, "context_length"),
         norm_eps=_shortest_float(file.get("llama.attention.layer_norm_rms_epsilon", 1e-5)),
         rope_theta=float(file.get("llama.rope.freq_base", 10000.0)),
@@ -55,7 +54,7 @@ def _config_from_gguf(file: GgufFile) -> LlamaConfig:
         tied_embeddings="output.weight" not in file.tensors,
         attention_bias=_has_bias(file, "attn_q", "attn_k", "attn_v", "attn_output"),
         mlp_bias=_has_bias(file, "ffn_gate", "ffn_up", "ffn_down"),
-        dtype=_dtype(file),
+        dtype=_DTYPES.get(query.kind.name if query else "", "bfloat16"),
         bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=_eos_token_ids(file),
     )
@@ -70,19 +69,6 @@ def _size(file: GgufFile, key: str, default: int | None = None) -> int:
     if not isinstance(value, int) or value < 1:
         raise ModelError(f"{file.path}: llama.{key} is {'missing' if value is None else f'{value!r}'}")
     return value
-
-
-def _vocab_size(file: GgufFile) -> int:
-    """Return the embedding's number of rows, because some files' own count omits the padding."""
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise ModelError(f"{file.path}: tensor token_embd.weight is missing")
-    return embedding.shape[0]
-
-
-def _dtype(file: GgufFile) -> str:
-    tensor = file.tensors.get("blk.0.attn_q.weight")
-    return _DTYPES.get(tensor.kind.name if tensor else "", "bfloat16")
 
 
 def _shortest_float(value: float) -> float:
@@ -142,11 +128,7 @@ def _llama3_scaling(file: GgufFile, head_dim: int) -> RopeScaling:
 
 def llama3_divisor(scaling: RopeScaling, wavelength: float) -> float:
     """The divisor that Llama 3's scaling applies to the frequency with this wavelength, in positions."""
-    if wavelength < scaling.original_max_positions / scaling.high_freq_factor:
-        return 1.0
-    if wavelength > scaling.original_max_positions / scaling.low_freq_factor:
-        return scaling.factor
-    smooth = (scaling.original_max_positions / wavelength - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    return 1 / ((1 - smooth) / scaling.factor + smooth)
+    turns = scaling.original_max_positions / wavelength
+    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept_share = min(max(share, 0.0), 1.0)
+    return 1 / ((1 - kept_share) / scaling.factor + kept_share)

@@ -50,26 +50,18 @@ def _layer_tensors(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     yield "input_layernorm.weight", (hidden,)
     yield "post_attention_layernorm.weight", (hidden,)
-    for name, rows, columns, bias in (
-        ("self_attn.q_proj", query, hidden, config.attention_bias),
-        ("self_attn.k_proj", kv, hidden, config.attention_bias),
-        ("self_attn.v_proj", kv, hidden, config.attention_bias),
-        ("self_attn.o_proj", hidden, query, config.attention_bias),
-        ("mlp.gate_proj", mlp, hidden, config.mlp_bias),
-        ("mlp.up_proj", mlp, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, mlp, config.mlp_bias),
-    ):
+    inputs = {"self_attn.q_proj": query, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+    inputs |= {"mlp.gate_proj": mlp, "mlp.up_proj": mlp}
+    shapes = {name: (rows, hidden) for name, rows in inputs.items()}
+    shapes |= {"self_attn.o_proj": (hidden, query), "mlp.down_proj": (hidden, mlp)}
+    for name, (rows, columns) in shapes.items():
         yield f"{name}.weight", (rows, columns)
-        if bias:
+        if config.attention_bias if name.startswith("self_attn") else config.mlp_bias:
             yield f"{name}.bias", (rows,)
 
 
 def check_tensors(reader: CheckpointReader, config: LlamaConfig) -> None:
-    """Check the files' tensors against the configuration; reads headers only.
-
-    Raises:
-        ModelError: a tensor is missing, has another shape, or has an unsupported type.
-    """
+    """Raise ModelError if a tensor is missing, has another shape, or has an unsupported type."""
     for name, want in expected_tensors(config):
         found = reader.shape(name)
         if found != want:

@@ -43,7 +43,7 @@ class SafetensorsReader:
         return self._entry(name).shape
 
     def dtype_name(self, name: str) -> str:
-        """The tensor's type in the file: ``float32``, ``bfloat16``, ``float16`` or ``float64``."""
+        """The tensor's type in the file, such as ``bfloat16``."""
         return str(_DTYPES[self._entry(name).dtype]).removeprefix("torch.")
 
     def stored_as(self, name: str) -> str:
@@ -89,7 +89,6 @@ def _takes_as_stored(
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of the index, or the single file."""
     if (index := folder / _INDEX).is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:

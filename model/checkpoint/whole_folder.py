@@ -39,7 +39,6 @@ def whole_folder(
         say: called with a line about each leftover that was removed.
     Raises:
         ModelError: ``out`` cannot be created here, or another process is creating it.
-        OSError: the disk failed.
     """
     out = Path(os.path.realpath(out))
     check_place(out, check_replaced)

@@ -82,8 +82,7 @@ class Sampler:
 
         Args:
             logits_RV: (R, V) float32, not modified.
-            rows: the R sequences; ``token_ids`` ends with the token before the logits, which may be a deferred one
-                unless ``SamplingParams.needs_tokens``.
+            rows: ``token_ids`` ends with the token before the logits, a deferred one unless ``params.needs_tokens``.
             waits: True if the host may wait for the device. If False, it waits only for penalties.
         """
         if logits_RV.shape != (len(rows), self._vocab_size):

@@ -16,17 +16,16 @@ from tightwire.model.layout import Shard
 from tightwire.model.weights import WeightPlan
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.fused import Fused, layer_tensors, outer_tensors, read_tensors
-from tightwire.model.weights.layer_store import LocalStore
+from tightwire.model.weights.layer_store import LayerFiles
 from tightwire.model.weights.packed_layer import PackedLayer, PackedModel, pack_model, weight_codec
 
 _CPU = torch.device("cpu")
 
 
-class CheckpointStore(LocalStore):
+class CheckpointStore(LayerFiles):
     """``LayerFiles`` over a checkpoint. The checkpoint owns ``reader``, which stays open."""
 
     name = "the checkpoint's files"
-    has_memory = False
 
     def __init__(self, reader: CheckpointReader, config: LlamaConfig, shard: Shard, model: PackedModel) -> None:
         self.model = model
@@ -47,14 +46,9 @@ class CheckpointStore(LocalStore):
         """Make a store that encodes layers streamed from host memory or other ranks; all others stay plain."""
         codec = weight_codec("none" if plan.origin == "disk" else plan.codec)
         model = pack_model(config, shard, formats, dtype, codec)
-        stored = [
-            encoded if layer in plan.streamed else plain
-            for layer, (plain, encoded) in enumerate(zip(model.plain, model.stored, strict=True))
-        ]
-        return cls(reader, config, shard, replace(model, stored=tuple(stored)))
-
-    def packed(self, layer: int) -> PackedLayer:
-        return self.model.stored[layer]
+        forms = (model.stored if layer in plan.streamed else model.plain for layer in range(config.num_layers))
+        stored = tuple(form[layer] for layer, form in enumerate(forms))
+        return cls(reader, config, shard, replace(model, stored=stored))
 
     def read_outer(self, device: torch.device, moved: Moved) -> Tensor:
         packed = self.model.outer
@@ -77,9 +71,6 @@ class CheckpointStore(LocalStore):
             return self._read(plain, self._layers[layer], into, moved)
         stored.encode(plain, self.read_plain(layer, _CPU, moved), into)
         return into
-
-    def close(self) -> None:
-        """Does nothing: the checkpoint owns the reader."""
 
     def _read(self, plain: PackedLayer, tensors: Mapping[str, Fused], buffer: Tensor, moved: Moved) -> Tensor:
         plain.zero_gaps(buffer)

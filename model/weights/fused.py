@@ -33,10 +33,7 @@ class Fused:
 def outer_tensors(config: LlamaConfig, shard: Shard) -> dict[str, Fused]:
     """Return tensors by field of ``OuterWeights``. A head that is tied to the embedding is omitted."""
     every = range(config.hidden_size)
-    tensors = {
-        "embedding": Fused(((EMBEDDING, shard.vocab_rows),), every),
-        "final_norm": Fused(((FINAL_NORM, every),)),
-    }
+    tensors = {"embedding": Fused(((EMBEDDING, shard.vocab_rows),), every), "final_norm": Fused(((FINAL_NORM, every),))}
     if not config.tied_embeddings:
         tensors["head"] = Fused(((HEAD, shard.vocab_rows),), every)
     return tensors
@@ -47,7 +44,10 @@ def layer_tensors(config: LlamaConfig, shard: Shard, index: int) -> dict[str, Fu
     prefix = f"model.layers.{index}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     every = range(config.hidden_size)
-    query, kv = _head_rows(shard.query_heads, config.head_dim), _head_rows(shard.kv_heads, config.head_dim)
+    query, kv = (
+        range(heads.start * config.head_dim, heads.stop * config.head_dim)
+        for heads in (shard.query_heads, shard.kv_heads)
+    )
     columns = shard.mlp_columns
     qkv = {"q_proj": query, "k_proj": kv, "v_proj": kv}
     matrices = {
@@ -72,10 +72,6 @@ def all_tensors(config: LlamaConfig, shard: Shard) -> Iterator[Fused]:
     yield from outer_tensors(config, shard).values()
     for index in range(config.num_layers):
         yield from layer_tensors(config, shard, index).values()
-
-
-def _head_rows(heads: range, head_dim: int) -> range:
-    return range(heads.start * head_dim, heads.stop * head_dim)
 
 
 def read_tensors(

@@ -41,22 +41,31 @@ class LayerFetcher:
         self.pool = BufferPool(NUM_BUFFERS, max(plain[layer].num_bytes for layer in order), device, traced=True)
         self.num_layers = self.num_bytes = 0  # fetched since the start; bytes as stored
         self.fetch_s = 0.0  # excludes waits for other ranks; on CUDA ends when the copies are queued
-        self._stages = _Stages(store, plain, order, device, lambda num_bytes: self.pool.moved())
-        self._thread = threading.Thread(target=self._fetch, name="tightwire-weights", daemon=True)
+        self._moved: Moved = lambda num_bytes: self.pool.moved()
+        stored_bytes = max(store.packed(layer).num_bytes for layer in order)
+        encoded = any(not store.packed(layer).is_plain for layer in order)
+        self._copies = store.device.type != device.type
+        self._stream, self._read_stream = _make_stream(device), _make_stream(store.device)
+        self._threads = [threading.Thread(target=self._fetch, name="tightwire-weights", daemon=True)]
+        self.read_pool: BufferPool | None = None  # buffers of stored layers; None: layers are read into ``pool``
+        self._arrived: dict[int, Tensor] = {}  # layer -> bytes read from the store
+        self._decoded_from: Tensor | None = None
+        if encoded and self._copies:
+            self._decoded_from = torch.empty(stored_bytes, dtype=torch.uint8, device=device)
+        if encoded or self._copies:
+            room = 0 if store.has_memory else stored_bytes
+            self.read_pool = BufferPool(NUM_BUFFERS, room, store.device, pinned=self._copies, traced=True)
+            self._threads.append(threading.Thread(target=self._read_ahead, name="tightwire-read", daemon=True))
 
     def start(self) -> None:
-        self._stages.start()
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     @property
     def is_full(self) -> bool:
         """True if all buffers are filled, so nothing is fetched until one is released."""
-        return _all_filled(self.pool) and self._stages.is_full
-
-    @property
-    def read_pool(self) -> BufferPool | None:
-        """Buffers of stored layers; None if layers are read directly into ``pool``."""
-        return self._stages.pool
+        pools = [self.pool] if self.read_pool is None else [self.pool, self.read_pool]
+        return all(buffer.state == "filled" for pool in pools for buffer in pool.buffers)
 
     def late_since(self, layer: int, start_s: float) -> float:
         """Return the seconds since ``start_s`` that the layer's read waited for other ranks."""
@@ -65,10 +74,11 @@ class LayerFetcher:
 
     def close(self) -> None:
         """Stop the threads; layers in use stay valid. May be called twice."""
-        self.pool.close(_closed())
-        self._stages.stop()
+        for pool in (self.pool, self.read_pool):
+            if pool is not None:
+                pool.close(WeightsError("these weights are closed"))
         self.store.stop()
-        threads = [thread for thread in (self._thread, self._stages.thread) if thread is not None and thread.is_alive()]
+        threads = [thread for thread in self._threads if thread.is_alive()]
         for thread in threads:
             thread.join(_END_S)
         if not any(thread.is_alive() for thread in threads):
@@ -76,11 +86,11 @@ class LayerFetcher:
 
     def _fetch(self) -> None:
         try:
-            with torch.inference_mode(), self._stages.queue():
+            with torch.inference_mode(), _queue(self._stream):
                 for layer in cycle(self._order):
                     buffer = self.pool.fill(layer)
                     start_s = time.perf_counter()
-                    self._stages.bring(layer, buffer)
+                    self._bring(layer, buffer)
                     self.pool.filled(layer)
                     self.fetch_s += time.perf_counter() - start_s - self.late_since(layer, start_s)
                     self.num_layers += 1
@@ -88,77 +98,36 @@ class LayerFetcher:
         except BaseException as error:  # noqa: BLE001 - raised in the pass that waits for a layer
             self.pool.close(error)
 
-
-class _Stages:
-    """The stages of fetching a layer: read, copy to the device, decode."""
-
-    def __init__(
-        self, store: LayerStore, plain: Sequence[PackedLayer], order: Sequence[int], device: torch.device, moved: Moved
-    ) -> None:
-        self._store, self._plain, self._order, self._moved = store, plain, order, moved
-        stored_bytes = max(store.packed(layer).num_bytes for layer in order)
-        encoded = any(not store.packed(layer).is_plain for layer in order)
-        self._same_device = store.device.type == device.type
-        self._arrived: dict[int, Tensor] = {}  # layer -> bytes read from the store
-        self.pool: BufferPool | None = None
-        self.thread: threading.Thread | None = None
-        if encoded or not self._same_device:
-            room = 0 if store.has_memory else stored_bytes
-            self.pool = BufferPool(NUM_BUFFERS, room, store.device, pinned=not self._same_device, traced=True)
-            self.thread = threading.Thread(target=self._read_ahead, name="tightwire-read", daemon=True)
-        self.on_device = (
-            torch.empty(stored_bytes, dtype=torch.uint8, device=device) if encoded and not self._same_device else None
-        )
-        self._stream = _make_stream(device)
-        self._read_stream = _make_stream(store.device)
-
-    @property
-    def is_full(self) -> bool:
-        return self.pool is None or _all_filled(self.pool)
-
-    def queue(self) -> AbstractContextManager[object]:
-        """Run GPU work of the ``with`` block concurrently with the computation."""
-        return _queue(self._stream)
-
-    def start(self) -> None:
-        if self.thread is not None:
-            self.thread.start()
-
-    def bring(self, layer: int, buffer: PoolBuffer) -> None:
-        plain, stored = self._plain[layer], self._store.packed(layer)
-        if self.pool is None:
+    def _bring(self, layer: int, buffer: PoolBuffer) -> None:
+        plain, stored = self._plain[layer], self.store.packed(layer)
+        if self.read_pool is None:
             target = buffer.memory[: stored.num_bytes]
-            source = self._store.read(layer, target, self._moved)
+            source = self.store.read(layer, target, self._moved)
             if source.data_ptr() != target.data_ptr():
                 target.copy_(source)
             return
-        self.pool.use(layer, math.inf)  # no timeout here: the waiting pass has one
+        self.read_pool.use(layer, math.inf)  # no timeout here: the waiting pass has one
         source = self._arrived.pop(layer)
         if stored.is_plain:
             buffer.memory[: stored.num_bytes].copy_(source, non_blocking=True)
-        elif self.on_device is not None:
-            stored.decode(self.on_device[: stored.num_bytes].copy_(source, non_blocking=True), plain, buffer.memory)
         else:
+            if self._decoded_from is not None:
+                source = self._decoded_from[: stored.num_bytes].copy_(source, non_blocking=True)
             stored.decode(source, plain, buffer.memory)
-        if self._stream is not None and not self._same_device:
+        if self._stream is not None and self._copies:
             self._stream.synchronize()  # the next read must not overwrite a buffer that is still being copied
-        self.pool.release(layer)
-
-    def stop(self) -> None:
-        """Stop the reading thread after its current ``read``."""
-        if self.pool is not None:
-            self.pool.close(_closed())
+        self.read_pool.release(layer)
 
     def _read_ahead(self) -> None:
-        assert self.pool is not None
+        assert self.read_pool is not None
         try:
             with torch.inference_mode(), _queue(self._read_stream):
                 for layer in cycle(self._order):
-                    buffer = self.pool.fill(layer).memory[: self._store.packed(layer).num_bytes]
-                    self._arrived[layer] = self._store.read(layer, buffer, self._moved)
-                    self.pool.filled(layer)
+                    buffer = self.read_pool.fill(layer).memory[: self.store.packed(layer).num_bytes]
+                    self._arrived[layer] = self.store.read(layer, buffer, self._moved)
+                    self.read_pool.filled(layer)
         except BaseException as error:  # noqa: BLE001 - raised in the pass that waits for a layer
-            self.pool.close(error)
+            self.read_pool.close(error)
 
 
 def _make_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -166,12 +135,5 @@ def _make_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def _queue(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Run GPU work of the ``with`` block concurrently with the computation."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-def _all_filled(pool: BufferPool) -> bool:
-    return all(buffer.state == "filled" for buffer in pool.buffers)
-
-
-def _closed() -> WeightsError:
-    return WeightsError("these weights are closed")

@@ -1,8 +1,7 @@
-"""Stores of packed layers: the protocols, the store in host memory, and a bandwidth limit."""
+"""Stores of packed layers: the base classes, the store in host memory, and a bandwidth limit."""
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,27 +15,19 @@ NEVER = (0.0, 0.0)
 _BURST_S = 0.004
 
 
-class LayerStore(Protocol):
+class LayerStore:
     """Provides one rank's packed layers. One thread reads them cyclically, in the order of the layers.
 
-    Attributes:
-        name: in messages, such as ``host memory`` or a file.
-        has_memory: ``read`` returns the store's own memory, and ``into`` may be empty.
-        device: of the bytes that ``read`` returns: the host or the computing device.
+    By default nothing waits for other ranks and nothing must be closed.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def has_memory(self) -> bool: ...
-
-    @property
-    def device(self) -> torch.device: ...
+    name: str  # in messages, such as ``host memory`` or a file
+    has_memory = False  # ``read`` returns the store's own memory, and ``into`` may be empty
+    device = torch.device("cpu")  # of the bytes that ``read`` returns
 
     def packed(self, layer: int) -> PackedLayer:
         """Return the form in which ``read`` returns the layer."""
-        ...
+        raise NotImplementedError
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
         """Return the packed layer: the filled ``into``, or memory of the store that is valid until the next ``read``.
@@ -47,50 +38,40 @@ class LayerStore(Protocol):
             WeightsError: the layer cannot be read, or is damaged.
             CommError: a rank that keeps a part of it is missing.
         """
-        ...
+        raise NotImplementedError
 
     def others_late(self, layer: int) -> tuple[float, float]:
         """Return start and end (perf_counter; inf during it) of the last ``read``'s wait for other ranks to begin theirs."""
-        ...
-
-    def stop(self) -> None:
-        """Interrupt, from another thread, a ``read`` that waits for other ranks."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class LayerFiles(LayerStore, Protocol):
-    """A ``LayerStore`` over files, from which all weights of a rank are loaded, in any order.
-
-    ``model``: the forms of the rank's tensors. Every read raises ModelError or WeightsError if it fails.
-    """
-
-    @property
-    def model(self) -> PackedModel: ...
-
-    def read_outer(self, device: torch.device, moved: Moved) -> Tensor:
-        """Return the outer tensors, packed, on ``device``."""
-        ...
-
-    def read_plain(self, layer: int, device: torch.device, moved: Moved) -> Tensor:
-        """Return the layer on ``device`` in its plain form."""
-        ...
-
-
-class LocalStore:
-    """Base class of stores that read to the host and do not wait for other ranks."""
-
-    device = torch.device("cpu")
-
-    def others_late(self, layer: int) -> tuple[float, float]:
         return NEVER
 
     def stop(self) -> None:
-        """Does nothing: no read waits for other ranks."""
+        """Interrupt, from another thread, a ``read`` that waits for other ranks."""
+
+    def close(self) -> None:
+        """Free files and memory. May be called twice."""
 
 
-class HostStore(LocalStore):
+class LayerFiles(LayerStore):
+    """A ``LayerStore`` over files, from which all weights of a rank are loaded, in any order.
+
+    Every read raises ModelError or WeightsError if it fails.
+    """
+
+    model: PackedModel  # the forms of the rank's tensors
+
+    def packed(self, layer: int) -> PackedLayer:
+        return self.model.stored[layer]
+
+    def read_outer(self, device: torch.device, moved: Moved) -> Tensor:
+        """Return the outer tensors, packed, on ``device``."""
+        raise NotImplementedError
+
+    def read_plain(self, layer: int, device: torch.device, moved: Moved) -> Tensor:
+        """Return the layer on ``device`` in its plain form."""
+        raise NotImplementedError
+
+
+class HostStore(LayerStore):
     """``LayerStore`` in this process's memory; nothing is copied."""
 
     name = "host memory"
@@ -111,7 +92,7 @@ class HostStore(LocalStore):
         self._layers.clear()
 
 
-class ThrottledStore:
+class ThrottledStore(LayerStore):
     """Limits another store's rate with a token bucket, for experiments with slow sources."""
 
     def __init__(self, store: LayerStore, bytes_per_s: float) -> None:

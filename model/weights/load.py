@@ -56,7 +56,7 @@ def load_weights(
         progress(1.0)
         if not plan.streamed:
             files.close()
-            return ResidentWeights(outer=outer, layers=tuple(resident.values()))
+            return ResidentWeights(outer, tuple(resident.values()))
         limited = store if plan.bytes_per_s is None else ThrottledStore(store, plan.bytes_per_s)
         weights = StreamedWeights(outer, resident, limited, files.model.plain, device, timeout_s=timeout_s)
     except BaseException:
@@ -91,23 +91,19 @@ class _Loading:
     def load_resident(self) -> tuple[OuterWeights, dict[int, LayerWeights]]:
         files, model = self._files, self._files.model
         outer = OuterWeights.of(_interleaved(model.outer.tensors(files.read_outer(self._device, self._moved))))
-        layers = {
-            layer: LayerWeights.of(
-                _interleaved(model.plain[layer].tensors(files.read_plain(layer, self._device, self._moved)))
-            )
-            for layer in self._plan.resident(self._num_layers)
-        }
+        layers: dict[int, LayerWeights] = {}
+        for layer in self._plan.resident(self._num_layers):
+            tensors = model.plain[layer].tensors(files.read_plain(layer, self._device, self._moved))
+            layers[layer] = LayerWeights.of(_interleaved(tensors))
         return outer, layers
 
     def load_to_host(self) -> HostStore:
         stored, pinned = self._files.model.stored, self._device.type == "cuda"
-        return HostStore(
-            stored,
-            {
-                layer: self._files.read(layer, page_aligned(stored[layer].num_bytes, _CPU, pinned=pinned), self._moved)
-                for layer in self._plan.streamed
-            },
-        )
+        layers: dict[int, Tensor] = {}
+        for layer in self._plan.streamed:
+            memory = page_aligned(stored[layer].num_bytes, _CPU, pinned=pinned)
+            layers[layer] = self._files.read(layer, memory, self._moved)
+        return HostStore(stored, layers)
 
     def load_parts(self, peers: PartitionPeers) -> PartitionStore:
         """Read each streamed layer, and keep this rank's part and the tail on the device of ``peers.inside``."""

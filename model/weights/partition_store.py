@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from tightwire.comm.codec.codec import Codec
@@ -18,7 +17,7 @@ from tightwire.comm.collectives.collectives import all_gather_into
 from tightwire.comm.group.partition_groups import PartitionPeers
 from tightwire.comm.ledger.ledger import GATHERING
 from tightwire.comm.protocols import Moved
-from tightwire.model.weights.layer_store import NEVER
+from tightwire.model.weights.layer_store import NEVER, LayerStore
 from tightwire.model.weights.packed_layer import PackedLayer
 
 LINE_BYTES = 64
@@ -53,7 +52,7 @@ class PartitionCut:
         return (self.num_ranks - 1) * self.part_bytes
 
 
-class PartitionStore:
+class PartitionStore(LayerStore):
     """``LayerStore`` that gathers the parts that the ranks of a node keep."""
 
     def __init__(
@@ -73,19 +72,9 @@ class PartitionStore:
         """
         self._stored, self._plain, self._kept = stored, plain, dict(kept)
         self._peers, self._codec = peers, codec
+        self.name = f"the parts that ranks {', '.join(map(str, peers.at.inside))} keep"
+        self.device, self.has_memory = peers.inside.device, peers.inside.world_size == 1
         self._late: dict[int, tuple[float, float]] = {}
-
-    @property
-    def name(self) -> str:
-        return f"the parts that ranks {', '.join(map(str, self._peers.at.inside))} keep"
-
-    @property
-    def device(self) -> torch.device:
-        return self._peers.inside.device
-
-    @property
-    def has_memory(self) -> bool:
-        return self._peers.inside.world_size == 1
 
     def packed(self, layer: int) -> PackedLayer:
         return self._stored[layer]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -47,48 +47,32 @@ class OuterWeights:
         return cls(**{"head": tensors["embedding"], **tensors})
 
 
-class WeightSource(Protocol):
+class WeightSource:
     """Provides weights to repeated passes over the layers in order.
 
     Each call of ``layer(i)`` needs one call of ``release(i)``; the result is valid until the last one. Several passes
     may hold the same layer.
     """
 
-    @property
-    def outer(self) -> OuterWeights: ...
-
-    @property
-    def spans(self) -> Sequence[range]:
-        """The layers in order, in spans of layers that can be on the device at the same time."""
-        ...
+    outer: OuterWeights
+    spans: Sequence[range]  # the layers in order, in spans that can be on the device at the same time
 
     def layer(self, index: int) -> LayerWeights:
         """Wait until the layer is on the device; raises WeightsError if it does not arrive in time."""
-        ...
+        raise NotImplementedError
 
-    def release(self, index: int) -> None: ...
+    def release(self, index: int) -> None:
+        """End a pass's use of the layer."""
 
     def close(self) -> None:
-        """Stop the threads that fetch layers. May be called twice."""
-        ...
+        """Stop the threads that fetch layers, if there are any. May be called twice."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResidentWeights:
+class ResidentWeights(WeightSource):
     """``WeightSource`` with all layers on the device."""
 
-    outer: OuterWeights
-    layers: tuple[LayerWeights, ...]
-
-    @property
-    def spans(self) -> tuple[range, ...]:
-        return (range(len(self.layers)),)
+    def __init__(self, outer: OuterWeights, layers: tuple[LayerWeights, ...]) -> None:
+        self.outer, self.layers, self.spans = outer, layers, (range(len(layers)),)
 
     def layer(self, index: int) -> LayerWeights:
         return self.layers[index]
-
-    def release(self, index: int) -> None:
-        """Does nothing: all layers stay on the device."""
-
-    def close(self) -> None:
-        """Does nothing: there are no threads."""

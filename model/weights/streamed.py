@@ -17,7 +17,7 @@ from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.weights.layer_fetcher import NUM_BUFFERS, LayerFetcher
 from tightwire.model.weights.layer_store import LayerStore
 from tightwire.model.weights.packed_layer import PackedLayer
-from tightwire.model.weights.source import LayerWeights, OuterWeights
+from tightwire.model.weights.source import LayerWeights, OuterWeights, WeightSource
 
 
 class Flow(NamedTuple):
@@ -30,7 +30,7 @@ class Flow(NamedTuple):
     late_s: float  # time that passes waited for other ranks to gather too; not part of the other times
 
 
-class StreamedWeights:
+class StreamedWeights(WeightSource):
     """``WeightSource`` with ``resident`` layers and ``NUM_BUFFERS`` others on the device."""
 
     def __init__(

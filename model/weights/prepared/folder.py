@@ -1,10 +1,7 @@
 """Opens a prepared folder: a model split over its ranks, with each rank's packed layers in one file.
 
-    tightwire.json        the manifest
-    rank-R-of-N.weights   rank R's blobs, whole pages each: the outer tensors (plain), then each layer (through the
-    codec) config.json, tokenizer.json, tokenizer_config.json, ...   as in any Hugging Face folder
-
-``model.prepare`` creates one. The folder does not need the original model.
+``tightwire.json`` is the manifest. ``rank-R-of-N.weights`` has rank R's blobs, whole pages each: the outer tensors
+(plain), then each layer (through the codec). The other files are those of any Hugging Face folder.
 """
 
 import hashlib
@@ -24,8 +21,8 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.model.layout import Layout, make_layout
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.layer_store import LocalStore
-from tightwire.model.weights.packed_layer import PackedLayer, PackedModel, pack_model
+from tightwire.model.weights.layer_store import LayerFiles
+from tightwire.model.weights.packed_layer import PackedModel, pack_model
 from tightwire.model.weights.prepared.blob_file import PIECE_BYTES, BlobFile, read_blob, reads_direct
 from tightwire.model.weights.prepared.manifest import MAKE_AGAIN, MANIFEST, Manifest, RankFile, cuts_of, read_manifest
 
@@ -33,10 +30,8 @@ _CPU = torch.device("cpu")
 _OUTER = "embedding, norm and head"
 
 
-class DiskStore(LocalStore):
+class DiskStore(LayerFiles):
     """``LayerFiles`` over one file."""
-
-    has_memory = False
 
     def __init__(
         self,
@@ -57,14 +52,8 @@ class DiskStore(LocalStore):
         self.model = model
         self._outer, self._blobs, self._verify = blobs.outer, blobs.layers, verify
         self._file = BlobFile(path, direct=direct, patience_s=patience_s)
+        self.name = f"{path} ({'around' if direct else 'through'} the page cache)"
         self._unverified = set(range(len(self._blobs)) if verify else ())
-
-    @property
-    def name(self) -> str:
-        return f"{self._file.path} ({'around' if self._file.direct else 'through'} the page cache)"
-
-    def packed(self, layer: int) -> PackedLayer:
-        return self.model.stored[layer]
 
     def read_outer(self, device: torch.device, moved: Moved) -> Tensor:
         buffer = page_aligned(self._outer.num_bytes, _CPU)

@@ -130,7 +130,7 @@ def _close_in_a_gather(group: Group, world: World, work: Work) -> bool:
         weights.close()
     peers.await_all()
     weights.close()
-    return weights.fetcher._thread.is_alive()
+    return weights.fetcher._threads[0].is_alive()
 
 
 @pytest.mark.parametrize("shared_memory", [False, True], ids=["gloo", "shared-memory"])

@@ -139,32 +139,19 @@ def test_encoded_weights_are_the_same_however_many_are_streamed(checkpoint: Chec
         assert answers[0] != exact
 
 
-class _Jittery:
+class _Jittery(LayerStore):
     """Takes its time, another one for every layer and pass."""
+
+    name = "a jittery store"
 
     def __init__(self, store: LayerStore, delays: list[float]) -> None:
         self._store, self._delays = store, delays
-
-    name = "a jittery store"
-    device = torch.device("cpu")
-    has_memory = False
-
-    def packed(self, layer: int) -> PackedLayer:
-        return self._store.packed(layer)
+        self.packed, self.close = store.packed, store.close
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
         time.sleep(self._delays[layer % len(self._delays)])
         self._delays.append(self._delays.pop(0))
         return self._store.read(layer, into, moved)
-
-    def others_late(self, layer: int) -> tuple[float, float]:
-        return self._store.others_late(layer)
-
-    def stop(self) -> None:
-        self._store.stop()
-
-    def close(self) -> None:
-        self._store.close()
 
 
 def delay_stores(monkeypatch: pytest.MonkeyPatch, delays: list[float]) -> None:
@@ -321,7 +308,7 @@ def test_planned_sizes_equal_the_memory_in_use(
         )
         resident = dict.fromkeys(plan.resident(NUM_LAYERS))
         beside = StreamedWeights(weights.outer, resident, weights.store, plain, torch.device("meta"), timeout_s=1.0)  # pyright: ignore[reportArgumentType]
-        decoded_from = beside.fetcher._stages.on_device
+        decoded_from = beside.fetcher._decoded_from
         assert sizes.in_pool(plan, "cuda") == stay + _slot_bytes(beside) + (
             0 if decoded_from is None else decoded_from.nbytes
         )
