@@ -24,7 +24,8 @@ INT8_ACTIVATIONS = (
 _BUDGET = re.compile(r"(kl)=([0-9.eE+-]+)|(ppl)=([0-9.eE+-]+)%")
 _MAX_RANKS = 64
 _ALGORITHMS = (
-    "ring",  # lossless, but with more than two ranks it adds in another order: shows the effect of rounding alone
+    "two-shot",  # lossless: what messages in --dtype cost
+    "ring",  # lossless, but it rounds the sum at every hop
     *("flash-int8", "flash-int6", "flash-int6-uniform", "flash-int5", "flash-int4"),
     *("flash:int4-had,int4-had", "flash:int4-sr,int4-sr"),
 )
@@ -110,7 +111,9 @@ class QualityOptions(OutputOptions):
     tokens: int = option(50_000, "tokens to measure on, spread over the text", metavar="N", least=1)
     window: int = option(512, "tokens of context: the text is cut into windows of N tokens", metavar="N", least=16)
     batch: int = option(4, "windows in one forward pass", metavar="N", least=1)
-    dtype: str = option("auto", "of activations; auto: the checkpoint's", choices=("auto", "bfloat16", "float32"))
+    dtype: str = option(
+        "auto", "of activations and messages; auto: the checkpoint's", choices=("auto", "bfloat16", "float32")
+    )
     quantization: str = option("auto", "of the weights, as for serve", choices=QUANTIZATIONS)
     budget: Budget | None = option(
         None,

@@ -94,15 +94,18 @@ class ThreadRanks:
         Raises:
             ValueError: an arm's codec cannot encode the weights.
         """
-        made = {kind: self._make_models(arms, kind, make_routes) for kind in {arm.weights for arm in arms}}
-        self._models = [made[arm.weights] for arm in arms]
+        kinds = [(arm.weights, arm.sum_dtype(self._dtype)) for arm in arms]
+        made = {kind: self._make_models(arms, *kind, make_routes) for kind in set(kinds)}
+        self._models = [made[kind] for kind in kinds]
 
-    def _make_models(self, arms: Sequence[Arm], kind: tuple[str, bool], make_routes: MakeRoutes) -> list[Llama]:
+    def _make_models(
+        self, arms: Sequence[Arm], kind: tuple[str, bool], sum_dtype: torch.dtype, make_routes: MakeRoutes
+    ) -> list[Llama]:
         weights = self._weights_of(kind)
         return self._on_ranks(
             lambda rank: Llama(
                 self._config,
-                TensorParallel(self._groups[rank], self._layout, make_routes(arms, self._groups[rank])),
+                TensorParallel(self._groups[rank], self._layout, make_routes(arms, self._groups[rank]), sum_dtype),
                 weights[rank],
                 self._caches[rank],
                 self._max_tokens,

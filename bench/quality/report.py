@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -14,7 +15,7 @@ from tightwire.bench.report.table import Column, Row, Table
 
 _ALGORITHM = Column("algorithm", "algorithm")
 _RANKS = Column("ranks", "world_size", "d")
-_SHARE = Column("share of the lossless sum's bytes", "bytes_share", ".1%")
+_SHARE = Column("share of a lossless sum's bytes in --dtype", "bytes_share", ".1%")
 _KL = Column("mean KL, nats", "kl_mean", ".1e")
 COLUMNS = (
     _ALGORITHM,
@@ -34,7 +35,7 @@ CSV_COLUMNS = (
     *(Column(key, key) for key in ("perplexity_delta_low", "perplexity_delta_high", "kl_max")),
 )
 LEGEND = (
-    "bytes: sent by a rank for each prompt token, averaged over ranks; share: of the lossless sum's bytes; ppl: perplexity, "
+    "bytes: sent by a rank for each prompt token, averaged over ranks; share: of a lossless sum's bytes in --dtype; ppl: perplexity, "
     "its rise, and half of the 95 % interval of the rise; KL: KL(exact || algorithm) of next-token distributions in nats, mean "
     "and 99th percentile; top-1: positions with the same most likely token; dB: signal to noise of the sums of o_proj and down_proj"
 )
@@ -48,8 +49,8 @@ def exact_row(measured: Measured, setting: Setting) -> dict[str, Any]:
         "algorithm": EXACT,
         "tokens": len(nll_T),
         "perplexity": float(np.exp(nll_T.mean())),
-        "bytes_per_token": _bytes(exact_arm(), measured, setting),
-        "bytes_share": 1.0,
+        "bytes_per_token": (sent := _bytes(exact_arm(), measured, setting)),
+        "bytes_share": sent / _lossless_bytes(measured, setting),
     }
 
 
@@ -65,7 +66,7 @@ def make_rows(measured: Measured, arms: Sequence[Arm], setting: Setting) -> list
             "world_size": measured.world_size,
             "algorithm": arm.name,
             "bytes_per_token": sent,
-            "bytes_share": sent / _bytes(exact_arm(), measured, setting),
+            "bytes_share": sent / _lossless_bytes(measured, setting),
             **_distances(measured.scores[arm.name], measured.scores[EXACT], setting),
             "sqnr_db": _sqnr(measured, arm, setting.config.num_layers),
             "samples": {"nll": nll.tolist(), **({"kl": kl.tolist()} if kl.any() else {})},
@@ -75,8 +76,13 @@ def make_rows(measured: Measured, arms: Sequence[Arm], setting: Setting) -> list
 
 
 def _bytes(arm: Arm, measured: Measured, setting: Setting) -> float:
-    window, elem_bytes = setting.options.window, setting.dtype.itemsize
+    window, elem_bytes = setting.options.window, arm.sum_dtype(setting.dtype).itemsize
     return bytes_per_token(arm, setting.config, measured.world_size, window, elem_bytes)
+
+
+def _lossless_bytes(measured: Measured, setting: Setting) -> float:
+    """Of a lossless sum in --dtype."""
+    return _bytes(replace(exact_arm(), float32_sums=False), measured, setting)
 
 
 def _window_means(scores: Scores, setting: Setting) -> tuple[Floats, Floats]:

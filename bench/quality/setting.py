@@ -6,7 +6,7 @@ and do not overlap.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,17 @@ class Arm:
     policy: Policy
     weight_codec: str = "none"  # as ``serve --weight-codec`` sets it for the layers' matrices
     int8_activations: bool = False  # in products with the layers' packed matrices
+    # Messages are float32, as ``serve`` sends them through memory; else in --dtype, as it sends them over a wire.
+    float32_sums: bool = False
 
     @property
     def weights(self) -> tuple[str, bool]:
         """Arms that are equal in this share their weights."""
         return self.weight_codec, self.int8_activations
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of messages, for activations in ``dtype``."""
+        return torch.float32 if self.float32_sums else dtype
 
     def algorithm(self, site: str, layer: int) -> str:
         """The AllReduce of prompt rows at this site and layer."""
@@ -60,7 +66,7 @@ def places(config: LlamaConfig) -> list[Place]:
 
 
 def exact_arm() -> Arm:
-    return Arm(name=EXACT, policy=one_for_all(LOSSLESS))
+    return Arm(name=EXACT, policy=one_for_all(LOSSLESS), float32_sums=True)
 
 
 def make_arm(name: str, config: LlamaConfig) -> Arm:
@@ -74,9 +80,9 @@ def make_arm(name: str, config: LlamaConfig) -> Arm:
     """
     check_name(name)
     if name.startswith(WEIGHTS):
-        return Arm(name=name, policy=one_for_all(LOSSLESS), weight_codec=name.removeprefix(WEIGHTS))
+        return replace(exact_arm(), name=name, weight_codec=name.removeprefix(WEIGHTS))
     if name == INT8_ACTIVATIONS:
-        return Arm(name=name, policy=one_for_all(LOSSLESS), int8_activations=True)
+        return replace(exact_arm(), name=name, int8_activations=True)
     if name.startswith(POLICY):
         return file_arm(name, read_policy_file(Path(name.removeprefix(POLICY))), config)
     return one_algorithm_arm(name, name)
