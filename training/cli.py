@@ -11,8 +11,7 @@ from pathlib import Path
 from tightwire.comm.sizes import format_bytes
 from tightwire.training.config.read import EXAMPLES, describe_config, read_config
 from tightwire.training.config.tree import TrainConfig
-from tightwire.training.log.run_log import missing_packages
-from tightwire.training.run.early_checks import check_early, find_topology
+from tightwire.training.run.early_checks import check_early, find_topology, missing_packages
 
 _SIGTERM_CODE = 128 + signal.SIGTERM
 

@@ -61,6 +61,14 @@ class Bucket:
     def trainable(self) -> FlatParameter | None:
         return self.flat_params[0] if self.flat_params[0].trainable else None
 
+    @property
+    def num_elems(self) -> int:
+        return sum(flat_param.num_elems for flat_param in self.flat_params)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(flat_param.num_parameters for flat_param in self.flat_params)
+
 
 class Use(NamedTuple):
     """A module attribute that is a parameter; a tied parameter has several uses."""
@@ -91,7 +99,7 @@ class BucketPlan:
 
     @property
     def num_parameters(self) -> int:
-        return sum(flat_param.num_parameters for flat_param in self.flat_params)
+        return sum(bucket.num_parameters for bucket in self.buckets)
 
 
 def plan_buckets(model: nn.Module, shard_ranks: int, blocks: str = "model.layers") -> BucketPlan:

@@ -76,7 +76,7 @@ def make_buffers(
     size = options.compute_dtype.itemsize
     shared = None
     if any(alternates(options, bucket) for bucket in plan.buckets):
-        room = max(weight_elems(bucket) for bucket in plan.blocks)
+        room = max(bucket.num_elems for bucket in plan.blocks)
         shared = BufferPool(options.num_buffers, room * size, device)
     places = []
     for bucket in plan.buckets:
@@ -86,17 +86,13 @@ def make_buffers(
             continue
         alternating = alternates(options, bucket)
         number = (bucket.block or 0) % options.num_buffers if alternating else 0
-        pool = shared if alternating and shared is not None else BufferPool(1, weight_elems(bucket) * size, device)
+        pool = shared if alternating and shared is not None else BufferPool(1, bucket.num_elems * size, device)
         name = f"weights {number if alternating else bucket.name}"
-        numbers = pool.buffers[number].memory.view(options.compute_dtype)[: weight_elems(bucket)]
+        numbers = pool.buffers[number].memory.view(options.compute_dtype)[: bucket.num_elems]
         sizes = [flat_param.num_elems for flat_param in bucket.flat_params]
         views = {fp.name: view for fp, view in zip(bucket.flat_params, numbers.split(sizes), strict=True)}
         places.append(BucketBuffer(pool, number, name, views, alternating, {}))
     return places
-
-
-def weight_elems(bucket: Bucket) -> int:
-    return sum(flat_param.num_elems for flat_param in bucket.flat_params)
 
 
 class Weights:

@@ -78,10 +78,9 @@ def _gathers(plan: BucketPlan, options: EngineOptions, flows: Sequence[Flow], ra
 
 
 def _computing(plan: BucketPlan, options: EngineOptions, computing: Computing) -> Iterator[Task]:
-    elems = [sum(flat_param.num_parameters for flat_param in bucket.flat_params) for bucket in plan.blocks]
+    elems = [bucket.num_parameters for bucket in plan.blocks]
     # The head, tied or not, has the embedding's size; an embedding lookup has no arithmetic.
-    embedding = next(bucket for bucket in plan.buckets if bucket.name == EMBEDDING)
-    head = sum(flat_param.num_parameters for flat_param in embedding.flat_params)
+    head = next(bucket.num_parameters for bucket in plan.buckets if bucket.name == EMBEDDING)
     total = sum(elems) + head
     first = tuple(f"gather {bucket.name}" for bucket in plan.buckets if bucket.block is None)
     for block, count in enumerate(elems):

@@ -1,15 +1,18 @@
 """Writes the run's log: one JSON line per step and evaluation, TensorBoard scalars if enabled, and the loss plot."""
 
-import importlib.util
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tightwire.comm.atomic_file import write_atomic
-from tightwire.training.config.tree import LogConfig
+from tightwire.comm.sizes import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,12 +146,6 @@ class RunLog:
             self._writer.close()
 
 
-def missing_packages(config: LogConfig) -> dict[str, str]:
-    """The outputs that are on but need a package that is not installed: what is not written, by the package's name."""
-    needed = (("tensorboard", "TensorBoard files", config.tensorboard), ("matplotlib", "the loss plot", config.plot))
-    return {name: what for name, what, wanted in needed if wanted and importlib.util.find_spec(name) is None}
-
-
 def read_log(path: Path) -> list[dict[str, Any]]:
     """Read the records up to the first line that is incomplete or invalid."""
     values = []
@@ -168,3 +165,54 @@ def _drop_after(path: Path, step: int) -> None:
         return
     kept = [json.dumps(values) + "\n" for values in read_log(path) if values["step"] <= step]
     write_atomic(path, "".join(kept).encode())
+
+
+class Terminal:
+    """The lines and the bar of a run of ``steps`` steps. Ranks other than 0 print nothing."""
+
+    def __init__(self, steps: int, every: int, *, rank: int = 0, done: int = 0, stream: TextIO | None = None) -> None:
+        """``every``: steps between two lines. ``done``: steps so far."""
+        self._steps, self._every = steps, every
+        self._console = Console(file=stream or sys.stderr, quiet=rank > 0)
+        columns = BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+        has_bar = self._console.is_terminal and rank == 0
+        self._bars = Progress(*columns, console=self._console, transient=True, disable=not has_bar)
+        self._task = self._bars.add_task("", total=steps, completed=done)
+        self._bars.start()
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def step(self, record: StepRecord) -> None:
+        short = f"loss {record.loss:.3f}  {_count(record.tokens_per_s)} tok/s"
+        self._bars.update(self._task, completed=record.step, description=short)
+        if record.step % self._every == 0 or record.step in (1, self._steps):
+            self.say(f"step {record.step:>{len(str(self._steps))}}/{self._steps}  {describe(record)}")
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self.say(f"held-out loss {record.held_out_loss:.4f} after step {record.step} ({record.tokens} tokens)")
+        for prompt, text in record.samples:
+            self.say(f"    {prompt!r} -> {text!r}")
+
+    def close(self) -> None:
+        """Remove the progress bar. ``say`` still works."""
+        self._bars.stop()
+
+
+def describe(record: StepRecord) -> str:
+    """The record on one line."""
+    mfu = "" if record.mfu is None else f"  MFU {100 * record.mfu:.1f} %"
+    return (
+        f"loss {record.loss:.4f}  lr {record.lr:.3g}  grad {record.grad_norm:.3g}  "
+        f"{_count(record.tokens_per_s)} tok/s{mfu}  memory {format_bytes(record.memory_bytes)}  "
+        f"wire {format_bytes(record.wire_bytes)}  waited {record.exposed_ms:.0f} ms of {1e3 * record.seconds:.0f}"
+    )
+
+
+def _count(number: float) -> str:
+    """Three significant digits, such as ``12.3k``."""
+    for unit in ("", "k"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}M"

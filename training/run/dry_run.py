@@ -16,9 +16,8 @@ from tightwire.comm.sizes import format_bytes
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError, RunData
 from tightwire.training.engine.options import engine_options
-from tightwire.training.estimate.arithmetic import peak_flops
 from tightwire.training.estimate.memory import checkpoint_bytes
-from tightwire.training.estimate.step import StepModel, model_step
+from tightwire.training.estimate.step import StepModel, model_step, peak_flops
 from tightwire.training.estimate.step_time import Computing, Rates, predict_step
 from tightwire.training.run.early_checks import find_topology
 from tightwire.training.run.setup import check_sequences, find_device
@@ -44,7 +43,7 @@ def dry_run(config: TrainConfig, environment: Mapping[str, str] = os.environ) ->
 def _about_run(model: StepModel) -> Iterator[str]:
     config, plan, topology = model.config, model.plan, model.topology
     frozen = sum(flat_param.num_parameters for flat_param in plan.flat_params if not flat_param.trainable)
-    block = max(sum(flat_param.num_parameters for flat_param in bucket.flat_params) for bucket in plan.blocks)
+    block = max(bucket.num_parameters for bucket in plan.blocks)
     yield f"parameters        {_millions(plan.num_parameters)}{f', of which {_millions(frozen)} frozen' if frozen else ''}"
     yield f"                  {len(plan.blocks)} blocks of {_millions(block)}, vocabulary {model.llama.vocab_size}"
     yield (

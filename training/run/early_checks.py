@@ -1,5 +1,6 @@
 """Refuses a run before torch is imported: ranks that do not fit, missing data, an unknown model, an unusable folder."""
 
+import importlib.util
 import os
 import re
 from collections.abc import Mapping
@@ -7,7 +8,7 @@ from collections.abc import Mapping
 from tightwire.comm.group.topology import Topology
 from tightwire.model.checkpoint.catalog import CATALOG
 from tightwire.training.checkpoint.folders import find_checkpoint
-from tightwire.training.config.tree import TrainConfig
+from tightwire.training.config.tree import LogConfig, TrainConfig
 from tightwire.training.data.documents import RunData
 
 _REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -36,6 +37,12 @@ def check_early(config: TrainConfig, topology: Topology) -> RunData:
     if topology.rank == 0:
         _check_run_folder(config)
     return data
+
+
+def missing_packages(config: LogConfig) -> dict[str, str]:
+    """The outputs that are on but need a package that is not installed: what is not written, by the package's name."""
+    needed = (("tensorboard", "TensorBoard files", config.tensorboard), ("matplotlib", "the loss plot", config.plot))
+    return {name: what for name, what, wanted in needed if wanted and importlib.util.find_spec(name) is None}
 
 
 def _check_start(start: str) -> None:

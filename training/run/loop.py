@@ -7,7 +7,7 @@ ranks stop after the same step.
 import math
 import resource
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,8 +21,7 @@ from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
 from tightwire.training.data.read_ahead import ReadAhead
 from tightwire.training.data.sequences import Batch
-from tightwire.training.log.run_log import EvaluationRecord, RunLog, StepRecord
-from tightwire.training.log.terminal import Terminal
+from tightwire.training.log.run_log import EvaluationRecord, RunLog, StepRecord, Terminal
 from tightwire.training.optimizer import learning_rate, set_learning_rate
 from tightwire.training.ranks.control import Control
 from tightwire.training.run.setup import Trained
@@ -57,7 +56,6 @@ class Loop:
     step: int = 0
     position: int = 0
     last_checkpoint: Path | None = None
-    _saved_step: int = field(init=False)
 
     def __post_init__(self) -> None:
         self._saved_step = self.step
@@ -180,11 +178,8 @@ class Loop:
 
     def _diverged(self, loss: float) -> None:
         """Raise DivergedError. Collective: the norm is the same on all ranks."""
-        own = [
-            shard.name
-            for shard in self._state.shards
-            if shard.flat_N.grad is not None and not shard.flat_N.grad.isfinite().all()
-        ]
+        grads = {shard.name: shard.flat_N.grad for shard in self._state.shards}
+        own = [name for name, grad in grads.items() if grad is not None and not grad.isfinite().all()]
         self._complete_checkpoint(raising=False)
         ranks = self.control.gather((loss, own))
         names = sorted({name for _, names in ranks for name in names})

@@ -19,10 +19,9 @@ from tightwire.training.data.documents import RunData, describe_files
 from tightwire.training.data.read_ahead import ReadAhead
 from tightwire.training.data.sequences import held_out_sequences, rank_batches
 from tightwire.training.engine.options import EngineOptions, engine_options
-from tightwire.training.estimate.arithmetic import flops_per_token, peak_flops
 from tightwire.training.estimate.memory import checkpoint_bytes
-from tightwire.training.log.run_log import RunLog
-from tightwire.training.log.terminal import Terminal
+from tightwire.training.estimate.step import flops_per_token, peak_flops
+from tightwire.training.log.run_log import RunLog, Terminal
 from tightwire.training.ranks.groups import open_store
 from tightwire.training.run.checks import (
     check_disk_space,

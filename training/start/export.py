@@ -4,7 +4,7 @@ Every rank takes part in gathering; rank 0 writes, and holds at most one file's 
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -67,46 +67,36 @@ def _write(
     dtype: torch.dtype,
     file_bytes: int,
 ) -> None:
-    files: list[list[str]] = []
-    held: dict[str, Tensor] = {}
-    total = 0
-
-    def flush() -> None:
-        if held:
-            save_file(held, folder / f"part-{len(files)}", metadata={"format": "pt"})
-            files.append(list(held))
-            held.clear()
-
-    for name, tensor in tensors:
-        held[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
-        total += held[name].nbytes
-        if sum(kept.nbytes for kept in held.values()) >= file_bytes:
-            flush()
-    flush()
-    _name_files(folder, files, total)
-    dtype_name = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(
-        json.dumps({**config_to_hf(config), "torch_dtype": dtype_name}, indent=1) + "\n"
-    )
+    config_json = {**config_to_hf(config), "torch_dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(config_json, indent=1) + "\n")
     tokenizer.save(folder)
-    for (
-        path
-    ) in folder.iterdir():  # safetensors files are readable by their owner only, but a server may run as another user
-        path.chmod((folder / "config.json").stat().st_mode)
-
-
-def _name_files(folder: Path, files: list[list[str]], total: int) -> None:
-    """Rename the parts to a single file, or to numbered files with an index."""
-    if len(files) == 1:
-        (folder / "part-0").rename(folder / "model.safetensors")
-        return
+    files, total = [], 0
+    for number, held in enumerate(_batches(tensors, dtype, file_bytes)):
+        save_file(held, folder / f"part-{number}", metadata={"format": "pt"})
+        files.append(list(held))
+        total += sum(tensor.nbytes for tensor in held.values())
     weight_map = {}
     for number, names in enumerate(files):
-        name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+        # safetensors makes files that only their owner can read, but a server may run as another user.
+        (folder / f"part-{number}").chmod((folder / "config.json").stat().st_mode)
         (folder / f"part-{number}").rename(folder / name)
         weight_map |= dict.fromkeys(names, name)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
+
+
+def _batches(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, file_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Copies in ``dtype``, in batches of ``file_bytes`` or a little more."""
+    held: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        held[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        if sum(kept.nbytes for kept in held.values()) >= file_bytes:
+            yield held
+            held = {}
+    if held:
+        yield held
 
 
 def _check_replaced(out: Path) -> None:

@@ -1,12 +1,14 @@
 """Opens the model a run starts from: a transformers Llama without weights, a reader of its weights, and its tokenizer."""
 
 import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
 from torch import Tensor
 from transformers import LlamaConfig as HfConfig
 from transformers import LlamaForCausalLM
@@ -17,13 +19,23 @@ from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.random import RandomReader
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.open import open_checkpoint
-from tightwire.model.text.byte_tokenizer import MIN_VOCAB_SIZE, byte_backend
-from tightwire.model.text.tokenizer import Tokenizer
+from tightwire.model.text.byte_tokenizer import (
+    BOS,
+    CHAT_TEMPLATE,
+    END_OF_TURN,
+    EOS,
+    MIN_VOCAB_SIZE,
+    START_OF_TURN,
+    byte_backend,
+    byte_characters,
+)
+from tightwire.model.text.tokenizer import Tokenizer, tokenizer_from_folder
 from tightwire.training.config.tree import BPE, BYTES, ModelConfig, ShapeConfig
-from tightwire.training.start.tokenizer import train_bpe, with_template
 
 # Values of a new model's config.json that are not configurable.
 _FIXED: dict[str, Any] = {"model_type": "llama", "hidden_act": "silu", "dtype": "float32"}
+_SPECIAL = (BOS, EOS, START_OF_TURN, END_OF_TURN)
+_MOST_CHARACTERS = 1 << 26  # of text to train on; more text changes little and takes minutes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,3 +142,61 @@ def _given_tokenizer(config: ModelConfig) -> Tokenizer:
         size = config.shape.vocab_size if config.shape else None
         return with_template(byte_backend(max(size or 0, MIN_VOCAB_SIZE)))  # ids above the bytes' also decode to text
     return open_checkpoint(config.tokenizer).tokenizer()
+
+
+def train_bpe(vocab_size: int, keep_in: Path, texts: Callable[[], Iterable[str]]) -> Tokenizer:
+    """Load the tokenizer in ``keep_in``, or train one on ``texts()`` and save it there.
+
+    Ids 0..3 are the special tokens of the byte tokenizer, so its chat template works here too. Raises ValueError: the size is too
+    small, or there is too little text for it.
+    """
+    if vocab_size < len(_SPECIAL) + 256:
+        raise ValueError(
+            f"model.tokenizer: bpe:{vocab_size} is too small for bytes and special tokens; give bpe:{len(_SPECIAL) + 256} or more"
+        )
+    if not (keep_in / "tokenizer.json").is_file():
+        learned = _learn(vocab_size, texts())
+        if learned.get_vocab_size() < vocab_size:
+            raise ValueError(
+                f"model.tokenizer: the data gives {learned.get_vocab_size()} tokens, not {vocab_size}; use "
+                f"bpe:{learned.get_vocab_size()}, or more data"
+            )
+        keep_in.mkdir(parents=True, exist_ok=True)
+        with_template(learned).save(keep_in)
+    ids = [_SPECIAL.index(token) for token in (EOS, END_OF_TURN)]
+    return tokenizer_from_folder(keep_in, bos_token_id=_SPECIAL.index(BOS), eos_token_ids=tuple(ids))
+
+
+def _learn(vocab_size: int, texts: Iterable[str]) -> Backend:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in _SPECIAL],
+        initial_alphabet=byte_characters(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_limit(texts), trainer)
+    return backend
+
+
+def _limit(texts: Iterable[str]) -> Iterator[str]:
+    taken = 0
+    for text in texts:
+        yield text
+        taken += len(text)
+        if taken > _MOST_CHARACTERS:
+            return
+
+
+def with_template(backend: Backend) -> Tokenizer:
+    """Add the byte tokenizer's chat template to a backend with the same special tokens, under any ids."""
+    bos_id, *end_ids = (backend.token_to_id(token) for token in (BOS, EOS, END_OF_TURN))
+    return Tokenizer(
+        backend,
+        chat_template=CHAT_TEMPLATE,
+        special_tokens={"bos_token": BOS, "eos_token": EOS},
+        bos_token_id=bos_id,
+        eos_token_ids=tuple(token for token in end_ids if token is not None),
+    )

@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tightwire.training.config.tree import LogConfig
-from tightwire.training.log import run_log
-from tightwire.training.log.run_log import LOG, EvaluationRecord, RunLog, StepRecord, missing_packages, read_log
-from tightwire.training.log.terminal import Terminal, describe
+from tightwire.training.log.run_log import (
+    LOG,
+    EvaluationRecord,
+    RunLog,
+    StepRecord,
+    Terminal,
+    describe,
+    read_log,
+)
 
 
 def _step(step: int, mfu: float | None = 0.25) -> StepRecord:
@@ -91,13 +96,6 @@ def test_the_loss_is_plotted(tmp_path: Path) -> None:
     log.close()
     assert "held-out loss" in (tmp_path / "loss.svg").read_text()
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_log.importlib.util, "find_spec", lambda name: None)
-    assert list(missing_packages(LogConfig())) == ["tensorboard", "matplotlib"]
-    assert missing_packages(LogConfig(tensorboard=False)) == {"matplotlib": "the loss plot"}
-    assert not missing_packages(LogConfig(tensorboard=False, plot=False))
 
 
 def test_a_terminal_line_shows_all_values() -> None:

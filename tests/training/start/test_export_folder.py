@@ -11,8 +11,7 @@ from tightwire.model.checkpoint.names import expected_tensors
 from tightwire.model.open import open_checkpoint
 from tightwire.training.config.tree import ModelConfig, ShapeConfig
 from tightwire.training.start.export import export_folder
-from tightwire.training.start.model import StartingModel, open_starting_model
-from tightwire.training.start.tokenizer import train_bpe
+from tightwire.training.start.model import StartingModel, open_starting_model, train_bpe
 
 _SHAPE = ShapeConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
 

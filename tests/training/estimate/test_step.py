@@ -4,7 +4,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.training.estimate.arithmetic import flops_per_token, peak_flops
+from tightwire.training.estimate.step import flops_per_token, peak_flops
 from tightwire.training.start.model import build_model
 
 _CPU = torch.device("cpu")

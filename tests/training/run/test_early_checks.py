@@ -1,0 +1,41 @@
+"""What a run lacks is found before torch is imported."""
+
+from pathlib import Path
+
+import pytest
+from helpers.training.training_runs import make_config
+
+from tightwire.comm.group.topology import Topology
+from tightwire.training.checkpoint.folders import OtherRunError
+from tightwire.training.config.tree import LogConfig
+from tightwire.training.run import early_checks
+from tightwire.training.run.early_checks import check_early, missing_packages
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_checks.importlib.util, "find_spec", lambda name: None)
+    assert list(missing_packages(LogConfig())) == ["tensorboard", "matplotlib"]
+    assert missing_packages(LogConfig(tensorboard=False)) == {"matplotlib": "the loss plot"}
+    assert not missing_packages(LogConfig(tensorboard=False, plot=False))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run=TMP/text.txt/run", "run: .*text.txt is not a folder in which you may create files"),
+        ("model={start: smollm3}", "model.start: 'smollm3' is neither a file nor a folder, nor a known name"),
+        ("data.files=[none.txt]", "no file matches none.txt .*or english-prose"),
+        ("data.files=[TMP/empty.txt]", "data.files: there is no document in .*empty.txt"),
+    ],
+)
+def test_a_run_that_cannot_start_is_refused(tmp_path: Path, override: str, words: str) -> None:
+    (tmp_path / "empty.txt").write_text("\n\n")
+    config = make_config(tmp_path, override.replace("TMP", str(tmp_path)))
+    with pytest.raises(ValueError, match=words):
+        check_early(config, Topology(0, 1))
+
+
+def test_checkpoints_are_refused_without_resuming(tmp_path: Path) -> None:
+    (tmp_path / "run" / "step-00000003").mkdir(parents=True)
+    with pytest.raises(OtherRunError, match="has checkpoints .step-00000003. but checkpoint.resume is false"):
+        check_early(make_config(tmp_path, "checkpoint.resume=false"), Topology(0, 1))
