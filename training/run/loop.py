@@ -242,7 +242,7 @@ class Loop:
             self.terminal.say(f"WARNING: {warning}")
         if not error:
             self.last_checkpoint = folder
-            self.terminal.say(f"checkpoint {folder}")
+            self.terminal.say(f"saved the checkpoint {folder}")
             return
         last = self.last_checkpoint or "none"
         text = f"the checkpoint {folder.name} could not be written: {error}. The last good checkpoint is {last}"

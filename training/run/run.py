@@ -147,7 +147,7 @@ class Run:
             if not signal:
                 self._export(terminal)
             if log is not None and config.log.plot and (plot := log.plot()):
-                terminal.say(f"loss curve {plot}")
+                terminal.say(f"the loss curve is in {plot}")
             if signal:
                 saved = "saved" if loop.step > step else "nothing new to save"
                 terminal.say(
@@ -207,7 +207,7 @@ class Run:
             raise CheckpointError(
                 f"the trained model could not be exported: {error}; its checkpoint is complete, and the same command exports it again"
             )
-        terminal.say(f"model {out}: tightwire serve {out}")
+        terminal.say(f"the model is in {out}; to serve it: tightwire serve {out}")
 
 
 def _open_starting_model(config: TrainConfig, data: RunData, run: Path, ranks: Ranks) -> StartingModel:
