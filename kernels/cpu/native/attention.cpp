@@ -19,15 +19,17 @@
 #include "parallel.h"
 
 constexpr int KEYS = 64;  // per block
+constexpr int CHUNK = 48;  // rows that take a step together: their scores stay in the nearest cache; a multiple of TALL and LANES
 constexpr float MINUS_INFINITY = -__builtin_inff();
 
 // --- products -------------------------------------------------------------------------------------------------------
 
-// c = a @ b or c += a @ b. Strides are in floats. In pairs each float of a and b is two bfloat16 numbers.
+// c = a @ b or c = c * factor of the row + a @ b. Strides are in floats. In pairs each float of a and b is two bfloat16 numbers.
 struct Product {
     float *c;
     const float *a, *b;
     int64_t c_stride, a_stride, b_stride, num_rows, depth;
+    const float *factors;
 };
 
 template <bool IN_PAIRS>
@@ -49,7 +51,8 @@ static void multiply_tile(const Product &product, int64_t first_row, int64_t fir
     F32 sums[ROWS][VECTORS];
     UNROLL for (int row = 0; row < ROWS; row++)
         UNROLL for (int i = 0; i < VECTORS; i++)
-            sums[row][i] = ACCUMULATE ? load(c + row * product.c_stride + LANES * i) : splat(0.0f);
+            sums[row][i] = ACCUMULATE ? load(c + row * product.c_stride + LANES * i) * splat(product.factors[first_row + row])
+                                      : splat(0.0f);
     for (int64_t k = 0; k < product.depth; k++, a++, b += product.b_stride) {
         F32 factors[VECTORS];
         UNROLL for (int i = 0; i < VECTORS; i++) factors[i] = load(b + LANES * i);
@@ -86,15 +89,16 @@ static void multiply(const Product &product) {
 // One tile's memory: rows of queries and sums are `padded` floats wide, head_dim rounded up to whole vectors.
 struct Buffers {
     int64_t padded;
-    float *queries, *sums, *scores, *lane_sums, *maxima;  // of all rows
-    float *keys_t, *values, *staged;                      // of a block of keys
+    float *queries, *sums, *lane_sums, *maxima;  // of all rows
+    float *scores;                               // of a chunk of rows
+    float *keys_t, *values, *staged;             // of a block of keys
 };
 
 static Buffers make_buffers(int64_t num_rows, int64_t head_dim) {
     const int64_t padded = (head_dim + LANES - 1) / LANES * LANES;
     num_rows += TALL;
-    const int64_t sizes[] = {num_rows * padded, num_rows * padded, num_rows * KEYS,   num_rows * LANES,
-                             (num_rows + LANES) / LANES * LANES,   padded * KEYS,     KEYS * padded, LANES * padded};
+    const int64_t sizes[] = {num_rows * padded, num_rows * padded, num_rows * LANES, (num_rows + CHUNK) / LANES * LANES,
+                             CHUNK * KEYS,      padded * KEYS,     KEYS * padded,    LANES * padded};
     int64_t total = 0;
     for (int64_t size : sizes) total += size;
     float *floats[8], *next = thread_scratch(ATTENTION, total);
@@ -234,42 +238,61 @@ static void read_keys_in_pairs(const tw_attend_args &args, CacheWalk &walk, int6
 
 // --- softmax --------------------------------------------------------------------------------------------------------
 
-// One row's step of the online softmax over 64 scores, of which the first `visible` count. They become p, in pairs as
-// bfloat16 in the first half of the row.
+// Rows of a tile that take a step together.
+struct Chunk {
+    int64_t first_row, num_rows;
+    float shrink[CHUNK];  // 2^(old maximum - new maximum) of each row
+};
+
+// Masks a row's scores from `visible` on, and returns the largest.
+INLINE float mask_scores(float *scores, int64_t visible) {
+    F32 high[KEYS / LANES];
+    UNROLL for (int i = 0; i < KEYS / LANES; i++) {
+        high[i] = load(scores + LANES * i);
+        if (visible < KEYS) {
+            high[i] = keep_first(high[i], visible - LANES * i, MINUS_INFINITY);
+            store(scores + LANES * i, high[i]);
+        }
+    }
+    return max_lanes(maximum(maximum(high[0], high[1]), maximum(high[2], high[3])));
+}
+
+// The step's new maxima; a NaN stays.
+static void raise_maxima(float *maxima, const float *highest, float scale, Chunk &chunk) {
+    int64_t num_below = 0;
+    while (num_below < chunk.num_rows && highest[num_below] * scale <= maxima[num_below]) num_below++;
+    const bool none_rises = num_below == chunk.num_rows;  // usual when rows are few and many keys came before
+    for (int64_t row = 0; row < chunk.num_rows; row += LANES) {
+        store(chunk.shrink + row, splat(1.0f));
+        if (none_rises) continue;
+        const F32 old = load(maxima + row), high = load(highest + row) * splat(scale);
+        const I32 stays = high <= old;
+        F32 power[] = {old - high};
+        exp2(power);
+        store(chunk.shrink + row, select(stays, splat(1.0f), power[0]));
+        store(maxima + row, select(stays, old, high));
+    }
+}
+
+// Scores of a row become p, in pairs as bfloat16 in the first half of the row.
 template <bool IN_PAIRS>
-static void soften(const Buffers &buffers, int64_t row, int64_t visible, float scale) {
+INLINE void soften(float *scores, float *lane_sums, float maximum, float shrink, float scale) {
     constexpr int VECTORS = KEYS / LANES;
-    const int64_t padded = buffers.padded;
-    float *scores = buffers.scores + KEYS * row, *lane_sums = buffers.lane_sums + LANES * row;
-    float *sums = buffers.sums + padded * row, &maximum_so_far = buffers.maxima[row];
-    if (visible <= 0) {
-        memset(scores, 0, 4 * KEYS);
-        return;
-    }
-    F32 s[VECTORS];
-    UNROLL for (int i = 0; i < VECTORS; i++) {
-        s[i] = load(scores + LANES * i);
-        if (IN_PAIRS) s[i] = s[i] * splat(scale);
-        if (visible < KEYS) s[i] = keep_first(s[i], visible - LANES * i, MINUS_INFINITY);
-    }
-    const float highest = max_lanes(maximum(maximum(s[0], s[1]), maximum(s[2], s[3])));
-    F32 new_maximum = splat(maximum_so_far), shrink = splat(1.0f);
-    if (!(highest <= maximum_so_far)) {  // rare behind the first blocks; a NaN stays
-        new_maximum = splat(highest);
-        shrink = exp2(splat(maximum_so_far) - new_maximum);
-        maximum_so_far = highest;
-        for (int64_t at = 0; at < padded; at += LANES) store(sums + at, load(sums + at) * shrink);
-    }
     F32 p[VECTORS];
     UNROLL for (int i = 0; i < VECTORS; i++) {
-        p[i] = exp2(s[i] - new_maximum);
+        p[i] = load(scores + LANES * i);
+        if (IN_PAIRS) p[i] = p[i] * splat(scale);
+        p[i] = p[i] - splat(maximum);
+    }
+    exp2(p);
+    UNROLL for (int i = 0; i < VECTORS; i++) {
         if (IN_PAIRS)
             BFloat16::store_rounded((char *)scores + 2 * LANES * i, p[i]);
         else
             store(scores + LANES * i, p[i]);
     }
     F32 total = (p[0] + p[1]) + (p[2] + p[3]);
-    store(lane_sums, fma(load(lane_sums), shrink, total));
+    store(lane_sums, fma(load(lane_sums), splat(shrink), total));
 }
 
 // --- tiles ----------------------------------------------------------------------------------------------------------
@@ -295,7 +318,6 @@ static void read_queries(const tw_attend_args &args, const Rows &rows, const Buf
                 store(target + at, load_numbers<Number>(source + Number::size * at, args.head_dim - at) * scale);
         }
     }
-    memset(buffers.sums, 0, 4 * padded * all_rows);
     memset(buffers.lane_sums, 0, 4 * LANES * all_rows);
     for (int64_t row = 0; row < all_rows; row++) buffers.maxima[row] = MINUS_INFINITY;
 }
@@ -308,22 +330,55 @@ static void write_results(const tw_attend_args &args, const Rows &rows, const Bu
         char *target = (char *)args.out + (token * args.num_heads + head) * head_dim * Number::size;
         const F32 total = splat(sum_lanes(load(buffers.lane_sums + LANES * row)));
         for (int64_t at = 0; at < head_dim; at += LANES) {
-            F32 mean = load(buffers.sums + buffers.padded * row + at) / total;
+            // A negative zero becomes 0, as it does where more keys are masked.
+            F32 mean = (load(buffers.sums + buffers.padded * row + at) + splat(0.0f)) / total;
             store_numbers<Number>(target + Number::size * at, mean, head_dim - at);
         }
     }
 }
 
-// sums (rows, padded) += weights (rows, 64) @ values.
-template <bool IN_PAIRS>
-static void add_values(const Buffers &buffers, int64_t num_rows) {
-    const int64_t padded = buffers.padded, depth = IN_PAIRS ? KEYS / 2 : KEYS;
-    Product product = {buffers.sums, buffers.scores, buffers.values, padded, KEYS, padded, num_rows, depth};
+// sums (rows, padded) = sums * shrink + weights (rows, depth) @ values; without ACCUMULATE they begin.
+template <bool ACCUMULATE, bool IN_PAIRS>
+static void add_values(const Buffers &buffers, const Chunk &chunk, int64_t depth) {
+    const int64_t padded = buffers.padded;
+    float *sums = buffers.sums + padded * chunk.first_row;
+    Product product = {sums, buffers.scores, buffers.values, padded, KEYS, padded, chunk.num_rows, depth, chunk.shrink};
     int64_t column = 0;
     for (; column + KEYS <= padded; column += KEYS, product.c += KEYS, product.b += KEYS)
-        multiply<KEYS, true, IN_PAIRS>(product);
+        multiply<KEYS, ACCUMULATE, IN_PAIRS>(product);
     for (; column < padded; column += LANES, product.c += LANES, product.b += LANES)
-        multiply<LANES, true, IN_PAIRS>(product);
+        multiply<LANES, ACCUMULATE, IN_PAIRS>(product);
+}
+
+// Keys that a tile visits together: `width` were read, all or half of a block. The tile's first token sees `visible` of them.
+struct Keys {
+    int64_t width, visible, depth;
+    bool first;
+};
+
+// One step of the online softmax for some rows.
+template <bool IN_PAIRS>
+static void attend_rows(const Buffers &buffers, const Rows &rows, const Keys &keys, int64_t first_row, float scale) {
+    const int64_t left = rows.num_rows - first_row, padded = buffers.padded;
+    Chunk chunk = {first_row, left < CHUNK ? left : CHUNK};
+    const float *queries = buffers.queries + padded * first_row;
+    const Product product = {buffers.scores, queries, buffers.keys_t, KEYS, padded, KEYS, chunk.num_rows, keys.depth, nullptr};
+    if (keys.width == KEYS)
+        multiply<KEYS, false, IN_PAIRS>(product);
+    else
+        multiply<KEYS / 2, false, IN_PAIRS>(product);
+    float *maxima = buffers.maxima + first_row, highest[CHUNK];
+    for (int64_t row = 0; row < chunk.num_rows; row++)
+        highest[row] = mask_scores(buffers.scores + KEYS * row, keys.visible + (first_row + row) / rows.num_heads);
+    raise_maxima(maxima, highest, IN_PAIRS ? scale : 1.0f, chunk);
+    for (int64_t row = 0; row < chunk.num_rows; row++)
+        soften<IN_PAIRS>(buffers.scores + KEYS * row, buffers.lane_sums + LANES * (first_row + row), maxima[row],
+                         chunk.shrink[row], scale);
+    const int64_t value_depth = IN_PAIRS ? keys.width / 2 : keys.width;
+    if (keys.first)
+        add_values<false, IN_PAIRS>(buffers, chunk, value_depth);
+    else
+        add_values<true, IN_PAIRS>(buffers, chunk, value_depth);
 }
 
 template <bool IN_PAIRS>
@@ -342,23 +397,19 @@ static void attend_tile(const tw_attend_args &args, const tw_tile &tile, int64_t
     const int64_t num_keys = first_position + tile.num_tokens;
     const int64_t depth = IN_PAIRS ? buffers.padded / 2 : args.head_dim;
     for (int64_t first_key = 0; first_key < num_keys; first_key += KEYS) {
-        for (int key = 0; key < KEYS; key += LANES) {
-            const int64_t count = num_keys - first_key - key;
+        const int64_t left = num_keys - first_key, width = left > KEYS / 2 ? KEYS : KEYS / 2;
+        for (int key = 0; key < width; key += LANES) {
             if constexpr (IN_PAIRS)
-                read_keys_in_pairs(args, walk, count, buffers, buffers.keys_t + key, buffers.values + buffers.padded * key / 2);
+                read_keys_in_pairs(args, walk, left - key, buffers, buffers.keys_t + key, buffers.values + buffers.padded * key / 2);
             else
                 with_kind(args.cache_kind, [&](auto number) {
                     float *values = buffers.values + buffers.padded * key;
-                    read_keys<decltype(number)>(args, walk, count, buffers, buffers.keys_t + key, values);
+                    read_keys<decltype(number)>(args, walk, left - key, buffers, buffers.keys_t + key, values);
                 });
         }
-        multiply<KEYS, false, IN_PAIRS>(
-            {buffers.scores, buffers.queries, buffers.keys_t, KEYS, buffers.padded, KEYS, rows.num_rows, depth});
-        for (int64_t row = 0; row < rows.num_rows; row++) {
-            const int64_t visible = first_position + row / num_heads + 1 - first_key;
-            soften<IN_PAIRS>(buffers, row, visible, (float)args.scale_log2);
-        }
-        add_values<IN_PAIRS>(buffers, rows.num_rows);
+        const Keys keys = {width, first_position + 1 - first_key, depth, first_key == 0};
+        for (int64_t row = 0; row < rows.num_rows; row += CHUNK)
+            attend_rows<IN_PAIRS>(buffers, rows, keys, row, (float)args.scale_log2);
     }
     with_kind(args.kind, [&](auto number) { write_results<decltype(number)>(args, rows, buffers); });
 }

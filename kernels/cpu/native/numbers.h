@@ -13,13 +13,11 @@ constexpr bool PAIRS = false;
 
 struct Float32 {
     static constexpr int64_t size = 4, kind = FLOAT32;
-    static F32 load(const char *source) { return ::load(source); }
-    static void store(char *target, F32 value) { ::store(target, value); }
-    static F32 rounded(F32 value) { return value; }
-    static void store_rounded(char *target, F32 value) { ::store(target, value); }
+    INLINE F32 load(const char *source) { return ::load(source); }
+    INLINE void store(char *target, F32 value) { ::store(target, value); }
+    INLINE F32 rounded(F32 value) { return value; }
+    INLINE void store_rounded(char *target, F32 value) { ::store(target, value); }
 };
-
-typedef uint16_t Half16 __attribute__((vector_size(32)));
 
 // The upper half of float32 bits, rounded to nearest even; NaN stays NaN.
 INLINE I32 bf16_bits(F32 value) {
@@ -57,10 +55,10 @@ INLINE I32 load_low_halves(const char *source) {
 
 struct BFloat16 {
     static constexpr int64_t size = 2, kind = BFLOAT16;
-    static F32 load(const char *source) { return floats_of(shift_left(load_low_halves(source), 16)); }
-    static void store(char *target, F32 value) { store_low_halves(target, bf16_bits(value)); }
+    INLINE F32 load(const char *source) { return floats_of(shift_left(load_low_halves(source), 16)); }
+    INLINE void store(char *target, F32 value) { store_low_halves(target, bf16_bits(value)); }
     // One instruction where the CPU has it; numbers below the least normal one (1e-38) may become zero there.
-    static F32 rounded(F32 value) {
+    INLINE F32 rounded(F32 value) {
 #if defined(__AVX512BF16__)
         __m256i narrow = (__m256i)_mm512_cvtneps_pbh((__m512)value.reg[0]);
         F32 out;
@@ -70,7 +68,7 @@ struct BFloat16 {
         return floats_of(shift_left(bf16_bits(value), 16));
 #endif
     }
-    static void store_rounded(char *target, F32 value) {
+    INLINE void store_rounded(char *target, F32 value) {
 #if defined(__AVX512BF16__)
         _mm256_storeu_si256((__m256i *)target, (__m256i)_mm512_cvtneps_pbh((__m512)value.reg[0]));
 #else
@@ -81,7 +79,7 @@ struct BFloat16 {
 
 struct Float16 {
     static constexpr int64_t size = 2, kind = FLOAT16;
-    static F32 load(const char *source) {
+    INLINE F32 load(const char *source) {
         F32 out;
 #if defined(__AVX512F__)
         out.reg[0] = (FloatReg)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)source));
@@ -93,7 +91,7 @@ struct Float16 {
 #endif
         return out;
     }
-    static void store(char *target, F32 value) {
+    INLINE void store(char *target, F32 value) {
 #if defined(__AVX512F__)
         _mm256_storeu_si256((__m256i *)target, _mm512_cvtps_ph((__m512)value.reg[0], _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__AVX2__)
@@ -104,12 +102,12 @@ struct Float16 {
             vst1_f16((float16_t *)target + REG_LANES * i, vcvt_f16_f32((float32x4_t)value.reg[i]));
 #endif
     }
-    static F32 rounded(F32 value) {
+    INLINE F32 rounded(F32 value) {
         char narrow[2 * LANES];
         store(narrow, value);
         return load(narrow);
     }
-    static void store_rounded(char *target, F32 value) { store(target, value); }
+    INLINE void store_rounded(char *target, F32 value) { store(target, value); }
 };
 
 // Up to sixteen numbers; lanes from `count` on are zero, and nothing behind the last number is read.

@@ -11,20 +11,23 @@ static void norm_rows(const tw_norm_args &args, int64_t start, int64_t stop) {
     const char *weight = (const char *)args.weight;
     for (int64_t row = start; row < stop; row++) {
         const char *source = (const char *)args.x + row * args.x_stride;
+        F32 squares = splat(0.0f);
         if (args.total) {
             char *total = (char *)args.total + row * size * bytes;
             const char *residual = (const char *)args.residual + row * args.residual_stride;
             for (int64_t at = 0; at < size; at += LANES) {
                 F32 a = load_numbers<Wide>(source + bytes * at, size - at);
                 F32 b = load_numbers<Wide>(residual + bytes * at, size - at);
-                store_rounded<Wide>(total + bytes * at, a + b, size - at);
+                F32 value = Wide::rounded(a + b);
+                store_rounded<Wide>(total + bytes * at, value, size - at);
+                squares = fma(value, value, squares);
             }
             source = total;
-        }
-        F32 squares = splat(0.0f);
-        for (int64_t at = 0; at < size; at += LANES) {
-            F32 value = load_numbers<Wide>(source + bytes * at, size - at);
-            squares = fma(value, value, squares);
+        } else {
+            for (int64_t at = 0; at < size; at += LANES) {
+                F32 value = load_numbers<Wide>(source + bytes * at, size - at);
+                squares = fma(value, value, squares);
+            }
         }
         // In float64, rounded once.
         F32 scale = splat((float)(1.0 / __builtin_sqrt(sum_lanes(squares) / (double)size + args.eps)));
@@ -86,9 +89,12 @@ static void swiglu_rows(const tw_swiglu_args &args, int64_t start, int64_t stop)
         const char *gates = (const char *)args.gate_up + row * args.row_stride;
         char *out = (char *)args.out + row * width * bytes;
         for (int64_t at = 0; at < width; at += LANES) {
+            prefetch<2>(gates + bytes * at + 1024), prefetch<2>(gates + bytes * (width + at) + 1024);
             F32 gate = load_numbers<Number>(gates + bytes * at, width - at);
             F32 up = load_numbers<Number>(gates + bytes * (width + at), width - at);
-            F32 silu = gate / (one + exp(splat(0.0f) - gate));
+            F32 e[] = {splat(0.0f) - gate};
+            exp(e);
+            F32 silu = gate / (one + e[0]);
             store_rounded<Number>(out + bytes * at, silu * up, width - at);
         }
     }

@@ -50,12 +50,15 @@ struct I32 {
 
 // --- memory ---------------------------------------------------------------------------------------------------------
 
+// Register by register: compilers keep a vector that is copied whole in memory.
 INLINE F32 load(const void *source) {
     F32 out;
-    memcpy(&out, source, sizeof out);
+    for (int i = 0; i < REGS; i++) memcpy(&out.reg[i], (const char *)source + sizeof(FloatReg) * i, sizeof(FloatReg));
     return out;
 }
-INLINE void store(void *target, F32 value) { memcpy(target, &value, sizeof value); }
+INLINE void store(void *target, F32 value) {
+    for (int i = 0; i < REGS; i++) memcpy((char *)target + sizeof(FloatReg) * i, &value.reg[i], sizeof(FloatReg));
+}
 INLINE float load_float(const void *source) {
     float value;
     memcpy(&value, source, sizeof value);
@@ -195,6 +198,10 @@ INLINE I32 operator<(F32 a, F32 b) {
     I32 out;
     EACH((IntReg)(a.reg[i] < b.reg[i]));
 }
+INLINE I32 operator<=(F32 a, F32 b) {
+    I32 out;
+    EACH((IntReg)(a.reg[i] <= b.reg[i]));
+}
 INLINE I32 operator<(I32 a, I32 b) {
     I32 out;
     EACH((IntReg)(a.reg[i] < b.reg[i]));
@@ -268,7 +275,8 @@ INLINE float min_lanes(F32 value) {
 // --- exponentials ---------------------------------------------------------------------------------------------------
 
 // 2^(n + fraction) for n from -126 to 128 (infinity), the integer in the low bits of `shifted`.
-INLINE F32 power_of_two(F32 shifted, F32 fraction) {
+template <int VECTORS>
+INLINE void powers_of_two(const F32 (&shifted)[VECTORS], const F32 (&fraction)[VECTORS], F32 (&power)[VECTORS]) {
     // ln(2)^k / k!: the first term left out is below 2e-8 of the result.
     const float terms[] = {1.0f,
                            0.6931471805599453f,
@@ -277,30 +285,40 @@ INLINE F32 power_of_two(F32 shifted, F32 fraction) {
                            0.009618129107628477f,
                            0.0013333558146428443f,
                            0.00015403530393381608f};
-    F32 power = splat(terms[6]);
-    for (int k = 5; k >= 0; k--) power = fma(power, fraction, splat(terms[k]));
-    I32 exponent = shift_left(bits_of(shifted), 23) + splat_int(127 << 23);
-    return power * floats_of(exponent);
+    UNROLL for (int i = 0; i < VECTORS; i++) power[i] = splat(terms[6]);
+    UNROLL for (int k = 5; k >= 0; k--)
+        UNROLL for (int i = 0; i < VECTORS; i++) power[i] = fma(power[i], fraction[i], splat(terms[k]));
+    UNROLL for (int i = 0; i < VECTORS; i++)
+        power[i] = power[i] * floats_of(shift_left(bits_of(shifted[i]), 23) + splat_int(127 << 23));
 }
 constexpr float ROUND_TO_INTEGER = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
 
-// 2^x for x up to 127; exactly 1 at 0, exactly 0 below -126, NaN at NaN.
-INLINE F32 exp2(F32 x) {
-    I32 tiny = x < splat(-126.0f);
-    x = select(tiny, splat(-126.0f), x);
-    F32 shifted = x + splat(ROUND_TO_INTEGER);
-    F32 fraction = x - (shifted - splat(ROUND_TO_INTEGER));
-    return select(tiny, splat(0.0f), power_of_two(shifted, fraction));
+// 2^x for x up to 127; exactly 1 at 0, exactly 0 below -126, NaN at NaN. Several vectors in step, because each is a chain.
+template <int VECTORS>
+INLINE void exp2(F32 (&x)[VECTORS]) {
+    F32 shifted[VECTORS], fraction[VECTORS], power[VECTORS];
+    I32 tiny[VECTORS];
+    UNROLL for (int i = 0; i < VECTORS; i++) {
+        tiny[i] = x[i] < splat(-126.0f);  // what the steps below make of such numbers is not used
+        shifted[i] = x[i] + splat(ROUND_TO_INTEGER);
+        fraction[i] = x[i] - (shifted[i] - splat(ROUND_TO_INTEGER));
+    }
+    powers_of_two(shifted, fraction, power);
+    UNROLL for (int i = 0; i < VECTORS; i++) x[i] = select(tiny[i], splat(0.0f), power[i]);
 }
 // e^x within two units in the last place; 0 below -87, infinity above 88.4, NaN at NaN.
-INLINE F32 exp(F32 x) {
+template <int VECTORS>
+INLINE void exp(F32 (&x)[VECTORS]) {
     const F32 log2_e = splat(1.4426950408889634f), log2_e_low = splat(1.925963033500231e-08f);
-    I32 tiny = x < splat(-87.0f), huge = splat(88.4f) < x;
-    x = select(tiny | huge, splat(0.0f), x);
-    F32 shifted = fma(x, log2_e, splat(ROUND_TO_INTEGER));
-    F32 whole = shifted - splat(ROUND_TO_INTEGER);
-    F32 fraction = fma(x, log2_e, -whole);
-    fraction = fma(x, log2_e_low, fraction);
-    F32 power = select(tiny, splat(0.0f), power_of_two(shifted, fraction));
-    return select(huge, splat(__builtin_inff()), power);
+    F32 shifted[VECTORS], fraction[VECTORS], power[VECTORS];
+    UNROLL for (int i = 0; i < VECTORS; i++) {
+        shifted[i] = fma(x[i], log2_e, splat(ROUND_TO_INTEGER));
+        const F32 whole = shifted[i] - splat(ROUND_TO_INTEGER);
+        fraction[i] = fma(x[i], log2_e_low, fma(x[i], log2_e, -whole));
+    }
+    powers_of_two(shifted, fraction, power);
+    UNROLL for (int i = 0; i < VECTORS; i++) {
+        power[i] = select(x[i] < splat(-87.0f), splat(0.0f), power[i]);
+        x[i] = select(splat(88.4f) < x[i], splat(__builtin_inff()), power[i]);
+    }
 }
