@@ -162,11 +162,7 @@ def _least_s(work: Callable[[], object], device: str) -> float:
 
 
 def _measure_server(options: RooflineOptions, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    """The cell of `bench serve` for each load.
-
-    Raises:
-        ServerFailedError: the server did not start or did not answer.
-    """
+    """The cell of `bench serve` for each load."""
     max_positions = checkpoint.config.max_positions
     longest = min(max(options.prompt_len + 2, _SHORT_PROMPT + options.output_len), max_positions)
     command = [sys.executable, "-m", "tightwire", "serve", options.model, "--tp", str(options.tp), "--port", "{port}"]
@@ -188,11 +184,7 @@ def _measure_server(options: RooflineOptions, checkpoint: Checkpoint) -> dict[st
 
 
 def _measure_transformers(options: RooflineOptions, config: LlamaConfig) -> float:
-    """Seconds of a generated token in transformers, in a process of its own so that its memory is freed.
-
-    Raises:
-        subprocess.SubprocessError: it failed; its error is on stderr.
-    """
+    """Seconds of a generated token in transformers, in a process of its own so that its memory is freed."""
     command = [
         sys.executable,
         str(_CHILD),

@@ -94,11 +94,7 @@ class QualityBench(Bench[QualityOptions]):
         return [*setting.arms, *([] if self._mix is None else [file_arm(MIX, self._mix, setting.config)])]
 
     def _write_policy(self, setting: Setting) -> None:
-        """Write the policy file of the cheapest arm within the budget, or of the mix if there is no budget.
-
-        Raises:
-            ValueError: no arm is within the budget.
-        """
+        """Write the policy file of the cheapest arm within the budget, or of the mix if there is no budget."""
         if (path := self.options.write_policy) is None:
             return
         file, choice = self._mix, self._choice()

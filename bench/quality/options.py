@@ -79,14 +79,13 @@ def parse_budget(text: str) -> Budget:
 
 def check_name(name: str) -> None:
     """Raise ValueError if ``name`` is not a valid arm, as far as this can be checked without a model."""
+    codecs = [f"{WEIGHTS}{codec}" for codec in WEIGHT_CODECS if codec != "none"]
+    if name in (*codecs, INT8_ACTIVATIONS):
+        return
+    if name.startswith(WEIGHTS):
+        raise ValueError(f"{name!r} is not a weight codec; use {' or '.join(codecs)}")
     if name.startswith(POLICY):
         read_policy_file(Path(name.removeprefix(POLICY)))
-    elif name.startswith(WEIGHTS):
-        codecs = [f"{WEIGHTS}{codec}" for codec in WEIGHT_CODECS if codec != "none"]
-        if name not in codecs:
-            raise ValueError(f"{name!r} is not a weight codec; use {' or '.join(codecs)}")
-    elif name == INT8_ACTIVATIONS:
-        pass
     elif name.partition(":")[0] == "hierarchical":
         raise ValueError(
             f"{name!r} sums between nodes, but these ranks are on one node; measure its quantized exchange as "

@@ -55,11 +55,7 @@ class ThreadRanks:
         max_tokens: int,
         formats: WeightFormats | None = None,
     ) -> None:
-        """Allocate a cache for ``num_sequences`` of up to ``max_tokens`` each; ``formats``: None: all matrices plain.
-
-        Raises:
-            ValueError: the model cannot be split over this number of ranks, or the checkpoint cannot be read.
-        """
+        """Allocate a cache for ``num_sequences`` of up to ``max_tokens`` each; ``formats``: None: all matrices plain."""
         self.world_size, self.num_layers = world_size, checkpoint.config.num_layers
         self._checkpoint, self._config, self._max_tokens = checkpoint, checkpoint.config, max_tokens
         self._dtype, self._device, self._formats = dtype, torch.device("cpu"), formats or WeightFormats()

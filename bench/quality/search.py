@@ -8,10 +8,10 @@ other arm, on other windows.
 Cost: about 2 x layers + 2 forward passes over the calibration windows.
 """
 
-import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from tightwire.bench.quality.measure import measure_noise, score
@@ -124,49 +124,32 @@ def _sensitivities(
 def choose(offers: Mapping[Place, Sequence[Offer]], max_bytes: float) -> dict[Place, Offer]:
     """Choose the mix of at most ``max_bytes`` with about the least KL.
 
-    A greedy algorithm: start with the cheapest offer at every place; repeat the step along a place's convex hull that
-    lowers KL most per byte. It is optimal except for bytes that remain unused.
+    A greedy algorithm: start with the cheapest offer at every place; repeat the change of one place that lowers KL most per
+    byte and fits. It is optimal except for bytes that remain unused.
 
     Raises:
         ValueError: the cheapest mix already sends more.
     """
-    hulls = {place: _hull(own) for place, own in offers.items()}
-    level = dict.fromkeys(hulls, 0)
-    spent = sum(hull[0].num_bytes for hull in hulls.values())
-    if spent > max_bytes:
+    mix = {place: min(own, key=lambda offer: (offer.num_bytes, offer.kl)) for place, own in offers.items()}
+    spare = max_bytes - sum(offer.num_bytes for offer in mix.values())
+    if spare < 0:
         raise ValueError(
-            f"no mix sends {max_bytes:,.0f} bytes per token or less: the cheapest sends {spent:,.0f}; name an AllReduce in "
-            "--search that sends more"
+            f"no mix sends {max_bytes:,.0f} bytes per token or less: the cheapest sends {max_bytes - spare:,.0f}; name an "
+            "AllReduce in --search that sends more"
         )
-    steps = [(-_gain(hull, 0), place) for place, hull in hulls.items() if len(hull) > 1]
-    heapq.heapify(steps)
-    while steps:
-        _, place = heapq.heappop(steps)
-        hull, at = hulls[place], level[place]
-        more = hull[at + 1].num_bytes - hull[at].num_bytes
-        if spent + more > max_bytes:
-            continue
-        level[place], spent = at + 1, spent + more
-        if at + 2 < len(hull):
-            heapq.heappush(steps, (-_gain(hull, at + 1), place))
-    return {place: hull[level[place]] for place, hull in hulls.items()}
 
+    def gains() -> Iterator[tuple[float, Place, Offer]]:
+        for place, own in offers.items():
+            now = mix[place]
+            for offer in own:
+                if offer.kl < now.kl and now.num_bytes < offer.num_bytes <= now.num_bytes + spare:
+                    yield (now.kl - offer.kl) / (offer.num_bytes - now.num_bytes), place, offer
 
-def _gain(hull: Sequence[Offer], at: int) -> float:
-    """Decrease of KL per added byte."""
-    return (hull[at].kl - hull[at + 1].kl) / (hull[at + 1].num_bytes - hull[at].num_bytes)
-
-
-def _hull(offers: Sequence[Offer]) -> list[Offer]:
-    """The lower convex hull: rising bytes, falling KL, falling gain."""
-    hull: list[Offer] = []
-    for offer in sorted(offers, key=lambda offer: (offer.num_bytes, offer.kl)):
-        if hull and offer.kl >= hull[-1].kl:
-            continue
-        while len(hull) > 1 and _gain([hull[-1], offer], 0) >= _gain(hull, len(hull) - 2):
-            hull.pop()
-        hull.append(offer)
-    return hull
+    while best := max(gains(), key=itemgetter(0), default=None):
+        _, place, offer = best
+        spare -= offer.num_bytes - mix[place].num_bytes
+        mix[place] = offer
+    return mix
 
 
 def arm_policy_file(setting: Setting, arm: Arm, rows: Sequence[Mapping[str, Any]]) -> PolicyFile:

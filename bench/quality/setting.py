@@ -96,11 +96,7 @@ def one_algorithm_arm(name: str, algorithm: str, layers: tuple[int, ...] | None 
 
 
 def file_arm(name: str, file: PolicyFile, config: LlamaConfig) -> Arm:
-    """Make the arm of a policy file.
-
-    Raises:
-        ValueError: the file is for another model.
-    """
+    """Make the arm of a policy file. Raises ValueError: the file is for another model."""
     check_shape(file, name, {"num_layers": config.num_layers, "hidden_size": config.hidden_size})
     return Arm(name=name, policy=apply(one_for_all(LOSSLESS), file))
 

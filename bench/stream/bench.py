@@ -30,6 +30,8 @@ from tightwire.model.weights.packed_layer import pack_model, weight_codec
 from tightwire.model.weights.residency import LEAST_STREAMED, check_codec
 from tightwire.server.plan.devices import num_cores
 
+_SHOWN = ("model", "device", "threads", "all_reduce", "context", "seed")
+
 
 class StreamBench(Bench[StreamBenchOptions]):
     """Exit codes: 0, 1 for a wrong answer or a failed rank, 2 for bad options, 130 after Ctrl-C."""
@@ -135,11 +137,7 @@ class StreamBench(Bench[StreamBenchOptions]):
                     self.keep()
 
     def _describe(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """The settings of the run.
-
-        Raises:
-            ValueError: the model cannot be measured with these options.
-        """
+        """The settings of the run."""
         options, config = self.options, checkpoint.config
         formats = choose_formats(checkpoint.reader(), config, options.quantization)
         for tp in options.tp:
@@ -157,15 +155,10 @@ class StreamBench(Bench[StreamBenchOptions]):
         if options.context > config.max_positions:
             raise ValueError(f"--context {options.context} exceeds the model's {config.max_positions} positions")
         return {
-            "model": options.model,
+            **{name: getattr(options, name) for name in _SHOWN},
             "weights": formats.describe(options.dtype),
             "num_layers": config.num_layers,
             "stream_layers": num_streamed,
-            "device": options.device,
-            "threads": options.threads,
             "dp": options.dp if self._shared else 1,
-            "all_reduce": options.all_reduce,
-            "context": options.context,
-            "seed": options.seed,
             "transports": {},
         }

@@ -106,12 +106,7 @@ class TrainBench(Bench[TrainBenchOptions]):
 
     @contextmanager
     def _open_ranks(self, link: Link | None) -> Iterator[tuple[LocalRanks, Connections, dict[str, Any]]]:
-        """Start ranks; yields them, the files of their connections, and facts about the link.
-
-        Raises:
-            ValueError: this machine cannot emulate the link; the message says why.
-            LocalRankError: the ranks could not join.
-        """
+        """Start ranks; yields them, the files of their connections, and facts about the link."""
         options = self.options
         # A rank reports nothing during a step, which may contain several slow collectives.
         chosen = RankOptions(

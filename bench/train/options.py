@@ -74,10 +74,7 @@ _VOCABULARY = {"vocab_size": 4096}
 
 
 def open_model(model: str, seed: int) -> StartingModel:
-    """
-    Raises:
-        ModelError: there is no such model.
-    """
+    """Raises ModelError: there is no such model."""
     values = ModelConfig.model_validate(_model_values(model))
     return open_starting_model(values, seed=seed, keep_in=Path(), texts=lambda: ())
 
@@ -133,11 +130,7 @@ class TrainBenchOptions(OutputOptions):
 
 
 def config_of_arm(options: TrainBenchOptions, name: str) -> tuple[TrainConfig, EngineOptions]:
-    """The training configuration of an engine's arm.
-
-    Raises:
-        ValueError: the arm does not fit these ranks.
-    """
+    """The training configuration of an engine's arm. Raises ValueError: the arm does not fit these ranks."""
     config = TrainConfig.model_validate(
         {
             "run": "bench",

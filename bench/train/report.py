@@ -76,10 +76,7 @@ class ArmModel:
 
 
 def model_arms(options: TrainBenchOptions, llama: LlamaConfig) -> dict[str, ArmModel]:
-    """
-    Raises:
-        ValueError: an arm does not fit these ranks; the message names it.
-    """
+    """Raises ValueError: an arm does not fit these ranks; the message names it."""
     found = {}
     for name in options.arms:
         if not ARMS[name].peer:

@@ -3,7 +3,7 @@
 import math
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,24 +33,6 @@ class StepTimes:
     @property
     def step_s(self) -> float:
         return self.forward_s + self.backward_s + self.rest_s
-
-
-class Trainee(Protocol):
-    def step(self, tokens_BS: Tensor) -> StepTimes:
-        """Run one optimizer step. Collective. ``tokens_BS``: one token more per sequence than the inputs."""
-        ...
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes sent so far, by the ledgers."""
-        ...
-
-    def close(self) -> None: ...
-
-
-def make_trainee(name: str, options: TrainBenchOptions, start: StartingModel, groups: TrainGroups) -> Trainee:
-    """``groups``: of the engine's arms; torch's arms use torch's default group."""
-    return PeerTrainee(name, options, start) if ARMS[name].peer else EngineTrainee(name, options, start, groups)
 
 
 class EngineTrainee:
@@ -87,6 +69,7 @@ class EngineTrainee:
 
     @property
     def bytes_sent(self) -> int:
+        """Bytes sent so far, by the ledgers."""
         return sum(count.bytes_sent for ledger in self._ledgers for count in ledger.counters.counts())
 
     def close(self) -> None:
@@ -104,7 +87,10 @@ class PeerTrainee:
 
     def __init__(self, name: str, options: TrainBenchOptions, start: StartingModel) -> None:
         arm = ARMS[name]
-        model = _with_weights(build_model(start.config, device=torch.device("cpu")), start)
+        model = build_model(start.config, device=torch.device("cpu"))
+        loaded = {name: start.read(name) for name, _ in model.named_parameters()}  # each tied one once
+        model.load_state_dict(loaded, strict=False, assign=True)
+        model.tie_weights()
         if arm.peer == "fsdp2":
             how: dict[str, Any] = {
                 "mesh": init_device_mesh("cpu", (options.world_size,)),
@@ -145,15 +131,12 @@ class PeerTrainee:
         pass
 
 
-def _with_weights(model: Any, start: StartingModel) -> Any:
-    """Replace the meta parameters with loaded ones; tied parameters stay tied."""
-    made: dict[int, nn.Parameter] = {}
-    for module_name, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(start.read(f"{module_name}.{name}"))
-            setattr(module, name, made[id(parameter)])
-    return model
+Trainee = EngineTrainee | PeerTrainee
+
+
+def make_trainee(name: str, options: TrainBenchOptions, start: StartingModel, groups: TrainGroups) -> Trainee:
+    """``groups``: of the engine's arms; torch's arms use torch's default group."""
+    return PeerTrainee(name, options, start) if ARMS[name].peer else EngineTrainee(name, options, start, groups)
 
 
 def _loss_of(model: Any, tokens_BS: Tensor) -> Tensor:

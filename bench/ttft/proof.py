@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from tightwire.comm.all_reduce.entry import ELEM_BYTES
-from tightwire.comm.all_reduce.registry import make_all_reduce, parse_all_reduce
+from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.nodes import in_process_node_groups
 from tightwire.comm.ledger.counters import Count
 from tightwire.model.step_arrays import cut_row
@@ -57,15 +57,9 @@ class ByteFormulas:
     """The algorithms' byte formulas for one group of ranks; nothing is sent. ``num_nodes``: as the algorithms know them."""
 
     def __init__(self, *, world_size: int, num_nodes: int, dtype: str) -> None:
-        self.world_size, self.elem_bytes = world_size, ELEM_BYTES[dtype]
+        self.elem_bytes = ELEM_BYTES[dtype]
         self._group = in_process_node_groups(world_size, num_nodes)[0]
         self.sent = cache(self._sent)  # (name, message bytes): bytes that rank 0 sends
-
-    def slack(self, name: str) -> int:
-        """Largest difference in bytes between one message and its share of many, because slices are whole groups."""
-        codecs = parse_all_reduce(name).codecs
-        group = max((codec.group_elems for codec in codecs), default=1)
-        return 2 * self.world_size * group * self.elem_bytes
 
     def _sent(self, name: str, message_bytes: int) -> int:
         return make_all_reduce(name, self._group).wire_bytes(message_bytes // self.elem_bytes, self.elem_bytes)
@@ -78,11 +72,7 @@ class ArmPolicy:
         self._choices = choices
 
     def algorithm(self, site: str, layer: int, phase: str, message_bytes: int) -> str:
-        """What sums such a message.
-
-        Raises:
-            ValueError: no line covers it.
-        """
+        """What sums such a message. Raises ValueError: no line covers it."""
         for line in self._choices:
             layers, limit = line.get("layers"), line["up_to_bytes"]
             if (line["site"], line["phase"]) != (site, phase) or (layers is not None and layer not in layers):
@@ -105,7 +95,7 @@ class Proof:
         """Faults in rank 0's totals of one turn; empty when there are none.
 
         With one request at a time every message is known, and totals must be equal. With more, how rows share steps is not
-        known, so the check is for algorithms, bytes of messages, and bytes sent within the rounding of slices.
+        known, so the check is for algorithms and for the bytes of all messages.
         """
         sums = [count for count in counts if count.op == _OP and count.phase in _PHASES]
         if cell.concurrency > 1:
@@ -141,14 +131,6 @@ class Proof:
             allowed = embed | policy.algorithms(count.phase, *SITES)
             if count.algorithm not in allowed:
                 faults.append(f"{count.algorithm} ran in {count.phase}, but the policy names {sorted(allowed)}")
-                continue
-            mean = count.message_bytes // count.calls
-            expected = count.calls * self.formulas.sent(count.algorithm, mean)
-            if abs(count.bytes_sent - expected) > count.calls * self.formulas.slack(count.algorithm):
-                faults.append(
-                    f"{count.algorithm} in {count.phase} sent {count.bytes_sent} B in {count.calls} calls, but its formula "
-                    f"gives about {expected}"
-                )
         rows = cell.concurrency * (cell.prompt_len + output_len - 1)
         seen, expected = sum(count.message_bytes for count in sums), (2 * self.shape.num_layers + 1) * rows
         if seen != expected * self.shape.row_bytes:

@@ -137,11 +137,7 @@ class Meter:
         return await ask(self._http, f"{self.remote.root}/comm", timeout_s=30.0)
 
     async def complete(self, arm: Arm, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The untimed greedy answer of ``arm``.
-
-        Raises:
-            RemoteError: the server failed.
-        """
+        """The untimed greedy answer of ``arm``. Raises RemoteError: the server failed."""
         body = {"model": self.remote.model, **_BODY, "tightwire": {**arm.option, "token_ids": True}, **body}
         return await ask(self._http, f"{self.remote.base}/completions", body)
 
