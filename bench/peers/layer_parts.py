@@ -129,7 +129,8 @@ class _Steps:
         config, parallel, weights = self._config, self._parallel, self._runner.weights
         cache, outer = self._runner.cache, self._runner.weights.outer
         embed = self._timed(parts, "embedding", _rows_copied, parallel.embed)
-        residual_TD = embed(outer.embedding, batch.token_ids_T, 0, batch.phase, cache.dtype)
+        residual_dtype = cache.dtype if self._cuda else torch.float32
+        residual_TD = embed(outer.embedding, batch.token_ids_T, 0, batch.phase, residual_dtype)
         layers = eager_layers.EagerLayers(config, parallel.shard, cache, self._angles, batch, residual_TD)
         add = parallel.sum_rows
         if parallel.row_sums("o_proj", 0) is not None:

@@ -182,11 +182,11 @@ def find_facts(options: TtftOptions) -> ServerFacts:
         proof=Proof(
             ModelShape(
                 num_layers=checkpoint.config.num_layers,
-                row_bytes=hidden_size * ELEM_BYTES[plan.dtype],
+                row_bytes=hidden_size * ELEM_BYTES[plan.sum_dtype],
                 step_tokens=config.engine.max_num_batched_tokens,
                 overlap=plan.overlap,
             ),
-            ByteFormulas(world_size=parallel.tp, num_nodes=parallel.nodes, dtype=plan.dtype),
+            ByteFormulas(world_size=parallel.tp, num_nodes=parallel.nodes, dtype=plan.sum_dtype),
         ),
         chooser=decision.comm.chooser,
         known={
