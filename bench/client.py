@@ -102,9 +102,7 @@ class BenchClient:
     ) -> Sample:
         """Send one prompt and read its stream to the end; a failure is a sample with ``error``, never an exception.
 
-        Args:
-            extra_body: fields of this request only.
-            watch: called with each event after it was timed.
+        ``extra_body``: fields of this request only. ``watch``: called with each event after it was timed.
         """
         url = f"{self._remote.base}/{'chat/completions' if prompt.is_chat else 'completions'}"
         fields = {"model": self._remote.model, "stream": True, **prompt.body(), **self._extra_body}

@@ -2,10 +2,7 @@
 
     @dataclass(frozen=True, kw_only=True, slots=True)
     class CommOptions(OutputOptions):
-        ranks: int = option(2, "processes, one thread each", metavar="N", least=2)
-        link: Link | None = option(None, "the link between nodes", metavar="LINK", parse=parse_link)
-
-    options = parse_options(CommOptions, argv, verb="comm", description="Time every AllReduce.")
+        ranks: int = option(2, "processes, one thread each", least=2)
 
 A ValueError of ``parse`` or of ``__post_init__`` ends the program with exit code 2 and its message.
 """

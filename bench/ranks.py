@@ -87,11 +87,8 @@ class ReplicaPlan:
 def open_ranks(options: RankOptions, preload: Sequence[str] = ()) -> Iterator[tuple[LocalRanks, dict[str, Any]]]:
     """The running ranks, and facts about their transport and link for the result.
 
-    ``preload``: modules that are imported once for all ranks of this process.
-
-    Raises:
-        ValueError: this machine does not support the options; says why.
-        LocalRankError: the ranks could not join.
+    ``preload``: modules that are imported once for all ranks of this process. Raises ValueError if this machine does not
+    support the options, LocalRankError if the ranks could not join.
     """
     transport = _choose_transport(options)
     with ExitStack() as stack:

@@ -66,8 +66,7 @@ class Bench(ABC, Generic[_Options]):
     def measure(self) -> None:
         """Measure and print everything; append cells to ``measured``, and call ``keep`` after each round.
 
-        Raises:
-            BenchFailedError, or one of ``failures``: why the result is wrong or not complete.
+        Raises BenchFailedError, or one of ``failures``, if the result is wrong or not complete.
         """
 
     def cells(self) -> list[dict[str, Any]]:

@@ -108,11 +108,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_plan(config: ServeConfig, seconds: float) -> TunePlan:
-    """Every message that ``serve`` with the same options would send, over every transport that it could choose.
-
-    Raises:
-        ValueError: the model or an option is refused.
-    """
+    """Every message that ``serve`` with the same options would send, over every transport that it could choose."""
     if config.parallel.link is not None:
         raise ValueError(
             "--link: tune measures this host's own transports and computing; a server with a link predicts its times from "
@@ -142,10 +138,7 @@ def _transports(config: ServeConfig, setting: Setting) -> list[str]:
 def measure_all(plan: TunePlan, console: Console) -> Iterator[Measured]:
     """Measure one setting after the other; skip a transport that does not work, unless it is the only one.
 
-    Raises:
-        LocalRankError: a rank raised, died or stopped answering.
-        CrowdedError: other programs used too much of the machine.
-        ValueError: the only transport does not work.
+    Raises LocalRankError if a rank failed, CrowdedError if other programs used too much of the machine.
     """
     for setting in plan.settings:
         console.print(str(setting), style="bold", markup=False)

@@ -1,7 +1,6 @@
 """Collects the reports of ranks into cells: an AllReduce at a message size with its time, bytes, error and faults."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from statistics import median
 from typing import Any
 
@@ -80,7 +79,7 @@ class Cells:
             "name": f"{first.algorithm}, {format_bytes(first.size)}",
             "size": first.size,
             "algorithm": first.algorithm,
-            "seconds": asdict(describe(samples)),  # pyright: ignore[reportArgumentType]
+            "seconds": describe(samples),
             "algbw_bytes_per_s": first.size / seconds,
             "busbw_bytes_per_s": first.size / seconds * 2 * (self._world_size - 1) / self._world_size,
             "wire_bytes": wire_bytes,

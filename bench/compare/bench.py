@@ -85,7 +85,11 @@ class CompareBench(Bench[CompareOptions]):
             "regressions": sum(cell["regression"] for cell in self.measured),
         }
         self.facts["conclusion"] = _conclude(self.facts, self.measured)
-        self._show()
+        self.print_table(self._table(_describe_sides(self.facts)))
+        for text in self.facts["differences"]:
+            self.note(text)
+        self.print(*self.facts["faults"], style="red")
+        self.print(self.facts["conclusion"])
         if self.facts["regressions"]:
             raise BenchFailedError(self.facts["conclusion"])
         if self.facts["faults"]:
@@ -102,13 +106,6 @@ class CompareBench(Bench[CompareOptions]):
         return Table(
             title=title, columns=_COLUMNS, rows=self.measured, note=_NOTE, wrong=lambda cell: cell["regression"]
         )
-
-    def _show(self) -> None:
-        self.print_table(self._table(_describe_sides(self.facts)))
-        for text in self.facts["differences"]:
-            self.note(text)
-        self.print(*self.facts["faults"], style="red")
-        self.print(self.facts["conclusion"])
 
 
 def compare_cells(a: Result, b: Result, metrics: Sequence[Metric], tolerance: float) -> list[dict[str, Any]]:

@@ -50,11 +50,7 @@ class Result:
         return self.raw.get("error")
 
     def chosen_metrics(self, names: Sequence[str]) -> list[Metric]:
-        """The metrics in ``names``, which then decide; without names all metrics of the bench.
-
-        Raises:
-            ValueError: the bench has no such metric.
-        """
+        """The metrics in ``names``, which then decide; without names all. Raises ValueError for one that the bench lacks."""
         known = {metric.name: metric for metric in self.metrics}
         for name in names:
             if name not in known:
@@ -63,11 +59,7 @@ class Result:
 
 
 def read_result(path: Path) -> Result:
-    """A result that a bench wrote with ``--output``.
-
-    Raises:
-        ValueError: the file cannot be read, is no result of a bench, or has no samples.
-    """
+    """A result that a bench wrote with ``--output``; raises ValueError for anything else."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -110,10 +102,7 @@ def _make_cell(path: Path, cell: Mapping[str, Any], notes: list[str]) -> Cell:
 
 
 def check_alike(a: Result, b: Result) -> None:
-    """
-    Raises:
-        ValueError: unlike schemas, cells none of which are in both, or baselines that differ.
-    """
+    """Raises ValueError for results of two benches, without a common cell, or with baselines that differ."""
     if a.kind != b.kind:
         raise ValueError(
             f"{a.path} is a result of bench {a.kind} and {b.path} of bench {b.kind}; give two of one bench"

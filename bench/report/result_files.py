@@ -23,8 +23,7 @@ def check_label(label: str) -> str:
 class ResultFiles:
     """Files with unique names, each written atomically; the folder stays empty until the first write.
 
-    Raises:
-        ValueError: the folder cannot be created or written, or matplotlib is missing; known before anything is measured.
+    Raises ValueError before anything is measured if the folder cannot be written, or matplotlib is missing.
     """
 
     def __init__(self, folder: Path, label: str) -> None:
@@ -47,11 +46,7 @@ class ResultFiles:
         return list(map(str, self._paths.values()))
 
     def write(self, kind: str, text: str) -> None:
-        """Write, or replace, the file with the extension ``kind``.
-
-        Raises:
-            ValueError: the file cannot be written.
-        """
+        """Write, or replace, the file with the extension ``kind``; raises ValueError if that fails."""
         try:
             self._stem = self._stem or self._reserve(kind)
             path = self._folder / f"{self._stem}.{kind}"

@@ -27,32 +27,24 @@ _MOST_RESAMPLES, _LEAST_RESAMPLES = 10_000, 2_000
 _DRAWS = 4_000_000  # numbers that one bootstrap may draw, as long as enough resamples are left
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Distribution:
-    n: int
-    mean: float
-    std: float  # of the sample, n - 1 in the denominator; 0 for a single value
-    min: float
-    p50: float
-    p90: float
-    p95: float
-    p99: float
-    max: float
-
-
 def neighbour_batch(num_samples: int) -> int:
     """How many consecutive samples count as one: neighbours in time share the state of the machine."""
     return max(1, num_samples // _MOST_BATCHES)
 
 
-def describe(values: Sequence[float]) -> Distribution | None:
-    """The distribution of ``values``; None when there are none."""
+def describe(values: Sequence[float]) -> dict[str, float]:
+    """The distribution of ``values``: number, mean, standard deviation, percentiles; empty without values."""
     if not values:
-        return None
-    low, p50, p90, p95, p99, high = np.percentile(values, [0, 50, 90, 95, 99, 100]).tolist()
+        return {}
     std = statistics.stdev(values) if len(values) > 1 else 0.0
-    mean = statistics.fmean(values)
-    return Distribution(n=len(values), mean=mean, std=std, min=low, p50=p50, p90=p90, p95=p95, p99=p99, max=high)
+    names = ("min", "p50", "p90", "p95", "p99", "max")
+    percentiles = np.percentile(values, [0, 50, 90, 95, 99, 100]).tolist()
+    return {
+        "n": len(values),
+        "mean": statistics.fmean(values),
+        "std": std,
+        **dict(zip(names, percentiles, strict=True)),
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

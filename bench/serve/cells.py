@@ -46,7 +46,7 @@ def summarize(run: LoadRun, expected_generated: int | None = None) -> dict[str, 
         "output_tokens_per_s": num_generated / seconds,
         "total_tokens_per_s": (num_prompt + num_generated) / seconds if counted else None,
         "mean_in_flight": in_flight,
-        **{name: asdict(found) if (found := describe(_latencies(ok, name))) else None for name in LATENCIES},
+        **{name: describe(_latencies(ok, name)) or None for name in LATENCIES},
         "errors": dict(Counter(sample.error for sample in run.samples if sample.error).most_common()),
         "doubts": doubts(run, expected_generated),
         # Requests that are in flight together share the server's steps, so their times are not independent.

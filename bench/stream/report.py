@@ -1,7 +1,7 @@
 """Cells, columns, text and page of ``bench stream``: the step of an arm with a batch, and its bound."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -92,7 +92,7 @@ class Cells:
             "rows": batch,
             "bytes_per_step": most_bytes,  # of the rank that fetches most
             "bytes_per_step_all_ranks": sum(answer.step_bytes),
-            "seconds": asdict(describe(samples["step"])),  # pyright: ignore[reportArgumentType]
+            "seconds": describe(samples["step"]),
             "step_s": step_s,
             "fetch_s": fetch_s,
             "compute_s": compute_s,

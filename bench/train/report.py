@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -174,7 +174,7 @@ class LinkCells:
             "link": self.link,
             "link_bytes_per_s": parse_link(self.link).bytes_per_s,
             "arm": arm,
-            "seconds": asdict(describe(seconds)),  # pyright: ignore[reportArgumentType]
+            "seconds": describe(seconds),
             "node_bytes": model and model.node_bytes,
             "node_payload_bytes": wired.payload_bytes,
             "payload_over_formula": wired.payload_bytes / model.node_bytes if model and model.node_bytes else None,

@@ -122,8 +122,7 @@ def _ratio(measured: Measured, cell: Cell, baseline: Arm, arm: Arm, of: str = "t
 
 
 def _described(values: Sequence[float]) -> dict[str, Any] | None:
-    distribution = describe(values)
-    return None if distribution is None else asdict(distribution)
+    return describe(values) or None
 
 
 def _median_part(requests: Sequence[Request], part: str) -> float | None:

@@ -14,6 +14,6 @@ def test_every_verb_explains_its_options(verb: str, capsys: pytest.CaptureFixtur
 
 def test_an_unknown_bench_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["swim"]) == 2
-    assert "unknown bench 'swim'; choose one of comm, compare, kernels" in capsys.readouterr().err
+    assert "unknown bench 'swim'; choose one of answers, comm, compare, kernels" in capsys.readouterr().err
     assert main(["--help"]) == 0
     assert "serve" in capsys.readouterr().out
