@@ -32,11 +32,7 @@ class EagerLayers:
         batch: Batch,
         residual_TD: Tensor,
     ) -> None:
-        """
-        Args:
-            angles: cosine and sine (S, E/2) of every position.
-            residual_TD: the embeddings. Their dtype is that of the residual and of partial sums.
-        """
+        """``angles``: cosine and sine (S, E/2) of every position. ``residual_TD``: the embeddings; sums have its dtype."""
         self._config, self._shard, self._cache, self._batch = config, shard, cache, batch
         self._sequences = PackedSequences(
             batch.query_start_B1, batch.context_lens_B, batch.block_tables_BM, batch.num_decode_rows
@@ -53,9 +49,7 @@ class EagerLayers:
     def run(self, part: int, update_TD: Tensor | None) -> Tensor:
         """Return (T, D), this rank's part of the sum over the ranks.
 
-        Args:
-            update_TD: the ranks' sum of the previous part, which the norm adds to the residual; None for the first
-                part.
+        ``update_TD``: the ranks' sum of the previous part, which the norm adds to the residual; None for the first part.
         """
         index, is_mlp = divmod(part, 2)
         weights, eps = self._placed[index], self._config.norm_eps
@@ -91,24 +85,19 @@ def rope_table(config: LlamaConfig, max_positions: int, device: torch.device) ->
 
     Frequencies are ``theta ** (-2i/E)``, scaled by ``config.rope_scaling``. The float32 arithmetic is that of
     transformers, because equal tokens in float32 need equal bits.
-    Cost: 4 E bytes per position.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    frequencies = _stretch(1.0 / config.rope_theta**exponents, config.rope_scaling)
+    frequencies = _stretched(1.0 / config.rope_theta**exponents, config.rope_scaling)
     angles = torch.outer(torch.arange(max_positions).float(), frequencies)
     return angles.cos().to(device), angles.sin().to(device)
 
 
-def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     if scaling.kind == "none":
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    return _stretch_llama3(frequencies, scaling)
-
-
-def _stretch_llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide frequencies of long wavelengths by ``factor``, keep short ones, and interpolate (Llama 3, 2407.21783)."""
+    # Divide frequencies of long wavelengths by ``factor``, keep short ones, and interpolate (Llama 3, 2407.21783).
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)  # full turns within the trained context
     ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept_share = ramp.clamp(0.0, 1.0)

@@ -1,8 +1,5 @@
 """Runs the Llama forward pass of one rank over packed sequences and a paged cache. Start with ``Llama._pass``.
 
-The inputs are tokens, positions and block tables, and the results are hidden states. Weights come from a
-``WeightSource``, keys and values from a ``CacheSource``, sums over the ranks from ``TensorParallel``.
-
 Source: Llama 2, arXiv 2307.09288; Llama 3, arXiv 2407.21783.
 """
 
@@ -39,10 +36,7 @@ class Llama:
         cache: CacheSource,
         max_positions: int,
     ) -> None:
-        self._config = config
-        self._parallel = parallel
-        self.weights = weights
-        self.cache = cache
+        self._config, self._parallel, self.weights, self.cache = config, parallel, weights, cache
         self._angles = rope_table(config, max_positions, cache.device)
         on_cpu = cache.device.type == "cpu"
         # Of partial sums and of the residual. Rounding the residual costs more accuracy than all else in 16 bits.
@@ -63,9 +57,8 @@ class Llama:
     def forward(self, *parts: Batch, lane: Lane | None = None) -> Tensor:
         """Compute a step in one or several parts; returns (T, D) hidden states before the final norm.
 
-        Each layer computes all parts before the next layer starts, so its weights are fetched once, and the
-        intermediate activations take the memory of one part. A row's bits equal those of the unsplit step if its sum
-        does not depend on the other rows in its message.
+        Each layer computes all parts before the next layer starts, so its weights are fetched once. A row's bits equal
+        those of the unsplit step if its sum does not depend on the other rows in its message.
 
         Args:
             lane: sums one part while the next is computed; None: sums and computation do not overlap.
@@ -91,7 +84,10 @@ class Llama:
         CPU.
         """
         residual_TD = yield partial(self._embed, batch)
-        layers = self._eager(batch, residual_TD) if program is None else program.begin(residual_TD, batch)
+        if program is None:
+            layers = EagerLayers(self._config, self._parallel.shard, self.cache, self._angles, batch, residual_TD)
+        else:
+            layers = program.begin(residual_TD, batch)
         update_TD: Tensor | None = None
         for span in self._spans:
             for index in span:
@@ -102,9 +98,6 @@ class Llama:
                 self.cache.release(index)
         assert update_TD is not None, "a model has at least one layer"
         return layers.residual_TD + update_TD
-
-    def _eager(self, batch: Batch, residual_TD: Tensor) -> EagerLayers:
-        return EagerLayers(self._config, self._parallel.shard, self.cache, self._angles, batch, residual_TD)
 
     def _run_span(
         self, span: range, layers: EagerLayers | DecodeProgram, batch: Batch, update_TD: Tensor | None

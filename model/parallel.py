@@ -84,12 +84,8 @@ class TensorParallel:
     def last_chosen(self, chosen_R: Tensor | None, num: int, phase: str = "") -> Tensor:
         """Return on every rank the first ``num`` of the tokens that rank 0 chose after the last step.
 
-        Args:
-            chosen_R: (R,) int32 on rank 0, ignored elsewhere.
-            phase: of the step, for the ledger.
-        Raises:
-            ValueError: rank 0 has fewer tokens.
-        Cost: rank 0 sends 4 num bytes to each of the W - 1 other ranks.
+        ``chosen_R``: (R,) int32 on rank 0, ignored elsewhere; ValueError if it has fewer. Cost: rank 0 sends 4 num bytes
+        to each of the W - 1 other ranks.
         """
         if self._group.rank != 0:
             chosen_R = torch.empty(num, dtype=torch.int32, device=self._group.device)
@@ -101,9 +97,8 @@ class TensorParallel:
     def sum_rows(self, partial_TD: Tensor, sums: RowSums | None, *, num_decode_rows: int) -> Tensor:
         """Return (T, D), the sum of the ranks' partial results, in their dtype. Messages are of ``sum_dtype``.
 
-        The first ``num_decode_rows`` rows are decode rows, the others prefill rows. If the two use different
-        algorithms, they are summed separately, so a row's bits do not depend on the kind of the other rows. The ledger
-        counts a sum over any prefill row as prefill.
+        Decode rows come first. If they and the others use different algorithms, they are summed separately, so a row's
+        bits do not depend on the kind of the other rows. The ledger counts a sum over any prefill row as prefill.
         """
         if sums is None:
             return partial_TD
@@ -129,12 +124,8 @@ class TensorParallel:
     ) -> Tensor | None:
         """Return (R, V) float32 on rank 0, None on the others.
 
-        Args:
-            num_candidates: keep at least this many of each row's largest logits; with several ranks the others may
-                become minus infinity. 0: keep all.
-            phase: of the step, for the ledger.
-        Cost: each rank sends 4 R max_vocab_rows or 8 R num_candidates bytes to each of the W - 1 others (an
-            all-gather).
+        ``num_candidates``: keep at least this many of each row's largest logits; with several ranks the others may
+        become minus infinity. 0: keep all. Cost: an all-gather of 4 R max_vocab_rows or 8 R num_candidates bytes.
         """
         local_RV = linear(hidden_RD, local_head_VD, out_dtype=torch.float32)
         if self._group.world_size == 1:
@@ -167,8 +158,7 @@ class _Rows(NamedTuple):
 class LogitsGather:
     """Gathers the logits of all replicas on rank 0, which chooses tokens for every sequence.
 
-    A replica is a whole model, split over its own tensor-parallel group. In a step each replica runs its own plan. Then
-    every rank sends rank 0 its columns of the replica's rows, or only the largest few if those suffice.
+    After a step every rank sends rank 0 its columns of its replica's rows, or only the largest few if those suffice.
     """
 
     def __init__(self, world: Group, layout: Layout) -> None:
@@ -186,22 +176,17 @@ class LogitsGather:
         Args:
             sizes: the plan's ``gather_sizes``.
             local_RV: this rank's columns of its replica's rows; None without rows.
-            phase: of the step, for the ledger.
-        Raises:
-            PeerLostError: a rank is gone.
         Cost: each rank but 0 sends the largest of all ranks' messages: 4 R local_V bytes, or 8 R num_candidates.
         """
         replicas = [_Rows(*pair) for pair in ints(sizes).reshape(-1, 2).tolist()]
         self.num_begun += 1
-        message_bytes = [
-            self._message_bytes(replica, place) for replica in replicas for place in range(len(self._sizes))
-        ]
+        num_places = len(self._sizes)
+        message_bytes = [self._message_bytes(replica, place) for replica in replicas for place in range(num_places)]
         message, start_s = self._message(local_RV, replicas[self._replica]), time.perf_counter()
         received = gather_to_root(self._world, message, message_bytes, phase=phase, site="logits")
         self.waited_s += time.perf_counter() - start_s
         if received is None:
             return None
-        num_places = len(self._sizes)
         rows = [
             self._joined(received[d * num_places : (d + 1) * num_places], replica)
             for d, replica in enumerate(replicas)

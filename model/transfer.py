@@ -1,7 +1,6 @@
 """Asynchronous copies between the host and a device.
 
-The device copies to and from pinned memory in order with its kernels. torch's allocator does not reuse pinned memory
-before the copy is done, so the host may release the source at once.
+torch's allocator does not reuse pinned memory before the copy is done, so the host may release the source at once.
 """
 
 from collections.abc import Sequence

@@ -21,8 +21,7 @@ class Needs(enum.Enum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """OpenAI's parameters and vLLM's extensions. Each field declares what it needs (``Needs``).
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 keeps all tokens. ``seed`` is always set by the time a request reaches the
-    engine: a request without one gets a random one, and n > 1 gets n different ones.
+    ``temperature`` 0 is greedy. ``top_k`` 0 keeps all tokens. ``seed`` is set by the time a request reaches the engine.
     """
 
     max_tokens: Annotated[int, Needs.BEST_LOGITS]

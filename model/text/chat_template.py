@@ -1,7 +1,6 @@
 """Renders messages with a model's Jinja template, in a sandbox, as transformers does.
 
-Templates expect transformers' environment: its whitespace settings, ``raise_exception``, ``strftime_now``, ``tojson``,
-and ``generation`` blocks, which mark generated text and print their body.
+Templates expect transformers' whitespace settings, ``raise_exception``, ``strftime_now``, ``tojson`` and ``generation``.
 """
 
 import json

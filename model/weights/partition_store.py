@@ -63,12 +63,9 @@ class PartitionStore(LayerStore):
         peers: PartitionPeers,
         codec: Codec,
     ) -> None:
-        """
-        Args:
-            stored, plain: the forms of every layer of the model.
-            kept: this rank's bytes of each streamed layer, uint8: its part, then the tail.
-            peers: closed with the store.
-            codec: the codec of ``stored``.
+        """Take the forms of every layer, and of each streamed layer this rank's part and then the tail (uint8).
+
+        ``peers`` are closed with the store; ``codec`` is that of ``stored``.
         """
         self._stored, self._plain, self._kept = stored, plain, dict(kept)
         self._peers, self._codec = peers, codec
@@ -98,7 +95,7 @@ class PartitionStore(LayerStore):
         return self._late.get(layer, NEVER)
 
     def _await_others(self, layer: int) -> None:
-        """Wait until all ranks are ready to gather. On CUDA the host does not wait, so the delay is unknown there."""
+        """Wait until all ranks are ready to gather; not on CUDA, where the delay stays unknown."""
         if self.device.type == "cuda":
             return
         start_s = time.perf_counter()
