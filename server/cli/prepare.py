@@ -4,10 +4,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 from tightwire.comm.sizes import format_bytes
 from tightwire.model.checkpoint.errors import ModelError, PrepareError
@@ -20,10 +18,6 @@ from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.devices import cuda_devices
 from tightwire.server.plan.progress import Progress
 from tightwire.server.plan.setting import choose_dtype
-
-
-class _TerminatedError(BaseException):
-    """SIGTERM arrived. An exception, so that unfinished files are removed, as after Ctrl-C."""
 
 
 def run(config: ServeConfig, out: Path, *, weight_codec: str = "none", force: bool = False) -> int:
@@ -43,7 +37,7 @@ def run(config: ServeConfig, out: Path, *, weight_codec: str = "none", force: bo
             quantization=config.model.quantization,
             codec=WEIGHT_CODECS[weight_codec],
         )
-        manifest = make_folder(checkpoint, out, options, force=force, progress=_stages(progress), say=progress.say)
+        manifest = make_folder(checkpoint, out, options, force=force, progress=progress.stage, say=progress.say)
         progress.close()
         progress.say(_summary(out, manifest, time.monotonic() - start))
 
@@ -60,7 +54,7 @@ def check(folder: Path) -> int:
         if prepared is None:
             raise ModelError(f"{folder} is not a prepared folder; `tightwire prepare MODEL OUT` makes one")
         start = time.monotonic()
-        damage = read_back(folder, prepared.manifest, _stages(progress))
+        damage = read_back(folder, prepared.manifest, progress.stage)
         seconds = time.monotonic() - start
         progress.close()
         if damage:
@@ -72,47 +66,21 @@ def check(folder: Path) -> int:
 
 def _run(work: Callable[[Progress], None], folder: Path, interrupted: str) -> int:
     progress = Progress(verbose=True)
+    # An exception, so that unfinished files are removed, as after Ctrl-C.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        with _terminated():
-            work(progress)
+        work(progress)
     except (ValueError, RuntimeError) as error:
-        progress.close()
         progress.say(f"tightwire prepare: {error}")
         return 2 if isinstance(error, ValueError) else 1
-    except (KeyboardInterrupt, _TerminatedError) as signalled:
-        progress.close()
+    except (KeyboardInterrupt, SystemExit) as signalled:
         progress.say(f"tightwire prepare: {interrupted}")
-        return 143 if isinstance(signalled, _TerminatedError) else 130
+        return 143 if isinstance(signalled, SystemExit) else 130
     finally:
         progress.close()
+        signal.signal(signal.SIGTERM, before)
     sys.stdout.write(f"{folder}\n")
     return 0
-
-
-@contextmanager
-def _terminated() -> Iterator[None]:
-    """Raise ``_TerminatedError`` in the main thread on SIGTERM."""
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        raise _TerminatedError
-
-    before = signal.signal(signal.SIGTERM, on_signal)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _stages(progress: Progress) -> Callable[[str, float], None]:
-    """A callback that reports the progress of named stages, and the time each took."""
-    started: dict[str, float] = {}
-
-    def tell(stage: str, fraction: float) -> None:
-        start = started.setdefault(stage, time.monotonic())
-        seconds = time.monotonic() - start if fraction >= 1 else None
-        progress.stage(stage, fraction, seconds=seconds)
-
-    return tell
 
 
 def _summary(out: Path, manifest: Manifest, seconds: float) -> str:

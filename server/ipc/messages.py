@@ -108,12 +108,11 @@ class StepResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True):
-    """Start-up progress of one rank: ``fraction`` of this stage; ``seconds`` is set when it is done."""
+    """Start-up progress of one rank: ``fraction`` of this stage."""
 
     rank: int
     name: str
     fraction: float
-    seconds: float | None = None
 
 
 class CommChoice(msgspec.Struct, frozen=True):

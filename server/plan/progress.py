@@ -44,7 +44,7 @@ class Progress:
         self._ticker: threading.Thread | None = None
         self._order: list[str] = list(self._stages)
         self._done: dict[str, dict[int, float]] = {}  # by stage and rank, the fraction done
-        self._seconds: dict[str, list[float]] = {}
+        self._begun_s: dict[str, float] = {}
         self._shown, self._since_s, self._line_s = "", 0.0, 0.0
 
     def say(self, text: str) -> None:
@@ -57,20 +57,19 @@ class Progress:
         if self._verbose:
             self.say(text)
 
-    def stage(self, name: str, fraction: float, rank: int = 0, seconds: float | None = None) -> None:
-        """Report the ``fraction`` of a stage that a rank has done; ``seconds``: it has ended."""
+    def stage(self, name: str, fraction: float, rank: int = 0) -> None:
+        """Report the ``fraction`` of a stage that a rank has done."""
         with self._lock:
             if name not in self._order:
                 self._order.append(name)
-            self._done.setdefault(name, {})[rank] = fraction
+            done, now_s = self._done.setdefault(name, {}), time.monotonic()
+            begun_s = self._begun_s.setdefault(name, now_s)
+            done[rank] = fraction
             if self._ticker is None:
                 self._ticker = threading.Thread(target=self._tick_until_closed, daemon=True)
                 self._ticker.start()
-        if seconds is not None:
-            ended = self._seconds.setdefault(name, [])
-            ended.append(seconds)
-            if len(ended) == self._num_ranks:
-                self.detail(f"{name:>12}  {max(ended):5.1f} s")
+            if fraction >= 1 and len(done) == self._num_ranks and min(done.values()) >= 1:
+                self.detail(f"{name:>12}  {now_s - begun_s:5.1f} s")
 
     def close(self) -> None:
         """End the display; ``say`` still works."""

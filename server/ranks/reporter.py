@@ -62,9 +62,8 @@ class Reporter:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[Callable[[float], None]]:
-        """Report and time a start-up stage; yields a function that takes the fraction done."""
+        """Report a start-up stage; yields a function that takes the fraction done."""
         self.begin(name)
-        start = time.monotonic()
         self.send(Stage(rank=self.rank, name=name, fraction=0.0))
         reported = 0.0
 
@@ -76,7 +75,7 @@ class Reporter:
 
         yield progress
         self.begin(f"{name}, done")  # no longer in a warm-up step, which has no time limit
-        self.send(Stage(rank=self.rank, name=name, fraction=1.0, seconds=time.monotonic() - start))
+        self.send(Stage(rank=self.rank, name=name, fraction=1.0))
 
     def send(self, message: FromRank) -> None:
         """Queue one message. Never blocks: if the parent does not read, it is about to end this process."""

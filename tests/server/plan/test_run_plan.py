@@ -261,7 +261,7 @@ def test_a_fetch_that_is_no_longer_wanted_is_given_up(monkeypatch: pytest.Monkey
             progress(step / 10)
 
     class Heard(Progress):
-        def stage(self, name: str, fraction: float, rank: int = 0, seconds: float | None = None) -> None:
+        def stage(self, name: str, fraction: float, rank: int = 0) -> None:
             fractions.append(fraction)
 
     monkeypatch.setattr(run_plan, "open_checkpoint", fetch)
