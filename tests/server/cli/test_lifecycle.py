@@ -223,7 +223,7 @@ def test_what_cannot_run_is_refused_before_it_is_loaded(start: Start) -> None:
 
 
 def test_a_start_says_five_lines_and_a_command_to_paste(start: Start) -> None:
-    server = start("--log-level", "info")
+    server = start("--log-level", "info", "--max-model-len", "256")
     url = server.wait_ready()
     wait_until(lambda: "  try  " in server.log, 10)
     ready = server.log[server.log.index("ready in") :].splitlines()
