@@ -176,7 +176,9 @@ class GenerationBody(Body):
     min_tokens: TokenCount = Field(0, description="Extension: do not end before this many tokens.")
     ignore_eos: bool = Field(False, description="Extension: continue after the model's end token.")
     allowed_token_ids: list[TokenId] | None = Field(
-        None, min_length=1, description="Extension: generate no other tokens, the model's end token included."
+        None,
+        min_length=1,
+        description="Extension: generate only these, the model's end token only if it is among them.",
     )
     bad_words: list[BadWord] = Field(
         default_factory=list, max_length=1024, description="Extension: texts that are not generated."

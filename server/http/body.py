@@ -124,7 +124,7 @@ def _describe(problem: ErrorDetails, param: str) -> str:
         return f"{param} is missing"
     if problem["type"] == "refused":
         return f"{param} {problem['msg']}"
-    said = problem["msg"][0].lower() + problem["msg"][1:]
+    said = problem["msg"][0].lower() + problem["msg"][1:].replace(" after validation", "")
     return f"{param}: {said}, got {_short(problem['input'])}"
 
 

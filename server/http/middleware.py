@@ -25,10 +25,7 @@ PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/metrics"
 
 
 class RequestScope:
-    """ASGI middleware. Echoes the client's request id, or makes one, and names the ignored fields of the request.
-
-    Sets ``request.state.arrived_s``, the arrival of the request's headers on the clock of ``time.monotonic``.
-    """
+    """ASGI middleware: sets ``request.state.arrived_s``, and the headers with the request id and the ignored fields."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
