@@ -47,7 +47,7 @@ _SERVED_COLUMNS = (Column("load", "name"), _MS, _TOKENS, _SHARE, _RATE)
 _LEGEND = (
     "Share: the time that the bytes, or the operations, take at the device's rates, whichever is longer, of the part's time. "
     "Small activations stay in a cache, so a share may exceed 100 %. A CPU serves a decode step as one call, without timers: "
-    "its parts are the same kernels called one by one."
+    "its parts are the same kernels called one by one. Sums include the wait for the slowest rank."
 )
 
 
