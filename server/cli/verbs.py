@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import open_wire
+from tightwire.kernels.cpu.library import available
 from tightwire.model.weights import WEIGHT_CODECS
 from tightwire.server.config.flags import (
     add_flags,
@@ -60,6 +61,7 @@ def serve(argv: Sequence[str]) -> int:
 def _serve(argv: Sequence[str]) -> int:
     parser = make_parser("serve", "Serve a model over the OpenAI HTTP API, split over rank processes.")
     config, _ = parse(parser, argv)
+    _load_kernels()
     try:
         refuse_early(config)
         listener = open_listener(config.http)
@@ -88,6 +90,7 @@ def generate(argv: Sequence[str]) -> int:
         answer = AnswerOptions(**{own.name: vars(args)[own.name] for own in fields(AnswerOptions) if own.name in args})
     except ValueError as error:
         parser.error(str(error))
+    _load_kernels()
     with ExitStack() as stack:
         try:
             refuse_early(config)
@@ -206,6 +209,14 @@ def interrupts_end_at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _load_kernels() -> None:
+    """Load or compile the kernels before there are ranks; the progress has no thread when those are started."""
+    progress = Progress()
+    progress.stage("loading the CPU kernels (compiling: 20 s)", 0.0)
+    available()
+    progress.close()
 
 
 def _start_ranks(config: ServeConfig, stack: ExitStack) -> "Ranks":

@@ -175,17 +175,12 @@ class ServeConfig:
                 f"--plan-ahead on is not possible with --dp {self.parallel.dp}, because the replicas' steps are planned "
                 "together; use --plan-ahead auto or off"
             )
-        if self.weights.weights == "partition":
-            _require_sharers(self.parallel)
-
-
-def _require_sharers(parallel: ParallelOptions) -> None:
-    """Refuse ``partition`` unless every node has several replicas."""
-    if parallel.dp == parallel.nodes or parallel.dp == 1:
-        raise ValueError(
-            f"--weights partition shares layers among the replicas of a node, and --dp {parallel.dp} --nodes "
-            f"{parallel.nodes} has one on each; give --dp {2 * parallel.nodes} or more, or --weights stream"
-        )
+        dp, nodes = self.parallel.dp, self.parallel.nodes
+        if self.weights.weights == "partition" and dp in (1, nodes):
+            raise ValueError(
+                f"--weights partition shares layers among the replicas of a node, and --dp {dp} --nodes {nodes} has one on "
+                f"each; give --dp {2 * nodes} or more, or --weights stream"
+            )
 
 
 GROUPS = {

@@ -93,20 +93,17 @@ def cuda_devices(visible: str | None = None) -> list[CudaDevice]:
     if nvml.nvmlInit_v2() != 0:
         return []
     try:
-        handles = _all_handles(nvml) if visible is None else _named_handles(nvml, visible)
-        return [_describe(nvml, handle) for handle in handles]
+        if visible is None:
+            count = ctypes.c_uint()
+            nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+            visible = ",".join(map(str, range(count.value)))
+        return [_describe(nvml, handle) for handle in _named_handles(nvml, visible)]
     finally:
         nvml.nvmlShutdown()
 
 
 class _Memory(ctypes.Structure):
     _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
-
-
-def _all_handles(nvml: ctypes.CDLL) -> list[ctypes.c_void_p]:
-    count = ctypes.c_uint()
-    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    return _named_handles(nvml, ",".join(map(str, range(count.value))))
 
 
 def _named_handles(nvml: ctypes.CDLL, visible: str) -> list[ctypes.c_void_p]:

@@ -17,7 +17,7 @@ START_STAGES = {
     "import": "importing PyTorch, usually 2 to 5 s",
     "open": "reading the model's headers, usually below 1 s",
     "join": "connecting the ranks, usually below 1 s",
-    "self-test": "testing the AllReduces, usually below 1 s, on a GPU the first time up to a minute",
+    "self-test": "testing AllReduces, usually 1 s (new GPU: 60 s)",
     "weights": "loading weights, as fast as the disk",
     "warm-up": "answering test requests, usually 1 s",
 }
@@ -77,6 +77,8 @@ class Progress:
             if not self._closed.is_set():
                 self._closed.set()
                 self._write(self._erase)
+        if self._ticker is not None:
+            self._ticker.join()
 
     def tick(self, now_s: float) -> None:
         """Show the earliest stage that a rank has begun and not ended."""
