@@ -42,9 +42,8 @@ class CompletionDialect(Dialect[CompletionBody]):
     def _prompt(self, given: str | list[int]) -> Prompt:
         tokenizer = self.model.tokenizer
         if isinstance(given, str):
-            return Prompt(
-                tokenizer.encode(given, self.body.add_special_tokens), given if self.body.echo else None, True
-            )
+            ids = tokenizer.encode(given, self.body.add_special_tokens)
+            return Prompt(ids, given if self.body.echo else None, True)
         check_ids(given, self.model.info, "prompt")
         return Prompt(given, tokenizer.decode(given, self.body.skip_special_tokens) if self.body.echo else None, True)
 

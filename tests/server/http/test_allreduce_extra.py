@@ -14,7 +14,7 @@ from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import in_process_groups
 
 _LOSSY, _INT8 = "flash:int4-g64,int8-g64", "flash:int8-g64,int8-g64"
-_ROW_ELEMS, _ELEM_BYTES, _NUM_GENERATED = 64, 2, 4
+_ROW_ELEMS, _ELEM_BYTES, _NUM_GENERATED = 64, 4, 4  # float32 sums
 _POLICY = {
     "schema": "tightwire.comm-policy/1",
     "made_for": {"num_layers": 2, "hidden_size": 64, "world_size": 2},
