@@ -9,7 +9,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "answers": ("answers.bench:AnswersBench", "compare servers' answers with the model in float32"),
     "comm": ("comm.bench:CommBench", "time and check every AllReduce by message size"),
     "compare": ("compare.bench:CompareBench", "compare two results of one bench; exit code 1 for a regression"),
-    "kernels": ("kernels.bench:KernelBench", "time codecs and matrix products on one core, codecs on one GPU"),
+    "kernels": ("kernels.bench:KernelBench", "time codecs on one core or one GPU"),
     "peers": ("peers.run:PeersBench", "compare with other servers: vLLM, llama.cpp, transformers"),
     "quality": ("quality.bench:QualityBench", "measure the accuracy that a quantized AllReduce costs"),
     "roofline": ("peers.roofline:RooflineBench", "profile steps and serving against the device's own rates"),

@@ -5,25 +5,18 @@ Every arm has several sets of buffers and uses another one in each call, so that
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tightwire.comm.codec.codec import parse_codec
 from tightwire.kernels import block_quant
-from tightwire.kernels.linear import linear
-from tightwire.kernels.packed import dequantize, interleave
 from tightwire.kernels.spec import block_quant as reference
-from tightwire.kernels.spec.packed import Matrix, PackedMatrix, quantize
-from tightwire.kernels.spec.packed_format import PACKED_FORMATS
-from tightwire.kernels.spec.packed_int8 import quantize_activations
 
 OPERATIONS = ("encode", "decode", "decode-add", "decode-reduce-encode")
 _MAX_SETS = 16
-_MAX_WEIGHTS = 128
 _SETS_BYTES = 256 << 20  # more than any GPU's last cache
 _NUM_SUMMED = 4  # messages that decode-reduce-encode adds
 _WARM_UP_CALLS = 3
@@ -113,53 +106,8 @@ def _arm(
     return Arm(name=name, call=lambda i: run(*sets[i % len(sets)]), moved_bytes=moved_bytes, is_right=is_right)
 
 
-def product_arms(num_rows: int, num_outputs: int, num_inputs: int) -> Iterator[Arm]:
-    """``kernels.linear`` on the CPU with weights out of cache: plain weights beside ``F.linear``, and packed weights."""
-    x_TD = torch.randn(num_rows, num_inputs, generator=torch.Generator().manual_seed(0))
-    weight_OD = torch.randn(num_outputs, num_inputs, generator=torch.Generator().manual_seed(1))
-    for dtype in (torch.bfloat16, torch.float32):
-        name = str(dtype).removeprefix("torch.")
-        yield _product(name, linear, x_TD.to(dtype), weight_OD.to(dtype))
-        yield _product(f"{name} torch", F.linear, x_TD.to(dtype), weight_OD.to(dtype))
-    for packed in PACKED_FORMATS.values():
-        yield _product(packed.name, linear, x_TD.bfloat16(), quantize(weight_OD, packed))
-    for packed in PACKED_FORMATS.values():
-        weight = interleave(quantize(weight_OD, replace(packed, int8_activations=True)))
-        yield _product(f"{packed.name} int8", linear, x_TD.bfloat16(), weight)
-
-
-def _product(name: str, product: Callable[..., Tensor], x_TD: Tensor, weight: Matrix) -> Arm:
-    weights = [weight, *(_copy_of(weight) for _ in _sets(weight.nbytes, _MAX_WEIGHTS)[1:])]
-    results: list[Tensor] = []
-
-    def call(i: int) -> None:
-        results[:] = [product(x_TD, weights[i % len(weights)])]
-
-    return Arm(name=name, call=call, moved_bytes=weight.nbytes, is_right=lambda: _is_product(results[0], x_TD, weight))
-
-
-def _copy_of(weight: Matrix) -> Matrix:
-    return weight.clone() if isinstance(weight, Tensor) else replace(weight, blocks_OB=weight.blocks_OB.clone())
-
-
-def _is_product(result_TO: Tensor, x_TD: Tensor, weight: Matrix) -> bool:
-    """True within the errors of rounding inputs and result to ``x_TD.dtype`` and of sums in float32.
-
-    Activations in 8 bits are rounded first.
-    """
-    dtype = x_TD.dtype
-    if isinstance(weight, PackedMatrix) and weight.format.int8_activations:
-        codes_TGN, scale_TG = quantize_activations(x_TD)
-        x_TD = (codes_TGN * scale_TG.unsqueeze(-1)).flatten(1)
-    plain_OD = dequantize(weight, torch.float32)
-    exact_TO = x_TD.double() @ plain_OD.double().T
-    magnitude_TO = x_TD.double().abs() @ plain_OD.double().abs().T
-    bound_TO = (torch.finfo(dtype).eps + x_TD.shape[1] * torch.finfo(torch.float32).eps) * magnitude_TO
-    return bool(((result_TO.double() - exact_TO).abs() <= bound_TO).all())
-
-
-def _sets(num_bytes: int, most: int = _MAX_SETS) -> range:
-    return range(max(1, min(most, _SETS_BYTES // max(1, num_bytes))))
+def _sets(num_bytes: int) -> range:
+    return range(max(1, min(_MAX_SETS, _SETS_BYTES // max(1, num_bytes))))
 
 
 def seconds_per_call(

@@ -1,17 +1,16 @@
-"""``tightwire bench kernels``: GB/s of codecs beside a copy of memory, and matrix products by rows.
+"""``tightwire bench kernels``: GB/s of codecs and of a copy of memory, on one core or one GPU.
 
-The answer of every timed configuration is compared with a reference; a wrong one fails the run. Codecs and products run on
-one core, or codecs on a GPU.
+The answer of every timed configuration is compared with a reference; a wrong one fails the run.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tightwire.bench.kernels.arms import Arm, codec_arms, copy_arm, product_arms, seconds_per_call
+from tightwire.bench.kernels.arms import Arm, codec_arms, copy_arm, seconds_per_call
 from tightwire.bench.options import OutputOptions, option, parse_sizes
 from tightwire.bench.report.statistics import neighbour_batch
 from tightwire.bench.report.table import Column, Metric, Table
@@ -19,23 +18,14 @@ from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.comm.codec.codec import parse_codec
 from tightwire.comm.sizes import format_bytes
 
-_PARTS = ("codecs", "products")
 _CODECS = ("int8", "int6", "int5", "int4", "int4-had", "int3-sr", "fp8")
 _KIB, _MIB = 1 << 10, 1 << 20
 _CPU_SIZES, _CUDA_SIZES = (64 * _KIB, _MIB, 16 * _MIB), (64 * _KIB, _MIB, 8 * _MIB, 64 * _MIB)
 
 
-def _parse_matrix(text: str) -> tuple[int, int]:
-    parts = text.split("x")
-    if len(parts) != 2 or not all(part.isdigit() for part in parts):
-        raise ValueError(f"expected OUTPUTSxINPUTS such as 3072x576, got {text!r}")
-    return int(parts[0]), int(parts[1])
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelBenchOptions(OutputOptions):
     device: str = option("auto", "device; auto: cuda if torch has it", choices=("auto", "cpu", "cuda"))
-    parts: tuple[str, ...] = option(_PARTS, "what to time")
     dtype: str = option("bfloat16", "data type of the numbers", choices=("bfloat16", "float16", "float32"))
     codecs: tuple[str, ...] = option(_CODECS, "codecs to time")
     sizes: tuple[int, ...] = option(
@@ -45,14 +35,6 @@ class KernelBenchOptions(OutputOptions):
         parse=parse_sizes,
         least=4,
     )
-    rows: tuple[int, ...] = option((1, 2, 4, 16, 64, 512), "rows of a matrix product", least=1)
-    matrix: tuple[int, int] = option(
-        (3072, 576),
-        "outputs and inputs of the weights of a matrix product, such as 3072x576",
-        metavar="OxI",
-        parse=_parse_matrix,
-        least=1,
-    )
     repeats: int = option(50, "samples of each operation", least=1)
     seconds_per_arm: float = option(
         2.0, "time for the samples of an operation; a slow one gets fewer samples, but at least three", above=0
@@ -61,16 +43,11 @@ class KernelBenchOptions(OutputOptions):
     def __post_init__(self) -> None:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch finds no CUDA device here")
-        for part in self.parts:
-            if part not in _PARTS:
-                raise ValueError(f"--parts takes {', '.join(_PARTS)}, got {part!r}")
         for name in self.codecs:
             if parse_codec(name).exact:
                 raise ValueError(f"codec {name!r} does not quantize; there is nothing to time")
         if wrong := [size for size in self.sizes if size % 4]:
             raise ValueError(f"--sizes takes multiples of 4 bytes, got {wrong[0]}")
-        if self.matrix[1] % 32:
-            raise ValueError(f"--matrix needs inputs that are a multiple of 32, got {self.matrix[1]}")
 
     @property
     def torch_device(self) -> torch.device:
@@ -78,10 +55,12 @@ class KernelBenchOptions(OutputOptions):
         return torch.device("cuda", 0) if on_cuda else torch.device("cpu")
 
 
-_OPERATION, _OF_COPY = Column("operation", "operation"), Column("of copy", "share_of_copy", ".0%")
-_RATES = Column("us", "seconds", ",.1f", 1e6), Column("GB/s", "bytes_per_s", ",.2f", 1e-9)
-_RIGHT = Column("answer", "right", lambda right: "right" if right else "WRONG")
-_CODEC_COLUMNS = (Column("codec", "codec"), _OPERATION, *_RATES, _OF_COPY, _RIGHT)
+_COLUMNS = (
+    *(Column("codec", "codec"), Column("operation", "operation")),
+    *(Column("us", "seconds", ",.1f", 1e6), Column("GB/s", "bytes_per_s", ",.2f", 1e-9)),
+    Column("of copy", "share_of_copy", ".0%"),
+    Column("answer", "right", lambda right: "right" if right else "WRONG"),
+)
 
 
 class KernelBench(Bench[KernelBenchOptions]):
@@ -89,14 +68,9 @@ class KernelBench(Bench[KernelBenchOptions]):
 
     verb = "kernels"
     options_type = KernelBenchOptions
-    description = (
-        "Time codecs against a copy of memory, and matrix products by rows, on one core or a GPU. Checks every answer."
-    )
+    description = "Time codecs against a copy of memory, on one core or a GPU. Checks every answer."
     metrics = (Metric(name="seconds", unit="us", scale=1e6),)
-    columns = (
-        *(Column(name, name) for name in ("name", "part", "codec", "operation", "rows")),
-        *(Column("size", "size", format_bytes), *_RATES, _OF_COPY, _RIGHT),
-    )
+    columns = (Column("name", "name"), Column("size", "size", format_bytes), *_COLUMNS)
     failures = ((ValueError, 2),)
 
     def __init__(self, options: KernelBenchOptions) -> None:
@@ -111,35 +85,23 @@ class KernelBench(Bench[KernelBenchOptions]):
         setting = f"{options.dtype} on {self._device.type} ({name}); a rate counts every byte read and written, once"
         self.facts = {"device": self._device.type, "device_name": name, "dtype": options.dtype, "setting": setting}
         self.print(f"{setting}\n")
-        if "codecs" in options.parts:
-            for size in options.sizes or (_CUDA_SIZES if on_cuda else _CPU_SIZES):
-                self._add(f"codecs of {format_bytes(size)}", self._codec_cells(size), _CODEC_COLUMNS)
-        if "products" in options.parts and not on_cuda:
-            outputs, inputs = options.matrix
-            for rows in options.rows:
-                cells = [
-                    self._cell(arm, f"product {arm.name} {rows} rows", part="products", operation=arm.name, rows=rows)
-                    for arm in product_arms(rows, outputs, inputs)
-                ]
-                title = f"{rows} rows by {outputs} x {inputs} weights, out of cache"
-                self._add(title, cells, (_OPERATION, *_RATES, _RIGHT))
+        for size in options.sizes or (_CUDA_SIZES if on_cuda else _CPU_SIZES):
+            cells = self._codec_cells(size)
+            self.measured += cells
+            title = f"codecs of {format_bytes(size)}"
+            self.print_table(Table(title=title, columns=_COLUMNS, rows=cells, wrong=lambda cell: not cell["right"]))
+            self.keep()
         if wrong := [cell["name"] for cell in self.measured if not cell["right"]]:
             raise BenchFailedError(f"wrong answer: {', '.join(wrong)}")
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
-        return "Codecs and matrix products", result["setting"]
-
-    def _add(self, title: str, cells: list[dict[str, Any]], columns: Sequence[Column]) -> None:
-        """Keep and print the cells."""
-        self.measured += cells
-        self.print_table(Table(title=title, columns=columns, rows=cells, wrong=lambda cell: not cell["right"]))
-        self.keep()
+        return "Codecs", result["setting"]
 
     def _codec_cells(self, size: int) -> list[dict[str, Any]]:
         """The copy is timed before and after the codecs, and its rate is that of all samples: drift then favors neither."""
         first, shown = self._seconds(copy_arm(size, self._device)), format_bytes(size)
         cells = [
-            self._cell(arm, f"{arm.name} {codec} {shown}", part="codecs", operation=arm.name, codec=codec, size=size)
+            self._cell(arm, f"{arm.name} {codec} {shown}", operation=arm.name, codec=codec, size=size)
             for codec in self.options.codecs
             for arm in codec_arms(codec, size, self._dtype, self._device)
         ]

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from tightwire.bench import cli
-from tightwire.bench.kernels import arms
 from tightwire.bench.kernels.arms import OPERATIONS
 from tightwire.kernels import block_quant
 from tightwire.kernels.spec.block_format import BlockFormat
 
-ARGS = ["kernels", "--device", "cpu", "--parts", "codecs", "--codecs", "int8,int4-had", "--sizes", "4KiB"]
+ARGS = ["kernels", "--device", "cpu", "--codecs", "int8,int4-had", "--sizes", "4KiB"]
 ARGS += ["--repeats", "3"]
 
 
@@ -50,40 +49,12 @@ def test_a_wrong_answer_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "encode int8 4KiB" in json.loads(captured.out.splitlines()[-1])["error"]
 
 
-def test_products_of_plain_and_packed_weights_are_timed_by_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["kernels", "--device", "cpu", "--parts", "products", "--rows", "1,3", "--matrix", "64x96", "--repeats", "3"]
-
-    assert cli.main(args) == 0
-
-    cells = json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]
-    packed = ("Q8_0", "Q4_0", "Q4_1")
-    names = ("bfloat16", "bfloat16 torch", "float32", "float32 torch", *packed, *(f"{name} int8" for name in packed))
-    assert [(cell["rows"], cell["operation"]) for cell in cells] == [(rows, name) for rows in (1, 3) for name in names]
-    assert all(cell["right"] for cell in cells)
-    assert cells[0]["bytes_per_s"] == pytest.approx(2 * 64 * 96 / cells[0]["seconds"])
-
-
-def test_a_wrong_product_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    linear = arms.linear
-    monkeypatch.setattr(arms, "linear", lambda x_TD, weight_OD: 1.02 * linear(x_TD, weight_OD))
-    args = ["kernels", "--device", "cpu", "--parts", "products", "--rows", "2", "--matrix", "64x96", "--repeats", "3"]
-
-    assert cli.main(args) == 1
-
-    error = json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
-    assert "product bfloat16 2 rows" in error and "torch" not in error
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--codecs", "none"], "does not quantize"),
         (["--codecs", "int7"], "unknown codec 'int7'"),
         (["--sizes", "6"], "multiples of 4 bytes, got 6"),
-        (["--rows", "0"], "at least 1"),
-        (["--parts", "codec"], "--parts takes codecs, products, got 'codec'"),
-        (["--matrix", "64"], "expected OUTPUTSxINPUTS"),
-        (["--matrix", "64x33"], "multiple of 32, got 33"),
     ],
 )
 def test_bad_options_are_refused(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
