@@ -1,12 +1,12 @@
 """Makes one rank's AllReduces from the policy, tests them, and quarantines those that sum wrongly."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from tightwire.comm.all_reduce.self_test import Verdict, agree, self_test
+from tightwire.comm.all_reduce.self_test import agree, self_test
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import Routes, make_candidates
 from tightwire.comm.policy.rules import Policy, QuarantinedError
@@ -57,19 +57,25 @@ def check_comm(
     if group.rank == 0:
         for name, detail in wrong.items():
             _log.error("quarantined %s, which failed the self-test: %s", name, detail)
-    policies = {name: _without(name, policy, wrong, plan) for name, policy in requested.items()}
-    return CheckedComm(
-        Routes(list(policies.items()), candidates), _describe(transport, reason, plan, policies, verdicts)
+    policies: dict[str, Policy] = {}
+    for name, policy in requested.items():
+        try:
+            policies[name] = policy.without(wrong)
+        except QuarantinedError as error:
+            if name == plan.policy_names[0]:
+                raise
+            raise QuarantinedError(f"--allreduce-extra {name}: {error}") from None
+    choices = {name: policy_choices(policy) for name, policy in policies.items()}
+    setup = CommSetup(
+        transport=transport,
+        transport_reason=reason,
+        num_nodes=plan.num_nodes,
+        overlap=plan.overlap,
+        choices=choices.pop(plan.policy_names[0]),
+        self_test=[SelfTestVerdict(algorithm=v.algorithm, ok=v.ok, detail=v.detail) for v in verdicts],
+        extra=choices,
     )
-
-
-def _without(name: str, policy: Policy, wrong: Mapping[str, str], plan: RunPlan) -> Policy:
-    try:
-        return policy.without(wrong)
-    except QuarantinedError as error:
-        if name == plan.policy_names[0]:
-            raise
-        raise QuarantinedError(f"--allreduce-extra {name}: {error}") from None
+    return CheckedComm(Routes(list(policies.items()), candidates), setup)
 
 
 def _resolve_transport(group: Group, plan: RunPlan) -> tuple[str, str, dict[str, Policy]]:
@@ -84,18 +90,3 @@ def _resolve_transport(group: Group, plan: RunPlan) -> tuple[str, str, dict[str,
             )
         policies[named.name] = named.library_policy
     return "process-group", f"no peer memory: {group.no_peer_memory}", policies
-
-
-def _describe(
-    transport: str, reason: str, plan: RunPlan, policies: Mapping[str, Policy], verdicts: list[Verdict]
-) -> CommSetup:
-    choices = {name: policy_choices(policy) for name, policy in policies.items()}
-    return CommSetup(
-        transport=transport,
-        transport_reason=reason,
-        num_nodes=plan.num_nodes,
-        overlap=plan.overlap,
-        choices=choices.pop(plan.policy_names[0]),
-        self_test=[SelfTestVerdict(algorithm=v.algorithm, ok=v.ok, detail=v.detail) for v in verdicts],
-        extra=choices,
-    )

@@ -8,12 +8,12 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import msgspec
 import torch
 from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.buffers import BufferPool
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.nodes import held_rate, join_nodes, throttle_group
 from tightwire.comm.group.partition_groups import PartitionPeers, PartitionPlace, join_partition
@@ -73,7 +73,8 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         with reporter.stage("weights") as progress:
             groups = RankGroups(group, routes=comm.routes, world=world, peers=joining.peers())
             runner = _load(checkpoint, layout, formats, groups, work, progress)
-        pools = _pools(runner)
+        sources = (runner.weights, runner.cache)
+        pools = [source.pool for source in sources if isinstance(source, StreamedWeights | OffloadedCache)]
         reporter.num_fetched = lambda: sum(pool.num_moves for pool in pools)
         if (logits_gather := runner.logits_gather) is not None:
             reporter.num_logits_gathers = lambda: logits_gather.num_begun
@@ -114,16 +115,14 @@ def _open_store(identity: RankIdentity, timeout_s: float) -> Store:
         if identity.store_fd is not None:
             socket.socket(fileno=identity.store_fd).close()  # unused with one rank
         return HashStore()
-    timeout = timedelta(seconds=timeout_s)
-    if identity.store_fd is None:
-        return TCPStore(identity.store_host, identity.store_port, is_master=False, timeout=timeout)
+    listening: dict[str, Any] = {} if identity.store_fd is None else {"master_listen_fd": identity.store_fd}
     return TCPStore(
         identity.store_host,
         identity.store_port,
-        is_master=True,
-        timeout=timeout,
+        is_master=bool(listening),
+        timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
-        master_listen_fd=identity.store_fd,
+        **listening,
     )
 
 
@@ -264,9 +263,3 @@ def _load(
         ),
         progress,
     )
-
-
-def _pools(runner: ModelRunner) -> list[BufferPool]:
-    """The buffers of streamed weights and of an offloaded cache; empty if everything is on the device."""
-    sources = (runner.weights, runner.cache)
-    return [source.pool for source in sources if isinstance(source, StreamedWeights | OffloadedCache)]
