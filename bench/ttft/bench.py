@@ -17,16 +17,15 @@ from tightwire.bench.report.table import Metric
 from tightwire.bench.run import Bench
 from tightwire.bench.server_process import ServerFailedError, ServerProcess
 from tightwire.bench.ttft import report
-from tightwire.bench.ttft.measure import Measurement
+from tightwire.bench.ttft.measure import Measurement, RequestFailedError
 from tightwire.bench.ttft.options import GROUPS, TtftOptions, find_facts, parse_options, to_argv
-from tightwire.bench.ttft.requests import RequestFailedError
 from tightwire.server.cli.remote import Remote, RemoteError, connect
 
 _START_TIMEOUT_S = 1800.0  # weights may have to be fetched, or read from a slow disk
 
 
 class TtftBench(Bench[TtftOptions]):
-    """Exit codes: 0, 1 for a wrong answer or a server that failed, 2 for bad options, 130 after Ctrl-C or SIGTERM."""
+    """Exit codes: 0, 1 for a wrong AllReduce or a server that failed, 2 for bad options, 130 after Ctrl-C or SIGTERM."""
 
     verb = "ttft"
     metrics = (
@@ -54,7 +53,7 @@ class TtftBench(Bench[TtftOptions]):
         facts = find_facts(self.options)
         self.facts = dict(facts.known)
         measurement = self._measurement = Measurement(self.options, facts, self._show)
-        self.print(report.describe_setting(self.facts), f"{measurement.num_turns} turns with warm-ups and checks", "")
+        self.print(report.describe_setting(self.facts), f"{measurement.num_turns} turns with warm-ups", "")
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server may not outlive this process
         with self.watch_others(), self.progress, tempfile.TemporaryDirectory() as folder:
             self._task = self.progress.add_task("starting the server", total=None)
@@ -85,7 +84,6 @@ class TtftBench(Bench[TtftOptions]):
         return result | {
             "recommended": [] if error else report.recommend(measured, self.options),
             "comm": measured.comm,
-            "samples": report.request_samples(measured),
         }
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
@@ -103,8 +101,6 @@ class TtftBench(Bench[TtftOptions]):
             self.print_table(table)
         self.print(*report.LEGENDS, style="dim")
         self.print(*report.recommended_lines(result), style="bold")
-        if result["random_weights"]:
-            self.note(report.RANDOM_WEIGHTS)
 
 
 def _start_server(argv: Sequence[str], folder: Path) -> ServerProcess:

@@ -1,57 +1,73 @@
-"""Measures on a server that is ready: warms up and proves each arm, times random rounds, then checks answers.
+"""Measures on a server that is ready: warms up and proves each arm, then times random rounds and proves every turn.
 
-Answers are checked by replaying their prompts, untimed, on a lossless arm. A lossless arm may differ from it only where two
-tokens are about equally likely, because sums in another order round differently. A lossy arm may differ anywhere, which is
-reported as its agreement; but a token that is very unlikely to the lossless arm is a wrong answer.
+A prompt is a passage of real text as token ids. No two begin at the same place, so a prefix cache cannot help.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
+import httpx
+
+from tightwire.bench.client import BenchClient, Prompt
 from tightwire.bench.run import BenchFailedError
+from tightwire.bench.text import Passages
 from tightwire.bench.ttft.options import ServerFacts, TtftOptions
 from tightwire.bench.ttft.proof import SITES, ArmPolicy, Cell
-from tightwire.bench.ttft.requests import Arm, Meter, Request, Turn, make_turns
 from tightwire.comm.all_reduce.registry import parse_all_reduce
-from tightwire.server.cli.remote import Remote
+from tightwire.comm.ledger.counters import Count
+from tightwire.model.text.prose import english_text
+from tightwire.server.cli.remote import Remote, ask
 
-NEAR_TIE_NATS = {"bfloat16": 0.25, "float16": 0.05, "float32": 1e-3}
-ABSURD_NATS = 4.0
-UNLIKELY_NATS = 1.0  # for a token outside the top 20; with random weights hundreds are nearly as likely
-_TOP = 20
 _WARM_UPS = 2  # turns of each arm in each cell
-_FORCE = 100.0  # the largest logit bias; logprobs are reported as before it
+_TIMEOUT_S = 1800.0  # of one request: a long prompt over a slow wire takes minutes
 
 
-class WrongAnswerError(BenchFailedError):
-    """Another AllReduce ran than was asked for, or an answer is wrong."""
+class RequestFailedError(RuntimeError):
+    """An answer failed or has another length than requested; the turn is not usable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Agreement:
-    """One timed answer compared with the lossless one; ``gap``: by how many nats the arm's first other token is less likely."""
+class Arm:
+    """One AllReduce or policy file under test.
+
+    ``name`` differs from ``algorithm`` when the same algorithm is compared with itself. ``is_default``: the server's own,
+    which a request need not name. ``error``: relative RMS error of one AllReduce, 0 when lossless.
+    """
+
+    name: str
+    algorithm: str
+    is_default: bool
+    lossless: bool
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One answered request. Times are seconds at the client; ``parts`` is how the server splits its own ``ttft_s``."""
+
+    ttft_s: float
+    tpot_s: float
+    parts: Mapping[str, float | None]
+
+
+@dataclass(kw_only=True, slots=True)
+class Turn:
+    """One arm in one cell of one round: all its requests at once."""
 
     cell: Cell
     arm: Arm
-    matched: int  # equal tokens from the start
-    num_tokens: int
-    gap: float | None = None  # None: the answers are equal
-    in_top: bool = True  # the arm's token is among the 20 likeliest there
+    round: int
+    requests: list[Request] = field(default_factory=list)
+    counts: list[Count] = field(default_factory=list)  # of rank 0, during this turn
 
-    def fault(self, dtype: str) -> str | None:
-        """Why this answer is wrong; None if it is right."""
-        if self.gap is None:
-            return None
-        most = NEAR_TIE_NATS[dtype] if self.arm.lossless else ABSURD_NATS
-        if not self.in_top:
-            most = min(most, UNLIKELY_NATS)
-        if self.gap <= most:
-            return None
-        return (
-            f"{self.arm.name}, {self.cell}: token {self.matched + 1} of {self.num_tokens} is {self.gap:.3g} nats less likely "
-            f"than the lossless reference's token; at most {most:g} is allowed"
-        )
+    def mean(self, name: str) -> float:
+        """Mean of a field of the requests."""
+        return fmean(getattr(request, name) for request in self.requests)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,7 +78,6 @@ class Measured:
     seed: int = 0
     arms: list[Arm] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    agreements: list[Agreement] = field(default_factory=list)
     comm: dict[str, Any] = field(default_factory=dict)  # GET /comm, before the first request
     ranks_share_wire: bool = False  # of an emulated link between nodes of several ranks
 
@@ -74,6 +89,18 @@ class Measured:
         """In order of the rounds, so that the lists of two arms of a cell are paired."""
         own = (turn for turn in self.turns if turn.cell == cell and turn.arm == arm)
         return sorted(own, key=lambda turn: turn.round)
+
+
+def make_turns(cells: Sequence[Cell], arms: Sequence[Arm], rounds: int, seed: int) -> Iterator[list[Turn]]:
+    """For every cell of every round one turn of each arm, cells and arms in random order.
+
+    Arms that are compared run right after each other, so a machine that drifts does so for all of them; a run that is cut
+    short has something of every cell.
+    """
+    source = random.Random(f"{seed}/blocks")
+    for number in range(rounds):
+        for cell in source.sample(list(cells), len(cells)):
+            yield [Turn(cell=cell, arm=arm, round=number) for arm in source.sample(list(arms), len(arms))]
 
 
 class Measurement:
@@ -91,33 +118,44 @@ class Measurement:
 
     @property
     def num_turns(self) -> int:
-        """Turns of arms, warm-ups and checks included."""
+        """Turns of arms, warm-ups included."""
         options = self._options
-        return len(self.measured.cells) * len(options.algorithms) * (_WARM_UPS + options.repeats + 1)
+        return len(self.measured.cells) * len(options.algorithms) * (_WARM_UPS + options.repeats)
 
     async def run(self, remote: Remote) -> AsyncIterator[None]:
         """Measure everything; yields whenever there are new results to keep.
 
         Raises:
-            WrongAnswerError: a proof or an answer is wrong.
+            BenchFailedError: another AllReduce ran than was asked for, or it sent other bytes.
             RequestFailedError, RemoteError: the server failed.
             ValueError: the text has too few prompts of these lengths.
         """
-        measured, options, seed = self.measured, self._options, self.measured.seed
-        async with Meter(remote, output_len=options.output_len, seed=seed) as meter:
-            measured.comm = await meter.comm()
+        measured, rounds = self.measured, self._options.repeats
+        async with AsyncExitStack() as stack:
+            await self._connect(remote, stack)
+            measured.comm = await self._comm()
             self._make_arms()
             for cell in measured.cells:
                 for arm in measured.arms:
-                    await self._warm_up(meter, cell, arm)
-            for turns in make_turns(measured.cells, measured.arms, options.repeats, seed):
+                    for _ in range(_WARM_UPS):
+                        await self._take(Turn(cell=cell, arm=arm, round=-1), "warming up")
+            for turns in make_turns(measured.cells, measured.arms, rounds, measured.seed):
                 for turn in turns:
-                    self._step(f"round {turn.round + 1} of {options.repeats}: {turn.arm.name}, {turn.cell}")
-                    self._check_counts(await meter.run(turn))
+                    await self._take(turn, f"round {turn.round + 1} of {rounds}")
                 measured.turns += turns
                 yield
-            await self._check_answers(meter)
-            yield
+
+    async def _connect(self, remote: Remote, stack: AsyncExitStack) -> None:
+        """Open the connections, and let the server tokenize the text of the prompts."""
+        self._remote = remote
+        body = {"temperature": 0, "ignore_eos": True}
+        self._client = await stack.enter_async_context(BenchClient(remote, timeout_s=_TIMEOUT_S, extra_body=body))
+        self._http = await stack.enter_async_context(
+            httpx.AsyncClient(headers=dict(remote.headers), timeout=_TIMEOUT_S, trust_env=remote.trust_env)
+        )
+        special, plain = await self._tokenize("A word", special=True), await self._tokenize("A word")
+        self._first = special[: len(special) - len(plain)]
+        self._passages = Passages(await self._tokenize(english_text()), seed=self.measured.seed)
 
     def _make_arms(self) -> None:
         """Make the arms from what the server says of them."""
@@ -138,61 +176,51 @@ class Measurement:
             self._policies[arm.name] = policy
             measured.arms.append(arm)
 
-    async def _warm_up(self, meter: Meter, cell: Cell, arm: Arm) -> None:
-        """Two turns that are checked and not timed."""
-        turn = Turn(cell=cell, arm=arm, round=-1)
-        for _ in range(_WARM_UPS):
-            self._step(f"warming up {arm.name}, {cell}")
-            self._check_counts(await meter.run(turn))
-
-    async def _check_answers(self, meter: Meter) -> None:
-        """Check one timed answer of each cell and arm."""
-        measured, faults = self.measured, list[str]()
-        lossless = [arm for arm in (measured.baseline, *measured.arms) if arm.lossless]
-        reference = lossless[0] if lossless else measured.baseline
-        for cell in measured.cells:
-            for arm in measured.arms:
-                self._step(f"checking an answer of {arm.name}, {cell}")
-                turn = measured.of(cell, arm)[0]
-                agreement = await check_answer(meter, reference, turn, turn.requests[0])
-                measured.agreements.append(agreement)
-                if (fault := agreement.fault(self._facts.dtype)) is not None:
-                    faults.append(fault)
-        if faults:
-            raise WrongAnswerError(f"wrong answer: {'; '.join(faults)}")
-
-    def _check_counts(self, turn: Turn) -> None:
-        policy, output_len = self._policies[turn.arm.name], self._options.output_len
-        if faults := self._facts.proof.faults(policy, turn.cell, output_len, turn.counts):
-            raise WrongAnswerError(f"wrong answer: {turn.arm.name}, {turn.cell}: {'; '.join(faults)}")
-
-    def _step(self, what: str) -> None:
-        self._show(what, self._done)
+    async def _take(self, turn: Turn, step: str) -> None:
+        """Send new prompts all at once, wait for all answers, fill ``turn`` and prove it."""
+        self._show(f"{step}: {turn.arm.name}, {turn.cell}", self._done)
         self._done += 1
+        num_text = turn.cell.prompt_len - len(self._first)
+        if num_text < 1:
+            raise ValueError(f"--prompt-lens must be above {len(self._first)}, the tokens that begin every prompt")
+        prompts = [[*self._first, *self._passages.take(num_text)] for _ in range(turn.cell.concurrency)]
+        before = await self._counts()
+        turn.requests = list(await asyncio.gather(*(self._request(turn, prompt) for prompt in prompts)))
+        changed = (count.since(before.get(key)) for key, count in (await self._counts()).items())
+        turn.counts = [count for count in changed if count.calls]
+        policy = self._policies[turn.arm.name]
+        if faults := self._facts.proof.faults(policy, turn.cell, self._options.output_len, turn.counts):
+            raise BenchFailedError(f"wrong AllReduce: {turn.arm.name}, {turn.cell}: {'; '.join(faults)}")
 
+    async def _request(self, turn: Turn, prompt: list[int]) -> Request:
+        arm, output_len, extra = turn.arm, self._options.output_len, dict[str, Any]()
+        sample = await self._client.measure(
+            Prompt(content=prompt, max_tokens=output_len),
+            extra_body={"tightwire": {"timing": True} | ({} if arm.is_default else {"allreduce": arm.algorithm})},
+            watch=lambda event: extra.update(event.get("tightwire") or {}),
+        )
+        problem = sample.error
+        if problem is None and "timing" not in extra:
+            problem = "the server sends no timing; it must have the version of this bench"
+        elif problem is None and (sample.num_prompt, sample.num_generated) != (len(prompt), output_len):
+            counts = f"{sample.num_prompt} prompt tokens and {sample.num_generated} of the answer"
+            problem = f"the server counted {counts}, not {len(prompt)} and {output_len}"
+        elif problem is None and sample.ttft_s is None:
+            problem = "the answer has no text, so it has no TTFT"
+        if problem is not None:
+            raise RequestFailedError(f"a request failed ({arm.name}, {turn.cell}): {problem}")
+        assert sample.ttft_s is not None and sample.tpot_s is not None
+        return Request(ttft_s=sample.ttft_s, tpot_s=sample.tpot_s, parts=extra["timing"])
 
-async def check_answer(meter: Meter, reference: Arm, turn: Turn, request: Request) -> Agreement:
-    """Compare one timed answer with the ``reference`` arm's answer to the same prompt.
+    async def _comm(self) -> dict[str, Any]:
+        return await ask(self._http, f"{self._remote.root}/comm", timeout_s=30.0)
 
-    Raises:
-        RemoteError: the server failed.
-    """
-    own, num = request.token_ids, len(request.token_ids)
-    answer = await meter.complete(reference, {"prompt": request.prompt, "max_tokens": num})
-    exact = answer["tightwire"]["token_ids"][0]
-    matched = next((i for i, (a, b) in enumerate(zip(own, exact, strict=True)) if a != b), None)
-    if matched is None:
-        return Agreement(cell=turn.cell, arm=turn.arm, matched=num, num_tokens=num)
-    context, bias = [*request.prompt, *exact[:matched]], {str(own[matched]): _FORCE}
-    forced = await meter.complete(reference, {"prompt": context, "max_tokens": 1, "logprobs": _TOP, "logit_bias": bias})
-    logprobs = forced["choices"][0]["logprobs"]
-    # Several tokens may have the same text, such as halves of a character, so the table is read by its numbers.
-    top, forced_logprob = sorted(logprobs["top_logprobs"][0].values(), reverse=True), logprobs["token_logprobs"][0]
-    return Agreement(
-        cell=turn.cell,
-        arm=turn.arm,
-        matched=matched,
-        num_tokens=num,
-        gap=max(0.0, top[0] - forced_logprob),
-        in_top=forced_logprob >= top[-1],
-    )
+    async def _tokenize(self, text: str, *, special: bool = False) -> list[int]:
+        body = {"prompt": text, "add_special_tokens": special}
+        return (await ask(self._http, f"{self._remote.root}/tokenize", body))["tokens"]
+
+    async def _counts(self) -> dict[tuple[str, str, str], Count]:
+        """Totals of rank 0 since its start."""
+        rows = (await self._comm())["counters"]
+        counts = [Count(**{key: row[key] for key in Count._fields if key in row}) for row in rows]
+        return {count[:3]: count for count in counts}

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tightwire.bench.options import OutputOptions, add_flags, given_options, option, parse_integers
-from tightwire.bench.ttft.proof import ByteFormulas, ModelShape, Proof
-from tightwire.comm.all_reduce.entry import ELEM_BYTES, split_all_reduce_names
+from tightwire.bench.ttft.proof import Proof
+from tightwire.comm.all_reduce.entry import split_all_reduce_names
 from tightwire.comm.all_reduce.names import describe_all_reduce_names
 from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.comm.policy.choose import Chooser
@@ -144,7 +144,6 @@ class ServerFacts:
     """Facts known before the server starts. ``config``: the baseline is the default AllReduce, the others are on request."""
 
     config: ServeConfig
-    dtype: str
     proof: Proof
     chooser: Chooser
     known: dict[str, Any]  # for the result
@@ -178,15 +177,14 @@ def find_facts(options: TtftOptions) -> ServerFacts:
     hidden_size = checkpoint.config.hidden_size
     return ServerFacts(
         config=config,
-        dtype=plan.dtype,
         proof=Proof(
-            ModelShape(
-                num_layers=checkpoint.config.num_layers,
-                row_bytes=hidden_size * ELEM_BYTES[plan.sum_dtype],
-                step_tokens=config.engine.max_num_batched_tokens,
-                overlap=plan.overlap,
-            ),
-            ByteFormulas(world_size=parallel.tp, num_nodes=parallel.nodes, dtype=plan.sum_dtype),
+            num_layers=checkpoint.config.num_layers,
+            row_elems=hidden_size,
+            dtype=plan.sum_dtype,
+            step_tokens=config.engine.max_num_batched_tokens,
+            overlap=plan.overlap,
+            world_size=parallel.tp,
+            num_nodes=parallel.nodes,
         ),
         chooser=decision.comm.chooser,
         known={
@@ -199,7 +197,6 @@ def find_facts(options: TtftOptions) -> ServerFacts:
             "num_layers": checkpoint.config.num_layers,
             "hidden_size": hidden_size,
             "seed": config.model.seed,
-            "random_weights": config.model.model.startswith("random:"),
             "options": {
                 **{own.name: getattr(options, own.name) for own in fields(TtftOptions) if own.name not in _NOT_KEPT},
                 "baseline": options.baseline_name,
@@ -215,8 +212,7 @@ def _server_config(options: TtftOptions) -> ServeConfig:
     return replace(
         options.config,
         parallel=replace(options.config.parallel, allreduce=own, allreduce_extra=others),
-        # No prompt is used twice, but the answers that are checked come from prompts that were timed.
-        engine=replace(options.config.engine, prefix_cache="none"),
+        engine=replace(options.config.engine, prefix_cache="none"),  # no prompt is used twice
     )
 
 

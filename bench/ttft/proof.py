@@ -14,6 +14,7 @@ from tightwire.comm.all_reduce.entry import ELEM_BYTES
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.nodes import in_process_node_groups
 from tightwire.comm.ledger.counters import Count
+from tightwire.comm.protocols import AllReduce
 from tightwire.model.step_arrays import cut_row
 
 SITES = ("o_proj", "down_proj")  # whose sums an arm chooses
@@ -30,39 +31,12 @@ class Cell:
         return f"{self.prompt_len} prompt tokens, {self.concurrency} at a time"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelShape:
-    """What determines the messages of a step of the served model."""
-
-    num_layers: int
-    row_bytes: int  # of one token's hidden state
-    step_tokens: int  # longer prompts are split into chunks of this size
-    overlap: bool = False  # a step with prompt rows is cut in two halves that are summed separately
-
-    def message_rows(self, num_rows: int) -> list[int]:
-        """The rows of each message of a step with ``num_rows`` prompt rows."""
-        row = cut_row(num_rows) if self.overlap else 0
-        return [row, num_rows - row] if row else [num_rows]
-
-
 class Message(NamedTuple):
     """One AllReduce of the model."""
 
     algorithm: str
     phase: str
     message_bytes: int
-
-
-class ByteFormulas:
-    """The algorithms' byte formulas for one group of ranks; nothing is sent. ``num_nodes``: as the algorithms know them."""
-
-    def __init__(self, *, world_size: int, num_nodes: int, dtype: str) -> None:
-        self.elem_bytes = ELEM_BYTES[dtype]
-        self._group = in_process_node_groups(world_size, num_nodes)[0]
-        self.sent = cache(self._sent)  # (name, message bytes): bytes that rank 0 sends
-
-    def _sent(self, name: str, message_bytes: int) -> int:
-        return make_all_reduce(name, self._group).wire_bytes(message_bytes // self.elem_bytes, self.elem_bytes)
 
 
 class ArmPolicy:
@@ -86,10 +60,26 @@ class ArmPolicy:
         return {line["algorithm"] for line in self._choices if line["phase"] == phase and line["site"] in sites}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    shape: ModelShape
-    formulas: ByteFormulas
+    """What determines the messages of a step of the served model, and their bytes on the wire."""
+
+    num_layers: int
+    row_elems: int  # of one token's hidden state
+    dtype: str  # of partial sums
+    step_tokens: int  # longer prompts are split into chunks of this size
+    overlap: bool = False  # a step with prompt rows is cut in two halves that are summed separately
+    world_size: int
+    num_nodes: int  # as the algorithms know them
+
+    @property
+    def row_bytes(self) -> int:
+        return self.row_elems * ELEM_BYTES[self.dtype]
+
+    def sent_bytes(self, algorithm: str, message_bytes: int) -> int:
+        """Bytes that rank 0 sends in one AllReduce, by the algorithm's formula."""
+        elem_bytes = ELEM_BYTES[self.dtype]
+        return _make(algorithm, self.world_size, self.num_nodes).wire_bytes(message_bytes // elem_bytes, elem_bytes)
 
     def faults(self, policy: ArmPolicy, cell: Cell, output_len: int, counts: Sequence[Count]) -> list[str]:
         """Faults in rank 0's totals of one turn; empty when there are none.
@@ -104,7 +94,7 @@ class Proof:
         expected: dict[tuple[str, str], tuple[int, int, int]] = defaultdict(lambda: (0, 0, 0))
         for name, phase, size in self.messages(policy, cell.prompt_len, output_len):
             calls, message_bytes, sent = expected[name, phase]
-            expected[name, phase] = calls + 1, message_bytes + size, sent + self.formulas.sent(name, size)
+            expected[name, phase] = calls + 1, message_bytes + size, sent + self.sent_bytes(name, size)
         return [
             f"{key[0]} in {key[1]}: {_totals(seen.get(key))}, expected {_totals(expected.get(key))}"
             for key in sorted(seen.keys() | expected.keys())
@@ -113,15 +103,20 @@ class Proof:
 
     def messages(self, policy: ArmPolicy, prompt_len: int, output_len: int) -> Iterator[Message]:
         """Every AllReduce of a request that shares its steps with no other."""
-        whole, rest = divmod(prompt_len, self.shape.step_tokens)
-        chunks = [self.shape.step_tokens] * whole + [rest] * bool(rest)
-        parts = [("prefill", rows) for chunk in chunks for rows in self.shape.message_rows(chunk)]
+        whole, rest = divmod(prompt_len, self.step_tokens)
+        chunks = [self.step_tokens] * whole + [rest] * bool(rest)
+        parts = [("prefill", rows) for chunk in chunks for rows in self._message_rows(chunk)]
         for phase, rows in [*parts, *[("decode", 1)] * (output_len - 1)]:
-            size = rows * self.shape.row_bytes
+            size = rows * self.row_bytes
             yield Message(policy.algorithm("embed", 0, "prefill", size), phase, size)
-            for layer in range(self.shape.num_layers):
+            for layer in range(self.num_layers):
                 for site in SITES:
                     yield Message(policy.algorithm(site, layer, phase, size), phase, size)
+
+    def _message_rows(self, num_rows: int) -> list[int]:
+        """The rows of each message of a step with ``num_rows`` prompt rows."""
+        row = cut_row(num_rows) if self.overlap else 0
+        return [row, num_rows - row] if row else [num_rows]
 
     def _shared_faults(self, policy: ArmPolicy, cell: Cell, output_len: int, sums: Sequence[Count]) -> list[str]:
         faults: list[str] = []
@@ -132,10 +127,16 @@ class Proof:
             if count.algorithm not in allowed:
                 faults.append(f"{count.algorithm} ran in {count.phase}, but the policy names {sorted(allowed)}")
         rows = cell.concurrency * (cell.prompt_len + output_len - 1)
-        seen, expected = sum(count.message_bytes for count in sums), (2 * self.shape.num_layers + 1) * rows
-        if seen != expected * self.shape.row_bytes:
-            faults.append(f"all messages had {seen} B, expected {expected * self.shape.row_bytes}")
+        seen, expected = sum(count.message_bytes for count in sums), (2 * self.num_layers + 1) * rows
+        if seen != expected * self.row_bytes:
+            faults.append(f"all messages had {seen} B, expected {expected * self.row_bytes}")
         return faults
+
+
+@cache
+def _make(algorithm: str, world_size: int, num_nodes: int) -> AllReduce:
+    """The algorithm on rank 0; nothing is sent."""
+    return make_all_reduce(algorithm, in_process_node_groups(world_size, num_nodes)[0])
 
 
 def _totals(totals: tuple[int, int, int] | None) -> str:

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tightwire.bench.report.page import Item, Text, bars, lines
+from tightwire.bench.report.page import Item, Text, bars
 from tightwire.bench.report.statistics import Comparison, compare, describe
 from tightwire.bench.report.table import Column, Row, Table
-from tightwire.bench.ttft.measure import Agreement, Measured
+from tightwire.bench.ttft.measure import Arm, Measured, Request
 from tightwire.bench.ttft.options import GROUPS, TtftOptions, to_argv
 from tightwire.bench.ttft.proof import Cell
-from tightwire.bench.ttft.requests import Arm, Request
 from tightwire.comm.sizes import format_bytes
 
 _REST = ("http_s", "tokenize_s", "queue_s", "engine_s", "sampling_s", "send_s")
@@ -45,20 +44,17 @@ def _row(measured: Measured, cell: Cell, arm: Arm) -> dict[str, Any]:
         "lossless": arm.lossless,
         "error": arm.error,
         "rounds": len(turns),
-        "ttft_s": _described([request.ttft_s for request in requests]),
+        "ttft_s": describe([request.ttft_s for request in requests]),
         "ratio": _ratio(measured, cell, measured.baseline, arm),
         "best_lossless": best.name if best else None,
         "ratio_to_best_lossless": _ratio(measured, cell, best, arm) if best else None,
-        "tpot_s": _described([request.tpot_s for request in requests]),
+        "tpot_s": describe([request.tpot_s for request in requests]),
         "tpot_ratio": _ratio(measured, cell, measured.baseline, arm, of="tpot_s"),
-        "itl_s": _described([gap for request in requests for gap in request.itl_s]),
-        "tokens_per_s": _described([turn.mean("tokens_per_s") for turn in turns]),
         "parts_s": parts,
         "rest_s": sum(parts[part] or 0.0 for part in _REST),
         "allreduce_share": (parts["allreduce_s"] or 0.0) / (_median_part(requests, "ttft_s") or 1.0),
         # Bytes that rank 0 sends for one prompt.
         "sent_bytes": sum(c.bytes_sent for t in turns for c in t.counts if c.phase == "prefill") / len(requests),
-        "agreement": _agreement([a for a in measured.agreements if (a.cell, a.arm) == (cell, arm)]),
     }
     return {**row, "bound": _bound(measured, cell, row)}
 
@@ -91,21 +87,6 @@ def _samples(measured: Measured, cell: Cell, arm: Arm) -> dict[str, list[float]]
     return found
 
 
-def request_samples(measured: Measured) -> list[dict[str, Any]]:
-    """Every timed request, without its prompt."""
-    return [
-        {
-            **asdict(turn.cell),
-            "arm": turn.arm.name,
-            "round": turn.round,
-            "place": turn.place,
-            **{name: value for name, value in asdict(request).items() if name != "prompt"},
-        }
-        for turn in measured.turns
-        for request in turn.requests
-    ]
-
-
 def best_lossless(measured: Measured, cell: Cell) -> Arm | None:
     """The lossless arm with the smallest median TTFT; a repeated arm counts once."""
     lossless = [arm for arm in measured.arms if arm.lossless and arm.name == arm.algorithm]
@@ -121,26 +102,10 @@ def _ratio(measured: Measured, cell: Cell, baseline: Arm, arm: Arm, of: str = "t
     return asdict(compare(base, own, paired=True, seed=measured.seed))
 
 
-def _described(values: Sequence[float]) -> dict[str, Any] | None:
-    return describe(values) or None
-
-
 def _median_part(requests: Sequence[Request], part: str) -> float | None:
     """None where the server does not measure it."""
     values = [value for request in requests if (value := request.parts.get(part)) is not None]
     return statistics.median(values) if values else None
-
-
-def _agreement(checked: Sequence[Agreement]) -> dict[str, Any] | None:
-    if not checked:
-        return None
-    gaps = [a.gap for a in checked if a.gap is not None]
-    return {
-        "checked": len(checked),
-        "same": len(checked) - len(gaps),
-        "first_difference": min((a.matched for a in checked if a.gap is not None), default=None),
-        "largest_gap_nats": max(gaps, default=None),
-    }
 
 
 def recommend(measured: Measured, options: TtftOptions) -> list[dict[str, Any]]:
@@ -200,13 +165,6 @@ def _slower_decode(measured: Measured, base: Arm, other: Arm) -> str:
     return f"; but its time per generated token is longer ({', '.join(slower)})" if slower else ""
 
 
-def _agreement_text(agreement: Mapping[str, Any]) -> str:
-    text = f"{agreement['same']}/{agreement['checked']}"
-    if agreement["first_difference"] is None:
-        return text
-    return f"{text} ({agreement['first_difference']}, {agreement['largest_gap_nats']:.2g})"
-
-
 def _ms(name: str, key: str) -> Column:
     return Column(name, key, ",.1f", 1e3)
 
@@ -238,14 +196,11 @@ _OTHER_COLUMNS = (
     Column("x bound", "bound.ttft_over_bound", ".2f"),
     _ms("TPOT", "tpot_s.p50"),
     Column("(ratio)", "tpot_ratio.ratio", ".2f"),
-    _ms("ITL", "itl_s.p50"),
-    Column("tokens/s", "tokens_per_s.p50", ".1f"),
     Column("error", "error", ".2g"),
-    Column("as exact", "agreement", _agreement_text),
 )
 CSV_COLUMNS = (
     *_PLACE,
-    *(column for column in (*_TTFT_COLUMNS, *_OTHER_COLUMNS[1:]) if column.key not in ("ratio", "agreement")),
+    *(column for column in (*_TTFT_COLUMNS, *_OTHER_COLUMNS[1:]) if column.key != "ratio"),
     *(Column(f"ratio {key}", f"ratio.{key}", ".3f") for key in ("ratio", "low", "high")),
 )
 LEGENDS = (
@@ -256,12 +211,8 @@ LEGENDS = (
     (
         "Median times in ms. AllReduce: without coding, including the wait for slower ranks. Rest: HTTP, tokenizing, queue, "
         "scheduling, sampling, sending. Sent: by rank 0 for one prompt. X bound: TTFT over compute + codec + bytes / bandwidth, "
-        "where the link's bandwidth is known. Ratio: to the baseline. Error: relative RMS error of one AllReduce. As exact: checked "
-        "answers equal to the lossless one (tokens before the first difference; nats by which that token is less likely)."
+        "where the link's bandwidth is known. Ratio: to the baseline. Error: relative RMS error of one AllReduce."
     ),
-)
-RANDOM_WEIGHTS = (
-    "with random weights many tokens are about equally likely, so differing answers say nothing about a trained model"
 )
 
 
@@ -303,23 +254,21 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
         rows = [row for row in result["cells"] if (row["prompt_len"], row["concurrency"]) == cell]
         title = f"{cell[0]} prompt tokens, {cell[1]} at a time"
         found.append(Table(title=f"{title}: TTFT, ms", columns=_TTFT_COLUMNS, rows=rows))
-        found.append(Table(title=f"{title}: parts of TTFT, decode, accuracy", columns=_OTHER_COLUMNS, rows=rows))
+        found.append(Table(title=f"{title}: parts of TTFT, decode", columns=_OTHER_COLUMNS, rows=rows))
     return found
 
 
 def make_sections(result: Mapping[str, Any]) -> list[Item]:
-    """The recommendation, plots, then every number. The bars are the picture in the README."""
+    """The recommendation, bars, then every number. The bars are the picture in the README."""
     rows, text = result["cells"], recommended_lines(result)
     items: list[Item] = [Text(title="Recommended", lines=text)] if text else []
     for concurrency in sorted({row["concurrency"] for row in rows}):
         own = [{**row, "bar": f"{row['prompt_len']} {row['arm']}"} for row in rows if row["concurrency"] == concurrency]
-        title, prompt = f"TTFT by prompt length, {concurrency} at a time", Column("prompt tokens", "prompt_len", "d")
-        items.append(lines(title, own, by="arm", x=prompt, y=_ms("median ms", "ttft_s.p50")))
         title, bar = f"Parts of TTFT, {concurrency} at a time", Column("prompt tokens and AllReduce", "bar")
         note = "Median of each part. AllReduce includes the wait for slower ranks and, in fused kernels, coding."
         items.append(bars(title, own, label=bar, parts=_TIME_PARTS, x_label="ms inside the server", note=note))
     for title, legend, columns in zip(
-        ("TTFT, ms", "Parts of TTFT, decode, accuracy"), LEGENDS, (_TTFT_COLUMNS, _OTHER_COLUMNS), strict=True
+        ("TTFT, ms", "Parts of TTFT, decode"), LEGENDS, (_TTFT_COLUMNS, _OTHER_COLUMNS), strict=True
     ):
         items.append(Table(title=title, columns=[*_PLACE, *columns], rows=rows, note=legend, strong=_is_faster))
     return items

@@ -1,14 +1,14 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from helpers.server.fake_ttft_server import lines
 
-from tightwire.bench.ttft.proof import ArmPolicy, ByteFormulas, Cell, ModelShape, Proof
+from tightwire.bench.ttft.proof import ArmPolicy, Cell, Proof
 from tightwire.comm.ledger.counters import Count
 
 # Rows of 64 numbers, of which int8 makes one group of 128 in two: odd numbers of rows show the rounding.
-SHAPE = ModelShape(num_layers=2, row_bytes=128, step_tokens=5)
-PROOF = Proof(SHAPE, ByteFormulas(world_size=2, num_nodes=1, dtype="bfloat16"))
+PROOF = Proof(num_layers=2, row_elems=64, dtype="bfloat16", step_tokens=5, world_size=2, num_nodes=1)
 FLASH = ArmPolicy(lines("flash-int8"))
 TWO_SHOT = ArmPolicy(lines("two-shot"))
 ALONE, BESIDE = Cell(prompt_len=7, concurrency=1), Cell(prompt_len=7, concurrency=2)
@@ -16,7 +16,7 @@ ALONE, BESIDE = Cell(prompt_len=7, concurrency=1), Cell(prompt_len=7, concurrenc
 
 def count(algorithm: str, phase: str, *messages: int, op: str = "all_reduce", extra: int = 0) -> Count:
     """Of messages of so many rows each."""
-    sent = sum(PROOF.formulas.sent(algorithm, rows * 128) for rows in messages) + extra
+    sent = sum(PROOF.sent_bytes(algorithm, rows * 128) for rows in messages) + extra
     return Count(op, algorithm, phase, len(messages), sent, sent, 0.1, sum(messages) * 128)
 
 
@@ -82,7 +82,7 @@ def test_policy_by_layer_and_size() -> None:
 
 
 def test_where_halves_take_turns_each_has_messages_of_its_own() -> None:
-    shape = ModelShape(num_layers=1, row_bytes=128, step_tokens=150, overlap=True)
-    messages = list(Proof(shape, PROOF.formulas).messages(TWO_SHOT, 190, 2))
+    proof = replace(PROOF, num_layers=1, step_tokens=150, overlap=True)
+    messages = list(proof.messages(TWO_SHOT, 190, 2))
     # 150 rows are cut at 64; the other 40, and the generated one, are not worth it.
     assert [message.message_bytes // 128 for message in messages] == [64] * 3 + [86] * 3 + [40] * 3 + [1] * 3

@@ -33,8 +33,6 @@ class FakeTtftServer(FakeServer):
     extra: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {"flash-int8": lines("flash-int8")})
     runs_instead: str | None = None  # whatever was asked for
     runs_instead_from: int = 0  # the number of the first streamed request that is so treated
-    other_tokens: dict[str, int] = field(default_factory=dict)  # the first token of an arm's answers
-    gap: float = 0.1  # of a token that was forced
     link: dict[str, Any] | None = None
     _counts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     _words: dict[str, int] = field(default_factory=dict)
@@ -78,16 +76,6 @@ class FakeTtftServer(FakeServer):
         words = (await request.json())["prompt"].split()
         return JSONResponse({"tokens": [self._words.setdefault(word, len(self._words)) for word in words]})
 
-    async def _generate(self, request: Request) -> Response:
-        body = await request.json()
-        if body.get("stream"):
-            return await super()._generate(request)
-        ids = self._answer(OWN, body["max_tokens"])
-        if "logit_bias" not in body:
-            return JSONResponse({"choices": [{}], "tightwire": {"token_ids": [ids]}})
-        logprobs = {"top_logprobs": [{"best": -0.5, "last": -3.0}], "token_logprobs": [-0.5 - self.gap]}
-        return JSONResponse({"choices": [{"logprobs": logprobs}]})
-
     async def _tokens(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         arm = body["tightwire"].get("allreduce", OWN)
         async for event in super()._tokens(body):
@@ -95,13 +83,8 @@ class FakeTtftServer(FakeServer):
                 self._run(arm, len(body["prompt"]), body["max_tokens"])
                 event["tightwire"] = {
                     "timing": {"ttft_s": 0.01, "compute_s": 0.004, "allreduce_s": 0.005, "codec_s": 0.001},
-                    "comm": {"decode": {"comm_share": 0.5}},
-                    "token_ids": [self._answer(arm, event["usage"]["completion_tokens"])],
                 }
             yield event
-
-    def _answer(self, arm: str, num_tokens: int) -> list[int]:
-        return [self.other_tokens.get(arm, 0), *range(1, num_tokens)]
 
     def _run(self, arm: str, prompt_len: int, output_len: int) -> None:
         """Count one request that has its steps to itself."""
@@ -109,7 +92,7 @@ class FakeTtftServer(FakeServer):
         for message in self.proof.messages(policy, prompt_len, output_len):
             lies = self.runs_instead is not None and len(self.bodies) > self.runs_instead_from
             algorithm = self.runs_instead or "" if lies else message.algorithm
-            sent = self.proof.formulas.sent(algorithm, message.message_bytes)
+            sent = self.proof.sent_bytes(algorithm, message.message_bytes)
             totals = self._counts.setdefault((algorithm, message.phase), [0, 0, 0])
             for place, amount in enumerate((1, message.message_bytes, sent)):
                 totals[place] += amount
