@@ -6,9 +6,7 @@ each read all weights once; long prompts, whose first token needs all products; 
 transformers generates with random weights of the same shape, a static cache and torch.compile.
 """
 
-import json
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,17 +20,17 @@ from typing import Any
 import torch
 
 from tightwire.bench.options import OutputOptions, option
-from tightwire.bench.peers.layer_parts import WHOLE, Part, StepShape, measure_parts
+from tightwire.bench.peers.layer_parts import WHOLE, Part, StepShape, measure_parts, time_transformers
 from tightwire.bench.peers.process import Load, bench_serve
 from tightwire.bench.ranks import RankOptions, open_ranks
 from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench
 from tightwire.bench.server_process import ServerFailedError, ServerProcess
-from tightwire.model.checkpoint.config import LlamaConfig, config_to_hf
+from tightwire.comm.group.local_ranks import LocalRankError
+from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.open import Checkpoint, open_checkpoint
 
-_CHILD = Path(__file__).resolve().with_name("transformers_child.py")
 _SHORT_PROMPT = 128
 _MS, _SHARE, _RATE = Column("ms", "seconds", ",.2f", 1e3), Column("share", "share", ".0%"), Column("of", "rate")
 _TOKENS = Column("tokens/s", "tokens_per_s", ",.1f")
@@ -78,7 +76,7 @@ class RooflineBench(Bench[RooflineOptions]):
     description = "Compare serving with the device's own rates and with transformers."
     metrics = (Metric(name="seconds", unit="ms", scale=1e3),)
     columns = (Column("load", "name"), *_PART_COLUMNS[1:], _TOKENS)
-    failures = ((ModelError, 1), (ServerFailedError, 1), (subprocess.SubprocessError, 1))
+    failures = ((ModelError, 1), (ServerFailedError, 1), (LocalRankError, 1))
 
     def measure(self) -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server may not outlive this process
@@ -94,7 +92,10 @@ class RooflineBench(Bench[RooflineOptions]):
         if options.server:
             served += summarize(checkpoint.config, rates, _measure_server(options, checkpoint))
         if options.peer:
-            token_s = _measure_transformers(options, checkpoint.config)
+            # A process of its own frees the memory.
+            own = RankOptions(ranks=1, device=options.device_type, timeout_s=options.start_timeout)
+            with open_ranks(own) as (ranks, _):
+                ((_, token_s),) = ranks.stream(time_transformers, checkpoint.config, _SHORT_PROMPT, options.output_len)
             name = "a generated token, transformers"
             served.append({"name": name, "seconds": token_s, "samples": {"seconds": [token_s]}})
         if served:
@@ -181,20 +182,6 @@ def _measure_server(options: RooflineOptions, checkpoint: Checkpoint) -> dict[st
             "prompt": load(1, 3, min(options.prompt_len, max_positions - 2), 2),
             "crowd": load(options.crowd, 2 * options.crowd, _SHORT_PROMPT, options.output_len // 2),
         }
-
-
-def _measure_transformers(options: RooflineOptions, config: LlamaConfig) -> float:
-    """Seconds of a generated token in transformers, in a process of its own so that its memory is freed."""
-    command = [
-        sys.executable,
-        str(_CHILD),
-        json.dumps(config_to_hf(config)),
-        "--device",
-        options.device_type,
-    ]
-    command += ["--prompt-len", str(_SHORT_PROMPT), "--output-len", str(options.output_len)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=options.start_timeout, check=True)
-    return json.loads(done.stdout.decode().splitlines()[-1])["token_s"]
 
 
 def part_rows(load: str, parts: dict[str, Part], rates: dict[str, float]) -> list[dict[str, Any]]:
