@@ -16,8 +16,7 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.local_ranks import LocalRanks, fd_path, silence_after
-from tightwire.comm.group.nodes import join_nodes, throttle_group
-from tightwire.comm.group.partition_groups import PartitionPeers, PartitionPlace, join_partition
+from tightwire.comm.group.nodes import PartitionPeers, PartitionPlace, join_nodes, join_partition, throttle_group
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.emulated_network import EmulatedNode
 from tightwire.comm.link.link import Link

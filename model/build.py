@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from tightwire.comm.group.group import Group
-from tightwire.comm.group.partition_groups import PartitionPeers
+from tightwire.comm.group.nodes import PartitionPeers
 from tightwire.comm.lane import Lane
 from tightwire.comm.policy.routes import Routes
-from tightwire.model.cache.kv_cache import CacheSource, KVCache
-from tightwire.model.cache.offloaded_cache import OffloadedCache
+from tightwire.model.cache.kv_cache import CacheSource, KVCache, OffloadedCache
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.decode_graphs import DecodeGraphs, cuda_capture, graph_sizes
@@ -20,10 +19,9 @@ from tightwire.model.llama import Llama
 from tightwire.model.parallel import LogitsGather, TensorParallel
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
-from tightwire.model.weights.checkpoint_store import CheckpointStore
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.layer_store import LayerFiles
-from tightwire.model.weights.load import load_weights
+from tightwire.model.weights.load import CheckpointStore, load_weights
 from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.source import WeightSource
 

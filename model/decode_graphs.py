@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.ledger.ledger import Ledger
-from tightwire.model.step_arrays import Batch, StepArrays, resolve_deferred
+from tightwire.model.step import Batch, StepArrays, resolve_deferred
 from tightwire.model.transfer import overwrite
 
 Replay = Callable[[], Tensor]

@@ -19,7 +19,7 @@ from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard
-from tightwire.model.step_arrays import Batch
+from tightwire.model.step import Batch
 from tightwire.model.weights.source import LayerWeights
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from tightwire.model.checkpoint.catalog import CATALOG, RANDOM, Progress, check_name, pull
 from tightwire.model.checkpoint.config import LlamaConfig, config_from_hf
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.checkpoint.gguf import GgufFile, GgufReader
-from tightwire.model.checkpoint.gguf_config import config_from_gguf
+from tightwire.model.checkpoint.gguf import GgufFile, GgufReader, config_from_gguf
 from tightwire.model.checkpoint.names import EMBEDDING, check_tensors
 from tightwire.model.checkpoint.random import RANDOM_SHAPES, RandomReader
 from tightwire.model.checkpoint.reader import CheckpointReader

@@ -25,8 +25,8 @@ from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.checkpoint.whole_folder import whole_folder
 from tightwire.model.layout import Layout, make_layout
 from tightwire.model.open import Checkpoint
-from tightwire.model.weights.checkpoint_store import CheckpointStore
 from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats
+from tightwire.model.weights.load import CheckpointStore
 from tightwire.model.weights.packed_layer import PackedModel, pack_model
 from tightwire.model.weights.prepared.blob_file import BlobWriter
 from tightwire.model.weights.prepared.folder import find_damage

@@ -10,8 +10,7 @@ from tightwire.comm.lane import Lane
 from tightwire.model.decode_graphs import DecodeGraphs
 from tightwire.model.llama import Llama
 from tightwire.model.parallel import LogitsGather
-from tightwire.model.step import StepPlan, ints
-from tightwire.model.step_arrays import Batch, StepArrays, cut, cut_row, cut_up, num_deferred, resolve_deferred
+from tightwire.model.step import Batch, StepArrays, StepPlan, cut, cut_row, cut_up, ints, num_deferred, resolve_deferred
 from tightwire.model.transfer import upload
 
 

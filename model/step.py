@@ -5,10 +5,14 @@ thousand Python ints takes longer than scheduling the step.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
+from torch import Tensor
 
 _INT_BYTES = 4
 
@@ -97,3 +101,116 @@ def ints(data: bytes) -> np.ndarray:
 
 def _packed(values: ArrayLike) -> bytes:
     return np.asarray(values, "<i4").tobytes()
+
+
+_CUT_FROM_ROWS = 64  # with fewer rows, latency dominates the time of a sum
+_CUT_MULTIPLE = 16  # a part of 16 rows has whole groups of every codec if a row is a multiple of eight numbers
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """One step on the host: B sequences with T tokens, decode rows first; arrays are int32."""
+
+    token_ids_T: np.ndarray
+    positions_T: np.ndarray
+    slots_T: np.ndarray
+    query_start_B1: np.ndarray
+    context_lens_B: np.ndarray
+    block_tables_BM: np.ndarray
+    num_decode_rows: int
+
+    @classmethod
+    def from_plan(cls, plan: StepPlan, block_size: int) -> Self:
+        query_lens_B, context_lens_B = ints(plan.query_lens), ints(plan.context_lens)
+        block_tables_BM = ints(plan.block_tables).reshape(len(query_lens_B), -1)
+        query_start_B1 = np.zeros(len(query_lens_B) + 1, dtype=np.int32)
+        np.cumsum(query_lens_B, out=query_start_B1[1:])
+        sequence_T = np.repeat(np.arange(len(query_lens_B)), query_lens_B)
+        first_position_B = context_lens_B - query_lens_B
+        positions_T = (
+            np.arange(query_start_B1[-1], dtype=np.int32) + (first_position_B - query_start_B1[:-1])[sequence_T]
+        )
+        block, offset = positions_T // block_size, positions_T % block_size
+        slots_T = block_tables_BM[sequence_T, block] * block_size + offset
+        lens = query_start_B1, context_lens_B, block_tables_BM
+        return cls(ints(plan.token_ids), positions_T, slots_T, *lens, plan.num_decode_rows)
+
+    @property
+    def has_one_token_each(self) -> bool:
+        return len(self.token_ids_T) == len(self.context_lens_B)
+
+
+def cut_row(num_rows: int, num_decode_rows: int = 0) -> int:
+    """Return the row at which to cut a step, to sum one half while the other is computed; 0: cutting does not pay."""
+    if num_rows < _CUT_FROM_ROWS or num_decode_rows == num_rows:
+        return 0
+    return num_rows // 2 // _CUT_MULTIPLE * _CUT_MULTIPLE
+
+
+def cut(step: StepArrays, row: int) -> tuple[StepArrays, StepArrays]:
+    """Split a step into the rows before ``row`` and the rest, neither empty. A sequence may have rows in both parts.
+
+    The second part reads keys and values of the first, so in each layer the first part must run first.
+    """
+    starts = step.query_start_B1
+    last = int(np.searchsorted(starts, row, side="left"))  # sequences that begin before ``row``
+    num_rows_after = max(0, starts[last] - row)  # of the sequence that is cut; 0: none is
+    first = last - 1 if num_rows_after else last  # the sequence that is cut, or the next one
+    context_lens_B = step.context_lens_B[:last].copy()
+    context_lens_B[-1] -= num_rows_after
+    tables, num_decode = step.block_tables_BM, step.num_decode_rows
+    before = (np.minimum(starts[: last + 1], row), context_lens_B, tables[:last], min(num_decode, row))
+    starts_after = np.maximum(starts[first:], row) - row
+    after = (starts_after, step.context_lens_B[first:], tables[first:], max(0, num_decode - row))
+    ids_T, positions_T, slots_T = step.token_ids_T, step.positions_T, step.slots_T
+    return (
+        StepArrays(ids_T[:row], positions_T[:row], slots_T[:row], *before),
+        StepArrays(ids_T[row:], positions_T[row:], slots_T[row:], *after),
+    )
+
+
+def cut_up(step: StepArrays, most_rows: int) -> list[StepArrays]:
+    """Split a step into parts of at most ``most_rows`` rows, in order; see ``cut``. Decode rows stay in one part."""
+    parts: list[StepArrays] = []
+    while len(step.token_ids_T) > (row := max(most_rows, step.num_decode_rows)):
+        part, step = cut(step, row)
+        parts.append(part)
+    return [*parts, step]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """One step on the device: B sequences packed into T rows; tensors are int32."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor  # cache slot of each row's key and value: block * P + offset
+    query_start_B1: Tensor  # the first row of each sequence, then T
+    context_lens_B: Tensor
+    block_tables_BM: Tensor
+    num_decode_rows: int  # decode rows come first; the others are prompt rows
+    policy: int = 0  # index of the set of AllReduces
+
+    @property
+    def is_decode(self) -> bool:
+        """True when no row belongs to a prompt."""
+        return self.num_decode_rows == len(self.token_ids_T)
+
+    @property
+    def phase(self) -> str:
+        """The ledger's phase of sums over all rows."""
+        return "decode" if self.is_decode else "prefill"
+
+
+def num_deferred(token_ids_T: np.ndarray) -> int:
+    """Return the smallest n such that the first n tokens of the last step include all deferred ones; 0: none."""
+    return max(0, -int(token_ids_T.min()))
+
+
+def resolve_deferred(token_ids_T: Tensor, chosen_R: Tensor) -> Tensor:
+    """Replace deferred tokens (``step.deferred_token``) in ``token_ids_T`` by the tokens that the last step chose.
+
+    A negative number in ``chosen_R`` (no token could be chosen) becomes token 0; the row's result is not used.
+    """
+    index_T = (-1 - token_ids_T).clamp_(min=0)
+    return torch.where(token_ids_T < 0, chosen_R.clamp(min=0)[index_T], token_ids_T)

@@ -24,7 +24,7 @@ from torch import Tensor
 from tightwire.bench.stream.rank import BLOCK_SIZE, make_step, one_all_reduce
 from tightwire.comm.group.group import Group
 from tightwire.kernels.spec.attention import PackedSequences
-from tightwire.model import eager_layers, llama
+from tightwire.model import llama
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.checkpoint.config import LlamaConfig, config_to_hf
 from tightwire.model.layout import make_layout
@@ -33,7 +33,7 @@ from tightwire.model.parallel import TensorParallel
 from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler
-from tightwire.model.step_arrays import Batch
+from tightwire.model.step import Batch
 from tightwire.model.weights.formats import choose_formats
 from tightwire.server.plan.devices import bind_to_cores, num_cores
 
@@ -174,13 +174,12 @@ _Kernel = tuple[
 ]  # the module or class that the model finds it in, its name there, its part, its cost
 _KERNELS: tuple[_Kernel, ...] = (
     (TensorParallel, "embed", "embedding", _rows_copied),
-    (eager_layers, "linear", "products", _product),
-    (eager_layers, "paged_attention", "attention", _attention),
-    (eager_layers, "add_rms_norm", "norm", _each_once),
-    (eager_layers, "rms_norm", "norm", _each_once),
+    (llama, "linear", "products", _product),
+    (llama, "paged_attention", "attention", _attention),
+    (llama, "add_rms_norm", "norm", _each_once),
     (llama, "rms_norm", "norm", _each_once),
-    (eager_layers, "rotate_and_cache", "rope, cache write", _rotation),
-    (eager_layers, "swiglu", "SwiGLU", _each_once),
+    (llama, "rotate_and_cache", "rope, cache write", _rotation),
+    (llama, "swiglu", "SwiGLU", _each_once),
     (TensorParallel, "sum_rows", _SUMS, _each_once),
     (TensorParallel, "logits", "logits", _product),
 )

@@ -24,7 +24,7 @@ from tightwire.bench.quality.setting import (
 from tightwire.bench.report.page import Item
 from tightwire.bench.report.table import Metric
 from tightwire.bench.run import Bench, BenchFailedError
-from tightwire.comm.policy.policy_file import PolicyFile, write_policy_file
+from tightwire.comm.policy.rules import PolicyFile, write_policy_file
 from tightwire.server.plan.devices import num_cores
 
 

@@ -22,11 +22,10 @@ from tightwire.model.layout import make_layout
 from tightwire.model.llama import Llama
 from tightwire.model.open import Checkpoint
 from tightwire.model.parallel import TensorParallel
-from tightwire.model.step_arrays import Batch
+from tightwire.model.step import Batch
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
-from tightwire.model.weights.checkpoint_store import CheckpointStore
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.load import load_weights
+from tightwire.model.weights.load import CheckpointStore, load_weights
 from tightwire.model.weights.residency import LEAST_STREAMED
 from tightwire.model.weights.source import WeightSource
 

@@ -28,7 +28,7 @@ from tightwire.bench.quality.setting import (
     one_algorithm_arm,
     places,
 )
-from tightwire.comm.policy.policy_file import FileRule, PolicyFile
+from tightwire.comm.policy.rules import FileRule, PolicyFile
 
 CANDIDATES = (
     *("flash-int8", "flash:int8-had,int8-had", "flash-int6-uniform", "flash:int6-had,int6-had"),

@@ -18,8 +18,16 @@ from tightwire.bench.quality.options import INT8_ACTIVATIONS, POLICY, WEIGHTS, Q
 from tightwire.bench.text import read_text
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import in_process_groups
-from tightwire.comm.policy.policy_file import PolicyFile, apply, check_shape, read_policy_file
-from tightwire.comm.policy.rules import Choice, Policy, Rule, one_for_all
+from tightwire.comm.policy.rules import (
+    Choice,
+    Policy,
+    PolicyFile,
+    Rule,
+    apply,
+    check_shape,
+    one_for_all,
+    read_policy_file,
+)
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint

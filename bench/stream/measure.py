@@ -20,7 +20,7 @@ from tightwire.bench.stream.options import ROUNDS, Arm, StreamBenchOptions
 from tightwire.bench.stream.rank import Rank, greedy_tokens
 from tightwire.comm.buffers import OrderCheck
 from tightwire.comm.group.group import Group
-from tightwire.comm.group.partition_groups import PartitionPeers
+from tightwire.comm.group.nodes import PartitionPeers
 from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights import EVERYTHING_RESIDENT

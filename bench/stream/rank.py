@@ -8,7 +8,7 @@ import torch
 
 from tightwire.bench.stream.options import StreamBenchOptions
 from tightwire.comm.group.group import Group
-from tightwire.comm.group.partition_groups import PartitionPeers
+from tightwire.comm.group.nodes import PartitionPeers
 from tightwire.comm.policy.routes import Routes, make_candidates
 from tightwire.comm.policy.rules import one_for_all
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner

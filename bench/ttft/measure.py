@@ -19,7 +19,7 @@ from tightwire.bench.text import Passages
 from tightwire.bench.ttft.options import ServerFacts, TtftOptions
 from tightwire.bench.ttft.proof import SITES, ArmPolicy, Cell
 from tightwire.comm.all_reduce.registry import parse_all_reduce
-from tightwire.comm.ledger.counters import Count
+from tightwire.comm.ledger.ledger import Count
 from tightwire.model.text.prose import english_text
 from tightwire.server.cli.remote import Remote, ask
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from tightwire.comm.all_reduce.entry import ELEM_BYTES
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.nodes import in_process_node_groups
-from tightwire.comm.ledger.counters import Count
+from tightwire.comm.ledger.ledger import Count
 from tightwire.comm.protocols import AllReduce
-from tightwire.model.step_arrays import cut_row
+from tightwire.model.step import cut_row
 
 SITES = ("o_proj", "down_proj")  # whose sums an arm chooses
 _OP = "all_reduce"

@@ -17,8 +17,18 @@ from tightwire.comm.all_reduce.entry import NODE_ORDER, RANK_ORDER
 from tightwire.comm.all_reduce.registry import lossless_names, lossy_names, parse_all_reduce
 from tightwire.comm.codec.error_bounds import relative_rms_error
 from tightwire.comm.policy.cost import CostModel, size_grid
-from tightwire.comm.policy.policy_file import FileRule, PolicyFile, apply, world_size_warning
-from tightwire.comm.policy.rules import PHASES, SITES, Choice, Policy, QuarantinedError, Rule
+from tightwire.comm.policy.rules import (
+    PHASES,
+    SITES,
+    Choice,
+    FileRule,
+    Policy,
+    PolicyFile,
+    QuarantinedError,
+    Rule,
+    apply,
+    world_size_warning,
+)
 from tightwire.comm.sizes import format_bytes
 
 _KEEP_WITHIN = 1.03  # a switch must gain more than the repeatability of medians

@@ -1,12 +1,17 @@
-"""The policy: rules that name an AllReduce for each message, made once by ``choose`` and given to every rank.
+"""The policy: rules that name an AllReduce for each message, made once by ``choose`` and given to every rank; policy files.
 
 A message has a site (its place in the model), a layer, a phase (prefill or decode rows) and a size. This module has
 names only and imports no torch; ``routes`` turns names into AllReduces.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
+
+from tightwire.comm.all_reduce.names import split_name
+from tightwire.comm.atomic_file import write_atomic
 
 SITES = ("embed", "o_proj", "down_proj")
 PHASES = ("prefill", "decode")
@@ -105,3 +110,119 @@ def _merged(choices: list[Choice]) -> tuple[Choice, ...]:
         else:
             merged.append(choice)
     return tuple(merged)
+
+
+SCHEMA = "tightwire.comm-policy/1"
+_CHECKED_FACTS = ("num_layers", "hidden_size", "world_size")
+
+
+class FileRule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One algorithm for the messages of a site and a phase, in some layers or (None) in all."""
+
+    site: Literal["o_proj", "down_proj"]
+    phase: Literal["prefill", "decode"]
+    algorithm: str
+    layers: tuple[int, ...] | None = None
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        split_name(self.algorithm)
+        if self.algorithm == "auto":
+            raise ValueError("auto is not an algorithm; messages without a rule use auto, so leave the rule out")
+        if self.layers == ():
+            raise ValueError("layers is empty; leave it out to mean all layers")
+        if self.layers is not None and (min(self.layers) < 0 or len(set(self.layers)) < len(self.layers)):
+            raise ValueError(f"layers must be 0 or more and each once, got {list(self.layers)}")
+
+
+class PolicyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rules, of which the first match applies, and facts about the model they were made for, some of them checked."""
+
+    schema: str = SCHEMA
+    made_for: dict[str, Any] = {}
+    rules: tuple[FileRule, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.schema != SCHEMA:
+            raise ValueError(f"its schema is {self.schema!r}; this version reads {SCHEMA!r}")
+        for fact in _CHECKED_FACTS:
+            value = self.made_for.get(fact, 1)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"made_for.{fact} must be a whole number above 0, got {value!r}")
+
+
+def read_policy_file(path: Path) -> PolicyFile:
+    """Read the file and check everything that needs no model.
+
+    Raises ValueError: it cannot be read, is not a policy file, or has an invalid rule; names the problem.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=PolicyFile)
+    except OSError as error:
+        raise ValueError(f"the policy file {path} cannot be read: {error.strerror}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not a policy file: {error}; `tightwire bench quality --write-policy` makes one"
+        ) from None
+
+
+def write_policy_file(path: Path, file: PolicyFile) -> None:
+    """Write ``file`` atomically. Raises OSError if the folder cannot be written."""
+    write_atomic(path, msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n")
+
+
+def apply(base: Policy, file: PolicyFile, name: str = "") -> Policy:
+    """Put the file's rules before those of ``base``; leave out rules that apply to no layer.
+
+    ``name``: of the file, for the reasons.
+    """
+    rules: list[Rule] = []
+    taken: dict[tuple[str, str], set[int] | None] = {}  # by site and phase, the layers that have a rule; None: all
+    for rule in [*(_rule(rule, name) for rule in file.rules), *base.rules]:
+        kind = (rule.site, rule.phase)
+        before = taken.get(kind, set[int]())
+        if before is None:
+            continue
+        if rule.layers is None:
+            num_layers = file.made_for.get("num_layers")
+            taken[kind] = None
+            if num_layers is None or not before.issuperset(range(num_layers)):
+                rules.append(rule)
+        elif left := tuple(layer for layer in rule.layers if layer not in before):
+            taken[kind] = before | set(left)
+            rules.append(msgspec.structs.replace(rule, layers=left))
+    return Policy(tuple(rules))
+
+
+def check_shape(file: PolicyFile, name: str, shape: Mapping[str, int]) -> None:
+    """Refuse ``file`` for a model of another ``shape`` (``num_layers``, ``hidden_size``) than it was made for.
+
+    Raises ValueError: the shape differs, or a rule names a layer that does not exist.
+    """
+    for fact, value in shape.items():
+        made = file.made_for.get(fact)
+        if made is not None and made != value:
+            raise ValueError(
+                f"the policy file {name} was made for {fact} {made}, and this model has {value}; "
+                "make one for it with `tightwire bench quality`"
+            )
+    last = max((layer for rule in file.rules for layer in rule.layers or ()), default=0)
+    if last >= shape["num_layers"]:
+        raise ValueError(
+            f"the policy file {name} has a rule for layer {last}, and the model's layers are 0 to "
+            f"{shape['num_layers'] - 1}"
+        )
+
+
+def world_size_warning(file: PolicyFile, name: str, world_size: int) -> str | None:
+    made = file.made_for.get("world_size")
+    if made is None or made == world_size:
+        return None
+    return f"the policy file {name} was made for {made} ranks, not {world_size}: its measured error does not apply"
+
+
+def _rule(rule: FileRule, name: str) -> Rule:
+    reason = f"policy file {name}".rstrip() + (f": {rule.reason}" if rule.reason else "")
+    choice = Choice(up_to_bytes=None, algorithms=(rule.algorithm,), reason=reason)
+    layers = None if rule.layers is None else tuple(sorted(rule.layers))
+    return Rule(rule.site, rule.phase, (choice,), layers)

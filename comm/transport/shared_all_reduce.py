@@ -19,8 +19,7 @@ from tightwire.comm.codec.codec import Codec
 from tightwire.comm.codec.slices import slice_lengths, sum_and_encode
 from tightwire.comm.ledger.recording import Series
 from tightwire.comm.protocols import KernelSums
-from tightwire.comm.transport.shared_board import FLASH
-from tightwire.comm.transport.shared_waits import SharedTurns
+from tightwire.comm.transport.shared_board import FLASH, SharedTurns
 from tightwire.kernels.cpu.library import ffi, lib, struct
 from tightwire.kernels.cpu.run import NUMBER_KIND
 from tightwire.kernels.cpu.shared_sums import DONE, call_word

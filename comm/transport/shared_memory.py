@@ -15,8 +15,7 @@ from tightwire.comm.errors import CommError
 from tightwire.comm.protocols import FusedAllReduce, Moved, nothing_told
 from tightwire.comm.transport.process_group import ProcessGroupTransport
 from tightwire.comm.transport.shared_all_reduce import SharedAllReduce
-from tightwire.comm.transport.shared_board import BARRIER, EXCHANGE, GATHER, SHIFT
-from tightwire.comm.transport.shared_waits import SharedTurns
+from tightwire.comm.transport.shared_board import BARRIER, EXCHANGE, GATHER, SHIFT, SharedTurns
 from tightwire.kernels.cpu.shared_sums import call_word
 
 

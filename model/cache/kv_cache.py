@@ -1,11 +1,22 @@
-"""The paged KV cache of one rank: fixed-size blocks of P tokens, addressed through block tables."""
+"""The paged KV cache of one rank, on the device or on the host: blocks of P tokens, addressed through block tables."""
 
+import queue
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from tightwire.comm.buffers import BufferPool, page_aligned
+from tightwire.kernels.row_runs import copy_runs
 from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.errors import CacheError
 from tightwire.model.layout import Shard
-from tightwire.model.step_arrays import StepArrays
+from tightwire.model.step import StepArrays
 
 
 class CacheSource:
@@ -63,3 +74,202 @@ class KVCache(CacheSource):
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         return self._layers[index]
+
+
+NUM_BUFFERS = 2
+
+
+class CacheFlow(NamedTuple):
+    """Bytes moved since the start, and the time that passes waited for layers."""
+
+    num_bytes: int  # in both directions
+    waited_s: float  # with CUDA only the host's waits
+
+
+class _Moves(NamedTuple):
+    """The runs of consecutive blocks that one step moves in every layer, (R, 3) int64 each."""
+
+    fetch: Tensor  # first block, first place, count
+    save: Tensor  # first place, first block, count
+
+
+class OffloadedCache(CacheSource):
+    """``CacheSource`` with all layers on the host, in pinned memory with CUDA.
+
+    Each of two device buffers has room for one layer's blocks of one step. While layer i is computed, a thread fetches
+    the blocks of layer i + 1. Before it fills layer i's buffer for layer i + 2, it saves the blocks of layer i that got
+    new tokens. Only blocks of the step's sequences are moved, each once. During the step a block's number is its place
+    in the buffer. ``comm.buffers`` checks the order with a trace. Source: FlexGen, arXiv 2303.06865.
+
+    The layout of a layer is (N, 2, K, P, E) on both sides, so a block's keys and values move together.
+
+    Cost: the cache on the host; ``NUM_BUFFERS`` layers of ``buffer_blocks`` blocks on the device. Every step waits for
+    its first layer, and for other layers when the transfer takes longer than the computation.
+    """
+
+    layers_at_a_time = 1
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        shard: Shard,
+        *,
+        num_blocks: int,
+        buffer_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        """``buffer_blocks``: the most that one step may need. ``timeout_s``: longest wait for a layer without a byte."""
+        block_shape = (2, shard.local_kv_heads, block_size, config.head_dim)
+        block_bytes = dtype.itemsize * torch.Size(block_shape).numel()
+        self.num_blocks, self.block_size, self.dtype, self.device = buffer_blocks, block_size, dtype, device
+        self.block_stride = block_bytes // dtype.itemsize
+        self._block_bytes, self._timeout_s, self._num_layers = block_bytes, timeout_s, config.num_layers
+        memory = page_aligned(config.num_layers * num_blocks * block_bytes, torch.device("cpu"))
+        self._pinned = _Pinned(memory) if device.type == "cuda" else None
+        self._host = memory.view(dtype).view(config.num_layers, num_blocks, *block_shape)
+        self.pool = BufferPool(NUM_BUFFERS, buffer_blocks * block_bytes, device, saves=True, traced=True)
+        self._blocks = [buffer.memory.view(dtype).view(buffer_blocks, *block_shape) for buffer in self.pool.buffers]
+        self._keys_and_values = [(blocks[:, 0], blocks[:, 1]) for blocks in self._blocks]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._users: dict[int, tuple[int, int]] = {}  # layer in use -> number of passes, buffer
+        self._num_bytes, self._waited_s = 0, 0.0
+        self._steps: queue.SimpleQueue[_Moves | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._move, name="tightwire-kv-cache", daemon=True)
+        self._thread.start()
+
+    def begin(self, step: StepArrays) -> StepArrays:
+        """Start to fetch, and return the step with places in the buffer instead of block numbers.
+
+        Raises:
+            ValueError: the step needs more blocks than a buffer holds.
+        """
+        renamed, (blocks_N, read_I, written_J) = gather_blocks(step, self.block_size)
+        if len(blocks_N) > self.num_blocks:
+            raise ValueError(f"a step needs {len(blocks_N)} cache blocks, but only {self.num_blocks} fit on the device")
+        fetch, save = runs_of(blocks_N[read_I], read_I), runs_of(written_J, blocks_N[written_J])
+        self._steps.put(_Moves(torch.from_numpy(fetch), torch.from_numpy(save)))
+        return renamed
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        count, number = self._users.get(index) or (0, self._take(index))
+        self._users[index] = count + 1, number
+        return self._keys_and_values[number]
+
+    def release(self, index: int) -> None:
+        count, number = self._users[index]
+        if count > 1:
+            self._users[index] = count - 1, number
+        else:
+            del self._users[index]
+            self.pool.release(index)
+
+    def flow(self) -> CacheFlow:
+        return CacheFlow(self._num_bytes, self._waited_s)
+
+    def close(self) -> None:
+        """Stop the thread. May be called twice."""
+        self.pool.close(CacheError("this cache is closed"))
+        self._steps.put(None)
+        self._thread.join()
+        if self._pinned is not None:
+            self._pinned.free()
+
+    def _take(self, index: int) -> int:
+        start_s = time.perf_counter()
+        try:
+            buffer = self.pool.use(index, self._timeout_s)
+        except TimeoutError as error:
+            raise CacheError(f"keys and values of layer {index} did not arrive from the host: {error}") from None
+        self._waited_s += time.perf_counter() - start_s
+        return buffer.number
+
+    def _move(self) -> None:
+        try:
+            with torch.inference_mode(), self._queue():
+                for moves in iter(self._steps.get, None):
+                    for layer in range(self._num_layers):
+                        if layer >= NUM_BUFFERS:
+                            self._save(layer - NUM_BUFFERS, moves.save)
+                        self._fetch(layer, moves.fetch)
+                    for layer in range(max(0, self._num_layers - NUM_BUFFERS), self._num_layers):
+                        self._save(layer, moves.save)
+        except BaseException as error:  # noqa: BLE001 - raised in the pass that waits for a layer
+            self.pool.close(error)
+
+    def _fetch(self, layer: int, runs_R3: Tensor) -> None:
+        buffer = self.pool.fill(layer)
+        self._copy(self._blocks[buffer.number], self._host[layer], runs_R3)
+        self.pool.filled(layer)
+
+    def _save(self, layer: int, runs_R3: Tensor) -> None:
+        buffer = self.pool.save(layer)
+        self._copy(self._host[layer], self._blocks[buffer.number], runs_R3)
+        self.pool.saved(layer)
+
+    def _copy(self, target: Tensor, source: Tensor, runs_R3: Tensor) -> None:
+        copy_runs(target, source, runs_R3)
+        self._num_bytes += int(runs_R3[:, 2].sum()) * self._block_bytes
+        self.pool.moved()
+
+    def _queue(self) -> AbstractContextManager[object]:
+        """Run GPU work of the ``with`` block concurrently with the computation."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+class _Pinned:
+    """Host memory registered with CUDA for asynchronous copies, until it is freed.
+
+    torch's own allocator rounds pinned memory up to a power of two, so up to twice the requested size.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory: Tensor | None = memory
+        self._runtime: Any = torch.cuda.cudart()
+        torch.cuda.check_error(self._runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+
+    def free(self) -> None:
+        if self._memory is not None:
+            torch.cuda.synchronize()  # queued copies still use the memory
+            torch.cuda.check_error(self._runtime.cudaHostUnregister(self._memory.data_ptr()))
+            self._memory = None
+
+
+class StepBlocks(NamedTuple):
+    """The blocks that a step reads or writes, without duplicates. A block's place is its index in ``blocks_N``."""
+
+    blocks_N: np.ndarray  # int32, ascending: the block at each place
+    read_I: np.ndarray  # ascending places with tokens of earlier steps
+    written_J: np.ndarray  # ascending places that receive new tokens
+
+
+def gather_blocks(step: StepArrays, block_size: int) -> tuple[StepArrays, StepBlocks]:
+    """Return the step with places instead of block numbers, and the step's blocks. Unused table entries become 0."""
+    tables_BM = step.block_tables_BM
+    query_lens_B = np.diff(step.query_start_B1)
+    needed_BM = _first_blocks(step.context_lens_B, tables_BM, block_size)
+    blocks_N, places_U = np.unique(tables_BM[needed_BM], return_inverse=True)
+    places_BM = np.zeros_like(tables_BM)
+    places_BM[needed_BM] = places_U
+    read_BM = _first_blocks(step.context_lens_B - query_lens_B, tables_BM, block_size)
+    block_T, offset_T = np.divmod(step.slots_T, block_size)
+    place_T = np.searchsorted(blocks_N, block_T).astype(np.int32)
+    blocks = StepBlocks(blocks_N, np.unique(places_BM[read_BM]), np.unique(place_T))
+    return replace(step, slots_T=place_T * block_size + offset_T, block_tables_BM=places_BM), blocks
+
+
+def runs_of(sources_I: np.ndarray, targets_I: np.ndarray) -> np.ndarray:
+    """Return (R, 3) int64 runs: first source, first target, count. Within a run both ascending inputs go up by one."""
+    if not len(sources_I):
+        return np.zeros((0, 3), np.int64)
+    breaks = np.flatnonzero((np.diff(sources_I) != 1) | (np.diff(targets_I) != 1)) + 1
+    starts = np.concatenate(([0], breaks))
+    counts = np.diff(np.concatenate((starts, [len(sources_I)])))
+    return np.stack((sources_I[starts], targets_I[starts], counts), axis=1).astype(np.int64)
+
+
+def _first_blocks(num_tokens_B: np.ndarray, tables_BM: np.ndarray, block_size: int) -> np.ndarray:
+    """Return (B, M) bool: the table entries that hold each sequence's first ``num_tokens_B`` tokens."""
+    return np.arange(tables_BM.shape[1]) < -(-num_tokens_B // block_size)[:, None]

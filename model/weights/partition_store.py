@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tightwire.comm.codec.codec import Codec
 from tightwire.comm.collectives.collectives import all_gather_into
-from tightwire.comm.group.partition_groups import PartitionPeers
+from tightwire.comm.group.nodes import PartitionPeers
 from tightwire.comm.ledger.ledger import GATHERING
 from tightwire.comm.protocols import Moved
 from tightwire.model.weights.layer_store import NEVER, LayerStore

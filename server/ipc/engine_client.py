@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tightwire.comm.ledger.counters import Latency
+from tightwire.comm.ledger.ledger import Latency
 from tightwire.comm.ledger.recording import RankEvents
 from tightwire.server.ipc.engine_stats import EngineStats
 from tightwire.server.ipc.messages import AddRequest, CommSetup, Output

@@ -6,7 +6,7 @@ HTTP process -> every rank's reporter, which answers even while the rank compute
 
 import msgspec
 
-from tightwire.comm.ledger.counters import Latency
+from tightwire.comm.ledger.ledger import Latency
 from tightwire.comm.ledger.recording import Event
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.model.sampling.parameters import SamplingParams

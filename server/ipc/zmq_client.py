@@ -7,7 +7,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from tightwire.comm.ledger.counters import Latency
+from tightwire.comm.ledger.ledger import Latency
 from tightwire.comm.ledger.recording import RankEvents
 from tightwire.server.ipc.channels import bind_receiver, connect_sender
 from tightwire.server.ipc.engine_client import EngineState, EngineUnavailableError, Phase, QueueFullError

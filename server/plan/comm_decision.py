@@ -8,8 +8,7 @@ from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
-from tightwire.comm.policy.policy_file import check_shape, read_policy_file
-from tightwire.comm.policy.rules import Policy, describe_layers
+from tightwire.comm.policy.rules import Policy, check_shape, describe_layers, read_policy_file
 from tightwire.comm.policy.tune_file import Measured, read_tuned, this_host, tune_path
 from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.model.checkpoint.config import LlamaConfig

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tightwire.model.cache.offloaded_cache import NUM_BUFFERS
+from tightwire.model.cache.kv_cache import NUM_BUFFERS
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Layout, Shard
 from tightwire.model.weights import WeightPlan

@@ -7,7 +7,7 @@ from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.names import split_name
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import NAMESPACES, LinkFacts, plan_link
-from tightwire.comm.policy.policy_file import read_policy_file
+from tightwire.comm.policy.rules import read_policy_file
 from tightwire.comm.transport.segment import why_unusable
 from tightwire.model.checkpoint.catalog import check_name
 from tightwire.model.checkpoint.config import LlamaConfig

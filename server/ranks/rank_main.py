@@ -15,13 +15,19 @@ import torch
 from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.group.group import Group, open_process_group
-from tightwire.comm.group.nodes import held_rate, join_nodes, throttle_group
-from tightwire.comm.group.partition_groups import PartitionPeers, PartitionPlace, join_partition
+from tightwire.comm.group.nodes import (
+    PartitionPeers,
+    PartitionPlace,
+    held_rate,
+    join_nodes,
+    join_partition,
+    throttle_group,
+)
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.wire import LinkFacts, refuse_too_fast
 from tightwire.kernels.cpu.allocator import keep_freed_memory
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
-from tightwire.model.cache.offloaded_cache import OffloadedCache
+from tightwire.model.cache.kv_cache import OffloadedCache
 from tightwire.model.layout import Layout, make_layout
 from tightwire.model.open import Checkpoint, formats_of, open_checkpoint
 from tightwire.model.runner import ModelRunner

@@ -11,10 +11,9 @@ import torch
 import zmq
 from torch import Tensor
 
-from tightwire.comm.ledger.counters import Count
-from tightwire.comm.ledger.ledger import Spent
+from tightwire.comm.ledger.ledger import Count, Spent
 from tightwire.model.build import RankGroups
-from tightwire.model.cache.offloaded_cache import OffloadedCache
+from tightwire.model.cache.kv_cache import OffloadedCache
 from tightwire.model.runner import ModelRunner
 from tightwire.model.step import StepPlan
 from tightwire.model.weights.streamed import StreamedWeights

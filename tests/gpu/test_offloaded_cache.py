@@ -14,7 +14,7 @@ from tightwire.comm.buffers import OrderCheck
 from tightwire.comm.group.group import open_process_group
 from tightwire.comm.group.topology import Topology
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
-from tightwire.model.cache.offloaded_cache import OffloadedCache
+from tightwire.model.cache.kv_cache import OffloadedCache
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner

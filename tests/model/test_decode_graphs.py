@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.model.decode_graphs import DecodeGraphs, Replay, graph_sizes
-from tightwire.model.step_arrays import Batch, StepArrays
+from tightwire.model.step import Batch, StepArrays
 
 _MAX_BLOCKS = 6
 

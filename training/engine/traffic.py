@@ -15,8 +15,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tightwire.comm.collectives.collectives import reduce_scatter_bytes
-from tightwire.comm.collectives.node_wise import hierarchical_bytes
-from tightwire.comm.collectives.shard_gather import gather_across_bytes, gather_inside_bytes, gather_shards_bytes
+from tightwire.comm.collectives.node_wise import (
+    gather_across_bytes,
+    gather_inside_bytes,
+    gather_shards_bytes,
+    hierarchical_bytes,
+)
 from tightwire.training.config.sharding import GroupShape
 from tightwire.training.engine import gradients, weights
 from tightwire.training.engine.flat_parameters import EMBEDDING, Bucket, BucketPlan, FlatParameter

@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse
 from msgspec.structs import asdict, astuple
 
 from tightwire import __version__
-from tightwire.comm.ledger.counters import Latency
+from tightwire.comm.ledger.ledger import Latency
 from tightwire.comm.ledger.recording import chrome_trace
 from tightwire.server.api.errors import invalid, json_response
 from tightwire.server.api.responses import CommCost, CommPolicy, Health, Home

@@ -10,7 +10,7 @@ from tiny import make_tiny
 
 from tightwire.bench.cli import main
 from tightwire.bench.quality import bench as quality_bench
-from tightwire.comm.policy.policy_file import read_policy_file
+from tightwire.comm.policy.rules import read_policy_file
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import pytest
 from helpers.server.fake_ttft_server import lines
 
 from tightwire.bench.ttft.proof import ArmPolicy, Cell, Proof
-from tightwire.comm.ledger.counters import Count
+from tightwire.comm.ledger.ledger import Count
 
 # Rows of 64 numbers, of which int8 makes one group of 128 in two: odd numbers of rows show the rounding.
 PROOF = Proof(num_layers=2, row_elems=64, dtype="bfloat16", step_tokens=5, world_size=2, num_nodes=1)

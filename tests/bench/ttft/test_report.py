@@ -6,7 +6,7 @@ from tightwire.bench.ttft.measure import Arm, Measured, Request, Turn
 from tightwire.bench.ttft.options import TtftOptions
 from tightwire.bench.ttft.proof import Cell
 from tightwire.bench.ttft.report import make_rows, recommend
-from tightwire.comm.ledger.counters import Count
+from tightwire.comm.ledger.ledger import Count
 
 CELLS = [Cell(prompt_len=16, concurrency=2), Cell(prompt_len=64, concurrency=2)]
 BASE = Arm(name="native", algorithm="native", is_default=True, lossless=True, error=0.0)

@@ -25,7 +25,7 @@ from tightwire.comm.collectives.collectives import (
 )
 from tightwire.comm.collectives.node_wise import hierarchical_reduce_scatter, hierarchical_slices
 from tightwire.comm.group.group import Group, in_process_groups
-from tightwire.comm.ledger.counters import Counters
+from tightwire.comm.ledger.ledger import Counters
 
 CODECS = ("none", "int8", "int6-g64", "int4-g32-had")
 OVER = [Over(transport, 3) for transport in ("gloo", "in-process", "shared-memory", "nccl-calls")]

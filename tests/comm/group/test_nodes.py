@@ -10,13 +10,14 @@ from typing import NamedTuple
 import pytest
 import torch
 from harness import Ranks, run_in_process, run_ranks
+from helpers.comm.in_process_partition import in_process_partition
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.collectives.collectives import all_gather
-from tightwire.comm.errors import CommError
+from tightwire.comm.errors import CommError, PeerLostError
 from tightwire.comm.group.group import Group
-from tightwire.comm.group.nodes import join_nodes, ranks_of
+from tightwire.comm.group.nodes import PartitionPlace, join_nodes, ranks_of
 from tightwire.comm.group.topology import Topology
 
 pytestmark = pytest.mark.alone
@@ -149,3 +150,35 @@ def test_all_name_the_rank_that_is_gone_not_those_who_miss_it(end: str, shared_m
     for rank in (0, 1, 2):
         assert seen[rank].ranks == (BAD_RANK,), f"rank {rank}: {seen[rank]}"
         assert f"rank {rank} lost rank 3 of 4" in seen[rank].message
+
+
+def place(tp: int, rank: int, world_size: int, num_nodes: int) -> PartitionPlace:
+    return PartitionPlace(tp, Topology(rank, world_size, num_nodes=num_nodes))
+
+
+@pytest.mark.parametrize(
+    ("tp", "world_size", "num_nodes"), [(1, 2, 1), (2, 4, 1), (2, 8, 2), (1, 6, 3), (3, 12, 2), (1, 4, 4)]
+)
+def test_each_rank_shares_with_those_of_its_shard(tp: int, world_size: int, num_nodes: int) -> None:
+    places = [place(tp, rank, world_size, num_nodes) for rank in range(world_size)]
+    for rank, at in enumerate(places):
+        assert len(at.inside) == at.per_node == world_size // tp // num_nodes
+        assert at.inside[at.place] == rank
+        assert {places[other].topology.node for other in at.inside} == {at.topology.node}
+        assert {places[other].shard for other in at.inside} == {at.shard}
+
+
+def test_replicas_that_nodes_would_cut_are_refused() -> None:
+    with pytest.raises(ValueError, match="each node's 3 ranks must be whole replicas"):
+        place(2, 0, 6, 2)
+    with pytest.raises(ValueError, match="5 ranks are not whole replicas of --tp 2"):
+        place(2, 0, 5, 1)
+
+
+def test_the_missing_rank_is_named_as_the_world_numbers_it() -> None:
+    world = in_process_partition(2, 8, 2)
+    world[7].close()
+    peers = world[5]
+    with pytest.raises(PeerLostError, match="rank 5 lost rank 7 of 8 among .*; from here on ranks 5, 7") as caught:
+        peers.run(all_gather, peers.inside, torch.ones(1))
+    assert caught.value.ranks == (7,)

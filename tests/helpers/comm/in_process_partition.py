@@ -5,7 +5,7 @@ from datetime import timedelta
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.group.group import Group, in_process_groups
-from tightwire.comm.group.partition_groups import PartitionPeers, PartitionPlace, make_barrier
+from tightwire.comm.group.nodes import PartitionPeers, PartitionPlace, make_barrier
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.ledger.ledger import Ledger
 

@@ -8,9 +8,8 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.layout import Shard
 from tightwire.model.weights import EVERYTHING_RESIDENT
-from tightwire.model.weights.checkpoint_store import CheckpointStore
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.load import load_weights
+from tightwire.model.weights.load import CheckpointStore, load_weights
 from tightwire.model.weights.source import ResidentWeights
 
 

@@ -16,7 +16,7 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 
 from tightwire.comm.buffers import OrderCheck
 from tightwire.comm.group.group import Group, open_process_group
-from tightwire.comm.group.partition_groups import PartitionPeers, PartitionPlace, join_partition
+from tightwire.comm.group.nodes import PartitionPeers, PartitionPlace, join_partition
 from tightwire.comm.group.topology import Topology
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.layout import make_layout

@@ -10,13 +10,13 @@ from helpers.comm.in_process_partition import in_process_partition
 from helpers.model.partition_bodies import Done, Work, World, compute, expect
 
 from tightwire.comm.group.group import in_process_groups
-from tightwire.comm.group.partition_groups import PartitionPlace
+from tightwire.comm.group.nodes import PartitionPlace
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.weights import EVERYTHING_RESIDENT, WEIGHT_CODECS, WeightPlan
-from tightwire.model.weights.checkpoint_store import CheckpointStore
 from tightwire.model.weights.formats import choose_formats
 from tightwire.model.weights.layer_store import LayerFiles
+from tightwire.model.weights.load import CheckpointStore
 from tightwire.model.weights.packed_layer import PackedLayer
 from tightwire.model.weights.partition_store import PartitionCut
 from tightwire.model.weights.residency import spread

@@ -11,7 +11,7 @@ from gguf.quants import quantize
 from tiny import tiny_config, tiny_tensors
 
 from tightwire.model.checkpoint.config import LlamaConfig, config_from_hf
-from tightwire.model.checkpoint.gguf_config import llama3_divisor
+from tightwire.model.checkpoint.gguf import llama3_divisor
 from tightwire.model.checkpoint.names import gguf_name
 from tightwire.model.text.byte_tokenizer import BOS_ID, CHAT_TEMPLATE, byte_backend
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import uvicorn
 from fastapi import FastAPI
 
-from tightwire.comm.ledger.counters import Latency
+from tightwire.comm.ledger.ledger import Latency
 from tightwire.comm.ledger.recording import Event, RankEvents
 from tightwire.model.text.byte_tokenizer import BOS, BOS_ID, CHAT_TEMPLATE, END_OF_TURN_ID, byte_backend
 from tightwire.model.text.tokenizer import Tokenizer

@@ -18,10 +18,9 @@ from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan, layer_store
-from tightwire.model.weights.checkpoint_store import CheckpointStore
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.layer_store import HostStore, LayerStore, Moved, ThrottledStore
-from tightwire.model.weights.load import load_weights
+from tightwire.model.weights.load import CheckpointStore, load_weights
 from tightwire.model.weights.packed_layer import PackedLayer, pack_model
 from tightwire.model.weights.residency import WeightSizes, spread
 from tightwire.model.weights.streamed import StreamedWeights

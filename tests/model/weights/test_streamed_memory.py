@@ -21,7 +21,7 @@ from tightwire.comm.codec.codec import parse_codec
 from tightwire.model.open import open_checkpoint
 from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.checkpoint_store import CheckpointStore
+from tightwire.model.weights.load import CheckpointStore
 from tightwire.model.weights.load import load_weights
 from tightwire.model.weights.residency import WeightSizes, spread
 from tightwire.model.weights import WEIGHT_CODECS, WeightPlan

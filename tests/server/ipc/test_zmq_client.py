@@ -8,7 +8,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from tightwire.comm.ledger.counters import Latency
+from tightwire.comm.ledger.ledger import Latency
 from tightwire.comm.ledger.recording import Event, RankEvents
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.ipc.channels import bind_receiver, connect_sender, make_address

@@ -9,8 +9,7 @@ import pytest
 from helpers.model.tiny_gguf import make_tiny_gguf
 
 from tightwire.comm.all_reduce.entry import Setting
-from tightwire.comm.policy.policy_file import FileRule, PolicyFile, write_policy_file
-from tightwire.comm.policy.rules import Policy
+from tightwire.comm.policy.rules import FileRule, Policy, PolicyFile, write_policy_file
 from tightwire.comm.policy.tune_file import Measured, Point, this_host, tune_path, write_tuned
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError

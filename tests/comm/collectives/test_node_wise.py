@@ -9,7 +9,7 @@ from harness import run_in_process
 from torch import Tensor
 
 from tightwire.comm.codec.codec import parse_codec
-from tightwire.comm.collectives.shard_gather import gather_over_nodes, gather_shards
+from tightwire.comm.collectives.node_wise import gather_over_nodes, gather_shards
 from tightwire.comm.group.group import Group, NodeGroups
 
 _SHARD_ELEMS = 256

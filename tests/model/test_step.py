@@ -4,8 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightwire.model.step import deferred_token
-from tightwire.model.step_arrays import StepArrays, cut, cut_up, num_deferred, resolve_deferred
+from tightwire.model.step import StepArrays, cut, cut_up, deferred_token, num_deferred, resolve_deferred
 
 
 def make_step(query_lens: list[int], before: list[int], num_decode_rows: int = 0) -> StepArrays:

@@ -17,12 +17,12 @@ from tiny import make_tiny
 from torch import Tensor
 
 from tightwire.comm.buffers import BufferConflictError, BufferEvent, BufferPool, OrderCheck, PoolBuffer
-from tightwire.model.cache import offloaded_cache
-from tightwire.model.cache.offloaded_cache import OffloadedCache, gather_blocks, runs_of
+from tightwire.model.cache import kv_cache
+from tightwire.model.cache.kv_cache import OffloadedCache, gather_blocks, runs_of
 from tightwire.model.checkpoint.errors import CacheError
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.sampling.parameters import SamplingParams
-from tightwire.model.step_arrays import StepArrays
+from tightwire.model.step import StepArrays
 from tightwire.model.weights import WeightPlan
 from tightwire.model.weights.residency import spread
 from tightwire.server.engine.drafts import NgramDrafter
@@ -137,14 +137,14 @@ def test_only_blocks_of_the_step_are_moved(checkpoint: Checkpoint) -> None:
 
 def jittery(delays: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each move take its time, another one each."""
-    copy = offloaded_cache.copy_runs
+    copy = kv_cache.copy_runs
 
     def slow(target_NX: Tensor, source_MX: Tensor, runs_R3: Tensor) -> None:
         delays.append(delays.pop(0))
         time.sleep(delays[-1])
         copy(target_NX, source_MX, runs_R3)
 
-    monkeypatch.setattr(offloaded_cache, "copy_runs", slow)
+    monkeypatch.setattr(kv_cache, "copy_runs", slow)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -198,7 +198,7 @@ class _Hasty(BufferPool):
 def test_every_wait_is_necessary(checkpoint: Checkpoint, skipped: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them has something to wait for: the mover is slow where it is to be waited for, else the pass is."""
     monkeypatch.setattr(_Hasty, "skipped", skipped)
-    monkeypatch.setattr(offloaded_cache, "BufferPool", _Hasty)
+    monkeypatch.setattr(kv_cache, "BufferPool", _Hasty)
     if skipped == "use":
         jittery([0.005], monkeypatch)
     else:
@@ -243,14 +243,14 @@ def test_a_failed_move_ends_the_step_with_its_error(
     checkpoint: Checkpoint, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Be it on the way there or back, in the first step or a later one."""
-    copy, moves = offloaded_cache.copy_runs, iter(range(1000))
+    copy, moves = kv_cache.copy_runs, iter(range(1000))
 
     def failing(target_NX: Tensor, source_MX: Tensor, runs_R3: Tensor) -> None:
         if next(moves) == number:
             raise OSError("the host's memory is gone")
         copy(target_NX, source_MX, runs_R3)
 
-    monkeypatch.setattr(offloaded_cache, "copy_runs", failing)
+    monkeypatch.setattr(kv_cache, "copy_runs", failing)
     with (
         local_engine(checkpoint, num_blocks=40, max_model_len=256, buffer_blocks=40) as local,
         pytest.raises(OSError, match="the host's memory is gone"),
