@@ -1,4 +1,4 @@
-"""Starts rank processes on this machine and joins them: one group with an emulated link between nodes, or replicas.
+"""Starts rank processes on this machine and joins them in one group, with an emulated link between nodes.
 
 with open_ranks(RankOptions(ranks=2)) as (ranks, facts):
     for rank, event in ranks.stream(measure, plan):        # on every rank: measure(group, plan) is a generator
@@ -16,7 +16,7 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.local_ranks import LocalRanks, fd_path, silence_after
-from tightwire.comm.group.nodes import PartitionPeers, PartitionPlace, join_nodes, join_partition, throttle_group
+from tightwire.comm.group.nodes import join_nodes, throttle_group
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.emulated_network import EmulatedNode
 from tightwire.comm.link.link import Link
@@ -72,16 +72,6 @@ class GroupPlan:
     throttle: Link | None = None  # slows the transport itself, where the kernel does not
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaPlan:
-    """The groups of ``dp`` replicas of ``tp`` ranks each."""
-
-    tp: int
-    world: GroupPlan
-    replicas: tuple[GroupPlan, ...]
-    peers: tuple[GroupPlan, ...]  # by shard: the ranks that have it; all with one store
-
-
 @contextmanager
 def open_ranks(options: RankOptions, preload: Sequence[str] = ()) -> Iterator[tuple[LocalRanks, dict[str, Any]]]:
     """The running ranks, and facts about their transport and link for the result.
@@ -97,7 +87,7 @@ def open_ranks(options: RankOptions, preload: Sequence[str] = ()) -> Iterator[tu
         plan = GroupPlan(
             world_size=options.ranks,
             timeout_s=options.timeout_s,
-            store_path=_store(stack),
+            store_path=_path_of(stack, os.memfd_create("tightwire-store")),
             segment=_segment(stack, options.ranks, transport == "shared-memory"),
             num_nodes=options.num_nodes,
             device=options.device,
@@ -108,57 +98,19 @@ def open_ranks(options: RankOptions, preload: Sequence[str] = ()) -> Iterator[tu
             network=wire.nodes if wire else (),
             throttle=wire.throttle if wire else None,
         )
-        ranks = _start(stack, plan, preload)
+        ranks = stack.enter_context(
+            LocalRanks(
+                options.ranks,
+                partial(open_group, plan),
+                silence_s=silence_after(options.timeout_s),
+                preload=preload,
+            )
+        )
         if plan.peer_memory and not all(has for _, has in ranks.stream(_has_peer_memory)):
             if options.transport == "peer-memory":
                 raise ValueError("--transport peer-memory does not work here; the log of the ranks above says why")
             transport = "process-group"
         yield ranks, {"transport": transport, "link": link_facts}
-
-
-@contextmanager
-def open_replicas(
-    *, tp: int, dp: int, timeout_s: float = 60.0, shared_memory: bool | None = None
-) -> Iterator[tuple[LocalRanks, ReplicaPlan]]:
-    """The running ranks of ``dp`` replicas, in one group. ``shared_memory``: by default wherever it is available.
-
-    Partitioned weights arrive only while the ranks of all replicas run the same passes. Raises LocalRankError if the ranks
-    could not join.
-    """
-    shares = why_unusable() is None if shared_memory is None else shared_memory
-    with ExitStack() as stack:
-
-        def group(world_size: int, store_path: str) -> GroupPlan:
-            segment = _segment(stack, world_size, shares and world_size > 1)
-            return GroupPlan(world_size=world_size, timeout_s=timeout_s, store_path=store_path, segment=segment)
-
-        peer_store = _store(stack)
-        plan = ReplicaPlan(
-            tp=tp,
-            world=group(tp * dp, _store(stack)),
-            replicas=tuple(group(tp, _store(stack)) for _ in range(dp)),
-            peers=tuple(group(dp, peer_store) for _ in range(tp)),
-        )
-        yield _start(stack, plan.world), plan
-
-
-@contextmanager
-def join_replica(plan: ReplicaPlan, world: Group) -> Iterator[tuple[Group, PartitionPeers]]:
-    """The group of this rank's replica, and the ranks that have the same shard."""
-    replica, shard = divmod(world.rank, plan.tp)
-    own, peer_plan = open_group(plan.replicas[replica], shard), plan.peers[shard]
-    peers = join_partition(
-        PartitionPlace(plan.tp, Topology(world.rank, plan.world.world_size)),
-        store=FileStore(peer_plan.store_path, plan.world.world_size),
-        device=torch.device("cpu"),
-        timeout_s=peer_plan.timeout_s,
-        segment_fd=_open(peer_plan.segment),
-    )
-    try:
-        yield own, peers
-    finally:
-        peers.close()
-        own.close()
 
 
 def open_group(plan: GroupPlan, rank: int) -> Group:
@@ -185,11 +137,6 @@ def open_group(plan: GroupPlan, rank: int) -> Group:
         segment_fd = _open(plan.node_segments[topology.node])
         group = join_nodes(group, topology, store=store, interface=interface, segment_fd=segment_fd)
     return group if plan.throttle is None else throttle_group(group, plan.throttle)
-
-
-def _start(stack: ExitStack, plan: GroupPlan, preload: Sequence[str] = ()) -> LocalRanks:
-    silence_s, opening = silence_after(plan.timeout_s), partial(open_group, plan)
-    return stack.enter_context(LocalRanks(plan.world_size, opening, silence_s=silence_s, preload=preload))
 
 
 def gather_numbers(world: Group, values: Sequence[float]) -> list[list[float]]:
@@ -227,10 +174,6 @@ def _choose_transport(options: RankOptions) -> str:
     if options.transport == "auto":
         return "process-group" if reason or options.num_nodes > 1 else "shared-memory"
     return options.transport
-
-
-def _store(stack: ExitStack) -> str:
-    return _path_of(stack, os.memfd_create("tightwire-store"))
 
 
 def _segment(stack: ExitStack, world_size: int, wanted: bool) -> str | None:

@@ -5,19 +5,19 @@ The run fails if an arm without a codec generates other tokens than resident wei
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tightwire.bench.ranks import RankOptions, open_ranks, open_replicas
+from tightwire.bench.ranks import RankOptions, open_ranks
 from tightwire.bench.report.page import Item
 from tightwire.bench.report.table import Metric
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.bench.stream import report
-from tightwire.bench.stream.measure import Answered, Event, measure, measure_shared
+from tightwire.bench.stream.measure import Answered, measure
 from tightwire.bench.stream.options import ROUNDS, Arm, StreamBenchOptions
 from tightwire.comm.group.local_ranks import LocalRankError
 from tightwire.model.checkpoint.errors import PrepareError
@@ -48,8 +48,6 @@ class StreamBench(Bench[StreamBenchOptions]):
 
     def __init__(self, options: StreamBenchOptions) -> None:
         super().__init__(options)
-        self._own = [arm for arm in options.arms if not arm.is_shared]
-        self._shared = [arm for arm in options.arms if arm.is_shared]
         self._groups: list[report.Cells] = []
 
     def cells(self) -> list[dict[str, Any]]:
@@ -66,47 +64,45 @@ class StreamBench(Bench[StreamBenchOptions]):
         checkpoint = open_checkpoint(options.model, options.seed)
         self.facts = self._describe(checkpoint)
         self.print(report.describe_setting(self.facts), "")
-        most, cores = max(options.tp) * self.facts["dp"], num_cores()
+        most, cores = max(options.tp), num_cores()
         if options.device == "cpu" and most > cores:
             self.note(f"up to {most} ranks share {cores} cores; a pass lasts until its slowest rank is done\n")
         try:
             with self.watch_others():
                 for tp in options.tp:
-                    self._measure_own(tp, checkpoint)
-                    self._measure_shared(tp, checkpoint)
+                    self._measure_with(tp, checkpoint)
         except ValueError as error:
             raise BenchFailedError(str(error)) from error
         self.print(report.verdict(self.cells()), "")
 
-    def _measure_own(self, tp: int, checkpoint: Checkpoint) -> None:
-        """Measure the arms that need no other replicas."""
-        options = self.options
-        if not self._own:
-            return
+    def _measure_with(self, tp: int, checkpoint: Checkpoint) -> None:
+        """Measure all arms with ``tp`` ranks, and show each when it has all its blocks."""
+        options, cells = self.options, report.Cells(tp=tp)
+        self._groups.append(cells)
+        each = ROUNDS * (1 + 2 * len(options.batches))
         chosen = RankOptions(ranks=tp, device=options.device, timeout_s=options.timeout_s)
-        with self._prepared_folders(checkpoint, tp) as folders, open_ranks(chosen) as (ranks, joined):
+        with self._prepared_folders(checkpoint, tp) as folders, open_ranks(chosen) as (ranks, joined), self.progress:
             self.facts["transports"][tp] = joined["transport"]
-            events = ranks.stream(measure, options, checkpoint.location, folders)
-            self._collect(self._new_cells(tp, 1), self._own, events)
-
-    def _measure_shared(self, tp: int, checkpoint: Checkpoint) -> None:
-        """Measure the arms of replicas that share layers, each with new replicas."""
-        options = self.options
-        if not self._shared:
-            return
-        cells = self._new_cells(tp, options.dp)
-        for arm in self._shared:
-            with open_replicas(tp=tp, dp=options.dp, timeout_s=options.timeout_s) as (ranks, replicas):
-                events = ranks.stream(measure_shared, replicas, options, checkpoint.location, arm)
-                self._collect(cells, [arm], events)
+            blocks: Counter[Arm] = Counter()
+            task = self.progress.add_task(f"tp {tp}", total=len(options.arms) * each)
+            for _, event in ranks.stream(measure, options, checkpoint.location, folders):
+                cells.add(event)
+                if isinstance(event, Answered):
+                    self.progress.update(task, description=f"tp {tp}: {event.arm.name}")
+                    continue
+                blocks[event.arm] += 1
+                self.progress.update(task, completed=blocks.total())
+                if blocks[event.arm] == each:
+                    self.print_table(report.arm_table(cells.rows(event.arm)))
+                    self.keep()
 
     @contextmanager
     def _prepared_folders(self, checkpoint: Checkpoint, tp: int) -> Iterator[Mapping[str, str]]:
-        """Temporary prepared folders by codec. They are beside the results, so --output chooses the disk."""
+        """Temporary prepared folders by codec. They are next to the results, so --output chooses the disk."""
         options = self.options
         with tempfile.TemporaryDirectory(prefix="stream-", dir=options.output) as place:
             folders: dict[str, str] = {}
-            for codec in dict.fromkeys(arm.codec for arm in self._own if arm.is_prepared):
+            for codec in dict.fromkeys(arm.codec for arm in options.arms if arm.is_prepared):
                 self.print(f"tp {tp}: preparing {options.model}, layers in {codec}")
                 chosen = PrepareOptions(
                     tp=tp, dtype=options.dtype, quantization=options.quantization, codec=WEIGHT_CODECS[codec]
@@ -114,27 +110,6 @@ class StreamBench(Bench[StreamBenchOptions]):
                 prepare(checkpoint, Path(place) / codec, chosen)
                 folders[codec] = str(Path(place) / codec)
             yield folders
-
-    def _new_cells(self, tp: int, dp: int) -> report.Cells:
-        self._groups.append(report.Cells(tp=tp, dp=dp))
-        return self._groups[-1]
-
-    def _collect(self, cells: report.Cells, arms: Sequence[Arm], events: Iterator[tuple[int, Event]]) -> None:
-        """Add the events of ``arms`` to ``cells``, and show each arm when it has all its blocks."""
-        each = ROUNDS * (1 + 2 * len(self.options.batches))
-        blocks: Counter[Arm] = Counter()
-        with self.progress:
-            task = self.progress.add_task(f"tp {cells.tp}", total=len(arms) * each)
-            for _, event in events:
-                cells.add(event)
-                if isinstance(event, Answered):
-                    self.progress.update(task, description=f"tp {cells.tp}: {event.arm.name}")
-                    continue
-                blocks[event.arm] += 1
-                self.progress.update(task, completed=blocks.total())
-                if blocks[event.arm] == each:
-                    self.print_table(report.arm_table(cells.rows(event.arm)))
-                    self.keep()
 
     def _describe(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """The settings of the run."""
@@ -159,6 +134,5 @@ class StreamBench(Bench[StreamBenchOptions]):
             "weights": formats.describe(options.dtype),
             "num_layers": config.num_layers,
             "stream_layers": num_streamed,
-            "dp": options.dp if self._shared else 1,
             "transports": {},
         }

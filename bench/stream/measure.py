@@ -15,12 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tightwire.bench.ranks import ReplicaPlan, gather_numbers, join_replica
+from tightwire.bench.ranks import gather_numbers
 from tightwire.bench.stream.options import ROUNDS, Arm, StreamBenchOptions
 from tightwire.bench.stream.rank import Rank, greedy_tokens
 from tightwire.comm.buffers import OrderCheck
 from tightwire.comm.group.group import Group
-from tightwire.comm.group.nodes import PartitionPeers
 from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights import EVERYTHING_RESIDENT
@@ -35,7 +34,7 @@ _PROMPT, _GREEDY_TOKENS = range(3, 15), 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
-    """Reported before an arm is timed. ``step_bytes``: that each rank fetches in a step.
+    """Reported before an arm is timed. ``step_bytes``: of the rank that fetches most in a step.
 
     ``same_tokens``: the share of greedy tokens before the first that differs from resident weights'. ``io``: how a prepared
     folder is read, ``direct`` (around the page cache) or ``dropped`` (the cache is dropped before each pass, where direct
@@ -43,7 +42,7 @@ class Answered:
     """
 
     arm: Arm
-    step_bytes: list[int]
+    step_bytes: int
     same_tokens: float
     io: str = ""
 
@@ -62,68 +61,47 @@ Event = Answered | Timed  # from rank 0
 
 
 def measure(group: Group, options: StreamBenchOptions, location: str, folders: Mapping[str, str]) -> Iterator[Event]:
-    """Measure all arms that need no other replicas. ``folders``: prepared folders by codec."""
+    """Measure all arms. ``folders``: prepared folders by codec."""
     bind_rank(group, options)
     rank = Rank(group, options, open_checkpoint(location, options.seed))
-    resident = _Resident(rank)
+    resident = rank.build(EVERYTHING_RESIDENT)
+    tokens = greedy_tokens(resident, group, _PROMPT, _GREEDY_TOKENS)
     for arm in options.arms:
-        if not arm.is_shared:
-            prepared = open_checkpoint(folders[arm.codec]).prepared if arm.is_prepared else None
-            yield from _measure_arm(rank, arm, resident, prepared, None)
+        prepared = open_checkpoint(folders[arm.codec]).prepared if arm.is_prepared else None
+        yield from _measure_arm(rank, arm, resident, tokens, prepared)
 
 
-def measure_shared(
-    world: Group, replicas: ReplicaPlan, options: StreamBenchOptions, location: str, arm: Arm
-) -> Iterator[Event]:
-    """Measure an arm whose layers come from the other replicas; runs on all their ranks, and closes the peers' groups."""
-    bind_rank(world, options)
-    with join_replica(replicas, world) as (group, peers):
-        rank = Rank(group, options, open_checkpoint(location, options.seed), world)
-        yield from _measure_arm(rank, arm, _Resident(rank), None, peers)
-
-
-def bind_rank(world: Group, options: StreamBenchOptions) -> tuple[int, ...]:
+def bind_rank(group: Group, options: StreamBenchOptions) -> tuple[int, ...]:
     """Set the number of threads and, on the CPU, bind this rank to cores of its own as a server's ranks are.
 
     Returns the cores; () if it is not bound.
     """
     torch.set_num_threads(options.threads)
-    return bind_to_cores(world.rank, world.world_size, options.threads) if options.device == "cpu" else ()
-
-
-class _Resident:
-    """Resident weights, with which every arm takes turns."""
-
-    def __init__(self, rank: Rank) -> None:
-        self.runner = rank.build(EVERYTHING_RESIDENT)
-        self.tokens = greedy_tokens(self.runner, rank.group, _PROMPT, _GREEDY_TOKENS)
+    return bind_to_cores(group.rank, group.world_size, options.threads) if options.device == "cpu" else ()
 
 
 def _measure_arm(
-    rank: Rank, arm: Arm, resident: _Resident, prepared: Prepared | None, peers: PartitionPeers | None
+    rank: Rank, arm: Arm, resident: ModelRunner, exact: list[int], prepared: Prepared | None
 ) -> Iterator[Event]:
     direct = prepared is not None and all(map(reads_direct, prepared.paths))
-    plan = arm.plan(rank.num_layers, rank.num_streamed, rank.options.dp, "direct" if direct else "buffered")
-    runner = rank.build(plan, prepared, peers)
+    plan = arm.plan(rank.num_layers, rank.num_streamed, "direct" if direct else "buffered")
+    runner = rank.build(plan, prepared)
     try:
         tokens = greedy_tokens(runner, rank.group, _PROMPT, _GREEDY_TOKENS)
-        if arm.codec == "none" and tokens != resident.tokens:
-            raise RuntimeError(f"{arm.name}: it generates {tokens}, but with resident weights {resident.tokens}")
-        pairs = list(zip(tokens, resident.tokens, strict=True))
-        num_same = next((place for place, (own, exact) in enumerate(pairs) if own != exact), len(pairs))
-        ranks = gather_numbers(rank.world, [rank.step_bytes(plan), num_same / len(pairs)])
-        if rank.world.rank == 0:
-            step_bytes, same = zip(*ranks, strict=True)
+        if arm.codec == "none" and tokens != exact:
+            raise RuntimeError(f"{arm.name}: it generates {tokens}, but with resident weights {exact}")
+        different = (place for place in range(len(exact)) if tokens[place] != exact[place])
+        same = next(different, len(exact)) / len(exact)
+        step_bytes = [int(own) for (own,) in gather_numbers(rank.group, [rank.step_bytes(plan)])]
+        if rank.group.rank == 0:
             io = "" if prepared is None else "direct" if direct else "dropped"
-            yield Answered(arm=arm, step_bytes=[int(each) for each in step_bytes], same_tokens=min(same), io=io)
+            yield Answered(arm=arm, step_bytes=max(step_bytes), same_tokens=same, io=io)
         with ExitStack() as stack:
             forget = None
             if prepared is not None and not direct:
                 path = prepared.paths[rank.group.rank]
                 forget = stack.enter_context(closing(BlobFile(path, direct=False))).drop_from_cache
-            yield from _Turns(rank, arm, resident.runner, runner, forget).blocks()
-        if peers is not None:
-            peers.await_all()  # a replica that ended earlier would be missing in the others' gathers
+            yield from _Turns(rank, arm, resident, runner, forget).blocks()
     finally:
         runner.close()
 
@@ -163,8 +141,8 @@ class _Turns:
         self._await_full()
         self._check.check(self._weights.pool.events)
         self._weights.pool.events.clear()  # nothing is in flight, so no event is lost
-        ranks = gather_numbers(self._rank.world, seconds)
-        if self._rank.world.rank == 0:
+        ranks = gather_numbers(self._rank.group, seconds)
+        if self._rank.group.rank == 0:
             slowest = [max(passes) for passes in zip(*ranks, strict=True)]
             yield Timed(arm=self._arm, kind=kind, batch=batch, seconds=slowest)
 

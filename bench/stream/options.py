@@ -11,7 +11,7 @@ from tightwire.model.weights import WEIGHT_CODECS, WeightPlan
 from tightwire.model.weights.residency import LEAST_STREAMED, spread
 
 ROUNDS = 3  # in which all passes of an arm take turns
-_ORIGINS = {"host": "host", "disk": "disk", "peers": "files", "files": "disk"}  # of a ``WeightPlan``, by source
+_ORIGINS = {"host": "host", "disk": "disk", "files": "disk"}  # of a ``WeightPlan``, by source
 _MAX_RANKS = 64
 
 
@@ -28,21 +28,15 @@ class Arm:
         return " ".join([self.source, self.codec, *([f"{self.rate / 1e6:g}MB/s"] if self.rate else [])])
 
     @property
-    def is_shared(self) -> bool:
-        """Replicas keep parts of each layer and run the same steps for their own sequences."""
-        return self.source == "peers"
-
-    @property
     def is_prepared(self) -> bool:
         """The source is a folder of ``tightwire prepare``, made for the run."""
         return self.source == "disk"
 
-    def plan(self, num_layers: int, num_streamed: int, num_replicas: int = 1, io: str = "buffered") -> WeightPlan:
-        """``num_replicas``: replicas that share layers, if the source is shared. ``io``: how a prepared folder is read."""
+    def plan(self, num_layers: int, num_streamed: int, io: str = "buffered") -> WeightPlan:
+        """``io``: how a prepared folder is read."""
         return WeightPlan(
-            source="partition" if self.is_shared else "stream",
+            source="stream",
             origin=_ORIGINS[self.source],
-            ranks_per_node=num_replicas if self.is_shared else 1,
             io=io,
             codec=self.codec,
             streamed=spread(num_layers, num_streamed),
@@ -66,9 +60,9 @@ def _parse_rate(text: str) -> int:
 class StreamBenchOptions(OutputOptions):
     model: str = option("smollm2-135m", "as for serve", flag="model")
     sources: tuple[str, ...] = option(
-        ("host", "disk", "peers"),
-        "where layers come from. host: memory; disk: a folder prepared for the run, beside the results; peers: replicas (--dp) "
-        "that each keep a part of every layer; files: the checkpoint's own, without a codec",
+        ("host", "disk"),
+        "where layers come from. host: memory; disk: a folder prepared for the run, next to the results; files: the checkpoint's "
+        "own, without a codec",
         metavar="NAME,NAME",
         parse=_unique(parse_names),
     )
@@ -83,7 +77,6 @@ class StreamBenchOptions(OutputOptions):
         default_factory=lambda: (0,),
     )
     tp: tuple[int, ...] = option((1, 2), "numbers of ranks", metavar="N,N", parse=_unique(parse_integers), least=1)
-    dp: int = option(2, "replicas that share layers as peers", metavar="N", least=2)
     batches: tuple[int, ...] = option(
         (1, 8, 32), "sequences in a decode step", metavar="N,N", parse=_unique(parse_integers), least=1
     )
@@ -105,12 +98,9 @@ class StreamBenchOptions(OutputOptions):
         for flag, given, known in (("--sources", self.sources, _ORIGINS), ("--codecs", self.codecs, WEIGHT_CODECS)):
             if set(given) - set(known):
                 raise ValueError(f"{flag} takes {', '.join(known)}, got {','.join(given)}")
-        replicas = self.dp if "peers" in self.sources else 1
-        if max(self.tp) * replicas > _MAX_RANKS:
-            raise ValueError(f"--tp times --dp must be at most {_MAX_RANKS}, got {max(self.tp)} times {replicas}")
+        if max(self.tp) > _MAX_RANKS:
+            raise ValueError(f"--tp must be at most {_MAX_RANKS}, got {max(self.tp)}")
         parse_all_reduce(self.all_reduce)
-        if self.device == "cuda" and "peers" in self.sources:
-            raise ValueError("--sources peers works between ranks on the CPU only; remove it or use --device cpu")
         if not self.arms:
             raise ValueError("--sources files has no codec; add none to --codecs")
 

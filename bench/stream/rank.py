@@ -8,7 +8,6 @@ import torch
 
 from tightwire.bench.stream.options import StreamBenchOptions
 from tightwire.comm.group.group import Group
-from tightwire.comm.group.nodes import PartitionPeers
 from tightwire.comm.policy.routes import Routes, make_candidates
 from tightwire.comm.policy.rules import one_for_all
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
@@ -28,11 +27,8 @@ _LEAST_LEN = 512  # room for greedy texts
 class Rank:
     """Builds runners for all arms on this rank, and times their passes."""
 
-    def __init__(
-        self, group: Group, options: StreamBenchOptions, checkpoint: Checkpoint, world: Group | None = None
-    ) -> None:
-        """``group``: the ranks of the AllReduce; ``world``: all ranks whose passes start together (default: the same)."""
-        self.group, self.options, self.world = group, options, world or group
+    def __init__(self, group: Group, options: StreamBenchOptions, checkpoint: Checkpoint) -> None:
+        self.group, self.options = group, options
         self._checkpoint, self._config = checkpoint, checkpoint.config
         self._layout = make_layout(self._config, group.world_size)
         self._formats = choose_formats(checkpoint.reader(), self._config, options.quantization)
@@ -47,16 +43,14 @@ class Rank:
     def num_streamed(self) -> int:
         return self.options.stream_layers or self.num_layers
 
-    def build(
-        self, plan: WeightPlan, prepared: Prepared | None = None, peers: PartitionPeers | None = None
-    ) -> ModelRunner:
+    def build(self, plan: WeightPlan, prepared: Prepared | None = None) -> ModelRunner:
         longest = max(self.options.context, _LEAST_LEN)
         each = -(-self.options.context // BLOCK_SIZE)
         return build_runner(
             self._config,
             prepared or self._checkpoint.reader(),
             self._layout,
-            RankGroups(self.group, routes=self._routes, peers=peers),
+            RankGroups(self.group, routes=self._routes),
             RunnerOptions(
                 dtype=self._dtype,
                 max_model_len=longest,
@@ -87,7 +81,7 @@ class Rank:
         for number in range(1 + count):
             if prepare is not None:
                 prepare()
-            self.world.transport.barrier()
+            self.group.transport.barrier()
             self._synchronize()
             begin = time.perf_counter()
             run()

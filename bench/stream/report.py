@@ -28,7 +28,7 @@ _CELL_COLUMNS = (
 )
 CSV_COLUMNS = (
     *_ARM_COLUMNS,
-    *(Column(key, key) for key in ("dp", "source", "io", "codec", "rate_bytes_per_s", "bytes_per_step", "bound_by")),
+    *(Column(key, key) for key in ("source", "io", "codec", "rate_bytes_per_s", "bytes_per_step", "bound_by")),
     *_CELL_COLUMNS,
     Column("same_tokens", "same_tokens"),
 )
@@ -45,7 +45,6 @@ class Cells:
     """The events of all arms with one number of ranks."""
 
     tp: int
-    dp: int  # replicas that run the same steps
     answers: dict[Arm, Answered] = field(default_factory=dict)
     blocks: list[Timed] = field(default_factory=list)
 
@@ -76,7 +75,7 @@ class Cells:
     def _row(self, arm: Arm, batch: int) -> dict[str, Any]:
         samples, answer = self._samples(arm, batch), self.answers[arm]
         fetch_s, compute_s, step_s = (median(samples[kind]) for kind in ("fetch", "compute", "step"))
-        bound_s, most_bytes = max(fetch_s, compute_s), max(answer.step_bytes)
+        bound_s = max(fetch_s, compute_s)
         hidden = (fetch_s + compute_s - step_s) / min(fetch_s, compute_s)
         plain = self._samples(Arm(arm.source, "none", arm.rate), batch)["step"]
         return {
@@ -84,19 +83,17 @@ class Cells:
             "arm": arm.name.replace(arm.source, f"{arm.source} ({answer.io})", 1) if answer.io else arm.name,
             "load": f"batch {batch}",
             "tp": self.tp,
-            "dp": self.dp,
             "source": arm.source,
             "io": answer.io or None,
             "codec": arm.codec,
             "rate_bytes_per_s": arm.rate or None,
             "rows": batch,
-            "bytes_per_step": most_bytes,  # of the rank that fetches most
-            "bytes_per_step_all_ranks": sum(answer.step_bytes),
+            "bytes_per_step": answer.step_bytes,
             "seconds": describe(samples["step"]),
             "step_s": step_s,
             "fetch_s": fetch_s,
             "compute_s": compute_s,
-            "bytes_per_s": most_bytes / fetch_s,
+            "bytes_per_s": answer.step_bytes / fetch_s,
             "bound_s": bound_s,
             "bound_by": "source" if fetch_s > compute_s else "compute",
             "over_bound": step_s / bound_s,
@@ -117,11 +114,10 @@ def arm_table(rows: Sequence[Row]) -> Table:
 def describe_setting(facts: Mapping[str, Any]) -> str:
     """Model, weights and layers in one line."""
     layers = f"{facts['stream_layers']} of {facts['num_layers']} layers streamed"
-    replicas = f"; peers: {facts['dp']} replicas" if facts["dp"] > 1 else ""
     threads = "1 thread" if facts["threads"] == 1 else f"{facts['threads']} threads"
     return (
         f"{facts['model']}, {facts['weights']}, {layers}; {facts['device']}, {threads} a rank; "
-        f"{facts['context']} tokens of context{replicas}"
+        f"{facts['context']} tokens of context"
     )
 
 

@@ -42,8 +42,7 @@ def test_every_cell_is_measured_and_kept(model: str, capsys: pytest.CaptureFixtu
         (cell["tp"], cell["source"], cell["codec"], cell["rate_bytes_per_s"], cell["rows"]) for cell in result["cells"]
     ] == [(2, *arm, batch) for arm in arms for batch in (3, 16)]
     for cell in result["cells"]:
-        # The source has the given rate, except for what its token bucket holds after a pause.
-        assert cell["fetch_s"] >= 0.97 * cell["bytes_per_step"] / cell["rate_bytes_per_s"] - 0.004
+        assert cell["bytes_per_s"] == pytest.approx(cell["bytes_per_step"] / cell["fetch_s"])
         assert cell["bound_s"] == max(cell["fetch_s"], cell["compute_s"])
         assert cell["over_bound"] == pytest.approx(cell["seconds"]["p50"] / cell["bound_s"])
         assert 0 <= cell["overlap"] <= 1
@@ -63,21 +62,6 @@ def test_every_cell_is_measured_and_kept(model: str, capsys: pytest.CaptureFixtu
     assert "All cells" in html and "of 20 cells" in html
 
 
-@pytest.mark.alone
-@pytest.mark.slow
-def test_replicas_that_share_layers_make_the_same_steps(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arms = ("--sources", "peers", "--codecs", "none", "--rates", "none,8MB", "--tp", "1", "--dp", "2")
-    status, result, _ = bench(model, *QUICK, *arms, "--dtype", "float32", capsys=capsys)
-
-    assert status == 0 and result["error"] is None  # either replica's answer is that of resident weights
-    [cell, slow] = result["cells"]
-    assert (slow["rate_bytes_per_s"], slow["same_tokens"]) == (8e6, 1)
-    assert slow["fetch_s"] >= 0.97 * slow["bytes_per_step"] / 8e6 - 0.004
-    assert (cell["tp"], cell["dp"], cell["same_tokens"]) == (1, 2, 1)
-    # Each of the two has the whole layer come.
-    assert cell["bytes_per_step_all_ranks"] == 2 * cell["bytes_per_step"]
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -86,7 +70,7 @@ def test_replicas_that_share_layers_make_the_same_steps(model: str, capsys: pyte
             "random weights are not in a file; remove files from --sources",
         ),
         (("--stream-layers", "6"), "--stream-layers must be 3 to 5, the model's layers, got 6"),
-        (("--tp", "65"), "--tp times --dp must be at most 64"),
+        (("--tp", "65"), "--tp must be at most 64, got 65"),
         (("--context", "1025"), "--context 1025 exceeds the model's 1024 positions"),
         (("no-such-model",), "no such model: 'no-such-model'"),
     ],

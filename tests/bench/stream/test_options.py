@@ -22,25 +22,20 @@ def test_an_arm_spreads_the_layers_that_it_streams() -> None:
 
     assert (plan.streamed, plan.origin, plan.codec, plan.bytes_per_s) == ((1, 3, 5), "host", "int4", 5_000_000)
     assert Arm("disk", "none", 0).plan(6, 6).bytes_per_s is None
-    assert Arm("peers", "none", 0).plan(6, 6, num_replicas=3).ranks_per_node == 3
-    assert Arm("peers", "none", 5_000_000).plan(6, 6, num_replicas=3).bytes_per_s == 5_000_000
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--sources", "tape"], "--sources takes host, disk, peers, files, got tape"),
+        (["--sources", "tape"], "--sources takes host, disk, files, got tape"),
         (["--codecs", "int5"], "--codecs takes none, int8, int4, got int5"),
         (["--sources", "files", "--codecs", "int4"], "--sources files has no codec; add none"),
         (["--rates", "0MB"], "a rate must be above 0"),
         (["--rates", "fast"], "'fast' is not a size"),
         (["--tp", "0"], "--tp: must be at least 1"),
-        (["--tp", "65", "--sources", "peers"], "--tp times --dp must be at most 64, got 65 times 2"),
-        (["--tp", "65", "--sources", "host"], "--tp times --dp must be at most 64, got 65 times 1"),
-        (["--tp", "2", "--dp", "33"], "--tp times --dp must be at most 64, got 2 times 33"),
+        (["--tp", "65"], "--tp must be at most 64, got 65"),
         (["--tp", "1,x"], "argument --tp: expected whole numbers"),
         (["--batches", "few"], "argument --batches: expected whole numbers"),
-        (["--dp", "1"], "--dp: must be at least 2"),
         (["--batches", "0,8"], "--batches: must be at least 1, got 0"),
         (["--repeats", "2"], "--repeats: must be at least 3"),
         (["--stream-layers", "2"], "--stream-layers: must be at least 3"),
@@ -59,4 +54,4 @@ def test_wrong_options_are_refused(argv: list[str], words: str, capsys: pytest.C
 def test_defaults_are_the_whole_table() -> None:
     options = StreamBenchOptions()
 
-    assert {arm.source for arm in options.arms} == {"host", "disk", "peers"} and options.tp == (1, 2)
+    assert {arm.source for arm in options.arms} == {"host", "disk"} and options.tp == (1, 2)

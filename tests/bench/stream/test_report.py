@@ -13,9 +13,9 @@ def _timed(arm: Arm, kind: str, seconds: list[float]) -> Timed:
 
 
 def _group() -> Cells:
-    group = Cells(tp=2, dp=1)
+    group = Cells(tp=2)
     for arm, step_bytes, fetch_s in ((PLAIN, 3600, 4.0), (PACKED, 900, 1.0)):
-        group.add(Answered(arm=arm, step_bytes=[step_bytes, 10], same_tokens=1.0))
+        group.add(Answered(arm=arm, step_bytes=step_bytes, same_tokens=1.0))
         group.add(_timed(arm, "compute", [0.6, 0.8, 1.0]))
         group.add(_timed(arm, "fetch", [fetch_s] * 3))
         group.add(_timed(arm, "step", [1.1 * fetch_s] * 3))
@@ -30,14 +30,13 @@ def test_the_bound_is_the_longer_of_fetch_and_compute() -> None:
     assert plain["bytes_per_s"] == pytest.approx(900)
     assert plain["tokens_per_s"] == pytest.approx(8 / 4.4)
     assert plain["overlap"] == pytest.approx((4.0 + 0.8 - 4.4) / 0.8)
-    assert plain["bytes_per_step_all_ranks"] == 3610
     assert packed["bound_s"] == pytest.approx(1.0) and packed["speed_up_over_none"] == pytest.approx(4.0)
 
 
 def test_a_shortened_run_keeps_the_cells_with_all_kinds_of_passes() -> None:
     group = _group()
     other = Arm("host", "int8", 1000)
-    group.add(Answered(arm=other, step_bytes=[1800, 10], same_tokens=1.0))
+    group.add(Answered(arm=other, step_bytes=1800, same_tokens=1.0))
     group.add(_timed(other, "fetch", [1.0]))
     group.add(_timed(other, "compute", [1.0]))
 
