@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tightwire.training.config.tree import TrainConfig
-from tightwire.training.data.sequences import TokenSequence
+from tightwire.training.data.sequences import TokenSequence, stack
 from tightwire.training.log.run_log import EvaluationRecord
 from tightwire.training.ranks.control import Control
 from tightwire.training.run.setup import Trained
@@ -31,10 +30,10 @@ class Evaluator:
         at_once, own = config.batch.micro_sequences, list(sequences[control.rank :: control.world_size])
         num_batches = -(-len(sequences) // (control.world_size * at_once))
         # Each pass gathers weights, so all ranks run the same number; fill up with sequences whose targets are ignored.
-        nothing = torch.full_like(sequences[0].targets_S, _IGNORED)
-        filler = TokenSequence(index=-1, inputs_S=sequences[0].inputs_S, targets_S=nothing)
-        own += [filler] * (num_batches * at_once - len(own))
-        self._batches = [own[at : at + at_once] for at in range(0, len(own), at_once)]
+        filler = [sequences[0]] * (num_batches * at_once - len(own))
+        inputs_NS, targets_NS = (tensor.to(trained.device) for tensor in stack([*own, *filler]))
+        targets_NS[len(own) :] = _IGNORED
+        self._batches = list(zip(inputs_NS.split(at_once), targets_NS.split(at_once), strict=True))
 
     def run(self, step: int) -> EvaluationRecord:
         """Evaluate the weights after ``step`` steps: the same record on all ranks. Collective."""
@@ -49,18 +48,14 @@ class Evaluator:
     def _loss(self) -> tuple[float, int]:
         """(mean loss in nats per token, number of tokens)."""
         total, count = 0.0, 0
-        for batch in self._batches:
-            inputs_BS = torch.stack([sequence.inputs_S for sequence in batch]).to(self._trained.device)
-            targets_BS = torch.stack([sequence.targets_S for sequence in batch]).to(self._trained.device)
-            total += float(self._sum(inputs_BS, targets_BS))
+        for inputs_BS, targets_BS in self._batches:
+            logits_BSV = self._trained.model(input_ids=inputs_BS, use_cache=False).logits.float()
+            flat = logits_BSV.flatten(0, 1), targets_BS.flatten()
+            total += float(cross_entropy(*flat, ignore_index=_IGNORED, reduction="sum"))
             count += int((targets_BS != _IGNORED).sum())
         ranks = self._control.gather_numbers(total, count)
         tokens = int(sum(count for _, count in ranks))
         return sum(total for total, _ in ranks) / tokens, tokens
-
-    def _sum(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        logits_BSV = self._trained.model(input_ids=inputs_BS, use_cache=False).logits.float()
-        return cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=_IGNORED, reduction="sum")
 
     def _continue(self, prompt: str) -> str:
         """The greedy continuation, cut at the end token."""

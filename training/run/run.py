@@ -17,7 +17,7 @@ from tightwire.training.checkpoint.writer import Checkpointer
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import RunData, describe_files
 from tightwire.training.data.read_ahead import ReadAhead
-from tightwire.training.data.sequences import held_out_sequences, rank_batches
+from tightwire.training.data.sequences import Packer, held_out_sequences, rank_batches
 from tightwire.training.engine.options import EngineOptions, engine_options
 from tightwire.training.estimate.memory import checkpoint_bytes
 from tightwire.training.estimate.step import flops_per_token, peak_flops
@@ -114,16 +114,19 @@ class Run:
         log = evaluator = None
         closed, ahead = Event(), max(_READ_AHEAD, config.batch.accumulation(control.world_size))
         where = {"rank": control.rank, "world_size": control.world_size, "position": position}
-        sequences = rank_batches(self._data, start.tokenizer, start.end_token_id, **where, closed=closed)
-        batches = ReadAhead(sequences, ahead, closed)
+        pack = Packer(
+            lambda text: start.tokenizer.encode(text, add_special_tokens=False),
+            config.data.sequence_tokens,
+            start.end_token_id,
+        )
+        batches = ReadAhead(rank_batches(self._data, pack, **where, closed=closed), ahead, closed)
         try:
             with control.failing_together(ValueError):
                 if control.rank == 0:
                     log = RunLog(self._folder, after_step=step, tensorboard=config.log.tensorboard)
             terminal.say(self._describe_start(checkpoint))
             if config.evaluation.every:
-                held_out = held_out_sequences(self._data, start.tokenizer, start.end_token_id)
-                evaluator = Evaluator(config, trained, start, control, held_out)
+                evaluator = Evaluator(config, trained, start, control, held_out_sequences(self._data, pack))
             loop = Loop(
                 config=config,
                 trained=trained,

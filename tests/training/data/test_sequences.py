@@ -1,11 +1,15 @@
 """Packed sequences: every token is predicted once, ranks share the stream, and a stream resumes where it stopped."""
 
 from itertools import islice
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from tightwire.training.data.documents import DataError
-from tightwire.training.data.sequences import TokenSequence, endless_sequences, micro_batches, pack_sequences
+from tightwire.training.data.sequences import Batch, Packer, endless_sequences, rank_batches
 
 _END = 0
 
@@ -14,53 +18,26 @@ def _encode(text: str) -> list[int]:
     return [ord(letter) for letter in text]
 
 
-def _pack(documents: list[str], **kwargs: int) -> list[TokenSequence]:
-    return list(pack_sequences(documents, _encode, end_token_id=_END, **kwargs))
-
-
 def test_every_token_but_the_first_is_a_target_once() -> None:
-    sequences = _pack(["hello", "a longer second one", "c"], sequence_tokens=4)
+    sequences = list(Packer(_encode, 4, _END)(["hello", "a longer second one", "c"]))
 
     stream = [*_encode("hello"), _END, *_encode("a longer second one"), _END, *_encode("c"), _END]
-    targets = [token for sequence in sequences for token in sequence.targets_S.tolist()]
+    targets = [token for sequence in sequences for token in sequence[1:]]
     assert targets == stream[1 : 1 + len(targets)]
     assert len(stream) - 1 - len(targets) < 4
-    assert all(sequence.inputs_S.tolist()[1:] == sequence.targets_S.tolist()[:-1] for sequence in sequences)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_share_the_sequences_of_one_rank(world_size: int) -> None:
-    documents = ["some text", "more of it", "and the rest of all the text"]
-
-    dealt = [
-        b for rank in range(world_size) for b in _pack(documents, sequence_tokens=5, rank=rank, world_size=world_size)
-    ]
-
-    alone = _pack(documents, sequence_tokens=5)
-    assert [b.inputs_S.tolist() for b in sorted(dealt, key=lambda b: b.index)] == [b.inputs_S.tolist() for b in alone]
-
-
-def test_a_stream_resumes_after_a_sequence() -> None:
-    documents = ["some text", "more of it", "and the rest of all the text"]
-
-    resumed = _pack(documents, sequence_tokens=5, first_sequence=3)
-
-    assert [b.inputs_S.tolist() for b in resumed] == [
-        b.inputs_S.tolist() for b in _pack(documents, sequence_tokens=5)[3:]
-    ]
+    assert [sequence[0] for sequence in sequences[1:]] == [sequence[-1] for sequence in sequences[:-1]]
 
 
 _TEXTS = ["some text", "more of it", "and the rest of all the text", "b"]
+_PACK = Packer(_encode, 5, _END)
 
 
-def _sequences(count: int, **kwargs: int) -> list[tuple[int, list[int]]]:
-    def documents(epoch: int) -> list[str]:
-        return _TEXTS[epoch % 4 :] + _TEXTS[: epoch % 4]
+def _documents(epoch: int) -> list[str]:
+    return _TEXTS[epoch % 4 :] + _TEXTS[: epoch % 4]
 
-    stream = endless_sequences(
-        documents, lambda text: [ord(c) for c in text], sequence_tokens=5, end_token_id=0, **kwargs
-    )
-    return [(sequence.index, sequence.inputs_S.tolist()) for sequence in islice(stream, count)]
+
+def _sequences(count: int, position: int = 0) -> list[tuple[int, list[int]]]:
+    return list(islice(endless_sequences(_documents, _PACK, position), count))
 
 
 def test_sequences_are_numbered_through_all_epochs() -> None:
@@ -69,26 +46,31 @@ def test_sequences_are_numbered_through_all_epochs() -> None:
 
 @pytest.mark.parametrize("position", [1, 9, 10, 11, 27, 30])
 def test_an_endless_stream_resumes_at_any_position(position: int) -> None:
-    assert _sequences(10, position=position) == _sequences(position + 10)[position:]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_share_an_endless_stream(world_size: int) -> None:
-    dealt = [b for rank in range(world_size) for b in _sequences(8, rank=rank, world_size=world_size, position=12)]
-    assert sorted(dealt) == _sequences(12 + 8 * world_size)[12:]
+    assert _sequences(10, position) == _sequences(position + 10)[position:]
 
 
 def test_data_that_does_not_fill_a_sequence_is_refused() -> None:
-    stream = endless_sequences(lambda epoch: ["abc"], lambda text: [1] * len(text), sequence_tokens=9, end_token_id=0)
+    stream = endless_sequences(lambda epoch: ["abc"], Packer(_encode, 9, _END))
     with pytest.raises(DataError, match="does not fill one sequence of 9 tokens"):
         next(stream)
 
 
-def test_micro_batches_are_stacks_of_sequences() -> None:
-    stream = endless_sequences(
-        lambda epoch: _TEXTS, lambda text: [ord(c) for c in text], sequence_tokens=5, end_token_id=0
-    )
-    first, second = islice(micro_batches(stream, 3), 2)
+def _batches(rank: int, world_size: int, count: int) -> list[Batch]:
+    config = SimpleNamespace(batch=SimpleNamespace(micro_sequences=3))
+    data: Any = SimpleNamespace(config=config, training=_documents)
+    ranks = {"rank": rank, "world_size": world_size}
+    return list(islice(rank_batches(data, _PACK, **ranks, position=12, closed=Event()), count))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_share_an_endless_stream_in_stacks(world_size: int) -> None:
+    own = [torch.cat([batch.inputs_BS for batch in _batches(rank, world_size, 2)]) for rank in range(world_size)]
+    dealt = torch.stack(own, dim=1).flatten(0, 1).tolist()
+    assert dealt == [tokens[:-1] for _, tokens in _sequences(6 * world_size, 12)]
+
+
+def test_targets_are_the_inputs_shifted_by_one() -> None:
+    first, second = _batches(0, 1, 2)
     assert first.inputs_BS.shape == (3, 5)
     assert first.inputs_BS[:, 1:].tolist() == first.targets_BS[:, :-1].tolist()
     assert first.targets_BS[-1, -1] == second.inputs_BS[0, 0]
