@@ -40,8 +40,7 @@ from tightwire.training.engine.hooks import Hooks
 from tightwire.training.engine.micro_batch import MicroBatch
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.shards import make_shards
-from tightwire.training.engine.trace import Trace
-from tightwire.training.engine.weights import Weights
+from tightwire.training.engine.weights import Trace, Weights
 from tightwire.training.ranks.groups import TrainGroups, shard_group
 
 
@@ -58,14 +57,14 @@ class Engine:
         groups: TrainGroups,
         options: EngineOptions,
         compressor: GradientCompressor | None = None,
-        trace: Trace | None = None,
+        trace: Trace = lambda *_: None,
     ) -> None:
         """
         Args:
             model: only names and shapes of its parameters are read; ``load_full`` sets the values, which are zeros until then.
             plan: made from this model for ``options.sharding.shard_ranks``.
             compressor: sums over the ranks that hold the same shard; required if there are several.
-            trace: records the work on buffers, for tests.
+            trace: called when work on a buffer begins and ends, for tests.
         Raises:
             ValueError: plan or options do not match the groups.
         """
@@ -83,7 +82,6 @@ class Engine:
             )
         prepare_codecs(groups.device, *options.codecs)
         self.plan, self.options = plan, options
-        trace = trace or Trace(enabled=False)
         self._groups = groups
         self._group = shard_group(groups.main, sharding)
         self._shards = make_shards(plan, options, groups.device)

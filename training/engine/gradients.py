@@ -22,8 +22,7 @@ from tightwire.comm.lane import Lane
 from tightwire.training.engine.compressor import GradientCompressor
 from tightwire.training.engine.flat_parameters import NORMS, Bucket, BucketPlan, FlatParameter, ParamSpan
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.trace import Trace
-from tightwire.training.engine.weights import PATIENCE
+from tightwire.training.engine.weights import PATIENCE, Trace
 from tightwire.training.ranks.groups import shard_group
 
 NUM_BUFFERS = 2
@@ -120,7 +119,7 @@ class Gradients:
         start_s = time.perf_counter()
         place.pool.fill(bucket.number, place.number, self._patience_s)
         self.waited_s += time.perf_counter() - start_s
-        self._trace.note("write", True, bucket.name, place.name)
+        self._trace("write", True, bucket.name, place.name)
         place.written.clear()
         if place.alternates:
             layout = [(param.start, param.num_elems) for param in place.flat_param.params]
@@ -151,7 +150,7 @@ class Gradients:
         for param in place.flat_param.params:
             if param not in place.written:
                 param.of(place.buffer_N).zero_()
-        self._trace.note("write", False, bucket.name, place.name)
+        self._trace("write", False, bucket.name, place.name)
         place.pool.filled(bucket.number)
         if not place.alternates:
             place.is_last = True
@@ -195,12 +194,13 @@ class Gradients:
 
     def _reduce(self, bucket: Bucket, place: BucketBuffer, last: bool) -> None:
         place.pool.use(bucket.number, math.inf)  # the thread that waits for the lane has a deadline
-        with self._trace.span("reduce", bucket.name, place.name):
-            if not place.in_place:
-                self._add_sum(bucket, place)
-            place.has_sum = True
-            if place.in_place:
-                self._complete(bucket, place)
+        self._trace("reduce", True, bucket.name, place.name)
+        if not place.in_place:
+            self._add_sum(bucket, place)
+        place.has_sum = True
+        if place.in_place:
+            self._complete(bucket, place)
+        self._trace("reduce", False, bucket.name, place.name)
         place.pool.release(bucket.number)
         if last and not place.in_place:
             self._complete(bucket, place)

@@ -6,6 +6,7 @@ version. If one rank holds a whole flat parameter in float32 and computes in flo
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +21,10 @@ from tightwire.training.config.sharding import GroupShape
 from tightwire.training.engine.flat_parameters import Bucket, BucketPlan, FlatParameter, ParamSpan
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.shards import MainShard, NodeCopy, gather_codec, shard_wire_bytes
-from tightwire.training.engine.trace import Trace
 from tightwire.training.ranks.groups import shard_group
 
+# Told kind (gather, compute, write or reduce), whether it begins, bucket, and buffer: of the work itself, not of the waits.
+Trace = Callable[[str, bool, str, str], None]
 PATIENCE = 4  # in timeouts of a collective: a wait for the lane may include earlier collectives
 
 
@@ -132,14 +134,14 @@ class Weights:
         start_s = time.perf_counter()
         place.pool.use(bucket.number, self._patience_s)
         self.waited_s += time.perf_counter() - start_s
-        self._trace.note("compute", True, bucket.name, place.name)
+        self._trace("compute", True, bucket.name, place.name)
 
     def done(self, bucket: Bucket, keep: bool) -> None:
         """End the use of ``bucket``. ``keep``: do not release it, because it will be used again in this version."""
         place = self._bucket_buffers[bucket.number]
         if place.pool is None:
             return
-        self._trace.note("compute", False, bucket.name, place.name)
+        self._trace("compute", False, bucket.name, place.name)
         if keep or not place.alternates:
             place.pool.keep(bucket.number)
         else:
@@ -180,13 +182,14 @@ class Weights:
     def _gather_bucket(self, bucket: Bucket, place: BucketBuffer) -> None:
         assert place.pool is not None
         place.pool.fill(bucket.number, place.number)
-        with self._trace.span("gather", bucket.name, place.name):
-            for flat_param in bucket.flat_params:
-                shard = self._shards[flat_param.name]
-                # A buffer of its own still holds an unchanged (frozen) flat parameter.
-                if place.alternates or place.versions.get(flat_param.name) != shard.version:
-                    self._gather(shard, place.views[flat_param.name])
-                    place.versions[flat_param.name] = shard.version
+        self._trace("gather", True, bucket.name, place.name)
+        for flat_param in bucket.flat_params:
+            shard = self._shards[flat_param.name]
+            # A buffer of its own still holds an unchanged (frozen) flat parameter.
+            if place.alternates or place.versions.get(flat_param.name) != shard.version:
+                self._gather(shard, place.views[flat_param.name])
+                place.versions[flat_param.name] = shard.version
+        self._trace("gather", False, bucket.name, place.name)
         place.pool.filled(bucket.number)
         for pool in self._pools:
             pool.moved()  # extends the deadline of waits for later buckets

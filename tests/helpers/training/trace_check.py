@@ -1,4 +1,4 @@
-"""Checks that the events of a ``Trace`` are in a right order.
+"""Records the work on an engine's buffers, and checks that it is in a right order.
 
     C1  computing with a bucket's weights begins after their gather into that buffer has ended
     C2  a gather into a buffer begins after computing with its previous content has ended
@@ -8,9 +8,29 @@
 Source: YaFSDP's four conditions (github.com/yandex/YaFSDP).
 """
 
+import time
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from tightwire.training.engine.trace import Event
+
+class Event(NamedTuple):
+    """``kind``: gather, compute, write or reduce; ``buffer``: such as ``weights 0`` or ``gradients embedding``."""
+
+    at_s: float  # perf_counter
+    kind: str
+    begins: bool
+    bucket: str
+    buffer: str
+
+
+class Trace:
+    """Events of all threads of one rank. On CUDA the times are those at which work was queued."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def __call__(self, kind: str, begins: bool, bucket: str, buffer: str) -> None:
+        self.events.append(Event(time.perf_counter(), kind, begins, bucket, buffer))
 
 
 class OrderError(RuntimeError):

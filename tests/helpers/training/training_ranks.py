@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import run_threads
-from helpers.training.trace_check import check_trace
+from helpers.training.trace_check import Trace, check_trace
 from torch import Tensor, nn
 
 from tightwire.training.compression.dense import Replicas, make_dense
@@ -21,7 +21,6 @@ from tightwire.training.config.compression import DenseOptions
 from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.flat_parameters import cut_shard, plan_buckets
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.trace import Trace
 from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups, replica_group, shard_group
 
 _END_S = 10.0  # for a lane's thread to end once its engine is closed
@@ -61,7 +60,7 @@ def open_engine(
     }
     between = make_dense(Replicas(group=replicas, shards=shards), DenseOptions()) if replicas.world_size > 1 else None
     given = {name: parameter.data for name, parameter in model.named_parameters()}
-    engine = Engine(model, plan, groups, options, between, trace)
+    engine = Engine(model, plan, groups, options, between, trace or Trace())
     if not any(tensor.is_meta for tensor in given.values()):
         engine.load_full(lambda name: given[name])
     return closing(engine)

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.server.keyword_model import BLOCKS, KeywordModel, keyword_loss
+from helpers.training.trace_check import Trace
 from helpers.training.training_ranks import batches_of, open_engine, reference, run_groups, train
 from torch import nn
 
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.trace import Trace
 from tightwire.training.ranks.groups import in_process_train_groups
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.model.small_llama import small_llama
-from helpers.training.trace_check import OrderError, check_trace
+from helpers.training.trace_check import Event, OrderError, Trace, check_trace
 from helpers.training.training_ranks import (
     adamw,
     assert_same,
@@ -29,7 +29,6 @@ from tightwire.comm.lane import Lane
 from tightwire.training.config.sharding import SHARDINGS
 from tightwire.training.engine import gradients, shards, weights
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.trace import Event, Trace
 from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
 
 Delay = Callable[[], object]
@@ -116,8 +115,8 @@ class Watched(Trace):
         self._begun: set[tuple[str, str]] = set()
         self._changed = threading.Condition()
 
-    def note(self, kind: str, begins: bool, bucket: str, buffer: str) -> None:
-        super().note(kind, begins, bucket, buffer)
+    def __call__(self, kind: str, begins: bool, bucket: str, buffer: str) -> None:
+        super().__call__(kind, begins, bucket, buffer)
         with self._changed:
             self._begun |= {(kind, bucket)} if begins else set()
             self._changed.notify_all()
