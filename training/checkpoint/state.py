@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tightwire.training.checkpoint.files import Chunk, FlatShard, chunks_of
-from tightwire.training.engine.compressor import GradientCompressor
+from tightwire.training.engine.gradients import GradientCompressor
 
 _OPTIMIZER, _PARAMETERS, _BETWEEN = "optimizer", "parameters", "between"
 

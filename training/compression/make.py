@@ -1,32 +1,30 @@
 """Makes a gradient compressor from its options; computes the bytes that it sends and keeps."""
 
-from collections.abc import Callable
-from typing import Any
-
+from tightwire.comm.all_reduce.flash import FlashAllReduce, flash_bytes
+from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.training.compression.dense import (
     FLOAT32_BYTES,
+    AllReduceCompressor,
     Replicas,
     dense_bytes,
-    make_dense,
-    make_quantized,
-    quantized_bytes,
+    exact_all_reduce,
 )
 from tightwire.training.compression.sparse import SparseCompressor, clip_bytes, sparse_bytes
 from tightwire.training.config.compression import CompressorOptions, DgcOptions, QuantizedOptions, SparseOptions
-from tightwire.training.engine.compressor import GradientCompressor
 from tightwire.training.engine.flat_parameters import ShardLayout
-
-_MAKERS: dict[str, Callable[[Replicas, Any], GradientCompressor]] = {
-    "dense": make_dense,
-    "quantized": make_quantized,
-    "top-k": SparseCompressor,
-    "dgc": SparseCompressor,
-}
+from tightwire.training.engine.gradients import GradientCompressor
 
 
 def make_compressor(options: CompressorOptions, replicas: Replicas) -> GradientCompressor:
     """Make the compressor that ``options`` describe; all ranks of ``replicas.group`` pass the same options."""
-    return _MAKERS[options.kind](replicas, options)
+    if isinstance(options, SparseOptions):
+        return SparseCompressor(replicas, options)
+    if isinstance(options, QuantizedOptions):
+        # qgZ (ZeRO++, arXiv 2306.10209) stops after the reduce-scatter, because with ``zero3`` one rank updates each slice. Here
+        # every node updates its own copy, so the sums are gathered again, with a second rounding; all decode the same bytes.
+        name = f"quantized:{options.reduce_codec},{options.gather_codec}"
+        return AllReduceCompressor(FlashAllReduce(replicas.group, *_codecs(options), name=name))
+    return AllReduceCompressor(exact_all_reduce(replicas.group))
 
 
 def compressor_bytes(options: CompressorOptions, shard: ShardLayout, *, rank: int, world_size: int, step: int) -> int:
@@ -34,8 +32,12 @@ def compressor_bytes(options: CompressorOptions, shard: ShardLayout, *, rank: in
     if isinstance(options, SparseOptions):
         return sparse_bytes(rank, world_size, shard, options, step)
     if isinstance(options, QuantizedOptions):
-        return quantized_bytes(rank, world_size, shard.num_elems, options)
+        return flash_bytes(rank, world_size, shard.num_elems, FLOAT32_BYTES, *_codecs(options))
     return dense_bytes(rank, world_size, shard.num_elems)
+
+
+def _codecs(options: QuantizedOptions) -> tuple[Codec, Codec]:
+    return parse_codec(options.reduce_codec), parse_codec(options.gather_codec)
 
 
 def inside_bytes(options: CompressorOptions, shard: ShardLayout, ranks_per_node: int) -> int:

@@ -15,6 +15,7 @@ from tightwire.comm.group.group import Group
 from tightwire.training.compression.dense import Replicas, dense_bytes, exact_all_reduce
 from tightwire.training.config.compression import DgcOptions, SparseOptions
 from tightwire.training.engine.flat_parameters import ShardLayout, ShardSpan
+from tightwire.training.engine.gradients import GradientCompressor
 
 # For 4 million normally distributed values at 99.9 % sparsity, sampling takes 16 ms instead of 70. For smaller tensors
 # or larger shares, sampling costs more than it saves.
@@ -102,7 +103,7 @@ def sparse_bytes(rank: int, world_size: int, shard: ShardLayout, options: Sparse
     return num_bytes
 
 
-class SparseCompressor:
+class SparseCompressor(GradientCompressor):
     """Top-k with error feedback, and deep gradient compression (DGC), which adds momentum.
 
     Top-k works with any optimizer: v <- v + g; send the largest of v; v <- v - what was sent. With an optimizer that divides by
@@ -147,11 +148,6 @@ class SparseCompressor:
         self._summed: set[str] = set()
 
     def __call__(self, name: str, sum_N: Tensor) -> Tensor:
-        shard = self._replicas.shard(name)
-        if sum_N.shape != (shard.num_elems,) or sum_N.dtype != torch.float32:
-            raise ValueError(
-                f"{name} is a float32 shard of {shard.num_elems} elements, got {sum_N.dtype} {tuple(sum_N.shape)}"
-            )
         if name in self._summed:
             raise RuntimeError(
                 f"{self.name} was called twice for {name} in step {self._step}: sum the micro-batches first, and call "
@@ -159,7 +155,7 @@ class SparseCompressor:
             )
         self._summed.add(name)
         sparsity = self._options.sparsity_at(self._step)
-        whole, largest = split_spans(shard, self._options, sparsity)
+        whole, largest = split_spans(self._replicas.shards[name], self._options, sparsity)
         if whole:
             self._sum_whole(name, whole, sum_N)
         if largest and sparsity is not None:
@@ -180,12 +176,6 @@ class SparseCompressor:
             raise ValueError(
                 f"the checkpoint is not of compressor {self.name}, or has other parameters: {', '.join(different)}"
             )
-        for key, tensor in own.items():
-            if state[key].shape != tensor.shape:
-                raise ValueError(
-                    f"{key} has {tensor.numel()} elements on this rank and {state[key].numel()} in the checkpoint; "
-                    "to change the number of ranks, resume the run from its checkpoint"
-                )
         for key, tensor in own.items():
             tensor.copy_(state[key])
         self._step = int(state[_STEP])

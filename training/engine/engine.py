@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from tightwire.comm.codec.slices import prepare_codecs
 from tightwire.comm.collectives.collectives import all_gather
 from tightwire.comm.group.nodes import run_leg
-from tightwire.training.engine.compressor import GradientCompressor
 from tightwire.training.engine.flat_parameters import (
     NORMS,
     Bucket,
@@ -35,7 +34,7 @@ from tightwire.training.engine.flat_parameters import (
     copy_into_shard,
     cut_shard,
 )
-from tightwire.training.engine.gradients import Gradients
+from tightwire.training.engine.gradients import GradientCompressor, Gradients
 from tightwire.training.engine.hooks import Hooks
 from tightwire.training.engine.micro_batch import MicroBatch
 from tightwire.training.engine.options import EngineOptions

@@ -7,6 +7,7 @@ ranks are float32. The compressor runs once per bucket and step. ``finish`` divi
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -19,13 +20,41 @@ from tightwire.comm.collectives.node_wise import hierarchical_reduce_scatter
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
 from tightwire.comm.lane import Lane
-from tightwire.training.engine.compressor import GradientCompressor
 from tightwire.training.engine.flat_parameters import NORMS, Bucket, BucketPlan, FlatParameter, ParamSpan
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.weights import PATIENCE, Trace
 from tightwire.training.ranks.groups import shard_group
 
 NUM_BUFFERS = 2
+
+
+class GradientCompressor:
+    """Sums flat float32 gradients over the ranks that hold the same shard: one rank of each node, or all with sharding ``none``.
+
+    Calls are collective, one per flat parameter and step, in the same order, from the thread of the reduce lane. The methods
+    below are those of a compressor without state. ``training.compression`` implements compressors.
+    """
+
+    def __call__(self, name: str, sum_N: Tensor) -> Tensor:
+        """Turn (N,) this node's sum of a flat parameter's gradients into the sum over nodes; same bits on every rank.
+
+        The engine divides by the number of ranks. ``sum_N`` may be overwritten; the result may share its memory.
+
+        Raises:
+            RuntimeError: a compressor with state was called twice for ``name`` in one step.
+            CommError: a rank did not take part; the group cannot be used any more.
+        """
+        raise NotImplementedError
+
+    def step_done(self) -> None:
+        """Called once per step, after all flat parameters are summed and before the optimizer steps."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's state kept from step to step. Its tensors are not copied."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore a ``state_dict`` of the same flat parameters. Raises ValueError: names differ."""
 
 
 @dataclass(slots=True)

@@ -15,9 +15,9 @@ from tightwire.training.compression.dense import Replicas
 from tightwire.training.compression.make import make_compressor
 from tightwire.training.config.compression import DenseOptions
 from tightwire.training.config.tree import ParallelConfig, TrainConfig
-from tightwire.training.engine.compressor import GradientCompressor
 from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.flat_parameters import BucketPlan, cut_shard, plan_buckets
+from tightwire.training.engine.gradients import GradientCompressor
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.optimizer import make_optimizer
 from tightwire.training.ranks.control import Control

@@ -16,7 +16,8 @@ from harness import run_threads
 from helpers.training.trace_check import Trace, check_trace
 from torch import Tensor, nn
 
-from tightwire.training.compression.dense import Replicas, make_dense
+from tightwire.training.compression.dense import Replicas
+from tightwire.training.compression.make import make_compressor
 from tightwire.training.config.compression import DenseOptions
 from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.flat_parameters import cut_shard, plan_buckets
@@ -58,7 +59,9 @@ def open_engine(
         for flat_param in plan.flat_params
         if flat_param.trainable
     }
-    between = make_dense(Replicas(group=replicas, shards=shards), DenseOptions()) if replicas.world_size > 1 else None
+    between = None
+    if replicas.world_size > 1:
+        between = make_compressor(DenseOptions(), Replicas(group=replicas, shards=shards))
     given = {name: parameter.data for name, parameter in model.named_parameters()}
     engine = Engine(model, plan, groups, options, between, trace or Trace())
     if not any(tensor.is_meta for tensor in given.values()):

@@ -115,19 +115,6 @@ def test_a_flat_parameter_is_summed_once_a_step() -> None:
         run_in_process(1, _call_twice, TopKOptions())
 
 
-def _give_wrong(group: Group, name: str, sum_N: Tensor) -> None:
-    make_compressor(DgcOptions(), Replicas(group=group, shards=_UNITS))(name, sum_N)
-
-
-def test_wrong_shards_are_refused() -> None:
-    with pytest.raises(ValueError, match="no flat parameter 'tail'; there are block, head, padding"):
-        run_in_process(1, _give_wrong, "tail", torch.zeros(64))
-    with pytest.raises(ValueError, match="head is a float32 shard of 64 elements"):
-        run_in_process(1, _give_wrong, "head", torch.zeros(65))
-    with pytest.raises(ValueError, match="head is a float32 shard of 64 elements"):
-        run_in_process(1, _give_wrong, "head", torch.zeros(64, dtype=torch.bfloat16))
-
-
 def _nan_is_seen(group: Group, options: CompressorOptions) -> list[bool]:
     between = make_compressor(options, Replicas(group=group, shards=_UNITS))
     for _ in range(3):

@@ -162,6 +162,3 @@ def test_states_of_another_compressor_are_refused() -> None:
 
     with pytest.raises(ValueError, match="not of compressor top-k, or has other parameters: velocity/block"):
         run_in_process(1, _load, state)
-    del state["velocity/block"]
-    with pytest.raises(ValueError, match="residual/block has 1728 elements on this rank and 1000 in the checkpoint"):
-        run_in_process(1, _load, {**state, "residual/block": torch.zeros(1000)})
