@@ -13,15 +13,14 @@ from tightwire.comm.policy.routes import Routes
 from tightwire.model.cache.kv_cache import CacheSource, KVCache, OffloadedCache
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.reader import CheckpointReader
-from tightwire.model.decode_graphs import DecodeGraphs, cuda_capture, graph_sizes
 from tightwire.model.layout import Layout, Shard
 from tightwire.model.llama import Llama
 from tightwire.model.parallel import LogitsGather, TensorParallel
-from tightwire.model.runner import ModelRunner
+from tightwire.model.runner import DecodeGraphs, ModelRunner, cuda_capture, graph_sizes
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.layer_store import LayerFiles
 from tightwire.model.weights.load import CheckpointStore, load_weights
+from tightwire.model.weights.packed_layer import LayerFiles
 from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.source import WeightSource
 

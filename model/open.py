@@ -20,8 +20,8 @@ from tightwire.model.text.byte_tokenizer import BOS, BOS_ID, CHAT_TEMPLATE, END_
 from tightwire.model.text.gguf_tokenizer import tokenizer_from_gguf
 from tightwire.model.text.tokenizer import Tokenizer, tokenizer_from_folder
 from tightwire.model.weights.formats import WeightFormats, choose_formats
+from tightwire.model.weights.prepared.blob_file import MANIFEST
 from tightwire.model.weights.prepared.folder import Prepared, open_prepared
-from tightwire.model.weights.prepared.manifest import MANIFEST
 
 _HUB_SMALL_FILES = ["*.json", "tokenizer*", "*.jinja"]
 _HUB_WEIGHTS = ["model.safetensors", "model-*.safetensors"]

@@ -17,8 +17,7 @@ from tightwire.comm.collectives.collectives import all_gather_into
 from tightwire.comm.group.nodes import PartitionPeers
 from tightwire.comm.ledger.ledger import GATHERING
 from tightwire.comm.protocols import Moved
-from tightwire.model.weights.layer_store import NEVER, LayerStore
-from tightwire.model.weights.packed_layer import PackedLayer
+from tightwire.model.weights.packed_layer import NEVER, LayerStore, PackedLayer
 
 LINE_BYTES = 64
 

@@ -1,22 +1,25 @@
 """Streams the weights of models larger than the device: some layers are resident, the others share a few buffers.
 
-A layer is fetched while the one before is computed, so a pass takes the longer of the two times, not their sum.
+A layer is fetched while the one before is computed, so a pass takes the longer of the two times, not their sum. It is read
+from its store, then copied to the device and decoded if needed; then a second thread reads the next layer at the same time.
 Source: ZeRO-Inference (arXiv 2206.01861; deepspeed.ai, 2022).
 """
 
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from tightwire.comm.buffers import PoolBuffer
+from tightwire.comm.buffers import BufferPool, PoolBuffer
+from tightwire.comm.protocols import Moved
 from tightwire.model.checkpoint.errors import WeightsError
-from tightwire.model.weights.layer_fetcher import NUM_BUFFERS, LayerFetcher
-from tightwire.model.weights.layer_store import LayerStore
-from tightwire.model.weights.packed_layer import PackedLayer
+from tightwire.model.weights.packed_layer import LayerStore, PackedLayer
 from tightwire.model.weights.source import LayerWeights, OuterWeights, WeightSource
 
 
@@ -138,3 +141,122 @@ def _spans(num_layers: int, resident: Mapping[int, LayerWeights]) -> tuple[range
         else:
             spans.append(range(layer, layer + 1))
     return tuple(spans)
+
+
+NUM_BUFFERS = 2
+
+# Gloo cannot interrupt a wait before its deadline, so ``close`` does not wait longer than this for a thread.
+_END_S = 5.0
+
+
+class LayerFetcher:
+    """Fetches the layers of ``order`` cyclically, each as soon as a buffer of ``pool`` is free.
+
+    Cost: ``NUM_BUFFERS`` plain layers on ``device``; if layers are copied or decoded, also ``NUM_BUFFERS`` stored ones
+    on the store's device; if both, also one stored layer on ``device``.
+    """
+
+    def __init__(
+        self, store: LayerStore, plain: Sequence[PackedLayer], order: Sequence[int], device: torch.device
+    ) -> None:
+        """``plain``: the plain form of every layer of the model."""
+        self.store, self._plain, self._order = store, plain, order
+        self.pool = BufferPool(NUM_BUFFERS, max(plain[layer].num_bytes for layer in order), device, traced=True)
+        self.num_layers = self.num_bytes = 0  # fetched since the start; bytes as stored
+        self.fetch_s = 0.0  # excludes waits for other ranks; on CUDA ends when the copies are queued
+        self._moved: Moved = lambda num_bytes: self.pool.moved()
+        stored_bytes = max(store.packed(layer).num_bytes for layer in order)
+        encoded = any(not store.packed(layer).is_plain for layer in order)
+        self._copies = store.device.type != device.type
+        self._stream, self._read_stream = _make_stream(device), _make_stream(store.device)
+        self._threads = [threading.Thread(target=self._fetch, name="tightwire-weights", daemon=True)]
+        self.read_pool: BufferPool | None = None  # buffers of stored layers; None: layers are read into ``pool``
+        self._arrived: dict[int, Tensor] = {}  # layer -> bytes read from the store
+        self._decoded_from: Tensor | None = None
+        if encoded and self._copies:
+            self._decoded_from = torch.empty(stored_bytes, dtype=torch.uint8, device=device)
+        if encoded or self._copies:
+            room = 0 if store.has_memory else stored_bytes
+            self.read_pool = BufferPool(NUM_BUFFERS, room, store.device, pinned=self._copies, traced=True)
+            self._threads.append(threading.Thread(target=self._read_ahead, name="tightwire-read", daemon=True))
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def is_full(self) -> bool:
+        """True if all buffers are filled, so nothing is fetched until one is released."""
+        pools = [self.pool] if self.read_pool is None else [self.pool, self.read_pool]
+        return all(buffer.state == "filled" for pool in pools for buffer in pool.buffers)
+
+    def late_since(self, layer: int, start_s: float) -> float:
+        """Return the seconds since ``start_s`` that the layer's read waited for other ranks."""
+        late_from_s, late_to_s = self.store.others_late(layer)
+        return max(0.0, min(late_to_s, time.perf_counter()) - max(late_from_s, start_s))
+
+    def close(self) -> None:
+        """Stop the threads; layers in use stay valid. May be called twice."""
+        for pool in (self.pool, self.read_pool):
+            if pool is not None:
+                pool.close(WeightsError("these weights are closed"))
+        self.store.stop()
+        threads = [thread for thread in self._threads if thread.is_alive()]
+        for thread in threads:
+            thread.join(_END_S)
+        if not any(thread.is_alive() for thread in threads):
+            self.store.close()
+
+    def _fetch(self) -> None:
+        try:
+            with torch.inference_mode(), _queue(self._stream):
+                for layer in cycle(self._order):
+                    buffer = self.pool.fill(layer)
+                    start_s = time.perf_counter()
+                    self._bring(layer, buffer)
+                    self.pool.filled(layer)
+                    self.fetch_s += time.perf_counter() - start_s - self.late_since(layer, start_s)
+                    self.num_layers += 1
+                    self.num_bytes += self.store.packed(layer).num_bytes
+        except BaseException as error:  # noqa: BLE001 - raised in the pass that waits for a layer
+            self.pool.close(error)
+
+    def _bring(self, layer: int, buffer: PoolBuffer) -> None:
+        plain, stored = self._plain[layer], self.store.packed(layer)
+        if self.read_pool is None:
+            target = buffer.memory[: stored.num_bytes]
+            source = self.store.read(layer, target, self._moved)
+            if source.data_ptr() != target.data_ptr():
+                target.copy_(source)
+            return
+        self.read_pool.use(layer, math.inf)  # no timeout here: the waiting pass has one
+        source = self._arrived.pop(layer)
+        if stored.is_plain:
+            buffer.memory[: stored.num_bytes].copy_(source, non_blocking=True)
+        else:
+            if self._decoded_from is not None:
+                source = self._decoded_from[: stored.num_bytes].copy_(source, non_blocking=True)
+            stored.decode(source, plain, buffer.memory)
+        if self._stream is not None and self._copies:
+            self._stream.synchronize()  # the next read must not overwrite a buffer that is still being copied
+        self.read_pool.release(layer)
+
+    def _read_ahead(self) -> None:
+        assert self.read_pool is not None
+        try:
+            with torch.inference_mode(), _queue(self._read_stream):
+                for layer in cycle(self._order):
+                    buffer = self.read_pool.fill(layer).memory[: self.store.packed(layer).num_bytes]
+                    self._arrived[layer] = self.store.read(layer, buffer, self._moved)
+                    self.read_pool.filled(layer)
+        except BaseException as error:  # noqa: BLE001 - raised in the pass that waits for a layer
+            self.read_pool.close(error)
+
+
+def _make_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def _queue(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Run GPU work of the ``with`` block concurrently with the computation."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -21,10 +21,19 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.model.layout import Layout, make_layout
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.layer_store import LayerFiles
-from tightwire.model.weights.packed_layer import PackedModel, pack_model
-from tightwire.model.weights.prepared.blob_file import PIECE_BYTES, BlobFile, read_blob, reads_direct
-from tightwire.model.weights.prepared.manifest import MAKE_AGAIN, MANIFEST, Manifest, RankFile, cuts_of, read_manifest
+from tightwire.model.weights.packed_layer import LayerFiles, PackedModel, pack_model
+from tightwire.model.weights.prepared.blob_file import (
+    MAKE_AGAIN,
+    MANIFEST,
+    PIECE_BYTES,
+    BlobFile,
+    Manifest,
+    RankFile,
+    cuts_of,
+    read_blob,
+    read_manifest,
+    reads_direct,
+)
 
 _CPU = torch.device("cpu")
 _OUTER = "embedding, norm and head"

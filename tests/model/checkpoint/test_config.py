@@ -19,7 +19,7 @@ from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.random import RANDOM_SHAPES
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
-from tightwire.model.weights.fused import layer_tensors
+from tightwire.model.weights.formats import layer_tensors
 
 LLAMA3_SCALING = {
     "factor": 32.0,

@@ -12,8 +12,7 @@ from tightwire.comm.codec.codec import parse_codec
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.weights import WEIGHT_CODECS
-from tightwire.model.weights.formats import choose_formats
-from tightwire.model.weights.fused import layer_tensors, read_tensors
+from tightwire.model.weights.formats import choose_formats, layer_tensors, read_tensors
 from tightwire.model.weights.packed_layer import PackedLayer, pack_tensors
 
 CPU = torch.device("cpu")

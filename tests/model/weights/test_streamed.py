@@ -17,12 +17,10 @@ from tightwire.comm.buffers import OrderCheck
 from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
-from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan, layer_store
+from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan, packed_layer
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.layer_store import HostStore, LayerStore, Moved, ThrottledStore
-from tightwire.model.weights.load import CheckpointStore, load_weights
-from tightwire.model.weights.packed_layer import PackedLayer, pack_model
-from tightwire.model.weights.residency import WeightSizes, spread
+from tightwire.model.weights.load import CheckpointStore, WeightSizes, load_weights, spread
+from tightwire.model.weights.packed_layer import HostStore, LayerStore, Moved, PackedLayer, ThrottledStore, pack_model
 from tightwire.model.weights.streamed import StreamedWeights
 
 NUM_LAYERS = 6
@@ -207,7 +205,7 @@ def test_an_emulated_wire_keeps_its_rate_when_its_reader_oversleeps(
     late_s: float, expected_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = _Clock(late_s)
-    monkeypatch.setattr(layer_store, "time", clock)
+    monkeypatch.setattr(packed_layer, "time", clock)
     layer = PackedLayer({}, torch.float32, num_bytes=1000)
     store = ThrottledStore(HostStore([layer], {0: torch.zeros(1000, dtype=torch.uint8)}), 100_000)
     start_s = clock.perf_counter()

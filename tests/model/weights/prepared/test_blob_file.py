@@ -15,9 +15,8 @@ from tightwire.comm.buffers import PAGE_BYTES, page_aligned
 from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.weights.packed_layer import PackedLayer, PackedModel
 from tightwire.model.weights.prepared import blob_file
-from tightwire.model.weights.prepared.blob_file import PIECE_BYTES, choose_io, reads_direct
+from tightwire.model.weights.prepared.blob_file import PIECE_BYTES, Blob, RankFile, choose_io, reads_direct
 from tightwire.model.weights.prepared.folder import DiskStore
-from tightwire.model.weights.prepared.manifest import Blob, RankFile
 
 SIZES = (2 * PAGE_BYTES, PIECE_BYTES + 3 * PAGE_BYTES, PAGE_BYTES)
 

@@ -13,7 +13,7 @@ from tightwire.comm.buffers import page_aligned
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare, read_back
-from tightwire.model.weights.prepared.manifest import MANIFEST
+from tightwire.model.weights.prepared.blob_file import MANIFEST
 
 CPU = torch.device("cpu")
 
