@@ -69,12 +69,9 @@ def build_runner(
 ) -> ModelRunner:
     """Load this rank's weights onto its device and return the runner.
 
-    Args:
-        source: a checkpoint, or a prepared folder with the split ``layout``.
-        progress: called with the share of weight bytes loaded, 0 to 1.
-    Raises:
-        ValueError: the weight plan and the peers do not match.
-        ModelError: a tensor is missing or has another shape.
+    ``source``: a checkpoint, or a prepared folder with the split ``layout``. ``progress``: called with the share of
+    weight bytes loaded, 0 to 1. Raises ValueError: the weight plan and the peers do not match; ModelError: a tensor is
+    missing or has another shape.
     """
     replica, world = groups.replica, groups.world
     shard, plan = layout.shards[replica.rank], options.weight_plan

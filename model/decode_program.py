@@ -73,8 +73,7 @@ class DecodeProgram:
     def begin(self, residual_TD: Tensor, batch: Batch) -> Self:
         """Start a step of T rows. The parts add every sum but the last to the contiguous float32 ``residual_TD``.
 
-        Raises:
-            ValueError: a position, slot, length or block is invalid.
+        Raises ValueError: a position, slot, length or block is invalid.
         """
         program, num_rows = self._program, len(residual_TD)
         if num_rows > len(self._partial_TD):
@@ -123,10 +122,8 @@ class DecodeProgram:
     def run_parts(self, first: int, stop: int, update_TD: Tensor | None) -> Tensor:
         """Run parts ``first`` to ``stop`` (exclusive) without sums between them.
 
-        Args:
-            update_TD: the ranks' sum of the previous part, contiguous; None for the first part.
-        Returns:
-            (T, D) float32, the result of the last part, valid until the next run.
+        ``update_TD``: the ranks' sum of the previous part, contiguous; None for the first part. Returns (T, D) float32,
+        the result of the last part, valid until the next run.
         """
         partial_TD = self._partial_TD[: self._program.num_rows]
         if update_TD is not None:
@@ -137,13 +134,9 @@ class DecodeProgram:
     def run_and_sum(self, first: int, update_TD: Tensor | None, sums: KernelSums, labels: Sequence[str]) -> Tensor:
         """Run one part per label, and sum each part's result over the ranks.
 
-        Args:
-            labels: the sums' names for the ledger.
-        Returns:
-            (T, D) float32, the last sum, valid until the next sum; it may be the next ``update_TD``.
-        Raises:
-            CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: another rank calls something else, is late
-                or is gone.
+        ``labels``: the sums' names for the ledger. Returns (T, D) float32, the last sum, valid until the next sum; it
+        may be the next ``update_TD``. Raises CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: another
+        rank calls something else, is late or is gone.
         """
         num_rows = self._program.num_rows
         partial_TD, total_TD = self._partial_TD[:num_rows], self._total_TD[:num_rows]

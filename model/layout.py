@@ -58,8 +58,7 @@ class Layout:
 def make_layout(config: LlamaConfig, world_size: int, shares: Sequence[float] | None = None) -> Layout:
     """Split ``config`` over ``world_size`` ranks in proportion to ``shares`` (default: equal).
 
-    Raises:
-        ValueError: more ranks than query heads, MLP columns or vocabulary rows, or not one positive share per rank.
+    Raises ValueError: more ranks than query heads, MLP columns or vocabulary rows, or not one positive share per rank.
     """
     shares = _normalized(config, world_size, shares)
     heads = _split_heads(config, shares)

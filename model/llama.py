@@ -64,10 +64,8 @@ class Llama:
         """Compute a step in one or several parts; returns (T, D) hidden states before the final norm.
 
         Each layer computes all parts before the next layer starts, so its weights are fetched once. A row's bits equal
-        those of the unsplit step if its sum does not depend on the other rows in its message.
-
-        Args:
-            lane: sums one part while the next is computed; None: sums and computation do not overlap.
+        those of the unsplit step if its sum does not depend on the other rows in its message. ``lane``: sums one part
+        while the next is computed; None: sums and computation do not overlap.
         """
         start = _call if lane is None else lambda collective: lane.start(collective).wait
         program = self._program if len(parts) == 1 and parts[0].is_decode else None

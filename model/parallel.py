@@ -45,10 +45,8 @@ class TensorParallel:
     def __init__(
         self, group: Group, layout: Layout, routes: Routes | None, sum_dtype: torch.dtype | None = None
     ) -> None:
-        """
-        Args:
-            routes: None for a single rank.
-            sum_dtype: of messages of partial sums; None: that of the partial sums themselves.
+        """``routes``: None for a single rank. ``sum_dtype``: of messages of partial sums; None: that of the partial
+        sums themselves.
         """
         self.shard = layout.shards[group.rank]
         self.sum_dtype = sum_dtype
@@ -173,10 +171,8 @@ class LogitsGather:
     def gather(self, sizes: bytes, local_RV: Tensor | None, phase: str = "") -> Tensor | None:
         """Return (R, V) float32 on rank 0, in the order of the replicas; None elsewhere.
 
-        Args:
-            sizes: the plan's ``gather_sizes``.
-            local_RV: this rank's columns of its replica's rows; None without rows.
-        Cost: each rank but 0 sends the largest of all ranks' messages: 4 R local_V bytes, or 8 R num_candidates.
+        ``sizes``: the plan's ``gather_sizes``. ``local_RV``: this rank's columns of its replica's rows; None without
+        rows. Cost: each rank but 0 sends the largest of all ranks' messages: 4 R local_V bytes, or 8 R num_candidates.
         """
         replicas = [_Rows(*pair) for pair in ints(sizes).reshape(-1, 2).tolist()]
         self.num_begun += 1

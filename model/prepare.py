@@ -87,12 +87,10 @@ def prepare(
 ) -> Manifest:
     """Write ``checkpoint`` as the prepared folder ``out``.
 
-    Args:
-        force: replace an existing prepared folder after the new one is complete.
-        say: called with a line about each removed leftover of earlier runs.
-    Raises:
-        ValueError: the model cannot be split or packed as requested, or ``out`` cannot be created; nothing was written.
-        PrepareError: the disk failed, was full, or returned wrong bytes; the partial folder was removed.
+    ``force``: replace an existing prepared folder after the new one is complete. ``say``: called with a line about each
+    removed leftover of earlier runs. Raises ValueError: the model cannot be split or packed as requested, or ``out``
+    cannot be created; nothing was written; PrepareError: the disk failed, was full, or returned wrong bytes; the
+    partial folder was removed.
     """
     job = _plan(checkpoint, options)
 

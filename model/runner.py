@@ -51,12 +51,10 @@ class ModelRunner:
     def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
         """Run one forward pass; on CUDA the host does not wait for it.
 
-        Args:
-            chosen_R: on rank 0, the tokens (R,) int32 chosen after the last step, if the plan has deferred tokens.
-        Returns:
-            Logits (R, V) float32 of ``plan.logit_rows`` on rank 0; None on other ranks, and when R is 0. With
-            ``plan.num_candidates`` all but the largest may be minus infinity. With ``plan.gather_sizes`` the rows are
-            those of all replicas.
+        ``chosen_R``: on rank 0, the tokens (R,) int32 chosen after the last step, if the plan has deferred tokens.
+        Returns logits (R, V) float32 of ``plan.logit_rows`` on rank 0; None on other ranks, and when R is 0. With
+        ``plan.num_candidates`` all but the largest may be minus infinity. With ``plan.gather_sizes`` the rows are those
+        of all replicas.
         """
         hidden_TD = self._run_layers(plan, chosen_R)
         rows_R = ints(plan.logit_rows)

@@ -143,8 +143,7 @@ class OffloadedCache(CacheSource):
     def begin(self, step: StepArrays) -> StepArrays:
         """Start to fetch, and return the step with places in the buffer instead of block numbers.
 
-        Raises:
-            ValueError: the step needs more blocks than a buffer holds.
+        Raises ValueError: the step needs more blocks than a buffer holds.
         """
         renamed, (blocks_N, read_I, written_J) = gather_blocks(step, self.block_size)
         if len(blocks_N) > self.num_blocks:

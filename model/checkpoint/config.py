@@ -88,10 +88,8 @@ def config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | No
     """Read a config.json, and the generation_config.json beside it if there is one.
 
     Missing keys get transformers' defaults. End tokens of both files apply, generation's first, because instruct models
-    often list the end-of-turn token only there.
-
-    Raises:
-        ModelError: unsupported architecture, rope kind, activation or quantization, or a missing or invalid size.
+    often list the end-of-turn token only there. Raises ModelError: unsupported architecture, rope kind, activation or
+    quantization, or a missing or invalid size.
     """
     try:
         return _config_from_hf(config, generation or {})

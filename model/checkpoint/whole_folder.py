@@ -34,11 +34,9 @@ def whole_folder(
 ) -> Iterator[Path]:
     """Yield an empty folder to fill. The end of the block syncs and renames it to ``out``; an exception removes it.
 
-    Args:
-        check_replaced: called with ``out`` if it exists and is not empty; raises if it must not be replaced.
-        say: called with a line about each leftover that was removed.
-    Raises:
-        ModelError: ``out`` cannot be created here, or another process is creating it.
+    ``check_replaced``: called with ``out`` if it exists and is not empty; raises if it must not be replaced. ``say``:
+    called with a line about each leftover that was removed. Raises ModelError: ``out`` cannot be created here, or
+    another process is creating it.
     """
     out = Path(os.path.realpath(out))
     check_place(out, check_replaced)

@@ -23,8 +23,7 @@ CHAT_TEMPLATE = (
 def byte_backend(vocab_size: int) -> Backend:
     """Return a ``tokenizers.Tokenizer`` with exactly ``vocab_size`` tokens.
 
-    Raises:
-        ModelError: ``vocab_size`` is below 260, the number of bytes and special tokens.
+    Raises ModelError: ``vocab_size`` is below 260, the number of bytes and special tokens.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ModelError(f"a byte tokenizer needs a vocab_size of at least {MIN_VOCAB_SIZE}, got {vocab_size}")

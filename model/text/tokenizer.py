@@ -69,11 +69,8 @@ class Tokenizer:
     ) -> str:
         """Render the prompt for ``messages`` (``{"role", "content"}``); the template gets all further variables.
 
-        Args:
-            continue_final_message: end in the last message's text, which the answer continues.
-
-        Raises:
-            ChatTemplateError: there is no chat template, or it rejects these messages.
+        ``continue_final_message``: end in the last message's text, which the answer continues. Raises
+        ChatTemplateError: there is no chat template, or it rejects these messages.
         """
         if continue_final_message:
             return self._chat_template.render_open(messages, **variables)
@@ -190,8 +187,7 @@ class ChatTemplate:
     def render_open(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Render messages up to the end of the last one's text, so that an answer continues it, as transformers does.
 
-        Raises:
-            ChatTemplateError: the template rejects these messages, or does not print the last one's text.
+        Raises ChatTemplateError: the template rejects these messages, or does not print the last one's text.
         """
         *before, last = messages
         marked = {**last, "content": last["content"] + _MARK}

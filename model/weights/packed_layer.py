@@ -167,11 +167,8 @@ class LayerStore:
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
         """Return the packed layer: the filled ``into``, or memory of the store that is valid until the next ``read``.
 
-        Args:
-            into: (packed bytes,) uint8 on ``device``, page-aligned.
-        Raises:
-            WeightsError: the layer cannot be read, or is damaged.
-            CommError: a rank that keeps a part of it is missing.
+        ``into``: (packed bytes,) uint8 on ``device``, page-aligned. Raises WeightsError: the layer cannot be read, or
+        is damaged; CommError: a rank that keeps a part of it is missing.
         """
         raise NotImplementedError
 

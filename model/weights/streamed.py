@@ -46,11 +46,8 @@ class StreamedWeights(WeightSource):
         *,
         timeout_s: float,
     ) -> None:
-        """
-        Args:
-            store: the store of the layers that are not in ``resident``, at least three.
-            plain: the plain form of each layer.
-            timeout_s: longest time that a pass waits for a layer without receiving a byte.
+        """``store``: the store of the layers that are not in ``resident``, at least three. ``plain``: the plain form of
+        each layer. ``timeout_s``: longest time that a pass waits for a layer without receiving a byte.
         """
         self.outer = outer
         self._resident, self._timeout_s = resident, timeout_s

@@ -149,9 +149,8 @@ class BlobFile:
     def __init__(self, path: Path, *, direct: bool, patience_s: float = _PATIENCE_S) -> None:
         """Open the file; raises WeightsError.
 
-        Args:
-            direct: read around the page cache; then addresses, offsets and sizes must be whole pages.
-            patience_s: time limit for retries of reads that fail temporarily.
+        ``direct``: read around the page cache; then addresses, offsets and sizes must be whole pages. ``patience_s``:
+        time limit for retries of reads that fail temporarily.
         """
         self.path, self.direct, self._patience_s = path, direct, patience_s
         self._flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
@@ -163,8 +162,7 @@ class BlobFile:
     def fill(self, view: memoryview, offset: int, what: str) -> None:
         """Read ``view``'s bytes from ``offset`` on. ``what``: a name for errors, such as ``layer 3``.
 
-        Raises:
-            WeightsError: the file is too short or cannot be read, for longer than ``patience_s``.
+        Raises WeightsError: the file is too short or cannot be read, for longer than ``patience_s``.
         """
         deadline_s, pause_s, attempt = time.monotonic() + self._patience_s, _PAUSE_S, 1
         while True:
@@ -229,11 +227,8 @@ def read_blob(
 ) -> None:
     """Read one blob in pieces; with a new ``digest``, also compare its checksum.
 
-    Args:
-        into: (blob bytes,) uint8 on the host; or PIECE_BYTES, which each piece overwrites, to compare the checksum
-            only.
-    Raises:
-        WeightsError: the blob cannot be read, or is damaged.
+    ``into``: (blob bytes,) uint8 on the host; or PIECE_BYTES, which each piece overwrites, to compare the checksum
+    only. Raises WeightsError: the blob cannot be read, or is damaged.
     """
     view = into.numpy().data
     for start in range(0, blob.num_bytes, PIECE_BYTES):

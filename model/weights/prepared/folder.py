@@ -52,11 +52,8 @@ class DiskStore(LayerFiles):
         verify: bool = False,
         patience_s: float = 1.0,
     ) -> None:
-        """
-        Args:
-            model: the forms of the tensors in the file.
-            direct, patience_s: see ``BlobFile``.
-            verify: compare each checksum when a layer or the outer tensors are first read.
+        """``model``: the forms of the tensors in the file. ``direct``, ``patience_s``: see ``BlobFile``. ``verify``:
+        compare each checksum when a layer or the outer tensors are first read.
         """
         self.model = model
         self._outer, self._blobs, self._verify = blobs.outer, blobs.layers, verify
@@ -137,8 +134,7 @@ class Prepared:
 def open_prepared(folder: Path, config: LlamaConfig) -> Prepared:
     """Check the manifest against the configuration, and the files' sizes against the manifest; reads no weights.
 
-    Raises:
-        ModelError: the manifest is damaged, of another version, or does not match the folder.
+    Raises ModelError: the manifest is damaged, of another version, or does not match the folder.
     """
     manifest = read_manifest(folder)
     try:
