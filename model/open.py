@@ -11,14 +11,22 @@ from tightwire.model.checkpoint.catalog import CATALOG, RANDOM, Progress, check_
 from tightwire.model.checkpoint.config import LlamaConfig, config_from_hf
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf import GgufFile, GgufReader, config_from_gguf
-from tightwire.model.checkpoint.names import EMBEDDING, check_tensors
 from tightwire.model.checkpoint.random import RANDOM_SHAPES, RandomReader
-from tightwire.model.checkpoint.reader import CheckpointReader
+from tightwire.model.checkpoint.reader import EMBEDDING, CheckpointReader, check_tensors
 from tightwire.model.checkpoint.safetensors import SafetensorsReader, read_json
 from tightwire.model.checkpoint.whole_folder import is_partial
-from tightwire.model.text.byte_tokenizer import BOS, BOS_ID, CHAT_TEMPLATE, END_OF_TURN_ID, EOS, EOS_ID, byte_backend
 from tightwire.model.text.gguf_tokenizer import tokenizer_from_gguf
-from tightwire.model.text.tokenizer import Tokenizer, tokenizer_from_folder
+from tightwire.model.text.tokenizer import (
+    BOS,
+    BOS_ID,
+    CHAT_TEMPLATE,
+    END_OF_TURN_ID,
+    EOS,
+    EOS_ID,
+    Tokenizer,
+    byte_backend,
+    tokenizer_from_folder,
+)
 from tightwire.model.weights.formats import WeightFormats, choose_formats
 from tightwire.model.weights.prepared.blob_file import MANIFEST
 from tightwire.model.weights.prepared.folder import Prepared, open_prepared

@@ -24,7 +24,7 @@ from tightwire.kernels.linear import linear
 from tightwire.kernels.packed import embedding
 from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.layout import Layout
-from tightwire.model.sampling.candidates import KEY_BYTES, best_candidates, candidates_pay, scatter_candidates
+from tightwire.model.sampling.draw import KEY_BYTES, best_candidates, candidates_pay, scatter_candidates
 from tightwire.model.step import ints
 
 _FLOAT_BYTES = 4

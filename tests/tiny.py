@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tightwire.model.checkpoint.config import config_from_hf
-from tightwire.model.checkpoint.names import expected_tensors
-from tightwire.model.text.byte_tokenizer import (
+from tightwire.model.checkpoint.reader import expected_tensors
+from tightwire.model.text.tokenizer import (
     BOS,
     BOS_ID,
     CHAT_TEMPLATE,

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tightwire.model.checkpoint.config import config_to_hf
-from tightwire.model.checkpoint.names import expected_tensors
+from tightwire.model.checkpoint.reader import expected_tensors
 from tightwire.model.open import Checkpoint
 from tightwire.model.text.tokenizer import Tokenizer
 

@@ -24,8 +24,7 @@ from tightwire.bench.ranks import TRANSPORTS, RankOptions, open_ranks
 from tightwire.bench.report.page import Item, lines
 from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench, BenchFailedError
-from tightwire.comm.all_reduce.entry import split_all_reduce_names
-from tightwire.comm.all_reduce.names import describe_all_reduce_names
+from tightwire.comm.all_reduce.entry import describe_all_reduce_names, split_all_reduce_names
 from tightwire.comm.all_reduce.registry import (
     all_reduce_names,
     make_all_reduce,

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tightwire.bench.options import OutputOptions, option, parse_integers
-from tightwire.comm.all_reduce.entry import split_all_reduce_names
-from tightwire.comm.all_reduce.names import describe_all_reduce_names
+from tightwire.comm.all_reduce.entry import describe_all_reduce_names, split_all_reduce_names
 from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.comm.policy.rules import read_policy_file
 from tightwire.model.weights import WEIGHT_CODECS

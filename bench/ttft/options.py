@@ -10,8 +10,7 @@ from typing import Any
 
 from tightwire.bench.options import OutputOptions, add_flags, given_options, option, parse_integers
 from tightwire.bench.ttft.proof import Proof
-from tightwire.comm.all_reduce.entry import split_all_reduce_names
-from tightwire.comm.all_reduce.names import describe_all_reduce_names
+from tightwire.comm.all_reduce.entry import describe_all_reduce_names, split_all_reduce_names
 from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.comm.policy.choose import Chooser
 from tightwire.model.open import open_checkpoint

@@ -5,8 +5,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from tightwire.comm import all_reduce
-from tightwire.comm.all_reduce.entry import Entry
-from tightwire.comm.all_reduce.names import plain_names, preset_names, split_name
+from tightwire.comm.all_reduce.entry import Entry, plain_names, preset_names, split_name
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import AllReduce

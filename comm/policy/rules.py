@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tightwire.comm.all_reduce.names import split_name
+from tightwire.comm.all_reduce.entry import split_name
 from tightwire.comm.atomic_file import write_atomic
 
 SITES = ("embed", "o_proj", "down_proj")

@@ -16,8 +16,7 @@ from torch import Tensor
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix
 from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.checkpoint.names import gguf_name
-from tightwire.model.checkpoint.reader import WeightFile, growth_of, row_chunks, store_rows
+from tightwire.model.checkpoint.reader import WeightFile, gguf_name, growth_of, row_chunks, store_rows
 
 _STRINGS = [GGUFValueType.ARRAY, GGUFValueType.STRING]
 _LENGTH = struct.Struct("<Q")

@@ -12,8 +12,7 @@ from torch import Tensor
 from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.checkpoint.names import expected_tensors
-from tightwire.model.checkpoint.reader import growth_of, row_chunks, store_rows
+from tightwire.model.checkpoint.reader import expected_tensors, growth_of, row_chunks, store_rows
 
 # Llama's initialization, which keeps activations in range at any depth.
 _STD = 0.02

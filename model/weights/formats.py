@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix
 from tightwire.kernels.spec.packed_format import GROUP_ELEMS, PACKED_FORMATS, Q4_1, Q8_0, PackedFormat
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.checkpoint.names import EMBEDDING, FINAL_NORM, HEAD
-from tightwire.model.checkpoint.reader import CheckpointReader
+from tightwire.model.checkpoint.reader import EMBEDDING, FINAL_NORM, HEAD, CheckpointReader
 from tightwire.model.layout import Layout, Shard, make_layout
 
 

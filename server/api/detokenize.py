@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from tightwire.model.text.byte_tokenizer import byte_characters
+from tightwire.model.text.tokenizer import byte_characters
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK = "\u2581"

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from tightwire.comm.ledger.ledger import Spent
-from tightwire.model.sampling.candidates import candidates_needed
+from tightwire.model.sampling.draw import candidates_needed
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.ipc.messages import AddRequest, TokenLogprob
 

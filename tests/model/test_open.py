@@ -17,7 +17,7 @@ from tiny import make_tiny, tiny_config
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.random import RANDOM_SHAPES
 from tightwire.model.open import open_checkpoint
-from tightwire.model.text.byte_tokenizer import BOS_ID, EOS_ID
+from tightwire.model.text.tokenizer import BOS_ID, EOS_ID
 
 
 def test_folder(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from helpers.server.local_engine import continue_prompts, local_engine, prompt_l
 from helpers.server.parity_prompts import SHORT, long_text
 from transformers import LlamaForCausalLM
 
-from tightwire.comm.all_reduce.names import plain_names
+from tightwire.comm.all_reduce.entry import plain_names
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.ipc.messages import AddRequest

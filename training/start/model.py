@@ -19,17 +19,18 @@ from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.random import RandomReader
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.open import open_checkpoint
-from tightwire.model.text.byte_tokenizer import (
+from tightwire.model.text.tokenizer import (
     BOS,
     CHAT_TEMPLATE,
     END_OF_TURN,
     EOS,
     MIN_VOCAB_SIZE,
     START_OF_TURN,
+    Tokenizer,
     byte_backend,
     byte_characters,
+    tokenizer_from_folder,
 )
-from tightwire.model.text.tokenizer import Tokenizer, tokenizer_from_folder
 from tightwire.training.config.tree import BPE, BYTES, ModelConfig, ShapeConfig
 
 # Values of a new model's config.json that are not configurable.

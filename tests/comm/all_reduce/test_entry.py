@@ -7,8 +7,15 @@ import torch
 from harness import run_in_process
 
 from tightwire.comm.all_reduce import registry
-from tightwire.comm.all_reduce.entry import Entry, Setting, Work, split_all_reduce_names
-from tightwire.comm.all_reduce.names import Declared, declared, describe_all_reduce_names
+from tightwire.comm.all_reduce.entry import (
+    Declared,
+    Entry,
+    Setting,
+    Work,
+    declared,
+    describe_all_reduce_names,
+    split_all_reduce_names,
+)
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.all_reduce.registry import all_reduce_names, make_all_reduce
 from tightwire.comm.all_reduce.self_test import self_test

@@ -12,8 +12,8 @@ from tiny import tiny_config, tiny_tensors
 
 from tightwire.model.checkpoint.config import LlamaConfig, config_from_hf
 from tightwire.model.checkpoint.gguf import llama3_divisor
-from tightwire.model.checkpoint.names import gguf_name
-from tightwire.model.text.byte_tokenizer import BOS_ID, CHAT_TEMPLATE, byte_backend
+from tightwire.model.checkpoint.reader import gguf_name
+from tightwire.model.text.tokenizer import BOS_ID, CHAT_TEMPLATE, byte_backend
 
 # gguf-py decodes these but cannot make them; a test takes random blocks of them instead.
 _NOT_QUANTIZABLE = ("Q4_K", "Q6_K", "Q5_K", "Q2_K")

@@ -15,8 +15,7 @@ from fastapi import FastAPI
 
 from tightwire.comm.ledger.ledger import Latency
 from tightwire.comm.ledger.recording import Event, RankEvents
-from tightwire.model.text.byte_tokenizer import BOS, BOS_ID, CHAT_TEMPLATE, END_OF_TURN_ID, byte_backend
-from tightwire.model.text.tokenizer import Tokenizer
+from tightwire.model.text.tokenizer import BOS, BOS_ID, CHAT_TEMPLATE, END_OF_TURN_ID, Tokenizer, byte_backend
 from tightwire.server.api.serving import ModelHolder, ModelInfo
 from tightwire.server.config.serve import HttpOptions
 from tightwire.server.http.app import make_app

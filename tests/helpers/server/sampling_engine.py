@@ -7,7 +7,7 @@ from helpers.server.fake_engine import INFO, VOCAB_SIZE, FakeEngine
 from helpers.server.fake_runner import FakeRunner
 
 from tightwire.model.sampling.sampler import Sampler
-from tightwire.model.text.byte_tokenizer import END_OF_TURN_ID
+from tightwire.model.text.tokenizer import END_OF_TURN_ID
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.engine import Engine

@@ -16,7 +16,7 @@ from tiny import VARIANTS, tiny_config, tiny_tensors
 from tightwire.model.checkpoint.config import RopeScaling, config_from_hf
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf import GgufFile, config_from_gguf
-from tightwire.model.checkpoint.names import expected_tensors, gguf_name
+from tightwire.model.checkpoint.reader import expected_tensors, gguf_name
 from tightwire.model.open import open_checkpoint
 
 TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"]

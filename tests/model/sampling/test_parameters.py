@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import msgspec
 import pytest
 
-from tightwire.model.sampling.candidates import candidates_needed
+from tightwire.model.sampling.draw import candidates_needed
 from tightwire.model.sampling.parameters import Needs, SamplingParams, declared_needs
 
 # One value for each field that differs from its default.

@@ -11,8 +11,7 @@ from transformers import AutoTokenizer
 
 from tightwire.model.checkpoint.errors import ChatTemplateError, ModelError
 from tightwire.model.open import open_checkpoint
-from tightwire.model.text.byte_tokenizer import BOS, BOS_ID, END_OF_TURN_ID, START_OF_TURN_ID, byte_backend
-from tightwire.model.text.tokenizer import Tokenizer
+from tightwire.model.text.tokenizer import BOS, BOS_ID, END_OF_TURN_ID, START_OF_TURN_ID, Tokenizer, byte_backend
 
 TEXTS = ["", " ", "Hello, world", "naïve café", "世界 🎉👨‍👩‍👧", "a\n\n\tb  c", "<|start|>user", "\x00\x7f"]
 MESSAGES = [

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from tightwire.model.text.byte_tokenizer import byte_characters
+from tightwire.model.text.tokenizer import byte_characters
 from tightwire.server.api.detokenize import Detokenizer, StopStrings, TokenTable
 
 

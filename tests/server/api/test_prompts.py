@@ -9,8 +9,7 @@ import pytest
 from helpers.server.fake_engine import INFO, byte_tokenizer
 from tokenizers import Tokenizer as Backend
 
-from tightwire.model.text.byte_tokenizer import byte_backend
-from tightwire.model.text.tokenizer import Tokenizer
+from tightwire.model.text.tokenizer import Tokenizer, byte_backend
 from tightwire.server.api.errors import ApiError
 from tightwire.server.api.generation import Prompt
 from tightwire.server.api.prompts import check_options, make_sequences, run_off_loop

@@ -10,7 +10,7 @@ import pytest
 from helpers.server.fake_engine import FakeEngine, app_for, byte_tokenizer, says
 from helpers.server.sampling_engine import SamplingEngine
 
-from tightwire.model.text.byte_tokenizer import END_OF_TURN_ID
+from tightwire.model.text.tokenizer import END_OF_TURN_ID
 
 USER = {"role": "user", "content": "Hi"}
 BODIES: dict[str, dict[str, Any]] = {

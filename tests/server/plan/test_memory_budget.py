@@ -9,8 +9,8 @@ import pytest
 
 from tightwire.comm.sizes import parse_bytes
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.checkpoint.names import expected_tensors
 from tightwire.model.checkpoint.random import RandomReader
+from tightwire.model.checkpoint.reader import expected_tensors
 from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import WeightFormats, choose_formats, weight_bytes
 from tightwire.server.config.flags import make_config

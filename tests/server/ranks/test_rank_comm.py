@@ -10,8 +10,7 @@ from helpers.comm.fixed_policy import fixed_policy
 from torch import Tensor
 
 from tightwire.comm.all_reduce import registry
-from tightwire.comm.all_reduce.entry import Entry
-from tightwire.comm.all_reduce.names import Declared, declared
+from tightwire.comm.all_reduce.entry import Declared, Entry, declared
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.rules import Choice, Policy, QuarantinedError, Rule
