@@ -33,6 +33,8 @@ def paged_attention_cpu(
     Cost: about 12 us of Python per call, then the kernels.
     """
     groups = groups or even_groups(q_THE, k_cache_NKPE)
+    if not scale > 0:
+        raise ValueError(f"attention needs a positive scale, got {scale}")
     query_start_B1, context_lens_B, block_table_BM, _ = sequences
     check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, groups)
     num_tokens, num_heads, head_dim = q_THE.shape

@@ -26,6 +26,11 @@ LEVELS = {
     },
     "aarch64": {"neon": (["-march=armv8.2-a+fp16"], set())},
 }
+ZIG_NAMES = {
+    "-march=x86-64-v3": "-march=x86_64_v3",
+    "-march=x86-64-v4": "-march=x86_64_v4",
+    "-march=armv8.2-a+fp16": "-mcpu=generic+v8_2a+fullfp16",
+}
 # No option may reorder or contract float operations: equal inputs give equal bits at every level.
 _FLAGS = [
     *("-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"),
@@ -119,8 +124,8 @@ def build(level: str, *, sanitize: bool = False) -> Path:
     target.parent.mkdir(exist_ok=True)
     partial = target.with_suffix(f".{os.getpid()}.partial")
     options, _ = machine_levels()[level]
-    if compiler[1:2] == ["-m"]:  # zig names CPUs with underscores
-        options = [option.replace("x86-64-v", "x86_64_v") for option in options]
+    if compiler[1:2] == ["-m"]:
+        options = [ZIG_NAMES.get(option, option) for option in options]
     defines = [f'-DTW_SOURCE_HASH="{source_hash()}"']
     sources = [str(file) for file in sorted(SOURCES.glob("*.cpp"))]
     command = [*compiler, *_FLAGS, *(_SANITIZE if sanitize else []), *options, *defines, *sources, "-o", str(partial)]

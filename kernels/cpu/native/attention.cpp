@@ -213,8 +213,8 @@ static void read_keys(const tw_attend_args &args, CacheWalk &walk, int64_t count
 
 // The same of bfloat16 numbers in pairs: two neighbours of a key, and for values two keys that follow each other. Staged
 // first, key and value in one row: transposing in place takes longer, because memory is read out of order.
-static void read_keys_in_pairs(const tw_attend_args &args, CacheWalk &walk, int64_t count, const Buffers &buffers,
-                               float *keys_t, float *values) {
+[[maybe_unused]] static void read_keys_in_pairs(const tw_attend_args &args, CacheWalk &walk, int64_t count,
+                                                const Buffers &buffers, float *keys_t, float *values) {
     const int64_t padded = buffers.padded, value_at = 2 * padded;
     for (int key = 0; key < LANES; key++) {
         char *row = (char *)(buffers.staged + padded * key);
@@ -360,7 +360,8 @@ struct Keys {
 template <bool IN_PAIRS>
 static void attend_rows(const Buffers &buffers, const Rows &rows, const Keys &keys, int64_t first_row, float scale) {
     const int64_t left = rows.num_rows - first_row, padded = buffers.padded;
-    Chunk chunk = {first_row, left < CHUNK ? left : CHUNK};
+    Chunk chunk;
+    chunk.first_row = first_row, chunk.num_rows = left < CHUNK ? left : CHUNK;
     const float *queries = buffers.queries + padded * first_row;
     const Product product = {buffers.scores, queries, buffers.keys_t, KEYS, padded, KEYS, chunk.num_rows, keys.depth, nullptr};
     if (keys.width == KEYS)

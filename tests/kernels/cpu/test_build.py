@@ -82,6 +82,11 @@ def test_a_failed_build_says_why_and_leaves_the_old_library(sources: Path) -> No
     assert [file.name for file in build.BUILT.iterdir()] == [build.library_path(level).name]
 
 
+def test_zig_has_a_name_for_the_cpu_of_every_level() -> None:
+    options = [option for levels in build.LEVELS.values() for options, _ in levels.values() for option in options]
+    assert {option for option in options if option.startswith("-march")} <= build.ZIG_NAMES.keys()
+
+
 def test_a_compiler_that_does_not_exist_is_a_failed_build(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(RuntimeError, match=r"the C\+\+ compiler no-such-compiler cannot be run: No such file"):
