@@ -60,7 +60,7 @@ def advise(facts: Facts, tp: int) -> list[Advice]:
     """Problems first, then notes, then options. ``tp``: the number of ranks without a GPU."""
     problems = [f"the probe of {name} {problem}" for name, problem in facts.failures.items()]
     notes: list[str] = []
-    for find in (_check_gpus, _check_isolation, _check_host):
+    for find in (_check_gpus, _check_host):
         find(facts, tp, problems, notes)
     found = [*(Advice("problem", text) for text in problems), *(Advice("note", text) for text in notes)]
     return [*found, *_options(facts, tp)]
@@ -93,23 +93,6 @@ def _check_gpus(facts: Facts, tp: int, problems: list[str], notes: list[str]) ->
             notes.append(f"{slow}; idle links slow down, so check again under load")
 
 
-def _check_isolation(facts: Facts, tp: int, problems: list[str], notes: list[str]) -> None:
-    host = facts.host
-    if facts.num_gpus < 2:
-        return
-    if host.acs_redirects:
-        ports = ", ".join(host.acs_redirects)
-        cure = "turn ACS off in the BIOS unless devices are passed to virtual machines"
-        problems.append(f"ACS of {ports} routes writes between GPUs through the host: {cure}")
-    elif host.acs_redirects is None:
-        notes.append(f"cannot tell if ACS redirects peer writes: {host.acs_problem}")
-    if host.num_iommu_groups and not any(option.endswith(("=pt", "=off")) for option in host.kernel_options):
-        notes.append("an IOMMU translates device writes; the kernel option iommu=pt avoids most of the cost")
-    if (host.shm_bytes or 0) < _NCCL_SHM_BYTES:
-        small = f"/dev/shm has {format_bytes(host.shm_bytes or 0)}, too little for NCCL between {facts.num_gpus} GPUs"
-        problems.append(f"{small}: use docker run --shm-size=1g, or a larger emptyDir")
-
-
 def _check_host(facts: Facts, tp: int, problems: list[str], notes: list[str]) -> None:
     host, ranks = facts.host, facts.num_gpus or tp
     if host.num_usable < ranks:
@@ -117,6 +100,9 @@ def _check_host(facts: Facts, tp: int, problems: list[str], notes: list[str]) ->
         why = quota if host.num_usable < host.num_allowed else "all there are"
         cost = "ranks share cores, and each waits for all others"
         problems.append(f"{ranks} ranks for {host.num_usable} cores ({why}): {cost}")
+    if facts.num_gpus > 1 and (host.shm_bytes or 0) < _NCCL_SHM_BYTES:
+        small = f"/dev/shm has {format_bytes(host.shm_bytes or 0)}, too little for NCCL between {facts.num_gpus} GPUs"
+        problems.append(f"{small}: use docker run --shm-size=1g, or a larger emptyDir")
     if host.kernels not in _KERNELS:
         cure = "install a C++ compiler (g++), or python -m pip install ziglang"
         problems.append(f"no compiled CPU kernels, so torch's much slower references compute: {cure}")

@@ -77,7 +77,7 @@ def examine(limit_s: float, tp: int) -> Report:
         driver, driver_problem = read_driver(limit_s)
         torch, torch_problem = read_torch(limit_s)
         failures = {name: why for name, why in (("GPUs", driver_problem), ("torch", torch_problem)) if why}
-        facts = Facts(host=read_host(limit_s), driver=driver, torch=torch, failures=failures)
+        facts = Facts(host=read_host(), driver=driver, torch=torch, failures=failures)
     advice = advise(facts, tp)
     options = next(item.options for item in advice if item.kind == "use")
     with _waiting(f"measuring the speed of {_MODEL}, about 5 s"):

@@ -172,7 +172,8 @@ def test_reasons_are_readable_in_a_narrow_terminal(
     monkeypatch.setenv("COLUMNS", "60")
     assert main(["explain", *flags(model)]) == 0
     shown = capsys.readouterr().out
-    assert "\u2026" not in shown and "one-shot" in shown and "chosen: fastest" in shown
+    # A reason may be wrapped between any two words: the width of its column depends on the times.
+    assert "\u2026" not in shown and {"one-shot", "chosen:", "fastest", "lossless"} <= set(shown.split())
 
 
 def test_seconds_must_be_in_range(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,11 +19,6 @@ HOST = Host(
     available_bytes=1 << 36,
     shm_bytes=1 << 33,
     shared_memory_problem=None,
-    interfaces=[],
-    num_iommu_groups=0,
-    kernel_options=[],
-    acs_redirects=[],
-    acs_problem=None,
     software={"tightwire": "1", "torch": "2.13.0", "python": "3.12"},
 )
 GPU = Gpu(0, "RTX 3090", "0000:01:00.0", 24 << 30, "580", 4, 4, 16, 16, "P8")
@@ -122,7 +117,7 @@ def test_no_peer_access_at_all() -> None:
 
 
 def test_one_gpu_needs_no_transport() -> None:
-    assert [item.options for item in of(cuda(1), shm_bytes=64 << 20, acs_redirects=["00:01.1"])] == ["--tp 1"]
+    assert [item.options for item in of(cuda(1), shm_bytes=64 << 20)] == ["--tp 1"]
 
 
 def test_a_container_with_little_shared_memory_for_nccl() -> None:
@@ -145,15 +140,6 @@ def test_a_narrow_link_is_a_problem_and_a_slow_one_only_under_load() -> None:
     assert "although it is not idle" in texts(of(cuda(1), Driver([replace(slow, power_state="P0")])), "problem")[0]
     unknown = replace(GPU, generation=None, max_generation=None, width=None, max_width=None)
     assert of(cuda(1), Driver([unknown]))[0].kind == "use"
-
-
-def test_acs_and_iommu_between_two_gpus() -> None:
-    assert "ACS of 00:01.1, 00:03.1" in texts(of(TWO, acs_redirects=["00:01.1", "00:03.1"]), "problem")[0]
-    unread = of(TWO, acs_redirects=None, acs_problem="lspci shows ACS to root only")
-    assert "to root only" in texts(unread, "note")[0]
-    iommu = of(TWO, num_iommu_groups=40, kernel_options=["intel_iommu=on"])
-    assert "iommu=pt" in texts(iommu, "note")[0]
-    assert texts(of(TWO, num_iommu_groups=40, kernel_options=["iommu=pt"]), "note") == []
 
 
 def test_inactive_nvlinks() -> None:
