@@ -8,20 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tightwire.bench.comm.cells import (
-    COLUMNS,
-    LINK,
-    LINK_RATE,
-    MEDIAN,
-    PREDICTION_COLUMNS,
-    SIZE,
-    Cells,
-    size_table,
-)
+from tightwire.bench.comm.cells import COLUMNS, LINK, PREDICTION_COLUMNS, SIZE, Cells, size_table
 from tightwire.bench.comm.measure import MeasurePlan, measure
 from tightwire.bench.options import OutputOptions, option, parse_sizes
 from tightwire.bench.ranks import TRANSPORTS, RankOptions, open_ranks
-from tightwire.bench.report.page import Item, lines
+from tightwire.bench.report.page import Item
 from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.comm.all_reduce.entry import describe_all_reduce_names, split_all_reduce_names
@@ -35,7 +26,6 @@ from tightwire.comm.group.local_ranks import LocalRankError
 from tightwire.comm.link.link import Link, parse_link
 from tightwire.comm.link.wire import LinkTooFastError
 from tightwire.comm.protocols import AllReduce
-from tightwire.comm.sizes import format_bytes
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _DEFAULT_SIZES = tuple(8192 * 4**power for power in range(6))  # 8 KiB to 8 MiB
@@ -178,19 +168,10 @@ class CommBench(Bench[CommBenchOptions]):
         return "AllReduce by message size", "; ".join(_describe_setting(result, link) for link in links)
 
     def sections(self, result: Mapping[str, Any]) -> list[Item]:
-        """Times by size; with several links times of the largest size by link."""
-        rows = result["cells"]
-        note = "Lower is faster. Dashed: quantized. Where two lines cross, the best choice changes."
-        title, x, shown, ticks = "Time by message size", SIZE, rows, True
-        if len(result["links"]) > 1:
-            size = max(row["size"] for row in rows)
-            shown = [row for row in rows if row["size"] == size]
-            title, x, ticks = f"Time of {format_bytes(size)} by link", LINK_RATE, False
-        plot = lines(title, shown, by="algorithm", x=x, y=MEDIAN, dashed=_is_lossy, ticks=ticks, note=note)
-        items: list[Item] = [plot]
-        if result["links"]:
-            items.append(Table(title="Prediction", columns=PREDICTION_COLUMNS, rows=rows, note=_PREDICTED))
-        return [*items, self.csv(result)]
+        rows, table = result["cells"], self.csv(result)
+        if not result["links"]:
+            return [table]
+        return [Table(title="Prediction", columns=PREDICTION_COLUMNS, rows=rows, note=_PREDICTED), table]
 
     def _measure_on(self, link: Link | None) -> None:
         with open_ranks(self.options.rank_options(link)) as (ranks, facts):
@@ -228,7 +209,3 @@ def _describe_setting(facts: Mapping[str, Any], link: Mapping[str, Any] | None) 
     measured = link["measured_bytes_per_s"]
     rate = f", {measured * 8 / 1e6:.1f} Mbit/s of payload" if measured else ""
     return f"{setting} over {link['name']} ({link['how']}{rate})"
-
-
-def _is_lossy(algorithm: str) -> bool:
-    return not parse_all_reduce(algorithm).lossless

@@ -10,8 +10,8 @@ import numpy as np
 
 from tightwire.bench.quality.measure import Floats, Measured, Scores, sqnr_db
 from tightwire.bench.quality.setting import EXACT, LOSSY_SITES, MIX, Arm, Setting, bytes_per_token, exact_arm
-from tightwire.bench.report.page import Item, Text, heat_map, lines
-from tightwire.bench.report.table import Column, Row, Table
+from tightwire.bench.report.page import Item, Text, lines
+from tightwire.bench.report.table import Column, Table
 
 _ALGORITHM = Column("algorithm", "algorithm")
 _RANKS = Column("ranks", "world_size", "d")
@@ -177,21 +177,11 @@ def _describe_choice(choice: Mapping[str, Any]) -> str:
 def make_sections(result: Mapping[str, Any]) -> list[Item]:
     rows = result["cells"]
     sizes = sorted({row["world_size"] for row in rows})
-    first = [row for row in rows if row["world_size"] == sizes[0]]
     items: list[Item] = [Text(title="Findings", lines=found)] if (found := findings(result)) else []
     for size in sizes:
         note = "Lower is more exact, further left sends less. Without algorithms that are exact."
         own = [row for row in rows if row["world_size"] == size and row["kl_mean"] > 0]
         title = f"KL against bytes, {size} ranks"
         items.append(lines(title, own, by="algorithm", x=_SHARE, y=_KL, log_x=False, joined=False, note=note))
-    items += [_noise_map(first, sizes[0], site) for site in LOSSY_SITES]
     every = [row for size in sizes for row in world_size_table(result, size).rows]
     return [*items, Table(title="All cells", columns=[_RANKS, *COLUMNS], rows=every, note=LEGEND)]
-
-
-def _noise_map(rows: Sequence[Row], world_size: int, site: str) -> Item:
-    """Noise-to-signal, so that worse places are darker."""
-    noise = {row["algorithm"]: [None if db is None else -db for db in row["sqnr_db"][site]["layers"]] for row in rows}
-    title = f"Noise by layer: {site}, {world_size} ranks"
-    note = "Darker is noisier; empty cells have no noise."
-    return heat_map(title, noise, x_label="layer", value_label="noise, dB of signal", note=note)

@@ -1,18 +1,16 @@
 """The HTML page of a result: plots, tables and text in one file that needs no network.
 
-A plot is a value with a function that draws it; ``lines``, ``bars`` and ``heat_map`` make plots from rows and columns.
+A plot is a value with a function that draws it; ``lines`` and ``bars`` make plots from rows and columns.
 Only ``render`` imports matplotlib, which takes half a second and belongs to the ``bench`` extra.
 """
 
 import io
-import math
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from jinja2 import Environment
 
 from tightwire.bench.report.table import Column, Row, Table
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
 
 _MARKERS = "osD^vPX<>*"
 _LEGEND_CHARS = 64  # that fit into a line of the legend
-_MAX_TICKS = 32
 _STYLE: dict[Any, Any] = {
     "font.size": 10.5,
     "svg.fonttype": "none",  # text stays text
@@ -66,7 +63,6 @@ def lines(
     dashed: Callable[[str], bool] = lambda series: False,
     ticks: bool = False,
     log_x: bool = True,
-    log_y: bool = True,
     joined: bool = True,
     note: str = "",
 ) -> Plot:
@@ -91,10 +87,7 @@ def lines(
                 axes.plot(xs, ys, label=label, color=f"C{number}", marker=marker, markersize=5, linestyle=style)
         if log_x:
             _make_log(axes, "x")
-        if log_y:
-            _make_log(axes, "y")
-        else:
-            axes.set_ylim(bottom=0)
+        _make_log(axes, "y")
         if ticks:
             labels = {x.scaled(row): x.text(row) for row in known}
             axes.set_xticks(list(labels), list(labels.values()))
@@ -121,24 +114,6 @@ def bars(
         axes.set(xlabel=x_label)
 
     return Plot(title=title, draw=draw, note=note, height_inches=1.6 + 0.34 * len(rows))
-
-
-def heat_map(
-    title: str, rows: Mapping[str, Sequence[float | None]], *, x_label: str, value_label: str, note: str = ""
-) -> Plot:
-    """One line of coloured cells for each entry of ``rows``, the first on top; larger is darker, None is empty."""
-
-    def draw(axes: "Axes") -> None:
-        values = np.array([[math.nan if value is None else value for value in row] for row in rows.values()])
-        image = axes.imshow(np.ma.masked_invalid(values), cmap="Blues", aspect="auto", interpolation="none")
-        numbers = range(0, len(rows), max(1, -(-len(rows) // _MAX_TICKS)))
-        axes.set_yticks(numbers, [_short(list(rows)[number]) for number in numbers])
-        axes.grid(visible=False)
-        axes.set(xlabel=x_label)
-        assert axes.figure is not None
-        axes.figure.colorbar(image, ax=axes, label=value_label)
-
-    return Plot(title=title, draw=draw, note=note, height_inches=min(9.5, 1.5 + 0.22 * len(rows)))
 
 
 def svg(plot: Plot) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 
 from tightwire.bench.client import BenchClient, Prompt
 from tightwire.bench.report.environment import without_password
-from tightwire.bench.report.page import Item, lines
-from tightwire.bench.report.table import Column, Metric, Row, Table
+from tightwire.bench.report.page import Item
+from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench, BenchFailedError
-from tightwire.bench.serve.cells import OUTPUT_RATE, latency_table, rate_table, summarize, warnings_of
+from tightwire.bench.serve.cells import latency_table, rate_table, summarize, warnings_of
 from tightwire.bench.serve.load import LoadRun, run_load
 from tightwire.bench.serve.options import ServeBenchOptions
 from tightwire.bench.serve.workload import Workload
@@ -78,7 +78,7 @@ class ServeBench(Bench[ServeBenchOptions]):
         cells = result["cells"]
         notes = ". ".join(f"{cell['name']}: {text}" for cell in cells for text in warnings_of(cell))
         latencies = replace(latency_table(cells), title="Latencies in milliseconds")
-        return [*_plots(cells), replace(rate_table(cells), note=notes), latencies]
+        return [replace(rate_table(cells), note=notes), latencies]
 
     async def _measure(self, remote: Remote, workload: Workload) -> None:
         options = self.options
@@ -131,16 +131,3 @@ class ServeBench(Bench[ServeBenchOptions]):
         except RemoteError as error:
             return str(error)
         return None
-
-
-def _plots(cells: Sequence[Row]) -> list[Item]:
-    if len(cells) < 2:
-        return []
-    by_rate = cells[0]["concurrency"] is None
-    x = Column("requests per second", "request_rate", "g") if by_rate else Column("in flight", "concurrency", "g")
-    rows = [{**cell, "all": "all requests"} for cell in cells]
-    ttft = Column("TTFT, ms, median", "ttft_s.p50", ".1f", 1e3)
-    return [
-        lines(f"{title} by load", rows, by="all", x=x, y=y, ticks=True, log_y=False)
-        for title, y in (("Throughput", OUTPUT_RATE), ("Time to first token", ttft))
-    ]

@@ -18,7 +18,6 @@ LATENCIES = {
     "itl_s": "ITL gaps in text",
     "e2e_s": "E2E whole answer",
 }
-OUTPUT_RATE = Column("output tok/s", "output_tokens_per_s", ".1f")
 _FEW_REQUESTS = 100  # with fewer, the 99th percentile is a weighted mean of the two slowest
 
 
@@ -133,7 +132,8 @@ def latency_table(cells: Sequence[Row]) -> Table:
 def rate_table(cells: Sequence[Row]) -> Table:
     columns = [
         *(Column("load", "name"), Column("requests", "requested", "d"), Column("succeeded", "succeeded", "d")),
-        *(Column("seconds", "duration_s", ".2f"), Column("requests/s", "requests_per_s", ".2f"), OUTPUT_RATE),
-        *(Column("tok/s", "total_tokens_per_s", ".1f"), Column("in flight", "mean_in_flight", ".1f")),
+        *(Column("seconds", "duration_s", ".2f"), Column("requests/s", "requests_per_s", ".2f")),
+        *(Column("output tok/s", "output_tokens_per_s", ".1f"), Column("tok/s", "total_tokens_per_s", ".1f")),
+        Column("in flight", "mean_in_flight", ".1f"),
     ]
     return Table(title="Rates", columns=columns, rows=cells, wrong=lambda cell: bool(cell["failed"]))

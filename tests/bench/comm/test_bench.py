@@ -59,7 +59,7 @@ def test_every_cell_is_measured_and_kept(capsys: pytest.CaptureFixture[str], tmp
 
 
 def _check_page(text: str) -> None:
-    """One document that asks no network for anything, with a plot for each crossover and every cell."""
+    """One document that asks no network for anything, with every cell."""
     tags: list[str] = []
 
     class Reader(HTMLParser):
@@ -67,7 +67,7 @@ def _check_page(text: str) -> None:
             tags.append(tag)
 
     Reader().feed(text)
-    assert tags.count("img") == 1 and tags.count("tr") == 1 + 8
+    assert tags.count("tr") == 1 + 8
     assert "script" not in tags and "link" not in tags
     assert not re.findall(r'(?:src|href)="(?!data:)', text)
 
@@ -195,7 +195,7 @@ def test_several_links_give_predictions(
         assert cell["predicted_s"] == cell["wire_bytes"] / cell["link_bytes_per_s"] + cell["computing_s"]
         assert cell["over_predicted"] > 0.9
     page = Path(result["files"][2]).read_text()
-    assert page.count("<img") == 1 and "Prediction" in page
+    assert "Prediction" in page
 
 
 def parse_options(argv: list[str]) -> CommBenchOptions:

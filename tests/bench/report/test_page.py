@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tightwire.bench.report.page import Plot, Text, bars, heat_map, lines, render, svg
+from tightwire.bench.report.page import Plot, Text, bars, lines, render, svg
 from tightwire.bench.report.table import Column, Table
 
 ROWS = [
@@ -20,17 +20,13 @@ PLOTS = {
         lines("Lines & points", ROWS, by="name", x=X, y=Y, ticks=True),
         ["x words", "y words", "first", "policy:my-mix", "10"],
     ),
-    "points": (lines("Points", ROWS, by="name", x=X, y=Y, log_x=False, log_y=False, joined=False), ["first"]),
+    "points": (lines("Points", ROWS, by="name", x=X, y=Y, log_x=False, joined=False), ["first"]),
     "no rows": (lines("Nothing yet", [], by="name", x=X, y=Y, log_x=False), ["x words", "y words"]),
     "bars": (
         bars(
             "Bars", ROWS, label=Column("name", "name"), parts=[Column("queue", "low"), Column("run", "s")], x_label="ms"
         ),
         ["first", "unknown", "queue", "run", "ms"],
-    ),
-    "heat map": (
-        heat_map("Map", {"r1": [1, 2], "r2": [None, 0]}, x_label="layer", value_label="dB"),
-        ["r1", "r2", "layer", "dB"],
     ),
 }
 
