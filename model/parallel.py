@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tightwire.comm.codec.slices import as_bytes
+from tightwire.comm.codec.codec import as_bytes
 from tightwire.comm.collectives.collectives import all_gather, broadcast, gather_to_root
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import Routes, kernel_sums

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec.slices import SUMMABLE
+from tightwire.comm.codec.codec import SUMMABLE
 from tightwire.comm.group.group import Group
 
 

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.entry import Entry, Setting, Work, coded_elem_bytes, coding_effort
-from tightwire.comm.codec.codec import Codec, parse_codec
+from tightwire.comm.codec.codec import Codec, parse_codec, prepare_codecs, slice_lengths
 from tightwire.comm.codec.error_bounds import quantized_sum_bound, quantized_total_bound, rank_order_bound
-from tightwire.comm.codec.slices import prepare_codecs, slice_lengths
 from tightwire.comm.group.group import Group
 from tightwire.comm.transport.legs import sum_in_two_legs, two_leg_bytes
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.entry import NODE_ORDER, Entry, Setting, Work, coded_elem_bytes, coding_effort
 from tightwire.comm.all_reduce.flash import NONE
-from tightwire.comm.codec.codec import Codec
+from tightwire.comm.codec.codec import Codec, as_bytes, prepare_codecs, slice_lengths, sum_encoded, sum_in_rank_order
 from tightwire.comm.codec.error_bounds import (
     adding_bound,
     quantized_sum_bound,
@@ -20,7 +20,6 @@ from tightwire.comm.codec.error_bounds import (
     rank_order_bound,
     rounded_parts_bound,
 )
-from tightwire.comm.codec.slices import as_bytes, prepare_codecs, slice_lengths, sum_encoded, sum_in_rank_order
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
 from tightwire.comm.transport.legs import exchange_encoded, gather_decoded, sum_in_two_legs, two_leg_bytes

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.entry import Entry, Setting, Work
+from tightwire.comm.codec.codec import as_bytes, sum_in_rank_order
 from tightwire.comm.codec.error_bounds import rank_order_bound
-from tightwire.comm.codec.slices import as_bytes, sum_in_rank_order
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import KernelSums
 

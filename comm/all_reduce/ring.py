@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.entry import Entry, Setting, Work
+from tightwire.comm.codec.codec import as_bytes, slice_lengths
 from tightwire.comm.codec.error_bounds import rounded_hops_bound
-from tightwire.comm.codec.slices import as_bytes, slice_lengths
 
 
 class RingAllReduce(BaseAllReduce):

@@ -1,9 +1,14 @@
-"""Codecs by name: encodings of a tensor for the wire, such as ``none``, ``int8`` or ``int4-g64-had``.
+"""Codecs by name: encodings of a tensor for the wire, such as ``none``, ``int8`` or ``int4-g64-had``; slices of tensors.
 
-``kernels.block_quant`` defines the bytes.
+``kernels.block_quant`` defines the bytes. A tensor has one slice for each rank. Sums of slices are float32 in rank order of
+the (decoded) numbers, rounded once at the end; a rank's own slice is encoded too. So every rank that adds the same slices
+gets the same bits, and an element's sum depends only on the ranks' numbers in its codec group (without a codec, on the
+ranks' numbers for it). ``codec.error_bounds`` bounds the error.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -62,3 +67,109 @@ class Codec:
 
 def parse_codec(name: str) -> Codec:
     return Codec(name, parse_format(name))
+
+
+SUMMABLE = (torch.float32, torch.bfloat16, torch.float16)
+# Triton compiles separately for lengths of whole blocks, of whole groups, and others.
+_PREPARED_LENGTHS = (1 << 16, 128, 17, 1)
+
+
+def check_summable(x: Tensor) -> None:
+    if x.dtype not in SUMMABLE:
+        raise TypeError(f"numbers must be {', '.join(map(str, SUMMABLE))}, got {x.dtype}; convert them first")
+
+
+def slice_lengths(num_elems: int, num_slices: int, multiple: int = 1) -> list[int]:
+    """Lengths of consecutive slices of ceil(n / slices) elements, rounded up to a ``multiple``; the last may be short.
+
+    Slices begin at multiples of ``multiple``, so a codec's groups are never split. The last slices may be empty.
+    """
+    length = -(-num_elems // num_slices)
+    length = -(-length // multiple) * multiple
+    return [max(0, min(length, num_elems - i * length)) for i in range(num_slices)]
+
+
+def as_bytes(x_N: Tensor) -> Tensor:
+    """The memory of a contiguous one-dimensional tensor as uint8, without a copy."""
+    return x_N.view(torch.uint8)
+
+
+def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
+    """((part 0 + part 1) + part 2) + ... in fp32, rounded once to the parts' dtype. Always a new tensor."""
+    if len(parts) == 1:
+        return parts[0].clone()
+    if len(parts) == 2:
+        # torch adds 16-bit numbers in fp32 and rounds once: the same bits as below, in one pass.
+        return torch.add(parts[0], parts[1])
+    total = torch.add(parts[0].float(), parts[1])
+    for part in parts[2:]:
+        total.add_(part)
+    return total.to(parts[0].dtype)
+
+
+def encode_slices(x_N: Tensor, lengths: Sequence[int], codec: Codec) -> list[Tensor]:
+    """Encode slices of the contiguous ``x_N`` into consecutive memory."""
+    elem_bytes = x_N.element_size()
+    sizes = [codec.wire_bytes(length, elem_bytes) for length in lengths]
+    if codec.exact:
+        return list(codec.encode(x_N).split(sizes))
+    slices = list(x_N.new_empty(sum(sizes), dtype=torch.uint8).split(sizes))
+    for part, out in zip(x_N.split(list(lengths)), slices, strict=True):
+        if out.numel():
+            codec.encode(part, out)
+    return slices
+
+
+def decode_slices(bufs: Sequence[Tensor], lengths: Sequence[int], codec: Codec, dtype: torch.dtype) -> Tensor:
+    if codec.exact:
+        return torch.cat(list(bufs)).view(dtype)
+    x_N = bufs[0].new_empty(sum(lengths), dtype=dtype)
+    for buf, part in zip(bufs, x_N.split(list(lengths)), strict=True):
+        if part.numel():
+            codec.decode(buf, part.numel(), dtype, part)
+    return x_N
+
+
+def sum_encoded(bufs: Sequence[Tensor], num_elems: int, codec: Codec, dtype: torch.dtype) -> Tensor:
+    """The float32 sum of encoded slices of ``num_elems`` numbers each, of ``dtype`` before encoding."""
+    if num_elems == 0:
+        return bufs[0].new_empty(0, dtype=torch.float32)
+    sum_N = bufs[0].new_empty(num_elems, dtype=torch.float32)
+    if codec.exact:
+        sum_N.copy_(bufs[0].view(dtype))
+    else:
+        codec.decode(bufs[0], num_elems, torch.float32, sum_N)
+    for buf in bufs[1:]:
+        codec.decode_add(buf, sum_N, dtype)
+    return sum_N
+
+
+def sum_and_encode(
+    bufs: Sequence[Tensor], num_elems: int, codec: Codec, out_codec: Codec, dtype: torch.dtype
+) -> Tensor:
+    """``sum_encoded``, encoded with ``out_codec`` (``none``: rounded to ``dtype``), in one pass if both quantize."""
+    if num_elems == 0:
+        return bufs[0].new_empty(0)
+    if codec.exact and out_codec.exact:
+        return as_bytes(sum_in_rank_order([buf.view(dtype) for buf in bufs]))
+    if codec.format is not None and out_codec.format is not None:
+        return block_quant.decode_reduce_encode(list(bufs), codec.format, out_codec.format, num_elems)
+    sum_N = sum_encoded(bufs, num_elems, codec, dtype)
+    return out_codec.encode(sum_N.to(dtype) if out_codec.exact else sum_N)
+
+
+def prepare_codecs(device: torch.device, *codecs: Codec) -> None:
+    """Compile the kernels of these codecs now: in a first collective all other ranks would wait for the compiler.
+
+    Two codecs are those of the legs of a sum. Does nothing on a CPU, whose kernels are compiled.
+    """
+    if device.type == "cpu":
+        return
+    for dtype, length in product(SUMMABLE, _PREPARED_LENGTHS):
+        for codec in codecs:
+            encoded = codec.encode(torch.zeros(length, dtype=dtype, device=device))
+            codec.decode(encoded, length, dtype)
+            sum_encoded([encoded, encoded], length, codec, dtype)
+        if len(codecs) == 2:
+            encoded = codecs[0].encode(torch.zeros(length, dtype=dtype, device=device))
+            sum_and_encode([encoded], length, *codecs, dtype)

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec.codec import Codec
-from tightwire.comm.codec.slices import sum_encoded
+from tightwire.comm.codec.codec import Codec, sum_encoded
 
 _FP32_UNIT = 2.0**-24
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec.slices import sum_in_rank_order
+from tightwire.comm.codec.codec import sum_in_rank_order
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, PeerLostError, name_ranks
 from tightwire.comm.protocols import FusedAllReduce, Moved, nothing_told
 

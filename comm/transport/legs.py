@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec.codec import Codec
-from tightwire.comm.codec.slices import decode_slices, encode_slices, sum_and_encode
+from tightwire.comm.codec.codec import Codec, decode_slices, encode_slices, sum_and_encode
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.protocols import Transport
 

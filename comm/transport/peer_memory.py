@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.multiprocessing.reductions import reduce_tensor
 
-from tightwire.comm.codec.codec import Codec
-from tightwire.comm.codec.slices import slice_lengths
+from tightwire.comm.codec.codec import Codec, slice_lengths
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
 from tightwire.comm.protocols import KernelSums
 from tightwire.comm.transport.store_notes import FactExchange

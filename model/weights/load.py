@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.buffers import page_aligned
-from tightwire.comm.codec.slices import prepare_codecs
+from tightwire.comm.codec.codec import prepare_codecs
 from tightwire.comm.group.nodes import PartitionPeers
 from tightwire.comm.protocols import Moved
 from tightwire.kernels.packed import interleave

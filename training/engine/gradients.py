@@ -15,8 +15,7 @@ from torch import Tensor
 
 from tightwire.comm.buffers import BufferPool
 from tightwire.comm.codec.codec import Codec, parse_codec
-from tightwire.comm.collectives.collectives import NONE, reduce_scatter
-from tightwire.comm.collectives.node_wise import hierarchical_reduce_scatter
+from tightwire.comm.collectives.collectives import NONE, hierarchical_reduce_scatter, reduce_scatter
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
 from tightwire.comm.lane import Lane

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tightwire.comm.codec.codec import Codec, parse_codec
-from tightwire.comm.collectives.collectives import NONE
-from tightwire.comm.collectives.node_wise import gather_across, gather_inside
+from tightwire.comm.collectives.collectives import NONE, gather_across, gather_inside
 from tightwire.comm.group.group import Group
 from tightwire.training.engine.flat_parameters import NORMS, Bucket, BucketPlan, FlatParameter
 from tightwire.training.engine.options import EngineOptions
@@ -91,7 +90,7 @@ class NodeCopy:
     def gather(self, shard: MainShard, out_N: Tensor, room: Tensor) -> None:
         """Fill ``out_N`` with the weights of a flat parameter: from the node's copy if it is current, else across nodes.
 
-        ``room``: as in ``comm.collectives.node_wise``.
+        ``room``: as in ``comm.collectives.collectives``.
         """
         name = shard.flat_param.name
         if self._versions.get(name) != shard.version:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.buffers import BufferPool
-from tightwire.comm.collectives.node_wise import gather_over_nodes, gather_shards
+from tightwire.comm.collectives.collectives import gather_over_nodes, gather_shards
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
 from tightwire.comm.lane import Lane

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tightwire.comm.codec.codec import parse_codec
+from tightwire.comm.codec.codec import SUMMABLE, parse_codec, sum_in_rank_order
 from tightwire.comm.codec.error_bounds import (
     quantized_sum_bound,
     quantized_total_bound,
@@ -14,7 +14,6 @@ from tightwire.comm.codec.error_bounds import (
     rounded_hops_bound,
     rounded_parts_bound,
 )
-from tightwire.comm.codec.slices import SUMMABLE, sum_in_rank_order
 
 
 def _parts(num_parts: int, dtype: torch.dtype, num_elems: int = 1013) -> list[torch.Tensor]:

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from tightwire.comm.codec.codec import Codec
-from tightwire.comm.collectives.collectives import NONE
-from tightwire.comm.collectives.node_wise import hierarchical_bytes
+from tightwire.comm.collectives.collectives import NONE, hierarchical_bytes
 from tightwire.comm.group.group import Group
 
 

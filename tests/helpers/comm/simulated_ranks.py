@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec.codec import Codec, parse_codec
-from tightwire.comm.codec.slices import slice_lengths
+from tightwire.comm.codec.codec import Codec, parse_codec, slice_lengths
 from tightwire.comm.errors import CommError
 from tightwire.comm.transport.peer_memory import PeerAllReduce
 from tightwire.kernels.cuda.all_reduce import PeerBuffers, buffer_bytes
