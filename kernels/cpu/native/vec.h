@@ -137,9 +137,9 @@ INLINE I32 lane_numbers() {
     memcpy(&out, numbers, sizeof out);
     return out;
 }
-INLINE I32 operator+(I32 a, I32 b) {
+INLINE I32 operator+(I32 a, I32 b) {  // wraps around
     I32 out;
-    EACH(a.reg[i] + b.reg[i]);
+    EACH((IntReg)((UintReg)a.reg[i] + (UintReg)b.reg[i]));
 }
 INLINE I32 operator-(I32 a, I32 b) {
     I32 out;
