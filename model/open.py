@@ -55,11 +55,9 @@ class Checkpoint:
 def open_checkpoint(model: str, seed: int = 0, *, progress: Progress = lambda fraction: None) -> Checkpoint:
     """Find the model and check its headers; raises ModelError if it is not found, damaged or not supported.
 
-    Args:
-        model: ``smollm2-135m``, a folder with config.json and safetensors, a prepared folder, a .gguf file (or a folder
-            with one), a Hugging Face repo id, or ``random:SHAPE`` with a known shape or the path of a config.json.
-        seed: of random weights.
-        progress: called with the share of a known model downloaded, 0 to 1.
+    ``model``: ``smollm2-135m``, a folder with config.json and safetensors, a prepared folder, a .gguf file (or a folder
+    with one), a Hugging Face repo id, or ``random:SHAPE`` with a known shape or the path of a config.json. ``seed``: of
+    random weights. ``progress``: called with the share of a known model downloaded, 0 to 1.
     """
     check_name(model)
     if model in CATALOG:

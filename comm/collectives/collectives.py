@@ -78,13 +78,10 @@ def all_gather_into(
 ) -> None:
     """Gather the ranks' parts into ``out_WN`` unchanged, for bytes that are encoded once and gathered often.
 
-    Cost: (W-1) N bytes, one round; nothing is allocated.
-
-    Args:
-        part_N: (N,) uint8, of one length on all ranks; may be this rank's own part of ``out_WN``, (W N,) uint8.
-        codec: the codec of the bytes, for the ledger.
-        exact_bytes: the bytes that this rank would send without encoding; used only with a codec.
-        moved: called as bytes of ``out_WN`` arrive, where the host sees that.
+    Cost: (W-1) N bytes, one round; nothing is allocated. ``part_N``: (N,) uint8, of one length on all ranks; may be
+    this rank's own part of ``out_WN``, (W N,) uint8. ``codec``: the codec of the bytes, for the ledger.
+    ``exact_bytes``: the bytes that this rank would send without encoding; used only with a codec. ``moved``: called as
+    bytes of ``out_WN`` arrive, where the host sees that.
     """
     if part_N.numel() == 0 or group.world_size == 1:
         out_WN.copy_(part_N)

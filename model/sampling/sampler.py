@@ -79,10 +79,9 @@ class Sampler:
     def start(self, logits_RV: Tensor, rows: Sequence[SamplingRow], *, waits: bool) -> Choice:
         """Start to choose the next token of each row.
 
-        Args:
-            logits_RV: (R, V) float32, not modified.
-            rows: ``token_ids`` ends with the token before the logits, a deferred one unless ``params.needs_tokens``.
-            waits: True if the host may wait for the device. If False, it waits only for penalties.
+        ``logits_RV``: (R, V) float32, not modified. ``rows``: ``token_ids`` ends with the token before the logits, a
+        deferred one unless ``params.needs_tokens``. ``waits``: True if the host may wait for the device. If False, it
+        waits only for penalties.
         """
         if logits_RV.shape != (len(rows), self._vocab_size):
             raise ValueError(f"expected logits ({len(rows)}, {self._vocab_size}), got {tuple(logits_RV.shape)}")

@@ -59,17 +59,11 @@ def load_weights(
     """Load the resident layers to ``device``, and the streamed layers, or this rank's part of each, to their store.
 
     ``files`` and ``peers`` are closed with the weights, or here if they are not needed later or loading fails.
-
-    Args:
-        timeout_s: longest wait for a streamed layer without receiving a byte; with ``peers`` after all ranks started to
-            gather it.
-        peers: the ranks that share the layers of a plan with source partition, all of which must call this. Each reads
-            the files, so loading sends no weights.
-        progress: called with the share of the bytes read so far, 0 to 1.
-    Raises:
-        CommError: a rank is missing.
-        ModelError, WeightsError: a read failed.
-    Cost: ``WeightSizes`` of the plan, and host memory for a layer.
+    ``timeout_s``: longest wait for a streamed layer without receiving a byte; with ``peers`` after all ranks started to
+    gather it. ``peers``: the ranks that share the layers of a plan with source partition, all of which must call this.
+    Each reads the files, so loading sends no weights. ``progress``: called with the share of the bytes read so far, 0
+    to 1. Raises CommError: a rank is missing; ModelError, WeightsError: a read failed. Cost: ``WeightSizes`` of the
+    plan, and host memory for a layer.
     """
     loading = _Loading(files, plan, device, progress)
     store: LayerStore = files
