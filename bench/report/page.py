@@ -173,7 +173,7 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; } .note, dt { color: #5b6470; 
 section { overflow-x: auto; } section.plot { display: inline-block; vertical-align: top; width: min(100%, 35rem); } img { width: 100%; }
 table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #dfe3e8; white-space: nowrap; } .word { text-align: left; }
-tr.strong { background: #eef4ff; font-weight: 600; } tr.wrong td { color: #b42318; }
+tr.wrong td { color: #b42318; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; font-size: .875rem; } dd { margin: 0; }
 </style>
 </head>
@@ -196,7 +196,7 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; fon
 <table>
 <tr>{% for column in item.columns %}<th{% if column.is_word %} class="word"{% endif %}>{{ column.name }}</th>{% endfor %}</tr>
 {% for row in item.rows %}
-<tr{% if item.wrong(row) %} class="wrong"{% elif item.strong(row) %} class="strong"{% endif %}>
+<tr{% if item.wrong(row) %} class="wrong"{% endif %}>
 {%- for column in item.columns %}<td{% if column.is_word %} class="word"{% endif %}>{{ column.text(row) }}</td>{% endfor %}</tr>
 {% endfor %}
 </table>

@@ -55,16 +55,12 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Rows of plain data under columns. ``strong`` and ``wrong`` pick rows that stand out and rows that are faulty.
-
-    ``note`` stands below the title on a page.
-    """
+    """Rows of plain data under columns. ``wrong`` picks faulty rows; ``note`` stands below the title on a page."""
 
     columns: Sequence[Column]
     rows: Sequence[Row]
     title: str = ""
     note: str = ""
-    strong: Callable[[Row], bool] = lambda row: False
     wrong: Callable[[Row], bool] = lambda row: False
 
     def csv(self) -> str:
@@ -88,7 +84,7 @@ def print_table(console: Console, table: Table) -> None:
     for number, column in enumerate(table.columns):
         shown.add_column(escape(column.name), justify="left" if column.is_word else "right", no_wrap=number == 0)
     for row in table.rows:
-        style = "red" if table.wrong(row) else "bold" if table.strong(row) else None
+        style = "red" if table.wrong(row) else None
         shown.add_row(*(escape(column.text(row)) for column in table.columns), style=style)
     console.print(shown)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tightwire.bench.report.page import Item, Text, bars
 from tightwire.bench.report.statistics import Comparison, compare, describe
-from tightwire.bench.report.table import Column, Row, Table
+from tightwire.bench.report.table import Column, Table
 from tightwire.bench.ttft.measure import Arm, Measured, Request
 from tightwire.bench.ttft.options import GROUPS, TtftOptions, to_argv
 from tightwire.bench.ttft.proof import Cell
@@ -270,9 +270,5 @@ def make_sections(result: Mapping[str, Any]) -> list[Item]:
     for title, legend, columns in zip(
         ("TTFT, ms", "Parts of TTFT, decode"), LEGENDS, (_TTFT_COLUMNS, _OTHER_COLUMNS), strict=True
     ):
-        items.append(Table(title=title, columns=[*_PLACE, *columns], rows=rows, note=legend, strong=_is_faster))
+        items.append(Table(title=title, columns=[*_PLACE, *columns], rows=rows, note=legend))
     return items
-
-
-def _is_faster(row: Row) -> bool:
-    return row["ratio"] is not None and row["ratio"]["verdict"] == "faster"
