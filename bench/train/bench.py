@@ -16,7 +16,6 @@ from tightwire.bench.report.table import Metric
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.bench.train import measure, report
 from tightwire.bench.train.options import ARMS, TrainBenchOptions, open_model
-from tightwire.bench.train.ranks import Connections
 from tightwire.comm.group.local_ranks import LocalRankError, LocalRanks
 from tightwire.comm.link.link import Link, parse_link
 from tightwire.comm.link.wire import LinkTooFastError
@@ -82,8 +81,8 @@ class TrainBench(Bench[TrainBenchOptions]):
         task = self.progress.add_task("", total=len(options.arms))
         for arm in options.arms:
             self.progress.update(task, description=f"checking {arm}")
-            with self._open_ranks(None) as (ranks, connections, _):
-                for _, checked in ranks.stream(measure.check_arm, connections, options, arm):
+            with self._open_ranks(None) as (ranks, folder, _):
+                for _, checked in ranks.stream(measure.check_arm, folder, options, arm):
                     checks.checked[arm] = checked
             self.progress.advance(task)
 
@@ -91,10 +90,10 @@ class TrainBench(Bench[TrainBenchOptions]):
         options = self.options
         steps = sum(1 if ARMS[arm].peer else 2 for arm in options.arms) * options.repeats * options.steps
         task = self.progress.add_task(link, total=steps)
-        with self._open_ranks(parse_link(link)) as (ranks, connections, facts):
+        with self._open_ranks(parse_link(link)) as (ranks, folder, facts):
             cells = report.LinkCells(link=link, checks=checks)
             self._by_link.append(cells)
-            for _, event in ranks.stream(measure.measure_link, connections, options):
+            for _, event in ranks.stream(measure.measure_link, folder, options):
                 cells.add(event)
                 self.progress.update(task, completed=len(cells.steps))
         assert cells.rates is not None, "the ranks measure it before the steps"
@@ -105,8 +104,8 @@ class TrainBench(Bench[TrainBenchOptions]):
         self.keep()
 
     @contextmanager
-    def _open_ranks(self, link: Link | None) -> Iterator[tuple[LocalRanks, Connections, dict[str, Any]]]:
-        """Start ranks; yields them, the files of their connections, and facts about the link."""
+    def _open_ranks(self, link: Link | None) -> Iterator[tuple[LocalRanks, str, dict[str, Any]]]:
+        """Start ranks; yields them, the folder where they find each other, and facts about the link."""
         options = self.options
         # A rank reports nothing during a step, which may contain several slow collectives.
         chosen = RankOptions(
@@ -120,4 +119,4 @@ class TrainBench(Bench[TrainBenchOptions]):
             facts = joined["link"] or {}
             if "why" in facts:
                 raise ValueError(f"the link cannot be emulated here: {facts['why']}")
-            yield ranks, Connections(folder, options.nodes, options.timeout_s), facts
+            yield ranks, folder, facts

@@ -12,8 +12,8 @@ import torch
 
 from tightwire.bench.ranks import gather_numbers
 from tightwire.bench.train.options import ARMS, TINY, TrainBenchOptions, open_model
-from tightwire.bench.train.ranks import Connections, grown_by, reset_peak, sent_by_node
-from tightwire.bench.train.trainee import StepTimes, draw_tokens, make_trainee
+from tightwire.bench.train.ranks import grown_by, open_groups, open_torch, reset_peak, sent_by_node
+from tightwire.bench.train.trainee import draw_tokens, make_trainee
 from tightwire.comm.group.group import Group
 from tightwire.kernels.cpu.allocator import return_freed_memory
 from tightwire.training.estimate.step_time import Computing, Rates
@@ -52,13 +52,13 @@ class Timed(NamedTuple):
     computing: Computing | None
 
 
-def check_arm(world: Group, connections: Connections, options: TrainBenchOptions, name: str) -> Iterator[Checked]:
+def check_arm(world: Group, folder: str, options: TrainBenchOptions, name: str) -> Iterator[Checked]:
     """Check losses, bytes and memory of one arm in a fresh process."""
     start = open_model(options.model, options.seed)
     with ExitStack() as stack:
         if ARMS[name].peer:
-            stack.enter_context(connections.open_torch(world))
-        groups, _ = stack.enter_context(connections.open_groups(world))
+            stack.enter_context(open_torch(folder, world))
+        groups, _ = stack.enter_context(open_groups(folder, world, options))
         # A step of a tiny model, so that memory of libraries and compiled kernels does not count for the arm.
         tiny, tiny_start = replace(options, model=TINY, sequences=1, sequence_tokens=16), open_model(TINY, options.seed)
         with closing(make_trainee(name, tiny, tiny_start, groups)) as trainee:
@@ -67,7 +67,7 @@ def check_arm(world: Group, connections: Connections, options: TrainBenchOptions
         trainee = stack.enter_context(closing(make_trainee(name, options, start, groups)))
 
         def step(number: int) -> float:
-            return trainee.step(draw_tokens(options, start.config.vocab_size, world.rank, number)).loss
+            return trainee.step(draw_tokens(options, start.config.vocab_size, world.rank, number))[0]
 
         losses = [step(number) for number in range(_CHECKED_STEPS - 1)]
         sent = trainee.bytes_sent
@@ -82,30 +82,31 @@ def check_arm(world: Group, connections: Connections, options: TrainBenchOptions
             )
 
 
-def measure_link(world: Group, connections: Connections, options: TrainBenchOptions) -> Iterator[Rates | Wired | Timed]:
+def measure_link(world: Group, folder: str, options: TrainBenchOptions) -> Iterator[Rates | Wired | Timed]:
     """Time steps of all arms in turns, in random order; after each engine's turn as many steps without messages."""
     start, numbers = open_model(options.model, options.seed), iter(range(1, 1 << 62))
     order = random.Random(options.seed)  # the same on all ranks
     with ExitStack() as stack:
         if any(ARMS[name].peer for name in options.arms):
-            stack.enter_context(connections.open_torch(world))
-        groups, switch = stack.enter_context(connections.open_groups(world))
+            stack.enter_context(open_torch(folder, world))
+        groups, switch = stack.enter_context(open_groups(folder, world, options))
         trainees = {
             name: stack.enter_context(closing(make_trainee(name, options, start, groups))) for name in options.arms
         }
 
-        def step(name: str) -> StepTimes:
+        def step(name: str) -> Computing:
             world.transport.barrier()
             tokens_BS = draw_tokens(options, start.config.vocab_size, world.rank, next(numbers))
-            return trainees[name].step(tokens_BS)
+            return trainees[name].step(tokens_BS)[1]
 
         def timed(name: str, *, alone: bool) -> Iterator[Timed]:
-            times = step(name)
-            ranks = gather_numbers(world, [times.step_s, times.forward_s, times.backward_s, times.rest_s])
+            switch.is_detached = alone
+            ranks = gather_numbers(world, [*step(name)])
+            switch.is_detached = False
             if world.rank == 0:
-                seconds, *phases = zip(*ranks, strict=True)
+                seconds = [sum(own) for own in ranks]
                 # The means over the ranks, scaled to the slowest one.
-                parts = [fmean(phase) * max(seconds) / fmean(seconds) for phase in phases]
+                parts = [fmean(part) * max(seconds) / fmean(seconds) for part in zip(*ranks, strict=True)]
                 yield Timed(name, max(seconds), Computing(*parts) if alone else None)
 
         for name in trainees:
@@ -115,11 +116,9 @@ def measure_link(world: Group, connections: Connections, options: TrainBenchOpti
             names = list(trainees)
             order.shuffle(names)
             for name in names:
-                for _ in range(options.steps):
-                    yield from timed(name, alone=False)
-                for _ in range(0 if ARMS[name].peer else options.steps):
-                    with switch.detached():
-                        yield from timed(name, alone=True)
+                for alone in (False,) if ARMS[name].peer else (False, True):
+                    for _ in range(options.steps):
+                        yield from timed(name, alone=alone)
 
 
 def _count_bytes(world: Group, name: str, step: Callable[[str], object]) -> Iterator[Wired]:

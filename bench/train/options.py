@@ -19,11 +19,11 @@ _SGD = {"name": "sgd", "lr": 1e-2, "weight_decay": 0.0}
 class Arm:
     """One way to train. ``parallel``: the section of a training configuration. ``peer``: the torch method to use instead.
 
-    ``adds``: the order in which an exact arm sums gradients; None for an arm that compresses them.
+    ``is_exact``: it does not compress gradients.
     """
 
     parallel: dict[str, Any] = field(default_factory=dict)
-    adds: Literal["ranks", "nodes", "other"] | None = "ranks"
+    is_exact: bool = True
     optimizer: dict[str, Any] = field(default_factory=lambda: dict(_ADAMW))
     peer: Literal["ddp", "fsdp2"] | None = None
 
@@ -34,7 +34,7 @@ def _sharded(sharding: str, **parallel: Any) -> Arm:
 
 def _hybrid(kind: str, optimizer: dict[str, Any] = _ADAMW) -> Arm:
     """Sharded inside nodes; ``kind``: of the sums between nodes."""
-    return Arm({"sharding": "hybrid", "between": {"kind": kind}}, "nodes" if kind == "dense" else None, optimizer)
+    return Arm({"sharding": "hybrid", "between": {"kind": kind}}, kind == "dense", optimizer)
 
 
 _ZERO_PP = {
@@ -51,15 +51,15 @@ ARMS = {
     "zero2": _sharded("zero2"),
     "zero3": _sharded("zero3"),  # weights are gathered between nodes first, gradients summed over all ranks at once
     "zero3-flat": _sharded("zero3", gather_path="flat"),
-    "zero3-by-node": Arm({"sharding": "zero3", "reduce_path": "hierarchical"}, "nodes"),
+    "zero3-by-node": _sharded("zero3", reduce_path="hierarchical"),
     "zero3-on-demand": _sharded("zero3", prefetch="implicit"),
-    "zero++": Arm(_ZERO_PP, None),
+    "zero++": Arm(_ZERO_PP, is_exact=False),
     "hybrid": _hybrid("dense"),
     "hybrid-quantized": _hybrid("quantized"),
     "dgc": _hybrid("dgc", _SGD),
     "top-k": _hybrid("top-k"),
-    "ddp": Arm(adds="other", peer="ddp"),
-    "fsdp2": Arm(adds="other", peer="fsdp2"),
+    "ddp": Arm(peer="ddp"),
+    "fsdp2": Arm(peer="fsdp2"),
 }
 
 # The name is the approximate number of parameters; embeddings are tied.

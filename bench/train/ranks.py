@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
+from tightwire.bench.train.options import TrainBenchOptions
 from tightwire.comm.group.group import Group, make_loop_threads_batch
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.emulated_network import WIRE
@@ -22,6 +23,7 @@ from tightwire.training.ranks.groups import TrainGroups, open_train_groups
 _HEADER_BYTES = 14 + 20 + 32  # per packet, acknowledgements too: Ethernet, IPv4, TCP with timestamps
 
 
+@dataclass(slots=True)
 class Switch:
     """Turns the messages of all groups of a rank off, which leaves a step's computing.
 
@@ -29,16 +31,7 @@ class Switch:
     detached steps are wrong: each message from another rank is replaced by this rank's own data.
     """
 
-    def __init__(self) -> None:
-        self.is_detached = False
-
-    @contextmanager
-    def detached(self) -> Iterator[None]:
-        self.is_detached = True
-        try:
-            yield
-        finally:
-            self.is_detached = False
+    is_detached: bool = False
 
 
 class DetachableTransport:
@@ -78,41 +71,34 @@ class _SharedGroups(TrainGroups):
         pass
 
 
-@dataclass(frozen=True, slots=True)
-class Connections:
-    """The files through which the ranks find each other: for the groups of training, and of torch."""
+@contextmanager
+def open_groups(folder: str, world: Group, options: TrainBenchOptions) -> Iterator[tuple[TrainGroups, Switch]]:
+    """Open training's groups, and the switch that turns their messages off. ``folder``: where the ranks find each other."""
+    switch = Switch()
+    groups = open_train_groups(
+        Topology(world.rank, world.world_size, num_nodes=options.nodes),
+        store=FileStore(f"{folder}/training", world.world_size),
+        device=torch.device("cpu"),
+        timeout_s=options.timeout_s,
+        interface=_interface(),
+    )
+    try:
+        yield detachable(groups, switch), switch
+    finally:
+        groups.close()
 
-    folder: str
-    num_nodes: int
-    timeout_s: float
 
-    @contextmanager
-    def open_groups(self, world: Group) -> Iterator[tuple[TrainGroups, Switch]]:
-        """Open training's groups, and the switch that turns their messages off."""
-        switch = Switch()
-        groups = open_train_groups(
-            Topology(world.rank, world.world_size, num_nodes=self.num_nodes),
-            store=FileStore(f"{self.folder}/training", world.world_size),
-            device=torch.device("cpu"),
-            timeout_s=self.timeout_s,
-            interface=_interface(),
-        )
-        try:
-            yield detachable(groups, switch), switch
-        finally:
-            groups.close()
-
-    @contextmanager
-    def open_torch(self, world: Group) -> Iterator[None]:
-        """Open torch.distributed's default group of all ranks, with gloo over the same link."""
-        os.environ["GLOO_SOCKET_IFNAME"] = _interface() or "lo"
-        store = FileStore(f"{self.folder}/torch", world.world_size)
-        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size)
-        make_loop_threads_batch()  # as our own transports do
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
+@contextmanager
+def open_torch(folder: str, world: Group) -> Iterator[None]:
+    """Open torch.distributed's default group of all ranks, with gloo over the same link."""
+    os.environ["GLOO_SOCKET_IFNAME"] = _interface() or "lo"
+    store = FileStore(f"{folder}/torch", world.world_size)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size)
+    make_loop_threads_batch()  # as our own transports do
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _interface() -> str | None:
