@@ -6,23 +6,12 @@ Makes ``FOLDER/hf``: bfloat16 safetensors and a tokenizer. Every matrix is dequa
 `tightwire serve --quantization none` does.
 """
 
-import argparse
 import shutil
 import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Convert one GGUF file to a bfloat16 Hugging Face folder.")
-    parser.add_argument("gguf", type=Path)
-    parser.add_argument("folder", type=Path)
-    given = parser.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
-    make_folder(given.gguf, given.folder / "hf")
-    return 0
 
 
 def make_folder(source: Path, target: Path) -> None:
@@ -33,6 +22,7 @@ def make_folder(source: Path, target: Path) -> None:
     plain = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(**where, quantization_config=plain, dtype=torch.bfloat16)
     model.generation_config.eos_token_id = None
+    target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_suffix(".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     model.save_pretrained(unfinished)
@@ -42,4 +32,4 @@ def make_folder(source: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    make_folder(Path(sys.argv[1]), Path(sys.argv[2]) / "hf")

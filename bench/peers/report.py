@@ -1,6 +1,5 @@
 """Turns rounds into cells and a table: medians for each server and load, and ratios to the first server."""
 
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -35,10 +34,6 @@ _COLUMNS = (
 CSV_COLUMNS = (
     *(column for column in _COLUMNS if column.format is not _ratio_text),
     *(Column(f"{metric.name} ratio", f"comparisons.{metric.name}.ratio", ".3f") for metric in METRICS),
-)
-_SERVER_COLUMNS = (
-    *(Column("server", "name"), Column("multiplies in", "numbers"), Column("ready, s", "ready_s", ".1f")),
-    *(Column("command", "command"), Column("answers", "answers", " | ".join)),
 )
 
 
@@ -86,17 +81,12 @@ def _by_round(peer: dict[str, Any], concurrency: int, metric: Metric) -> dict[in
 def doubts(result: Mapping[str, Any]) -> list[str]:
     """The measurements that are missing, and why."""
     done, asked = result["rounds"], result["rounds_asked"]
-    found = [f"{peer['name']} was left out: {reason(peer['fault'])}" for peer in result["peers"] if peer["fault"]]
+    found = [
+        f"{peer['name']} was left out: {peer['fault'].splitlines()[0]}" for peer in result["peers"] if peer["fault"]
+    ]
     if result["error"] or done < asked:
         found.insert(0, f"{result['error'] or 'the time limit was reached'}: {done} of {asked} rounds")
     return found
-
-
-def reason(fault: str) -> str:
-    """One line of a fault that may end with a log: its first line, and the last error in the log."""
-    first, *log = fault.splitlines()
-    errors = [line.strip() for line in log if re.search(r"error\b\s*[:,]", line, re.IGNORECASE)]
-    return f"{first} {errors[-1]}" if errors else first
 
 
 def figures(result: Mapping[str, Any]) -> Table:
@@ -107,8 +97,3 @@ def figures(result: Mapping[str, Any]) -> Table:
         "ratio above 1 is slower for times and faster for tokens/s."
     )
     return Table(title="Figures", columns=_COLUMNS, rows=rows, note=note)
-
-
-def servers(result: Mapping[str, Any]) -> Table:
-    note = f"Answers: greedy, to {', '.join(map(repr, result['check_prompts']))}."
-    return Table(title="Servers", columns=_SERVER_COLUMNS, rows=result["peers"], note=note)

@@ -187,7 +187,7 @@ class PeersBench(Bench[PeersOptions]):
     def sections(self, result: Mapping[str, Any]) -> list[Item]:
         missing = report.doubts(result)
         texts: list[Item] = [Text(title="What is missing", lines=missing)] if missing else []
-        return [*texts, report.figures(result), report.servers(result)]
+        return [*texts, report.figures(result)]
 
     @property
     def _running(self) -> list[Peer]:

@@ -58,22 +58,19 @@ class QualityBench(Bench[QualityOptions]):
             with self.progress, make_pool(num_cores()) as pool:
                 self._task = self.progress.add_task("loading", total=None)
                 for world_size in self.options.world_sizes:
-                    with self._open_ranks(setting, world_size) as ranks:
+                    ranks = ThreadRanks(
+                        setting.checkpoint,
+                        world_size,
+                        dtype=setting.dtype,
+                        formats=setting.formats,
+                        num_sequences=self.options.batch,
+                        max_tokens=self.options.window,
+                    )
+                    with ranks:
                         self._measure_ranks(setting, ranks, pool)
             self._write_policy(setting)
         except (ValueError, OSError) as error:
             raise BenchFailedError(str(error)) from error
-
-    def _open_ranks(self, setting: Setting, world_size: int) -> ThreadRanks:
-        options = self.options
-        return ThreadRanks(
-            setting.checkpoint,
-            world_size,
-            dtype=setting.dtype,
-            formats=setting.formats,
-            num_sequences=options.batch,
-            max_tokens=options.window,
-        )
 
     def _measure_ranks(self, setting: Setting, ranks: ThreadRanks, pool: ThreadPoolExecutor) -> None:
         def show(step: str) -> None:
@@ -125,9 +122,7 @@ class QualityBench(Bench[QualityOptions]):
         return [row for measured in self._measured for row in report.make_rows(measured, arms, setting)]
 
     def result(self, error: str | None) -> dict[str, Any]:
-        setting, known = self._setting, [measured for measured in self._measured if measured.scores]
         return super().result(error) | {
-            "exact": [] if setting is None else [report.exact_row(measured, setting) for measured in known],
             "choice": self._choice(),
             "search": self._search,
             "policy_file": self._policy_file,

@@ -41,19 +41,6 @@ LEGEND = (
 )
 
 
-def exact_row(measured: Measured, setting: Setting) -> dict[str, Any]:
-    """The row of the exact model, with the columns that apply to it."""
-    nll_T = measured.scores[EXACT].nll_T
-    return {
-        "world_size": measured.world_size,
-        "algorithm": EXACT,
-        "tokens": len(nll_T),
-        "perplexity": float(np.exp(nll_T.mean())),
-        "bytes_per_token": (sent := _bytes(exact_arm(), measured, setting)),
-        "bytes_share": sent / _lossless_bytes(measured, setting),
-    }
-
-
 def make_rows(measured: Measured, arms: Sequence[Arm], setting: Setting) -> list[dict[str, Any]]:
     """Rows in the arms' order. Values not yet measured are None; no rows before the first batch of windows."""
     if not measured.scores:
@@ -136,7 +123,7 @@ def _finite(db: float) -> float | None:
 
 
 def world_size_table(result: Mapping[str, Any], world_size: int) -> Table:
-    rows = [row for row in (*result["exact"], *result["cells"]) if row["world_size"] == world_size]
+    rows = [row for row in result["cells"] if row["world_size"] == world_size]
     return Table(title=f"{world_size} ranks", columns=COLUMNS, rows=rows)
 
 

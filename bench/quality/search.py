@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from tightwire.bench.quality.measure import measure_noise, score
+from tightwire.bench.quality.measure import Powers, measure_noise, score
 from tightwire.bench.quality.ranks import ThreadRanks
 from tightwire.bench.quality.setting import (
     LOSSLESS,
@@ -35,7 +35,7 @@ CANDIDATES = (
     *("flash-int5", "flash:int5-had,int5-had", "flash-int4", "flash:int4-had,int4-had", "flash:int4-sr,int4-sr"),
     *("flash:int3-had,int3-had", LOSSLESS),
 )
-_PROBE = "flash-int4"  # coarse enough to stand out from the rounding of bfloat16
+_PROBE = "flash-int4"  # a candidate, coarse enough to stand out from the rounding of bfloat16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,10 +57,10 @@ def find_mix(
     """
     options, config, elem_bytes = setting.options, setting.config, setting.dtype.itemsize
     assert options.search is not None
-    sensitivities = _sensitivities(setting, ranks, pool, show)
     show("search: noise of each layer")
     numbers = setting.windows.calibration[: options.batch]
     noise = measure_noise(ranks, setting, numbers, [make_arm(name, config) for name in CANDIDATES])
+    sensitivities = _sensitivities(setting, ranks, pool, noise, show)
     sent = {
         name: bytes_at(name, config.hidden_size, ranks.world_size, options.window, elem_bytes) for name in CANDIDATES
     }
@@ -78,19 +78,9 @@ def find_mix(
         "bytes_of": options.search,
         "world_size": ranks.world_size,
         "tokens": len(setting.windows.next_ids(setting.windows.calibration)),
-        "candidates": list(CANDIDATES),
         "predicted_kl": predicted_kl,
         "bytes_per_token": sum(offer.num_bytes for offer in mix.values()),
-        "chosen": [
-            {
-                "site": site,
-                "layer": layer,
-                "algorithm": offer.algorithm,
-                "predicted_kl": offer.kl,
-                "kl_per_noise_power": sensitivities[site, layer],
-            }
-            for (site, layer), offer in mix.items()
-        ],
+        "chosen": {f"{site} {layer}": offer.algorithm for (site, layer), offer in mix.items()},
     }
     origin = {"found_with_ranks": ranks.world_size, "bytes_of": options.search, "predicted_kl": predicted_kl}
     algorithms = {place: offer.algorithm for place, offer in mix.items()}
@@ -98,13 +88,10 @@ def find_mix(
 
 
 def _sensitivities(
-    setting: Setting, ranks: ThreadRanks, pool: ThreadPoolExecutor, show: Callable[[str], None]
+    setting: Setting, ranks: ThreadRanks, pool: ThreadPoolExecutor, noise: Powers, show: Callable[[str], None]
 ) -> dict[Place, float]:
     """KL per noise power of each place when only that place is quantized, over the calibration windows."""
     windows, where = setting.windows, places(setting.config)
-    show("search: noise of each layer")
-    numbers = windows.calibration[: setting.options.batch]
-    noise = measure_noise(ranks, setting, numbers, [make_arm(_PROBE, setting.config)])
     arms = [one_algorithm_arm(f"{site} of layer {layer}", _PROBE, (layer,), site) for site, layer in where]
     ranks.set_arms([exact_arm(), *arms])
     totals, num_rows = dict.fromkeys(where, 0.0), 0

@@ -61,7 +61,6 @@ class TrainBench(Bench[TrainBenchOptions]):
                     self._measure_link(link, checks)
                 except LinkTooFastError as error:
                     faults.append(str(error))
-        self.print(report.describe_predictions(self.cells()))
         if faults := [*report.fault_texts(self.cells()), *faults]:
             raise BenchFailedError("; ".join(faults))
 

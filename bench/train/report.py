@@ -22,7 +22,6 @@ _TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 _MOST_WIRE_ERROR = 0.02  # relative difference between the kernel's byte count and the formula
 _MESSAGE_BYTES = 256  # gloo's own bytes per message
 _BARRIER_MESSAGES = 16  # of clipping and the barriers around the step
-_MOST_PREDICTION_ERROR = 0.15
 
 _STEP = Column("step s", "seconds.p50", ".2f")
 _WHERE = (Column("link", "link"), Column("arm", "arm"))
@@ -221,14 +220,6 @@ def make_sections(rows: Sequence[Row]) -> list[Item]:
         ),
         *make_tables(rows),
     ]
-
-
-def describe_predictions(rows: Sequence[Row]) -> str:
-    errors = [abs(row["prediction_error"]) for row in rows if row["prediction_error"] is not None]
-    if not errors:
-        return "no predictions"
-    within = sum(error <= _MOST_PREDICTION_ERROR for error in errors)
-    return f"{within} of {len(errors)} predictions are within {_MOST_PREDICTION_ERROR:.0%}; the worst is off by {max(errors):.0%}"
 
 
 def describe_setting(facts: Mapping[str, Any]) -> str:

@@ -14,8 +14,16 @@ import pytest
 import torch
 from helpers.server.server_process import ServerProcess
 
-from tightwire.bench.answers.bench import AnswersBench, compare, divergence, summary
-from tightwire.bench.answers.reference import Answer, answer, float32_model, read_prompts
+from tightwire.bench.answers.bench import (
+    Answer,
+    AnswersBench,
+    answer,
+    compare,
+    divergence,
+    float32_model,
+    read_prompts,
+    summary,
+)
 from tightwire.model.open import open_checkpoint
 from tightwire.server.cli.remote import RemoteError, connect
 

@@ -94,12 +94,6 @@ def test_no_round_starts_that_would_end_after_the_time_limit(
     assert "note: the time limit was reached: 3 of 9 rounds" in printed
 
 
-def test_a_reason_is_the_last_error_in_the_log() -> None:
-    fault = "ended with status 1:\nTraceback (most recent call last):\n  raise it\nRuntimeError: no such unit\nsee http://a/value_error"
-    assert report.reason(fault) == "ended with status 1: RuntimeError: no such unit"
-    assert report.reason("the load did not end") == "the load did not end"
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_peers_use_the_type_that_this_cpu_multiplies_fast(
     dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
