@@ -134,7 +134,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="NAME", help="the model to talk to (the first one the server lists)")
     parser.add_argument("--api-key", metavar="KEY", help="sent as a Bearer token")
     parser.add_argument("--system", metavar="TEXT", help="a system message that heads the conversation")
-    parser.add_argument("--temperature", type=float, metavar="T", help="(the server's default)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.2, metavar="T", help="0: always the most likely token (%(default)s)"
+    )
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (the server's default)")
     return parser
 

@@ -86,7 +86,11 @@ def observe_router(serving: Serving) -> APIRouter:
 def _home(serving: Serving, url: str) -> Home:
     model, key = serving.holder.model, " -H 'authorization: Bearer KEY'" if serving.http.api_key else ""
     chats = model is None or model.tokenizer.has_chat_template
-    body = {"messages": [{"role": "user", "content": "What is a wire?"}]} if chats else {"prompt": "A wire is"}
+    body = (
+        {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        if chats
+        else {"prompt": "A wire is"}
+    )
     path = "v1/chat/completions" if chats else "v1/completions"
     return Home(
         name=f"Tightwire {__version__}",
@@ -95,7 +99,7 @@ def _home(serving: Serving, url: str) -> Home:
         status=str(serving.status),
         links=_LINKS,
         example=f"curl {shlex.quote(url + path)} -H 'content-type: application/json'{key} \\\n"
-        f"  -d '{json.dumps({**body, 'max_tokens': 60})}'",
+        f"  -d '{json.dumps({**body, 'temperature': 0, 'max_tokens': 60})}'",
     )
 
 

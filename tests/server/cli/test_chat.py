@@ -42,12 +42,12 @@ def test_piped_lines_are_the_turns_of_one_conversation(
     }
 
 
-def test_only_given_options_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_given_options_and_a_low_temperature_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe(monkeypatch, "hello\n")
     with running(FakeServer()) as fake:
         assert main(["--url", fake.url + "/v1/"]) == 0
 
-    assert set(fake.bodies[0]) == {"model", "messages", "stream"}
+    assert fake.bodies[0].keys() == {"model", "messages", "stream", "temperature"}
 
 
 def test_escape_sequences_of_a_model_do_not_reach_the_terminal(
