@@ -141,7 +141,8 @@ class _Server:
         """Let running requests finish within the grace time, cancel the rest, and end the ranks."""
         client, grace_s = engine.client, self._config.http.shutdown_grace_s
         client.set_phase(Phase.DRAINING)
-        self._progress.say(f"shutting down: {client.num_live} sequences may finish within {grace_s:g} s")
+        waits = f": waiting up to {grace_s:g} s for {client.num_live} running sequences" if client.num_live else ""
+        self._progress.say(f"shutting down{waits}")
         if not await engine.guard(client.wait_idle(grace_s)):
             self._progress.say(f"cancelling {client.num_live} sequences that did not finish")
             client.cancel_all()

@@ -10,6 +10,7 @@ from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
 from tightwire.comm.policy.rules import Policy, check_shape, describe_layers, read_policy_file
 from tightwire.comm.policy.tune_file import Measured, read_tuned, this_host, tune_path
+from tightwire.comm.sizes import format_bytes
 from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import make_layout
@@ -127,7 +128,9 @@ def describe_choices(choices: Sequence[CommChoice]) -> list[str]:
     all_kinds = {kind for kinds in by_reason.values() for kind in kinds}
     lines = []
     for (algorithm, up_to_bytes, reason), kinds in by_reason.items():
-        size = "" if up_to_bytes is None else f" up to {up_to_bytes} B"
+        size = "" if up_to_bytes is None else f" up to {format_bytes(up_to_bytes)}"
+        if up_to_bytes is None and any(limit and others == kinds for (_, limit, _), others in by_reason.items()):
+            size = " for larger messages"
         where = "" if len(kinds) == len(all_kinds) else f" for {', '.join(kinds)}"
         lines.append(f"{algorithm}{where}{size}: {reason}")
     return lines
