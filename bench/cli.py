@@ -35,5 +35,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    lines = [f"  {verb:8} {help}" for verb, (_, help) in VERBS.items()]
+    lines = [f"  {verb:9} {help}" for verb, (_, help) in VERBS.items()]
     return "\n".join(["usage: tightwire bench VERB [options]", "", *lines, "", "VERB --help explains its options\n"])

@@ -5,6 +5,7 @@ wheel, and nothing is installed.
 """
 
 import contextlib
+import difflib
 import hashlib
 import importlib.util
 import os
@@ -26,7 +27,7 @@ from tightwire.model.checkpoint.errors import ModelError
 Progress = Callable[[float], None]
 
 RANDOM = "random:"
-_REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_REPO_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +62,10 @@ def check_name(model: str) -> None:
     is_repo_id = _REPO_ID.fullmatch(model) is not None and not model.endswith(".gguf")
     if is_repo_id or model in CATALOG or model.startswith(RANDOM) or Path(model).expanduser().exists():
         return
+    close = difflib.get_close_matches(model.lower(), CATALOG, n=1)
+    meant = f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(sorted(CATALOG))};"
     raise ModelError(
-        f"no such model: {model!r} is neither a file nor a folder; known names: {', '.join(sorted(CATALOG))}; "
+        f"no such model: {model!r} is neither a file nor a folder; {meant} "
         f"a Hugging Face repo id looks like owner/name; random weights: {RANDOM}SHAPE, such as {RANDOM}llama-3.2-1b"
     )
 

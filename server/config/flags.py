@@ -55,8 +55,9 @@ def parse(
     """The options, and all arguments including those the caller added. Invalid ones exit with code 2."""
     args, unknown = parser.parse_known_args(argv)
     if unknown:
+        see_help = f"; `{parser.prog} --help` lists the flags"
         flags = [flag for action in parser._actions for flag in action.option_strings]
-        parser.error(f"unknown argument {unknown[0]!r}{suggest(unknown[0].split('=')[0], flags)}")
+        parser.error(f"unknown argument {unknown[0]!r}{suggest(unknown[0].split('=')[0], flags, see_help)}")
     if _MODEL_ARGUMENT in args:
         if "model" in args:
             parser.error(f"two models given: {args.model_argument} and --model {args.model}")

@@ -93,7 +93,9 @@ class ParallelOptions:
         budget = self.comm_error_budget
         require(budget is None or 0 < budget < 1, "comm_error_budget", budget, "above 0 and below 1")
         if self.tp_split is not None:
-            require(len(self.tp_split) == self.tp, "tp_split", self.tp_split, f"{self.tp} numbers, one per rank")
+            require(
+                len(self.tp_split) == self.tp, "tp_split", self.tp_split, f"one number for each of the {self.tp} ranks"
+            )
             require(
                 all(0 < share < math.inf for share in self.tp_split), "tp_split", self.tp_split, "finite and above 0"
             )

@@ -15,7 +15,9 @@ from tightwire.server.config.weights import WeightOptions
 class ModelOptions:
     """The model, its number format and its device."""
 
-    model: str = option("smollm2-135m", "a known name, a Hugging Face folder or repo id, a .gguf file, or random:SHAPE")
+    model: str = option(
+        "smollm2-135m", "a known name, a Hugging Face folder or repo id, a .gguf file, or random:SHAPE", metavar="MODEL"
+    )
     served_model_name: str | None = option(None, "the name clients use; default: the model's own", metavar="NAME")
     device: str = option("auto", "where ranks run; auto takes CUDA when there is one", ("auto", "cpu", "cuda"))
     dtype: str = option(
@@ -37,7 +39,9 @@ class ModelOptions:
         "faster; float: in --dtype; auto: float",
         ("auto", "float", "int8"),
     )
-    seed: int = option(0, "seed of random weights, and of requests without a seed (0: a new seed for each request)")
+    seed: int = option(
+        0, "seed of random weights, and of requests without a seed (0: a new seed for each request)", metavar="N"
+    )
 
     def __post_init__(self) -> None:
         require(self.model != "", "model", self.model, "a name, a path or random:SHAPE")
@@ -113,9 +117,11 @@ class EngineOptions:
 class HttpOptions:
     """The HTTP server: address, access, limits, log."""
 
-    host: str = option("127.0.0.1", "address to listen on")
+    host: str = option("127.0.0.1", "address to listen on", metavar="ADDRESS")
     port: int = option(8000, "port to listen on; 0 takes a free one", metavar="N")
-    api_key: str | None = option(None, "Bearer token that every route except /health* and /metrics then requires")
+    api_key: str | None = option(
+        None, "Bearer token that every route except /health* and /metrics then requires", metavar="KEY"
+    )
     max_queued_requests: int = option(256, "most sequences that wait or run; more get status 429", metavar="N")
     strict_fields: bool = option(
         False,

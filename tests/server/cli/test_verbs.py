@@ -81,6 +81,8 @@ def test_alone_it_prints_the_four_things_one_does_first(capsys: pytest.CaptureFi
         (["--transport", "peer-memory", "--device", "cpu"], "--transport peer-memory connects GPUs"),
         (["--overlap", "on"], "--overlap on is not possible: a single rank sums nothing"),
         (["no-such-model"], "no such model: 'no-such-model'"),
+        (["./no-such-model"], "no such model: './no-such-model'"),
+        (["smollm2-135M"], "did you mean 'smollm2-135m'?"),
     ],
 )
 def test_what_the_options_alone_refuse_is_refused_before_torch_is_imported(arguments: list[str], message: str) -> None:

@@ -72,7 +72,7 @@ def test_a_flag_sets_its_field(argv: list[str], group: str, name: str, value: ob
     ("argv", "message"),
     [
         (["--max-seqs", "3"], "did you mean '--max-num-seqs'"),
-        (["model", "second"], "unknown argument 'second'"),
+        (["model", "second"], "unknown argument 'second'; `tightwire serve --help` lists the flags"),
         (["one", "--model", "two"], "two models given: one and --model two"),
         (["--tp", "two"], "must be a whole number, got 'two'"),
         (["--tp", "0"], "--tp must be 1 to 64, got 0"),
@@ -81,7 +81,7 @@ def test_a_flag_sets_its_field(argv: list[str], group: str, name: str, value: ob
         (["--served-model-name", ""], "--served-model-name must be left out, or not empty"),
         (["--seed", str(2**63)], "--seed must be a 64-bit integer"),
         (["--comm-timeout-s", "inf"], "--comm-timeout-s must be above 0 and at most 1e+06, got inf"),
-        (["--tp", "2", "--tp-split", "1,2,3"], "--tp-split must be 2 numbers, one per rank"),
+        (["--tp", "2", "--tp-split", "1,2,3"], "--tp-split must be one number for each of the 2 ranks"),
         (["--tp-split", "a,b"], "must be a number, got 'a'"),
         (["--tp", "4", "--nodes", "3"], "--nodes must be a divisor of --tp (4), got 3"),
         (["--tp", "2", "--allreduce-extra", "ring,ring"], "--allreduce-extra names ring twice"),
