@@ -5,7 +5,6 @@ Times are lower bounds, computing at the device's peak rate and sending over eac
 
 import math
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -86,23 +85,15 @@ def _sizes(sizes: Mapping[str, int]) -> Iterator[str]:
 
 
 def _about_traffic(model: StepModel) -> Iterator[str]:
-    if not model.inside_nodes + model.between_nodes:
-        return
-    yield "\nsent by a rank in a step"
-    calls, sent = Counter[str](), Counter[str]()
+    sent: dict[str, int] = {}
     for flow in model.flows:
-        calls[flow.op] += flow.calls
-        sent[flow.op] += flow.calls * flow.bytes_sent
-    for op in sent:
-        yield f"    {op:<18}{format_bytes(sent[op]):>10} in {calls[op]} calls"
+        sent[flow.op] = sent.get(flow.op, 0) + flow.calls * flow.bytes_sent
     if model.compressors:
         total = sum(each.inside + each.between_nodes for each in model.compressors.values())
-        kind = model.config.parallel.between.kind
-        yield f"    {'compressor':<18}{format_bytes(total):>10} in {len(model.compressors)} sums, {kind}"
-    yield f"    {'inside nodes':<18}{format_bytes(model.inside_nodes):>10}"
-    if model.topology.num_nodes > 1:
-        of_node = format_bytes(model.between_nodes * model.topology.ranks_per_node)
-        yield f"    {'between nodes':<18}{format_bytes(model.between_nodes):>10}, {of_node} for all ranks of a node"
+        sent[f"{model.config.parallel.between.kind} compressor"] = total
+    if any(sent.values()):
+        yield "\nsent by a rank in a step"
+        yield from _sizes({**sent, "inside nodes": model.inside_nodes, "between nodes": model.between_nodes})
 
 
 def _about_time(model: StepModel, links: Mapping[str, Link]) -> Iterator[str]:
@@ -111,34 +102,30 @@ def _about_time(model: StepModel, links: Mapping[str, Link]) -> Iterator[str]:
     config, topology, tflop = model.config, model.topology, model.flops / 1e12
     given, dtype = config.log.peak_tflops, getattr(torch, config.model.compute_dtype)
     rate = given * 1e12 if given else peak_flops(find_device(config.device, Topology(0, 1)), dtype)
-    seconds = []
-    if rate is None:
-        yield f"    {'computing':<18}not known: give log.peak_tflops ({tflop:.3g} TFLOP a rank)"
-    else:
-        seconds.append(model.flops / rate)
-        source = "as given" if given else "of this machine"
-        yield (
-            f"    {'computing':<18}{_seconds(seconds[0]):>10}  {tflop:.3g} TFLOP a rank at {rate / 1e12:.3g} TFLOP/s, {source}"
-        )
-    is_complete = rate is not None
-    for name, key, num_bytes in (
-        ("inside nodes", "inside", model.inside_nodes),
-        ("between nodes", "between", model.between_nodes * topology.ranks_per_node),
-    ):
-        if num_bytes and key not in links:
-            is_complete = False
-            yield f"    {name:<18}not known: give dry_run.{key}, such as dry_run.{key}=1gbit"
-        elif num_bytes:
-            seconds.append(links[key].seconds(num_bytes))
-            yield f"    {name:<18}{_seconds(seconds[-1]):>10}  {format_bytes(num_bytes)} at {getattr(config.dry_run, key)}"
-    if seconds:
-        steps = config.schedule.steps
-        yield f"    {'a step':<18}{_seconds(max(seconds)):>10}; all {steps} steps {_seconds(max(seconds) * steps)}"
-    if is_complete and topology.world_size > 1 and config.batch.accumulation(topology.world_size) == 1:
+    at_rate = f" at {rate / 1e12:.3g} TFLOP/s, {'as given' if given else 'of this machine'}" if rate else ""
+    inside, between = model.inside_nodes, model.between_nodes * topology.ranks_per_node
+    times = {
+        "computing": (rate and model.flops / rate, f"{tflop:.3g} TFLOP a rank{at_rate}", "log.peak_tflops"),
+        "inside nodes": (_sending_s(links.get("inside"), inside), format_bytes(inside), "dry_run.inside=200gbit"),
+        "between nodes": (_sending_s(links.get("between"), between), format_bytes(between), "dry_run.between=1gbit"),
+    }
+    for name, (seconds, what, key) in times.items():
+        if seconds is None:
+            yield f"    {name:<18}not known for {what}: give {key}"
+        elif seconds:
+            yield f"    {name:<18}{_seconds(seconds):>10}  {what}"
+    known = [seconds for seconds, *_ in times.values() if seconds is not None]
+    steps = config.schedule.steps
+    yield f"    {'a step':<18}{_seconds(max(known)):>10}; all {steps} steps {_seconds(max(known) * steps)}"
+    if len(known) == len(times) and topology.world_size > 1 and config.batch.accumulation(topology.world_size) == 1:
         # Backward has twice the operations of forward.
-        computing = Computing(forward_s=seconds[0] / 3, backward_s=2 * seconds[0] / 3, rest_s=0.0)
+        computing = Computing(forward_s=known[0] / 3, backward_s=2 * known[0] / 3, rest_s=0.0)
         predicted_s = predict_step(model, computing, _rates(links, topology))
         yield f"    {'predicted':<18}{_seconds(predicted_s):>10}  with communication and computing overlapped as in a run"
+
+
+def _sending_s(link: Link | None, num_bytes: int) -> float | None:
+    return 0.0 if not num_bytes else None if link is None else link.seconds(num_bytes)
 
 
 def _rates(links: Mapping[str, Link], topology: Topology) -> Rates:

@@ -19,8 +19,7 @@ def test_a_dry_run_reports_memory_traffic_and_time(tmp_path: Path) -> None:
 
     for words in ("4 on 1 node, sharding zero3, 4 shards", "8 sequences of 16 tokens = 128 tokens", "weight buffers"):
         assert words in report
-    assert " calls" in report
-    assert "at 1 TFLOP/s, as given" in report and "at 1gbit" in report
+    assert "at 1 TFLOP/s, as given" in report and "not known" not in report
     assert "data              1 file, " in report
     assert "predicted" not in report  # two micro-batches
     assert not (tmp_path / "run").exists()
@@ -44,7 +43,7 @@ def test_a_dry_run_counts_what_a_compressor_keeps_and_sends(tmp_path: Path) -> N
 
     assert not numbers(dense, "between") and len(numbers(sparse, "between")) == 1
     assert numbers(dense, "between nodes")[0] != numbers(sparse, "between nodes")[0]
-    assert "in 5 sums, top-k" in sparse
+    assert numbers(sparse, "top-k compressor")
 
     def disk(report: str) -> str:
         return next(line for line in report.splitlines() if line.startswith("disk"))
@@ -77,7 +76,7 @@ def test_a_dry_run_works_without_the_data() -> None:
     report = dry_run(config, {})
 
     assert "data              NOT FOUND" in report
-    assert "gather_across" in report and "give dry_run.between" in report
+    assert "gather across" in report and "give dry_run.between" in report
 
 
 def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
