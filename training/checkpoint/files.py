@@ -64,7 +64,7 @@ def chunks_of(prefix: str, shard: FlatShard, numbers_N: Tensor) -> Iterator[Chun
     """Views of ``numbers_N``, which has the layout of the shard: one per parameter, with key ``prefix/parameter``."""
     for span in shard.layout.spans:
         if span.num_elems:
-            yield Chunk(f"{prefix}/{span.parameter}", span.parameter_elems, span.offset, numbers_N[span.place])
+            yield Chunk(f"{prefix}/{span.param.name}", span.param.num_elems, span.offset, numbers_N[span.place])
 
 
 TABLE_OF_CONTENTS = ".metadata"  # torch's name for it

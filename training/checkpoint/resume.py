@@ -115,16 +115,16 @@ def restore(folder: Path, description: Mapping[str, Any], state: RunState) -> No
 def _check_parameters(folder: Path, shards: Sequence[FlatShard], saved: Mapping[str, int]) -> None:
     for shard in shards:
         for span in shard.layout.spans:
-            if saved.get(span.parameter) != span.parameter_elems:
-                there = f"{saved[span.parameter]} elements" if span.parameter in saved else "no such parameter"
+            if saved.get(span.param.name) != span.param.num_elems:
+                there = f"{saved[span.param.name]} elements" if span.param.name in saved else "no such parameter"
                 raise OtherRunError(
-                    f"{folder} is a checkpoint of another model: {span.parameter} has {span.parameter_elems} elements here, "
+                    f"{folder} is a checkpoint of another model: {span.param.name} has {span.param.num_elems} elements here, "
                     f"but {there} in the checkpoint"
                 )
 
 
 def _check_trained(folder: Path, shards: Sequence[FlatShard], keys: Mapping[str, int], frozen: Sequence[str]) -> None:
-    trained = [span.parameter for shard in shards if shard.flat_N.requires_grad for span in shard.layout.spans]
+    trained = [span.param.name for shard in shards if shard.flat_N.requires_grad for span in shard.layout.spans]
     for parameter in trained:
         if not has_flat_state(keys, parameter):
             raise OtherRunError(

@@ -87,8 +87,8 @@ def split_spans(
 ) -> tuple[list[ShardSpan], list[ShardSpan]]:
     """The spans sent whole, and the spans of which the largest elements are sent. ``sparsity`` None: all whole."""
     limit = math.inf if sparsity is None else options.dense_below
-    whole = [span for span in shard.spans if span.parameter_elems < limit]
-    return whole, [span for span in shard.spans if span.parameter_elems >= limit]
+    whole = [span for span in shard.spans if span.param.num_elems < limit]
+    return whole, [span for span in shard.spans if span.param.num_elems >= limit]
 
 
 def sparse_bytes(rank: int, world_size: int, shard: ShardLayout, options: SparseOptions, step: int) -> int:
@@ -220,7 +220,8 @@ class SparseCompressor(GradientCompressor):
         dgc, weights = self._dgc, self._replicas.weights
         if dgc is None:
             return mean
-        if dgc.weight_decay and span.decays and weights is not None:
+        # Norms and biases do not decay.
+        if dgc.weight_decay and len(span.param.shape) > 1 and weights is not None:
             mean.add_(weights(name)[span.place], alpha=dgc.weight_decay)
         velocity = self._kept[f"velocity/{name}"][span.place]
         velocity.mul_(dgc.momentum).add_(mean)

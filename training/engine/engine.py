@@ -35,8 +35,7 @@ from tightwire.training.engine.flat_parameters import (
     cut_shard,
 )
 from tightwire.training.engine.gradients import GradientCompressor, Gradients
-from tightwire.training.engine.hooks import Hooks
-from tightwire.training.engine.micro_batch import MicroBatch
+from tightwire.training.engine.hooks import Hooks, MicroBatch
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.shards import make_shards
 from tightwire.training.engine.weights import Trace, Weights

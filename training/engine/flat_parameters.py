@@ -184,20 +184,6 @@ class ShardSpan(NamedTuple):
         """Its slice of the shard."""
         return slice(self.start, self.start + self.num_elems)
 
-    @property
-    def parameter(self) -> str:
-        return self.param.name
-
-    @property
-    def parameter_elems(self) -> int:
-        """Elements of the whole parameter."""
-        return self.param.num_elems
-
-    @property
-    def decays(self) -> bool:
-        """Whether weight decay applies to this parameter: to matrices, not to norms and biases."""
-        return len(self.param.shape) > 1
-
 
 class ShardLayout(NamedTuple):
     """A rank's shard of a flat parameter. ``num_elems`` includes padding; ``spans`` has one, maybe empty, per parameter."""
@@ -222,9 +208,9 @@ def cut_shard(flat_param: FlatParameter, rank: int, num_ranks: int) -> ShardLayo
 def copy_into_shard(tensor_of: Callable[[str], Tensor], shard: ShardLayout, shard_S: Tensor) -> None:
     """Fill ``shard_S`` from ``tensor_of(name)``, a whole parameter. Raises ValueError: a tensor has another shape."""
     for span in shard.spans:
-        tensor, shape = tensor_of(span.parameter), span.param.shape
+        tensor, shape = tensor_of(span.param.name), span.param.shape
         if tuple(tensor.shape) != shape:
             raise ValueError(
-                f"{span.parameter} must have shape {shape}, got {tuple(tensor.shape)}; is it of another model?"
+                f"{span.param.name} must have shape {shape}, got {tuple(tensor.shape)}; is it of another model?"
             )
         shard_S[span.place].copy_(tensor.reshape(-1)[span.offset : span.offset + span.num_elems])

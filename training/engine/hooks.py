@@ -1,4 +1,4 @@
-"""Wraps a model's forwards: modules have parameters only during a forward.
+"""Runs a model's forwards with the engine's weights: modules have parameters only during a forward.
 
 Blocks go through gates; the embedding, the head and norms outside blocks only receive their weights.
 """
@@ -12,9 +12,117 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tightwire.training.engine.flat_parameters import Bucket, BucketPlan, Use
-from tightwire.training.engine.gates import gate_inputs, gate_outputs, needs_gradient
-from tightwire.training.engine.micro_batch import MicroBatch
+from tightwire.training.engine.flat_parameters import Bucket, BucketPlan, ParamSpan, Use
+from tightwire.training.engine.gates import gate_inputs, gate_outputs, needs_gradient, weight
+from tightwire.training.engine.gradients import Gradients
+from tightwire.training.engine.options import EngineOptions
+from tightwire.training.engine.weights import Weights
+
+
+class MicroBatch:
+    """Requests and releases weights and collects gradients in one forward and backward; an evaluation has no backward.
+
+    Forward calls blocks in order, backward in reverse. The last ``num_buffers`` blocks keep their weights from forward to
+    backward, the first ones from backward to the next micro-batch. With ``explicit`` prefetch, the next ``num_buffers`` blocks
+    are requested before computing one.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        options: EngineOptions,
+        weights: Weights,
+        gradients: Gradients,
+        anchor: Tensor,
+        *,
+        last: bool,
+    ) -> None:
+        """``last``: it is the last micro-batch of the optimizer step."""
+        self.options, self.anchor = options, anchor
+        self._plan, self._weights, self._gradients, self._last = plan, weights, gradients, last
+        self._blocks = plan.blocks
+        self._ahead = options.num_buffers if options.prefetch == "explicit" else 0
+        self._in_use: list[Bucket] = []  # buckets without gates, from their first use on
+        self._made: dict[ParamSpan, Tensor] = {}  # parameters of buckets without gates, shared by tied modules
+        # By bucket without gates: parameters that await gradients.
+        self._missing_gradients: dict[int, set[ParamSpan]] = {}
+        self._awaiting: set[int] = set()  # blocks whose backward has not ended
+        if self._ahead:
+            for bucket in plan.buckets:
+                if bucket.block is None:
+                    weights.request(bucket)
+            self._request(range(options.num_buffers))
+
+    def begin_block(self, bucket: Bucket) -> None:
+        """Wait for the weights of ``bucket`` before its forward, and request those of the next blocks."""
+        assert bucket.block is not None
+        if bucket.block in self._awaiting:
+            raise RuntimeError(f"{bucket.name} was called twice in a micro-batch; each block is called once")
+        self._weights.request(bucket)
+        self._request(range(bucket.block + 1, bucket.block + 1 + self._ahead))
+        self._weights.use(bucket)
+
+    def end_block(self, bucket: Bucket, awaits_backward: bool) -> None:
+        assert bucket.block is not None
+        if awaits_backward:
+            self._awaiting.add(bucket.block)
+        is_among_last = bucket.block >= len(self._blocks) - self.options.num_buffers
+        self._weights.done(bucket, keep=awaits_backward and is_among_last)
+
+    def parameter(self, use: Use, anchor: Tensor) -> Tensor:
+        """The tensor that a module computes with. ``anchor``: the gated one of its block, or ``self.anchor``."""
+        bucket, flat_param, param = use.bucket, use.flat_param, use.param
+        if bucket.block is None and bucket not in self._in_use:
+            self._weights.use(bucket)
+            self._in_use.append(bucket)
+        values = self._weights.view(bucket, flat_param, param)
+        if not flat_param.trainable or not torch.is_grad_enabled():
+            return values
+        if bucket.block is not None:
+            return weight(anchor, values, lambda grad: self._gradients.add(bucket, param, grad))
+        if param not in self._made:
+            self._missing_gradients.setdefault(bucket.number, set()).add(param)
+            self._made[param] = weight(anchor, values, lambda grad: self._take(bucket, param, grad))
+        return self._made[param]
+
+    def backward_begins(self, bucket: Bucket) -> None:
+        assert bucket.block is not None
+        self._weights.request(bucket)
+        before = range(bucket.block - 1, bucket.block - 1 - self._ahead, -1)
+        self._request(block for block in before if block in self._awaiting)
+        self._weights.use(bucket)
+        if bucket.trainable is not None:
+            self._gradients.begin(bucket, self._last)
+
+    def backward_ends(self, bucket: Bucket) -> None:
+        """Called when all gradients of the block are in its buffer, before backward continues to the inputs."""
+        assert bucket.block is not None
+        self._awaiting.remove(bucket.block)
+        self._weights.done(bucket, keep=not self._last and bucket.block < self.options.num_buffers)
+        if bucket.trainable is not None:
+            self._gradients.end(bucket, self._last)
+
+    def release_weights(self) -> None:
+        """Release the weights after forward and backward."""
+        for bucket in self._in_use:
+            self._weights.done(bucket, keep=True)
+        if self._last or self._awaiting:
+            self._weights.drop_blocks()
+        self._made.clear()
+
+    def _request(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if 0 <= block < len(self._blocks):
+                self._weights.request(self._blocks[block])
+
+    def _take(self, bucket: Bucket, param: ParamSpan, grad: Tensor) -> None:
+        """Take a gradient of a bucket without gates. The bucket is complete when all used parameters have theirs."""
+        self._gradients.begin(bucket, self._last)
+        self._gradients.add(bucket, param, grad)
+        missing = self._missing_gradients[bucket.number]
+        missing.discard(param)
+        if not missing:
+            self._gradients.end(bucket, self._last)
 
 
 class Hooks:

@@ -15,8 +15,7 @@ from transformers import AttentionInterface
 
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.training.engine.flat_parameters import Bucket, plan_buckets
-from tightwire.training.engine.hooks import Hooks
-from tightwire.training.engine.micro_batch import MicroBatch
+from tightwire.training.engine.hooks import Hooks, MicroBatch
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.start.loss import next_token_loss
 from tightwire.training.start.model import build_model

@@ -231,7 +231,6 @@ class Loop:
         chunks = snapshot(self._state)
         self.checkpointer.begin(self.step, chunks, self.describe(self.step, self.position))
         self._saved_step = self.step
-        self._model, self._engine, self._state = self.trained.model, self.trained.engine, self.trained.state
 
     def _complete_checkpoint(self, *, raising: bool) -> None:
         """Wait for a checkpoint in progress, if any. Collective."""

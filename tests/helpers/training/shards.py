@@ -22,5 +22,5 @@ def fill(shard: ShardLayout, values: Mapping[str, Tensor]) -> Tensor:
     """(N,) what a shard has of each parameter's ``values``, zeros between them."""
     flat_N = torch.zeros(shard.num_elems)
     for span in shard.spans:
-        flat_N[span.place] = values[span.parameter].flatten()[span.offset : span.offset + span.num_elems]
+        flat_N[span.place] = values[span.param.name].flatten()[span.offset : span.offset + span.num_elems]
     return flat_N

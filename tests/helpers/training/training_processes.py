@@ -134,7 +134,7 @@ def _gradient_pieces(engine: Engine) -> Iterator[tuple[str, tuple[int, Tensor]]]
     for flat_param, main in engine.named_flat_params():
         if main.grad is not None:
             for span in cut_shard(flat_param, engine.shard_rank, engine.plan.shard_ranks).spans:
-                yield span.parameter, (span.offset, main.grad[span.place].clone())
+                yield span.param.name, (span.offset, main.grad[span.place].clone())
 
 
 def _train_ddp(group: ProcessGroup, case: Case, model: nn.Module, batches: Tensor, rank: int) -> Trained:

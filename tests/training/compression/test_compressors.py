@@ -40,7 +40,7 @@ _UNITS = {
 def _gradient(rank: int, step: int, name: str) -> Tensor:
     source = torch.Generator().manual_seed(100 * rank + 10 * step + len(name))
     shard = _UNITS[name]
-    return fill(shard, {span.parameter: torch.randn(span.parameter_elems, generator=source) for span in shard.spans})
+    return fill(shard, {span.param.name: torch.randn(span.param.num_elems, generator=source) for span in shard.spans})
 
 
 def _sum_some_steps(group: Group, options: CompressorOptions) -> list[Tensor]:
@@ -135,7 +135,7 @@ def test_nan_reaches_every_rank(options: CompressorOptions) -> None:
 
 
 def test_the_shapes_of_these_tests_are_as_stated() -> None:
-    spans = {name: [(p.parameter, p.offset, p.num_elems) for p in shard.spans] for name, shard in _UNITS.items()}
+    spans = {name: [(p.param.name, p.offset, p.num_elems) for p in shard.spans] for name, shard in _UNITS.items()}
 
     assert spans["block"] == [("gone", 0, 0), ("cut", 3992, 1000), ("small", 0, 99), ("next", 0, 388)]
     assert spans["padding"] == [("far", 0, 0)]

@@ -25,7 +25,7 @@ def _gradient(rank: int, step: int, weights_N: Tensor) -> Tensor:
     """Noise around a slope towards another point on each rank; padding has none."""
     source = torch.Generator().manual_seed(1000 * rank + step)
     gradient_N = torch.randn(_FLAT.num_elems, generator=source) + 0.1 * (weights_N.float() - rank)
-    return fill(_SHARD, {span.parameter: gradient_N[span.place] for span in _SHARD.spans})
+    return fill(_SHARD, {span.param.name: gradient_N[span.place] for span in _SHARD.spans})
 
 
 def _train(group: Group, options: DgcOptions, steps: int = _STEPS) -> tuple[Tensor, dict[str, Tensor]]:
@@ -55,8 +55,8 @@ def _reference(num_nodes: int, options: DgcOptions, steps: int = _STEPS) -> Tens
         gradients = [_gradient(rank, step, weights_N).double() / num_nodes for rank in range(num_nodes)]
         update_N = torch.zeros_like(weights_N)
         for span in _SHARD.spans:
-            at, decay = span.place, options.weight_decay * span.decays
-            if sparsity is None or span.parameter_elems < options.dense_below:
+            at, decay = span.place, options.weight_decay * (len(span.param.shape) > 1)
+            if sparsity is None or span.param.num_elems < options.dense_below:
                 gradient = torch.stack([gradient_N[at] for gradient_N in gradients]).sum(0)
                 if options.clip_norm is not None:
                     gradient *= min(1.0, options.clip_norm / float(gradient.norm()))
@@ -134,7 +134,7 @@ def _sgd(num_nodes: int, options: dict[str, Any]) -> Tensor:
     weights_N = torch.zeros(_FLAT.num_elems)
     decayed, other = [], []
     for span in _SHARD.spans:
-        (decayed if span.decays else other).append(torch.nn.Parameter(weights_N[span.place]))
+        (decayed if len(span.param.shape) > 1 else other).append(torch.nn.Parameter(weights_N[span.place]))
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": other, "weight_decay": 0.0}]
     sgd = torch.optim.SGD(groups, lr=_LR, **options)
     for step in range(_STEPS):
