@@ -37,8 +37,7 @@ from tightwire.training.engine.flat_parameters import (
 from tightwire.training.engine.gradients import GradientCompressor, Gradients
 from tightwire.training.engine.hooks import Hooks, MicroBatch
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.shards import make_shards
-from tightwire.training.engine.weights import Trace, Weights
+from tightwire.training.engine.weights import Trace, Weights, make_shards
 from tightwire.training.ranks.groups import TrainGroups, shard_group
 
 

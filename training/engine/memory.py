@@ -24,7 +24,6 @@ from tightwire.training.config.sharding import GroupShape
 from tightwire.training.engine import gradients, weights
 from tightwire.training.engine.flat_parameters import Bucket, BucketPlan, FlatParameter
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.shards import make_shards, node_copy_bytes
 
 _FLOAT32_BYTES = 4
 _META = torch.device("meta")
@@ -33,7 +32,7 @@ _META = torch.device("meta")
 def engine_memory(plan: BucketPlan, options: EngineOptions, *, num_nodes: int, ranks_per_node: int) -> dict[str, int]:
     """Bytes by purpose."""
     shape = options.sharding.shard_group(num_nodes, ranks_per_node)
-    shards = make_shards(plan, options, _META)
+    shards = weights.make_shards(plan, options, _META)
     weight_pools = {place.pool for place in weights.make_buffers(plan, options, shards, _META) if place.pool}
     places = gradients.make_buffers(plan, options, _META).values()
     return {
@@ -44,7 +43,7 @@ def engine_memory(plan: BucketPlan, options: EngineOptions, *, num_nodes: int, r
         "gradient_buffers": sum(
             buffer.memory.nbytes for pool in {place.pool for place in places} for buffer in pool.buffers
         ),
-        "node_copy": sum(node_copy_bytes(options, plan, shape.num_nodes).values()),
+        "node_copy": sum(weights.node_copy_bytes(options, plan, shape.num_nodes).values()),
         "gather_room": weights.room_bytes(plan, options, shape),
     }
 

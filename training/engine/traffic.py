@@ -25,7 +25,6 @@ from tightwire.training.config.sharding import GroupShape
 from tightwire.training.engine import gradients, weights
 from tightwire.training.engine.flat_parameters import EMBEDDING, Bucket, BucketPlan, FlatParameter
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.shards import gather_codec, shard_wire_bytes
 
 
 class Flow(NamedTuple):
@@ -88,7 +87,7 @@ def gathers_per_step(block: int, num_blocks: int, num_buffers: int, first_backwa
 def _gathers(
     plan: BucketPlan, options: EngineOptions, bucket: Bucket, ranks: GroupShape, accumulation: int, first: bool
 ) -> Iterator[Flow]:
-    codec = gather_codec(options, bucket, ranks.world_size)
+    codec = weights.gather_codec(options, bucket, ranks.world_size)
     for flat_param in bucket.flat_params:
         once = 1 if flat_param.trainable or first else 0
         calls = once
@@ -96,7 +95,7 @@ def _gathers(
             calls = gathers_per_step(
                 bucket.block, len(plan.blocks), options.num_buffers, first_backward_block(plan), accumulation
             )
-        wire = shard_wire_bytes(flat_param, ranks.world_size, codec, options.compute_dtype)
+        wire = weights.shard_wire_bytes(flat_param, ranks.world_size, codec, options.compute_dtype)
         if not weights.in_two_legs(options, bucket, ranks):
             sent, between = gather_shards_bytes(ranks.world_size, wire), (ranks.num_nodes - 1) * ranks.per_node * wire
             yield Flow("gather", "all_gather", flat_param.name, calls, wire, sent, between)

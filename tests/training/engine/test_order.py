@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from tightwire.comm.buffers import BufferConflictError, BufferPool, PoolBuffer
 from tightwire.comm.lane import Lane
 from tightwire.training.config.sharding import SHARDINGS
-from tightwire.training.engine import gradients, shards, weights
+from tightwire.training.engine import gradients, weights
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
 
@@ -70,8 +70,8 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, *, gather: Delay, reduce: Delay) 
 
         return run
 
-    for module, name in ((weights, "gather_shards"), (weights, "gather_over_nodes"), (shards, "gather_inside")):
-        monkeypatch.setattr(module, name, after(gather, getattr(module, name)))
+    for name in ("gather_shards", "gather_over_nodes", "gather_inside"):
+        monkeypatch.setattr(weights, name, after(gather, getattr(weights, name)))
     monkeypatch.setattr(gradients, "reduce_scatter", after(reduce, gradients.reduce_scatter))
 
 
