@@ -9,12 +9,12 @@ from types import ModuleType
 from torch import Tensor
 
 from tightwire.kernels.cpu.library import available
-from tightwire.kernels.cpu.rows import add_rms_norm_cpu, apply_rope_cpu, rms_norm_cpu, swiglu_cpu, write_kv_cpu
-from tightwire.kernels.spec.attention import write_kv_reference
+from tightwire.kernels.cpu.rows import add_rms_norm_cpu, rms_norm_cpu, rotate_and_cache_cpu, swiglu_cpu
 from tightwire.kernels.spec.layer_ops import (
     add_rms_norm_reference,
-    apply_rope_reference,
+    check_rotation,
     rms_norm_reference,
+    rotate_and_cache_reference,
     swiglu_reference,
 )
 
@@ -33,29 +33,6 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     return (add_rms_norm_cpu if available() else add_rms_norm_reference)(x_TD, residual_TD, weight_D, eps)
 
 
-def apply_rope(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Rotary position embedding, ``apply_rope_reference`` bit for bit; a new contiguous tensor."""
-    if x_THE.device.type != "cpu" or not available():
-        return apply_rope_reference(x_THE, cos_TE, sin_TE)
-    return apply_rope_cpu(x_THE, cos_TE, sin_TE)
-
-
-def write_kv(k_TKE: Tensor, v_TKE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor) -> None:
-    """Store this step's keys and values in the cache at their slots, in place.
-
-    Args:
-        k_TKE, v_TKE: (T, K, E) in the cache's dtype; may be views as long as E is contiguous.
-        slot_T: (T,) int32, block * P + offset within the block. On CPU ValueError for one outside the cache.
-    """
-    if k_cache_NKPE.device.type != "cpu" or not available():
-        num_slots = k_cache_NKPE.shape[0] * k_cache_NKPE.shape[2]
-        if k_cache_NKPE.device.type == "cpu" and not bool(((slot_T >= 0) & (slot_T < num_slots)).all()):
-            raise ValueError(f"slots are {slot_T.tolist()}; the cache has slots 0 to {num_slots - 1}")
-        write_kv_reference(k_TKE, v_TKE, k_cache_NKPE, v_cache_NKPE, slot_T)
-    else:
-        write_kv_cpu(k_TKE, v_TKE, k_cache_NKPE, v_cache_NKPE, slot_T)
-
-
 def rotate_and_cache(
     qkv_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor
 ) -> Tensor:
@@ -68,18 +45,18 @@ def rotate_and_cache(
         slot_T: (T,) int32, block * P + offset within the block. On a GPU slots are not checked, and a negative one marks
             a padding row: nothing is stored.
     Returns:
-        (T, H, E) rotated queries; on a CPU a view into a wider tensor.
+        (T, H, E) rotated queries, contiguous.
     Raises:
         ValueError: shapes or dtypes that do not match, or (on CPU) a slot outside the cache.
     """
     if qkv_THE.is_cuda:
         return _triton().rotate_and_cache(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
-    num_kv_heads = k_cache_NKPE.shape[1]
-    # Queries and keys are adjacent and rotate by the same angles: one call serves both.
-    rotated_THE = apply_rope(qkv_THE[:, : qkv_THE.shape[1] - num_kv_heads], cos_TE, sin_TE)
-    v_TKE = qkv_THE[:, qkv_THE.shape[1] - num_kv_heads :]
-    write_kv(rotated_THE[:, -num_kv_heads:], v_TKE, k_cache_NKPE, v_cache_NKPE, slot_T)
-    return rotated_THE[:, :-num_kv_heads]
+    check_rotation(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
+    num_slots = k_cache_NKPE.shape[0] * k_cache_NKPE.shape[2]
+    if len(slot_T) and not 0 <= int(slot_T.min()) <= int(slot_T.max()) < num_slots:
+        raise ValueError(f"slots are {slot_T.tolist()}; the cache has slots 0 to {num_slots - 1}")
+    rotate = rotate_and_cache_cpu if available() else rotate_and_cache_reference
+    return rotate(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
 
 
 def swiglu(gate_up_T2F: Tensor) -> Tensor:

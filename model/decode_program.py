@@ -166,7 +166,7 @@ class DecodeProgram:
         widths = {
             "normed": config.hidden_size,
             "qkv": (num_heads + 2 * num_kv_heads) * head_dim,
-            "rotated": (num_heads + num_kv_heads) * head_dim,
+            "rotated": num_heads * head_dim,
             "mixed": num_heads * head_dim,
             "gate_up": 2 * mlp_size,
             "gated": mlp_size,

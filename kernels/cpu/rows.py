@@ -1,4 +1,4 @@
-"""Kernels that pass over rows once on CPU: RMS norm, rotary embedding, SwiGLU, and writing keys and values to the cache.
+"""Kernels that pass over rows once on CPU: RMS norm, rotary embedding with cache writes, and SwiGLU.
 
 Each checks its tensors and makes one call of native/rows.cpp in place of several torch operations, each of which costs a
 microsecond before it computes anything.
@@ -7,7 +7,7 @@ microsecond before it computes anything.
 import torch
 from torch import Tensor
 
-from tightwire.kernels.cpu.library import lib, struct
+from tightwire.kernels.cpu.library import struct
 from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_rows
 
 _DTYPES = ", ".join(map(str, NUMBER_KIND))
@@ -67,42 +67,29 @@ def _norm(out: Tensor, total: Tensor | None, x: Tensor, residual: Tensor | None,
     run_on_rows("tw_norm", struct("tw_norm_args", arguments), num_tokens, size)
 
 
-def apply_rope_cpu(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """``qkv.apply_rope`` for CPU tensors."""
-    _check_rope(x_THE, cos_TE, sin_TE)
-    num_tokens, num_heads, head_dim = x_THE.shape
-    out_THE = torch.empty((num_tokens, num_heads, head_dim), dtype=x_THE.dtype)
-    number_bytes = x_THE.element_size()
+def rotate_and_cache_cpu(
+    qkv_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor
+) -> Tensor:
+    """``layer_ops.rotate_and_cache`` for CPU tensors."""
+    num_tokens, num_all_heads, head_dim = qkv_THE.shape
+    _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
+    num_heads, number_bytes = num_all_heads - 2 * num_kv_heads, qkv_THE.element_size()
+    q_THE = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv_THE.dtype)
+    addresses = (each.data_ptr() for each in (q_THE, qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T))
     arguments = (
-        out_THE.data_ptr(),
-        x_THE.data_ptr(),
-        cos_TE.data_ptr(),
-        sin_TE.data_ptr(),
-        x_THE.stride(0) * number_bytes,
-        x_THE.stride(1) * number_bytes,
+        *addresses,
+        *(stride * number_bytes for stride in qkv_THE.stride()[:2]),
         cos_TE.stride(0) * 4,
         sin_TE.stride(0) * 4,
+        k_cache_NKPE.stride(0) * number_bytes,
         num_heads,
+        num_kv_heads,
         head_dim // 2,
-        NUMBER_KIND[x_THE.dtype],
+        tokens_per_block,
+        NUMBER_KIND[qkv_THE.dtype],
     )
-    run_on_rows("tw_rope", struct("tw_rope_args", arguments), num_tokens, num_heads * head_dim)
-    return out_THE
-
-
-def _check_rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    num_tokens, _, head_dim = x.shape
-    if head_dim % 2 or cos.shape != (num_tokens, head_dim // 2) or sin.shape != cos.shape:
-        raise ValueError(
-            "rope needs x (T, H, E) with E even, cos and sin (T, E/2); "
-            f"got {tuple(x.shape)}, {tuple(cos.shape)} and {tuple(sin.shape)}"
-        )
-    if x.dtype not in NUMBER_KIND or cos.dtype != torch.float32 or sin.dtype != torch.float32:
-        raise ValueError(
-            f"rope needs x in one of {_DTYPES}, cos and sin in float32; got {x.dtype}, {cos.dtype} and {sin.dtype}"
-        )
-    if x.stride(2) != 1 or cos.stride(1) != 1 or sin.stride(1) != 1:
-        raise ValueError("rope needs the last dimension of x, cos and sin contiguous")
+    run_on_rows("tw_rotate_and_cache", struct("tw_rotate_args", arguments), num_tokens, num_all_heads * head_dim)
+    return q_THE
 
 
 def swiglu_cpu(gate_up_T2F: Tensor) -> Tensor:
@@ -118,51 +105,3 @@ def swiglu_cpu(gate_up_T2F: Tensor) -> Tensor:
     arguments = (out_TF.data_ptr(), gate_up_T2F.data_ptr(), row_stride, columns // 2, NUMBER_KIND[gate_up_T2F.dtype])
     run_on_rows("tw_swiglu", struct("tw_swiglu_args", arguments), num_tokens, columns)
     return out_TF
-
-
-def write_kv_cpu(k_TKE: Tensor, v_TKE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor) -> None:
-    """``qkv.write_kv`` for CPU tensors."""
-    num_tokens, num_kv_heads, head_dim = shape = k_TKE.shape
-    num_blocks, cache_heads, tokens_per_block, cache_dim = k_cache_NKPE.shape
-    strides, dtype = k_cache_NKPE.stride(), k_cache_NKPE.dtype
-    if v_TKE.shape != shape or (num_kv_heads, head_dim) != (cache_heads, cache_dim) or len(slot_T) != num_tokens:
-        raise ValueError(
-            "write_kv needs k and v (T, K, E), caches (N, K, P, E) and slots (T,); "
-            f"got {tuple(shape)}, {tuple(v_TKE.shape)}, {tuple(k_cache_NKPE.shape)} and {tuple(slot_T.shape)}"
-        )
-    if k_TKE.dtype != dtype or v_TKE.dtype != dtype or v_cache_NKPE.dtype != dtype or slot_T.dtype != torch.int32:
-        raise ValueError(
-            "write_kv needs k, v and caches in one dtype and int32 slots; "
-            f"got {k_TKE.dtype}, {v_TKE.dtype}, {dtype}, {v_cache_NKPE.dtype} and {slot_T.dtype}"
-        )
-    if (
-        v_cache_NKPE.shape != k_cache_NKPE.shape
-        or v_cache_NKPE.stride() != strides
-        or strides[1:] != (tokens_per_block * head_dim, head_dim, 1)
-        or k_TKE.stride(2) != 1
-        or v_TKE.stride(2) != 1
-        or slot_T.stride(0) != 1
-    ):
-        raise ValueError("write_kv needs equal caches, and contiguous heads, cache blocks and slots")
-    number_bytes = k_cache_NKPE.element_size()
-    arguments = (
-        k_TKE.data_ptr(),
-        v_TKE.data_ptr(),
-        k_cache_NKPE.data_ptr(),
-        v_cache_NKPE.data_ptr(),
-        slot_T.data_ptr(),
-        k_TKE.stride(0) * number_bytes,
-        k_TKE.stride(1) * number_bytes,
-        v_TKE.stride(0) * number_bytes,
-        v_TKE.stride(1) * number_bytes,
-        strides[0] * number_bytes,
-        num_blocks,
-        num_kv_heads,
-        tokens_per_block,
-        head_dim * number_bytes,
-    )
-    wrong = lib.tw_write_kv(struct("tw_write_kv_args", arguments), num_tokens)
-    if wrong >= 0:
-        raise ValueError(
-            f"token {wrong} has slot {int(slot_T[wrong])}; the cache has slots 0 to {num_blocks * tokens_per_block - 1}"
-        )

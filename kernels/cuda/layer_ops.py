@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tightwire.kernels.cuda.launch import launch, padded
 from tightwire.kernels.cuda.numbers import narrowed, raw, widened
+from tightwire.kernels.spec.layer_ops import check_rotation
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_ROW_ELEMS = 1 << 16  # a row is held in the registers of one program
@@ -87,7 +88,7 @@ def rotate_and_cache(
     qkv_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor
 ) -> Tensor:
     """Compute ``layer_ops.rotate_and_cache`` for CUDA tensors. The returned queries are contiguous."""
-    _check_rotation(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
+    check_rotation(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
     num_tokens, num_all_heads, head_dim = qkv_THE.shape
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
     num_heads = num_all_heads - 2 * num_kv_heads
@@ -101,30 +102,6 @@ def rotate_and_cache(
         num_programs = num_tokens * -(-num_all_heads // heads_at_once)
         launch(_rotate_and_cache_heads, num_programs, qkv_THE.device, *tensors, *strides, *sizes)
     return q_THE
-
-
-def _check_rotation(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    num_tokens, num_all_heads, head_dim = qkv.shape
-    _, num_kv_heads, tokens_per_block, cache_dim = k_cache.shape
-    fits = head_dim % 2 == 0 and cache_dim == head_dim and num_all_heads > 2 * num_kv_heads
-    same_rows = cos.shape == sin.shape == (num_tokens, head_dim // 2) and slots.shape == (num_tokens,)
-    caches = [(cache.shape, cache.dtype, cache.stride()[1:]) for cache in (k_cache, v_cache)]
-    wanted = k_cache.shape, qkv.dtype, (tokens_per_block * head_dim, head_dim, 1)
-    types = cos.dtype, sin.dtype, slots.dtype, qkv.dtype in _NUMBERS
-    last = qkv.stride(2), cos.stride(1), sin.stride(1), slots.stride(0)
-    if (
-        not (fits and same_rows and caches == [wanted] * 2)
-        or k_cache.stride(0) != v_cache.stride(0)
-        or types != (torch.float32, torch.float32, torch.int32, True)
-        or last != (1, 1, 1, 1)
-    ):
-        named = {"qkv": qkv, "cos": cos, "sin": sin, "k_cache": k_cache, "v_cache": v_cache, "slots": slots}
-        got = "; ".join(f"{name} {tuple(x.shape)} {x.dtype} {x.stride()}" for name, x in named.items())
-        raise ValueError(
-            "rotate_and_cache needs qkv (T, H + 2 K, E) with E even, in one of "
-            f"{', '.join(map(str, _NUMBERS))}; cos and sin (T, E/2) float32; caches (N, K, P, E) of qkv's dtype and one "
-            f"layout; slots (T,) int32; and contiguous heads, angles, cache blocks and slots; got {got}"
-        )
 
 
 @triton.jit

@@ -8,6 +8,8 @@ from tightwire.kernels.spec.attention import write_kv_reference
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix, dequantize_reference
 from tightwire.kernels.spec.packed_int8 import linear_int8_reference
 
+_NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """``weight * (x / sqrt(mean(x^2) + eps))`` in float32, rounded once to the dtype of the weight."""
@@ -66,3 +68,28 @@ def linear_reference(
     if out_dtype in (None, x_TD.dtype):
         return F.linear(x_TD, weight_OD, bias_O)
     return F.linear(x_TD.float(), weight_OD.float(), None if bias_O is None else bias_O.float()).to(out_dtype)
+
+
+def check_rotation(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Raise ValueError unless these are the tensors of ``rotate_and_cache``. Slots are not read."""
+    num_tokens, num_all_heads, head_dim = qkv.shape
+    _, num_kv_heads, tokens_per_block, cache_dim = k_cache.shape
+    fits = head_dim % 2 == 0 and cache_dim == head_dim and num_all_heads > 2 * num_kv_heads
+    same_rows = cos.shape == sin.shape == (num_tokens, head_dim // 2) and slots.shape == (num_tokens,)
+    caches = [(cache.shape, cache.dtype, cache.stride()[1:]) for cache in (k_cache, v_cache)]
+    wanted = k_cache.shape, qkv.dtype, (tokens_per_block * head_dim, head_dim, 1)
+    types = cos.dtype, sin.dtype, slots.dtype, qkv.dtype in _NUMBERS
+    last = qkv.stride(2), cos.stride(1), sin.stride(1), slots.stride(0)
+    if (
+        not (fits and same_rows and caches == [wanted] * 2)
+        or k_cache.stride(0) != v_cache.stride(0)
+        or types != (torch.float32, torch.float32, torch.int32, True)
+        or last != (1, 1, 1, 1)
+    ):
+        named = {"qkv": qkv, "cos": cos, "sin": sin, "k_cache": k_cache, "v_cache": v_cache, "slots": slots}
+        got = "; ".join(f"{name} {tuple(x.shape)} {x.dtype} {x.stride()}" for name, x in named.items())
+        raise ValueError(
+            "rotate_and_cache needs qkv (T, H + 2 K, E) with E even, in one of "
+            f"{', '.join(map(str, _NUMBERS))}; cos and sin (T, E/2) float32; caches (N, K, P, E) of qkv's dtype and one "
+            f"layout; slots (T,) int32; and contiguous heads, angles, cache blocks and slots; got {got}"
+        )

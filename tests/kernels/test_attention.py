@@ -1,6 +1,5 @@
 """The torch reference against float64 loops, the cache writer, and refused arguments."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +7,7 @@ import pytest
 import torch
 from helpers.model.paged_batch import attend
 
-from tightwire.kernels.layer_ops import write_kv
-from tightwire.kernels.spec.attention import HeadGroups, paged_attention_reference, write_kv_reference
+from tightwire.kernels.spec.attention import HeadGroups, paged_attention_reference
 
 DEVICES = [
     "cpu",
@@ -50,53 +48,6 @@ def test_reference_of_heads_that_begin_and_end_inside_a_group(
 def _reference(q: torch.Tensor, rest: list[torch.Tensor], scale: float) -> torch.Tensor:
     k_cache, v_cache, start, lens, table = rest
     return attend(q, k_cache, v_cache, start, lens, table, scale, function=paged_attention_reference)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_write_kv_writes_only_its_slots(device: str, dtype: torch.dtype) -> None:
-    qkv = torch.randn(5, 10, 24, dtype=dtype, device=device)
-    k, v = qkv[:, 4:7], qkv[:, 7:]
-    slots = torch.tensor([31, 8, 0, 17, 16], dtype=torch.int32, device=device)
-    caches = [torch.full((4, 3, 8, 24), float("nan"), dtype=dtype, device=device) for _ in range(4)]
-
-    write_kv(k, v, caches[0], caches[1], slots)
-    write_kv_reference(k, v, caches[2], caches[3], slots)
-
-    for cache, rows in ((caches[0], k), (caches[1], v), (caches[2], k), (caches[3], v)):
-        flat = cache.transpose(1, 2).flatten(0, 1)
-        assert torch.equal(flat[slots.long()], rows)
-        assert int(flat.isnan().all(-1).all(-1).sum()) == 32 - 5
-
-
-@pytest.mark.parametrize("slot", [-1, 32])
-def test_write_kv_refuses_a_slot_outside_the_cache(slot: int) -> None:
-    k = torch.zeros(2, 3, 8)
-    cache = torch.zeros(4, 3, 8, 8)
-    with pytest.raises(ValueError, match=re.escape(f"token 1 has slot {slot}; the cache has slots 0 to 31")):
-        write_kv(k, k, cache, cache.clone(), torch.tensor([3, slot], dtype=torch.int32))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"k_TKE": torch.zeros(2, 3, 16)}, "write_kv needs k and v (T, K, E)"),
-        ({"k_TKE": torch.zeros(2, 3, 8, dtype=torch.float16)}, "one dtype and int32 slots"),
-        ({"slot_T": torch.tensor([0, 1])}, "one dtype and int32 slots"),
-        ({"slot_T": torch.tensor([0], dtype=torch.int32)}, "slots (T,)"),
-        ({"v_cache_NKPE": torch.zeros(4, 3, 16, 8)}, "equal caches"),
-    ],
-)
-def test_write_kv_refuses_arguments_that_do_not_match(change: dict[str, torch.Tensor], message: str) -> None:
-    fits = {
-        "k_TKE": torch.zeros(2, 3, 8),
-        "v_TKE": torch.zeros(2, 3, 8),
-        "k_cache_NKPE": torch.zeros(4, 3, 8, 8),
-        "v_cache_NKPE": torch.zeros(4, 3, 8, 8),
-        "slot_T": torch.tensor([0, 1], dtype=torch.int32),
-    }
-    with pytest.raises(ValueError, match=re.escape(message)):
-        write_kv(**(fits | change))
 
 
 def _with(arguments: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:

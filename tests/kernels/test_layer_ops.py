@@ -192,14 +192,13 @@ def _check_padding(group: Group) -> None:
     assert all(map(torch.equal, got_caches, want_caches))
 
 
-def _check_refusals(group: Group) -> None:
-    from tightwire.kernels.cuda import layer_ops as triton_ops
-
+def _assert_refusals(function: Callable[..., Tensor]) -> None:
     qkv, cos, sin, caches, slots = _inputs((3, 9, 3, 64, 16), torch.bfloat16)
     k_cache, v_cache = caches()
     for arguments, message in (
         ((qkv[:, :6], cos, sin, k_cache, v_cache, slots), "needs qkv (T, H + 2 K, E)"),
         ((qkv, cos[:2], sin, k_cache, v_cache, slots), "; cos (2, 32) torch.float32"),
+        ((qkv, cos.double(), sin, k_cache, v_cache, slots), "; cos (3, 32) torch.float64"),
         ((qkv, cos, sin, k_cache, v_cache.half(), slots), f"v_cache {tuple(v_cache.shape)} torch.float16"),
         ((qkv, cos, sin, k_cache, v_cache, slots.long()), "slots (3,) torch.int64"),
         (
@@ -208,9 +207,39 @@ def _check_refusals(group: Group) -> None:
         ),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
-            triton_ops.rotate_and_cache(*arguments)
-    nothing = triton_ops.rotate_and_cache(qkv[:0], cos[:0], sin[:0], k_cache, v_cache, slots[:0])
+            function(*arguments)
+    nothing = function(qkv[:0], cos[:0], sin[:0], k_cache, v_cache, slots[:0])
     assert nothing.shape == (0, 9, 64)
+
+
+def _check_refusals(group: Group) -> None:
+    from tightwire.kernels.cuda import layer_ops as triton_ops
+
+    _assert_refusals(triton_ops.rotate_and_cache)
+
+
+def test_tensors_that_do_not_match_are_refused_on_a_cpu() -> None:
+    _assert_refusals(rotate_and_cache)
+
+
+@pytest.mark.parametrize("slot", [-1, 128])
+def test_a_slot_outside_the_cache_is_refused_on_a_cpu(slot: int) -> None:
+    qkv, cos, sin, caches, slots = _inputs((3, 9, 3, 64, 16), torch.bfloat16)
+    slots[1] = slot
+    got, untouched = caches(), caches()
+    with pytest.raises(ValueError, match="the cache has slots 0 to 127"):
+        rotate_and_cache(qkv, cos, sin, *got, slots)
+    assert all(map(torch.equal, got, untouched))
+
+
+def test_rotation_turns_pairs_half_a_head_apart() -> None:
+    qkv = torch.zeros(1, 3, 8)
+    qkv[0, 0, 1] = 1.0
+    angle = torch.full((1, 4), 0.3)
+    caches = torch.zeros(2, 1, 1, 16, 8)
+    got = rotate_and_cache(qkv, angle.cos(), angle.sin(), *caches, torch.zeros(1, dtype=torch.int32))[0, 0]
+    assert got.nonzero().flatten().tolist() == [1, 5]
+    assert got[1] == angle[0, 1].cos() and got[5] == angle[0, 1].sin()
 
 
 @needs_triton

@@ -80,42 +80,30 @@ static void multiply(const tw_decode_program &program, tw_phase *phase, const tw
 
 // Rotates queries and keys, and writes keys and values into the cache.
 static void rotate(const tw_decode_program &program, tw_phase *phase, const tw_layer &layer) {
-    const int64_t num_rotated = program.num_heads + program.num_kv_heads, head_bytes = program.head_dim * size_of(program.kind);
-    const int64_t rotated_stride = num_rotated * head_bytes, qkv_stride = rotated_stride + program.num_kv_heads * head_bytes;
+    const int64_t head_bytes = program.head_dim * size_of(program.kind);
+    const int64_t qkv_stride = (program.num_heads + 2 * program.num_kv_heads) * head_bytes;
     run_phase(phase, program.num_rows, [&](int64_t row) {
-        const address source = program.qkv + row * qkv_stride, target = program.rotated + row * rotated_stride;
         const int64_t angles = ((const int32_t *)program.positions)[row] * program.angle_stride;
-        tw_rope_args rope = {
-            .out = target,
-            .x = source,
+        tw_rotate_args args = {
+            .queries = program.rotated + row * program.num_heads * head_bytes,
+            .qkv = program.qkv + row * qkv_stride,
             .cos = program.cos + angles,
             .sin = program.sin + angles,
+            .k_cache = layer.k_cache,
+            .v_cache = layer.v_cache,
+            .slots = program.slots + sizeof(int32_t) * row,
             .token_stride = qkv_stride,
             .head_stride = head_bytes,
             .cos_stride = program.angle_stride,
             .sin_stride = program.angle_stride,
-            .num_heads = num_rotated,
+            .cache_block_stride = program.cache_block_stride,
+            .num_heads = program.num_heads,
+            .num_kv_heads = program.num_kv_heads,
             .half = program.head_dim / 2,
+            .tokens_per_block = program.tokens_per_block,
             .kind = program.kind,
         };
-        tw_rope(&rope, 0, 1);
-        tw_write_kv_args write = {
-            .k = target + program.num_heads * head_bytes,
-            .v = source + num_rotated * head_bytes,
-            .k_cache = layer.k_cache,
-            .v_cache = layer.v_cache,
-            .slots = program.slots + sizeof(int32_t) * row,
-            .k_token_stride = rotated_stride,
-            .k_head_stride = head_bytes,
-            .v_token_stride = qkv_stride,
-            .v_head_stride = head_bytes,
-            .cache_block_stride = program.cache_block_stride,
-            .num_blocks = program.num_blocks,
-            .num_kv_heads = program.num_kv_heads,
-            .tokens_per_block = program.tokens_per_block,
-            .head_bytes = head_bytes,
-        };
-        tw_write_kv(&write, 1);
+        tw_rotate_and_cache(&args, 0, 1);
     });
 }
 
@@ -130,7 +118,7 @@ static void attend(const tw_decode_program &program, tw_phase *phase, const tw_l
         .context_lens = program.context_lens,
         .block_table = program.block_table,
         .tiles = program.tiles,
-        .q_token_stride = (program.num_heads + program.num_kv_heads) * head_bytes,
+        .q_token_stride = program.num_heads * head_bytes,
         .q_head_stride = head_bytes,
         .kind = program.kind,
         .cache_block_stride = program.cache_block_stride,

@@ -35,12 +35,14 @@ typedef struct {
 } tw_norm_args;
 TW_API void tw_norm(const void *norm_args, int64_t start, int64_t stop);
 
-// Rotary position embedding of (T, H, 2 half); cosines and sines are (T, half) float32. `out` is contiguous.
+// Rotate the query and key heads of qkv (T, H + 2 K, 2 half), write queries to `queries` (T, H, 2 half), and keys and values to
+// their slots of the caches (N, K, P, 2 half). Cosines and sines are (T, half) float32, slots int32 and inside the caches.
 typedef struct {
-    address out, x, cos, sin;
-    int64_t token_stride, head_stride, cos_stride, sin_stride, num_heads, half, kind;
-} tw_rope_args;
-TW_API void tw_rope(const void *rope_args, int64_t start, int64_t stop);
+    address queries, qkv, cos, sin, k_cache, v_cache, slots;
+    int64_t token_stride, head_stride, cos_stride, sin_stride, cache_block_stride;
+    int64_t num_heads, num_kv_heads, half, tokens_per_block, kind;
+} tw_rotate_args;
+TW_API void tw_rotate_and_cache(const void *rotate_args, int64_t start, int64_t stop);
 
 // out (T, width) = silu(gate) * up of rows [gate, up].
 typedef struct {
@@ -48,15 +50,6 @@ typedef struct {
     int64_t row_stride, width, kind;
 } tw_swiglu_args;
 TW_API void tw_swiglu(const void *swiglu_args, int64_t start, int64_t stop);
-
-// Copy each token's key and value heads to its slot of the caches (N, K, P, E).
-typedef struct {
-    address k, v, k_cache, v_cache, slots;
-    int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
-    int64_t cache_block_stride, num_blocks, num_kv_heads, tokens_per_block, head_bytes;
-} tw_write_kv_args;
-// Returns the first token whose slot is not in the cache, or -1. Tokens before it have been written.
-TW_API int64_t tw_write_kv(const tw_write_kv_args *args, int64_t num_tokens);
 
 // Copy runs of rows; `runs` is (R, 3) int64: first source row, first target row, number of rows.
 TW_API int64_t tw_check_runs(address runs, int64_t num_runs, int64_t num_source_rows, int64_t num_target_rows);
@@ -219,7 +212,7 @@ typedef struct {
     double eps, scale_log2;
     address cos, sin;  // (positions, E / 2) float32
     int64_t angle_stride, num_blocks, tokens_per_block, cache_block_stride;
-    // Buffers, contiguous: normed (T, D), qkv (T, (H + 2 K) E), rotated (T, H + K, E), mixed (T, H, E), gate_up (T, 2 F),
+    // Buffers, contiguous: normed (T, D), qkv (T, (H + 2 K) E), rotated (T, H, E), mixed (T, H, E), gate_up (T, 2 F),
     // gated (T, F); partial (T, D) is the result of a part.
     address normed, qkv, rotated, mixed, gate_up, gated, partial;
     // The step: residual (T, D), to which each part's norm adds the sum before it; int32 positions and slots (T,);

@@ -1,4 +1,4 @@
-// Kernels that pass over rows once: RMS norm, rotary embedding, SwiGLU, cache writes, row copies, best numbers.
+// Kernels that pass over rows once: RMS norm, rotary embedding with cache writes, SwiGLU, row copies, best numbers.
 #include "kernels.h"
 #include "numbers.h"
 
@@ -51,32 +51,41 @@ void tw_norm(const void *norm_args, int64_t start, int64_t stop) {
     });
 }
 
-// --- rotary embedding -----------------------------------------------------------------------------------------------
+// --- rotary embedding and cache writes ------------------------------------------------------------------------------
 
 template <class Number>
-static void rope_rows(const tw_rope_args &args, int64_t start, int64_t stop) {
-    const int64_t half = args.half, bytes = Number::size;
+static void rotate_rows(const tw_rotate_args &args, int64_t start, int64_t stop) {
+    const int64_t half = args.half, bytes = Number::size, head_bytes = 2 * half * bytes;
+    const int64_t num_rotated = args.num_heads + args.num_kv_heads, page = args.tokens_per_block * head_bytes;
     for (int64_t token = start; token < stop; token++) {
+        const char *heads = (const char *)args.qkv + token * args.token_stride;
+        const char *cosines = (const char *)args.cos + token * args.cos_stride;
+        const char *sines = (const char *)args.sin + token * args.sin_stride;
+        const int64_t slot = ((const int32_t *)args.slots)[token];
+        const int64_t place = slot / args.tokens_per_block * args.cache_block_stride + slot % args.tokens_per_block * head_bytes;
+        char *queries = (char *)args.queries + token * args.num_heads * head_bytes;
+        char *keys = (char *)args.k_cache + place, *values = (char *)args.v_cache + place;
         for (int64_t at = 0; at < half; at += LANES) {
             const int64_t count = half - at;
-            const char *cosines = (const char *)args.cos + token * args.cos_stride;
-            const char *sines = (const char *)args.sin + token * args.sin_stride;
             F32 cos = load_numbers<Float32>(cosines + 4 * at, count), sin = load_numbers<Float32>(sines + 4 * at, count);
-            for (int64_t head = 0; head < args.num_heads; head++) {
-                const char *source = (const char *)args.x + token * args.token_stride + head * args.head_stride + bytes * at;
-                char *target = (char *)args.out + bytes * ((token * args.num_heads + head) * 2 * half + at);
+            for (int64_t head = 0; head < num_rotated; head++) {
+                const char *source = heads + head * args.head_stride + bytes * at;
+                const int64_t kv_head = head - args.num_heads;
+                char *target = (kv_head < 0 ? queries + head * head_bytes : keys + kv_head * page) + bytes * at;
                 F32 first = load_numbers<Number>(source, count);
                 F32 second = load_numbers<Number>(source + bytes * half, count);
                 store_rounded<Number>(target, first * cos - second * sin, count);
                 store_rounded<Number>(target + bytes * half, second * cos + first * sin, count);
             }
         }
+        for (int64_t head = 0; head < args.num_kv_heads; head++)
+            memcpy(values + head * page, heads + (num_rotated + head) * args.head_stride, head_bytes);
     }
 }
 
-void tw_rope(const void *rope_args, int64_t start, int64_t stop) {
-    const tw_rope_args &args = *(const tw_rope_args *)rope_args;
-    with_kind(args.kind, [&](auto number) { rope_rows<decltype(number)>(args, start, stop); });
+void tw_rotate_and_cache(const void *rotate_args, int64_t start, int64_t stop) {
+    const tw_rotate_args &args = *(const tw_rotate_args *)rotate_args;
+    with_kind(args.kind, [&](auto number) { rotate_rows<decltype(number)>(args, start, stop); });
 }
 
 // --- SwiGLU ---------------------------------------------------------------------------------------------------------
@@ -106,24 +115,6 @@ void tw_swiglu(const void *swiglu_args, int64_t start, int64_t stop) {
 }
 
 // --- copies ---------------------------------------------------------------------------------------------------------
-
-int64_t tw_write_kv(const tw_write_kv_args *args, int64_t num_tokens) {
-    const int32_t *slots = (const int32_t *)args->slots;
-    const int64_t page = args->tokens_per_block * args->head_bytes;
-    for (int64_t token = 0; token < num_tokens; token++) {
-        const int64_t slot = slots[token];
-        if (slot < 0 || slot >= args->num_blocks * args->tokens_per_block) return token;
-        const int64_t block = slot / args->tokens_per_block, in_block = slot % args->tokens_per_block;
-        const int64_t target = block * args->cache_block_stride + in_block * args->head_bytes;
-        for (int64_t head = 0; head < args->num_kv_heads; head++) {
-            const char *k = (const char *)args->k + token * args->k_token_stride + head * args->k_head_stride;
-            const char *v = (const char *)args->v + token * args->v_token_stride + head * args->v_head_stride;
-            memcpy((char *)args->k_cache + target + head * page, k, args->head_bytes);
-            memcpy((char *)args->v_cache + target + head * page, v, args->head_bytes);
-        }
-    }
-    return -1;
-}
 
 int64_t tw_check_runs(address runs, int64_t num_runs, int64_t num_source_rows, int64_t num_target_rows) {
     const int64_t(*run)[3] = (const int64_t(*)[3])runs;
