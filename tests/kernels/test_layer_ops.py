@@ -236,8 +236,8 @@ def test_rotation_turns_pairs_half_a_head_apart() -> None:
     qkv = torch.zeros(1, 3, 8)
     qkv[0, 0, 1] = 1.0
     angle = torch.full((1, 4), 0.3)
-    caches = torch.zeros(2, 1, 1, 16, 8)
-    got = rotate_and_cache(qkv, angle.cos(), angle.sin(), *caches, torch.zeros(1, dtype=torch.int32))[0, 0]
+    k_cache, v_cache = torch.zeros(2, 1, 1, 16, 8)
+    got = rotate_and_cache(qkv, angle.cos(), angle.sin(), k_cache, v_cache, torch.zeros(1, dtype=torch.int32))[0, 0]
     assert got.nonzero().flatten().tolist() == [1, 5]
     assert got[1] == angle[0, 1].cos() and got[5] == angle[0, 1].sin()
 
