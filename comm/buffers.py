@@ -132,10 +132,7 @@ class BufferPool:
             self._advance("filled", owner, "filling", "filled")
 
     def use(self, owner: int, timeout_s: float) -> PoolBuffer:
-        """Return the buffer with ``owner`` once it has arrived.
-
-        Raises TimeoutError if no byte has arrived for ``timeout_s``; the error given to ``close``.
-        """
+        """Wait for ``owner``'s buffer. Raises TimeoutError: no byte for ``timeout_s``; the error given to ``close``."""
         with self._changed:
             self._note("ask", owner, -1)
             seen, deadline = self.num_moves, time.monotonic() + timeout_s

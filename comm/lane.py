@@ -1,8 +1,7 @@
 """A thread that runs communication in order while the caller computes; on CUDA it has its own stream.
 
-Transfers over a slow link use no core, so one part of a prompt is summed while the next is computed. All ranks give a
-lane the same collectives in the same order, and nothing else uses its group while work is unfinished. A failure ends
-the lane.
+All ranks give a lane the same collectives in the same order, and nothing else uses its group while work is
+unfinished. A failure ends the lane.
 """
 
 import queue

@@ -1,7 +1,4 @@
-"""Protocols of comm: ``Transport`` moves bytes between ranks, ``AllReduce`` sums a tensor over them.
-
-An algorithm is written once against ``Transport``; a transport knows no algorithms.
-"""
+"""Protocols of comm: ``Transport`` moves bytes between ranks, ``AllReduce`` sums a tensor over any transport."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -34,10 +31,7 @@ class KernelSums(Protocol):
         ...
 
     def wait(self) -> int:
-        """Return how many sums are done. First makes a sum that the kernel left because a rank was late.
-
-        Raises as a single AllReduce does.
-        """
+        """Return how many sums are done, after making one that the kernel left; raises as a single AllReduce does."""
         ...
 
     def end(self) -> None:
@@ -85,8 +79,7 @@ class Transport(Protocol):
     def gather_into(self, buf: Tensor, out: Tensor, moved: Moved = nothing_told) -> None:
         """All-gather buffers of equal length into ``out`` in rank order, without intermediate copies.
 
-        ``buf`` may be this rank's part of ``out``. ``moved`` is called as bytes of ``out`` arrive, where the host sees
-        that.
+        ``buf`` may be this rank's part of ``out``. ``moved`` is called as bytes arrive, where the host sees that.
         """
         ...
 

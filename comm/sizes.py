@@ -10,10 +10,7 @@ _BY_LOWER_NAME = {name.lower(): factor for name, factor in _UNITS.items()}
 
 
 def parse_bytes(text: str) -> int:
-    """``1.5GiB`` -> 1610612736. GB is 10**9, GiB and G are 2**30; case does not matter.
-
-    Raises ValueError: not a number with one of the known units.
-    """
+    """``1.5GiB`` -> 1610612736, in any case; GB is 10**9, GiB and G are 2**30. Raises ValueError for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _BY_LOWER_NAME:
         raise ValueError(f"{text!r} is not a size; write it as 2GiB, 512MB or 1048576")

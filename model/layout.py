@@ -159,10 +159,7 @@ class _HeadCuts:
 
 
 def _apportion(total: int, shares: Sequence[float], *, unit: int, at_least: int) -> list[int]:
-    """Split ``total`` in whole units in proportion to ``shares``: largest remainders first, ties to lower ranks.
-
-    If ``total`` is not a multiple of ``unit``, or has too few units for all ranks, it is split in units of one.
-    """
+    """Split ``total`` by ``shares`` in whole units (or of one): largest remainders, then lower ranks."""
     if total % unit or total // unit < len(shares):
         unit = 1
     units = total // unit

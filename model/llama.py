@@ -83,9 +83,7 @@ class Llama:
     def _pass(self, batch: Batch, program: DecodeProgram | None) -> Generator[Collective, Tensor, Tensor]:
         """Run one pass over the layers: yield each collective, receive its result, and return (T, D).
 
-        The order is embedding, sum; then in every layer attention, sum, MLP, sum. Each part's norm adds the previous
-        sum to the residual stream, so only the last sum is added here. ``program`` runs the parts of a decode step on a
-        CPU.
+        Each part's norm adds the previous sum to the residual stream, so only the last sum is added here.
         """
         residual_TD = yield partial(self._embed, batch)
         if program is None:
@@ -187,10 +185,7 @@ class EagerLayers:
         self._placed[index] = weights
 
     def run(self, part: int, update_TD: Tensor | None) -> Tensor:
-        """Return (T, D), this rank's part of the sum over the ranks.
-
-        ``update_TD``: the ranks' sum of the previous part, which the norm adds to the residual; None for the first part.
-        """
+        """Return (T, D), this rank's part of the sum. ``update_TD``: the last part's sum; None for the first part."""
         index, is_mlp = divmod(part, 2)
         weights, eps = self._placed[index], self._config.norm_eps
         norm = weights.mlp_norm if is_mlp else weights.attention_norm

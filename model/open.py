@@ -1,7 +1,4 @@
-"""Opens a model from the user's argument: a known name, a folder, a .gguf, a repo id or random weights.
-
-It reads only headers and rejects unsupported models.
-"""
+"""Opens a model by known name, folder, .gguf, repo id or random weights; reads only headers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

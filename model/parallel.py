@@ -154,10 +154,7 @@ class _Rows(NamedTuple):
 
 
 class LogitsGather:
-    """Gathers the logits of all replicas on rank 0, which chooses tokens for every sequence.
-
-    After a step every rank sends rank 0 its columns of its replica's rows, or only the largest few if those suffice.
-    """
+    """Gathers the logits of all replicas, or only each row's largest few, on rank 0, which chooses all tokens."""
 
     def __init__(self, world: Group, layout: Layout) -> None:
         """``world``: the ranks of all replicas, grouped by replica, in the layout's order within each."""

@@ -148,10 +148,7 @@ def cut_row(num_rows: int, num_decode_rows: int = 0) -> int:
 
 
 def cut(step: StepArrays, row: int) -> tuple[StepArrays, StepArrays]:
-    """Split a step into the rows before ``row`` and the rest, neither empty. A sequence may have rows in both parts.
-
-    The second part reads keys and values of the first, so in each layer the first part must run first.
-    """
+    """Split a step before ``row``. In each layer the first part runs first: the second reads its keys and values."""
     starts = step.query_start_B1
     last = int(np.searchsorted(starts, row, side="left"))  # sequences that begin before ``row``
     num_rows_after = max(0, starts[last] - row)  # of the sequence that is cut; 0: none is
@@ -208,9 +205,6 @@ def num_deferred(token_ids_T: np.ndarray) -> int:
 
 
 def resolve_deferred(token_ids_T: Tensor, chosen_R: Tensor) -> Tensor:
-    """Replace deferred tokens (``step.deferred_token``) in ``token_ids_T`` by the tokens that the last step chose.
-
-    A negative number in ``chosen_R`` (no token could be chosen) becomes token 0; the row's result is not used.
-    """
+    """Replace deferred tokens by the tokens that the last step chose; a negative one (no choice) becomes token 0."""
     index_T = (-1 - token_ids_T).clamp_(min=0)
     return torch.where(token_ids_T < 0, chosen_R.clamp(min=0)[index_T], token_ids_T)

@@ -1,7 +1,4 @@
-"""Asynchronous copies between the host and a device.
-
-torch's allocator does not reuse pinned memory before the copy is done, so the host may release the source at once.
-"""
+"""Asynchronous copies between host and device; the source may be released at once, as torch keeps pinned memory."""
 
 from collections.abc import Sequence
 from typing import Any

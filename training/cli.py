@@ -17,10 +17,7 @@ _SIGTERM_CODE = 128 + signal.SIGTERM
 
 
 def train(argv: Sequence[str]) -> int:
-    """Run ``tightwire train``.
-
-    Returns 0 after the last step or Ctrl-C, 143 after SIGTERM, 1 if the run failed, 2 if refused.
-    """
+    """Run ``tightwire train``: 0 after the last step or Ctrl-C, 143 after SIGTERM, 1 if it failed, 2 if refused."""
     args = _make_parser().parse_intermixed_args(argv)
     if args.keys:
         sys.stdout.write(describe_config())

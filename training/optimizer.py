@@ -14,11 +14,7 @@ from tightwire.training.config.tree import ScheduleConfig
 
 
 def make_optimizer(config: OptimizerConfig, param_groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-    """Build the optimizer of ``config``. Only the group named ``matrices`` has weight decay.
-
-    Raises:
-        ValueError: the class does not have an option, or refuses its value.
-    """
+    """Build the optimizer; only the group ``matrices`` has weight decay. ValueError: an unknown option or bad value."""
     cls = getattr(torch.optim, config.torch_name)
     known = set(inspect.signature(cls).parameters) - {"params", "lr", "weight_decay"}
     for option in config.options:

@@ -1,7 +1,4 @@
-"""The registry entry of an AllReduce, and the names: ``registry`` finds each file of this folder with an ``ENTRY``.
-
-Names are read from the source text of the folder, because importing the entries imports torch.
-"""
+"""The registry entry of an AllReduce, and the names, read from source text because the entries import torch."""
 
 import ast
 from collections.abc import Callable, Mapping

@@ -1,9 +1,7 @@
 """Flash AllReduce: two-shot with both legs quantized. For large messages on slow links, at a loss of accuracy.
 
-Each number is quantized twice, for any number of ranks: before the exchange of slices, and by the slice's owner after
-summing. The owner decodes its own slice too, so that all ranks hold the same bits.
-
-Source: Flash Communication, arXiv 2412.04964; bit splitting for 5 and 6 bits after Flash Communication V2, 2508.03760.
+The owner of a slice decodes its own sum too, so that all ranks hold the same bits. Source: Flash Communication, arXiv
+2412.04964; bit splitting for 5 and 6 bits after Flash Communication V2, 2508.03760.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """Ring AllReduce: slices travel around the ranks and collect partial sums, then travel around once more.
 
-Each rank sends to one neighbor only, which suits links that all-to-all traffic would congest, but it waits 2 (N-1)
-times.
+Each rank sends to one neighbor only, which avoids congestion, but it waits 2 (N-1) times.
 """
 
 from collections.abc import Sequence

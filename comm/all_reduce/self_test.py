@@ -1,8 +1,4 @@
-"""Start-up check: every algorithm that may be used sums known numbers, in the sizes and dtype of the model.
-
-It detects a broken kernel, driver or cable before the first request. Ranks share results, so all quarantine the same
-ones.
-"""
+"""Start-up check for broken kernels, drivers and cables: the algorithms sum known numbers in the model's sizes."""
 
 import hashlib
 import struct

@@ -1,7 +1,4 @@
-"""Two-shot AllReduce: each rank sums one slice of the tensor and sends the sum to all others. For large messages.
-
-It sends the bytes of a ring in two rounds instead of 2 (N-1). It is Flash AllReduce without codecs.
-"""
+"""Two-shot AllReduce for large messages: Flash AllReduce without codecs, with a ring's bytes in two rounds."""
 
 from functools import partial
 

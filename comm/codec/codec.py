@@ -80,10 +80,7 @@ def check_summable(x: Tensor) -> None:
 
 
 def slice_lengths(num_elems: int, num_slices: int, multiple: int = 1) -> list[int]:
-    """Lengths of consecutive slices of ceil(n / slices) elements, rounded up to a ``multiple``; the last may be short.
-
-    Slices begin at multiples of ``multiple``, so a codec's groups are never split. The last slices may be empty.
-    """
+    """Lengths of slices of ceil(n / slices) elements, rounded up to a ``multiple``; the last may be short or empty."""
     length = -(-num_elems // num_slices)
     length = -(-length // multiple) * multiple
     return [max(0, min(length, num_elems - i * length)) for i in range(num_slices)]
@@ -159,10 +156,7 @@ def sum_and_encode(
 
 
 def prepare_codecs(device: torch.device, *codecs: Codec) -> None:
-    """Compile the kernels of these codecs now: in a first collective all other ranks would wait for the compiler.
-
-    Two codecs are those of the legs of a sum. Does nothing on a CPU, whose kernels are compiled.
-    """
+    """Compile the GPU kernels of one codec or of a sum's two legs, so that no collective waits for the compiler."""
     if device.type == "cpu":
         return
     for dtype, length in product(SUMMABLE, _PREPARED_LENGTHS):

@@ -202,15 +202,14 @@ def hierarchical_reduce_scatter(
 ) -> Tensor:
     """This rank's slice, (``hierarchical_slices(...)[rank]``,), of the sum of the ranks' flattened tensors.
 
-    Inside each node first, so that the link between nodes carries one tensor per node: of N ranks on K nodes of L, a
-    plain all-to-all sends L (K-1)/K of a tensor out of every node, this one (K-1)/K. Each number is quantized twice, once in
-    each leg, each leg with its own codec. Source: qgZ of ZeRO++ (arXiv 2306.10209, section 3.3).
+    Inside each node first: of N ranks on K nodes of L, (K-1)/K of a tensor leaves every node instead of L (K-1)/K. Each
+    leg quantizes each number once, with its own codec. Source: qgZ of ZeRO++ (arXiv 2306.10209, section 3.3).
 
     1. Inside its node a rank sends each other rank the slices of all ranks with that rank's place on their node.
     2. Each rank adds what it received, in float32 in rank order. A ``none`` leg between nodes sends these sums in the
        dtype of ``x``, so rounded once more; a codec encodes the float32 sums.
-    3. Between nodes it sends each part to its owner, which adds them in the order of the nodes and rounds once to
-       ``dtype`` (default: that of ``x``).
+    3. Between nodes it sends each part to its owner, which adds them in node order and rounds once to ``dtype``
+       (default: that of ``x``).
 
     Cost: ``hierarchical_bytes``, two rounds. Raises TypeError for other dtypes, ValueError for a group without nodes.
     """

@@ -1,7 +1,4 @@
-"""A group of ranks: one transport, one ledger, one deadline.
-
-``open_process_group`` joins processes over torch.distributed; ``in_process_groups`` runs ranks as threads, for tests.
-"""
+"""A group of ranks: one transport, one ledger, one deadline."""
 
 import contextlib
 import os
@@ -34,10 +31,9 @@ _ELSEWHERE = "192.0.2.1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeGroups:
-    """The two subgroups of a rank in a group on several nodes; ``comm.group.nodes`` opens them.
+    """The two subgroups of a rank in a group on several nodes, with the group's ledger and rank numbers from 0.
 
-    Rank r is on node r // L, where L = ``inside.world_size``. Both record in the group's ledger and number ranks from
-    0.
+    Rank r is on node r // L, where L = ``inside.world_size``.
     """
 
     inside: "Group"  # the ranks of this rank's node, in order
@@ -117,16 +113,12 @@ def open_process_group(
     Host names are never resolved. Raises CollectiveTimeoutError with the ranks that did not join.
 
     Args:
-        store: a torch.distributed store that all ranks reach. It serves to join and, after a failure, to find the ranks
-            at fault; keep it alive as long as the group.
-        device: this rank's ``cpu`` or ``cuda:N``.
-        timeout_s: the longest wait in each collective.
-        join_timeout_s: the longest wait for all ranks to join; default: ``timeout_s``.
+        store: serves to join and, after a failure, to find the ranks at fault; keep it alive as long as the group.
+        timeout_s: the longest wait in each collective, and by default (``join_timeout_s``) for all ranks to join.
         interface: gloo's network interface, such as ``eth0``; default: GLOO_SOCKET_IFNAME, else the one that leads to
             the store. (NCCL reads NCCL_SOCKET_IFNAME.)
         segment_fd: memory that all ranks share (``comm.transport.segment``), for all but the library's own all-reduce.
         peer_memory: sum CUDA tensors through each other's memory (``comm.transport.peer_access``), if possible.
-        ledger: where the group's collectives are recorded; default: a new one.
     """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device}")

@@ -90,8 +90,7 @@ class LocalRanks:
     def stream(self, fn: Callable[..., Iterator[Any]], *args: Any) -> Iterator[tuple[int, Any]]:
         """Call ``fn(group, *args)`` on each rank; yield its values as (rank, value) on arrival, in order for each rank.
 
-        If a rank raises or dies, or none sends anything for ``silence_s``, all ranks are killed and LocalRankError is
-        raised.
+        Raises LocalRankError, with all ranks killed, if one raises or dies, or none sends for ``silence_s``.
         """
         call = pickle.dumps((fn, args))
         for pipe in self._pipes:

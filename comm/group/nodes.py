@@ -98,10 +98,7 @@ def in_process_node_groups(world_size: int, num_nodes: int, timeout_s: float = 3
 def run_leg(
     group: Group, leg: Group, fn: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs
 ) -> _Result:
-    """Call ``fn(...)``, which communicates over ``leg``: one of the groups of ``group.nodes``, or ``group`` itself.
-
-    A CommError names the ranks that caused it, numbered as in ``group``.
-    """
+    """Call ``fn(...)``, which communicates over ``leg`` of ``group``; a CommError numbers ranks as in ``group``."""
     try:
         return fn(*args, **kwargs)
     except CommError as error:

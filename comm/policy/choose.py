@@ -106,10 +106,7 @@ class Chooser:
         self._admitted = {phase: self._admit(request.error_budget if phase == "prefill" else None) for phase in PHASES}
 
     def policy(self) -> Policy:
-        """Rules for every site and phase; the same inputs always give the same policy.
-
-        Raises QuarantinedError: ``auto`` has no usable algorithm left.
-        """
+        """Rules for every site and phase; raises QuarantinedError if ``auto`` has no usable algorithm left."""
         base = Policy(tuple(Rule(site, phase, self._choices(site, phase)) for site in SITES for phase in PHASES))
         file = self._request.file
         if file is None:

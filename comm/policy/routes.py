@@ -1,8 +1,4 @@
-"""Turns policies into AllReduces: the object that sums each kind of message.
-
-Two kinds of message with the same choices share one object, so a caller can tell by identity whether two parts of a
-tensor may be sent together.
-"""
+"""Turns policies into AllReduces; messages with the same choices share one object, so they may be sent together."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -19,10 +15,7 @@ from tightwire.comm.protocols import AllReduce, KernelSums
 
 
 def make_candidates(policies: Iterable[Policy], group: Group) -> dict[str, AllReduce]:
-    """Make every algorithm that a policy may use, by name; all ranks make the same ones in the same order.
-
-    Raises ValueError: no such algorithm.
-    """
+    """Make every algorithm that a policy may use, in the same order on all ranks; ValueError: no such algorithm."""
     names = dict.fromkeys(name for policy in policies for name in policy.algorithms)
     return {name: make_all_reduce(name, group) for name in names}
 
@@ -43,10 +36,7 @@ class Routes:
         return tuple(name for name, _ in self._policies)
 
     def all_reduce(self, site: str, layer: int, phase: str, policy: int = 0) -> AllReduce:
-        """Return the AllReduce for these messages under this policy; the caller keeps it.
-
-        Raises ValueError: the policy has no rule for these messages.
-        """
+        """Return the AllReduce for these messages, for the caller to keep; ValueError: there is no rule for them."""
         return self._by_size(self._policies[policy][1].choices(site, layer, phase))
 
     def _by_size(self, choices: tuple[Choice, ...]) -> AllReduce:

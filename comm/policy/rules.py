@@ -1,7 +1,6 @@
-"""The policy: rules that name an AllReduce for each message, made once by ``choose`` and given to every rank; policy files.
+"""The policy: rules that name an AllReduce for each message, made by ``choose`` for all ranks; policy files.
 
-A message has a site (its place in the model), a layer, a phase (prefill or decode rows) and a size. This module has
-names only and imports no torch; ``routes`` turns names into AllReduces.
+A message has a site (its place in the model), a layer, a phase (prefill or decode rows) and a size. Imports no torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,10 +57,7 @@ class Policy(msgspec.Struct, frozen=True):
         return tuple(dict.fromkeys(names))
 
     def without(self, wrong: Mapping[str, str]) -> "Policy":
-        """The policy with some algorithms quarantined; ``wrong`` maps each to the error found.
-
-        Raises QuarantinedError: some messages have no algorithm left.
-        """
+        """The policy without ``wrong`` (name: error); QuarantinedError if some messages have no algorithm left."""
         rules = (
             msgspec.structs.replace(rule, choices=_merged([_allowed(rule, choice, wrong) for choice in rule.choices]))
             for rule in self.rules
@@ -152,10 +148,7 @@ class PolicyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def read_policy_file(path: Path) -> PolicyFile:
-    """Read the file and check everything that needs no model.
-
-    Raises ValueError: it cannot be read, is not a policy file, or has an invalid rule; names the problem.
-    """
+    """Read the file and check everything that needs no model; raises ValueError, which names the problem."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=PolicyFile)
     except OSError as error:
@@ -172,10 +165,7 @@ def write_policy_file(path: Path, file: PolicyFile) -> None:
 
 
 def apply(base: Policy, file: PolicyFile, name: str = "") -> Policy:
-    """Put the file's rules before those of ``base``; leave out rules that apply to no layer.
-
-    ``name``: of the file, for the reasons.
-    """
+    """Put the file's rules, called ``name`` in reasons, before those of ``base``; leave out those for no layer."""
     rules: list[Rule] = []
     taken: dict[tuple[str, str], set[int] | None] = {}  # by site and phase, the layers that have a rule; None: all
     for rule in [*(_rule(rule, name) for rule in file.rules), *base.rules]:
@@ -195,10 +185,7 @@ def apply(base: Policy, file: PolicyFile, name: str = "") -> Policy:
 
 
 def check_shape(file: PolicyFile, name: str, shape: Mapping[str, int]) -> None:
-    """Refuse ``file`` for a model of another ``shape`` (``num_layers``, ``hidden_size``) than it was made for.
-
-    Raises ValueError: the shape differs, or a rule names a layer that does not exist.
-    """
+    """Raise ValueError: the file is for another ``shape`` (``num_layers``, ``hidden_size``) or has a missing layer."""
     for fact, value in shape.items():
         made = file.made_for.get(fact)
         if made is not None and made != value:

@@ -1,7 +1,4 @@
-"""The two legs of a quantized sum: exchange slices encoded (reduce-scatter), gather encoded sums (all-gather).
-
-The caller records the collective; these functions add the time of encoding and decoding to its ledger.
-"""
+"""The two legs of a quantized sum: exchange encoded slices, gather encoded sums. The caller records the collective."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,6 @@
-"""Decides, on all ranks alike, whether ranks of one host can sum through each other's GPU memory; checks that writes arrive.
+"""Decides, on all ranks alike, whether ranks of one host can sum through each other's GPU memory; checks writes.
 
-A rank sees only its own GPU's properties, so ranks share facts through the store they join over. This module does not
-import Triton, which may not be installed.
+Ranks share facts through the store they join over. Does not import Triton, which may not be installed.
 """
 
 import logging
@@ -72,11 +71,9 @@ def _objection_to_peers(device: torch.device, facts: Sequence[Sequence[str]]) ->
 
 
 def add_peer_memory(library: ProcessGroupTransport, store: Store) -> str:
-    """Let ``library`` sum through peer memory. If that is not possible, log and return the reason.
+    """Let ``library`` sum through peer memory, or log and return why not; CollectiveTimeoutError: a rank is late.
 
     ``store``: one that all ranks reach and nothing else writes to.
-
-    Raises CollectiveTimeoutError: a rank did not arrive.
     """
     device, timeout_s = library.device, library.timeout_s
     exchange = FactExchange(store, rank=library.rank, world_size=library.world_size, timeout_s=timeout_s)

@@ -1,8 +1,7 @@
 """AllReduces through GPU memory that the ranks of one host map from each other: one kernel each.
 
-This module maps the memory, splits long messages and reports failures; ``kernels.cuda.all_reduce`` sums. Messages, barriers
-and ``native`` go through the library: NCCL on GPUs, gloo for Triton's interpreter, in which the same code runs on CPU
-processes that share memory.
+Messages, barriers and ``native`` go through the library: NCCL on GPUs, gloo for Triton's interpreter, in which the same
+code runs on CPU processes that share memory.
 """
 
 import mmap

@@ -1,7 +1,4 @@
-"""Transports over torch.distributed: gloo between CPU processes, NCCL between GPUs. ``comm.group.group`` opens them.
-
-Both process groups are made from their classes and a store, not by ``init_process_group``, so there is no global state.
-"""
+"""Transports over torch.distributed, without its global state: gloo between CPU processes, NCCL between GPUs."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -69,11 +66,7 @@ class ProcessGroupTransport(Transport):
         return result
 
     def close(self) -> None:
-        """Drop the connections; a collective of another rank that waits for this one fails at once.
-
-        Gloo closes its sockets only when the object is freed (its abort and shutdown do nothing, torch 2.13), so
-        nothing else may hold a reference to it.
-        """
+        """Drop the connections, so that waiting ranks fail; gloo closes them only when nothing refers to the object."""
         self._group = None
 
     def _open_group(self) -> Any:
@@ -184,11 +177,9 @@ class GlooTransport(ProcessGroupTransport):
             self.bytes_sent += buf.numel()
 
     def _transfer(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
-        """Run all messages at once, receives posted first. Empty messages are not sent, as both sides know their size.
+        """Run all messages at once, receives posted first; empty ones are not sent.
 
-        A message is tagged with its size and its collective, so that a mismatched one matches no receive and both sides
-        time out. (With equal tags, gloo ends a process that receives more bytes than it expects, leaves missing bytes
-        unset, and delivers another tensor's bytes.)
+        Tags hold size and collective, so a mismatch times out on both sides; else gloo ends the process or mixes tensors.
         """
         group, begun = self._open_group(), self.ledger.begun
         call = 0 if begun is None else _tag(*begun[:3])

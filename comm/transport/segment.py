@@ -1,7 +1,4 @@
-"""Memory that ranks of one host share: an anonymous file that exists as long as a process holds it (docs/comm.md).
-
-Each group has its own segment. This module imports no torch: the ranks' parent makes the segment at start-up.
-"""
+"""Memory that ranks of one host share: an anonymous file, made by their parent without torch (docs/comm.md)."""
 
 import mmap
 import os

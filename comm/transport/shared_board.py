@@ -121,10 +121,7 @@ class SharedBoard:
             self._bytes[end - _NAME_BYTES : end] = _name_bytes(op, algorithm)
 
     def announcement(self, op: str, algorithm: str) -> Tensor:
-        """(N,) uint8: the bytes that a kernel copies to ``announced_at`` in place of ``announce``.
-
-        The caller fills in the first two words: the collective's number and bytes.
-        """
+        """(N,) uint8 that a kernel copies to ``announced_at``; the caller writes number and bytes into two words."""
         note = torch.zeros(RANK_BYTES - 8 * _NUMBER, dtype=torch.uint8)
         note[8 * (_NAME - _NUMBER) :] = torch.frombuffer(bytearray(_name_bytes(op, algorithm)), dtype=torch.uint8)
         return note
@@ -155,10 +152,7 @@ class SharedBoard:
         return unlike_most({peer: (*self._latest(peer)[:2], self.call(peer, turn)) for peer in arrived})
 
     def last_collectives(self, turn: int | None = None) -> str:
-        """Each rank's latest collective, such as ``rank 0: all_reduce ring 1152 B, #7; rank 1: ..., #6, died``.
-
-        ``turn``: with the call of each rank in this turn.
-        """
+        """Each rank's latest collective, such as ``rank 0: all_reduce ring 1152 B, #7``; with its call in ``turn``."""
         return "; ".join(f"rank {peer}: {self._describe(peer, turn)}" for peer in range(self.world_size))
 
     def _describe(self, peer: int, turn: int | None) -> str:

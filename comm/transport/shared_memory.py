@@ -120,10 +120,7 @@ class SharedMemoryTransport(SharedTurns):
         self._library.close()
 
     def _send(self, pieces: Sequence[Tensor], call: int, size: int = 0) -> None:
-        """Write the pieces one after the other into the next turn's buffer, then publish the turn.
-
-        ``size``: of the whole message, for calls where ranks do not know each other's sizes.
-        """
+        """Write the pieces to the next turn's buffer and publish it. ``size``: of the message, if not known to all."""
         chunk, offset = self.open_turn(), 0
         for piece in pieces:
             if length := piece.numel():
@@ -221,11 +218,7 @@ class SharedAllReduce:
 
 
 class SharedSums:
-    """One-shot sums that a caller's kernel runs by itself over a segment: the ``KernelSums`` of ranks that share memory.
-
-    The kernel's side is ``tw_make_sum`` (kernels/cpu/native). This side counts in the ledger and in the bytes sent when
-    all sums are done, and handles a sum that waits too long: deadlines, lost peers and mismatched calls.
-    """
+    """One-shot sums that a kernel (``tw_make_sum``) runs by itself; this side counts them and handles late ranks."""
 
     def __init__(self, turns: SharedTurns) -> None:
         self._turns = turns

@@ -27,10 +27,7 @@ class FactExchange:
         self._store, self._timeout_s, self._doing = store, timeout_s, doing
 
     def share(self, topic: str, fact: bytes) -> list[bytes]:
-        """Return all ranks' facts on ``topic`` in rank order. Each topic can be shared once.
-
-        Raises CollectiveTimeoutError: some ranks did not share in time; names them.
-        """
+        """All ranks' facts on a new ``topic``, in rank order; raises CollectiveTimeoutError with the missing ranks."""
         keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], fact)  # pyright: ignore[reportArgumentType]: bytes are taken too
         try:
@@ -109,10 +106,7 @@ def missed_by(own: Note, notes: dict[int, Note]) -> set[int]:
 
 
 def ranks_at_fault(own: Note, notes: dict[int, Note], others: Iterable[int]) -> set[int]:
-    """Those of ``others`` to blame: the ranks without a note; if there are none, the ranks that others waited for.
-
-    A rank with a note was in the collective and failed because another rank failed.
-    """
+    """Those of ``others`` to blame: the ranks without a note; if there are none, those that others waited for."""
     silent = set(others) - set(notes)
     missed = missed_by(own, notes)
     if own.timed_out or any(note.timed_out for note in notes.values()):

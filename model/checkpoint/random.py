@@ -1,7 +1,4 @@
-"""Computes random weights: each number is a hash of (seed, tensor name, row, column).
-
-Each rank computes any slice by itself, on its device. The bits do not depend on the split, so TP 1 equals TP N.
-"""
+"""Computes random weights as hashes of (seed, tensor name, row, column), so the bits do not depend on the split."""
 
 import math
 import zlib

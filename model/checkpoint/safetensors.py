@@ -1,7 +1,4 @@
-"""Reads slices of tensors from one or several .safetensors files.
-
-The library checks the header and every size. Weights are read here, without its memory map, into their place.
-"""
+"""Reads slices of tensors from .safetensors files, whose headers the library checks, without a memory map."""
 
 import json
 import math

@@ -1,7 +1,6 @@
 """Creates a folder atomically: it is filled under a temporary name and renamed at the end.
 
-The temporary name is ``NAME.partial-PID``. The process holds a lock on the folder, which the system releases when the
-process ends, so the next one removes what a killed one left.
+The process locks ``NAME.partial-PID`` until it ends, so the next one removes what a killed one left.
 """
 
 import contextlib

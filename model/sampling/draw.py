@@ -69,12 +69,9 @@ def uniforms(mixed_seeds_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
 def draw(logits_RV: Tensor, best_R: Tensor, filters: Filters, uniform_R: Tensor, *, waits: bool = True) -> Tensor:
     """Draw one token id per row by inverse CDF; returns (R,) int64.
 
-    Args:
-        logits_RV: float32, -inf allowed; each row's maximum must be finite (otherwise the result is an arbitrary id).
-        best_R: each row's maximum.
-        uniform_R: float64 in [0, 1).
-        waits: the host waits for the device, which alone knows the rows that need a full sort. If False, such rows get
-            ``UNSETTLED`` and must be drawn again.
+    ``logits_RV``: float32, -inf allowed; each row's maximum, ``best_R``, must be finite (else the id is arbitrary).
+    ``uniform_R``: float64 in [0, 1). ``waits``: the host waits for the device, which alone knows the rows that need a
+    full sort. If False, such rows get ``UNSETTLED`` and must be drawn again.
     """
     if logits_RV.is_cpu and len(logits_RV) > _CPU_ROWS:
         parts = torch.arange(len(logits_RV)).split(_CPU_ROWS)

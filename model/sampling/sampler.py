@@ -183,10 +183,7 @@ class _Batch:
         self.groups = [self._make_group(chosen, device) for chosen in (in_order, ranked) if chosen]
 
     def banned_at(self, positions_R: np.ndarray) -> list[tuple[int, int]]:
-        """Return (row, token id): stop tokens of rows that must not end yet, and tokens that would complete a bad word.
-
-        ``positions_R``: the numbers of generated tokens.
-        """
+        """Return (row, token id) of early stop tokens and ends of bad words, after ``positions_R`` generated tokens."""
         stops = [
             (r, token_id)
             for r in self._short

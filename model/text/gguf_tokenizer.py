@@ -104,10 +104,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Backend:
 
 
 def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return the merges of a SentencePiece vocabulary, ordered by the score of the merged piece.
-
-    Source: ``generate_merges`` of transformers' SentencePiece converter, with the same order of ties.
-    """
+    """Return merges by score, with ties as in ``generate_merges`` of transformers' SentencePiece converter."""
     merges: list[tuple[float, str, str]] = []
     for piece, index in vocab.items():
         cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))]

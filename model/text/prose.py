@@ -1,8 +1,4 @@
-"""English prose that comes with Tightwire: the text of the benches and of the training examples.
-
-It lives on this floor because bench and training both read it, and training cannot import bench. ``english/ORIGIN.md`` lists
-the sources and licences.
-"""
+"""English prose of the benches and the training examples; ``english/ORIGIN.md`` lists sources and licences."""
 
 from functools import cache
 from pathlib import Path

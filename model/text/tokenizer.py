@@ -188,10 +188,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render_open(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """Render messages up to the end of the last one's text, so that an answer continues it, as transformers does.
-
-        Raises ChatTemplateError: the template rejects these messages, or does not print the last one's text.
-        """
+        """Render up to the end of the last text, which an answer continues; ChatTemplateError if impossible."""
         *before, last = messages
         marked = {**last, "content": last["content"] + _MARK}
         text = self.render([*before, marked], add_generation_prompt=False, **variables)
@@ -252,10 +249,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_backend(vocab_size: int) -> Backend:
-    """Return a ``tokenizers.Tokenizer`` with exactly ``vocab_size`` tokens.
-
-    Raises ModelError: ``vocab_size`` is below 260, the number of bytes and special tokens.
-    """
+    """Return a backend with exactly ``vocab_size`` tokens; ModelError: fewer than 260, the bytes and special tokens."""
     if vocab_size < MIN_VOCAB_SIZE:
         raise ModelError(f"a byte tokenizer needs a vocab_size of at least {MIN_VOCAB_SIZE}, got {vocab_size}")
     characters = byte_characters()

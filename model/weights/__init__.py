@@ -1,7 +1,4 @@
-"""Weights of one rank: resident, streamed or partitioned. Start with `source`, then `load`.
-
-What a rank process reads before it imports torch stands here.
-"""
+"""Weights of one rank: resident, streamed or partitioned. Imports no torch. Start with `source`, then `load`."""
 
 import msgspec
 

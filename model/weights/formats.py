@@ -1,7 +1,4 @@
-"""Maps a rank's fused tensors to a checkpoint's, reads them, and chooses each matrix's format: packed in 8 or 4 bits, or plain.
-
-A matrix's format does not depend on the split, so any number of ranks serves the same model.
-"""
+"""Maps a rank's fused tensors to a checkpoint's, reads them, and chooses formats, which do not depend on the split."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

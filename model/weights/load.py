@@ -1,7 +1,4 @@
-"""Loads one rank's weights: resident layers to the device, streamed ones to their store.
-
-``CheckpointStore`` reads a checkpoint. ``WeightSizes`` has the memory that a plan needs, before anything is loaded.
-"""
+"""Loads one rank's weights: resident layers to the device, streamed ones to their store; computes their sizes."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace

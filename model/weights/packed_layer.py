@@ -184,10 +184,7 @@ class LayerStore:
 
 
 class LayerFiles(LayerStore):
-    """A ``LayerStore`` over files, from which all weights of a rank are loaded, in any order.
-
-    Every read raises ModelError or WeightsError if it fails.
-    """
+    """A ``LayerStore`` over files, read in any order; a read that fails raises ModelError or WeightsError."""
 
     model: PackedModel  # the forms of the rank's tensors
 

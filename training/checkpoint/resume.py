@@ -62,9 +62,8 @@ def describe_checkpoint(
 def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> dict[str, Any]:
     """The checkpoint's description, after checking that this run can resume from it.
 
-    Raises:
-        CheckpointError: the description is missing or damaged.
-        OtherRunError: model, data order, optimizer, compressor or ``schedule.steps`` do not fit; the message says which.
+    Raises CheckpointError: the description is missing or damaged; OtherRunError: model, data order, optimizer,
+    compressor or ``schedule.steps`` do not fit.
     """
     description = read_description(folder)
     if differing := _difference(description["model"], identity.model):
@@ -95,9 +94,7 @@ def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> d
 def restore(folder: Path, description: Mapping[str, Any], state: RunState) -> None:
     """Restore weights, optimizer and gradient compressor from a checked checkpoint. Not collective.
 
-    Raises:
-        CheckpointError: files cannot be read.
-        OtherRunError: parameters differ, or a parameter trained here was frozen there.
+    Raises CheckpointError: files cannot be read; OtherRunError: other parameters, or one trained here was frozen there.
     """
     keys, scalars = keys_in(folder), description["scalars"]
     _check_parameters(folder, state.shards, parameters_in(keys))

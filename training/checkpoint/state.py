@@ -82,8 +82,7 @@ def scalars_of(state: RunState) -> dict[str, Any]:
 def wanted_state(state: RunState, scalars: Mapping[str, Any], keys: Mapping[str, int]) -> list[Chunk]:
     """Destinations for weights and optimizer state. Restores the optimizer's scalars and allocates its flat state.
 
-    Args:
-        keys: all keys of the checkpoint with their lengths; they determine which flat state exists.
+    ``keys``: all keys of the checkpoint with their lengths; they determine which flat state exists.
     """
     for shard in state.shards:
         if shard.name in scalars["optimizer"]:

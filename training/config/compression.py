@@ -46,10 +46,7 @@ class SparseOptions(_Options):
     )
 
     def sparsity_at(self, step: int) -> float | None:
-        """The sparsity at ``step``, counted from 0; None: dense.
-
-        Each one applies for an equal span of the ``rampup_step`` steps.
-        """
+        """The sparsity at ``step``, from 0; None: dense. Each lasts an equal share of the ``rampup_step`` steps."""
         if step < self.rampup_begin_step:
             return None
         span = (step - self.rampup_begin_step) * len(self.sparsity) // self.rampup_step

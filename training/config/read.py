@@ -58,10 +58,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-8 as a number, which YAML 1.1 reads as text.
-
-    Refuses a key that appears twice and an alias inside its own value.
-    """
+    """Reads 1e-8 as a number, unlike YAML 1.1; refuses a repeated key and an alias inside its own value."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)

@@ -40,10 +40,7 @@ class Documents:
         return self.read(self.files)
 
     def read(self, files: Iterable[Path]) -> Iterator[str]:
-        """The documents of ``files`` in order.
-
-        Raises DataError: a file cannot be read, is not UTF-8, or has a line without a text.
-        """
+        """The documents of ``files``; DataError: a file is unreadable or not UTF-8, or a line has no text."""
         for path in files:
             try:
                 with _open(path) as lines:

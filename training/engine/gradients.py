@@ -37,11 +37,8 @@ class GradientCompressor:
     def __call__(self, name: str, sum_N: Tensor) -> Tensor:
         """Turn (N,) this node's sum of a flat parameter's gradients into the sum over nodes; same bits on every rank.
 
-        The engine divides by the number of ranks. ``sum_N`` may be overwritten; the result may share its memory.
-
-        Raises:
-            RuntimeError: a compressor with state was called twice for ``name`` in one step.
-            CommError: a rank did not take part; the group cannot be used any more.
+        The engine divides by the number of ranks. ``sum_N`` may be overwritten; the result may share its memory. Raises
+        RuntimeError: called twice for ``name`` in a step, with state; CommError: a rank is missing, the group ends.
         """
         raise NotImplementedError
 
@@ -199,10 +196,7 @@ class Gradients:
                 self.end(bucket, last=True)
 
     def finish(self) -> None:
-        """Wait until all gradients are summed, then divide them by the number of ranks.
-
-        Raises RuntimeError: the step is not over.
-        """
+        """Wait until all gradients are summed and divide by the number of ranks; RuntimeError: the step is not over."""
         if not all(place.is_last for place in self._bucket_buffers.values()):
             raise RuntimeError("the step's last micro-batch has not run; pass last=True to it")
         start_s = time.perf_counter()

@@ -102,10 +102,7 @@ _SCALARS = [
 
 
 class RunLog:
-    """Only one rank writes it.
-
-    ``after_step``: lines after the checkpoint of that step, from which the run resumes, are dropped.
-    """
+    """Written by one rank. ``after_step``: the run resumes after this step, so later lines are dropped."""
 
     def __init__(self, run: Path, *, after_step: int, tensorboard: bool) -> None:
         """Raises ValueError: the log file cannot be written."""

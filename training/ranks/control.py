@@ -33,10 +33,7 @@ class Control:
 
     @contextmanager
     def failing_together(self, *expected: type[Exception]) -> Iterator[None]:
-        """Raise on all ranks the first ``expected`` exception of any rank, so that none waits.
-
-        Cost: a ``gather`` at the end.
-        """
+        """Raise any rank's first ``expected`` exception on all ranks, so that none waits. Cost: a ``gather``."""
         own = None
         try:
             yield

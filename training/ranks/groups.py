@@ -77,11 +77,7 @@ def open_train_groups(
     name: str = "train",
     interface: str | None = None,
 ) -> TrainGroups:
-    """Connect the processes of ``topology``, once per lane. Arguments as for ``comm.group.group.open_process_group``.
-
-    Raises:
-        CollectiveTimeoutError: some ranks did not join in time; the message names them.
-    """
+    """Connect the processes once per lane; arguments and errors as for ``comm.group.group.open_process_group``."""
 
     def join(lane: str) -> Group:
         how: dict[str, Any] = {"join_timeout_s": join_timeout_s, "name": f"{name}/{lane}", "interface": interface}
@@ -102,13 +98,10 @@ def _alone(lane: Group) -> Group:
 
 
 def open_store(environment: Mapping[str, str], topology: Topology, *, timeout_s: float) -> Store:
-    """The store through which ranks connect. Torchrun's agent serves it if its variables say so, else rank 0 does.
+    """The store through which ranks connect: torchrun's agent serves it if its variables say so, else rank 0.
 
-    Each restart by torchrun has its own keys.
-
-    Raises:
-        ValueError: there are several ranks, and the address is missing or invalid.
-        ConnectionError: no store can be reached or opened at the address.
+    Each restart by torchrun has its own keys. Raises ValueError: there are several ranks, and the address is missing or
+    invalid; ConnectionError: no store can be reached or opened there.
     """
     if topology.world_size == 1:
         return HashStore()

@@ -68,10 +68,8 @@ class Loop:
     def run(self) -> int:
         """Train until the last step or a signal, and save. Returns the signal's number, or 0 after the last step.
 
-        Raises:
-            DataError, BrokenDataError: the data of the first or of a later step cannot be read.
-            DivergedError: gradients or weights are inf or NaN.
-            CheckpointError: the last checkpoint could not be written.
+        Raises DataError, BrokenDataError: data cannot be read; DivergedError: gradients or weights are inf or NaN;
+        CheckpointError: the last checkpoint could not be written.
         """
         self._model.train()
         signal = self._begin()

@@ -84,10 +84,7 @@ def connect_ranks(parallel: ParallelConfig, topology: Topology, store: Store, de
 
 
 def make_trained(config: TrainConfig, options: EngineOptions, start: StartingModel, groups: TrainGroups) -> Trained:
-    """Build the model, engine and optimizer; weights are zeros until they are loaded.
-
-    Raises ValueError: something does not fit.
-    """
+    """Build the model, engine and optimizer, with weights of zero until loaded; ValueError: something does not fit."""
     check_sequences(config, start.config)
     model = build_model(start.config, device=groups.device, frozen=config.model.frozen)
     model.loss_function = next_token_loss

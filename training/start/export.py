@@ -29,13 +29,9 @@ def export_folder(
     writes: bool,
     file_bytes: int = _FILE_BYTES,
 ) -> str:
-    """Write the folder ``out``, replacing an earlier export only when the new one is complete.
+    """Write the folder ``out``, replacing an earlier export only when the new one is complete. Returns the error or "".
 
-    Args:
-        tensors: collective; consumed to the end even if the disk fails, so that no other rank waits.
-        writes: whether this rank writes.
-    Returns:
-        The error ("" for none), for the caller to share with the other ranks.
+    ``tensors``: collective; consumed to the end even if the disk fails, so that no other rank waits.
     """
     remaining = iter(tensors)
     error = ""

@@ -19,11 +19,8 @@ _aten = torch.ops.aten
 def next_token_loss(logits: Tensor, labels: Tensor, vocab_size: int, shift_labels: Tensor, **_: Any) -> Tensor:
     """The mean loss over all targets that are not -100, as the ``loss_function`` of a transformers model.
 
-    Args:
-        logits: (B, S, V). float32 logits are overwritten, so backward can run only once.
-        labels: unused.
-        shift_labels: (B, S) int64, the token after each position.
-    Cost: memory of the float32 logits, plus two sixteenths of that for temporaries.
+    ``logits``: (B, S, V); float32 ones are overwritten, so backward can run only once. ``shift_labels``: (B, S) int64,
+    the token after each position. Cost: memory of the float32 logits, plus two sixteenths of that for temporaries.
     """
     return _NextTokenLoss.apply(logits.float().view(-1, vocab_size), shift_labels.flatten())  # pyright: ignore[reportReturnType]
 

@@ -72,10 +72,7 @@ def open_starting_model(
 ) -> StartingModel:
     """Open the model to continue from, or create a new one. Raises ModelError: there is none, or the sizes are invalid.
 
-    Args:
-        seed: of random weights.
-        keep_in: folder of a tokenizer that this run trains; a resumed run reads it from there.
-        texts: the documents to train the tokenizer on.
+    ``keep_in``: folder of the tokenizer that this run trains on ``texts``; a resumed run reads it from there.
     """
     if config.shape is None:
         checkpoint = open_checkpoint(config.start, seed)

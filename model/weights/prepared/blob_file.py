@@ -160,10 +160,7 @@ class BlobFile:
             raise WeightsError(f"{path}: cannot be opened: {error.strerror}") from None
 
     def fill(self, view: memoryview, offset: int, what: str) -> None:
-        """Read ``view``'s bytes from ``offset`` on. ``what``: a name for errors, such as ``layer 3``.
-
-        Raises WeightsError: the file is too short or cannot be read, for longer than ``patience_s``.
-        """
+        """Read ``view`` from ``offset`` on; WeightsError about ``what``: too short or unreadable for ``patience_s``."""
         deadline_s, pause_s, attempt = time.monotonic() + self._patience_s, _PAUSE_S, 1
         while True:
             try:

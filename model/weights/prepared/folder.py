@@ -132,10 +132,7 @@ class Prepared:
 
 
 def open_prepared(folder: Path, config: LlamaConfig) -> Prepared:
-    """Check the manifest against the configuration, and the files' sizes against the manifest; reads no weights.
-
-    Raises ModelError: the manifest is damaged, of another version, or does not match the folder.
-    """
+    """Check the manifest against ``config``, and the files' sizes; raises ModelError. Reads no weights."""
     manifest = read_manifest(folder)
     try:
         layout = make_layout(config, manifest.tp, manifest.shares)
@@ -155,10 +152,7 @@ def open_prepared(folder: Path, config: LlamaConfig) -> Prepared:
 
 
 def find_damage(folder: Path, manifest: Manifest, moved: Moved = lambda num_bytes: None) -> Iterator[str]:
-    """Read all files, if possible with direct I/O, and compare the checksums. Yields a line per damaged part.
-
-    ``moved`` gets the bytes of the ranks' files as they are read.
-    """
+    """Read all files and yield a line per part with a wrong checksum; ``moved`` gets the bytes as they are read."""
     for name, sha256 in sorted(manifest.files.items()):
         path = folder / name
         try:
