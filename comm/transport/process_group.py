@@ -179,7 +179,7 @@ class GlooTransport(ProcessGroupTransport):
     def _transfer(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
         """Run all messages at once, receives posted first; empty ones are not sent.
 
-        Tags hold size and collective, so a mismatch times out on both sides; else gloo ends the process or mixes tensors.
+        Tags hold size and collective, so a mismatch times out on both sides; gloo would end the process or mix tensors.
         """
         group, begun = self._open_group(), self.ledger.begun
         call = 0 if begun is None else _tag(*begun[:3])
