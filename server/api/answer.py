@@ -1,7 +1,4 @@
-"""Runs the sequences of one generating request and writes the HTTP response, whole or streamed.
-
-A stream that breaks ends with an error event. A client that disconnects cancels its sequences.
-"""
+"""Runs one request's sequences and writes the response, whole or streamed. A broken stream ends with an error event."""
 
 import contextlib
 import time
@@ -55,10 +52,7 @@ def encode_frame(event: Struct) -> bytes:
 
 
 class HeadedBody(Struct):
-    """The fields that every body of one request shares.
-
-    ``UNSET`` fields of a body are left out of the JSON; ``None`` is written as null where OpenAI writes it.
-    """
+    """The fields that every body of one request shares; ``UNSET`` ones are left out of the JSON, ``None`` is null."""
 
     id: str
     created: int

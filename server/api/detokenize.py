@@ -1,10 +1,8 @@
 """Turns tokens into text one token at a time, and finds stop strings in that text.
 
 Works on the bytes of single tokens, so each token costs O(its length) and emitted text never changes. All emitted text
-equals ``tokenizer.decode`` of all ids, for the two decoders of Llama checkpoints:
-
-    byte level (Llama 3, SmolLM2, GPT-2 style)    every token is some bytes; a character may be split anywhere
-    SentencePiece style (Llama 2, TinyLlama)      tokens are text; other characters are byte tokens such as <0xE4>
+equals ``tokenizer.decode`` of all ids, for the decoders of Llama checkpoints: byte level (Llama 3, SmolLM2), where a
+character may be split anywhere, and SentencePiece style (Llama 2, TinyLlama) with byte tokens such as <0xE4>.
 """
 
 import codecs
@@ -29,11 +27,7 @@ _SENTENCEPIECE = [
 
 
 class TokenTable:
-    """The bytes of each token of one tokenizer, and how its decoder joins them.
-
-    Raises:
-        ValueError: the decoder has an unknown step.
-    """
+    """The bytes of each token, and how the tokenizer's decoder joins them. ValueError: it has an unknown step."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -86,10 +80,7 @@ def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
 class Detokenizer:
     """The text of one growing sequence. ``push`` each token, then ``flush`` once.
 
-    Args:
-        skip_special: special tokens have no text.
-        after_text: the sequence continues a text (a completion's prompt), so a leading space is kept. Otherwise a
-            SentencePiece style tokenizer drops it, as its ``decode`` does.
+    ``after_text``: the sequence continues a text, so a leading space is kept; a SentencePiece ``decode`` drops it.
     """
 
     def __init__(self, table: TokenTable, *, after_text: bool = False, skip_special: bool = True) -> None:
@@ -134,10 +125,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Passes text through until one of ``stops`` is complete; holds back only text that may become one.
-
-    The stop string that is complete first wins; among several, the longest. How the text is split does not matter.
-    """
+    """Passes text through until a stop string is complete. The one complete first wins; among several, the longest."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = tuple(stops)

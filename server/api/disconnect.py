@@ -14,10 +14,7 @@ class ClientGoneError(Exception):
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``; cancels it and raises ClientGoneError if the client disconnects first.
-
-    The request's body must have been read: until then ``receive`` returns the body.
-    """
+    """The result of ``work``; cancels it and raises ClientGoneError on a disconnect. The body must have been read."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:

@@ -1,8 +1,4 @@
-"""Turns every error into the envelope that OpenAI clients read: ``{"error": {message, type, param, code}}``.
-
-Routes raise ``ApiError``; the engine client raises its own exceptions (``_ENGINE_ERRORS``). An unexpected exception
-becomes a 500 without details and a log record.
-"""
+"""Turns every error into the envelope that OpenAI clients read: ``{"error": {message, type, param, code}}``."""
 
 import logging
 from collections.abc import Mapping

@@ -1,7 +1,4 @@
-"""Submits the sequences of one request to the engine and turns the returned tokens into text.
-
-All dialects use ``generate``. Knows neither JSON nor HTTP.
-"""
+"""Submits a request's sequences to the engine and turns tokens into text, for all dialects. Knows no JSON or HTTP."""
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -148,11 +145,8 @@ async def generate(
 ) -> AsyncGenerator[Delta, None]:
     """Run these sequences (by engine id) and yield new deltas, interleaved, until all are finished.
 
-    Closing the generator early cancels the sequences that still run.
-
-    Raises:
-        QueueFullError, EngineUnavailableError: nothing was started, or the engine died meanwhile.
-        ApiError: the engine ended a sequence with an error.
+    Closing the generator early cancels the sequences that still run. QueueFullError, EngineUnavailableError: nothing
+    was started, or the engine died meanwhile. ApiError: the engine ended a sequence with an error.
     """
     running, accepted = dict(sequences), False
     outcome = "cancelled"  # of sequences that still run at the end: the client disconnected, unless there was an error

@@ -1,7 +1,4 @@
-"""Renders the /metrics page: latencies from request traces, and the engine's newest counters and gauges.
-
-Each app has its own registry, so that tests can run two apps in one process.
-"""
+"""Renders /metrics from request traces and the engine's newest counters and gauges. Each app has its own registry."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 

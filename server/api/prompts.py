@@ -1,7 +1,4 @@
-"""Turns a checked body into sequences for the engine: tokens, seeds, and the limits that depend on the model.
-
-Limits that hold for every model are in ``schemas``.
-"""
+"""Turns a checked body into sequences for the engine: tokens, seeds, and the limits that depend on the model."""
 
 import asyncio
 import secrets
@@ -118,7 +115,6 @@ def _spellings(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
 
 
 def _token_limit(body: GenerationBody, info: ModelInfo, num_prompt_tokens: int, *, may_be_0: bool) -> int:
-    """The number of tokens to generate, at most."""
     room, given = info.max_model_len - num_prompt_tokens, body.token_limit
     if not num_prompt_tokens:
         raise invalid(f"{body.text_param} is empty: it has no tokens", param=body.text_param)

@@ -1,7 +1,4 @@
-"""Response bodies shared by all dialects: usage, models, tokens, health, /comm and the collectives' trace.
-
-They are msgspec structs; the OpenAPI page is generated from them.
-"""
+"""Response bodies of all dialects, as msgspec structs: usage, models, tokens, health, /comm and collectives' traces."""
 
 from typing import Any
 

@@ -1,7 +1,6 @@
 """Request bodies: the supported fields of OpenAI's API and of vLLM's sampling extensions, with their ranges.
 
-A string is not accepted as a number. A top-level ``null`` means "not given". Unknown fields are kept, so that ``http/body``
-can name them (``extra_fields``). Two tables list OpenAI's other fields.
+A string is not accepted as a number. A top-level ``null`` means "not given".
 """
 
 from collections.abc import Iterator
@@ -227,7 +226,6 @@ class TextPart(Fields):
 
 
 def _check_content(value: Any) -> list[Any]:
-    """The parts of a message's content."""
     parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
     if not isinstance(parts, list) or not parts:
         raise _refusal("must be a string or a list of text parts")

@@ -1,7 +1,4 @@
-"""Records the times and collectives of one request, from its arrival to its last token.
-
-/metrics and the response extras ``"tightwire": {"timing": true}`` and ``{"comm": true}`` use it.
-"""
+"""Records the times and collectives of one request for /metrics and for the ``tightwire`` field of the response."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -86,9 +83,7 @@ _CommCounts = dict[tuple[str, str, str], CommCount]
 class RequestTrace:
     """Records each event as it happens. Only the first call of ``sent`` and of ``ended`` per sequence counts.
 
-    Args:
-        streamed: whether text is sent as it arrives; if not, ``timing`` ends with the first token.
-        clock: the clock that rank 0 reads too (``FirstToken``).
+    Without ``streamed``, ``timing`` ends with the first token. ``clock``: the one that rank 0 reads (``FirstToken``).
     """
 
     def __init__(

@@ -1,8 +1,4 @@
-"""Holds a conversation in the terminal with a running OpenAI-compatible server: ``tightwire chat``.
-
-On a terminal: a prompt, line editing and a saved history; Ctrl-C ends the current answer, /exit or Ctrl-D the program.
-With piped input, each line is one turn, only answers are written, and the first error ends the program.
-"""
+"""Holds a conversation with a running OpenAI-compatible server, in the terminal or from a pipe: ``tightwire chat``."""
 
 import argparse
 import os
@@ -48,10 +44,7 @@ class Conversation:
         self.turns.clear()
 
     def answer(self, text: str) -> Generator[str, None, None]:
-        """Send ``text``; yields the answer as it arrives. Raises RemoteError.
-
-        An answer cut short stays in the conversation; a question without any answer is removed, so that roles keep alternating.
-        """
+        """Send ``text``; yields the answer. Keeps a partial one; removes a question without any. Raises RemoteError."""
         self.turns.append({"role": "user", "content": text})
         parts: list[str] = []
         try:

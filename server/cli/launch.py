@@ -1,7 +1,4 @@
-"""Runs the HTTP process of ``serve``: it answers at once, opens the model, decides how to run it and tells the ranks.
-
-Everything that can be refused is refused before weights are read (exit code 2).
-"""
+"""Runs the HTTP process of ``serve``: answers at once, opens the model, decides how to run it and tells the ranks."""
 
 import asyncio
 import logging
@@ -120,7 +117,6 @@ class _Server:
         )
 
     def _example(self) -> str:
-        """A command to paste."""
         key = ' -H "Authorization: Bearer $KEY"' if self._config.http.api_key else ""
         question = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
         url = f"{url_of(self._listener)}/v1/chat/completions"

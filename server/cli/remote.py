@@ -40,10 +40,7 @@ class Remote:
 
 
 class SseDecoder:
-    """Decodes a text/event-stream into the data of its events.
-
-    Splits lines only at newlines: ``httpx.Response.iter_lines`` would split an event at an unescaped U+2028 in its JSON.
-    """
+    """Decodes a text/event-stream. Splits only at newlines; ``httpx.Response.iter_lines`` also splits at U+2028."""
 
     def __init__(self) -> None:
         self._tail = b""

@@ -1,7 +1,4 @@
-"""Parses the options of ``serve``, ``generate``, ``explain``, ``prepare`` and ``pull``, and runs them.
-
-Ranks are started before this process imports heavy modules, so that both import at the same time.
-"""
+"""Runs ``serve``, ``generate``, ``explain``, ``prepare`` and ``pull``. Ranks start before heavy modules load here."""
 
 import argparse
 import contextlib
@@ -200,10 +197,7 @@ def _prepare_parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def interrupts_end_at_once() -> Iterator[None]:
-    """Let Ctrl-C end the process silently; the kernel ends its ranks with it. Main thread only.
-
-    For use around imports, where a KeyboardInterrupt prints a traceback, or is swallowed in a callback of the import system.
-    """
+    """Let Ctrl-C end the process silently; during imports it may print a traceback or be lost. Main thread only."""
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield

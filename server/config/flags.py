@@ -1,8 +1,4 @@
-"""Derives command-line flags and YAML keys from the fields of ``config``; a new option only needs a field.
-
-A flag is the field's name with dashes. A YAML file given by ``--config`` is flat and holds the same names. A flag overrides
-the file, and the file overrides the default. An unknown name is an error that suggests the nearest one.
-"""
+"""Derives flags and YAML keys from the fields of ``config``. A flag overrides the file, and the file the default."""
 
 import argparse
 import contextlib

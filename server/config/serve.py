@@ -1,7 +1,4 @@
-"""The options of ``serve``: one frozen tree from which flags (``flags``) and YAML keys are derived.
-
-Each field's metadata holds its help text. Each class checks its own values.
-"""
+"""The options of ``serve``: one frozen tree from which ``flags`` derives flags and YAML keys."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any

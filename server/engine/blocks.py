@@ -1,14 +1,11 @@
 """The KV cache's blocks: allocation by number with a count of holders, and sharing of common prefixes.
 
-Several sequences with the same prefix may hold one block. A free block marked as kept retains its content while other
-blocks can be allocated; the least recently used one is reused first.
+A free block marked as kept retains its content while other blocks can be allocated; the least recently used one is
+reused first. A block's key is the entry number of the block before it plus its own tokens, compared in full, so no
+prompt can be crafted to match another's blocks. The first block's key also holds the AllReduce policy and the request's
+salt, because a client that times answers can detect earlier prompts.
 
-A block's key is the entry number of the block before it plus its own tokens, compared in full, so no prompt can be crafted
-to match another's blocks. The first block's key also holds the AllReduce policy and the request's salt, because a client
-that times answers can detect earlier prompts.
-
-Only blocks of prompts are cached, unless ``prefix_cache`` is "all": generated tokens may use other kernels and another
-AllReduce, and a hit would change the answer (docs/serving.md, "The same text in every batch"). A block is entered when the
+Blocks of generated tokens are cached only if ``prefix_cache`` is "all" (docs/serving.md). A block is entered when the
 step that fills it is planned: each layer writes all keys and values of a step before it reads any.
 """
 

@@ -1,8 +1,7 @@
 """Turns requests into tokens on rank 0: each ``step`` runs the scheduler, the model and the sampler once.
 
-Not thread-safe: one loop calls ``add``, ``cancel`` and ``step``, and receives the exceptions of the runner and the sampler.
-A request that cannot run, or whose logits are not finite, ends with its own error. Each replica of the model has its own
-scheduler; rank 0 gets the logits of all, and chooses the tokens of every sequence.
+Not thread-safe: one loop calls ``add``, ``cancel`` and ``step``, and receives the exceptions of runner and sampler.
+A request that cannot run, or whose logits are not finite, ends with its own error.
 """
 
 import copy

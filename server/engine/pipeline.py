@@ -1,9 +1,6 @@
 """Launches steps on the ranks and collects their tokens, with at most one step planned ahead.
 
-Step N + 1 is launched while N runs, and only then does the host wait for N's tokens. A sequence that continues has a row
-in N + 1 for its deferred token, which the device fills in (``model/step``); the row is wasted if the sequence has ended.
-N + 1 is planned after N when it depends on N's result: prompts are scored, tokens are or may be drafted, a sampling
-parameter needs all tokens, or blocks run out.
+A step that depends on the previous one's result is planned after it (docs/serving.md, "Planning ahead").
 """
 
 import math
@@ -36,12 +33,9 @@ class StepRunner(Protocol):
         ...
 
     def execute(self, plan: StepPlan, chosen_R: Tensor | None) -> Tensor | None:
-        """Run one plan on this rank.
+        """Run one plan on this rank. ``chosen_R``: (R,) int32, the tokens that deferred tokens stand for.
 
-        Args:
-            chosen_R: (R,) int32, the tokens chosen after the previous step, which deferred tokens stand for.
-        Returns:
-            (R, V) float32 logits for the ``logit_rows`` of all replicas, one after the other; None when R is 0.
+        Returns (R, V) float32 logits for the ``logit_rows`` of all replicas, one after the other; None when R is 0.
         """
         ...
 
@@ -61,8 +55,7 @@ class StepRunner(Protocol):
 class StepTimes:
     """Running totals of rank 0's time by kind of work; a sequence's times are differences of two readings.
 
-    Times are the host's. On CUDA ``sampling`` includes waiting for the device; with steps planned ahead, also launching the
-    next one. ``clock``: the same in all processes of the host. ``comm``: returns the ledger's totals.
+    On CUDA ``sampling`` includes waiting for the device; with steps planned ahead, also launching the next one.
     """
 
     def __init__(self, clock: Callable[[], float], comm: Callable[[], Spent]) -> None:
@@ -297,10 +290,7 @@ class StepPipeline:
                 self._ahead.drop(step.new[row].chunk.request)
 
     def _choose(self, new: Sequence[NewTokens], logits_RV: Tensor) -> None:
-        """Choose each sequence's next token, and the following ones while they match its draft.
-
-        The logits after a correct draft token are those that the token itself would have given, to the bit.
-        """
+        """Choose each sequence's next token, and the following ones while they match its draft."""
         going_on = list(new)
         while going_on:
             rows = [each.row + len(each.token_ids) for each in going_on]

@@ -25,9 +25,8 @@ class Reading(NamedTuple):
 class Request:
     """A sequence's tokens, how many of them are in the KV cache, and their blocks.
 
-    ``token_ids`` is the prompt and then the output. The first ``num_computed`` have keys and values in ``blocks``, or will have
-    once the launched steps are done. A step that leaves no token to compute gives the next token; until it is known, the last of
-    ``token_ids`` may be deferred (``model/step``).
+    ``token_ids``: the prompt, then the output, whose last token may be deferred (``model/step``). The first
+    ``num_computed`` have keys and values in ``blocks``, or will have once the launched steps are done.
     """
 
     id: str

@@ -1,20 +1,16 @@
 """Fills each step of every replica with tokens of its running sequences. ``sequences`` decides which sequences run.
 
-Continuous batching within a budget of tokens. Sequences that need one token come first. Prompts get the rest: up to half of
-it goes to prompts that it can finish, the remainder to the oldest prompt and then to the next ones. When blocks run out, the
-youngest running sequence is preempted. Running sequences are older than waiting ones, and the oldest always gets a token,
-because the pool holds the longest possible sequence; so it finishes, and no sequence starves.
+docs/serving.md describes the order. Running sequences are older than waiting ones, and the oldest always gets a token,
+because the pool holds the longest possible sequence; so it finishes, and no sequence starves. Drafted tokens take the
+budget and blocks that the others leave.
 
-A sequence starts after its cached prefix. If several have the same next block, the oldest computes it, and the others
-continue after it in the same step or the next one. Drafted tokens take budget and blocks that the others leave.
+Sequences of different AllReduce policies never share a step; policies with work take turns, one step each. When every
+step reads keys and values from the host (``max_step_blocks``), the youngest sequences skip a step, and those that need
+one token leave enough blocks for the oldest one if it is behind.
 
-Sequences of different AllReduce policies never share a step; policies with work take turns, one step each.
-
-When every step reads keys and values from the host (``max_step_blocks``), the youngest sequences skip a step, and those that
-need one token leave enough blocks for the oldest one if it is behind.
-
-A step planned ahead drafts nothing and preempts nobody, because a sequence about to end may free its blocks. Blocks of an
-ended sequence are free at once, even if the running step still writes to them: the next holder writes and reads later.
+A step planned ahead drafts nothing and preempts nobody, because a sequence about to end may free its blocks. Blocks of
+an ended sequence are free at once, even if the running step still writes to them: the next holder writes and reads
+later.
 """
 
 from collections.abc import Hashable, Sequence
@@ -179,10 +175,7 @@ def _is_behind(request: Request) -> bool:
 
 
 def _short_ones(prompts: Sequence[Request], budget: int) -> dict[Request, int]:
-    """The prompts after the oldest that half of the budget can finish, with the tokens that each needs.
-
-    Excludes prompts with scored tokens, whose own budget must be complete for the oldest.
-    """
+    """The prompts after the oldest that half of the budget can finish, with their tokens. Excludes scored prompts."""
     room = budget // 2
     short: dict[Request, int] = {}
     for request in prompts[1:]:

@@ -1,8 +1,4 @@
-"""Owns the waiting and running sequences of one replica and their KV-cache blocks: admits, grows, preempts, removes.
-
-First come, first served: a waiting sequence runs when there are blocks for all of its tokens and for the running ones to
-grow. A preempted sequence frees its blocks and waits at the head of the queue to be recomputed.
-"""
+"""Owns one replica's waiting and running sequences and their KV-cache blocks: admits, grows, preempts, removes."""
 
 from collections import deque
 

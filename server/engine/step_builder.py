@@ -1,7 +1,4 @@
-"""Builds one step: the tokens each sequence takes within the step's budgets, and the plan that all ranks run.
-
-Budgets: tokens; rows of logits that score prompts; and KV-cache blocks, if keys and values come from the host.
-"""
+"""Builds one step within its budgets: tokens, rows of logits that score prompts, and blocks of a cache on the host."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -137,7 +134,6 @@ def make_step(index: int, chunks: list[Chunk], policy: int = 0) -> ScheduledStep
 
 
 def _make_chunk(request: Request, num_tokens: int, draft: Sequence[int]) -> Chunk:
-    """The next ``num_tokens`` of a sequence."""
     start, end = request.num_computed, request.num_computed + num_tokens
     complete = end == len(request.token_ids)
     samples = complete and request.params.max_tokens > 0

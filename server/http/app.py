@@ -27,12 +27,7 @@ _DESCRIPTION = "OpenAI's API for one Llama model, split over ranks. Every error 
 
 
 def make_app(*, engine: EngineClient, holder: ModelHolder, http: HttpOptions) -> FastAPI:
-    """The application for one engine.
-
-    Args:
-        holder: holds the model once it is loaded. Until then, and while ``engine.state`` is loading, the process is live but
-            not ready, and the API answers 503.
-    """
+    """The application for one engine. The API answers 503 until ``holder`` has the model and ``engine`` is ready."""
     serving = Serving(
         engine=engine,
         holder=holder,

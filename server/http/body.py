@@ -25,11 +25,7 @@ _MAX_PATH = 200
 
 
 async def read_body(request: Request, kind: type[BodyT], serving: Serving, *, max_bytes: int = MAX_BODY_BYTES) -> BodyT:
-    """Read, parse and check the request's JSON. Unknown fields are named in a header of the response and in the log.
-
-    Raises:
-        ApiError: 413 too large (detected while it arrives), 415 not JSON by its header, 400 otherwise.
-    """
+    """Read, parse and check the request's JSON. ApiError: 413 too large, 415 not JSON by its header, 400 otherwise."""
     _require_json(request)
     body = check_fields(_parse(await _read(request, max_bytes)), kind)
     ignored = {path: name for path, name, _ in extra_fields(body) if name not in UNSUPPORTED_FIELDS}

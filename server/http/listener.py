@@ -11,11 +11,7 @@ class PortTakenError(OSError):
 
 
 def open_listener(options: HttpOptions) -> socket.socket:
-    """A listening socket; connections wait in its queue until they are served.
-
-    Raises:
-        PortTakenError: the address is in use, not this machine's, or not permitted.
-    """
+    """A listening socket. PortTakenError: the address is in use, not this machine's, or not permitted."""
     try:
         family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((options.host, options.port), family=family, backlog=2048)

@@ -1,7 +1,4 @@
-"""Makes the OpenAPI page from the classes that check requests and encode responses.
-
-FastAPI does not see these types, because ``body`` reads requests and msgspec encodes responses. ``OPERATIONS`` lists them.
-"""
+"""Makes the OpenAPI page from ``OPERATIONS``, because FastAPI does not see the types of requests and responses."""
 
 from typing import Any, NamedTuple
 

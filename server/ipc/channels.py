@@ -1,7 +1,6 @@
 """Creates the zmq sockets between the processes of one server: each process binds one inbox, the others connect to it.
 
-Addresses are abstract Unix sockets with random names, so a crash leaves no file. Between network namespaces, which do not
-share abstract sockets, addresses are files in a private folder; its creator removes it.
+Addresses are abstract Unix sockets; between network namespaces, files in a private folder that its creator removes.
 """
 
 import os

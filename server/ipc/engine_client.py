@@ -1,7 +1,4 @@
-"""The interface between HTTP routes and the engine: what routes may call, and the errors it raises.
-
-``zmq_client`` implements it; tests implement it in a dozen lines.
-"""
+"""The interface between HTTP routes and the engine: what routes may call, and the errors it raises."""
 
 import enum
 from collections.abc import AsyncIterator, Sequence
@@ -76,13 +73,10 @@ class EngineClient(Protocol):
         ...
 
     def submit(self, requests: Sequence[AddRequest]) -> AsyncIterator[Output]:
-        """Start all or none of these sequences, and yield their outputs as they arrive.
+        """Start all or none of these sequences; yields outputs until each is finished.
 
-        Ends when each has sent its ``finish_reason``. Closing the iterator cancels the sequences that still run.
-
-        Raises:
-            EngineUnavailableError: before the first output, or later if the engine dies.
-            QueueFullError: before the first output.
+        Closing the iterator cancels the sequences that still run.
+        QueueFullError: before the first output. EngineUnavailableError: then, or later if the engine dies.
         """
         ...
 

@@ -1,7 +1,4 @@
-"""Counters and gauges of the engine. Each field carries the name and help of its metric on /metrics.
-
-To add a counter, add a field to ``EngineCounters`` and count it where it happens; /metrics reads the field.
-"""
+"""Counters and gauges of the engine. Each field carries the name and help of its metric on /metrics."""
 
 from functools import cache
 from typing import Annotated, Literal, NamedTuple, get_type_hints

@@ -84,8 +84,8 @@ class Output(msgspec.Struct, frozen=True, tag=True):
     """New tokens of one request. The last output of a request has ``finish_reason``.
 
     ``finish_reason``: ``stop`` (``stop_token_id`` is the stop token, the last of ``token_ids``), ``length``,
-    ``cancelled``, ``error`` or ``refused``, for a request that cannot be answered (see ``message``). ``prompt_logprobs`` comes once, with the first token; entry 0 is None
-    because nothing precedes it.
+    ``cancelled``, ``error`` or ``refused``, for a request that cannot be answered (see ``message``).
+    ``prompt_logprobs`` comes once, with the first token; entry 0 is None.
     """
 
     id: str

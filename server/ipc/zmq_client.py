@@ -32,13 +32,7 @@ _Inbox = asyncio.Queue[Output | None]  # None: the engine is dead; ``state`` has
 
 
 class ZmqEngineClient:
-    """Implements ``EngineClient``.
-
-    Args:
-        to_engine: address of rank 0's inbox. from_ranks: address that all ranks report to; bound here.
-        reporters: addresses of all ranks' reporters.
-        on_report: called with every message except step results and recordings.
-    """
+    """Implements ``EngineClient``. Binds ``from_ranks``. ``on_report`` gets all but step results and recordings."""
 
     def __init__(
         self,

@@ -81,11 +81,9 @@ def _request(base: PolicyRequest, name: str, model: LlamaConfig) -> PolicyReques
 def decide_comm(
     requests: Mapping[str, PolicyRequest], setting: Setting, devices: Sequence[str], link: LinkFacts | None = None
 ) -> CommDecision:
-    """Read this host's tune results and build one chooser per policy. ValueError: an unknown AllReduce.
+    """Build one chooser per policy from this host's tune results. ValueError: an unknown AllReduce.
 
-    Args:
-        devices: names of the CUDA devices.
-        link: the wire between the nodes; transfers are predicted from its rate, and only compute times are measured ones.
+    ``link``: the wire between nodes; transfers are predicted from its rate, and only compute times are measured ones.
     """
     host = this_host(devices, num_cores())
     records = read_tuned(tune_path(cache_folder(), host), host)

@@ -1,7 +1,4 @@
-"""Reads this machine's usable CPU cores, free host memory within the container's limit, and CUDA devices; binds ranks to cores.
-
-Asks the kernel and the driver: torch takes seconds to import and opens a context on every device it queries.
-"""
+"""Reads usable CPU cores, free host memory and CUDA devices without torch, which imports slowly; binds to cores."""
 
 import ctypes
 import importlib.util

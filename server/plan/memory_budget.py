@@ -1,8 +1,7 @@
 """Computes before loading whether the model fits, and how much KV cache the remaining memory holds.
 
-On a CPU all ranks share the host's memory; with CUDA each rank has its own device. Every rank has the same number of
-cache blocks, so the tightest pool decides. Each replica has its own blocks. With ``--kv-offload`` the cache takes host
-memory, and two buffers of some blocks take device memory; on a CPU both are host memory, which is only useful for testing.
+Every rank has the same number of cache blocks, so the tightest pool decides: on a CPU the host's memory, with CUDA each
+device's. With ``--kv-offload`` the cache takes host memory, and two buffers of some blocks take device memory.
 """
 
 import math
@@ -92,12 +91,9 @@ def make_budget(
 ) -> MemoryBudget:
     """Choose the number of cache blocks and the longest sequence.
 
-    Args:
-        plan: the layers that are streamed.
-        cache_share: limit of the cache, or with ``--kv-offload`` of its buffers, as a share of the memory left for it.
-    Raises:
-        NotEnoughMemoryError: weights, cache or the longest sequence do not fit.
-        ValueError: --max-model-len exceeds the model's context.
+    ``cache_share``: limit of the cache, or with ``--kv-offload`` of its buffers, as a share of the memory left for it.
+    NotEnoughMemoryError: weights, cache or the longest sequence do not fit.
+    ValueError: --max-model-len exceeds the model's context.
     """
     options, device, longest = inputs.options, inputs.device, inputs.options.max_model_len or inputs.model.max_positions
     if longest > inputs.model.max_positions:
@@ -139,10 +135,7 @@ def make_budget(
 
 
 def _host_pool(inputs: MemoryInputs, plan: WeightPlan, ranks: Sequence[RankBytes]) -> tuple[Pool | None, int]:
-    """The host memory that streamed layers leave for the cache, and the blocks that fit there.
-
-    None on a CPU, where the cache and as many blocks in the buffers share the only pool.
-    """
+    """The host memory left for the cache (None on a CPU, which has only one pool), and the blocks that fit."""
     block_bytes = sum(rank.block for rank in ranks)
     if inputs.device == "cpu":
         return None, _left_bytes(ranks, inputs.pools[0]) // (block_bytes + sum(rank.buffer for rank in ranks))

@@ -24,10 +24,7 @@ START_STAGES = {
 
 
 class Progress:
-    """The stages of ``num_ranks`` ranks, of which the slowest is shown.
-
-    ``stages``: texts of those that count towards one bar; others have their own. ``verbose``: write ``detail`` lines too.
-    """
+    """The stages of ``num_ranks`` ranks, of which the slowest is shown. ``stages``: those that share one bar."""
 
     def __init__(
         self,

@@ -97,10 +97,10 @@ def _rank_bytes(
 
 
 def _activation_bytes(inputs: MemoryInputs, shard: Shard, max_parts: int, num_gathered: int) -> int:
-    """The peak of a step: the MLP's two halves beside the residual, or the logits.
+    """The peak of a step: the MLP's two halves and the residual, or the logits, which rank 0 gathers and copies.
 
-    Rank 0 gathers the logits of each replica and samples from a copy. CUDA graphs keep the activations of the largest decode
-    step as well. Each further part of a step that shares a layer holds the residual, its increment, and the sum in flight.
+    CUDA graphs keep the activations of the largest decode step as well. Each further part of a step that shares a layer
+    holds the residual, its increment, and the sum in flight.
     """
     model, options, elem = inputs.model, inputs.options, inputs.elem_bytes
     num_tokens, num_rows = options.max_num_batched_tokens, options.max_num_seqs + MAX_SCORED_ROWS

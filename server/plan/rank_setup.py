@@ -1,7 +1,4 @@
-"""The two messages that a rank process reads from standard input: its identity, then its work. Each is one line of JSON.
-
-The end of the pipe means that the parent has died. Ranks start before the model is opened, to import torch meanwhile.
-"""
+"""The two lines of JSON that a rank process reads from standard input: its identity, then its work."""
 
 import msgspec
 

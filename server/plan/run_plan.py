@@ -111,11 +111,7 @@ def decide(
     *,
     files: Files = IN_FILES,
 ) -> Decision:
-    """Resolve every ``auto``; ``formats`` already resolves ``--quantization``.
-
-    Raises:
-        ValueError: an impossible split, device, dtype or size; says what is possible.
-    """
+    """Resolve every ``auto``. ValueError: an impossible split, device, dtype or size; says what is possible."""
     parallel = config.parallel
     layout = make_layout(model, parallel.tp, parallel.tp_split)
     check_split(layout, model, formats)

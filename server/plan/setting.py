@@ -18,11 +18,7 @@ from tightwire.server.plan.devices import CudaDevice, cuda_devices
 def decide_setting(
     config: ServeConfig, model: LlamaConfig, link: LinkFacts | None = None
 ) -> tuple[Setting, list[CudaDevice]]:
-    """The device, transport and dtype of the ranks' sums, and the CUDA devices if they use any.
-
-    Raises:
-        ValueError: an impossible device, dtype or transport; says what is possible.
-    """
+    """The setting of the ranks' sums, and their CUDA devices. ValueError: an impossible device, dtype or transport."""
     device, gpus = _choose_device(config.model.device, config.parallel)
     setting = Setting(
         transport=choose_transport(config.parallel, device, link)[0],

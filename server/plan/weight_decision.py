@@ -82,12 +82,7 @@ def as_prepared(config: ServeConfig, prepared: Prepared) -> ServeConfig:
 def decide_weights(
     options: WeightOptions, inputs: MemoryInputs, *, num_nodes: int = 1, files: Files = IN_FILES
 ) -> WeightDecision:
-    """Resolve ``--weights``.
-
-    Raises:
-        NotEnoughMemoryError: the model does not fit even with all layers streamed, or with ``--weights resident``.
-        ValueError: layers cannot be kept where requested.
-    """
+    """Resolve ``--weights``. NotEnoughMemoryError: the model does not fit. ValueError: layers cannot stay where asked."""
     num_layers, refusal, resident = inputs.model.num_layers, None, None
     try:
         resident = make_budget(inputs)
@@ -171,7 +166,6 @@ class _Streaming:
         )
 
     def _budget_of_all(self, origin: str) -> MemoryBudget:
-        """The budget with all layers streamed."""
         plan = self._plan(self.inputs.model.num_layers, origin)
         try:
             return make_budget(self.inputs, plan, _CACHE_SHARE[self.options.stream_policy])

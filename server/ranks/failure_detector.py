@@ -1,8 +1,7 @@
-"""Decides from exits, reports and heartbeats whether a rank is lost, and words the reason. Uses no sockets or processes.
+"""Decides from exits, reports and heartbeats whether a rank is lost, and words the reason. Has no sockets or processes.
 
-One cause has many symptoms: when a rank is killed, the others fail in their collective, and may report first. So the caller
-waits briefly after the first sign, and symptoms wait longer: on a busy machine a process closes its connections long before
-the kernel reports its exit.
+When a rank is killed, the others fail in their collective, and may report first. So the caller waits briefly after the
+first sign, and symptoms wait longer: on a busy machine the kernel reports an exit long after connections close.
 """
 
 import signal

@@ -44,12 +44,9 @@ class Ranks:
         shares_weights: bool = False,
         wire: Wire | None = None,
     ) -> None:
-        """Start the ranks.
+        """Start the ranks. Nodes and replicas are equal, consecutive groups of ranks, each with its own shared memory.
 
-        Args:
-            num_nodes: equal, consecutive groups of ranks, each with its own shared memory, as have ``num_replicas``.
-            shares_weights: replicas of a node may each keep a part of the layers and share it.
-            wire: the emulated wire between nodes, which must outlive the ranks; each rank starts on its node.
+        ``shares_weights``: replicas of a node may share layers. ``wire``: between nodes; it must outlive the ranks.
         """
         self.link = None if wire is None else wire.facts
         folder = None if wire is None else wire.folder

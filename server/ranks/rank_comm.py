@@ -36,13 +36,10 @@ def check_comm(
 ) -> CheckedComm:
     """Make every AllReduce of the plan's policies, test each, and quarantine the wrong ones. Collective.
 
-    Args:
-        row_elems, max_rows: the test uses messages of one row and of ``max_rows`` rows.
-        world: the ranks of all replicas, which must sum alike; None: there is one replica.
-        await_others: called after this rank has compiled its kernels, before the first collective with a deadline.
-    Raises:
-        QuarantinedError: the algorithm requested by name, or every candidate of ``auto``, sums wrongly.
-        ValueError: peer memory was requested by name and is unavailable.
+    The test uses messages of one row and of ``max_rows``. ``world``: the ranks of all replicas, which must sum alike.
+    ``await_others``: called after this rank has compiled its kernels, before the first collective with a deadline.
+    QuarantinedError: the algorithm requested by name, or every candidate of ``auto``, sums wrongly.
+    ValueError: peer memory was requested by name and is unavailable.
     """
     if group.world_size == 1:
         return CheckedComm(None, CommSetup(transport=plan.transport, num_nodes=plan.num_nodes))

@@ -1,7 +1,4 @@
-"""The loops of a loaded rank: rank 0 runs the engine, the other ranks run the plans it sends.
-
-Plans are ordered and numbered. A follower that misses one stops, because its cache would differ from then on.
-"""
+"""The loops of a loaded rank: rank 0 runs the engine, the others its numbered plans; one that misses a plan stops."""
 
 import contextlib
 from collections.abc import Sequence
@@ -95,10 +92,7 @@ class Leader:
         self._context.term()
 
     def warm_up(self) -> None:
-        """Answer test requests on each replica, so that lazy compilation and allocation happen here.
-
-        A greedy request for each AllReduce policy, and a sampled one. RuntimeError: a request does not end normally.
-        """
+        """Answer test requests on each replica to compile and allocate now. RuntimeError: one does not end normally."""
         engine, limits = self.make_engine(), self._limits
         # Leave room for two answer tokens; the second takes its own step.
         num_tokens = min(_WARM_UP_PROMPT_TOKENS, max(1, limits.max_model_len - 2))

@@ -1,7 +1,4 @@
-"""Runs one rank: joins the group, loads its part of the model, then enters ``rank_loop``.
-
-Imports torch and other heavy modules; ``worker`` is the light process around it.
-"""
+"""Runs one rank: joins the group, loads its part of the model, then enters ``rank_loop``. ``worker`` calls it."""
 
 import resource
 import socket

@@ -96,11 +96,7 @@ class RankedEngine:
             self._failed.exception()  # marks the exception as retrieved, in case nobody awaited it
 
     async def start(self) -> tuple[Checkpoint, Decision, Tokenizer]:
-        """Open the model, decide how to run it, and tell the ranks.
-
-        Raises:
-            ValueError: the model or the options are refused.
-        """
+        """Open the model, decide how to run it, and tell the ranks. ValueError: the model or an option is refused."""
         stopped = threading.Event()
         opening = Background(
             lambda: prepare(self._config, self._progress, stopped=stopped.is_set, link=self._ranks.link)

@@ -1,7 +1,6 @@
 """Sends a rank's messages to the parent, and a heartbeat that continues while the rank computes or hangs.
 
-The heartbeat has its own thread and sockets. It says what the rank is doing and for how long, so that the parent can tell
-slow from stuck. The same thread records collectives when the parent asks.
+The heartbeat's thread says what the rank is doing and for how long, and records collectives when the parent asks.
 """
 
 import contextlib
@@ -24,10 +23,7 @@ _EVENTS_PER_PART = 4096  # about a millisecond to encode, during which the rank'
 
 
 class Reporter:
-    """Sends messages to the parent; for the rank's main thread. ``inbox``: the address where the parent asks for recordings.
-
-    The caller replaces ``ledger``, and sets ``num_fetched`` and ``num_logits_gathers`` to functions that return their counts.
-    """
+    """Sends the main thread's messages. The caller replaces ``ledger``, ``num_fetched`` and ``num_logits_gathers``."""
 
     def __init__(self, rank: int, address: str, inbox: str) -> None:
         self.rank = rank

@@ -1,7 +1,4 @@
-"""Runs the engine's steps on all ranks from rank 0: sends plans to the other ranks, runs its own, counts transfers.
-
-Plans are sent before rank 0 runs its own, so that all ranks enter the first collective together.
-"""
+"""Runs the engine's steps on all ranks from rank 0. Sends plans first, so that ranks enter collectives together."""
 
 import time
 from collections.abc import Sequence
@@ -26,10 +23,7 @@ _WAITING = 0.1  # share of the step's time
 
 
 class StepSize:
-    """The token limit of a step when layers stream; ``tokens`` doubles from ``least`` up to ``most``.
-
-    Every step fetches all streamed layers, so the limit grows while full steps wait for layers.
-    """
+    """A step's token limit when layers stream: doubles from ``least`` to ``most`` while full steps wait for layers."""
 
     def __init__(self, least: int, most: int) -> None:
         self.tokens, self._most = least, most

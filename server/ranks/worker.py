@@ -1,7 +1,4 @@
-"""Starts one rank process: listens to its parent, reports, and calls ``rank_main``.
-
-Imports no torch, so that heartbeats start before the heavy modules load.
-"""
+"""Starts one rank process, and reports to its parent. Imports no torch, so that heartbeats start early."""
 
 import importlib
 import logging
