@@ -41,7 +41,6 @@ class Prompt:
         return isinstance(self.content, list) and bool(self.content) and isinstance(self.content[0], dict)
 
     def body(self) -> dict[str, Any]:
-        """The prompt's fields of the request."""
         return {"messages" if self.is_chat else "prompt": self.content, "max_tokens": self.max_tokens}
 
 
@@ -150,10 +149,7 @@ class BenchClient:
                 sample.error = f"the stream broke off after {events} events, without a finish_reason"
 
     async def _send(self, url: str, body: bytes) -> aiohttp.ClientResponse:
-        """Send a request; once more, with the clock running, if the server closes the connection without an answer.
-
-        llama.cpp's server closes kept connections at the moment of a request (RFC 9112 section 9.3.1).
-        """
+        """Send a request; once more if the server closed the kept connection, as llama.cpp's does; the clock runs."""
         options: dict[str, Any] = {"data": body, "proxy": self._proxy, "allow_redirects": False}
         options["headers"] = {"Content-Type": "application/json"}
         try:

@@ -113,7 +113,6 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def parse_integers(text: str) -> tuple[int, ...]:
-    """``1,16`` as whole numbers."""
     return tuple(_parse_all(int, "whole numbers", text))
 
 

@@ -21,11 +21,7 @@ class ServerFailedError(Exception):
 
 
 class ServerProcess:
-    """A server process from construction to ``stop``.
-
-    Args:
-        command: ``{port}`` in it becomes a free port.
-    """
+    """A server process from construction to ``stop``; ``{port}`` in ``command`` becomes a free port."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], *, log: Path) -> None:
         port = _free_port()
@@ -48,11 +44,7 @@ class ServerProcess:
                 raise ServerFailedError(f"{command[0]} cannot be run: {error}") from error
 
     def wait_ready(self, route: str, timeout_s: float) -> None:
-        """Wait until ``route`` answers 200.
-
-        Raises:
-            ServerFailedError: the process ended, or the time is up.
-        """
+        """Wait until ``route`` answers 200; raises ServerFailedError if the process ends or the time is up."""
         with httpx.Client(timeout=5.0, trust_env=False) as client:
             while time.perf_counter() < self._began + timeout_s:
                 self.check()
@@ -64,10 +56,7 @@ class ServerProcess:
         raise ServerFailedError(f"was not ready within {timeout_s:g} s:\n{self.log_tail()}")
 
     def check(self) -> None:
-        """
-        Raises:
-            ServerFailedError: the process has ended.
-        """
+        """Raise ServerFailedError if the process has ended."""
         if self._process.poll() is not None:
             raise ServerFailedError(f"ended with status {self._process.returncode}:\n{self.log_tail()}")
 

@@ -136,10 +136,7 @@ def _transports(config: ServeConfig, setting: Setting) -> list[str]:
 
 
 def measure_all(plan: TunePlan, console: Console) -> Iterator[Measured]:
-    """Measure one setting after the other; skip a transport that does not work, unless it is the only one.
-
-    Raises LocalRankError if a rank failed, CrowdedError if other programs used too much of the machine.
-    """
+    """Measure all settings; skip a transport that fails. Raises LocalRankError, CrowdedError on a busy machine."""
     for setting in plan.settings:
         console.print(str(setting), style="bold", markup=False)
         try:

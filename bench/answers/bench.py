@@ -1,12 +1,9 @@
 """``tightwire bench answers``: how near the answers of running servers are to the model in float32.
 
-The reference is transformers in float32 on the same weights. It answers each prompt greedily. Each server then gets the
-prompt with the first k tokens of that answer, for several k, and returns its 20 most probable next tokens. All servers
-therefore compute the same contexts, and one deviation does not spread.
-
-    KL(p || q) = sum p log(p / q) over those tokens, and over the rest as one
-
-of the reference p and the server q. It is a lower bound of the divergence over the whole vocabulary.
+The reference is transformers in float32, which answers each prompt greedily. Each server gets the prompt with the first
+k tokens of that answer, for several k, and returns its 20 most probable next tokens. All servers compute the same
+contexts, so one deviation does not spread. The result is KL(reference || server) over those tokens, and over the rest
+as one: a lower bound of the divergence over the whole vocabulary.
 """
 
 import math
@@ -126,10 +123,7 @@ def read_prompts(tokenizer: Tokenizer, num_prompts: int) -> dict[str, list[int]]
 
 
 def float32_model(checkpoint: Checkpoint) -> LlamaForCausalLM:
-    """The checkpoint in transformers, its weights unpacked to float32.
-
-    Cost: 4 bytes of memory for each weight.
-    """
+    """The checkpoint in transformers, unpacked to float32: 4 bytes of memory for each weight."""
     config, reader = checkpoint.config, checkpoint.reader()
     model = LlamaForCausalLM(LlamaConfig.from_dict(config_to_hf(config))).float().eval()
     tensors = model.state_dict()
@@ -163,11 +157,7 @@ class Compared:
 
 
 def compare(remote: Remote, reference: Answer, every: int) -> list[Compared]:
-    """Ask for the next token after every so many tokens of the reference's answer.
-
-    Raises:
-        RemoteError: the server refuses, or reports no probabilities.
-    """
+    """Ask for the token after every ``every`` tokens; RemoteError if the server refuses or reports no probabilities."""
     found = []
     for position in range(0, len(reference.token_ids), every):
         theirs = _next_tokens(remote, [*reference.prompt_ids, *reference.token_ids[:position]])
@@ -187,7 +177,6 @@ def divergence(p_logs: Mapping[int, float], q_logs: Mapping[int, float]) -> floa
 
 
 def summary(name: str, compared: Sequence[Compared]) -> dict[str, Any]:
-    """The cell of one server."""
     first = [each for each in compared if each.position == 0]
     return {
         "name": name,
@@ -201,7 +190,6 @@ def summary(name: str, compared: Sequence[Compared]) -> dict[str, Any]:
 
 
 def _next_tokens(remote: Remote, prompt_ids: list[int]) -> dict[int, float]:
-    """The server's most probable next tokens and their log probabilities."""
     body = {
         "model": remote.model,
         "prompt": prompt_ids,

@@ -201,7 +201,6 @@ _TIMES = "Times are the slowest rank's, from a barrier on. Wire bytes are those 
 
 
 def _describe_setting(facts: Mapping[str, Any], link: Mapping[str, Any] | None) -> str:
-    """Ranks, transport and link in one line."""
     nodes = f" on {facts['nodes']} nodes" if facts["nodes"] > 1 else ""
     setting = f"{facts['ranks']} ranks{nodes}, {facts['dtype']}, {facts['transport']}"
     if link is None:

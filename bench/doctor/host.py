@@ -29,7 +29,6 @@ class Host(Struct, frozen=True, kw_only=True):
 
 
 def read_host(root: Path = Path("/")) -> Host:
-    """The facts under ``root``."""
     environment = describe_environment()
     total = re.search(r"MemTotal:\s*(\d+) kB", _text(root / "proc/meminfo"))
     return Host(

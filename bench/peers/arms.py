@@ -1,9 +1,8 @@
 """Defines the servers that ``run`` compares: the command that starts each one, and its special needs.
 
-Peers use the same weights in bfloat16 where the CPU has bfloat16 products and in float32 elsewhere, because torch's
-bfloat16 products are many times slower without them. ``install.sh`` puts the programs into one folder (``--peers``):
-``vllm/`` and ``transformers/`` are virtual environments, ``llama.cpp/llama-server`` is a program. Every server may use all
-cores of this process.
+Peers use the same weights in bfloat16, or in float32 on CPUs without bfloat16 products, where torch's bfloat16 products
+are many times slower. ``install.sh`` puts the programs into one folder (``--peers``). Every server may use all cores of
+this process.
 """
 
 import ctypes.util
@@ -23,8 +22,6 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """The inputs of ``make_arm``."""
-
     model: str  # the model argument of `tightwire serve`
     gguf: Path
     weights: Path  # the folder that convert_weights.py fills
@@ -132,12 +129,7 @@ DEFAULT_ARMS = (
 
 
 def make_arm(word: str, setup: Setup) -> Arm:
-    """``word`` is a name of ARMS, or ``tightwire-tpN:ALGORITHM``.
-
-    Raises:
-        ValueError: no such arm.
-        NotInstalledError: its program is missing.
-    """
+    """``word``: in ARMS, or ``tightwire-tpN:ALGORITHM``, else ValueError. NotInstalledError: no such program."""
     if word in ARMS:
         return ARMS[word](setup)
     base, colon, algorithm = word.partition(":")

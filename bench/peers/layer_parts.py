@@ -138,7 +138,6 @@ def _timed(part: Part, cost: _Cost, kernel: Callable[..., Any], wait: Callable[[
 
 
 def _each_once(args: Sequence[Any], result: Any) -> tuple[int, int]:
-    """Each tensor is read or written once."""
     results = result if isinstance(result, tuple) else (result,)
     return sum(each.nbytes for each in (*args, *results) if isinstance(each, Tensor)), 0
 

@@ -35,11 +35,7 @@ class Load:
 
 
 def greedy_answers(url: str, model: str | None) -> list[str]:
-    """The server's greedy answers to ``CHECK_PROMPTS``. ``model``: None for the first one that the server lists.
-
-    Raises:
-        ServerFailedError: it does not answer.
-    """
+    """The answers to ``CHECK_PROMPTS``, or ServerFailedError. ``model`` None: the first that the server lists."""
     try:
         # llama.cpp closes idle connections, which would look like a missing answer.
         headers = {"Connection": "close"}
@@ -62,11 +58,7 @@ def _answer(client: httpx.Client, model: str, prompt: str) -> str:
 
 
 def compare_answers(reference: Sequence[str], answers: Sequence[str]) -> None:
-    """Accept answers that begin like ``reference``, up to differences that rounding explains.
-
-    Raises:
-        ServerFailedError: too many answers begin differently.
-    """
+    """Raise ServerFailedError if more answers begin differently than rounding explains."""
     different = [
         f"{prompt!r}: {theirs!r} instead of {ours!r}"
         for prompt, ours, theirs in zip(CHECK_PROMPTS, reference, answers, strict=True)
@@ -79,11 +71,7 @@ def compare_answers(reference: Sequence[str], answers: Sequence[str]) -> None:
 def bench_serve(
     url: str, load: Load, *, seed: int, output: Path | None = None, label: str = "peer", flags: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The result of `tightwire bench serve` in a process of its own; ``output``: the folder for raw samples.
-
-    Raises:
-        ServerFailedError: the load did not finish, or requests failed.
-    """
+    """The result of `tightwire bench serve`; ServerFailedError if the load did not finish, or requests failed."""
     command = [sys.executable, "-m", "tightwire", "bench", "serve", "--url", url, "--seed", str(seed), "--warmups", "1"]
     for flag, values in (("--concurrency", load.concurrency), ("--num-requests", load.num_requests)):
         command += [flag, ",".join(map(str, values))]

@@ -163,7 +163,6 @@ def _least_s(work: Callable[[], object], device: str) -> float:
 
 
 def _measure_server(options: RooflineOptions, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    """The cell of `bench serve` for each load."""
     max_positions = checkpoint.config.max_positions
     longest = min(max(options.prompt_len + 2, _SHORT_PROMPT + options.output_len), max_positions)
     command = [sys.executable, "-m", "tightwire", "serve", options.model, "--tp", str(options.tp), "--port", "{port}"]

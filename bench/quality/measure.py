@@ -53,11 +53,7 @@ def make_pool(num_threads: int) -> ThreadPoolExecutor:
 def score(
     pool: ThreadPoolExecutor, head_VD: Tensor, exact_TD: Tensor, others: Mapping[str, Tensor], next_ids_T: Tensor
 ) -> dict[str, Scores]:
-    """Compare final hidden states of the exact model and of each arm through the model's head.
-
-    Returns:
-        Scores by arm, including ``EXACT``; ``next_ids_T`` are the true next tokens.
-    """
+    """Scores of each arm and of ``EXACT`` from final hidden states; ``next_ids_T`` are the true next tokens."""
     states, starts = {EXACT: exact_TD, **others}, range(0, len(exact_TD), _ROWS)
 
     def rows(start: int) -> dict[str, Scores]:
@@ -139,7 +135,6 @@ class NoiseRoutes(Routes):
         return _Watched(exact, self, (site, layer))
 
     def add(self, site: str, layer: int, exact: Tensor, results: Mapping[str, Tensor]) -> None:
-        """Add one message's lossless sum and the algorithms' sums."""
         if self._rank == 0:
             for name, result in results.items():
                 power = self._powers.setdefault((name, site, layer), Power())
@@ -182,11 +177,7 @@ def measure_arms(
     measured: Measured,
     show: Callable[[str], None],
 ) -> Iterator[None]:
-    """Fill ``measured``; yield after each batch of windows. ``show`` gets the name of each step.
-
-    Raises:
-        ValueError: hidden states overflowed, so they cannot be compared.
-    """
+    """Fill ``measured``; yield after each batch of windows. Raises ValueError if hidden states overflowed."""
     windows = setting.windows
     show("noise of each layer")
     measured.noise = measure_noise(ranks, setting, windows.measured[: setting.options.batch], arms)

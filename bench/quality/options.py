@@ -39,20 +39,14 @@ class Budget:
     limit: float
 
     def allows(self, row: Mapping[str, Any]) -> bool:
-        """True if an arm's ``row`` at one world size is within the budget.
-
-        Perplexity is noisy on few tokens, so the upper end of its interval counts.
-        """
+        """True if an arm's ``row`` is within the budget; for perplexity, if the upper end of its interval is."""
         if self.kind == "kl":
             return row["kl_mean"] <= self.limit
         high = row["perplexity_delta_high"]
         return (row["perplexity_delta"] if high is None else high) <= self.limit
 
     def cheapest(self, rows: Sequence[Mapping[str, Any]]) -> str | None:
-        """The arm that sends the fewest bytes among those within the budget at every world size, or None.
-
-        Ties go to the smaller KL.
-        """
+        """The arm with the fewest bytes, then the smallest KL, within the budget at every world size; or None."""
         by_name: dict[str, list[Mapping[str, Any]]] = {}
         for row in rows:
             by_name.setdefault(row["algorithm"], []).append(row)

@@ -83,11 +83,7 @@ class ThreadRanks:
         self._models: list[list[Llama]] = []  # by arm, in rank order
 
     def set_arms(self, arms: Sequence[Arm], make_routes: MakeRoutes = plain_routes) -> None:
-        """Set the arms of the following passes; a pass selects one by its index.
-
-        Raises:
-            ValueError: an arm's codec cannot encode the weights.
-        """
+        """Set the arms, which passes select by index; ValueError if a codec cannot encode the weights."""
         kinds = [(arm.weights, arm.sum_dtype(self._dtype)) for arm in arms]
         made = {kind: self._make_models(arms, *kind, make_routes) for kind in set(kinds)}
         self._models = [made[kind] for kind in kinds]

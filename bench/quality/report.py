@@ -103,10 +103,7 @@ def _interval(nll_delta_N: Floats) -> tuple[float | None, float | None]:
 
 
 def _sqnr(measured: Measured, arm: Arm, num_layers: int) -> dict[str, Any]:
-    """Signal-to-noise in dB by site, over all layers and for each layer; None without noise.
-
-    Over all layers, noise-to-signal ratios are averaged, so that a layer with large values does not hide the others.
-    """
+    """Signal-to-noise in dB by site; None without noise. Layers' noise-to-signal ratios are averaged, not their dB."""
     result: dict[str, Any] = {}
     for site in LOSSY_SITES:
         powers = [measured.noise[arm.algorithm(site, layer), site, layer] for layer in range(num_layers)]
@@ -128,7 +125,6 @@ def world_size_table(result: Mapping[str, Any], world_size: int) -> Table:
 
 
 def describe_setting(facts: Mapping[str, Any]) -> str:
-    """Model, text and ranks in one line."""
     dtype, weights = facts["dtype"], facts["weights"]
     numbers = dtype if weights == dtype else f"{dtype} (weights in {weights})"
     return (

@@ -50,11 +50,7 @@ class Offer:
 def find_mix(
     setting: Setting, ranks: ThreadRanks, pool: ThreadPoolExecutor, show: Callable[[str], None]
 ) -> tuple[PolicyFile, dict[str, Any]]:
-    """Search on the calibration windows; returns the mix as a policy file, and facts for the result.
-
-    Raises:
-        ValueError: even the cheapest mix exceeds the bytes.
-    """
+    """The best mix on the calibration windows as a policy file, and facts. ValueError: every mix exceeds the bytes."""
     options, config, elem_bytes = setting.options, setting.config, setting.dtype.itemsize
     assert options.search is not None
     show("search: noise of each layer")
@@ -109,13 +105,10 @@ def _sensitivities(
 
 
 def choose(offers: Mapping[Place, Sequence[Offer]], max_bytes: float) -> dict[Place, Offer]:
-    """Choose the mix of at most ``max_bytes`` with about the least KL.
+    """Choose the mix of at most ``max_bytes`` with about the least KL; ValueError if the cheapest mix sends more.
 
-    A greedy algorithm: start with the cheapest offer at every place; repeat the change of one place that lowers KL most per
-    byte and fits. It is optimal except for bytes that remain unused.
-
-    Raises:
-        ValueError: the cheapest mix already sends more.
+    A greedy algorithm: start with the cheapest offer at every place; repeat the change of one place that lowers KL most
+    per byte and fits. It is optimal except for bytes that remain unused.
     """
     mix = {place: min(own, key=lambda offer: (offer.num_bytes, offer.kl)) for place, own in offers.items()}
     spare = max_bytes - sum(offer.num_bytes for offer in mix.values())
@@ -150,10 +143,7 @@ def arm_policy_file(setting: Setting, arm: Arm, rows: Sequence[Mapping[str, Any]
 def make_policy_file(
     setting: Setting, algorithms: Mapping[Place, str], reason: str, origin: Mapping[str, Any]
 ) -> PolicyFile:
-    """Make a policy file with one algorithm at each place, for prompt rows only.
-
-    Its ``made_for`` says which model and text it comes from; ``serve`` compares the sizes with its own model.
-    """
+    """Make a policy file for prompt rows. ``made_for`` names its model and text; ``serve`` compares the sizes."""
     layers: dict[tuple[str, str], list[int]] = {}
     for (site, layer), algorithm in algorithms.items():
         layers.setdefault((site, algorithm), []).append(layer)

@@ -69,7 +69,6 @@ class Arm:
 
 
 def places(config: LlamaConfig) -> list[Place]:
-    """Every site of every layer."""
     return [(site, layer) for site in LOSSY_SITES for layer in range(config.num_layers)]
 
 
@@ -78,13 +77,12 @@ def exact_arm() -> Arm:
 
 
 def make_arm(name: str, config: LlamaConfig) -> Arm:
-    """Make an arm that sums as ``serve --allreduce NAME`` does.
-    ``activations:int8`` sums exactly and multiplies packed weights with activations in 8 bits.
-    ``policy:FILE`` stands for ``serve --allreduce policy:FILE`` and ``weights:CODEC`` for ``serve --weight-codec CODEC``.
-    The AllReduce applies to prompt rows. Decode rows and embeddings are exact unless a policy file says otherwise.
+    """Make an arm that sums prompt rows as ``serve --allreduce NAME`` does.
 
-    Raises:
-        ValueError: the AllReduce is unknown or needs several nodes, or the file is for another model.
+    Decode rows and embeddings are exact unless a policy file (``policy:FILE``) says otherwise. ``activations:int8``
+    sums exactly and multiplies packed weights with activations in 8 bits. ``weights:CODEC`` stands for
+    ``--weight-codec CODEC``. Raises ValueError if the AllReduce is unknown or needs several nodes, or a file is for
+    another model.
     """
     check_name(name)
     if name.startswith(WEIGHTS):
@@ -127,10 +125,7 @@ def bytes_at(name: str, row_elems: int, world_size: int, rows: int, elem_bytes: 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Windows:
-    """N windows as ``token_ids_NL``; each begins with the ``num_first`` tokens the tokenizer puts before a text.
-
-    ``calibration`` and ``measured`` are disjoint indices: windows for the search, and windows for the reported figures.
-    """
+    """N windows, each after ``num_first`` special tokens. ``calibration`` and ``measured`` are disjoint indices."""
 
     token_ids_NL: Tensor
     num_first: int
@@ -153,11 +148,7 @@ class Windows:
 
 
 def make_windows(tokenizer: Tokenizer, text: str, *, num_tokens: int, window: int, num_calibration: int = 0) -> Windows:
-    """Cut windows of ``window`` tokens: ``num_tokens`` (rounded up) to measure, and ``num_calibration`` windows.
-
-    Raises:
-        ValueError: the text is too short; the message has its length.
-    """
+    """Cut windows for ``num_tokens`` (rounded up) and for calibration; raises ValueError if the text is too short."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     first = tokenizer.encode("")
     length = window - len(first)
@@ -198,12 +189,10 @@ class Setting:
         return self.checkpoint.config
 
     def batches(self, numbers: Sequence[int]) -> Iterator[Sequence[int]]:
-        """The windows of each forward pass."""
         for start in range(0, len(numbers), self.options.batch):
             yield numbers[start : start + self.options.batch]
 
     def facts(self) -> dict[str, Any]:
-        """The setting as it stands in the result."""
         options, dtype = self.options, str(self.dtype).removeprefix("torch.")
         return {
             "model": self.checkpoint.name,
@@ -222,12 +211,7 @@ class Setting:
 
 
 def make_setting(options: QualityOptions) -> Setting:
-    """Open the model and cut the text.
-
-    Raises:
-        ValueError: the text is missing or too short, the model does not exist or cannot be split, or a policy file is for
-            another model.
-    """
+    """Open the model and cut the text; ValueError if the text, the model, its split or a policy file is unfit."""
     text = english_text() if options.text is None else read_text(options.text)
     checkpoint = open_checkpoint(options.model, options.seed)
     config = checkpoint.config

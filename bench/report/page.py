@@ -44,8 +44,6 @@ class Plot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Text:
-    """A section of paragraphs."""
-
     title: str
     lines: Sequence[str]
 
@@ -66,12 +64,9 @@ def lines(
     joined: bool = True,
     note: str = "",
 ) -> Plot:
-    """Column ``y`` over column ``x`` with one series for each value of the key ``by``.
+    """Column ``y`` over column ``x``, a series for each value of the key ``by``; rows without x or y are left out.
 
-    Args:
-        rows: a row without x or y is left out. The order of the series fixes their colours.
-        ticks: label each x as its column does; by default matplotlib chooses numbers.
-        joined: draw lines between the points.
+    ``ticks``: label each x as its column does; by default matplotlib chooses. ``joined``: connect the points.
     """
     known = sorted((row for row in rows if x.scaled(row) is not None and y.scaled(row) is not None), key=x.scaled)
     names = list(dict.fromkeys(row[by] for row in rows))
@@ -117,7 +112,6 @@ def bars(
 
 
 def svg(plot: Plot) -> str:
-    """The plot as an SVG document."""
     import matplotlib
     from matplotlib.figure import Figure
 

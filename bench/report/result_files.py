@@ -21,10 +21,7 @@ def check_label(label: str) -> str:
 
 
 class ResultFiles:
-    """Files with unique names, each written atomically; the folder stays empty until the first write.
-
-    Raises ValueError before anything is measured if the folder cannot be written, or matplotlib is missing.
-    """
+    """Uniquely named files, written atomically; ValueError before that if the folder or matplotlib is unusable."""
 
     def __init__(self, folder: Path, label: str) -> None:
         if find_spec("matplotlib") is None:
@@ -42,7 +39,6 @@ class ResultFiles:
 
     @property
     def paths(self) -> list[str]:
-        """The files written so far."""
         return list(map(str, self._paths.values()))
 
     def write(self, kind: str, text: str) -> None:

@@ -73,7 +73,6 @@ class Table:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print the table and an empty line."""
     shown = RichTable(
         title=escape(table.title) or None,
         title_justify="left",

@@ -103,6 +103,5 @@ class ServeBenchOptions(OutputOptions):
         return min(self.loads[load].concurrency or 2, self.requests_of(load))
 
     def body(self) -> dict[str, Any]:
-        """The fields that every request of this run has."""
         eos = {"ignore_eos": True} if self.ignore_eos else {}
         return {"temperature": self.temperature, **eos, **self.extra_body}

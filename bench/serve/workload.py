@@ -45,7 +45,6 @@ class Workload:
         return max(1, round((num_tokens - self.overhead) / self.tokens_per_word))
 
     def facts(self) -> dict[str, Any]:
-        """Facts about the workload for the result."""
         facts = {"output_len": self.output_len, "tokens_per_word": self.tokens_per_word}
         if self.prefix_groups:
             lengths = {"prefix_len": self.prefix_len, "prefix_groups": self.prefix_groups}
@@ -56,9 +55,7 @@ class Workload:
         """Set the scale so that the server counts ``input_len`` tokens in a prompt; unchanged if it sends no count.
 
         Two short prompts give the slope, which excludes the template's tokens, and one of the wanted length the rest.
-
-        Raises:
-            RemoteError: the server refuses a prompt, or a template is longer than ``input_len``.
+        Raises RemoteError if the server refuses a prompt, or a template is longer than ``input_len``.
         """
         counts: list[int] = []
         for words in _TRIAL_WORDS:

@@ -112,7 +112,6 @@ class StreamBench(Bench[StreamBenchOptions]):
             yield folders
 
     def _describe(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """The settings of the run."""
         options, config = self.options, checkpoint.config
         formats = choose_formats(checkpoint.reader(), config, options.quantization)
         for tp in options.tp:

@@ -72,10 +72,7 @@ def measure(group: Group, options: StreamBenchOptions, location: str, folders: M
 
 
 def bind_rank(group: Group, options: StreamBenchOptions) -> tuple[int, ...]:
-    """Set the number of threads and, on the CPU, bind this rank to cores of its own as a server's ranks are.
-
-    Returns the cores; () if it is not bound.
-    """
+    """Set this rank's threads and bind it to CPU cores of its own; returns the cores, () if it is not bound."""
     torch.set_num_threads(options.threads)
     return bind_to_cores(group.rank, group.world_size, options.threads) if options.device == "cpu" else ()
 

@@ -72,11 +72,7 @@ class Rank:
         return make_step(token_ids, [1] * batch, [self.options.context] * batch, is_decode=True)
 
     def passes(self, run: Callable[[], object], count: int, prepare: Callable[[], None] | None = None) -> list[float]:
-        """Run one untimed and ``count`` timed passes, each after ``prepare`` and a barrier of all ranks.
-
-        Returns:
-            Seconds of the timed passes.
-        """
+        """Seconds of ``count`` passes after an untimed one; each follows ``prepare`` and a barrier of all ranks."""
         seconds = []
         for number in range(1 + count):
             if prepare is not None:

@@ -106,13 +106,11 @@ class Cells:
 
 
 def arm_table(rows: Sequence[Row]) -> Table:
-    """The cells of one arm."""
     title = f"{rows[0]['arm']}, tp {rows[0]['tp']}"
     return Table(columns=_CELL_COLUMNS, rows=rows, title=title)
 
 
 def describe_setting(facts: Mapping[str, Any]) -> str:
-    """Model, weights and layers in one line."""
     layers = f"{facts['stream_layers']} of {facts['num_layers']} layers streamed"
     threads = "1 thread" if facts["threads"] == 1 else f"{facts['threads']} threads"
     return (

@@ -17,10 +17,7 @@ _SGD = {"name": "sgd", "lr": 1e-2, "weight_decay": 0.0}
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to train. ``parallel``: the section of a training configuration. ``peer``: the torch method to use instead.
-
-    ``is_exact``: it does not compress gradients.
-    """
+    """A way to train. ``parallel``: a configuration's section, or torch's ``peer``. ``is_exact``: no compression."""
 
     parallel: dict[str, Any] = field(default_factory=dict)
     is_exact: bool = True
@@ -80,7 +77,6 @@ def open_model(model: str, seed: int) -> StartingModel:
 
 
 def _model_values(model: str) -> dict[str, Any]:
-    """The ``model`` section of a configuration."""
     return {"shape": {**MODELS[model], **_VOCABULARY}} if model in MODELS else {"start": model}
 
 

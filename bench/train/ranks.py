@@ -27,8 +27,7 @@ _HEADER_BYTES = 14 + 20 + 32  # per packet, acknowledgements too: Ethernet, IPv4
 class Switch:
     """Turns the messages of all groups of a rank off, which leaves a step's computing.
 
-    The same engine alternates between steps with and without messages, so other programs affect both alike. Results of
-    detached steps are wrong: each message from another rank is replaced by this rank's own data.
+    Results of detached steps are wrong: each message from another rank is replaced by this rank's own data.
     """
 
     is_detached: bool = False

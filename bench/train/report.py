@@ -95,7 +95,6 @@ class Checks:
     checked: dict[str, Checked] = field(default_factory=dict)
 
     def facts(self, arm: str) -> dict[str, Any]:
-        """The check results for the rows of one arm."""
         own, model = self.checked[arm], self.models.get(arm)
         return {
             "losses": own.losses,
@@ -194,7 +193,6 @@ class LinkCells:
 
 
 def fault_texts(rows: Iterable[Row]) -> list[str]:
-    """Every fault once, with its arm."""
     return list(dict.fromkeys(f"{row['arm']}: {fault}" for row in rows for fault in row["faults"]))
 
 
@@ -223,7 +221,6 @@ def make_sections(rows: Sequence[Row]) -> list[Item]:
 
 
 def describe_setting(facts: Mapping[str, Any]) -> str:
-    """Model, ranks and batch in one line."""
     return (
         f"{facts['model']} ({facts['num_parameters'] / 1e6:.1f} M parameters), {facts['dtype']}; {facts['nodes']} nodes of "
         f"{facts['ranks_per_node']} ranks, one thread each; {facts['sequences']} sequences of {facts['sequence_tokens']} "

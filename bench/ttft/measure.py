@@ -66,7 +66,6 @@ class Turn:
     counts: list[Count] = field(default_factory=list)  # of rank 0, during this turn
 
     def mean(self, name: str) -> float:
-        """Mean of a field of the requests."""
         return fmean(getattr(request, name) for request in self.requests)
 
 
@@ -92,11 +91,7 @@ class Measured:
 
 
 def make_turns(cells: Sequence[Cell], arms: Sequence[Arm], rounds: int, seed: int) -> Iterator[list[Turn]]:
-    """For every cell of every round one turn of each arm, cells and arms in random order.
-
-    Arms that are compared run right after each other, so a machine that drifts does so for all of them; a run that is cut
-    short has something of every cell.
-    """
+    """One list a round: cells and arms in random order; arms of a cell follow each other, so drift affects all."""
     source = random.Random(f"{seed}/blocks")
     for number in range(rounds):
         for cell in source.sample(list(cells), len(cells)):
@@ -125,10 +120,8 @@ class Measurement:
     async def run(self, remote: Remote) -> AsyncIterator[None]:
         """Measure everything; yields whenever there are new results to keep.
 
-        Raises:
-            BenchFailedError: another AllReduce ran than was asked for, or it sent other bytes.
-            RequestFailedError, RemoteError: the server failed.
-            ValueError: the text has too few prompts of these lengths.
+        Raises BenchFailedError for a wrong AllReduce or wrong bytes, RequestFailedError and RemoteError if the server
+        failed, ValueError if the text has too few prompts of these lengths.
         """
         measured, rounds = self.measured, self._options.repeats
         async with AsyncExitStack() as stack:
@@ -158,7 +151,6 @@ class Measurement:
         self._passages = Passages(await self._tokenize(english_text()), seed=self.measured.seed)
 
     def _make_arms(self) -> None:
-        """Make the arms from what the server says of them."""
         measured, seen = self.measured, list[str]()
         for algorithm in self._options.algorithms:
             seen.append(algorithm)

@@ -83,7 +83,6 @@ class TtftOptions(OutputOptions):
 
     @property
     def baseline_name(self) -> str:
-        """The AllReduce that the others are compared with."""
         name = self.baseline or self._first_lossless()
         assert name is not None, "checked in __post_init__"
         return name
@@ -149,11 +148,7 @@ class ServerFacts:
 
 
 def find_facts(options: TtftOptions) -> ServerFacts:
-    """Open the model and make the same plan as the server.
-
-    Raises:
-        ValueError: the model or an option is refused, or prompts and answers do not fit.
-    """
+    """Plan as the server does; ValueError for a refused model or option, or prompts that do not fit."""
     config = _server_config(options)
     check_all_reduce_names(config.parallel)
     checkpoint = open_checkpoint(config.model.model, config.model.seed)

@@ -84,8 +84,7 @@ class Proof:
     def faults(self, policy: ArmPolicy, cell: Cell, output_len: int, counts: Sequence[Count]) -> list[str]:
         """Faults in rank 0's totals of one turn; empty when there are none.
 
-        With one request at a time every message is known, and totals must be equal. With more, how rows share steps is not
-        known, so the check is for algorithms and for the bytes of all messages.
+        How several requests share steps is not known, so then only algorithms and the sum of all bytes are checked.
         """
         sums = [count for count in counts if count.op == _OP and count.phase in _PHASES]
         if cell.concurrency > 1:

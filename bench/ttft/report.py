@@ -62,8 +62,8 @@ def _row(measured: Measured, cell: Cell, arm: Arm) -> dict[str, Any]:
 def _bound(measured: Measured, cell: Cell, row: Mapping[str, Any]) -> dict[str, float] | None:
     """The least TTFT on an emulated link between ranks: computing, coding, and the bytes at the link's rate.
 
-    With overlap both happen at once, and the slower of them is the bound. None for requests at a time, whose bytes are not
-    known one by one, and for several ranks on a node, whose bytes share the wire.
+    With overlap computing and sending happen at once, and the slower is the bound. None where the bytes of a request
+    are not known: several requests at a time, or several ranks on a node.
     """
     link = measured.comm.get("link")
     rate = link and (link["measured_bytes_per_s"] or link["asked_bytes_per_s"])
@@ -227,7 +227,6 @@ def recommended_lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def describe_setting(result: Mapping[str, Any]) -> str:
-    """Model, ranks, arms and rounds in one line."""
     options = result["options"]
     nodes = f" on {result['nodes']} nodes" if result["nodes"] > 1 else ""
     return (
@@ -248,7 +247,6 @@ def describe_link(link: Mapping[str, Any] | None) -> str:
 
 
 def tables(result: Mapping[str, Any]) -> list[Table]:
-    """Two for each cell."""
     found = []
     for cell in dict.fromkeys((row["prompt_len"], row["concurrency"]) for row in result["cells"]):
         rows = [row for row in result["cells"] if (row["prompt_len"], row["concurrency"]) == cell]

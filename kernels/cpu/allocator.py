@@ -10,21 +10,18 @@ _SMALLEST_RETURNED_BYTES = 64 << 10
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep up to 256 MiB of what it frees, in pieces of up to 32 MiB, for its next tensors.
+    """Let this process keep up to 256 MiB of what it frees for its next tensors; without glibc it returns False.
 
-    For processes that make and free the same large tensors over and over. A fresh 16 MiB tensor takes 4096 page
-    faults; in a two-shot AllReduce of 16 MiB over a link of 2.5 Gbit/s they took between 0 and 14 of 74 ms, depending on the
-    layout of the heap. Without glibc it does nothing and returns False.
+    A fresh 16 MiB tensor takes 4096 page faults: 0 to 14 of the 74 ms of a two-shot AllReduce over 2.5 Gbit/s.
     """
     return _set_thresholds(on_heap=_LARGEST_ON_HEAP_BYTES, kept=_KEPT_BYTES)
 
 
 def return_freed_memory() -> bool:
-    """Let this process return freed memory to the system at once, now and from now on, except pieces below 64 KiB.
+    """Let this process return freed memory to the system at once from now on, except pieces below 64 KiB.
 
-    For measuring what a process needs: its resident memory is then what it uses. By default glibc keeps freed pieces of up
-    to 32 MiB in its heaps: steps of a 10 M Llama that use at most 223 MB grow to 290. Without glibc it does nothing and
-    returns False.
+    Without glibc it does nothing and returns False. For measuring what a process needs: by default, steps of a 10 M
+    Llama that use at most 223 MB grow to 290.
     """
     if not _set_thresholds(on_heap=_SMALLEST_RETURNED_BYTES, kept=_SMALLEST_RETURNED_BYTES):
         return False

@@ -28,10 +28,7 @@ def paged_attention_cpu(
     scale: float,
     groups: HeadGroups | None = None,
 ) -> Tensor:
-    """``attention.paged_attention`` for CPU tensors; see there. Decode and prefill rows go through the same kernel.
-
-    Cost: about 12 us of Python per call, then the kernels.
-    """
+    """``attention.paged_attention`` for CPU tensors. Cost: about 12 us of Python per call, then the kernels."""
     groups = groups or even_groups(q_THE, k_cache_NKPE)
     if not scale > 0:
         raise ValueError(f"attention needs a positive scale, got {scale}")
@@ -97,11 +94,7 @@ def cut_into_tiles(
     num_blocks: int,
     tokens_per_block: int,
 ) -> Tiles:
-    """Cut the packed rows into tiles of at most ``tile_tokens`` of one sequence.
-
-    Raises:
-        ValueError: impossible lengths or block numbers.
-    """
+    """Cut each sequence into tiles of at most ``tile_tokens``; raises ValueError for impossible lengths or blocks."""
     num_seqs, max_blocks = block_table_BM.shape
     tiles_W3 = torch.empty(num_tokens // tile_tokens + num_seqs, 3, dtype=torch.int64)
     plan: Any = struct(

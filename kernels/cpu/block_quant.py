@@ -17,7 +17,6 @@ _BLOCK_ELEMS = 128  # a whole number of groups of every format
 
 
 def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
-    """``block_quant.encode``."""
     _check_numbers(x_N, "x_N")
     num_elems = x_N.numel()
     out = _bytes_for(num_elems, fmt, out)
@@ -28,7 +27,6 @@ def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
 
 
 def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """``block_quant.decode``."""
     if out is None:
         out = torch.empty(num_elems, dtype=dtype)
     _check_numbers(out, "out")
@@ -42,7 +40,6 @@ def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, ou
 
 
 def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
-    """``block_quant.decode_add``."""
     _check_numbers(sum_N, "sum_N")
     if sum_N.dtype != torch.float32:
         raise ValueError(f"sum_N must be float32, got {sum_N.dtype}")
@@ -79,7 +76,6 @@ def _run(kernel: str, buf: Tensor, x_N: Tensor, fmt: BlockFormat) -> None:
 
 
 def _fields(fmt: BlockFormat) -> tuple[int, ...]:
-    """Return the fields of a ``tw_block_format``."""
     return fmt.bits, fmt.group_elems, fmt.symmetric, fmt.hadamard, fmt.spikes, fmt.float8
 
 

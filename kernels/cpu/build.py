@@ -78,11 +78,7 @@ def source_hash() -> str:
 
 
 def find_compiler() -> list[str]:
-    """The command of a C++ compiler: $CXX, g++ 12 or newer, clang++, or the one in the ``ziglang`` package.
-
-    Raises:
-        NoCompilerError: there is none.
-    """
+    """The command of a C++ compiler: $CXX, g++ 12 or newer, clang++, or ``ziglang``'s; else raises NoCompilerError."""
     if named := os.environ.get("CXX"):
         return named.split()
     for name in ("g++", "clang++", "c++"):
@@ -112,12 +108,9 @@ def library_path(level: str, *, sanitize: bool = False) -> Path:
 
 
 def build(level: str, *, sanitize: bool = False) -> Path:
-    """Compile one level into ``library_path(level)``. A library that exists is replaced only by a complete one.
+    """Compile one level into ``library_path(level)`` in about 20 s. Only a complete library replaces one that exists.
 
-    Raises:
-        NoCompilerError: there is no compiler.
-        RuntimeError: the compiler cannot be run, or fails; then the message ends with its output.
-    Cost: about 20 s of one core.
+    Raises NoCompilerError without a compiler, RuntimeError with its output if it fails or cannot be run.
     """
     compiler = find_compiler()
     target = library_path(level, sanitize=sanitize)

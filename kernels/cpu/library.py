@@ -102,7 +102,6 @@ def _open(wanted: str, *, sanitize: bool) -> Any:
 
 
 def _is_current(path: Path) -> bool:
-    """Whether the library exists and was built from the sources that are there."""
     return path.exists() and build.source_hash().encode() in path.read_bytes()
 
 

@@ -125,10 +125,7 @@ def unpack_cpu(matrix: PackedMatrix, dtype: torch.dtype, indices_T: Tensor | Non
 
 
 def interleave_cpu(matrix: PackedMatrix) -> PackedMatrix:
-    """The same matrix with its rows interleaved in place, for products with activations in 8 bits.
-
-    Cost: a pass over the matrix, and as much memory as sixteen rows for each thread.
-    """
+    """Interleave rows in place, for activations in 8 bits. Cost: one pass, memory of sixteen rows for each thread."""
     num_rows, num_columns = matrix.shape
     arguments = (matrix.blocks_OB.data_ptr(), matrix.format.kind, num_columns // GROUP_ELEMS)
     num_panels = num_rows // INTERLEAVED_ROWS

@@ -14,7 +14,6 @@ _DTYPES = ", ".join(map(str, NUMBER_KIND))
 
 
 def rms_norm_cpu(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """``norm.rms_norm`` for CPU tensors."""
     _check_norm(x_TD, x_TD, weight_D)
     out_TD = torch.empty(x_TD.shape, dtype=weight_D.dtype)
     _norm(out_TD, None, x_TD, None, weight_D, eps)
@@ -22,7 +21,6 @@ def rms_norm_cpu(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm_cpu(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``norm.add_rms_norm`` for CPU tensors."""
     _check_norm(x_TD, residual_TD, weight_D)
     out_TD = torch.empty(x_TD.shape, dtype=weight_D.dtype)
     sum_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype)
@@ -70,7 +68,6 @@ def _norm(out: Tensor, total: Tensor | None, x: Tensor, residual: Tensor | None,
 def rotate_and_cache_cpu(
     qkv_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor
 ) -> Tensor:
-    """``layer_ops.rotate_and_cache`` for CPU tensors."""
     num_tokens, num_all_heads, head_dim = qkv_THE.shape
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
     num_heads, number_bytes = num_all_heads - 2 * num_kv_heads, qkv_THE.element_size()
@@ -93,7 +90,6 @@ def rotate_and_cache_cpu(
 
 
 def swiglu_cpu(gate_up_T2F: Tensor) -> Tensor:
-    """``swiglu.swiglu`` for CPU tensors."""
     num_tokens, columns = gate_up_T2F.shape
     if columns % 2 or gate_up_T2F.dtype not in NUMBER_KIND or gate_up_T2F.stride(1) != 1:
         raise ValueError(

@@ -43,11 +43,7 @@ def make_board(
 
 
 def call_word(operation: int, kind: int = 0, num_elems: int = 0, detail: int = 0) -> int:
-    """Return what a process calls as one word, which all processes compare when they read a turn.
-
-    Args:
-        operation: 1 to 7. kind: of the numbers, 0 to 15. num_elems: below 2^40. detail: any 16 bits.
-    """
+    """Return a call as one word: operation 1 to 7, kind 0 to 15, num_elems below 2^40, detail any 16 bits."""
     return operation << _OPERATION_SHIFT | kind << _KIND_SHIFT | detail << _DETAIL_SHIFT | num_elems
 
 

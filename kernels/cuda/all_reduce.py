@@ -105,9 +105,7 @@ def two_shot(
 ) -> None:
     """Sum one ``part`` of every slice of all processes' contiguous ``x_N`` to ``out_N``; all must make the same call.
 
-    Args:
-        fmt: format of the slots on the wire; None: plain numbers.
-        out_fmt: format of the sums on the wire; None: rounded to the numbers' type.
+    ``fmt`` and ``out_fmt``: formats of the slots and of the sums on the wire; None: plain numbers.
     """
     assert part.num_elems <= max_part_elems(peers, x_N.element_size(), fmt, out_fmt), f"{part} is too long"
     slot_bytes = -(-_message_bytes(part.num_elems, x_N.element_size(), fmt) // _ALIGNMENT) * _ALIGNMENT

@@ -34,9 +34,7 @@ def paged_attention(
     """Compute ``attention.paged_attention`` for CUDA tensors, without waiting for the device.
 
     Invalid lengths and blocks are not detected. A decode row with a context length of 0 is padding and becomes zeros.
-
-    Raises:
-        ValueError: shapes, dtypes or strides do not match, or heads are too large for the kernels.
+    Raises ValueError if shapes, dtypes or strides do not match, or heads are too large for the kernels.
     """
     groups = groups or even_groups(q_THE, k_cache_NKPE)
     check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, *sequences[:3], groups)

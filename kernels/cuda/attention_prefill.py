@@ -41,10 +41,7 @@ def attend_prefill_rows(
     groups: HeadGroups,
     out_THE: Tensor,
 ) -> None:
-    """Compute ``attention.paged_attention`` for the rows after the decode rows into ``out_THE``.
-
-    Cost: one launch; at most B programs per KV head find no tile and exit.
-    """
+    """Compute the rows after the decode rows into ``out_THE``; one launch."""
     query_start_B1, context_lens_B, block_table_BM, first_row = sequences
     num_tokens, num_heads, head_dim = q_THE.shape
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape

@@ -5,8 +5,7 @@ Each process owns a header of 32-bit words, initially zero, that all others can 
     dead        one word: 1 after a wait of this process has failed; it does not wait again
     calls       for each of its B blocks, the number of calls it has made
     barriers    for each block, the number of barriers it has reached
-    arrivals    for each block and each process, the last barrier that the process's block of the same number has
-    reached
+    arrivals    for each block and each process, the last barrier of the process's block of this number
 
 Blocks wait only for blocks with the same number, so all processes must launch the same number of blocks, and no more
 than the device runs at once. A block writes the barrier's number to every peer's header, then waits until its own
@@ -67,10 +66,7 @@ def end_call(headers, rank, number, dead, late, failure):
 
 @triton.jit
 def wait_for_peers(headers, rank, max_polls, WORLD: tl.constexpr):
-    """Wait for this block's peers; returns a bit for each peer that did not arrive within ``max_polls``.
-
-    ``headers``: addresses of all processes' headers (int64).
-    """
+    """Wait for this block's peers; returns a bit for each peer that did not arrive within ``max_polls``."""
     block = tl.program_id(0)
     num_blocks = tl.num_programs(0)
     arrivals = 1 + 2 * num_blocks + block * WORLD

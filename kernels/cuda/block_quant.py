@@ -1,4 +1,4 @@
-"""Block quantization on a GPU, byte-identical to the reference, in one pass over memory per function.
+"""The functions of ``kernels.block_quant`` on a GPU, byte-identical to the reference, in one pass over memory each.
 
 Tensors of other dtypes, sizes or layouts raise ValueError.
 
@@ -20,7 +20,6 @@ NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
-    """Compute ``block_quant.encode_reference``, into ``out`` if given."""
     _check_numbers(x_N)
     num_elems = x_N.numel()
     out = _bytes_for(fmt.encoded_bytes(num_elems), x_N, out)
@@ -31,7 +30,6 @@ def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
 
 
 def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Compute ``block_quant.decode_reference``, into ``out`` if given."""
     _check_bytes(buf, fmt, num_elems)
     if out is None:
         out = torch.empty(num_elems, dtype=dtype, device=buf.device)
@@ -43,7 +41,6 @@ def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, ou
 
 
 def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
-    """Compute ``block_quant.decode_add_reference``."""
     num_elems = sum_N.numel()
     _check_bytes(buf, fmt, num_elems)
     _check_numbers(sum_N)

@@ -42,10 +42,7 @@ def stays_rotated(fmt, out_fmt):
 
 @triton.jit
 def decode_row(source, row_B, num_elems, fmt: tl.constexpr, rotated: tl.constexpr, tiling: tl.constexpr):
-    """Decode rows ``row_B`` of a message of ``num_elems`` at ``source`` to tiles.
-
-    ``rotated``: leave them rotated. Numbers beyond the end are undefined.
-    """
+    """Decode rows ``row_B`` to tiles. ``rotated``: leave them rotated. Numbers beyond the end are undefined."""
     num_groups = tl.cast(tl.cdiv(num_elems, fmt.group_elems), tl.int64)
     per_row: tl.constexpr = tiling.elems // fmt.group_elems
     tiles = ()
@@ -94,10 +91,7 @@ def _filled(tiles, first_B, num_elems):
 
 @triton.jit
 def _encode(target, group_B, num_groups, tiles, fmt: tl.constexpr, beyond: tl.constexpr):
-    """Write groups ``group_B`` of a message of ``num_groups`` at ``target`` (bytes). Rotated formats: rotate first.
-
-    Groups from ``num_groups`` on are not written.
-    """
+    """Write groups ``group_B`` below ``num_groups`` of the message at ``target``; rotate first where needed."""
     top: tl.constexpr = FLOAT8_MAX if fmt.float8 else (fmt.max_code if fmt.has_zeros else fmt.max_level)
     own: tl.constexpr = len(fmt.plane_bits)  # the start of the sections of the groups' own numbers: the scales
     kept_B = None if beyond == NOTHING else group_B < num_groups

@@ -163,11 +163,7 @@ def _rotate_and_cache_heads(
 
 
 def swiglu(gate_up_T2F: Tensor) -> Tensor:
-    """Compute ``layer_ops.swiglu_reference``, with the same rounding steps; the result is contiguous.
-
-    The error of exp(-gate), and so of silu, is ``|gate|`` units of float32: silu loses some digits for large negative
-    gates, where it is nearly 0.
-    """
+    """Compute ``layer_ops.swiglu_reference``; silu loses some digits for large negative gates, where it is nearly 0."""
     num_tokens, columns = gate_up_T2F.shape
     if columns % 2 or gate_up_T2F.dtype not in _NUMBERS or gate_up_T2F.stride(1) != 1:
         raise ValueError(

@@ -39,10 +39,7 @@ class Tiling:
 
 
 def make_tiling(num_elems: int, *formats: BlockFormat, program_elems: int | None = None) -> Tiling:
-    """Cut a message of ``num_elems`` for a kernel that uses all these formats.
-
-    ``program_elems``: numbers in a program; the default suits long messages.
-    """
+    """Cut a message for a kernel that uses all ``formats``. The default of ``program_elems`` suits long messages."""
     elems = max((fmt.group_elems for fmt in formats), default=_PLAIN_ELEMS)
     # Narrow enough for the narrowest plane and the smallest group of any of the formats.
     num_tiles = elems // min((min(fmt.plane_bytes) for fmt in formats), default=_PLAIN_ELEMS)

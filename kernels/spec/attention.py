@@ -40,7 +40,6 @@ class PackedSequences(NamedTuple):
 
 
 def even_groups(q_THE: Tensor, k_cache_NKPE: Tensor) -> HeadGroups:
-    """Whole groups of equal size."""
     return HeadGroups(q_THE.shape[1] // k_cache_NKPE.shape[1], 0)
 
 
@@ -101,13 +100,7 @@ def paged_attention_reference(
     scale: float,
     groups: HeadGroups | None = None,
 ) -> Tensor:
-    """``softmax(q k^T * scale) v`` per sequence, for both kinds of rows.
-
-    Gathers every sequence's keys and values into one packed (S, H, E), KV heads repeated for their query heads, and
-    attends once under a block-diagonal causal mask.
-
-    Cost: T * H * S scores, S the sum of all context lengths.
-    """
+    """``softmax(q k^T * scale) v`` per sequence. Cost: T * H * S scores, S the sum of all context lengths."""
     query_start_B1, context_lens_B, block_table_BM, _ = sequences
     per_kv_head, skipped_heads = groups or even_groups(q_THE, k_cache_NKPE)
     kv_head_H = (torch.arange(q_THE.shape[1], device=q_THE.device) + skipped_heads) // per_kv_head

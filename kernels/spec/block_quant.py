@@ -49,10 +49,7 @@ def decode_add_reference(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
 def decode_reduce_encode_reference(
     bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int
 ) -> Tensor:
-    """Encode, as ``out_fmt``, the float32 sum of the numbers of ``bufs``, added in list order.
-
-    When both formats rotate groups of one size the sum is taken of the rotated numbers: rotating is linear.
-    """
+    """Encode the float32 sum of ``bufs`` in list order; of rotated numbers, if both formats rotate equal groups."""
     stay_rotated = fmt.hadamard and out_fmt.hadamard and fmt.group_elems == out_fmt.group_elems
     total: Tensor | None = None
     for buf in bufs:
@@ -137,11 +134,8 @@ def _codes(scaled_GE: Tensor, fmt: BlockFormat) -> Tensor:
 class _Spikes:
     """The first smallest and the first largest number of each group, which may be the same one.
 
-    Attributes, minimum before maximum:
-        places_G1: two of (G, 1), where in the group.
-        values_G1: two of (G, 1), bfloat16 bits, rounded to nearest even.
-        finite_G1: (G, 1) whether both are still finite when rounded.
-        others_GE: (G, g) the groups with another number of theirs in both places.
+    ``places_G1`` in the group, ``values_G1`` as bfloat16 bits, and ``finite_G1``, true if both are finite when rounded:
+    minimum before maximum. ``others_GE``: (G, g) the groups with another number of theirs in both places.
     """
 
     def __init__(self, groups_GE: Tensor) -> None:

@@ -25,12 +25,7 @@ def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, 
 
 
 def apply_rope_reference(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """``x * cos + rotate_half(x) * sin`` in float32, rounded once to the dtype of x.
-
-    Args:
-        x_THE: (T, H, E) queries or keys; may be a view into a wider matrix.
-        cos_TE, sin_TE: (T, E/2) float32, one angle per pair of elements.
-    """
+    """``x * cos + rotate_half(x) * sin`` in float32, rounded once to the dtype of x. Angles: (T, E/2) float32."""
     cos_T1E, sin_T1E = cos_TE.unsqueeze(1), sin_TE.unsqueeze(1)
     first, second = x_THE.float().chunk(2, dim=-1)
     rotated_THE = torch.cat((first * cos_T1E - second * sin_T1E, second * cos_T1E + first * sin_T1E), dim=-1)
@@ -57,10 +52,7 @@ def swiglu_reference(gate_up_T2F: Tensor) -> Tensor:
 def linear_reference(
     x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """``x @ weight.T + bias``, summed in float32 and rounded once, in the dtype of x or ``out_dtype``.
-
-    Packed weights are rounded to the dtype of x, as on a GPU; ``linear`` says where on CPU.
-    """
+    """``x @ weight.T + bias``, summed in float32, rounded once. Packed weights are rounded to x's dtype first."""
     if isinstance(weight_OD, PackedMatrix):
         if weight_OD.format.int8_activations:
             return linear_int8_reference(x_TD, weight_OD, bias_O, out_dtype)

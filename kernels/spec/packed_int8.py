@@ -53,10 +53,7 @@ def linear_int8_reference(
 
 
 def interleave_reference(weight: PackedMatrix) -> PackedMatrix:
-    """A copy whose rows lie interleaved: each 16 as one tile a group, their scales, their minima, then words of codes.
-
-    Rows behind the last full 16 stay as they are.
-    """
+    """A copy with each full 16 rows as one tile a group: scales, minima, then words of codes. Other rows stay."""
     packed, blocks = weight.format, weight.blocks_OB
     whole = len(blocks) // INTERLEAVED_ROWS * INTERLEAVED_ROWS
     # (panels, rows, groups, block bytes) to (panels, groups, pieces, rows, piece bytes)
@@ -71,10 +68,7 @@ def interleave_reference(weight: PackedMatrix) -> PackedMatrix:
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c in float32, rounded once, where the product is exact in float64.
-
-    The float64 sum is rounded to odd, which keeps the second rounding from going wrong.
-    """
+    """a * b + c in float32, rounded once. The float64 sum is rounded to odd, so the second rounding is correct."""
     product, c = a.double() * b.double(), c.double()
     total = product + c
     back = total - product
