@@ -82,7 +82,7 @@ def as_prepared(config: ServeConfig, prepared: Prepared) -> ServeConfig:
 def decide_weights(
     options: WeightOptions, inputs: MemoryInputs, *, num_nodes: int = 1, files: Files = IN_FILES
 ) -> WeightDecision:
-    """Resolve ``--weights``. NotEnoughMemoryError: it does not fit. ValueError: layers cannot be kept where requested."""
+    """Resolve ``--weights``. NotEnoughMemoryError: it does not fit. ValueError: layers cannot stay as requested."""
     num_layers, refusal, resident = inputs.model.num_layers, None, None
     try:
         resident = make_budget(inputs)
