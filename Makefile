@@ -42,6 +42,7 @@ check: $(installed_dev)
 	$(bin)/ruff format --check .
 	$(bin)/pyright
 	$(bin)/lint-imports
+	$(bin)/python tests/house.py
 
 # Files and lines of each floor, and everything that breaks the layout's rules (docs/architecture.md).
 house: $(installed_dev)
