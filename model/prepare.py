@@ -26,7 +26,7 @@ from tightwire.model.checkpoint.whole_folder import whole_folder
 from tightwire.model.layout import Layout, make_layout
 from tightwire.model.open import Checkpoint
 from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats
-from tightwire.model.weights.load import CheckpointStore, check_codec
+from tightwire.model.weights.load import CheckpointStore
 from tightwire.model.weights.packed_layer import PackedModel, pack_model
 from tightwire.model.weights.prepared.blob_file import (
     MANIFEST,
@@ -38,6 +38,7 @@ from tightwire.model.weights.prepared.blob_file import (
     write_manifest,
 )
 from tightwire.model.weights.prepared.folder import find_damage
+from tightwire.model.weights.residency import check_codec
 
 _CPU = torch.device("cpu")
 _GENERATION = "generation_config.json"

@@ -25,7 +25,8 @@ from tightwire.model.parallel import TensorParallel
 from tightwire.model.step import Batch
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.load import LEAST_STREAMED, CheckpointStore, load_weights
+from tightwire.model.weights.load import CheckpointStore, load_weights
+from tightwire.model.weights.residency import LEAST_STREAMED
 from tightwire.model.weights.source import WeightSource
 
 _Result = TypeVar("_Result")

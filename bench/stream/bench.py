@@ -26,8 +26,8 @@ from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.weights import WEIGHT_CODECS
 from tightwire.model.weights.formats import check_split, choose_formats
-from tightwire.model.weights.load import LEAST_STREAMED, check_codec
 from tightwire.model.weights.packed_layer import pack_model, weight_codec
+from tightwire.model.weights.residency import LEAST_STREAMED, check_codec
 from tightwire.server.plan.devices import num_cores
 
 _SHOWN = ("model", "device", "threads", "all_reduce", "context", "seed")

@@ -8,7 +8,7 @@ from tightwire.bench.options import OutputOptions, option, parse_integers, parse
 from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.comm.sizes import parse_bytes
 from tightwire.model.weights import WEIGHT_CODECS, WeightPlan
-from tightwire.model.weights.load import LEAST_STREAMED, spread
+from tightwire.model.weights.residency import LEAST_STREAMED, spread
 
 ROUNDS = 3  # in which all passes of an arm take turns
 _ORIGINS = {"host": "host", "disk": "disk", "files": "disk"}  # of a ``WeightPlan``, by source

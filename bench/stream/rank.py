@@ -17,8 +17,8 @@ from tightwire.model.runner import ModelRunner
 from tightwire.model.step import StepPlan, make_plan
 from tightwire.model.weights import WeightPlan
 from tightwire.model.weights.formats import choose_formats
-from tightwire.model.weights.load import WeightSizes
 from tightwire.model.weights.prepared.folder import Prepared
+from tightwire.model.weights.residency import WeightSizes
 
 BLOCK_SIZE = 16
 _LEAST_LEN = 512  # room for greedy texts

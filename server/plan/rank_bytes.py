@@ -10,7 +10,7 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Layout, Shard
 from tightwire.model.weights import WeightPlan
 from tightwire.model.weights.formats import WeightFormats, weight_bytes
-from tightwire.model.weights.load import WeightSizes
+from tightwire.model.weights.residency import WeightSizes
 from tightwire.server.config.limits import BLOCK_SIZE, MAX_SCORED_ROWS
 from tightwire.server.config.serve import EngineOptions
 

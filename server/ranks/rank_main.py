@@ -29,7 +29,7 @@ from tightwire.model.layout import Layout, make_layout
 from tightwire.model.open import Checkpoint, formats_of, open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.load import WeightSizes
+from tightwire.model.weights.residency import WeightSizes
 from tightwire.model.weights.streamed import StreamedWeights
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.ipc.messages import Ready

@@ -79,7 +79,7 @@ typedef struct {
 } tw_unpack_args;
 TW_API void tw_unpack(const void *unpack_args, int64_t start, int64_t stop);
 
-// --- int8.cpp: products of packed weights with activations in 8 bits --------------------------------------------------
+// --- int8_activations.cpp: products of packed weights with activations in 8 bits --------------------------------------------------
 
 // Rows of `kind` as groups of tw_activation_group_bytes(), which tw_linear multiplies with integer kinds of weights.
 typedef struct {

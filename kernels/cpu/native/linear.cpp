@@ -6,7 +6,7 @@
 // on the way for one row and once for several.
 #include "linear.h"
 
-#include "int8.h"
+#include "int8_activations.h"
 #include "packed.h"
 #include "parallel.h"
 

@@ -18,7 +18,7 @@ using Q4_0 = PackedFormat<4, false>;
 using Q4_1 = PackedFormat<4, true>;
 
 // Three more of each: INT8_KINDS are multiplied with activations in 8 bits, INTERLEAVED_KINDS too, and full sixteens of
-// their rows are interleaved (int8.cpp).
+// their rows are interleaved (int8_activations.cpp).
 enum PackedKind : int64_t { KIND_Q8_0 = 3, KIND_Q4_0 = 4, KIND_Q4_1 = 5, INT8_KINDS = 6, INTERLEAVED_KINDS = 9 };
 INLINE bool is_packed(int64_t kind) { return kind >= KIND_Q8_0; }
 INLINE bool is_int8(int64_t kind) { return kind >= INT8_KINDS; }

@@ -15,9 +15,10 @@ from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.weights import EVERYTHING_RESIDENT, WEIGHT_CODECS, WeightPlan
 from tightwire.model.weights.formats import choose_formats
-from tightwire.model.weights.load import CheckpointStore, spread
+from tightwire.model.weights.load import CheckpointStore
 from tightwire.model.weights.packed_layer import LayerFiles, PackedLayer
 from tightwire.model.weights.partition_store import PartitionCut
+from tightwire.model.weights.residency import spread
 
 NUM_LAYERS = 6
 PROMPTS = (tuple(range(3, 40)), (7, 8, 9), tuple(range(100, 150)), (5, 4))

@@ -24,7 +24,7 @@ from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.step import StepArrays
 from tightwire.model.weights import WeightPlan
-from tightwire.model.weights.load import spread
+from tightwire.model.weights.residency import spread
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.ipc.messages import AddRequest
 

@@ -30,9 +30,10 @@ from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.weights import EVERYTHING_RESIDENT, WEIGHT_CODECS
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.load import CheckpointStore, WeightSizes
+from tightwire.model.weights.load import CheckpointStore
 from tightwire.model.weights.packed_layer import pack_model
 from tightwire.model.weights.partition_store import LINE_BYTES, PartitionCut, PartitionStore
+from tightwire.model.weights.residency import WeightSizes
 from tightwire.model.weights.streamed import StreamedWeights
 
 

@@ -16,7 +16,7 @@ from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.formats import WeightFormats, choose_formats
-from tightwire.model.weights.load import WeightSizes
+from tightwire.model.weights.residency import WeightSizes
 from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import EngineOptions, ModelOptions, ServeConfig
 from tightwire.server.config.weights import WeightOptions

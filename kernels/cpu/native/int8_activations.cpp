@@ -4,7 +4,7 @@
 // weights lie side by side, so that an int32 lane adds up one output, and four activations are broadcast to all lanes. A
 // group's integer sum is exact; it is converted and added by one fused multiply-add, in the order of the groups. So the bits
 // do not depend on the instructions, the shape of a tile, or the number of rows.
-#include "int8.h"
+#include "int8_activations.h"
 
 #include "linear.h"
 #include "packed.h"
