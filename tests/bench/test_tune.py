@@ -61,13 +61,13 @@ def test_explain_and_serve_use_the_tuned_times(model: Path, cache: Path, capsys:
 
     host = this_host([], num_cores())
     records = read_tuned(tune_path(cache, host), host)
-    setting = Setting(transport="shared-memory", device="cpu", world_size=2, num_nodes=1, dtype="bfloat16")
+    setting = Setting(transport="shared-memory", device="cpu", world_size=2, num_nodes=1, dtype="float32")
     measured = records.of(setting)
     assert records.warning is None and measured is not None and measured.wrong == {}
     rows = measured.rows()
     assert {"one-shot", "two-shot", "ring", "native"} < set(rows)
     assert "flash:int8-g64,int8-g64" in rows, "groups that fill rows of 64"
-    assert [size for size, _ in rows["one-shot"]] == [128, 512, 2048]
+    assert [size for size, _ in rows["one-shot"]] == [256, 1024, 4096]
     computing = records.computing_of(structs.replace(setting, transport="process-group", link="1gbit"))
     assert {"one-shot", "two-shot", "ring", "flash:int8-g64,int8-g64"} <= set(computing) and "native" not in computing
     assert all(len(row) == 3 and all(us > 0 for _, us in row) for row in computing.values())

@@ -89,7 +89,7 @@ def test_random_from_a_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("model", "named"),
     [
-        ("smolm2", "known names: smollm2-135m"),
+        ("smolm2", "did you mean 'smollm2-135m'?"),
         ("/no/such/folder", "neither a file nor a folder"),
         ("missing.gguf", "neither a file nor a folder"),
         ("folder/missing.gguf", "neither a file nor a folder"),
