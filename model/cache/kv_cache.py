@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from tightwire.model.layout import Shard
 from tightwire.model.step import StepArrays
 
 
-class CacheSource:
+class CacheSource(ABC):
     """Provides each layer's keys and values to the passes of every step.
 
     Each call of ``layer(i)`` needs one call of ``release(i)``; the result is valid until the last one. Several passes
@@ -37,9 +38,9 @@ class CacheSource:
         """Prepare the next step and return it with block numbers that index the results of ``layer``."""
         return step
 
+    @abstractmethod
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return keys and values, each (N, local_K, P, E); raises CacheError if they do not arrive in time."""
-        raise NotImplementedError
 
     def release(self, index: int) -> None:
         """End a pass's use of the layer."""

@@ -5,6 +5,7 @@ codec's smaller form, and must be decoded before use.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -150,7 +151,7 @@ NEVER = (0.0, 0.0)
 _BURST_S = 0.004
 
 
-class LayerStore:
+class LayerStore(ABC):
     """Provides one rank's packed layers. One thread reads them cyclically, in the order of the layers.
 
     By default nothing waits for other ranks and nothing must be closed.
@@ -160,17 +161,17 @@ class LayerStore:
     has_memory = False  # ``read`` returns the store's own memory, and ``into`` may be empty
     device = torch.device("cpu")  # of the bytes that ``read`` returns
 
+    @abstractmethod
     def packed(self, layer: int) -> PackedLayer:
         """Return the form in which ``read`` returns the layer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
         """Return the packed layer: the filled ``into``, or memory of the store that is valid until the next ``read``.
 
         ``into``: (packed bytes,) uint8 on ``device``, page-aligned. Raises WeightsError: the layer cannot be read, or
         is damaged; CommError: a rank that keeps a part of it is missing.
         """
-        raise NotImplementedError
 
     def others_late(self, layer: int) -> tuple[float, float]:
         """Return start and end (perf_counter; inf during it) of the last ``read``'s wait for other ranks to begin theirs."""
@@ -191,13 +192,13 @@ class LayerFiles(LayerStore):
     def packed(self, layer: int) -> PackedLayer:
         return self.model.stored[layer]
 
+    @abstractmethod
     def read_outer(self, device: torch.device, moved: Moved) -> Tensor:
         """Return the outer tensors, packed, on ``device``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read_plain(self, layer: int, device: torch.device, moved: Moved) -> Tensor:
         """Return the layer on ``device`` in its plain form."""
-        raise NotImplementedError
 
 
 class HostStore(LayerStore):

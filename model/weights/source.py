@@ -1,5 +1,6 @@
 """The tensors of a layer, the protocol of resident, streamed and partitioned weights, and resident weights."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -47,7 +48,7 @@ class OuterWeights:
         return cls(**{"head": tensors["embedding"], **tensors})
 
 
-class WeightSource:
+class WeightSource(ABC):
     """Provides weights to repeated passes over the layers in order.
 
     Each call of ``layer(i)`` needs one call of ``release(i)``; the result is valid until the last one. Several passes
@@ -57,9 +58,9 @@ class WeightSource:
     outer: OuterWeights
     spans: Sequence[range]  # the layers in order, in spans that can be on the device at the same time
 
+    @abstractmethod
     def layer(self, index: int) -> LayerWeights:
         """Wait until the layer is on the device; raises WeightsError if it does not arrive in time."""
-        raise NotImplementedError
 
     def release(self, index: int) -> None:
         """End a pass's use of the layer."""

@@ -7,6 +7,7 @@ ranks are float32. The compressor runs once per bucket and step. ``finish`` divi
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -27,20 +28,20 @@ from tightwire.training.ranks.groups import shard_group
 NUM_BUFFERS = 2
 
 
-class GradientCompressor:
+class GradientCompressor(ABC):
     """Sums flat float32 gradients over the ranks that hold the same shard: one rank of each node, or all with sharding ``none``.
 
     Calls are collective, one per flat parameter and step, in the same order, from the thread of the reduce lane. The methods
     below are those of a compressor without state. ``training.compression`` implements compressors.
     """
 
+    @abstractmethod
     def __call__(self, name: str, sum_N: Tensor) -> Tensor:
         """Turn (N,) this node's sum of a flat parameter's gradients into the sum over nodes; same bits on every rank.
 
         The engine divides by the number of ranks. ``sum_N`` may be overwritten; the result may share its memory. Raises
         RuntimeError: called twice for ``name`` in a step, with state; CommError: a rank is missing, the group ends.
         """
-        raise NotImplementedError
 
     def step_done(self) -> None:
         """Called once per step, after all flat parameters are summed and before the optimizer steps."""
