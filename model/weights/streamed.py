@@ -97,10 +97,6 @@ class StreamedWeights(WeightSource):
         """Stored bytes streamed in every pass."""
         return sum(self.store.packed(layer).num_bytes for layer in self._order)
 
-    @property
-    def layers_per_pass(self) -> int:
-        return len(self._order)
-
     def flow(self) -> Flow:
         fetcher = self.fetcher
         return Flow(fetcher.num_layers, fetcher.num_bytes, fetcher.fetch_s, self._waited_s, self._late_s)
