@@ -144,7 +144,10 @@ class _Jittery(LayerStore):
 
     def __init__(self, store: LayerStore, delays: list[float]) -> None:
         self._store, self._delays = store, delays
-        self.packed, self.close = store.packed, store.close
+        self.close = store.close
+
+    def packed(self, layer: int) -> PackedLayer:
+        return self._store.packed(layer)
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
         time.sleep(self._delays[layer % len(self._delays)])
