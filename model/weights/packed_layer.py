@@ -229,9 +229,11 @@ class ThrottledStore(LayerStore):
         self._store, self._bytes_per_s = store, bytes_per_s
         self.has_memory, self.device = store.has_memory, store.device
         self.name = f"{store.name} at {bytes_per_s / 1e6:g} MB/s"
-        self.packed, self.others_late = store.packed, store.others_late
-        self.stop, self.close = store.stop, store.close
+        self.others_late, self.stop, self.close = store.others_late, store.stop, store.close
         self._free_at_s = 0.0  # when the emulated link finishes all requested bytes
+
+    def packed(self, layer: int) -> PackedLayer:
+        return self._store.packed(layer)
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
         begin_s = max(self._free_at_s, time.perf_counter() - _BURST_S)
