@@ -54,14 +54,18 @@ class NotInstalledError(Exception):
     """A peer's program is missing; the message says how to install it."""
 
 
-def tightwire(setup: Setup, ranks: int, all_reduce: str = "auto", *, packed: bool = False) -> Arm:
+def tightwire(
+    setup: Setup, ranks: int, all_reduce: str = "auto", *, packed: bool = False, activations: str = "auto"
+) -> Arm:
     """``packed``: keep the weights in the file's 4 bits, as llama.cpp does; otherwise expand them to bfloat16."""
     name = f"tightwire TP {ranks}" + (f", {all_reduce}" if all_reduce != "auto" else "")
     command = [sys.executable, "-m", "tightwire", "serve", setup.model, "--tp", str(ranks), "--allreduce", all_reduce]
     command += ["--dtype", "bfloat16", "--quantization", "auto" if packed else "none"]
+    command += ["--activations", activations]
+    numbers = ("4-bit" if packed else "bfloat16") + (f", {activations} activations" if activations != "auto" else "")
     return Arm(
-        name=f"{name}, 4-bit" if packed else name,
-        numbers="4-bit" if packed else "bfloat16",
+        name=f"{name}, {numbers}" if packed else name,
+        numbers=numbers,
         command=(*command, "--kv-cache-memory", _KV_CACHE, "--port", "{port}"),
         health="/health/ready",
     )
@@ -117,6 +121,8 @@ ARMS: dict[str, Callable[[Setup], Arm]] = {
     "tightwire-tp1": lambda setup: tightwire(setup, 1),
     "tightwire-tp2-q4": lambda setup: tightwire(setup, 2, packed=True),
     "tightwire-tp1-q4": lambda setup: tightwire(setup, 1, packed=True),
+    "tightwire-tp2-q4-int8": lambda setup: tightwire(setup, 2, packed=True, activations="int8"),
+    "tightwire-tp1-q4-int8": lambda setup: tightwire(setup, 1, packed=True, activations="int8"),
     "vllm": lambda setup: vllm(setup, 1),
     "vllm-tp2": lambda setup: vllm(setup, 2),
     "llama.cpp-q4": llama_cpp,
