@@ -40,6 +40,7 @@ from tightwire.comm.transport.segment import CHUNK_BYTES, make_segment
 _Result = TypeVar("_Result")
 
 _LINK = "40gbit,latency=2us"
+SECRET = b"a secret of tests"
 
 
 class RankFailedError(AssertionError):
@@ -57,11 +58,13 @@ def run_ranks(
     timeout_s: float = 60.0,
     collective_timeout_s: float = 30.0,
     shared_memory: bool = False,
+    sockets: bool = False,
     num_nodes: int = 1,
 ) -> list[Any]:
-    """Run ``fn(group, *args)`` in ``world_size`` processes joined over gloo; their results in rank order.
+    """Run ``fn(group, *args)`` in ``world_size`` processes joined over gloo or ``sockets``; their results in rank order.
 
-    With ``num_nodes`` the ranks are treated as on that many nodes; ``shared_memory`` then joins those of each node too.
+    With ``num_nodes`` the ranks are treated as on that many nodes; ``shared_memory`` then joins those of each node too,
+    or only those if the nodes are joined by ``sockets``.
 
     Raises:
         RankFailedError: with the traceback of the first rank that raised or the exit code of one that died; the other
@@ -69,7 +72,11 @@ def run_ranks(
         TimeoutError: not all were done after ``timeout_s``; all have been killed.
     """
     with Ranks(
-        world_size, collective_timeout_s=collective_timeout_s, shared_memory=shared_memory, num_nodes=num_nodes
+        world_size,
+        collective_timeout_s=collective_timeout_s,
+        shared_memory=shared_memory,
+        sockets=sockets,
+        num_nodes=num_nodes,
     ) as ranks:
         return ranks.run(fn, *args, timeout_s=timeout_s)
 
@@ -137,6 +144,7 @@ class Ranks:
         *,
         collective_timeout_s: float = 30.0,
         shared_memory: bool = False,
+        sockets: bool = False,
         chunk_bytes: int = 0,
         num_nodes: int = 1,
     ) -> None:
@@ -158,6 +166,7 @@ class Ranks:
                     f"{self._folder.name}/store",
                     collective_timeout_s,
                     self._segment_paths,
+                    SECRET if sockets else None,
                     theirs,
                 ),
                 daemon=True,
@@ -241,9 +250,9 @@ class Ranks:
 
 
 class Over(NamedTuple):
-    """A transport at a world size: in-process, gloo, shared-memory, nccl-calls or throttled (shared memory behind a link).
+    """A transport at a world size: in-process, gloo, sockets, shared-memory, nccl-calls or throttled (memory behind a link).
 
-    On several nodes, shared memory joins the ranks of each, and gloo the nodes.
+    On several nodes, shared memory joins the ranks of each, and gloo or sockets the nodes.
     """
 
     transport: str
@@ -268,8 +277,9 @@ class Runner:
         if transport == "in-process":
             return run_in_process(world_size, fn, *args, num_nodes=num_nodes)
         if self._ranks is None:
-            shared_memory = transport in ("shared-memory", "throttled")
-            self._ranks = Ranks(world_size, shared_memory=shared_memory, num_nodes=num_nodes)
+            sockets = transport == "sockets"
+            shared_memory = transport in ("shared-memory", "throttled") or (sockets and num_nodes > 1)
+            self._ranks = Ranks(world_size, shared_memory=shared_memory, sockets=sockets, num_nodes=num_nodes)
         try:
             if transport == "nccl-calls":
                 return self._ranks.run(with_nccl_calls, fn, *args)
@@ -287,7 +297,12 @@ class Runner:
 
 
 def _rank_main(
-    topology: Topology, store_path: str, collective_timeout_s: float, segment_paths: list[str], pipe: Connection
+    topology: Topology,
+    store_path: str,
+    collective_timeout_s: float,
+    segment_paths: list[str],
+    socket_secret: bytes | None,
+    pipe: Connection,
 ) -> None:
     torch.set_num_threads(1)  # as many ranks as cores, or more
     try:
@@ -298,11 +313,14 @@ def _rank_main(
             device=torch.device("cpu"),
             timeout_s=collective_timeout_s,
             join_timeout_s=30.0,
-            segment_fd=os.open(segment_paths[0], os.O_RDWR) if segment_paths else None,
+            segment_fd=os.open(segment_paths[0], os.O_RDWR) if segment_paths and socket_secret is None else None,
+            socket_secret=socket_secret,
         )
         if topology.num_nodes > 1:
             own = os.open(segment_paths[1 + topology.node], os.O_RDWR) if segment_paths else None
-            group = join_nodes(group, topology, store=store, join_timeout_s=30.0, segment_fd=own)
+            group = join_nodes(
+                group, topology, store=store, join_timeout_s=30.0, segment_fd=own, socket_secret=socket_secret
+            )
     except Exception:  # noqa: BLE001, whatever it is goes to the parent
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
         return

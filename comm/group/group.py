@@ -3,10 +3,11 @@
 import contextlib
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,8 +21,10 @@ from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.protocols import Transport
 from tightwire.comm.transport.in_process import InProcessTransport, ThreadExchange
 from tightwire.comm.transport.peer_access import add_peer_memory, host_identity
-from tightwire.comm.transport.process_group import GlooTransport, NcclTransport
+from tightwire.comm.transport.process_group import GlooTransport, NcclTransport, ProcessGroupTransport
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport
+from tightwire.comm.transport.socket_join import connect_ranks, interface_address
+from tightwire.comm.transport.sockets import SocketTransport
 from tightwire.comm.transport.store_notes import FactExchange, FailureNotes
 
 _LOOPBACK = "127.0.0.1"
@@ -104,6 +107,7 @@ def open_process_group(
     name: str = "ranks",
     interface: str | None = None,
     segment_fd: int | None = None,
+    socket_secret: bytes | None = None,
     peer_memory: bool = False,
     ledger: Ledger | None = None,
 ) -> Group:
@@ -115,15 +119,17 @@ def open_process_group(
     Args:
         store: serves to join and, after a failure, to find the ranks at fault; keep it alive as long as the group.
         timeout_s: the longest wait in each collective, and by default (``join_timeout_s``) for all ranks to join.
-        interface: gloo's network interface, such as ``eth0``; default: GLOO_SOCKET_IFNAME, else the one that leads to
-            the store. (NCCL reads NCCL_SOCKET_IFNAME.)
+        interface: network interface of gloo and of our sockets, such as ``eth0``; default: GLOO_SOCKET_IFNAME, else the one
+            that leads to the store. (NCCL reads NCCL_SOCKET_IFNAME.)
         segment_fd: memory that all ranks share (``comm.transport.segment``), for all but the library's own all-reduce.
+        socket_secret: send messages between CPU ranks that share no memory over our own sockets (``comm.transport.sockets``),
+            to ranks that know this secret; empty: to all that join over the store. None: over gloo.
         peer_memory: sum CUDA tensors through each other's memory (``comm.transport.peer_access``), if possible.
     """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device}")
-    if segment_fd is not None and device.type != "cpu":
-        raise ValueError(f"shared memory carries CPU tensors, got device {device}")
+    if device.type != "cpu" and (segment_fd is not None or socket_secret is not None):
+        raise ValueError(f"shared memory and sockets carry CPU tensors, got device {device}")
     if peer_memory and device.type != "cuda":
         raise ValueError(f"peer memory is between GPUs, got device {device}")
     ledger, rank, world_size = ledger or Ledger(), topology.rank, topology.world_size
@@ -137,17 +143,23 @@ def open_process_group(
         one_host = len(set(joining.share("host", host_identity().encode()))) == 1
         notes = FailureNotes(PrefixStore("notes", store), rank, world_size)
         pair_store = PrefixStore("rendezvous", store)
+        make: Callable[..., ProcessGroupTransport]
         try:
             if device.type == "cuda":
-                library, transport_class = _make_nccl(topology, pair_store, timeout_s), NcclTransport
+                library, make = _make_nccl(topology, pair_store, timeout_s), NcclTransport
             else:
                 address = _gloo_address(store, one_host, interface)
-                library, transport_class = _make_gloo(topology, pair_store, timeout_s, address), GlooTransport
+                library, make = _make_gloo(topology, pair_store, timeout_s, address), GlooTransport
+                if segment_fd is None and socket_secret is not None:
+                    host = interface_address(address["interface"]) if "interface" in address else address["hostname"]
+                    make = partial(SocketTransport, *connect_ranks(joining, host, socket_secret, join_s))
+        except CommError:
+            raise
         except RuntimeError as error:
             raise CommError(
                 f"rank {rank} of {world_size} could not connect to the others on {device}: {error}"
             ) from error
-        transport = joined = transport_class(
+        transport = joined = make(
             library, notes, rank=rank, world_size=world_size, device=device, timeout_s=timeout_s, ledger=ledger
         )
         joined.barrier()
@@ -226,8 +238,9 @@ def _own_address(store: Store) -> str:
 
 
 def _source_address(towards: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((towards, 9))
+    family, kind, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
         return probe.getsockname()[0]
 
 

@@ -33,6 +33,7 @@ def join_nodes(
     name: str = "ranks",
     interface: str | None = None,
     segment_fd: int | None = None,
+    socket_secret: bytes | None = None,
 ) -> Group:
     """Add this rank's subgroups to ``group``, if there are several nodes. Collective.
 
@@ -53,6 +54,7 @@ def join_nodes(
         timeout_s=group.timeout_s,
         join_timeout_s=join_timeout_s,
         interface=interface,
+        socket_secret=socket_secret,
         ledger=group.ledger,
     )
     of_node = Topology(topology.node_rank, topology.ranks_per_node)

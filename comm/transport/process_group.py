@@ -1,7 +1,7 @@
 """Transports over torch.distributed, without its global state: gloo between CPU processes, NCCL between GPUs."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 from zlib import crc32
@@ -26,6 +26,14 @@ _TIME_SPENT = re.compile(r", [0-9.]+ s$")  # at the end of a description of a ru
 _MAX_TAG = (1 << 31) - 1
 _PIECE_BYTES = 8 << 20  # the part of a long gather, to each rank, between two progress reports
 _SIZED_BY_RANK = ("sparse_all_gather",)  # collectives whose message size may differ by rank
+
+
+class TransferError(RuntimeError):
+    """A message that did not move, with the ranks it was for or from. ``timed_out``: they were silent or called another collective."""
+
+    def __init__(self, message: str, ranks: Iterable[int], *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.ranks, self.timed_out = tuple(sorted(ranks)), timed_out
 
 
 class ProcessGroupTransport(Transport):
@@ -87,11 +95,11 @@ class ProcessGroupTransport(Transport):
             return error
         # The traceback's frames reference the running operations, which reference the group that must be freed.
         error.__traceback__ = None
-        peer = self._peer
-        doing = self.ledger.current() or "a barrier"
-        own = Note(
-            timed_out=_is_timeout(error), missed=() if peer is None else (peer,), doing=f"rank {self.rank} in {doing}"
-        )
+        if not isinstance(error, TransferError):
+            awaited = () if self._peer is None else (self._peer,)
+            error = TransferError(str(error), awaited, timed_out=_is_timeout(error))
+        doing = f"rank {self.rank} in {self.ledger.current() or 'a barrier'}"
+        own = Note(timed_out=error.timed_out, missed=error.ranks, doing=doing)
         # Closing makes the ranks that wait for this one fail too and leave their notes.
         self.close()
         culprits, notes = self._notes.blame(own, self.timeout_s)
@@ -116,7 +124,7 @@ class ProcessGroupTransport(Transport):
                 culprits,
             )
         return PeerLostError(
-            f"lost {name_ranks(culprits)} of {self.world_size}: the process died or closed its group. "
+            f"lost {name_ranks(culprits)} of {self.world_size}: the process died, closed its group or is cut off. "
             f"Waiting: {waiting}. ({cause})",
             culprits,
         )
@@ -181,8 +189,7 @@ class GlooTransport(ProcessGroupTransport):
 
         Tags hold size and collective, so a mismatch times out on both sides; gloo would end the process or mix tensors.
         """
-        group, begun = self._open_group(), self.ledger.begun
-        call = 0 if begun is None else _tag(*begun[:3])
+        group, call = self._open_group(), self.call_tag()
         works: list[tuple[int, Work]] = []
         for self._peer, buf in receives:
             if buf.numel():
@@ -193,6 +200,11 @@ class GlooTransport(ProcessGroupTransport):
         for self._peer, work in works:
             work.wait()
         self._peer = None
+
+    def call_tag(self) -> int:
+        """A number that differs between collectives, for messages to carry."""
+        begun = self.ledger.begun
+        return 0 if begun is None else _tag(*begun[:3])
 
 
 class NcclTransport(ProcessGroupTransport):

@@ -32,6 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IN_PROCESS = [Over("in-process", world_size) for world_size in (1, 2, 3, 4, 5, 8)]
 PROCESSES = [
     *(Over("gloo", world_size) for world_size in (2, 3)),
+    *(Over("sockets", world_size) for world_size in (2, 3)),
     *(Over("shared-memory", world_size) for world_size in (2, 3, 5, 8)),
     *(Over("nccl-calls", world_size) for world_size in (2, 3)),
     Over("throttled", 2),
@@ -39,6 +40,7 @@ PROCESSES = [
 ON_NODES = [
     *(Over("in-process", *shape) for shape in ((3, 3), (4, 2), (6, 3), (6, 2), (8, 2))),
     Over("gloo", 2, 2),
+    Over("sockets", 4, 2),
     Over("shared-memory", 4, 2),
 ]
 HIERARCHICAL = ["hierarchical", "hierarchical:int8", "hierarchical:int5-g32-had"]
@@ -138,7 +140,7 @@ def test_keeps_the_contract_with_a_million_elements(runner: Runner, name: str) -
     _assert_contract(runner, name, (LARGE,), (torch.bfloat16,))
 
 
-@over(Over("gloo", 3), Over("shared-memory", 2), Over("shared-memory", 5), Over("nccl-calls", 3))
+@over(Over("gloo", 3), Over("sockets", 3), Over("shared-memory", 2), Over("shared-memory", 5), Over("nccl-calls", 3))
 def test_the_same_bits_over_every_transport(runner: Runner) -> None:
     """A kernel that does a whole AllReduce rounds where the messages' algorithm does; only libraries add as they like."""
     in_process = Runner(Over("in-process", runner.over.world_size))
@@ -179,7 +181,7 @@ def _check_shapes(group: Group, name: str) -> None:
         assert torch.equal(x, before), f"{name} {tuple(x.shape)} {x.stride()}: input changed"
 
 
-@over(Over("gloo", 2), Over("shared-memory", 3), Over("nccl-calls", 3), *IN_PROCESS[:4])
+@over(Over("gloo", 2), Over("sockets", 2), Over("shared-memory", 3), Over("nccl-calls", 3), *IN_PROCESS[:4])
 @pytest.mark.parametrize("name", NAMES)
 def test_takes_any_shape_and_layout(runner: Runner, name: str) -> None:
     runner.run(_check_shapes, name)
@@ -240,7 +242,7 @@ def _count(group: Group) -> None:
         assert group.ledger.current() is None
 
 
-@over(Over("gloo", 3), Over("shared-memory", 3))
+@over(Over("gloo", 3), Over("sockets", 3), Over("shared-memory", 3))
 def test_every_algorithm_is_in_the_ledger(runner: Runner) -> None:
     runner.run(_count)
 

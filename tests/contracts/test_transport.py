@@ -14,6 +14,7 @@ from tightwire.comm.group.group import Group
 
 OVER = {
     "gloo": run_ranks,
+    "sockets": partial(run_ranks, sockets=True),
     "nccl-calls": run_nccl_calls,
     "in-process": run_in_process,
     "shared-memory": partial(run_ranks, shared_memory=True),

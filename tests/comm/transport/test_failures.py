@@ -21,6 +21,8 @@ from tightwire.comm.group.topology import Topology
 
 pytestmark = pytest.mark.alone
 
+OVER_EACH = pytest.mark.parametrize("sockets", [False, True], ids=["gloo", "sockets"])
+
 BAD_RANK = 2
 
 
@@ -98,8 +100,9 @@ def _survivors(outcomes: dict[int, Any]) -> dict[int, Seen]:
 
 # One-shot is what auto takes at this size.
 @pytest.mark.parametrize("name", [name for name in plain_names() if name != "one-shot"])
-def test_a_rank_that_never_comes_is_named_by_all_others(name: str) -> None:
-    with Ranks(4, collective_timeout_s=2.0) as ranks:
+@OVER_EACH
+def test_a_rank_that_never_comes_is_named_by_all_others(name: str, sockets: bool) -> None:
+    with Ranks(4, collective_timeout_s=2.0, sockets=sockets) as ranks:
         seen = _survivors(ranks.outcomes(_bad_rank_never_comes, name, 30.0, enough=3))
         ranks.kill()
 
@@ -117,8 +120,9 @@ def test_a_rank_that_never_comes_is_named_by_all_others(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "num_elems"), [("native", 288), ("one-shot", 500_000), ("ring", 288), ("two-shot", 500_000)]
 )
-def test_a_killed_rank_is_named_long_before_the_deadline(name: str, num_elems: int) -> None:
-    with Ranks(4, collective_timeout_s=20.0) as ranks:
+@OVER_EACH
+def test_a_killed_rank_is_named_long_before_the_deadline(name: str, num_elems: int, sockets: bool) -> None:
+    with Ranks(4, collective_timeout_s=20.0, sockets=sockets) as ranks:
         outcomes = ranks.outcomes(_bad_rank_dies_in_the_middle, name, num_elems, timeout_s=30)
 
     assert isinstance(outcomes[BAD_RANK], RankFailedError)
@@ -130,8 +134,9 @@ def test_a_killed_rank_is_named_long_before_the_deadline(name: str, num_elems: i
         assert failure.seconds < 5
 
 
-def test_a_stopped_rank_is_named() -> None:
-    with Ranks(3, collective_timeout_s=2.0) as ranks:
+@OVER_EACH
+def test_a_stopped_rank_is_named(sockets: bool) -> None:
+    with Ranks(3, collective_timeout_s=2.0, sockets=sockets) as ranks:
         stopper = threading.Timer(0.3, os.kill, (ranks.processes[BAD_RANK].pid, signal.SIGSTOP))
         stopper.start()
         outcomes = ranks.outcomes(_watch, "two-shot", 1_000_000, enough=2)
@@ -142,8 +147,9 @@ def test_a_stopped_rank_is_named() -> None:
         assert (failure.error, failure.ranks) == ("CollectiveTimeoutError", (BAD_RANK,)), failure.message
 
 
-def test_a_rank_that_closed_its_group_is_lost_at_once() -> None:
-    with Ranks(3, collective_timeout_s=20.0) as ranks:
+@OVER_EACH
+def test_a_rank_that_closed_its_group_is_lost_at_once(sockets: bool) -> None:
+    with Ranks(3, collective_timeout_s=20.0, sockets=sockets) as ranks:
         seen = _survivors(ranks.outcomes(_bad_rank_leaves, "ring", timeout_s=20))
 
     assert sorted(seen) == [0, 1]

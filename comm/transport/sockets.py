@@ -1,0 +1,185 @@
+"""A transport over TCP sockets of our own, for CPU ranks between hosts: one connection for each pair, and no other thread.
+
+A call sends and receives at the same time on non-blocking sockets, so two ranks that send long messages to each other cannot
+wait for each other's buffers. A small message is one ``sendmsg`` and one ``recvmsg``. While a small one has not arrived, the
+rank polls its sockets for a short time; then, and for long messages or where ranks share cores, it sleeps in the kernel.
+
+A message follows a header of 16 bytes, which ``bytes_sent`` does not count: the number of the message between these two
+ranks, its collective, and its size. The receiver compares it with its own call.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tightwire.comm.transport.process_group import GlooTransport, TransferError
+from tightwire.comm.transport.socket_join import Peer
+
+_HEADER = struct.Struct("<IIQ")
+HEADER_BYTES = _HEADER.size
+
+# A connection is lost when nothing arrives on it for this long, not even acknowledgements by the other host's kernel.
+DEAD_LINK_S = 15
+
+_MAX_NUMBER = (1 << 32) - 1
+_SPIN_S = 200e-6  # a local network's round trip, and the usual difference between ranks of a decode step
+_SPIN_BYTES = 64 << 10  # longer messages take longer on the wire than waking up takes
+_SLEEP_S = 1.0  # until the next look at the clock
+_LAST_ACK_AT = 56  # in Linux's struct tcp_info: milliseconds since the last acknowledgement
+
+
+class SocketTransport(GlooTransport):
+    """Messages over ``sockets``; ``native`` is still gloo's sum. Other arguments as for ``GlooTransport``.
+
+    ``timeout_s`` limits the time without a byte; a dead link ends a call earlier, after ``DEAD_LINK_S``.
+    """
+
+    def __init__(
+        self, sockets: dict[int, socket.socket], peers: Sequence[Peer], *library: Any, **settings: Any
+    ) -> None:
+        super().__init__(*library, **settings)
+        self._connections = {peer: _Connection(peer, peers[peer].address, sock) for peer, sock in sockets.items()}
+        num_here = sum(peer.machine == peers[self.rank].machine for peer in peers)
+        self._spin_s = _SPIN_S if num_here <= len(os.sched_getaffinity(0)) else 0.0
+        self._in_use = threading.Lock()
+
+    def close(self) -> None:
+        super().close()
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):  # broken, or closed before
+                connection.sock.shutdown(socket.SHUT_RDWR)
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        """Close the sockets unless another thread uses them; its call fails now, and it closes them."""
+        if self._in_use.acquire(blocking=False):
+            for connection in self._connections.values():
+                connection.sock.close()
+            self._in_use.release()
+
+    def _transfer(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
+        call, connections = self.call_tag(), self._connections
+        with self._in_use:
+            self._open_group()
+            messages = [connections[peer].outgoing(call, buf) for peer, buf in sends if buf.numel()]
+            messages += [connections[peer].incoming(call, buf) for peer, buf in receives if buf.numel()]
+            self._move(messages)
+        if self._group is None:  # closed by another thread meanwhile, which left the sockets to this one
+            self._close_sockets()
+
+    def _move(self, messages: list["_Message"]) -> None:
+        began = moved_at = time.perf_counter()
+        spin_s = self._spin_s if all(message.left <= _SPIN_BYTES for message in messages) else 0.0
+        while messages:
+            num_moved = 0
+            for message in messages:
+                num_moved += message.move()
+            if num_moved:
+                messages = [message for message in messages if message.left]
+                moved_at = time.perf_counter()
+            elif time.perf_counter() - began > spin_s:
+                self._sleep(messages, moved_at + self.timeout_s)
+
+    def _sleep(self, messages: list["_Message"], deadline: float) -> None:
+        """Return when a message can move, or after a second; raise if the deadline has passed or a link is dead."""
+        poll, events = select.poll(), dict[int, int]()
+        for message in messages:
+            fd = message.connection.sock.fileno()
+            events[fd] = events.get(fd, 0) | message.event
+            poll.register(fd, events[fd])
+        left_s = deadline - time.perf_counter()
+        if poll.poll(1000 * max(0.0, min(_SLEEP_S, left_s))):
+            return
+        for message in messages:
+            message.connection.check_alive()
+        if left_s <= 0:
+            awaited = {message.connection.peer for message in messages}
+            raise TransferError(f"timed out after {self.timeout_s:g} s without a byte", awaited, timed_out=True)
+
+
+class _Connection:
+    """The connection to one rank, and how many messages went each way."""
+
+    def __init__(self, peer: int, address: str, sock: socket.socket) -> None:
+        self.peer, self.address, self.sock = peer, address, sock
+        self._num_sent = self._num_received = 0
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # The other host's kernel answers probes of an idle connection, also when its process is stopped.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            sock.setsockopt(socket.IPPROTO_TCP, option, max(1, DEAD_LINK_S // 6))
+
+    def outgoing(self, call: int, buf: Tensor) -> "_Message":
+        self._num_sent += 1
+        header = _HEADER.pack(self._num_sent & _MAX_NUMBER, call, buf.numel())
+        return _Message(self, select.POLLOUT, memoryview(header), buf, header)
+
+    def incoming(self, call: int, buf: Tensor) -> "_Message":
+        self._num_received += 1
+        expected = _HEADER.pack(self._num_received & _MAX_NUMBER, call, buf.numel())
+        return _Message(self, select.POLLIN, memoryview(bytearray(HEADER_BYTES)), buf, expected)
+
+    def check_alive(self) -> None:
+        """Raise TransferError if nothing has arrived for ``DEAD_LINK_S``, not even an acknowledgement."""
+        info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK_AT + 4)
+        silent_s = struct.unpack_from("I", info, _LAST_ACK_AT)[0] / 1000
+        if silent_s > DEAD_LINK_S:
+            raise self.lost(f"no acknowledgement for {silent_s:.0f} s")
+
+    def mismatch(self, header: bytes, expected: bytes) -> TransferError:
+        (number, _, size), (own_number, _, own_size) = _HEADER.unpack(header), _HEADER.unpack(expected)
+        cause = f"rank {self.peer} sent message {number} of {size} bytes, expected was {own_number} of {own_size} bytes"
+        return TransferError(f"{cause}, or another collective's", [self.peer], timed_out=True)
+
+    def lost(self, cause: str) -> TransferError:
+        return TransferError(f"connection to rank {self.peer} at {self.address}: {cause}", [self.peer])
+
+
+class _Message:
+    """One message on its way: the parts of its header and payload that have not moved. ``event``: of ``select.poll``."""
+
+    __slots__ = ("_expected", "_header", "_payload_bytes", "connection", "event", "left", "parts")
+
+    def __init__(
+        self, connection: _Connection, event: int, header: memoryview, buf: Tensor, expected_header: bytes
+    ) -> None:
+        self.connection, self.event = connection, event
+        self._header, self._expected = header, expected_header
+        self.parts = [header, buf.numpy().data]
+        self._payload_bytes = buf.numel()
+        self.left = HEADER_BYTES + self._payload_bytes
+
+    def move(self) -> int:
+        """Send or receive as many bytes as the kernel takes or has now; return their number."""
+        connection = self.connection
+        try:
+            if self.event == select.POLLOUT:
+                num_bytes = connection.sock.sendmsg(self.parts)
+            elif not (num_bytes := connection.sock.recvmsg_into(self.parts)[0]):
+                raise connection.lost("closed by that rank")
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise connection.lost(error.strerror or str(error)) from None
+        self.left -= num_bytes
+        if self.left:
+            self._drop(num_bytes)
+        if self.left <= self._payload_bytes and self._header != self._expected:
+            raise connection.mismatch(bytes(self._header), self._expected)
+        return num_bytes
+
+    def _drop(self, num_bytes: int) -> None:
+        """Remove the first ``num_bytes`` from the parts."""
+        while num_bytes >= len(self.parts[0]):
+            num_bytes -= len(self.parts.pop(0))
+        if num_bytes:
+            self.parts[0] = self.parts[0][num_bytes:]

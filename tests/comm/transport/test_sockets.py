@@ -1,0 +1,166 @@
+"""Our own sockets between network namespaces: cut links end in errors that name the rank, and little is sent beyond the payload."""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from harness import Ranks, run_ranks
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+
+from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.errors import CollectiveMismatchError, CommError
+from tightwire.comm.group.group import Group, open_process_group
+from tightwire.comm.group.topology import Topology
+from tightwire.comm.link.emulated_network import WIRE, EmulatedNetwork, EmulatedNode, NoEmulatedNetworkError
+from tightwire.comm.link.link import parse_link
+from tightwire.comm.transport import sockets
+from tightwire.comm.transport.sockets import HEADER_BYTES
+
+_FRAME_BYTES = 66  # Ethernet, IP and TCP headers of a packet
+_DEAD_LINK_S = 2
+
+
+class Cut(NamedTuple):
+    """What a rank saw of a cut link."""
+
+    error: str
+    ranks: tuple[int, ...]
+    message: str
+    at_s: float
+
+
+@pytest.fixture
+def network() -> Iterator[EmulatedNetwork]:
+    try:
+        opened = EmulatedNetwork(parse_link("1gbit"))
+    except NoEmulatedNetworkError as error:
+        pytest.skip(f"no emulated network here: {error}")
+    with opened:
+        yield opened
+
+
+def _join(group: Group, node: EmulatedNode, store: str) -> Group:
+    """Move this process to ``node`` and open a group over sockets between the nodes."""
+    sockets.DEAD_LINK_S = _DEAD_LINK_S
+    node.enter()
+    return open_process_group(
+        Topology(group.rank, 2),
+        store=FileStore(store, 2),
+        device=torch.device("cpu"),
+        timeout_s=60.0,
+        interface=WIRE,
+        socket_secret=b"",
+    )
+
+
+def _sum_until_cut(group: Group, nodes: tuple[EmulatedNode, ...], store: str, *, absent_s: float = 0.0) -> Cut | None:
+    """Sum until a link fails. With ``absent_s`` rank 1 only sleeps, so rank 0 waits with nothing in flight."""
+    with _join(group, nodes[group.rank], store) as between:
+        Path(f"{store}.{group.rank}").touch()
+        if absent_s and group.rank == 1:
+            time.sleep(absent_s)
+            return None
+        all_reduce = make_all_reduce("one-shot", between)
+        try:
+            while True:
+                all_reduce(torch.ones(288))
+        except CommError as error:
+            return Cut(type(error).__name__, error.ranks, str(error), time.monotonic())
+
+
+def _wait_quietly(group: Group, nodes: tuple[EmulatedNode, ...], store: str) -> Cut | None:
+    return _sum_until_cut(group, nodes, store, absent_s=15.0)
+
+
+_DOWN = ("ip", "link", "set", WIRE, "down")
+# Frames to an address that no host has are lost; the other direction works.
+_ONE_WAY = ("ip", "neigh", "replace", "10.0.0.1", "lladdr", "02:00:00:00:00:99", "dev", WIRE, "nud", "permanent")
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("fn", "command", "seen_by"),
+    [(_sum_until_cut, _DOWN, [0, 1]), (_sum_until_cut, _ONE_WAY, [0, 1]), (_wait_quietly, _DOWN, [0])],
+    ids=["link-down", "one-way-loss", "link-down-while-idle"],
+)
+def test_a_cut_link_is_noticed_within_seconds(
+    fn: Callable[..., Cut | None],
+    command: tuple[str, ...],
+    seen_by: list[int],
+    network: EmulatedNetwork,
+    tmp_path: Path,
+) -> None:
+    store, cut_at = f"{tmp_path}/store", list[float]()
+
+    def cut() -> None:
+        while not all(Path(f"{store}.{rank}").exists() for rank in range(2)):
+            time.sleep(0.02)
+        time.sleep(0.3)
+        network.nodes[1].run(*command)
+        cut_at.append(time.monotonic())
+
+    with Ranks(2) as ranks, ThreadPoolExecutor(1) as cutter:
+        cutting = cutter.submit(cut)
+        outcomes = ranks.outcomes(fn, network.nodes, store, enough=len(seen_by), timeout_s=40)
+        cutting.result()
+        ranks.kill()
+
+    assert sorted(outcomes) == seen_by
+    for rank, seen in outcomes.items():
+        assert isinstance(seen, Cut), seen
+        assert (seen.error, seen.ranks) == ("PeerLostError", (1 - rank,)), seen.message
+        assert f"at 10.0.0.{2 - rank}: no acknowledgement for" in seen.message and "cut off" in seen.message
+        assert seen.at_s - cut_at[0] < _DEAD_LINK_S + 4
+
+
+def _sent_and_counted(group: Group, nodes: tuple[EmulatedNode, ...], store: str) -> tuple[int, int]:
+    with _join(group, nodes[group.rank], store) as between:
+        all_reduce = make_all_reduce("one-shot", between)
+        before = _interface_bytes()
+        for _ in range(100):
+            all_reduce(torch.ones(288))
+        between.transport.barrier()
+        return _interface_bytes() - before, between.transport.bytes_sent
+
+
+def _interface_bytes() -> int:
+    lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+    return int(next(line for line in lines if WIRE in line).split()[9])
+
+
+def test_a_message_adds_one_header_and_one_packet_at_most_two(network: EmulatedNetwork, tmp_path: Path) -> None:
+    for sent, counted in run_ranks(2, _sent_and_counted, network.nodes, str(tmp_path / "store")):
+        assert counted == 100 * 1152
+        overhead = (sent - counted) / 100
+        # A packet carries the message; at most another one acknowledges the other rank's.
+        assert HEADER_BYTES + _FRAME_BYTES <= overhead <= HEADER_BYTES + 2.5 * _FRAME_BYTES
+
+
+def _call_different_sizes(group: Group) -> tuple[str, str]:
+    try:
+        group.transport.gather(torch.zeros(8 + group.rank, dtype=torch.uint8))
+    except CommError as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def _call_different_collectives(group: Group) -> tuple[str, str]:
+    try:
+        make_all_reduce(["one-shot", "two-shot"][group.rank], group)(torch.ones(64))
+    except CommError as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def test_ranks_that_call_different_collectives_are_told_at_once() -> None:
+    start = time.monotonic()
+    for error, message in run_ranks(2, _call_different_collectives, sockets=True):
+        assert error == CollectiveMismatchError.__name__, message
+        assert "one-shot 256 B" in message and "two-shot 256 B" in message
+    for error, message in run_ranks(2, _call_different_sizes, sockets=True):
+        assert error != "none" and "bytes" in message
+    assert time.monotonic() - start < 20
