@@ -11,8 +11,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 SOURCES = Path(__file__).parent / "native"
 BUILT = Path(__file__).parent / "built"
@@ -37,7 +40,10 @@ _FLAGS = [
     *("-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics"),
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized"),
 ]
-_SANITIZE = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+# The longest time for one compiler call: ten times that of the slowest file with sanitizers on a busy core.
+DEADLINE_S = 600.0
+_FOLDER_PREFIX = "building-"
+_SANITIZE = ["-g1", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
 
 
 class NoCompilerError(RuntimeError):
@@ -108,26 +114,44 @@ def library_path(level: str, *, sanitize: bool = False) -> Path:
 
 
 def build(level: str, *, sanitize: bool = False) -> Path:
-    """Compile one level into ``library_path(level)`` in about 20 s. Only a complete library replaces one that exists.
+    """Compile one level into ``library_path(level)`` in about 15 s of CPU, files in parallel.
 
-    Raises NoCompilerError without a compiler, RuntimeError with its output if it fails or cannot be run.
+    Only a complete library replaces one that exists. Raises NoCompilerError without a compiler, RuntimeError with its output
+    if it fails or cannot be run.
     """
-    compiler = find_compiler()
-    target = library_path(level, sanitize=sanitize)
+    compiler, target = find_compiler(), library_path(level, sanitize=sanitize)
     target.parent.mkdir(exist_ok=True)
-    partial = target.with_suffix(f".{os.getpid()}.partial")
+    _remove_old_folders()
     options, _ = machine_levels()[level]
     if compiler[1:2] == ["-m"]:
         options = [ZIG_NAMES.get(option, option) for option in options]
-    defines = [f'-DTW_SOURCE_HASH="{source_hash()}"']
-    sources = [str(file) for file in sorted(SOURCES.glob("*.cpp"))]
-    command = [*compiler, *_FLAGS, *(_SANITIZE if sanitize else []), *options, *defines, *sources, "-o", str(partial)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError as error:  # $CXX may name a program that does not exist
-        raise RuntimeError(f"the C++ compiler {compiler[0]} cannot be run: {error.strerror}") from error
-    if done.returncode != 0:
-        partial.unlink(missing_ok=True)
-        raise RuntimeError(f"compiling the CPU kernels failed: {' '.join(command)}\n{done.stderr[-4000:]}")
-    partial.replace(target)
+    define = f'-DTW_SOURCE_HASH="{source_hash()}"'
+    command = [*compiler, *_FLAGS, *(_SANITIZE if sanitize else []), *options, define]
+    with (
+        TemporaryDirectory(dir=target.parent, prefix=_FOLDER_PREFIX) as folder,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
+        objects = {str(file): f"{folder}/{file.stem}.o" for file in sorted(SOURCES.glob("*.cpp"))}
+        list(pool.map(lambda file: _run([*command, "-c", file, "-o", objects[file]]), objects))
+        complete = Path(folder) / target.name
+        _run([*command, *objects.values(), "-o", str(complete)])
+        complete.replace(target)
     return target
+
+
+def _remove_old_folders() -> None:
+    """Remove what builds left behind that were killed. A younger folder may be in use: the build hook takes no lock."""
+    for folder in BUILT.glob(f"{_FOLDER_PREFIX}*"):
+        if folder.stat().st_mtime < time.time() - 2 * DEADLINE_S:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
+    except OSError as error:  # $CXX may name a program that does not exist
+        raise RuntimeError(f"the C++ compiler {command[0]} cannot be run: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"compiling the CPU kernels took more than {DEADLINE_S:g} s: {' '.join(command)}") from error
+    if done.returncode != 0:
+        raise RuntimeError(f"compiling the CPU kernels failed: {' '.join(command)}\n{done.stderr[-4000:]}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import cffi
-from filelock import FileLock
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from tightwire.kernels.cpu import build
 
@@ -80,6 +80,8 @@ def _load_once() -> tuple[Any, str]:
     try:
         return _open(wanted, sanitize=asked == "sanitize"), wanted
     except (OSError, RuntimeError) as error:
+        if asked == "sanitize":
+            raise
         _log.warning("the CPU kernels cannot be used, so torch computes instead, slowly: %s", error)
         return None, "spec"
 
@@ -93,12 +95,28 @@ def _open(wanted: str, *, sanitize: bool) -> Any:
             raise RuntimeError(
                 f"{path} is missing and cannot be built there ({error}); install Tightwire again"
             ) from error
-        with FileLock(f"{path}.lock"):
+        with _lock_build(path):
             if not _is_current(path):  # another process may have built it meanwhile
                 _log.warning("building the CPU kernels for level %s, about 20 s", wanted)
                 build.build(wanted, sanitize=sanitize)
     ffi.cdef(_declarations())
     return ffi.dlopen(str(path))
+
+
+def _lock_build(path: Path) -> AcquireReturnProxy:
+    """Become the only process that builds ``path``. The lock of a process that dies is free at once."""
+    lock = FileLock(f"{path}.lock")
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout:
+        _log.warning("waiting for another process that builds the CPU kernels, at most %g s", build.DEADLINE_S)
+    try:
+        return lock.acquire(timeout=build.DEADLINE_S, poll_interval=0.1)
+    except Timeout as error:
+        raise RuntimeError(
+            f"another process has held {lock.lock_file} for {build.DEADLINE_S:g} s to build them; "
+            "end that process and start Tightwire again"
+        ) from error
 
 
 def _is_current(path: Path) -> bool:

@@ -1,5 +1,6 @@
 """Building the library: levels by CPU, compilers, failures that leave the old library, and what the hook builds."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,24 @@ def test_a_failed_build_says_why_and_leaves_the_old_library(sources: Path) -> No
         build.build(level)
     assert build.library_path(level).read_bytes() == before
     assert [file.name for file in build.BUILT.iterdir()] == [build.library_path(level).name]
+
+
+def test_folders_of_killed_builds_are_removed_and_those_in_use_stay(sources: Path) -> None:
+    left, used = build.BUILT / "building-left", build.BUILT / "building-used"
+    for folder in (left, used):
+        folder.mkdir(parents=True)
+    os.utime(left, (0, 0))
+    build.build(build.usable_levels()[0])
+    assert not left.exists() and used.exists()
+
+
+def test_a_compiler_that_never_ends_is_a_failed_build(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (sources.parent / "c++").write_text("#!/bin/sh\nexec sleep 60\n")
+    (sources.parent / "c++").chmod(0o755)
+    monkeypatch.setenv("CXX", str(sources.parent / "c++"))
+    monkeypatch.setattr(build, "DEADLINE_S", 0.1)
+    with pytest.raises(RuntimeError, match="compiling the CPU kernels took more than 0.1 s"):
+        build.build(build.usable_levels()[0])
 
 
 def test_zig_has_a_name_for_the_cpu_of_every_level() -> None:

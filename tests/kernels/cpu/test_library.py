@@ -1,8 +1,11 @@
 """Loading the library: the level, overrides, what happens without one; each in a fresh process."""
 
 import os
+import re
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +90,94 @@ def test_the_library_loads_without_torch() -> None:
 )
 def test_kernels_import_without_the_library(name: str) -> None:
     assert _run(f"import tightwire.{name}", TIGHTWIRE_KERNELS="spec").returncode == 0
+
+
+class _FreshClone:
+    """Small sources and no library, in ``folder``, and a compiler that notes its calls and waits for ``release``."""
+
+    LOAD = """
+from pathlib import Path
+from tightwire.kernels.cpu import build, library
+build.SOURCES, build.BUILT = Path({folder!r}) / "native", Path({folder!r}) / "built"
+build.DEADLINE_S = {deadline_s}
+print(library.level())
+assert library.level() == "spec" or library.lib.one() == 1
+"""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.hold = folder, folder / "hold"
+        self.hold.touch()
+        (folder / "native").mkdir()
+        (folder / "native" / "kernels.h").write_text("int one(void);\n")
+        exported = 'extern "C" __attribute__((visibility("default")))'
+        (folder / "native" / "one.cpp").write_text(
+            f"{exported} int one(void) {{ return 1; }}\n"
+            f"{exported} const char *source_hash(void) {{ return TW_SOURCE_HASH; }}\n"
+        )
+        script = folder / "slow-c++"
+        script.write_text(
+            f"#!/bin/sh\necho $$ >> {folder}/calls\nwhile [ -e {self.hold} ]; do sleep 0.1; done\n"
+            f'exec {" ".join(build.find_compiler())} "$@"\n'
+        )
+        script.chmod(0o755)
+
+    def load(self, deadline_s: float = 60.0) -> subprocess.Popen[str]:
+        """A process that prints the level it has loaded."""
+        environment = {**os.environ, "CXX": str(self.folder / "slow-c++"), "TIGHTWIRE_KERNELS": ""}
+        command = [sys.executable, "-c", self.LOAD.format(folder=str(self.folder), deadline_s=deadline_s)]
+        return subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
+        )
+
+    def load_while_another_builds(
+        self, deadline_s: float = 60.0
+    ) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+        """The one that builds, and one that waits for it and has said so."""
+        builder = self.load()
+        deadline = time.monotonic() + 60
+        while not (self.folder / "calls").exists():
+            assert time.monotonic() < deadline, "nothing was built"
+            time.sleep(0.01)
+        waiting = self.load(deadline_s)
+        assert waiting.stderr is not None
+        said = waiting.stderr.readline()
+        assert f"waiting for another process that builds the CPU kernels, at most {deadline_s:g} s" in said
+        return builder, waiting
+
+    def num_compiler_calls(self) -> int:
+        return len((self.folder / "calls").read_text().splitlines())
+
+
+def test_of_two_processes_one_builds_and_the_other_waits(tmp_path: Path) -> None:
+    clone = _FreshClone(tmp_path)
+    builder, waiting = clone.load_while_another_builds()
+    clone.hold.unlink()
+    for process, built in ((builder, 1), (waiting, 0)):
+        out, error = process.communicate(timeout=120)
+        assert out == f"{build.usable_levels()[-1]}\n" and process.returncode == 0, error
+        assert error.count("building the CPU kernels") == built
+    assert clone.num_compiler_calls() == 2, "one source, and the link"
+
+
+def test_a_killed_builder_is_followed_by_the_one_that_waits(tmp_path: Path) -> None:
+    clone = _FreshClone(tmp_path)
+    builder, waiting = clone.load_while_another_builds()
+    builder.kill()
+    clone.hold.unlink()
+    out, error = waiting.communicate(timeout=120)
+    assert out == f"{build.usable_levels()[-1]}\n" and waiting.returncode == 0, error
+    assert "building the CPU kernels" in error
+    builder.communicate(timeout=120)
+
+
+def test_a_builder_that_never_ends_is_named_and_torch_computes(tmp_path: Path) -> None:
+    clone = _FreshClone(tmp_path)
+    builder, waiting = clone.load_while_another_builds(deadline_s=0.5)
+    out, error = waiting.communicate(timeout=120)
+    assert out == "spec\n"
+    assert re.search(r"another process has held .*\.so\.lock for 0\.5 s to build them; end that process", error), error
+    clone.hold.unlink()
+    assert builder.communicate(timeout=120)[0] == f"{build.usable_levels()[-1]}\n"
 
 
 def test_threads_that_load_it_together_share_one_library() -> None:
