@@ -1,5 +1,6 @@
-# make serve   one command from a fresh clone to a served model
-# make test    every check and test that needs no GPU
+# make serve     one command from a fresh clone to a served model
+# make test      every check and test that needs no GPU
+# make sanitize  the kernels' tests with checks of addresses and undefined behavior, about 90 s of CPU
 #
 # Variables: PYTHON (3.11 or newer), MODEL, TP, HOST, PORT, ARGS (more flags of `tightwire serve`, or of pytest),
 # WORKERS (tests at once), PIP_FLAGS (such as --extra-index-url URL, where the default index offers no CPU build of torch).
@@ -48,10 +49,14 @@ check: $(installed_dev)
 house: $(installed_dev)
 	$(bin)/python tests/house.py
 
-# The kernels' tests with a library that checks addresses and undefined behavior (needs g++ with libasan).
+# The kernels' tests with a library that checks addresses and undefined behavior. Needs g++ with its libasan. libstdc++ is
+# loaded with it, because libasan aborts at an exception of torch otherwise; pytest leaves stderr to its reports.
 sanitize: $(installed_dev)
-	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 TIGHTWIRE_KERNELS=sanitize \
-	  $(pytest) tests/kernels/cpu tests/kernels/test_*.py -m "not gpu and not multi_gpu and not alone" $(ARGS)
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 \
+	  TIGHTWIRE_KERNELS=sanitize $(pytest) --capture=sys tests/kernels/cpu tests/kernels/test_*.py \
+	  tests/model/test_decode_program_fuzz.py tests/comm/transport/test_shared_sums_fuzz.py \
+	  --ignore tests/kernels/cpu/test_build.py --ignore tests/kernels/cpu/test_library.py \
+	  -m "not gpu and not multi_gpu and not alone" -k "not interpreter" $(ARGS)
 
 gpu-test: $(installed_dev)
 	$(pytest) -m "gpu or multi_gpu" $(ARGS)

@@ -1,6 +1,7 @@
 """The CPU attention: within float32 rounding of the truth, and the same bits whatever runs beside a sequence."""
 
 import mmap
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -141,6 +142,7 @@ def test_four_threads_may_call_at_once(num_threads: Callable[[int], None], paged
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.skipif(os.environ.get("TIGHTWIRE_KERNELS") == "sanitize", reason="the sanitizer keeps freed memory")
 def test_threads_that_end_free_their_scratch_memory(
     num_threads: Callable[[int], None], paged_batch: Callable[..., Any]
 ) -> None:
