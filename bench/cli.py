@@ -3,8 +3,15 @@
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-# Verb -> ("module below tightwire.bench:class", one line of help).
+from tightwire.server.cli.verbs import COMM_GROUPS, at_least_two_ranks
+from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
+
+_MAX_TUNE_SECONDS = 3600.0
+
+# Verb -> ("module below tightwire.bench:NAMEBench", one line of help). The class NAMEOptions in the file `options` of the same
+# folder has its options, and imports no torch.
 VERBS: dict[str, tuple[str, str]] = {
     "answers": ("answers.bench:AnswersBench", "compare servers' answers with the model in float32"),
     "comm": ("comm.bench:CommBench", "time and check every AllReduce by message size"),
@@ -31,7 +38,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"tightwire bench: unknown bench {verb!r}; choose one of {', '.join(VERBS)}\n")
         return 2
     module, _, name = VERBS[verb][0].partition(":")
-    return getattr(importlib.import_module(f"tightwire.bench.{module}"), name).main(rest)
+    options_type = _load(f"{module.partition('.')[0]}.options", name.removesuffix("Bench") + "Options")
+    options = options_type.from_argv(rest, verb=verb)
+    return _load(module, name)(options).run()
+
+
+def tune(argv: Sequence[str]) -> int:
+    """``tightwire tune``: exit code 0, 1 if ranks failed or the file cannot be written, 2 if refused."""
+    parser = make_parser(
+        "tune",
+        "Measure every AllReduce on this host in the sizes that a model will send; `serve` reads the times.",
+        COMM_GROUPS,
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, metavar="S", help="approximate time of all measurements (default: 60)"
+    )
+    config, args = parse(parser, argv, COMM_GROUPS)
+    refuse_serving_flags(parser, config)
+    if not 1 <= args.seconds <= _MAX_TUNE_SECONDS:
+        parser.error(f"--seconds must be 1 to {_MAX_TUNE_SECONDS:g} seconds, got {args.seconds:g}")
+    return _load("tune", "run")(at_least_two_ranks(config), args.seconds)
+
+
+def _load(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"tightwire.bench.{module}"), name)
 
 
 def _usage() -> str:

@@ -4,7 +4,7 @@
     class CommOptions(OutputOptions):
         ranks: int = option(2, "processes, one thread each", least=2)
 
-A ValueError of ``parse`` or of ``__post_init__`` ends the program with exit code 2 and its message.
+A ValueError of a field's ``parse`` or of ``__post_init__`` ends the program with exit code 2 and its message.
 """
 
 import argparse
@@ -13,14 +13,15 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self
 
 from tightwire.bench.report.result_files import check_label
+from tightwire.comm.link.link import Link
 from tightwire.comm.sizes import format_bytes, parse_bytes
 from tightwire.server.config.flags import convert
 
+TRANSPORTS = ("auto", "shared-memory", "process-group", "peer-memory")
 REQUIRED: Any = MISSING  # as the default of an ``option`` that must be given
-_Options = TypeVar("_Options")
 
 
 def option(
@@ -56,8 +57,9 @@ def option(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputOptions:
-    """The options of every bench; its own options class inherits them."""
+    """The options of every bench; its own options class inherits them, in a file that imports no torch."""
 
+    description: ClassVar[str] = ""  # for --help
     output: Path | None = option(  # noqa: RUF009
         None, "write the result to this folder: JSON with raw samples, CSV, HTML page", metavar="DIR"
     )
@@ -65,20 +67,50 @@ class OutputOptions:
         None, "beginning of the names of those files (default: the bench's name)", metavar="NAME", parse=check_label
     )
 
+    @classmethod
+    def from_argv(cls, argv: Sequence[str], *, verb: str) -> Self:
+        """The options on a command line. Invalid ones print the reason and exit with code 2."""
+        parser = argparse.ArgumentParser(
+            prog=f"tightwire bench {verb}",
+            description=f"{cls.description} The last line of stdout is one JSON object.",
+            allow_abbrev=False,
+        )
+        add_flags(parser, cls)
+        given = parser.parse_args(argv)
+        try:
+            return cls(**given_options(given, cls))
+        except ValueError as error:
+            parser.error(str(error))
 
-def parse_options(cls: type[_Options], argv: Sequence[str], *, verb: str, description: str) -> _Options:
-    """The options on a command line. Invalid ones print the reason and exit with code 2."""
-    parser = argparse.ArgumentParser(
-        prog=f"tightwire bench {verb}",
-        description=f"{description} The last line of stdout is one JSON object.",
-        allow_abbrev=False,
-    )
-    add_flags(parser, cls)
-    given = parser.parse_args(argv)
-    try:
-        return cls(**given_options(given, cls))
-    except ValueError as error:
-        parser.error(str(error))
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankOptions:
+    """How many ranks to start and how they are connected; raises ValueError for values that do not fit together."""
+
+    ranks: int = 2
+    nodes: int | None = None  # None: 1, or with a link one node for each rank
+    device: str = "cpu"
+    transport: str = "auto"
+    link: Link | None = None
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.nodes is not None and (self.nodes < 1 or self.ranks % self.nodes):
+            raise ValueError(f"--nodes must divide the {self.ranks} ranks evenly, got {self.nodes}")
+        if self.link is not None and self.num_nodes < 2:
+            raise ValueError("--link is between nodes, so --nodes must be at least 2")
+        if self.link is not None and (self.transport == "shared-memory" or self.device != "cpu"):
+            raise ValueError("--link connects CPU processes by sockets; leave out --transport and --device")
+        if self.device != {"peer-memory": "cuda", "shared-memory": "cpu"}.get(self.transport, self.device):
+            raise ValueError(f"--transport {self.transport} is not for --device {self.device}")
+
+    @property
+    def num_nodes(self) -> int:
+        return self.nodes or (1 if self.link is None else self.ranks)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.ranks // self.num_nodes
 
 
 def add_flags(parser: argparse._ActionsContainer, cls: type) -> None:

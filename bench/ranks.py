@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
+from tightwire.bench.options import RankOptions
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.local_ranks import LocalRanks, fd_path, silence_after
 from tightwire.comm.group.nodes import join_nodes, throttle_group
@@ -22,38 +23,6 @@ from tightwire.comm.link.emulated_network import EmulatedNode
 from tightwire.comm.link.link import Link
 from tightwire.comm.link.wire import Wire, open_wire
 from tightwire.comm.transport.segment import make_segment, why_unusable
-
-TRANSPORTS = ("auto", "shared-memory", "process-group", "peer-memory")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankOptions:
-    """How many ranks to start and how they are connected; raises ValueError for values that do not fit together."""
-
-    ranks: int = 2
-    nodes: int | None = None  # None: 1, or with a link one node for each rank
-    device: str = "cpu"
-    transport: str = "auto"
-    link: Link | None = None
-    timeout_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        if self.nodes is not None and (self.nodes < 1 or self.ranks % self.nodes):
-            raise ValueError(f"--nodes must divide the {self.ranks} ranks evenly, got {self.nodes}")
-        if self.link is not None and self.num_nodes < 2:
-            raise ValueError("--link is between nodes, so --nodes must be at least 2")
-        if self.link is not None and (self.transport == "shared-memory" or self.device != "cpu"):
-            raise ValueError("--link connects CPU processes by sockets; leave out --transport and --device")
-        if self.device != {"peer-memory": "cuda", "shared-memory": "cpu"}.get(self.transport, self.device):
-            raise ValueError(f"--transport {self.transport} is not for --device {self.device}")
-
-    @property
-    def num_nodes(self) -> int:
-        return self.nodes or (1 if self.link is None else self.ranks)
-
-    @property
-    def ranks_per_node(self) -> int:
-        return self.ranks // self.num_nodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, ClassVar, Generic, TypeVar
 
-from tightwire.bench.options import OutputOptions, parse_options
+from tightwire.bench.options import OutputOptions
 from tightwire.bench.report.console import make_console, paused, progress_bar
 from tightwire.bench.report.environment import describe_environment
 from tightwire.bench.report.page import Item, render
@@ -35,8 +35,6 @@ class Bench(ABC, Generic[_Options]):
     """
 
     verb: ClassVar[str]
-    options_type: ClassVar[type[OutputOptions]]
-    description: ClassVar[str]  # for --help
     version: ClassVar[int] = 2  # of the result's layout
     metrics: ClassVar[tuple[Metric, ...]] = ()
     columns: ClassVar[tuple[Column, ...]] = ()  # of the CSV file, which has a row for each cell
@@ -44,12 +42,6 @@ class Bench(ABC, Generic[_Options]):
     pairing_keys: ClassVar[tuple[str, ...]] = ()
     # Exit codes of expected exceptions; others are bugs and keep their traceback.
     failures: ClassVar[tuple[tuple[type[Exception], int], ...]] = ()
-
-    @classmethod
-    def main(cls, argv: Sequence[str]) -> int:
-        """Returns the exit code, 2 for invalid options."""
-        options: Any = parse_options(cls.options_type, argv, verb=cls.verb, description=cls.description)
-        return cls(options).run()
 
     def __init__(self, options: _Options) -> None:
         self.options = options

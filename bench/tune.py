@@ -5,7 +5,7 @@ Ranks are processes of this machine. Every result is checked; an algorithm with 
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +15,8 @@ from rich.console import Console
 
 from tightwire.bench.comm.cells import Cells, size_table
 from tightwire.bench.comm.measure import MeasurePlan, measure
-from tightwire.bench.ranks import RankOptions, open_ranks
+from tightwire.bench.options import RankOptions
+from tightwire.bench.ranks import open_ranks
 from tightwire.bench.report.console import make_console, paused, progress_bar
 from tightwire.bench.report.quiet import OthersWatch
 from tightwire.bench.report.table import print_table
@@ -35,14 +36,11 @@ from tightwire.comm.policy.tune_file import (
 from tightwire.comm.transport.segment import why_unusable
 from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.model.open import open_checkpoint
-from tightwire.server.cli.verbs import COMM_GROUPS, at_least_two_ranks
-from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.comm_decision import policy_requests
 from tightwire.server.plan.devices import num_cores
 from tightwire.server.plan.setting import decide_setting
 
-_MAX_SECONDS = 3600.0
 _START_S = 6.0  # for the ranks of one transport to start and join
 _MAX_OTHERS_SHARE = 0.25  # of the cores; above it, medians were wrong by up to ten times
 _MIN_SECONDS_PER_SIZE = 0.1
@@ -74,23 +72,11 @@ class TunePlan:
         return tuple(sorted(count * self.request.row_elems * setting.elem_bytes for count in rows))
 
 
-def main(argv: Sequence[str]) -> int:
+def run(config: ServeConfig, seconds: float) -> int:
     """Returns 0, 1 when ranks failed or the file cannot be written, 2 for refused options, 130 after Ctrl-C."""
-    parser = make_parser(
-        "tune",
-        "Measure every AllReduce on this host in the sizes that a model will send; `serve` reads the times.",
-        COMM_GROUPS,
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, metavar="S", help="approximate time of all measurements (default: 60)"
-    )
-    config, args = parse(parser, argv, COMM_GROUPS)
-    refuse_serving_flags(parser, config)
-    if not 1 <= args.seconds <= _MAX_SECONDS:
-        parser.error(f"--seconds must be 1 to {_MAX_SECONDS:g} seconds, got {args.seconds:g}")
     console, refused = make_console(), 2
     try:
-        plan = make_plan(at_least_two_ranks(config), args.seconds)
+        plan = make_plan(config, seconds)
         refused = 1
         write_tuned(plan.path, plan.host, [])  # find out before measuring whether that is possible
         for measured in measure_all(plan, console):

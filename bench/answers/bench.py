@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tightwire.bench.options import REQUIRED, OutputOptions, option, parse_names
+from tightwire.bench.answers.options import AnswersOptions
 from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench
 from tightwire.model.checkpoint.config import config_to_hf
@@ -34,32 +34,10 @@ CLEAR_MARGIN = 0.05  # in logit: above it rounding must not change the first tok
 _LEAST_PROBABILITY = 1e-12  # of the rest, which rounding of the reported numbers may make negative
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AnswersOptions(OutputOptions):
-    servers: tuple[str, ...] = option(
-        REQUIRED,
-        "running servers of one model, such as tp2=http://127.0.0.1:8000,llama.cpp=http://127.0.0.1:8080",
-        metavar="NAME=URL,...",
-        parse=parse_names,
-    )
-    model: str = option("smollm2-135m", "the model that they serve, as `tightwire serve` takes it", metavar="MODEL")
-    prompts: int = option(100, "prompts, half chat and half text", metavar="N", least=2)
-    tokens: int = option(32, "length of the reference's answers", metavar="N", least=1)
-    every: int = option(4, "compare the next token after each N tokens of an answer", metavar="N", least=1)
-
-    def __post_init__(self) -> None:
-        for server in self.servers:
-            name, _, url = server.partition("=")
-            if not name or not url.startswith(("http://", "https://")):
-                raise ValueError(f"--servers takes NAME=URL such as mine=http://127.0.0.1:8000, got {server!r}")
-
-
 class AnswersBench(Bench[AnswersOptions]):
     """Exit codes: 0; 1 where a server fails; 2 for a model that cannot be opened."""
 
     verb = "answers"
-    options_type = AnswersOptions
-    description = "Compare the answers of running servers with the model in float32."
     metrics = (Metric(name="kl", unit="nats", better="nearer", worse="farther"),)
     columns = (
         Column("server", "name"),

@@ -2,24 +2,16 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
+from tightwire.bench.compare.options import CompareOptions
 from tightwire.bench.compare.results import Result, Samples, check_alike, differences, read_result
-from tightwire.bench.options import REQUIRED, OutputOptions, option
 from tightwire.bench.report.page import Item, Text
 from tightwire.bench.report.statistics import compare
 from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench, BenchFailedError
-
-_DESCRIPTION = """Compare two results of one bench: for every cell the ratio B / A of medians, its bootstrap 95 % interval
-from the raw samples, and a verdict. Exit code 0: no regression; 1: a deciding metric is worse and its whole interval is
-beyond the tolerance, or requests failed in B that did not fail in A; 2: the files cannot be compared. Requests that were
-in flight together count as one sample, and so do consecutive calls of a long series. An interval covers the noise inside
-each run, not the drift of the machine between two runs: repeat both before you believe a small difference. For bench ttft
-the ratio to the baseline decides, because the drift cancels in it."""
 
 _COLUMNS = (
     *(Column("cell", "cell"), Column("metric", "metric"), Column("unit", "unit")),
@@ -34,34 +26,10 @@ _NOTE = (
 )
 
 
-def _parse_share(text: str) -> float:
-    number, percent = (text[:-1], 0.01) if text.endswith("%") else (text, 1.0)
-    try:
-        return float(number) * percent
-    except ValueError:
-        raise ValueError(f"expected a share such as 5% or 0.05, got {text!r}") from None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompareOptions(OutputOptions):
-    a: Path = option(REQUIRED, "the result to compare with", flag="a", metavar="A.json")
-    b: Path = option(REQUIRED, "the other result of the same bench", flag="b", metavar="B.json")
-    tolerance: float = option(
-        0.05, "accepted slowdown as a share of A, such as 5%", metavar="T", parse=_parse_share, least=0
-    )
-    metrics: tuple[str, ...] = option(
-        (),
-        "compare only these metrics, and let each of them decide (default: all; the bench says which decide)",
-        flag="--metric",
-    )
-
-
 class CompareBench(Bench[CompareOptions]):
     """Exit codes: 0 without a regression, 1 with one or where B failed, 2 for what cannot be compared, 130 after Ctrl-C."""
 
     verb = "compare"
-    options_type = CompareOptions
-    description = _DESCRIPTION
     version = 1
     columns = (*_COLUMNS, Column("paired", "paired"), Column("regression", "regression"))
     failures = ((ValueError, 2),)

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tightwire.kernels.cpu.linear_widened import torch_has_bfloat16_products
-
 MAX_TOKENS = 2048  # prompt and answer of a request
 MAX_REQUESTS = 32  # in flight, for servers that need a limit
 _KV_CACHE = "2GiB"  # all servers are up at once, so none may take all free memory
@@ -27,7 +25,7 @@ class Setup:
     weights: Path  # the folder that convert_weights.py fills
     peers: Path
     num_threads: int
-    torch_dtype: str = field(default_factory=lambda: "bfloat16" if torch_has_bfloat16_products() else "float32")
+    torch_dtype: str = "bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -19,10 +18,11 @@ from typing import Any
 
 import torch
 
-from tightwire.bench.options import OutputOptions, option
+from tightwire.bench.options import RankOptions
 from tightwire.bench.peers.layer_parts import WHOLE, Part, StepShape, measure_parts, time_transformers
+from tightwire.bench.peers.options import RooflineOptions
 from tightwire.bench.peers.process import Load, bench_serve
-from tightwire.bench.ranks import RankOptions, open_ranks
+from tightwire.bench.ranks import open_ranks
 from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench
 from tightwire.bench.server_process import ServerFailedError, ServerProcess
@@ -49,31 +49,10 @@ _LEGEND = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RooflineOptions(OutputOptions):
-    model: str = option("random:llama-3-8b", "a model as for `tightwire serve`", flag="model")
-    device: str = option("auto", "auto: cuda if torch has it", choices=("auto", "cuda", "cpu"))
-    tp: int = option(1, "ranks", metavar="N", least=1)
-    quantization: str = option("none", "as for `tightwire serve`", metavar="NAME")
-    prompt_len: int = option(8190, "tokens of the long prompt, at most the model's context", metavar="N", least=1)
-    output_len: int = option(64, "tokens to generate", metavar="N", least=4)
-    crowd: int = option(64, "requests in flight", metavar="N", least=1)
-    batched_tokens: int = option(8192, "--max-num-batched-tokens of the server", metavar="N", least=1)
-    server: bool = option(True, "start a server and measure it too (default: yes)")
-    peer: bool = option(True, "measure transformers too (default: yes)")
-    start_timeout: float = option(240.0, "longest start of the server, and run of transformers", metavar="S", above=0)
-
-    @property
-    def device_type(self) -> str:
-        return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
-
-
 class RooflineBench(Bench[RooflineOptions]):
     """Exit codes: 0, 1 when a server or transformers failed, 2 for bad options, 130 after Ctrl-C."""
 
     verb = "roofline"
-    options_type = RooflineOptions
-    description = "Compare serving with the device's own rates and with transformers."
     metrics = (Metric(name="seconds", unit="ms", scale=1e3),)
     columns = (Column("load", "name"), *_PART_COLUMNS[1:], _TOKENS)
     failures = ((ModelError, 1), (ServerFailedError, 1), (LocalRankError, 1))
@@ -82,9 +61,9 @@ class RooflineBench(Bench[RooflineOptions]):
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server may not outlive this process
         options = self.options
         checkpoint = open_checkpoint(options.model)
-        rates = measure_rates(options.device_type)
+        rates = measure_rates(_device_of(options))
         model = {"model": options.model, "tp": options.tp, "quantization": options.quantization}
-        self.facts = {**model, "device": options.device_type, **rates}
+        self.facts = {**model, "device": _device_of(options), **rates}
         copies, products = rates["copy_bytes_per_s"] / 1e9, rates["product_flops"] / 1e12
         self.print(f"copies read and write {copies:.0f} GB/s, products {products:.2f} TFLOP/s", "")
         self._measure_parts(rates, checkpoint.config.max_positions)
@@ -93,7 +72,7 @@ class RooflineBench(Bench[RooflineOptions]):
             served += summarize(checkpoint.config, rates, _measure_server(options, checkpoint))
         if options.peer:
             # A process of its own frees the memory.
-            own = RankOptions(ranks=1, device=options.device_type, timeout_s=options.start_timeout)
+            own = RankOptions(ranks=1, device=_device_of(options), timeout_s=options.start_timeout)
             with open_ranks(own) as (ranks, _):
                 ((_, token_s),) = ranks.stream(time_transformers, checkpoint.config, _SHORT_PROMPT, options.output_len)
             name = "a generated token, transformers"
@@ -107,7 +86,7 @@ class RooflineBench(Bench[RooflineOptions]):
 
     def _measure_parts(self, rates: dict[str, float], max_positions: int) -> None:
         """A table for each load, with the times of rank 0."""
-        options, is_cuda = self.options, self.options.device_type == "cuda"
+        options, is_cuda = self.options, _device_of(self.options) == "cuda"
         prompt_len = min(options.prompt_len, options.batched_tokens, max_positions)
         shapes = [
             StepShape(f"a prompt of {prompt_len}", sequences=1, tokens=prompt_len, is_decode=False),
@@ -116,7 +95,7 @@ class RooflineBench(Bench[RooflineOptions]):
         ]
         how = options.model, options.quantization, "native" if is_cuda else "two-shot", shapes
         own = rates if is_cuda else {name: rate / options.tp for name, rate in rates.items()}  # ranks share the cores
-        with open_ranks(RankOptions(ranks=options.tp, device=options.device_type)) as (ranks, _):
+        with open_ranks(RankOptions(ranks=options.tp, device=_device_of(options))) as (ranks, _):
             for rank, (shape, parts) in ranks.stream(measure_parts, *how):
                 if rank == 0:
                     rows = part_rows(shape.name, parts, own)
@@ -162,11 +141,15 @@ def _least_s(work: Callable[[], object], device: str) -> float:
     return min(seconds)
 
 
+def _device_of(options: RooflineOptions) -> str:
+    return ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
+
+
 def _measure_server(options: RooflineOptions, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     max_positions = checkpoint.config.max_positions
     longest = min(max(options.prompt_len + 2, _SHORT_PROMPT + options.output_len), max_positions)
     command = [sys.executable, "-m", "tightwire", "serve", options.model, "--tp", str(options.tp), "--port", "{port}"]
-    command += ["--device", options.device_type, "--dtype", "bfloat16", "--quantization", options.quantization]
+    command += ["--device", _device_of(options), "--dtype", "bfloat16", "--quantization", options.quantization]
     command += ["--max-num-seqs", str(options.crowd), "--max-model-len", str(longest), "--prefix-cache", "none"]
     command += ["--max-num-batched-tokens", str(options.batched_tokens)]
 

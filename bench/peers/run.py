@@ -5,7 +5,6 @@ round, with `tightwire bench serve`. A server that does not start, answers wrong
 README.md says how to install the peers.
 """
 
-import math
 import os
 import random
 import signal
@@ -19,9 +18,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tightwire.bench.options import OutputOptions, option, parse_integers, parse_names
 from tightwire.bench.peers import report
-from tightwire.bench.peers.arms import ARMS, DEFAULT_ARMS, Arm, NotInstalledError, Setup, make_arm
+from tightwire.bench.peers.arms import Arm, NotInstalledError, Setup, make_arm
+from tightwire.bench.peers.options import PeersOptions
 from tightwire.bench.peers.process import (
     CHECK_PROMPTS,
     Load,
@@ -33,47 +32,12 @@ from tightwire.bench.report.page import Item, Text
 from tightwire.bench.report.quiet import QUIET_SHARE, OthersWatch, describe_others, wait_for_quiet
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.bench.server_process import ServerFailedError, ServerProcess
+from tightwire.kernels.cpu.linear_widened import torch_has_bfloat16_products
 from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.open import open_checkpoint
 
 _CONVERT = Path(__file__).resolve().with_name("convert_weights.py")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PeersOptions(OutputOptions):
-    servers: tuple[str, ...] = option(
-        DEFAULT_ARMS,
-        f"servers to compare: {', '.join(ARMS)}, tightwire-tpN:ALGORITHM, or NAME=URL of a running server; the first is the baseline",
-        metavar="A,B",
-        parse=parse_names,
-    )
-    peers: Path | None = option(
-        None, "the folder that install.sh filled (default: peers in the cache folder)", metavar="DIR"
-    )
-    weights: Path | None = option(
-        None, "folder for the weights in the formats of the peers (default: weights in --peers)", metavar="DIR"
-    )
-    model: str = option("smollm2-135m", "a name or a .gguf file")
-    rounds: int = option(5, "number of rounds; below 5 there is no verdict", metavar="N", least=1)
-    concurrency: tuple[int, ...] = option(
-        (1, 8, 32), "requests in flight", metavar="N,N", parse=parse_integers, least=1
-    )
-    num_requests: tuple[int, ...] = option(
-        (3, 8, 32), "requests of a round, for each of --concurrency", metavar="N,N", parse=parse_integers, least=1
-    )
-    input_len: int = option(128, "prompt tokens", metavar="N")
-    output_len: int = option(32, "tokens to generate", metavar="N")
-    seed: int = option(1, "seed of prompts and of the order of servers", metavar="N")
-    time_limit: float = option(math.inf, "start no round that would end later", metavar="S", above=0)
-    start_timeout: float = option(900.0, "longest start of a server", metavar="S")
-    wait_for_quiet: float = option(0.0, "longest wait for other programs to finish", metavar="S")
-
-    def __post_init__(self) -> None:
-        if len(self.num_requests) != len(self.concurrency):
-            raise ValueError(
-                f"--num-requests takes one number for each of the {len(self.concurrency)} of --concurrency"
-            )
 
 
 @dataclass(kw_only=True)
@@ -114,8 +78,6 @@ class PeersBench(Bench[PeersOptions]):
     """Exit codes: 0, 1 when no server could be measured, 2 for bad options, 130 after Ctrl-C (measured rounds are kept)."""
 
     verb = "peers"
-    options_type = PeersOptions
-    description = "Compare servers on the same weights, one after the other under the same load."
     metrics = report.METRICS
     columns = report.CSV_COLUMNS
     failures = ((ValueError, 2), (ModelError, 2))
@@ -280,6 +242,7 @@ def _make_setup(options: PeersOptions) -> Setup:
         )
     peers = options.peers or cache_folder() / "peers"
     return Setup(
+        torch_dtype="bfloat16" if torch_has_bfloat16_products() else "float32",
         model=options.model,
         gguf=path,
         weights=(options.weights or peers / "weights" / path.stem).absolute(),

@@ -32,11 +32,6 @@ class QualityBench(Bench[QualityOptions]):
     """Exit codes: 0, 1 if the run failed, 2 for bad options, 130 after Ctrl-C."""
 
     verb = "quality"
-    options_type = QualityOptions
-    description = (
-        "Measure the accuracy that quantized AllReduces cost a model: perplexity, KL and agreement of next-token distributions, "
-        "signal to noise by layer. Ranks are threads, so any number of them is possible."
-    )
     metrics = tuple(Metric(name=name, unit="nats", better="better", worse="worse") for name in ("kl", "nll"))
     columns = report.CSV_COLUMNS
     pairing_keys = ("text", "model", "window")

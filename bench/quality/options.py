@@ -6,14 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tightwire.bench.options import OutputOptions, option, parse_integers
-from tightwire.comm.all_reduce.entry import describe_all_reduce_names, split_all_reduce_names
-from tightwire.comm.all_reduce.registry import parse_all_reduce
+from tightwire.comm.all_reduce.entry import describe_all_reduce_names, split_all_reduce_names, split_name
 from tightwire.comm.policy.rules import read_policy_file
-from tightwire.model.weights import WEIGHT_CODECS
-from tightwire.model.weights.formats import QUANTIZATIONS
+from tightwire.model.weights import QUANTIZATIONS, WEIGHT_CODECS
 
 POLICY = "policy:"  # an arm that uses a policy file
 WEIGHTS = "weights:"  # an arm with exact sums and encoded weights
@@ -85,11 +83,15 @@ def check_name(name: str) -> None:
             "flash:CODEC,CODEC with one rank for each node"
         )
     else:
-        parse_all_reduce(name)
+        split_name(name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QualityOptions(OutputOptions):
+    description: ClassVar[str] = (
+        "Measure the accuracy that quantized AllReduces cost a model: perplexity, KL and agreement of next-token distributions, "
+        "signal to noise by layer. Ranks are threads, so any number of them is possible."
+    )
     model: str = option("smollm2-135m", "as for serve", flag="model")
     algorithms: tuple[str, ...] = option(
         _ALGORITHMS,

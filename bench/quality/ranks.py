@@ -23,10 +23,9 @@ from tightwire.model.llama import Llama
 from tightwire.model.open import Checkpoint
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.step import Batch
-from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
+from tightwire.model.weights import EVERYTHING_RESIDENT, LEAST_STREAMED, WeightPlan
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.load import CheckpointStore, load_weights
-from tightwire.model.weights.residency import LEAST_STREAMED
 from tightwire.model.weights.source import WeightSource
 
 _Result = TypeVar("_Result")

@@ -16,7 +16,7 @@ from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.bench.serve.cells import latency_table, rate_table, summarize, warnings_of
 from tightwire.bench.serve.load import LoadRun, run_load
-from tightwire.bench.serve.options import ServeBenchOptions
+from tightwire.bench.serve.options import ServeOptions
 from tightwire.bench.serve.workload import Workload
 from tightwire.server.cli.remote import Remote, RemoteError, connect
 
@@ -26,12 +26,10 @@ _CSV_KEYS = (
 )
 
 
-class ServeBench(Bench[ServeBenchOptions]):
+class ServeBench(Bench[ServeOptions]):
     """Exit codes: 0, 1 when there is nothing usable or a load was cut short, 2 for bad options, 130 after Ctrl-C."""
 
     verb = "serve"
-    options_type = ServeBenchOptions
-    description = "Put load on a running OpenAI-compatible server, Tightwire or another, and measure at the client."
     metrics = (
         *(Metric(name=name, unit="ms", scale=1e3) for name in ("ttft_s", "tpot_s", "e2e_s")),
         Metric(name="itl_s", unit="ms", scale=1e3, decides=False),
@@ -39,7 +37,7 @@ class ServeBench(Bench[ServeBenchOptions]):
     pairing_keys = ("workload", "request")
     failures = ((RemoteError, 1), (ValueError, 1))
 
-    def __init__(self, options: ServeBenchOptions) -> None:
+    def __init__(self, options: ServeOptions) -> None:
         super().__init__(options)
         self._running: LoadRun | None = None
 

@@ -3,7 +3,7 @@
 import json
 import secrets
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from tightwire.bench.options import OutputOptions, option
 from tightwire.bench.serve.load import Load
@@ -23,7 +23,10 @@ def _parse_json_object(text: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServeBenchOptions(OutputOptions):
+class ServeOptions(OutputOptions):
+    description: ClassVar[str] = (
+        "Put load on a running OpenAI-compatible server, Tightwire or another, and measure at the client."
+    )
     url: str = option("http://127.0.0.1:8000", "address of the server", metavar="URL")
     model: str | None = option(None, "the model to ask for (default: the first one that the server lists)")
     api_key: str | None = option(None, "sent as a Bearer token", metavar="KEY")

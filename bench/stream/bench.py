@@ -12,41 +12,37 @@ from typing import Any
 
 import torch
 
-from tightwire.bench.ranks import RankOptions, open_ranks
+from tightwire.bench.options import RankOptions
+from tightwire.bench.ranks import open_ranks
 from tightwire.bench.report.page import Item
 from tightwire.bench.report.table import Metric
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.bench.stream import report
 from tightwire.bench.stream.measure import Answered, measure
-from tightwire.bench.stream.options import ROUNDS, Arm, StreamBenchOptions
+from tightwire.bench.stream.options import ROUNDS, Arm, StreamOptions
 from tightwire.comm.group.local_ranks import LocalRankError
 from tightwire.model.checkpoint.errors import PrepareError
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare
-from tightwire.model.weights import WEIGHT_CODECS
+from tightwire.model.weights import LEAST_STREAMED, WEIGHT_CODECS
 from tightwire.model.weights.formats import check_split, choose_formats
 from tightwire.model.weights.packed_layer import pack_model, weight_codec
-from tightwire.model.weights.residency import LEAST_STREAMED, check_codec
+from tightwire.model.weights.residency import check_codec
 from tightwire.server.plan.devices import num_cores
 
 _SHOWN = ("model", "device", "threads", "all_reduce", "context", "seed")
 
 
-class StreamBench(Bench[StreamBenchOptions]):
+class StreamBench(Bench[StreamOptions]):
     """Exit codes: 0, 1 for a wrong answer or a failed rank, 2 for bad options, 130 after Ctrl-C."""
 
     verb = "stream"
-    options_type = StreamBenchOptions
-    description = (
-        "Time steps with streamed weights beside fetching alone and computing alone, in turns in the same processes; check that "
-        "the answers are those of resident weights."
-    )
     metrics = (Metric(name="step", unit="ms", scale=1e3),)
     columns = report.CSV_COLUMNS
     failures = ((LocalRankError, 1), (PrepareError, 1), (ValueError, 2))
 
-    def __init__(self, options: StreamBenchOptions) -> None:
+    def __init__(self, options: StreamOptions) -> None:
         super().__init__(options)
         self._groups: list[report.Cells] = []
 

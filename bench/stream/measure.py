@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from tightwire.bench.ranks import gather_numbers
-from tightwire.bench.stream.options import ROUNDS, Arm, StreamBenchOptions
+from tightwire.bench.stream.options import ROUNDS, Arm, StreamOptions
 from tightwire.bench.stream.rank import Rank, greedy_tokens
 from tightwire.comm.buffers import OrderCheck
 from tightwire.comm.group.group import Group
@@ -60,7 +60,7 @@ class Timed:
 Event = Answered | Timed  # from rank 0
 
 
-def measure(group: Group, options: StreamBenchOptions, location: str, folders: Mapping[str, str]) -> Iterator[Event]:
+def measure(group: Group, options: StreamOptions, location: str, folders: Mapping[str, str]) -> Iterator[Event]:
     """Measure all arms. ``folders``: prepared folders by codec."""
     bind_rank(group, options)
     rank = Rank(group, options, open_checkpoint(location, options.seed))
@@ -71,7 +71,7 @@ def measure(group: Group, options: StreamBenchOptions, location: str, folders: M
         yield from _measure_arm(rank, arm, resident, tokens, prepared)
 
 
-def bind_rank(group: Group, options: StreamBenchOptions) -> tuple[int, ...]:
+def bind_rank(group: Group, options: StreamOptions) -> tuple[int, ...]:
     """Set this rank's threads and bind it to CPU cores of its own; returns the cores, () if it is not bound."""
     torch.set_num_threads(options.threads)
     return bind_to_cores(group.rank, group.world_size, options.threads) if options.device == "cpu" else ()

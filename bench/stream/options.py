@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from tightwire.bench.options import OutputOptions, option, parse_integers, parse_names
-from tightwire.comm.all_reduce.registry import parse_all_reduce
+from tightwire.comm.all_reduce.entry import split_name
 from tightwire.comm.sizes import parse_bytes
-from tightwire.model.weights import WEIGHT_CODECS, WeightPlan
-from tightwire.model.weights.residency import LEAST_STREAMED, spread
+from tightwire.model.weights import LEAST_STREAMED, WEIGHT_CODECS, WeightPlan, spread
 
 ROUNDS = 3  # in which all passes of an arm take turns
 _ORIGINS = {"host": "host", "disk": "disk", "files": "disk"}  # of a ``WeightPlan``, by source
@@ -57,7 +56,11 @@ def _parse_rate(text: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StreamBenchOptions(OutputOptions):
+class StreamOptions(OutputOptions):
+    description: ClassVar[str] = (
+        "Time steps with streamed weights beside fetching alone and computing alone, in turns in the same processes; check that "
+        "the answers are those of resident weights."
+    )
     model: str = option("smollm2-135m", "as for serve", flag="model")
     sources: tuple[str, ...] = option(
         ("host", "disk"),
@@ -100,7 +103,7 @@ class StreamBenchOptions(OutputOptions):
                 raise ValueError(f"{flag} takes {', '.join(known)}, got {','.join(given)}")
         if max(self.tp) > _MAX_RANKS:
             raise ValueError(f"--tp must be at most {_MAX_RANKS}, got {max(self.tp)}")
-        parse_all_reduce(self.all_reduce)
+        split_name(self.all_reduce)
         if not self.arms:
             raise ValueError("--sources files has no codec; add none to --codecs")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from tightwire.bench.stream.options import StreamBenchOptions
+from tightwire.bench.stream.options import StreamOptions
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import Routes, make_candidates
 from tightwire.comm.policy.rules import one_for_all
@@ -27,7 +27,7 @@ _LEAST_LEN = 512  # room for greedy texts
 class Rank:
     """Builds runners for all arms on this rank, and times their passes."""
 
-    def __init__(self, group: Group, options: StreamBenchOptions, checkpoint: Checkpoint) -> None:
+    def __init__(self, group: Group, options: StreamOptions, checkpoint: Checkpoint) -> None:
         self.group, self.options = group, options
         self._checkpoint, self._config = checkpoint, checkpoint.config
         self._layout = make_layout(self._config, group.world_size)

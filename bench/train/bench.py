@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
-from tightwire.bench.ranks import RankOptions, open_ranks
+from tightwire.bench.options import RankOptions
+from tightwire.bench.ranks import open_ranks
 from tightwire.bench.report.page import Item
 from tightwire.bench.report.table import Metric
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.bench.train import measure, report
-from tightwire.bench.train.options import ARMS, TrainBenchOptions, open_model
+from tightwire.bench.train.options import ARMS, TrainOptions
+from tightwire.bench.train.setup import open_model
 from tightwire.comm.group.local_ranks import LocalRankError, LocalRanks
 from tightwire.comm.link.link import Link, parse_link
 from tightwire.comm.link.wire import LinkTooFastError
@@ -25,15 +27,10 @@ from tightwire.training.start.model import build_model
 _SHOWN = ("model", "dtype", "nodes", "ranks_per_node", "sequences", "sequence_tokens", "steps", "repeats", "seed")
 
 
-class TrainBench(Bench[TrainBenchOptions]):
+class TrainBench(Bench[TrainOptions]):
     """Exit codes: 0, 1 for a wrong result or a rank that failed, 2 for bad options, 130 after Ctrl-C."""
 
     verb = "train"
-    options_type = TrainBenchOptions
-    description = (
-        "Time training steps of a Llama with random weights between emulated nodes, beside torch's data parallelism: bytes, "
-        "exposed communication, memory and losses, and a prediction of each time. Needs root for the links."
-    )
     metrics = (
         Metric(name="step_s", unit="ms", scale=1e3),
         Metric(name="computing_s", unit="ms", scale=1e3, decides=False),
@@ -41,7 +38,7 @@ class TrainBench(Bench[TrainBenchOptions]):
     columns = report.CSV_COLUMNS
     failures = ((LocalRankError, 1), (ValueError, 1))
 
-    def __init__(self, options: TrainBenchOptions) -> None:
+    def __init__(self, options: TrainOptions) -> None:
         super().__init__(options)
         self._by_link: list[report.LinkCells] = []
 

@@ -17,8 +17,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tightwire.bench.ranks import gather_numbers
-from tightwire.bench.train.options import ARMS, TINY, TrainBenchOptions, config_of_arm, open_model
+from tightwire.bench.train.options import ARMS, TINY, TrainOptions
 from tightwire.bench.train.ranks import grown_by, open_groups, open_torch, reset_peak, sent_by_node
+from tightwire.bench.train.setup import config_of_arm, open_model
 from tightwire.comm.group.group import Group
 from tightwire.kernels.cpu.allocator import return_freed_memory
 from tightwire.training.config.optimizer import OptimizerConfig
@@ -68,7 +69,7 @@ class Trainee(ABC):
 class EngineTrainee(Trainee):
     """Runs the steps of ``training.run.loop``, without logging, evaluation and checkpoints."""
 
-    def __init__(self, name: str, options: TrainBenchOptions, start: StartingModel, groups: TrainGroups) -> None:
+    def __init__(self, name: str, options: TrainOptions, start: StartingModel, groups: TrainGroups) -> None:
         config, how = config_of_arm(options, name)
         self.trained = make_trained(config, how, start, groups)
         self.trained.engine.load_full(start.read)
@@ -103,7 +104,7 @@ class PeerTrainee(Trainee):
     as the engine does; DDP supports only float32 here.
     """
 
-    def __init__(self, name: str, options: TrainBenchOptions, start: StartingModel) -> None:
+    def __init__(self, name: str, options: TrainOptions, start: StartingModel) -> None:
         arm = ARMS[name]
         model = build_model(start.config, device=torch.device("cpu"))
         loaded = {name: start.read(name) for name, _ in model.named_parameters()}  # each tied one once
@@ -135,12 +136,12 @@ class PeerTrainee(Trainee):
         self._optimizer.zero_grad()
 
 
-def make_trainee(name: str, options: TrainBenchOptions, start: StartingModel, groups: TrainGroups) -> Trainee:
+def make_trainee(name: str, options: TrainOptions, start: StartingModel, groups: TrainGroups) -> Trainee:
     """``groups``: of the engine's arms; torch's arms use torch's default group."""
     return PeerTrainee(name, options, start) if ARMS[name].peer else EngineTrainee(name, options, start, groups)
 
 
-def draw_tokens(options: TrainBenchOptions, vocab_size: int, rank: int, step: int) -> Tensor:
+def draw_tokens(options: TrainOptions, vocab_size: int, rank: int, step: int) -> Tensor:
     """Random tokens, the same in every arm. At most 256 different ids, so that the loss can fall."""
     source = torch.Generator().manual_seed((options.seed * 1_000_003 + step) * 1_009 + rank)
     return torch.randint(0, min(256, vocab_size), (options.sequences, options.sequence_tokens + 1), generator=source)
@@ -174,7 +175,7 @@ class Timed(NamedTuple):
     computing: Computing | None
 
 
-def check_arm(world: Group, folder: str, options: TrainBenchOptions, name: str) -> Iterator[Checked]:
+def check_arm(world: Group, folder: str, options: TrainOptions, name: str) -> Iterator[Checked]:
     """Check losses, bytes and memory of one arm in a fresh process."""
     start = open_model(options.model, options.seed)
     with ExitStack() as stack:
@@ -204,7 +205,7 @@ def check_arm(world: Group, folder: str, options: TrainBenchOptions, name: str) 
             )
 
 
-def measure_link(world: Group, folder: str, options: TrainBenchOptions) -> Iterator[Rates | Wired | Timed]:
+def measure_link(world: Group, folder: str, options: TrainOptions) -> Iterator[Rates | Wired | Timed]:
     """Time steps of all arms in turns, in random order; after each engine's turn as many steps without messages."""
     start, numbers = open_model(options.model, options.seed), iter(range(1, 1 << 62))
     order = random.Random(options.seed)  # the same on all ranks

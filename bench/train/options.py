@@ -1,15 +1,10 @@
 """Defines the arms, models and options of ``bench train``. An arm is a sharding of the engine, or torch's data parallelism."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from tightwire.bench.options import OutputOptions, option, parse_names
-from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.link import parse_link
-from tightwire.training.config.tree import ModelConfig, TrainConfig
-from tightwire.training.engine.options import EngineOptions, engine_options
-from tightwire.training.start.model import StartingModel, open_starting_model
 
 _ADAMW = {"name": "adamw", "lr": 1e-3}
 _SGD = {"name": "sgd", "lr": 1e-2, "weight_decay": 0.0}
@@ -70,13 +65,8 @@ MODELS: dict[str, dict[str, int]] = {
 _VOCABULARY = {"vocab_size": 4096}
 
 
-def open_model(model: str, seed: int) -> StartingModel:
-    """Raises ModelError: there is no such model."""
-    values = ModelConfig.model_validate(_model_values(model))
-    return open_starting_model(values, seed=seed, keep_in=Path(), texts=lambda: ())
-
-
-def _model_values(model: str) -> dict[str, Any]:
+def model_values(model: str) -> dict[str, Any]:
+    """The ``model`` section of a training configuration."""
     return {"shape": {**MODELS[model], **_VOCABULARY}} if model in MODELS else {"start": model}
 
 
@@ -85,7 +75,11 @@ def _parse_unique(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainBenchOptions(OutputOptions):
+class TrainOptions(OutputOptions):
+    description: ClassVar[str] = (
+        "Time training steps of a Llama with random weights between emulated nodes, beside torch's data parallelism: bytes, "
+        "exposed communication, memory and losses, and a prediction of each time. Needs root for the links."
+    )
     model: str = option("10m", f"{', '.join(MODELS)} parameters, or as for serve, such as random:path/config.json")
     nodes: int = option(2, "emulated nodes", metavar="N", least=2)
     ranks_per_node: int = option(2, "processes of each node, one thread each", metavar="N", least=1)
@@ -123,24 +117,3 @@ class TrainBenchOptions(OutputOptions):
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
-
-
-def config_of_arm(options: TrainBenchOptions, name: str) -> tuple[TrainConfig, EngineOptions]:
-    """The training configuration of an engine's arm. Raises ValueError: the arm does not fit these ranks."""
-    config = TrainConfig.model_validate(
-        {
-            "run": "bench",
-            "device": "cpu",
-            "model": {**_model_values(options.model), "compute_dtype": options.dtype},
-            "data": {"files": ["-"], "sequence_tokens": options.sequence_tokens},  # tokens are random, no file is read
-            "batch": {"sequences": options.sequences * options.world_size, "micro_sequences": options.sequences},
-            "optimizer": ARMS[name].optimizer,
-            "parallel": {**ARMS[name].parallel, "timeout_s": options.timeout_s},
-        }
-    )
-    how = engine_options(config)
-    try:
-        config.check_ranks(Topology(0, options.world_size, num_nodes=options.nodes))
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    return config, how

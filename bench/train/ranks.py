@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.bench.train.options import TrainBenchOptions
+from tightwire.bench.train.options import TrainOptions
 from tightwire.comm.group.group import Group, make_loop_threads_batch
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.emulated_network import WIRE
@@ -71,7 +71,7 @@ class _SharedGroups(TrainGroups):
 
 
 @contextmanager
-def open_groups(folder: str, world: Group, options: TrainBenchOptions) -> Iterator[tuple[TrainGroups, Switch]]:
+def open_groups(folder: str, world: Group, options: TrainOptions) -> Iterator[tuple[TrainGroups, Switch]]:
     """Open training's groups, and the switch that turns their messages off. ``folder``: where the ranks find each other."""
     switch = Switch()
     groups = open_train_groups(

@@ -10,7 +10,8 @@ from tightwire.bench.report.page import Item, lines
 from tightwire.bench.report.statistics import describe
 from tightwire.bench.report.table import Column, Row, Table
 from tightwire.bench.train.measure import Checked, Timed, Wired
-from tightwire.bench.train.options import ARMS, TrainBenchOptions, config_of_arm
+from tightwire.bench.train.options import ARMS, TrainOptions
+from tightwire.bench.train.setup import config_of_arm
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.link import parse_link
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -74,7 +75,7 @@ class ArmModel:
         return max(self.ranks, key=lambda rank: rank.between_nodes)
 
 
-def model_arms(options: TrainBenchOptions, llama: LlamaConfig) -> dict[str, ArmModel]:
+def model_arms(options: TrainOptions, llama: LlamaConfig) -> dict[str, ArmModel]:
     """Raises ValueError: an arm does not fit these ranks; the message names it."""
     found = {}
     for name in options.arms:

@@ -17,8 +17,9 @@ from tightwire.bench.report.table import Metric
 from tightwire.bench.run import Bench
 from tightwire.bench.server_process import ServerFailedError, ServerProcess
 from tightwire.bench.ttft import report
+from tightwire.bench.ttft.facts import find_facts
 from tightwire.bench.ttft.measure import Measurement, RequestFailedError
-from tightwire.bench.ttft.options import GROUPS, TtftOptions, find_facts, parse_options, to_argv
+from tightwire.bench.ttft.options import GROUPS, TtftOptions, to_argv
 from tightwire.server.cli.remote import Remote, RemoteError, connect
 
 _START_TIMEOUT_S = 1800.0  # weights may have to be fetched, or read from a slow disk
@@ -43,11 +44,6 @@ class TtftBench(Bench[TtftOptions]):
         super().__init__(options)
         self._start = start or _start_server
         self._measurement: Measurement | None = None
-
-    @classmethod
-    def main(cls, argv: Sequence[str]) -> int:
-        """The options include those of the server."""
-        return cls(parse_options(argv)).run()
 
     def measure(self) -> None:
         facts = find_facts(self.options)

@@ -16,7 +16,8 @@ import httpx
 from tightwire.bench.client import BenchClient, Prompt
 from tightwire.bench.run import BenchFailedError
 from tightwire.bench.text import Passages
-from tightwire.bench.ttft.options import ServerFacts, TtftOptions
+from tightwire.bench.ttft.facts import ServerFacts
+from tightwire.bench.ttft.options import TtftOptions
 from tightwire.bench.ttft.proof import SITES, ArmPolicy, Cell
 from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.comm.ledger.ledger import Count

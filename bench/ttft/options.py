@@ -4,28 +4,19 @@ The server's own options (model, ranks, link, engine) are flags of ``serve`` and
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import ClassVar, Self
 
 from tightwire.bench.options import OutputOptions, add_flags, given_options, option, parse_integers
-from tightwire.bench.ttft.proof import Proof
-from tightwire.comm.all_reduce.entry import describe_all_reduce_names, split_all_reduce_names
-from tightwire.comm.all_reduce.registry import parse_all_reduce
-from tightwire.comm.policy.choose import Chooser
-from tightwire.model.open import open_checkpoint
-from tightwire.model.weights.formats import choose_formats
+from tightwire.comm.all_reduce.entry import describe_all_reduce_names, is_lossless, split_all_reduce_names, split_name
 from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
-from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import ServeConfig, option_fields
-from tightwire.server.plan.run_plan import decide
-from tightwire.server.plan.setting import check_all_reduce_names
 
 GROUPS = ("model", "parallel", "engine")
 _ALGORITHMS = ("native", "ring", "two-shot", "flash-int8", "flash-int6", "flash-int4")
 _OURS = ("allreduce", "allreduce_extra")  # flags of serve that --algorithms replaces
-_NOT_KEPT = ("config", "output", "label")  # in the result's options
 _RANKS = 2  # the default of --tp in this bench
 
 
@@ -33,6 +24,7 @@ _RANKS = 2  # the default of --tp in this bench
 class TtftOptions(OutputOptions):
     """``config`` is the server's, without the AllReduce."""
 
+    description: ClassVar[str] = "Start one server and compare AllReduces on it by time to first token."
     config: ServeConfig = field(default_factory=lambda: ServeConfig(parallel=ParallelOptions(tp=_RANKS)))
     algorithms: tuple[str, ...] = option(
         _ALGORITHMS,
@@ -88,7 +80,7 @@ class TtftOptions(OutputOptions):
         return name
 
     def _first_lossless(self) -> str | None:
-        return next((name for name in self.algorithms if not is_policy(name) and parse_all_reduce(name).lossless), None)
+        return next((name for name in self.algorithms if not is_policy(name) and is_lossless(name)), None)
 
     def _check_algorithm(self, name: str) -> None:
         if is_policy(name):
@@ -96,13 +88,34 @@ class TtftOptions(OutputOptions):
                 raise ValueError(f"--algorithms {name}: no such file")
             return
         try:
-            parse_all_reduce(name)
+            split_name(name)
         except ValueError as error:
             raise ValueError(f"--algorithms: {error}") from None
         if name.startswith("hierarchical") and self.config.parallel.nodes == 1:
             raise ValueError(
                 f"--algorithms {name}: on one node this is two-shot; give --nodes, such as --tp 4 --nodes 2"
             )
+
+    @classmethod
+    def from_argv(cls, argv: Sequence[str], *, verb: str) -> Self:
+        """The options include those of the server."""
+        parser = make_parser(f"bench {verb}", f"{cls.description} The last line of stdout is one JSON object.", GROUPS)
+        add_flags(parser.add_argument_group("bench", "AllReduces, prompts and repeats."), cls)
+        flags = {word.partition("=")[0] for word in argv}
+        argv = argv if flags & {"--tp", "--config"} else ["--tp", str(_RANKS), *argv]
+        config, given = parse(parser, argv, GROUPS)
+        refuse_serving_flags(parser, config)
+        for name in _OURS:
+            if name in given:
+                parser.error(f"--{name.replace('_', '-')} is not for this bench; name AllReduces with --algorithms")
+        if "prefix_cache" in given:
+            parser.error(
+                "--prefix-cache is not for this bench, which computes every prompt; use `tightwire bench serve`"
+            )
+        try:
+            return cls(config=config, **given_options(given, cls))
+        except ValueError as error:
+            parser.error(str(error))
 
 
 def is_policy(name: str) -> bool:
@@ -112,102 +125,6 @@ def is_policy(name: str) -> bool:
 
 def policy_path(name: str) -> str:
     return name.removeprefix(POLICY_PREFIX)
-
-
-def parse_options(argv: Sequence[str]) -> TtftOptions:
-    """The options on a command line; prints what is wrong with it and exits with code 2."""
-    parser = make_parser(
-        "bench ttft",
-        "Start one server and compare AllReduces on it by time to first token. The last line of stdout is one JSON object.",
-        GROUPS,
-    )
-    add_flags(parser.add_argument_group("bench", "AllReduces, prompts and repeats."), TtftOptions)
-    flags = {word.partition("=")[0] for word in argv}
-    argv = argv if flags & {"--tp", "--config"} else ["--tp", str(_RANKS), *argv]
-    config, given = parse(parser, argv, GROUPS)
-    refuse_serving_flags(parser, config)
-    for name in _OURS:
-        if name in given:
-            parser.error(f"--{name.replace('_', '-')} is not for this bench; name AllReduces with --algorithms")
-    if "prefix_cache" in given:
-        parser.error("--prefix-cache is not for this bench, which computes every prompt; use `tightwire bench serve`")
-    try:
-        return TtftOptions(config=config, **given_options(given, TtftOptions))
-    except ValueError as error:
-        parser.error(str(error))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerFacts:
-    """Facts known before the server starts. ``config``: the baseline is the default AllReduce, the others are on request."""
-
-    config: ServeConfig
-    proof: Proof
-    chooser: Chooser
-    known: dict[str, Any]  # for the result
-
-
-def find_facts(options: TtftOptions) -> ServerFacts:
-    """Plan as the server does; ValueError for a refused model or option, or prompts that do not fit."""
-    config = _server_config(options)
-    check_all_reduce_names(config.parallel)
-    checkpoint = open_checkpoint(config.model.model, config.model.seed)
-    formats = choose_formats(checkpoint.reader(), checkpoint.config, config.model.quantization)
-    decision = decide(config, checkpoint.config, formats)
-    plan, parallel = decision.plan, config.parallel
-    assert decision.comm is not None, "there are at least two ranks"
-    longest = max(options.prompt_lens) + options.output_len
-    if longest > plan.max_model_len:
-        raise ValueError(
-            f"--prompt-lens {max(options.prompt_lens)} and --output-len {options.output_len} make {longest} tokens, but the "
-            f"server's context is {plan.max_model_len}; lower them, or raise --max-model-len"
-        )
-    blocks = max(options.concurrency) * -(-longest // BLOCK_SIZE)
-    if blocks > plan.num_blocks:
-        raise ValueError(
-            f"--concurrency {max(options.concurrency)} with {longest} tokens each needs {blocks} KV blocks, but there are "
-            f"{plan.num_blocks}, so requests would queue; raise --kv-cache-memory"
-        )
-    hidden_size = checkpoint.config.hidden_size
-    return ServerFacts(
-        config=config,
-        proof=Proof(
-            num_layers=checkpoint.config.num_layers,
-            row_elems=hidden_size,
-            dtype=plan.sum_dtype,
-            step_tokens=config.engine.max_num_batched_tokens,
-            overlap=plan.overlap,
-            world_size=parallel.tp,
-            num_nodes=parallel.nodes,
-        ),
-        chooser=decision.comm.chooser,
-        known={
-            "model": checkpoint.name,
-            "dtype": plan.dtype,
-            "weights": formats.name or plan.dtype,
-            "device": plan.device,
-            "tp": parallel.tp,
-            "nodes": parallel.nodes,
-            "num_layers": checkpoint.config.num_layers,
-            "hidden_size": hidden_size,
-            "seed": config.model.seed,
-            "options": {
-                **{own.name: getattr(options, own.name) for own in fields(TtftOptions) if own.name not in _NOT_KEPT},
-                "baseline": options.baseline_name,
-                "link": parallel.link,
-            },
-        },
-    )
-
-
-def _server_config(options: TtftOptions) -> ServeConfig:
-    own = options.baseline_name
-    others = tuple(dict.fromkeys(name for name in options.algorithms if name != own))
-    return replace(
-        options.config,
-        parallel=replace(options.config.parallel, allreduce=own, allreduce_extra=others),
-        engine=replace(options.config.engine, prefix_cache="none"),  # no prompt is used twice
-    )
 
 
 def to_argv(config: ServeConfig, groups: Sequence[str], leave_out: Collection[str] = ()) -> list[str]:

@@ -162,6 +162,12 @@ def preset_names() -> list[str]:
     return [name for entry in declared().values() for name in entry.presets]
 
 
+def all_reduce_names() -> list[str]:
+    """All names without explicit codecs, for tests, self-tests and benchmarks."""
+    bare = [name for name, entry in declared().items() if entry.num_codecs and entry.exact_codecs is not None]
+    return [*plain_names(), *preset_names(), *bare]
+
+
 def describe_all_reduce_names() -> str:
     patterns = [pattern for entry in declared().values() for pattern in entry.patterns]
     return f"{', '.join([*plain_names(), *preset_names(), *patterns])} (with codecs such as int8, int4-g32, none)"
@@ -189,3 +195,8 @@ def split_name(name: str) -> tuple[str, tuple[str, ...]]:
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from None
     return family, codecs
+
+
+def is_lossless(name: str) -> bool:
+    """True if no codec of the AllReduce ``name`` rounds. Raises ValueError as ``split_name``."""
+    return all(parse_format(codec) is None for codec in split_name(name)[1])

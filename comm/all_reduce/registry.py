@@ -5,7 +5,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from tightwire.comm import all_reduce
-from tightwire.comm.all_reduce.entry import Entry, plain_names, preset_names, split_name
+from tightwire.comm.all_reduce.entry import Entry, split_name
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import AllReduce
@@ -45,12 +45,6 @@ def lossy_names(suffix: str) -> list[str]:
     """Quantized names worth measuring, for codecs with this ``suffix``."""
     found = [entry.lossy_names(suffix) for entry in ALL_REDUCE.values() if entry.lossy_names is not None]
     return [name for names in found for name in names]
-
-
-def all_reduce_names() -> list[str]:
-    """All names without explicit codecs, for tests, self-tests and benchmarks."""
-    bare = [name for name, entry in ALL_REDUCE.items() if entry.num_codecs and entry.exact_codecs is not None]
-    return [*plain_names(), *preset_names(), *bare]
 
 
 def parse_all_reduce(name: str) -> AllReduceName:

@@ -92,7 +92,6 @@ def read_tensors(
             start = stop
 
 
-QUANTIZATIONS = ("auto", "none", "int8", "int4")
 _PLAIN_TYPES = ("F64", "F32", "F16", "BF16", "random")
 # Formats for quantizing floats. Embedding and head always get 8 bits, as in llama.cpp's 4-bit files.
 QUANTIZED_AS = {"int8": Q8_0, "int4": Q4_1}

@@ -6,19 +6,10 @@ import torch
 
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard
-from tightwire.model.weights import WeightPlan
+from tightwire.model.weights import NUM_BUFFERS, WeightPlan
 from tightwire.model.weights.formats import WeightFormats, weight_bytes
 from tightwire.model.weights.packed_layer import PackedLayer, pack_model, weight_codec
 from tightwire.model.weights.partition_store import PartitionCut
-from tightwire.model.weights.streamed import NUM_BUFFERS
-
-# Fewer streamed layers would all fit in the buffers.
-LEAST_STREAMED = NUM_BUFFERS + 1
-
-
-def spread(num_layers: int, num_streamed: int) -> tuple[int, ...]:
-    """Return the layers to stream, spread evenly between the others, which gives each the most time to arrive."""
-    return tuple((2 * k + 1) * num_layers // (2 * num_streamed) for k in range(num_streamed))
 
 
 def check_codec(codec: str, stored: Iterable[PackedLayer], formats: WeightFormats) -> None:

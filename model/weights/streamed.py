@@ -19,6 +19,7 @@ from torch import Tensor
 from tightwire.comm.buffers import BufferPool, PoolBuffer
 from tightwire.comm.protocols import Moved
 from tightwire.model.checkpoint.errors import WeightsError
+from tightwire.model.weights import NUM_BUFFERS
 from tightwire.model.weights.packed_layer import LayerStore, PackedLayer
 from tightwire.model.weights.source import LayerWeights, OuterWeights, WeightSource
 
@@ -135,8 +136,6 @@ def _spans(num_layers: int, resident: Mapping[int, LayerWeights]) -> tuple[range
             spans.append(range(layer, layer + 1))
     return tuple(spans)
 
-
-NUM_BUFFERS = 2
 
 # Gloo cannot interrupt a wait before its deadline, so ``close`` does not wait longer than this for a thread.
 _END_S = 5.0

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from tightwire.model.weights import QUANTIZATIONS
 from tightwire.server.config.option import MAX_SECONDS, option, require, require_seconds
 from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.weights import WeightOptions
@@ -28,7 +29,7 @@ class ModelOptions:
         "format of weight matrices in memory. auto: GGUF's Q8_0, Q4_0 and Q4_1 as in the file, all others in --dtype; none: "
         "all in --dtype; int8, int4: float matrices are quantized when they are read (with int4, the embedding and the head "
         "get 8 bits)",
-        ("auto", "none", "int8", "int4"),
+        QUANTIZATIONS,
     )
     activations: str = option(
         "auto",

@@ -9,12 +9,12 @@ import torch
 
 from tightwire.comm.sizes import format_bytes
 from tightwire.kernels.spec.packed_format import GROUP_ELEMS
-from tightwire.model.weights import EVERYTHING_RESIDENT, WEIGHT_CODECS, WeightPlan
+from tightwire.model.weights import EVERYTHING_RESIDENT, LEAST_STREAMED, WEIGHT_CODECS, WeightPlan, spread
 from tightwire.model.weights.formats import QUANTIZED_AS
 from tightwire.model.weights.packed_layer import pack_model, weight_codec
 from tightwire.model.weights.prepared.blob_file import choose_io
 from tightwire.model.weights.prepared.folder import Prepared
-from tightwire.model.weights.residency import LEAST_STREAMED, WeightSizes, check_codec, spread
+from tightwire.model.weights.residency import WeightSizes, check_codec
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.config.weights import WeightOptions
 from tightwire.server.plan.memory_budget import LEAST_CONTEXT, MemoryBudget, NotEnoughMemoryError, make_budget

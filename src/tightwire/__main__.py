@@ -12,7 +12,7 @@ VERBS = {
     "generate": ("tightwire.server.cli.verbs:generate", "continue one prompt on the terminal, without a server"),
     "chat": ("tightwire.server.cli.chat:main", "chat on the terminal with a running server"),
     "bench": ("tightwire.bench.cli:main", "measure; `tightwire bench --help` lists what"),
-    "tune": ("tightwire.bench.tune:main", "measure every AllReduce on this host; `serve` then chooses by the results"),
+    "tune": ("tightwire.bench.cli:tune", "measure every AllReduce on this host; `serve` then chooses by the results"),
     "explain": ("tightwire.server.cli.verbs:explain", "show which AllReduce sums which message of a model, and why"),
     "doctor": ("tightwire.bench.doctor.cli:main", "check this machine: devices, links, and which options to use"),
     "pull": ("tightwire.server.cli.verbs:pull", "fetch a model of the catalog into the cache"),

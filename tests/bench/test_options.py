@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tightwire.bench.options import REQUIRED, OutputOptions, option, parse_integers, parse_options, parse_sizes
+from tightwire.bench.options import REQUIRED, OutputOptions, option, parse_integers, parse_sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,7 @@ class SwimOptions(OutputOptions):
 
 
 def parse(*argv: str) -> SwimOptions:
-    return parse_options(SwimOptions, argv, verb="swim", description="Swim.")
+    return SwimOptions.from_argv(argv, verb="swim")
 
 
 def test_a_field_that_is_not_given_has_its_default() -> None:

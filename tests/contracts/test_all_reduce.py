@@ -19,8 +19,9 @@ import torch
 from harness import Over, Runner
 from torch import Tensor
 
+from tightwire.comm.all_reduce.entry import all_reduce_names
 from tightwire.comm.all_reduce.flash import PRESETS
-from tightwire.comm.all_reduce.registry import all_reduce_names, make_all_reduce, parse_all_reduce
+from tightwire.comm.all_reduce.registry import make_all_reduce, parse_all_reduce
 from tightwire.comm.group.group import Group
 
 NAMES = [*all_reduce_names(), "flash:none,int4-g32", "flash:int8-g64-had,none"]

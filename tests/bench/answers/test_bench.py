@@ -14,9 +14,9 @@ import pytest
 import torch
 from helpers.server.server_process import ServerProcess
 
+from tightwire.bench import cli
 from tightwire.bench.answers.bench import (
     Answer,
-    AnswersBench,
     answer,
     compare,
     divergence,
@@ -69,14 +69,14 @@ def test_divergence_counts_what_is_not_reported_as_one_token() -> None:
 
 
 def test_a_server_that_does_not_answer_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert AnswersBench.main(["--servers", "mine=http://127.0.0.1:9"]) == 1
+    assert cli.main(["answers", "--servers", "mine=http://127.0.0.1:9"]) == 1
     assert "127.0.0.1:9" in json.loads(capsys.readouterr().out)["error"]
 
 
 @pytest.mark.parametrize("servers", ["http://127.0.0.1:8000", "mine=127.0.0.1:8000", "=http://127.0.0.1:8000"])
 def test_a_server_needs_a_name_and_a_url(servers: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
-        AnswersBench.main(["--servers", servers])
+        cli.main(["answers", "--servers", servers])
     assert exit.value.code == 2
     assert "takes NAME=URL" in capsys.readouterr().err
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from helpers.comm.faulty_all_reduce import make_faulty, make_raising
 
-from tightwire.bench import options as bench_options
 from tightwire.bench import ranks as bench_ranks
 from tightwire.bench.cli import main
-from tightwire.bench.comm.bench import CommBench, CommBenchOptions
+from tightwire.bench.comm.bench import CommBench
+from tightwire.bench.comm.options import CommOptions
 from tightwire.comm.link import wire
 from tightwire.comm.link.emulated_network import EmulatedNetwork, NoEmulatedNetworkError
 from tightwire.comm.link.link import parse_link
@@ -74,7 +74,7 @@ def _check_page(text: str) -> None:
 
 def test_every_kind_of_wrong_answer_fails_the_run_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     names = ("auto", "ring", "two-shot", "one-shot", "native")
-    options = CommBenchOptions(
+    options = CommOptions(
         algorithms=names, sizes=(1024,), dtype="float32", transport="process-group", repeats=3, seed=3
     )
 
@@ -97,9 +97,7 @@ def test_every_kind_of_wrong_answer_fails_the_run_by_name(capsys: pytest.Capture
 
 
 def test_a_failing_rank_ends_the_run_with_its_error(capsys: pytest.CaptureFixture[str]) -> None:
-    options = CommBenchOptions(
-        algorithms=("one-shot",), sizes=(1024,), transport="process-group", repeats=3, timeout_s=5
-    )
+    options = CommOptions(algorithms=("one-shot",), sizes=(1024,), transport="process-group", repeats=3, timeout_s=5)
 
     assert CommBench(options, make_raising).run() == 1
 
@@ -198,14 +196,14 @@ def test_several_links_give_predictions(
     assert "Prediction" in page
 
 
-def parse_options(argv: list[str]) -> CommBenchOptions:
-    return bench_options.parse_options(CommBenchOptions, argv, verb="comm", description="")
+def parse_options(argv: list[str]) -> CommOptions:
+    return CommOptions.from_argv(argv, verb="comm")
 
 
 def test_defaults() -> None:
     options = parse_options([])
 
-    assert options == CommBenchOptions()
+    assert options == CommOptions()
     assert options.sizes == (8 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20, 8 << 20)
     assert options.names[0] == "native"
     assert "hierarchical" not in options.names and "flash-int4" in options.names

@@ -4,14 +4,15 @@ from pathlib import Path
 import pytest
 from tiny import make_tiny
 
-from tightwire.bench.options import parse_options
-from tightwire.bench.peers.roofline import RooflineBench, RooflineOptions, summarize
+from tightwire.bench import cli
+from tightwire.bench.peers.options import RooflineOptions
+from tightwire.bench.peers.roofline import summarize
 from tightwire.model.open import open_checkpoint
 
 
 @pytest.mark.parametrize(("argv", "peer"), [([], True), (["--no-peer"], False)])
 def test_transformers_can_be_left_out(argv: list[str], peer: bool) -> None:
-    assert parse_options(RooflineOptions, argv, verb="roofline", description="").peer is peer
+    assert RooflineOptions.from_argv(argv, verb="roofline").peer is peer
 
 
 def test_shares_are_of_the_rates_of_the_device() -> None:
@@ -35,7 +36,7 @@ def test_the_parts_of_a_step_are_those_of_the_layers(tmp_path: Path, capsys: pyt
     config, prompt_len = open_checkpoint(str(model)).config, 32
 
     argv = [str(model), "--tp", "2", "--device", "cpu", "--prompt-len", str(prompt_len), "--crowd", "3"]
-    assert RooflineBench.main([*argv, "--no-server", "--no-peer"]) == 0
+    assert cli.main(["roofline", *argv, "--no-server", "--no-peer"]) == 0
 
     cells = {cell["name"]: cell for cell in json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]}
     prompt = {

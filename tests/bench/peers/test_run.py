@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from helpers.server.fake_openai import FakeServer, running
 
+from tightwire.bench import cli
 from tightwire.bench.peers import arms, report, run
 
 _SHORT = ["--rounds", "1", "--concurrency", "1,2", "--num-requests", "1,2", "--input-len", "8", "--output-len", "4"]
@@ -17,7 +18,7 @@ def test_every_server_gets_the_same_prompts_and_faulty_ones_are_named(
 ) -> None:
     with running(FakeServer()) as one, running(FakeServer()) as two, running(FakeServer(answer=["no"])) as wrong:
         servers = f"one={one.url},two={two.url},wrong={wrong.url},dead=http://127.0.0.1:9"
-        status = run.PeersBench.main(["--servers", servers, *_SHORT, "--output", str(tmp_path)])
+        status = cli.main(["peers", "--servers", servers, *_SHORT, "--output", str(tmp_path)])
 
     printed = capsys.readouterr().out.splitlines()
     result = json.loads(printed[-1])
@@ -37,7 +38,7 @@ def test_every_server_gets_the_same_prompts_and_faulty_ones_are_named(
 
 
 def test_without_any_server_the_exit_code_is_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.PeersBench.main(["--servers", "dead=http://127.0.0.1:9", *_SHORT]) == 1
+    assert cli.main(["peers", "--servers", "dead=http://127.0.0.1:9", *_SHORT]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["error"] == "no server could be measured"
 
 
@@ -64,7 +65,7 @@ def test_an_interrupted_run_keeps_its_rounds(
     monkeypatch.setattr(run, "bench_serve", interrupted_in_round_two)
     with running(FakeServer()) as one:
         options = ["--servers", f"one={one.url}", *_SHORT, "--rounds", "2", "--output", str(tmp_path)]
-        status = run.PeersBench.main(options)
+        status = cli.main(["peers", *options])
 
     printed = capsys.readouterr().out.splitlines()
     result = json.loads(printed[-1])
@@ -87,7 +88,7 @@ def test_no_round_starts_that_would_end_after_the_time_limit(
     monkeypatch.setattr(run, "bench_serve", half_a_minute)
     monkeypatch.setattr(run.time, "perf_counter", lambda: now_s)
     with running(FakeServer()) as one:
-        status = run.PeersBench.main(["--servers", f"one={one.url}", *_SHORT, "--rounds", "9", "--time-limit", "100"])
+        status = cli.main(["peers", "--servers", f"one={one.url}", *_SHORT, "--rounds", "9", "--time-limit", "100"])
 
     printed = capsys.readouterr().out.splitlines()
     assert (status, json.loads(printed[-1])["rounds"]) == (0, 3)
@@ -95,15 +96,14 @@ def test_no_round_starts_that_would_end_after_the_time_limit(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_peers_use_the_type_that_this_cpu_multiplies_fast(
-    dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(arms, "torch_has_bfloat16_products", lambda: dtype == "bfloat16")
+def test_peers_multiply_in_the_type_of_the_setup(dtype: str, tmp_path: Path) -> None:
     for program in ("vllm/bin/python", "transformers/bin/transformers"):
         path = tmp_path / program
         path.parent.mkdir(parents=True)
         path.touch(mode=0o755)
-    setup = arms.Setup(model="m", gguf=tmp_path / "m.gguf", weights=tmp_path, peers=tmp_path, num_threads=1)
+    setup = arms.Setup(
+        model="m", gguf=tmp_path / "m.gguf", weights=tmp_path, peers=tmp_path, num_threads=1, torch_dtype=dtype
+    )
 
     for name in ("vllm", "transformers"):
         arm = arms.make_arm(name, setup)
@@ -122,7 +122,7 @@ def test_peers_use_the_type_that_this_cpu_multiplies_fast(
 )
 def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        status = run.PeersBench.main(["--servers", "a=http://127.0.0.1:9", *options])
+        status = cli.main(["peers", "--servers", "a=http://127.0.0.1:9", *options])
     except SystemExit as error:
         status = error.code
     assert status == 2

@@ -1,11 +1,10 @@
 import pytest
 
-from tightwire.bench.options import parse_options as parse_bench_options
-from tightwire.bench.stream.options import Arm, StreamBenchOptions
+from tightwire.bench.stream.options import Arm, StreamOptions
 
 
-def parse_options(argv: list[str]) -> StreamBenchOptions:
-    return parse_bench_options(StreamBenchOptions, argv, verb="stream", description="")
+def parse_options(argv: list[str]) -> StreamOptions:
+    return StreamOptions.from_argv(argv, verb="stream")
 
 
 def test_arms_have_the_codecs_of_their_source(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +51,6 @@ def test_wrong_options_are_refused(argv: list[str], words: str, capsys: pytest.C
 
 
 def test_defaults_are_the_whole_table() -> None:
-    options = StreamBenchOptions()
+    options = StreamOptions()
 
     assert {arm.source for arm in options.arms} == {"host", "disk"} and options.tp == (1, 2)

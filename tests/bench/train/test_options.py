@@ -3,12 +3,12 @@
 import pytest
 
 from tightwire.bench import cli
-from tightwire.bench.options import parse_options
-from tightwire.bench.train.options import ARMS, MODELS, TrainBenchOptions, config_of_arm
+from tightwire.bench.train.options import ARMS, MODELS, TrainOptions
+from tightwire.bench.train.setup import config_of_arm
 
 
-def parse(*argv: str) -> TrainBenchOptions:
-    return parse_options(TrainBenchOptions, argv, verb="train", description="")
+def parse(*argv: str) -> TrainOptions:
+    return TrainOptions.from_argv(argv, verb="train")
 
 
 def test_the_defaults_compare_the_engine_with_torch() -> None:

@@ -8,9 +8,10 @@ import pytest
 from tightwire.bench.compare.results import read_result
 from tightwire.bench.train.bench import TrainBench
 from tightwire.bench.train.measure import Checked, Timed, Wired
-from tightwire.bench.train.options import ARMS, TrainBenchOptions, open_model
+from tightwire.bench.train.options import ARMS, TrainOptions
 from tightwire.bench.train.ranks import sent_by_node
 from tightwire.bench.train.report import ArmModel, Checks, LinkCells, fault_texts, model_arms
+from tightwire.bench.train.setup import open_model
 from tightwire.training.estimate.step_time import Computing, Rates
 
 _ARMS = ("zero3", "zero++", "hybrid", "dgc", "ddp")
@@ -20,7 +21,7 @@ _RATES = Rates(1e6, 0.0, 1e9, 0.0)
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, ArmModel]:
-    return model_arms(TrainBenchOptions(model="tiny", arms=_ARMS), open_model("tiny", 0).config)
+    return model_arms(TrainOptions(model="tiny", arms=_ARMS), open_model("tiny", 0).config)
 
 
 def checked(losses: Sequence[float], model: ArmModel | None) -> Checked:
@@ -100,7 +101,7 @@ def test_a_result_has_a_page_and_can_be_compared(models: dict[str, ArmModel], tm
             self.keep()
             raise ValueError("zero3: it is wrong")
 
-    assert Bench(TrainBenchOptions(model="tiny", output=tmp_path)).run() == 1
+    assert Bench(TrainOptions(model="tiny", output=tmp_path)).run() == 1
 
     page = next(tmp_path.glob("*.html")).read_text()
     assert "zero3: it is wrong" in page

@@ -7,13 +7,14 @@ from helpers.training.training_ranks import run_groups
 
 from tightwire.bench.train.bench import TrainBench
 from tightwire.bench.train.measure import EngineTrainee, draw_tokens
-from tightwire.bench.train.options import TrainBenchOptions, open_model
+from tightwire.bench.train.options import TrainOptions
 from tightwire.bench.train.ranks import Switch, detachable
 from tightwire.bench.train.report import Checks, model_arms
+from tightwire.bench.train.setup import open_model
 from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
 
 
-def two_steps(groups: TrainGroups, options: TrainBenchOptions, arm: str) -> dict[str, Any]:
+def two_steps(groups: TrainGroups, options: TrainOptions, arm: str) -> dict[str, Any]:
     """One step with messages, then one without."""
     start, switch = open_model(options.model, options.seed), Switch()
     trainee = EngineTrainee(arm, options, start, detachable(groups, switch))
@@ -29,7 +30,7 @@ def two_steps(groups: TrainGroups, options: TrainBenchOptions, arm: str) -> dict
 
 @pytest.mark.parametrize("arm", ["none", "zero3-flat", "zero++", "dgc"])
 def test_bytes_equal_the_formula_and_a_detached_step_sends_none(arm: str) -> None:
-    options = TrainBenchOptions(model="tiny", arms=(arm,), sequences=1, sequence_tokens=16)
+    options = TrainOptions(model="tiny", arms=(arm,), sequences=1, sequence_tokens=16)
     model = model_arms(options, open_model("tiny", 0).config)[arm]
 
     results = run_groups(in_process_train_groups(4, 2), two_steps, options, arm)
@@ -43,7 +44,7 @@ def test_bytes_equal_the_formula_and_a_detached_step_sends_none(arm: str) -> Non
 
 
 def test_processes_have_the_losses_of_torch() -> None:
-    options = TrainBenchOptions(
+    options = TrainOptions(
         model="tiny", nodes=2, ranks_per_node=1, arms=("zero3", "ddp"), sequences=16, sequence_tokens=128
     )
     checks = Checks(models=model_arms(options, open_model("tiny", 0).config), dtype="float32")

@@ -10,10 +10,12 @@ from helpers.server.fake_openai import running
 from helpers.server.fake_ttft_server import FakeTtftServer
 from tiny import make_tiny
 
+from tightwire.bench import cli
 from tightwire.bench.server_process import ServerFailedError, ServerProcess
 from tightwire.bench.ttft import report
 from tightwire.bench.ttft.bench import TtftBench
-from tightwire.bench.ttft.options import TtftOptions, find_facts, parse_options
+from tightwire.bench.ttft.facts import find_facts
+from tightwire.bench.ttft.options import TtftOptions
 
 LINK = {"name": "1mbit", "asked_bytes_per_s": 125e3, "measured_bytes_per_s": 120e3, "latency_s": 0.0} | {
     "emulation": "user-space",
@@ -51,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options_of(model: Path, *flags: str) -> TtftOptions:
     small = f"{model} --device cpu --kv-cache-memory 8MiB --prompt-lens 12 --concurrency 1 --repeats 2 --output-len 3"
-    return parse_options([*small.split(), "--algorithms", "two-shot,flash-int8", *flags])
+    return TtftOptions.from_argv([*small.split(), "--algorithms", "two-shot,flash-int8", *flags], verb="ttft")
 
 
 @pytest.fixture
@@ -177,7 +179,8 @@ def test_a_real_server_passes_every_proof(model: Path, capsys: pytest.CaptureFix
         f"{model} --device cpu --kv-cache-memory 8MiB --max-num-batched-tokens 64 --prompt-lens 100 --concurrency 1,3"
     )
     assert (
-        TtftBench.main([*flags.split(), "--algorithms", "auto,flash-int4", "--repeats", "2", "--output-len", "3"]) == 0
+        cli.main(["ttft", *flags.split(), "--algorithms", "auto,flash-int4", "--repeats", "2", "--output-len", "3"])
+        == 0
     )
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(row["arm"], row["concurrency"]) for row in result["cells"]] == [

@@ -3,24 +3,25 @@ from pathlib import Path
 
 import pytest
 
-from tightwire.bench.ttft.options import GROUPS, TtftOptions, parse_options, to_argv
+from tightwire.bench.ttft.options import GROUPS, TtftOptions, to_argv
 from tightwire.server.config.flags import make_parser, parse
 
 
 def test_two_ranks_unless_said_otherwise(tmp_path: Path) -> None:
-    assert parse_options([]).config.parallel.tp == 2
-    assert parse_options(["--tp", "4"]).config.parallel.tp == 4
+    assert TtftOptions.from_argv([], verb="ttft").config.parallel.tp == 2
+    assert TtftOptions.from_argv(["--tp", "4"], verb="ttft").config.parallel.tp == 4
     file = tmp_path / "options.yaml"
     file.write_text("tp: 3\nnodes: 1\n")
-    assert parse_options(["--config", str(file)]).config.parallel.tp == 3
+    assert TtftOptions.from_argv(["--config", str(file)], verb="ttft").config.parallel.tp == 3
 
 
 def test_flags_of_the_bench_and_of_serve_stand_side_by_side() -> None:
-    options = parse_options(
-        shlex.split(
+    options = TtftOptions.from_argv(
+        verb="ttft",
+        argv=shlex.split(
             "random:llama-3.2-1b --algorithms ring,flash:int4,int8,two-shot --prompt-lens 16,64 --concurrency 2 --repeats 3"
             " --link 1gbit --max-model-len 256 --seed 7 --baseline two-shot"
-        )
+        ),
     )
     assert options.algorithms == ("ring", "flash:int4,int8", "two-shot")
     assert (options.prompt_lens, options.concurrency, options.repeats) == ((16, 64), (2,), 3)
@@ -56,7 +57,7 @@ def test_baseline_is_the_first_lossless_one() -> None:
 )
 def test_bad_options_are_refused_in_words(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        parse_options(flags.split())
+        TtftOptions.from_argv(flags.split(), verb="ttft")
     assert stopped.value.code == 2
     assert words in capsys.readouterr().err
 

@@ -12,12 +12,13 @@ from tightwire.comm.all_reduce.entry import (
     Entry,
     Setting,
     Work,
+    all_reduce_names,
     declared,
     describe_all_reduce_names,
     split_all_reduce_names,
 )
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
-from tightwire.comm.all_reduce.registry import all_reduce_names, make_all_reduce
+from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.all_reduce.self_test import self_test
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.choose import Chooser, PolicyRequest

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from tightwire.comm.all_reduce.entry import Declared, declared, describe_all_reduce_names
+from tightwire.comm.all_reduce.entry import Declared, all_reduce_names, declared, describe_all_reduce_names
 from tightwire.comm.all_reduce.flash import PRESETS
 from tightwire.comm.all_reduce.registry import (
     ALL_REDUCE,
-    all_reduce_names,
     make_all_reduce,
     parse_all_reduce,
 )

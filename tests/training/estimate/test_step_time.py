@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from tightwire.bench.train.options import TrainBenchOptions, open_model
+from tightwire.bench.train.options import TrainOptions
 from tightwire.bench.train.report import model_arms
+from tightwire.bench.train.setup import open_model
 from tightwire.training.estimate.step import StepModel
 from tightwire.training.estimate.step_time import Computing, Rates, Task, predict_step, simulate
 
@@ -18,7 +19,7 @@ _FAST = Rates(math.inf, 0.0, math.inf, 0.0)
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, StepModel]:
-    options = TrainBenchOptions(model="tiny", arms=_OWN)
+    options = TrainOptions(model="tiny", arms=_OWN)
     return {arm: model.busiest for arm, model in model_arms(options, open_model("tiny", 0).config).items()}
 
 

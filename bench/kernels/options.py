@@ -1,0 +1,35 @@
+"""The options of ``tightwire bench kernels``."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tightwire.bench.options import OutputOptions, option, parse_sizes
+from tightwire.comm.codec.codec_names import parse_format
+
+_CODECS = ("int8", "int6", "int5", "int4", "int4-had", "int3-sr", "fp8")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelOptions(OutputOptions):
+    description: ClassVar[str] = "Time codecs against a copy of memory, on one core or a GPU. Checks every answer."
+    device: str = option("auto", "device; auto: cuda if torch has it", choices=("auto", "cpu", "cuda"))
+    dtype: str = option("bfloat16", "data type of the numbers", choices=("bfloat16", "float16", "float32"))
+    codecs: tuple[str, ...] = option(_CODECS, "codecs to time")
+    sizes: tuple[int, ...] = option(
+        (),
+        "bytes of numbers to encode (default: 64KiB to 64MiB; on a CPU to 16MiB)",
+        metavar="SIZE,SIZE",
+        parse=parse_sizes,
+        least=4,
+    )
+    repeats: int = option(50, "samples of each operation", least=1)
+    seconds_per_arm: float = option(
+        2.0, "time for the samples of an operation; a slow one gets fewer samples, but at least three", above=0
+    )
+
+    def __post_init__(self) -> None:
+        for name in self.codecs:
+            if parse_format(name) is None:
+                raise ValueError(f"codec {name!r} does not quantize; there is nothing to time")
+        if wrong := [size for size in self.sizes if size % 4]:
+            raise ValueError(f"--sizes takes multiples of 4 bytes, got {wrong[0]}")

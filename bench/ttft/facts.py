@@ -1,0 +1,89 @@
+"""Plans as the measured server of ``bench ttft`` will, and checks that the prompts fit."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from tightwire.bench.ttft.options import TtftOptions
+from tightwire.bench.ttft.proof import Proof
+from tightwire.comm.policy.choose import Chooser
+from tightwire.model.open import open_checkpoint
+from tightwire.model.weights.formats import choose_formats
+from tightwire.server.config.limits import BLOCK_SIZE
+from tightwire.server.config.serve import ServeConfig
+from tightwire.server.plan.run_plan import decide
+from tightwire.server.plan.setting import check_all_reduce_names
+
+_NOT_KEPT = ("config", "output", "label")  # in the result's options
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerFacts:
+    """Facts known before the server starts. ``config``: the baseline is the default AllReduce, the others are on request."""
+
+    config: ServeConfig
+    proof: Proof
+    chooser: Chooser
+    known: dict[str, Any]  # for the result
+
+
+def find_facts(options: TtftOptions) -> ServerFacts:
+    """Plan as the server does; ValueError for a refused model or option, or prompts that do not fit."""
+    config = _server_config(options)
+    check_all_reduce_names(config.parallel)
+    checkpoint = open_checkpoint(config.model.model, config.model.seed)
+    formats = choose_formats(checkpoint.reader(), checkpoint.config, config.model.quantization)
+    decision = decide(config, checkpoint.config, formats)
+    plan, parallel = decision.plan, config.parallel
+    assert decision.comm is not None, "there are at least two ranks"
+    longest = max(options.prompt_lens) + options.output_len
+    if longest > plan.max_model_len:
+        raise ValueError(
+            f"--prompt-lens {max(options.prompt_lens)} and --output-len {options.output_len} make {longest} tokens, but the "
+            f"server's context is {plan.max_model_len}; lower them, or raise --max-model-len"
+        )
+    blocks = max(options.concurrency) * -(-longest // BLOCK_SIZE)
+    if blocks > plan.num_blocks:
+        raise ValueError(
+            f"--concurrency {max(options.concurrency)} with {longest} tokens each needs {blocks} KV blocks, but there are "
+            f"{plan.num_blocks}, so requests would queue; raise --kv-cache-memory"
+        )
+    hidden_size = checkpoint.config.hidden_size
+    return ServerFacts(
+        config=config,
+        proof=Proof(
+            num_layers=checkpoint.config.num_layers,
+            row_elems=hidden_size,
+            dtype=plan.sum_dtype,
+            step_tokens=config.engine.max_num_batched_tokens,
+            overlap=plan.overlap,
+            world_size=parallel.tp,
+            num_nodes=parallel.nodes,
+        ),
+        chooser=decision.comm.chooser,
+        known={
+            "model": checkpoint.name,
+            "dtype": plan.dtype,
+            "weights": formats.name or plan.dtype,
+            "device": plan.device,
+            "tp": parallel.tp,
+            "nodes": parallel.nodes,
+            "num_layers": checkpoint.config.num_layers,
+            "hidden_size": hidden_size,
+            "seed": config.model.seed,
+            "options": {
+                **{own.name: getattr(options, own.name) for own in fields(TtftOptions) if own.name not in _NOT_KEPT},
+                "baseline": options.baseline_name,
+                "link": parallel.link,
+            },
+        },
+    )
+
+
+def _server_config(options: TtftOptions) -> ServeConfig:
+    own = options.baseline_name
+    others = tuple(dict.fromkeys(name for name in options.algorithms if name != own))
+    return replace(
+        options.config,
+        parallel=replace(options.config.parallel, allreduce=own, allreduce_extra=others),
+        engine=replace(options.config.engine, prefix_cache="none"),  # no prompt is used twice
+    )
