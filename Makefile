@@ -92,7 +92,7 @@ $(bin)/pip:
 
 pip_install := $(bin)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt $(PIP_FLAGS)
 $(installed): $(sources) | $(bin)/pip
-	$(call quietly,installing $(packages),$(pip_install) -e .)
+	$(call quietly,installing $(packages),$(pip_install) -e '.[structured]')
 	@touch $@
 
 # The extra contains the rest, so it satisfies both stamps.

@@ -47,6 +47,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     )
     # Token sequences that the output may not contain: the last token is banned after the ones before it.
     bad_words: Annotated[tuple[tuple[int, ...], ...], Needs.TOKENS] = ()
+    # The text of an llguidance grammar that the output follows; empty: none.
+    grammar: Annotated[str, Needs.TOKENS] = ""
 
     @property
     def is_greedy(self) -> bool:

@@ -1,6 +1,6 @@
 """Chooses the next token of every sequence in the batch, with batched tensor operations on the logits' device.
 
-The order is that of vLLM: logit_bias; bans (allowed_token_ids, bad_words, stop tokens below min_tokens); repetition,
+The order is that of vLLM: logit_bias; bans (grammar, allowed_token_ids, bad_words, stop tokens below min_tokens); repetition,
 frequency and presence penalties; temperature; min_p; top_k; top_p; one draw. Temperature 0 takes the largest logit after penalties; of equal
 ones, the lowest id. Logprobs are those of the unmodified logits.
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tightwire.model.sampling.draw import MAX_VOCAB_SIZE, UNSETTLED, Filters, draw, mix_seed, uniforms
+from tightwire.model.sampling.grammar import GrammarMasks
 from tightwire.model.sampling.logprobs import Scoring, TokenScore
 from tightwire.model.sampling.parameters import SamplingParams, SamplingRow
 from tightwire.model.transfer import Download, upload
@@ -63,13 +64,17 @@ class Choice:
 class Sampler:
     """Holds the penalty tables of live sequences and the parameter tensors of the current batch."""
 
-    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, vocab_size: int, device: torch.device | str = "cpu", grammars: GrammarMasks | None = None
+    ) -> None:
+        """``grammars``: None: no row has a grammar."""
         if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
             raise ValueError(f"the sampler handles vocabularies of 1 to {MAX_VOCAB_SIZE} tokens, got {vocab_size}")
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._penalties = PenaltyTables(vocab_size, self._device)
         self._batch: _Batch | None = None
+        self.grammars = grammars
 
     def sample(self, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
         """Choose the next token of each row and wait for it; arguments as for ``start``."""
@@ -113,6 +118,8 @@ class Sampler:
     def release(self, row: SamplingRow) -> None:
         """Drop the state of a sequence that ended."""
         self._penalties.release(row)
+        if self.grammars is not None:
+            self.grammars.release(row)
         if self._batch is not None and any(row is held for held in self._batch.rows):
             self._batch = None
 
@@ -124,7 +131,8 @@ class Sampler:
     def _processed(self, logits_RV: Tensor, batch: "_Batch", positions_R: np.ndarray) -> Tensor:
         """Return logits after bias, bans and penalties; the same tensor if there are none."""
         banned = batch.banned_at(positions_R)
-        if batch.bias is None and batch.always_banned is None and not banned and not batch.penalized:
+        unchanged = batch.bias is None and batch.always_banned is None and not banned and not batch.penalized
+        if unchanged and not batch.constrained:
             return logits_RV
         logits_RV = logits_RV.clone()
         if batch.bias is not None:
@@ -133,6 +141,11 @@ class Sampler:
         if batch.always_banned is not None:
             row_I, banned_IV = batch.always_banned
             logits_RV[row_I] = logits_RV[row_I].masked_fill_(banned_IV, -torch.inf)
+        if batch.constrained:
+            assert self.grammars is not None, "the engine accepts no grammar without GrammarMasks"
+            banned_IV = torch.from_numpy(self.grammars.banned([batch.rows[r] for r in batch.constrained]))
+            row_I = upload(batch.constrained, torch.int64, self._device)
+            logits_RV[row_I] = logits_RV[row_I].masked_fill_(banned_IV.to(self._device), -torch.inf)
         if banned:
             row_I, token_id_I = upload(banned, torch.int64, self._device).unbind(1)
             logits_RV.index_put_((row_I, token_id_I), torch.full((), -torch.inf, device=self._device))
@@ -173,6 +186,7 @@ class _Batch:
         self.always_banned = _ban_masks(params, vocab_size, device)
         self._worded = [r for r, p in enumerate(params) if any(len(word) > 1 for word in p.bad_words)]
         self._short = [r for r, row in enumerate(rows) if row.params.min_tokens > 0 and row.stop_ids]
+        self.constrained = [r for r, p in enumerate(params) if p.grammar]
         self.penalized = [r for r, p in enumerate(params) if p.has_penalties]
         self.scored_rows = [r for r, p in enumerate(params) if p.logprobs is not None]
         self.scored = upload(self.scored_rows, torch.int64, device) if self.scored_rows else None

@@ -11,6 +11,7 @@ from tightwire.server.api.errors import ApiError, invalid
 from tightwire.server.api.generation import Prompt, TokenSequence
 from tightwire.server.api.schemas import CompletionBody, GenerationBody
 from tightwire.server.api.serving import ModelInfo, ServedModel
+from tightwire.server.api.structured import structured_grammar
 
 T = TypeVar("T")
 
@@ -18,7 +19,7 @@ T = TypeVar("T")
 _INLINE_CHARS = 4000
 
 
-async def run_off_loop(work: Callable[[], T], num_chars: int) -> T:
+async def run_off_loop(work: Callable[[], T], num_chars: float) -> T:
     """Run ``work`` in a thread if the text is long, so that other requests' tokens are not delayed."""
     return work() if num_chars <= _INLINE_CHARS else await asyncio.to_thread(work)
 
@@ -68,7 +69,7 @@ def make_sequences(body: GenerationBody, model: ServedModel, prompts: Iterable[P
     """``n`` sequences for each prompt, in OpenAI's order of choices. Raises ApiError 400, naming the field."""
     seed = body.seed if body.seed is not None else model.info.default_seed or secrets.randbits(63)
     logprobs, sequences = body.num_logprobs, []
-    bans = _bans(body, model)
+    bans, grammar = _bans(body, model), _grammar(body)
     for prompt in prompts:
         # Some tokenizers have tokens that were added after training, without an embedding in the model.
         check_ids(prompt.token_ids, model.info, body.text_param)
@@ -82,10 +83,21 @@ def make_sequences(body: GenerationBody, model: ServedModel, prompts: Iterable[P
                 seed=(seed + choice + 2**63) % 2**64 - 2**63,  # n answers to a seed near the end of int64 wrap around
                 logprobs=logprobs,
                 prompt_logprobs=scored,
+                grammar=grammar,
                 **bans,
             )
             sequences.append(TokenSequence(len(sequences), prompt, params, body, model.tokens))
     return sequences
+
+
+def _grammar(body: GenerationBody) -> str:
+    """The grammar of the answer; empty: none. Raises ApiError 400."""
+    if body.response_format is None and body.structured_outputs is None:
+        return ""
+    grammar = structured_grammar(body.response_format, body.structured_outputs)
+    if grammar and body.ignore_eos:
+        raise invalid("ignore_eos continues an answer whose form says where it ends; leave it out", param="ignore_eos")
+    return grammar
 
 
 def _bans(body: GenerationBody, model: ServedModel) -> dict[str, tuple[Any, ...] | None]:

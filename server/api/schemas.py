@@ -3,14 +3,14 @@
 A string is not accepted as a number. A top-level ``null`` means "not given".
 """
 
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field
 
 from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.server.api.fields import Fields, refusal
+from tightwire.server.api.structured import ResponseFormat, StructuredOutputs
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -29,7 +29,6 @@ UNSUPPORTED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "functions": (([],), "function calling is not supported; describe the functions in the messages"),
     "function_call": (("none", "auto"), "function calling is not supported"),
     "tool_calls": (([],), "tool calling is not supported; describe the calls in the message's content"),
-    "response_format": (({"type": "text"},), "only {'type': 'text'} is supported; ask for JSON in the messages"),
     "modalities": ((["text"],), "this server answers in text only"),
     "audio": ((), "this server answers in text only"),
     "reasoning_effort": (("none",), "the served models have no reasoning effort to set"),
@@ -43,16 +42,12 @@ UNSUPPORTED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
 _INT64 = 2**63
 
 
-def _refusal(why: str) -> PydanticCustomError:
-    return PydanticCustomError("refused", "{why}", {"why": why})
-
-
 def _check_stop(value: Any) -> list[str]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise _refusal("must be a string or a list of strings")
+        raise refusal("must be a string or a list of strings")
     if len(stops) > MAX_STOPS or any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
-        raise _refusal(f"takes at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
+        raise refusal(f"takes at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
     return stops
 
 
@@ -61,13 +56,13 @@ def _check_prompt(value: Any) -> list[str] | list[list[int]]:
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list):
-        raise _refusal("must be a string, a list of strings, a list of token ids, or a list of such lists")
+        raise refusal("must be a string, a list of strings, a list of token ids, or a list of such lists")
     if _are_ids(value) and value:
         value = [value]
     if not value or any(prompt in ("", []) for prompt in value):
-        raise _refusal("is empty; give at least one character or token")
+        raise refusal("is empty; give at least one character or token")
     if not all(isinstance(prompt, str) for prompt in value) and not all(_are_ids(prompt) for prompt in value):
-        raise _refusal("must be all strings or all lists of token ids (integers)")
+        raise refusal("must be all strings or all lists of token ids (integers)")
     return value
 
 
@@ -77,13 +72,13 @@ def _are_ids(value: Any) -> bool:
 
 def _check_logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
-        raise _refusal("must be an object from token ids to numbers")
+        raise refusal("must be an object from token ids to numbers")
     bias: dict[int, float] = {}
     for key, amount in value.items():
         if not (key.isascii() and key.isdigit() and len(key) < 20):
-            raise _refusal(f"has the key {key[:40]!r}; keys are token ids")
+            raise refusal(f"has the key {key[:40]!r}; keys are token ids")
         if isinstance(amount, bool) or not isinstance(amount, int | float) or not -100 <= amount <= 100:
-            raise _refusal(f"for token {key} must be a number from -100 to 100")
+            raise refusal(f"for token {key} must be a number from -100 to 100")
         bias[int(key)] = float(amount)
     return bias
 
@@ -104,26 +99,6 @@ TokenId = Annotated[int, Field(ge=0, lt=_INT64)]
 BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 TokenCount = Annotated[int, Field(ge=0, lt=2**31)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
-
-
-class Fields(BaseModel):
-    """Base of every object in a request. Unknown fields are in ``model_extra``."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-
-def extra_fields(fields: Fields, path: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Path, name and value of each unknown field, at any depth; ``null`` counts as not given."""
-    for name, value in (fields.model_extra or {}).items():
-        if value is not None:
-            yield f"{path}{name}", name, value
-    for name in sorted(fields.model_fields_set & type(fields).model_fields.keys()):
-        value = getattr(fields, name)
-        if isinstance(value, Fields):
-            yield from extra_fields(value, f"{path}{name}.")
-        elif isinstance(value, list) and value and isinstance(value[0], Fields):
-            for index, item in enumerate(value):
-                yield from extra_fields(item, f"{path}{name}[{index}].")
 
 
 class Body(Fields):
@@ -182,6 +157,8 @@ class GenerationBody(Body):
     bad_words: list[BadWord] = Field(
         default_factory=list, max_length=1024, description="Extension: texts that are not generated."
     )
+    response_format: ResponseFormat | None = Field(None, description="Text, any JSON object, or JSON of a schema.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="Extension: the form of the answer.")
     skip_special_tokens: bool = Field(True, description="Extension: leave special tokens out of the text.")
     return_tokens_as_token_ids: bool = Field(False, description="Extension: logprobs name a token token_id:ID.")
     prompt_logprobs: NumLogprobs | None = Field(None, description="Extension, without stream.")
@@ -228,13 +205,13 @@ class TextPart(Fields):
 def _check_content(value: Any) -> list[Any]:
     parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
     if not isinstance(parts, list) or not parts:
-        raise _refusal("must be a string or a list of text parts")
+        raise refusal("must be a string or a list of text parts")
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
-            raise _refusal(f"has a part of type {kind[:40]!r}; the model reads text only")
+            raise refusal(f"has a part of type {kind[:40]!r}; the model reads text only")
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise _refusal('has a malformed part; a part is {"type": "text", "text": "..."}')
+            raise refusal('has a malformed part; a part is {"type": "text", "text": "..."}')
     return parts
 
 

@@ -8,6 +8,8 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
 
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.server.config.limits import Limits
@@ -22,6 +24,10 @@ _log = logging.getLogger(__name__)
 
 _NOT_FINITE = "the model's scores for this sequence are not finite numbers, so no token can be chosen"
 _ALL_BANNED = "bad_words, allowed_token_ids and min_tokens together ban every next token; ban fewer tokens"
+_GRAMMAR_BROKE = (
+    "the grammar is too complex to continue, or allows only tokens that bad_words, allowed_token_ids or min_tokens ban"
+)
+_COMPILE_WAIT_S = 0.02  # of a step with nothing else to do; the loop reads new messages between steps
 
 
 class Engine:
@@ -43,6 +49,7 @@ class Engine:
         if plan_ahead and num_replicas > 1:
             raise ValueError(f"steps of {num_replicas} replicas cannot be planned ahead")
         self._runner, self._rules, self._drafter, self._clock = runner, rules, drafter, clock
+        self._sampler = sampler
         self._counters = EngineCounters()
         self._times = StepTimes(clock, runner.comm_spent)
         self._replicas = Replicas(limits, num_replicas, drafter, self._counters)
@@ -50,6 +57,8 @@ class Engine:
             runner, sampler, self._replicas, self._times, self._counters, plan_ahead=plan_ahead
         )
         self._requests: dict[str, Request] = {}
+        # Sequences that wait for their grammar, with the replica that was asked for.
+        self._compiling: dict[Request, tuple[Future[Any], int | None]] = {}
         self._pending: list[Output] = []  # of requests that ended between steps
 
     def add(self, message: AddRequest, replica: int | None = None) -> None:
@@ -68,7 +77,11 @@ class Engine:
             self._pending.append(_end_output(request, "length"))  # nothing to generate and nothing to score
             return
         self._requests[request.id] = request
-        self._replicas.add(request, replica)
+        if request.params.grammar:
+            assert self._sampler.grammars is not None, "find_problem refuses grammars without it"
+            self._compiling[request] = self._sampler.grammars.compile(request.params.grammar), replica
+        else:
+            self._replicas.add(request, replica)
 
     def cancel(self, ids: Sequence[str]) -> None:
         """End these sequences and free their blocks now; their last ``Output`` comes with the next step."""
@@ -84,8 +97,11 @@ class Engine:
 
     def step(self) -> StepResult:
         """Run one forward pass, if a sequence needs one, and return the outputs."""
+        self._admit_compiled()
         outputs, self._pending = self._pending, []
         step = self._pipeline.next()
+        if step is None and self._compiling and not outputs:
+            wait([future for future, _ in self._compiling.values()], _COMPILE_WAIT_S, FIRST_COMPLETED)
         if step is not None:
             new, scored, broken = self._pipeline.collect(step)
             outputs += [self._end(request, "error", _NOT_FINITE) for request in broken]
@@ -98,11 +114,25 @@ class Engine:
                 if each.broken:
                     request = each.chunk.request
                     outputs.append(
-                        self._end(request, "refused", _ALL_BANNED)
+                        self._end(request, "refused", _GRAMMAR_BROKE)
+                        if request.params.grammar
+                        else self._end(request, "refused", _ALL_BANNED)
                         if request.params.bad_words
                         else self._end(request, "error", _NOT_FINITE)
                     )
         return StepResult(outputs=outputs, stats=self.stats())
+
+    def _admit_compiled(self) -> None:
+        """Queue the sequences whose grammars are compiled; refuse those with an invalid one."""
+        for request, (future, replica) in list(self._compiling.items()):
+            if not future.done():
+                continue
+            if isinstance(error := future.exception(), ValueError):
+                self._pending.append(self._end(request, "refused", f"the grammar is invalid: {error}"))
+                continue
+            future.result()
+            del self._compiling[request]
+            self._replicas.add(request, replica)
 
     def stats(self) -> EngineStats:
         counts = self._runner.counts()
@@ -118,12 +148,13 @@ class Engine:
         """The output with a step's new tokens; the sequence's last one if it stops here."""
         request, finish_reason = new.chunk.request, new.finish_reason
         num_new = len(new.token_ids)
-        request.num_computed += num_new - 1  # the drafted tokens that were right
+        num_right = num_new - new.num_forced - 1  # drafted tokens
+        request.num_computed += num_right
         self._counters.num_generation_tokens += num_new
         if new.chunk.draft and self._drafter is not None:
             self._counters.num_draft_tokens += len(new.chunk.draft)
-            self._counters.num_accepted_draft_tokens += num_new - 1
-            self._drafter.learn(request, num_new - 1)
+            self._counters.num_accepted_draft_tokens += num_right
+            self._drafter.learn(request, num_right)
         is_first = request.num_output_tokens == num_new
         if is_first:
             self._counters.num_prompt_tokens += request.num_prompt_tokens
@@ -148,6 +179,8 @@ class Engine:
 
     def _forget(self, request: Request, *, spoiled: bool = False) -> None:
         del self._requests[request.id]
+        if self._compiling.pop(request, None) is not None:
+            return
         self._pipeline.forget(request)
         self._replicas.remove(request, spoiled=spoiled)
 

@@ -87,6 +87,7 @@ class NewTokens:
         """``row``: the first row of logits that chooses a token for it."""
         self.chunk, self.row = chunk, row
         self.token_ids: list[int] = []
+        self.num_forced = 0  # the last of them, which the grammar left no choice about and no logits chose
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: str | None = None
         self.broken = False  # the logits are not finite, so no token can be chosen
@@ -118,6 +119,13 @@ class NewTokens:
             self.finish_reason = "stop"
         elif request.num_output_tokens >= request.params.max_tokens:
             self.finish_reason = "length"  # also at the context's end: prompt + max_tokens was checked to fit
+
+    def add_forced(self, token_ids: Sequence[int]) -> None:
+        """Add tokens that need no forward pass, until one ends the answer."""
+        for token_id in token_ids:
+            if self.finish_reason is None:
+                self.add(token_id, None)
+                self.num_forced += 1
 
     @property
     def draft_held(self) -> bool:
@@ -239,7 +247,17 @@ class StepPipeline:
             self._take(step, step.choice)
         elif step.logits_RV is not None:
             self._choose(new, step.logits_RV)
+        self._add_forced(new)
         return Collected(new, scored, broken)
+
+    def _add_forced(self, new: Sequence[NewTokens]) -> None:
+        """Append what each grammar leaves no choice about; the next step computes it together with the last token."""
+        for each in new:
+            request = each.chunk.request
+            if request.params.grammar and each.finish_reason is None and not each.broken:
+                assert self._sampler.grammars is not None
+                each.add_forced(self._times.sampling(self._sampler.grammars.forced, request))
+                self._counters.num_forced_tokens += each.num_forced
 
     def forget(self, request: Request) -> None:
         """Drop a sequence that has ended."""
@@ -262,6 +280,10 @@ class StepPipeline:
         for chunk in step.chunks:
             chunk.request.at_first_step = chunk.request.at_first_step or begun
             chunk.request.num_computed = chunk.end
+        constrained = [chunk.request for chunk in step.chunks if chunk.samples and chunk.request.params.grammar]
+        if constrained:
+            assert self._sampler.grammars is not None
+            self._sampler.grammars.begin(constrained)
         chosen_R = None if last is None or last.choice is None else last.choice.ids_R
         self._runner.broadcast(step.plans)
         logits_RV = self._times.forward(self._runner.execute, step.plans[0], chosen_R)

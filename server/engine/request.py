@@ -96,6 +96,7 @@ class RequestRules:
     vocab_size: int
     max_model_len: int
     policies: Sequence[str] = ("auto",)
+    has_grammars: bool = False
     eos_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
@@ -120,6 +121,8 @@ class RequestRules:
                 return f"token id {outside} in {name} is outside the vocabulary; ids are 0 to {self.vocab_size - 1}"
         if message.allreduce is not None and message.allreduce not in self.policies:
             return f"there is no allreduce {message.allreduce!r} here; this server has {', '.join(self.policies)}"
+        if params.grammar and not self.has_grammars:
+            return "this engine has no tokenizer, so it cannot follow a grammar"
         if params.max_tokens < 0:
             return f"max_tokens must be at least 0, got {params.max_tokens}"
         if len(prompt) + params.max_tokens > self.max_model_len:

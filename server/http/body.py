@@ -11,7 +11,8 @@ from pydantic_core import ErrorDetails
 
 from tightwire.comm.errors import suggest
 from tightwire.server.api.errors import ApiError, invalid
-from tightwire.server.api.schemas import IGNORED_FIELDS, UNSUPPORTED_FIELDS, Body, extra_fields
+from tightwire.server.api.fields import extra_fields
+from tightwire.server.api.schemas import IGNORED_FIELDS, UNSUPPORTED_FIELDS, Body
 from tightwire.server.api.serving import Serving
 from tightwire.server.config.limits import MAX_BODY_BYTES
 

@@ -42,6 +42,9 @@ class EngineCounters(msgspec.Struct):
     ] = 0
     num_prompt_tokens: Annotated[int, _counter("prompt_tokens", "Prompt tokens of sequences that began to answer")] = 0
     num_generation_tokens: Annotated[int, _counter("generation_tokens", "Tokens sampled")] = 0
+    num_forced_tokens: Annotated[
+        int, _counter("forced_tokens", "Tokens that a grammar left no choice about, appended without a forward pass")
+    ] = 0
     num_preemptions: Annotated[int, _counter("preemptions", "Sequences preempted because the KV cache was full")] = 0
     num_prefix_queried_tokens: Annotated[
         int, _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")

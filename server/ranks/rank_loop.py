@@ -10,6 +10,7 @@ import zmq
 from tightwire.model.build import RankGroups
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.runner import ModelRunner
+from tightwire.model.sampling.grammar import GrammarMasks
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.step import StepPlan
@@ -47,8 +48,9 @@ class Leader:
         groups: RankGroups,
         inboxes: Sequence[str],
         reporter: Reporter,
+        grammars: GrammarMasks | None = None,
     ) -> None:
-        """``inboxes``: addresses of all ranks, this one's first."""
+        """``inboxes``: addresses of all ranks, this one's first. ``grammars``: None: requests with a grammar are errors."""
         self._reporter = reporter
         self._context = zmq.Context()
         self._inbox = bind_receiver(self._context, inboxes[0])
@@ -68,6 +70,7 @@ class Leader:
             max_model_len=plan.max_model_len,
             policies=plan.policy_names,
             eos_token_ids=frozenset(model.eos_token_ids),
+            has_grammars=grammars is not None,
         )
         self._plan_ahead, self._num_replicas = plan.plan_ahead, plan.num_replicas
         self._limits = Limits(
@@ -81,7 +84,7 @@ class Leader:
         )
         drafts = options.speculation == "ngram"
         self._drafter = NgramDrafter(max_tokens=5, longest=4, shortest=2) if drafts else None
-        self._sampler = Sampler(model.vocab_size, groups.replica.device)
+        self._sampler = Sampler(model.vocab_size, groups.replica.device, grammars)
 
     def __enter__(self) -> Self:
         return self

@@ -28,6 +28,7 @@ from tightwire.model.cache.kv_cache import OffloadedCache
 from tightwire.model.layout import Layout, make_layout
 from tightwire.model.open import Checkpoint, formats_of, open_checkpoint
 from tightwire.model.runner import ModelRunner
+from tightwire.model.sampling.grammar import GrammarMasks
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.residency import WeightSizes
 from tightwire.model.weights.streamed import StreamedWeights
@@ -83,11 +84,14 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
             reporter.num_logits_gathers = lambda: logits_gather.num_begun
         joining.await_others(reporter, "load")
         keep_freed_memory()  # avoids thousands of page faults per prompt for a step's activations
-        inboxes = identity.inboxes
+        inboxes, config = identity.inboxes, checkpoint.config
+        grammars = GrammarMasks(
+            config.vocab_size, config.eos_token_ids, lambda: checkpoint.tokenizer().backend.to_str()
+        )
         loop = (
             Follower(runner, inboxes[identity.rank], reporter)
             if identity.rank
-            else Leader(runner, checkpoint.config, plan, engine, groups, inboxes, reporter)
+            else Leader(runner, config, plan, engine, groups, inboxes, reporter, grammars)
         )
         with loop:
             with reporter.stage("warm-up"):

@@ -1,5 +1,6 @@
 """The routes of OpenAI's API, /v1/chat/completions, /v1/completions and /v1/models, and vLLM's /tokenize and /detokenize."""
 
+import math
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -69,7 +70,10 @@ async def _answer(request: Request, serving: Serving, dialect_type: type[Dialect
     dialect = dialect_type(body, model)
     with trace.tokenizing():
         prompts = await dialect.prompts()
-        sequences = await run_off_loop(lambda: make_sequences(body, model, prompts), sum(map(len, body.bad_words)))
+        # The first grammar imports llguidance, and a large schema takes long to check.
+        is_free = body.response_format is None and body.structured_outputs is None
+        num_chars = sum(map(len, body.bad_words)) if is_free else math.inf
+        sequences = await run_off_loop(lambda: make_sequences(body, model, prompts), num_chars)
     return await Answer(serving, dialect, sequences, trace).respond(request)
 
 

@@ -3,9 +3,10 @@
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from helpers.server.fake_engine import INFO, VOCAB_SIZE, FakeEngine
+from helpers.server.fake_engine import INFO, VOCAB_SIZE, FakeEngine, byte_tokenizer
 from helpers.server.fake_runner import FakeRunner
 
+from tightwire.model.sampling.grammar import GrammarMasks
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.text.tokenizer import END_OF_TURN_ID
 from tightwire.server.config.limits import Limits
@@ -28,14 +29,16 @@ class SamplingEngine(FakeEngine):
 
     async def submit(self, requests: Sequence[AddRequest]) -> AsyncGenerator[Output, None]:
         self.submitted += requests
+        grammars = GrammarMasks(VOCAB_SIZE, [END_OF_TURN_ID], byte_tokenizer().backend.to_str)
         engine = Engine(
             runner=FakeRunner(_LIMITS, VOCAB_SIZE),
-            sampler=Sampler(VOCAB_SIZE),
+            sampler=Sampler(VOCAB_SIZE, grammars=grammars),
             limits=_LIMITS,
             rules=RequestRules(
                 vocab_size=VOCAB_SIZE,
                 max_model_len=INFO.max_model_len,
                 eos_token_ids=frozenset([END_OF_TURN_ID]),
+                has_grammars=True,
             ),
             drafter=NgramDrafter(max_tokens=4, longest=2, shortest=1) if self.drafts else None,
             plan_ahead=self.plan_ahead,

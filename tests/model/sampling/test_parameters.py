@@ -27,6 +27,7 @@ SET: dict[str, Any] = {
     "ignore_eos": True,
     "allowed_token_ids": (),
     "bad_words": ((3, 4),),
+    "grammar": "start: /a/",
 }
 
 

@@ -1,0 +1,129 @@
+"""Structured output: the fields that ask for a form of the answer, and the grammar that they mean."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field
+
+from tightwire.model.sampling.grammar import grammar_error, make_grammar
+from tightwire.server.api.errors import ApiError, invalid
+from tightwire.server.api.fields import Fields
+
+Schema = dict[str, Any]
+_Text = Annotated[str, Field(min_length=1)]
+
+# Keywords of JSON Schema whose value is a schema, a list of schemas, or an object of named schemas.
+_SUBSCHEMAS = ("items", "additionalProperties", "additionalItems")
+_LISTS = ("prefixItems", "anyOf", "allOf", "oneOf", "items")
+_NAMED = ("$defs", "definitions", "properties", "patternProperties")
+_NOT_INSTALLED = (
+    "needs the package llguidance, which is not installed on this server; install it with "
+    "`pip install 'tightwire[structured]'`"
+)
+
+
+class JsonSchemaFormat(Fields):
+    name: str | None = Field(None, max_length=64, description="Labels the schema.")
+    description: str | None = None
+    schema_: Schema = Field(alias="schema", description="The JSON schema that the answer follows.")
+    strict: bool | None = Field(None, description="The answer follows the schema with any value.")
+
+
+class ResponseFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = Field(None, description="With the type json_schema.")
+
+
+class StructuredOutputs(Fields):
+    """One of these fields."""
+
+    json_: Schema | str | None = Field(None, alias="json", description="A JSON schema, as an object or as a text.")
+    json_object: bool | None = Field(None, description="True: any JSON object.")
+    regex: _Text | None = Field(None, description="A regular expression that the whole answer matches.")
+    choice: list[_Text] | None = Field(None, min_length=1, description="The answer is one of these texts.")
+    grammar: _Text | None = Field(None, description="A grammar in Lark's or GBNF's notation.")
+
+
+def structured_grammar(response_format: ResponseFormat | None, outputs: StructuredOutputs | None) -> str:
+    """The grammar that these fields ask for; empty: none. ApiError 400 with the path of what is not supported."""
+    asked = [*_of_format(response_format), *_of_outputs(outputs)]
+    if len(asked) > 1:
+        raise invalid(f"{asked[0][0]} and {asked[1][0]} both set the form of the answer; give one of them", asked[1][0])
+    return checked_grammar(*asked[0]) if asked else ""
+
+
+def _of_format(given: ResponseFormat | None) -> Iterator[tuple[str, Any, Any]]:
+    if given is not None and (given.type == "json_schema") != (given.json_schema is not None):
+        raise invalid(
+            "response_format.json_schema belongs to the type json_schema, and that type needs it",
+            "response_format.json_schema",
+        )
+    if given is not None and given.json_schema is not None:
+        yield "response_format.json_schema.schema", "json", given.json_schema.schema_
+    elif given is not None and given.type == "json_object":
+        yield "response_format", "json", {"type": "object"}
+
+
+def _of_outputs(given: StructuredOutputs | None) -> Iterator[tuple[str, Any, Any]]:
+    if given is None:
+        return
+    if given.json_ is not None:
+        yield "structured_outputs.json", "json", given.json_
+    if given.json_object:
+        yield "structured_outputs.json_object", "json", {"type": "object"}
+    for kind in ("regex", "choice", "grammar"):
+        if (source := getattr(given, kind)) is not None:
+            yield f"structured_outputs.{kind}", kind, source
+
+
+def checked_grammar(path: str, kind: Any, source: Any) -> str:
+    """The grammar of ``source`` (see ``make_grammar``). ApiError 400: it is invalid, or llguidance is not installed."""
+    try:
+        if kind == "json" and isinstance(source, str):
+            source = _parsed(path, source)
+        grammar = make_grammar(kind, source)
+        problem = grammar_error(grammar)
+        if problem is not None and kind == "json":
+            path, problem = _innermost(source, path, source, problem)
+    except ImportError:
+        raise ApiError(400, f"{path} {_NOT_INSTALLED}", param=path, code="unsupported_parameter") from None
+    except (ValueError, RecursionError) as error:
+        problem, grammar = str(error), ""
+    if problem is not None:
+        raise invalid(f"{path} is not supported: {' '.join(problem.split())[:500]}", path, code="unsupported_grammar")
+    return grammar
+
+
+def _parsed(path: str, text: str) -> Schema:
+    try:
+        schema = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise invalid(f"{path} is a text that is not valid JSON: {error}", path) from None
+    if not isinstance(schema, dict):
+        raise invalid(f"{path} must be a JSON schema, which is an object", path)
+    return schema
+
+
+def _innermost(root: Schema, path: str, schema: Schema, problem: str) -> tuple[str, str]:
+    """The path of the innermost subschema that is refused even alone, and its problem."""
+    for name, part in _subschemas(schema):
+        # References point into the whole schema, so its definitions stay.
+        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        alone = {**shared, **part} if not name.startswith(("$defs", "definitions")) else part
+        inner = grammar_error(make_grammar("json", alone))
+        if inner is not None and "does not exist" not in inner:
+            return _innermost(root, f"{path}.{name}", part, inner)
+    return path, problem
+
+
+def _subschemas(schema: Schema) -> Iterator[tuple[str, Schema]]:
+    for key in _NAMED:
+        if isinstance(parts := schema.get(key), dict):
+            yield from ((f"{key}.{name}", part) for name, part in parts.items() if isinstance(part, dict))
+    for key in _SUBSCHEMAS:
+        if isinstance(part := schema.get(key), dict):
+            yield key, part
+    for key in _LISTS:
+        if isinstance(parts := schema.get(key), list):
+            yield from ((f"{key}[{index}]", part) for index, part in enumerate(parts) if isinstance(part, dict))

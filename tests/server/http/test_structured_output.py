@@ -1,0 +1,160 @@
+"""Structured output through HTTP, with the real engine and sampler: every form, with n, seeds, streams, drafts and logprobs."""
+
+import json
+import re
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from helpers.server.fake_engine import FakeEngine, app_for
+from helpers.server.sampling_engine import SamplingEngine
+from jsonschema_rs import validator_for
+
+pytest.importorskip("llguidance")
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200}
+ADDRESS = {"type": "object", "properties": {"zip": {"type": "string", "pattern": "^[0-9]{5}$"}}, "required": ["zip"]}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "kind": {"enum": ["cat", "dog", None]},
+        "legs": {"type": "integer", "minimum": 0, "maximum": 8},
+        "home": {"$ref": "#/$defs/address"},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "kind", "legs", "home", "tags"],
+    "additionalProperties": False,
+    "$defs": {"address": {**ADDRESS, "additionalProperties": False}},
+}
+AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "pet", "strict": True, "schema": SCHEMA}}
+
+
+@asynccontextmanager
+async def open_client(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app_for(engine)), base_url="http://test") as client:
+        yield client
+
+
+async def chat(engine: FakeEngine, **fields: Any) -> list[dict[str, Any]]:
+    """The choices; of a stream, with all pieces joined."""
+    async with open_client(engine) as client:
+        response = await client.post("/v1/chat/completions", json={**CHAT, **fields})
+    assert response.status_code == 200, response.text
+    if not fields.get("stream"):
+        return [choice | {"content": choice["message"]["content"]} for choice in response.json()["choices"]]
+    choices: dict[int, dict[str, Any]] = {}
+    for line in response.text.splitlines():
+        for piece in json.loads(line[6:])["choices"] if line.startswith("data: {") else []:
+            choice = choices.setdefault(piece["index"], {"content": ""})
+            choice["content"] += piece["delta"].get("content") or ""
+            choice["finish_reason"] = piece["finish_reason"]
+    return [choices[index] for index in sorted(choices)]
+
+
+def texts(choices: list[dict[str, Any]]) -> list[str]:
+    return [choice["content"] for choice in choices]
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.5, "top_p": 0.9}, {"top_k": 3}], ids=str)
+async def test_a_schema_with_n_seeds_streams_drafts_and_logprobs(sampling: dict[str, Any]) -> None:
+    fields = {"response_format": AS_SCHEMA, "n": 4, "seed": 3, **sampling}
+    plain = await chat(SamplingEngine(), **fields)
+    for choice in plain:
+        assert choice["finish_reason"] == "stop"
+        validator_for(SCHEMA).validate(json.loads(choice["content"]))
+    for engine in (SamplingEngine(drafts=True), SamplingEngine(plan_ahead=True)):
+        assert texts(await chat(engine, **fields)) == texts(plain)
+    assert texts(await chat(SamplingEngine(), **fields, stream=True)) == texts(plain)
+    # With logprobs each token is sampled, so no token is appended without a forward pass.
+    assert texts(await chat(SamplingEngine(), **fields, logprobs=True)) == texts(plain)
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"json": {"const": [1, "a"]}}, r'\[1, "a"\]'),
+        ({"json": '{"type": "boolean"}'}, "true|false"),
+        ({"regex": "[ab]{3}-[0-9]+x"}, "[ab]{3}-[0-9]+x"),
+        ({"choice": ["yes", 'no "never"', "perhaps / not"]}, 'yes|no "never"|perhaps / not'),
+        ({"grammar": 'start: greeting " " NAME\ngreeting: "hi" | "bye"\nNAME: /[A-C]{2}/'}, "(hi|bye) [A-C]{2}"),
+        ({"grammar": 'root ::= "a" item+\nitem ::= [xy] "."'}, r"a([xy]\.)+"),
+    ],
+    ids=str,
+)
+async def test_other_forms(form: dict[str, Any], pattern: str) -> None:
+    for choice in await chat(SamplingEngine(), structured_outputs=form, n=3, seed=1):
+        assert choice["finish_reason"] == "stop" and re.fullmatch(pattern, choice["content"])
+
+
+async def test_any_json_object() -> None:
+    form = {"type": "json_object"}
+    content = texts(await chat(SamplingEngine(), response_format=form, max_tokens=30, temperature=0))[0]
+    assert content.startswith("{")
+    assert texts(await chat(SamplingEngine(), response_format={"type": "text"}, seed=1)) == texts(
+        await chat(SamplingEngine(), seed=1)
+    )
+
+
+async def test_a_completion_and_stop_strings() -> None:
+    body = {"prompt": "Hi", "structured_outputs": {"regex": "[ab]{9}[.]end"}, "stop": "."}
+    async with open_client(SamplingEngine()) as client:
+        choice = (await client.post("/v1/completions", json=body)).json()["choices"][0]
+    assert re.fullmatch("[ab]{9}", choice["text"]) and choice["finish_reason"] == "stop"
+
+
+def _schema(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+IN_SCHEMA = "response_format.json_schema.schema"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        (_schema({"not": {}}), IN_SCHEMA, 'Unimplemented keys: ["not"]'),
+        (
+            _schema({"properties": {"a": {"type": "array", "items": {"uniqueItems": True}}}}),
+            f"{IN_SCHEMA}.properties.a.items",
+            "uniqueItems",
+        ),
+        (
+            _schema({"$ref": "#/$defs/x", "$defs": {"x": {"anyOf": [{"type": "null"}, {"format": "zip"}]}}}),
+            f"{IN_SCHEMA}.$defs.x.anyOf[1]",
+            "Unknown format: zip",
+        ),
+        (_schema({"$ref": "#/$defs/y"}), IN_SCHEMA, "does not exist"),
+        (_schema({"properties": {"a": {"pattern": "(?=a)"}}}), f"{IN_SCHEMA}.properties.a", "look-around"),
+        (_schema({"type": "integer", "minimum": 5, "maximum": 2}), IN_SCHEMA, "greater than maximum"),
+        (_schema([]), f"{IN_SCHEMA}", "dictionary"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs it"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not valid JSON"),
+        ({"structured_outputs": {"regex": "a("}}, "structured_outputs.regex", "unclosed group"),
+        ({"structured_outputs": {"grammar": 'start: "a" b'}}, "structured_outputs.grammar", 'unknown name: "b"'),
+        ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs.grammar", "not supported"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice", "give one of them"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "leave it out"),
+        ({"structured_outputs": {"regex": "ab"}, "bad_words": ["b"]}, None, "the grammar is too complex"),
+    ],
+    ids=str,
+)
+async def test_what_is_refused(fields: dict[str, Any], param: str | None, message: str) -> None:
+    async with open_client(SamplingEngine()) as client:
+        response = await client.post("/v1/chat/completions", json={**CHAT, **fields})
+    error = response.json()["error"]
+    assert response.status_code == 400 and message in error["message"] and error["param"] == param, error
+
+
+async def test_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    async with open_client(SamplingEngine()) as client:
+        refused = await client.post("/v1/chat/completions", json={**CHAT, "response_format": {"type": "json_object"}})
+        answered = await client.post("/v1/chat/completions", json=CHAT)
+    assert refused.status_code == 400 and "pip install 'tightwire[structured]'" in refused.json()["error"]["message"]
+    assert answered.status_code == 200
