@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from tightwire.kernels.spec.attention import HeadGroups
-from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.config import LlamaConfig, check_ranks
 
 # MLP columns are split in multiples of this: 32 packed weights share a scale, and 32 numbers of 16 bits fill a cache
 # line. Plain weights are cut in the same places, so the split does not depend on the formats.
@@ -78,10 +78,7 @@ def make_layout(config: LlamaConfig, world_size: int, shares: Sequence[float] | 
 
 
 def _normalized(config: LlamaConfig, world_size: int, shares: Sequence[float] | None) -> list[float]:
-    if world_size > config.num_heads:
-        raise ValueError(
-            f"cannot split {config.num_heads} query heads over {world_size} ranks; use --tp {config.num_heads} or less"
-        )
+    check_ranks(config.num_heads, world_size)
     shares = [1.0] * world_size if shares is None else list(shares)
     if len(shares) != world_size or min(shares) <= 0:
         raise ValueError(f"--tp-split needs {world_size} numbers above 0, one per rank, got {shares}")

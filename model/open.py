@@ -4,13 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tightwire.model.checkpoint.catalog import CATALOG, RANDOM, Progress, check_name, pull
+from tightwire.model.checkpoint.catalog import CATALOG, Progress, pull
 from tightwire.model.checkpoint.config import LlamaConfig, config_from_hf
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf import GgufFile, GgufReader, config_from_gguf
-from tightwire.model.checkpoint.random import RANDOM_SHAPES, RandomReader
+from tightwire.model.checkpoint.header import RANDOM, RANDOM_SHAPES, check_name, only_gguf, random_config, read_json
+from tightwire.model.checkpoint.random import RandomReader
 from tightwire.model.checkpoint.reader import EMBEDDING, CheckpointReader, check_tensors
-from tightwire.model.checkpoint.safetensors import SafetensorsReader, read_json
+from tightwire.model.checkpoint.safetensors import SafetensorsReader
 from tightwire.model.checkpoint.whole_folder import is_partial
 from tightwire.model.text.gguf_tokenizer import tokenizer_from_gguf
 from tightwire.model.text.tokenizer import (
@@ -97,12 +98,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         raise ModelError(f"{folder}: was not finished by `tightwire prepare`; run that again, and remove this folder")
     if (folder / MANIFEST).is_file():
         return _open_prepared(folder)
-    if not (folder / "config.json").is_file():
-        ggufs = sorted(folder.glob("*.gguf"))
-        if len(ggufs) == 1:
-            return _open_gguf(ggufs[0])
-        found = f"several .gguf files, name one: {', '.join(p.name for p in ggufs[:5])}" if ggufs else "no .gguf either"
-        raise ModelError(f"{folder}: has no config.json ({found})")
+    if (gguf := only_gguf(folder)) is not None:
+        return _open_gguf(gguf)
     config = _folder_config(folder)
     reader = SafetensorsReader(folder)
     check_tensors(reader, config)
@@ -150,17 +147,8 @@ def _folder_config(folder: Path) -> LlamaConfig:
 def _open_random(model: str, seed: int) -> Checkpoint:
     """Open random weights of a known shape, with a byte tokenizer whose special tokens replace the configuration's."""
     shape = model.removeprefix(RANDOM)
-    location = model
-    if shape in RANDOM_SHAPES:
-        config = RANDOM_SHAPES[shape]
-    elif (path := Path(shape).expanduser()).is_file():
-        config = config_from_hf(read_json(path))
-        location = RANDOM + str(path.absolute())
-    else:
-        raise ModelError(
-            f"unknown shape {shape!r}; choose one of {', '.join(RANDOM_SHAPES)}, or the path of a config.json"
-        )
-    config = replace(config, bos_token_id=BOS_ID, eos_token_ids=(EOS_ID, END_OF_TURN_ID))
+    location = model if shape in RANDOM_SHAPES else RANDOM + str(Path(shape).expanduser().absolute())
+    config = replace(random_config(shape), bos_token_id=BOS_ID, eos_token_ids=(EOS_ID, END_OF_TURN_ID))
     return Checkpoint(
         name=model,
         location=location,
@@ -178,7 +166,9 @@ def _open_random(model: str, seed: int) -> Checkpoint:
 
 def _fetch_repo(repo_id: str) -> Path:
     """Fetch the repo into the hub's cache, small files first, so an unsupported model fails before its weights load."""
-    from huggingface_hub import snapshot_download  # imported here because it takes 0.3 s and most models are local
+    # Imported here because it takes 0.3 s and most models are local.
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         folder = Path(snapshot_download(repo_id, allow_patterns=_HUB_SMALL_FILES))
@@ -188,6 +178,9 @@ def _fetch_repo(repo_id: str) -> Path:
         raise
     except Exception as error:  # noqa: BLE001 - network, hub and disk raise different types
         reason = " ".join(str(error).split())[:400] or type(error).__name__
+        if isinstance(error, (LocalEntryNotFoundError, ConnectionError)):
+            reason = f"the Hugging Face Hub ({constants.ENDPOINT}) was not reached and its cache has no such repo"
         raise ModelError(
-            f"no such folder: {repo_id!r}, and the repo of that name could not be fetched: {reason}"
+            f"{repo_id!r} is no folder here, and the repo of that name was not fetched: {reason}; give a folder with config.json "
+            f"and safetensors, a .gguf file, or a name: {', '.join(sorted(CATALOG))}"
         ) from None

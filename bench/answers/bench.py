@@ -53,7 +53,10 @@ class AnswersBench(Bench[AnswersOptions]):
         options = self.options
         checkpoint = open_checkpoint(options.model)
         prompts = read_prompts(checkpoint.tokenizer(), options.prompts)
-        servers = {name: connect(url) for name, _, url in (server.partition("=") for server in options.servers)}
+        servers = {
+            name: connect(url, flag="--servers")
+            for name, _, url in (server.partition("=") for server in options.servers)
+        }
         with self.progress:
             task = self.progress.add_task("transformers, float32", total=len(prompts))
             model, answers = float32_model(checkpoint), []

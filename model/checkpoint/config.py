@@ -188,6 +188,20 @@ def _ids(key: str, *values: int | Sequence[int] | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def check_ranks(num_heads: int, num_ranks: int) -> None:
+    """Raise ValueError if there are more ranks than query heads."""
+    if num_ranks > num_heads:
+        raise ValueError(f"cannot split {num_heads} query heads over {num_ranks} ranks; use --tp {num_heads} or less")
+
+
+def check_context(max_positions: int, longest: int) -> None:
+    """Raise ValueError if the ``longest`` sequence exceeds the model's context."""
+    if longest > max_positions:
+        raise ValueError(
+            f"--max-model-len {longest} exceeds the model's context of {max_positions} tokens; use at most {max_positions}"
+        )
+
+
 def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
     """Return the object of a config.json. ``config_from_hf`` reads it back unchanged, and transformers accepts it."""
     exported: dict[str, Any] = {"architectures": [_ARCHITECTURE], "model_type": "llama", "hidden_act": "silu"}

@@ -7,29 +7,13 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.spec.packed import Matrix
-from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
+from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.reader import expected_tensors, growth_of, row_chunks, store_rows
 
 # Llama's initialization, which keeps activations in range at any depth.
 _STD = 0.02
 _INT32 = 2**32
-
-_LLAMA3 = {"num_kv_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0, "norm_eps": 1e-5}
-_SHORT = {"head_dim": 128, "max_positions": 8192, **_LLAMA3}
-_LONG = {
-    "max_positions": 131072,
-    "tied_embeddings": True,
-    "rope_scaling": RopeScaling(kind="llama3", factor=32.0),
-    **_LLAMA3,
-}
-# The shapes of the released models.
-RANDOM_SHAPES = {
-    "llama-3.2-1b": LlamaConfig(num_layers=16, hidden_size=2048, num_heads=32, head_dim=64, mlp_size=8192, **_LONG),
-    "llama-3.2-3b": LlamaConfig(num_layers=28, hidden_size=3072, num_heads=24, head_dim=128, mlp_size=8192, **_LONG),
-    "llama-3-8b": LlamaConfig(num_layers=32, hidden_size=4096, num_heads=32, mlp_size=14336, **_SHORT),
-    "llama-3-70b": LlamaConfig(num_layers=80, hidden_size=8192, num_heads=64, mlp_size=28672, **_SHORT),
-}
 
 
 class RandomReader:

@@ -4,7 +4,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from safetensors import safe_open
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.header import read_json
 from tightwire.model.checkpoint.reader import WeightFile, growth_of, row_chunks, store_rows
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -100,17 +101,6 @@ def _files(folder: Path) -> list[Path]:
     other = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     found = f"it has {', '.join(other[:3])}, which must be converted to safetensors" if other else "found neither"
     raise ModelError(f"{folder}: needs {_SINGLE} or {_INDEX}; {found}")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in ``path``; raises a ModelError that names the file."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: is not a JSON object")
-    return value
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:

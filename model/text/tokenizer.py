@@ -22,7 +22,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from tightwire.model.checkpoint.errors import ChatTemplateError, ModelError
-from tightwire.model.checkpoint.safetensors import read_json
+from tightwire.model.checkpoint.header import read_json
 
 
 class Tokenizer:

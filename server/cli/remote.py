@@ -60,11 +60,11 @@ class SseDecoder:
         return events
 
 
-def api_base(url: str) -> str:
+def api_base(url: str, flag: str = "--url") -> str:
     """The URL with /v1: accepts ``http://host:8000``, with or without a slash or /v1."""
     parsed = httpx.URL(url if "://" in url else f"http://{url}")
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise RemoteError(f"--url must look like http://127.0.0.1:8000, got {url!r}")
+        raise RemoteError(f"{flag} must look like http://127.0.0.1:8000, got {url!r}")
     return str(parsed).rstrip("/").removesuffix("/v1").rstrip("/") + "/v1"
 
 
@@ -85,9 +85,9 @@ def environment_proxy(url: str) -> str | None:
     return None if proxy_bypass(parsed.host) else proxies.get(parsed.scheme, proxies.get("all"))
 
 
-def connect(url: str, *, model: str | None = None, api_key: str | None = None) -> Remote:
-    """Ask the server for its models, and choose one. RemoteError: no answer, a refused key, not ready, or no such model."""
-    base = api_base(url)
+def connect(url: str, *, model: str | None = None, api_key: str | None = None, flag: str = "--url") -> Remote:
+    """Ask the server for its models, and choose one. ``flag``: the option that named it, for errors. RemoteError: no answer, a refused key, not ready, or no such model."""
+    base = api_base(url, flag)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         response = httpx.get(
@@ -95,9 +95,9 @@ def connect(url: str, *, model: str | None = None, api_key: str | None = None) -
         )
     except httpx.HTTPError as error:
         raise RemoteError(
-            f"no server answers at {base} ({describe(error)}); start one with `tightwire serve`, or name it with --url"
+            f"no server answers at {base} ({describe(error)}); start one with `tightwire serve`, or name it with {flag}"
         ) from error
-    return Remote(base=base, model=_choose_model(response, model, base), headers=headers)
+    return Remote(base=base, model=_choose_model(response, model, base, flag), headers=headers)
 
 
 async def ask(
@@ -116,7 +116,7 @@ async def ask(
     return response.json()
 
 
-def _choose_model(response: httpx.Response, wanted: str | None, base: str) -> str:
+def _choose_model(response: httpx.Response, wanted: str | None, base: str, flag: str) -> str:
     if response.status_code in (401, 403):
         raise RemoteError(f"{base} refuses the API key ({error_text(response)}); give the right one with --api-key")
     if response.status_code == 404 and wanted:
@@ -126,7 +126,7 @@ def _choose_model(response: httpx.Response, wanted: str | None, base: str) -> st
     try:
         names = [str(entry["id"]) for entry in response.json()["data"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise RemoteError(f"{base}/models is not an OpenAI model list; is --url right?") from error
+        raise RemoteError(f"{base}/models is not an OpenAI model list; is {flag} right?") from error
     if not names:
         # The list says nothing about a named model: `transformers serve` lists its download cache, not what it serves.
         if wanted:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tightwire.comm.sizes import format_bytes
+from tightwire.model.checkpoint.config import check_context
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import EngineOptions
@@ -96,9 +97,7 @@ def make_budget(
     ValueError: --max-model-len exceeds the model's context.
     """
     options, device, longest = inputs.options, inputs.device, inputs.options.max_model_len or inputs.model.max_positions
-    if longest > inputs.model.max_positions:
-        most = inputs.model.max_positions
-        raise ValueError(f"--max-model-len {longest} exceeds the model's context of {most} tokens; use at most {most}")
+    check_context(inputs.model.max_positions, longest)
     ranks, per_sequence = rank_bytes(inputs, plan), math.ceil(longest / BLOCK_SIZE)
     block_bytes = sum(rank.block for rank in ranks)
     on_device = min(_fitting_blocks(ranks, pool) for pool in inputs.pools)  # with --kv-offload: blocks in the buffers

@@ -8,8 +8,8 @@ from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import NAMESPACES, LinkFacts, plan_link
 from tightwire.comm.policy.rules import read_policy_file
 from tightwire.comm.transport.segment import why_unusable
-from tightwire.model.checkpoint.catalog import check_name
-from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.config import LlamaConfig, check_context, check_ranks
+from tightwire.model.checkpoint.header import check_name, read_sizes
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import EngineOptions, ModelOptions, ServeConfig
 from tightwire.server.plan.devices import CudaDevice, cuda_devices
@@ -32,9 +32,12 @@ def decide_setting(
 
 
 def refuse_early(config: ServeConfig) -> None:
-    """Refuse, with a ValueError, what the options and this machine decide without the model, before anything is started."""
+    """Refuse, with a ValueError, what the options, this machine and the model's header decide, before anything is started."""
     check_name(config.model.model)
     check_all_reduce_names(config.parallel)
+    if (sizes := read_sizes(config.model.model)) is not None:
+        check_ranks(sizes.num_heads, config.parallel.tp)
+        check_context(sizes.max_positions, config.engine.max_model_len or 0)
     device, _ = _choose_device(config.model.device, config.parallel)
     choose_transport(config.parallel, device)
     choose_overlap(config.parallel, device)

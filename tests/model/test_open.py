@@ -15,7 +15,7 @@ from helpers.model.tiny_gguf import make_tiny_gguf
 from tiny import make_tiny, tiny_config
 
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.checkpoint.random import RANDOM_SHAPES
+from tightwire.model.checkpoint.header import RANDOM_SHAPES
 from tightwire.model.open import open_checkpoint
 from tightwire.model.text.tokenizer import BOS_ID, EOS_ID
 
@@ -156,7 +156,11 @@ def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("Name or service not known")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    message = "no such folder: 'owner/tiny', and the repo of that name could not be fetched: Name or service not known"
+    message = (
+        f"'owner/tiny' is no folder here, and the repo of that name was not fetched: the Hugging Face Hub ({huggingface_hub.constants.ENDPOINT}) "
+        "was not reached and its cache has no such repo; give a folder with config.json and safetensors, a .gguf file, or a "
+        "name: smollm2-135m"
+    )
     with pytest.raises(ModelError, match=re.escape(message)):
         open_checkpoint("owner/tiny")
 

@@ -70,7 +70,8 @@ def test_divergence_counts_what_is_not_reported_as_one_token() -> None:
 
 def test_a_server_that_does_not_answer_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["answers", "--servers", "mine=http://127.0.0.1:9"]) == 1
-    assert "127.0.0.1:9" in json.loads(capsys.readouterr().out)["error"]
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert "127.0.0.1:9" in error and "--servers" in error and "--url" not in error
 
 
 @pytest.mark.parametrize("servers", ["http://127.0.0.1:8000", "mine=127.0.0.1:8000", "=http://127.0.0.1:8000"])

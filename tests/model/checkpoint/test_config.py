@@ -16,7 +16,7 @@ from transformers import LlamaConfig as HfConfig
 
 from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling, config_from_hf, config_to_hf
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.checkpoint.random import RANDOM_SHAPES
+from tightwire.model.checkpoint.header import RANDOM_SHAPES
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.weights.formats import layer_tensors

@@ -10,7 +10,8 @@ from helpers.model.loading import load_resident
 from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.checkpoint.random import RANDOM_SHAPES, RandomReader
+from tightwire.model.checkpoint.header import RANDOM_SHAPES
+from tightwire.model.checkpoint.random import RandomReader
 from tightwire.model.checkpoint.reader import expected_tensors
 from tightwire.model.layout import make_layout
 

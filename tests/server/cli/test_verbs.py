@@ -83,6 +83,10 @@ def test_alone_it_prints_the_four_things_one_does_first(capsys: pytest.CaptureFi
         (["no-such-model"], "no such model: 'no-such-model'"),
         (["./no-such-model"], "no such model: './no-such-model'"),
         (["smollm2-135M"], "did you mean 'smollm2-135m'?"),
+        (["random:foo"], "unknown shape 'foo'; choose one of llama-3.2-1b"),
+        (["/tmp"], "/tmp: has no config.json"),
+        (["random:llama-3-8b", "--tp", "33"], "cannot split 32 query heads over 33 ranks; use --tp 32 or less"),
+        (["random:llama-3-8b", "--max-model-len", "9000"], "--max-model-len 9000 exceeds the model's context of 8192"),
     ],
 )
 def test_what_the_options_alone_refuse_is_refused_before_torch_is_imported(arguments: list[str], message: str) -> None:

@@ -11,7 +11,7 @@ from helpers.server.server_process import ServerProcess, complete, get
 from tiny import make_tiny
 
 from tightwire.comm.sizes import parse_bytes
-from tightwire.model.checkpoint.random import RANDOM_SHAPES
+from tightwire.model.checkpoint.header import RANDOM_SHAPES
 from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.server.config.flags import make_config

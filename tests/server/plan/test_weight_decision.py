@@ -10,7 +10,8 @@ import torch
 from tiny import make_tiny
 
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.checkpoint.random import RANDOM_SHAPES, RandomReader
+from tightwire.model.checkpoint.header import RANDOM_SHAPES
+from tightwire.model.checkpoint.random import RandomReader
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare

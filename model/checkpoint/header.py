@@ -1,0 +1,153 @@
+"""Checks a model's name and reads its sizes from config.json or a GGUF header, without torch: wrong ones are refused at once."""
+
+import difflib
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tightwire.model.checkpoint.catalog import CATALOG, cached_path, is_cached
+from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling, config_from_hf
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.whole_folder import is_partial
+
+RANDOM = "random:"
+_REPO_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+_LLAMA3 = {"num_kv_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0, "norm_eps": 1e-5}
+_SHORT = {"head_dim": 128, "max_positions": 8192, **_LLAMA3}
+_LONG = {
+    "max_positions": 131072,
+    "tied_embeddings": True,
+    "rope_scaling": RopeScaling(kind="llama3", factor=32.0),
+    **_LLAMA3,
+}
+# The shapes of the released models.
+RANDOM_SHAPES = {
+    "llama-3.2-1b": LlamaConfig(num_layers=16, hidden_size=2048, num_heads=32, head_dim=64, mlp_size=8192, **_LONG),
+    "llama-3.2-3b": LlamaConfig(num_layers=28, hidden_size=3072, num_heads=24, head_dim=128, mlp_size=8192, **_LONG),
+    "llama-3-8b": LlamaConfig(num_layers=32, hidden_size=4096, num_heads=32, mlp_size=14336, **_SHORT),
+    "llama-3-70b": LlamaConfig(num_layers=80, hidden_size=8192, num_heads=64, mlp_size=28672, **_SHORT),
+}
+
+# The scalars of a GGUF header by type number; 8 is a string, 9 an array.
+_SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_STRING, _ARRAY = 8, 9
+
+
+class Sizes(NamedTuple):
+    """The numbers with which options are compared before the model is opened."""
+
+    num_heads: int
+    max_positions: int
+
+
+def check_name(model: str) -> None:
+    """Raise ModelError unless this can be a known name, file, folder, repo id or ``random:SHAPE``. Imports no torch."""
+    is_repo_id = _REPO_ID.fullmatch(model) is not None and not model.endswith(".gguf")
+    if is_repo_id or model in CATALOG or model.startswith(RANDOM) or Path(model).expanduser().exists():
+        return
+    close = difflib.get_close_matches(model.lower(), CATALOG, n=1)
+    meant = f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(sorted(CATALOG))};"
+    raise ModelError(
+        f"no such model: {model!r} is neither a file nor a folder; {meant} "
+        f"a Hugging Face repo id looks like owner/name; random weights: {RANDOM}SHAPE, such as {RANDOM}llama-3.2-1b"
+    )
+
+
+def read_sizes(model: str) -> Sizes | None:
+    """The sizes of a model on this machine; None: it must be fetched first, or its header is not a usual one.
+
+    Raises ModelError: an unknown shape, a folder without a model, or a config.json that is damaged or not supported.
+    """
+    if model in CATALOG:
+        return _gguf_sizes(cached_path(model)) if is_cached(model) else None
+    if model.startswith(RANDOM):
+        config = random_config(model.removeprefix(RANDOM))
+        return Sizes(config.num_heads, config.max_positions)
+    path = Path(model).expanduser()
+    if is_partial(path) or (path.is_dir() and any(path.glob("rank-*-of-*.weights"))):
+        return None  # a folder of `tightwire prepare`; opening it says whether it is whole
+    if path.is_dir():
+        path = only_gguf(path) or path / "config.json"
+    if path.suffix == ".gguf":
+        return _gguf_sizes(path)
+    if path.name != "config.json" or not path.is_file():
+        return None
+    config = config_from_hf(read_json(path))
+    return Sizes(config.num_heads, config.max_positions)
+
+
+def random_config(shape: str) -> LlamaConfig:
+    """A known shape, or that of a config.json. Raises ModelError for others."""
+    if shape in RANDOM_SHAPES:
+        return RANDOM_SHAPES[shape]
+    if (path := Path(shape).expanduser()).is_file():
+        return config_from_hf(read_json(path))
+    raise ModelError(
+        f"unknown shape {shape!r}; choose one of {', '.join(RANDOM_SHAPES)}, or give the path of a config.json"
+    )
+
+
+def only_gguf(folder: Path) -> Path | None:
+    """The .gguf file of a folder without config.json; None for a folder with one. Raises ModelError: not exactly one."""
+    if (folder / "config.json").is_file():
+        return None
+    ggufs = sorted(folder.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return ggufs[0]
+    found = (
+        f"several .gguf files, name one: {', '.join(path.name for path in ggufs[:5])}" if ggufs else "no .gguf either"
+    )
+    raise ModelError(
+        f"{folder}: has no config.json ({found}); give a folder with config.json and safetensors, a .gguf file, or a name: "
+        f"{', '.join(sorted(CATALOG))}"
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in ``path``; raises a ModelError that names the file."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: is not a JSON object")
+    return value
+
+
+def _gguf_sizes(path: Path) -> Sizes | None:
+    names = ("llama.attention.head_count", "llama.context_length")
+    try:
+        scalars = _gguf_scalars(path, names)
+        return Sizes(*(scalars[name] for name in names))
+    except (OSError, KeyError, ValueError, struct.error):
+        return None  # opening the file reads all of its header, and says what is wrong with it
+
+
+def _gguf_scalars(path: Path, names: tuple[str, ...]) -> dict[str, int]:
+    """The scalars ``names`` of the header, read up to the last of them: the tokenizer's long arrays come later."""
+    scalars: dict[str, int] = {}
+    with path.open("rb") as file:
+
+        def read(form: str) -> Any:
+            return struct.unpack("<" + form, file.read(struct.calcsize("<" + form)))[0]
+
+        def skip(kind: int) -> None:
+            if kind == _ARRAY:
+                kind, count = read("I"), read("Q")
+                for _ in range(count):
+                    skip(kind)
+            else:
+                file.seek(read("Q") if kind == _STRING else struct.calcsize("<" + _SCALARS[kind]), 1)
+
+        _magic, _version, _num_tensors, num_fields = (read(form) for form in ("I", "I", "Q", "Q"))
+        for _ in range(num_fields):
+            key, kind = file.read(read("Q")).decode(), read("I")
+            if key in names:
+                scalars[key] = read(_SCALARS[kind])
+            else:
+                skip(kind)
+            if len(scalars) == len(names):
+                break
+    return scalars
