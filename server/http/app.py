@@ -35,7 +35,12 @@ def make_app(*, engine: EngineClient, holder: ModelHolder, http: HttpOptions) ->
         metrics=Metrics(lambda: engine.stats, lambda: holder.startup_s, lambda: engine.comm_setup),
     )
     app = FastAPI(
-        title="Tightwire", version=__version__, description=_DESCRIPTION, redirect_slashes=False, redoc_url=None
+        title="Tightwire",
+        version=__version__,
+        description=_DESCRIPTION,
+        redirect_slashes=False,
+        docs_url=None,  # FastAPI's page loads its program from another server; ours needs none
+        redoc_url=None,
     )
     app.include_router(openai_router(serving))
     app.include_router(observe_router(serving))

@@ -25,7 +25,10 @@ PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/metrics"
 
 
 class RequestScope:
-    """ASGI middleware: sets ``request.state.arrived_s``, and the headers with the request id and the ignored fields."""
+    """ASGI middleware: sets ``request.state.arrived_s``, and the headers with the request id and the ignored fields.
+
+    It answers HEAD as GET; the server leaves out the body.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -50,7 +53,8 @@ class RequestScope:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
+            asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+            await self._app(asked, receive, send_with_id)
         except ClientDisconnect:
             return  # it disconnected while sending its body
         except Exception as error:

@@ -5,6 +5,8 @@ import html
 import json
 import shlex
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -30,7 +32,8 @@ _TRACE_SECONDS = {
     "schema": {"type": "number", "default": _TRACE_DEFAULT_S, "exclusiveMinimum": 0, "maximum": _TRACE_MAX_S},
 }
 _LINKS = {
-    "/docs": "every route and field, to try out",
+    "/docs": "every route",
+    "/openapi.json": "every route and field, for programs",
     "/health": "whether it takes requests",
     "/metrics": "counters and latencies, for Prometheus",
     "/comm": "which AllReduces run, why, and what they cost",
@@ -44,6 +47,10 @@ def observe_router(serving: Serving) -> APIRouter:
     async def home(request: Request) -> Response:
         page = _home(serving, str(request.base_url))
         return _as_html(page) if "text/html" in request.headers.get("accept", "") else json_response(page)
+
+    @router.get("/docs", include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        return _as_table(request.app.openapi())
 
     @router.get("/health/live", summary="200 while the process answers")
     async def live() -> Response:
@@ -109,6 +116,21 @@ def _as_html(page: Home) -> Response:
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{page.name}</title><h1>{page.name}</h1>"
         f"<p>{page.about}<p>{html.escape(page.model or 'No model yet')}: {html.escape(page.status)}."
         f"<ul>{links}</ul><pre>{html.escape(page.example)}</pre>"
+    )
+
+
+def _as_table(page: Mapping[str, Any]) -> Response:
+    """The routes of an OpenAPI page; it needs no script and no other server."""
+    rows = "".join(
+        f"<tr><td>{method.upper()}<td><code>{path}</code><td>{html.escape(operation['summary'])}"
+        for path, methods in page["paths"].items()
+        for method, operation in methods.items()
+    )
+    title = f"{page['info']['title']} {page['info']['version']}"
+    return HTMLResponse(
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><h1>{title}</h1>"
+        f"<p>{html.escape(page['info']['description'])}<table>{rows}</table>"
+        '<p>Fields, answers and errors: <a href="/openapi.json">/openapi.json</a>, which OpenAPI tools read.'
     )
 
 

@@ -36,6 +36,22 @@ async def test_home_is_a_page_for_browsers(client: httpx.AsyncClient) -> None:
     assert "<script" not in response.text and len(response.text) < 2000
 
 
+async def test_docs_list_every_route_without_a_script_or_another_server(client: httpx.AsyncClient) -> None:
+    text = (await client.get("/docs")).text
+    for path in (await client.get("/openapi.json")).json()["paths"]:
+        assert f"<code>{path}</code>" in text
+    assert "<script" not in text and "http" not in text
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/metrics"])
+def test_head_answers_as_get_without_the_body(engine: FakeEngine, path: str) -> None:
+    with serve(app_for(engine)) as url:
+        head, get = httpx.head(url + path), httpx.get(url + path)
+        assert httpx.head(f"{url}/v1/completions").status_code == 405
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
 @pytest.mark.parametrize(("key", "chat"), [(None, True), ("secret", False)])
 def test_the_example_of_home_runs(engine: FakeEngine, key: str | None, chat: bool) -> None:
     headers = {"authorization": f"Bearer {key}"} if key else {}
