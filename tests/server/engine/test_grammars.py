@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from helpers.server.fake_runner import FakeRunner
+from helpers.server.schemas import make_schemas
+from jsonschema_rs import validator_for
 
 from tightwire.model.sampling.grammar import GrammarMasks, make_grammar
 from tightwire.model.sampling.parameters import SamplingParams
@@ -30,9 +32,9 @@ SCHEMA = {
 }
 
 
-def make_engine(num_blocks: int = 200, **options: Any) -> Engine:
+def make_engine(num_blocks: int = 200, max_model_len: int = 96, **options: Any) -> Engine:
     limits = Limits(
-        max_model_len=96,
+        max_model_len=max_model_len,
         max_num_seqs=8,
         max_num_batched_tokens=32,
         num_blocks=num_blocks,
@@ -44,7 +46,9 @@ def make_engine(num_blocks: int = 200, **options: Any) -> Engine:
         runner=FakeRunner(limits, VOCAB),
         sampler=Sampler(VOCAB, grammars=grammars),
         limits=limits,
-        rules=RequestRules(vocab_size=VOCAB, max_model_len=96, eos_token_ids=frozenset([EOS_ID]), has_grammars=True),
+        rules=RequestRules(
+            vocab_size=VOCAB, max_model_len=max_model_len, eos_token_ids=frozenset([EOS_ID]), has_grammars=True
+        ),
         **options,
     )
 
@@ -96,6 +100,18 @@ def test_a_mixed_load_gives_each_request_the_answer_it_gets_alone(num_blocks: in
             assert set(json.loads(bytes(tokens[:-1]))) == {"word", "flag"}
     assert bytes(alone["regex"][0][:-1]) == b"abc" * 8
     assert len(alone["short"][0]) == 12 and alone["short"][1] == "length"
+
+
+def test_schemas_of_varied_features() -> None:
+    """Every answer is valid, whatever the model prefers."""
+    schemas = make_schemas(200)[::4]
+    messages = [request(f"{i}", make_grammar("json", schema), max_tokens=2000) for i, schema in enumerate(schemas)]
+    answers = run(make_engine(num_blocks=4200, max_model_len=2020), *messages)
+    backend = byte_backend(VOCAB)
+    for i, schema in enumerate(schemas):
+        tokens, reason = answers[f"{i}"]
+        assert reason == "stop"
+        validator_for(schema).validate(json.loads(backend.decode(tokens)))
 
 
 def test_forced_tokens_need_no_step() -> None:
