@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from tightwire.server.api.metrics_alias import METRIC_ALIASES, AliasedMetrics
 from tightwire.server.ipc.engine_stats import CommCount, EngineStats, ReplicaLoad, metric_fields
 from tightwire.server.ipc.messages import CommSetup
 
@@ -27,8 +28,12 @@ class Metrics:
         stats: Callable[[], EngineStats | None],
         startup_s: Callable[[], float | None] = lambda: None,
         comm_setup: Callable[[], CommSetup | None] = lambda: None,
+        alias: str = "none",
+        model_name: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.registry = CollectorRegistry()
+        self._page = CollectorRegistry()
+        self._page.register(AliasedMetrics(self.registry, METRIC_ALIASES[alias], model_name))
         self.time_to_first_token = self._histogram(
             "time_to_first_token", "From the request's arrival to its first token"
         )
@@ -62,7 +67,7 @@ class Metrics:
     def render(self, accept: str) -> tuple[bytes, str]:
         """The page and its content type, chosen by the scraper's Accept header."""
         encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        return encode(self._page), content_type
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...] = _REQUEST_BUCKETS) -> Histogram:
         return Histogram(f"tightwire_{name}_seconds", help, buckets=buckets, registry=self.registry)

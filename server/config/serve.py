@@ -126,6 +126,12 @@ class HttpOptions:
         "refuse requests with unknown fields (status 400) instead of ignoring them. Ignored fields are named in the response "
         "header X-Tightwire-Ignored, and once in the log",
     )
+    metrics_alias: str = option(
+        "none",
+        "second names on /metrics, with the same values. vllm: vllm:num_requests_running and others that vllm-router and "
+        "production-stack read",
+        ("none", "vllm"),
+    )
     shutdown_grace_s: float = option(30.0, "time for running requests to finish after SIGTERM", metavar="S")
 
     log_level: str = option(

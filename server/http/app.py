@@ -32,7 +32,13 @@ def make_app(*, engine: EngineClient, holder: ModelHolder, http: HttpOptions) ->
         engine=engine,
         holder=holder,
         http=http,
-        metrics=Metrics(lambda: engine.stats, lambda: holder.startup_s, lambda: engine.comm_setup),
+        metrics=Metrics(
+            lambda: engine.stats,
+            lambda: holder.startup_s,
+            lambda: engine.comm_setup,
+            alias=http.metrics_alias,
+            model_name=lambda: holder.model.info.name if holder.model else None,
+        ),
     )
     app = FastAPI(
         title="Tightwire",

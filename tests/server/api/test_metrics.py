@@ -3,10 +3,12 @@
 import asyncio
 
 import httpx
-from helpers.server.fake_engine import FakeEngine, app_for
+from helpers.server.fake_engine import INFO, FakeEngine, app_for
 from prometheus_client.parser import text_string_to_metric_families
 
 from tightwire.server.api.metrics import Metrics
+from tightwire.server.api.metrics_alias import METRIC_ALIASES
+from tightwire.server.config.serve import HttpOptions
 from tightwire.server.ipc.engine_stats import EngineCounters, EngineStats, metric_fields
 from tightwire.server.ipc.messages import CommSetup, SelfTestVerdict
 
@@ -42,6 +44,26 @@ async def test_one_request_is_counted_and_timed(client: httpx.AsyncClient) -> No
     assert values["tightwire_comm_seconds_count.all_reduce.decode.native"] == 32
     assert values["tightwire_comm_bytes_total.all_reduce.decode.native"] == 8000
     assert values["tightwire_comm_exact_bytes_total.all_reduce.decode.native"] == 12000
+
+
+async def test_vllm_names_have_the_same_values_and_the_models_name(engine: FakeEngine) -> None:
+    transport = httpx.ASGITransport(app_for(engine, http=HttpOptions(metrics_alias="vllm")))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        await client.post("/v1/completions", json={**BODY, "n": 2})
+        page = (await client.get("/metrics")).text
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    for name, aliases in METRIC_ALIASES["vllm"].items():
+        own = [(sample.name.removeprefix(name), sample.value) for sample in families[name].samples]
+        assert own
+        for alias in aliases:
+            samples = families[alias].samples
+            assert [(sample.name.removeprefix(alias), sample.value) for sample in samples] == own
+            assert {sample.labels["model_name"] for sample in samples} == {INFO.name}
+            assert families[alias].type == families[name].type
+
+
+async def test_without_the_option_no_name_is_another_servers(client: httpx.AsyncClient) -> None:
+    assert "vllm:" not in (await client.get("/metrics")).text
 
 
 async def test_self_test_results_are_gauges(client: httpx.AsyncClient, engine: FakeEngine) -> None:
