@@ -1,0 +1,91 @@
+{{- define "tightwire.labels" -}}
+app.kubernetes.io/name: tightwire
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{/* One pod template for every host: the command is the same, and LeaderWorkerSet's variables say which host it is. */}}
+{{- define "tightwire.pod" -}}
+metadata:
+  labels:
+    {{- include "tightwire.labels" . | nindent 4 }}
+    llm-d.ai/engine-type: {{ ternary "vllm" "tightwire" (eq .Values.metricsAlias "vllm") }}
+spec:
+  # Without this a Service's variables, such as TIGHTWIRE_PORT, would be in the environment.
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: 45 # more than --shutdown-grace-s
+  securityContext: { runAsUser: 10001, runAsGroup: 10001, fsGroup: 10001, runAsNonRoot: true }
+  containers:
+    - name: tightwire
+      image: "{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}"
+      imagePullPolicy: {{ .Values.image.pullPolicy }}
+      args:
+        - serve
+        - {{ .Values.model | quote }}
+        - --host=0.0.0.0
+        - --tp={{ .Values.tp }}
+        - --device={{ ternary "cuda" "cpu" (gt (int .Values.gpus) 0) }}
+        - --metrics-alias={{ .Values.metricsAlias }}
+        {{- if .Values.apiKeySecret }}
+        - --api-key=$(API_KEY)
+        {{- end }}
+        {{- range .Values.args }}
+        - {{ . | quote }}
+        {{- end }}
+      env:
+        {{- if .Values.apiKeySecret }}
+        - name: API_KEY
+          valueFrom: { secretKeyRef: { name: {{ .Values.apiKeySecret }}, key: api-key } }
+        {{- end }}
+        {{- with .Values.env }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      ports:
+        - { name: http, containerPort: 8000 }
+      startupProbe:
+        httpGet: { path: /health/ready, port: http }
+        periodSeconds: 10
+        timeoutSeconds: 5
+        failureThreshold: {{ mul 6 .Values.startupMinutes }}
+      readinessProbe:
+        httpGet: { path: /health/ready, port: http }
+        timeoutSeconds: 5
+      # Not /health/ready: a server that drains is not ready, and must not be killed for it.
+      livenessProbe:
+        httpGet: { path: /health/live, port: http }
+        timeoutSeconds: 5
+      resources:
+        {{- if .Values.resources.requests }}
+        requests: {{- toYaml .Values.resources.requests | nindent 10 }}
+        {{- end }}
+        {{- if or .Values.resources.limits .Values.gpus }}
+        limits:
+          {{- with .Values.resources.limits }}
+          {{- toYaml . | nindent 10 }}
+          {{- end }}
+          {{- if .Values.gpus }}
+          nvidia.com/gpu: {{ .Values.gpus }}
+          {{- end }}
+        {{- end }}
+      volumeMounts:
+        - { name: cache, mountPath: /cache }
+        - { name: shm, mountPath: /dev/shm }
+  volumes:
+    - name: cache
+      {{- if .Values.cacheClaim }}
+      persistentVolumeClaim: { claimName: {{ .Values.cacheClaim }} }
+      {{- else }}
+      emptyDir: {}
+      {{- end }}
+    # For NCCL; a container's own /dev/shm has 64 MB.
+    - name: shm
+      emptyDir: { medium: Memory }
+  {{- with .Values.nodeSelector }}
+  nodeSelector: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .Values.tolerations }}
+  tolerations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .Values.affinity }}
+  affinity: {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
