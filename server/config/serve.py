@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tightwire.model.weights import QUANTIZATIONS
+from tightwire.server.config.hosts import HostOptions
 from tightwire.server.config.option import MAX_SECONDS, option, require, require_seconds
 from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.weights import WeightOptions
@@ -176,6 +177,7 @@ class ServeConfig:
     weights: WeightOptions = field(default_factory=WeightOptions)
     http: HttpOptions = field(default_factory=HttpOptions)
     timeouts: TimeoutOptions = field(default_factory=TimeoutOptions)
+    hosts: HostOptions = field(default_factory=HostOptions)
 
     def __post_init__(self) -> None:
         if self.parallel.link is not None and self.model.device == "cuda":
@@ -200,6 +202,7 @@ GROUPS = {
     "weights": WeightOptions,
     "http": HttpOptions,
     "timeouts": TimeoutOptions,
+    "hosts": HostOptions,
 }
 
 

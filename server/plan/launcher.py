@@ -1,0 +1,116 @@
+"""Fills the options of several hosts from the variables of torchrun, Slurm and LeaderWorkerSet, and says from which."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tightwire.server.config.serve import ServeConfig, option_fields
+
+
+@dataclass(frozen=True, slots=True)
+class _Launcher:
+    """One launcher's variables: of the number of nodes, of this node's number, and of node 0's address."""
+
+    name: str
+    nnodes: str
+    node_rank: str
+    master: tuple[str, ...]  # the first of them that is set
+    num_local: str = ""  # of the processes it starts on this node, which must be one
+
+
+_LAUNCHERS = (
+    _Launcher("LeaderWorkerSet", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX", ("LWS_LEADER_ADDRESS",)),
+    _Launcher("torchrun", "GROUP_WORLD_SIZE", "GROUP_RANK", ("MASTER_ADDR",), "LOCAL_WORLD_SIZE"),
+    _Launcher("torchrun", "WORLD_SIZE", "RANK", ("MASTER_ADDR",), "LOCAL_WORLD_SIZE"),
+    _Launcher(
+        "Slurm", "SLURM_NNODES", "SLURM_NODEID", ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), "SLURM_NTASKS_PER_NODE"
+    ),
+)
+
+
+def resolve_hosts(config: ServeConfig, environment: Mapping[str, str]) -> tuple[ServeConfig, list[str]]:
+    """The config with this node's place filled in, and a line for each value that a variable gave.
+
+    With several hosts ``--nodes`` becomes the number of hosts, and the transport ``process-group``. ValueError: a value is
+    missing or wrong; the message says where it came from.
+    """
+    options, notes = config.hosts, []
+    launcher = next((known for known in _LAUNCHERS if {known.nnodes, known.node_rank} <= environment.keys()), None)
+    if launcher is not None and options.nnodes is None:
+        options = replace(options, nnodes=_number(environment, launcher.nnodes))
+        notes.append(f"--nnodes {options.nnodes}: from {launcher.name}'s {launcher.nnodes}")
+    if not options.several:
+        for name in ("node_rank", "master_addr", "interface"):
+            if (value := getattr(options, name)) not in (None, 0) and options.nnodes is None:
+                raise ValueError(f"--{name.replace('_', '-')} {value} is for several hosts; add --nnodes N")
+        return config, []
+    if launcher is not None:
+        if launcher.num_local in environment and _number(environment, launcher.num_local) > 1:
+            raise ValueError(
+                f"{launcher.name} starts {environment[launcher.num_local]} processes on this node "
+                f"({launcher.num_local}); start one, which starts the node's ranks itself"
+            )
+        if options.node_rank is None:
+            options = replace(options, node_rank=_number(environment, launcher.node_rank))
+            notes.append(f"--node-rank {options.node_rank}: from {launcher.name}'s {launcher.node_rank}")
+        master = next((name for name in launcher.master if environment.get(name)), None)
+        if options.master_addr is None and master is not None:
+            # The port is ours: torchrun's own store listens on MASTER_PORT.
+            options = replace(options, master_addr=first_host(environment[master]))
+            notes.append(f"--master-addr {options.master_addr}: from {launcher.name}'s {master}")
+    for name in ("node_rank", "master_addr"):
+        if getattr(options, name) is None:
+            raise ValueError(
+                f"--nnodes {options.nnodes} needs --{name.replace('_', '-')}; no variable of torchrun, Slurm or "
+                "LeaderWorkerSet gives it here"
+            )
+    return _spread(replace(config, hosts=options)), notes
+
+
+def _spread(config: ServeConfig) -> ServeConfig:
+    parallel, options = config.parallel, config.hosts
+    nnodes = options.nnodes or 1
+    if parallel.tp % nnodes or parallel.dp > 1:
+        raise ValueError(
+            f"--nnodes {nnodes} must divide --tp ({parallel.tp}), with --dp 1 (got {parallel.dp}); for several replicas start "
+            "several servers behind a router"
+        )
+    if parallel.link is not None or parallel.nodes not in (1, nnodes):
+        raise ValueError("--link and --nodes emulate nodes on one host; leave them out with --nnodes")
+    if parallel.transport not in ("auto", "process-group"):
+        raise ValueError(f"--transport {parallel.transport} is inside one host; leave it out with --nnodes {nnodes}")
+    if len(options.ports) <= parallel.tp:
+        raise ValueError(
+            f"--port-range {options.port_range} must hold {parallel.tp + 1} ports: the store's, and one a rank"
+        )
+    return replace(config, parallel=replace(parallel, nodes=nnodes, transport="process-group"))
+
+
+def first_host(names: str) -> str:
+    """The first name of Slurm's compressed list: ``node[03-07,12],other`` begins with ``node03``."""
+    found = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", names.strip())
+    return "".join(part or "" for part in found.groups()) if found else names
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environment[name])
+    except ValueError:
+        raise ValueError(f"{name} must be a whole number, got {environment[name]!r}") from None
+
+
+def facts_of(config: ServeConfig) -> dict[str, str]:
+    """The options that must be equal on all nodes, by flag, as text."""
+    own = {
+        "node_rank",
+        "master_addr",
+        "interface",
+        "join_timeout_s",
+        "model",
+        "stream_from",
+    }  # may differ between nodes
+    return {
+        "--" + name.replace("_", "-"): str(getattr(getattr(config, group), name))
+        for name, (group, _) in option_fields().items()
+        if group != "http" and name not in own
+    }

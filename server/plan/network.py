@@ -1,0 +1,126 @@
+"""This node's address and interface towards the others, and its ports. Reads the kernel's routes and guesses nothing."""
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tightwire.server.config.hosts import HostOptions, split_address
+
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostPlace:
+    """This host among the hosts of a server. ``address`` is its own, on ``interface`` (empty: not known by name)."""
+
+    node: int
+    num_nodes: int
+    address: str
+    interface: str
+    master: str  # node 0's address
+    port: int  # where node 0 waits for the others
+    ports: range
+
+    def describe(self) -> str:
+        at = f" ({self.interface})" if self.interface else ""
+        return (
+            f"node {self.node} of {self.num_nodes}: address {self.address}{at}, node 0 at {joined(self.master, self.port)}, "
+            f"ports {self.ports.start} to {self.ports.stop - 1}"
+        )
+
+    @property
+    def store_port(self) -> int:
+        return self.ports[0]
+
+    def inbox(self, rank: int, address: str = "") -> str:
+        """The zmq address where a rank of another node than 0 receives its steps, on its node's ``address`` or this one's."""
+        return f"tcp://{joined(address or self.address, self.ports[1 + rank])}"
+
+    def listens(self, ranks: range) -> list[int]:
+        """The ports of this node that other nodes connect to, with these ranks on it."""
+        return [self.store_port] if self.node == 0 else [self.ports[1 + rank] for rank in ranks]
+
+
+def joined(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def find_place(options: HostOptions) -> HostPlace:
+    """This host's place. ValueError: the master's name has no address here, or there is no such interface or route."""
+    assert options.nnodes is not None and options.node_rank is not None and options.master_addr is not None
+    name, port = split_address(options.master_addr)
+    try:
+        master = str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ValueError(
+            f"--master-addr {name}: this host finds no address for it: {error.strerror or error}"
+        ) from None
+    if ipaddress.ip_address(master.partition("%")[0]).is_loopback and name != "localhost" and name != master:
+        raise ValueError(
+            f"--master-addr {name} is {master} on this host (/etc/hosts?), where other hosts cannot reach it; give the address"
+        )
+    if options.interface is None:
+        address = _routed_address(master)
+        interface = next((nic for nic, own in _addresses() if own == address), "")
+    else:
+        interface = options.interface
+        family = ":" in master
+        address = next((own for nic, own in _addresses() if nic == interface and (":" in own) == family), "")
+        if not address:
+            known = sorted({nic for nic, own in _addresses() if (":" in own) == family})
+            raise ValueError(
+                f"--interface {interface} has no address of the kind of {master} on this host; choose {', '.join(known)}"
+            )
+    return HostPlace(
+        node=options.node_rank,
+        num_nodes=options.nnodes,
+        address=address,
+        interface=interface,
+        master=master,
+        port=port,
+        ports=options.ports,
+    )
+
+
+def _routed_address(towards: str) -> str:
+    """This host's address on the route to another. Connecting a UDP socket sends no packet."""
+    family, kind, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+    try:
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return probe.getsockname()[0]
+    except OSError as error:
+        raise ValueError(f"--master-addr {towards}: this host has no route to it: {error.strerror or error}") from None
+
+
+def _addresses() -> Iterator[tuple[str, str]]:
+    """Interfaces with their addresses: the first of IPv4, and all of IPv6."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # no address
+            yield name, socket.inet_ntoa(found[20:24])
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else []:
+        digits, _, _, _, _, name = line.split()
+        yield name, str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A listening socket. ValueError: the port is taken, or the address is not this host's."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=64)
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise ValueError(
+            f"this host cannot listen on {joined(address, port)}: {why}; choose a free --port-range (or port of "
+            "--master-addr), the same on every host, and check that --master-addr is node 0's address"
+        ) from None

@@ -1,0 +1,67 @@
+"""This host's place among several: its address, the forms of the master's address, and its ports."""
+
+import socket
+
+import pytest
+
+from tightwire.server.config.hosts import HostOptions, split_address
+from tightwire.server.plan import network
+from tightwire.server.plan.network import find_place, listen
+
+
+def options(master: str = "127.0.0.1", node: int = 1, interface: str | None = None) -> HostOptions:
+    return HostOptions(nnodes=2, node_rank=node, master_addr=master, interface=interface, port_range="29701-29704")
+
+
+def test_the_route_to_the_master_gives_address_and_interface() -> None:
+    place = find_place(options("127.0.0.1:7000"))
+    assert (place.address, place.interface, place.port) == ("127.0.0.1", "lo", 7000)
+    assert place.describe() == "node 1 of 2: address 127.0.0.1 (lo), node 0 at 127.0.0.1:7000, ports 29701 to 29704"
+
+
+def test_node_0_listens_for_the_store_and_the_others_one_port_a_rank() -> None:
+    assert find_place(options(node=0)).listens(range(1)) == [29701]
+    place = find_place(options())
+    assert place.listens(range(1, 3)) == [29703, 29704]
+    assert place.inbox(1) == "tcp://127.0.0.1:29703"
+    assert place.inbox(1, "fd09::2") == "tcp://[fd09::2]:29703"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("h", ("h", 29600)),
+        ("10.0.0.1:5", ("10.0.0.1", 5)),
+        ("[fd09::1]:5", ("fd09::1", 5)),
+        ("[fe80::1%eth0]", ("fe80::1%eth0", 29600)),
+        ("fd09::1", ("fd09::1", 29600)),
+    ],
+)
+def test_forms_of_the_masters_address(text: str, parts: tuple[str, int]) -> None:
+    assert split_address(text) == parts
+
+
+@pytest.mark.parametrize("text", ["h:0", "h:70000", "h:port", "[::1", ":5"])
+def test_other_forms_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="--master-addr must be HOST"):
+        HostOptions(master_addr=text)
+
+
+def test_a_name_that_is_loopback_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network.socket, "getaddrinfo", lambda *_, **__: [(None, None, 0, "", ("127.0.1.1", 0))])
+    with pytest.raises(ValueError, match="--master-addr head is 127.0.1.1 on this host"):
+        find_place(options("head"))
+
+
+def test_an_unknown_interface_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"--interface wlan9 has no address .*choose .*lo"):
+        find_place(options(interface="wlan9"))
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ValueError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use; choose a free"
+        ):
+            listen("127.0.0.1", port)
