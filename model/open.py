@@ -1,8 +1,11 @@
 """Opens a model by known name, folder, .gguf, repo id or random weights; reads only headers."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from tightwire.model.checkpoint.catalog import CATALOG, Progress, pull
 from tightwire.model.checkpoint.config import LlamaConfig, config_from_hf
@@ -10,7 +13,7 @@ from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf import GgufFile, GgufReader, config_from_gguf
 from tightwire.model.checkpoint.header import RANDOM, RANDOM_SHAPES, check_name, only_gguf, random_config, read_json
 from tightwire.model.checkpoint.random import RandomReader
-from tightwire.model.checkpoint.reader import EMBEDDING, CheckpointReader, check_tensors
+from tightwire.model.checkpoint.reader import EMBEDDING, CheckpointReader, check_tensors, expected_tensors
 from tightwire.model.checkpoint.safetensors import SafetensorsReader
 from tightwire.model.checkpoint.whole_folder import is_partial
 from tightwire.model.text.gguf_tokenizer import tokenizer_from_gguf
@@ -70,6 +73,25 @@ def open_checkpoint(model: str, seed: int = 0, *, progress: Progress = lambda fr
     if path.is_dir():
         return _open_folder(path)
     return replace(_open_folder(_fetch_repo(model)), name=model)
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """A digest of the configuration, the stored types and the norms' weights: unlike models differ, on any two hosts.
+
+    Cost: reads a few thousand numbers a layer, not the matrices.
+    """
+    digest = hashlib.sha256(repr(checkpoint.config).encode())
+    if checkpoint.prepared is not None:
+        digest.update(repr(checkpoint.prepared.manifest).encode())
+        return digest.hexdigest()[:16]
+    reader = checkpoint.reader()
+    for name, shape in expected_tensors(checkpoint.config):
+        digest.update(reader.stored_as(name).encode())
+        if "norm" in name:
+            norm = torch.empty(shape)
+            reader.read_into(norm, name, rows=range(shape[0]))
+            digest.update(norm.numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def formats_of(checkpoint: Checkpoint, quantization: str) -> WeightFormats:

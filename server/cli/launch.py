@@ -50,6 +50,7 @@ class _Server:
         self._config, self._listener, self._ranks, self._progress = config, listener, ranks, progress
         self._holder = ModelHolder()
         self._first_signal_s: float | None = None
+        self._member = ranks.place is not None and ranks.place.node > 0  # does not serve the API
 
     async def run(self) -> int:
         self._stop = asyncio.Event()
@@ -64,7 +65,7 @@ class _Server:
         try:
             await self._unless_stopped(engine.guard(self._load(engine)))
             self._progress.close()
-            await engine.guard(self._stop.wait())
+            await engine.guard(self._until_stopped(engine))
             return await self._drain(engine)
         except _StoppedError:
             self._progress.say("stopped before the model was ready")
@@ -105,6 +106,12 @@ class _Server:
         )
         self._holder.fill(info=info, tokenizer=tokenizer)
         await engine.wait_ready()
+        if self._member:
+            self._progress.close()
+            self._progress.say(
+                f"node ready in {process_age_s():.1f} s; health and metrics at {url_of(self._listener)}, the API on node 0"
+            )
+            return
         self._announce(info, decision, engine.ready)
 
     def _announce(self, info: ModelInfo, decision: Decision, ready: Mapping[int, Ready]) -> None:
@@ -132,6 +139,18 @@ class _Server:
             await asyncio.wait([task])
             raise _StoppedError
         task.result()
+
+    async def _until_stopped(self, engine: RankedEngine) -> None:
+        """Wait for a signal here, or to another host, which asks node 0; node 0 ends the others after the last request."""
+        stop = asyncio.create_task(self._stop.wait())
+        asked = asyncio.create_task(engine.stop_asked.wait())
+        await asyncio.wait([stop, asked], return_when=asyncio.FIRST_COMPLETED)
+        if stop.done() and self._member:
+            self._progress.say("asking node 0 to stop")
+            engine.ask_stop()
+            await asked
+        stop.cancel()
+        asked.cancel()
 
     async def _drain(self, engine: RankedEngine) -> int:
         """Let running requests finish within the grace time, cancel the rest, and end the ranks."""

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,8 @@ from tightwire.server.config.flags import (
 from tightwire.server.config.option import option, require
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.http.listener import PortTakenError, open_listener
+from tightwire.server.plan.launcher import resolve_hosts
+from tightwire.server.plan.network import HostPlace, find_place
 from tightwire.server.plan.progress import START_STAGES, Progress
 from tightwire.server.plan.setting import refuse_early
 
@@ -58,6 +61,12 @@ def serve(argv: Sequence[str]) -> int:
 def _serve(argv: Sequence[str]) -> int:
     parser = make_parser("serve", "Serve a model over the OpenAI HTTP API, split over rank processes.")
     config, _ = parse(parser, argv)
+    try:
+        config, notes = resolve_hosts(config, os.environ)
+        place = find_place(config.hosts) if config.hosts.several else None
+    except ValueError as error:
+        return _refuse("serve", error)
+    sys.stderr.writelines(f"{line}\n" for line in [*notes, *([place.describe()] if place else [])])
     _load_kernels()
     try:
         refuse_early(config)
@@ -66,10 +75,14 @@ def _serve(argv: Sequence[str]) -> int:
         return _refuse("serve", error)
     with listener, ExitStack() as stack:
         try:
-            ranks = _start_ranks(config, stack)
+            ranks = _start_ranks(config, stack, place)
         except ValueError as error:
             return _refuse("serve", error)
-        progress = Progress(config.parallel.num_ranks, START_STAGES, verbose=config.http.log_level == "debug")
+        progress = Progress(
+            len(ranks.numbers) if place and place.node else config.parallel.num_ranks,
+            START_STAGES,
+            verbose=config.http.log_level == "debug",
+        )
         progress.stage("import", 0.0)
         return importlib.import_module("tightwire.server.cli.launch").serve(config, listener, ranks, progress)
 
@@ -213,7 +226,7 @@ def _load_kernels() -> None:
     progress.close()
 
 
-def _start_ranks(config: ServeConfig, stack: ExitStack) -> "Ranks":
+def _start_ranks(config: ServeConfig, stack: ExitStack, place: HostPlace | None = None) -> "Ranks":
     """Start the wire between the ranks, if any, then the ranks. ValueError: this machine cannot create the wire."""
     options, wire = config.parallel, None
     if options.link is not None:
@@ -232,6 +245,7 @@ def _start_ranks(config: ServeConfig, stack: ExitStack) -> "Ranks":
         num_replicas=options.dp,
         shares_weights=config.weights.weights in ("auto", "partition"),
         wire=wire,
+        place=place,
     )
     return stack.enter_context(ranks)
 

@@ -1,6 +1,7 @@
 """Creates the zmq sockets between the processes of one server: each process binds one inbox, the others connect to it.
 
-Addresses are abstract Unix sockets; between network namespaces, files in a private folder that its creator removes.
+Addresses are abstract Unix sockets; between network namespaces, files in a private folder that its creator removes. A rank on
+another host than rank 0 receives its plans over TCP.
 """
 
 import os
@@ -24,6 +25,7 @@ def connect_sender(context: Context, address: str) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RECONNECT_IVL, 10)
     socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IPV6, 1)
     socket.connect(address)
     return socket
 
@@ -37,5 +39,6 @@ def bind_receiver(context: zmq.Context[_AnySocket], address: str) -> _AnySocket:
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
+    socket.setsockopt(zmq.IPV6, 1)
     socket.bind(address)
     return socket

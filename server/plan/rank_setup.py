@@ -24,6 +24,8 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
     node_segment_fd: int | None = None  # memory shared by the ranks of this node, if there are several nodes
     replica_segment_fd: int | None = None  # memory shared by the ranks of this replica, if there are several replicas
     peer_segment_fd: int | None = None  # memory shared by the ranks of this node that hold the same weights
+    local_rank: int = 0  # its number among the ranks of this host
+    num_local: int = 1
     store_host: str = "127.0.0.1"  # the store's address
     interface: str | None = None  # network interface towards the other nodes, if each node is a network namespace
     throttle: Link | None = None  # rate limit on this rank's messages between nodes
@@ -64,11 +66,12 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True):
-    """The second line. ``location`` opens the model without network access."""
+    """The second line. ``location`` opens the model without network access. ``inboxes``: as they are on several hosts."""
 
     location: str
     config: ServeConfig
     plan: RunPlan
+    inboxes: tuple[str, ...] = ()  # replaces the identity's, which has no addresses of other hosts
 
 
 def rank_name(rank: int, tp: int, num_replicas: int) -> str:

@@ -124,7 +124,7 @@ def decide(
         model=model,
         layout=layout,
         options=config.engine,
-        pools=_pools(setting.device, parallel.num_ranks, gpus, config.weights.device_memory),
+        pools=_pools(setting.device, parallel.num_ranks, gpus, config.weights.device_memory, config.hosts.nnodes or 1),
         dtype=dtype,
         formats=formats,
         device=setting.device,
@@ -154,7 +154,7 @@ def decide(
         weights=weights.plan,
         num_nodes=parallel.nodes,
         num_replicas=parallel.dp,
-        overlap=choose_overlap(parallel, setting.device),
+        overlap=choose_overlap(parallel, setting.device, config.hosts.several),
         plan_ahead=choose_plan_ahead(config.engine, setting.device, parallel.dp),
         link=link,
         policies=_policies(parallel.allreduce, comm, library),
@@ -179,18 +179,32 @@ def _policies(own: str, comm: CommDecision | None, library: CommDecision | None)
     )
 
 
-def _pools(device: str, num_ranks: int, gpus: Sequence[CudaDevice], most_bytes: int | None) -> list[Pool]:
-    """The memory pools of the ranks. ``most_bytes``: the ``--device-memory`` limit of each rank."""
+def _pools(
+    device: str, num_ranks: int, gpus: Sequence[CudaDevice], most_bytes: int | None, num_hosts: int
+) -> list[Pool]:
+    """The memory pools of the ranks. ``most_bytes``: the ``--device-memory`` limit of each rank.
+
+    Other hosts count as equal to this one: each decides for its own memory, and node 0 takes the smallest cache.
+    """
     of_all = "" if most_bytes is None else f", --device-memory {format_bytes(most_bytes)} a rank"
+    per_host = num_ranks // num_hosts
     if device == "cpu":
         free = available_host_bytes()
-        free = free if most_bytes is None else min(free, num_ranks * most_bytes)
-        return [Pool(name=f"host memory{of_all}", available_bytes=free, ranks=range(num_ranks))]
+        free = free if most_bytes is None else min(free, per_host * most_bytes)
+        return [
+            Pool(
+                name=f"host memory{f' of node {host}' if num_hosts > 1 else ''}{of_all}",
+                available_bytes=free,
+                ranks=range(host * per_host, (host + 1) * per_host),
+            )
+            for host in range(num_hosts)
+        ]
+    own = [gpus[rank % per_host] for rank in range(num_ranks)]
     return [
         Pool(
-            name=f"cuda:{rank} ({gpus[rank].name}{of_all})",
-            available_bytes=min(gpus[rank].free_bytes, most_bytes or gpus[rank].free_bytes),
+            name=f"cuda:{rank} ({gpu.name}{of_all})",
+            available_bytes=min(gpu.free_bytes, most_bytes or gpu.free_bytes),
             ranks=range(rank, rank + 1),
         )
-        for rank in range(num_ranks)
+        for rank, gpu in enumerate(own)
     ]

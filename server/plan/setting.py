@@ -19,7 +19,7 @@ def decide_setting(
     config: ServeConfig, model: LlamaConfig, link: LinkFacts | None = None
 ) -> tuple[Setting, list[CudaDevice]]:
     """The setting of the ranks' sums, and their CUDA devices. ValueError: an impossible device, dtype or transport."""
-    device, gpus = _choose_device(config.model.device, config.parallel)
+    device, gpus = _choose_device(config.model.device, config.parallel, config.hosts.nnodes or 1)
     setting = Setting(
         transport=choose_transport(config.parallel, device, link)[0],
         device=device,
@@ -38,9 +38,9 @@ def refuse_early(config: ServeConfig) -> None:
     if (sizes := read_sizes(config.model.model)) is not None:
         check_ranks(sizes.num_heads, config.parallel.tp)
         check_context(sizes.max_positions, config.engine.max_model_len or 0)
-    device, _ = _choose_device(config.model.device, config.parallel)
+    device, _ = _choose_device(config.model.device, config.parallel, config.hosts.nnodes or 1)
     choose_transport(config.parallel, device)
-    choose_overlap(config.parallel, device)
+    choose_overlap(config.parallel, device, config.hosts.several)
     choose_activations(config.model.activations, device)
 
 
@@ -83,13 +83,13 @@ def choose_transport(options: ParallelOptions, device: str, link: LinkFacts | No
     return ("process-group", f"no shared memory: {reason}") if reason else ("shared-memory", "")
 
 
-def choose_overlap(options: ParallelOptions, device: str) -> bool:
-    """Whether to overlap sums with computing. ``auto``: only over a link; memory transfers use the cores that compute."""
+def choose_overlap(options: ParallelOptions, device: str, several_hosts: bool = False) -> bool:
+    """Whether to overlap sums with computing. ``auto``: only over a wire; memory transfers use the cores that compute."""
     if options.overlap == "on" and (device != "cpu" or options.tp == 1):
         why = "a single rank sums nothing" if options.tp == 1 else "it works between CPU ranks, and these run on CUDA"
         raise ValueError(f"--overlap on is not possible: {why}; use --overlap auto or off")
     if options.overlap == "auto":
-        return options.link is not None  # always between CPU ranks
+        return options.link is not None or (several_hosts and device == "cpu")
     return options.overlap == "on"
 
 
@@ -98,10 +98,10 @@ def choose_plan_ahead(options: EngineOptions, device: str, num_replicas: int = 1
     return device == "cuda" and num_replicas == 1 if options.plan_ahead == "auto" else options.plan_ahead == "on"
 
 
-def _choose_device(asked: str, options: ParallelOptions) -> tuple[str, list[CudaDevice]]:
-    """The device, and the CUDA devices if the ranks use them."""
+def _choose_device(asked: str, options: ParallelOptions, num_hosts: int) -> tuple[str, list[CudaDevice]]:
+    """The device, and this host's CUDA devices if the ranks use them."""
     gpus = cuda_devices(os.environ.get("CUDA_VISIBLE_DEVICES")) if asked != "cpu" else []
-    num_ranks = options.num_ranks
+    num_ranks = options.num_ranks // num_hosts
     device = ("cuda" if gpus else "cpu") if asked == "auto" else asked
     if device == "cuda" and not gpus:
         raise ValueError(

@@ -6,7 +6,7 @@ first sign, and symptoms wait longer: on a busy machine the kernel reports an ex
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,13 +47,15 @@ class Watch:
 
     def __init__(
         self,
-        pids: Sequence[int],
+        pids: Mapping[int, int],
         *,
         rank_timeout_s: float,
         step_timeout_s: float,
         num_replicas: int = 1,
+        ranks_per_host: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``pids``: by rank; 0 for a rank of another host, of which each holds ``ranks_per_host`` (None: there is one)."""
         self.serving = False
         self.reason: str | None = None
         self._rank_timeout_s = rank_timeout_s
@@ -62,8 +64,11 @@ class Watch:
         self._clock = clock
         self._last_check = clock()
         self._first_sign_s: float | None = None  # when the first exit or failure was seen
-        starting = [Heartbeat(rank=rank, step=-1, doing="starting", busy_s=0.0) for rank in range(len(pids))]
-        self._ranks = [_Rank(pid, clock(), beat) for pid, beat in zip(pids, starting, strict=True)]
+        self._ranks_per_host = ranks_per_host
+        self._ranks = {
+            rank: _Rank(pid, clock(), Heartbeat(rank=rank, step=-1, doing="starting", busy_s=0.0))
+            for rank, pid in pids.items()
+        }
 
     def heard(self, message: FromRank) -> None:
         """Record a message. Any heartbeat shows that its rank is alive."""
@@ -100,7 +105,7 @@ class Watch:
         """The reason why the ranks cannot continue, or None. The first reason is kept."""
         now = self._clock()
         if now - self._last_check > _OWN_PAUSE_S:
-            for rank in self._ranks:
+            for rank in self._ranks.values():
                 rank.heard_s = now
         self._last_check = now
         if self.reason is None:
@@ -117,18 +122,17 @@ class Watch:
                 if waits and find in (self._left, self._symptom):
                     return None
                 number, what = found
-                pid = self._ranks[number].pid
-                return f"rank {self._name(number)} (pid {pid}) {what}{self._others(number)}"
+                return f"rank {self._name(number)} ({self._place(number)}) {what}{self._others(number)}"
         return None
 
     def _killed(self, now: float) -> tuple[int, str] | None:
-        for number, rank in enumerate(self._ranks):
+        for number, rank in self._ranks.items():
             if rank.exit_code is not None and rank.exit_code < 0:
                 return number, f"was killed by {_signal_name(-rank.exit_code)} while: {rank.doing}"
         return None
 
     def _failed(self, now: float, symptom: bool = False) -> tuple[int, str] | None:
-        for number, rank in enumerate(self._ranks):
+        for number, rank in self._ranks.items():
             if rank.failed is not None and rank.failed.symptom == symptom:
                 return number, f"failed while: {rank.failed.doing}: {rank.failed.message}"
         return None
@@ -137,16 +141,16 @@ class Watch:
         return self._failed(now, symptom=True)
 
     def _left(self, now: float) -> tuple[int, str] | None:
-        for number, rank in enumerate(self._ranks):
+        for number, rank in self._ranks.items():
             if rank.exit_code is not None and rank.failed is None:
                 return number, f"exited with code {rank.exit_code} while: {rank.doing}"
         return None
 
     def _silent(self, now: float) -> tuple[int, str] | None:
         limit = self._rank_timeout_s * (1 if self.serving else _LOADING_PATIENCE)
-        for number, rank in enumerate(self._ranks):
+        for number, rank in self._ranks.items():
             silent_s = now - rank.heard_s
-            if silent_s > self._rank_timeout_s and _is_stopped(rank.pid):
+            if silent_s > self._rank_timeout_s and rank.pid and _is_stopped(rank.pid):
                 return number, f"is stopped (SIGSTOP), silent for {silent_s:.1f} s, last seen at: {rank.doing}"
             if silent_s > limit:
                 return number, f"has been silent for {silent_s:.1f} s, last seen at: {rank.doing}"
@@ -155,7 +159,7 @@ class Watch:
     def _hung(self, now: float) -> tuple[int, str] | None:
         if not self.serving:
             return None
-        stepping = [(number, rank) for number, rank in enumerate(self._ranks) if rank.beat.step >= 0]
+        stepping = [(number, rank) for number, rank in self._ranks.items() if rank.beat.step >= 0]
         # A replica that has finished its step waits for the others, as long as they make progress.
         fewest = min((rank.beat.num_logits_gathers for _, rank in stepping), default=0)
         at_a_step = [
@@ -173,15 +177,24 @@ class Watch:
 
     def _others(self, number: int) -> str:
         """The last reported activity of the other ranks, each with its newest collective."""
-        others = [f"rank {self._name(n)}: {rank.doing}" for n, rank in enumerate(self._ranks) if n != number]
+        others = [f"rank {self._name(n)}: {rank.doing}" for n, rank in self._ranks.items() if n != number]
         return f" ({'; '.join(others)})" if others else ""
+
+    def describe(self) -> str:
+        """The last reported activity of all ranks."""
+        return "; ".join(f"rank {self._name(number)}: {rank.doing}" for number, rank in self._ranks.items())
+
+    def _place(self, number: int) -> str:
+        pid = self._ranks[number].pid
+        host = "" if self._ranks_per_host is None else f"node {number // self._ranks_per_host}"
+        return ", ".join(filter(None, [host, f"pid {pid}" if pid else ""]))
 
     def _name(self, number: int) -> str:
         return rank_name(number, len(self._ranks) // self._num_replicas, self._num_replicas)
 
     def tracebacks(self) -> list[tuple[int, str]]:
         """Tracebacks of the ranks that failed on their own, or of the symptoms if there are no others."""
-        failed = [(number, rank.failed) for number, rank in enumerate(self._ranks) if rank.failed]
+        failed = [(number, rank.failed) for number, rank in self._ranks.items() if rank.failed]
         causes = [(number, failure) for number, failure in failed if not failure.symptom]
         return [(number, failure.traceback) for number, failure in causes or failed if failure.traceback]
 

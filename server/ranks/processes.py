@@ -22,6 +22,7 @@ from tightwire.comm.transport.segment import make_segment, why_unusable
 from tightwire.kernels.cpu.library import available
 from tightwire.server.ipc.channels import make_address
 from tightwire.server.plan.devices import num_cores
+from tightwire.server.plan.network import HostPlace, listen
 from tightwire.server.plan.rank_setup import RankIdentity, RankWork
 from tightwire.server.ranks.parent_death import die_with_parent, ignore_terminal_signals
 
@@ -43,22 +44,31 @@ class Ranks:
         num_replicas: int = 1,
         shares_weights: bool = False,
         wire: Wire | None = None,
+        place: HostPlace | None = None,
     ) -> None:
         """Start the ranks. Nodes and replicas are equal, consecutive groups of ranks, each with its own shared memory.
 
         ``shares_weights``: replicas of a node may share layers. ``wire``: between nodes; it must outlive the ranks.
+        ``place``: of this host, if there are several; it starts its part of the ranks. ValueError: its store port is taken.
         """
         self.link = None if wire is None else wire.facts
         folder = None if wire is None else wire.folder
         self.to_parent = make_address("parent", folder)
-        self.inboxes = tuple(make_address(f"rank{rank}", folder) for rank in range(world_size))
-        self.reporters = tuple(make_address(f"reporter{rank}", folder) for rank in range(world_size))
+        self.place = place
+        per_host = world_size if place is None else world_size // place.num_nodes
+        first = 0 if place is None else place.node * per_host
+        self.numbers = range(first, first + per_host)  # of the ranks on this host
+        self.inboxes = tuple(
+            place.inbox(rank) if place and place.node and rank in self.numbers else make_address(f"rank{rank}", folder)
+            for rank in range(world_size)
+        )
+        self.reporters = tuple(make_address(f"reporter{rank}", folder) for rank in self.numbers)
         self._wire = wire
         self._processes: list[subprocess.Popen[bytes]] = []
         # Memory shared by all ranks, by those of a node, of a replica, and by those of a node that hold the same weights.
         tp, per_node = world_size // num_replicas, num_replicas // num_nodes
         sizes = {
-            "segment_fd": world_size,
+            "segment_fd": world_size if place is None else 1,
             "node_segment_fd": world_size // num_nodes if num_nodes > 1 else 1,
             "replica_segment_fd": tp if num_replicas > 1 else 1,
             "peer_segment_fd": per_node if shares_weights else 1,
@@ -68,7 +78,7 @@ class Ranks:
         segments: dict[tuple[str, int], int] = {}
         # The store's socket listens before any rank runs, so that no rank connects too early or finds the port taken.
         with self._open_store(world_size) as listener:
-            for rank in range(world_size):
+            for rank in self.numbers:
                 node = rank * num_nodes // world_size
                 parts = (0, node, rank // tp, node * tp + rank % tp)
                 fds: dict[str, int] = {}
@@ -95,13 +105,16 @@ class Ranks:
     def _open_store(self, world_size: int) -> socket.socket:
         """The store's socket, on rank 0's node."""
         node, backlog = self._node(0, world_size), max(64, world_size)
+        if self.place is not None:
+            return listen(self.place.master, self.place.store_port) if self.place.node == 0 else socket.socket()
         if node is None:
             return socket.create_server(("127.0.0.1", 0), backlog=backlog)
         return node.visit(lambda: socket.create_server((node.address, 0), backlog=backlog))
 
     @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
+    def pids(self) -> dict[int, int]:
+        """The process ids of this host's ranks, by rank."""
+        return {rank: process.pid for rank, process in zip(self.numbers, self._processes, strict=True)}
 
     def _start(
         self,
@@ -112,16 +125,19 @@ class Ranks:
         command: Sequence[str],
     ) -> subprocess.Popen[bytes]:
         """Start one rank. ``segment_fds``: shared memory, by field name of the identity."""
-        node = self._node(rank, world_size)
+        node, place, local_rank = self._node(rank, world_size), self.place, rank - self.numbers.start
+        host, port = listener.getsockname()[:2] if place is None else (place.master, place.store_port)
         identity = RankIdentity(
             rank=rank,
             world_size=world_size,
             parent_pid=os.getpid(),
             to_parent=self.to_parent,
             inboxes=self.inboxes,
-            reporter=self.reporters[rank],
-            store_host=listener.getsockname()[0],
-            store_port=listener.getsockname()[1],
+            reporter=self.reporters[local_rank],
+            local_rank=local_rank,
+            num_local=len(self.numbers),
+            store_host=host,
+            store_port=port,
             store_fd=listener.fileno() if rank == 0 else None,
             interface=None if node is None else node.interface,
             throttle=None if self._wire is None else self._wire.throttle,
@@ -131,7 +147,8 @@ class Ranks:
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            env=_environment(world_size) | (_QUIET if node else {}),
+            env=_environment(len(self.numbers), "" if place is None else place.interface)
+            | (_QUIET if node or place else {}),
             pass_fds=inherited,
             preexec_fn=partial(_begin, node),  # noqa: PLW1509 - a few system calls, and no other thread runs yet
         )
@@ -156,7 +173,7 @@ class Ranks:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(callback, rank, code)
 
-        for rank, process in enumerate(self._processes):
+        for rank, process in zip(self.numbers, self._processes, strict=True):
             threading.Thread(target=wait, args=(rank, process), daemon=True).start()
 
     def kill(self) -> None:
@@ -195,9 +212,12 @@ def _begin(node: EmulatedNode | None) -> None:
         node.enter()
 
 
-def _environment(world_size: int) -> dict[str, str]:
-    """The parent's environment, with the CPU threads divided over the ranks before their libraries start any."""
-    threads = str(max(1, num_cores() // world_size))
+def _environment(num_local: int, interface: str) -> dict[str, str]:
+    """The parent's environment, with the CPU threads divided over the ranks before their libraries start any.
+
+    ``interface``: towards the other hosts, for gloo and NCCL; empty: not set.
+    """
+    threads = str(max(1, num_cores() // num_local))
     source = str(Path(tightwire.__file__).parent.parent)
     return {
         **dict.fromkeys(_THREAD_VARIABLES, threads),
@@ -207,5 +227,6 @@ def _environment(world_size: int) -> dict[str, str]:
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the device order of the memory budget
         "PYTHONUNBUFFERED": "1",
         # `why_unusable` has loaded them here, and said why if it cannot: ranks neither try to build them again nor repeat it.
-        **({} if world_size == 1 or available() else {"TIGHTWIRE_KERNELS": "spec"}),
+        **({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}),
+        **({} if num_local == 1 or available() else {"TIGHTWIRE_KERNELS": "spec"}),
     }

@@ -64,7 +64,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
     runner: ModelRunner | None = None
     try:
         binds = plan.device == "cpu"
-        cores = bind_to_cores(identity.rank, identity.world_size, torch.get_num_threads()) if binds else ()
+        cores = bind_to_cores(identity.local_rank, identity.num_local, torch.get_num_threads()) if binds else ()
         with reporter.stage("self-test"):
             comm = check_comm(
                 group,
@@ -84,7 +84,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
             reporter.num_logits_gathers = lambda: logits_gather.num_begun
         joining.await_others(reporter, "load")
         keep_freed_memory()  # avoids thousands of page faults per prompt for a step's activations
-        inboxes, config = identity.inboxes, checkpoint.config
+        inboxes, config = work.inboxes or identity.inboxes, checkpoint.config
         grammars = GrammarMasks(
             config.vocab_size, config.eos_token_ids, lambda: checkpoint.tokenizer().backend.to_str()
         )
@@ -146,7 +146,7 @@ class _Joining:
         """This rank's device; a CUDA device becomes the current one."""
         if self.work.plan.device == "cpu":
             return torch.device("cpu")
-        device = torch.device("cuda", self.identity.rank)
+        device = torch.device("cuda", self.identity.local_rank)
         torch.cuda.set_device(device)
         return device
 
@@ -193,7 +193,8 @@ class _Joining:
         if world is not None:
             _refuse_unlike_transports(group, world)
         # Ranks of one node share its memory even when a link connects the nodes.
-        inside = identity.node_segment_fd if self._shares_memory or self.work.plan.link else None
+        joined_by_wire = self.work.plan.link is not None or self.work.config.hosts.several
+        inside = identity.node_segment_fd if self._shares_memory or joined_by_wire else None
         group = join_nodes(group, topology, store=self.store, interface=identity.interface, segment_fd=inside)
         return group if identity.throttle is None else throttle_group(group, identity.throttle)
 

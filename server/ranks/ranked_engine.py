@@ -5,19 +5,26 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Generic, Self, TypeVar
 
-from tightwire.model.open import Checkpoint
+from tightwire import __version__
+from tightwire.kernels.cpu.library import level
+from tightwire.model.open import Checkpoint, fingerprint
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ipc.messages import FromRank, Ready, Stage
 from tightwire.server.ipc.zmq_client import ZmqEngineClient
+from tightwire.server.plan.launcher import facts_of
 from tightwire.server.plan.progress import Progress
 from tightwire.server.plan.rank_setup import RankWork
 from tightwire.server.plan.run_plan import FETCH_STOPS_S, Decision, prepare
 from tightwire.server.ranks.failure_detector import Watch
+from tightwire.server.ranks.host_channel import AskStop, Exited, LostError, Serving
+from tightwire.server.ranks.hosts import Head, Joining, Member
 from tightwire.server.ranks.processes import Ranks
 
 _log = logging.getLogger(__name__)
@@ -25,6 +32,7 @@ _log = logging.getLogger(__name__)
 _WATCH_PERIOD_S = 0.25
 # How long to wait, after the first sign of trouble, for the other ranks' reports, which help to find the cause.
 _COLLECT_S = 0.2
+_SHOW_PERIOD_S = 10.0  # between lines about hosts that wait for others
 _STOP_S = 5.0  # for ranks to leave their loops when asked
 
 _T = TypeVar("_T")
@@ -62,12 +70,22 @@ class RankedEngine:
 
     def __init__(self, config: ServeConfig, ranks: Ranks, progress: Progress) -> None:
         self._config, self._ranks, self._progress = config, ranks, progress
+        self._place, self._per_host = ranks.place, len(ranks.numbers)
+        self._relays = self._place is not None and self._place.node > 0
+        others = dict.fromkeys(range(0 if self._relays else config.parallel.num_ranks), 0)
         self._watch = Watch(
-            self._ranks.pids,
+            others | self._ranks.pids,
             rank_timeout_s=config.timeouts.rank_timeout_s,
             step_timeout_s=config.timeouts.step_timeout_s,
             num_replicas=config.parallel.dp,
+            ranks_per_host=self._per_host if self._place else None,
         )
+        self._num_reporting = len(ranks.numbers) if self._relays else config.parallel.num_ranks
+        self._hosts: Head | Member | None = None
+        self._stages: dict[int, str] = {}  # by node
+        self._shown, self._shown_s = "", 0.0
+        self._ending: asyncio.Task[None] | None = None
+        self.stop_asked = asyncio.Event()  # by a signal to another host, or by node 0
         self.client = ZmqEngineClient(
             to_engine=self._ranks.inboxes[0],
             from_ranks=self._ranks.to_parent,
@@ -75,6 +93,8 @@ class RankedEngine:
             max_queued_requests=config.http.max_queued_requests,
             on_report=self._hear,
         )
+        if self._place is not None and self._relays:
+            self.client.refusal = f"this is node {self._place.node}; send requests to node 0 at {self._place.master}"
         self.ready: dict[int, Ready] = {}
         self._all_ready = asyncio.Event()
         self._trouble = asyncio.Event()
@@ -85,18 +105,41 @@ class RankedEngine:
         self._ranks.on_exit(asyncio.get_running_loop(), self._note_exit)
         self._watching = asyncio.create_task(self._keep_watch(), name="watch over the ranks")
         for task in (self.client.open(), self._watching):
-            task.add_done_callback(self._note_end)
+            task.add_done_callback(self._note_task_end)
+        if self._place is not None:
+            facts = {"version": __version__, "kernels": level(), **facts_of(self._config)}
+            timeouts = self._config.timeouts.rank_timeout_s, self._config.hosts.join_timeout_s
+            joining = Joining(self._place, self._ranks.numbers, facts, self, *timeouts)
+            self._hosts = Member(joining) if self._relays else Head(joining)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._stop_watching()
         self._ranks.kill()
+        if self._hosts is not None:
+            await (self._ending or self._hosts.close(0, ""))
         self.client.close()
         if self._failed.done():
             self._failed.exception()  # marks the exception as retrieved, in case nobody awaited it
 
     async def start(self) -> tuple[Checkpoint, Decision, Tokenizer]:
-        """Open the model, decide how to run it, and tell the ranks. ValueError: the model or an option is refused."""
+        """Open the model, decide how to run it, and tell the ranks. ValueError: the model or an option is refused.
+
+        On several hosts, wait for the others first. RankFailedError: one is missing.
+        """
+        if self._hosts is None:
+            return await self._start()
+        try:
+            await self.guard(self._hosts.join())
+            return await self._start()
+        except ValueError as refusal:
+            await self._hosts.close(2, str(refusal))
+            raise
+        except LostError as missing:
+            await self._hosts.close(1, str(missing))
+            raise RankFailedError(str(missing)) from None
+
+    async def _start(self) -> tuple[Checkpoint, Decision, Tokenizer]:
         stopped = threading.Event()
         opening = Background(
             lambda: prepare(self._config, self._progress, stopped=stopped.is_set, link=self._ranks.link)
@@ -107,8 +150,17 @@ class RankedEngine:
             stopped.set()
             opening.join(FETCH_STOPS_S)
             raise
+        if self._hosts is not None:
+            facts = {"the model": fingerprint(checkpoint)}
+            decision = replace(decision, plan=await self.guard(self._hosts.agree(facts, decision.plan)))
         decision.report(self._progress)
-        self._ranks.hand_out(RankWork(location=checkpoint.location, config=self._config, plan=decision.plan))
+        inboxes = list(self._ranks.inboxes)
+        if isinstance(self._hosts, Head) and self._place is not None:
+            for rank in range(self._per_host, len(inboxes)):
+                inboxes[rank] = self._place.inbox(rank, self._hosts.addresses[rank // self._per_host])
+        self._ranks.hand_out(
+            RankWork(location=checkpoint.location, config=self._config, plan=decision.plan, inboxes=tuple(inboxes))
+        )
         return checkpoint, decision, await Background(checkpoint.tokenizer).result
 
     async def wait_ready(self) -> None:
@@ -142,10 +194,14 @@ class RankedEngine:
         return self._watch.tracebacks()
 
     def _note_exit(self, rank: int, code: int) -> None:
+        if isinstance(self._hosts, Member):
+            self._hosts.tell(Exited(rank, code))
         self._watch.exited(rank, code)
         self._trouble.set()
 
     def _hear(self, message: FromRank) -> None:
+        if isinstance(self._hosts, Member):
+            self._hosts.relay(message)
         self._watch.heard(message)
         if self._watch.alarmed:
             self._trouble.set()
@@ -153,25 +209,74 @@ class RankedEngine:
             self._progress.stage(message.name, message.fraction, message.rank)
             if not self._watch.serving:
                 done = f" {100 * message.fraction:.0f} %" if message.fraction else ""
-                self.client.set_phase(Phase.LOADING, f"{message.name}{done}")
+                self.client.set_phase(Phase.LOADING, self._with_nodes(message.rank, f"{message.name}{done}"))
         elif isinstance(message, Ready):
             self.ready[message.rank] = message
-            if len(self.ready) == len(self._ranks.pids):
+            if len(self.ready) == self._num_reporting:
                 self._watch.serving = True
-                self.client.set_phase(Phase.READY)
-                self._all_ready.set()
+                if not self._relays:
+                    self.note_serving()
 
-    def _note_end(self, task: asyncio.Task[None]) -> None:
+    def _with_nodes(self, rank: int, stage: str) -> str:
+        """The stage of each node, for the reason why the server is not ready yet."""
+        if self._place is None:
+            return stage
+        self._stages[rank // self._per_host] = stage
+        return "; ".join(f"node {node}: {text}" for node, text in sorted(self._stages.items()))
+
+    def show(self, table: str) -> None:
+        self.client.set_phase(Phase.LOADING, table)
+        shown, now_s = table.partition(" for ")[0], time.monotonic()
+        if shown != self._shown or now_s - self._shown_s > _SHOW_PERIOD_S:
+            self._shown, self._shown_s = shown, now_s
+            self._progress.say(table)
+
+    def hear(self, message: FromRank) -> None:
+        self._hear(message)
+
+    def note_exit(self, rank: int, code: int) -> None:
+        self._note_exit(rank, code)
+
+    def note_serving(self) -> None:
+        """All ranks of all hosts are ready."""
+        if isinstance(self._hosts, Head):
+            self._hosts.tell(Serving())
+        self.client.set_phase(Phase.READY)
+        self._all_ready.set()
+
+    def note_end(self, node: str, code: int, reason: str) -> None:
+        if code == 2:
+            self._fail(ValueError(reason))
+        elif code == 0 and self._relays:
+            self.stop_asked.set()
+            if not self._all_ready.is_set():
+                self._fail(RankFailedError(f"{node} stopped before the model was ready"))
+        else:
+            why = reason or "stopped"
+            last = f" (last known: {self._watch.describe()})" if self._watch.serving else ""
+            self._fail(RankFailedError(f"{node}: {why}{last}"))
+
+    def ask_stop(self) -> None:
+        """Stop all hosts; on any other node than 0, ask node 0 to do so."""
+        if isinstance(self._hosts, Member):
+            self._hosts.tell(AskStop())
+        else:
+            self.stop_asked.set()
+
+    def _note_task_end(self, task: asyncio.Task[None]) -> None:
         """Fail if a watching task ends, because no failure would be noticed after that."""
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("the %s broke", task.get_name(), exc_info=error)
-            self._fail(f"the {task.get_name()} broke: {error!r}")
+            self._fail(RankFailedError(f"the {task.get_name()} broke: {error!r}"))
 
-    def _fail(self, reason: str) -> None:
-        self.client.set_phase(Phase.DEAD, reason)
+    def _fail(self, error: RankFailedError | ValueError) -> None:
+        self.client.set_phase(Phase.DEAD, str(error))
         self._ranks.kill()
+        if self._hosts is not None and self._ending is None:
+            code = 2 if isinstance(error, ValueError) else 1
+            self._ending = asyncio.create_task(self._hosts.close(code, str(error)))
         if not self._failed.done():
-            self._failed.set_exception(RankFailedError(reason))
+            self._failed.set_exception(error)
 
     async def _keep_watch(self) -> None:
         while True:
@@ -180,5 +285,5 @@ class RankedEngine:
                 await asyncio.sleep(_COLLECT_S)
             reason = self._watch.check()
             if reason is not None:
-                self._fail(reason)
+                self._fail(RankFailedError(reason))
                 return

@@ -20,6 +20,7 @@ from tightwire.server.ranks.reporter import Reporter
 
 _FULL = 0.9  # share of the step limit; a smaller step says nothing about larger ones
 _WAITING = 0.1  # share of the step's time
+_LINGER_MS = 500  # for the last message to a rank on another host
 
 
 class StepSize:
@@ -60,7 +61,7 @@ class RankZeroRunner:
 
     def close(self) -> None:
         for socket in self._followers:
-            socket.close(linger=0)
+            socket.close(linger=_LINGER_MS)
 
     def broadcast(self, plans: Sequence[StepPlan]) -> None:
         encoded = [self._encoder.encode(plan) for plan in plans] if self._followers else []

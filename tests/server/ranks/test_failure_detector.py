@@ -25,7 +25,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def watch(clock: Clock) -> Watch:
-    watch = Watch([11, 22], rank_timeout_s=10, step_timeout_s=120, clock=clock)
+    watch = Watch({0: 11, 1: 22}, rank_timeout_s=10, step_timeout_s=120, clock=clock)
     watch.serving = True
     return watch
 
@@ -141,7 +141,7 @@ def test_only_a_step_of_a_serving_rank_can_hang(watch: Watch, serving: bool, ste
 
 
 def test_a_long_warm_up_is_no_hang_when_the_rank_is_ready(clock: Clock) -> None:
-    watch = Watch([11], rank_timeout_s=10, step_timeout_s=120, clock=clock)
+    watch = Watch({0: 11}, rank_timeout_s=10, step_timeout_s=120, clock=clock)
     beat(watch, 0, step=2, busy_s=121)
     assert watch.check() is None
     watch.heard(Ready(rank=0, weight_bytes=1, peak_host_bytes=1))
@@ -196,14 +196,14 @@ def stopped() -> Iterator[int]:
 
 
 def test_a_stopped_process_is_told_from_a_busy_one(stopped: int, clock: Clock) -> None:
-    watch = Watch([stopped], rank_timeout_s=10, step_timeout_s=120, clock=clock)
+    watch = Watch({0: stopped}, rank_timeout_s=10, step_timeout_s=120, clock=clock)
     watch.check()
     pass_time(watch, clock, 11)
     assert watch.reason is not None and f"rank 0 (pid {stopped}) is stopped (SIGSTOP)" in watch.reason
 
 
 def test_a_replica_may_wait_for_another_one_as_long_as_that_gets_on(clock: Clock) -> None:
-    watch = Watch([11, 22, 33, 44], rank_timeout_s=10, step_timeout_s=120, num_replicas=2, clock=clock)
+    watch = Watch({0: 11, 1: 22, 2: 33, 3: 44}, rank_timeout_s=10, step_timeout_s=120, num_replicas=2, clock=clock)
     watch.serving = True
 
     def beat_all(busy_s: float, num_collectives: int) -> None:
@@ -228,3 +228,12 @@ def test_a_replica_may_wait_for_another_one_as_long_as_that_gets_on(clock: Clock
         "rank 3 (replica 1) (pid 44) has been at one step for 251 s, 121 s without a new collective"
     )
     assert "rank 0 (replica 0): step 9" in reason
+
+
+def test_a_rank_of_another_host_is_named_with_its_node(clock: Clock) -> None:
+    watch = Watch({0: 11, 1: 0}, rank_timeout_s=10, step_timeout_s=120, ranks_per_host=1, clock=clock)
+    watch.serving = True
+    pass_time(watch, clock, 11, 0)
+    reason = watch.check()
+    assert reason is not None
+    assert reason.startswith("rank 1 (node 1) has been silent for 10.5 s, last seen at: starting (rank 0: step 7")

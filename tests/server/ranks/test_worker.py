@@ -128,22 +128,22 @@ def test_signals_are_left_to_the_parent_and_kill_ends_even_a_stopped_rank(parent
     heard = {parent.hear(Heartbeat, lambda beat: beat.step == 4).rank}
     heard.add(parent.hear(Heartbeat, lambda beat: beat.step == 4 and beat.rank not in heard).rank)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        for pid in parent.ranks.pids:
+        for pid in parent.ranks.pids.values():
             os.kill(pid, number)
     parent.hear(Heartbeat, lambda beat: beat.busy_s > 1)
-    assert all(map(is_alive, parent.ranks.pids))
+    assert all(map(is_alive, parent.ranks.pids.values()))
     os.kill(parent.ranks.pids[1], signal.SIGSTOP)
     parent.ranks.kill()
-    assert not any(map(is_alive, parent.ranks.pids))
+    assert not any(map(is_alive, parent.ranks.pids.values()))
 
 
 def test_signals_are_left_to_the_parent_from_the_first_moment() -> None:
     with Ranks(2, (sys.executable, "-c", "import time; time.sleep(60)")) as ranks:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            for pid in ranks.pids:
+            for pid in ranks.pids.values():
                 os.kill(pid, number)
         assert not asyncio.run(ranks.wait(0.5))
-        assert all(map(is_alive, ranks.pids))
+        assert all(map(is_alive, ranks.pids.values()))
 
 
 @with_body("sleep")

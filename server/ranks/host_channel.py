@@ -1,0 +1,138 @@
+"""The connection between the HTTP processes of two hosts: one JSON message a line, and a deadline for the other's silence."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+from tightwire.server.ipc.messages import Failed, Heartbeat, Ready, Stage
+from tightwire.server.plan.rank_setup import RunPlan
+
+_MOST_BYTES = 32 << 20  # of a line: the longest is a plan with a policy for each layer
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """A node's first message. ``facts``: what must be equal on all nodes; ``ports``: where it listens for the others."""
+
+    node: int
+    address: str
+    interface: str
+    ports: list[int]
+    facts: dict[str, str]
+
+
+class Table(msgspec.Struct, frozen=True, tag=True):
+    """Who has joined, in words."""
+
+    text: str
+
+
+class Probe(msgspec.Struct, frozen=True, tag=True):
+    """All nodes have joined: connect to these addresses and ports, by node, and answer with ``Probed``."""
+
+    targets: dict[int, tuple[str, list[int]]]
+
+
+class Probed(msgspec.Struct, frozen=True, tag=True):
+    failures: list[str]
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    """The node has opened the model: its fingerprint, and the plan that the node's own memory allows."""
+
+    facts: dict[str, str]
+    plan: RunPlan
+
+
+class Run(msgspec.Struct, frozen=True, tag=True):
+    """The plan for the ranks of all nodes."""
+
+    plan: RunPlan
+
+
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """A message of one of the node's ranks."""
+
+    message: Stage | Ready | Heartbeat | Failed
+
+
+class Exited(msgspec.Struct, frozen=True, tag=True):
+    """One of the node's ranks has ended; negative codes are signals."""
+
+    rank: int
+    code: int
+
+
+class Serving(msgspec.Struct, frozen=True, tag=True):
+    """All ranks of all nodes are ready."""
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """Shows that the sender is alive."""
+
+
+class AskStop(msgspec.Struct, frozen=True, tag=True):
+    """A signal asks this node to stop; node 0 lets running requests finish, and then ends all nodes."""
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    """The sender ends: exit code 0 after a signal, 1 after a failure, 2 after a refusal."""
+
+    code: int
+    reason: str
+
+
+Message = Hello | Table | Probe | Probed | Opened | Run | Report | Exited | Serving | Beat | AskStop | End
+
+_ENCODER, _DECODER = msgspec.json.Encoder(), msgspec.json.Decoder(Message)
+
+
+class LostError(Exception):
+    """The other host does not answer; the message says since when, or how the connection ended."""
+
+
+class Channel:
+    """One end of the connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    def send(self, message: Message) -> None:
+        """Queue a message; one to a host that is gone is dropped, because the receiver of its messages notices."""
+        if not self._writer.is_closing():
+            self._writer.write(_ENCODER.encode(message) + b"\n")
+
+    async def receive(self, timeout_s: float) -> Message:
+        """The next message. LostError: none within ``timeout_s``, or the connection ended."""
+        try:
+            line = await asyncio.wait_for(self._reader.readline(), timeout_s)
+        except TimeoutError:
+            raise LostError(f"has been silent for {timeout_s:g} s") from None
+        except (OSError, ValueError) as error:
+            raise LostError(f"broke the connection: {error}") from None
+        if not line.endswith(b"\n"):
+            raise LostError("closed the connection")
+        try:
+            return _DECODER.decode(line)
+        except msgspec.MsgspecError as error:
+            raise LostError(f"sent something else than a message of this version: {error}") from None
+
+    async def close(self) -> None:
+        """Send what is queued, for at most a second."""
+        with contextlib.suppress(OSError, TimeoutError):
+            await asyncio.wait_for(self._writer.drain(), 1.0)
+        self._writer.close()
+
+
+async def open_channel(address: str, port: int, timeout_s: float) -> Channel:
+    """Connect to another host. OSError or TimeoutError: not possible now."""
+    return Channel(*await asyncio.wait_for(asyncio.open_connection(address, port, limit=_MOST_BYTES), timeout_s))
+
+
+async def accept_channels(listener: socket.socket, take: Callable[[Channel], None]) -> asyncio.Server:
+    """Call ``take`` with each connection to ``listener`` that another host makes."""
+    return await asyncio.start_server(
+        lambda reader, writer: take(Channel(reader, writer)), sock=listener, limit=_MOST_BYTES
+    )

@@ -1,0 +1,412 @@
+"""Brings the hosts of a server together: who has joined, whether they agree, what their ranks report, and how all end.
+
+Node 0 listens (``Head``) and the others connect (``Member``), in any order. Each names itself and its options first (HELLO)
+and is refused at once if they differ. Both ends send a beat every second; silence or a closed connection ends all nodes.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Ready, Stage
+from tightwire.server.plan.network import HostPlace, joined, listen
+from tightwire.server.plan.rank_setup import RunPlan
+from tightwire.server.ranks.host_channel import (
+    AskStop,
+    Beat,
+    Channel,
+    End,
+    Exited,
+    Hello,
+    LostError,
+    Message,
+    Opened,
+    Probe,
+    Probed,
+    Report,
+    Run,
+    Serving,
+    Table,
+    accept_channels,
+    open_channel,
+)
+
+_BEAT_S = 1.0
+_CONNECT_S, _RETRY_S = 3.0, 0.5
+_HELLO_S = 10.0  # for the first message of a new connection
+_SHOW_S = 1.0
+_EQUAL = ("device", "dtype", "sum_dtype", "activations", "weights", "overlap", "plan_ahead")  # of the nodes' plans
+
+
+class Listener(Protocol):
+    """What the engine does with what another host tells."""
+
+    def show(self, table: str) -> None:
+        """Who has joined so far, in words."""
+        ...
+
+    def hear(self, message: FromRank) -> None: ...
+    def note_exit(self, rank: int, code: int) -> None: ...
+    def note_serving(self) -> None: ...
+    def note_end(self, node: str, code: int, reason: str) -> None:
+        """A node ends, or was lost (code 1)."""
+        ...
+
+    def ask_stop(self) -> None:
+        """A node was asked to stop by a signal."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """What both sides need. ``ranks``: this node's. ``facts``: equal on all nodes, by name."""
+
+    place: HostPlace
+    ranks: range
+    facts: dict[str, str]
+    listener: Listener
+    silence_s: float
+    join_timeout_s: float
+
+    def hello(self) -> Hello:
+        place = self.place
+        return Hello(place.node, place.address, place.interface, place.listens(self.ranks), self.facts)
+
+
+def name_node(hello: Hello) -> str:
+    return f"node {hello.node} ({hello.address})"
+
+
+def objection_to(hello: Hello, own: Hello, num_nodes: int) -> str | None:
+    """Why node 0 refuses a node, by node and key; None: it does not."""
+    if not 0 < hello.node < num_nodes:
+        return f"a host at {hello.address} says that it is node {hello.node}; nodes are 1 to {num_nodes - 1} there"
+    for key in sorted(own.facts.keys() | hello.facts.keys(), key=lambda key: key != "version"):
+        theirs, ours = hello.facts.get(key, "nothing"), own.facts.get(key, "nothing")
+        if theirs != ours:
+            advice = "install the same version" if key == "version" else "start the same command"
+            if key == "kernels":
+                advice = f"set TIGHTWIRE_KERNELS to a level that every CPU has, such as {min(theirs, ours)},"
+            return f"{name_node(hello)} has {key} {theirs}, {name_node(own)} has {key} {ours}; {advice} on every host"
+    return None
+
+
+def merge_plans(plans: Mapping[int, RunPlan]) -> RunPlan:
+    """Node 0's plan with the smallest cache of all nodes. ValueError: the nodes cannot run the same plan."""
+    own = plans[0]
+    for node, plan in plans.items():
+        for key in _EQUAL:
+            theirs, ours = getattr(plan, key), getattr(own, key)
+            if theirs != ours:
+                raise ValueError(
+                    f"node {node} would run with {key} {theirs}, node 0 with {ours}; the memory or the devices of the hosts "
+                    "differ: give the option by hand, the same on every host"
+                )
+    buffers = [plan.buffer_blocks for plan in plans.values() if plan.buffer_blocks is not None]
+    return msgspec.structs.replace(
+        own,
+        num_blocks=min(plan.num_blocks for plan in plans.values()),
+        max_model_len=min(plan.max_model_len for plan in plans.values()),
+        buffer_blocks=min(buffers, default=None),
+    )
+
+
+async def probe(node: int, targets: Mapping[int, tuple[str, list[int]]]) -> list[str]:
+    """Connect to every port of the other nodes; the failures, in words. Takes at most ``_CONNECT_S``."""
+
+    async def reach(other: int, address: str, port: int) -> str | None:
+        try:
+            await (await open_channel(address, port, _CONNECT_S)).close()
+        except OSError as error:  # TimeoutError is one
+            why = _why(error)
+            return f"port {port} on node {other} ({address}) cannot be reached from node {node}: {why}"
+        return None
+
+    tries = [reach(other, at, port) for other, (at, ports) in targets.items() if other != node for port in ports]
+    return [failure for failure in await asyncio.gather(*tries) if failure]
+
+
+def _why(error: OSError) -> str:
+    """The cause without the address, which the message has already."""
+    return os.strerror(error.errno) if error.errno else f"no answer in {_CONNECT_S:g} s"
+
+
+class _Side:
+    """What both sides do: beat, and hold this node's ports until the ranks take them."""
+
+    def __init__(self, joining: Joining) -> None:
+        self._joining, self._place = joining, joining.place
+        # Rank 0's store listens on node 0's port already.
+        ports = joining.hello().ports if self._place.node else []
+        self._held = [listen(self._place.address, port) for port in ports]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing = False
+
+    def _start(self, *tasks: asyncio.Task[None]) -> None:
+        self._tasks += tasks
+
+    async def _beat(self, channels: Callable[[], list[Channel]]) -> None:
+        while True:
+            for channel in channels():
+                channel.send(Beat())
+            await asyncio.sleep(_BEAT_S)
+
+    def _free_ports(self) -> None:
+        for held in self._held:
+            held.close()
+
+    async def _close(self, channels: list[Channel], end: End) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        for channel in channels:
+            channel.send(end)
+        for task in self._tasks:
+            task.cancel()
+        self._free_ports()
+        for channel in channels:
+            await channel.close()
+
+
+@dataclass(slots=True)
+class _Node:
+    hello: Hello
+    channel: Channel
+    failures: list[str] | None = None  # of its probe
+    opened: Opened | None = None
+
+
+class Head(_Side):
+    """Node 0: waits for the others, compares them, and tells them what to run."""
+
+    def __init__(self, joining: Joining) -> None:
+        super().__init__(joining)
+        self._own = joining.hello()
+        self._nodes: dict[int, _Node] = {}
+        self._changed = asyncio.Event()
+        self._refusal: str | None = None
+        self._joined = False
+        self._server: asyncio.Server | None = None
+
+    @property
+    def addresses(self) -> dict[int, str]:
+        return {0: self._place.address} | {node: known.hello.address for node, known in self._nodes.items()}
+
+    async def join(self) -> None:
+        """Wait for all nodes, and let each connect to the others' ports. ValueError: refused. LostError: one is missing."""
+        listener = listen(self._place.master, self._place.port)
+        self._server = await accept_channels(
+            listener, lambda channel: self._start(asyncio.create_task(self._take(channel)))
+        )
+        self._start(asyncio.create_task(self._beat(lambda: [node.channel for node in self._nodes.values()])))
+        others = range(1, self._place.num_nodes)
+        await self._until(lambda: [node for node in others if node not in self._nodes], "joined")
+        self._joined = True
+        targets = {node: (known.hello.address, known.hello.ports) for node, known in self._nodes.items()}
+        targets[0] = (self._own.address, self._own.ports)
+        self.tell(Probe(targets))
+        failures = await probe(0, targets)
+        await self._until(lambda: [node for node in others if self._nodes[node].failures is None], "tried the ports")
+        failures += [failure for known in self._nodes.values() for failure in known.failures or ()]
+        if failures:
+            raise ValueError(
+                f"{'; '.join(failures)}. Open --port-range {self._joining.facts['--port-range']} in the firewall"
+            )
+
+    async def agree(self, facts: dict[str, str], plan: RunPlan) -> RunPlan:
+        """Wait until all nodes have opened the same model; returns the plan for all. Errors as ``join``."""
+        self._own = msgspec.structs.replace(self._own, facts=facts)
+        await self._until(
+            lambda: [number for number, node in self._nodes.items() if node.opened is None], "opened the model"
+        )
+        plans = {0: plan}
+        for number, node in sorted(self._nodes.items()):
+            assert node.opened is not None
+            plans[number] = node.opened.plan
+            hello = msgspec.structs.replace(node.hello, facts=node.opened.facts)
+            if reason := objection_to(hello, self._own, self._place.num_nodes):
+                raise ValueError(reason.replace("start the same command", "give the same model"))
+        merged = merge_plans(plans)
+        self.tell(Run(merged))
+        return merged
+
+    def tell(self, message: Message) -> None:
+        for node in self._nodes.values():
+            node.channel.send(message)
+
+    async def close(self, code: int, reason: str) -> None:
+        """End all nodes with this exit code. May be called twice; the first counts."""
+        if self._server is not None:
+            self._server.close()
+        await self._close([node.channel for node in self._nodes.values()], End(code, reason))
+
+    async def _until(self, missing: Callable[[], list[int]], what: str) -> None:
+        started_s, limit_s = time.monotonic(), self._joining.join_timeout_s
+        while True:
+            self._changed.clear()
+            if self._refusal is not None:
+                raise ValueError(self._refusal)
+            if not (absent := missing()):
+                return
+            num_nodes, waited_s = self._place.num_nodes, time.monotonic() - started_s
+            names = ", ".join(name_node(self._nodes[n].hello) if n in self._nodes else f"node {n}" for n in absent)
+            count = f"{num_nodes - len(absent)} of {num_nodes} nodes {what}; {names} missing for"
+            if waited_s > limit_s:
+                at = joined(self._place.master, self._place.port)
+                raise LostError(
+                    f"{count} {waited_s:.0f} s; start the same command there, with its own --node-rank, and check that "
+                    f"it reaches {at}"
+                )
+            table = f"{count} {waited_s:.0f} s of {limit_s:g} s"
+            if waited_s >= _SHOW_S:
+                self._joining.listener.show(table)
+                self.tell(Table(table))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _SHOW_S)
+
+    async def _take(self, channel: Channel) -> None:
+        try:
+            hello = await channel.receive(_HELLO_S)
+        except LostError:
+            hello = None  # a port scanner, or a node's probe
+        if not isinstance(hello, Hello) or self._closing:
+            await channel.close()
+            return
+        reason = objection_to(hello, self._own, self._place.num_nodes)
+        if reason is None and hello.node in self._nodes:
+            reason = f"two hosts are node {hello.node}: {self._nodes[hello.node].hello.address} and {hello.address}"
+        if reason is not None:
+            channel.send(End(2, reason))
+            await channel.close()
+            if not self._joined:
+                self._refusal = reason
+                self._changed.set()
+            return
+        self._nodes[hello.node] = node = _Node(hello, channel)
+        self._changed.set()
+        try:
+            while not self._closing:
+                self._hear(node, await channel.receive(self._joining.silence_s))
+        except LostError as error:
+            self._lose(node, str(error))
+
+    def _lose(self, node: _Node, why: str) -> None:
+        if self._closing:
+            return
+        if self._joined:
+            self._joining.listener.note_end(name_node(node.hello), 1, f"lost: it {why}")
+        else:
+            del self._nodes[node.hello.node]  # it may start again
+            self._changed.set()
+
+    def _hear(self, node: _Node, message: Message) -> None:
+        listener = self._joining.listener
+        if isinstance(message, Report):
+            listener.hear(message.message)
+        elif isinstance(message, Exited):
+            listener.note_exit(message.rank, message.code)
+        elif isinstance(message, AskStop):
+            listener.ask_stop()
+        elif isinstance(message, End):
+            if self._joined:
+                listener.note_end(name_node(node.hello), message.code, message.reason)
+        elif isinstance(message, Probed):
+            node.failures = message.failures
+        elif isinstance(message, Opened):
+            node.opened = message
+        self._changed.set()
+
+
+@dataclass(slots=True)
+class _Told:
+    """What node 0 has told a member so far."""
+
+    run: asyncio.Future[RunPlan] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    probed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Member(_Side):
+    """Any other node: connects to node 0, and relays what its ranks report."""
+
+    def __init__(self, joining: Joining) -> None:
+        super().__init__(joining)
+        self._channel: Channel | None = None
+        self._told = _Told()
+
+    @property
+    def _head(self) -> str:
+        return f"node 0 ({joined(self._place.master, self._place.port)})"
+
+    async def join(self) -> None:
+        """Connect to node 0 and wait for the other nodes. LostError: node 0 does not answer in time."""
+        self._channel = channel = await self._connect()
+        channel.send(self._joining.hello())
+        self._start(asyncio.create_task(self._beat(lambda: [channel])), asyncio.create_task(self._listen(channel)))
+        await self._told.probed.wait()
+
+    async def agree(self, facts: dict[str, str], plan: RunPlan) -> RunPlan:
+        self.tell(Opened(facts, plan))
+        agreed = await self._told.run
+        self._free_ports()
+        return agreed
+
+    def tell(self, message: Message) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
+
+    def relay(self, message: FromRank) -> None:
+        if isinstance(message, Heartbeat):
+            message = msgspec.structs.replace(message, latencies=[])
+        if isinstance(message, Stage | Ready | Heartbeat | Failed):
+            self.tell(Report(message))
+
+    async def close(self, code: int, reason: str) -> None:
+        await self._close([] if self._channel is None else [self._channel], End(code, reason))
+
+    async def _connect(self) -> Channel:
+        started_s, limit_s = time.monotonic(), self._joining.join_timeout_s
+        while True:
+            try:
+                return await open_channel(self._place.master, self._place.port, _CONNECT_S)
+            except OSError as error:  # TimeoutError is one
+                why = (
+                    f"no answer in {_CONNECT_S:g} s"
+                    if isinstance(error, TimeoutError)
+                    else error.strerror or str(error)
+                )
+            waited_s = time.monotonic() - started_s
+            if waited_s > limit_s:
+                raise LostError(
+                    f"{self._head} could not be reached for {waited_s:.0f} s: {why}; start the same command there with "
+                    "--node-rank 0, and check --master-addr and the firewall"
+                )
+            if waited_s >= _SHOW_S:
+                self._joining.listener.show(f"waiting for {self._head} for {waited_s:.0f} s of {limit_s:g} s: {why}")
+            await asyncio.sleep(_RETRY_S)
+
+    async def _listen(self, channel: Channel) -> None:
+        listener = self._joining.listener
+        try:
+            while True:
+                message = await channel.receive(self._joining.silence_s)
+                if isinstance(message, Table):
+                    listener.show(message.text)
+                elif isinstance(message, Probe):
+                    self.tell(Probed(await probe(self._place.node, message.targets)))
+                    self._told.probed.set()
+                elif isinstance(message, Run):
+                    self._told.run.set_result(message.plan)
+                elif isinstance(message, Serving):
+                    listener.note_serving()
+                elif isinstance(message, End):
+                    listener.note_end(self._head, message.code, message.reason)
+                    return
+        except LostError as error:
+            if not self._closing:
+                listener.note_end(self._head, 1, f"lost: it {error}")
