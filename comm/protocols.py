@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from tightwire.comm.codec.codec import Codec
+from tightwire.comm.codec.codec import Carried, Codec, Feedback
 
 Moved = Callable[[int], None]  # called with the number of bytes that arrived, as a sign of progress
 
@@ -46,12 +46,15 @@ class FusedAllReduce(Protocol):
     ``x`` is contiguous, of any shape, not empty, and only read; the result is a new tensor of its shape.
     """
 
+    takes_feedback: bool  # whether ``flash`` uses ``carried``, the errors of its legs (``Feedback``)
     tells_coding: bool  # whether ``flash`` records its encoding and decoding time in the group's ledger
     in_kernel: KernelSums | None  # ``one_shot`` inside a caller's kernel; None: not available
 
     def one_shot(self, x: Tensor) -> Tensor: ...
 
-    def flash(self, x: Tensor, reduce_codec: Codec, gather_codec: Codec) -> Tensor: ...  # two-shot if both are exact
+    def flash(
+        self, x: Tensor, reduce_codec: Codec, gather_codec: Codec, carried: Carried = (None, None)
+    ) -> Tensor: ...  # two-shot if both are exact
 
 
 class Transport(Protocol):
@@ -108,8 +111,9 @@ class AllReduce(Protocol):
         """Whether nothing is quantized: the only error is that of adding and of rounding sums to the dtype."""
         ...
 
-    # ``phase`` (such as "decode") and ``site`` (such as "o_proj 3") are for the ledger.
-    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor: ...
+    # ``phase`` (such as "decode") and ``site`` (such as "o_proj 3") are for the ledger. ``feedback``: the rounding errors
+    # of earlier sums of these rows, which codecs with feedback send along; other algorithms ignore it.
+    def __call__(self, x: Tensor, phase: str = "", site: str = "", feedback: Feedback | None = None) -> Tensor: ...
 
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
         """Bytes one rank sends for a tensor of ``num_elems``, exactly as the transport counts them."""

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.lane import Lane
 from tightwire.comm.protocols import KernelSums
 from tightwire.kernels.attention import paged_attention
@@ -91,10 +92,11 @@ class Llama:
         else:
             layers = program.begin(residual_TD, batch)
         update_TD: Tensor | None = None
+        feedback = Feedback()
         for span in self._spans:
             for index in span:
                 layers.place(index, self.weights.layer(index))
-            update_TD = yield from self._run_span(span, layers, batch, update_TD)
+            update_TD = yield from self._run_span(span, layers, batch, update_TD, feedback)
             for index in span:
                 self.weights.release(index)
                 self.cache.release(index)
@@ -102,7 +104,12 @@ class Llama:
         return layers.residual_TD + update_TD
 
     def _run_span(
-        self, span: range, layers: "EagerLayers | DecodeProgram", batch: Batch, update_TD: Tensor | None
+        self,
+        span: range,
+        layers: "EagerLayers | DecodeProgram",
+        batch: Batch,
+        update_TD: Tensor | None,
+        feedback: Feedback,
     ) -> Generator[Collective, Tensor, Tensor]:
         """Run the parts of these layers, each followed by its sum over the ranks."""
         first, stop = 2 * span.start, 2 * span.stop
@@ -116,7 +123,7 @@ class Llama:
         for part, row_sums in enumerate(sums, start=first):
             partial_TD = layers.run(part, update_TD)
             update_TD = yield partial(
-                self._parallel.sum_rows, partial_TD, row_sums, num_decode_rows=batch.num_decode_rows
+                self._parallel.sum_rows, partial_TD, row_sums, feedback, num_decode_rows=batch.num_decode_rows
             )
         assert update_TD is not None, "a span has at least one layer"
         return update_TD

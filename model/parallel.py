@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tightwire.comm.codec.codec import as_bytes
+from tightwire.comm.codec.codec import Feedback, as_bytes
 from tightwire.comm.collectives.collectives import all_gather, broadcast, gather_to_root
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import Routes, kernel_sums
@@ -92,8 +92,12 @@ class TensorParallel:
             raise ValueError(f"the plan has {num} deferred tokens, but the last step chose {given}")
         return broadcast(self._group, chosen_R[:num], phase=phase, site="chosen")
 
-    def sum_rows(self, partial_TD: Tensor, sums: RowSums | None, *, num_decode_rows: int) -> Tensor:
+    def sum_rows(
+        self, partial_TD: Tensor, sums: RowSums | None, feedback: Feedback | None = None, *, num_decode_rows: int
+    ) -> Tensor:
         """Return (T, D), the sum of the ranks' partial results, in their dtype. Messages are of ``sum_dtype``.
+
+        ``feedback``: of this pass over these rows.
 
         Decode rows come first. If they and the others use different algorithms, they are summed separately, so a row's
         bits do not depend on the kind of the other rows. The ledger counts a sum over any prefill row as prefill.
@@ -102,12 +106,13 @@ class TensorParallel:
             return partial_TD
         message_TD = partial_TD.to(self.sum_dtype or partial_TD.dtype)
         if num_decode_rows == len(partial_TD):
-            sum_TD = sums.generated(message_TD, "decode", sums.label)
+            sum_TD = sums.generated(message_TD, "decode", sums.label, feedback)
         elif num_decode_rows == 0 or sums.prompt is sums.generated:
-            sum_TD = sums.prompt(message_TD, "prefill", sums.label)
+            sum_TD = sums.prompt(message_TD, "prefill", sums.label, feedback)
         else:
-            generated_TD = sums.generated(message_TD[:num_decode_rows], "decode", sums.label)
-            sum_TD = torch.cat([generated_TD, sums.prompt(message_TD[num_decode_rows:], "prefill", sums.label)])
+            generated_TD = sums.generated(message_TD[:num_decode_rows], "decode", sums.label, feedback)
+            prompt_TD = sums.prompt(message_TD[num_decode_rows:], "prefill", sums.label, feedback)
+            sum_TD = torch.cat([generated_TD, prompt_TD])
         return sum_TD.to(partial_TD.dtype)
 
     def sums_in_kernel(self, generated: Iterable[AllReduce], rows_TD: Tensor) -> KernelSums | None:

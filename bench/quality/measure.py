@@ -24,6 +24,7 @@ from torch import Tensor
 from tightwire.bench.quality.ranks import ThreadRanks
 from tightwire.bench.quality.setting import EXACT, LOSSY_SITES, Arm, Setting, exact_arm, places
 from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import Routes, make_candidates
 from tightwire.comm.protocols import AllReduce
@@ -154,7 +155,7 @@ class _Watched:
         self.wire_bytes, self.max_error = exact.wire_bytes, exact.max_error
         self._exact, self._routes, self._place = exact, routes, place
 
-    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
+    def __call__(self, x: Tensor, phase: str = "", site: str = "", feedback: Feedback | None = None) -> Tensor:
         exact = self._exact(x, phase, site)
         self._routes.add(*self._place, exact, {name: other(x) for name, other in self._routes.others.items()})
         return exact

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec.codec import SUMMABLE
+from tightwire.comm.codec.codec import SUMMABLE, Feedback
 from tightwire.comm.group.group import Group
 
 
@@ -28,8 +28,9 @@ class BaseAllReduce(ABC):
         self._fused: Callable[[Tensor], Tensor] | None = None  # one kernel in place of ``_reduce``
         self._hides_coding = False  # whether that kernel encodes
 
-    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
-        """The sum over ranks of ``x``, any shape. ``phase``, ``site``: of the sum, for the ledger.
+    def __call__(self, x: Tensor, phase: str = "", site: str = "", feedback: Feedback | None = None) -> Tensor:
+        """The sum over ranks of ``x``, any shape. ``phase``, ``site``: of the sum, for the ledger. ``feedback``: of the
+        forward pass, for codecs that take it.
 
         Raises TypeError for other dtypes; CollectiveTimeoutError or PeerLostError if a rank does not arrive.
         """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from tightwire.comm.codec.codec_names import parse_format
+from tightwire.comm.codec.codec_names import has_feedback, parse_format
 
 if TYPE_CHECKING:  # settings are read in processes that do not import torch
     from tightwire.comm.codec.codec import Codec
@@ -72,6 +72,7 @@ class Entry:
     exact_codecs: tuple[str, ...] | None = ()  # the codecs of the bare ``name``; None: it needs codecs and is not valid
     order: str = RANK_ORDER  # of adding; algorithms with equal order give the same bits
     depends_on_place: bool = False  # with three or more ranks on CPU the order depends on an element's place
+    takes_feedback: bool = False  # its codecs may carry errors from sum to sum
     needs_nodes: bool = False  # useful on several nodes only
     rounds: Literal["kernel", "message", "library"] = (
         "kernel"  # one kernel where memory is shared; messages; gloo or NCCL
@@ -122,6 +123,7 @@ class Declared(msgspec.Struct, frozen=True):
     """The fields of ``entry.Entry`` that decide which names are valid, with their defaults."""
 
     num_codecs: int = 0
+    takes_feedback: bool = False
     patterns: dict[str, str] = {}
     presets: dict[str, tuple[str, ...]] = {}
     exact_codecs: tuple[str, ...] | None = ()
@@ -194,6 +196,8 @@ def split_name(name: str) -> tuple[str, tuple[str, ...]]:
             parse_format(codec)
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from None
+        if has_feedback(codec) and not entry.takes_feedback:
+            raise ValueError(f"{name!r}: {family} has no error feedback (-ef), only flash has; leave -ef out")
     return family, codecs
 
 

@@ -5,14 +5,13 @@ The owner of a slice decodes its own sum too, so that all ranks hold the same bi
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.entry import Entry, Setting, Work, coded_elem_bytes, coding_effort
-from tightwire.comm.codec.codec import Codec, parse_codec, prepare_codecs, slice_lengths
+from tightwire.comm.codec.codec import Carried, Codec, Feedback, parse_codec, prepare_codecs, slice_lengths
 from tightwire.comm.codec.error_bounds import quantized_sum_bound, quantized_total_bound, rank_order_bound
 from tightwire.comm.group.group import Group
 from tightwire.comm.transport.legs import sum_in_two_legs, two_leg_bytes
@@ -34,10 +33,22 @@ class FlashAllReduce(BaseAllReduce):
         self._codecs = reduce_codec, gather_codec
         self._lossless = reduce_codec.exact and gather_codec.exact
         prepare_codecs(group.device, reduce_codec, gather_codec)
+        self._carried: Carried = None, None  # errors of the two legs, during a call
         fused = group.transport.fused
-        if fused is not None:
-            self._fused = partial(fused.flash, reduce_codec=reduce_codec, gather_codec=gather_codec)
-        self._hides_coding = fused is not None and not (fused.tells_coding or self._lossless)
+        if fused is not None and (fused.takes_feedback or not (reduce_codec.feedback or gather_codec.feedback)):
+            self._fused = lambda x: fused.flash(x, *self._codecs, self._carried)
+            self._hides_coding = not (fused.tells_coding or self._lossless)
+
+    def __call__(self, x: Tensor, phase: str = "", site: str = "", feedback: Feedback | None = None) -> Tensor:
+        if feedback is None or self.world_size == 1 or not any(codec.feedback for codec in self._codecs):
+            return super().__call__(x, phase, site)
+        carried = feedback.carried(phase, x)
+        reduce, gather = (each if codec.feedback else None for each, codec in zip(carried, self._codecs, strict=True))
+        self._carried = reduce, gather
+        try:
+            return super().__call__(x, phase, site)
+        finally:
+            self._carried = None, None
 
     @property
     def lossless(self) -> bool:
@@ -47,7 +58,10 @@ class FlashAllReduce(BaseAllReduce):
         return _slices(num_elems, self.world_size, *self._codecs)
 
     def _reduce(self, x_N: Tensor) -> Tensor:
-        return sum_in_two_legs(self._transport, x_N, self.slices(x_N.numel()), self._codecs, x_N.dtype, self._ledger)
+        lengths = self.slices(x_N.numel())
+        return sum_in_two_legs(
+            self._transport, x_N, lengths, self._codecs, x_N.dtype, self._ledger, carried=self._carried
+        )
 
     def _exact_bytes(self, x: Tensor) -> int | None:
         if self._lossless:
@@ -122,5 +136,6 @@ ENTRY = Entry(
     presets=PRESETS,
     lossy_names=_lossy_names,
     exact_codecs=None,
+    takes_feedback=True,
     preference=5,
 )

@@ -50,7 +50,7 @@ def lossy_names(suffix: str) -> list[str]:
 def parse_all_reduce(name: str) -> AllReduceName:
     """Parse ``name``, without a group. Raises ValueError for other names; lists the valid forms."""
     family, codecs = split_name(name)
-    return AllReduceName(name, ALL_REDUCE[family], tuple(map(parse_codec, codecs)))
+    return AllReduceName(name, ALL_REDUCE[family], tuple(parse_codec(codec, feedback=True) for codec in codecs))
 
 
 def make_all_reduce(name: str, group: Group) -> AllReduce:

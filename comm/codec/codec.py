@@ -13,7 +13,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec.codec_names import parse_format
+from tightwire.comm.codec.codec_names import has_feedback, parse_format
 from tightwire.kernels import block_quant
 from tightwire.kernels.spec import block_bound
 from tightwire.kernels.spec.block_format import BlockFormat
@@ -25,6 +25,7 @@ class Codec:
 
     name: str
     format: BlockFormat | None = None
+    feedback: bool = False  # sums over ranks carry the rounding error of one message into the next (``Feedback``)
 
     @property
     def exact(self) -> bool:
@@ -38,8 +39,16 @@ class Codec:
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
         return num_elems * elem_bytes if self.format is None else self.format.encoded_bytes(num_elems)
 
-    def encode(self, x_N: Tensor, out: Tensor | None = None) -> Tensor:
-        """Encode (N,) contiguous to uint8 bytes, into ``out`` if given. With ``none`` and no ``out``, a view of ``x_N``."""
+    def encode(self, x_N: Tensor, out: Tensor | None = None, carried_N: Tensor | None = None) -> Tensor:
+        """Encode (N,) contiguous to uint8 bytes, into ``out`` if given. With ``none`` and no ``out``, a view of ``x_N``.
+
+        ``carried_N``: float32, is added to ``x_N`` and receives what encoding that sum lost.
+        """
+        if carried_N is not None and self.format is not None:
+            carried_N.add_(x_N)
+            encoded = block_quant.encode(carried_N, self.format, out)
+            carried_N.sub_(block_quant.decode(encoded, self.format, len(carried_N), torch.float32))
+            return encoded
         if self.format is not None:
             return block_quant.encode(x_N, self.format, out)
         bytes_of_x = x_N.view(torch.uint8)
@@ -65,8 +74,35 @@ class Codec:
         return block_bound.max_error(x_N, self.format)
 
 
-def parse_codec(name: str) -> Codec:
-    return Codec(name, parse_format(name))
+Carried = tuple[Tensor | None, Tensor | None]  # float32 errors of the reduce and the gather leg; None: without feedback
+
+
+class Feedback:
+    """The rounding errors of earlier sums of the same rows, which the next sums send along.
+
+    A residual stream adds up all sums of a forward pass. With feedback, the error of that total is the error of its latest
+    sum, not of all: error feedback (Seide et al., 2014; Karimireddy et al., arXiv 1901.09847) over layers instead of
+    training steps. Each rank keeps the errors of its own partial sums, and the owner of a slice those of the slice's sum,
+    so a result still depends only on the ranks' numbers of its own group in this sum and in earlier ones.
+    """
+
+    def __init__(self) -> None:
+        self._carried: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+
+    def carried(self, phase: str, x_N: Tensor) -> tuple[Tensor, Tensor]:
+        """The (N,) float32 errors of the reduce and the gather leg, for the codec to update; zero before the first sum."""
+        key = phase, x_N.numel()
+        if key not in self._carried:
+            zeros_2N = torch.zeros(2, x_N.numel(), dtype=torch.float32, device=x_N.device)
+            self._carried[key] = zeros_2N[0], zeros_2N[1]
+        return self._carried[key]
+
+
+def parse_codec(name: str, feedback: bool = False) -> Codec:
+    """Parse ``name``; ``feedback``: it may end in ``-ef``. Raises ValueError for other names."""
+    if has_feedback(name) and not feedback:
+        raise ValueError(f"codec {name!r}: only sums of flash have error feedback (-ef); leave -ef out")
+    return Codec(name, parse_format(name), has_feedback(name))
 
 
 SUMMABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -104,16 +140,20 @@ def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-def encode_slices(x_N: Tensor, lengths: Sequence[int], codec: Codec) -> list[Tensor]:
-    """Encode slices of the contiguous ``x_N`` into consecutive memory."""
+def split_carried(carried_N: Tensor | None, lengths: Sequence[int]) -> Sequence[Tensor | None]:
+    return [None] * len(lengths) if carried_N is None else carried_N.split(list(lengths))
+
+
+def encode_slices(x_N: Tensor, lengths: Sequence[int], codec: Codec, carried_N: Tensor | None = None) -> list[Tensor]:
+    """Encode slices of the contiguous ``x_N`` into consecutive memory. ``carried_N``: as for ``Codec.encode``."""
     elem_bytes = x_N.element_size()
     sizes = [codec.wire_bytes(length, elem_bytes) for length in lengths]
     if codec.exact:
         return list(codec.encode(x_N).split(sizes))
     slices = list(x_N.new_empty(sum(sizes), dtype=torch.uint8).split(sizes))
-    for part, out in zip(x_N.split(list(lengths)), slices, strict=True):
+    for part, out, carried in zip(x_N.split(list(lengths)), slices, split_carried(carried_N, lengths), strict=True):
         if out.numel():
-            codec.encode(part, out)
+            codec.encode(part, out, carried)
     return slices
 
 
@@ -142,17 +182,25 @@ def sum_encoded(bufs: Sequence[Tensor], num_elems: int, codec: Codec, dtype: tor
 
 
 def sum_and_encode(
-    bufs: Sequence[Tensor], num_elems: int, codec: Codec, out_codec: Codec, dtype: torch.dtype
+    bufs: Sequence[Tensor],
+    num_elems: int,
+    codec: Codec,
+    out_codec: Codec,
+    dtype: torch.dtype,
+    carried_N: Tensor | None = None,
 ) -> Tensor:
-    """``sum_encoded``, encoded with ``out_codec`` (``none``: rounded to ``dtype``), in one pass if both quantize."""
+    """``sum_encoded``, encoded with ``out_codec`` (``none``: rounded to ``dtype``), in one pass if both quantize.
+
+    ``carried_N``: as for ``Codec.encode``.
+    """
     if num_elems == 0:
         return bufs[0].new_empty(0)
     if codec.exact and out_codec.exact:
         return as_bytes(sum_in_rank_order([buf.view(dtype) for buf in bufs]))
-    if codec.format is not None and out_codec.format is not None:
+    if codec.format is not None and out_codec.format is not None and carried_N is None:
         return block_quant.decode_reduce_encode(list(bufs), codec.format, out_codec.format, num_elems)
     sum_N = sum_encoded(bufs, num_elems, codec, dtype)
-    return out_codec.encode(sum_N.to(dtype) if out_codec.exact else sum_N)
+    return out_codec.encode(sum_N.to(dtype) if out_codec.exact else sum_N, carried_N=carried_N)
 
 
 def prepare_codecs(device: torch.device, *codecs: Codec) -> None:

@@ -4,13 +4,14 @@ import re
 
 from tightwire.kernels.spec.block_format import BlockFormat
 
-_NAME = re.compile(r"(?:(fp8)|int([234568]))(?:-g(32|64|128))?(-sym)?(-had)?(-sr)?")
+_NAME = re.compile(r"(?:(fp8)|int([234568]))(?:-g(32|64|128))?(-sym)?(-had)?(-sr)?(?:-ef)?")
+_FEEDBACK = "-ef"
 
 
 def parse_format(name: str) -> BlockFormat | None:
-    """``none`` (returns None), ``fp8`` or ``intB`` with B in 8, 6, 5, 4, 3, 2, then any of ``-g32 -g64 -sym -had -sr``.
+    """``none`` (returns None), ``fp8`` or ``intB`` with B in 8, 6, 5, 4, 3, 2, then any of ``-g32 -g64 -sym -had -sr -ef``.
 
-    Raises ValueError for other names.
+    Raises ValueError for other names. The format of a codec with error feedback is that without.
     """
     if name == "none":
         return None
@@ -31,5 +32,9 @@ def parse_format(name: str) -> BlockFormat | None:
         raise ValueError(
             f"unknown codec {name!r} ({error}); a codec is none, fp8, or int8, int6, int5, int4, int3 or int2, and then "
             "optionally, in this order, -g32 or -g64 (numbers in a group, default 128), -sym (symmetric), -had (rotated), "
-            "-sr (spikes reserved), such as int4-g64-sr"
+            "-sr (spikes reserved), -ef (error feedback, in flash only), such as int4-g64-had-ef"
         ) from None
+
+
+def has_feedback(name: str) -> bool:
+    return name.endswith(_FEEDBACK)

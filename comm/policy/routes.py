@@ -7,6 +7,7 @@ from torch import Tensor
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
@@ -65,8 +66,8 @@ class SizedAllReduce:
     def lossless(self) -> bool:
         return self._largest.lossless and all(all_reduce.lossless for _, all_reduce in self._limited)
 
-    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
-        return self.choose(x.nbytes)(x, phase, site)
+    def __call__(self, x: Tensor, phase: str = "", site: str = "", feedback: Feedback | None = None) -> Tensor:
+        return self.choose(x.nbytes)(x, phase, site, feedback)
 
     def choose(self, num_bytes: int) -> AllReduce:
         for limit, all_reduce in self._limited:

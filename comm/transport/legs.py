@@ -5,17 +5,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec.codec import Codec, decode_slices, encode_slices, sum_and_encode
+from tightwire.comm.codec.codec import Carried, Codec, decode_slices, encode_slices, split_carried, sum_and_encode
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.protocols import Transport
 
 
 def exchange_encoded(
-    transport: Transport, x_N: Tensor, lengths: Sequence[int], codec: Codec, ledger: Ledger
+    transport: Transport,
+    x_N: Tensor,
+    lengths: Sequence[int],
+    codec: Codec,
+    ledger: Ledger,
+    carried_N: Tensor | None = None,
 ) -> list[Tensor]:
     """Encode each slice of ``x_N`` for its owner; return this rank's own slice as encoded by every rank."""
     with ledger.coding_if(not codec.exact):
-        encoded = encode_slices(x_N, lengths, codec)
+        encoded = encode_slices(x_N, lengths, codec, carried_N)
     return transport.exchange(encoded)
 
 
@@ -35,12 +40,17 @@ def sum_in_two_legs(
     codecs: tuple[Codec, Codec],
     dtype: torch.dtype,
     ledger: Ledger,
+    carried: Carried = (None, None),
 ) -> Tensor:
-    """The ranks' sum of ``x_N`` in ``dtype``: each rank adds its slice, of ``lengths``. ``codecs``: of the two legs."""
+    """The ranks' sum of ``x_N`` in ``dtype``: each rank adds its slice, of ``lengths``.
+
+    ``codecs``: of the two legs; ``carried``: what ``Codec.encode`` adds and updates in each, (N,) or None.
+    """
     reduce_codec, gather_codec = codecs
-    received = exchange_encoded(transport, x_N, lengths, reduce_codec, ledger)
+    received = exchange_encoded(transport, x_N, lengths, reduce_codec, ledger, carried[0])
+    own_carried = split_carried(carried[1], lengths)[transport.rank]
     with ledger.coding_if(not (reduce_codec.exact and gather_codec.exact)):
-        own = sum_and_encode(received, lengths[transport.rank], reduce_codec, gather_codec, dtype)
+        own = sum_and_encode(received, lengths[transport.rank], reduce_codec, gather_codec, dtype, own_carried)
     return gather_decoded(transport, own, lengths, gather_codec, dtype, ledger)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.multiprocessing.reductions import reduce_tensor
 
-from tightwire.comm.codec.codec import Codec, slice_lengths
+from tightwire.comm.codec.codec import Carried, Codec, slice_lengths
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
 from tightwire.comm.protocols import KernelSums
 from tightwire.comm.transport.store_notes import FactExchange
@@ -34,7 +34,7 @@ class PeerAllReduce:
     must use one CUDA stream.
     """
 
-    tells_coding = False
+    takes_feedback = tells_coding = False
     in_kernel: KernelSums | None = None
 
     def __init__(
@@ -55,7 +55,7 @@ class PeerAllReduce:
         self.check()
         return out_N.view_as(x)
 
-    def flash(self, x: Tensor, reduce_codec: Codec, gather_codec: Codec) -> Tensor:
+    def flash(self, x: Tensor, reduce_codec: Codec, gather_codec: Codec, carried: Carried = (None, None)) -> Tensor:
         self.check()
         buffers, fmt, out_fmt = self._buffers, reduce_codec.format, gather_codec.format
         multiple = max(reduce_codec.group_elems, gather_codec.group_elems)  # both are powers of two

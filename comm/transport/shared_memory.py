@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec.codec import Codec, slice_lengths, sum_and_encode
+from tightwire.comm.codec.codec import Carried, Codec, slice_lengths, split_carried, sum_and_encode
 from tightwire.comm.errors import CommError
 from tightwire.comm.ledger.recording import Series
 from tightwire.comm.protocols import FusedAllReduce, KernelSums, Moved, nothing_told
@@ -142,7 +142,7 @@ _FLASH_CHUNK_ELEMS = 1 << 19  # large enough to amortize the codec calls of a tu
 class SharedAllReduce:
     """Runs its AllReduces on ``turns``, which the transport's messages use too."""
 
-    tells_coding = True
+    takes_feedback = tells_coding = True
 
     def __init__(self, turns: SharedTurns) -> None:
         self.in_kernel: KernelSums | None = SharedSums(turns)
@@ -162,7 +162,7 @@ class SharedAllReduce:
             self._turns.run(partial(kernel, *given), status)
         return out
 
-    def flash(self, x: Tensor, reduce_codec: Codec, gather_codec: Codec) -> Tensor:
+    def flash(self, x: Tensor, reduce_codec: Codec, gather_codec: Codec, carried: Carried = (None, None)) -> Tensor:
         """Raises ValueError when the segment's buffers do not hold one group of each rank's slice."""
         if reduce_codec.exact and gather_codec.exact:
             return self._in_one_call(lib.tw_two_shot, x)
@@ -170,21 +170,26 @@ class SharedAllReduce:
         call = call_word(FLASH, NUMBER_KIND[dtype], x.numel(), crc32(names) & 0xFFFF)
         result = torch.empty_like(x)
         step = self._flash_step(reduce_codec, gather_codec, dtype)
-        for chunk, out in zip(x.view(-1).split(step), result.view(-1).split(step), strict=True):
-            self._flash_chunk(chunk, out, call, reduce_codec, gather_codec)
+        codecs, x_N, out_N = (reduce_codec, gather_codec), x.view(-1), result.view(-1)
+        for start in range(0, x_N.numel(), step):
+            part = slice(start, start + step)
+            reduce, gather = (None if each is None else each[part] for each in carried)
+            self._flash_chunk(x_N[part], out_N[part], call, codecs, (reduce, gather))
         return result
 
-    def _flash_chunk(self, x_N: Tensor, out_N: Tensor, call: int, reduce_codec: Codec, gather_codec: Codec) -> None:
+    def _flash_chunk(
+        self, x_N: Tensor, out_N: Tensor, call: int, codecs: tuple[Codec, Codec], carried: Carried
+    ) -> None:
         """Run two turns: the first carries encoded slices, the second encoded sums."""
-        turns, dtype, coding = self._turns, x_N.dtype, self._turns.ledger.coding
+        turns, dtype, coding, (reduce_codec, gather_codec) = self._turns, x_N.dtype, self._turns.ledger.coding, codecs
         multiple = max(reduce_codec.group_elems, gather_codec.group_elems)  # both are powers of two
         lengths = slice_lengths(x_N.numel(), turns.world_size, multiple)
         sizes = [reduce_codec.wire_bytes(length, dtype.itemsize) for length in lengths]
         buffer, start = turns.open_turn(), 0
         with coding:
-            for part, size in zip(x_N.split(lengths), sizes, strict=True):
+            for part, size, lost in zip(x_N.split(lengths), sizes, split_carried(carried[0], lengths), strict=True):
                 if size:
-                    reduce_codec.encode(part, buffer[start : start + size])
+                    reduce_codec.encode(part, buffer[start : start + size], lost)
                     start += size
         turns.publish_turn(call)
 
@@ -193,7 +198,8 @@ class SharedAllReduce:
         buffer = turns.open_turn()
         if own:
             with coding:
-                own_sum = sum_and_encode(received, own, reduce_codec, gather_codec, dtype).view(torch.uint8)
+                lost = split_carried(carried[1], lengths)[turns.rank]
+                own_sum = sum_and_encode(received, own, *codecs, dtype, lost).view(torch.uint8)
                 buffer[: own_sum.numel()].copy_(own_sum)
         turns.publish_turn(call)
 

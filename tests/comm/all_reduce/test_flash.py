@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tightwire.comm.all_reduce.flash import PRESETS
 from tightwire.comm.all_reduce.registry import make_all_reduce
-from tightwire.comm.codec.codec import Codec
+from tightwire.comm.codec.codec import Carried, Codec, Feedback
 from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.comm.protocols import Transport
 from tightwire.kernels import block_quant
@@ -192,14 +192,60 @@ def test_a_rank_alone_quantizes_nothing() -> None:
     assert torch.equal(result, x) and sent == 0 and bound.eq(0).all()
 
 
+_FEEDBACK = "flash:int3-g32-had-ef,int3-g32-had-ef"
+
+
+def _sums_with_feedback(group: Group, name: str, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of S messages, and what this rank has carried at the end."""
+    all_reduce, feedback = make_all_reduce(name, group), Feedback()
+    sums = [all_reduce(x_N, "prefill", "", feedback) for x_N in inputs[:, group.rank]]
+    return torch.stack(sums), torch.stack(feedback.carried("prefill", inputs[0, 0])).sum(0)
+
+
+@pytest.mark.parametrize("name", [_FEEDBACK, "flash:int4-ef,none", "flash:none,int4-g64-ef"])
+def test_feedback_leaves_only_the_latest_error_in_the_total(name: str) -> None:
+    inputs = torch.randn(6, 3, 1000)
+    seen = run_in_process(3, _sums_with_feedback, name, inputs)
+    sums, carried = seen[0][0], torch.stack([carried for _, carried in seen]).sum(0)
+    assert all(torch.equal(sums, other) for other, _ in seen)
+    torch.testing.assert_close(sums.sum(0) + carried, inputs.sum((0, 1)), atol=1e-4, rtol=0)
+    [plain, *_] = run_in_process(3, _sums_with_feedback, name.replace("-ef", ""), inputs)
+    lost = (plain[0].sum(0) - inputs.sum((0, 1))).square().mean()
+    assert carried.square().mean() < lost / 3  # of six equal errors, one
+
+
+def test_feedback_is_of_one_pass_and_one_kind_of_rows() -> None:
+    def sums(group: Group) -> list[Tensor]:
+        all_reduce, feedback, x_N = make_all_reduce(_FEEDBACK, group), Feedback(), torch.linspace(-1, 1, 600)
+        calls = [
+            ("prefill", feedback),
+            ("prefill", feedback),
+            ("decode", feedback),
+            ("prefill", Feedback()),
+            ("", None),
+        ]
+        return [all_reduce(x_N, phase, "", given) for phase, given in calls]
+
+    first, second, *others = run_in_process(2, sums)[0]
+    assert not torch.equal(first, second)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_feedback_of_a_row_does_not_depend_on_other_rows() -> None:
+    inputs = torch.randn(3, 2, 5, 96)
+    [all_rows, *_] = run_in_process(2, _sums_with_feedback, _FEEDBACK, inputs.flatten(2))
+    [one_row, *_] = run_in_process(2, _sums_with_feedback, _FEEDBACK, inputs[:, :, 3].contiguous())
+    assert torch.equal(all_rows[0].view(3, 5, 96)[:, 3], one_row[0])
+
+
 class _Fused:
     """Stands for a kernel: notes what it was asked."""
 
     def __init__(self, *, tells_coding: bool) -> None:
-        self.tells_coding = tells_coding
+        self.takes_feedback, self.tells_coding = False, tells_coding
         self.asked: list[tuple[str, str]] = []
 
-    def flash(self, x_N: Tensor, reduce_codec: Codec, gather_codec: Codec) -> Tensor:
+    def flash(self, x_N: Tensor, reduce_codec: Codec, gather_codec: Codec, carried: Carried) -> Tensor:
         self.asked.append((reduce_codec.name, gather_codec.name))
         return x_N * 2
 

@@ -12,6 +12,7 @@ from tightwire.comm.all_reduce.entry import all_reduce_names
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.all_reduce.self_test import KnownSum, Verdict, agree, self_test
+from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.errors import PeerLostError
 from tightwire.comm.group.group import Group, in_process_groups
 
@@ -27,7 +28,7 @@ class BrokenAllReduce(OneShotAllReduce):
         super().__init__(group)
         self._group, self._break = group, break_it
 
-    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
+    def __call__(self, x: Tensor, phase: str = "", site: str = "", feedback: Feedback | None = None) -> Tensor:
         return self._break(self._group, x, super().__call__(x, phase, site))
 
 

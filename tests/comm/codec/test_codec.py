@@ -8,6 +8,7 @@ import torch
 from helpers.kernels.block_data import all_formats, format_id
 from torch import Tensor
 
+from tightwire.comm.all_reduce.entry import split_name
 from tightwire.comm.codec.codec import SUMMABLE, Codec, parse_codec, slice_lengths, sum_in_rank_order
 from tightwire.kernels.spec.block_format import BlockFormat
 
@@ -23,6 +24,25 @@ def _name(fmt: BlockFormat) -> str:
 @pytest.mark.parametrize("fmt", all_formats(), ids=format_id)
 def test_every_format_has_a_name(fmt: BlockFormat) -> None:
     assert parse_codec(_name(fmt)) == Codec(_name(fmt), fmt)
+
+
+def test_only_sums_over_ranks_have_error_feedback() -> None:
+    assert parse_codec("int4-g64-had-ef", feedback=True) == Codec(
+        "int4-g64-had-ef", BlockFormat(bits=4, group_elems=64, hadamard=True), feedback=True
+    )
+    with pytest.raises(ValueError, match="only sums of flash have error feedback"):
+        parse_codec("int4-ef")
+    with pytest.raises(ValueError, match="hierarchical has no error feedback"):
+        split_name("hierarchical:int4-ef")
+
+
+def test_encoding_carries_what_it_lost_before() -> None:
+    codec = parse_codec("int4-g32-ef", feedback=True)
+    x_2N, carried_N, decoded_N = torch.randn(2, 70), torch.zeros(70), torch.zeros(70)
+    for x_N in x_2N:
+        codec.decode_add(codec.encode(x_N, carried_N=carried_N), decoded_N, torch.float32)
+    torch.testing.assert_close(decoded_N + carried_N, x_2N.sum(0))
+    assert (carried_N.abs() <= codec.max_error(x_2N[1] + carried_N) * 1.2).all()
 
 
 def test_the_usual_group_may_be_named() -> None:

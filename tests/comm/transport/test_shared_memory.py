@@ -15,6 +15,7 @@ from harness import RankFailedError, Ranks, run_ranks
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, PeerLostError
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.topology import Topology
@@ -176,7 +177,10 @@ def test_a_sandbox_without_anonymous_files_has_no_shared_memory(monkeypatch: pyt
     assert why_unusable() == "an anonymous shared file cannot be made here (memfd_create: Operation not permitted)"
 
 
-NAMES = ("one-shot", "two-shot", "flash-int8", "flash:int4-g32,int8-had", "flash:none,int5-sym", "flash:none,none")
+NAMES = (
+    *("one-shot", "two-shot", "flash-int8", "flash:int4-g32,int8-had", "flash:none,int5-sym", "flash:none,none"),
+    *("flash:int4-g64-had-ef,int4-g64-had-ef", "flash:int4-ef,none"),
+)
 LENGTHS = (1, 63, 1025, 150_001)  # the last: several chunks, in any dtype
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -197,14 +201,15 @@ def _same_as_over_messages(group: Group) -> None:
     messages: Any = _Messages(group.transport)
     for name in NAMES:
         fused, plain = make_all_reduce(name, group), make_all_reduce(name, replace(group, transport=messages))
+        feedbacks = Feedback(), Feedback()
         for num_elems in LENGTHS:
             for dtype in DTYPES:
                 generator = torch.Generator().manual_seed(num_elems * group.world_size + group.rank)
                 x = torch.randn(num_elems, generator=generator).mul(3).to(dtype)
                 sent = [group.transport.bytes_sent]
-                got = fused(x)
+                got = fused(x, feedback=feedbacks[0])
                 sent.append(group.transport.bytes_sent)
-                want = plain(x)
+                want = plain(x, feedback=feedbacks[1])
                 sent.append(group.transport.bytes_sent)
                 case = f"{name} {num_elems} {dtype}"
                 assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), case

@@ -7,17 +7,18 @@ from torch import Tensor
 
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.all_reduce.two_shot import TwoShotAllReduce
+from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import AllReduce
 
 
 class _TooLarge(TwoShotAllReduce):
-    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
+    def __call__(self, x: Tensor, phase: str = "", site: str = "", feedback: Feedback | None = None) -> Tensor:
         return super().__call__(x, phase, site) * 1.25
 
 
 class _UnlikeBits(TwoShotAllReduce):
-    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
+    def __call__(self, x: Tensor, phase: str = "", site: str = "", feedback: Feedback | None = None) -> Tensor:
         sum_N = super().__call__(x, phase, site)
         sum_N[0] = torch.nextafter(sum_N[0], sum_N.new_tensor(self.rank * 1e3))
         return sum_N
@@ -28,7 +29,7 @@ class _Wandering(TwoShotAllReduce):
 
     _calls = 0
 
-    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
+    def __call__(self, x: Tensor, phase: str = "", site: str = "", feedback: Feedback | None = None) -> Tensor:
         sum_N = super().__call__(x, phase, site)
         self._calls += 1
         sum_N[self._calls % sum_N.numel()] = 0.0
@@ -44,7 +45,7 @@ class _Miscounting(TwoShotAllReduce):
 
 
 class _Raising(TwoShotAllReduce):
-    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
+    def __call__(self, x: Tensor, phase: str = "", site: str = "", feedback: Feedback | None = None) -> Tensor:
         raise ZeroDivisionError("on purpose")
 
 

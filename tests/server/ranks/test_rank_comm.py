@@ -12,6 +12,7 @@ from torch import Tensor
 from tightwire.comm.all_reduce import registry
 from tightwire.comm.all_reduce.entry import Declared, Entry, declared
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
+from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.rules import Choice, Policy, QuarantinedError, Rule
 from tightwire.server.ipc.messages import CommChoice, CommSetup, SelfTestVerdict
@@ -24,7 +25,7 @@ class BrokenAllReduce(OneShotAllReduce):
 
     name = "broken"
 
-    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
+    def __call__(self, x: Tensor, phase: str = "", site: str = "", feedback: Feedback | None = None) -> Tensor:
         return super().__call__(x if self.rank else torch.zeros_like(x), phase, site)
 
 
