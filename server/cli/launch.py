@@ -75,8 +75,9 @@ class _Server:
             return 2
         except RankFailedError as failure:
             self._progress.say(f"tightwire serve: {failure}")
-            for rank, traceback in engine.tracebacks():
-                self._progress.say(f"--- rank {rank} ---\n{traceback}")
+            for of_symptoms, write in ((False, self._progress.say), (True, self._progress.detail)):
+                for rank, traceback in engine.tracebacks(of_symptoms=of_symptoms):
+                    write(f"--- rank {rank} ---\n{traceback}")
             if self._holder.model is not None:
                 await asyncio.sleep(_LAST_WORDS_S)
             return 1
@@ -181,18 +182,19 @@ def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready])
     numbers = f"{info.weights} weights, {info.dtype}" if info.weights else info.dtype
     numbers += " with int8 activations" if info.activations == "int8" else ""
     device = f"{plan.device} ({info.kernels} kernels)" if info.kernels else plan.device
-    shards, sums, split = decision.layout.shards, "none: one rank holds the whole model", f"one rank on {device}"
+    sums, split = "none: one rank holds the whole model", f"one rank on {device}"
     if len(ready) > 1:
         split = f"{len(ready)} ranks on {device}" + (f", {info.dp} replicas of {info.tp}" if info.dp > 1 else "")
         split += f", over {comm.transport if comm else plan.transport}"
     if info.tp > 1 and comm is not None:
-        heads = " + ".join(str(shard.local_heads) for shard in shards)
-        columns = " + ".join(str(len(shard.mlp_columns)) for shard in shards)
-        split += f": {heads} heads, {columns} MLP columns"
+        split += f": {' + '.join(str(shard.local_heads) for shard in decision.layout.shards)} heads"
         split += f"; {comm.link.describe(plan.num_nodes if plan.num_nodes > 1 else info.tp)}" if comm.link else ""
-        sums = "; ".join(describe_choices(comm.choices))
+        sums = _joined(describe_choices(comm.choices))
     num_tokens = plan.num_blocks * BLOCK_SIZE
-    memory = [*budget.needs(), f"weights {format_bytes(sum(rank.weight_bytes for rank in ready.values()))}"]
+    memory = [
+        *(f"{need} in {name}" for name, need in budget.needs()),
+        f"weights {format_bytes(sum(rank.weight_bytes for rank in ready.values()))}",
+    ]
     memory.append(f"KV cache for {num_tokens} tokens{' of each replica' if info.dp > 1 else ''}")
     if plan.weights.streamed:
         memory.append(f"{len(plan.weights.streamed)} layers stream")
@@ -204,6 +206,14 @@ def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready])
             f"  memory     {'; '.join(memory)}",
         ]
     )
+
+
+def _joined(choices: list[str]) -> str:
+    """The choices in one line; where their times have the same source, such as "(predicted)", it is said once at the end."""
+    source = choices[-1][choices[-1].rfind(" (") :]
+    if source.endswith(")") and all(choice.endswith(source) for choice in choices):
+        return "; ".join(choice.removesuffix(source) for choice in choices) + source
+    return "; ".join(choices)
 
 
 def describe_ranks(decision: Decision, ready: Mapping[int, Ready]) -> str:

@@ -29,7 +29,7 @@ from tightwire.server.http.listener import PortTakenError, open_listener
 from tightwire.server.plan.launcher import resolve_hosts
 from tightwire.server.plan.network import HostPlace, find_place
 from tightwire.server.plan.progress import START_STAGES, Progress
-from tightwire.server.plan.setting import refuse_early
+from tightwire.server.plan.setting import refuse_early, refuse_wrong_model
 
 if TYPE_CHECKING:
     from tightwire.server.ranks.processes import Ranks
@@ -67,8 +67,9 @@ def _serve(argv: Sequence[str]) -> int:
     except ValueError as error:
         return _refuse("serve", error)
     sys.stderr.writelines(f"{line}\n" for line in [*notes, *([place.describe()] if place else [])])
-    _load_kernels()
     try:
+        refuse_wrong_model(config)
+        _load_kernels()
         refuse_early(config)
         listener = open_listener(config.http)
     except (ValueError, PortTakenError) as error:
@@ -100,9 +101,10 @@ def generate(argv: Sequence[str]) -> int:
         answer = AnswerOptions(**{own.name: vars(args)[own.name] for own in fields(AnswerOptions) if own.name in args})
     except ValueError as error:
         parser.error(str(error))
-    _load_kernels()
     with ExitStack() as stack:
         try:
+            refuse_wrong_model(config)
+            _load_kernels()
             refuse_early(config)
             ranks = _start_ranks(config, stack)
         except ValueError as error:
@@ -221,7 +223,7 @@ def interrupts_end_at_once() -> Iterator[None]:
 def _load_kernels() -> None:
     """Load or compile the kernels before there are ranks; the progress has no thread when those are started."""
     progress = Progress()
-    progress.stage("loading the CPU kernels (compiling: 20 s)", 0.0)
+    progress.stage("loading the CPU kernels", 0.0)
     available()
     progress.close()
 

@@ -59,7 +59,7 @@ class MemoryBudget:
         buffers = rank.buffer * (self.buffer_blocks or 0)
         return buffers if self.host is not None else buffers + rank.block * self.num_blocks
 
-    def needs(self) -> list[str]:
+    def needs(self) -> list[tuple[str, str]]:
         """For each pool, its name and how much of it is needed."""
         needs = [
             (pool, sum(self.ranks[r].fixed + self.cache_bytes(self.ranks[r]) for r in pool.ranks))
@@ -68,7 +68,7 @@ class MemoryBudget:
         if self.host is not None:
             needs.append((self.host, self.block_bytes * self.num_blocks))
         return [
-            f"{pool.name}: {format_bytes(n)} of {format_bytes(pool.available_bytes)} available" for pool, n in needs
+            (pool.name, f"{format_bytes(n)} of {format_bytes(pool.available_bytes)} available") for pool, n in needs
         ]
 
     def table(self) -> str:
@@ -81,7 +81,7 @@ class MemoryBudget:
             rows.append((name, *map(format_bytes, sizes)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        lines += self.needs()
+        lines += [f"{name}: {need}" for name, need in self.needs()]
         if 0 < self.max_model_len < self.max_positions:
             lines.append(f"context: {self.max_model_len} of {self.max_positions} tokens, all that the KV cache holds")
         return "\n".join(lines)

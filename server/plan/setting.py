@@ -31,13 +31,17 @@ def decide_setting(
     return setting, gpus
 
 
-def refuse_early(config: ServeConfig) -> None:
-    """Refuse, with a ValueError, what the options, this machine and the model's header decide, before anything is started."""
+def refuse_wrong_model(config: ServeConfig) -> None:
+    """Refuse, with a ValueError, an unknown model or AllReduce, and sizes that exceed those of the model's header."""
     check_name(config.model.model)
     check_all_reduce_names(config.parallel)
     if (sizes := read_sizes(config.model.model)) is not None:
         check_ranks(sizes.num_heads, config.parallel.tp)
         check_context(sizes.max_positions, config.engine.max_model_len or 0)
+
+
+def refuse_early(config: ServeConfig) -> None:
+    """Refuse, with a ValueError, what this machine cannot do, before anything is started. It needs the CPU kernels."""
     device, _ = _choose_device(config.model.device, config.parallel, config.hosts.nnodes or 1)
     choose_transport(config.parallel, device)
     choose_overlap(config.parallel, device, config.hosts.several)

@@ -192,11 +192,10 @@ class Watch:
     def _name(self, number: int) -> str:
         return rank_name(number, len(self._ranks) // self._num_replicas, self._num_replicas)
 
-    def tracebacks(self) -> list[tuple[int, str]]:
-        """Tracebacks of the ranks that failed on their own, or of the symptoms if there are no others."""
-        failed = [(number, rank.failed) for number, rank in self._ranks.items() if rank.failed]
-        causes = [(number, failure) for number, failure in failed if not failure.symptom]
-        return [(number, failure.traceback) for number, failure in causes or failed if failure.traceback]
+    def tracebacks(self, *, of_symptoms: bool = False) -> list[tuple[int, str]]:
+        """By rank, the tracebacks of ranks that failed on their own, or of those that failed because of another rank."""
+        failed = ((number, rank.failed) for number, rank in self._ranks.items() if rank.failed)
+        return [(number, one.traceback) for number, one in failed if one.traceback and one.symptom == of_symptoms]
 
 
 def _signal_name(number: int) -> str:

@@ -189,9 +189,9 @@ class RankedEngine:
         if self._watching is not None:
             self._watching.cancel()
 
-    def tracebacks(self) -> list[tuple[int, str]]:
-        """The tracebacks of the failed ranks, for the log."""
-        return self._watch.tracebacks()
+    def tracebacks(self, *, of_symptoms: bool = False) -> list[tuple[int, str]]:
+        """The tracebacks of the failed ranks, for the log; see ``Watch.tracebacks``."""
+        return self._watch.tracebacks(of_symptoms=of_symptoms)
 
     def _note_exit(self, rank: int, code: int) -> None:
         if isinstance(self._hosts, Member):

@@ -230,7 +230,7 @@ def test_a_start_says_five_lines_and_a_command_to_paste(start: Start) -> None:
     assert ready[0].endswith(f" s at {url}")
     assert [line.split()[0] for line in ready[1:]] == ["model", "split", "AllReduce", "memory", "try"]
     assert "2 ranks on cpu" in ready[2] and "over shared-memory: 2 + 2 heads" in ready[2]
-    assert "predicted" in ready[3] and " available; weights " in ready[4]
+    assert "predicted" in ready[3] and " available in host memory; weights " in ready[4]
     answer = subprocess.run(ready[5].split(maxsplit=1)[1], shell=True, capture_output=True, timeout=60, check=True)
     assert b'"choices"' in answer.stdout
     assert all(line.startswith("[") for line in server.log.partition("ready in")[0].splitlines()), server.log
