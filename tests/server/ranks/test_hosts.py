@@ -13,7 +13,8 @@ from tightwire.server.ipc.messages import FromRank, Heartbeat
 from tightwire.server.plan.network import find_place
 from tightwire.server.plan.rank_setup import RunPlan
 from tightwire.server.ranks.host_channel import Hello, LostError, open_channel
-from tightwire.server.ranks.hosts import Head, Joining, Member, merge_plans, objection_to, probe
+from tightwire.server.ranks.host_checks import merge_plans, objection_to, probe
+from tightwire.server.ranks.hosts import Head, Joining, Member
 
 _PLAN = RunPlan(
     device="cpu", dtype="bfloat16", allreduce="auto", transport="process-group", max_model_len=512, num_blocks=64
