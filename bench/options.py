@@ -20,7 +20,7 @@ from tightwire.comm.link.link import Link
 from tightwire.comm.sizes import format_bytes, parse_bytes
 from tightwire.server.config.flags import convert
 
-TRANSPORTS = ("auto", "shared-memory", "process-group", "peer-memory")
+TRANSPORTS = ("auto", "shared-memory", "sockets", "process-group", "peer-memory")
 REQUIRED: Any = MISSING  # as the default of an ``option`` that must be given
 
 
@@ -100,8 +100,12 @@ class RankOptions:
         if self.link is not None and self.num_nodes < 2:
             raise ValueError("--link is between nodes, so --nodes must be at least 2")
         if self.link is not None and (self.transport == "shared-memory" or self.device != "cpu"):
-            raise ValueError("--link connects CPU processes by sockets; leave out --transport and --device")
-        if self.device != {"peer-memory": "cuda", "shared-memory": "cpu"}.get(self.transport, self.device):
+            raise ValueError(
+                "--link connects CPU processes by sockets; give --transport sockets or process-group, or neither"
+            )
+        if self.device != {"peer-memory": "cuda", "shared-memory": "cpu", "sockets": "cpu"}.get(
+            self.transport, self.device
+        ):
             raise ValueError(f"--transport {self.transport} is not for --device {self.device}")
 
     @property

@@ -37,6 +37,7 @@ class GroupPlan:
     device: str = "cpu"
     node_segments: tuple[str | None, ...] = ()  # of each node's ranks
     peer_memory: bool = False
+    sockets: bool = False  # between ranks that share no segment
     network: tuple[EmulatedNode, ...] = ()  # of each node's ranks; (): the machine's own network
     throttle: Link | None = None  # slows the transport itself, where the kernel does not
 
@@ -64,6 +65,7 @@ def open_ranks(options: RankOptions, preload: Sequence[str] = ()) -> Iterator[tu
                 _segment(stack, options.ranks_per_node, has_node_segments) for _ in range(options.num_nodes)
             ),
             peer_memory=transport == "peer-memory",
+            sockets=options.device == "cpu" and transport != "process-group",
             network=wire.nodes if wire else (),
             throttle=wire.throttle if wire else None,
         )
@@ -92,7 +94,7 @@ def open_group(plan: GroupPlan, rank: int) -> Group:
         interface = node.interface
     if plan.device == "cuda":
         torch.cuda.set_device(rank)
-    store = FileStore(plan.store_path, plan.world_size)
+    store, secret = FileStore(plan.store_path, plan.world_size), b"" if plan.sockets else None
     group = open_process_group(
         topology,
         store=store,
@@ -100,11 +102,14 @@ def open_group(plan: GroupPlan, rank: int) -> Group:
         timeout_s=plan.timeout_s,
         interface=interface,
         segment_fd=_open(plan.segment),
+        socket_secret=secret,
         peer_memory=plan.peer_memory,
     )
     if plan.num_nodes > 1:
         segment_fd = _open(plan.node_segments[topology.node])
-        group = join_nodes(group, topology, store=store, interface=interface, segment_fd=segment_fd)
+        group = join_nodes(
+            group, topology, store=store, interface=interface, segment_fd=segment_fd, socket_secret=secret
+        )
     return group if plan.throttle is None else throttle_group(group, plan.throttle)
 
 
@@ -139,9 +144,9 @@ def _choose_transport(options: RankOptions) -> str:
         return "peer-memory" if options.transport == "auto" else options.transport
     reason = why_unusable()
     if options.transport == "shared-memory" and reason:
-        raise ValueError(f"--transport shared-memory does not work here: {reason}; use --transport process-group")
+        raise ValueError(f"--transport shared-memory does not work here: {reason}; use --transport sockets")
     if options.transport == "auto":
-        return "process-group" if reason or options.num_nodes > 1 else "shared-memory"
+        return "sockets" if reason or options.num_nodes > 1 else "shared-memory"
     return options.transport
 
 

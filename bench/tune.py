@@ -118,7 +118,7 @@ def _transports(config: ServeConfig, setting: Setting) -> list[str]:
         return [setting.transport]
     if setting.device == "cuda":
         return ["peer-memory", "process-group"]
-    return ["process-group"] if why_unusable() else ["shared-memory", "process-group"]
+    return ["sockets" if why_unusable() else "shared-memory", "process-group"]
 
 
 def measure_all(plan: TunePlan, console: Console) -> Iterator[Measured]:

@@ -45,7 +45,8 @@ class CommOptions(OutputOptions):
     device: str = option("cpu", "device of the ranks; cuda needs one for each rank", choices=("cpu", "cuda"))
     transport: str = option(
         "auto",
-        "transport between the ranks; auto: shared memory between CPU ranks of one node, peer memory between GPUs that have it",
+        "transport between the ranks; auto: shared memory between CPU ranks of one node, sockets between nodes, peer memory "
+        "between GPUs that have it",
         choices=TRANSPORTS,
     )
     links: tuple[Link, ...] = option(

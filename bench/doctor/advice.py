@@ -130,5 +130,5 @@ def _options(facts: Facts, tp: int) -> list[Advice]:
     if facts.host.num_usable < 2:
         return [Advice("use", "one usable core: a second rank would share it", "--tp 1")]
     problem = facts.host.shared_memory_problem
-    sums = "ranks exchange messages in shared memory" if problem is None else f"messages go through gloo: {problem}"
+    sums = "ranks exchange messages in shared memory" if problem is None else f"messages go through sockets: {problem}"
     return [Advice("use", f"no GPU; {sums}", f"--tp {min(tp, facts.host.num_usable)}")]

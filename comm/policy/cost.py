@@ -44,6 +44,7 @@ class LinkCost(NamedTuple):
 # encode, decode, sum.
 LINK_COSTS: Mapping[tuple[str, str], LinkCost] = {
     ("shared-memory", "cpu"): LinkCost(6, 80, 4, 35, 200, 150, 700, 260, 170, 0),
+    ("sockets", "cpu"): LinkCost(15, 40, 20, 20, 350, 150, 740, 260, 170, 320),
     ("process-group", "cpu"): LinkCost(20, 40, 110, 110, 740, 150, 740, 260, 170, 320),
     ("process-group", "cuda"): LinkCost(5, 20, 15, 15, 45, 6, 42, 4, 3, 0),
     ("peer-memory", "cuda"): LinkCost(3, 2, 4, 15, 42, 6, 42, 2, 1.5, 0),
@@ -115,7 +116,8 @@ class CostModel:
     def _costs(self, name: str) -> tuple[LinkCost, LinkCost]:
         """Costs of the messages of ``name``: between all ranks (inside a node if it uses nodes), and between nodes."""
         setting, link = self.setting, self._link
-        between = LINK_COSTS["process-group", setting.device]
+        messages = "process-group" if setting.device == "cuda" or setting.transport == "process-group" else "sockets"
+        between = LINK_COSTS[messages, setting.device]
         if self._wire is None:
             return link, between
         local = setting.world_size // setting.num_nodes if setting.num_nodes > 1 else 1

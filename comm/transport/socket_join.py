@@ -20,10 +20,12 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
-from tightwire.comm.transport.store_notes import FactExchange
+
+if TYPE_CHECKING:  # the parent process checks the secret and does not import torch
+    from tightwire.comm.transport.store_notes import FactExchange
 
 _HELLO, _MAGIC, _NONCE_BYTES = struct.Struct(">8sIII"), b"TWsocket", 16
 _PROOF_BYTES = 32  # of SHA-256
@@ -65,7 +67,7 @@ def interface_address(name: str) -> str:
 
 
 def connect_ranks(
-    facts: FactExchange, address: str, secret: bytes, timeout_s: float
+    facts: "FactExchange", address: str, secret: bytes, timeout_s: float
 ) -> tuple[dict[int, socket.socket], list[Peer]]:
     """Return a connection to each other rank, and where each rank is. Collective.
 

@@ -51,9 +51,15 @@ class ParallelOptions:
     )
     transport: str = option(
         "auto",
-        "how ranks communicate; auto: shared memory between CPU processes, peer memory between GPUs that support it, "
-        "torch.distributed otherwise",
-        ("auto", "shared-memory", "process-group", "peer-memory"),
+        "how ranks communicate; auto: shared memory between CPU processes of one host and sockets between hosts, peer memory "
+        "between GPUs that support it, torch.distributed (process-group: gloo or NCCL) otherwise",
+        ("auto", "shared-memory", "sockets", "process-group", "peer-memory"),
+    )
+    comm_secret_file: str | None = option(
+        None,
+        "file with a secret of 16 bytes or more, the same on every host: sockets connect only to ranks that know it. Default: "
+        "to all ranks that join this server",
+        metavar="FILE",
     )
     sum_dtype: str = option(
         "auto",
@@ -150,6 +156,6 @@ class ParallelOptions:
         require(
             self.tp > 1, "link", self.link, "left out with --tp 1, because one rank sends nothing; give --tp 2 or more"
         )
-        fits = self.transport in ("auto", "process-group") or self.link_emulation == USER_SPACE
-        want = f"auto or process-group with --link {self.link}, because memory would bypass the wire; or give "
+        fits = self.transport in ("auto", "sockets", "process-group") or self.link_emulation == USER_SPACE
+        want = f"auto, sockets or process-group with --link {self.link}, because memory would bypass the wire; or give "
         require(fits, "transport", self.transport, f"{want}--link-emulation {USER_SPACE}")

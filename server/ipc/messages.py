@@ -137,7 +137,7 @@ class SelfTestVerdict(msgspec.Struct, frozen=True):
 class CommSetup(msgspec.Struct, frozen=True):
     """The transport, policies and self-test results; the same on every rank. Empty lists for a single rank."""
 
-    transport: str  # shared-memory, process-group, peer-memory, or none for a single rank
+    transport: str  # shared-memory, sockets, process-group, peer-memory, or none for a single rank
     num_nodes: int
     transport_reason: str = ""  # why ``auto`` chose a slower transport; empty if it did not
     overlap: bool = False  # compute one half of a prompt while the other half is summed

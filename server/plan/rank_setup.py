@@ -47,7 +47,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     sum_dtype: str = "float32"  # of the messages of partial sums
     activations: str = "float"  # inputs of products with packed weights: float or int8
     allreduce: str  # as requested; ``policies`` holds the algorithms
-    transport: str  # shared-memory, process-group, peer-memory, or none for a single rank
+    transport: str  # shared-memory, sockets, process-group, peer-memory, or none for a single rank
     max_model_len: int
     num_blocks: int
     buffer_blocks: int | None = None  # set when the cache is on the host: cache blocks a step may use

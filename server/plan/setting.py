@@ -8,6 +8,7 @@ from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import NAMESPACES, LinkFacts, plan_link
 from tightwire.comm.policy.rules import read_policy_file
 from tightwire.comm.transport.segment import why_unusable
+from tightwire.comm.transport.socket_join import read_secret
 from tightwire.model.checkpoint.config import LlamaConfig, check_context, check_ranks
 from tightwire.model.checkpoint.header import check_name, read_sizes
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
@@ -44,6 +45,8 @@ def refuse_early(config: ServeConfig) -> None:
     """Refuse, with a ValueError, what this machine cannot do, before anything is started. It needs the CPU kernels."""
     device, _ = _choose_device(config.model.device, config.parallel, config.hosts.nnodes or 1)
     choose_transport(config.parallel, device)
+    if config.parallel.comm_secret_file is not None:
+        read_secret(config.parallel.comm_secret_file)
     choose_overlap(config.parallel, device, config.hosts.several)
     choose_activations(config.model.activations, device)
 
@@ -73,18 +76,22 @@ def choose_transport(options: ParallelOptions, device: str, link: LinkFacts | No
         raise ValueError(
             "--transport peer-memory connects GPUs, and the ranks run on the CPU; leave it out, or use --device cuda"
         )
+    if asked == "sockets" and device == "cuda":
+        raise ValueError(
+            "--transport sockets connects CPU processes, and the ranks run on CUDA; leave it out, or use --device cpu"
+        )
     if options.num_ranks == 1:
         return "none", ""
-    if link is not None and link.emulation == NAMESPACES:
-        return "process-group", ""  # the other transports would bypass the wire; the options refuse them
+    if link is not None and link.emulation == NAMESPACES:  # memory would bypass the wire; the options refuse it
+        return ("sockets" if asked == "auto" else asked), ""
     reason = "it carries CPU tensors, and the ranks run on CUDA" if device == "cuda" else why_unusable()
     if asked == "shared-memory" and reason:
-        raise ValueError(f"--transport shared-memory is unavailable: {reason}; use --transport process-group")
+        raise ValueError(f"--transport shared-memory is unavailable: {reason}; use --transport sockets")
     if asked != "auto":
         return asked, ""
     if device == "cuda":
         return ("peer-memory" if options.tp > 1 else "process-group"), ""  # replicas do not sum
-    return ("process-group", f"no shared memory: {reason}") if reason else ("shared-memory", "")
+    return ("sockets", f"no shared memory: {reason}") if reason else ("shared-memory", "")
 
 
 def choose_overlap(options: ParallelOptions, device: str, several_hosts: bool = False) -> bool:

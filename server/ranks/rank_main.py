@@ -22,6 +22,7 @@ from tightwire.comm.group.nodes import (
 )
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.wire import LinkFacts, refuse_too_fast
+from tightwire.comm.transport.socket_join import read_secret
 from tightwire.kernels.cpu.allocator import keep_freed_memory
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.cache.kv_cache import OffloadedCache
@@ -159,6 +160,14 @@ class _Joining:
     def _shares_memory(self) -> bool:
         return self.work.plan.transport == "shared-memory"
 
+    @property
+    def _socket_secret(self) -> bytes | None:
+        """The secret of sockets, which join all CPU ranks that share no memory, unless gloo was requested."""
+        if self.work.plan.device != "cpu" or self.work.plan.transport == "process-group":
+            return None
+        file = self.work.config.parallel.comm_secret_file
+        return b"" if file is None else read_secret(file)
+
     def world(self) -> Group | None:
         """The ranks of all replicas, if there are several."""
         if self.work.plan.num_replicas == 1:
@@ -171,6 +180,7 @@ class _Joining:
             join_timeout_s=self.work.config.timeouts.comm_timeout_s,
             name="replicas",
             segment_fd=self.identity.segment_fd if self._shares_memory else None,
+            socket_secret=self._socket_secret,
         )
 
     def replica(self, world: Group | None) -> Group:
@@ -187,6 +197,7 @@ class _Joining:
             name="ranks" if world is None else f"replica-{replica}",
             interface=identity.interface,
             segment_fd=segment_fd if self._shares_memory and parallel.tp > 1 else None,
+            socket_secret=self._socket_secret,
             peer_memory=self.work.plan.transport == "peer-memory" and parallel.tp > 1,
             ledger=None if world is None else world.ledger,
         )
@@ -195,7 +206,14 @@ class _Joining:
         # Ranks of one node share its memory even when a link connects the nodes.
         joined_by_wire = self.work.plan.link is not None or self.work.config.hosts.several
         inside = identity.node_segment_fd if self._shares_memory or joined_by_wire else None
-        group = join_nodes(group, topology, store=self.store, interface=identity.interface, segment_fd=inside)
+        group = join_nodes(
+            group,
+            topology,
+            store=self.store,
+            interface=identity.interface,
+            segment_fd=inside,
+            socket_secret=self._socket_secret,
+        )
         return group if identity.throttle is None else throttle_group(group, identity.throttle)
 
     def peers(self) -> PartitionPeers | None:

@@ -145,7 +145,7 @@ def test_a_kernel_link_between_two_nodes_is_measured(capsys: pytest.CaptureFixtu
     (link,) = result["link_facts"]
     assert link["how"] == "tc tbf between network namespaces, latency in user space"
     assert link["measured_bytes_per_s"] > 0
-    assert "4 ranks on 2 nodes, bfloat16, process-group over 40mbit,latency=100us (tc tbf" in text
+    assert "4 ranks on 2 nodes, bfloat16, sockets over 40mbit,latency=100us (tc tbf" in text
     for cell in result["cells"]:
         assert cell["seconds"]["min"] >= 2 * 100e-6  # two rounds at least pass the wire
 

@@ -47,7 +47,7 @@ def test_a_message_of_next_to_nothing_costs_a_call_and_its_rounds(name: str, rou
 
 
 def test_those_that_always_go_message_by_message_wait_longer_in_each_of_their_rounds() -> None:
-    link, between = LINK_COSTS["shared-memory", "cpu"], LINK_COSTS["process-group", "cpu"]
+    link, between = LINK_COSTS["shared-memory", "cpu"], LINK_COSTS["sockets", "cpu"]
     costs = CostModel(setting(4, num_nodes=2))
     ring_us, nodes_us = link.call + 6 * link.message_round, link.call + 2 * (link.message_round + between.message_round)
     assert costs.modelled_us("ring", 2) == pytest.approx(ring_us, rel=1e-3)
@@ -71,7 +71,7 @@ def test_what_is_quantized_costs_its_encoding_and_decoding(
     costs, link = CostModel(setting(4, num_nodes=2)), LINK_COSTS["shared-memory", "cpu"]
     num_elems = 1 << 20
     saved_mib = (costs.wire_bytes(plain, 2 * num_elems) - costs.wire_bytes(coded, 2 * num_elems)) / (1 << 20)
-    wire = LINK_COSTS["process-group", "cpu"] if plain == "hierarchical" else link
+    wire = LINK_COSTS["sockets", "cpu"] if plain == "hierarchical" else link
     more_us = costs.modelled_us(coded, 2 * num_elems) - costs.modelled_us(plain, 2 * num_elems)
     coding_us = link.coded_call + encoded * link.encode_melem + decoded * link.decode_melem
     if plain == "hierarchical":

@@ -287,9 +287,9 @@ def test_peer_memory_is_refused_between_cpu_ranks(gpus: list[CudaDevice], tp: in
 def test_why_ranks_do_not_share_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setting, "why_unusable", lambda: "a sandbox forbids it")
     decision = decide(make_config({"tp": 2, "device": "cpu"}), MODEL)
-    assert decision.plan.transport == "process-group"
+    assert decision.plan.transport == "sockets"
     assert decision.plan.transport_reason == "no shared memory: a sandbox forbids it"
-    assert "ranks communicate over process-group: no shared memory: a sandbox forbids it" in decision.summary()
+    assert "ranks communicate over sockets: no shared memory: a sandbox forbids it" in decision.summary()
     asked = decide(make_config({"tp": 2, "device": "cpu", "transport": "process-group"}), MODEL)
     assert asked.plan.transport_reason == ""
 

@@ -1,12 +1,23 @@
-"""Overlap, planning ahead and the dtype of sums are chosen by device and link, and refused where they are impossible."""
+"""Transport, overlap, planning ahead and the dtype of sums are chosen by device and link; impossible ones are refused."""
 
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from tightwire.comm.link.link import parse_link
+from tightwire.comm.link.wire import NAMESPACES, USER_SPACE, plan_link
+from tightwire.server.config.flags import make_config
 from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import EngineOptions
-from tightwire.server.plan.setting import choose_overlap, choose_plan_ahead, choose_sum_dtype
+from tightwire.server.plan.setting import (
+    choose_overlap,
+    choose_plan_ahead,
+    choose_sum_dtype,
+    choose_transport,
+    refuse_early,
+)
 
 
 @pytest.mark.parametrize(
@@ -56,3 +67,19 @@ def test_steps_are_planned_ahead_where_a_device_computes_beside_the_host(asked: 
 )
 def test_sums_are_float32_where_memory_carries_them(options: dict[str, Any], device: str, dtype: str) -> None:
     assert choose_sum_dtype(ParallelOptions(**options), device, "bfloat16") == dtype
+
+
+def test_nodes_on_an_emulated_wire_use_sockets_unless_gloo_is_requested() -> None:
+    link = msgspec.structs.replace(plan_link(parse_link("1gbit"), USER_SPACE), emulation=NAMESPACES)
+    for asked, transport in (("auto", "sockets"), ("sockets", "sockets"), ("process-group", "process-group")):
+        options = ParallelOptions(tp=2, link="1gbit", transport=asked)
+        assert choose_transport(options, "cpu", link) == (transport, "")
+
+
+def test_sockets_are_refused_between_gpus_and_a_bad_secret_early(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--transport sockets connects CPU processes"):
+        choose_transport(ParallelOptions(tp=2, transport="sockets"), "cuda")
+    (tmp_path / "secret").write_text("short")
+    options = {"tp": 2, "device": "cpu", "comm_secret_file": f"{tmp_path}/secret"}
+    with pytest.raises(ValueError, match="the shared secret in .* has 5 bytes and needs at least 16"):
+        refuse_early(make_config(options))
