@@ -31,8 +31,7 @@ _LAUNCHERS = (
 def resolve_hosts(config: ServeConfig, environment: Mapping[str, str]) -> tuple[ServeConfig, list[str]]:
     """The config with this node's place filled in, and a line for each value that a variable gave.
 
-    With several hosts ``--nodes`` becomes the number of hosts, and the transport ``process-group``. ValueError: a value is
-    missing or wrong; the message says where it came from.
+    With several hosts ``--nodes`` becomes the number of hosts. ValueError: a value is missing or wrong; the message says where it came from.
     """
     options, notes = config.hosts, []
     launcher = next((known for known in _LAUNCHERS if {known.nnodes, known.node_rank} <= environment.keys()), None)
@@ -77,13 +76,13 @@ def _spread(config: ServeConfig) -> ServeConfig:
         )
     if parallel.link is not None or parallel.nodes not in (1, nnodes):
         raise ValueError("--link and --nodes emulate nodes on one host; leave them out with --nnodes")
-    if parallel.transport not in ("auto", "process-group"):
+    if parallel.transport in ("shared-memory", "peer-memory"):
         raise ValueError(f"--transport {parallel.transport} is inside one host; leave it out with --nnodes {nnodes}")
     if len(options.ports) <= parallel.tp:
         raise ValueError(
             f"--port-range {options.port_range} must hold {parallel.tp + 1} ports: the store's, and one a rank"
         )
-    return replace(config, parallel=replace(parallel, nodes=nnodes, transport="process-group"))
+    return replace(config, parallel=replace(parallel, nodes=nnodes))
 
 
 def first_host(names: str) -> str:

@@ -147,7 +147,7 @@ def decide(
         activations=activations,
         allreduce=describe_request(parallel),
         transport=setting.transport,
-        transport_reason=choose_transport(parallel, setting.device, link)[1],
+        transport_reason=choose_transport(parallel, setting.device, link, config.hosts.several)[1],
         max_model_len=budget.max_model_len,
         num_blocks=budget.num_blocks,
         buffer_blocks=budget.buffer_blocks,

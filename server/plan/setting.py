@@ -22,7 +22,7 @@ def decide_setting(
     """The setting of the ranks' sums, and their CUDA devices. ValueError: an impossible device, dtype or transport."""
     device, gpus = _choose_device(config.model.device, config.parallel, config.hosts.nnodes or 1)
     setting = Setting(
-        transport=choose_transport(config.parallel, device, link)[0],
+        transport=choose_transport(config.parallel, device, link, config.hosts.several)[0],
         device=device,
         world_size=config.parallel.tp,
         num_nodes=config.parallel.sum_nodes,
@@ -44,7 +44,7 @@ def refuse_wrong_model(config: ServeConfig) -> None:
 def refuse_early(config: ServeConfig) -> None:
     """Refuse, with a ValueError, what this machine cannot do, before anything is started. It needs the CPU kernels."""
     device, _ = _choose_device(config.model.device, config.parallel, config.hosts.nnodes or 1)
-    choose_transport(config.parallel, device)
+    choose_transport(config.parallel, device, several_hosts=config.hosts.several)
     if config.parallel.comm_secret_file is not None:
         read_secret(config.parallel.comm_secret_file)
     choose_overlap(config.parallel, device, config.hosts.several)
@@ -69,7 +69,9 @@ def requested_link(options: ParallelOptions) -> LinkFacts | None:
     return None if options.link is None else plan_link(parse_link(options.link), options.link_emulation)
 
 
-def choose_transport(options: ParallelOptions, device: str, link: LinkFacts | None = None) -> tuple[str, str]:
+def choose_transport(
+    options: ParallelOptions, device: str, link: LinkFacts | None = None, several_hosts: bool = False
+) -> tuple[str, str]:
     """The transport between ranks, and why ``auto`` chose a slower one. ValueError: the requested one is not possible."""
     asked = options.transport
     if asked == "peer-memory" and device == "cpu":
@@ -82,8 +84,9 @@ def choose_transport(options: ParallelOptions, device: str, link: LinkFacts | No
         )
     if options.num_ranks == 1:
         return "none", ""
-    if link is not None and link.emulation == NAMESPACES:  # memory would bypass the wire; the options refuse it
-        return ("sockets" if asked == "auto" else asked), ""
+    if several_hosts or (link is not None and link.emulation == NAMESPACES):  # memory is refused: it bypasses the wire
+        between = "sockets" if device == "cpu" else "process-group"
+        return (between if asked == "auto" else asked), ""
     reason = "it carries CPU tensors, and the ranks run on CUDA" if device == "cuda" else why_unusable()
     if asked == "shared-memory" and reason:
         raise ValueError(f"--transport shared-memory is unavailable: {reason}; use --transport sockets")

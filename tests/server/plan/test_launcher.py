@@ -36,7 +36,7 @@ def parse(*argv: str) -> ServeConfig:
 def test_a_launcher_gives_the_values_and_is_named(variables: dict[str, str], master: str, source: str) -> None:
     config, notes = resolve_hosts(parse("--tp", "4"), variables)
     assert (config.hosts.nnodes, config.hosts.node_rank, config.hosts.master_addr) == (2, 1, master)
-    assert (config.parallel.nodes, config.parallel.transport) == (2, "process-group")
+    assert (config.parallel.nodes, config.parallel.transport) == (2, "auto")
     assert f"--node-rank 1: from {source}" in notes
 
 

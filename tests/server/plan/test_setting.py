@@ -1,5 +1,6 @@
 """Transport, overlap, planning ahead and the dtype of sums are chosen by device and link; impossible ones are refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,8 @@ def test_nodes_on_an_emulated_wire_use_sockets_unless_gloo_is_requested() -> Non
     for asked, transport in (("auto", "sockets"), ("sockets", "sockets"), ("process-group", "process-group")):
         options = ParallelOptions(tp=2, link="1gbit", transport=asked)
         assert choose_transport(options, "cpu", link) == (transport, "")
+        assert choose_transport(replace(options, link=None), "cpu", several_hosts=True) == (transport, "")
+    assert choose_transport(ParallelOptions(tp=2), "cuda", several_hosts=True) == ("process-group", "")
 
 
 def test_sockets_are_refused_between_gpus_and_a_bad_secret_early(tmp_path: Path) -> None:
