@@ -3,6 +3,7 @@
 A string is not accepted as a number. A top-level ``null`` means "not given".
 """
 
+from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -178,9 +179,9 @@ class GenerationBody(Body):
         return self.max_tokens
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
         """How many most likely tokens to report for each token; None: no logprobs."""
-        raise NotImplementedError
 
 
 class CompletionBody(GenerationBody):

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.padding import Padding
+from rich.text import Text
 
 from tightwire.comm.policy.choose import Chooser, PolicyRequest, Verdict
 from tightwire.comm.policy.rules import PHASES, Choice, describe_layers
@@ -118,26 +119,33 @@ def _show(console: Console, decision: CommDecision, explained: Sequence[Explaine
         where = "" if entry.layers is None else f" of {describe_layers(entry.layers)}"
         rows = f"{entry.num_rows} {'row' if entry.num_rows == 1 else 'rows'}, {format_bytes(entry.num_bytes)}"
         console.print(f"{entry.phase}, {' and '.join(entry.sites)}{where}: {rows}", style="bold", markup=False)
-        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        for name in ("algorithm", "us", "sent", "error"):
-            table.add_column(name, justify="left" if name == "algorithm" else "right", no_wrap=True)
-        table.add_column("why", ratio=1)
-        for verdict in entry.verdicts:
-            table.add_row(*_cells(verdict), style="bold green" if verdict.chosen else "")
-        console.print(table)
+        _show_verdicts(console, entry.verdicts)
         console.print()
 
 
-def _cells(verdict: Verdict) -> list[str]:
+def _show_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
+    """A row of numbers for each algorithm, and its reason below, which may be longer than the terminal is wide."""
+    rows = [("algorithm", "us", "sent", "error"), *map(_cells, verdicts)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row, verdict in zip(rows, (None, *verdicts), strict=True):
+        style = "bold green" if verdict and verdict.chosen else ""
+        name, *numbers = row
+        cells = [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))]
+        console.print("  ".join(cells), style=style, markup=False)
+        if verdict:
+            why = f"chosen: {verdict.why}" if verdict.chosen else verdict.why
+            console.print(Padding(Text(why, style), (0, 0, 0, 4)))
+
+
+def _cells(verdict: Verdict) -> tuple[str, str, str, str]:
     """A time with ~ is predicted, and not measured by ``tightwire tune``."""
     measured = verdict.measured_us
-    return [
+    return (
         verdict.algorithm,
         f"~{verdict.predicted_us:.0f}" if measured is None else f"{measured:.0f}",
         format_bytes(verdict.wire_bytes),
         "exact" if verdict.error == 0 else f"{verdict.error:.2g}",
-        f"chosen: {verdict.why}" if verdict.chosen else verdict.why,
-    ]
+    )
 
 
 def _as_data(decision: CommDecision, explained: Sequence[Explained]) -> dict[str, Any]:

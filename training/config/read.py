@@ -1,5 +1,6 @@
 """Reads a ``TrainConfig`` from a YAML file and ``key=value`` overrides, and lists all keys."""
 
+import difflib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ def _find(path: Path) -> Path:
         return path
     if str(path) in named:
         return named[str(path)]
-    raise ConfigError(f"{path}: there is no such file or example; examples: {', '.join(named)}")
+    raise ConfigError(f"{path}: there is no such file or example{suggest(str(path), named)}")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -114,9 +115,18 @@ def _place(loc: Sequence[int | str]) -> Iterator[str]:
 
 
 def _nearest(name: str) -> str:
-    known = list(_keys(TrainConfig))
-    in_another_section = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]
-    return suggest(name, known, f"; did you mean {in_another_section[0]!r}?" if in_another_section else "")
+    """The key whose last part is the most similar, in the same section if it has one; else the keys of that section."""
+    section, _, leaf = name.rpartition(".")
+    places: dict[str, list[str]] = {}
+    for key in _keys(TrainConfig):
+        under, _, own = key.rpartition(".")
+        places.setdefault(own, []).append(under)
+    known = [own for own, under in places.items() if section in under]
+    alike = difflib.get_close_matches(leaf, places, n=1, cutoff=0.75)
+    if alike and (section in ("", *places[alike[0]]) or not known):
+        under = min(places[alike[0]], key=lambda place: place != section)
+        return f"; did you mean {f'{under}.{alike[0]}'.removeprefix('.')!r}?"
+    return f"; {section or 'a configuration'} has {', '.join(known)}" if known else ""
 
 
 def _keys(section: type[BaseModel], under: str = "") -> Iterator[str]:

@@ -77,6 +77,8 @@ def test_unsupported_weight_decay_is_off_by_default_and_refused_when_set(tmp_pat
         ("optimizer.lr=.inf", "optimizer.lr: Input should be a finite number"),
         ("parallel.timeout_s=.inf", "parallel.timeout_s: Input should be a finite number"),
         ("parallel.between={kind: dgc, weight_decay: .inf}", "parallel.between.weight_decay: Input should be a finite"),
+        ("model.dtype=float32", "unknown key model.dtype; model has start, shape, tokenizer, compute_dtype"),
+        ("optimizer.learning_rate=1", "unknown key optimizer.learning_rate; optimizer has name, lr"),
         ("model.shape.hiden_size=4", "unknown key model.shape.hiden_size; did you mean 'model.shape.hidden_size'?"),
         ("model.shape.hidden_size=true", "model.shape.hidden_size: Input should be a valid integer"),
     ],
