@@ -27,7 +27,7 @@ from tightwire.server.config.option import option, require
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.http.listener import PortTakenError, open_listener
 from tightwire.server.plan.launcher import resolve_hosts
-from tightwire.server.plan.network import HostPlace, find_place
+from tightwire.server.plan.network import HostPlace, wait_for_place
 from tightwire.server.plan.progress import START_STAGES, Progress
 from tightwire.server.plan.setting import refuse_early, refuse_wrong_model
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 COMM_GROUPS = ("model", "parallel", "engine")
 _PREPARE_GROUPS = ("model", "parallel")
 _PREPARE_OPTIONS = ("tp", "tp_split", "dtype", "quantization", "seed")
+# A launcher may name a host before the name has an address: Kubernetes adds a pod's name some seconds after its start.
+_NAME_S = 120.0
 _OFFLINE_GROUPS = ("model", "parallel", "engine", "weights", "timeouts")
 
 
@@ -61,12 +63,15 @@ def serve(argv: Sequence[str]) -> int:
 def _serve(argv: Sequence[str]) -> int:
     parser = make_parser("serve", "Serve a model over the OpenAI HTTP API, split over rank processes.")
     config, _ = parse(parser, argv)
+    by_hand = config.hosts.master_addr is not None
     try:
         config, notes = resolve_hosts(config, os.environ)
-        place = find_place(config.hosts) if config.hosts.several else None
+        _say(*notes)
+        place = wait_for_place(config.hosts, 0.0 if by_hand else _NAME_S, _say) if config.hosts.several else None
     except ValueError as error:
         return _refuse("serve", error)
-    sys.stderr.writelines(f"{line}\n" for line in [*notes, *([place.describe()] if place else [])])
+    if place is not None:
+        _say(place.describe())
     try:
         refuse_wrong_model(config)
         _load_kernels()
@@ -86,6 +91,10 @@ def _serve(argv: Sequence[str]) -> int:
         )
         progress.stage("import", 0.0)
         return importlib.import_module("tightwire.server.cli.launch").serve(config, listener, ranks, progress)
+
+
+def _say(*lines: str) -> None:
+    sys.stderr.writelines(f"{line}\n" for line in lines)
 
 
 def generate(argv: Sequence[str]) -> int:

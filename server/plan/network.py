@@ -5,13 +5,19 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tightwire.server.config.hosts import HostOptions, split_address
 
 _SIOCGIFADDR = 0x8915
+_LOOK_UP_S = 2.0  # from one look-up of a name to the next
+
+
+class UnknownNameError(ValueError):
+    """The master's name has no address here, perhaps not yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,13 +57,13 @@ def joined(address: str, port: int) -> str:
 
 
 def find_place(options: HostOptions) -> HostPlace:
-    """This host's place. ValueError: the master's name has no address here, or there is no such interface or route."""
+    """This host's place. UnknownNameError: the master's name has no address. ValueError: no such interface or route."""
     assert options.nnodes is not None and options.node_rank is not None and options.master_addr is not None
     name, port = split_address(options.master_addr)
     try:
         master = str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise ValueError(
+        raise UnknownNameError(
             f"--master-addr {name}: this host finds no address for it: {error.strerror or error}"
         ) from None
     if ipaddress.ip_address(master.partition("%")[0]).is_loopback and name != "localhost" and name != master:
@@ -85,6 +91,20 @@ def find_place(options: HostOptions) -> HostPlace:
         port=port,
         ports=options.ports,
     )
+
+
+def wait_for_place(options: HostOptions, name_s: float, say: Callable[[str], None]) -> HostPlace:
+    """Like ``find_place``, but looks up a name without an address again and again for ``name_s``, and says so."""
+    deadline_s = time.monotonic() + name_s
+    while True:
+        try:
+            return find_place(options)
+        except UnknownNameError as error:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise
+            say(f"{error}; looking it up again for {left_s:.0f} s")
+            time.sleep(min(_LOOK_UP_S, left_s))
 
 
 def _routed_address(towards: str) -> str:

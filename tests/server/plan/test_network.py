@@ -6,7 +6,7 @@ import pytest
 
 from tightwire.server.config.hosts import HostOptions, split_address
 from tightwire.server.plan import network
-from tightwire.server.plan.network import find_place, listen
+from tightwire.server.plan.network import UnknownNameError, find_place, listen, wait_for_place
 
 
 def options(master: str = "127.0.0.1", node: int = 1, interface: str | None = None) -> HostOptions:
@@ -51,6 +51,28 @@ def test_a_name_that_is_loopback_here_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(network.socket, "getaddrinfo", lambda *_, **__: [(None, None, 0, "", ("127.0.1.1", 0))])
     with pytest.raises(ValueError, match="--master-addr head is 127.0.1.1 on this host"):
         find_place(options("head"))
+
+
+def test_a_name_is_looked_up_until_it_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Kubernetes, whose DNS learns of a pod after its start."""
+    look_up, answers, said = socket.getaddrinfo, [socket.gaierror(-2, "Name or service not known")] * 2, list[str]()
+
+    def late(name: str, *rest: object, **named: object) -> object:
+        if name == "leader" and answers:
+            raise answers.pop()
+        return look_up("127.0.0.1" if name == "leader" else name, *rest, **named)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    monkeypatch.setattr(network.socket, "getaddrinfo", late)
+    monkeypatch.setattr(network, "_LOOK_UP_S", 0.01)
+    with pytest.raises(ValueError, match="leader is 127.0.0.1 on this host"):
+        wait_for_place(options("leader"), 60.0, said.append)
+    assert (
+        len(said) == 2 and "finds no address for it: Name or service not known; looking it up again for 60 s" in said[0]
+    )
+    answers.append(socket.gaierror(-2, "Name or service not known"))
+    with pytest.raises(UnknownNameError):
+        wait_for_place(options("leader"), 0.0, said.append)
+    assert len(said) == 2
 
 
 def test_an_unknown_interface_is_refused_with_the_known_ones() -> None:
