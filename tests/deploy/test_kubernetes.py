@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tightwire.server.config import flags
+from tightwire.server.config.hosts import HostOptions
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm"
 EVERYTHING: dict[str, Any] = {
@@ -93,13 +96,12 @@ def test_a_replica_on_several_hosts_is_a_leader_worker_set() -> None:
 
 @pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["defaults", "everything"])
 def test_the_chart_starts_servers_with_valid_flags_and_probes(values: dict[str, Any]) -> None:
-    from tightwire.server.config import flags
-
     manifests = render(values)
     container = container_of(manifests.get("Deployment") or manifests["LeaderWorkerSet"])
     assert container["args"][0] == "serve"
     config = flags.parse(flags.make_parser("serve", "Serve."), container["args"][1:])[0]
     assert (config.parallel.tp, config.model.device) == ((4, "cuda") if values else (2, "cpu"))
+    assert config.hosts.join_timeout_s == (600 if values else HostOptions().join_timeout_s)
     assert container["ports"][0]["containerPort"] == config.http.port
     assert container["livenessProbe"]["httpGet"]["path"] == "/health/live"
     assert container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"] == 600

@@ -25,6 +25,9 @@ spec:
         - --tp={{ .Values.tp }}
         - --device={{ ternary "cuda" "cpu" (gt (int .Values.gpus) 0) }}
         - --metrics-alias={{ .Values.metricsAlias }}
+        {{- if gt (int .Values.hosts) 1 }}
+        - --join-timeout-s={{ mul 60 .Values.startupMinutes }}
+        {{- end }}
         {{- if .Values.apiKeySecret }}
         - --api-key=$(API_KEY)
         {{- end }}
