@@ -62,6 +62,17 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template_source is not None
 
+    @cached_property
+    def template_writes_tools(self) -> bool:
+        """True if the chat template puts the variable ``tools`` into the prompt."""
+        name = "tool_that_no_prompt_has"
+        function = {"name": name, "description": "", "parameters": {"type": "object", "properties": {}}}
+        tools = [{"type": "function", "function": function}]
+        try:
+            return name in self.render_chat([{"role": "user", "content": "Hi"}], tools=tools)
+        except ChatTemplateError:
+            return False
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

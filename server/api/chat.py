@@ -1,6 +1,10 @@
 """POST /v1/chat/completions: messages to a prompt, deltas to ``chat.completion`` bodies and chunks."""
 
-from collections.abc import Iterator
+import functools
+import logging
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType, structs
 
@@ -12,15 +16,36 @@ from tightwire.server.api.prompts import run_off_loop
 from tightwire.server.api.responses import Usage
 from tightwire.server.api.schemas import ChatBody, Message, TemplateFields
 from tightwire.server.api.serving import ServedModel
+from tightwire.server.api.tool_calls import CallPiece, CallReader, Piece
+from tightwire.server.api.tools import Tool, check_tools, with_tool_prompt
 from tightwire.server.api.trace import TightwireExtra
+
+_log = logging.getLogger(__name__)
 
 Logprobs = ChatLogprobs | None
 
 
+class FunctionDelta(Struct):
+    """``arguments``: JSON; in a stream the next part of it. ``name``: only with the first part."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CallDelta(Struct):
+    """A tool call. In a stream its parts have the same ``index``, and only the first has ``id`` and ``type``."""
+
+    function: FunctionDelta
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class ChatMessage(Struct):
-    content: str
+    content: str | None  # null if there are only tool calls
     role: str
     refusal: None = None
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -41,6 +66,7 @@ class ChatCompletion(HeadedBody):
 class ChatDelta(Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
@@ -57,7 +83,14 @@ class ChatChunk(HeadedBody):
     tightwire: TightwireExtra | UnsetType = UNSET
 
 
-async def chat_token_ids(model: ServedModel, messages: list[Message], body: TemplateFields) -> list[int]:
+@functools.cache
+def _note_tool_prompt(name: str) -> None:
+    _log.warning("the chat template of %s ignores tools; requests with tools get Tightwire's own system prompt", name)
+
+
+async def chat_token_ids(
+    model: ServedModel, messages: list[Message], body: TemplateFields, tools: Sequence[Tool] = ()
+) -> list[int]:
     """The conversation in the model's chat template. Raises ApiError 400 without one, or if it rejects the messages."""
     if body.continue_final_message and body.add_generation_prompt:
         raise invalid(
@@ -72,8 +105,18 @@ async def chat_token_ids(model: ServedModel, messages: list[Message], body: Temp
             code="no_chat_template",
         )
     plain = [message.to_template() for message in messages]
-    ending = {"add_generation_prompt": body.begins_message, "continue_final_message": body.continue_final_message}
+    ending: dict[str, Any] = {
+        "add_generation_prompt": body.begins_message,
+        "continue_final_message": body.continue_final_message,
+    }
     num_chars = sum(len(message["content"]) for message in plain)
+    listed = [tool.model_dump(exclude_none=True) for tool in tools]
+    if listed or any(message["role"] == "tool" or "tool_calls" in message for message in plain):
+        if model.tokenizer.template_writes_tools:
+            ending["tools"] = listed or None
+        else:
+            _note_tool_prompt(model.info.name)
+            plain = with_tool_prompt(plain, listed)
     try:
         return await run_off_loop(lambda: model.tokenizer.encode_chat(plain, **ending), num_chars)
     except ValueError as error:
@@ -89,6 +132,8 @@ class ChatDialect(Dialect[ChatBody]):
         super().__init__(body, model)
         self._role = "assistant" if body.begins_message else body.messages[-1].role
         self._begun: set[int] = set()
+        self._has_tools = bool(body.tools) and body.tool_choice != "none"
+        self._readers: dict[int, CallReader] = {}  # of a stream, by choice
 
     async def prompts(self) -> list[Prompt]:
         body = self.body
@@ -96,7 +141,11 @@ class ChatDialect(Dialect[ChatBody]):
             raise invalid("top_logprobs requires logprobs: true", param="top_logprobs")
         if body.max_tokens is not None and body.token_limit != body.max_tokens:
             raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
-        return [Prompt(await chat_token_ids(self.model, body.messages, body), after_text=body.continue_final_message)]
+        if body.tools or body.demands_calls:
+            check_tools(body.tools, body.tool_choice)
+        tools = () if body.tool_choice == "none" else body.tools
+        ids = await chat_token_ids(self.model, body.messages, body, tools)
+        return [Prompt(ids, after_text=body.continue_final_message)]
 
     def chunks(self, delta: Delta, usage: StreamUsage) -> Iterator[HeadedBody]:
         if delta.index not in self._begun:
@@ -105,15 +154,63 @@ class ChatDialect(Dialect[ChatBody]):
             if isinstance(usage, Usage):
                 before = structs.replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)
             yield self.chunk([ChatChunkChoice(delta.index, ChatDelta(role=self._role, content=""))], before)
-        yield from super().chunks(delta, usage)
+        if not self._has_tools:
+            yield from super().chunks(delta, usage)
+            return
+        reader = self._readers.setdefault(delta.index, self._make_reader())
+        logprobs: Any = self._logprobs(delta)
+        pieces = reader.push(delta.text)
+        if delta.finish_reason is not None:
+            pieces += reader.flush()
+        for piece in pieces:
+            part = ChatDelta(content=piece) if isinstance(piece, str) else ChatDelta(tool_calls=[_call_delta(piece)])
+            yield self.chunk([ChatChunkChoice(delta.index, part, logprobs)], usage)
+            logprobs = None
+        if delta.finish_reason is not None or logprobs is not None:
+            reason = delta.finish_reason and _reason(delta.finish_reason, reader)
+            yield self.chunk([ChatChunkChoice(delta.index, ChatDelta(), logprobs, reason)], usage)
 
     def piece(self, index: int, text: str, logprobs: Logprobs, finish_reason: str | None = None) -> ChatChunkChoice:
         return ChatChunkChoice(index, ChatDelta(content=text or UNSET), logprobs, finish_reason)
 
     def choice(self, delta: Delta, logprobs: Logprobs, of_prompt: PromptLogprobs | UnsetType) -> ChatChoice:
-        return ChatChoice(
-            delta.index, ChatMessage(delta.text, self._role), delta.finish_reason or "", logprobs, of_prompt
-        )
+        message, reason = ChatMessage(delta.text, self._role), delta.finish_reason or ""
+        if self._has_tools:
+            reader = self._make_reader()
+            pieces = reader.push(delta.text) + reader.flush()
+            message, reason = _message(pieces, self._role), _reason(reason, reader)
+        return ChatChoice(delta.index, message, reason, logprobs, of_prompt)
 
     def logprobs(self, delta: Delta) -> ChatLogprobs:
         return chat_logprobs(delta.entries, self.model.tokens, self.name_of)
+
+    def _make_reader(self) -> CallReader:
+        choice = self.body.tool_choice
+        names = {tool.function.name for tool in self.body.tools}
+        return CallReader(names, whole_call=choice[1:] if choice.startswith("=") else None)
+
+
+def _call_delta(piece: CallPiece) -> CallDelta:
+    if piece.name is None:
+        return CallDelta(FunctionDelta(piece.arguments), index=piece.call)
+    function = FunctionDelta(piece.arguments, name=piece.name)
+    return CallDelta(function, index=piece.call, id=_new_id(), type="function")
+
+
+def _message(pieces: Sequence[Piece], role: str) -> ChatMessage:
+    """The pieces of a whole answer joined."""
+    calls: dict[int, CallDelta] = {}
+    for piece in pieces:
+        if not isinstance(piece, str):
+            first = CallDelta(FunctionDelta("", name=piece.name or ""), id=_new_id(), type="function")
+            calls.setdefault(piece.call, first).function.arguments += piece.arguments
+    text = "".join(piece for piece in pieces if isinstance(piece, str))
+    return ChatMessage(text or (None if calls else ""), role, tool_calls=list(calls.values()) or UNSET)
+
+
+def _reason(reason: str, reader: CallReader) -> str:
+    return "tool_calls" if reason == "stop" and reader.num_calls else reason
+
+
+def _new_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.api.errors import ApiError, invalid
 from tightwire.server.api.generation import Prompt, TokenSequence
-from tightwire.server.api.schemas import CompletionBody, GenerationBody
+from tightwire.server.api.schemas import ChatBody, CompletionBody, GenerationBody
 from tightwire.server.api.serving import ModelInfo, ServedModel
 from tightwire.server.api.structured import structured_grammar
+from tightwire.server.api.tools import tool_grammar
 
 T = TypeVar("T")
 
@@ -92,9 +93,13 @@ def make_sequences(body: GenerationBody, model: ServedModel, prompts: Iterable[P
 
 def _grammar(body: GenerationBody) -> str:
     """The grammar of the answer; empty: none. Raises ApiError 400."""
-    if body.response_format is None and body.structured_outputs is None:
-        return ""
-    grammar = structured_grammar(body.response_format, body.structured_outputs)
+    grammar = ""
+    if body.response_format is not None or body.structured_outputs is not None:
+        grammar = structured_grammar(body.response_format, body.structured_outputs)
+    if isinstance(body, ChatBody) and body.demands_calls:
+        if grammar:
+            raise invalid("tool_choice demands calls, so the answer has no other form; leave one out", "tool_choice")
+        grammar = tool_grammar(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     if grammar and body.ignore_eos:
         raise invalid("ignore_eos continues an answer whose form says where it ends; leave it out", param="ignore_eos")
     return grammar

@@ -7,29 +7,29 @@ from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo
 
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.api.fields import Fields, refusal
 from tightwire.server.api.structured import ResponseFormat, StructuredOutputs
+from tightwire.server.api.tools import Tool, ToolCall, ToolChoice
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 
 # Ignored with --strict-fields too: they label a request for billing, storage or routing and do not change an answer.
-# ``parallel_tool_calls`` configures tools, which are not supported; ``prediction`` is a hint for speed.
+# ``prediction`` is a hint for speed.
 IGNORED_FIELDS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-    + ("parallel_tool_calls", "prediction")
+    + ("prediction",)
 )
 
 # Fields of OpenAI that are not supported: the values that are accepted because they have no effect, and advice.
 UNSUPPORTED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tools": (([],), "tool calling is not supported; describe the tools in the messages"),
-    "tool_choice": (("none", "auto"), "tool calling is not supported"),
-    "functions": (([],), "function calling is not supported; describe the functions in the messages"),
-    "function_call": (("none", "auto"), "function calling is not supported"),
-    "tool_calls": (([],), "tool calling is not supported; describe the calls in the message's content"),
+    "tools": (([],), "only chat completions have tools"),
+    "tool_choice": (("none", "auto"), "only chat completions have tools"),
+    "functions": (([],), "tools is the newer field with the same meaning"),
+    "function_call": (("none", "auto"), "tool_choice is the newer field with the same meaning"),
     "modalities": ((["text"],), "this server answers in text only"),
     "audio": ((), "this server answers in text only"),
     "reasoning_effort": (("none",), "the served models have no reasoning effort to set"),
@@ -174,6 +174,11 @@ class GenerationBody(Body):
         return msgspec.convert(asked | decided, SamplingParams)
 
     @property
+    def has_form(self) -> bool:
+        """True if a grammar constrains the answer."""
+        return self.response_format is not None or self.structured_outputs is not None
+
+    @property
     def token_limit(self) -> int | None:
         """The most tokens of the answer that the client asked for."""
         return self.max_tokens
@@ -203,7 +208,11 @@ class TextPart(Fields):
     text: str
 
 
-def _check_content(value: Any) -> list[Any]:
+def _check_content(value: Any, info: ValidationInfo) -> list[Any]:
+    if value is None and info.data.get("tool_calls"):
+        return []
+    if value is None:
+        raise refusal("is missing; it must be a string or a list of text parts, except in a message with tool_calls")
     parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
     if not isinstance(parts, list) or not parts:
         raise refusal("must be a string or a list of text parts")
@@ -222,16 +231,18 @@ Content = Annotated[list[TextPart], BeforeValidator(_check_content, json_schema_
 
 class Message(Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = Field(None, description="Calls that the assistant made.")
+    content: Content = Field(default=None, validate_default=True)  # pyright: ignore[reportAssignmentType]
 
     def to_template(self) -> dict[str, Any]:
         """The form that chat templates read. ``developer``, OpenAI's newer name, becomes ``system``."""
         role = "system" if self.role == "developer" else self.role
         text = "\n".join(part.text for part in self.content)
-        extras = {"name": self.name, "tool_call_id": self.tool_call_id}
-        return {"role": role, "content": text} | {key: text for key, text in extras.items() if text is not None}
+        calls = [call.to_template() for call in self.tool_calls or ()] or None
+        extras = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls}
+        return {"role": role, "content": text} | {key: value for key, value in extras.items() if value is not None}
 
 
 class TemplateFields(Fields):
@@ -254,6 +265,20 @@ class ChatBody(GenerationBody, TemplateFields):
     max_completion_tokens: TokenCount | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool = False
     top_logprobs: NumLogprobs | None = Field(None, description="Requires logprobs: true.")
+    tools: list[Tool] = Field(default_factory=list, max_length=128, description="Functions that the model may call.")
+    tool_choice: ToolChoice = Field(
+        "auto", description="none, auto: the model decides, required: it calls one or more, or one tool by name."
+    )
+    parallel_tool_calls: bool = Field(True, description="With tool_choice required: several calls are allowed.")
+
+    @property
+    def demands_calls(self) -> bool:
+        """True if the answer consists of tool calls."""
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def has_form(self) -> bool:
+        return super().has_form or self.demands_calls
 
     @property
     def token_limit(self) -> int | None:

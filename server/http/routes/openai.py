@@ -71,8 +71,7 @@ async def _answer(request: Request, serving: Serving, dialect_type: type[Dialect
     with trace.tokenizing():
         prompts = await dialect.prompts()
         # The first grammar imports llguidance, and a large schema takes long to check.
-        is_free = body.response_format is None and body.structured_outputs is None
-        num_chars = sum(map(len, body.bad_words)) if is_free else math.inf
+        num_chars = math.inf if body.has_form else sum(map(len, body.bad_words))
         sequences = await run_off_loop(lambda: make_sequences(body, model, prompts), num_chars)
     return await Answer(serving, dialect, sequences, trace).respond(request)
 

@@ -33,11 +33,11 @@ VOCAB_SIZE = 304
 INFO = ModelInfo(name="tiny", max_model_len=256, vocab_size=VOCAB_SIZE, tp=2, created=1_700_000_000)
 
 
-def byte_tokenizer(*, chat: bool = True) -> Tokenizer:
+def byte_tokenizer(*, chat: bool = True, template: str = CHAT_TEMPLATE) -> Tokenizer:
     """One token per byte, so that tests can count tokens by looking at the text."""
     return Tokenizer(
         byte_backend(VOCAB_SIZE),
-        chat_template=CHAT_TEMPLATE if chat else None,
+        chat_template=template if chat else None,
         special_tokens={"bos_token": BOS},
         bos_token_id=BOS_ID,
         eos_token_ids=(END_OF_TURN_ID,),
@@ -188,11 +188,17 @@ def _logprob(token_id: int, num_top: int) -> TokenLogprob:
 
 
 def app_for(
-    engine: EngineClient, *, chat: bool = True, loaded: bool = True, http: HttpOptions | None = None
+    engine: EngineClient,
+    *,
+    chat: bool = True,
+    loaded: bool = True,
+    http: HttpOptions | None = None,
+    info: ModelInfo = INFO,
+    template: str = CHAT_TEMPLATE,
 ) -> FastAPI:
     holder = ModelHolder()
     if loaded:
-        holder.fill(info=INFO, tokenizer=byte_tokenizer(chat=chat))
+        holder.fill(info=info, tokenizer=byte_tokenizer(chat=chat, template=template))
     return make_app(engine=engine, holder=holder, http=http or HttpOptions())
 
 

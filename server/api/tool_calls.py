@@ -1,0 +1,236 @@
+"""Finds tool calls in the text of an answer, piece by piece.
+
+It reads the forms that Llama models write: ``<tool_call>`` with an object (Hermes) or a list of objects (SmolLM2), an object
+at the start or after ``<|python_tag|>`` (Llama 3), and ``[name(key=value)]`` at the start (Llama 3.2, "pythonic"). What is not a
+call of a known tool stays text.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+_OPENERS = ("<tool_call>", "<|python_tag|>")
+_CLOSER = "</tool_call>"
+_BETWEEN = " \t\r\n,;[]"  # of two calls
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_PYTHONIC = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
+_MAYBE_PYTHONIC = re.compile(r"\[\s*([A-Za-z_][\w.]*\s*)?")
+
+
+class CallPiece(NamedTuple):
+    """A part of a call: the first has its name, and all together have the JSON of its arguments."""
+
+    call: int  # its number in the answer, from 0
+    name: str | None
+    arguments: str
+
+
+Piece = str | CallPiece
+
+
+class CallReader:
+    """Splits one answer into text and calls. ``push`` each piece of text, then ``flush`` once."""
+
+    def __init__(self, names: Collection[str], *, whole_call: str | None = None) -> None:
+        """``names``: the known tools. ``whole_call``: the answer is the arguments of this tool and nothing else."""
+        self._names, self._whole_call = names, whole_call
+        self.num_calls = 0
+        self._text = ""  # not read yet
+        self._at_start = True
+        self._in_calls = False
+        self._skipped = ""  # read since the last call; text after all, if no call follows
+        self._call: _OpenCall | None = None
+        if whole_call is not None:
+            self.num_calls = 1
+
+    def push(self, text: str) -> list[Piece]:
+        """The pieces that this text completes."""
+        if self._whole_call is not None:
+            name = self._whole_call if self._at_start else None
+            self._at_start = False
+            return [CallPiece(0, name, text)] if text or name else []
+        self._text += text
+        return [piece for piece in self._read(at_end=False) if piece != ""]
+
+    def flush(self) -> list[Piece]:
+        """The rest, when no more text comes. A call that was cut off and not begun to be sent is text."""
+        pieces: list[Piece] = [] if self._whole_call is not None else list(self._read(at_end=True))
+        if self._call is not None and self._call.sent is None:
+            pieces.append(self._skipped + self._call.raw)
+        if self._text.strip() or not self.num_calls:
+            pieces.append(self._text)
+        return [piece for piece in pieces if piece != ""]
+
+    def _read(self, *, at_end: bool) -> Iterator[Piece]:
+        before = None
+        while self._text and before != (self._text, self._call, self._in_calls):
+            before = self._text, self._call, self._in_calls
+            if self._call is not None:
+                yield from self._continue_call(self._call)
+            elif self._in_calls:
+                yield from self._between_calls(at_end)
+            else:
+                yield from self._before_calls(at_end)
+
+    def _before_calls(self, at_end: bool) -> Iterator[Piece]:
+        """Pass text on until something begins a call."""
+        stripped = self._text.lstrip()
+        if self._at_start and not stripped:
+            return
+        if self._at_start and stripped[0] == "[" and not _is_json_list(stripped):
+            if _PYTHONIC.match(stripped):
+                yield from self._pythonic(stripped, at_end)
+                return
+            if not at_end and _MAYBE_PYTHONIC.fullmatch(stripped):
+                return
+        elif self._at_start and stripped[0] in "{[":
+            self._in_calls, self._text, self._at_start = True, stripped, False
+            return
+        found = [(at, opener) for opener in _OPENERS if (at := self._text.find(opener)) >= 0]
+        if found:
+            at, self._skipped = min(found)
+            if not self._is_blank_between(self._text[:at]):
+                yield self._text[:at]
+            self._in_calls, self._text = True, self._text[at + len(self._skipped) :]
+            return
+        ready = self._text[: len(self._text) - (0 if at_end else _possible_start(self._text))]
+        if not self._is_blank_between(ready):
+            yield ready
+            self._text, self._at_start = self._text[len(ready) :], False
+
+    def _is_blank_between(self, text: str) -> bool:
+        """True if it is white space around calls, or may be."""
+        return not text.strip() and (self._at_start or self.num_calls > 0)
+
+    def _between_calls(self, at_end: bool) -> Iterator[Piece]:
+        rest = self._text.lstrip(_BETWEEN)
+        skipped = self._skipped + self._text[: len(self._text) - len(rest)]
+        if rest.startswith("{"):
+            self._call, self._text, self._skipped = _OpenCall(), rest, skipped
+        elif rest.startswith(_CLOSER):
+            self._in_calls, self._text, self._skipped = False, rest.removeprefix(_CLOSER).lstrip(), ""
+        elif rest.startswith(_OPENERS):  # the next call without the end of the last one
+            self._skipped = next(opener for opener in _OPENERS if rest.startswith(opener))
+            self._text = rest.removeprefix(self._skipped)
+        elif at_end or not any(mark.startswith(rest) for mark in (_CLOSER, *_OPENERS)):
+            yield skipped + rest if self.num_calls == 0 else rest  # not a call; separators after a call are dropped
+            self._in_calls, self._text, self._skipped = False, "", ""
+
+    def _continue_call(self, call: "_OpenCall") -> Iterator[Piece]:
+        self._text = call.take(self._text)
+        if call.sent is None and (head := _HEAD.match(call.raw)) and head[1] in self._names:
+            call.sent = head.end()
+            self.num_calls += 1
+            self._skipped = ""
+            yield CallPiece(self.num_calls - 1, head[1], "")
+        if call.sent is not None:
+            # The call's own closing brace does not belong to its arguments.
+            end = call.arguments_end(call.sent)
+            if end > call.sent:
+                yield CallPiece(self.num_calls - 1, None, call.raw[call.sent : end])
+                call.sent = end
+        if call.is_complete:
+            self._call = None
+            if call.sent is None:
+                yield from self._whole(call.raw)
+
+    def _whole(self, raw: str) -> Iterator[Piece]:
+        """A complete object whose keys are in another order, or that is not a call."""
+        try:
+            found = json.loads(raw)
+        except ValueError:
+            found = None
+        arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else None
+        if not isinstance(found, dict) or found.get("name") not in self._names:
+            yield self._skipped + raw
+            self._skipped = ""
+            return
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        self.num_calls += 1
+        self._skipped = ""
+        yield CallPiece(self.num_calls - 1, found["name"], text)
+
+    def _pythonic(self, stripped: str, at_end: bool) -> Iterator[Piece]:
+        """A list of Python calls is read as a whole, because its end decides what it is."""
+        calls = _parse_python(stripped.rstrip())
+        if calls is None and not at_end:
+            return
+        self._text, self._at_start = "", False
+        if calls is None or any(name not in self._names for name, _ in calls):
+            yield stripped
+            return
+        for name, arguments in calls:
+            self.num_calls += 1
+            yield CallPiece(self.num_calls - 1, name, json.dumps(arguments, ensure_ascii=False))
+
+
+class _OpenCall:
+    """The text of one JSON object so far. ``sent``: where the part of ``raw`` ends that was sent; None: nothing was."""
+
+    def __init__(self) -> None:
+        self.raw = ""
+        self.sent: int | None = None
+        self.is_complete = False
+        self._depth, self._in_string, self._escaped = 0, False, False
+        self._inner_end: int | None = None  # after the first value inside that is not a string or number
+
+    def take(self, text: str) -> str:
+        """Add text up to the object's end; returns the rest."""
+        for at, char in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif char == "\\" and self._in_string:
+                self._escaped = True
+            elif char == '"':
+                self._in_string = not self._in_string
+            elif self._in_string:
+                continue
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 1 and self._inner_end is None:
+                    self._inner_end = len(self.raw) + at + 1
+                if self._depth == 0:
+                    self.is_complete = True
+                    self.raw += text[: at + 1]
+                    return text[at + 1 :]
+        self.raw += text
+        return ""
+
+    def arguments_end(self, start: int) -> int:
+        """Where the arguments that begin before ``start`` end, as far as they are known."""
+        if self._inner_end is not None:
+            return max(start, self._inner_end)
+        return len(self.raw)
+
+
+def _is_json_list(text: str) -> bool:
+    return re.match(r"\[\s*\{", text) is not None
+
+
+def _possible_start(text: str) -> int:
+    """The length of the longest end of ``text`` that begins an opener."""
+    most = max(map(len, _OPENERS)) - 1
+    sizes = range(min(len(text), most), 0, -1)
+    return next((size for size in sizes if any(opener.startswith(text[-size:]) for opener in _OPENERS)), 0)
+
+
+def _parse_python(text: str) -> list[tuple[str, dict[str, Any]]] | None:
+    """Names and arguments of ``[f(a=1), g()]``; None: it is not a complete list of calls with literal arguments."""
+    try:
+        found = ast.parse(text, mode="eval").body
+        if not isinstance(found, ast.List):
+            return None
+        calls: list[tuple[str, dict[str, Any]]] = []
+        for call in found.elts:
+            if not isinstance(call, ast.Call) or call.args:
+                return None
+            arguments = {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
+            calls.append((ast.unparse(call.func), arguments))
+        json.dumps(calls)
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        return None
+    return calls

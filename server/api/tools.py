@@ -1,0 +1,161 @@
+"""Tools of a chat: the fields of a request, the grammar of required calls, and the prompt of models without a tool template."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from tightwire.server.api.errors import invalid
+from tightwire.server.api.fields import Fields, refusal
+from tightwire.server.api.structured import Schema, checked_grammar
+
+_Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+_NO_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
+
+# SmolLM2's own system prompt for tools (model card of HuggingFaceTB/SmolLM2-1.7B-Instruct).
+_PROMPT = """You are an expert in composing functions. You are given a question and a set of possible functions.
+Based on the question, you will need to make one or more function/tool calls to achieve the purpose.
+If none of the functions can be used, point it out and refuse to answer.
+If the given question lacks the parameters required by the function, also point it out.
+
+You have access to the following tools:
+<tools>{tools}</tools>
+
+The output MUST strictly adhere to the following format, and NO other text MUST be included.
+The example format is as follows. Please make sure the parameter type is correct. If no function call is needed, please make \
+the tool calls an empty list '[]'.
+<tool_call>[
+{{"name": "func_name1", "arguments": {{"argument1": "value1", "argument2": "value2"}}}},
+... (more tool calls as required)
+]</tool_call>"""
+
+
+class Function(Fields):
+    name: _Name
+    description: str | None = None
+    parameters: Schema | None = Field(None, description="A JSON schema of the arguments. Default: no arguments.")
+    strict: bool | None = Field(None, description="Required and named calls follow the schema with any value.")
+
+
+class Tool(Fields):
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(Fields):
+    name: str
+    arguments: str = Field(description="The arguments as JSON.")
+
+
+class ToolCall(Fields):
+    """A call that the model made earlier in the conversation."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def to_template(self) -> dict[str, Any]:
+        """The form that chat templates read, with the arguments as an object."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except ValueError:
+            arguments = self.function.arguments
+        called = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": called}
+
+
+def _check_choice(value: Any) -> str:
+    if value in ("none", "auto", "required"):
+        return value
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise refusal(
+            'must be "none", "auto", "required" or {"type": "function", "function": {"name": "..."}}, which names a tool'
+        )
+    return "=" + function["name"]
+
+
+class NamedTool(Fields):
+    type: Literal["function"]
+    function: Function
+
+
+# "none", "auto", "required", or the name of a tool after "=".
+ToolChoice = Annotated[
+    str, BeforeValidator(_check_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool)
+]
+
+
+def check_tools(tools: list[Tool], choice: str) -> None:
+    """400: a name twice, or a choice without its tool."""
+    names = [tool.function.name for tool in tools]
+    if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+        raise invalid(f"tools has two functions with the name {twice!r}", "tools")
+    if choice == "required" and not tools:
+        raise invalid('tool_choice "required" needs tools', "tool_choice")
+    if choice.startswith("=") and choice[1:] not in names:
+        known = ", ".join(names) or "none"
+        raise invalid(f"tool_choice names {choice[1:65]!r}, which is not among the tools: {known}", "tool_choice")
+
+
+def tool_grammar(tools: list[Tool], choice: str, *, parallel: bool) -> str:
+    """The grammar of the calls that ``choice`` demands; empty: it demands none.
+
+    A named tool: its arguments. "required": a list of objects with name and arguments. ApiError 400: a schema is not supported.
+    """
+    if choice in ("none", "auto"):
+        return ""
+    indexes = {tool.function.name: index for index, tool in enumerate(tools)}
+    for name, index in indexes.items():
+        if choice in ("required", "=" + name):
+            grammar = checked_grammar(f"tools[{index}].function.parameters", "json", _parameters(tools[index]))
+            if choice != "required":
+                return grammar
+    definitions = {name: _moved(_parameters(tools[index]), f"#/$defs/{name}") for name, index in indexes.items()}
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name in indexes
+    ]
+    most = {} if parallel else {"maxItems": 1}
+    schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": definitions}
+    return checked_grammar("tools", "json", schema)
+
+
+def _parameters(tool: Tool) -> Schema:
+    return tool.function.parameters or _NO_PARAMETERS
+
+
+def _moved(part: Any, root: str) -> Any:
+    """A schema whose references to its own root point to ``root``."""
+    if isinstance(part, list):
+        return [_moved(item, root) for item in part]
+    if not isinstance(part, dict):
+        return part
+    moved = {key: _moved(value, root) for key, value in part.items()}
+    if isinstance(target := part.get("$ref"), str) and target.startswith("#"):
+        moved["$ref"] = root + target[1:]
+    return moved
+
+
+def with_tool_prompt(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages for a template that ignores tools: they stand in the system message, calls and results in the texts."""
+    prompt = _PROMPT.format(tools=json.dumps(tools, ensure_ascii=False)) if tools else ""
+    plain = [_as_text(message) for message in messages]
+    system = plain.pop(0)["content"] if plain and plain[0]["role"] == "system" else ""
+    system = "\n\n".join(filter(None, (system, prompt)))
+    return [{"role": "system", "content": system}, *plain] if system else plain
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    if calls := message.get("tool_calls"):
+        listed = json.dumps([call["function"] for call in calls], ensure_ascii=False)
+        text = f"{message['content']}\n" if message["content"] else ""
+        return {"role": message["role"], "content": f"{text}<tool_call>{listed}</tool_call>"}
+    return message

@@ -1,0 +1,180 @@
+"""Tools through HTTP: required and named calls with the real sampler, calls that a model writes, the prompt, errors."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from helpers.server.fake_engine import INFO, FakeEngine, app_for, byte_tokenizer, says
+from helpers.server.sampling_engine import SamplingEngine
+from jsonschema_rs import validator_for
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from tightwire.model.text.tokenizer import CHAT_TEMPLATE
+
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/place"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"place": {"type": "string", "maxLength": 5}},
+}
+ADD: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"weather": CITY, "add": ADD}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+USER = {"role": "user", "content": "Hi"}
+WRITTEN = 'Well. <tool_call>[{"name": "add", "arguments": {"a": 12}}, {"name": "add", "arguments": {}}]</tool_call>'
+
+
+TOOL_TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT_TEMPLATE
+
+
+async def post(engine: FakeEngine, *, template: str = TOOL_TEMPLATE, **fields: Any) -> httpx.Response:
+    info = INFO if isinstance(engine, SamplingEngine) else replace(INFO, max_model_len=4096)
+    app = app_for(engine, info=info, template=template)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+        return await client.post(
+            "/v1/chat/completions", json={"messages": [USER], "max_tokens": 180, "tools": TOOLS} | fields
+        )
+
+
+async def whole(engine: FakeEngine, **fields: Any) -> Any:
+    response = await post(engine, **fields)
+    assert response.status_code == 200, response.text
+    return ChatCompletion.model_validate(response.json(), strict=True).choices
+
+
+async def streamed(engine: FakeEngine, **fields: Any) -> tuple[str, list[tuple[str, str]], str | None]:
+    """Content, calls and finish reason of the only choice."""
+    response = await post(engine, stream=True, **fields)
+    events = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+    content, calls, reason = "", [], None
+    for event in events:
+        choice = ChatCompletionChunk.model_validate_json(event).choices[0]
+        content += choice.delta.content or ""
+        reason = choice.finish_reason or reason
+        for part in choice.delta.tool_calls or ():
+            assert part.function is not None
+            if part.id:
+                assert part.function.name and part.type == "function"
+                calls.append((part.function.name, ""))
+            name, arguments = calls[part.index]
+            calls[part.index] = name, arguments + (part.function.arguments or "")
+    return content, calls, reason
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+async def test_required_calls_follow_the_schemas(parallel: bool) -> None:
+    pytest.importorskip("llguidance")
+    fields = {"tool_choice": "required", "parallel_tool_calls": parallel, "seed": 7, "temperature": 1.2}
+    choices = await whole(SamplingEngine(), n=4, **fields)
+    ended = [choice for choice in choices if choice.finish_reason != "length"]
+    assert ended or parallel
+    for choice in ended:
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        assert parallel or len(choice.message.tool_calls) == 1
+        for call in choice.message.tool_calls:
+            validator_for(SCHEMAS[call.function.name]).validate(json.loads(call.function.arguments))
+    content, calls, _ = await streamed(SamplingEngine(), **fields)
+    assert content == "" and calls == [
+        (call.function.name, call.function.arguments) for call in choices[0].message.tool_calls
+    ]
+
+
+async def test_a_named_tool_is_called() -> None:
+    pytest.importorskip("llguidance")
+    choice = {"type": "function", "function": {"name": "weather"}}
+    (answer,) = await whole(SamplingEngine(), tool_choice=choice, seed=1)
+    (call,) = answer.message.tool_calls
+    assert answer.finish_reason == "tool_calls" and call.function.name == "weather" and call.id.startswith("call_")
+    validator_for(CITY).validate(json.loads(call.function.arguments))
+    assert await streamed(SamplingEngine(), tool_choice=choice, seed=1) == (
+        "",
+        [("weather", call.function.arguments)],
+        "tool_calls",
+    )
+
+
+async def test_calls_that_the_model_writes() -> None:
+    expected = [("add", '{"a": 12}'), ("add", "{}")]
+    (answer,) = await whole(FakeEngine(script=says(WRITTEN)))
+    assert answer.message.content == "Well. " and answer.finish_reason == "tool_calls"
+    assert [(call.function.name, call.function.arguments) for call in answer.message.tool_calls] == expected
+    assert len({call.id for call in answer.message.tool_calls}) == 2
+    assert await streamed(FakeEngine(script=says(WRITTEN))) == ("Well. ", expected, "tool_calls")
+
+
+async def test_without_calls_the_answer_is_as_ever() -> None:
+    (answer,) = await whole(FakeEngine())
+    assert (answer.message.content, answer.finish_reason) == ("Hello, world.", "stop")
+    assert answer.message.tool_calls is None
+    assert await streamed(FakeEngine(), logprobs=True) == ("Hello, world.", [], "stop")
+    (answer,) = await whole(FakeEngine(script=says(WRITTEN)), tool_choice="none")
+    assert answer.message.content == WRITTEN and answer.finish_reason == "stop"
+
+
+async def test_the_prompt_of_a_template_with_tools_is_the_templates() -> None:
+    engine = FakeEngine()
+    await whole(engine)
+    prompt = byte_tokenizer().decode(engine.submitted[0].prompt_token_ids)
+    assert prompt.startswith("weather add ") and "expert" not in prompt
+
+
+async def test_a_template_without_tools_gets_our_prompt_with_calls_and_results() -> None:
+    engine = FakeEngine()
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "2"},
+    ]
+    await whole(engine, messages=messages, template=CHAT_TEMPLATE)
+    prompt = byte_tokenizer().decode(engine.submitted[0].prompt_token_ids)
+    assert "Be kind.\n\nYou are an expert in composing functions" in prompt and '"name": "weather"' in prompt
+    assert '<tool_call>[{"name": "add", "arguments": {"a": 1}}]</tool_call>' in prompt
+    assert "<tool_response>\n2\n</tool_response>" in prompt
+    await whole(engine, tool_choice="none", template=CHAT_TEMPLATE)
+    assert "weather" not in byte_tokenizer().decode(engine.submitted[1].prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "two functions with the name 'weather'"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice", "known"),
+        ({"tool_choice": "always"}, "tool_choice", 'must be "none"'),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
+        (
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice",
+            "leave one out",
+        ),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+                "tool_choice": "required",
+            },
+            "tools[0].function.parameters",
+            "Unimplemented keys",
+        ),
+    ],
+    ids=str,
+)
+async def test_what_is_refused(fields: dict[str, Any], param: str, message: str) -> None:
+    response = await post(FakeEngine(), **fields)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == param, error
+    assert message in error["message"] or message == "known" and "not among the tools: weather, add" in error["message"]
