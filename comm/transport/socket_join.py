@@ -42,8 +42,13 @@ class Peer(NamedTuple):
     machine: str
 
 
-def read_secret(path: str) -> bytes:
-    """The shared secret in a file, without surrounding white space. ValueError: unreadable, or shorter than 16 bytes."""
+def read_secret(path: str | None) -> bytes:
+    """The shared secret in a file, without surrounding white space. ValueError: unreadable, or shorter than 16 bytes.
+
+    Without a file it is empty.
+    """
+    if path is None:
+        return b""
     try:
         secret = Path(path).read_bytes().strip()
     except OSError as error:

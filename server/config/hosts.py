@@ -31,7 +31,7 @@ class HostOptions:
     )
     port_range: str = option(
         "29601-29680",
-        "ports that nodes listen on for each other, one a rank; gloo and NCCL take others, which the kernel gives them",
+        "ports that nodes listen on for each other, one a rank; sums take others, which the kernel gives them",
         metavar="A-B",
     )
     join_timeout_s: float = option(300.0, "longest wait for all nodes to start and to open the model", metavar="S")

@@ -105,6 +105,7 @@ def facts_of(config: ServeConfig) -> dict[str, str]:
         "master_addr",
         "interface",
         "join_timeout_s",
+        "comm_secret_file",
         "model",
         "stream_from",
     }  # may differ between nodes

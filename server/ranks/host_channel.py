@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import hmac
+import secrets
 import socket
 from collections.abc import Callable
 
@@ -10,7 +12,20 @@ import msgspec
 from tightwire.server.ipc.messages import Failed, Heartbeat, Ready, Stage
 from tightwire.server.plan.rank_setup import RunPlan
 
+_HELLO_S = 10.0  # for each message of HELLO
 _MOST_BYTES = 32 << 20  # of a line: the longest is a plan with a policy for each layer
+
+
+class Challenge(msgspec.Struct, frozen=True, tag=True):
+    """Node 0's first message: a random number, for the proof that the node knows the shared secret."""
+
+    nonce: str
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """Node 0's answer to ``Hello``: the proof that it knows the secret too."""
+
+    proof: str
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -21,6 +36,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     interface: str
     ports: list[int]
     facts: dict[str, str]
+    nonce: str = ""
+    proof: str = ""
 
 
 class Table(msgspec.Struct, frozen=True, tag=True):
@@ -84,7 +101,22 @@ class End(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Message = Hello | Table | Probe | Probed | Opened | Run | Report | Exited | Serving | Beat | AskStop | End
+Message = (
+    Challenge
+    | Welcome
+    | Hello
+    | Table
+    | Probe
+    | Probed
+    | Opened
+    | Run
+    | Report
+    | Exited
+    | Serving
+    | Beat
+    | AskStop
+    | End
+)
 
 _ENCODER, _DECODER = msgspec.json.Encoder(), msgspec.json.Decoder(Message)
 
@@ -136,3 +168,36 @@ async def accept_channels(listener: socket.socket, take: Callable[[Channel], Non
     return await asyncio.start_server(
         lambda reader, writer: take(Channel(reader, writer)), sock=listener, limit=_MOST_BYTES
     )
+
+
+async def meet(channel: Channel, secret: bytes) -> tuple[Hello, bool]:
+    """Node 0's side of HELLO, and whether the node knows the secret. LostError: no HELLO came."""
+    nonce = secrets.token_hex(16)
+    channel.send(Challenge(nonce))
+    hello = await channel.receive(_HELLO_S)
+    if not isinstance(hello, Hello):
+        raise LostError("sent no HELLO")
+    proven = hmac.compare_digest(hello.proof, _prove(secret, hello.node, nonce, hello.nonce))
+    if proven:
+        channel.send(Welcome(_prove(secret, 0, hello.nonce, nonce)))
+    return hello, proven
+
+
+async def introduce(channel: Channel, hello: Hello, secret: bytes) -> None:
+    """Say HELLO to node 0. ValueError: it refuses, or does not know the secret. LostError: no answer."""
+    challenge = await channel.receive(_HELLO_S)
+    if not isinstance(challenge, Challenge):
+        raise LostError("sent no challenge: what listens there is no node 0 of this version")
+    nonce = secrets.token_hex(16)
+    proof = _prove(secret, hello.node, challenge.nonce, nonce)
+    channel.send(msgspec.structs.replace(hello, nonce=nonce, proof=proof))
+    answer = await channel.receive(_HELLO_S)
+    refusal = answer.reason if isinstance(answer, End) else ""
+    known = isinstance(answer, Welcome) and hmac.compare_digest(answer.proof, _prove(secret, 0, nonce, challenge.nonce))
+    if not known:
+        raise ValueError(refusal or "node 0 has another shared secret; give every host the same --comm-secret-file")
+
+
+def _prove(secret: bytes, node: int, first: str, second: str) -> str:
+    """HMAC-SHA256 of both ends' random numbers: its sender knows the secret."""
+    return hmac.digest(secret, f"node {node} {first} {second}".encode(), "sha256").hex()

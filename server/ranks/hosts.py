@@ -33,13 +33,14 @@ from tightwire.server.ranks.host_channel import (
     Serving,
     Table,
     accept_channels,
+    introduce,
+    meet,
     open_channel,
 )
 from tightwire.server.ranks.host_checks import CONNECT_S, merge_plans, name_node, objection_to, probe, why_unreachable
 
 _BEAT_S = 1.0
 _RETRY_S = 0.5
-_HELLO_S = 10.0  # for the first message of a new connection
 _SHOW_S = 1.0
 
 
@@ -72,6 +73,7 @@ class Joining:
     listener: Listener
     silence_s: float
     join_timeout_s: float
+    secret: bytes = b""  # shared by all hosts; empty: none
 
     def hello(self) -> Hello:
         place = self.place
@@ -213,10 +215,15 @@ class Head(_Side):
 
     async def _take(self, channel: Channel) -> None:
         try:
-            hello = await channel.receive(_HELLO_S)
-        except LostError:
-            hello = None  # a port scanner, or a node's probe
-        if not isinstance(hello, Hello) or self._closing:
+            hello, proven = await meet(channel, self._joining.secret)
+        except LostError:  # a port scanner, or a node's probe
+            await channel.close()
+            return
+        if not proven or self._closing:
+            # Who does not know the secret must not be able to end the server.
+            reason = f"{name_node(hello)} has another shared secret; give every host the same --comm-secret-file"
+            self._joining.listener.show(reason)
+            channel.send(End(2, reason))
             await channel.close()
             return
         reason = objection_to(hello, self._own, self._place.num_nodes)
@@ -287,7 +294,7 @@ class Member(_Side):
     async def join(self) -> None:
         """Connect to node 0 and wait for the other nodes. LostError: node 0 does not answer in time."""
         self._channel = channel = await self._connect()
-        channel.send(self._joining.hello())
+        await introduce(channel, self._joining.hello(), self._joining.secret)
         self._start(asyncio.create_task(self._beat(lambda: [channel])), asyncio.create_task(self._listen(channel)))
         await self._told.probed.wait()
 

@@ -1,7 +1,6 @@
 """The loops of a loaded rank: rank 0 runs the engine, the others its numbered plans; one that misses a plan stops."""
 
 import contextlib
-from collections.abc import Sequence
 from typing import Self
 
 import msgspec
@@ -19,7 +18,7 @@ from tightwire.server.config.serve import EngineOptions
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.request import RequestRules
-from tightwire.server.ipc.channels import bind_receiver, connect_sender
+from tightwire.server.ipc.channels import Inboxes, bind_receiver, connect_sender
 from tightwire.server.ipc.messages import (
     AddRequest,
     CancelRequest,
@@ -46,21 +45,21 @@ class Leader:
         plan: RunPlan,
         options: EngineOptions,
         groups: RankGroups,
-        inboxes: Sequence[str],
+        inboxes: Inboxes,
         reporter: Reporter,
         grammars: GrammarMasks | None = None,
     ) -> None:
-        """``inboxes``: addresses of all ranks, this one's first. ``grammars``: None: requests with a grammar are errors."""
+        """``inboxes``: of all ranks, this one's first. ``grammars``: None: requests with a grammar are errors."""
         self._reporter = reporter
         self._context = zmq.Context()
-        self._inbox = bind_receiver(self._context, inboxes[0])
+        self._inbox = bind_receiver(self._context, inboxes.addresses[0])
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         least = options.max_num_batched_tokens
         self._runner = RankZeroRunner(
             runner,
             groups,
             reporter,
-            [connect_sender(self._context, address) for address in inboxes[1:]],
+            [connect_sender(self._context, address, inboxes.secret) for address in inboxes.addresses[1:]],
             vocab_size=model.vocab_size,
             step_size=StepSize(least, least * plan.weights.max_parts),
             num_replicas=plan.num_replicas,
@@ -155,10 +154,10 @@ class Leader:
 class Follower:
     """Any other rank: runs the plans it receives, in order."""
 
-    def __init__(self, runner: ModelRunner, inbox: str, reporter: Reporter) -> None:
+    def __init__(self, runner: ModelRunner, inboxes: Inboxes, rank: int, reporter: Reporter) -> None:
         self._runner, self._reporter = runner, reporter
         self._context = zmq.Context()
-        self._inbox = bind_receiver(self._context, inbox)
+        self._inbox = bind_receiver(self._context, inboxes.addresses[rank], inboxes.secret)
         self._decoder = msgspec.msgpack.Decoder(ToFollower)
 
     def __enter__(self) -> Self:

@@ -34,6 +34,7 @@ from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.residency import WeightSizes
 from tightwire.model.weights.streamed import StreamedWeights
 from tightwire.server.config.limits import BLOCK_SIZE
+from tightwire.server.ipc.channels import Inboxes
 from tightwire.server.ipc.messages import Ready
 from tightwire.server.plan.devices import bind_to_cores
 from tightwire.server.plan.rank_setup import RankIdentity, RankWork
@@ -85,12 +86,13 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
             reporter.num_logits_gathers = lambda: logits_gather.num_begun
         joining.await_others(reporter, "load")
         keep_freed_memory()  # avoids thousands of page faults per prompt for a step's activations
-        inboxes, config = work.inboxes or identity.inboxes, checkpoint.config
+        config, secret = checkpoint.config, read_secret(work.config.parallel.comm_secret_file)
+        inboxes = Inboxes(work.inboxes or identity.inboxes, secret)
         grammars = GrammarMasks(
             config.vocab_size, config.eos_token_ids, lambda: checkpoint.tokenizer().backend.to_str()
         )
         loop = (
-            Follower(runner, inboxes[identity.rank], reporter)
+            Follower(runner, inboxes, identity.rank, reporter)
             if identity.rank
             else Leader(runner, config, plan, engine, groups, inboxes, reporter, grammars)
         )
@@ -165,8 +167,7 @@ class _Joining:
         """The secret of sockets, which join all CPU ranks that share no memory, unless gloo was requested."""
         if self.work.plan.device != "cpu" or self.work.plan.transport == "process-group":
             return None
-        file = self.work.config.parallel.comm_secret_file
-        return b"" if file is None else read_secret(file)
+        return read_secret(self.work.config.parallel.comm_secret_file)
 
     def world(self) -> Group | None:
         """The ranks of all replicas, if there are several."""

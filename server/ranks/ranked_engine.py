@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Generic, Self, TypeVar
 
 from tightwire import __version__
+from tightwire.comm.transport.socket_join import read_secret
 from tightwire.kernels.cpu.library import level
 from tightwire.model.open import Checkpoint, fingerprint
 from tightwire.model.text.tokenizer import Tokenizer
@@ -109,7 +110,8 @@ class RankedEngine:
         if self._place is not None:
             facts = {"version": __version__, "kernels": level(), **facts_of(self._config)}
             timeouts = self._config.timeouts.rank_timeout_s, self._config.hosts.join_timeout_s
-            joining = Joining(self._place, self._ranks.numbers, facts, self, *timeouts)
+            secret = read_secret(self._config.parallel.comm_secret_file)
+            joining = Joining(self._place, self._ranks.numbers, facts, self, *timeouts, secret)
             self._hosts = Member(joining) if self._relays else Head(joining)
         return self
 

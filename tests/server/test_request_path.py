@@ -22,7 +22,7 @@ from tightwire.model.layout import make_layout
 from tightwire.model.open import formats_of, open_checkpoint
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.config.serve import EngineOptions
-from tightwire.server.ipc.channels import bind_receiver, connect_sender, make_address
+from tightwire.server.ipc.channels import Inboxes, bind_receiver, connect_sender, make_address
 from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ipc.engine_stats import EngineStats
 from tightwire.server.ipc.messages import AddRequest, Output, StepResult, ToEngine
@@ -122,7 +122,7 @@ def _walks_of_rank(folder: Path) -> tuple[Walk, Walk]:
     plan = RunPlan(device="cpu", dtype="bfloat16", allreduce="auto", transport="none", **sizes)
     request = AddRequest("a", [1, 2, 3], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True))
     reporter = Reporter(0, parent, make_address("reporter"))
-    leader = Leader(runner, checkpoint.config, plan, EngineOptions(), RankGroups(group), (inbox,), reporter)
+    leader = Leader(runner, checkpoint.config, plan, EngineOptions(), RankGroups(group), Inboxes((inbox,)), reporter)
     with bind_receiver(context, parent), leader, connect_sender(context, inbox) as sender:
         engine = leader.make_engine()
         sender.send(msgspec.msgpack.encode(request))

@@ -55,7 +55,7 @@ def _hang() -> None:
             self._runner.execute(plan)
 
     init = Follower.__init__
-    Follower.__init__ = lambda self, runner, inbox, reporter: init(self, Hanging(runner), inbox, reporter)  # type: ignore[method-assign,arg-type]
+    Follower.__init__ = lambda self, runner, *rest: init(self, Hanging(runner), *rest)  # type: ignore[method-assign,arg-type]
 
 
 def main() -> int:

@@ -202,3 +202,16 @@ def test_a_node_number_out_of_range_is_refused() -> None:
 def test_plans_that_differ_are_refused_by_key() -> None:
     with pytest.raises(ValueError, match="node 1 would run with dtype float32, node 0 with bfloat16"):
         merge_plans({0: _PLAN, 1: msgspec.structs.replace(_PLAN, dtype="float32")})
+
+
+async def test_a_host_with_another_secret_is_refused_and_does_not_end_the_others() -> None:
+    port, told = free_ports(4), Told()
+    head = Head(replace(joining(0, port, told), secret=b"one secret of all hosts"))
+    waiting = asyncio.create_task(head.join())
+    stranger = Member(replace(joining(1, port, Told()), secret=b"another secret"))
+    with pytest.raises(ValueError, match=r"node 1 .* has another shared secret; give every host the same"):
+        await stranger.join()
+    await stranger.close(2, "")
+    assert not waiting.done()
+    waiting.cancel()
+    await head.close(1, "")
