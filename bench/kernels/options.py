@@ -6,7 +6,7 @@ from typing import ClassVar
 from tightwire.bench.options import OutputOptions, option, parse_sizes
 from tightwire.comm.codec.codec_names import parse_format
 
-_CODECS = ("int8", "int6", "int5", "int4", "int4-had", "int3-sr", "fp8")
+_CODECS = ("int8", "int6", "int5", "int4", "int4-had", "int3-sym", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

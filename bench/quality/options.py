@@ -24,7 +24,7 @@ _ALGORITHMS = (
     "two-shot",  # lossless: what messages in --dtype cost
     "ring",  # lossless, but it rounds the sum at every hop
     *("flash-int8", "flash-int6", "flash-int6-uniform", "flash-int5", "flash-int4"),
-    *("flash:int4-had,int4-had", "flash:int4-sr,int4-sr"),
+    "flash:int4-had,int4-had",
 )
 
 

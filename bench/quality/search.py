@@ -32,7 +32,7 @@ from tightwire.comm.policy.rules import FileRule, PolicyFile
 
 CANDIDATES = (
     *("flash-int8", "flash:int8-had,int8-had", "flash-int6-uniform", "flash:int6-had,int6-had"),
-    *("flash-int5", "flash:int5-had,int5-had", "flash-int4", "flash:int4-had,int4-had", "flash:int4-sr,int4-sr"),
+    *("flash-int5", "flash:int5-had,int5-had", "flash-int4", "flash:int4-had,int4-had"),
     *("flash:int3-had,int3-had", LOSSLESS),
 )
 _PROBE = "flash-int4"  # a candidate, coarse enough to stand out from the rounding of bfloat16

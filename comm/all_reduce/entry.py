@@ -98,8 +98,6 @@ def coding_effort(codec: "Codec") -> float:
     fmt = codec.format
     if fmt is None:
         return 0.0
-    if fmt.spikes:
-        return 3.0
     if fmt.hadamard:
         return 2.3
     return (1.9 if len(fmt.plane_bits) > 1 else 1.0) * _GROUP_EFFORT[fmt.group_elems]

@@ -76,7 +76,7 @@ def _run(kernel: str, buf: Tensor, x_N: Tensor, fmt: BlockFormat) -> None:
 
 
 def _fields(fmt: BlockFormat) -> tuple[int, ...]:
-    return fmt.bits, fmt.group_elems, fmt.symmetric, fmt.hadamard, fmt.spikes, fmt.float8
+    return fmt.bits, fmt.group_elems, fmt.symmetric, fmt.hadamard, fmt.float8
 
 
 # --- kernels check nothing -----------------------------------------------------------------------------------------------

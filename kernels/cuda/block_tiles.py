@@ -16,8 +16,6 @@ from tightwire.kernels.cuda.numbers import (
     NOTHING,
     bf16_above,
     bf16_below,
-    bf16_bits,
-    bf16_is_finite,
     from_bf16,
 )
 from tightwire.kernels.spec import block_format
@@ -25,6 +23,7 @@ from tightwire.kernels.spec import block_format
 MIN_SCALE = tl.constexpr(block_format.MIN_SCALE)
 FLOAT8_MAX = tl.constexpr(block_format.FLOAT8_MAX)
 _NAN_BF16 = tl.constexpr(0x7FC0)
+_SIGN_BF16 = tl.constexpr(0x8000)
 _INF_KEY = tl.constexpr(0x7F800000)
 _NEGATIVE_INF_KEY = tl.constexpr(-0x7F800001)
 # 1.5 * 2^23: a number of at most 2^22 added to it is rounded to a whole one, to even, which its low bits then hold.
@@ -92,16 +91,11 @@ def _filled(tiles, first_B, num_elems):
 @triton.jit
 def _encode(target, group_B, num_groups, tiles, fmt: tl.constexpr, beyond: tl.constexpr):
     """Write groups ``group_B`` below ``num_groups`` of the message at ``target``; rotate first where needed."""
-    top: tl.constexpr = FLOAT8_MAX if fmt.float8 else (fmt.max_code if fmt.has_zeros else fmt.max_level)
+    top: tl.constexpr = FLOAT8_MAX if fmt.float8 else (fmt.max_code if fmt.has_zeros else fmt.num_levels)
     own: tl.constexpr = len(fmt.plane_bits)  # the start of the sections of the groups' own numbers: the scales
     kept_B = None if beyond == NOTHING else group_B < num_groups
 
     low_B, high_B, finite_B = _extremes(tiles)
-    if fmt.spikes:
-        spike_bits = (bf16_bits(low_B + 0.0), bf16_bits(high_B + 0.0))  # + 0.0 makes 0 of -0
-        places = (_first_place(tiles, low_B), _first_place(tiles, high_B))
-        finite_B = finite_B & bf16_is_finite(spike_bits[0]) & bf16_is_finite(spike_bits[1])
-        low_B, high_B = _extremes_without(tiles, places[0], places[1])
     if fmt.has_zeros:
         zero_bits_B = bf16_below(low_B + 0.0)
         zero_B = from_bf16(zero_bits_B)
@@ -113,6 +107,9 @@ def _encode(target, group_B, num_groups, tiles, fmt: tl.constexpr, beyond: tl.co
     scale_bits_B = bf16_above(tl.maximum(quotient_B, MIN_SCALE))
     scale_B = from_bf16(scale_bits_B)
     finite_B = finite_B & (top * scale_B + zero_B < float("inf"))
+    if fmt.symmetric:
+        scale_bits_B = scale_bits_B | tl.where(high_B > -low_B, _SIGN_BF16, 0)
+        scale_B = from_bf16(scale_bits_B)
 
     inverse_B = tl.div_rn(tl.full(scale_B.shape, 1.0, tl.float32), scale_B)
     codes = _codes(tiles, zero_B[:, None], inverse_B[:, None], tl.where(finite_B, 0xFF, 0)[:, None], fmt)
@@ -121,19 +118,12 @@ def _encode(target, group_B, num_groups, tiles, fmt: tl.constexpr, beyond: tl.co
     store_bits(target, own, group_B, num_groups, tl.where(finite_B, scale_bits_B, _NAN_BF16), kept_B, fmt)
     if fmt.has_zeros:
         store_bits(target, own + 1, group_B, num_groups, tl.where(finite_B, zero_bits_B, 0), kept_B, fmt)
-    if fmt.spikes:
-        for i in tl.static_range(2):
-            bits_B = tl.where(finite_B, spike_bits[i], _NAN_BF16)
-            store_bits(target, own + 2 + i, group_B, num_groups, bits_B, kept_B, fmt)
-            section = target + num_groups * fmt.section_offsets[own + 4 + i]
-            tl.store(section + group_B, tl.where(finite_B, places[i], 0).to(tl.uint8), mask=kept_B)
 
 
 @triton.jit
 def _decode(source, group_B, num_groups, fmt: tl.constexpr, num_tiles: tl.constexpr, beyond: tl.constexpr):
     """Read groups ``group_B`` of the message at ``source`` (bytes) as float32 tiles, rotated if the format rotates."""
     own: tl.constexpr = len(fmt.plane_bits)
-    width: tl.constexpr = fmt.group_elems // num_tiles
     kept_B = None if beyond == NOTHING else group_B < num_groups
     codes = load_codes(source, group_B, num_groups, kept_B, fmt, num_tiles)
     scale_B1 = load_bf16(source, own, group_B, num_groups, kept_B, fmt)[:, None]
@@ -147,17 +137,7 @@ def _decode(source, group_B, num_groups, fmt: tl.constexpr, num_tiles: tl.conste
             tiles = tiles + (_from_float8(codes[r]) * scale_B1,)
     else:
         for r in tl.static_range(num_tiles):
-            tiles = tiles + ((codes[r] - fmt.max_level).to(tl.float32) * scale_B1,)
-    if fmt.spikes:
-        for i in tl.static_range(2):  # the maximum last: it wins when both are one number
-            spike_B1 = load_bf16(source, own + 2 + i, group_B, num_groups, kept_B, fmt)[:, None]
-            section = source + num_groups * fmt.section_offsets[own + 4 + i]
-            place_B1 = tl.load(section + group_B, mask=kept_B).to(tl.int32)[:, None]
-            restored = ()
-            for r in tl.static_range(num_tiles):
-                place_1W = (tl.arange(0, width) + r * width)[None, :]
-                restored = restored + (tl.where(place_1W == place_B1, spike_B1, tiles[r]),)
-            tiles = restored
+            tiles = tiles + ((codes[r] - fmt.num_levels).to(tl.float32) * scale_B1,)
     return tiles
 
 
@@ -233,48 +213,21 @@ def _from_key(key):
 
 
 @triton.jit
-def _first_place(tiles, value_B):
-    """Return (B,) the first place of ``value_B`` in each group; g if there is none (a group with a NaN)."""
-    width: tl.constexpr = tiles[0].shape[1]
-    elems: tl.constexpr = width * len(tiles)
-    place_B = tl.full(value_B.shape, elems, tl.int32)
-    for r in tl.static_range(len(tiles)):
-        place_1W = (tl.arange(0, width) + r * width)[None, :]
-        place_B = tl.minimum(place_B, tl.min(tl.where(tiles[r] == value_B[:, None], place_1W, elems), 1))
-    return place_B
-
-
-@triton.jit
-def _extremes_without(tiles, low_place_B, high_place_B):
-    """Return (B,) each group's smallest and largest number, except for the numbers in two places."""
-    width: tl.constexpr = tiles[0].shape[1]
-    low_B = tl.full(low_place_B.shape, float("inf"), tl.float32)
-    high_B = tl.full(low_place_B.shape, float("-inf"), tl.float32)
-    for r in tl.static_range(len(tiles)):
-        place_1W = (tl.arange(0, width) + r * width)[None, :]
-        kept_BW = (place_1W != low_place_B[:, None]) & (place_1W != high_place_B[:, None])
-        low_B = tl.minimum(low_B, tl.min(tl.where(kept_BW, tiles[r], float("inf")), 1))
-        high_B = tl.maximum(high_B, tl.max(tl.where(kept_BW, tiles[r], float("-inf")), 1))
-    return low_B, high_B
-
-
-@triton.jit
 def _codes(tiles, zero_B1, inverse_B1, mask_B1, fmt: tl.constexpr):
     """Round numbers to codes, in units of the scale from the zero; ``mask_B1`` 0 makes a group's codes 0.
 
     The scale and the zero are rounded outwards, so no number leaves the codes' range by more than float32's rounding,
-    and clamping would change nothing. Reserved spikes do leave the range.
+    and clamping would change nothing. Only symmetric formats have no level for the end opposite to the largest size.
     """
     codes = ()
     for r in tl.static_range(len(tiles)):
         if fmt.float8:
             code = _float8_bits(tiles[r] * inverse_B1)
         elif fmt.symmetric:
-            code = (tiles[r] * inverse_B1 + _TO_WHOLE).to(tl.int32, bitcast=True) + fmt.max_level
+            scaled = tl.minimum(tiles[r] * inverse_B1, fmt.num_levels - 1.0)
+            code = (scaled + _TO_WHOLE).to(tl.int32, bitcast=True) + fmt.num_levels
         else:
             scaled = (tiles[r] - zero_B1) * inverse_B1
-            if fmt.spikes:
-                scaled = tl.minimum(tl.maximum(scaled, 0.0), fmt.max_code)
             code = (scaled + _TO_WHOLE).to(tl.int32, bitcast=True)
         codes = codes + (code & mask_B1,)
     return codes

@@ -146,8 +146,3 @@ def bf16_bits(x):
     bits = x.to(tl.int32, bitcast=True)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
     return tl.where((bits & 0x7FFFFFFF) <= 0x7F800000, rounded, _NAN_BF16)
-
-
-@triton.jit
-def bf16_is_finite(bits):
-    return (bits & 0x7F80) != 0x7F80

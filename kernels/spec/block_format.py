@@ -8,7 +8,6 @@ each section whole for all groups before the next begins:
                plane of p bits a group has S = g p / 8 bytes: number e is in byte e % S, at bit p (e // S)
     scales     bfloat16
     zeros      bfloat16; asymmetric formats only
-    spikes     formats that have them: minima bfloat16, maxima bfloat16, then their places, one byte each, same order
 
 So numbers that share a byte are S apart: vector code packs whole registers and never moves a lane. All sections have even
 addresses when the first byte has one.
@@ -19,7 +18,6 @@ from itertools import accumulate
 
 _PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
 _GROUPS = (32, 64, 128)
-_SPIKE_BITS = (2, 3, 4)
 
 MIN_SCALE = 2.0**-126  # float32's smallest normal number: its inverse is finite
 FLOAT8_MAX = 448.0
@@ -33,7 +31,6 @@ class BlockFormat:
     group_elems: int = 128  # numbers that share a scale
     symmetric: bool = False  # codes around zero and no zero point, two bytes a group less
     hadamard: bool = False  # rotate each group first, which spreads an outlier over it
-    spikes: bool = False  # keep each group's minimum and maximum, and quantize the range of the others
     float8: bool = False  # codes are e4m3 floats instead of integers
 
     def __post_init__(self) -> None:
@@ -41,10 +38,8 @@ class BlockFormat:
             raise ValueError(f"bits must be one of {sorted(_PLANES, reverse=True)}, got {self.bits}")
         if self.group_elems not in _GROUPS:
             raise ValueError(f"group_elems must be one of {list(_GROUPS)}, got {self.group_elems}")
-        if self.spikes and (self.symmetric or self.hadamard or self.bits not in _SPIKE_BITS):
-            raise ValueError(f"spikes need asymmetric codes of {_SPIKE_BITS} bits without hadamard")
-        if self.float8 and (self.bits != 8 or self.symmetric or self.hadamard or self.spikes):
-            raise ValueError("float8 needs 8 bits, without symmetric, hadamard or spikes")
+        if self.float8 and (self.bits != 8 or self.symmetric or self.hadamard):
+            raise ValueError("float8 needs 8 bits, without symmetric or hadamard")
 
     @property
     def plane_bits(self) -> tuple[int, ...]:
@@ -68,32 +63,32 @@ class BlockFormat:
     @property
     def max_code(self) -> int:
         """The largest code (integer formats); the smallest is 0."""
-        return 2 * self.max_level if self.symmetric else 2**self.bits - 1
+        return 2**self.bits - 1
 
     @property
-    def max_level(self) -> int:
-        """Symmetric formats: levels on either side of zero. A code is its level plus this."""
-        return 2 ** (self.bits - 1) - 1
+    def num_levels(self) -> int:
+        """Symmetric formats: levels below zero; there is one less above. A code is its level plus this."""
+        return 2 ** (self.bits - 1)
 
     @property
     def group_bytes(self) -> int:
         """Bytes of one group in all sections."""
-        return sum(self.plane_bytes) + 2 + 2 * self.has_zeros + 6 * self.spikes
+        return sum(self.plane_bytes) + 2 + 2 * self.has_zeros
 
     def num_groups(self, num_elems: int) -> int:
         return -(-num_elems // self.group_elems)
 
     def encoded_bytes(self, num_elems: int) -> int:
-        """ceil(n / g) group_bytes: g b / 8 for the codes, 4 for scale and zero (2 without zero), 6 for two spikes."""
+        """ceil(n / g) group_bytes: g b / 8 for the codes, 4 for scale and zero (2 without zero)."""
         return self.num_groups(num_elems) * self.group_bytes
 
     def section_starts(self, num_elems: int) -> tuple[int, ...]:
-        """Offset of every section: the planes, then scales, zeros, minima, maxima, their places (as far as present)."""
+        """Offset of every section: the planes, then scales and, if the format has them, zeros."""
         num_groups = self.num_groups(num_elems)
         return tuple(offset * num_groups for offset in self.section_offsets)
 
     @property
     def section_offsets(self) -> tuple[int, ...]:
         """``section_starts`` of a tensor of one group; those of G groups are G times these."""
-        sizes = [*self.plane_bytes, 2, *([2] if self.has_zeros else []), *([2, 2, 1, 1] if self.spikes else [])]
+        sizes = [*self.plane_bytes, 2, *([2] if self.has_zeros else [])]
         return tuple(accumulate(sizes, initial=0))[:-1]

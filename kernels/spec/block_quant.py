@@ -13,12 +13,12 @@ numbers, on any device. That is possible because each step is one IEEE operation
 Rounding outwards means that nothing is clipped: a number comes back within half a scale of itself
 (``block_bound`` has the exact bound).
 
-Symmetric formats have scale = max|x| / max_level and no zero; float8 has scale = max|x| / 448 and the code e4m3(x / scale).
-Formats with spikes take the range from the group's other numbers and write the two back when decoding.
+Symmetric formats have no zero, levels from -L to L - 1, and scale = max|x| / L, negative where the largest size belongs to
+a positive number: that number has level -L, and one of the same size and the other sign loses up to a whole scale. Float8
+has scale = max|x| / 448 and the code e4m3(x / scale).
 
 A group with an inf or NaN in it decodes to NaN throughout, and so does one whose numbers come so close to the end of
-float32 that its highest code would decode, or its spikes would round, to infinity: the scale (and spikes) are NaN, zero
-and codes 0. Rotated groups come so close from about 2^125 / g on, and may then come back infinite as well.
+float32 that its highest code would decode to infinity: the scale is NaN, zero and codes 0. Rotated groups come so close from about 2^125 / g on, and may then come back infinite as well.
 """
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tightwire.kernels.spec.block_format import FLOAT8_MAX, MIN_SCALE, BlockFormat
 
-_NAN_BF16 = 0x7FC0
+_NAN_BF16, _SIGN_BF16 = 0x7FC0, 0x8000
 _INF_BITS = 0x7F800000
 
 
@@ -93,32 +93,27 @@ def _unrotated(groups_GE: Tensor, fmt: BlockFormat) -> Tensor:
 def _encode_groups(groups_GE: Tensor, fmt: BlockFormat) -> Tensor:
     finite_G1 = _bits_of(groups_GE.abs()).amax(1, keepdim=True) < _INF_BITS
     groups_GE = groups_GE.where(finite_G1, 0.0)
-    ranged_GE, spikes = groups_GE, None
-    if fmt.spikes:
-        spikes = _Spikes(groups_GE)
-        finite_G1 = finite_G1 & spikes.finite_G1
-        ranged_GE = spikes.others_GE
+    low_G1, high_G1 = groups_GE.amin(1, keepdim=True), groups_GE.amax(1, keepdim=True)
     if fmt.has_zeros:
-        low_G1, high_G1 = ranged_GE.amin(1, keepdim=True), ranged_GE.amax(1, keepdim=True)
         # + 0.0 turns -0 into 0: implementations differ in which zero is the smaller one.
         zero_bits_G1 = _bf16_below(low_G1 + 0.0)
         zero_G1 = _from_bf16(zero_bits_G1)
         span_G1, top = high_G1 - zero_G1, fmt.max_code
     else:
         zero_bits_G1, zero_G1 = None, 0.0
-        span_G1, top = groups_GE.abs().amax(1, keepdim=True), FLOAT8_MAX if fmt.float8 else fmt.max_level
+        span_G1, top = torch.maximum(high_G1, -low_G1), FLOAT8_MAX if fmt.float8 else fmt.num_levels
     scale_bits_G1 = _bf16_above((span_G1 / top).clamp(min=MIN_SCALE))
     scale_G1 = _from_bf16(scale_bits_G1)
     finite_G1 = finite_G1 & (top * scale_G1 + zero_G1 < torch.inf)
+    if fmt.symmetric:
+        scale_bits_G1 = scale_bits_G1 | (high_G1 > -low_G1).int() * _SIGN_BF16
+        scale_G1 = _from_bf16(scale_bits_G1)
 
     codes_GE = _codes((groups_GE - zero_G1) * (1.0 / scale_G1), fmt)
     sections = _planes(codes_GE.where(finite_G1, 0), fmt)
     sections.append(_as_bytes(scale_bits_G1.where(finite_G1, _NAN_BF16)))
     if zero_bits_G1 is not None:
         sections.append(_as_bytes(zero_bits_G1.where(finite_G1, 0)))
-    if spikes is not None:
-        sections += [_as_bytes(bits_G1.where(finite_G1, _NAN_BF16)) for bits_G1 in spikes.values_G1]
-        sections += [place_G1.where(finite_G1, 0).to(torch.uint8).view(-1) for place_G1 in spikes.places_G1]
     return torch.cat(sections)
 
 
@@ -127,27 +122,8 @@ def _codes(scaled_GE: Tensor, fmt: BlockFormat) -> Tensor:
     if fmt.float8:
         return scaled_GE.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     if fmt.symmetric:
-        return (scaled_GE.clamp(-fmt.max_level, fmt.max_level).round() + fmt.max_level).to(torch.uint8)
+        return (scaled_GE.clamp(-fmt.num_levels, fmt.num_levels - 1).round() + fmt.num_levels).to(torch.uint8)
     return scaled_GE.clamp(0, fmt.max_code).round().to(torch.uint8)
-
-
-class _Spikes:
-    """The first smallest and the first largest number of each group, which may be the same one.
-
-    ``places_G1`` in the group, ``values_G1`` as bfloat16 bits, and ``finite_G1``, true if both are finite when rounded:
-    minimum before maximum. ``others_GE``: (G, g) the groups with another number of theirs in both places.
-    """
-
-    def __init__(self, groups_GE: Tensor) -> None:
-        extremes_G1 = (groups_GE.amin(1, keepdim=True), groups_GE.amax(1, keepdim=True))
-        size = groups_GE.shape[1]
-        places_E = torch.arange(size, device=groups_GE.device)
-        self.places_G1 = [places_E.where(groups_GE == value_G1, size).amin(1, keepdim=True) for value_G1 in extremes_G1]
-        self.values_G1 = [_bits_of((value_G1 + 0.0).bfloat16().float()) >> 16 & 0xFFFF for value_G1 in extremes_G1]
-        self.finite_G1 = torch.stack([_from_bf16(bits_G1).abs() for bits_G1 in self.values_G1]).amax(0) < torch.inf
-        taken_GE = (places_E == self.places_G1[0]) | (places_E == self.places_G1[1])
-        other_G1 = groups_GE.gather(1, taken_GE.to(torch.uint8).argmin(1, keepdim=True))
-        self.others_GE = groups_GE.where(~taken_GE, other_G1)
 
 
 def _decode_groups(buf: Tensor, fmt: BlockFormat, num_elems: int) -> Tensor:
@@ -169,13 +145,8 @@ def _decode_groups(buf: Tensor, fmt: BlockFormat, num_elems: int) -> Tensor:
     if fmt.float8:
         return codes_GE.view(torch.float8_e4m3fn).float() * numbers_G1(0)
     if fmt.symmetric:
-        return (codes_GE.float() - fmt.max_level) * numbers_G1(0)
-    groups_GE = codes_GE.float() * numbers_G1(0) + numbers_G1(1)
-    if fmt.spikes:
-        for section, values_G1 in ((-2, numbers_G1(2)), (-1, numbers_G1(3))):
-            places_G = buf[starts[section] : starts[section] + num_groups]
-            groups_GE.scatter_(1, places_G.long().view(num_groups, 1), values_G1)
-    return groups_GE
+        return (codes_GE.float() - fmt.num_levels) * numbers_G1(0)
+    return codes_GE.float() * numbers_G1(0) + numbers_G1(1)
 
 
 def _planes(codes_GE: Tensor, fmt: BlockFormat) -> list[Tensor]:

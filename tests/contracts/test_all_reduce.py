@@ -154,7 +154,7 @@ def test_the_same_bits_over_every_transport(runner: Runner) -> None:
 CODECS = [
     f"int{bits}{group}{symmetric}{rotated}"
     for bits, group, symmetric, rotated in product((8, 6, 5, 4, 3, 2), ("", "-g64", "-g32"), ("", "-sym"), ("", "-had"))
-] + [f"int{bits}{group}-sr" for bits, group in product((4, 3, 2), ("", "-g64", "-g32"))]
+]
 
 
 @over(Over("in-process", 3))

@@ -14,8 +14,7 @@ NAMES = [
     f"int{bits}{group}{option}"
     for bits in (8, 6, 5, 4, 3, 2)
     for group in ("", "-g32")
-    for option in ("", "-sym", "-had", "-sr")
-    if option != "-sr" or bits < 5
+    for option in ("", "-sym", "-had")
 ]
 NUM_ELEMS = (1 << 20) + 77
 
@@ -61,7 +60,7 @@ def test_the_references_bytes(name: str, device: torch.device) -> None:
         ("int5", "int5"),
         ("int4-g32", "int8"),
         ("int4-had", "int4-had"),
-        ("fp8", "int3-sr"),
+        ("fp8", "int3-sym"),
     ],
 )
 def test_decode_reduce_encode(name: str, out_name: str, device: torch.device) -> None:

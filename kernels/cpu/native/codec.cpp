@@ -7,15 +7,15 @@
 
 constexpr int64_t MAX_GROUP = 128;  // a whole number of groups of every format
 constexpr float FLOAT8_MAX = 448.0f, MIN_SCALE = 0x1p-126f, INFINITE = __builtin_inff();
-constexpr uint32_t NAN_BF16 = 0x7FC0, INFINITE_BF16 = 0x7F80;
+constexpr uint32_t NAN_BF16 = 0x7FC0, INFINITE_BF16 = 0x7F80, SIGN_BF16 = 0x8000;
 
 // Two planes: low bits first, then those that are left, if any.
 template <int BITS, int SIZE, bool IS_FLOAT8 = false>
 struct Shape {
     static constexpr int bits = BITS, size = SIZE, num_vectors = SIZE / LANES;
-    static constexpr bool is_float8 = IS_FLOAT8, may_have_spikes = BITS <= 4;
+    static constexpr bool is_float8 = IS_FLOAT8;
     static constexpr int low_bits = BITS == 8 ? 8 : BITS >= 4 ? 4 : 2, high_bits = BITS - low_bits;
-    static constexpr int max_code = (1 << BITS) - 1, max_level = (1 << (BITS - 1)) - 1;
+    static constexpr int max_code = (1 << BITS) - 1, num_levels = 1 << (BITS - 1);
 };
 
 // An encoded tensor: its sections. Each has a group's part `group` parts behind its start.
@@ -23,7 +23,7 @@ struct Message {
     tw_block_format format;
     int64_t num_groups;
     bool has_zeros;
-    char *low_plane, *high_plane, *scales, *zeros, *spikes, *places;
+    char *low_plane, *high_plane, *scales, *zeros;
 
     Message(address start, const tw_block_format &format, int64_t num_elems)
         : format(format), num_groups((num_elems + format.group_elems - 1) / format.group_elems) {
@@ -33,8 +33,6 @@ struct Message {
         high_plane = low_plane + num_groups * eighth * low_bits;
         scales = low_plane + num_groups * eighth * format.bits;
         zeros = scales + 2 * num_groups;
-        spikes = zeros + 2 * num_groups;
-        places = spikes + 4 * num_groups;
     }
 };
 
@@ -223,50 +221,11 @@ INLINE Extremes find_extremes(const F32 *x) {
     return {min_lanes(low), max_lanes(high), mask_of(is_nan(check)) == 0};
 }
 
-// The first place that holds `value`; 0 if none does, as in a group of NaN.
-template <int COUNT>
-INLINE int find_first(const F32 *x, float value) {
-    int place = 0;
-    UNROLL for (int i = COUNT - 1; i >= 0; i--) {
-        const uint32_t mask = mask_of(x[i] == splat(value));
-        place = mask ? LANES * i + __builtin_ctz(mask) : place;
-    }
-    return place;
-}
-
-INLINE uint32_t nearest_bf16(float value) {
-    const uint32_t bits = bits_of(value + 0.0f);
-    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-}
 INLINE uint32_t bf16_below(float value) {
     const uint32_t bits = bits_of(value);
     return (bits + (bits >> 31 ? 0xFFFF : 0)) >> 16;
 }
 INLINE uint32_t bf16_above(float value) { return (bits_of(value) + 0xFFFF) >> 16; }
-
-struct Spikes {
-    int places[2] = {0, 0};
-    uint32_t values[2] = {0, 0};
-};
-// Takes the smallest and the largest number out of `x` into `spikes`; the extremes become those of the others.
-template <int COUNT>
-INLINE void take_spikes(const F32 *x, Extremes &extremes, Spikes &spikes) {
-    const float values[2] = {extremes.low, extremes.high};
-    F32 others[COUNT];
-    bool are_finite = extremes.are_finite;
-    for (int i = 0; i < 2; i++) {
-        spikes.places[i] = find_first<COUNT>(x, values[i]);
-        spikes.values[i] = nearest_bf16(values[i]);
-        are_finite = are_finite && (spikes.values[i] & 0x7FFF) < INFINITE_BF16;
-    }
-    UNROLL for (int i = 0; i < COUNT; i++) {
-        I32 places = lane_numbers() + splat_int(LANES * i);
-        I32 taken = (places == splat_int(spikes.places[0])) | (places == splat_int(spikes.places[1]));
-        others[i] = select(taken, splat(__builtin_nanf("")), x[i]);
-    }
-    extremes = find_extremes<COUNT>(others);
-    extremes.are_finite = are_finite;
-}
 
 struct Scaling {
     uint32_t scale_bits = NAN_BF16, zero_bits = 0;
@@ -278,7 +237,7 @@ template <class Shape>
 INLINE bool choose_scaling(const Extremes &extremes, bool has_zeros, Scaling &scaling) {
     const float low = extremes.low, high = extremes.high;
     float zero = 0.0f, span = high > -low ? high : -low;
-    float top = Shape::is_float8 ? FLOAT8_MAX : (float)Shape::max_level;
+    float top = Shape::is_float8 ? FLOAT8_MAX : (float)Shape::num_levels;
     uint32_t zero_bits = 0;
     if (has_zeros) {
         zero_bits = bf16_below(low + 0.0f);
@@ -289,7 +248,13 @@ INLINE bool choose_scaling(const Extremes &extremes, bool has_zeros, Scaling &sc
     const uint32_t scale_bits = bf16_above(ratio > MIN_SCALE ? ratio : MIN_SCALE);
     const float scale = from_bf16(scale_bits);
     if (!(extremes.are_finite && top * scale + zero < INFINITE)) return false;
-    scaling = {scale_bits, zero_bits, zero, 1.0f / scale, top, has_zeros ? 0 : Shape::max_level};
+    if (has_zeros || Shape::is_float8) {
+        scaling = {scale_bits, zero_bits, zero, 1.0f / scale, top, 0};
+    } else {
+        // The number of the largest size gets the lowest level, which has no counterpart.
+        const uint32_t signed_bits = high > -low ? scale_bits | SIGN_BF16 : scale_bits;
+        scaling = {signed_bits, 0, 0.0f, 1.0f / from_bf16(signed_bits), top - 1.0f, Shape::num_levels};
+    }
     return true;
 }
 
@@ -299,29 +264,19 @@ static void encode_group(const Message &message, int64_t group, const float *num
     F32 x[COUNT];
     UNROLL for (int i = 0; i < COUNT; i++) x[i] = load(numbers + LANES * i);
     Extremes extremes = find_extremes<COUNT>(x);
-    Spikes spikes;
-    const bool has_spikes = Shape::may_have_spikes && message.format.spikes;
-    if constexpr (Shape::may_have_spikes)
-        if (has_spikes) take_spikes<COUNT>(x, extremes, spikes);
     Scaling scaling;
     if (!choose_scaling<Shape>(extremes, message.has_zeros, scaling)) {
-        spikes = {{0, 0}, {NAN_BF16, NAN_BF16}};
         UNROLL for (int i = 0; i < COUNT; i++) x[i] = splat(0.0f);
     }
 
     store_u16(message.scales + 2 * group, scaling.scale_bits);
     if (message.has_zeros) store_u16(message.zeros + 2 * group, scaling.zero_bits);
-    if (has_spikes) {
-        for (int i = 0; i < 2; i++) {
-            store_u16(message.spikes + 2 * (i * message.num_groups + group), spikes.values[i]);
-            message.places[i * message.num_groups + group] = (char)spikes.places[i];
-        }
-    }
     I32 codes[COUNT];
     UNROLL for (int i = 0; i < COUNT; i++) {
         F32 scaled = (x[i] - splat(scaling.zero)) * splat(scaling.inverse);
-        // Only spikes must be clamped: the roundings of the scale's inverse and of the product stay below half a step.
-        if (has_spikes) scaled = minimum(maximum(scaled, splat(0.0f)), splat(scaling.top));
+        // Only the end without a level of its own must be clamped: the roundings of the scale's inverse and of the
+        // product stay below half a step.
+        if (message.format.symmetric) scaled = minimum(scaled, splat(scaling.top));
         I32 rounded = bits_of(scaled + splat(ROUND_TO_INTEGER)) + splat_int(scaling.level);
         codes[i] = Shape::is_float8 ? to_e4m3(scaled) : rounded;
     }
@@ -353,7 +308,7 @@ struct CodedGroup {
         // Adding -0 changes nothing, not even a -0.
         zero_bits = message.has_zeros ? load_u16(message.zeros + 2 * group) : 0x8000;
         scale = splat(from_bf16(scale_bits)), zero = splat(from_bf16(zero_bits));
-        level = splat_int(message.format.symmetric ? Shape::max_level : 0);
+        level = splat_int(message.format.symmetric ? Shape::num_levels : 0);
     }
     F32 number_of(I32 code) const {
         return fma(Shape::is_float8 ? from_e4m3(code) : to_float(code - level), scale, zero);
@@ -376,16 +331,9 @@ template <class Shape>
 static void decode_group(const Message &message, int64_t group, float *numbers) {
     const CodedGroup<Shape> coded(message, group);
     UNROLL for (int at = 0; at < Shape::size; at += LANES) store(numbers + at, coded.numbers(at));
-    if (Shape::may_have_spikes && message.format.spikes) {
-        for (int i = 0; i < 2; i++) {
-            // Masked, so that a damaged message writes into the group only.
-            const int place = message.places[i * message.num_groups + group] & (Shape::size - 1);
-            numbers[place] = from_bf16(load_u16(message.spikes + 2 * (i * message.num_groups + group)));
-        }
-    }
 }
 
-// A whole group without rotation and spikes straight to bfloat16.
+// A whole group without rotation straight to bfloat16.
 template <class Shape>
 INLINE void decode_to_bf16(const CodedGroup<Shape> &coded, char *target) {
 #if defined(__AVX512BF16__)
@@ -470,7 +418,7 @@ void tw_encode(const void *code_args, int64_t start, int64_t stop) {
 template <class Shape, class Number>
 static void decode_groups(const tw_code_args &args, int64_t start, int64_t stop) {
     const Message message(args.message, args.format, args.num_elems);
-    const bool is_simple = !args.format.hadamard && !args.format.spikes;
+    const bool is_simple = !args.format.hadamard;
     alignas(64) float numbers[MAX_GROUP];
     for (int64_t group = start; group < stop; group++) {
         const int64_t first = group * Shape::size, left = args.num_elems - first;

@@ -167,7 +167,7 @@ TW_API int64_t tw_await_sum(tw_sums *sums, int64_t index);
 
 // The fields of kernels/spec/block_format.py.
 typedef struct {
-    int64_t bits, group_elems, symmetric, hadamard, spikes, float8;
+    int64_t bits, group_elems, symmetric, hadamard, float8;
 } tw_block_format;
 // Items are groups. `kind` is that of the numbers; tw_decode_add adds to float32 numbers.
 typedef struct {

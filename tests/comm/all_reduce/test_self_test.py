@@ -176,7 +176,7 @@ def test_a_fault_in_a_message_of_repeated_numbers_is_found(break_it: Break, foun
 
 
 def _check_all_repeated(group: Group) -> list[Verdict]:
-    names = [*all_reduce_names(), "flash:int4-g32-had,int5", "flash:int2-sr,fp8", "hierarchical:int3-g64"]
+    names = [*all_reduce_names(), "flash:int4-g32-had,int5", "flash:int2-sym,fp8", "hierarchical:int3-g64"]
     arms = {name: make_all_reduce(name, group) for name in names}
     return self_test(group, arms, row_elems=99, max_rows=1350, dtype=torch.bfloat16)
 

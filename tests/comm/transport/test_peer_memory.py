@@ -36,7 +36,7 @@ CASES = [
     ("flash-int8", 9001, torch.bfloat16),
     ("flash-int4", 2049, torch.float32),
     ("flash:int4-had,int8-g32", 700, torch.bfloat16),
-    ("flash:int3-sr,none", 700, torch.bfloat16),
+    ("flash:int3-sym,none", 700, torch.bfloat16),
     ("flash:none,int8", 700, torch.float16),
 ]
 # The interpreter is slow, and where processes outnumber the cores their kernels wait for each other's time slices.

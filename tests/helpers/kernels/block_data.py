@@ -15,7 +15,6 @@ def all_formats() -> list[BlockFormat]:
     formats = []
     for bits, size, symmetric, hadamard in product((8, 6, 5, 4, 3, 2), (32, 64, 128), (False, True), (False, True)):
         formats.append(BlockFormat(bits, size, symmetric=symmetric, hadamard=hadamard))
-    formats += [BlockFormat(bits, size, spikes=True) for bits in (4, 3, 2) for size in (32, 64, 128)]
     return formats + [BlockFormat(8, size, float8=True) for size in (32, 64, 128)]
 
 
@@ -24,7 +23,7 @@ def formats_with(group_elems: int) -> list[BlockFormat]:
 
 
 def format_id(fmt: BlockFormat) -> str:
-    flags = {"sym": fmt.symmetric, "had": fmt.hadamard, "sr": fmt.spikes, "fp8": fmt.float8}
+    flags = {"sym": fmt.symmetric, "had": fmt.hadamard, "fp8": fmt.float8}
     return "-".join([f"{fmt.bits}", f"g{fmt.group_elems}", *(name for name, on in flags.items() if on)])
 
 

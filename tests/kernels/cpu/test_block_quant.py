@@ -89,7 +89,7 @@ def test_broken_and_single_messages_encoded_again() -> None:
 
 @pytest.mark.parametrize(
     "fmt",
-    [BlockFormat(8), BlockFormat(5, 64), BlockFormat(2, 32, spikes=True), BlockFormat(3, hadamard=True)],
+    [BlockFormat(8), BlockFormat(5, 64), BlockFormat(2, 32, symmetric=True), BlockFormat(3, hadamard=True)],
     ids=format_id,
 )
 def test_threads_share_a_long_message(fmt: BlockFormat, num_threads: Callable[[int], None]) -> None:

@@ -15,12 +15,12 @@ from tightwire.kernels.spec.block_format import BlockFormat
 pytestmark = needs_triton
 
 BITS = (8, 6, 5, 4, 3, 2)
-OPTIONS = ("", "-sym", "-had", "-sym-had", "-sr")
+OPTIONS = ("", "-sym", "-had", "-sym-had")
 
 
 def _names(group: str) -> list[str]:
     """Every format with groups of this size."""
-    integers = [f"int{bits}{group}{option}" for bits in BITS for option in OPTIONS if option != "-sr" or bits < 5]
+    integers = [f"int{bits}{group}{option}" for bits in BITS for option in OPTIONS]
     return [*integers, f"fp8{group}"]
 
 
@@ -76,7 +76,7 @@ def _check_formats(group: Group, names: list[str]) -> list[str]:
 
 
 def _check_hard_numbers(group: Group) -> list[str]:
-    names = ("int8", "int6-g32-sym", "int5-had", "int3-g64-sr", "fp8")
+    names = ("int8", "int6-g32-sym", "int5-had", "int3-g64-sym", "fp8")
     return [
         text
         for name in names
@@ -169,8 +169,8 @@ def test_decode_reduce_encode_across_formats(interpreted: InterpretedRank) -> No
         ("int4-g32", "int5"),
         ("int4-had", "int4-had"),
         ("int4-g32-had", "int6-had"),
-        ("int3-sr", "fp8"),
-        ("int2-g64-sr", "int4-sym-had"),
+        ("int3-sym", "fp8"),
+        ("int2-g64-sym", "int4-sym-had"),
     ]
     interpreted(_check_decode_reduce_encode, pairs)
 

@@ -50,7 +50,9 @@ def _compiled(kernel: Any, capability: int, types: dict[str, Any], constants: di
     return triton.compile(source, target=target, options={"num_warps": 4, "enable_fp_fusion": False, **options})
 
 
-@pytest.mark.parametrize(("name", "capability"), [("int8", H100), ("int5-had", A100), ("int3-sr", H100), ("fp8", A100)])
+@pytest.mark.parametrize(
+    ("name", "capability"), [("int8", H100), ("int5-had", A100), ("int3-sym", H100), ("fp8", A100)]
+)
 def test_encode_and_decode(name: str, capability: int) -> None:
     from tightwire.kernels.cuda.block_quant import _decode, _encode
     from tightwire.kernels.cuda.numbers import make_tiling

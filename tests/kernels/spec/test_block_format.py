@@ -23,7 +23,6 @@ from tightwire.kernels.spec.block_quant import encode_reference
         (BlockFormat(4, 32, symmetric=True), 4.5),
         (BlockFormat(3), 3.25),
         (BlockFormat(2), 2.25),
-        (BlockFormat(2, 32, spikes=True), 4.5),
     ],
     ids=str,
 )
@@ -37,8 +36,7 @@ def test_sections_fill_the_message(num_elems: int) -> None:
         starts = fmt.section_starts(num_elems)
         assert starts[0] == 0
         assert list(starts) == sorted(starts)
-        last_section_bytes = 1 if fmt.spikes else 2
-        assert starts[-1] + last_section_bytes * fmt.num_groups(num_elems) == fmt.encoded_bytes(num_elems)
+        assert starts[-1] + 2 * fmt.num_groups(num_elems) == fmt.encoded_bytes(num_elems)
         assert all(start % 2 == 0 for start in starts[: len(fmt.plane_bits) + 2])
 
 
@@ -67,8 +65,6 @@ def test_codes_are_at_the_places_of_the_layout(bits: int, group_elems: int) -> N
     [
         ({"bits": 7}, "bits must be one of [8, 6, 5, 4, 3, 2], got 7"),
         ({"bits": 4, "group_elems": 16}, "group_elems must be one of [32, 64, 128], got 16"),
-        ({"bits": 8, "spikes": True}, "spikes need"),
-        ({"bits": 4, "spikes": True, "hadamard": True}, "spikes need"),
         ({"bits": 4, "float8": True}, "float8 needs 8 bits"),
         ({"bits": 8, "float8": True, "symmetric": True}, "float8 needs 8 bits"),
     ],

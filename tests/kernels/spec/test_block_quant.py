@@ -40,17 +40,18 @@ def test_zeros_stay_zeros(group_elems: int) -> None:
         assert (_through(torch.zeros(100), fmt) == 0).all(), format_id(fmt)
 
 
-@pytest.mark.parametrize("group_elems", [32, 64, 128])
-@pytest.mark.parametrize("bits", [4, 3, 2])
-def test_spikes_come_back_as_they_are_and_leave_the_others_their_range(bits: int, group_elems: int) -> None:
-    x = torch.linspace(-1, 1, group_elems)
-    x[3], x[20] = 1e4, -3e4
-    got = _through(x, BlockFormat(bits, group_elems, spikes=True))
-    assert got[[3, 20]].tolist() == x[[3, 20]].bfloat16().tolist()
-    others = torch.ones(group_elems, dtype=torch.bool)
-    others[[3, 20]] = False
-    step = (2 + 2**-7) / (2**bits - 1)  # the range, its lower end rounded down to bfloat16
-    assert (got - x)[others].abs().max() <= step / 2 * (1 + 2**-6)
+@pytest.mark.parametrize("bits", [5, 4, 2])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_symmetric_codes_use_every_level(bits: int, sign: float) -> None:
+    """The largest size comes back exactly; its opposite has one level less."""
+    levels = 2 ** (bits - 1)
+    x = sign * torch.linspace(-1, 1, 2 * levels + 1)[torch.arange(128) % (2 * levels + 1)]
+    got = _through(x * 1.5, BlockFormat(bits, symmetric=True)) / 1.5
+    assert len(got.unique()) == 2 * levels
+    assert (got - x).abs().max() <= 1 / levels
+
+    x = torch.full((128,), sign * 4.0)
+    assert torch.equal(_through(x, BlockFormat(bits, symmetric=True)), x)
 
 
 @GROUPS
@@ -76,7 +77,7 @@ def _assert_one_step_is_three(parts: list[torch.Tensor], fmt: BlockFormat) -> No
         assert (codes[0] - codes[1])[: 2 * 128].abs().max() <= 1, format_id(fmt)
 
 
-@pytest.mark.parametrize("fmt", [BlockFormat(8), BlockFormat(4, 32, spikes=True)], ids=format_id)
+@pytest.mark.parametrize("fmt", [BlockFormat(8), BlockFormat(4, 32, symmetric=True)], ids=format_id)
 def test_empty_tensors(fmt: BlockFormat) -> None:
     assert encode_reference(torch.zeros(0), fmt).shape == (0,)
     assert decode_reference(torch.zeros(0, dtype=torch.uint8), fmt, 0, torch.bfloat16).shape == (0,)
