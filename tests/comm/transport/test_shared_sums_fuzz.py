@@ -1,4 +1,4 @@
-"""Sums over shared memory between processes, with lengths, dtypes, algorithms, chunks and delays drawn at random: to the bit.
+"""Sums and gathers over shared memory between processes, with lengths, dtypes, algorithms, chunks and delays at random: to the bit.
 
 ``TIGHTWIRE_FUZZ_CASES=300 pytest tests/comm/transport/test_shared_sums_fuzz.py`` draws more; `make sanitize` runs it too.
 """
@@ -49,6 +49,12 @@ def _make_calls(group: Group, seed: int, chunk_bytes: int) -> None:
         about = f"call {call} of seed {seed}: {name} of {len(given)} {given.dtype}"
         assert torch.equal(got.view(torch.uint8), want.to(given.dtype).view(torch.uint8)), about
         assert torch.equal(given, inputs[group.rank]), about
+        if draw.random() < 0.1:
+            group.transport.barrier()
+            told = group.transport.gather(given.view(torch.uint8))
+            assert all(torch.equal(buf, other.view(torch.uint8)) for buf, other in zip(told, inputs, strict=True)), (
+                about
+            )
 
 
 @pytest.mark.parametrize("seed", fuzz_seeds(6))
