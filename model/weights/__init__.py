@@ -23,7 +23,6 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True):
     max_parts: int = 1  # a step may be computed in up to this many parts, each as long as a usual step
     bytes_per_s: float | None = None  # rate limit of the source, for experiments
     io: str = "buffered"  # reads of a prepared folder: direct or buffered
-    verify: bool = False  # check each layer of a prepared folder when it is first read
 
     def resident(self, num_layers: int) -> tuple[int, ...]:
         return tuple(layer for layer in range(num_layers) if layer not in self.streamed)

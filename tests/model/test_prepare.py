@@ -63,8 +63,8 @@ def assert_same(got: LayerWeights | OuterWeights, want: LayerWeights | OuterWeig
 
 
 def load_prepared(prepared: Prepared, rank: int) -> tuple[OuterWeights, list[LayerWeights]]:
-    """All tensors of one rank, verified."""
-    store = prepared.store(rank, verify=True)
+    """All tensors of one rank."""
+    store = prepared.store(rank)
     weights = load_weights(store, EVERYTHING_RESIDENT, device=CPU, timeout_s=1.0)
     assert isinstance(weights, ResidentWeights)
     return weights.outer, list(weights.layers)
@@ -153,7 +153,7 @@ def streamed_logits(prepared: Prepared, prompts: Sequence[Sequence[int]]) -> lis
     """Of one rank, with layer 0 kept in memory and the others out of the file."""
     (group,) = in_process_groups(1)
     outer, layers = load_prepared(prepared, 0)
-    store = prepared.store(0, verify=True)
+    store = prepared.store(0)
     weights = StreamedWeights(outer, {0: layers[0]}, store, prepared.packed(0).plain, CPU, timeout_s=20)
     cache = KVCache(
         prepared.config, prepared.layout.shards[0], num_blocks=8, block_size=16, dtype=torch.float32, device=CPU

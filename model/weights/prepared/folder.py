@@ -43,27 +43,17 @@ class DiskStore(LayerFiles):
     """``LayerFiles`` over one file."""
 
     def __init__(
-        self,
-        path: Path,
-        model: PackedModel,
-        blobs: RankFile,
-        *,
-        direct: bool,
-        verify: bool = False,
-        patience_s: float = 1.0,
+        self, path: Path, model: PackedModel, blobs: RankFile, *, direct: bool, patience_s: float = 1.0
     ) -> None:
-        """``model``: the forms of the tensors in the file. ``direct``, ``patience_s``: see ``BlobFile``. ``verify``:
-        compare each checksum when a layer or the outer tensors are first read.
-        """
+        """``model``: the forms of the tensors in the file. ``direct``, ``patience_s``: see ``BlobFile``."""
         self.model = model
-        self._outer, self._blobs, self._verify = blobs.outer, blobs.layers, verify
+        self._outer, self._blobs = blobs.outer, blobs.layers
         self._file = BlobFile(path, direct=direct, patience_s=patience_s)
         self.name = f"{path} ({'around' if direct else 'through'} the page cache)"
-        self._unverified = set(range(len(self._blobs)) if verify else ())
 
     def read_outer(self, device: torch.device, moved: Moved) -> Tensor:
         buffer = page_aligned(self._outer.num_bytes, _CPU)
-        read_blob(self._file, self._outer, _OUTER, buffer, moved, hashlib.sha256() if self._verify else None)
+        read_blob(self._file, self._outer, _OUTER, buffer, moved)
         return buffer.to(device)
 
     def read_plain(self, layer: int, device: torch.device, moved: Moved) -> Tensor:
@@ -76,9 +66,7 @@ class DiskStore(LayerFiles):
         return decoded
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
-        digest = hashlib.sha256() if layer in self._unverified else None
-        read_blob(self._file, self._blobs[layer], f"layer {layer}", into, moved, digest)
-        self._unverified.discard(layer)
+        read_blob(self._file, self._blobs[layer], f"layer {layer}", into, moved)
         return into
 
     def close(self) -> None:
@@ -125,10 +113,10 @@ class Prepared:
     def packed(self, rank: int) -> PackedModel:
         return pack_model(self.config, self.layout.shards[rank], self.formats, self.dtype, self.codec)
 
-    def store(self, rank: int, io: str = "buffered", *, verify: bool = False, patience_s: float = 1.0) -> DiskStore:
+    def store(self, rank: int, io: str = "buffered", *, patience_s: float = 1.0) -> DiskStore:
         """Open this rank's file with reads that are ``direct`` or ``buffered``; see ``DiskStore``."""
         model, blobs, direct = self.packed(rank), self.manifest.ranks[rank], io == "direct"
-        return DiskStore(self.paths[rank], model, blobs, direct=direct, verify=verify, patience_s=patience_s)
+        return DiskStore(self.paths[rank], model, blobs, direct=direct, patience_s=patience_s)
 
 
 def open_prepared(folder: Path, config: LlamaConfig) -> Prepared:

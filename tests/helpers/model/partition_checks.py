@@ -88,7 +88,7 @@ def check_bytes(world: World, work: Work, done: list[Done]) -> None:
 def open_files(work: Work, shard: int, tp: int) -> LayerFiles:
     checkpoint = open_checkpoint(work.location)
     if checkpoint.prepared is not None:
-        return checkpoint.prepared.store(shard, work.plan.io, verify=work.plan.verify)
+        return checkpoint.prepared.store(shard, work.plan.io)
     config, reader = checkpoint.config, checkpoint.reader()
     formats = choose_formats(reader, config, work.quantization)
     dtype = getattr(torch, work.dtype)

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from helpers.comm.in_process_partition import in_process_partition
@@ -77,17 +76,13 @@ def test_packed_weights_with_resident_layers(num_streamed: int, tmp_path: Path) 
     check_bytes(world, work, done)
 
 
-@pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("codec", ["none", "int4"])
 @pytest.mark.parametrize("world", [World(1, 3), World(2, 4, num_nodes=2)], ids=str)
-def test_a_prepared_folder_is_partitioned_verified_or_not(
-    world: World, codec: str, verify: bool, tmp_path: Path
-) -> None:
+def test_a_prepared_folder_is_partitioned(world: World, codec: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)))
     options = PrepareOptions(tp=world.tp, dtype="float32", codec=WEIGHT_CODECS[codec])
     prepare(checkpoint, tmp_path / "out", options)
-    plan = msgspec.structs.replace(plan_for(world, codec), verify=verify)
-    work = Work(str(tmp_path / "out"), plan, PROMPTS[: world.dp])
+    work = Work(str(tmp_path / "out"), plan_for(world, codec), PROMPTS[: world.dp])
     done = run_threads(world, work)
     check_bytes(world, work, done)
     from_checkpoint = replace(work, location=str(tmp_path / "m"))

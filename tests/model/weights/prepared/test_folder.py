@@ -10,7 +10,7 @@ import torch
 from tiny import make_tiny
 
 from tightwire.comm.buffers import page_aligned
-from tightwire.model.checkpoint.errors import ModelError, WeightsError
+from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare, read_back
 from tightwire.model.weights.prepared.blob_file import MANIFEST
@@ -38,8 +38,6 @@ def test_a_damaged_blob_is_found_by_checksum_only(out: Path) -> None:
     assert "rank-1-of-2.weights: layer 1 is damaged" in damage
     buffer = page_aligned(prepared.packed(1).stored[1].num_bytes, CPU)
     prepared.store(1).read(1, buffer, lambda num_bytes: None)
-    with pytest.raises(WeightsError, match="layer 1 is damaged"):
-        prepared.store(1, verify=True).read(1, buffer, lambda num_bytes: None)
 
 
 def test_every_damage_is_listed(out: Path) -> None:
