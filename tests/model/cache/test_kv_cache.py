@@ -23,8 +23,7 @@ from tightwire.model.checkpoint.errors import CacheError
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.step import StepArrays
-from tightwire.model.weights import WeightPlan
-from tightwire.model.weights.residency import spread
+from tightwire.model.weights import WeightPlan, spread
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.ipc.messages import AddRequest
 

@@ -23,7 +23,7 @@ from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.load import CheckpointStore
 from tightwire.model.weights.load import load_weights
-from tightwire.model.weights.residency import WeightSizes, spread
+from tightwire.model.weights.residency import WeightSizes
 from tightwire.model.weights import WEIGHT_CODECS, WeightPlan
 
 def status(key):
