@@ -33,8 +33,21 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     return (add_rms_norm_cpu if available() else add_rms_norm_reference)(x_TD, residual_TD, weight_D, eps)
 
 
+def check_slots(slot_T: Tensor, num_slots: int) -> None:
+    """Raise ValueError unless all slots are in a cache with ``num_slots``. Not for slots on a GPU. Cost: about 6 us."""
+    if len(slot_T) and not 0 <= int(slot_T.min()) <= int(slot_T.max()) < num_slots:
+        raise ValueError(f"slots are {slot_T.tolist()}; the cache has slots 0 to {num_slots - 1}")
+
+
 def rotate_and_cache(
-    qkv_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor
+    qkv_THE: Tensor,
+    cos_TE: Tensor,
+    sin_TE: Tensor,
+    k_cache_NKPE: Tensor,
+    v_cache_NKPE: Tensor,
+    slot_T: Tensor,
+    *,
+    slots_are_checked: bool = False,
 ) -> Tensor:
     """Rotate queries and keys, store keys and values at their slots, give the queries: the reference, bit for bit.
 
@@ -44,6 +57,7 @@ def rotate_and_cache(
         k_cache_NKPE, v_cache_NKPE: (N, K, P, E) in qkv's dtype, written in place.
         slot_T: (T,) int32, block * P + offset within the block. On a GPU slots are not checked, and a negative one marks
             a padding row: nothing is stored.
+        slots_are_checked: the caller has called ``check_slots``, once for all layers of a step.
     Returns:
         (T, H, E) rotated queries, contiguous.
     Raises:
@@ -52,9 +66,8 @@ def rotate_and_cache(
     if qkv_THE.is_cuda:
         return _triton().rotate_and_cache(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
     check_rotation(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
-    num_slots = k_cache_NKPE.shape[0] * k_cache_NKPE.shape[2]
-    if len(slot_T) and not 0 <= int(slot_T.min()) <= int(slot_T.max()) < num_slots:
-        raise ValueError(f"slots are {slot_T.tolist()}; the cache has slots 0 to {num_slots - 1}")
+    if not slots_are_checked:
+        check_slots(slot_T, k_cache_NKPE.shape[0] * k_cache_NKPE.shape[2])
     rotate = rotate_and_cache_cpu if available() else rotate_and_cache_reference
     return rotate(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
 

@@ -17,7 +17,7 @@ from tightwire.comm.lane import Lane
 from tightwire.comm.protocols import KernelSums
 from tightwire.kernels.attention import paged_attention
 from tightwire.kernels.cpu.library import available
-from tightwire.kernels.layer_ops import add_rms_norm, rms_norm, rotate_and_cache, swiglu
+from tightwire.kernels.layer_ops import add_rms_norm, check_slots, rms_norm, rotate_and_cache, swiglu
 from tightwire.kernels.linear import linear
 from tightwire.kernels.spec.attention import PackedSequences
 from tightwire.kernels.spec.packed import Matrix
@@ -186,6 +186,8 @@ class EagerLayers:
         self._cos_TE, self._sin_TE = (angle_SE[batch.positions_T] for angle_SE in angles)
         self._placed: dict[int, LayerWeights] = {}
         self.residual_TD = residual_TD
+        if cache.device.type == "cpu":
+            check_slots(batch.slots_T, cache.num_blocks * cache.block_size)
 
     def place(self, index: int, weights: LayerWeights) -> None:
         """Use these weights when the parts of layer ``index`` run."""
@@ -208,7 +210,8 @@ class EagerLayers:
         qkv_TO = linear(x_TD, weights.qkv, weights.qkv_bias, num_decode_rows=num_decode)
         qkv_THE = qkv_TO.view(-1, self._shard.local_heads + 2 * self._shard.local_kv_heads, head_dim)
         keys_NKPE, values_NKPE = self._cache.layer(index)  # waits for a transfer; as late as possible
-        q_THE = rotate_and_cache(qkv_THE, self._cos_TE, self._sin_TE, keys_NKPE, values_NKPE, batch.slots_T)
+        placed = keys_NKPE, values_NKPE, batch.slots_T
+        q_THE = rotate_and_cache(qkv_THE, self._cos_TE, self._sin_TE, *placed, slots_are_checked=True)
         mixed_THE = paged_attention(q_THE, keys_NKPE, values_NKPE, self._sequences, head_dim**-0.5, self._head_groups)
         return self._row_parallel(mixed_THE.flatten(1), weights.attention_out, weights.attention_out_bias)
 

@@ -177,3 +177,9 @@ def test_an_invalid_plan_is_refused_before_anything_is_written(
     runner = _runner(make_tiny(tmp_path), torch.float32)
     with pytest.raises(ValueError, match=message):
         _execute(runner, [(1, 5)], 1, **changes)
+
+
+def test_a_prompt_with_a_slot_outside_the_cache_is_refused_before_its_first_layer(tmp_path: Path) -> None:
+    runner = _runner(make_tiny(tmp_path), torch.float32)
+    with pytest.raises(ValueError, match="the cache has slots 0 to 4095"):
+        _execute(runner, [(3, 3)], 0, block_tables=[[32 * _MAX_BLOCKS] * _MAX_BLOCKS])

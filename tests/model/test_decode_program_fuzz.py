@@ -237,8 +237,12 @@ def test_near_the_references(seed: int, monkeypatch: pytest.MonkeyPatch) -> None
     def linear(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, num_decode_rows: int, **out: Any) -> Tensor:
         return layer_ops.linear_reference(x_TD, weight_OD, bias_O, **out)
 
-    for name in ("rms_norm", "add_rms_norm", "rotate_and_cache", "swiglu"):
+    def rotate_and_cache(*tensors: Tensor, slots_are_checked: bool) -> Tensor:
+        return layer_ops.rotate_and_cache_reference(*tensors)  # pyright: ignore[reportCallIssue]
+
+    for name in ("rms_norm", "add_rms_norm", "swiglu"):
         monkeypatch.setattr(llama, name, getattr(layer_ops, f"{name}_reference"))
+    monkeypatch.setattr(llama, "rotate_and_cache", rotate_and_cache)
     monkeypatch.setattr(llama, "paged_attention", attention.paged_attention_reference)
     monkeypatch.setattr(llama, "linear", linear)
     *_, want, _ = _run_eagerly(case, _copy(case))
