@@ -20,6 +20,7 @@ EVERYTHING: dict[str, Any] = {
     "env": [{"name": "HF_TOKEN", "value": "x"}],
     "resources": {"requests": {"cpu": "1"}, "limits": {"memory": "4Gi"}},
     "apiKeySecret": "key",
+    "commSecret": "ranks",
     "cacheClaim": "models",
     "serviceMonitor": True,
     "alerts": True,
@@ -101,6 +102,9 @@ def test_the_chart_starts_servers_with_valid_flags_and_probes(values: dict[str, 
     assert container["args"][0] == "serve"
     config = flags.parse(flags.make_parser("serve", "Serve."), container["args"][1:])[0]
     assert (config.parallel.tp, config.model.device) == ((4, "cuda") if values else (2, "cpu"))
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert config.parallel.comm_secret_file == ("/run/tightwire/secret" if values else None)
+    assert ("/run/tightwire" in mounts) == bool(values)
     assert config.hosts.join_timeout_s == (600 if values else HostOptions().join_timeout_s)
     assert container["ports"][0]["containerPort"] == config.http.port
     assert container["livenessProbe"]["httpGet"]["path"] == "/health/live"

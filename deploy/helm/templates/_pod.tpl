@@ -5,6 +5,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 
 {{/* One pod template for every host: the command is the same, and LeaderWorkerSet's variables say which host it is. */}}
 {{- define "tightwire.pod" -}}
+{{- $secret := and (gt (int .Values.hosts) 1) .Values.commSecret }}
 metadata:
   labels:
     {{- include "tightwire.labels" . | nindent 4 }}
@@ -27,6 +28,9 @@ spec:
         - --metrics-alias={{ .Values.metricsAlias }}
         {{- if gt (int .Values.hosts) 1 }}
         - --join-timeout-s={{ mul 60 .Values.startupMinutes }}
+        {{- end }}
+        {{- if $secret }}
+        - --comm-secret-file=/run/tightwire/secret
         {{- end }}
         {{- if .Values.apiKeySecret }}
         - --api-key=$(API_KEY)
@@ -72,6 +76,9 @@ spec:
       volumeMounts:
         - { name: cache, mountPath: /cache }
         - { name: shm, mountPath: /dev/shm }
+        {{- if $secret }}
+        - { name: comm-secret, mountPath: /run/tightwire, readOnly: true }
+        {{- end }}
   volumes:
     - name: cache
       {{- if .Values.cacheClaim }}
@@ -82,6 +89,10 @@ spec:
     # For NCCL; a container's own /dev/shm has 64 MB.
     - name: shm
       emptyDir: { medium: Memory }
+    {{- if $secret }}
+    - name: comm-secret
+      secret: { secretName: {{ $secret }} }
+    {{- end }}
   {{- with .Values.nodeSelector }}
   nodeSelector: {{- toYaml . | nindent 4 }}
   {{- end }}
