@@ -20,7 +20,10 @@ bin := $(VENV)/bin
 installed := $(VENV)/.installed
 installed_dev := $(VENV)/.installed-dev
 sources := pyproject.toml constraints.txt
-pytest := $(bin)/python -m pytest -q -rs
+# Workers and servers compile nothing twice: what they import is kept as bytecode, whatever the shell has set.
+pytest := PYTHONDONTWRITEBYTECODE= $(bin)/python -m pytest -q -rs
+# Importing every test takes longer than collecting the few files with such tests.
+alone := $(or $(ARGS),$(shell grep -rl 'mark\.alone' tests --include=test_*.py))
 # pytest's 5: nothing was selected, which is well where ARGS select.
 none_of_these := $(if $(ARGS),[ $$? -eq 5 ],false)
 
@@ -35,8 +38,8 @@ serve: $(installed)
 
 test: check
 	$(bin)/tightwire pull
-	$(pytest) -n $(WORKERS) --dist loadfile -m "not gpu and not multi_gpu and not alone" $(ARGS) || $(none_of_these)
-	$(pytest) -m "alone and not gpu and not multi_gpu" $(ARGS) || $(none_of_these)
+	$(pytest) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu and not multi_gpu and not alone" $(ARGS) || $(none_of_these)
+	$(pytest) -m "alone and not gpu and not multi_gpu" $(alone) || $(none_of_these)
 
 check: $(installed_dev)
 	$(bin)/ruff check .
