@@ -96,8 +96,8 @@ def _check_barrier(group: Group) -> None:
     assert group.transport.bytes_sent == before
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("over", OVER)
+# Two ranks, whose neighbors on both sides are one: test_all_reduce.py has them over every transport.
+@pytest.mark.parametrize(("over", "world_size"), [*((over, 3) for over in OVER), ("shared-memory", 2)])
 def test_moves_and_counts_bytes(over: str, world_size: int) -> None:
     run: Callable[..., list[Any]] = OVER[over]
     run(world_size, _check_all)

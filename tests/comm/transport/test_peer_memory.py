@@ -125,7 +125,7 @@ def _check_messages(group: Group, path: str) -> None:
 def _miss_one(group: Group, first_path: str, path: str) -> str | None:
     """Rank 1 stays away from a call, after all have come to one with more patience and know the kernel."""
     make_all_reduce("two-shot", _over_peer_memory(group, first_path)[0])(torch.ones(100))
-    over_peers, _ = _over_peer_memory(group, path, timeout_s=3.0)
+    over_peers, _ = _over_peer_memory(group, path, timeout_s=1.5)
     all_reduce = make_all_reduce("two-shot", over_peers)
     over_peers.transport.barrier()
     if group.rank == 1:
@@ -140,15 +140,19 @@ def _miss_one(group: Group, first_path: str, path: str) -> str | None:
     return str(raised.value)
 
 
+def _check_messages_and_sums(
+    group: Group, messages_path: str, sums_path: str, cases: list[tuple[str, int, torch.dtype]]
+) -> None:
+    _check_messages(group, messages_path)
+    _check_sums(group, sums_path, cases)
+
+
 @pytest.mark.parametrize(("world_size", "cases"), [(2, CASES), (3, FEW_CASES)], ids=["2", "3"])
-def test_sums_are_the_generic_algorithms(world_size: int, cases: list[tuple[str, int, torch.dtype]]) -> None:
-    with _shared_file(world_size) as path:
-        run_interpreted(world_size, _check_sums, path, cases)
-
-
-def test_messages_are_the_librarys() -> None:
-    with _shared_file(2) as path:
-        run_interpreted(2, _check_messages, path)
+def test_messages_are_the_librarys_and_sums_the_generic_algorithms(
+    world_size: int, cases: list[tuple[str, int, torch.dtype]]
+) -> None:
+    with _shared_file(world_size) as messages_path, _shared_file(world_size) as sums_path:
+        run_interpreted(world_size, _check_messages_and_sums, messages_path, sums_path, cases)
 
 
 def test_a_missing_rank_ends_in_an_error_that_names_it() -> None:
