@@ -211,7 +211,7 @@ _STEP_BEGINS = 1 + _NUM_SUMS + 1 + 1  # the prompt's sums and its gather, then t
     ("act", "error", "timeout_s"),
     [
         ("SIGKILL", PeerLostError, 30.0),
-        ("SIGSTOP", CollectiveTimeoutError, 6.0),  # ranks have as long to load the model
+        ("SIGSTOP", CollectiveTimeoutError, 3.0),  # ranks have as long to load the model
         ("another call", CollectiveMismatchError, 20.0),
     ],
 )

@@ -142,7 +142,7 @@ def test_unlike_numbers_of_nodes_are_refused_everywhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("end", ["dies", "leaves", "hangs"])
 def test_all_name_the_rank_that_is_gone_not_those_who_miss_it(end: str, shared_memory: bool) -> None:
     """Rank 0 meets rank 3 in no smaller group: it sees only that ranks 1 or 2 have failed."""
-    with Ranks(4, collective_timeout_s=3.0, shared_memory=shared_memory, num_nodes=2) as ranks:
+    with Ranks(4, collective_timeout_s=1.5, shared_memory=shared_memory, num_nodes=2) as ranks:
         outcomes = ranks.outcomes(_watch, end, enough=3 if end == "hangs" else 4, timeout_s=30)
         seen = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Seen)}
         ranks.kill()

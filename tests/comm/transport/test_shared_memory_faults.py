@@ -18,7 +18,7 @@ from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 pytestmark = pytest.mark.alone
 
 ODD_RANK = 1
-TIMEOUT_S = 1.5
+TIMEOUT_S = 0.8
 OVER = {"gloo": False, "shared-memory": True}
 
 

@@ -101,7 +101,7 @@ def _watch(group: Group, world: World, work: Work, end: str) -> Seen:
 @pytest.mark.parametrize(("end", "shared_memory"), [("dies", True), ("dies", False), ("hangs", True), ("hangs", False)])
 def test_a_pass_names_the_missing_rank(end: str, shared_memory: bool, tmp_path: Path) -> None:
     location = make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)
-    world = World(1, 3, timeout_s=3.0)
+    world = World(1, 3, timeout_s=1.5)
     work = Work(str(location), plan_for(world), PROMPTS)
     with joined(world, tmp_path, shared_memory=shared_memory) as place, Ranks(3) as ranks:
         outcomes = ranks.outcomes(_watch, place, work, end, enough=2 if end == "hangs" else 3, timeout_s=30)
