@@ -16,10 +16,10 @@ from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.ipc.messages import AddRequest
 
-_NUM_TOKENS = 64
-_NUM_SPLIT_TOKENS = 16
+_NUM_TOKENS = 32
+_NUM_SPLIT_TOKENS = 8
 _NUM_BFLOAT16_TOKENS = 24
-_LONG = 1100  # tokens: three steps of at most 512
+_LONG = 600  # tokens: two steps of at most 512
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

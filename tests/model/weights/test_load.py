@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -136,20 +138,32 @@ print(json.dumps([status("VmHWM") - before, weight_bytes(checkpoint.config, shar
 _BIG: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 5, "vocab_size": 8192}
 
 
+@pytest.fixture(scope="module")
+def big_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes the model of a kind, once."""
+
+    @cache
+    def make(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp("big")
+        if kind == "safetensors":
+            return make_tiny(folder / "m", dtype="bfloat16", **_BIG)
+        return make_tiny_gguf(folder / "m.gguf", kind, **_BIG)
+
+    return make
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("kind", "quantization"),
     [("safetensors", "none"), ("Q8_0", "none"), ("Q8_0", "auto"), ("safetensors", "int8")],
 )
-def test_peak_memory_of_a_rank_stays_near_its_share(tmp_path: Path, kind: str, quantization: str) -> None:
+def test_peak_memory_of_a_rank_stays_near_its_share(
+    big_models: Callable[[str], Path], kind: str, quantization: str
+) -> None:
     """Pages of the file that are mapped count too, so this bounds anonymous and file memory together."""
-    if kind == "safetensors":
-        model = make_tiny(tmp_path / "m", dtype="bfloat16", **_BIG)
-    else:
-        model = make_tiny_gguf(tmp_path / "m.gguf", kind, **_BIG)
     done = subprocess.run(
-        [sys.executable, "-c", _MEASURE, str(model), quantization],
+        [sys.executable, "-c", _MEASURE, str(big_models(kind)), quantization],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

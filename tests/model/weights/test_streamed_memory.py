@@ -73,6 +73,11 @@ print(json.dumps([sizes.in_pool(plan, "cpu"), peak, passes, layer_bytes]))
 _BIG: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 3072, "num_hidden_layers": 12, "vocab_size": 8192}
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("big") / "m", dtype="bfloat16", **_BIG)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
@@ -85,9 +90,8 @@ _BIG: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 3072, "num_hidd
     ],
 )
 def test_peak_memory_is_the_plans_and_passes_add_nothing(
-    tmp_path: Path, kind: str, origin: str, codec: str, io: str
+    model: Path, tmp_path: Path, kind: str, origin: str, codec: str, io: str
 ) -> None:
-    model = make_tiny(tmp_path / "m", dtype="bfloat16", **_BIG)
     if kind == "prepared":
         options = PrepareOptions(dtype="bfloat16", codec=WEIGHT_CODECS[codec])
         prepare(open_checkpoint(str(model)), tmp_path / "out", options)

@@ -64,7 +64,6 @@ def assert_told(streaming: Streaming, reason: str) -> None:
     assert '"error"' in events[-2] and reason in events[-2]
 
 
-@pytest.mark.alone
 def test_ready_means_that_a_request_is_answered_and_sigterm_lets_those_running_finish(start: Start) -> None:
     server = start()
     url = server.wait_ready()
@@ -89,7 +88,6 @@ def test_ready_means_that_a_request_is_answered_and_sigterm_lets_those_running_f
     assert len(re.findall(r"rank [01]: .* of weights, at most \d+(\.\d)?MiB of host memory", server.log)) == 2
 
 
-@pytest.mark.alone
 def test_a_trace_holds_both_ranks_collectives_and_what_outlasts_the_grace_time_is_cancelled(start: Start) -> None:
     server = start("--shutdown-grace-s", "0.5")
     url = server.wait_ready()
@@ -166,7 +164,6 @@ def test_a_hung_step_is_noticed_though_the_rank_lives(start: Start) -> None:
     assert re.search(rf"{blamed} {told} \(rank 0: {step}: {told}, \d", server.log), server.log
 
 
-@pytest.mark.alone
 def test_a_second_signal_ends_it_at_once(start: Start) -> None:
     server = start()
     streaming = Streaming(server.wait_ready(), ENDLESS)
@@ -182,7 +179,6 @@ def test_a_second_signal_ends_it_at_once(start: Start) -> None:
     streaming.finish(5)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("when", ["loading", "serving"])
 def test_a_killed_parent_leaves_no_process(start: Start, when: str) -> None:
     server = start()

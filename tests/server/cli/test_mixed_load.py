@@ -1,4 +1,4 @@
-"""Sixty-four mixed requests on a KV cache a third of what they need: each answer is the one it gets alone."""
+"""Thirty-two mixed requests on a KV cache a third of what they need: each answer is the one it gets alone."""
 
 import asyncio
 import random
@@ -32,7 +32,7 @@ class Job:
 def _make_jobs(seed: int) -> list[Job]:
     rng = random.Random(seed)
     jobs = []
-    for index in range(64):
+    for index in range(32):
         length = rng.choice([1, 3, 17, 40, 100])
         max_tokens = rng.choice([8, 60, 150])
         if index % 16 == 15:
@@ -112,7 +112,7 @@ async def test_every_surviving_answer_is_the_one_it_gets_alone(
     together = await asyncio.gather(*map(arrive, jobs))
 
     assert together == alone
-    assert sum(text is not None for text in together) >= 48
+    assert sum(text is not None for text in together) >= 24
     assert _gauge(server, "preemptions_total") > 0, "the cache was meant to be too small"
     wait_until(lambda: _at_rest(server), 10)
 

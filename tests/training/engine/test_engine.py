@@ -21,7 +21,7 @@ def twenty_steps(world_size: int, num_nodes: int, sharding: str) -> list[Run]:
     return reference(small_llama(), options, batches_of(world_size, 20, 1), num_nodes)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])  # the cases below have two
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_twenty_steps_equal_those_of_one_model(name: str, world_size: int) -> None:
     num_nodes = 2 if world_size == 4 else 1
