@@ -151,7 +151,7 @@ def open_process_group(
                 address = _gloo_address(store, one_host, interface)
                 library, make = _make_gloo(topology, pair_store, timeout_s, address), GlooTransport
                 if segment_fd is None and socket_secret is not None:
-                    host = interface_address(address["interface"]) if "interface" in address else address["hostname"]
+                    host = address.get("hostname") or _address_on(address["interface"], store)
                     make = partial(SocketTransport, *connect_ranks(joining, host, socket_secret, join_s))
         except CommError:
             raise
@@ -227,14 +227,24 @@ def _make_nccl(topology: Topology, store: Store, timeout_s: float) -> Any:
 
 def _own_address(store: Store) -> str:
     """Return the address at which other hosts reach this one: that of the interface towards the store's host."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    towards = getattr(store, "host", _ELSEWHERE)
+    towards = getattr(_root(store), "host", _ELSEWHERE)
     address = _source_address(towards)
     if address.startswith("127."):
         # On rank 0 the store may be local, with the host name localhost.
         address = _source_address(_ELSEWHERE)
     return address
+
+
+def _address_on(interface: str, store: Store) -> str:
+    """Return this host's address on ``interface``: its IPv4 address, unless the store is reached over IPv6."""
+    own = _own_address(store) if ":" in getattr(_root(store), "host", "") else ""
+    return own if ":" in own else interface_address(interface)
+
+
+def _root(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _source_address(towards: str) -> str:

@@ -37,14 +37,14 @@ class LinkCost(NamedTuple):
     sum_melem: float  # adding exactly, where ``mib`` does not include it
 
 
-# Sources. Shared memory and gloo: `bench comm` with 2 ranks on two cores of a server CPU, rounded (gloo over the loopback
+# Sources. Shared memory, sockets and gloo: `bench comm` with 2 ranks on two cores of a server CPU, rounded (over the loopback
 # interface; a real network has its own bandwidth). Encoding and decoding: `bench kernels` on one core. Adding: `bench comm
 # --link`. CUDA: published figures of PCIe machines (25 GB/s each way, 10 us for a library call, 4 us for a kernel's barrier),
 # not measured here. Columns in the order of the fields: call, coded call, round, message round, MiB; native round, MiB;
 # encode, decode, sum.
 LINK_COSTS: Mapping[tuple[str, str], LinkCost] = {
     ("shared-memory", "cpu"): LinkCost(6, 80, 4, 35, 200, 150, 700, 260, 170, 0),
-    ("sockets", "cpu"): LinkCost(15, 40, 20, 20, 350, 150, 740, 260, 170, 320),
+    ("sockets", "cpu"): LinkCost(12, 40, 18, 18, 270, 150, 740, 260, 170, 320),
     ("process-group", "cpu"): LinkCost(20, 40, 110, 110, 740, 150, 740, 260, 170, 320),
     ("process-group", "cuda"): LinkCost(5, 20, 15, 15, 45, 6, 42, 4, 3, 0),
     ("peer-memory", "cuda"): LinkCost(3, 2, 4, 15, 42, 6, 42, 2, 1.5, 0),

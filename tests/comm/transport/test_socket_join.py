@@ -21,9 +21,11 @@ def _facts(store: HashStore, rank: int, world_size: int = 2) -> FactExchange:
     return FactExchange(store, rank=rank, world_size=world_size, timeout_s=10.0)
 
 
-def _join(store: HashStore, rank: int, world_size: int, secret: bytes = SECRET) -> tuple[list[int], list[Peer]]:
+def _join(
+    store: HashStore, rank: int, world_size: int, secret: bytes = SECRET, address: str = "127.0.0.1"
+) -> tuple[list[int], list[Peer]]:
     """Join, send this rank's number to each other rank, and return the numbers that arrive, by rank."""
-    sockets, peers = connect_ranks(_facts(store, rank, world_size), "127.0.0.1", secret, 10.0)
+    sockets, peers = connect_ranks(_facts(store, rank, world_size), address, secret, 10.0)
     for sock in sockets.values():
         sock.settimeout(10.0)
         sock.sendall(bytes([rank]))
@@ -33,9 +35,14 @@ def _join(store: HashStore, rank: int, world_size: int, secret: bytes = SECRET) 
     return told, peers
 
 
-def test_every_pair_gets_a_connection() -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_every_pair_gets_a_connection(address: str) -> None:
+    try:
+        socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
+    except OSError as error:
+        pytest.skip(f"no socket on {address} here: {error}")
     store = HashStore()
-    results = run_threads([partial(_join, store, rank, 4) for rank in range(4)])
+    results = run_threads([partial(_join, store, rank, 4, address=address) for rank in range(4)])
     for rank, (told, peers) in enumerate(results):
         assert told == [peer for peer in range(4) if peer != rank]
         assert len({peer.machine for peer in peers}) == 1
