@@ -24,6 +24,11 @@ def torch_has_bfloat16_products() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def torch_has_matrix_units() -> bool:
+    """Whether torch multiplies bfloat16 in this CPU's matrix units (AMX), many times as fast as vectors do."""
+    return torch_has_bfloat16_products() and torch.cpu._is_amx_tile_supported()
+
+
 def linear_widened(
     x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, out_dtype: torch.dtype | None = None
 ) -> Tensor:

@@ -73,13 +73,14 @@ def test_a_slice_of_rows_and_columns_is_read_without_a_copy() -> None:
     assert torch.equal(linear(x, part), linear(x, dequantize(weight, torch.float32)[10:70, 32:128]))
 
 
-@pytest.mark.parametrize("has_units", [True, False])
+@pytest.mark.parametrize("units", ["matrix", "vector", "none"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_both_kinds_do_not_depend_on_each_other(
-    dtype: torch.dtype, has_units: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, units: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompt rows in bfloat16 go to torch where it has products of it, with the weights rounded, some outputs at a time."""
-    monkeypatch.setattr(linear_module, "torch_has_bfloat16_products", lambda: has_units)
+    """Prompt rows in bfloat16 go to torch where it has faster units, with the weights rounded, some outputs at a time."""
+    monkeypatch.setattr(linear_module, "torch_has_bfloat16_products", lambda: units != "none")
+    monkeypatch.setattr(linear_module, "torch_has_matrix_units", lambda: units == "matrix")
     monkeypatch.setattr(linear_module, "_UNPACKED_ELEMS", 192 * 100)
     weight, bias = quantize(_random(320, 192), Q4_1), _random(320, dtype=dtype, seed=1)
     x = _random(40, 192, dtype=dtype, seed=2)
@@ -91,10 +92,23 @@ def test_rows_of_both_kinds_do_not_depend_on_each_other(
         assert torch.equal(got[num_decode_rows:], blocks[num_decode_rows:])
     for first, stop in ((0, 1), (1, 3), (3, 16), (39, 40)):
         assert torch.equal(linear(x[first:stop], weight, bias, num_decode_rows=0), blocks[first:stop])
-    if dtype == torch.bfloat16 and has_units:
+    if dtype == torch.bfloat16 and (units == "matrix" or (units == "vector" and not has_pairs())):
         assert torch.equal(blocks, linear_reference(x, weight, bias))
     else:
         assert torch.equal(blocks, singles)
+
+
+@pytest.mark.parametrize("num_inputs", [64, 1568, 14336])
+def test_rows_of_a_long_prompt_have_the_bits_of_a_single_row(num_inputs: int) -> None:
+    """Weights are unpacked once for all rows: a whole panel of columns, or a part of it where columns are long."""
+    weight = quantize(_random(150, num_inputs), Q4_1)
+    x = _random(70, num_inputs, dtype=torch.bfloat16, seed=1)
+    for out_dtype in (torch.bfloat16, torch.float32):
+        got = linear(x, weight, out_dtype=out_dtype)
+        assert all(
+            torch.equal(got[row : row + 1], linear(x[row : row + 1], weight, out_dtype=out_dtype))
+            for row in (0, 33, 69)
+        )
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ constexpr int64_t MAX_ROWS = WIDE ? 32 : 96;         // rows at hand
 constexpr int64_t CACHE_BYTES = WIDE ? 96 << 10 : 1 << 22;  // of those rows
 constexpr int64_t WIDENED_FROM_ROWS = 24;            // rows worth widening 16-bit weights for (not if WIDE)
 constexpr int64_t MAX_WIDENED = 1 << 16;             // numbers of a widened block: the second-level cache
+constexpr int64_t MAX_UNPACKED = 1 << 17;            // words of columns unpacked for all rows: half of such a cache
 constexpr int TILES_AHEAD = 2;                       // how far ahead memory is asked for
 constexpr int LINE_BYTES = 64;
 
@@ -366,20 +367,43 @@ static int64_t rows_at_once(int64_t num_rows, int64_t row_bytes) {
 
 // --- interface ----------------------------------------------------------------------------------------------------------
 
+// Columns to unpack once for all rows, whole blocks of them; 0: weights are plain, or unpacked for each turn of rows.
+static int64_t columns_to_unpack(const tw_linear_args &args, bool several_turns) {
+    if (!args.in_pairs || !is_packed(args.weight_kind) || !several_turns) return 0;
+    return least(PANEL, 4 * MAX_UNPACKED / Block{.depth = args.num_inputs}.widened_stride(true) / BLOCK * BLOCK);
+}
+
+// Unpacks columns from `first` on to bfloat16, and returns the arguments with them as weights.
+static tw_linear_args unpack_columns(const tw_linear_args &args, int64_t first, int64_t columns) {
+    const int64_t stride = Block{.depth = args.num_inputs}.widened_stride(true);
+    char *widened = (char *)thread_scratch(WIDENED_WEIGHTS, MAX_UNPACKED);
+    with_packed(args.weight_kind, [&](auto format) {
+        for (int64_t at = 0; at < columns; at++) {
+            const char *blocks = (const char *)args.weight + args.weight_stride * (first + at);
+            unpack_groups<decltype(format), true>(widened + stride * at, blocks, args.num_inputs / GROUP);
+        }
+    });
+    tw_linear_args unpacked = args;
+    unpacked.weight = (address)widened - stride * first, unpacked.weight_stride = stride, unpacked.weight_kind = BFLOAT16;
+    return unpacked;
+}
+
 void tw_linear(const void *linear_args, int64_t start, int64_t stop) {
     const tw_linear_args &args = *(const tw_linear_args *)linear_args;
     if (is_int8(args.weight_kind)) return multiply_int8(args, start, stop);
     const int64_t at_once = rows_at_once(args.num_tokens, (args.in_pairs ? 2 : 4) * args.num_inputs);
     alignas(64) float sums[MAX_ROWS * PANEL];
-    for (int64_t first = start; first < stop; first += PANEL) {
-        const int64_t outputs = least(PANEL, stop - first);
+    const int64_t unpacked = columns_to_unpack(args, args.num_tokens > at_once), step = unpacked ? unpacked : PANEL;
+    for (int64_t first = start; first < stop; first += step) {
+        const int64_t outputs = least(step, stop - first);
+        const tw_linear_args given = unpacked ? unpack_columns(args, first, outputs) : args;
         for (int64_t token = 0; token < args.num_tokens; token += at_once) {
             const int64_t rows = least(at_once, args.num_tokens - token);
             const char *x = (const char *)args.x + args.x_stride * token;
             for (int64_t column = 0; column < outputs; column += BLOCK) {
-                Block block = {(char *)(sums + column), x, (const char *)args.weight + args.weight_stride * (first + column),
-                               args.x_stride, args.weight_stride, rows, least(BLOCK, outputs - column), args.num_inputs};
-                multiply_block(block, args.weight_kind, args.in_pairs, column == 0);
+                Block block = {(char *)(sums + column), x, (const char *)given.weight + given.weight_stride * (first + column),
+                               args.x_stride, given.weight_stride, rows, least(BLOCK, outputs - column), args.num_inputs};
+                multiply_block(block, given.weight_kind, args.in_pairs, column == 0);
             }
             with_kind(args.kind, [&](auto number) {
                 using Number = decltype(number);
