@@ -44,13 +44,8 @@ class Codec:
 
         ``carried_N``: float32, is added to ``x_N`` and receives what encoding that sum lost.
         """
-        if carried_N is not None and self.format is not None:
-            carried_N.add_(x_N)
-            encoded = block_quant.encode(carried_N, self.format, out)
-            carried_N.sub_(block_quant.decode(encoded, self.format, len(carried_N), torch.float32))
-            return encoded
         if self.format is not None:
-            return block_quant.encode(x_N, self.format, out)
+            return block_quant.encode(x_N, self.format, out, carried_N)
         bytes_of_x = x_N.view(torch.uint8)
         return bytes_of_x if out is None else out.copy_(bytes_of_x)
 
@@ -197,8 +192,10 @@ def sum_and_encode(
         return bufs[0].new_empty(0)
     if codec.exact and out_codec.exact:
         return as_bytes(sum_in_rank_order([buf.view(dtype) for buf in bufs]))
-    if codec.format is not None and out_codec.format is not None and carried_N is None:
-        return block_quant.decode_reduce_encode(list(bufs), codec.format, out_codec.format, num_elems)
+    if codec.format is not None and out_codec.format is not None:
+        return block_quant.decode_reduce_encode(
+            list(bufs), codec.format, out_codec.format, num_elems, carried_N=carried_N
+        )
     sum_N = sum_encoded(bufs, num_elems, codec, dtype)
     return out_codec.encode(sum_N.to(dtype) if out_codec.exact else sum_N, carried_N=carried_N)
 

@@ -16,13 +16,15 @@ from tightwire.kernels.spec.block_format import BlockFormat
 _BLOCK_ELEMS = 128  # a whole number of groups of every format
 
 
-def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
+def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None, carried_N: Tensor | None = None) -> Tensor:
     _check_numbers(x_N, "x_N")
     num_elems = x_N.numel()
     out = _bytes_for(num_elems, fmt, out)
+    if carried_N is not None:
+        _check_carried(carried_N, num_elems)
     if not available():
-        return out.copy_(reference.encode_reference(x_N, fmt))
-    _run("tw_encode", out, x_N, fmt)
+        return out.copy_(reference.encode_reference(x_N, fmt, carried_N))
+    _run("tw_encode", out, x_N, fmt, carried_N)
     return out
 
 
@@ -50,29 +52,42 @@ def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
 
 
 def decode_reduce_encode(
-    bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int, out: Tensor | None = None
+    bufs: list[Tensor],
+    fmt: BlockFormat,
+    out_fmt: BlockFormat,
+    num_elems: int,
+    out: Tensor | None = None,
+    carried_N: Tensor | None = None,
 ) -> Tensor:
     """``block_quant.decode_reduce_encode``; the sum never leaves the first-level cache."""
     if not bufs:
         raise ValueError("decode_reduce_encode needs at least one message to add, got none")
     for buf in bufs:
         _check_message(buf, fmt, num_elems)
+    if carried_N is not None:
+        _check_carried(carried_N, num_elems)
     out = _bytes_for(num_elems, out_fmt, out)
     if not available():
-        return out.copy_(reference.decode_reduce_encode_reference(bufs, fmt, out_fmt, num_elems))
+        return out.copy_(reference.decode_reduce_encode_reference(bufs, fmt, out_fmt, num_elems, carried_N))
     addresses = array("q", [buf.data_ptr() for buf in bufs])
     messages, num_messages = addresses.buffer_info()
     arguments = struct(
-        "tw_recode_args", (out.data_ptr(), messages, num_messages, num_elems, _fields(fmt), _fields(out_fmt))
+        "tw_recode_args",
+        (out.data_ptr(), messages, _address(carried_N), num_messages, num_elems, _fields(fmt), _fields(out_fmt)),
     )
     run_on_rows("tw_decode_reduce_encode", arguments, -(-num_elems // _BLOCK_ELEMS), _BLOCK_ELEMS)
     return out
 
 
-def _run(kernel: str, buf: Tensor, x_N: Tensor, fmt: BlockFormat) -> None:
+def _run(kernel: str, buf: Tensor, x_N: Tensor, fmt: BlockFormat, carried_N: Tensor | None = None) -> None:
     num_elems, kind = x_N.numel(), NUMBER_KIND[x_N.dtype]
-    arguments = struct("tw_code_args", (buf.data_ptr(), x_N.data_ptr(), num_elems, kind, _fields(fmt)))
+    given = buf.data_ptr(), x_N.data_ptr(), _address(carried_N), num_elems, kind, _fields(fmt)
+    arguments = struct("tw_code_args", given)
     run_on_rows(kernel, arguments, fmt.num_groups(num_elems), fmt.group_elems)
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def _fields(fmt: BlockFormat) -> tuple[int, ...]:
@@ -88,6 +103,12 @@ def _check_numbers(x_N: Tensor, name: str) -> None:
             f"{name} must be one-dimensional and contiguous, of {', '.join(map(str, NUMBER_KIND))}, on the CPU; "
             f"got {tuple(x_N.shape)} {x_N.dtype} with strides {x_N.stride()} on {x_N.device}"
         )
+
+
+def _check_carried(carried_N: Tensor, num_elems: int) -> None:
+    _check_numbers(carried_N, "carried_N")
+    if carried_N.dtype != torch.float32 or len(carried_N) != num_elems:
+        raise ValueError(f"carried_N must be {num_elems} numbers of float32, got {len(carried_N)} of {carried_N.dtype}")
 
 
 def _check_message(buf: Tensor, fmt: BlockFormat, num_elems: int) -> None:

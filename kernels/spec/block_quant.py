@@ -30,8 +30,15 @@ _NAN_BF16, _SIGN_BF16 = 0x7FC0, 0x8000
 _INF_BITS = 0x7F800000
 
 
-def encode_reference(x_N: Tensor, fmt: BlockFormat) -> Tensor:
-    """(N,) float32, bfloat16 or float16 to (fmt.encoded_bytes(N),) uint8."""
+def encode_reference(x_N: Tensor, fmt: BlockFormat, carried_N: Tensor | None = None) -> Tensor:
+    """(N,) float32, bfloat16 or float16 to (fmt.encoded_bytes(N),) uint8.
+
+    ``carried_N``: float32, is added to ``x_N`` and receives what encoding that sum lost.
+    """
+    if carried_N is not None:
+        encoded = encode_reference(carried_N.add_(x_N), fmt)
+        carried_N.sub_(decode_reference(encoded, fmt, len(carried_N), torch.float32))
+        return encoded
     return _encode_groups(_rotated(_to_groups(x_N, fmt), fmt), fmt)
 
 
@@ -47,10 +54,13 @@ def decode_add_reference(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
 
 
 def decode_reduce_encode_reference(
-    bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int
+    bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int, carried_N: Tensor | None = None
 ) -> Tensor:
-    """Encode the float32 sum of ``bufs`` in list order; of rotated numbers, if both formats rotate equal groups."""
-    stay_rotated = fmt.hadamard and out_fmt.hadamard and fmt.group_elems == out_fmt.group_elems
+    """Encode the float32 sum of ``bufs`` in list order; of rotated numbers, if both formats rotate equal groups.
+
+    ``carried_N``: as for ``encode_reference``; sums are then never of rotated numbers.
+    """
+    stay_rotated = fmt.hadamard and out_fmt.hadamard and fmt.group_elems == out_fmt.group_elems and carried_N is None
     total: Tensor | None = None
     for buf in bufs:
         groups_GE = _decode_groups(buf, fmt, num_elems)
@@ -60,7 +70,7 @@ def decode_reduce_encode_reference(
     assert total is not None, "nothing to add"
     if stay_rotated:
         return _encode_groups(total, out_fmt)
-    return encode_reference(total.view(-1)[:num_elems], out_fmt)
+    return encode_reference(total.view(-1)[:num_elems], out_fmt, carried_N)
 
 
 def _to_groups(x_N: Tensor, fmt: BlockFormat) -> Tensor:

@@ -387,6 +387,41 @@ static void fill_group(float *numbers, int64_t count, int64_t size) {
     for (int64_t at = count; at < size; at++) numbers[at] = numbers[count - 1];
 }
 
+// sums (float32) += the first `count` numbers.
+static void add_numbers(float *sums, const float *numbers, int64_t count) {
+    for (int64_t at = 0; at < count; at += LANES) {
+        F32 sum = load_numbers<Float32>((const char *)(sums + at), count - at) + load(numbers + at);
+        store_numbers<Float32>((char *)(sums + at), sum, count - at);
+    }
+}
+
+// lost (float32) -= the first `count` numbers.
+static void subtract_numbers(float *lost, const float *numbers, int64_t count) {
+    for (int64_t at = 0; at < count; at += LANES) {
+        F32 left = load_numbers<Float32>((const char *)(lost + at), count - at) - load(numbers + at);
+        store_numbers<Float32>((char *)(lost + at), left, count - at);
+    }
+}
+
+typedef void (*DecodeGroup)(const Message &, int64_t group, float *numbers);
+typedef void (*EncodeGroup)(const Message &, int64_t group, const float *numbers);
+
+// Encodes the sum of `numbers` and of what was carried, `count` of each, and carries what that loses. Overwrites `numbers`.
+static void encode_carrying(
+    const Message &message, int64_t group, float *numbers, float *carried, int64_t count, EncodeGroup encode, DecodeGroup decode
+) {
+    const int64_t size = message.format.group_elems;
+    add_numbers(carried, numbers, count);
+    for (int64_t at = 0; at < count; at += LANES)
+        store(numbers + at, load_numbers<Float32>((const char *)(carried + at), count - at));
+    fill_group(numbers, count, size);
+    if (message.format.hadamard) rotate(numbers, size);
+    encode(message, group, numbers);
+    decode(message, group, numbers);
+    if (message.format.hadamard) rotate_back(numbers, size);
+    subtract_numbers(carried, numbers, count);
+}
+
 template <class Shape>
 static void encode_groups(const tw_code_args &args, int64_t start, int64_t stop) {
     const Message message(args.message, args.format, args.num_elems);
@@ -403,6 +438,12 @@ static void encode_groups(const tw_code_args &args, int64_t start, int64_t stop)
                 for (int64_t at = 0; at < count; at += LANES)
                     store(numbers + at, load_numbers<Number>(source + Number::size * at, count - at));
                 fill_group(numbers, count, Shape::size);
+            }
+            if (args.carried) {
+                float *carried = (float *)args.carried + first;
+                const int64_t kept = count < Shape::size ? count : Shape::size;
+                encode_carrying(message, group, numbers, carried, kept, encode_group<Shape>, decode_group<Shape>);
+                continue;
             }
             if (args.format.hadamard) rotate(numbers, Shape::size);
             encode_group<Shape>(message, group, numbers);
@@ -447,16 +488,6 @@ void tw_decode(const void *code_args, int64_t start, int64_t stop) {
     });
 }
 
-// sums (float32) += the first `count` numbers.
-static void add_numbers(float *sums, const float *numbers, int64_t count) {
-    for (int64_t at = 0; at < count; at += LANES) {
-        F32 sum = load_numbers<Float32>((const char *)(sums + at), count - at) + load(numbers + at);
-        store_numbers<Float32>((char *)(sums + at), sum, count - at);
-    }
-}
-
-typedef void (*DecodeGroup)(const Message &, int64_t group, float *numbers);
-typedef void (*EncodeGroup)(const Message &, int64_t group, const float *numbers);
 static DecodeGroup decoder(const tw_block_format &format) {
     return with_shape(format, [](auto shape) -> DecodeGroup { return decode_group<decltype(shape)>; });
 }
@@ -484,7 +515,8 @@ void tw_decode_reduce_encode(const void *recode_args, int64_t start, int64_t sto
     const DecodeGroup decode = decoder(format);
     const EncodeGroup encode = encoder(out_format);
     const int64_t size = format.group_elems, out_size = out_format.group_elems;
-    const bool stay_rotated = format.hadamard && out_format.hadamard && size == out_size;
+    const bool stay_rotated = format.hadamard && out_format.hadamard && size == out_size && !args.carried;
+    const DecodeGroup decode_out = decoder(out_format);
     const Message out(args.out, out_format, args.num_elems);
     alignas(64) float numbers[MAX_GROUP], sums[MAX_GROUP];
     for (int64_t block = start; block < stop; block++) {
@@ -500,11 +532,17 @@ void tw_decode_reduce_encode(const void *recode_args, int64_t start, int64_t sto
             }
         }
         for (int64_t at = 0; at < count; at += out_size) {
+            const int64_t group = (first + at) / out_size, kept = count - at < out_size ? count - at : out_size;
+            if (args.carried) {
+                float *carried = (float *)args.carried + first + at;
+                encode_carrying(out, group, sums + at, carried, kept, encode, decode_out);
+                continue;
+            }
             if (!stay_rotated) {
                 if (count - at < out_size) fill_group(sums + at, count - at, out_size);
                 if (out_format.hadamard) rotate(sums + at, out_size);
             }
-            encode(out, (first + at) / out_size, sums + at);
+            encode(out, group, sums + at);
         }
     }
 }

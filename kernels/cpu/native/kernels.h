@@ -169,9 +169,10 @@ TW_API int64_t tw_await_sum(tw_sums *sums, int64_t index);
 typedef struct {
     int64_t bits, group_elems, symmetric, hadamard, float8;
 } tw_block_format;
-// Items are groups. `kind` is that of the numbers; tw_decode_add adds to float32 numbers.
+// Items are groups. `kind` is that of the numbers; tw_decode_add adds to float32 numbers. `carried`: float32 numbers or 0;
+// encoding adds them to the numbers, and writes there what it lost.
 typedef struct {
-    address message, numbers;
+    address message, numbers, carried;
     int64_t num_elems, kind;
     tw_block_format format;
 } tw_code_args;
@@ -180,7 +181,7 @@ TW_API void tw_decode(const void *code_args, int64_t start, int64_t stop);
 TW_API void tw_decode_add(const void *code_args, int64_t start, int64_t stop);
 // Encode the float32 sum of `messages`, an array of addresses, added in their order. Items are blocks of 128 numbers.
 typedef struct {
-    address out, messages;
+    address out, messages, carried;  // as above, of the sum
     int64_t num_messages, num_elems;
     tw_block_format format, out_format;
 } tw_recode_args;

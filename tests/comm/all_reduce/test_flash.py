@@ -21,9 +21,13 @@ from tightwire.kernels import block_quant
 EFFECTIVE_BITS = {
     "flash-int8": 8.25,
     "flash-int6": 6.25,
-    "flash-int6-uniform": 6.25,
     "flash-int5": 5.25,
     "flash-int4": 4.25,
+    "flash-int3": 3.25,
+    "flash-int8-plain": 8.25,
+    "flash-int6-plain": 6.25,
+    "flash-int5-plain": 5.25,
+    "flash-int4-plain": 4.25,
 }
 
 
@@ -96,9 +100,9 @@ def test_two_quantizations_whatever_the_number_of_ranks(world_size: int, monkeyp
         encoded.append(x_N.numel())
         return encode(x_N, *args)
 
-    def counting_reduce(bufs: list[Tensor], fmt: Any, out_fmt: Any, num_elems: int, *args: Any) -> Tensor:
+    def counting_reduce(bufs: list[Tensor], fmt: Any, out_fmt: Any, num_elems: int, **rest: Any) -> Tensor:
         reduced.append(num_elems)
-        return decode_reduce_encode(bufs, fmt, out_fmt, num_elems, *args)
+        return decode_reduce_encode(bufs, fmt, out_fmt, num_elems, **rest)
 
     monkeypatch.setattr(block_quant, "encode", counting_encode)
     monkeypatch.setattr(block_quant, "decode_reduce_encode", counting_reduce)
@@ -117,7 +121,9 @@ def test_two_quantizations_whatever_the_number_of_ranks(world_size: int, monkeyp
     assert sum(reduced) == num_elems
 
 
-@pytest.mark.parametrize(("name", "coarser"), [("flash-int8", "flash-int6"), ("flash-int5", "flash-int4")])
+@pytest.mark.parametrize(
+    ("name", "coarser"), [("flash-int8-plain", "flash-int6-plain"), ("flash-int5-plain", "flash-int4-plain")]
+)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_coarser_codec_breaks_the_bound(name: str, coarser: str, world_size: int) -> None:
     inputs = _inputs(world_size, 5000)
@@ -139,8 +145,8 @@ def test_no_result_widens_its_own_bound(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_six_bits_in_both_legs_are_better_than_four_and_eight() -> None:
     inputs = _inputs(4, 4 * 128 * 40)
-    (published, _, published_bytes), *_ = run_in_process(4, _reduce, "flash-int6", inputs)
-    (uniform, _, uniform_bytes), *_ = run_in_process(4, _reduce, "flash-int6-uniform", inputs)
+    (published, _, published_bytes), *_ = run_in_process(4, _reduce, "flash-int6-plain", inputs)
+    (uniform, _, uniform_bytes), *_ = run_in_process(4, _reduce, "flash:int6,int6", inputs)
     assert uniform_bytes == published_bytes
     assert _error(uniform, inputs).square().mean() < _error(published, inputs).square().mean()
 
@@ -149,7 +155,7 @@ def test_six_bits_in_both_legs_are_better_than_four_and_eight() -> None:
 def test_a_number_that_is_none_spoils_its_group_and_no_other(bad: float) -> None:
     inputs = _inputs(3, 1000)
     inputs[1][300] = bad  # in the group of elements 256 to 383
-    for result, bound, _ in run_in_process(3, _reduce, "flash-int4", inputs):
+    for result, bound, _ in run_in_process(3, _reduce, "flash-int4-plain", inputs):
         assert result[256:384].isnan().all() and bound[256:384].isinf().all()
         kept = torch.cat([result[:256], result[384:]])
         assert kept.isfinite().all()
@@ -255,7 +261,7 @@ def test_a_transports_own_kernel_does_it_all(tells_coding: bool) -> None:
     [group, _] = in_process_groups(2)
     fused: Any = _Fused(tells_coding=tells_coding)
     group.transport.fused = fused
-    assert make_all_reduce("flash-int6", group)(torch.ones(2, 3)).tolist() == [[2.0] * 3] * 2
+    assert make_all_reduce("flash-int6-plain", group)(torch.ones(2, 3)).tolist() == [[2.0] * 3] * 2
     assert fused.asked == [("int4", "int8")]
     assert [count.codec_seconds for count in group.ledger.counters.counts()] == [0.0 if tells_coding else None]
 

@@ -76,6 +76,28 @@ def test_sums_of_messages_encoded_again(fmt: BlockFormat) -> None:
             assert (memory[-6:] == _GUARD).all()
 
 
+@FORMATS
+def test_what_encoding_loses_is_carried(fmt: BlockFormat) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for num_elems in (1, 77, 333):
+        x_3N = torch.randn(3, num_elems, generator=generator)
+        carried_N = torch.zeros(num_elems)
+        want_N, sum_N = carried_N.clone(), carried_N.clone()
+        bufs = []
+        for x_N, dtype in zip(x_3N, NUMBERS, strict=True):
+            bufs.append(reference.encode_reference(x_N.to(dtype), fmt, want_N))
+            assert torch.equal(block_quant.encode(x_N.to(dtype), fmt, None, carried_N), bufs[-1])
+            assert torch.equal(carried_N, want_N)
+        out_fmt = BlockFormat(4, 64, hadamard=True)
+        want = reference.decode_reduce_encode_reference(bufs, fmt, out_fmt, num_elems, want_N)
+        assert torch.equal(block_quant.decode_reduce_encode(bufs, fmt, out_fmt, num_elems, None, carried_N), want)
+        assert torch.equal(carried_N, want_N)
+        reference.decode_add_reference(want, out_fmt, sum_N)
+        torch.testing.assert_close(sum_N + carried_N, x_3N.sum(0), atol=0.05, rtol=0)
+    with pytest.raises(ValueError, match="carried_N must be 333 numbers of float32"):
+        block_quant.encode(x_3N[0], fmt, None, carried_N[1:].clone())
+
+
 def test_broken_and_single_messages_encoded_again() -> None:
     x = hard_numbers(torch.float32)
     for fmt, out_fmt in product(
