@@ -23,8 +23,8 @@ _MAX_RANKS = 64
 _ALGORITHMS = (
     "two-shot",  # lossless: what messages in --dtype cost
     "ring",  # lossless, but it rounds the sum at every hop
-    *("flash-int8", "flash-int6", "flash-int6-uniform", "flash-int5", "flash-int4"),
-    "flash:int4-had,int4-had",
+    *("flash-int8", "flash-int6", "flash-int5", "flash-int4", "flash-int3"),
+    *("flash-int8-plain", "flash-int4-plain"),
 )
 
 

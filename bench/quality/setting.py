@@ -25,6 +25,7 @@ from tightwire.comm.policy.rules import (
     Rule,
     apply,
     check_shape,
+    guarded,
     one_for_all,
     read_policy_file,
 )
@@ -91,7 +92,9 @@ def make_arm(name: str, config: LlamaConfig) -> Arm:
         return replace(exact_arm(), name=name, int8_activations=True)
     if name.startswith(POLICY):
         return file_arm(name, read_policy_file(Path(name.removeprefix(POLICY))), config)
-    return one_algorithm_arm(name, name)
+    arm = one_algorithm_arm(name, name)
+    rules = (part for rule in arm.policy.rules for part in guarded(rule, config.num_layers))
+    return replace(arm, policy=Policy(tuple(rules)))
 
 
 def one_algorithm_arm(name: str, algorithm: str, layers: tuple[int, ...] | None = None, site: str | None = None) -> Arm:

@@ -20,6 +20,7 @@ from tightwire.comm.policy.cost import CostModel, size_grid
 from tightwire.comm.policy.rules import (
     PHASES,
     SITES,
+    WHY_GUARDED,
     Choice,
     FileRule,
     Policy,
@@ -27,6 +28,7 @@ from tightwire.comm.policy.rules import (
     QuarantinedError,
     Rule,
     apply,
+    guarded,
     world_size_warning,
 )
 from tightwire.comm.sizes import format_bytes
@@ -44,6 +46,7 @@ class PolicyRequest:
     row_elems: int
     max_rows: int
     max_decode_rows: int
+    num_layers: int = 0  # 0: not known
     allreduce: str = "auto"
     decode: str | None = None
     error_budget: float | None = None
@@ -107,7 +110,8 @@ class Chooser:
 
     def policy(self) -> Policy:
         """Rules for every site and phase; raises QuarantinedError if ``auto`` has no usable algorithm left."""
-        base = Policy(tuple(Rule(site, phase, self._choices(site, phase)) for site in SITES for phase in PHASES))
+        rules = (Rule(site, phase, self._choices(site, phase)) for site in SITES for phase in PHASES)
+        base = Policy(tuple(part for rule in rules for part in guarded(rule, self._request.num_layers)))
         file = self._request.file
         if file is None:
             return base
@@ -144,7 +148,7 @@ class Chooser:
         verdicts = []
         for name in dict.fromkeys([chosen, *self.candidates()]):
             prediction = self._costs.predict(name, num_bytes)
-            if name == chosen and asked == "auto":
+            if name == chosen and asked == "auto" and WHY_GUARDED not in choice.reason:
                 why = _preface(by) + self._why_chosen(name, num_bytes, admitted)
             elif name == chosen:
                 why = choice.reason

@@ -28,7 +28,7 @@ class ParallelOptions:
     allreduce: str = option(
         "auto",
         "algorithm that sums the ranks' partial results: auto (the fastest lossless one by message size), native, ring, "
-        "one-shot, two-shot, hierarchical, flash-int8, flash-int6, flash-int6-uniform, flash-int5, flash-int4, "
+        "one-shot, two-shot, hierarchical, flash-int8, flash-int6, flash-int5, flash-int4, flash-int3, "
         "flash:RS,AG with a codec for each leg, hierarchical:CODEC, or policy:FILE, a file by `tightwire bench quality` with an "
         "AllReduce for each layer, site and phase; `tightwire explain` shows the cost of each",
         metavar="NAME",

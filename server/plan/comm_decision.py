@@ -62,6 +62,7 @@ def policy_requests(config: ServeConfig, model: LlamaConfig) -> dict[str, Policy
         row_elems=model.hidden_size,
         max_rows=engine.max_num_batched_tokens,
         max_decode_rows=engine.max_num_seqs,
+        num_layers=model.num_layers,
         decode=parallel.allreduce_decode,
         error_budget=parallel.comm_error_budget,
     )

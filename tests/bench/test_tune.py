@@ -66,10 +66,10 @@ def test_explain_and_serve_use_the_tuned_times(model: Path, cache: Path, capsys:
     assert records.warning is None and measured is not None and measured.wrong == {}
     rows = measured.rows()
     assert {"one-shot", "two-shot", "ring", "native"} < set(rows)
-    assert "flash:int8-g64,int8-g64" in rows, "groups that fill rows of 64"
+    assert "flash-int8" in rows
     assert [size for size, _ in rows["one-shot"]] == [256, 1024, 4096]
     computing = records.computing_of(structs.replace(setting, transport="process-group", link="1gbit"))
-    assert {"one-shot", "two-shot", "ring", "flash:int8-g64,int8-g64"} <= set(computing) and "native" not in computing
+    assert {"one-shot", "two-shot", "ring", "flash-int8"} <= set(computing) and "native" not in computing
     assert all(len(row) == 3 and all(us > 0 for _, us in row) for row in computing.values())
 
     after = explained(capsys, *flags(model))

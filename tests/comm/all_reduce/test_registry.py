@@ -57,8 +57,8 @@ def test_the_quantized_names_are_known_as_such() -> None:
 
 def test_presets_name_the_codec_of_each_leg() -> None:
     legs = {name: tuple(codec.name for codec in parse_all_reduce(name).codecs) for name in PRESETS}
-    assert legs["flash-int6"] == ("int4", "int8")  # as published: fewer bits where sums are not yet made
-    assert legs["flash-int6-uniform"] == ("int6", "int6")
+    assert legs["flash-int6-plain"] == ("int4", "int8")  # as published: fewer bits where sums are not yet made
+    assert legs["flash-int6"] == ("int6-g64-sym-had-ef", "int6-g64-sym-had-ef")
 
 
 def test_names_are_read_from_the_entries_without_importing_them() -> None:

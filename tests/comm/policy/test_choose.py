@@ -107,7 +107,7 @@ def slow_points(made: Chooser) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.parametrize(
-    ("budget", "codec"), [(0.5, "int4"), (0.12, "int5"), (0.06, "int6"), (0.02, "int8"), (0.001, None)]
+    ("budget", "codec"), [(0.5, "int3"), (0.12, "int4"), (0.06, "int5"), (0.03, "int6"), (0.01, "int8"), (0.001, None)]
 )
 def test_an_error_budget_buys_the_fastest_codec_within_it_for_prompt_rows(budget: float, codec: str | None) -> None:
     made = chooser(transport="process-group")
@@ -116,7 +116,7 @@ def test_an_error_budget_buys_the_fastest_codec_within_it_for_prompt_rows(budget
     if codec is None:
         assert lossless(prefill)
     else:
-        assert prefill == [f"flash:{codec}-g64,{codec}-g64"]  # groups of 64 fill rows of 576
+        assert prefill == [f"flash-{codec}"]
         assert made.error(prefill[0]) <= budget
     assert lossless(first(made, "down_proj", "decode")) and lossless(first(made, "embed", "prefill"))
 
@@ -132,12 +132,37 @@ def test_within_a_phase_a_lossy_sum_is_used_at_every_size_or_not_at_all() -> Non
 def test_a_codec_whose_groups_cross_rows_is_not_chosen_and_said_when_named() -> None:
     made = chooser(transport="process-group", row_elems=72, error_budget=0.9)
     assert lossless(first(made, "o_proj", "prefill"))
-    (choice,) = chooser(allreduce="flash-int8").policy().choices("o_proj", 0, "prefill")
+    (choice,) = chooser(allreduce="flash-int8-plain").policy().choices("o_proj", 0, "prefill")
     assert "groups of 128 cross rows of 576, so a text may depend on what is prefilled" in choice.reason
-    (choice,) = chooser(decode="flash-int8").policy().choices("o_proj", 0, "decode")
+    (choice,) = chooser(decode="flash-int8-plain").policy().choices("o_proj", 0, "decode")
     assert "cross rows of 576, so a text may depend on what is generated with it" in choice.reason
-    (choice,) = chooser(allreduce="flash-int8", row_elems=1024).policy().choices("o_proj", 0, "prefill")
+    (choice,) = chooser(allreduce="flash-int8").policy().choices("o_proj", 0, "prefill")
     assert "cross" not in choice.reason
+
+
+@pytest.mark.parametrize("asked", [{"allreduce": "flash-int4"}, {"error_budget": 0.12}])
+def test_a_preset_of_less_than_eight_bits_spares_the_first_layer_and_the_last_sum(asked: dict[str, Any]) -> None:
+    made = chooser(transport="process-group")
+    if "error_budget" in asked:
+        asked = asked | {"points": slow_points(made)}
+    policy = chooser(transport="process-group", num_layers=30, **asked).policy()
+    used = {(site, at): policy.choices(site, at, "prefill")[0] for site in SITES for at in (0, 1, 28, 29)}
+    spared = {place for place, choice in used.items() if choice.algorithms[0] == "flash-int8"}
+    assert spared == {("o_proj", 0), ("down_proj", 0), ("down_proj", 29)}
+    assert all("8 bits in the first layer and the last sum" in used[place].reason for place in spared)
+    others = {
+        choice.algorithms[0] for (site, at), choice in used.items() if site != "embed" and (site, at) not in spared
+    }
+    assert others == {"flash-int4"}
+    assert lossless(list(policy.choices("down_proj", 29, "decode")[0].algorithms))
+
+
+@pytest.mark.parametrize(
+    "asked", ["flash-int8", "flash-int4-plain", "flash:int4-g64-had-ef,int4-g64-had-ef", "two-shot"]
+)
+def test_other_names_sum_every_layer_alike(asked: str) -> None:
+    policy = chooser(num_layers=30, allreduce=asked).policy()
+    assert all(rule.layers is None for rule in policy.rules)
 
 
 def test_measurements_overrule_seeds() -> None:
@@ -205,7 +230,7 @@ def test_verdicts_say_of_every_candidate_what_it_costs_and_why_not() -> None:
     assert verdicts[0].algorithm == "two-shot" and verdicts[0].why == "fastest lossless"
     assert verdict_of(verdicts, "one-shot").why.endswith("times as slow")
     assert "depend on an element's place" in verdict_of(verdicts, "ring").why
-    lossy = verdict_of(verdicts, "flash:int4-g64,int4-g64")
+    lossy = verdict_of(verdicts, "flash-int3")
     assert "no error budget" in lossy.why and lossy.error > 0.1 and lossy.wire_bytes < verdicts[0].wire_bytes
     assert all(v.measured_us is None and v.predicted_us > 0 for v in verdicts)
 
@@ -218,5 +243,5 @@ def test_beside_a_named_algorithm_the_others_were_not_asked_for() -> None:
 
 def test_an_exceeded_budget_is_the_reason() -> None:
     verdicts = chooser(error_budget=0.02).verdicts("o_proj", "prefill", 1152)
-    assert "exceeds the budget of 0.02" in verdict_of(verdicts, "flash:int4-g64,int4-g64").why
-    assert verdict_of(verdicts, "flash:int8-g64,int8-g64").why.endswith("times as slow")
+    assert "exceeds the budget of 0.02" in verdict_of(verdicts, "flash-int4").why
+    assert verdict_of(verdicts, "flash-int8").why.endswith("times as slow")

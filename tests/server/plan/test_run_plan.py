@@ -105,7 +105,7 @@ def test_the_summary_names_each_choice_with_its_reason(gpus: list[CudaDevice]) -
 _MIX = PolicyFile(
     made_for={"world_size": 4},
     rules=(
-        FileRule(site="o_proj", phase="prefill", algorithm="flash-int4", layers=(1,), reason="KL 0.001"),
+        FileRule(site="o_proj", phase="prefill", algorithm="flash-int4-plain", layers=(1,), reason="KL 0.001"),
         FileRule(site="down_proj", phase="decode", algorithm="flash:int8-g64,int8-g64"),
     ),
 )
@@ -125,7 +125,10 @@ def test_requests_may_ask_for_what_serve_would_make_of_that_name(gpus: list[Cuda
     assert by_file.policies == (decision.plan.policies[3],)
     summary = decision.summary()
     assert "on request, ring: allreduce ring: --allreduce ring" in summary
-    assert "allreduce flash-int4 for prefill o_proj of layer 1: policy file mix.json: KL 0.001; its groups" in summary
+    assert (
+        "allreduce flash-int4-plain for prefill o_proj of layer 1: policy file mix.json: KL 0.001; its groups"
+        in summary
+    )
     assert "for decode down_proj: policy file mix.json: decode rows are quantized" in summary
     assert "warning: the policy file mix.json was made for 4 ranks, not 2" in summary
 
