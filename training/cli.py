@@ -11,6 +11,7 @@ from pathlib import Path
 from tightwire.comm.sizes import format_bytes
 from tightwire.training.config.read import EXAMPLES, describe_config, read_config
 from tightwire.training.config.tree import TrainConfig
+from tightwire.training.log.spinner import spinner
 from tightwire.training.run.early_checks import check_early, find_topology, missing_packages
 
 _SIGTERM_CODE = 128 + signal.SIGTERM
@@ -43,7 +44,7 @@ def _prepare(config: TrainConfig) -> TrainConfig:
         paths = data.documents.files
         num_files = f"{len(paths)} file{'s' if len(paths) > 1 else ''}"
         size = format_bytes(sum(path.stat().st_size for path in paths))
-        _say(f"text: {num_files}, {size}. Loading torch and transformers, which takes a few seconds")
+        _say(f"text: {num_files}, {size}")
         if missing:
             packages, outputs = " and ".join(missing), " and ".join(missing.values())
             are = "are" if len(missing) > 1 else "is"
@@ -54,7 +55,8 @@ def _prepare(config: TrainConfig) -> TrainConfig:
 
 
 def _run(config: TrainConfig) -> int:
-    run = importlib.import_module("tightwire.training.run.run")
+    with spinner("loading torch and transformers, usually 4 to 15 s", os.environ):
+        run = importlib.import_module("tightwire.training.run.run")
     try:
         return _SIGTERM_CODE if run.run_training(config) == signal.SIGTERM else 0
     except run.FAILURES as error:

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Event
 from types import FrameType
@@ -22,6 +22,7 @@ from tightwire.training.engine.options import EngineOptions, engine_options
 from tightwire.training.estimate.memory import checkpoint_bytes
 from tightwire.training.estimate.step import flops_per_token, peak_flops
 from tightwire.training.log.run_log import RunLog, Terminal
+from tightwire.training.log.spinner import spinner
 from tightwire.training.ranks.groups import open_store
 from tightwire.training.run.checks import (
     check_disk_space,
@@ -69,14 +70,15 @@ def run_training(config: TrainConfig, environment: Mapping[str, str] = os.enviro
     """
     topology = find_topology(environment, config.parallel.nodes)
     data, options = check_early(config, topology), engine_options(config)
-    device = find_device(config.device, topology)
-    store = open_store(environment, topology, timeout_s=config.parallel.timeout_s)
-    with connect_ranks(config.parallel, topology, store, device) as ranks, stop_signals() as received:
-        run = Run(config, options, data, ranks)
-        try:
-            return run.train(received)
-        finally:
-            run.close()
+    with ExitStack() as stack:
+        with spinner("connecting the ranks, opening the model and the optimizer", environment):
+            device = find_device(config.device, topology)
+            store = open_store(environment, topology, timeout_s=config.parallel.timeout_s)
+            ranks = stack.enter_context(connect_ranks(config.parallel, topology, store, device))
+            received = stack.enter_context(stop_signals())
+            run = Run(config, options, data, ranks)
+        stack.callback(run.close)
+        return run.train(received)
 
 
 class Run:
