@@ -69,9 +69,9 @@ def test_the_verdict_in_one_sentence(torch: Torch, cores: int, speed: Speed, ver
     assert describe_verdict(facts, "--tp 2", speed).startswith(verdict)
 
 
-def test_without_shared_memory_ranks_use_gloo() -> None:
+def test_without_shared_memory_ranks_use_sockets() -> None:
     (advice,) = of(shared_memory_problem="memfd_create is refused")
-    assert "gloo: memfd_create is refused" in advice.text and advice.options == "--tp 2"
+    assert "sockets: memfd_create is refused" in advice.text and advice.options == "--tp 2"
 
 
 def test_more_ranks_than_cores_is_a_problem() -> None:

@@ -32,9 +32,9 @@ CASES = [
     ("one-shot", 2048, torch.bfloat16),
     ("two-shot", 1000, torch.float16),
     ("two-shot", 5003, torch.bfloat16),
-    ("flash-int8", 1, torch.float32),
-    ("flash-int8", 9001, torch.bfloat16),
-    ("flash-int4", 2049, torch.float32),
+    ("flash-int8-plain", 1, torch.float32),
+    ("flash-int8-plain", 9001, torch.bfloat16),
+    ("flash-int4-plain", 2049, torch.float32),
     ("flash:int4-had,int8-g32", 700, torch.bfloat16),
     ("flash:int3-sym,none", 700, torch.bfloat16),
     ("flash:none,int8", 700, torch.float16),
@@ -43,8 +43,8 @@ CASES = [
 FEW_CASES = [
     ("one-shot", 1100, torch.bfloat16),
     ("two-shot", 1001, torch.bfloat16),
-    ("flash-int8", 1001, torch.bfloat16),
-    ("flash-int4", 700, torch.float32),
+    ("flash-int8-plain", 1001, torch.bfloat16),
+    ("flash-int4-plain", 700, torch.float32),
 ]
 
 
