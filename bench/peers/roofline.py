@@ -29,7 +29,9 @@ from tightwire.bench.server_process import ServerFailedError, ServerProcess
 from tightwire.comm.group.local_ranks import LocalRankError
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
+from tightwire.model.weights.formats import choose_formats, weight_bytes
 
 _SHORT_PROMPT = 128
 _MS, _SHARE, _RATE = Column("ms", "seconds", ",.2f", 1e3), Column("share", "share", ".0%"), Column("of", "rate")
@@ -69,7 +71,8 @@ class RooflineBench(Bench[RooflineOptions]):
         self._measure_parts(rates, checkpoint.config.max_positions)
         served: list[dict[str, Any]] = []
         if options.server:
-            served += summarize(checkpoint.config, rates, _measure_server(options, checkpoint))
+            loads = _measure_server(options, checkpoint)
+            served += summarize(checkpoint.config, rates, loads, bytes_of_token(checkpoint, options.quantization))
         if options.peer:
             # A process of its own frees the memory.
             own = RankOptions(ranks=1, device=_device_of(options), timeout_s=options.start_timeout)
@@ -104,7 +107,8 @@ class RooflineBench(Bench[RooflineOptions]):
         self.print(_LEGEND, "", style="dim")
 
     def title(self, result: Any) -> tuple[str, str]:
-        return "Serving beside the device's own rates", f"{result['model']}, TP {result['tp']}, bfloat16"
+        model = f"{result['model']}, TP {result['tp']}, quantization {result['quantization']}"
+        return "Serving compared with the device's own rates", model
 
 
 def measure_rates(device: str) -> dict[str, float]:
@@ -194,10 +198,19 @@ def part_rows(load: str, parts: dict[str, Part], rates: dict[str, float]) -> lis
     return rows
 
 
-def summarize(config: LlamaConfig, rates: dict[str, float], loads: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Times and their share of the device's rates. A generated token must read the weights, in bfloat16, once."""
+def bytes_of_token(checkpoint: Checkpoint, quantization: str) -> int:
+    """The bytes of weights that a generated token reads: all but an embedding table that is not the head's too."""
+    config = checkpoint.config
+    formats = choose_formats(checkpoint.reader(), config, quantization)
+    table = 0 if config.tied_embeddings else 2 * config.vocab_size * config.hidden_size
+    return weight_bytes(config, make_layout(config, 1).shards[0], formats, elem_bytes=2) - table
+
+
+def summarize(
+    config: LlamaConfig, rates: dict[str, float], loads: dict[str, dict[str, Any]], token_bytes: int
+) -> list[dict[str, Any]]:
+    """Times and their share of the device's rates. A generated token must read ``token_bytes`` of weights once."""
     layers = config.num_layers * config.layer_matrix_elems
-    weight_bytes = 2 * (layers + config.vocab_size * config.hidden_size)
     prompt_len = loads["prompt"]["prompt_tokens"] / loads["prompt"]["succeeded"]
     # Products with keys and with values, two operations each; the mask removes half of the square.
     in_attention = 2 * prompt_len**2 * config.num_layers * config.num_heads * config.head_dim
@@ -208,7 +221,7 @@ def summarize(config: LlamaConfig, rates: dict[str, float], loads: dict[str, dic
         {
             "name": "a generated token, one request",
             "seconds": token_s,
-            "share": weight_bytes / rates["copy_bytes_per_s"] / token_s,
+            "share": token_bytes / rates["copy_bytes_per_s"] / token_s,
             "rate": "copies",
             "samples": {"seconds": [token_s]},
         },

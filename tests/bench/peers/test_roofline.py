@@ -6,7 +6,7 @@ from tiny import make_tiny
 
 from tightwire.bench import cli
 from tightwire.bench.peers.options import RooflineOptions
-from tightwire.bench.peers.roofline import summarize
+from tightwire.bench.peers.roofline import bytes_of_token, summarize
 from tightwire.model.open import open_checkpoint
 
 
@@ -25,10 +25,21 @@ def test_shares_are_of_the_rates_of_the_device() -> None:
         "crowd": {"concurrency": 8, "output_tokens_per_s": 9.0},
     }
 
-    token, prompt, crowd = summarize(config, {"copy_bytes_per_s": weight_bytes, "product_flops": 2.0 * elems}, loads)
+    rates = {"copy_bytes_per_s": float(weight_bytes), "product_flops": 2.0 * elems}
+    token, prompt, crowd = summarize(config, rates, loads, weight_bytes)
 
     assert (token["share"], crowd["tokens_per_s"]) == (0.5, 9.0)
     assert prompt["share"] == pytest.approx(0.25, rel=1e-3)  # attention to one token adds little
+
+
+def test_a_token_reads_each_weight_once_but_not_an_embedding_table_of_its_own(tmp_path: Path) -> None:
+    for tied in (True, False):
+        checkpoint = open_checkpoint(str(make_tiny(tmp_path / str(tied), tie_word_embeddings=tied)))
+        config = checkpoint.config
+        products = config.num_layers * config.layer_matrix_elems + config.vocab_size * config.hidden_size
+        norms = (2 * config.num_layers + 1) * config.hidden_size
+        assert bytes_of_token(checkpoint, "none") == 2 * (products + norms)
+        assert bytes_of_token(checkpoint, "int4") < bytes_of_token(checkpoint, "none") / 2
 
 
 def test_the_parts_of_a_step_are_those_of_the_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
