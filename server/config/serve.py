@@ -119,7 +119,7 @@ class HttpOptions:
     host: str = option("127.0.0.1", "address to listen on", metavar="ADDRESS")
     port: int = option(8000, "port to listen on; 0 takes a free one", metavar="N")
     api_key: str | None = option(
-        None, "Bearer token that every route except /health* and /metrics then requires", metavar="KEY"
+        None, "Bearer token that every route except /health*, /metrics and the pages then requires", metavar="KEY"
     )
     max_queued_requests: int = option(256, "most sequences that wait or run; more get status 429", metavar="N")
     strict_fields: bool = option(

@@ -19,6 +19,7 @@ from tightwire.server.http.middleware import RequestScope, RequireKey
 from tightwire.server.http.openapi import make_page
 from tightwire.server.http.routes.observe import observe_router
 from tightwire.server.http.routes.openai import openai_router
+from tightwire.server.http.routes.pages import pages_router
 from tightwire.server.ipc.engine_client import EngineClient
 
 _KEEP_ALIVE_S = 75  # longer than common clients keep an idle connection, so that the client closes it, not the server
@@ -50,6 +51,7 @@ def make_app(*, engine: EngineClient, holder: ModelHolder, http: HttpOptions) ->
     )
     app.include_router(openai_router(serving))
     app.include_router(observe_router(serving))
+    app.include_router(pages_router())
     app.openapi = functools.cache(lambda: make_page(app, http.api_key is not None))
     install_error_handlers(app)
     if http.api_key is not None:

@@ -20,8 +20,9 @@ _IGNORED_HEADER = "X-Tightwire-Ignored"
 _MAX_IGNORED = 20  # fields named in the header
 # A client's id is echoed and logged, so it must not contain anything with a meaning in a header or a log.
 _ACCEPTED = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-# Probes and scrapers have no keys. A route that is added later is closed unless it is listed here.
-PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/metrics"})
+# Probes and scrapers have no keys, and the pages ask for one. A route that is added later is closed unless it is listed here.
+PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/dashboard"})
+_PAGE_FILES = "/web/"
 
 
 class RequestScope:
@@ -65,6 +66,18 @@ class RequestScope:
             await answer.response()(scope, receive, send_with_id)
 
 
+def wants_page(headers: Headers) -> bool:
+    """True for a browser, which gets the page at / in place of JSON."""
+    return "text/html" in headers.get("accept", "")
+
+
+def _is_public(scope: Scope) -> bool:
+    path = scope["path"]
+    if path == "/":
+        return wants_page(Headers(scope=scope))  # without the model's name, which the JSON has
+    return path in PUBLIC_PATHS or path.startswith(_PAGE_FILES)
+
+
 class RequireKey:
     """ASGI middleware: 401 unless ``Authorization: Bearer KEY`` has the server's key."""
 
@@ -74,7 +87,7 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         respond = self._app
-        if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
+        if scope["type"] == "http" and not _is_public(scope):
             header = Headers(scope=scope).get("authorization", "")
             scheme, _, key = header.partition(" ")
             # Digests have equal lengths, so the time of the comparison reveals nothing about the key, not even its length.

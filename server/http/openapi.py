@@ -47,7 +47,7 @@ _HEALTH = Operation({"application/json": responses.Health}, (503,), error=respon
 
 
 OPERATIONS = {
-    "/": Operation({"application/json": responses.Home, "text/html": None}, (401, 500)),
+    "/": Operation({"application/json": responses.Home, "text/html": None, "text/plain": None}, (401, 500)),
     "/v1/chat/completions": _json(ChatCompletion, (*_PARSING, 429), ChatBody, ChatChunk),
     "/v1/completions": _json(Completion, (*_PARSING, 429), CompletionBody, Completion),
     "/v1/models": _json(responses.ModelList, (503,)),

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse
 from msgspec.structs import asdict, astuple
 
 from tightwire import __version__
@@ -19,6 +19,8 @@ from tightwire.comm.ledger.recording import chrome_trace
 from tightwire.server.api.errors import invalid, json_response
 from tightwire.server.api.responses import CommCost, CommPolicy, Health, Home
 from tightwire.server.api.serving import ModelInfo, Serving
+from tightwire.server.http.middleware import wants_page
+from tightwire.server.http.routes.pages import file_response
 from tightwire.server.ipc.engine_client import EngineClient, Phase
 from tightwire.server.ipc.engine_stats import CommCount
 from tightwire.server.ipc.messages import CommSetup
@@ -32,6 +34,8 @@ _TRACE_SECONDS = {
     "schema": {"type": "number", "default": _TRACE_DEFAULT_S, "exclusiveMinimum": 0, "maximum": _TRACE_MAX_S},
 }
 _LINKS = {
+    "/": "a playground, in a browser",
+    "/dashboard": "load, latencies and communication, in a browser",
     "/docs": "every route",
     "/openapi.json": "every route and field, for programs",
     "/health": "whether it takes requests",
@@ -45,8 +49,9 @@ def observe_router(serving: Serving) -> APIRouter:
 
     @router.get("/", summary="What this server is, and where to go on")
     async def home(request: Request) -> Response:
-        page = _home(serving, str(request.base_url))
-        return _as_html(page) if "text/html" in request.headers.get("accept", "") else json_response(page)
+        response = _home_response(request, serving)
+        response.headers["vary"] = "accept, user-agent"
+        return response
 
     @router.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
@@ -110,13 +115,19 @@ def _home(serving: Serving, url: str) -> Home:
     )
 
 
-def _as_html(page: Home) -> Response:
-    links = "".join(f'<li><a href="{path}">{path}</a>: {text}' for path, text in page.links.items())
-    return HTMLResponse(
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{page.name}</title><h1>{page.name}</h1>"
-        f"<p>{page.about}<p>{html.escape(page.model or 'No model yet')}: {html.escape(page.status)}."
-        f"<ul>{links}</ul><pre>{html.escape(page.example)}</pre>"
-    )
+def _home_response(request: Request, serving: Serving) -> Response:
+    """The playground for browsers, text for curl, JSON for all others and for who asks for it."""
+    if wants_page(request.headers):
+        return file_response(request, "index.html")
+    home = _home(serving, str(request.base_url))
+    is_curl = request.headers.get("user-agent", "").startswith("curl/") and request.headers.get("accept") == "*/*"
+    return PlainTextResponse(_as_text(home)) if is_curl else json_response(home)
+
+
+def _as_text(home: Home) -> str:
+    width = max(map(len, home.links))
+    links = "".join(f"  {path:{width}}  {text}\n" for path, text in home.links.items())
+    return f"{home.name}. {home.about}\n{home.model or 'No model yet'}: {home.status}.\n\n{links}\n{home.example}\n"
 
 
 def _as_table(page: Mapping[str, Any]) -> Response:

@@ -1,0 +1,74 @@
+"""GET /dashboard and /web/...: the playground and the dashboard, as static files that are read once at the start."""
+
+import hashlib
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from fastapi import APIRouter, Request, Response
+from starlette.exceptions import HTTPException
+
+# The pages load only their own files, run no inline script and insert no markup. `trusted-types` makes the browser
+# refuse innerHTML too.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+# Licences and hashes of server/web/vendor are not served.
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_HEADERS = {
+    "cache-control": "no-cache",  # a browser keeps a file, and asks with its ETag whether it has changed
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+
+
+class WebFile(NamedTuple):
+    content: bytes
+    media_type: str
+    etag: str
+
+
+@cache
+def web_files() -> dict[str, WebFile]:
+    """The files that are served, by their path under server/web."""
+    return dict(_read(files("tightwire.server") / "web"))
+
+
+def _read(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, WebFile]]:
+    for entry in folder.iterdir():
+        path = prefix + entry.name
+        if entry.is_dir():
+            yield from _read(entry, f"{path}/")
+        elif media_type := _TYPES.get(PurePosixPath(path).suffix):
+            content = entry.read_bytes()
+            yield path, WebFile(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+
+
+def file_response(request: Request, path: str) -> Response:
+    """A file of server/web; 304 if the browser has this version. HTTPException 404: there is no such file."""
+    found = web_files().get(path)
+    if found is None:
+        raise HTTPException(404)
+    headers = {"etag": found.etag, **_HEADERS}
+    if found.etag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(found.content, headers=headers, media_type=found.media_type)
+
+
+def pages_router() -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/dashboard")
+    async def dashboard(request: Request) -> Response:
+        return file_response(request, "dashboard.html")
+
+    @router.get("/web/{path:path}")
+    async def web_file(request: Request, path: str) -> Response:
+        return file_response(request, path)
+
+    return router

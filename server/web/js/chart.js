@@ -1,0 +1,75 @@
+/** A line chart of the last ten minutes, drawn by uPlot in the page's colors. */
+
+import { html, useEffect, useRef } from "../vendor/htm-preact.js";
+
+const HEIGHT_PX = 150;
+const SHOWN_S = 600;
+
+/**
+ * @param {{title: string, names: string[], columns: number[][], show: (value: number) => string, top: number}} props
+ *   `names`: of the series, the first in the accent color; `columns`: times, then series; `top`: the axis' lowest end
+ */
+export function Chart({ title, names, columns, show, top }) {
+  const place = useRef(null);
+  const plot = useRef(null);
+
+  useEffect(() => {
+    const draw = () => {
+      plot.current?.destroy();
+      plot.current = new window.uPlot(optionsOf(place.current, names, show, top), columns, place.current);
+    };
+    const resized = new ResizeObserver(() => plot.current.setSize({ width: place.current.clientWidth, height: HEIGHT_PX }));
+    const scheme = matchMedia("(prefers-color-scheme: dark)");
+    draw();
+    resized.observe(place.current);
+    scheme.addEventListener("change", draw);
+    return () => {
+      resized.disconnect();
+      scheme.removeEventListener("change", draw);
+      plot.current.destroy();
+    };
+  }, []);
+  useEffect(() => plot.current.setData(columns), [columns]);
+
+  const latest = columns.slice(1).map((series) => series.at(-1));
+  const said = names.map((name, at) => `${name} ${show(latest[at])}`).join(", ");
+  return html`
+    <figure class="chart">
+      <figcaption>
+        <h3>${title}</h3>
+        <span class="legend">${names.map((name, at) => html`<span><span class=${`swatch series-${at}`}></span>${name} <b>${show(latest[at])}</b></span>`)}</span>
+      </figcaption>
+      <div ref=${place} role="img" aria-label=${`${title} over ten minutes; now ${said}`}></div>
+    </figure>
+  `;
+}
+
+function optionsOf(place, names, show, top) {
+  const style = getComputedStyle(document.documentElement);
+  const color = (name) => style.getPropertyValue(`--${name}`).trim();
+  const grid = { stroke: color("line"), width: 1 };
+  const axis = { stroke: color("muted"), font: "11px system-ui, sans-serif", ticks: { show: false }, gap: 4 };
+  const strokes = [color("accent"), color("compute")];
+  return {
+    width: place.clientWidth,
+    height: HEIGHT_PX,
+    padding: [8, 4, 0, 0],
+    legend: { show: false },
+    cursor: { show: false },
+    scales: {
+      x: { time: false, range: (_, from, to) => [Math.max(from, to - SHOWN_S), Math.max(to, from + 60)] },
+      y: { range: (_, __, highest) => [0, Math.max((highest ?? 0) * 1.1, top)] },
+    },
+    axes: [
+      { ...axis, grid: { show: false }, size: 22, space: 70, values: (self, splits) => splits.map((time) => ago(time, self)) },
+      { ...axis, grid, size: 56, space: 36, values: (_, splits) => splits.map(show) },
+    ],
+    series: [{}, ...names.map((name, at) => ({ label: name, stroke: strokes[at], width: 1.6, points: { show: false }, spanGaps: false }))],
+  };
+}
+
+function ago(time, plot) {
+  const s = Math.round(plot.data[0].at(-1) - time);
+  if (s <= 0) return s ? "" : "now";
+  return s % 60 ? `−${s} s` : `−${s / 60} min`;
+}

@@ -1,0 +1,120 @@
+/** Two AllReduce policies answer the same prompt, one after the other, with their times and bytes side by side. */
+
+import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js";
+import { Announcer } from "./announcer.js";
+import { newAnswer, runAnswer, splitOfFirstToken } from "./answer.js";
+import { ComparisonTable } from "./comparison_table.js";
+import { Composer } from "./composer.js";
+import { seconds } from "./format.js";
+import { policiesOf } from "./server.js";
+import { Choice, modelOf, samplingOf } from "./settings.js";
+import { SplitBar } from "./split.js";
+
+/** @param {{settings: object, server: import("./server.js").Server}} props */
+export function Compare({ settings, server }) {
+  const policies = policiesOf(server.comm);
+  const [chosen, setChosen] = useState([null, null]);
+  const [prompt, setPrompt] = useState("");
+  const [answers, setAnswers] = useState(null);
+  const [running, setRunning] = useState(null);
+  const numRuns = useRef(0);
+
+  useEffect(() => () => running?.abort(), [running]);
+
+  if (!server.comm) return html`<p class="note pad">Waiting for the server.</p>`;
+  if (policies.length < 2) return html`<${OnePolicy} comm=${server.comm} />`;
+
+  const names = [0, 1].map((side) => (policies.includes(chosen[side]) ? chosen[side] : policies[side]));
+  const run = async (text) => {
+    const control = new AbortController();
+    setPrompt(text);
+    setRunning(control);
+    setAnswers(names.map((name) => newAnswer(name)));
+    const body = bodyOf(text, settings, server);
+    const order = numRuns.current++ % 2 ? [1, 0] : [0, 1]; // neither is always the first
+    for (const side of order) {
+      const onUpdate = (answer) => setAnswers((now) => now.map((other, place) => (place === side ? answer : other)));
+      const options = { policy: names[side] === policies[0] ? "" : names[side], signal: control.signal, onUpdate };
+      // Neither may continue from the other's cached prompt.
+      await runAnswer({ ...body, cache_salt: crypto.randomUUID?.() ?? `${Math.random()}` }, options);
+      if (control.signal.aborted) break;
+    }
+    setRunning(null);
+  };
+  const setName = (side) => (name) => setChosen(names.map((other, place) => (place === side ? name : other)));
+  const longestS = answers && Math.max(...answers.map((answer) => splitOfFirstToken(answer)?.total ?? 0));
+  return html`
+    <div class="log compare">
+      ${prompt && html`<p class="prompt"><span class="label">Prompt</span> ${prompt}</p>`}
+      <div class="sides">
+        ${names.map(
+          (name, side) => html`
+            <section key=${side} aria-label=${name}>
+              <${Choice} id=${`policy-${side}`} label=${`Policy ${side + 1}`} names=${policies} value=${name} onChange=${setName(side)} />
+              ${answers && html`<${Side} answers=${answers} side=${side} longestS=${longestS} />`}
+            </section>
+          `,
+        )}
+      </div>
+      ${answers
+        ? html`<${ComparisonTable} names=${names} answers=${answers} />`
+        : html`<p class="note">Both answer the same prompt with the same seed, one after the other, so that neither slows the other down.
+            A long prompt shows the difference best: its messages are the largest.</p>`}
+    </div>
+    <div class="foot">
+      <${Composer} label="Prompt for both" busy=${!!running} disabled=${server.health?.status !== "ready"} onSend=${run} onStop=${() => running?.abort()} />
+      <div class="tools">
+        <span class="hint">The bars share one scale</span>
+        ${prompt && !running && html`<button class="quiet" onClick=${() => run(prompt)}>Run again, in the other order</button>`}
+      </div>
+    </div>
+    <${Announcer} answer=${running && answers.find((answer) => answer.state === "streaming")} />
+  `;
+}
+
+function bodyOf(text, settings, server) {
+  const system = settings.system.trim() ? [{ role: "system", content: settings.system }] : [];
+  const seed = Math.floor(Math.random() * 2 ** 31);
+  const messages = [...system, { role: "user", content: text }];
+  return { model: modelOf(settings, server) || undefined, messages, seed, ...samplingOf(settings) };
+}
+
+/** One answer; its text from the first difference to the other on is marked. */
+function Side({ answers, side, longestS }) {
+  const answer = answers[side];
+  const same = sameLength(answer.text, answers[1 - side].text);
+  const both = answers.every(({ text }) => text);
+  const rest = answer.text.slice(same);
+  return html`
+    <p class="first"><span>Time to first token</span><b>${seconds(splitOfFirstToken(answer)?.total)}</b></p>
+    <${SplitBar} answer=${answer} longestS=${longestS} />
+    <div class="text" aria-busy=${answer.state === "streaming"}>
+      ${answer.state === "waiting" && html`<p class="waiting">Waiting</p>`}
+      ${both ? html`${answer.text.slice(0, same)}${rest && html`<mark>${rest}</mark>`}` : answer.text}
+    </div>
+    ${answer.error && html`<p class="problem" role="alert">${answer.error}</p>`}
+    ${answer.state === "stopped" && html`<p class="note">Stopped.</p>`}
+  `;
+}
+
+/** The characters that two texts have in common from the start, to the last whole word. */
+function sameLength(a, b) {
+  let length = 0;
+  while (length < a.length && a[length] === b[length]) length++;
+  if (length === a.length || length === b.length) return length; // one may still be written
+  return a.lastIndexOf(" ", length) + 1;
+}
+
+function OnePolicy({ comm }) {
+  const alone = comm.tp === 1;
+  const command = `tightwire serve --tp ${alone ? 2 : comm.tp} --allreduce-extra ring,flash-int8`;
+  return html`
+    <section class="empty">
+      <h1>Compare two AllReduces</h1>
+      <p>${alone ? "This server has one rank, so it sums nothing." : "This server was started with one AllReduce policy."}
+        Start it with others, and they answer the same prompt side by side here:</p>
+      <pre tabindex="0">${command}</pre>
+      <p class="note">Keep the options that you already give. <code>tightwire explain</code> lists the AllReduces with their cost.</p>
+    </section>
+  `;
+}

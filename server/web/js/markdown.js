@@ -1,0 +1,82 @@
+/** Draws the Markdown that models write, as elements and text, so no markup of an answer is ever parsed as HTML. */
+
+import { html } from "../vendor/htm-preact.js";
+
+const FENCE = /^\s*(?:```|~~~)\s*(\S*)/;
+const HEADING = /^(#{1,4})\s+(.*)/;
+const ITEM = /^\s*(?:[-*+]|(\d+)[.)])\s+(.*)/;
+const QUOTE = /^>\s?(.*)/;
+const INLINE = /(`+)(.+?)\1|\*\*(.+?)\*\*|\*(?!\s)([^*\n]+?)\*|\[([^\]\n]+)\]\((https?:\/\/[^\s)]+)\)/g;
+
+/** @param {string} text */
+export function markdown(text) {
+  const lines = text.split("\n");
+  const blocks = [];
+  for (let at = 0; at < lines.length; ) {
+    const [block, next] = blockAt(lines, at);
+    if (block) blocks.push(block);
+    at = next;
+  }
+  return blocks;
+}
+
+/** The block that begins at a line, and the line after it. */
+function blockAt(lines, at) {
+  const line = lines[at];
+  if (!line.trim()) return [null, at + 1];
+  if (FENCE.test(line)) return codeAt(lines, at);
+  const heading = HEADING.exec(line);
+  if (heading) return [html`<p class="heading" role="heading" aria-level=${heading[1].length + 2}>${inline(heading[2])}</p>`, at + 1];
+  if (ITEM.test(line)) return listAt(lines, at);
+  const end = endOf(lines, at, QUOTE.test(line) ? (next) => QUOTE.test(next) : isText);
+  if (QUOTE.test(line)) {
+    return [html`<blockquote>${inline(lines.slice(at, end).map((quoted) => QUOTE.exec(quoted)[1]).join("\n"))}</blockquote>`, end];
+  }
+  return [html`<p>${inline(lines.slice(at, end).join("\n"))}</p>`, end];
+}
+
+const isText = (line) => line.trim() && ![FENCE, HEADING, ITEM, QUOTE].some((kind) => kind.test(line));
+
+/** The first line after `at` that does not belong. */
+function endOf(lines, at, belongs) {
+  let end = at + 1;
+  while (end < lines.length && belongs(lines[end])) end++;
+  return end;
+}
+
+function codeAt(lines, at) {
+  const language = FENCE.exec(lines[at])[1];
+  const end = endOf(lines, at, (line) => !FENCE.test(line)); // a streamed text may not have the last fence yet
+  const code = lines.slice(at + 1, end).join("\n");
+  return [html`<pre tabindex="0" aria-label=${`${language || "code"} block`}><code>${code}</code></pre>`, end + 1];
+}
+
+function listAt(lines, at) {
+  const end = endOf(lines, at, (line) => ITEM.test(line) || /^\s{2,}\S/.test(line));
+  const items = [];
+  for (const line of lines.slice(at, end)) {
+    const item = ITEM.exec(line);
+    if (item) items.push([item[2]]);
+    else items.at(-1).push(line.trim());
+  }
+  const drawn = items.map((item) => html`<li>${inline(item.join("\n"))}</li>`);
+  const number = ITEM.exec(lines[at])[1];
+  return [number ? html`<ol start=${number}>${drawn}</ol>` : html`<ul>${drawn}</ul>`, end];
+}
+
+function inline(text) {
+  const parts = [];
+  let at = 0;
+  for (const found of text.matchAll(INLINE)) {
+    parts.push(text.slice(at, found.index), span(found));
+    at = found.index + found[0].length;
+  }
+  return [...parts, text.slice(at)];
+}
+
+function span([, , code, bold, italic, label, url]) {
+  if (code) return html`<code>${code}</code>`;
+  if (bold) return html`<strong>${inline(bold)}</strong>`;
+  if (italic) return html`<em>${italic}</em>`;
+  return html`<a href=${url} target="_blank" rel="noreferrer noopener">${label}</a>`;
+}

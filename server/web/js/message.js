@@ -1,0 +1,105 @@
+/** One turn of the conversation: a question that can be edited, or an answer with its measurements. */
+
+import { html, useMemo, useState } from "../vendor/htm-preact.js";
+import { algorithmsOf, bytesPerToken, tokensPerSecond } from "./answer.js";
+import { shownOf } from "./conversation.js";
+import { bytes, plural, rate, seconds } from "./format.js";
+import { markdown } from "./markdown.js";
+import { SplitBar, SplitList } from "./split.js";
+
+/** @param {{text: string, busy: boolean, onEdit: (text: string) => void}} props */
+export function Question({ text, busy, onEdit }) {
+  const [draft, setDraft] = useState(null);
+  if (draft === null) {
+    return html`
+      <article class="turn question" aria-label="You">
+        <p class="text">${text}</p>
+        <div class="actions"><button class="quiet" disabled=${busy} onClick=${() => setDraft(text)}>Edit</button></div>
+      </article>
+    `;
+  }
+  const submit = (event) => {
+    event.preventDefault();
+    setDraft(null);
+    onEdit(draft.trim());
+  };
+  const onKeyDown = (event) => event.key === "Escape" && setDraft(null);
+  return html`
+    <form class="turn question editing" onSubmit=${submit} onKeyDown=${onKeyDown}>
+      <label class="hidden" for="edit">Edit the message</label>
+      <textarea id="edit" rows="3" value=${draft} onInput=${(e) => setDraft(e.target.value)} ref=${(field) => field?.focus()}></textarea>
+      <div class="actions">
+        <span class="note">What follows is asked again.</span>
+        <button type="button" onClick=${() => setDraft(null)}>Cancel</button>
+        <button type="submit" class="primary" disabled=${!draft.trim()}>Send</button>
+      </div>
+    </form>
+  `;
+}
+
+/**
+ * @param {{reply: object, model: string, isLast: boolean, busy: boolean, onAgain: () => void,
+ *   onVersion: (shown: number) => void}} props
+ */
+export function Reply({ reply, model, isLast, busy, onAgain, onVersion }) {
+  const answer = shownOf(reply);
+  const drawn = useMemo(() => markdown(answer.text), [answer.text]);
+  const runs = answer.state === "waiting" || answer.state === "streaming";
+  return html`
+    <article class="turn reply" aria-label=${model} aria-busy=${runs}>
+      ${answer.state === "waiting" ? html`<p class="waiting">Reading the prompt</p>` : html`<div class="text">${drawn}</div>`}
+      ${answer.error && html`<p class="problem" role="alert">${answer.error}</p>`}
+      ${answer.state !== "waiting" && html`<${Facts} answer=${answer} />`}
+      ${!runs && html`<div class="actions">
+        ${reply.versions.length > 1 && html`<${Versions} reply=${reply} onVersion=${onVersion} />`}
+        ${isLast && html`<button class="quiet" disabled=${busy} onClick=${onAgain}>${answer.error ? "Try again" : "Regenerate"}</button>`}
+        ${navigator.clipboard && answer.text && html`<${Copy} text=${answer.text} />`}
+      </div>`}
+    </article>
+  `;
+}
+
+function Facts({ answer }) {
+  const { usage, firstS } = answer;
+  const speed = tokensPerSecond(answer);
+  const sent = bytesPerToken(answer);
+  const cached = usage?.prompt_tokens_details.cached_tokens;
+  const facts = [
+    answer.state === "stopped" && "stopped",
+    answer.finish === "length" && "cut at the token limit",
+    algorithmsOf(answer).join(" and "),
+    firstS != null && `first token ${seconds(firstS)}`,
+    speed && `${rate(speed)} tokens/s`,
+    usage && `${plural(usage.completion_tokens, "token")} after ${usage.prompt_tokens}${cached ? ` (${cached} cached)` : ""}`,
+    sent.answer && `${bytes(sent.answer)} sent a token`,
+  ].filter(Boolean);
+  const line = html`<span class="facts">${facts.map((fact) => html`<span>${fact}</span>`)}</span>`;
+  if (!answer.timing) return facts.length ? html`<p class="measured">${line}</p>` : null;
+  return html`
+    <details class="measured">
+      <summary>${line}</summary>
+      <${SplitBar} answer=${answer} />
+      <${SplitList} answer=${answer} />
+      <p class="note">Rank 0 sent ${bytes(sent.prompt)} for each token of the prompt and ${bytes(sent.answer)} for each token of the answer.</p>
+    </details>
+  `;
+}
+
+function Versions({ reply, onVersion }) {
+  const { shown, versions } = reply;
+  return html`<span class="versions" role="group" aria-label="Versions of this answer">
+    <button class="quiet" aria-label="Earlier version" disabled=${shown === 0} onClick=${() => onVersion(shown - 1)}>‹</button>
+    ${shown + 1} of ${versions.length}
+    <button class="quiet" aria-label="Later version" disabled=${shown === versions.length - 1} onClick=${() => onVersion(shown + 1)}>›</button>
+  </span>`;
+}
+
+function Copy({ text }) {
+  const [done, setDone] = useState(false);
+  const copy = async () => {
+    await navigator.clipboard.writeText(text);
+    setDone(true);
+    setTimeout(() => setDone(false), 1500);
+  };
+  return html`<button class="quiet" onClick=${copy} aria-live="polite">${done ? "Copied" : "Copy"}</button>`;
+}
