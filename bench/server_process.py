@@ -21,27 +21,28 @@ class ServerFailedError(Exception):
 
 
 class ServerProcess:
-    """A server process from construction to ``stop``; ``{port}`` in ``command`` becomes a free port."""
+    """A server process from construction to ``stop``; ``{port}`` in ``command`` becomes a free port.
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], *, log: Path) -> None:
+    ``others``: commands of the same server on other hosts, which start and end with it; each has a log next to ``log``.
+    """
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], *, log: Path, others: Sequence[Sequence[str]] = ()
+    ) -> None:
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.ready_s: float | None = None  # from start to the first 200 of its health route
-        self._log = log
         self._is_stopping = False  # a second signal could interrupt an orderly end
         self._began = time.perf_counter()
-        with log.open("wb") as out:
+        self._started: list[tuple[subprocess.Popen[bytes], Path]] = []
+        commands = [[word.replace("{port}", str(port)) for word in command], *others]
+        for host, words in enumerate(commands):
+            own_log = log.with_name(f"{log.stem}-host{host}{log.suffix}") if host else log
             try:
-                self._process = subprocess.Popen(
-                    [word.replace("{port}", str(port)) for word in command],
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL,
-                    env={**os.environ, **env},
-                    start_new_session=True,
-                )
+                self._started.append((_start(words, env, own_log), own_log))
             except OSError as error:
-                raise ServerFailedError(f"{command[0]} cannot be run: {error}") from error
+                self.stop()
+                raise ServerFailedError(f"{words[0]} cannot be run: {error}") from error
 
     def wait_ready(self, route: str, timeout_s: float) -> None:
         """Wait until ``route`` answers 200; raises ServerFailedError if the process ends or the time is up."""
@@ -56,37 +57,59 @@ class ServerProcess:
         raise ServerFailedError(f"was not ready within {timeout_s:g} s:\n{self.log_tail()}")
 
     def check(self) -> None:
-        """Raise ServerFailedError if the process has ended."""
-        if self._process.poll() is not None:
-            raise ServerFailedError(f"ended with status {self._process.returncode}:\n{self.log_tail()}")
+        """Raise ServerFailedError if a process has ended."""
+        for process, log in self._started:
+            if process.poll() is not None:
+                raise ServerFailedError(f"ended with status {process.returncode}:\n{_tail(log)}")
 
     def pids(self) -> list[int]:
-        """The living processes of this server's session (Linux)."""
-        return list(_members(self._process.pid))
+        """The living processes of this server's sessions (Linux)."""
+        return [pid for process, _ in self._started for pid in _members(process.pid)]
 
     def log_tail(self) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+        """The end of the first process's log."""
+        return _tail(self._started[0][1])
 
     def begin_stop(self) -> None:
-        if not self._is_stopping and self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        """Send SIGTERM to the first process, which ends those of other hosts."""
+        if not self._is_stopping:
+            for process, _ in self._started[:1]:
+                process.send_signal(signal.SIGTERM)
         self._is_stopping = True
 
     def stop(self) -> None:
-        """Send SIGTERM to the server, then SIGKILL to the processes of its session that remain."""
+        """Send SIGTERM to the server, then SIGKILL to the processes of its sessions that remain."""
         self.begin_stop()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_STOP_S)
+        for process, _ in self._started[:1]:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._process.wait()
+        for process, _ in self._started:
+            process.wait()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _start(command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **env},
+            start_new_session=True,
+        )
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
 
 
 def _free_port() -> int:

@@ -7,14 +7,19 @@ this process.
 
 import ctypes.util
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from tightwire.bench.hosts import EmulatedHosts
 
 MAX_TOKENS = 2048  # prompt and answer of a request
 MAX_REQUESTS = 32  # in flight, for servers that need a limit
 _KV_CACHE = "2GiB"  # all servers are up at once, so none may take all free memory
+_HOST_KV_CACHE = "256MiB"  # of one of several emulated hosts
+_RPC_PORT = 50052
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
@@ -26,15 +31,21 @@ class Setup:
     peers: Path
     num_threads: int
     torch_dtype: str = "bfloat16"
+    num_layers: int = 0
+    hosts: EmulatedHosts | None = None  # which the servers run on; servers of one process run on the first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
-    """One server. ``command`` may contain ``{port}``; without a command the server already runs at ``url``."""
+    """One server. ``command`` may contain ``{port}``; without a command the server already runs at ``url``.
+
+    ``others``: its commands on the other hosts.
+    """
 
     name: str
     numbers: str  # the type that it multiplies in
     command: tuple[str, ...] = ()
+    others: tuple[tuple[str, ...], ...] = ()
     url: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     health: str = "/health"
@@ -52,19 +63,28 @@ class NotInstalledError(Exception):
     """A peer's program is missing; the message says how to install it."""
 
 
-def tightwire(
-    setup: Setup, ranks: int, all_reduce: str = "auto", *, packed: bool = False, activations: str = "auto"
-) -> Arm:
-    """``packed``: keep the weights in the file's 4 bits, as llama.cpp does; otherwise expand them to bfloat16."""
-    name = f"tightwire TP {ranks}" + (f", {all_reduce}" if all_reduce != "auto" else "")
-    command = [sys.executable, "-m", "tightwire", "serve", setup.model, "--tp", str(ranks), "--allreduce", all_reduce]
-    command += ["--dtype", "bfloat16", "--quantization", "auto" if packed else "none"]
-    command += ["--activations", activations]
-    numbers = ("4-bit" if packed else "bfloat16") + (f", {activations} activations" if activations != "auto" else "")
+_TIGHTWIRE = re.compile(r"tightwire-tp(\d+)(-q4)?(-int8)?(-gloo)?(?::(.+))?")
+
+
+def tightwire(setup: Setup, found: re.Match[str]) -> Arm:
+    """-q4: keep the weights in the file's 4 bits, as llama.cpp does; otherwise expand them to bfloat16."""
+    ranks, packed, int8, gloo, all_reduce = found.groups()
+    numbers = ("4-bit" if packed else "bfloat16") + (", int8 activations" if int8 else "")
+    name = ", ".join(filter(None, [f"tightwire TP {ranks}", all_reduce, "gloo" if gloo else "", packed and numbers]))
+    argv = [setup.model, "--tp", ranks, "--allreduce", all_reduce or "auto", "--dtype", "bfloat16"]
+    argv += ["--quantization", "auto" if packed else "none", "--activations", "int8" if int8 else "auto"]
+    argv += ["--transport", "process-group"] if gloo else []
+    argv += ["--kv-cache-memory", _KV_CACHE if setup.hosts is None else _HOST_KV_CACHE]
+    others = list[list[str]]()
+    if setup.hosts is None or ranks == "1":
+        command = [sys.executable, "-m", "tightwire", "serve", *argv, "--port", "{port}"]
+    else:
+        command, others = setup.hosts.serve(argv)
     return Arm(
-        name=f"{name}, {numbers}" if packed else name,
+        name=name,
         numbers=numbers,
-        command=(*command, "--kv-cache-memory", _KV_CACHE, "--port", "{port}"),
+        command=tuple(command),
+        others=tuple(map(tuple, others)),
         health="/health/ready",
     )
 
@@ -100,6 +120,26 @@ def llama_cpp(setup: Setup) -> Arm:
     return Arm(name="llama.cpp, 4-bit", numbers="4-bit", command=tuple(command))
 
 
+def llama_cpp_rpc(setup: Setup) -> Arm:
+    """Equal parts of the layers: the first on host 0, the others on an RPC server a host, one after the other."""
+    if setup.hosts is None:
+        raise ValueError("llama.cpp-rpc-q4 runs on several hosts; give --nnodes")
+    hosts, threads = setup.hosts, str(max(1, setup.num_threads // setup.hosts.num_hosts))
+    addresses = hosts.addresses[1:]
+    program = _installed(setup, "llama.cpp/ggml-rpc-server")
+    others = [
+        tuple(hosts.on(host, [program, "--host", address, "--port", str(_RPC_PORT), "--threads", threads]))
+        for host, address in enumerate(addresses, start=1)
+    ]
+    command = [_installed(setup, "llama.cpp/llama-server"), "--model", str(setup.gguf), "--alias", "peer"]
+    command += ["--ctx-size", str(MAX_TOKENS), "--parallel", "1", "--threads", threads, "--threads-batch", threads]
+    command += ["--rpc", ",".join(f"{address}:{_RPC_PORT}" for address in addresses)]
+    command += ["--n-gpu-layers", str(setup.num_layers * len(addresses) // hosts.num_hosts)]
+    command += ["--host", "127.0.0.1", "--port", "{port}"]
+    command = hosts.on(0, command)
+    return Arm(name="llama.cpp RPC, 4-bit", numbers="4-bit", command=tuple(command), others=tuple(others))
+
+
 def transformers(setup: Setup) -> Arm:
     folder = str(setup.weights / "hf")
     command = [_installed(setup, "transformers/bin/transformers"), "serve", folder, "--device", "cpu"]
@@ -115,15 +155,10 @@ def transformers(setup: Setup) -> Arm:
 
 
 ARMS: dict[str, Callable[[Setup], Arm]] = {
-    "tightwire-tp2": lambda setup: tightwire(setup, 2),
-    "tightwire-tp1": lambda setup: tightwire(setup, 1),
-    "tightwire-tp2-q4": lambda setup: tightwire(setup, 2, packed=True),
-    "tightwire-tp1-q4": lambda setup: tightwire(setup, 1, packed=True),
-    "tightwire-tp2-q4-int8": lambda setup: tightwire(setup, 2, packed=True, activations="int8"),
-    "tightwire-tp1-q4-int8": lambda setup: tightwire(setup, 1, packed=True, activations="int8"),
     "vllm": lambda setup: vllm(setup, 1),
     "vllm-tp2": lambda setup: vllm(setup, 2),
     "llama.cpp-q4": llama_cpp,
+    "llama.cpp-rpc-q4": llama_cpp_rpc,
     "transformers": transformers,
 }
 DEFAULT_ARMS = (
@@ -133,17 +168,19 @@ DEFAULT_ARMS = (
 
 
 def make_arm(word: str, setup: Setup) -> Arm:
-    """``word``: in ARMS, or ``tightwire-tpN:ALGORITHM``, else ValueError. NotInstalledError: no such program."""
-    if word in ARMS:
-        return ARMS[word](setup)
-    base, colon, algorithm = word.partition(":")
-    ranks = base.removeprefix("tightwire-tp")
-    if colon and base.startswith("tightwire-tp") and ranks.isdigit() and algorithm:
-        return tightwire(setup, int(ranks), algorithm)
-    raise ValueError(
-        f"unknown server {word!r}; choose from {', '.join(ARMS)}, name an AllReduce as in tightwire-tp2:ring, or a running "
-        "server as in mine=http://127.0.0.1:8000"
-    )
+    """``word``: in ARMS, or ``tightwire-tpN`` with its suffixes, else ValueError. NotInstalledError: no such program."""
+    if found := _TIGHTWIRE.fullmatch(word):
+        arm = tightwire(setup, found)
+    elif word in ARMS:
+        arm = ARMS[word](setup)
+    else:
+        raise ValueError(
+            f"unknown server {word!r}; choose from {', '.join(ARMS)}, tightwire-tpN[-q4][-int8][-gloo][:ALLREDUCE], such as "
+            "tightwire-tp2:ring, or a running server as in mine=http://127.0.0.1:8000"
+        )
+    if setup.hosts is None or arm.others:
+        return arm
+    return replace(arm, name=f"{arm.name}, one host", command=tuple(setup.hosts.on(0, arm.command)))
 
 
 def _installed(setup: Setup, program: str) -> str:

@@ -54,9 +54,9 @@ llama_cpp() {
     # shellcheck disable=SC2086
     cmake -S "$work/source/vendor/llama.cpp" -B "$work/build" -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
         -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_APP=OFF \
-        -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF $flags
-    cmake --build "$work/build" --target llama-server --parallel "${JOBS:-2}"
-    ln -sf build/bin/llama-server "$work/llama-server"
+        -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DGGML_RPC=ON $flags
+    cmake --build "$work/build" --target llama-server ggml-rpc-server --parallel "${JOBS:-2}"
+    ln -sf build/bin/llama-server build/bin/ggml-rpc-server "$work"
 }
 
 for peer; do

@@ -14,7 +14,8 @@ class PeersOptions(OutputOptions):
     description: ClassVar[str] = "Compare servers on the same weights, one after the other under the same load."
     servers: tuple[str, ...] = option(
         DEFAULT_ARMS,
-        f"servers to compare: {', '.join(ARMS)}, tightwire-tpN:ALGORITHM, or NAME=URL of a running server; the first is the baseline",
+        f"servers to compare: {', '.join(ARMS)}, tightwire-tpN with -q4 (4-bit weights), -int8 (activations), -gloo (transport) "
+        "and :ALLREDUCE, or NAME=URL of a running server; the first is the baseline",
         metavar="A,B",
         parse=parse_names,
     )
@@ -38,8 +39,17 @@ class PeersOptions(OutputOptions):
     time_limit: float = option(math.inf, "start no round that would end later", metavar="S", above=0)
     start_timeout: float = option(900.0, "longest start of a server", metavar="S")
     wait_for_quiet: float = option(0.0, "longest wait for other programs to finish", metavar="S")
+    nnodes: int = option(
+        1,
+        "hosts: network namespaces of this machine, each with its share of the cores; servers of one process run on the first",
+        metavar="N",
+        least=1,
+    )
+    link: str | None = option(None, "the rate of each host's wire, with --nnodes (default: none)", metavar="LINK")
 
     def __post_init__(self) -> None:
+        if (self.nnodes > 1) != (self.link is not None):
+            raise ValueError("--nnodes above 1 and --link, such as --nnodes 2 --link 200mbit, go together")
         if len(self.num_requests) != len(self.concurrency):
             raise ValueError(
                 f"--num-requests takes one number for each of the {len(self.concurrency)} of --concurrency"

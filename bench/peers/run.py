@@ -13,11 +13,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tightwire.bench.hosts import EmulatedHosts
 from tightwire.bench.peers import report
 from tightwire.bench.peers.arms import Arm, NotInstalledError, Setup, make_arm
 from tightwire.bench.peers.options import PeersOptions
@@ -98,7 +99,21 @@ class PeersBench(Bench[PeersOptions]):
     def measure(self) -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # no server may outlive this process
         options = self.options
-        self._peers = self._make_peers()
+        with ExitStack() as stack:
+            hosts = None
+            if options.link is not None:
+                hosts = stack.enter_context(EmulatedHosts(options.link, options.nnodes))
+                self.facts["link"] = hosts.facts()
+                stack.enter_context(hosts.visiting())
+            self._measure_on(hosts)
+        if self._others > QUIET_SHARE:
+            self.note(describe_others(self._others))
+        if not any(peer.turns for peer in self._peers):
+            raise BenchFailedError("no server could be measured")
+
+    def _measure_on(self, hosts: EmulatedHosts | None) -> None:
+        options = self.options
+        self._peers = self._make_peers(hosts)
         with tempfile.TemporaryDirectory() as scratch, _stopping(self._peers):
             folder, began = options.output or Path(scratch), time.perf_counter()
             wait_for_quiet(options.wait_for_quiet)
@@ -115,16 +130,13 @@ class PeersBench(Bench[PeersOptions]):
                 longest_s = max(longest_s, time.perf_counter() - round_began)
                 self._done += 1
                 self.keep()
-        if self._others > QUIET_SHARE:
-            self.note(describe_others(self._others))
-        if not any(peer.turns for peer in self._peers):
-            raise BenchFailedError("no server could be measured")
 
     def cells(self) -> list[dict[str, Any]]:
         return report.summarize([peer.plain() for peer in self._peers], self.options.seed)
 
     def result(self, error: str | None) -> dict[str, Any]:
-        self.facts = {
+        self.facts |= {
+            "nnodes": self.options.nnodes,
             "load": asdict(self._load),
             "rounds": self._done,
             "rounds_asked": self.options.rounds,
@@ -144,6 +156,7 @@ class PeersBench(Bench[PeersOptions]):
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
         lengths = f"{self._load.input_len} prompt tokens, {self._load.output_len} generated"
         lead = f"{lengths}; {result['rounds']} rounds of random order; all servers up, one at a time under load."
+        lead += f" {self.options.nnodes} hosts at {self.options.link} each." if self.options.link else ""
         return "Servers side by side, same weights, one machine", lead
 
     def sections(self, result: Mapping[str, Any]) -> list[Item]:
@@ -155,7 +168,7 @@ class PeersBench(Bench[PeersOptions]):
     def _running(self) -> list[Peer]:
         return [peer for peer in self._peers if peer.fault is None]
 
-    def _make_peers(self) -> list[Peer]:
+    def _make_peers(self, hosts: EmulatedHosts | None) -> list[Peer]:
         """Servers whose programs are missing have a fault from the beginning."""
         peers: list[Peer] = []
         setup: Setup | None = None
@@ -164,7 +177,7 @@ class PeersBench(Bench[PeersOptions]):
             if equals and name and url:
                 peers.append(Peer(arm=Arm(name=name, numbers="its own", url=url.rstrip("/"))))
                 continue
-            setup = setup or _make_setup(self.options)
+            setup = setup or _make_setup(self.options, hosts)
             try:
                 peers.append(Peer(arm=make_arm(word, setup)))
             except NotInstalledError as error:
@@ -184,7 +197,8 @@ class PeersBench(Bench[PeersOptions]):
             self.say(f"starting {peer.arm.name}")
             try:
                 if peer.arm.command:
-                    peer.process = ServerProcess(peer.arm.command, peer.arm.env, log=folder / f"{peer.file_name}.log")
+                    log = folder / f"{peer.file_name}.log"
+                    peer.process = ServerProcess(peer.arm.command, peer.arm.env, log=log, others=peer.arm.others)
                     peer.process.wait_ready(peer.arm.health, self.options.start_timeout)
                 peer.answers = greedy_answers(peer.url, peer.arm.model)
                 reference = reference or peer.answers
@@ -234,8 +248,9 @@ def _stopping(peers: Sequence[Peer]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _make_setup(options: PeersOptions) -> Setup:
-    path = open_checkpoint(options.model).path
+def _make_setup(options: PeersOptions, hosts: EmulatedHosts | None) -> Setup:
+    checkpoint = open_checkpoint(options.model)
+    path = checkpoint.path
     if path is None or path.suffix != ".gguf":
         raise ValueError(
             f"--model must have a .gguf file, because the weights of all servers are made from it, got {options.model}"
@@ -248,6 +263,8 @@ def _make_setup(options: PeersOptions) -> Setup:
         weights=(options.weights or peers / "weights" / path.stem).absolute(),
         peers=peers,
         num_threads=len(os.sched_getaffinity(0)),
+        num_layers=checkpoint.config.num_layers,
+        hosts=hosts,
     )
 
 

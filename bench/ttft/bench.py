@@ -9,9 +9,11 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tightwire.bench.hosts import EmulatedHosts
 from tightwire.bench.report.page import Item
 from tightwire.bench.report.table import Metric
 from tightwire.bench.run import Bench
@@ -42,8 +44,9 @@ class TtftBench(Bench[TtftOptions]):
         self, options: TtftOptions, start: "Callable[[Sequence[str], Path], ServerProcess] | None" = None
     ) -> None:
         super().__init__(options)
-        self._start = start or _start_server
+        self._start = start or self._start_server
         self._measurement: Measurement | None = None
+        self._hosts: EmulatedHosts | None = None
 
     def measure(self) -> None:
         facts = find_facts(self.options)
@@ -51,8 +54,15 @@ class TtftBench(Bench[TtftOptions]):
         measurement = self._measurement = Measurement(self.options, facts, self._show)
         self.print(report.describe_setting(self.facts), f"{measurement.num_turns} turns with warm-ups", "")
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server may not outlive this process
-        with self.watch_others(), self.progress, tempfile.TemporaryDirectory() as folder:
+        with self.watch_others(), self.progress, ExitStack() as stack:
             self._task = self.progress.add_task("starting the server", total=None)
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            if self.options.nnodes > 1:
+                link = self.options.config.parallel.link
+                assert link is not None, "checked by the options"
+                hosts = self._hosts = stack.enter_context(EmulatedHosts(link, self.options.nnodes))
+                stack.enter_context(hosts.visiting())
+                measurement.use_hosts(hosts)
             with self._start(to_argv(facts.config, GROUPS), Path(folder)) as server:
                 server.wait_ready("/health/ready", _START_TIMEOUT_S)
                 try:
@@ -60,6 +70,13 @@ class TtftBench(Bench[TtftOptions]):
                 except (RequestFailedError, RemoteError):
                     server.check()  # a server that died says more than a connection that broke
                     raise
+
+    def _start_server(self, argv: Sequence[str], folder: Path) -> ServerProcess:
+        log = folder / "server.log"
+        if self._hosts is None:
+            return ServerProcess([sys.executable, "-m", "tightwire", "serve", *argv, "--port", "{port}"], {}, log=log)
+        head, others = self._hosts.serve(argv)
+        return ServerProcess(head, {}, log=log, others=others)
 
     async def _measure_on(self, measurement: Measurement, remote: Remote) -> None:
         async for _ in measurement.run(remote):
@@ -97,8 +114,3 @@ class TtftBench(Bench[TtftOptions]):
             self.print_table(table)
         self.print(*report.LEGENDS, style="dim")
         self.print(*report.recommended_lines(result), style="bold")
-
-
-def _start_server(argv: Sequence[str], folder: Path) -> ServerProcess:
-    command = [sys.executable, "-m", "tightwire", "serve", *argv, "--port", "{port}"]
-    return ServerProcess(command, {}, log=folder / "server.log")

@@ -8,8 +8,10 @@ from tightwire.bench.ttft.proof import Proof
 from tightwire.comm.policy.choose import Chooser
 from tightwire.model.open import open_checkpoint
 from tightwire.model.weights.formats import choose_formats
+from tightwire.server.config.hosts import HostOptions
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import ServeConfig
+from tightwire.server.plan.launcher import resolve_hosts
 from tightwire.server.plan.run_plan import decide
 from tightwire.server.plan.setting import check_all_reduce_names
 
@@ -73,7 +75,7 @@ def find_facts(options: TtftOptions) -> ServerFacts:
             "options": {
                 **{own.name: getattr(options, own.name) for own in fields(TtftOptions) if own.name not in _NOT_KEPT},
                 "baseline": options.baseline_name,
-                "link": parallel.link,
+                "link": options.config.parallel.link,
             },
         },
     )
@@ -82,8 +84,13 @@ def find_facts(options: TtftOptions) -> ServerFacts:
 def _server_config(options: TtftOptions) -> ServeConfig:
     own = options.baseline_name
     others = tuple(dict.fromkeys(name for name in options.algorithms if name != own))
-    return replace(
+    config = replace(
         options.config,
         parallel=replace(options.config.parallel, allreduce=own, allreduce_extra=others),
         engine=replace(options.config.engine, prefix_cache="none"),  # no prompt is used twice
     )
+    if options.nnodes == 1:
+        return config
+    hosts = HostOptions(nnodes=options.nnodes, node_rank=0, master_addr="10.0.0.1")
+    parallel = replace(config.parallel, link=None)  # the wire is the hosts'
+    return resolve_hosts(replace(config, parallel=parallel, hosts=hosts), {})[0]

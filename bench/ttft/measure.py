@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from tightwire.bench.client import BenchClient, Prompt
+from tightwire.bench.hosts import EmulatedHosts
 from tightwire.bench.run import BenchFailedError
 from tightwire.bench.text import Passages
 from tightwire.bench.ttft.facts import ServerFacts
@@ -54,6 +55,8 @@ class Request:
     ttft_s: float
     tpot_s: float
     parts: Mapping[str, float | None]
+    # By the interface of host 0: for the prompt, and for all later tokens. None: one host, or several requests at a time.
+    wire_bytes: tuple[int, int] | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,6 +79,7 @@ class Measured:
 
     cells: Sequence[Cell]
     seed: int = 0
+    output_len: int = 2
     arms: list[Arm] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     comm: dict[str, Any] = field(default_factory=dict)  # GET /comm, before the first request
@@ -105,12 +109,21 @@ class Measurement:
     def __init__(self, options: TtftOptions, facts: ServerFacts, show: Callable[[str, int], None]) -> None:
         self._options, self._facts, self._show = options, facts, show
         cells = [Cell(prompt_len=n, concurrency=count) for n in options.prompt_lens for count in options.concurrency]
-        parallel = options.config.parallel
+        parallel = facts.config.parallel
         self.measured = Measured(
-            cells=cells, seed=options.config.model.seed, ranks_share_wire=parallel.tp > parallel.wire_nodes
+            cells=cells,
+            seed=options.config.model.seed,
+            output_len=options.output_len,
+            ranks_share_wire=parallel.tp > parallel.wire_nodes,
         )
         self._policies: dict[str, ArmPolicy] = {}
         self._done = 0
+        self._hosts: EmulatedHosts | None = None
+        self._link: dict[str, Any] | None = None
+
+    def use_hosts(self, hosts: EmulatedHosts) -> None:
+        """Count the bytes of these hosts, which run the server, and measure their link now."""
+        self._hosts, self._link = hosts, hosts.facts()
 
     @property
     def num_turns(self) -> int:
@@ -128,6 +141,8 @@ class Measurement:
         async with AsyncExitStack() as stack:
             await self._connect(remote, stack)
             measured.comm = await self._comm()
+            if self._link is not None:
+                measured.comm["link"] = self._link
             self._make_arms()
             for cell in measured.cells:
                 for arm in measured.arms:
@@ -187,10 +202,18 @@ class Measurement:
 
     async def _request(self, turn: Turn, prompt: list[int]) -> Request:
         arm, output_len, extra = turn.arm, self._options.output_len, dict[str, Any]()
+        counts = self._hosts is not None and turn.cell.concurrency == 1
+        sent = [self._hosts.sent_bytes()] if self._hosts and counts else []
+
+        def watch(event: dict[str, Any]) -> None:
+            extra.update(event.get("tightwire") or {})
+            if len(sent) == 1 and self._hosts:  # at the first event
+                sent.append(self._hosts.sent_bytes())
+
         sample = await self._client.measure(
             Prompt(content=prompt, max_tokens=output_len),
             extra_body={"tightwire": {"timing": True} | ({} if arm.is_default else {"allreduce": arm.algorithm})},
-            watch=lambda event: extra.update(event.get("tightwire") or {}),
+            watch=watch,
         )
         problem = sample.error
         if problem is None and "timing" not in extra:
@@ -203,7 +226,10 @@ class Measurement:
         if problem is not None:
             raise RequestFailedError(f"a request failed ({arm.name}, {turn.cell}): {problem}")
         assert sample.ttft_s is not None and sample.tpot_s is not None
-        return Request(ttft_s=sample.ttft_s, tpot_s=sample.tpot_s, parts=extra["timing"])
+        wire_bytes = None
+        if len(sent) == 2 and self._hosts:
+            wire_bytes = sent[1] - sent[0], self._hosts.sent_bytes() - sent[1]
+        return Request(ttft_s=sample.ttft_s, tpot_s=sample.tpot_s, parts=extra["timing"], wire_bytes=wire_bytes)
 
     async def _comm(self) -> dict[str, Any]:
         return await ask(self._http, f"{self._remote.root}/comm", timeout_s=30.0)

@@ -43,9 +43,18 @@ class TtftOptions(OutputOptions):
         6, "rounds; each runs every algorithm once in every cell, in random order", metavar="N", least=2
     )
     output_len: int = option(8, "tokens to generate", metavar="N", least=2)
+    nnodes: int = option(
+        1,
+        "hosts: network namespaces of this machine, each with its share of the cores and a `tightwire serve` of its own; "
+        "--link is then the rate of each host's wire",
+        metavar="N",
+        least=1,
+    )
 
     def __post_init__(self) -> None:
         tp = self.config.parallel.tp
+        if self.nnodes > 1 and self.config.parallel.link is None:
+            raise ValueError(f"--nnodes {self.nnodes} needs --link, the rate of each host's wire, such as --link 1gbit")
         if tp < 2:
             raise ValueError(f"--tp must be at least 2, got {tp}: a single rank needs no AllReduce")
         if len(self.algorithms) < 2:
@@ -91,7 +100,7 @@ class TtftOptions(OutputOptions):
             split_name(name)
         except ValueError as error:
             raise ValueError(f"--algorithms: {error}") from None
-        if name.startswith("hierarchical") and self.config.parallel.nodes == 1:
+        if name.startswith("hierarchical") and max(self.nnodes, self.config.parallel.nodes) == 1:
             raise ValueError(
                 f"--algorithms {name}: on one node this is two-shot; give --nodes, such as --tp 4 --nodes 2"
             )

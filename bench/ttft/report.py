@@ -10,7 +10,7 @@ from typing import Any
 from tightwire.bench.report.page import Item, Text, bars
 from tightwire.bench.report.statistics import Comparison, compare, describe
 from tightwire.bench.report.table import Column, Table
-from tightwire.bench.ttft.measure import Arm, Measured, Request
+from tightwire.bench.ttft.measure import Arm, Measured, Request, Turn
 from tightwire.bench.ttft.options import GROUPS, TtftOptions, to_argv
 from tightwire.bench.ttft.proof import Cell
 from tightwire.comm.sizes import format_bytes
@@ -55,8 +55,29 @@ def _row(measured: Measured, cell: Cell, arm: Arm) -> dict[str, Any]:
         "allreduce_share": (parts["allreduce_s"] or 0.0) / (_median_part(requests, "ttft_s") or 1.0),
         # Bytes that rank 0 sends for one prompt.
         "sent_bytes": sum(c.bytes_sent for t in turns for c in t.counts if c.phase == "prefill") / len(requests),
+        **_later_token(measured, turns),
+        "wire_bytes": _wire(requests, 0),
+        "wire_token_bytes": _wire(requests, 1, measured.output_len - 1),
     }
     return {**row, "bound": _bound(measured, cell, row)}
+
+
+def _later_token(measured: Measured, turns: Sequence[Turn]) -> dict[str, float]:
+    """Of each token after the first: the bytes that rank 0 sends by the formula, and the sums' share of its time."""
+    num_later = measured.output_len - 1
+    counts = [count for turn in turns for count in turn.counts if count.phase == "decode"]
+    sums_s = sum(count.seconds for count in counts if count.op == "all_reduce")
+    num_tokens = num_later * sum(len(turn.requests) for turn in turns)
+    return {
+        "token_bytes": sum(count.bytes_sent for count in counts) / num_tokens,
+        "token_sum_share": sums_s / (num_later * sum(turn.mean("tpot_s") for turn in turns)),
+    }
+
+
+def _wire(requests: Sequence[Request], part: int, num_tokens: int = 1) -> float | None:
+    """Median bytes by the interface of host 0 for the prompt (part 0), or for each later token (part 1)."""
+    sent = [request.wire_bytes[part] for request in requests if request.wire_bytes]
+    return statistics.median(sent) / num_tokens if sent else None
 
 
 def _bound(measured: Measured, cell: Cell, row: Mapping[str, Any]) -> dict[str, float] | None:
@@ -196,7 +217,11 @@ _OTHER_COLUMNS = (
     Column("x bound", "bound.ttft_over_bound", ".2f"),
     _ms("TPOT", "tpot_s.p50"),
     Column("(ratio)", "tpot_ratio.ratio", ".2f"),
+    Column("in sums", "token_sum_share", ".0%"),
+    Column("sent a token", "token_bytes", lambda sent: format_bytes(round(sent))),
     Column("error", "error", ".2g"),
+    Column("wire", "wire_bytes", lambda sent: format_bytes(round(sent))),
+    Column("wire a token", "wire_token_bytes", lambda sent: format_bytes(round(sent))),
 )
 CSV_COLUMNS = (
     *_PLACE,
@@ -210,7 +235,8 @@ LEGENDS = (
     ),
     (
         "Median times in ms. AllReduce: without coding, including the wait for slower ranks. Rest: HTTP, tokenizing, queue, "
-        "scheduling, sampling, sending. Sent: by rank 0 for one prompt. X bound: TTFT over compute + codec + bytes / bandwidth, "
+        "scheduling, sampling, sending. Sent: by rank 0 for one prompt, or a later token. Wire: the same by the counters of host 0's "
+        "interface, with headers. In sums: the share of a later token's time. X bound: TTFT over compute + codec + bytes / bandwidth, "
         "where the link's bandwidth is known. Ratio: to the baseline. Error: relative RMS error of one AllReduce."
     ),
 )

@@ -61,9 +61,7 @@ class EmulatedNode:
     def enter(self) -> None:
         """Move the calling thread to this node permanently; threads and processes it starts later are there too."""
         with open(f"/proc/{self.pid}/ns/net", "rb") as file:
-            if _LIBC.setns(file.fileno(), _CLONE_NEWNET):
-                code = ctypes.get_errno()
-                raise OSError(code, f"cannot enter the namespace of process {self.pid}: {os.strerror(code)}")
+            enter_namespace(file.fileno())
 
     def visit(self, fn: Callable[[], _T]) -> _T:
         """Run ``fn`` on this node in a new thread and return its result; a socket it makes stays on this node."""
@@ -169,6 +167,13 @@ class EmulatedNetwork:
         limit = max(_QUEUE_BYTES, int(rate * _QUEUE_S))
         tbf = ("tbf", "rate", f"{int(rate * 8)}bit", "burst", str(burst), "limit", str(limit))
         node.run("tc", "qdisc", "add", "dev", interface, "root", *tbf)
+
+
+def enter_namespace(fd: int) -> None:
+    """Move the calling thread to the network namespace of an open /proc/PID/ns/net."""
+    if _LIBC.setns(fd, _CLONE_NEWNET):
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot enter the network namespace: {os.strerror(code)}")
 
 
 def why_impossible() -> str:

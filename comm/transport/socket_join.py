@@ -13,6 +13,7 @@ a secret the key keeps out only strangers that cannot read the store. Nothing is
 
 import fcntl
 import hmac
+import os
 import secrets
 import socket
 import struct
@@ -35,11 +36,16 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
 class Peer(NamedTuple):
-    """A rank's listening address. ``machine`` is equal for ranks that share cores, even in different network namespaces."""
+    """A rank's listening address. ``machine`` and some of ``cores`` are equal for ranks that share cores, even in
+    different network namespaces."""
 
     address: str
     port: int
     machine: str
+    cores: frozenset[int] = frozenset()
+
+    def shares_cores(self, other: "Peer") -> bool:
+        return self.machine == other.machine and (self.cores == other.cores or not self.cores.isdisjoint(other.cores))
 
 
 def read_secret(path: str | None) -> bytes:
@@ -82,10 +88,13 @@ def connect_ranks(
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=facts.world_size) as listener, ExitStack() as opened:
         port, token = listener.getsockname()[1], secrets.token_hex(_NONCE_BYTES)
-        told = facts.share("sockets", f"{address} {port} {_machine()} {token}".encode())
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        told = facts.share("sockets", f"{address} {port} {_machine()} {cores} {token}".encode())
         words = [fact.decode().split() for fact in told]
-        peers = [Peer(host, int(port), machine) for host, port, machine, _ in words]
-        key = hmac.digest(secret, words[0][3].encode(), "sha256")
+        peers = [
+            Peer(host, int(port), machine, frozenset(map(int, cores.split(",")))) for host, port, machine, cores, _ in words
+        ]
+        key = hmac.digest(secret, words[0][4].encode(), "sha256")
         sockets = _Joining(facts.rank, peers, key, time.monotonic() + timeout_s).connect(opened, listener)
         opened.pop_all()
         return sockets, peers

@@ -51,7 +51,7 @@ class SocketTransport(GlooTransport):
     ) -> None:
         super().__init__(*library, **settings)
         self._connections = {peer: _Connection(peer, peers[peer].address, sock) for peer, sock in sockets.items()}
-        self._num_here = sum(peer.machine == peers[self.rank].machine for peer in peers)
+        self._num_here = sum(peer.shares_cores(peers[self.rank]) for peer in peers)
         self._num_cores = len(os.sched_getaffinity(0))
         self._spin_s = _SPIN_S if self._num_here <= self._num_cores else 0.0
         self._num_sleeps = 0  # calls that do not poll
