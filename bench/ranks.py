@@ -23,6 +23,7 @@ from tightwire.comm.link.emulated_network import EmulatedNode
 from tightwire.comm.link.link import Link
 from tightwire.comm.link.wire import Wire, open_wire
 from tightwire.comm.transport.segment import make_segment, why_unusable
+from tightwire.comm.transport.socket_join import SocketOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +95,7 @@ def open_group(plan: GroupPlan, rank: int) -> Group:
         interface = node.interface
     if plan.device == "cuda":
         torch.cuda.set_device(rank)
-    store, secret = FileStore(plan.store_path, plan.world_size), b"" if plan.sockets else None
+    store, sockets = FileStore(plan.store_path, plan.world_size), SocketOptions() if plan.sockets else None
     group = open_process_group(
         topology,
         store=store,
@@ -102,14 +103,12 @@ def open_group(plan: GroupPlan, rank: int) -> Group:
         timeout_s=plan.timeout_s,
         interface=interface,
         segment_fd=_open(plan.segment),
-        socket_secret=secret,
+        sockets=sockets,
         peer_memory=plan.peer_memory,
     )
     if plan.num_nodes > 1:
         segment_fd = _open(plan.node_segments[topology.node])
-        group = join_nodes(
-            group, topology, store=store, interface=interface, segment_fd=segment_fd, socket_secret=secret
-        )
+        group = join_nodes(group, topology, store=store, interface=interface, segment_fd=segment_fd, sockets=sockets)
     return group if plan.throttle is None else throttle_group(group, plan.throttle)
 
 

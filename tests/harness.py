@@ -36,6 +36,7 @@ from tightwire.comm.link.link import parse_link
 from tightwire.comm.transport.emulated import ThrottledTransport
 from tightwire.comm.transport.process_group import GlooTransport, NcclTransport
 from tightwire.comm.transport.segment import CHUNK_BYTES, make_segment
+from tightwire.comm.transport.socket_join import SocketOptions
 
 _Result = TypeVar("_Result")
 
@@ -166,7 +167,7 @@ class Ranks:
                     f"{self._folder.name}/store",
                     collective_timeout_s,
                     self._segment_paths,
-                    SECRET if sockets else None,
+                    SocketOptions(SECRET) if sockets else None,
                     theirs,
                 ),
                 daemon=True,
@@ -301,7 +302,7 @@ def _rank_main(
     store_path: str,
     collective_timeout_s: float,
     segment_paths: list[str],
-    socket_secret: bytes | None,
+    sockets: SocketOptions | None,
     pipe: Connection,
 ) -> None:
     torch.set_num_threads(1)  # as many ranks as cores, or more
@@ -313,14 +314,12 @@ def _rank_main(
             device=torch.device("cpu"),
             timeout_s=collective_timeout_s,
             join_timeout_s=30.0,
-            segment_fd=os.open(segment_paths[0], os.O_RDWR) if segment_paths and socket_secret is None else None,
-            socket_secret=socket_secret,
+            segment_fd=os.open(segment_paths[0], os.O_RDWR) if segment_paths and sockets is None else None,
+            sockets=sockets,
         )
         if topology.num_nodes > 1:
             own = os.open(segment_paths[1 + topology.node], os.O_RDWR) if segment_paths else None
-            group = join_nodes(
-                group, topology, store=store, join_timeout_s=30.0, segment_fd=own, socket_secret=socket_secret
-            )
+            group = join_nodes(group, topology, store=store, join_timeout_s=30.0, segment_fd=own, sockets=sockets)
     except Exception:  # noqa: BLE001, whatever it is goes to the parent
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
         return

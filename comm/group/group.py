@@ -23,7 +23,7 @@ from tightwire.comm.transport.in_process import InProcessTransport, ThreadExchan
 from tightwire.comm.transport.peer_access import add_peer_memory, host_identity
 from tightwire.comm.transport.process_group import GlooTransport, NcclTransport, ProcessGroupTransport
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport
-from tightwire.comm.transport.socket_join import connect_ranks, interface_address
+from tightwire.comm.transport.socket_join import SocketOptions, connect_ranks, interface_address
 from tightwire.comm.transport.sockets import SocketTransport
 from tightwire.comm.transport.store_notes import FactExchange, FailureNotes
 
@@ -107,7 +107,7 @@ def open_process_group(
     name: str = "ranks",
     interface: str | None = None,
     segment_fd: int | None = None,
-    socket_secret: bytes | None = None,
+    sockets: SocketOptions | None = None,
     peer_memory: bool = False,
     ledger: Ledger | None = None,
 ) -> Group:
@@ -122,13 +122,13 @@ def open_process_group(
         interface: network interface of gloo and of our sockets, such as ``eth0``; default: GLOO_SOCKET_IFNAME, else the one
             that leads to the store. (NCCL reads NCCL_SOCKET_IFNAME.)
         segment_fd: memory that all ranks share (``comm.transport.segment``), for all but the library's own all-reduce.
-        socket_secret: send messages between CPU ranks that share no memory over our own sockets (``comm.transport.sockets``),
-            to ranks that know this secret; empty: to all that join over the store. None: over gloo.
+        sockets: send messages between CPU ranks that share no memory over our own sockets (``comm.transport.sockets``).
+            None: over gloo.
         peer_memory: sum CUDA tensors through each other's memory (``comm.transport.peer_access``), if possible.
     """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device}")
-    if device.type != "cpu" and (segment_fd is not None or socket_secret is not None):
+    if device.type != "cpu" and (segment_fd is not None or sockets is not None):
         raise ValueError(f"shared memory and sockets carry CPU tensors, got device {device}")
     if peer_memory and device.type != "cuda":
         raise ValueError(f"peer memory is between GPUs, got device {device}")
@@ -150,9 +150,9 @@ def open_process_group(
             else:
                 address = _gloo_address(store, one_host, interface)
                 library, make = _make_gloo(topology, pair_store, timeout_s, address), GlooTransport
-                if segment_fd is None and socket_secret is not None:
+                if segment_fd is None and sockets is not None:
                     host = address.get("hostname") or _address_on(address["interface"], store)
-                    make = partial(SocketTransport, *connect_ranks(joining, host, socket_secret, join_s))
+                    make = partial(SocketTransport, *connect_ranks(joining, host, sockets, join_s))
         except CommError:
             raise
         except RuntimeError as error:

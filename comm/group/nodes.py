@@ -15,6 +15,7 @@ from tightwire.comm.group.group import Group, NodeGroups, in_process_groups, ope
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.link import Link
 from tightwire.comm.transport.emulated import ThrottledTransport
+from tightwire.comm.transport.socket_join import SocketOptions
 from tightwire.comm.transport.store_notes import FailureNotes, Note
 
 _Args = ParamSpec("_Args")
@@ -33,7 +34,7 @@ def join_nodes(
     name: str = "ranks",
     interface: str | None = None,
     segment_fd: int | None = None,
-    socket_secret: bytes | None = None,
+    sockets: SocketOptions | None = None,
 ) -> Group:
     """Add this rank's subgroups to ``group``, if there are several nodes. Collective.
 
@@ -54,7 +55,7 @@ def join_nodes(
         timeout_s=group.timeout_s,
         join_timeout_s=join_timeout_s,
         interface=interface,
-        socket_secret=socket_secret,
+        sockets=sockets,
         ledger=group.ledger,
     )
     of_node = Topology(topology.node_rank, topology.ranks_per_node)

@@ -9,7 +9,7 @@ say why. Imports nothing heavy: the parent of the ranks opens the link before it
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,10 @@ import msgspec
 
 from tightwire.comm.link.emulated_network import EmulatedNetwork, EmulatedNode, NoEmulatedNetworkError, why_impossible
 from tightwire.comm.link.link import Link
+from tightwire.comm.link.probe import PairFacts
 
 NAMESPACES, USER_SPACE = "namespaces", "user-space"
+NETWORK = "network"  # not emulated: between hosts, as probed at start
 EMULATIONS = ("auto", NAMESPACES, USER_SPACE)
 LEAST_SHARE = 0.9  # of the requested rate; a slower link is refused
 
@@ -41,10 +43,13 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float
     emulation: str
     reason: str = ""  # why namespaces are not used; empty if they are, or if user space was requested
+    pairs: tuple[PairFacts, ...] = ()  # of hosts
 
     @property
     def link(self) -> Link:
         """The link with its measured rate, or its requested rate if it was not measured."""
+        if self.emulation == NETWORK:
+            return Link(self.name, self.measured_bytes_per_s, self.latency_s)
         rate = self.asked_bytes_per_s and (self.measured_bytes_per_s or self.asked_bytes_per_s)
         return Link(self.name, rate, self.latency_s)
 
@@ -58,6 +63,8 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     def describe(self, num_nodes: int) -> str:
         """One line for the log."""
+        if self.emulation == NETWORK:
+            return f"network probed at start: {'; '.join(map(str, self.pairs))}"
         asked, measured = self.asked_bytes_per_s, self.measured_bytes_per_s
         if measured is None:
             rate = f"{_rate(asked)} requested" if asked else "no rate limit"
@@ -65,6 +72,18 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
             rate = f"{_rate(measured)} measured" + (f" of {_rate(asked)}" if asked else "")
         why = f" ({self.reason})" if self.reason else ""
         return f"link {self.name} between {num_nodes} nodes: {rate}, {self.how}{why}"
+
+
+def network_facts(pairs: Sequence[PairFacts]) -> LinkFacts:
+    """The network between hosts, as slow as its slowest pair. The latency is half of the longest round trip."""
+    return LinkFacts(
+        name="between hosts",
+        asked_bytes_per_s=None,
+        measured_bytes_per_s=min(pair.bytes_per_s for pair in pairs),
+        latency_s=max(pair.round_trip_s for pair in pairs) / 2,
+        emulation=NETWORK,
+        pairs=tuple(pairs),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,6 +35,13 @@ _MIN_SECRET_BYTES = 16
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
+class SocketOptions(NamedTuple):
+    """``secret``: that ranks must know; empty: all that join over the store may connect. ``port``: 0: any free one."""
+
+    secret: bytes = b""
+    port: int = 0
+
+
 class Peer(NamedTuple):
     """A rank's listening address. ``machine`` and some of ``cores`` are equal for ranks that share cores, even in
     different network namespaces."""
@@ -78,7 +85,7 @@ def interface_address(name: str) -> str:
 
 
 def connect_ranks(
-    facts: "FactExchange", address: str, secret: bytes, timeout_s: float
+    facts: "FactExchange", address: str, options: SocketOptions, timeout_s: float
 ) -> tuple[dict[int, socket.socket], list[Peer]]:
     """Return a connection to each other rank, and where each rank is. Collective.
 
@@ -86,15 +93,21 @@ def connect_ranks(
     CommError for one that cannot be reached or has another secret.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family, backlog=facts.world_size) as listener, ExitStack() as opened:
+    try:
+        listener = socket.create_server((address, options.port), family=family, backlog=facts.world_size)
+    except OSError as error:
+        where = f"{address} port {options.port}"
+        raise CommError(f"rank {facts.rank} cannot listen on {where}: {error.strerror}", [facts.rank]) from error
+    with listener, ExitStack() as opened:
         port, token = listener.getsockname()[1], secrets.token_hex(_NONCE_BYTES)
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         told = facts.share("sockets", f"{address} {port} {_machine()} {cores} {token}".encode())
         words = [fact.decode().split() for fact in told]
         peers = [
-            Peer(host, int(port), machine, frozenset(map(int, cores.split(",")))) for host, port, machine, cores, _ in words
+            Peer(host, int(port), machine, frozenset(map(int, cores.split(","))))
+            for host, port, machine, cores, _ in words
         ]
-        key = hmac.digest(secret, words[0][4].encode(), "sha256")
+        key = hmac.digest(options.secret, words[0][4].encode(), "sha256")
         sockets = _Joining(facts.rank, peers, key, time.monotonic() + timeout_s).connect(opened, listener)
         opened.pop_all()
         return sockets, peers

@@ -30,8 +30,9 @@ class HostOptions:
         None, "network interface towards the other hosts; default: the one the kernel routes to node 0", metavar="NAME"
     )
     port_range: str = option(
-        "29601-29680",
-        "ports that nodes listen on for each other, one a rank; sums take others, which the kernel gives them",
+        "29601-29740",
+        "ports that nodes listen on for each other: one of node 0, and two a rank; gloo and NCCL take others, which the kernel "
+        "gives them",
         metavar="A-B",
     )
     join_timeout_s: float = option(300.0, "longest wait for all nodes to start and to open the model", metavar="S")

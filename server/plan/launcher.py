@@ -78,9 +78,9 @@ def _spread(config: ServeConfig) -> ServeConfig:
         raise ValueError("--link and --nodes emulate nodes on one host; leave them out with --nnodes")
     if parallel.transport in ("shared-memory", "peer-memory"):
         raise ValueError(f"--transport {parallel.transport} is inside one host; leave it out with --nnodes {nnodes}")
-    if len(options.ports) <= parallel.tp:
+    if len(options.ports) <= 2 * parallel.tp:
         raise ValueError(
-            f"--port-range {options.port_range} must hold {parallel.tp + 1} ports: the store's, and one a rank"
+            f"--port-range {options.port_range} must hold {2 * parallel.tp + 1} ports: the store's, and two a rank"
         )
     return replace(config, parallel=replace(parallel, nodes=nnodes))
 

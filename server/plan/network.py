@@ -45,11 +45,16 @@ class HostPlace:
 
     def inbox(self, rank: int, address: str = "") -> str:
         """The zmq address where a rank of another node than 0 receives its steps, on its node's ``address`` or this one's."""
-        return f"tcp://{joined(address or self.address, self.ports[1 + rank])}"
+        return f"tcp://{joined(address or self.address, self.ports[1 + 2 * rank])}"
+
+    def sum_port(self, rank: int) -> int:
+        """Where a rank accepts the sockets of other ranks."""
+        return self.ports[2 + 2 * rank]
 
     def listens(self, ranks: range) -> list[int]:
         """The ports of this node that other nodes connect to, with these ranks on it."""
-        return [self.store_port] if self.node == 0 else [self.ports[1 + rank] for rank in ranks]
+        sums = [self.sum_port(rank) for rank in ranks]
+        return [self.store_port, *sums] if self.node == 0 else [*(self.ports[1 + 2 * rank] for rank in ranks), *sums]
 
 
 def joined(address: str, port: int) -> str:

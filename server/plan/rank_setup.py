@@ -27,6 +27,7 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
     local_rank: int = 0  # its number among the ranks of this host
     num_local: int = 1
     store_host: str = "127.0.0.1"  # the store's address
+    socket_port: int = 0  # where it accepts other ranks' sockets; 0: any free port
     interface: str | None = None  # network interface towards the other nodes, if each node is a network namespace
     throttle: Link | None = None  # rate limit on this rank's messages between nodes
 

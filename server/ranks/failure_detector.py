@@ -23,6 +23,8 @@ _OWN_PAUSE_S = 3.0
 # How long to wait for a cause after the first sign; at most half of the silence timeout.
 _CAUSE_PATIENCE_S = 3.0
 
+_OTHER_HOST_S = 1.0  # for another host's report of a silent rank
+
 
 @dataclass(slots=True)
 class _Rank:
@@ -152,7 +154,8 @@ class Watch:
             silent_s = now - rank.heard_s
             if silent_s > self._rank_timeout_s and rank.pid and _is_stopped(rank.pid):
                 return number, f"is stopped (SIGSTOP), silent for {silent_s:.1f} s, last seen at: {rank.doing}"
-            if silent_s > limit:
+            # Another host watches its own ranks, and knows of a silent one whether it is stopped.
+            if silent_s > limit + (0.0 if rank.pid else _OTHER_HOST_S):
                 return number, f"has been silent for {silent_s:.1f} s, last seen at: {rank.doing}"
         return None
 

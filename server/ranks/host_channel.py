@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from tightwire.comm.link.probe import PairFacts
+from tightwire.comm.link.wire import LinkFacts
 from tightwire.server.ipc.messages import Failed, Heartbeat, Ready, Stage
 from tightwire.server.plan.rank_setup import RunPlan
 
@@ -54,6 +56,23 @@ class Probe(msgspec.Struct, frozen=True, tag=True):
 
 class Probed(msgspec.Struct, frozen=True, tag=True):
     failures: list[str]
+
+
+class Measure(msgspec.Struct, frozen=True, tag=True):
+    """Measure the network to these addresses and ports, by node, and answer with ``Measured``."""
+
+    targets: dict[int, tuple[str, int]]
+
+
+class Measured(msgspec.Struct, frozen=True, tag=True):
+    pairs: list[PairFacts]
+    failures: list[str]
+
+
+class Network(msgspec.Struct, frozen=True, tag=True):
+    """The network between all nodes: the same facts decide on every node."""
+
+    link: LinkFacts
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
@@ -108,6 +127,9 @@ Message = (
     | Table
     | Probe
     | Probed
+    | Measure
+    | Measured
+    | Network
     | Opened
     | Run
     | Report

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from tightwire.comm.link.probe import PairFacts, measure_pair
 from tightwire.server.plan.rank_setup import RunPlan
 from tightwire.server.ranks.host_channel import Hello, open_channel
 
@@ -64,6 +65,19 @@ async def probe(node: int, targets: Mapping[int, tuple[str, list[int]]]) -> list
 
     tries = [reach(other, at, port) for other, (at, ports) in targets.items() if other != node for port in ports]
     return [failure for failure in await asyncio.gather(*tries) if failure]
+
+
+async def measure(node: int, targets: Mapping[int, tuple[str, int]]) -> tuple[list[PairFacts], list[str]]:
+    """Measure the network to all nodes with higher numbers, one after the other; and the failures, in words."""
+    pairs, failures = list[PairFacts](), list[str]()
+    for other, (address, port) in sorted(targets.items()):
+        if other <= node:
+            continue
+        try:
+            pairs.append(await asyncio.to_thread(measure_pair, (node, other), address, port))
+        except OSError as error:
+            failures.append(f"the probe from node {node} to node {other} ({address}) failed: {error.strerror or error}")
+    return pairs, failures
 
 
 def why_unreachable(error: OSError) -> str:

@@ -1,19 +1,22 @@
 """Brings the hosts of a server together: who has joined, whether they agree, what their ranks report, and how all end.
 
-Node 0 listens (``Head``) and the others connect (``Member``), in any order. Each names itself and its options first (HELLO)
+Node 0 listens (``Head``) and the others connect (``host_member``), in any order. Each names itself and its options first (HELLO)
 and is refused at once if they differ. Both ends send a beat every second; silence or a closed connection ends all nodes.
 """
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
-from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Ready, Stage
+from tightwire.comm.link.probe import answer_probes
+from tightwire.comm.link.wire import LinkFacts, network_facts
+from tightwire.server.ipc.messages import FromRank
 from tightwire.server.plan.network import HostPlace, joined, listen
 from tightwire.server.plan.rank_setup import RunPlan
 from tightwire.server.ranks.host_channel import (
@@ -24,24 +27,29 @@ from tightwire.server.ranks.host_channel import (
     Exited,
     Hello,
     LostError,
+    Measure,
+    Measured,
     Message,
+    Network,
     Opened,
     Probe,
     Probed,
     Report,
     Run,
-    Serving,
     Table,
     accept_channels,
-    introduce,
     meet,
-    open_channel,
 )
-from tightwire.server.ranks.host_checks import CONNECT_S, merge_plans, name_node, objection_to, probe, why_unreachable
+from tightwire.server.ranks.host_checks import (
+    measure,
+    merge_plans,
+    name_node,
+    objection_to,
+    probe,
+)
 
 _BEAT_S = 1.0
-_RETRY_S = 0.5
-_SHOW_S = 1.0
+SHOW_S = 1.0
 
 
 class Listener(Protocol):
@@ -80,16 +88,19 @@ class Joining:
         return Hello(place.node, place.address, place.interface, place.listens(self.ranks), self.facts)
 
 
-class _Side:
+class Side:
     """What both sides do: beat, and hold this node's ports until the ranks take them."""
 
     def __init__(self, joining: Joining) -> None:
         self._joining, self._place = joining, joining.place
-        # Rank 0's store listens on node 0's port already.
-        ports = joining.hello().ports if self._place.node else []
+        # Rank 0's store listens on node 0's first port already.
+        ports = [port for port in joining.hello().ports if self._place.node or port != self._place.store_port]
         self._held = [listen(self._place.address, port) for port in ports]
+        for held in self._held:
+            answer_probes(held)
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
+        self.link: LinkFacts | None = None  # the network between all nodes, after ``join``
 
     def _start(self, *tasks: asyncio.Task[None]) -> None:
         self._tasks += tasks
@@ -102,6 +113,8 @@ class _Side:
 
     def _free_ports(self) -> None:
         for held in self._held:
+            with contextlib.suppress(OSError):  # closed before
+                held.shutdown(socket.SHUT_RDWR)  # ends the thread that accepts on it
             held.close()
 
     async def _close(self, channels: list[Channel], end: End) -> None:
@@ -122,10 +135,11 @@ class _Node:
     hello: Hello
     channel: Channel
     failures: list[str] | None = None  # of its probe
+    measured: Measured | None = None
     opened: Opened | None = None
 
 
-class Head(_Side):
+class Head(Side):
     """Node 0: waits for the others, compares them, and tells them what to run."""
 
     def __init__(self, joining: Joining) -> None:
@@ -161,6 +175,22 @@ class Head(_Side):
             raise ValueError(
                 f"{'; '.join(failures)}. Open --port-range {self._joining.facts['--port-range']} in the firewall"
             )
+        self.link = await self._measure({node: (at, ports[-1]) for node, (at, ports) in targets.items() if node})
+        self.tell(Network(self.link))
+
+    async def _measure(self, targets: dict[int, tuple[str, int]]) -> LinkFacts:
+        """Let one node after the other measure the network, so that no measurement disturbs another."""
+        pairs, failures = await measure(0, targets)
+        for number in sorted(targets)[:-1]:
+            node = self._nodes[number]
+            node.channel.send(Measure(targets))
+            await self._until(lambda number=number, node=node: [] if node.measured else [number], "probed the network")
+            assert node.measured is not None, "awaited"
+            pairs += node.measured.pairs
+            failures += node.measured.failures
+        if failures:
+            raise ValueError("; ".join(failures))
+        return network_facts(pairs)
 
     async def agree(self, facts: dict[str, str], plan: RunPlan) -> RunPlan:
         """Wait until all nodes have opened the same model; returns the plan for all. Errors as ``join``."""
@@ -177,6 +207,7 @@ class Head(_Side):
                 raise ValueError(reason.replace("start the same command", "give the same model"))
         merged = merge_plans(plans)
         self.tell(Run(merged))
+        self._free_ports()
         return merged
 
     def tell(self, message: Message) -> None:
@@ -207,11 +238,11 @@ class Head(_Side):
                     f"it reaches {at}"
                 )
             table = f"{count} {waited_s:.0f} s of {limit_s:g} s"
-            if waited_s >= _SHOW_S:
+            if waited_s >= SHOW_S:
                 self._joining.listener.show(table)
                 self.tell(Table(table))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _SHOW_S)
+                await asyncio.wait_for(self._changed.wait(), SHOW_S)
 
     async def _take(self, channel: Channel) -> None:
         try:
@@ -266,91 +297,8 @@ class Head(_Side):
                 listener.note_end(name_node(node.hello), message.code, message.reason)
         elif isinstance(message, Probed):
             node.failures = message.failures
+        elif isinstance(message, Measured):
+            node.measured = message
         elif isinstance(message, Opened):
             node.opened = message
         self._changed.set()
-
-
-@dataclass(slots=True)
-class _Told:
-    """What node 0 has told a member so far."""
-
-    run: asyncio.Future[RunPlan] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    probed: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class Member(_Side):
-    """Any other node: connects to node 0, and relays what its ranks report."""
-
-    def __init__(self, joining: Joining) -> None:
-        super().__init__(joining)
-        self._channel: Channel | None = None
-        self._told = _Told()
-
-    @property
-    def _head(self) -> str:
-        return f"node 0 ({joined(self._place.master, self._place.port)})"
-
-    async def join(self) -> None:
-        """Connect to node 0 and wait for the other nodes. LostError: node 0 does not answer in time."""
-        self._channel = channel = await self._connect()
-        await introduce(channel, self._joining.hello(), self._joining.secret)
-        self._start(asyncio.create_task(self._beat(lambda: [channel])), asyncio.create_task(self._listen(channel)))
-        await self._told.probed.wait()
-
-    async def agree(self, facts: dict[str, str], plan: RunPlan) -> RunPlan:
-        self.tell(Opened(facts, plan))
-        agreed = await self._told.run
-        self._free_ports()
-        return agreed
-
-    def tell(self, message: Message) -> None:
-        if self._channel is not None:
-            self._channel.send(message)
-
-    def relay(self, message: FromRank) -> None:
-        if isinstance(message, Heartbeat):
-            message = msgspec.structs.replace(message, latencies=[])
-        if isinstance(message, Stage | Ready | Heartbeat | Failed):
-            self.tell(Report(message))
-
-    async def close(self, code: int, reason: str) -> None:
-        await self._close([] if self._channel is None else [self._channel], End(code, reason))
-
-    async def _connect(self) -> Channel:
-        started_s, limit_s = time.monotonic(), self._joining.join_timeout_s
-        while True:
-            try:
-                return await open_channel(self._place.master, self._place.port, CONNECT_S)
-            except OSError as error:  # TimeoutError is one
-                why = why_unreachable(error)
-            waited_s = time.monotonic() - started_s
-            if waited_s > limit_s:
-                raise LostError(
-                    f"{self._head} could not be reached for {waited_s:.0f} s: {why}; start the same command there with "
-                    "--node-rank 0, and check --master-addr and the firewall"
-                )
-            if waited_s >= _SHOW_S:
-                self._joining.listener.show(f"waiting for {self._head} for {waited_s:.0f} s of {limit_s:g} s: {why}")
-            await asyncio.sleep(_RETRY_S)
-
-    async def _listen(self, channel: Channel) -> None:
-        listener = self._joining.listener
-        try:
-            while True:
-                message = await channel.receive(self._joining.silence_s)
-                if isinstance(message, Table):
-                    listener.show(message.text)
-                elif isinstance(message, Probe):
-                    self.tell(Probed(await probe(self._place.node, message.targets)))
-                    self._told.probed.set()
-                elif isinstance(message, Run):
-                    self._told.run.set_result(message.plan)
-                elif isinstance(message, Serving):
-                    listener.note_serving()
-                elif isinstance(message, End):
-                    listener.note_end(self._head, message.code, message.reason)
-                    return
-        except LostError as error:
-            if not self._closing:
-                listener.note_end(self._head, 1, f"lost: it {error}")

@@ -139,6 +139,7 @@ class Ranks:
             store_host=host,
             store_port=port,
             store_fd=listener.fileno() if rank == 0 else None,
+            socket_port=0 if place is None else place.sum_port(rank),
             interface=None if node is None else node.interface,
             throttle=None if self._wire is None else self._wire.throttle,
             **segment_fds,

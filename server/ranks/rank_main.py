@@ -22,7 +22,7 @@ from tightwire.comm.group.nodes import (
 )
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.wire import LinkFacts, refuse_too_fast
-from tightwire.comm.transport.socket_join import read_secret
+from tightwire.comm.transport.socket_join import SocketOptions, read_secret
 from tightwire.kernels.cpu.allocator import keep_freed_memory
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.cache.kv_cache import OffloadedCache
@@ -163,11 +163,11 @@ class _Joining:
         return self.work.plan.transport == "shared-memory"
 
     @property
-    def _socket_secret(self) -> bytes | None:
-        """The secret of sockets, which join all CPU ranks that share no memory, unless gloo was requested."""
+    def _sockets(self) -> SocketOptions | None:
+        """The options of sockets, which join all CPU ranks that share no memory, unless gloo was requested."""
         if self.work.plan.device != "cpu" or self.work.plan.transport == "process-group":
             return None
-        return read_secret(self.work.config.parallel.comm_secret_file)
+        return SocketOptions(read_secret(self.work.config.parallel.comm_secret_file), self.identity.socket_port)
 
     def world(self) -> Group | None:
         """The ranks of all replicas, if there are several."""
@@ -181,7 +181,7 @@ class _Joining:
             join_timeout_s=self.work.config.timeouts.comm_timeout_s,
             name="replicas",
             segment_fd=self.identity.segment_fd if self._shares_memory else None,
-            socket_secret=self._socket_secret,
+            sockets=self._sockets,
         )
 
     def replica(self, world: Group | None) -> Group:
@@ -198,7 +198,7 @@ class _Joining:
             name="ranks" if world is None else f"replica-{replica}",
             interface=identity.interface,
             segment_fd=segment_fd if self._shares_memory and parallel.tp > 1 else None,
-            socket_secret=self._socket_secret,
+            sockets=self._sockets,
             peer_memory=self.work.plan.transport == "peer-memory" and parallel.tp > 1,
             ledger=None if world is None else world.ledger,
         )
@@ -213,7 +213,7 @@ class _Joining:
             store=self.store,
             interface=identity.interface,
             segment_fd=inside,
-            socket_secret=self._socket_secret,
+            sockets=self._sockets,
         )
         return group if identity.throttle is None else throttle_group(group, identity.throttle)
 

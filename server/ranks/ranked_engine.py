@@ -25,7 +25,8 @@ from tightwire.server.plan.rank_setup import RankWork
 from tightwire.server.plan.run_plan import FETCH_STOPS_S, Decision, prepare
 from tightwire.server.ranks.failure_detector import Watch
 from tightwire.server.ranks.host_channel import AskStop, Exited, LostError, Serving
-from tightwire.server.ranks.hosts import Head, Joining, Member
+from tightwire.server.ranks.host_member import Member
+from tightwire.server.ranks.hosts import Head, Joining
 from tightwire.server.ranks.processes import Ranks
 
 _log = logging.getLogger(__name__)
@@ -143,9 +144,8 @@ class RankedEngine:
 
     async def _start(self) -> tuple[Checkpoint, Decision, Tokenizer]:
         stopped = threading.Event()
-        opening = Background(
-            lambda: prepare(self._config, self._progress, stopped=stopped.is_set, link=self._ranks.link)
-        )
+        link = self._ranks.link if self._hosts is None else self._hosts.link
+        opening = Background(lambda: prepare(self._config, self._progress, stopped=stopped.is_set, link=link))
         try:
             checkpoint, decision = await self.guard(opening.result)
         except asyncio.CancelledError:

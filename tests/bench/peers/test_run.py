@@ -110,6 +110,15 @@ def test_peers_multiply_in_the_type_of_the_setup(dtype: str, tmp_path: Path) -> 
         assert arm.numbers == arm.command[arm.command.index("--dtype") + 1] == dtype
 
 
+def test_a_tightwire_arm_has_its_flags_in_its_name(tmp_path: Path) -> None:
+    setup = arms.Setup(model="m", gguf=tmp_path / "m.gguf", weights=tmp_path, peers=tmp_path, num_threads=1)
+    arm = arms.make_arm("tightwire-tp2-q4-int8-gloo:flash:int8,int4", setup)
+    assert arm.name == "tightwire TP 2, flash:int8,int4, gloo, 4-bit, int8 activations"
+    words = " ".join(arm.command)
+    assert "--tp 2 --allreduce flash:int8,int4" in words and "--quantization auto --activations int8" in words
+    assert "--transport process-group" in words
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -117,6 +126,7 @@ def test_peers_multiply_in_the_type_of_the_setup(dtype: str, tmp_path: Path) -> 
         (["--servers", "a=http://x,a=http://y"], "each server once"),
         (["--num-requests", "1,2"], "one number for each of the 3"),
         (["--rounds", "0"], "--rounds: must be at least 1"),
+        (["--nnodes", "2"], "--nnodes above 1 and --link"),
         (["--time-limit", "-1"], "--time-limit: must be above 0"),
     ],
 )

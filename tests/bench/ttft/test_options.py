@@ -53,6 +53,7 @@ def test_baseline_is_the_first_lossless_one() -> None:
         ("--output-len 1", "at least 2"),
         ("--allreduce ring", "name AllReduces with --algorithms"),
         ("--link 1parsec", "--link"),
+        ("--nnodes 2", "--nnodes 2 needs --link"),
     ],
 )
 def test_bad_options_are_refused_in_words(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from tightwire.comm.errors import CollectiveTimeoutError, CommError
 from tightwire.comm.transport import socket_join
-from tightwire.comm.transport.socket_join import Peer, connect_ranks, interface_address, read_secret
+from tightwire.comm.transport.socket_join import Peer, SocketOptions, connect_ranks, interface_address, read_secret
 from tightwire.comm.transport.store_notes import FactExchange
 
 SECRET = b"sixteen bytes ok"
@@ -25,7 +25,7 @@ def _join(
     store: HashStore, rank: int, world_size: int, secret: bytes = SECRET, address: str = "127.0.0.1"
 ) -> tuple[list[int], list[Peer]]:
     """Join, send this rank's number to each other rank, and return the numbers that arrive, by rank."""
-    sockets, peers = connect_ranks(_facts(store, rank, world_size), address, secret, 10.0)
+    sockets, peers = connect_ranks(_facts(store, rank, world_size), address, SocketOptions(secret), 10.0)
     for sock in sockets.values():
         sock.settimeout(10.0)
         sock.sendall(bytes([rank]))
@@ -79,12 +79,12 @@ def test_strangers_are_dropped(hello: bytes, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_rank_that_does_not_connect_is_named() -> None:
     store = HashStore()
-    other = threading.Thread(target=_facts(store, 1).share, args=("sockets", b"10.9.8.7 1 there token"))
+    other = threading.Thread(target=_facts(store, 1).share, args=("sockets", b"10.9.8.7 1 there 0 token"))
     other.start()
     with pytest.raises(
         CollectiveTimeoutError, match=r"rank 0 at 127.0.0.1 port \d+ .*rank 1 of 2 at 10.9.8.7"
     ) as caught:
-        connect_ranks(_facts(store, 0), "127.0.0.1", SECRET, 0.3)
+        connect_ranks(_facts(store, 0), "127.0.0.1", SocketOptions(SECRET), 0.3)
     other.join()
     assert caught.value.ranks == (1,)
 
@@ -93,12 +93,12 @@ def test_a_rank_that_cannot_be_reached_is_named_with_its_address() -> None:
     store = HashStore()
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    other = threading.Thread(target=_facts(store, 0).share, args=("sockets", f"127.0.0.1 {port} here token".encode()))
+    other = threading.Thread(target=_facts(store, 0).share, args=("sockets", f"127.0.0.1 {port} here 0 token".encode()))
     other.start()
     with pytest.raises(
         CommError, match=f"rank 1 cannot connect to rank 0 at 127.0.0.1 port {port}: Connection refused"
     ):
-        connect_ranks(_facts(store, 1), "127.0.0.1", SECRET, 5.0)
+        connect_ranks(_facts(store, 1), "127.0.0.1", SocketOptions(SECRET), 5.0)
     other.join()
 
 

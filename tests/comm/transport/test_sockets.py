@@ -18,6 +18,7 @@ from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.emulated_network import WIRE, EmulatedNetwork, EmulatedNode, NoEmulatedNetworkError
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.transport import sockets
+from tightwire.comm.transport.socket_join import SocketOptions
 from tightwire.comm.transport.sockets import HEADER_BYTES
 
 _FRAME_BYTES = 66  # Ethernet, IP and TCP headers of a packet
@@ -53,7 +54,7 @@ def _join(group: Group, node: EmulatedNode, store: str) -> Group:
         device=torch.device("cpu"),
         timeout_s=60.0,
         interface=WIRE,
-        socket_secret=b"",
+        sockets=SocketOptions(),
     )
 
 

@@ -1,6 +1,7 @@
 """Two hosts as network namespaces: the answer is that of one host, and the loss of a host ends the other by name."""
 
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,3 +74,28 @@ def test_different_options_are_refused_by_node_on_both_hosts(
         assert (first.wait_exit(START_S), second.wait_exit(START_S)) == (2, 2)
         assert reason in first.log
         assert reason in second.log
+
+
+def test_loss_in_one_direction_ends_both_hosts_by_name(network: EmulatedNetwork, model: Path, tmp_path: Path) -> None:
+    nodes, timeout_s = network.nodes, 3.0
+    same = ("--tp", "2", "--rank-timeout-s", str(timeout_s))
+    with (
+        start(tmp_path / "b", nodes[1], model, "--node-rank", "1", *same) as second,
+        start(tmp_path / "a", nodes[0], model, "--node-rank", "0", *same) as first,
+    ):
+        url = first.wait_ready()
+        health = nodes[0].visit(lambda: get(f"{url}/comm").json())
+        assert health["link"]["emulation"] == "network", "probed at start"
+        assert health["link"]["pairs"][0]["nodes"] == [0, 1]
+        # Frames from node 0 to node 1 carry an address that no host has; those from node 1 arrive.
+        neighbour = ("ip", "neigh", "replace", "10.0.0.2", "dev", nodes[0].interface)
+        nodes[0].run(*neighbour, "lladdr", "02:00:00:00:00:99", "nud", "permanent")
+        try:
+            began = time.monotonic()
+            assert (first.wait_exit(60), second.wait_exit(60)) == (1, 1)
+            # Some messages of node 1 still arrive after the loss; a host ends 3 s after it notices.
+            assert time.monotonic() - began < timeout_s + 6.0
+        finally:
+            nodes[0].run("ip", "neigh", "del", "10.0.0.2", "dev", nodes[0].interface)
+        assert "node 1 (10.0.0.2): lost: it has been silent for 3 s (last known: rank 0: " in first.log
+        assert "node 0 (10.0.0.1:29600): lost: it has been silent for 3 s (last known: rank 1: " in second.log

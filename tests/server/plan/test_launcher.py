@@ -61,7 +61,7 @@ def test_without_a_launcher_there_is_one_host() -> None:
         (["--tp", "2", "--dp", "2"], _SLURM, "behind a router"),
         (["--tp", "4", "--nodes", "4"], _SLURM, "leave them out with --nnodes"),
         (["--tp", "2", "--transport", "shared-memory"], _SLURM, "is inside one host"),
-        (["--tp", "2", "--port-range", "5-6"], _SLURM, "must hold 3 ports"),
+        (["--tp", "2", "--port-range", "5-6"], _SLURM, "must hold 5 ports"),
         (["--master-addr", "h"], {}, "--master-addr h is for several hosts; add --nnodes N"),
         (["--tp", "4"], _TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}, "starts 2 processes on this node"),
         (["--tp", "2"], _SLURM | {"SLURM_NODEID": "one"}, "SLURM_NODEID must be a whole number, got 'one'"),

@@ -10,21 +10,21 @@ from tightwire.server.plan.network import UnknownNameError, find_place, listen, 
 
 
 def options(master: str = "127.0.0.1", node: int = 1, interface: str | None = None) -> HostOptions:
-    return HostOptions(nnodes=2, node_rank=node, master_addr=master, interface=interface, port_range="29701-29704")
+    return HostOptions(nnodes=2, node_rank=node, master_addr=master, interface=interface, port_range="29701-29707")
 
 
 def test_the_route_to_the_master_gives_address_and_interface() -> None:
     place = find_place(options("127.0.0.1:7000"))
     assert (place.address, place.interface, place.port) == ("127.0.0.1", "lo", 7000)
-    assert place.describe() == "node 1 of 2: address 127.0.0.1 (lo), node 0 at 127.0.0.1:7000, ports 29701 to 29704"
+    assert place.describe() == "node 1 of 2: address 127.0.0.1 (lo), node 0 at 127.0.0.1:7000, ports 29701 to 29707"
 
 
-def test_node_0_listens_for_the_store_and_the_others_one_port_a_rank() -> None:
-    assert find_place(options(node=0)).listens(range(1)) == [29701]
+def test_each_rank_has_a_port_for_sums_and_off_node_0_one_for_steps() -> None:
+    assert find_place(options(node=0)).listens(range(1)) == [29701, 29703]
     place = find_place(options())
-    assert place.listens(range(1, 3)) == [29703, 29704]
-    assert place.inbox(1) == "tcp://127.0.0.1:29703"
-    assert place.inbox(1, "fd09::2") == "tcp://[fd09::2]:29703"
+    assert place.listens(range(1, 3)) == [29704, 29706, 29705, 29707]
+    assert place.inbox(1) == "tcp://127.0.0.1:29704"
+    assert place.inbox(1, "fd09::2") == "tcp://[fd09::2]:29704"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from tightwire.server.plan.network import find_place
 from tightwire.server.plan.rank_setup import RunPlan
 from tightwire.server.ranks.host_channel import Hello, LostError, open_channel
 from tightwire.server.ranks.host_checks import merge_plans, objection_to, probe
-from tightwire.server.ranks.hosts import Head, Joining, Member
+from tightwire.server.ranks.host_member import Member
+from tightwire.server.ranks.hosts import Head, Joining
 
 _PLAN = RunPlan(
     device="cpu", dtype="bfloat16", allreduce="auto", transport="process-group", max_model_len=512, num_blocks=64
@@ -70,7 +71,7 @@ def joining(node: int, port: int, told: Told, num_nodes: int = 2, changed: Mappi
         nnodes=num_nodes,
         node_rank=node,
         master_addr=f"127.0.0.1:{port}",
-        port_range=f"{port + 1}-{port + 1 + num_nodes}",
+        port_range=f"{port + 1}-{port + 1 + 2 * num_nodes}",
     )
     facts = {"version": "1", "kernels": "v4", "--tp": "2", "--port-range": options.port_range, **(changed or {})}
     return Joining(find_place(options), range(node, node + 1), facts, told, 5.0, 8.0)
@@ -83,7 +84,7 @@ async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> Non
 
 
 async def test_hosts_join_agree_report_and_end() -> None:
-    port, told, told_1 = free_ports(4), Told(), Told()
+    port, told, told_1 = free_ports(6), Told(), Told()
     member = Member(joining(1, port, told_1))
     waiting = asyncio.create_task(member.join())  # before node 0 has started
     await until(lambda: told_1.tables)
@@ -91,6 +92,9 @@ async def test_hosts_join_agree_report_and_end() -> None:
     head = Head(joining(0, port, told))
     store = socket.create_server(("127.0.0.1", port + 1))  # rank 0's, which its parent opens
     await asyncio.gather(head.join(), waiting)
+    assert head.link is not None and member.link == head.link, "all nodes decide by the same probe"
+    [pair] = head.link.pairs
+    assert pair.nodes == (0, 1) and 0 < pair.round_trip_s < 0.1 and pair.bytes_per_s > 1e6
     facts = {"the model": "abc"}
     small = msgspec.structs.replace(_PLAN, num_blocks=32)
     assert await asyncio.gather(head.agree(facts, _PLAN), member.agree(facts, small)) == [small, small]
@@ -120,7 +124,7 @@ async def test_hosts_join_agree_report_and_end() -> None:
     ],
 )
 async def test_a_mismatch_is_refused_at_once_on_both(changed: dict[str, str], reason: str) -> None:
-    port, told, told_1 = free_ports(4), Told(), Told()
+    port, told, told_1 = free_ports(6), Told(), Told()
     head, member = Head(joining(0, port, told)), Member(joining(1, port, told_1, changed=changed))
     other = asyncio.create_task(member.join())
     with pytest.raises(ValueError, match=reason):
@@ -133,7 +137,7 @@ async def test_a_mismatch_is_refused_at_once_on_both(changed: dict[str, str], re
 
 
 async def test_another_model_is_refused_by_node() -> None:
-    port = free_ports(4)
+    port = free_ports(6)
     head, member = Head(joining(0, port, Told())), Member(joining(1, port, Told()))
     store = socket.create_server(("127.0.0.1", port + 1))
     await asyncio.gather(head.join(), member.join())
@@ -150,7 +154,7 @@ async def test_another_model_is_refused_by_node() -> None:
 
 async def test_a_missing_node_is_named_with_its_time() -> None:
     told = Told()
-    head = Head(replace(joining(0, free_ports(5), told, num_nodes=3), join_timeout_s=1.5))
+    head = Head(replace(joining(0, free_ports(8), told, num_nodes=3), join_timeout_s=1.5))
     with pytest.raises(
         LostError, match="1 of 3 nodes joined; node 1, node 2 missing for 2 s; start the same command there"
     ):
@@ -160,7 +164,7 @@ async def test_a_missing_node_is_named_with_its_time() -> None:
 
 
 async def test_a_node_that_closes_its_connection_is_lost() -> None:
-    port, told = free_ports(4), Told()
+    port, told = free_ports(6), Told()
     head, member = Head(joining(0, port, told)), Member(joining(1, port, Told()))
     store = socket.create_server(("127.0.0.1", port + 1))
     await asyncio.gather(head.join(), member.join())
@@ -205,7 +209,7 @@ def test_plans_that_differ_are_refused_by_key() -> None:
 
 
 async def test_a_host_with_another_secret_is_refused_and_does_not_end_the_others() -> None:
-    port, told = free_ports(4), Told()
+    port, told = free_ports(6), Told()
     head = Head(replace(joining(0, port, told), secret=b"one secret of all hosts"))
     waiting = asyncio.create_task(head.join())
     stranger = Member(replace(joining(1, port, Told()), secret=b"another secret"))
