@@ -1,6 +1,6 @@
 /** One turn of the conversation: a question that can be edited, or an answer with its measurements. */
 
-import { html, useMemo, useState } from "../vendor/htm-preact.js";
+import { html, useEffect, useMemo, useRef, useState } from "../vendor/htm-preact.js";
 import { algorithmsOf, bytesPerToken, tokensPerSecond } from "./answer.js";
 import { shownOf } from "./conversation.js";
 import { bytes, plural, rate, seconds } from "./format.js";
@@ -9,28 +9,44 @@ import { SplitBar, SplitList } from "./split.js";
 
 /** @param {{text: string, busy: boolean, onEdit: (text: string) => void}} props */
 export function Question({ text, busy, onEdit }) {
-  const [draft, setDraft] = useState(null);
-  if (draft === null) {
-    return html`
-      <article class="turn question" aria-label="You">
-        <p class="text">${text}</p>
-        <div class="actions"><button class="quiet" disabled=${busy} onClick=${() => setDraft(text)}>Edit</button></div>
-      </article>
-    `;
+  const [isEdited, setEdited] = useState(false);
+  if (isEdited) {
+    const onSend = (changed) => {
+      setEdited(false);
+      onEdit(changed);
+    };
+    return html`<${Editor} text=${text} onSend=${onSend} onCancel=${() => setEdited(false)} />`;
   }
+  return html`
+    <article class="turn question" aria-label="You">
+      <p class="text">${text}</p>
+      <div class="actions"><button class="quiet" disabled=${busy} onClick=${() => setEdited(true)}>Edit</button></div>
+    </article>
+  `;
+}
+
+function Editor({ text, onSend, onCancel }) {
+  const [draft, setDraft] = useState(text);
+  const field = useRef(null);
+  useEffect(() => {
+    field.current.focus();
+    field.current.setSelectionRange(text.length, text.length);
+  }, []);
   const submit = (event) => {
     event.preventDefault();
-    setDraft(null);
-    onEdit(draft.trim());
+    if (draft.trim()) onSend(draft.trim());
   };
-  const onKeyDown = (event) => event.key === "Escape" && setDraft(null);
+  const onKeyDown = (event) => {
+    if (event.key === "Escape") onCancel();
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing && event.target === field.current) submit(event);
+  };
   return html`
     <form class="turn question editing" onSubmit=${submit} onKeyDown=${onKeyDown}>
       <label class="hidden" for="edit">Edit the message</label>
-      <textarea id="edit" rows="3" value=${draft} onInput=${(e) => setDraft(e.target.value)} ref=${(field) => field?.focus()}></textarea>
+      <textarea id="edit" rows="3" value=${draft} onInput=${(e) => setDraft(e.target.value)} ref=${field}></textarea>
       <div class="actions">
         <span class="note">What follows is asked again.</span>
-        <button type="button" onClick=${() => setDraft(null)}>Cancel</button>
+        <button type="button" onClick=${onCancel}>Cancel</button>
         <button type="submit" class="primary" disabled=${!draft.trim()}>Send</button>
       </div>
     </form>

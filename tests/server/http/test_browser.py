@@ -1,0 +1,283 @@
+"""The pages in a real browser: headless Chromium, driven with the keyboard, over a scripted engine."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.server.fake_engine import INFO, FakeEngine, app_for, says, serve
+
+from tightwire.server.config.serve import HttpOptions
+from tightwire.server.ipc.engine_client import EngineState, Phase
+from tightwire.server.ipc.messages import CommChoice, CommSetup, SelfTestVerdict
+
+sync_api: Any = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; the extra 'dev' has it")
+_CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+if _CHROMIUM is None:
+    pytest.skip("there is no Chromium here; on Debian: apt install chromium", allow_module_level=True)
+
+_PHONE, _DESK = {"width": 360, "height": 740}, {"width": 1280, "height": 860}
+_TIMEOUT_MS = 60_000  # a busy machine
+_LONG = "The wire is tight. It has one strand and then another. " * 4  # within the model's context
+_CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
+
+
+def _choice(algorithm: str) -> CommChoice:
+    return CommChoice("o_proj", "prefill", None, algorithm, f"{algorithm} was measured")
+
+
+_SETUP = CommSetup(
+    transport="shared-memory",
+    num_nodes=1,
+    choices=[_choice("two-shot")],
+    self_test=[SelfTestVerdict("two-shot", True, "1 and 2048 rows"), SelfTestVerdict("ring", False, "a wrong sum")],
+    extra={"flash-int8": [_choice("flash-int8")]},
+)
+_TWO = replace(INFO, allreduce="two-shot", policies=("two-shot", "flash-int8"))
+
+
+@dataclass
+class Visit:
+    """A page, its server's address, and everything wrong that the browser reported."""
+
+    page: Any
+    url: str
+    problems: list[str] = field(default_factory=list)
+
+    def see(self, selector: str, text: str | None = None) -> Any:
+        """Wait until the element is visible, with this text in it."""
+        found = self.page.locator(selector, has_text=text) if text is not None else self.page.locator(selector)
+        found.first.wait_for(state="visible")
+        return found.first
+
+    def press(self, *keys: str) -> None:
+        for key in keys:
+            self.page.keyboard.press(key)
+
+    def say(self, text: str) -> None:
+        """Type a message and send it."""
+        self.see('.status[data-status="ready"]')
+        self.page.focus("#message")
+        self.page.keyboard.type(text)
+        self.press("Enter")
+
+    def watch(self) -> None:
+        page = self.page
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+        page.on("console", lambda said: self.problems.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("request", lambda asked: None if self._is_own(asked.url) else self.problems.append(asked.url))
+
+    def _is_own(self, address: str) -> bool:
+        return address.startswith((self.url, f"blob:{self.url}"))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        arguments = [
+            "--no-sandbox",
+            "--disable-dev-shm-usage",
+        ]  # containers have neither user namespaces nor much /dev/shm
+        browser = playwright.chromium.launch(executable_path=_CHROMIUM, args=arguments, timeout=_TIMEOUT_MS)
+        yield browser
+        browser.close()
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def visit(browser: Any, engine: FakeEngine) -> Open:
+    engine.comm_setup = _SETUP
+
+    @contextmanager
+    def open_page(
+        path: str = "/", key: str | None = None, allowed: Sequence[str] = (), **options: Any
+    ) -> Iterator[Visit]:
+        app = app_for(engine, info=_TWO if engine.comm_setup is _SETUP else INFO, http=HttpOptions(api_key=key))
+        with serve(app) as url:
+            context = browser.new_context(viewport=options.pop("viewport", _DESK), **options)
+            context.set_default_timeout(_TIMEOUT_MS)
+            visit = Visit(context.new_page(), url)
+            visit.watch()
+            visit.page.goto(url + path)
+            yield visit
+            context.close()
+            assert not [problem for problem in visit.problems if not any(text in problem for text in allowed)]
+
+    return open_page
+
+
+def test_a_conversation_by_keyboard(visit: Open, engine: FakeEngine) -> None:
+    engine.script = says("It is **Paris**, <b>not</b> Rome.")
+    with visit() as v:
+        v.see('.status[data-status="ready"]')
+        v.page.keyboard.type("The capital?")  # the field has the focus from the start
+        v.press("Enter")
+        v.see(".reply .facts", "tokens/s")
+        assert v.page.inner_text(".reply .text") == "It is Paris, <b>not</b> Rome."
+        assert v.page.inner_text(".reply .text strong") == "Paris"
+        assert "End of the answer." in v.page.text_content('[aria-live="polite"][role="log"]')
+
+        v.page.focus(".reply summary")
+        v.press("Enter")
+        assert v.see(".parts").inner_text().split()[0] == "compute"
+        v.press("Tab")
+        assert v.page.evaluate("document.activeElement.textContent") == "Regenerate"
+        v.press("Enter")
+        v.see(".versions", "2 of 2")
+
+        v.see(".question button", "Edit").focus()
+        v.press("Enter")
+        v.see("#edit:focus")
+        v.page.keyboard.type(" And of Italy?")
+        v.press("Enter")
+        v.see(".question .text", "The capital? And of Italy?")
+        v.see(".reply .facts", "tokens/s")
+        v.page.reload()
+        v.see(".reply .text", "Paris")
+    assert len(engine.submitted) == 3
+    assert [request.params.temperature for request in engine.submitted] == [0.2] * 3
+
+
+def test_escape_stops_an_answer_and_its_text_stays(visit: Open, engine: FakeEngine) -> None:
+    engine.script, engine.token_s = says(_LONG), 0.02
+    with visit() as v:
+        v.say("Go on.")
+        v.see(".reply .text", "The wire")
+        v.press("Escape")
+        v.see(".reply .facts", "stopped")
+        assert 0 < len(v.page.inner_text(".reply .text")) < len(_LONG)
+        v.see(".reply button", "Regenerate")
+    assert engine.cancelled
+
+
+def test_settings_are_sent_and_a_conversation_is_exported(visit: Open, engine: FakeEngine) -> None:
+    with visit() as v:
+        v.see('.status[data-status="ready"]')
+        v.page.fill("#system", "Be brief.")
+        v.page.fill("#temperature", "0")
+        v.page.fill("#seed", "7")
+        v.page.select_option("#policy", "flash-int8")
+        v.say("Hi")
+        v.see(".reply .facts", "tokens/s")
+        files = {}
+        for name in ("Markdown", "JSON"):
+            with v.page.expect_download() as download:
+                v.page.click(f"text=Export {name}")
+            files[name] = Path(download.value.path()).read_text()
+    [request] = engine.submitted
+    assert request.allreduce == "flash-int8" and request.params.temperature == 0 and request.params.seed == 7
+    assert files["Markdown"].endswith("## System\n\nBe brief.\n\n## You\n\nHi\n\n## tiny\n\nHello, world.\n")
+    exported = json.loads(files["JSON"])
+    assert [message["role"] for message in exported["messages"]] == ["system", "user", "assistant"]
+    assert exported["messages"][2]["tightwire"]["usage"]["completion_tokens"] == 14
+
+
+def test_two_policies_answer_the_same_prompt(visit: Open, engine: FakeEngine) -> None:
+    engine.script = lambda request: [*("one two three" if request.allreduce is None else "one two four").encode()]
+    with visit("/#compare") as v:
+        v.say("Count.")
+        v.see(".comparison td", "differs from word 3 on")
+        assert [mark.inner_text() for mark in v.page.locator("mark").all()] == ["three", "four"]
+        assert "compute" in v.page.get_attribute(".sides .split", "aria-label")
+        rows = [row.inner_text().split("\t") for row in v.page.locator(".comparison tr").all()]
+        assert rows[0][1:] == ["two-shot", "flash-int8", "ratio"]
+        assert [row[0].strip() for row in rows[1:6]] == ["First token", "compute", "codec", "wire", "other"]
+        v.page.click("text=Run again")
+        v.see(".comparison td", "differs")
+    first, second, *others = engine.submitted
+    assert [request.allreduce for request in (first, second, *others)] == [None, "flash-int8", "flash-int8", None]
+    assert first.prompt_token_ids == second.prompt_token_ids and first.params.seed == second.params.seed
+    assert len({request.cache_salt for request in engine.submitted}) == 4
+
+
+def test_a_server_with_one_policy_says_how_to_start_it_with_two(visit: Open, engine: FakeEngine) -> None:
+    engine.comm_setup = CommSetup(transport="shared-memory", num_nodes=1)
+    with visit("/#compare") as v:
+        v.see("pre", "tightwire serve --tp 2 --allreduce-extra ring,flash-int8")
+
+
+def test_errors_are_shown_in_the_servers_words(visit: Open, engine: FakeEngine) -> None:
+    failed = "Failed to load resource"  # the browser's own line about a status
+    with visit(allowed=[failed]) as v:
+        v.page.fill("#max_tokens", "9999")
+        v.say("Hi")
+        v.see(".reply .problem", "9999")
+        v.page.fill("#max_tokens", "")
+        engine.script, engine.dies_after = says(_LONG), 5
+        v.see(".reply button", "Try again").click()
+        v.see(".reply .problem", "rank 1 was killed")
+        v.see('.status[data-status="dead"]')
+
+
+def test_the_key_is_asked_for_and_kept_in_this_tab_only(visit: Open) -> None:
+    with visit(key="secret", allowed=["401"]) as v:
+        v.see("dialog.key")
+        v.page.keyboard.type("wrong")
+        v.press("Enter")
+        v.see("dialog .problem", "refuses")
+        v.page.fill("#key", "secret")
+        v.press("Enter")
+        v.see(".bar .model", "tiny")
+        assert not v.page.locator("dialog").is_visible()
+        assert v.page.evaluate("Object.values(sessionStorage).includes('secret')")
+        assert v.page.evaluate("localStorage.length") == 0 and v.page.evaluate("document.cookie") == ""
+        v.page.goto(f"{v.url}/dashboard")
+        v.see(".card h2", "AllReduce policy")
+
+
+def test_the_dashboard_shows_load_and_policies(visit: Open, engine: FakeEngine) -> None:
+    engine.script, engine.token_s = says(_LONG), 0.02
+    with visit("/dashboard", allowed=["status of 503"]) as v:
+        v.see('.status[data-status="ready"]')
+        body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+        v.page.evaluate("body => void fetch('/v1/chat/completions', body)", _post(body))
+        v.see(".tiles > div:first-child .value", "1")
+        v.see(".legend", "running 1")
+        v.see(".card td", "two-shot was measured")
+        v.see(".card td", "wrong, never used")
+        v.see(".card td", "all reduce, decode")
+        assert v.page.locator(".chart canvas").count() == 6
+        v.page.select_option("#policy", "flash-int8")
+        v.see(".card td", "flash-int8 was measured")
+        engine.state = EngineState(phase=Phase.DEAD, reason="rank 1 was killed")
+        v.see(".notice", "rank 1 was killed")
+
+
+def _post(body: dict[str, Any]) -> dict[str, Any]:
+    return {"method": "POST", "headers": {"content-type": "application/json"}, "body": json.dumps(body)}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("path", ["/", "/#compare", "/dashboard"])
+def test_text_is_readable_and_fits_a_phone(visit: Open, scheme: str, path: str) -> None:
+    with visit(path, viewport=_PHONE, color_scheme=scheme) as v:
+        if path == "/dashboard":
+            v.see(".card td", "two-shot was measured")
+        else:
+            v.say("Hi")
+            v.see(".comparison td", "the same") if "compare" in path else v.see(".reply .facts", "tokens/s")
+            v.page.click(".toggle")
+            v.see("#settings")
+        assert v.page.evaluate("document.documentElement.scrollWidth") == _PHONE["width"]
+        assert v.page.evaluate(_CONTRAST) == []
+
+
+def test_quantiles_are_read_from_histograms(visit: Open) -> None:
+    with visit() as v:
+        found = v.page.evaluate(
+            """async () => {
+                const { parseMetrics, histogramOf, quantile } = await import("/web/js/prometheus.js");
+                const text = ["# HELP h x", 'h_bucket{le="1.0"} 2', 'h_bucket{le="2.0"} 6', 'h_bucket{le="+Inf"} 8', 'a{b="c\\\\"d"} 3'];
+                const samples = parseMetrics(text.join("\\n"));
+                const now = histogramOf(samples, "h");
+                const shares = [0.25, 0.5, 0.99].map((share) => quantile(now, null, share));
+                return [...shares, quantile(now, now, 0.5), quantile(now, { counts: [2, 2, 2] }, 0.5), samples.get("a")[0]];
+            }"""
+        )
+    assert found == [1, 1.5, 2, None, 1.75, {"labels": {"b": 'c"d'}, "value": 3}]
