@@ -95,7 +95,8 @@ def draw(logits_RV: Tensor, best_R: Tensor, filters: Filters, uniform_R: Tensor,
 
 def _weights(logits_RV: Tensor, best_R1: Tensor, filters: Filters) -> Tensor:
     """Return (R, V) int64 weights: 2^40 for the most likely token, 0 below min_p."""
-    share_RV = (logits_RV - best_R1).div_(filters.temperature_R1).exp_()  # relative to the most likely token
+    # Relative to the most likely token. Below exp(-40) a weight is 0; exp of minus infinity takes four times as long on a CPU.
+    share_RV = (logits_RV - best_R1).div_(filters.temperature_R1).clamp_(min=-40.0).exp_()
     if filters.min_p_R1 is not None:
         share_RV.masked_fill_(share_RV < filters.min_p_R1, 0.0)
     return share_RV.mul_(2.0**_WEIGHT_BITS).long()

@@ -58,18 +58,19 @@ class GrammarMasks:
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._matchers: dict[int, _RowMatcher] = {}  # by id() of the row
-        self._threads = ThreadPoolExecutor(2, "grammar")
+        self._mask_thread = ThreadPoolExecutor(1, "grammar mask")
+        self._compile_threads = ThreadPoolExecutor(2, "grammar compile")
 
     def compile(self, grammar: str) -> "Future[LLMatcher]":
         """Compile on a host thread, for the rows to come. The future's ValueError says what is wrong with the grammar."""
-        return self._threads.submit(self._matcher, grammar)
+        return self._compile_threads.submit(self._matcher, grammar)
 
     def begin(self, rows: Sequence[SamplingRow]) -> None:
         """Start to compute the masks of these rows' next tokens."""
         for row in rows:
             matcher = self._matcher_of(row)
             num_tokens = len(row.token_ids)
-            matcher.next_mask = num_tokens, self._threads.submit(matcher.mask, matcher.new_tokens())
+            matcher.next_mask = num_tokens, self._mask_thread.submit(matcher.mask, matcher.new_tokens())
 
     def banned(self, rows: Sequence[SamplingRow]) -> np.ndarray:
         """Return (I, V) bool, the tokens that may not come next. A row whose grammar broke has no token left."""
@@ -124,7 +125,10 @@ class GrammarMasks:
 
 
 class _RowMatcher:
-    """One sequence's place in its grammar. One thread at a time uses it: ``take_mask`` waits for the host thread."""
+    """One sequence's place in its grammar. One thread at a time uses it: the others wait for the mask thread.
+
+    If that has not begun with a mask when it is needed, this thread computes it: on busy cores waiting takes longer.
+    """
 
     def __init__(self, row: SamplingRow, matcher: "LLMatcher", vocab_size: int) -> None:
         self._row, self._matcher, self._vocab_size = row, matcher, vocab_size
@@ -135,9 +139,12 @@ class _RowMatcher:
         self.forced: list[int] = matcher.compute_ff_tokens()
 
     def new_tokens(self) -> list[int]:
-        """The generated tokens that are not consumed yet. Waits for the host thread."""
+        """The generated tokens that are not consumed yet. Waits for the mask thread if that has begun."""
         if self.next_mask is not None:
-            self.next_mask[1].result()
+            if self.next_mask[1].cancel():
+                self.next_mask = None
+            else:
+                self.next_mask[1].result()
         return self._row.token_ids[self._row.num_prompt_tokens + self._num_consumed :]
 
     def consume(self, tokens: Sequence[int]) -> None:

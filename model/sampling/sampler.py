@@ -134,24 +134,32 @@ class Sampler:
         unchanged = batch.bias is None and batch.always_banned is None and not banned and not batch.penalized
         if unchanged and not batch.constrained:
             return logits_RV
-        logits_RV = logits_RV.clone()
+        if batch.constrained:
+            logits_RV = logits_RV.masked_fill(self._banned_by_grammars(batch).to(self._device), -torch.inf)
+        else:
+            logits_RV = logits_RV.clone()
         if batch.bias is not None:
             row_I, token_id_I, value_I = batch.bias
             logits_RV.index_put_((row_I, token_id_I), value_I, accumulate=True)
         if batch.always_banned is not None:
             row_I, banned_IV = batch.always_banned
             logits_RV[row_I] = logits_RV[row_I].masked_fill_(banned_IV, -torch.inf)
-        if batch.constrained:
-            assert self.grammars is not None, "the engine accepts no grammar without GrammarMasks"
-            banned_IV = torch.from_numpy(self.grammars.banned([batch.rows[r] for r in batch.constrained]))
-            row_I = upload(batch.constrained, torch.int64, self._device)
-            logits_RV[row_I] = logits_RV[row_I].masked_fill_(banned_IV.to(self._device), -torch.inf)
         if banned:
             row_I, token_id_I = upload(banned, torch.int64, self._device).unbind(1)
             logits_RV.index_put_((row_I, token_id_I), torch.full((), -torch.inf, device=self._device))
         if batch.penalized:
             self._penalties.apply_(logits_RV, batch.penalized, [batch.rows[r] for r in batch.penalized])
         return logits_RV
+
+    def _banned_by_grammars(self, batch: "_Batch") -> Tensor:
+        """Return (R, V) bool; rows without a grammar ban nothing."""
+        assert self.grammars is not None, "the engine accepts no grammar without GrammarMasks"
+        banned_IV = self.grammars.banned([batch.rows[r] for r in batch.constrained])
+        if len(banned_IV) == len(batch.rows):
+            return torch.from_numpy(banned_IV)
+        banned_RV = torch.zeros(len(batch.rows), self._vocab_size, dtype=torch.bool)
+        banned_RV[batch.constrained] = torch.from_numpy(banned_IV)
+        return banned_RV
 
 
 @dataclass(frozen=True, slots=True)
