@@ -22,6 +22,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "roofline": ("peers.roofline:RooflineBench", "profile steps and serving against the device's own rates"),
     "serve": ("serve.bench:ServeBench", "put load on a running server: TTFT, TPOT, throughput"),
     "stream": ("stream.bench:StreamBench", "time steps with streamed weights"),
+    "structured": ("structured.bench:StructuredBench", "check and time constrained answers of a running server"),
     "train": ("train.bench:TrainBench", "time training steps between emulated nodes"),
     "ttft": ("ttft.bench:TtftBench", "compare AllReduces on one server by time to first token"),
 }
@@ -65,5 +66,5 @@ def _load(module: str, name: str) -> Any:
 
 
 def _usage() -> str:
-    lines = [f"  {verb:9} {help}" for verb, (_, help) in VERBS.items()]
+    lines = [f"  {verb:10} {help}" for verb, (_, help) in VERBS.items()]
     return "\n".join(["usage: tightwire bench VERB [options]", "", *lines, "", "VERB --help explains its options\n"])

@@ -1,0 +1,1 @@
+"""Measures constrained answers: validity, cost of masks, speed with and without."""

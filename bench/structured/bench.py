@@ -1,0 +1,196 @@
+"""``tightwire bench structured``: asks a running server for JSON of many schemas at temperature 1.
+
+Each round asks for a part of the schemas, then for as many tokens to the same prompts without a schema. Every answer is
+checked with jsonschema. Masks are timed afterwards: the server's own code follows each answer's tokens in this process.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+from jsonschema import validators
+from prometheus_client.parser import text_string_to_metric_families
+
+from tightwire.bench.report.table import Column, Metric, Table
+from tightwire.bench.run import Bench, BenchFailedError
+from tightwire.bench.structured.options import StructuredOptions
+from tightwire.bench.structured.schemas import Schema, make_schemas
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.open import open_checkpoint
+from tightwire.model.sampling.grammar import GrammarMasks, make_grammar
+from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.server.cli.remote import Remote, RemoteError, ask, connect
+
+_TIMEOUT_S = 900.0
+_COUNTERS = ("tightwire_forced_tokens_total", "tightwire_generation_tokens_total", "tightwire_engine_steps_total")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    index: int
+    token_ids: list[int]
+    problem: str | None  # why it is not valid; None: it is
+
+
+class StructuredBench(Bench[StructuredOptions]):
+    """Exit codes: 0; 1 where an answer is not valid or the server fails; 2 for a model that cannot be opened."""
+
+    verb = "structured"
+    metrics = (Metric(name="tokens_per_s", unit="tokens/s", better="faster", worse="slower"),)
+    columns = (
+        Column("arm", "name"),
+        Column("answers", "answers", "d"),
+        Column("valid, %", "valid", ".2f", 100),
+        Column("tokens", "tokens", "d"),
+        Column("tokens/s", "tokens_per_s", ".1f"),
+        Column("forced tokens, %", "forced", ".1f", 100),
+        Column("mask us, p50", "mask_p50_us", ".0f"),
+        Column("p99", "mask_p99_us", ".0f"),
+    )
+    failures = ((ModelError, 2), (RemoteError, 1))
+
+    def measure(self) -> None:
+        options = self.options
+        checkpoint = open_checkpoint(options.model)
+        schemas = make_schemas(options.schemas, options.seed)
+        remote = connect(options.url, api_key=options.api_key)
+        with self.progress:
+            answers = asyncio.run(self._measure(remote, schemas))
+        structured = self.measured[0]
+        grammars = [make_grammar("json", schema) for schema in schemas]
+        config, backend = checkpoint.config, checkpoint.tokenizer().backend
+        masks = GrammarMasks(config.vocab_size, config.eos_token_ids, backend.to_str)
+        mask_us = [us for answer in answers for us in _time_masks(masks, grammars[answer.index], answer.token_ids)]
+        structured["mask_p50_us"], structured["mask_p99_us"] = np.percentile(mask_us, (50, 99)).tolist()
+        wrong = [answer for answer in answers if answer.problem is not None]
+        structured["problems"] = {str(answer.index): answer.problem for answer in wrong}
+        self.keep()
+        self.print_table(Table(title="Answers with and without a schema", columns=self.columns, rows=self.measured))
+        if wrong:
+            raise BenchFailedError(
+                f"{len(wrong)} answers are not valid; the first, {wrong[0].index}: {wrong[0].problem}"
+            )
+
+    async def _measure(self, remote: Remote, schemas: Sequence[Schema]) -> list[Answer]:
+        options = self.options
+        answers: list[Answer] = []
+        structured: dict[str, Any] = {"name": "with schemas", "samples": {"tokens_per_s": []}}
+        free: dict[str, Any] = {"name": "without", "samples": {"tokens_per_s": []}}
+        self.measured += [structured, free]
+        changes = dict.fromkeys(_COUNTERS, 0.0)
+        seconds = {"with": 0.0, "without": 0.0}
+        async with httpx.AsyncClient(headers=dict(remote.headers), timeout=_TIMEOUT_S, trust_env=False) as http:
+            await _ask_for(http, remote, options, 0, None, 2)
+            await _ask_for(http, remote, options, 0, {"type": "object"}, 2)  # the server's first grammar
+            for part in np.array_split(np.arange(len(schemas)), min(options.rounds, len(schemas))):
+                task = self.progress.add_task(f"schemas {part[0]} to {part[-1]}", total=2 * len(part))
+
+                asks = [_ask_for(http, remote, options, i, schemas[i], options.max_tokens) for i in part.tolist()]
+                before, start_s = await _counters(http, remote), time.perf_counter()
+                new = await self._all(asks, task)
+                took_s = time.perf_counter() - start_s
+                after = await _counters(http, remote)
+                num_tokens = sum(len(answer.token_ids) for answer in new)
+                answers += new
+                changes = {name: changes[name] + after[name] - before[name] for name in _COUNTERS}
+                structured["samples"]["tokens_per_s"].append(num_tokens / took_s)
+                asks = [_ask_for(http, remote, options, each.index, None, len(each.token_ids)) for each in new]
+                start_s = time.perf_counter()
+                await self._all(asks, task)
+                free_s = time.perf_counter() - start_s
+                free["samples"]["tokens_per_s"].append(num_tokens / free_s)
+                seconds = {"with": seconds["with"] + took_s, "without": seconds["without"] + free_s}
+                self.progress.remove_task(task)
+        num_tokens = sum(len(answer.token_ids) for answer in answers)
+        for cell, name in ((structured, "with"), (free, "without")):
+            cell |= {"answers": len(answers), "tokens": num_tokens, "tokens_per_s": num_tokens / seconds[name]}
+        forced, generated, _ = (changes[name] for name in _COUNTERS)
+        structured["valid"] = sum(answer.problem is None for answer in answers) / len(answers)
+        structured["forced"] = forced / generated
+        return answers
+
+    async def _all(self, asks: Sequence[Awaitable[Answer]], task: Any) -> list[Answer]:
+        """The answers in order; ``concurrency`` requests at once."""
+        slots = asyncio.Semaphore(self.options.concurrency)
+
+        async def one(ask: Awaitable[Answer]) -> Answer:
+            async with slots:
+                answer = await ask
+            self.progress.advance(task)
+            return answer
+
+        return await asyncio.gather(*map(one, asks))
+
+
+async def _ask_for(
+    http: httpx.AsyncClient,
+    remote: Remote,
+    options: StructuredOptions,
+    index: int,
+    schema: Schema | None,
+    max_tokens: int,
+) -> Answer:
+    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "made_up", "schema": schema}}}
+    body = {
+        "model": remote.model,
+        "messages": [{"role": "user", "content": f"Invent something, number {index}. Answer with JSON."}],
+        "temperature": options.temperature,
+        "seed": options.seed + index,
+        "max_tokens": max_tokens,
+        "tightwire": {"token_ids": True},
+        **({"ignore_eos": True} if schema is None else form),
+    }
+    answer = await ask(http, f"{remote.base}/chat/completions", body)
+    [choice], [token_ids] = answer["choices"], answer["tightwire"]["token_ids"]
+    problem = None if schema is None else _problem(schema, choice)
+    return Answer(index, token_ids, problem)
+
+
+def _problem(schema: Schema, choice: dict[str, Any]) -> str | None:
+    if choice["finish_reason"] != "stop":
+        return f"the answer ended by {choice['finish_reason']}"
+    try:
+        value = json.loads(choice["message"]["content"])
+    except ValueError as error:
+        return f"not JSON: {error}"
+    error = next(validators.validator_for(schema)(schema).iter_errors(value), None)
+    return None if error is None else error.message
+
+
+async def _counters(http: httpx.AsyncClient, remote: Remote) -> dict[str, float]:
+    response = await http.get(remote.base.removesuffix("/v1") + "/metrics")
+    samples = [each for family in text_string_to_metric_families(response.text) for each in family.samples]
+    found = {each.name: each.value for each in samples if not each.labels}
+    if missing := [name for name in _COUNTERS if name not in found]:
+        raise RemoteError(f"{remote.base} has no counter {missing[0]}; is it a Tightwire server?")
+    return {name: found[name] for name in _COUNTERS}
+
+
+@dataclass
+class _Row:
+    """An answer as far as it has been followed."""
+
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    token_ids: list[int]
+    num_prompt_tokens: int = 0
+
+
+def _time_masks(masks: GrammarMasks, grammar: str, token_ids: Sequence[int]) -> list[float]:
+    """Microseconds for each mask that the server computed for this answer."""
+    row = _Row(SamplingParams(max_tokens=len(token_ids), grammar=grammar), frozenset(), [])
+    masks.forced(row)
+    taken: list[float] = []
+    while len(row.token_ids) < len(token_ids):
+        start_s = time.perf_counter()
+        masks.banned([row])
+        taken.append(1e6 * (time.perf_counter() - start_s))
+        row.token_ids.append(token_ids[len(row.token_ids)])
+        row.token_ids += masks.forced(row)
+    masks.release(row)
+    return taken

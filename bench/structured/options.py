@@ -1,0 +1,23 @@
+"""The options of ``tightwire bench structured``."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tightwire.bench.options import OutputOptions, option
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StructuredOptions(OutputOptions):
+    description: ClassVar[str] = (
+        "Ask a running Tightwire server for JSON of many schemas: are all answers valid, what do masks cost, and how fast is the "
+        "server with and without them."
+    )
+    url: str = option("http://127.0.0.1:8000", "address of the server", metavar="URL")
+    model: str = option("smollm2-135m", "the model that it serves, as `tightwire serve` takes it", metavar="MODEL")
+    api_key: str | None = option(None, "sent as a Bearer token", metavar="KEY")
+    schemas: int = option(200, "schemas, made from --seed", metavar="N", least=1)
+    rounds: int = option(4, "parts of the schemas; each is asked with the schemas, then without", metavar="N", least=1)
+    concurrency: int = option(1, "requests in flight", metavar="N", least=1)
+    temperature: float = option(1.0, "sampling temperature", metavar="T", least=0)
+    max_tokens: int = option(1500, "longest answer; a longer one is cut, and counts as not valid", metavar="N", least=1)
+    seed: int = option(25, "seed of the schemas and of sampling", metavar="N", least=0)
