@@ -17,6 +17,7 @@ from tightwire.server.api.disconnect import ClientGoneError, cancel_on_disconnec
 from tightwire.server.api.errors import to_api_error
 from tightwire.server.api.generation import Delta, Prompt, TokenSequence, generate
 from tightwire.server.api.logprobs import PromptLogprobs, prompt_logprobs
+from tightwire.server.api.record import Tokens
 from tightwire.server.api.responses import PromptTokensDetails, Usage
 from tightwire.server.api.schemas import GenerationBody, StreamOptions
 from tightwire.server.api.serving import ServedModel, Serving
@@ -127,6 +128,9 @@ class Answer:
         self._sequences = {f"{dialect.id}-{sequence.index}": sequence for sequence in sequences}
         self._stream = self._body.stream_options or StreamOptions.model_construct()
         self._deltas = generate(serving.engine, self._sequences, trace, self._body)
+        record = trace.record
+        record.asked, record.model, record.response_id = self._body, dialect.model.info.name, dialect.id
+        record.count_tokens = self._count_tokens
 
     async def respond(self, request: Request) -> Response:
         """The response. An error before the first token sets the status; a later one is an event of the stream."""
@@ -181,6 +185,12 @@ class Answer:
             total_tokens=prompt + completion,
             prompt_tokens_details=PromptTokensDetails(sum(sequence.num_cached_tokens for sequence in firsts)),
         )
+
+    def _count_tokens(self) -> Tokens:
+        if "refused" in self._trace.record.finish_reasons:
+            return Tokens()
+        usage = self._usage()
+        return Tokens(usage.prompt_tokens, usage.completion_tokens)
 
     def _extra(self) -> TightwireExtra | UnsetType:
         wanted = self._body.tightwire

@@ -55,6 +55,15 @@ class Metrics:
         )
         for outcome in ("stop", "length", "cancelled", "error", "refused"):
             self.requests.labels(outcome)  # present from the start, so that a rate can be computed
+        self.key_requests = Counter(
+            "tightwire_key_requests",
+            "POST requests by the name of their API key: accepted, or refused at one of its limits",
+            ["key", "outcome"],
+            registry=self.registry,
+        )
+        self.key_tokens = Counter(
+            "tightwire_key_tokens", "Tokens of prompts and answers by API key", ["key", "kind"], registry=self.registry
+        )
         self.registry.register(_Snapshot(lambda: _snapshot(stats() or EngineStats(), startup_s(), comm_setup())))
 
     def observe_ttft(self, timing: Mapping[str, float | None]) -> None:

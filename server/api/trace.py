@@ -9,6 +9,7 @@ from msgspec.structs import asdict, astuple, replace
 
 from tightwire.comm.ledger.ledger import GATHERING
 from tightwire.server.api.metrics import Metrics
+from tightwire.server.api.record import RequestRecord
 from tightwire.server.ipc.engine_client import EngineClient
 from tightwire.server.ipc.engine_stats import CommCount
 from tightwire.server.ipc.messages import FirstToken, Output
@@ -90,15 +91,15 @@ class RequestTrace:
         self,
         engine: EngineClient,
         metrics: Metrics,
+        record: RequestRecord,
         *,
-        arrived_s: float,
         streamed: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine, self._metrics, self._clock = engine, metrics, clock
-        self._arrived_s, self._streamed = arrived_s, streamed
+        self._engine, self._metrics, self.record, self._clock = engine, metrics, record, clock
+        self._arrived_s, self._streamed = record.arrived_s, streamed
         self._tokenize_s = 0.0
-        self._submitted_s = arrived_s
+        self._submitted_s = record.arrived_s
         self._last_token_s: dict[str, float | None] = {}  # of the sequences that still run
         self._first_output_s: float | None = None
         self._first_token: FirstToken | None = None
@@ -116,6 +117,7 @@ class RequestTrace:
         """Record that these sequences are submitted to the engine now."""
         self._last_token_s = dict.fromkeys(ids)
         self._submitted_s, self._comm_at_submit = self._clock(), self._read_comm()
+        self.record.submitted_s = self._submitted_s
 
     def saw(self, output: Output) -> None:
         """Record an output of a running sequence."""
@@ -126,7 +128,12 @@ class RequestTrace:
             self._metrics.queue_time.observe(output.queue_s)
         if output.token_ids:
             self._observe_tokens(output, now_s)
-        self._first_token = self._first_token or output.first_token
+        if self._first_token is None and output.first_token is not None:
+            self._first_token = output.first_token
+            self.record.scheduled_s, self.record.sampled_s = (
+                output.first_token.scheduled_s,
+                output.first_token.sampled_s,
+            )
         if not self._streamed:
             self.sent()
 
@@ -142,6 +149,7 @@ class RequestTrace:
             return
         del self._last_token_s[id_]
         self._metrics.requests.labels(outcome).inc()
+        self.record.finish_reasons.append(outcome)
         if outcome in ("stop", "length"):
             self._metrics.e2e_latency.observe(self._clock() - self._arrived_s)
 
@@ -166,6 +174,7 @@ class RequestTrace:
 
     def _observe_tokens(self, output: Output, now_s: float) -> None:
         last_s = self._last_token_s[output.id]
+        self.record.first_token_s, self.record.last_token_s = self.record.first_token_s or now_s, now_s
         if last_s is None:
             self._metrics.time_to_first_token.observe(now_s - self._arrived_s)
         else:

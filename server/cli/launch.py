@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import shlex
 import signal
 import socket
 import threading
@@ -53,6 +54,7 @@ class _Server:
         self._config, self._listener, self._ranks, self._progress = config, listener, ranks, progress
         self._holder = ModelHolder()
         self._first_signal_s: float | None = None
+        self._url = url_of(listener, config.http)
         self._member = ranks.place is not None and ranks.place.node > 0  # does not serve the API
 
     async def run(self) -> int:
@@ -61,7 +63,7 @@ class _Server:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         async with RankedEngine(self._config, self._ranks, self._progress) as engine:
             app = make_app(engine=engine.client, holder=self._holder, http=self._config.http)
-            async with run_server(app, self._listener):
+            async with run_server(app, self._listener, self._config.http):
                 return await self._run(engine)
 
     async def _run(self, engine: RankedEngine) -> int:
@@ -114,7 +116,7 @@ class _Server:
         if self._member:
             self._progress.close()
             self._progress.say(
-                f"node ready in {process_age_s():.1f} s; health and metrics at {url_of(self._listener)}, the API on node 0"
+                f"node ready in {process_age_s():.1f} s; health and metrics at {self._url}, the API on node 0"
             )
             return
         self._announce(info, decision, engine.ready)
@@ -124,15 +126,17 @@ class _Server:
         self._progress.detail(describe_ranks(decision, ready))
         self._progress.close()
         self._progress.say(
-            f"ready in {self._holder.startup_s:.1f} s at {url_of(self._listener)}\n"
+            f"ready in {self._holder.startup_s:.1f} s at {self._url}\n"
             f"{ready_lines(info, decision, ready)}\n  try        {self._example()}"
         )
 
     def _example(self) -> str:
-        key = ' -H "Authorization: Bearer $KEY"' if self._config.http.api_key else ""
+        http = self._config.http
+        key = ' -H "Authorization: Bearer $KEY"' if http.needs_key else ""
         question = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
-        url = f"{url_of(self._listener)}/v1/chat/completions"
-        return f"curl -s {url}{key} -H 'Content-Type: application/json' -d '{question}'"
+        url = f"{self._url}/v1/chat/completions"
+        socket = f" --unix-socket {shlex.quote(http.uds)}" if http.uds is not None else ""
+        return f"curl -s{socket} {url}{key} -H 'Content-Type: application/json' -d '{question}'"
 
     async def _unless_stopped(self, loading: Awaitable[None]) -> None:
         task = asyncio.ensure_future(loading)

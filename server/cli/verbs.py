@@ -25,7 +25,7 @@ from tightwire.server.config.flags import (
 )
 from tightwire.server.config.option import option, require
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.http.listener import PortTakenError, open_listener
+from tightwire.server.http.listener import PortTakenError, check_files, open_listener, remove_socket
 from tightwire.server.plan.launcher import resolve_hosts
 from tightwire.server.plan.network import HostPlace, wait_for_place
 from tightwire.server.plan.progress import START_STAGES, Progress
@@ -76,10 +76,12 @@ def _serve(argv: Sequence[str]) -> int:
         refuse_wrong_model(config)
         _load_kernels()
         refuse_early(config)
+        check_files(config.http)
         listener = open_listener(config.http)
     except (ValueError, PortTakenError) as error:
         return _refuse("serve", error)
     with listener, ExitStack() as stack:
+        stack.callback(remove_socket, config.http)
         try:
             ranks = _start_ranks(config, stack, place)
         except ValueError as error:

@@ -5,7 +5,8 @@ from typing import Any
 
 from tightwire.model.weights import QUANTIZATIONS
 from tightwire.server.config.hosts import HostOptions
-from tightwire.server.config.option import MAX_SECONDS, option, require, require_seconds
+from tightwire.server.config.http import HttpOptions
+from tightwire.server.config.option import option, require, require_seconds
 from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.weights import WeightOptions
 
@@ -110,42 +111,6 @@ class EngineOptions:
             self.max_num_batched_tokens,
             f"at least --max-num-seqs ({self.max_num_seqs}), or running sequences could not all take a step",
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HttpOptions:
-    """The HTTP server: address, access, limits, log."""
-
-    host: str = option("127.0.0.1", "address to listen on", metavar="ADDRESS")
-    port: int = option(8000, "port to listen on; 0 takes a free one", metavar="N")
-    api_key: str | None = option(
-        None, "Bearer token that every route except /health*, /metrics and the pages then requires", metavar="KEY"
-    )
-    max_queued_requests: int = option(256, "most sequences that wait or run; more get status 429", metavar="N")
-    strict_fields: bool = option(
-        False,
-        "refuse requests with unknown fields (status 400) instead of ignoring them. Ignored fields are named in the response "
-        "header X-Tightwire-Ignored, and once in the log",
-    )
-    metrics_alias: str = option(
-        "none",
-        "second names on /metrics, with the same values. vllm: vllm:num_requests_running and others that vllm-router and "
-        "production-stack read",
-        ("none", "vllm"),
-    )
-    shutdown_grace_s: float = option(30.0, "time for running requests to finish after SIGTERM", metavar="S")
-
-    log_level: str = option(
-        "info", "info: a few lines at start, then warnings; debug: every decision, stage and rank", ("info", "debug")
-    )
-
-    def __post_init__(self) -> None:
-        require(0 <= self.port <= 65535, "port", self.port, "0 to 65535")
-        # An unset variable in a script must not become an empty key.
-        require(self.api_key != "", "api_key", self.api_key, "left out, or not empty")
-        require(self.max_queued_requests >= 1, "max_queued_requests", self.max_queued_requests, "at least 1")
-        grace_s = self.shutdown_grace_s
-        require(0 <= grace_s <= MAX_SECONDS, "shutdown_grace_s", grace_s, f"0 to {MAX_SECONDS:g}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

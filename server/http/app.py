@@ -3,23 +3,29 @@
 import asyncio
 import contextlib
 import functools
+import os
 import socket
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from tightwire import __version__
 from tightwire.server.api.errors import install_error_handlers
 from tightwire.server.api.metrics import Metrics
+from tightwire.server.api.record import Recorder
 from tightwire.server.api.serving import ModelHolder, Serving
-from tightwire.server.config.serve import HttpOptions
-from tightwire.server.http.middleware import RequestScope, RequireKey
+from tightwire.server.config.http import HttpOptions
+from tightwire.server.http.keys import KeyRing
+from tightwire.server.http.middleware import EXPOSED_HEADERS, RequestScope, RequireKey
 from tightwire.server.http.openapi import make_page
+from tightwire.server.http.request_log import RequestLog
 from tightwire.server.http.routes.observe import observe_router
 from tightwire.server.http.routes.openai import openai_router
 from tightwire.server.http.routes.pages import pages_router
+from tightwire.server.http.telemetry import Telemetry, wants_traces
 from tightwire.server.ipc.engine_client import EngineClient
 
 _KEEP_ALIVE_S = 75  # longer than common clients keep an idle connection, so that the client closes it, not the server
@@ -52,12 +58,30 @@ def make_app(*, engine: EngineClient, holder: ModelHolder, http: HttpOptions) ->
     app.include_router(openai_router(serving))
     app.include_router(observe_router(serving))
     app.include_router(pages_router())
-    app.openapi = functools.cache(lambda: make_page(app, http.api_key is not None))
+    app.openapi = functools.cache(lambda: make_page(app, http.needs_key))
     install_error_handlers(app)
-    if http.api_key is not None:
-        app.add_middleware(RequireKey, api_key=http.api_key)
-    app.add_middleware(RequestScope)  # the last one added is the outermost
+    # The last one added is the outermost.
+    if http.needs_key:
+        app.add_middleware(RequireKey, keys=KeyRing(http), metrics=serving.metrics)
+    app.add_middleware(RequestScope, recorders=_make_recorders(http))
+    if http.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=http.cors_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
     return app
+
+
+def _make_recorders(http: HttpOptions) -> list[Recorder]:
+    recorders: list[Recorder] = []
+    if http.request_log is not None:
+        recorders.append(RequestLog(http.request_log, prompts=http.request_log_prompts))
+    if wants_traces(http.otlp_endpoint, os.environ):
+        recorders.append(Telemetry(http.otlp_endpoint))
+    return recorders
 
 
 class _Server(uvicorn.Server):
@@ -68,13 +92,15 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def run_server(app: Any, listener: socket.socket) -> AsyncIterator[None]:
+async def run_server(app: Any, listener: socket.socket, http: HttpOptions) -> AsyncIterator[None]:
     """Serve while the context is open; when it closes, finish the last responses."""
     server = _Server(
         uvicorn.Config(
             app,
             log_config=None,
             access_log=False,
+            ssl_certfile=http.ssl_certfile,
+            ssl_keyfile=http.ssl_keyfile,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_LAST_RESPONSES_S,
         )

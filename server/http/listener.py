@@ -1,17 +1,58 @@
-"""Binds the port before loading starts, so that a wrong address fails at once."""
+"""Binds the address before loading starts, and checks the files of the HTTP options, so that a wrong one fails at once."""
 
+import contextlib
 import errno
+import os
 import socket
+import ssl
+import stat
 
-from tightwire.server.config.serve import HttpOptions
+from tightwire.server.config.http import HttpOptions
+from tightwire.server.config.keys import read_keys
+from tightwire.server.http.telemetry import wants_traces
 
 
 class PortTakenError(OSError):
     """The server cannot listen on this address; the message says why and what to do."""
 
 
+def check_files(options: HttpOptions) -> None:
+    """Open every file that the options name. ValueError: the first that is wrong, or packages that are missing."""
+    if options.ssl_certfile is not None and options.ssl_keyfile is not None:
+        _check_certificate(options.ssl_certfile, options.ssl_keyfile)
+    if options.api_key_file is not None:
+        read_keys(options.api_key_file)
+    if options.request_log is not None:
+        try:
+            open(options.request_log, "a").close()
+        except OSError as error:
+            raise ValueError(f"--request-log {options.request_log} cannot be written: {error.strerror}") from error
+    wants_traces(options.otlp_endpoint, os.environ)
+
+
+def _check_certificate(certfile: str, keyfile: str) -> None:
+    for flag, path in (("--ssl-certfile", certfile), ("--ssl-keyfile", keyfile)):
+        try:
+            open(path, "rb").close()
+        except OSError as error:
+            raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from error
+
+    def refuse() -> str:  # OpenSSL would ask for the password on the terminal
+        raise ValueError(f"--ssl-keyfile {keyfile} is encrypted; give a key without a password")
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, refuse)
+    except ssl.SSLError as error:
+        reason = error.reason.replace("_", " ").lower() if error.reason else "not in PEM format"
+        raise ValueError(
+            f"--ssl-certfile {certfile} and --ssl-keyfile {keyfile} are not a certificate and its key in PEM format ({reason})"
+        ) from error
+
+
 def open_listener(options: HttpOptions) -> socket.socket:
     """A listening socket. PortTakenError: the address is in use, not this machine's, or not permitted."""
+    if options.uds is not None:
+        return _unix_listener(options.uds)
     try:
         family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
@@ -28,6 +69,49 @@ def open_listener(options: HttpOptions) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def remove_socket(options: HttpOptions) -> None:
+    """Remove the file of a Unix socket."""
+    if options.uds is not None:
+        with contextlib.suppress(OSError):
+            os.unlink(options.uds)
+
+
+def _unix_listener(path: str) -> socket.socket:
+    """A socket that a server left when it was killed is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _is_left_over(path):
+            os.unlink(path)
+        listener.bind(path)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortTakenError(
+                f"--uds {path} is in use by another program, or is not a socket; choose another path"
+            ) from error
+        raise PortTakenError(f"cannot listen on --uds {path}: {error.strerror or error}") from error
+    return listener
+
+
+def _is_left_over(path: str) -> bool:
+    """True for a socket that no program listens on."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return False
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.connect(path)
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def url_of(listener: socket.socket, options: HttpOptions) -> str:
+    """The server's address; of a Unix socket, the one to give to a client together with the socket."""
+    scheme = "http" if options.ssl_certfile is None else "https"
+    if options.uds is not None:
+        return f"{scheme}://localhost"
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

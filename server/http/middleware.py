@@ -1,7 +1,5 @@
-"""The ASGI middleware: the API key, the request id, the arrival time, and unexpected errors in the envelope."""
+"""The ASGI middleware: the API key, the request id and record, and unexpected errors in the envelope."""
 
-import hashlib
-import hmac
 import logging
 import re
 import time
@@ -13,10 +11,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tightwire.server.api.errors import ApiError, to_api_error
+from tightwire.server.api.metrics import Metrics
+from tightwire.server.api.record import Recorder, RequestRecord
+from tightwire.server.http.keys import KeyRing
 
 _log = logging.getLogger(__name__)
 _HEADER = "X-Request-Id"
 _IGNORED_HEADER = "X-Tightwire-Ignored"
+EXPOSED_HEADERS = (_HEADER, _IGNORED_HEADER, "Retry-After")  # to pages of other origins
 _MAX_IGNORED = 20  # fields named in the header
 # A client's id is echoed and logged, so it must not contain anything with a meaning in a header or a log.
 _ACCEPTED = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -26,27 +28,26 @@ _PAGE_FILES = "/web/"
 
 
 class RequestScope:
-    """ASGI middleware: sets ``request.state.arrived_s``, and the headers with the request id and the ignored fields.
+    """ASGI middleware: sets ``request.state.record``, and the headers with the request id and the ignored fields.
 
-    It answers HEAD as GET; the server leaves out the body.
+    It answers HEAD as GET; the server leaves out the body. ``recorders``: receive each record when its response has ended.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, recorders: Sequence[Recorder] = ()) -> None:
+        self._app, self._recorders = app, recorders
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope.setdefault("state", {})["arrived_s"] = time.monotonic()
         given = Headers(scope=scope).get(_HEADER, "")
         request_id = given if _ACCEPTED.fullmatch(given) else uuid.uuid4().hex
-        started = False
+        record = RequestRecord(id=request_id, method=scope["method"], path=scope["path"])
+        scope.setdefault("state", {})["record"] = record
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
             if message["type"] == "http.response.start":
-                started = True
+                record.status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers[_HEADER] = request_id
                 if ignored := scope["state"].get("ignored_fields"):
@@ -57,13 +58,24 @@ class RequestScope:
             asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
             await self._app(asked, receive, send_with_id)
         except ClientDisconnect:
-            return  # it disconnected while sending its body
+            record.status = 499  # it disconnected while sending its body
         except Exception as error:
             _log.error("request %s, %s %s, failed", request_id, scope["method"], scope["path"])
             answer = to_api_error(error)
-            if started:
+            if record.status is not None:
                 raise  # the server then closes the connection, so the client does not take half a response for a whole
             await answer.response()(scope, receive, send_with_id)
+        finally:
+            record.ended_s = time.monotonic()
+            if not _is_public(scope):
+                self._report(record, scope)
+
+    def _report(self, record: RequestRecord, scope: Scope) -> None:
+        for recorder in self._recorders:
+            try:
+                recorder(record, Headers(scope=scope))
+            except Exception:  # noqa: BLE001 - a full disk must not break answers
+                _log.exception("request %s could not be recorded", record.id)
 
 
 def wants_page(headers: Headers) -> bool:
@@ -79,27 +91,45 @@ def _is_public(scope: Scope) -> bool:
 
 
 class RequireKey:
-    """ASGI middleware: 401 unless ``Authorization: Bearer KEY`` has the server's key."""
+    """ASGI middleware: 401 unless ``Authorization: Bearer KEY`` has one of the server's keys; 429 at a key's limits."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app = app
-        self._digest = hashlib.sha256(api_key.encode()).digest()
+    def __init__(self, app: ASGIApp, keys: KeyRing, metrics: Metrics) -> None:
+        self._app, self._keys, self._metrics = app, keys, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        respond = self._app
-        if scope["type"] == "http" and not _is_public(scope):
-            header = Headers(scope=scope).get("authorization", "")
-            scheme, _, key = header.partition(" ")
-            # Digests have equal lengths, so the time of the comparison reveals nothing about the key, not even its length.
-            given = hashlib.sha256(key.strip().encode("latin-1")).digest()  # the bytes as they came
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given, self._digest):
-                message = (
-                    f"the API key is {'wrong' if header else 'missing'}; send the header Authorization: Bearer KEY with the "
-                    "key the server was started with"
-                )
-                headers = {"WWW-Authenticate": "Bearer"}
-                respond = ApiError(401, message, code="invalid_api_key", headers=headers).response()
-        await respond(scope, receive, send)
+        if scope["type"] != "http" or _is_public(scope):
+            await self._app(scope, receive, send)
+            return
+        header = Headers(scope=scope).get("authorization", "")
+        scheme, _, given = header.partition(" ")
+        key = self._keys.find(given.strip().encode("latin-1"))  # the bytes as they came
+        if scheme.lower() != "bearer" or key is None:
+            message = (
+                f"the API key is {'wrong' if header else 'missing'}; send the header Authorization: Bearer KEY with a key of "
+                "this server"
+            )
+            headers = {"WWW-Authenticate": "Bearer"}
+            await ApiError(401, message, code="invalid_api_key", headers=headers).response()(scope, receive, send)
+            return
+        record: RequestRecord = scope["state"]["record"]
+        record.key = key.name
+        if scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._keys.begin(key)
+        except ApiError as error:
+            self._metrics.key_requests.labels(key.name, "refused").inc()
+            await error.response()(scope, receive, send)
+            return
+        self._metrics.key_requests.labels(key.name, "accepted").inc()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            tokens = record.count_tokens()
+            self._keys.end(key, sum(tokens))
+            for kind, count in tokens._asdict().items():
+                self._metrics.key_tokens.labels(key.name, kind).inc(count)
 
 
 def _header_list(fields: Sequence[str]) -> str:

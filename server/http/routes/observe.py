@@ -96,7 +96,7 @@ def observe_router(serving: Serving) -> APIRouter:
 
 
 def _home(serving: Serving, url: str) -> Home:
-    model, key = serving.holder.model, " -H 'authorization: Bearer KEY'" if serving.http.api_key else ""
+    model, key = serving.holder.model, " -H 'authorization: Bearer KEY'" if serving.http.needs_key else ""
     chats = model is None or model.tokenizer.has_chat_template
     body = (
         {"messages": [{"role": "user", "content": "What is the capital of France?"}]}

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from tightwire.server.api.answer import Answer, Dialect
 from tightwire.server.api.chat import ChatDialect, chat_token_ids
 from tightwire.server.api.completions import CompletionDialect
-from tightwire.server.api.errors import invalid, json_response
+from tightwire.server.api.errors import ApiError, invalid, json_response
 from tightwire.server.api.prompts import check_ids, check_model, check_options, make_sequences, run_off_loop
 from tightwire.server.api.responses import Detokenized, ModelCard, ModelList, Tokenized
 from tightwire.server.api.schemas import DetokenizeBody, TokenizeBody
@@ -40,6 +40,14 @@ def openai_router(serving: Serving) -> APIRouter:
         check_model(model_id, info)
         return json_response(_card(info))
 
+    @router.post("/v1/embeddings", include_in_schema=False)
+    async def embeddings() -> Response:
+        raise ApiError(
+            404,
+            "the served model generates text and has no embeddings; send this request to a server with an embedding model",
+            code="embeddings_not_supported",
+        )
+
     @router.post("/tokenize", summary="Text to token ids")
     async def tokenize(request: Request) -> Response:
         model = serving.require_model(Phase.DRAINING)
@@ -66,7 +74,7 @@ async def _answer(request: Request, serving: Serving, dialect_type: type[Dialect
     body = await read_body(request, dialect_type.body_type, serving)
     check_model(body.model, model.info)
     check_options(body, model.info, serving.http.max_queued_requests)
-    trace = RequestTrace(serving.engine, serving.metrics, arrived_s=request.state.arrived_s, streamed=body.stream)
+    trace = RequestTrace(serving.engine, serving.metrics, request.state.record, streamed=body.stream)
     dialect = dialect_type(body, model)
     with trace.tokenizing():
         prompts = await dialect.prompts()

@@ -9,6 +9,7 @@ import pytest
 from helpers.server.fake_engine import FakeEngine
 
 from tightwire.server.api.metrics import Metrics
+from tightwire.server.api.record import RequestRecord
 from tightwire.server.api.trace import RequestTrace
 from tightwire.server.ipc.messages import FirstToken, Output
 
@@ -31,7 +32,8 @@ def clock() -> Clock:
 
 def make_trace(clock: Clock, *, streamed: bool = True) -> RequestTrace:
     """A request that arrived at 10, was tokenized for 2, and went to the engine at 15."""
-    trace = RequestTrace(FakeEngine(), Metrics(lambda: None), arrived_s=10.0, streamed=streamed, clock=clock)
+    record = RequestRecord(id="a", method="POST", path="/", arrived_s=10.0)
+    trace = RequestTrace(FakeEngine(), Metrics(lambda: None), record, streamed=streamed, clock=clock)
     clock.now_s = 11.0
     with trace.tokenizing():
         clock.now_s = 13.0

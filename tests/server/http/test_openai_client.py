@@ -116,6 +116,8 @@ def test_exceptions_are_the_ones_programs_catch(openai_client: OpenAI, engine: F
     with pytest.raises(openai.NotFoundError):
         openai_client.models.retrieve("gpt-5")
     with pytest.raises(openai.NotFoundError, match="no such route"):
+        openai_client.moderations.create(input="a")
+    with pytest.raises(openai.NotFoundError, match="has no embeddings; send this request to a server with"):
         openai_client.embeddings.create(model="tiny", input="a")
     with pytest.raises(openai.AuthenticationError):
         openai_client.with_options(api_key="wrong").chat.completions.create(**CHAT)

@@ -1,0 +1,94 @@
+"""Options of the HTTP server: where it listens, who may use it, what it records."""
+
+import re
+from dataclasses import dataclass
+
+from tightwire.server.config.option import MAX_SECONDS, option, require
+
+_ORIGIN = re.compile(r"\*|[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s?#@]+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HttpOptions:
+    """The HTTP server: address, access, limits, log."""
+
+    host: str = option("127.0.0.1", "address to listen on", metavar="ADDRESS")
+    port: int = option(8000, "port to listen on; 0 takes a free one", metavar="N")
+    uds: str | None = option(None, "Unix socket to listen on, in place of --host and --port", metavar="PATH")
+    ssl_certfile: str | None = option(
+        None, "certificate chain in PEM format; the server then speaks HTTPS. Needs --ssl-keyfile", metavar="FILE"
+    )
+    ssl_keyfile: str | None = option(None, "private key of --ssl-certfile in PEM format, not encrypted", metavar="FILE")
+    api_key: str | None = option(
+        None, "Bearer token that every route except /health*, /metrics and the pages then requires", metavar="KEY"
+    )
+    api_key_file: str | None = option(
+        None,
+        "YAML file of keys with names and limits, read again when it changes; see docs/deploy.md. Clients then need one of "
+        "its keys, or --api-key",
+        metavar="FILE",
+    )
+    cors_origin: tuple[str, ...] = option(
+        (),
+        "origins whose pages may call this server from a browser, such as https://a.example, with commas between; * allows all",
+        metavar="ORIGIN",
+    )
+    max_queued_requests: int = option(256, "most sequences that wait or run; more get status 429", metavar="N")
+    strict_fields: bool = option(
+        False,
+        "refuse requests with unknown fields (status 400) instead of ignoring them. Ignored fields are named in the response "
+        "header X-Tightwire-Ignored, and once in the log",
+    )
+    metrics_alias: str = option(
+        "none",
+        "second names on /metrics, with the same values. vllm: vllm:num_requests_running and others that vllm-router and "
+        "production-stack read",
+        ("none", "vllm"),
+    )
+    request_log: str | None = option(
+        None,
+        "append one line of JSON to this file for each request except /health*, /metrics and the pages: time, id, key name, route, "
+        "model, status, tokens, time to the first token, total time",
+        metavar="FILE",
+    )
+    request_log_prompts: bool = option(False, "also write prompts to --request-log")
+    otlp_endpoint: str | None = option(
+        None,
+        "send a trace of each request to this OpenTelemetry collector (OTLP over HTTP), such as http://127.0.0.1:4318. Needs "
+        "the extra `otel`. The OTEL_* variables apply; OTEL_EXPORTER_OTLP_ENDPOINT is the default",
+        metavar="URL",
+    )
+    shutdown_grace_s: float = option(30.0, "time for running requests to finish after SIGTERM", metavar="S")
+
+    log_level: str = option(
+        "info", "info: a few lines at start, then warnings; debug: every decision, stage and rank", ("info", "debug")
+    )
+
+    def __post_init__(self) -> None:
+        require(0 <= self.port <= 65535, "port", self.port, "0 to 65535")
+        # An unset variable in a script must not become an empty key or path.
+        require(self.api_key != "", "api_key", self.api_key, "left out, or not empty")
+        for name in ("uds", "ssl_certfile", "ssl_keyfile", "api_key_file", "request_log"):
+            require(getattr(self, name) != "", name, "", "a path, or left out")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            given, missing = ("certfile", "keyfile") if self.ssl_keyfile is None else ("keyfile", "certfile")
+            raise ValueError(f"--ssl-{given} needs --ssl-{missing}; give both for HTTPS")
+        for origin in self.cors_origin:
+            require(
+                _ORIGIN.fullmatch(origin) is not None, "cors_origin", origin, "* or SCHEME://HOST[:PORT] without a path"
+            )
+        if self.request_log_prompts and self.request_log is None:
+            raise ValueError("--request-log-prompts needs --request-log FILE")
+        require(
+            self.otlp_endpoint is None or re.match("https?://[^/]", self.otlp_endpoint) is not None,
+            "otlp_endpoint",
+            self.otlp_endpoint,
+            "an http:// or https:// address",
+        )
+        require(self.max_queued_requests >= 1, "max_queued_requests", self.max_queued_requests, "at least 1")
+        grace_s = self.shutdown_grace_s
+        require(0 <= grace_s <= MAX_SECONDS, "shutdown_grace_s", grace_s, f"0 to {MAX_SECONDS:g}")
+
+    @property
+    def needs_key(self) -> bool:
+        return self.api_key is not None or self.api_key_file is not None

@@ -1,0 +1,140 @@
+"""Sends a trace of each generation request to an OpenTelemetry collector: a span of the request, its queue, prefill and decode.
+
+Names and attributes follow OpenTelemetry's conventions for generative AI. The spans are made after the response, from moments
+that ``/metrics`` needs anyway.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from tightwire import __version__
+from tightwire.server.api.record import RequestRecord
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_OPERATIONS = {"/v1/completions": "text_completion"}  # others are chats
+# Fields of a request by the convention's name; a field that has its default is left out.
+_ASKED = {
+    "gen_ai.request.max_tokens": "token_limit",
+    "gen_ai.request.temperature": "temperature",
+    "gen_ai.request.top_p": "top_p",
+    "gen_ai.request.top_k": "top_k",
+    "gen_ai.request.seed": "seed",
+    "gen_ai.request.choice.count": "n",
+    "gen_ai.request.presence_penalty": "presence_penalty",
+    "gen_ai.request.frequency_penalty": "frequency_penalty",
+    "gen_ai.request.stop_sequences": "stop",
+}
+
+
+def wants_traces(endpoint: str | None, environment: Mapping[str, str]) -> bool:
+    """True if the flag or a standard variable names a collector. ValueError: traces cannot be sent to it from here."""
+    named = next((name for name in _ENDPOINTS if environment.get(name)), None)
+    exporter = environment.get("OTEL_TRACES_EXPORTER", "otlp")
+    if endpoint is None and (named is None or exporter != "otlp"):
+        return False
+    source = "--otlp-endpoint" if endpoint is not None else named
+    protocol = next((environment[name] for name in _PROTOCOLS if environment.get(name)), "http/protobuf")
+    if protocol != "http/protobuf":
+        raise ValueError(f"{source}: OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; this server sends http/protobuf only")
+    try:
+        installed = find_spec("opentelemetry.exporter.otlp.proto.http") and find_spec("opentelemetry.sdk")
+    except ModuleNotFoundError:
+        installed = None
+    if not installed:
+        raise ValueError(f"{source} needs OpenTelemetry; install it with `pip install 'tightwire[otel]'`")
+    return True
+
+
+class Telemetry:
+    """Makes spans. Its exporter sends them in batches from a thread, and the last ones when the process exits."""
+
+    def __init__(self, endpoint: str | None) -> None:
+        """``endpoint``: None: that of the OTEL_* variables."""
+        from opentelemetry import propagate, trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        # As the SDK does with the variable for all signals; a whole address keeps its path.
+        url = None if endpoint is None else f"{endpoint.rstrip('/').removesuffix('/v1/traces')}/v1/traces"
+        attributes = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "tightwire"}
+        provider = TracerProvider(resource=Resource.create({**attributes, "service.version": __version__}))
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
+        self._extract, self._trace = propagate.extract, trace
+        self._tracer = provider.get_tracer("tightwire", __version__)
+        self._provider = provider
+
+    def __call__(self, record: RequestRecord, headers: Mapping[str, str]) -> None:
+        if record.asked is None:
+            return  # it generated nothing: a list of models, a wrong key, an invalid body
+        trace = self._trace
+        operation = _OPERATIONS.get(record.path, "chat")
+        root = self._tracer.start_span(
+            f"{operation} {record.model}",
+            self._extract(headers),
+            kind=trace.SpanKind.SERVER,
+            attributes={"gen_ai.operation.name": operation, **_attributes(record)},
+            start_time=_ns(record, record.arrived_s),
+        )
+        if record.status is None or record.status >= 500:
+            root.set_status(trace.Status(trace.StatusCode.ERROR))
+        inside = trace.set_span_in_context(root)
+        for name, start_s, end_s in _phases(record):
+            span = self._tracer.start_span(name, inside, start_time=_ns(record, start_s))
+            span.end(_ns(record, end_s))
+        assert record.ended_s is not None, "records are complete when they come here"
+        root.end(_ns(record, record.ended_s))
+
+    def flush(self) -> None:
+        """Send what has not been sent yet."""
+        self._provider.force_flush()
+
+
+def _attributes(record: RequestRecord) -> dict[str, Any]:
+    asked, tokens = record.asked, record.count_tokens()
+    found: dict[str, Any] = {
+        "gen_ai.provider.name": "tightwire",
+        "gen_ai.output.type": "text",
+        "gen_ai.request.model": asked.model or record.model,
+        "gen_ai.response.model": record.model,
+        "gen_ai.response.id": record.response_id,
+        "gen_ai.response.finish_reasons": record.finish_reasons,
+        "gen_ai.usage.input_tokens": tokens.prompt,
+        "gen_ai.usage.output_tokens": tokens.answer,
+        "http.request.method": record.method,
+        "http.route": record.path,
+        "http.response.status_code": record.status,
+        "tightwire.request.id": record.id,
+        "tightwire.api_key.name": record.key,
+    }
+    if record.first_token_s is not None:
+        found["gen_ai.server.time_to_first_token"] = record.first_token_s - record.arrived_s
+    for name, field in _ASKED.items():
+        value = getattr(asked, field)
+        default = (
+            type(asked).model_fields[field].get_default(call_default_factory=True) if field != "token_limit" else None
+        )
+        if value != default:
+            found[name] = value
+    if record.status is not None and record.status >= 400:
+        found["error.type"] = str(record.status)
+    elif record.finish_reasons and not {"stop", "length"}.issuperset(record.finish_reasons):
+        found["error.type"] = next(reason for reason in record.finish_reasons if reason not in ("stop", "length"))
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
+    """The parts of the request in the engine, as far as it came."""
+    moments = [record.submitted_s, record.scheduled_s, record.sampled_s, record.last_token_s]
+    for name, start_s, end_s in zip(("queue", "prefill", "decode"), moments[:-1], moments[1:], strict=True):
+        if start_s is None or end_s is None:
+            return
+        yield name, start_s, max(start_s, end_s)
+
+
+def _ns(record: RequestRecord, moment_s: float) -> int:
+    return int(record.unix_s(moment_s) * 1e9)
