@@ -1,7 +1,7 @@
 """``tightwire bench structured``: asks a running server for JSON of many schemas at temperature 1.
 
 Each round asks for a part of the schemas, then for as many tokens to the same prompts without a schema. Every answer is
-checked with jsonschema. Masks are timed afterwards: the server's own code follows each answer's tokens in this process.
+checked with jsonschema-rs. Masks are timed afterwards: the server's own code follows each answer's tokens in this process.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import numpy as np
-from jsonschema import validators
+from jsonschema_rs import ValidationError, validator_for
 from prometheus_client.parser import text_string_to_metric_families
 
 from tightwire.bench.report.table import Column, Metric, Table
@@ -155,11 +155,12 @@ def _problem(schema: Schema, choice: dict[str, Any]) -> str | None:
     if choice["finish_reason"] != "stop":
         return f"the answer ended by {choice['finish_reason']}"
     try:
-        value = json.loads(choice["message"]["content"])
-    except ValueError as error:
+        validator_for(schema).validate(json.loads(choice["message"]["content"]))
+    except json.JSONDecodeError as error:
         return f"not JSON: {error}"
-    error = next(validators.validator_for(schema)(schema).iter_errors(value), None)
-    return None if error is None else error.message
+    except ValidationError as error:
+        return error.message
+    return None
 
 
 async def _counters(http: httpx.AsyncClient, remote: Remote) -> dict[str, float]:
