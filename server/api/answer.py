@@ -4,7 +4,7 @@ import contextlib
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -14,12 +14,12 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tightwire.server.api.disconnect import ClientGoneError, cancel_on_disconnect
-from tightwire.server.api.errors import to_api_error
+from tightwire.server.api.errors import ApiError, to_api_error
 from tightwire.server.api.generation import Delta, Prompt, TokenSequence, generate
 from tightwire.server.api.logprobs import PromptLogprobs, prompt_logprobs
 from tightwire.server.api.record import Tokens
 from tightwire.server.api.responses import PromptTokensDetails, Usage
-from tightwire.server.api.schemas import GenerationBody, StreamOptions
+from tightwire.server.api.schemas import Body, GenerationBody, StreamOptions
 from tightwire.server.api.serving import ServedModel, Serving
 from tightwire.server.api.trace import RequestTrace, TightwireExtra
 
@@ -48,8 +48,13 @@ class EventStream(StreamingResponse):
 
 
 def encode_frame(event: Struct) -> bytes:
-    """One event; JSON has no raw line break, so one ``data:`` line carries it."""
-    return b"data: " + _encoder.encode(event) + b"\n\n"
+    """One event; its name is the struct's tag. JSON has no raw line break, so one ``data:`` line carries it."""
+    name = event.__struct_config__.tag
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + _encoder.encode(event) + b"\n\n"
+
+
+def _encode_frames(events: Iterable[Struct]) -> bytes:
+    return b"".join(map(encode_frame, events))
 
 
 class HeadedBody(Struct):
@@ -64,14 +69,15 @@ class HeadedBody(Struct):
 class Dialect(ABC, Generic[BodyT]):
     """One API: its request bodies to prompts, its deltas to response bodies. Each request has its own instance."""
 
-    body_type: ClassVar[type[GenerationBody]]
+    body_type: ClassVar[type[Body]]  # of a request
     whole_type: ClassVar[Callable[..., HeadedBody]]
     chunk_type: ClassVar[Callable[..., HeadedBody]]
     id_prefix: ClassVar[str]
+    end_of_stream: ClassVar[bytes] = b"data: [DONE]\n\n"
 
     def __init__(self, body: BodyT, model: ServedModel) -> None:
         self.body, self.model = body, model
-        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
         fingerprint = model.info.fingerprint(body.tightwire.allreduce)
         self.name_of = "token_id:{}".format if body.return_tokens_as_token_ids else model.tokens.text_of
         self._heading = (self.id, int(time.time()), model.info.name, fingerprint)
@@ -91,7 +97,11 @@ class Dialect(ABC, Generic[BodyT]):
     @abstractmethod
     def logprobs(self, delta: Delta) -> Struct: ...
 
-    def chunks(self, delta: Delta, usage: StreamUsage) -> Iterator[HeadedBody]:
+    def in_own_words(self, error: ApiError) -> ApiError:
+        """The error with the names that the fields have in this API."""
+        return error
+
+    def chunks(self, delta: Delta, usage: StreamUsage) -> Iterator[Struct]:
         """The stream's chunks for this delta: content first, then the finish reason in a separate chunk."""
         logprobs = self._logprobs(delta)
         if delta.text:
@@ -105,7 +115,18 @@ class Dialect(ABC, Generic[BodyT]):
     ) -> HeadedBody:
         return self.chunk_type(*self._heading, choices=choices, usage=usage, tightwire=extra)
 
-    def whole(self, deltas: Sequence[Delta], usage: Usage, extra: TightwireExtra | UnsetType) -> HeadedBody:
+    def last_chunks(self, usage: Usage, extra: TightwireExtra | UnsetType) -> Iterator[Struct]:
+        """The chunks after the last delta."""
+        options = self.body.stream_options
+        wants_usage = options is not None and options.include_usage
+        if wants_usage or extra is not UNSET:
+            yield self.chunk([], usage if wants_usage else UNSET, extra)
+
+    def failure(self, error: ApiError, usage: Usage) -> Iterator[Struct]:
+        """The last events of a stream that breaks."""
+        yield error.body()
+
+    def whole(self, deltas: Sequence[Delta], usage: Usage, extra: TightwireExtra | UnsetType) -> Struct:
         choices = [self.choice(delta, self._logprobs(delta), self._of_prompt(delta)) for delta in deltas]
         return self.whole_type(*self._heading, choices=choices, usage=usage, tightwire=extra)
 
@@ -154,24 +175,22 @@ class Answer:
         return Response(content, media_type="application/json")
 
     async def _frames(self, first: Delta) -> AsyncGenerator[bytes, None]:
-        wants_usage = self._stream.include_usage
+        dialect = self._dialect
         try:
             yield self._encode(first)
             self._trace.sent()
             async for delta in self._deltas:
                 yield self._encode(delta)
-            extra = self._extra()
-            if wants_usage or extra is not UNSET:
-                yield encode_frame(self._dialect.chunk([], self._usage() if wants_usage else UNSET, extra))
+            yield _encode_frames(dialect.last_chunks(self._usage(), self._extra()))
         except Exception as error:  # noqa: BLE001 - the status is already sent, so only an event can tell the client
-            yield encode_frame(to_api_error(error).body())
-        yield b"data: [DONE]\n\n"
+            yield _encode_frames(dialect.failure(to_api_error(error), self._usage()))
+        yield dialect.end_of_stream
 
     def _encode(self, delta: Delta) -> bytes:
         usage: StreamUsage = None if self._stream.include_usage else UNSET
         if self._stream.include_usage and self._stream.continuous_usage_stats:
             usage = self._usage(delta.index)
-        return b"".join(map(encode_frame, self._dialect.chunks(delta, usage)))
+        return _encode_frames(self._dialect.chunks(delta, usage))
 
     def _usage(self, index: int | None = None) -> Usage:
         """Counts each prompt once, however many answers it has. ``index``: only the tokens of this answer."""

@@ -126,14 +126,14 @@ async def chat_token_ids(
 class ChatDialect(Dialect[ChatBody]):
     """A choice's first chunk has the role, its last only the finish reason."""
 
-    body_type, whole_type, chunk_type, id_prefix = ChatBody, ChatCompletion, ChatChunk, "chatcmpl"
+    body_type, whole_type, chunk_type, id_prefix = ChatBody, ChatCompletion, ChatChunk, "chatcmpl-"
 
     def __init__(self, body: ChatBody, model: ServedModel) -> None:
         super().__init__(body, model)
         self._role = "assistant" if body.begins_message else body.messages[-1].role
         self._begun: set[int] = set()
         self._has_tools = bool(body.tools) and body.tool_choice != "none"
-        self._readers: dict[int, CallReader] = {}  # of a stream, by choice
+        self._readers: dict[int, CallReader] = {}  # by choice
 
     async def prompts(self) -> list[Prompt]:
         body = self.body
@@ -147,7 +147,7 @@ class ChatDialect(Dialect[ChatBody]):
         ids = await chat_token_ids(self.model, body.messages, body, tools)
         return [Prompt(ids, after_text=body.continue_final_message)]
 
-    def chunks(self, delta: Delta, usage: StreamUsage) -> Iterator[HeadedBody]:
+    def chunks(self, delta: Delta, usage: StreamUsage) -> Iterator[Struct]:
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             before = usage
@@ -157,18 +157,22 @@ class ChatDialect(Dialect[ChatBody]):
         if not self._has_tools:
             yield from super().chunks(delta, usage)
             return
-        reader = self._readers.setdefault(delta.index, self._make_reader())
         logprobs: Any = self._logprobs(delta)
-        pieces = reader.push(delta.text)
-        if delta.finish_reason is not None:
-            pieces += reader.flush()
-        for piece in pieces:
+        for piece in self.pieces(delta):
             part = ChatDelta(content=piece) if isinstance(piece, str) else ChatDelta(tool_calls=[_call_delta(piece)])
             yield self.chunk([ChatChunkChoice(delta.index, part, logprobs)], usage)
             logprobs = None
         if delta.finish_reason is not None or logprobs is not None:
-            reason = delta.finish_reason and _reason(delta.finish_reason, reader)
+            reason = delta.finish_reason and _reason(delta.finish_reason, self._readers[delta.index])
             yield self.chunk([ChatChunkChoice(delta.index, ChatDelta(), logprobs, reason)], usage)
+
+    def pieces(self, delta: Delta) -> list[Piece]:
+        """The next pieces of text and calls of this delta's choice. Call it with each delta in order."""
+        if not self._has_tools:
+            return [delta.text] if delta.text else []
+        if (reader := self._readers.get(delta.index)) is None:
+            reader = self._readers[delta.index] = self._make_reader()
+        return reader.push(delta.text) + (reader.flush() if delta.finish_reason is not None else [])
 
     def piece(self, index: int, text: str, logprobs: Logprobs, finish_reason: str | None = None) -> ChatChunkChoice:
         return ChatChunkChoice(index, ChatDelta(content=text or UNSET), logprobs, finish_reason)
@@ -176,9 +180,8 @@ class ChatDialect(Dialect[ChatBody]):
     def choice(self, delta: Delta, logprobs: Logprobs, of_prompt: PromptLogprobs | UnsetType) -> ChatChoice:
         message, reason = ChatMessage(delta.text, self._role), delta.finish_reason or ""
         if self._has_tools:
-            reader = self._make_reader()
-            pieces = reader.push(delta.text) + reader.flush()
-            message, reason = _message(pieces, self._role), _reason(reason, reader)
+            message = _message(self.pieces(delta), self._role)
+            reason = _reason(reason, self._readers[delta.index])
         return ChatChoice(delta.index, message, reason, logprobs, of_prompt)
 
     def logprobs(self, delta: Delta) -> ChatLogprobs:
@@ -194,7 +197,7 @@ def _call_delta(piece: CallPiece) -> CallDelta:
     if piece.name is None:
         return CallDelta(FunctionDelta(piece.arguments), index=piece.call)
     function = FunctionDelta(piece.arguments, name=piece.name)
-    return CallDelta(function, index=piece.call, id=_new_id(), type="function")
+    return CallDelta(function, index=piece.call, id=new_call_id("call"), type="function")
 
 
 def _message(pieces: Sequence[Piece], role: str) -> ChatMessage:
@@ -202,7 +205,7 @@ def _message(pieces: Sequence[Piece], role: str) -> ChatMessage:
     calls: dict[int, CallDelta] = {}
     for piece in pieces:
         if not isinstance(piece, str):
-            first = CallDelta(FunctionDelta("", name=piece.name or ""), id=_new_id(), type="function")
+            first = CallDelta(FunctionDelta("", name=piece.name or ""), id=new_call_id("call"), type="function")
             calls.setdefault(piece.call, first).function.arguments += piece.arguments
     text = "".join(piece for piece in pieces if isinstance(piece, str))
     return ChatMessage(text or (None if calls else ""), role, tool_calls=list(calls.values()) or UNSET)
@@ -212,5 +215,5 @@ def _reason(reason: str, reader: CallReader) -> str:
     return "tool_calls" if reason == "stop" and reader.num_calls else reason
 
 
-def _new_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
+def new_call_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex[:24]}"

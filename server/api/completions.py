@@ -33,7 +33,7 @@ class Completion(HeadedBody):
 class CompletionDialect(Dialect[CompletionBody]):
     """A choice's last chunk has no text, only the finish reason."""
 
-    body_type, whole_type, chunk_type, id_prefix = CompletionBody, Completion, Completion, "cmpl"
+    body_type, whole_type, chunk_type, id_prefix = CompletionBody, Completion, Completion, "cmpl-"
 
     async def prompts(self) -> list[Prompt]:
         given = self.body.prompt

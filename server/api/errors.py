@@ -1,4 +1,7 @@
-"""Turns every error into the envelope that OpenAI clients read: ``{"error": {message, type, param, code}}``."""
+"""Turns every error into the envelope that the route's clients read.
+
+OpenAI's is ``{"error": {message, type, param, code}}``. Anthropic's, under /v1/messages, is ``{"type": "error", "error": {...}}``.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -46,6 +49,17 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+# Anthropic's; any other 5xx is an api_error.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_ANTHROPIC_PATHS = "/v1/messages"
 
 
 def json_response(body: msgspec.Struct, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -63,6 +77,10 @@ class ErrorBody(msgspec.Struct, frozen=True):
     """The body of every error response, and the error event of a broken stream."""
 
     error: ErrorDetail
+
+
+class MessagesErrorBody(ErrorBody, frozen=True, tag_field="type", tag="error"):
+    """The same under /v1/messages, in Anthropic's form."""
 
 
 @dataclass(eq=False)
@@ -83,8 +101,14 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return ErrorBody(error=ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code))
 
-    def response(self) -> Response:
-        return json_response(self.body(), self.status, self.headers)
+    def messages_body(self) -> MessagesErrorBody:
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return MessagesErrorBody(ErrorDetail(self.message, kind, self.param, self.code))
+
+    def response(self, path: str) -> Response:
+        """``path``: of the request; it decides the form of the body."""
+        of_messages = path.startswith(_ANTHROPIC_PATHS)
+        return json_response(self.messages_body() if of_messages else self.body(), self.status, self.headers)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -112,7 +136,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    return to_api_error(error).response()
+    return to_api_error(error).response(request.url.path)
 
 
 def install_error_handlers(app: FastAPI) -> None:

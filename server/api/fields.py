@@ -1,15 +1,25 @@
 """The base of every object in a request, and how a check refuses a value."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Discriminator
 from pydantic_core import PydanticCustomError
 
 
 def refusal(why: str) -> PydanticCustomError:
     """The error that a field's check raises; the answer says ``{path} {why}``."""
     return PydanticCustomError("refused", "{why}", {"why": why})
+
+
+def told_apart(kind_of: Callable[[dict[str, Any]], Any], supported: str) -> Discriminator:
+    """Tells the members of a union of ``Fields`` apart; each has the ``Tag`` ~ and its kind. ``supported``: for the error."""
+
+    def tag(value: Any) -> str | None:
+        is_typed = isinstance(value, dict) and isinstance(value.get("type", ""), str)
+        return f"~{kind_of(value)}" if is_typed else None
+
+    return Discriminator(tag, custom_error_type="kind", custom_error_message=supported)
 
 
 class Fields(BaseModel):

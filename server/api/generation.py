@@ -31,12 +31,13 @@ class Delta:
     entries: list[TokenEntry] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: str | None = None
+    stop_string: str | None = None  # the one that ended it
 
     def append(self, later: "Delta") -> None:
         self.text += later.text
         self.entries += later.entries
         self.prompt_logprobs = later.prompt_logprobs or self.prompt_logprobs
-        self.finish_reason = later.finish_reason
+        self.finish_reason, self.stop_string = later.finish_reason, later.stop_string
 
 
 class Prompt(NamedTuple):
@@ -115,7 +116,7 @@ class TokenSequence:
         self._delta.text += text
         if self._stops.hit is not None:
             self.finished = True
-            self._delta.finish_reason = "stop"
+            self._delta.finish_reason, self._delta.stop_string = "stop", self._stops.hit
 
     def _finish(self, reason: str) -> None:
         self._add_text(self._detokenizer.flush())

@@ -4,6 +4,7 @@ A string is not accepted as a number. A top-level ``null`` means "not given".
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -103,7 +104,14 @@ NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 
 
 class Body(Fields):
+    # By name, at any depth: the values that are accepted because they have no effect, and advice for the others.
+    unsupported: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = UNSUPPORTED_FIELDS
+
     model: str | None = Field(None, description="The served model's name; may be left out.")
+
+    def ignored_values(self) -> Iterator[tuple[str, str]]:
+        """Path and name of each value that is ignored although its field is known."""
+        yield from ()
 
 
 class StreamOptions(Fields):
@@ -123,19 +131,10 @@ class TightwireOptions(Fields):
     )
 
 
-class GenerationBody(Body):
-    """The fields that completions and chat completions share."""
+class SamplingBody(Body):
+    """The fields that every API which generates text has, OpenAI's and extensions."""
 
-    text_param: ClassVar[str]  # the field with the prompt, for error messages
-    default_tokens: ClassVar[int | None] = None  # of an answer without max_tokens; None: what fits the context
-
-    max_tokens: TokenCount | None = Field(
-        None,
-        description="Most tokens of the answer. Default: what fits the context; of a completion 16. 0 requires echo.",
-    )
-    n: int = Field(1, ge=1, le=128, description="Answers per prompt.")
     stream: bool = False
-    stream_options: StreamOptions | None = None
     seed: int | None = Field(None, ge=-_INT64, lt=_INT64, description="The same seed gives the same text.")
     temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy.")
     top_p: float = Field(1.0, gt=0, le=1)
@@ -145,7 +144,6 @@ class GenerationBody(Body):
     frequency_penalty: Penalty = 0.0
     repetition_penalty: float = Field(1.0, ge=0.01, le=100, description="Extension.")
     logit_bias: LogitBias = Field(default_factory=dict)
-    stop: Stop = Field(default_factory=list)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=128, description="Extension.")
     include_stop_str_in_output: bool = Field(False, description="Extension: keep the stop string in the text.")
     min_tokens: TokenCount = Field(0, description="Extension: do not end before this many tokens.")
@@ -158,15 +156,30 @@ class GenerationBody(Body):
     bad_words: list[BadWord] = Field(
         default_factory=list, max_length=1024, description="Extension: texts that are not generated."
     )
-    response_format: ResponseFormat | None = Field(None, description="Text, any JSON object, or JSON of a schema.")
     structured_outputs: StructuredOutputs | None = Field(None, description="Extension: the form of the answer.")
     skip_special_tokens: bool = Field(True, description="Extension: leave special tokens out of the text.")
     return_tokens_as_token_ids: bool = Field(False, description="Extension: logprobs name a token token_id:ID.")
-    prompt_logprobs: NumLogprobs | None = Field(None, description="Extension, without stream.")
     cache_salt: str | None = Field(
         None, min_length=1, max_length=256, description="Extension: share cached prefixes only with the same salt."
     )
     tightwire: TightwireOptions = Field(default_factory=lambda: TightwireOptions.model_construct())
+
+
+class GenerationBody(SamplingBody):
+    """The fields that completions and chat completions share."""
+
+    text_param: ClassVar[str]  # the field with the prompt, for error messages
+    default_tokens: ClassVar[int | None] = None  # of an answer without max_tokens; None: what fits the context
+
+    max_tokens: TokenCount | None = Field(
+        None,
+        description="Most tokens of the answer. Default: what fits the context; of a completion 16. 0 requires echo.",
+    )
+    n: int = Field(1, ge=1, le=128, description="Answers per prompt.")
+    stream_options: StreamOptions | None = None
+    stop: Stop = Field(default_factory=list)
+    response_format: ResponseFormat | None = Field(None, description="Text, any JSON object, or JSON of a schema.")
+    prompt_logprobs: NumLogprobs | None = Field(None, description="Extension, without stream.")
 
     def sampling_params(self, **decided: Any) -> SamplingParams:
         """The fields that ``SamplingParams`` has under the same name; ``decided`` replaces the client's values."""

@@ -9,7 +9,7 @@ from tightwire.server.api.errors import invalid
 from tightwire.server.api.fields import Fields, refusal
 from tightwire.server.api.structured import Schema, checked_grammar
 
-_Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 _NO_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 
 # SmolLM2's own system prompt for tools (model card of HuggingFaceTB/SmolLM2-1.7B-Instruct).
@@ -31,7 +31,7 @@ the tool calls an empty list '[]'.
 
 
 class Function(Fields):
-    name: _Name
+    name: Name
     description: str | None = None
     parameters: Schema | None = Field(None, description="A JSON schema of the arguments. Default: no arguments.")
     strict: bool | None = Field(None, description="Required and named calls follow the schema with any value.")

@@ -22,6 +22,7 @@ from tightwire.server.http.keys import KeyRing
 from tightwire.server.http.middleware import EXPOSED_HEADERS, RequestScope, RequireKey
 from tightwire.server.http.openapi import make_page
 from tightwire.server.http.request_log import RequestLog
+from tightwire.server.http.routes.anthropic import anthropic_router
 from tightwire.server.http.routes.observe import observe_router
 from tightwire.server.http.routes.openai import openai_router
 from tightwire.server.http.routes.pages import pages_router
@@ -30,7 +31,10 @@ from tightwire.server.ipc.engine_client import EngineClient
 
 _KEEP_ALIVE_S = 75  # longer than common clients keep an idle connection, so that the client closes it, not the server
 _LAST_RESPONSES_S = 3
-_DESCRIPTION = "OpenAI's API for one Llama model, split over ranks. Every error is an ErrorBody."
+_DESCRIPTION = (
+    "OpenAI's and Anthropic's APIs for one Llama model, split over ranks. Every error is an ErrorBody, under /v1/messages a "
+    "MessagesErrorBody."
+)
 
 
 def make_app(*, engine: EngineClient, holder: ModelHolder, http: HttpOptions) -> FastAPI:
@@ -56,6 +60,7 @@ def make_app(*, engine: EngineClient, holder: ModelHolder, http: HttpOptions) ->
         redoc_url=None,
     )
     app.include_router(openai_router(serving))
+    app.include_router(anthropic_router(serving))
     app.include_router(observe_router(serving))
     app.include_router(pages_router())
     app.openapi = functools.cache(lambda: make_page(app, http.needs_key))

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 from tightwire.comm.errors import suggest
 from tightwire.server.api.errors import ApiError, invalid
 from tightwire.server.api.fields import extra_fields
-from tightwire.server.api.schemas import IGNORED_FIELDS, UNSUPPORTED_FIELDS, Body
+from tightwire.server.api.schemas import IGNORED_FIELDS, Body
 from tightwire.server.api.serving import Serving
 from tightwire.server.config.limits import MAX_BODY_BYTES
 
@@ -29,7 +29,8 @@ async def read_body(request: Request, kind: type[BodyT], serving: Serving, *, ma
     """Read, parse and check the request's JSON. ApiError: 413 too large, 415 not JSON by its header, 400 otherwise."""
     _require_json(request)
     body = check_fields(_parse(await _read(request, max_bytes)), kind)
-    ignored = {path: name for path, name, _ in extra_fields(body) if name not in UNSUPPORTED_FIELDS}
+    ignored = {path: name for path, name, _ in extra_fields(body) if name not in kind.unsupported}
+    ignored |= dict(body.ignored_values())
     for path, name in ignored.items():
         _note_ignored(path, name, kind, serving)
     request.state.ignored_fields = list(ignored)
@@ -63,7 +64,7 @@ def check_fields(fields: dict[str, Any], kind: type[BodyT]) -> BodyT:
     except RecursionError:
         raise invalid("the body is nested too deeply") from None
     for path, name, value in extra_fields(body):
-        neutral, advice = UNSUPPORTED_FIELDS.get(name, ((value,), ""))
+        neutral, advice = kind.unsupported.get(name, ((value,), ""))
         if not any(value == allowed and type(value) is type(allowed) for allowed in neutral):
             raise invalid(f"{path}={_short(value)} is not supported: {advice}", path, code="unsupported_parameter")
     return body
@@ -124,13 +125,17 @@ def _describe(problem: ErrorDetails, param: str) -> str:
         return f"{param} is missing"
     if problem["type"] == "refused":
         return f"{param} {problem['msg']}"
+    if problem["type"] == "kind":
+        given = problem["input"].get("type") if isinstance(problem["input"], dict) else problem["input"]
+        return f"{param} is of the type {_short(given)}; supported: {problem['msg']}"
     said = problem["msg"][0].lower() + problem["msg"][1:].replace(" after validation", "")
     return f"{param}: {said}, got {_short(problem['input'])}"
 
 
 def _path(parts: tuple[int | str, ...]) -> str:
-    """``("messages", 0, "role")`` as OpenAI writes it: ``messages[0].role``."""
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
+    """``("messages", 0, "role")`` as OpenAI writes it: ``messages[0].role``. A part after ~ names a kind (``told_apart``)."""
+    named = [part for part in parts if isinstance(part, int) or not part.startswith("~")]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in named).removeprefix(".")
     return _shown(path)
 
 

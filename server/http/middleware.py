@@ -50,6 +50,8 @@ class RequestScope:
                 record.status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers[_HEADER] = request_id
+                if scope["path"].startswith("/v1/messages"):
+                    headers["request-id"] = request_id  # Anthropic's clients read this name
                 if ignored := scope["state"].get("ignored_fields"):
                     headers[_IGNORED_HEADER] = _header_list(ignored)
             await send(message)
@@ -64,7 +66,7 @@ class RequestScope:
             answer = to_api_error(error)
             if record.status is not None:
                 raise  # the server then closes the connection, so the client does not take half a response for a whole
-            await answer.response()(scope, receive, send_with_id)
+            await answer.response(scope["path"])(scope, receive, send_with_id)
         finally:
             record.ended_s = time.monotonic()
             if not _is_public(scope):
@@ -91,7 +93,7 @@ def _is_public(scope: Scope) -> bool:
 
 
 class RequireKey:
-    """ASGI middleware: 401 unless ``Authorization: Bearer KEY`` has one of the server's keys; 429 at a key's limits."""
+    """ASGI middleware: 401 unless ``Authorization: Bearer KEY`` or ``x-api-key: KEY`` has a key of the server; 429 at its limits."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, metrics: Metrics) -> None:
         self._app, self._keys, self._metrics = app, keys, metrics
@@ -100,16 +102,21 @@ class RequireKey:
         if scope["type"] != "http" or _is_public(scope):
             await self._app(scope, receive, send)
             return
-        header = Headers(scope=scope).get("authorization", "")
+        headers = Headers(scope=scope)
+        header = headers.get("authorization", "")
+        if not header and "x-api-key" in headers:  # as Anthropic's clients send it
+            header = f"Bearer {headers['x-api-key']}"
         scheme, _, given = header.partition(" ")
         key = self._keys.find(given.strip().encode("latin-1"))  # the bytes as they came
         if scheme.lower() != "bearer" or key is None:
             message = (
-                f"the API key is {'wrong' if header else 'missing'}; send the header Authorization: Bearer KEY with a key of "
-                "this server"
+                f"the API key is {'wrong' if header else 'missing'}; send the header Authorization: Bearer KEY (or "
+                "x-api-key: KEY) with a key of this server"
             )
-            headers = {"WWW-Authenticate": "Bearer"}
-            await ApiError(401, message, code="invalid_api_key", headers=headers).response()(scope, receive, send)
+            asks = {"WWW-Authenticate": "Bearer"}
+            await ApiError(401, message, code="invalid_api_key", headers=asks).response(scope["path"])(
+                scope, receive, send
+            )
             return
         record: RequestRecord = scope["state"]["record"]
         record.key = key.name
@@ -120,7 +127,7 @@ class RequireKey:
             self._keys.begin(key)
         except ApiError as error:
             self._metrics.key_requests.labels(key.name, "refused").inc()
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         self._metrics.key_requests.labels(key.name, "accepted").inc()
         try:

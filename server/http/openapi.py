@@ -10,8 +10,13 @@ from pydantic.json_schema import models_json_schema
 from tightwire.server.api import responses
 from tightwire.server.api.chat import ChatChunk, ChatCompletion
 from tightwire.server.api.completions import Completion
-from tightwire.server.api.errors import ErrorBody
+from tightwire.server.api.errors import ErrorBody, MessagesErrorBody
 from tightwire.server.api.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from tightwire.server.dialects import messages_answer, responses_answer
+from tightwire.server.dialects.messages_answer import AnsweredMessage, TokenCount
+from tightwire.server.dialects.messages_request import CountTokensBody, MessagesBody
+from tightwire.server.dialects.responses_answer import ResponseBody
+from tightwire.server.dialects.responses_request import ResponsesBody
 
 _REF = "#/components/schemas/{model}"
 _ERRORS = {
@@ -35,7 +40,7 @@ class Operation(NamedTuple):
     answer: dict[str, type[msgspec.Struct] | None]
     errors: tuple[int, ...] = ()
     body: type[Body] | None = None
-    chunk: type[msgspec.Struct] | None = None
+    chunks: tuple[type[msgspec.Struct], ...] = ()
     error: type[msgspec.Struct] = ErrorBody
 
 
@@ -48,8 +53,11 @@ _HEALTH = Operation({"application/json": responses.Health}, (503,), error=respon
 
 OPERATIONS = {
     "/": Operation({"application/json": responses.Home, "text/html": None, "text/plain": None}, (401, 500)),
-    "/v1/chat/completions": _json(ChatCompletion, (*_PARSING, 429), ChatBody, ChatChunk),
-    "/v1/completions": _json(Completion, (*_PARSING, 429), CompletionBody, Completion),
+    "/v1/chat/completions": _json(ChatCompletion, (*_PARSING, 429), ChatBody, (ChatChunk,)),
+    "/v1/completions": _json(Completion, (*_PARSING, 429), CompletionBody, (Completion,)),
+    "/v1/responses": _json(ResponseBody, (*_PARSING, 429), ResponsesBody, responses_answer.EVENTS),
+    "/v1/messages": _json(AnsweredMessage, (*_PARSING, 429), MessagesBody, messages_answer.EVENTS, MessagesErrorBody),
+    "/v1/messages/count_tokens": _json(TokenCount, _PARSING, CountTokensBody, (), MessagesErrorBody),
     "/v1/models": _json(responses.ModelList, (503,)),
     "/v1/models/{model_id}": _json(responses.ModelCard, (404, 503)),
     "/tokenize": _json(responses.Tokenized, _PARSING, TokenizeBody),
@@ -69,10 +77,13 @@ def make_page(app: FastAPI, closed: bool) -> dict[str, Any]:
     listed = OPERATIONS.values()
     bodies = [operation.body for operation in listed if operation.body is not None]
     answers = dict.fromkeys(
-        kind for operation in listed for kind in (*operation.answer.values(), operation.chunk) if kind
+        kind
+        for operation in listed
+        for kind in (*operation.answer.values(), *operation.chunks, operation.error)
+        if kind
     )
     _, requests = models_json_schema([(kind, "validation") for kind in bodies], ref_template=_REF)
-    _, components = msgspec.json.schema_components((ErrorBody, *answers), ref_template=_REF.format(model="{name}"))
+    _, components = msgspec.json.schema_components(answers, ref_template=_REF.format(model="{name}"))
     page.setdefault("components", {})["schemas"] = {**requests.get("$defs", {}), **components}
     for path, methods in page["paths"].items():
         for method in methods.values():
@@ -85,8 +96,8 @@ def make_page(app: FastAPI, closed: bool) -> dict[str, Any]:
 
 def _describe(operation: Operation) -> dict[str, Any]:
     content = {media: {"schema": _ref(kind)} if kind else {} for media, kind in operation.answer.items()}
-    if operation.chunk is not None:
-        content["text/event-stream"] = {"schema": _event(operation.chunk)}
+    if operation.chunks:
+        content["text/event-stream"] = {"schema": _event(operation)}
     described: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
     error = {"application/json": {"schema": _ref(operation.error)}}
     for status in sorted(operation.errors):
@@ -97,12 +108,12 @@ def _describe(operation: Operation) -> dict[str, Any]:
     return extra
 
 
-def _event(chunk: type[msgspec.Struct]) -> dict[str, Any]:
-    """A chunk, the ErrorBody of a broken stream, or the end, which is not JSON."""
+def _event(operation: Operation) -> dict[str, Any]:
+    """A chunk, the error of a broken stream, or the end, which is not JSON."""
     body = {
         "type": "string",
         "contentMediaType": "application/json",
-        "contentSchema": {"anyOf": [_ref(chunk), _ref(ErrorBody)]},
+        "contentSchema": {"anyOf": [_ref(kind) for kind in dict.fromkeys((*operation.chunks, operation.error))]},
     }
     return {"type": "object", "properties": {"data": {"anyOf": [{"const": "[DONE]"}, body]}}, "required": ["data"]}
 

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's API, /v1/chat/completions, /v1/completions and /v1/models, and vLLM's /tokenize and /detokenize."""
+"""The routes of OpenAI's API, /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, and vLLM's /tokenize, /detokenize."""
 
 import math
 from typing import Any
@@ -14,6 +14,7 @@ from tightwire.server.api.responses import Detokenized, ModelCard, ModelList, To
 from tightwire.server.api.schemas import DetokenizeBody, TokenizeBody
 from tightwire.server.api.serving import ModelInfo, ServedModel, Serving
 from tightwire.server.api.trace import RequestTrace
+from tightwire.server.dialects.responses_answer import ResponsesDialect
 from tightwire.server.http.body import read_body
 from tightwire.server.ipc.engine_client import Phase
 
@@ -23,11 +24,20 @@ def openai_router(serving: Serving) -> APIRouter:
 
     @router.post("/v1/chat/completions", summary="Answer a conversation")
     async def chat(request: Request) -> Response:
-        return await _answer(request, serving, ChatDialect)
+        return await answer(request, serving, ChatDialect)
 
     @router.post("/v1/completions", summary="Continue one or several prompts")
     async def completions(request: Request) -> Response:
-        return await _answer(request, serving, CompletionDialect)
+        return await answer(request, serving, CompletionDialect)
+
+    @router.post("/v1/responses", summary="Answer a conversation, in the form of OpenAI's newer API")
+    async def responses(request: Request) -> Response:
+        return await answer(request, serving, ResponsesDialect)
+
+    @router.api_route("/v1/responses/{rest:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    async def stored_responses(rest: str) -> Response:
+        message = "this server stores no responses; send the whole conversation as input of POST /v1/responses"
+        raise ApiError(404, message, code="not_stored")
 
     @router.get("/v1/models", summary="List the served model")
     async def list_models() -> Response:
@@ -69,18 +79,23 @@ def openai_router(serving: Serving) -> APIRouter:
     return router
 
 
-async def _answer(request: Request, serving: Serving, dialect_type: type[Dialect[Any]]) -> Response:
+async def answer(request: Request, serving: Serving, dialect_type: type[Dialect[Any]]) -> Response:
+    """Read the request's body and answer it in this API. Raises ApiError."""
     model = serving.require_model()
-    body = await read_body(request, dialect_type.body_type, serving)
-    check_model(body.model, model.info)
-    check_options(body, model.info, serving.http.max_queued_requests)
-    trace = RequestTrace(serving.engine, serving.metrics, request.state.record, streamed=body.stream)
-    dialect = dialect_type(body, model)
-    with trace.tokenizing():
-        prompts = await dialect.prompts()
-        # The first grammar imports llguidance, and a large schema takes long to check.
-        num_chars = math.inf if body.has_form else sum(map(len, body.bad_words))
-        sequences = await run_off_loop(lambda: make_sequences(body, model, prompts), num_chars)
+    asked = await read_body(request, dialect_type.body_type, serving)
+    check_model(asked.model, model.info)
+    dialect = dialect_type(asked, model)
+    body = dialect.body
+    try:
+        check_options(body, model.info, serving.http.max_queued_requests)
+        trace = RequestTrace(serving.engine, serving.metrics, request.state.record, streamed=body.stream)
+        with trace.tokenizing():
+            prompts = await dialect.prompts()
+            # The first grammar imports llguidance, and a large schema takes long to check.
+            num_chars = math.inf if body.has_form else sum(map(len, body.bad_words))
+            sequences = await run_off_loop(lambda: make_sequences(body, model, prompts), num_chars)
+    except ApiError as error:
+        raise dialect.in_own_words(error) from None
     return await Answer(serving, dialect, sequences, trace).respond(request)
 
 

@@ -240,8 +240,8 @@ async def test_escaped_backslash_before_u0000_is_not_a_nul(client: httpx.AsyncCl
 
 async def test_every_invalid_field_is_named(client: httpx.AsyncClient) -> None:
     error = await _refused(client, "/v1/completions", {"prompt": "a", "n": 0, "top_p": 7, "min_p": 9})
-    assert error["param"] == "n"
-    assert "and problems in min_p, top_p" in error["message"]
+    assert error["param"] == "top_p"
+    assert "and problems in min_p, n" in error["message"]
 
 
 def test_no_field_is_in_two_tables() -> None:

@@ -44,6 +44,9 @@ def test_every_route_and_error_is_described() -> None:
         "/",
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/v1/models",
         "/v1/models/{model_id}",
         "/tokenize",
@@ -60,6 +63,8 @@ def test_every_route_and_error_is_described() -> None:
     assert responses["429"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorBody"}
 
 
-@pytest.mark.parametrize("name", ["ChatBody", "CompletionBody", "ErrorBody", "ChatCompletion", "Completion", "Usage"])
+@pytest.mark.parametrize(
+    "name", ["ChatBody", "CompletionBody", "ErrorBody", "MessagesErrorBody", "ChatCompletion", "Completion", "Usage"]
+)
 def test_schemas_are_in_the_page(name: str) -> None:
     assert name in _app.openapi()["components"]["schemas"]

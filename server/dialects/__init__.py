@@ -1,0 +1,1 @@
+"""APIs that are another form of a chat: OpenAI's Responses and Anthropic's Messages. Open adapted first."""

@@ -1,0 +1,224 @@
+"""The bodies of POST /v1/messages and /v1/messages/count_tokens, and the chat that they ask for."""
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from tightwire.server.api.errors import invalid
+from tightwire.server.api.fields import Fields, told_apart
+from tightwire.server.api.schemas import Body, ChatBody, Message, Stop
+from tightwire.server.api.structured import Schema
+from tightwire.server.dialects.adapted import AdaptedBody, add_call, chat_tool, schema_format, text_message
+
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "mcp_servers": (([],), "this server calls no MCP servers"),
+    "container": ((), "this server runs no containers"),
+    "output_format": ((), "its newer place is output_config.format"),
+    "max_completion_tokens": ((), "it is a field of chat completions; in this API use max_tokens"),
+    "stop": ((), "it is a field of chat completions; in this API use stop_sequences"),
+    "response_format": (({"type": "text"},), "it is a field of chat completions; in this API use output_config.format"),
+    "n": ((1,), "a message is one answer"),
+}
+
+
+class TextBlock(Fields):
+    type: Literal["text"]
+    text: str
+    cache_control: Any = None
+    citations: Any = None
+
+
+def _check_text_block(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("type") != "text":
+        raise PydanticCustomError("kind", "text; the model reads text only")
+    return value
+
+
+def _as_blocks(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+_TextBlocks = Annotated[
+    list[Annotated[TextBlock, BeforeValidator(_check_text_block)]],
+    BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock]),
+]
+
+
+class ToolUseBlock(Fields):
+    """A call that the model made earlier in the conversation."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: Any = None
+    caller: Any = None
+
+
+class ToolResultBlock(Fields):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: _TextBlocks = Field(default_factory=list)
+    is_error: bool | None = Field(None, description="Accepted and ignored; the content says what went wrong.")
+    cache_control: Any = None
+
+
+class ThinkingBlock(Fields):
+    """Left out of the prompt."""
+
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: Any = None
+    signature: Any = None
+    data: Any = None
+
+
+_Block = Annotated[
+    Annotated[TextBlock, Tag("~text")]
+    | Annotated[ToolUseBlock, Tag("~tool_use")]
+    | Annotated[ToolResultBlock, Tag("~tool_result")]
+    | Annotated[ThinkingBlock, Tag("~thinking")],
+    told_apart(
+        lambda block: "thinking" if block.get("type") == "redacted_thinking" else block.get("type"),
+        "text, tool_use, tool_result, thinking (ignored); the model reads text only",
+    ),
+]
+_Blocks = Annotated[list[_Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[_Block])]
+
+
+class Turn(Fields):
+    role: Literal["user", "assistant", "system"]
+    content: _Blocks
+
+
+class CustomTool(Fields):
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    input_schema: Schema = Field(description="A JSON schema of the input.")
+    strict: bool | None = Field(None, description="With tool_choice any or tool the input follows the schema anyway.")
+    cache_control: Any = None
+
+
+class ServerTool(Fields):
+    """A tool whose schema or execution is Anthropic's. It is ignored, and the response header says so."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: str
+
+
+_Tool = Annotated[
+    Annotated[CustomTool, Tag("~custom")] | Annotated[ServerTool, Tag("~other")],
+    told_apart(lambda tool: "custom" if tool.get("type") in (None, "custom") else "other", "objects with a name"),
+]
+
+
+class ToolSelection(Fields):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = Field(None, description="With the type tool.")
+    disable_parallel_tool_use: bool = Field(False, description="With the type any: exactly one call.")
+
+
+class OutputFormat(Fields):
+    type: Literal["json_schema"]
+    schema_: Schema = Field(alias="schema", description="The JSON schema that the answer follows.")
+
+
+class OutputConfig(Fields):
+    format: OutputFormat | None = None
+
+
+class ConversationFields(Fields):
+    """The fields that make up the prompt."""
+
+    messages: list[Turn] = Field(min_length=1, description="The answer continues a last one of the assistant.")
+    system: _TextBlocks | None = None
+    tools: list[_Tool] = Field(default_factory=list, max_length=128, description="Only tools with a schema are used.")
+    tool_choice: ToolSelection | None = None
+
+    def functions(self) -> dict[int, CustomTool]:
+        """The tools that the answer may call, by their place in ``tools``."""
+        return {index: tool for index, tool in enumerate(self.tools) if isinstance(tool, CustomTool)}
+
+    def ignored_values(self) -> Iterator[tuple[str, str]]:
+        for index, tool in enumerate(self.tools):
+            if isinstance(tool, ServerTool):
+                yield f"tools[{index}].{tool.type}", tool.type
+
+    def chat_fields(self) -> dict[str, Any]:
+        """The chat's fields that these make. Raises ApiError 400."""
+        chosen = self.tool_choice or ToolSelection.model_construct(type="auto")
+        if (chosen.type == "tool") != (chosen.name is not None):
+            raise invalid("tool_choice.name belongs to the type tool, and that type needs it", "tool_choice.name")
+        if chosen.type == "any" and not self.functions():
+            raise invalid("tool_choice of the type any needs tools", "tool_choice")
+        choices = {"auto": "auto", "none": "none", "any": "required", "tool": f"={chosen.name}"}
+        messages = self._messages()
+        last = messages[-1]
+        return {
+            "messages": messages,
+            "tools": [chat_tool(tool.name, tool.description, tool.input_schema) for tool in self.functions().values()],
+            "tool_choice": choices[chosen.type],
+            "parallel_tool_calls": not chosen.disable_parallel_tool_use,
+            "continue_final_message": last.role == "assistant" and not last.tool_calls and bool(last.content),
+        }
+
+    def _messages(self) -> list[Message]:
+        messages = [text_message("system", *(block.text for block in self.system))] if self.system else []
+        num_system = len(messages)
+        for turn in self.messages:
+            texts: list[str] = []
+            for block in turn.content:
+                if isinstance(block, TextBlock):
+                    texts.append(block.text)
+                elif isinstance(block, ToolResultBlock):
+                    result = (part.text for part in block.content)
+                    messages.append(text_message("tool", *result, call_id=block.tool_use_id))
+            if texts:
+                _add_text(messages, turn.role, texts)
+            for block in turn.content:
+                if isinstance(block, ToolUseBlock):
+                    add_call(messages, block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+        if len(messages) == num_system:
+            raise invalid("messages is empty: no message has text, a tool_use or a tool_result", "messages")
+        return messages
+
+
+def _add_text(messages: list[Message], role: str, texts: list[str]) -> None:
+    """Two messages of one role in a row are one, as in Anthropic's API."""
+    message = text_message(role, *texts)
+    if messages and messages[-1].role == role != "system" and not messages[-1].tool_calls:
+        messages[-1].content += message.content
+    else:
+        messages.append(message)
+
+
+class CountTokensBody(ConversationFields, Body):
+    """The fields of a message that make up its prompt; others are ignored."""
+
+    unsupported: ClassVar[Any] = {}
+
+
+class MessagesBody(ConversationFields, AdaptedBody):
+    """``thinking`` and ``cache_control`` are ignored; cached prefixes are found without them."""
+
+    unsupported: ClassVar[Any] = UNSUPPORTED
+
+    max_tokens: int = Field(ge=1, lt=2**31, description="Most tokens of the answer; it ends where the context does.")
+    stop_sequences: Stop = Field(default_factory=list)
+    output_config: OutputConfig | None = Field(None, description="The form of the answer.")
+
+    def tool_indexes(self) -> list[int]:
+        return list(self.functions())
+
+    def to_chat(self) -> ChatBody:
+        form = self.output_config.format if self.output_config is not None else None
+        return self.make_chat(
+            **self.chat_fields(),
+            max_tokens=self.max_tokens,
+            stop=self.stop_sequences,
+            response_format=schema_format(form.schema_) if form is not None else None,
+        )

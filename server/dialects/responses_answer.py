@@ -1,0 +1,337 @@
+"""The body and the events of an answer of POST /v1/responses."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec import UNSET, Struct, UnsetType
+
+from tightwire.server.api.chat import new_call_id
+from tightwire.server.api.errors import ApiError, ErrorDetail
+from tightwire.server.api.generation import Delta
+from tightwire.server.api.logprobs import ChatLogprob
+from tightwire.server.api.responses import Usage
+from tightwire.server.api.serving import ServedModel
+from tightwire.server.api.trace import TightwireExtra
+from tightwire.server.dialects.adapted import AdaptedDialect
+from tightwire.server.dialects.responses_request import ResponsesBody
+
+
+class OutputText(Struct, tag_field="type", tag="output_text"):
+    text: str
+    annotations: list[str]  # always empty
+    logprobs: list[ChatLogprob]
+
+
+class OutputMessage(Struct, tag_field="type", tag="message"):
+    id: str
+    content: list[OutputText]
+    status: str = "in_progress"
+    role: str = "assistant"
+
+
+class OutputCall(Struct, tag_field="type", tag="function_call"):
+    id: str
+    call_id: str
+    name: str
+    arguments: str = ""
+    status: str = "in_progress"
+
+
+class InputTokensDetails(Struct, frozen=True):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(Struct, frozen=True):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class Failure(Struct, frozen=True):
+    code: str
+    message: str
+
+
+class IncompleteDetails(Struct, frozen=True):
+    reason: str
+
+
+class Reasoning(Struct, frozen=True):
+    effort: None = None
+    summary: None = None
+
+
+class ResponseBody(Struct, kw_only=True):
+    """``status``: in_progress, completed, incomplete or failed."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: str = "in_progress"
+    error: Failure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    model: str
+    output: list[OutputMessage | OutputCall]
+    usage: ResponseUsage | None = None
+    instructions: str | None
+    text: dict[str, Any]
+    tools: list[dict[str, Any]]
+    tool_choice: Any
+    parallel_tool_calls: bool
+    temperature: float
+    top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    top_logprobs: int
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+    # Constants: nothing is stored, reasoned or truncated here.
+    max_tool_calls: None = None
+    previous_response_id: None = None
+    store: bool = False
+    background: bool = False
+    truncation: str = "disabled"
+    reasoning: Reasoning = Reasoning()
+    service_tier: str = "default"
+    tightwire: TightwireExtra | UnsetType = UNSET
+
+
+class Event(Struct, tag_field="type"):
+    """``sequence_number`` counts the events of a stream from 0."""
+
+    sequence_number: int
+
+
+class ResponseEvent(Event):
+    response: ResponseBody
+
+
+class Created(ResponseEvent, tag="response.created"): ...
+
+
+class InProgress(ResponseEvent, tag="response.in_progress"): ...
+
+
+class Completed(ResponseEvent, tag="response.completed"): ...
+
+
+class Incomplete(ResponseEvent, tag="response.incomplete"): ...
+
+
+class Failed(ResponseEvent, tag="response.failed"): ...
+
+
+class ItemEvent(Event):
+    output_index: int
+    item: OutputMessage | OutputCall
+
+
+class ItemAdded(ItemEvent, tag="response.output_item.added"): ...
+
+
+class ItemDone(ItemEvent, tag="response.output_item.done"): ...
+
+
+class InItemEvent(Event):
+    item_id: str
+    output_index: int
+
+
+class InTextEvent(InItemEvent):
+    content_index: int
+
+
+class PartEvent(InTextEvent):
+    part: OutputText
+
+
+class PartAdded(PartEvent, tag="response.content_part.added"): ...
+
+
+class PartDone(PartEvent, tag="response.content_part.done"): ...
+
+
+class TextDelta(InTextEvent, tag="response.output_text.delta"):
+    delta: str
+    logprobs: list[ChatLogprob]
+
+
+class TextDone(InTextEvent, tag="response.output_text.done"):
+    text: str
+    logprobs: list[ChatLogprob]
+
+
+class ArgumentsDelta(InItemEvent, tag="response.function_call_arguments.delta"):
+    delta: str
+
+
+class ArgumentsDone(InItemEvent, tag="response.function_call_arguments.done"):
+    name: str
+    arguments: str
+
+
+class ErrorEvent(Event, tag="error"):
+    """``error`` makes OpenAI's clients raise; the other fields are the event's own."""
+
+    code: str | None
+    message: str
+    param: str | None
+    error: ErrorDetail
+
+
+EVENTS = (
+    *(Created, InProgress, Completed, Incomplete, Failed, ItemAdded, ItemDone, PartAdded, PartDone),
+    *(TextDelta, TextDone, ArgumentsDelta, ArgumentsDone, ErrorEvent),
+)
+
+
+class ResponsesDialect(AdaptedDialect):
+    """A message or a function call for each part."""
+
+    body_type, id_prefix = ResponsesBody, "resp_"
+    own_names = (
+        (r"response_format\.json_schema\.schema", "text.format.schema"),
+        ("response_format", "text.format"),
+        ("max_tokens", "max_output_tokens"),
+        ("messages", "input"),
+    )
+    parameters_name = "parameters"
+
+    def __init__(self, asked: ResponsesBody, model: ServedModel) -> None:
+        super().__init__(asked, model)
+        _, created, name, _ = self._heading
+        functions = asked.functions().values()
+        text = asked.text.model_dump(exclude_none=True, by_alias=True) if asked.text is not None else {}
+        self._response = ResponseBody(
+            id=self.id,
+            created_at=created,
+            model=name,
+            output=[],
+            instructions=asked.instructions,
+            text={"format": {"type": "text"}} | text,
+            tools=[
+                {**dict.fromkeys(("description", "parameters", "strict")), **tool.model_dump()} for tool in functions
+            ],
+            tool_choice=asked.tool_choice,
+            parallel_tool_calls=asked.parallel_tool_calls,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            presence_penalty=asked.presence_penalty,
+            frequency_penalty=asked.frequency_penalty,
+            top_logprobs=asked.top_logprobs or 0,
+            max_output_tokens=asked.max_output_tokens,
+            metadata=asked.metadata,
+            safety_identifier=asked.safety_identifier,
+            prompt_cache_key=asked.prompt_cache_key,
+        )
+        self._num_events = 0
+        self._logprobs_to_send: list[ChatLogprob] = []
+
+    def begin(self, usage: Usage) -> Iterator[Struct]:
+        yield Created(sequence_number=self._count(), response=self._response)
+        yield InProgress(sequence_number=self._count(), response=self._response)
+
+    def open_text(self) -> Iterator[Struct]:
+        message = OutputMessage(new_call_id("msg"), [])
+        yield from self._add(message)
+        message.content.append(OutputText("", [], []))
+        yield PartAdded(**self._place(), part=message.content[0])
+
+    def open_call(self, name: str) -> Iterator[Struct]:
+        return self._add(OutputCall(new_call_id("fc"), new_call_id("call"), name))
+
+    def extend(self, text: str) -> Iterator[Struct]:
+        item = self._response.output[-1]
+        if isinstance(item, OutputCall):
+            item.arguments += text
+            yield ArgumentsDelta(**self._place(), delta=text)
+            return
+        logprobs, self._logprobs_to_send = self._logprobs_to_send, []
+        item.content[0].text += text
+        item.content[0].logprobs += logprobs
+        yield TextDelta(**self._place(), delta=text, logprobs=logprobs)
+
+    def close(self) -> Iterator[Struct]:
+        item = self._response.output[-1]
+        item.status = "incomplete" if self.finish_reason == "length" else "completed"
+        if isinstance(item, OutputCall):
+            yield ArgumentsDone(**self._place(), name=item.name, arguments=item.arguments)
+        else:
+            part = item.content[0]
+            yield TextDone(**self._place(), text=part.text, logprobs=part.logprobs)
+            yield PartDone(**self._place(), part=part)
+        yield ItemDone(sequence_number=self._count(), output_index=self._index, item=item)
+
+    def finished(self, usage: Usage, extra: TightwireExtra | UnsetType) -> ResponseBody:
+        if not self._response.output:  # clients expect a message, even an empty one
+            for _ in self._empty_message():
+                pass
+        return self._end(usage, extra)
+
+    def last_chunks(self, usage: Usage, extra: TightwireExtra | UnsetType) -> Iterator[Struct]:
+        if not self._response.output:
+            yield from self._empty_message()
+        response = self._end(usage, extra)
+        kind = Completed if response.status == "completed" else Incomplete
+        yield kind(sequence_number=self._count(), response=response)
+
+    def failure(self, error: ApiError, usage: Usage) -> Iterator[Struct]:
+        detail = error.body().error
+        self._response.status, self._response.error = "failed", Failure("server_error", error.message)
+        yield Failed(sequence_number=self._count(), response=self._response)
+        yield ErrorEvent(
+            sequence_number=self._count(), code=detail.code, message=detail.message, param=detail.param, error=detail
+        )
+
+    def take_logprobs(self, delta: Delta) -> None:
+        if self.body.num_logprobs is not None:
+            self._logprobs_to_send += self.logprobs(delta).content
+
+    def _empty_message(self) -> Iterator[Struct]:
+        yield from self.open_text()
+        yield from self.close()
+
+    def _end(self, usage: Usage, extra: TightwireExtra | UnsetType) -> ResponseBody:
+        response = self._response
+        response.usage = ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(),
+            total_tokens=usage.total_tokens,
+        )
+        response.tightwire = extra
+        if self.finish_reason == "length":
+            response.status, response.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")
+        else:
+            response.status, response.completed_at = "completed", int(time.time())
+        return response
+
+    def _add(self, item: OutputMessage | OutputCall) -> Iterator[Struct]:
+        self._response.output.append(item)
+        yield ItemAdded(sequence_number=self._count(), output_index=self._index, item=item)
+
+    def _place(self) -> dict[str, Any]:
+        """The fields of an event inside the last item."""
+        item = self._response.output[-1]
+        part = {} if isinstance(item, OutputCall) else {"content_index": 0}  # a message has one part
+        return {"sequence_number": self._count(), "item_id": item.id, "output_index": self._index, **part}
+
+    @property
+    def _index(self) -> int:
+        return len(self._response.output) - 1
+
+    def _count(self) -> int:
+        self._num_events += 1
+        return self._num_events - 1

@@ -1,0 +1,286 @@
+"""The body of POST /v1/responses, and the chat that it asks for."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, Tag
+
+from tightwire.server.api.errors import invalid
+from tightwire.server.api.fields import Fields, refusal, told_apart
+from tightwire.server.api.schemas import ChatBody, Message, NumLogprobs, Stop, StreamOptions
+from tightwire.server.api.structured import ResponseFormat, Schema
+from tightwire.server.api.tools import Name
+from tightwire.server.dialects.adapted import AdaptedBody, add_call, chat_tool, schema_format, text_message
+
+_STATELESS = "this server stores no responses; send the whole conversation as input"
+_IN_CHAT = "it is a field of chat completions; in this API use "
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "previous_response_id": ((), _STATELESS),
+    "conversation": ((), _STATELESS),
+    "background": ((False,), "this server stores no responses; use stream"),
+    "prompt": ((), "this server has no prompt templates; use instructions and input"),
+    "moderation": ((), "this server does not moderate"),
+    "response_format": (({"type": "text"},), _IN_CHAT + "text.format"),
+    "messages": ((), _IN_CHAT + "input"),
+    "max_tokens": ((), _IN_CHAT + "max_output_tokens"),
+    "max_completion_tokens": ((), _IN_CHAT + "max_output_tokens"),
+    "functions": (([],), _IN_CHAT + "tools"),
+    "n": ((1,), "a response has one answer"),
+    "logprobs": ((False,), _IN_CHAT + 'include: ["message.output_text.logprobs"]'),
+    "prompt_logprobs": ((), "only completions and chat completions have them"),
+}
+LOGPROBS = "message.output_text.logprobs"
+
+
+class InputText(Fields):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Any = None
+    logprobs: Any = None
+
+
+class RefusalText(Fields):
+    type: Literal["refusal"]
+    refusal: str
+
+
+_Part = Annotated[
+    Annotated[InputText, Tag("~text")] | Annotated[RefusalText, Tag("~refusal")],
+    told_apart(
+        lambda part: _part_kind(part.get("type")), "input_text, output_text, refusal; the model reads text only"
+    ),
+]
+
+
+def _part_kind(given: Any) -> Any:
+    return "text" if given in ("input_text", "output_text") else given
+
+
+def _as_parts(value: Any) -> Any:
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+_Parts = Annotated[list[_Part], BeforeValidator(_as_parts, json_schema_input_type=str | list[_Part])]
+
+
+def _texts(parts: list[Any]) -> list[str]:
+    return [part.text if isinstance(part, InputText) else part.refusal for part in parts]
+
+
+class _Item(Fields):
+    id: str | None = None
+    status: str | None = None
+
+
+class InputMessage(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Parts
+    phase: str | None = None
+
+
+class CallItem(_Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str = Field(description="The arguments as JSON.")
+    namespace: str | None = None
+
+
+class CallOutputItem(_Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: _Parts
+
+
+class ReasoningItem(_Item):
+    """Left out of the prompt."""
+
+    type: Literal["reasoning"]
+    summary: Any = None
+    content: Any = None
+    encrypted_content: Any = None
+
+
+_InputItem = Annotated[
+    Annotated[InputMessage, Tag("~message")]
+    | Annotated[CallItem, Tag("~function_call")]
+    | Annotated[CallOutputItem, Tag("~function_call_output")]
+    | Annotated[ReasoningItem, Tag("~reasoning")],
+    told_apart(
+        lambda item: item.get("type") or ("message" if "role" in item else "item_reference"),
+        "message, function_call, function_call_output, reasoning (ignored); nothing is stored that an item could refer to",
+    ),
+]
+
+
+def _as_items(value: Any) -> Any:
+    return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
+
+
+_Items = Annotated[list[_InputItem], Field(min_length=1)]
+Input = Annotated[_Items, BeforeValidator(_as_items, json_schema_input_type=str | _Items)]
+
+
+class TextFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, max_length=64, description="Labels the schema.")
+    description: str | None = None
+    schema_: Schema | None = Field(None, alias="schema", description="With the type json_schema.")
+    strict: bool | None = Field(None, description="The answer follows the schema with any value.")
+
+
+class TextOptions(Fields):
+    format: TextFormat | None = None
+    verbosity: str | None = Field(None, description="Accepted and ignored.")
+
+
+class FunctionTool(Fields):
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: Schema | None = Field(None, description="A JSON schema of the arguments. Default: no arguments.")
+    strict: bool | None = Field(None, description="Required and named calls follow the schema with any value.")
+
+
+class OtherTool(Fields):
+    """A tool that OpenAI's servers run, such as web_search. It is ignored, and the response header says so."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: str
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("~function")] | Annotated[OtherTool, Tag("~other")],
+    told_apart(lambda tool: "function" if tool.get("type") == "function" else "other", "objects with a type"),
+]
+
+_CHOICES = (
+    'must be "none", "auto", "required", {"type": "function", "name": "..."} or {"type": "allowed_tools", "mode": "auto", '
+    '"tools": [...]}'
+)
+
+
+class NamedChoice(Fields):
+    type: Literal["function"]
+    name: str
+
+
+class AllowedChoice(Fields):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, Any]]
+
+
+def _check_choice(value: Any) -> Any:
+    if value in ("none", "auto", "required"):
+        return value
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "function" and isinstance(value.get("name"), str):
+        return value
+    allowed = value.get("tools") if kind == "allowed_tools" else None
+    are_tools = isinstance(allowed, list) and all(isinstance(tool, dict) for tool in allowed)
+    if are_tools and value.get("mode") in ("auto", "required"):
+        return value
+    if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
+        raise refusal(f"names a tool of the type {kind[:40]!r}; this server has only functions")
+    raise refusal(_CHOICES)
+
+
+_Choice = Annotated[
+    Any,
+    BeforeValidator(
+        _check_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
+    ),
+]
+_Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
+
+
+class ResponsesBody(AdaptedBody):
+    """``store`` is always false. ``reasoning``, ``truncation`` and ``service_tier`` are ignored."""
+
+    unsupported: ClassVar[Any] = UNSUPPORTED
+
+    input: Input
+    instructions: str | None = Field(None, description="A system message before the input.")
+    max_output_tokens: int | None = Field(
+        None, ge=1, lt=2**31, description="Most tokens of the answer. Default: what fits the context."
+    )
+    stop: Stop = Field(default_factory=list, description="Extension.")
+    text: TextOptions | None = Field(None, description="The form of the answer.")
+    tools: list[AnyTool] = Field(default_factory=list, max_length=128, description="Only functions are used.")
+    tool_choice: _Choice = Field("auto", description="As in chat completions, or a list of allowed tools.")
+    parallel_tool_calls: bool = Field(True, description="With tool_choice required: several calls are allowed.")
+    include: list[str] = Field(default_factory=list, description=f"{LOGPROBS}; others are ignored.")
+    top_logprobs: NumLogprobs | None = None
+    stream_options: StreamOptions | None = Field(None, description="Accepted and ignored.")
+    metadata: _Metadata = Field(default_factory=dict, max_length=16, description="Repeated in the response.")
+    safety_identifier: str | None = Field(None, description="Repeated in the response.")
+    prompt_cache_key: str | None = Field(None, description="Repeated in the response.")
+
+    def ignored_values(self) -> Iterator[tuple[str, str]]:
+        for index, tool in enumerate(self.tools):
+            if isinstance(tool, OtherTool):
+                yield f"tools[{index}].{tool.type}", tool.type
+
+    def functions(self) -> dict[int, FunctionTool]:
+        """The functions that the answer may call, by their place in ``tools``."""
+        functions = {index: tool for index, tool in enumerate(self.tools) if isinstance(tool, FunctionTool)}
+        if self._choice_type == "allowed_tools":
+            names = [tool.get("name") for tool in self.tool_choice["tools"] if tool.get("type") == "function"]
+            functions = {index: tool for index, tool in functions.items() if tool.name in names}
+        return functions
+
+    def tool_indexes(self) -> list[int]:
+        return list(self.functions())
+
+    def to_chat(self) -> ChatBody:
+        functions = self.functions().values()
+        wants_logprobs = LOGPROBS in self.include or bool(self.top_logprobs)
+        return self.make_chat(
+            messages=self._messages(),
+            max_tokens=self.max_output_tokens,
+            stop=self.stop,
+            response_format=self._format(),
+            tools=[chat_tool(tool.name, tool.description, tool.parameters) for tool in functions],
+            tool_choice=self._chat_choice(),
+            parallel_tool_calls=self.parallel_tool_calls,
+            logprobs=wants_logprobs,
+            top_logprobs=(self.top_logprobs or 0) if wants_logprobs else None,
+        )
+
+    def _messages(self) -> list[Message]:
+        messages = [text_message("system", self.instructions)] if self.instructions else []
+        num_instructions = len(messages)
+        for item in self.input:
+            if isinstance(item, InputMessage):
+                messages.append(text_message(item.role, *_texts(item.content)))
+            elif isinstance(item, CallItem):
+                add_call(messages, item.call_id, item.name, item.arguments)
+            elif isinstance(item, CallOutputItem):
+                messages.append(text_message("tool", *_texts(item.output), call_id=item.call_id))
+        if len(messages) == num_instructions:
+            raise invalid("input has no message, only reasoning, which is left out of the prompt", "input")
+        return messages
+
+    @property
+    def _choice_type(self) -> str:
+        return self.tool_choice["type"] if isinstance(self.tool_choice, dict) else ""
+
+    def _chat_choice(self) -> str:
+        """In the form of ``ToolChoice``."""
+        if self._choice_type == "function":
+            return "=" + self.tool_choice["name"]
+        return self.tool_choice["mode"] if self._choice_type == "allowed_tools" else self.tool_choice
+
+    def _format(self) -> ResponseFormat | None:
+        given = self.text.format if self.text is not None else None
+        if given is None:
+            return None
+        if (given.type == "json_schema") != (given.schema_ is not None):
+            message = "text.format.schema belongs to the type json_schema, and that type needs it"
+            raise invalid(message, "text.format.schema")
+        if given.schema_ is not None:
+            return schema_format(given.schema_)
+        return ResponseFormat.model_construct(type=given.type)
