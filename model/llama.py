@@ -120,11 +120,19 @@ class Llama:
             in_kernel = self._sums_in_kernel(sums, layers.residual_TD)
             if in_kernel is not None:
                 return (yield partial(layers.run_and_sum, first, update_TD, *in_kernel))
+        unsummed: _UnsummedRows | None = None
         for part, row_sums in enumerate(sums, start=first):
             partial_TD = layers.run(part, update_TD)
+            if unsummed is not None:
+                unsummed.put_back(layers.residual_TD, partial_TD)
             update_TD = yield partial(
                 self._parallel.sum_rows, partial_TD, row_sums, feedback, num_decode_rows=batch.num_decode_rows
             )
+            rows = slice(0) if row_sums is None else row_sums.dropped_rows(len(update_TD), batch.num_decode_rows)
+            unsummed = None
+            if rows.start != rows.stop and rows.stop:
+                update_TD = update_TD.clone()  # the next part overwrites its buffer
+                unsummed = _UnsummedRows(rows, update_TD, layers.residual_TD)
         assert update_TD is not None, "a span has at least one layer"
         return update_TD
 
@@ -158,6 +166,22 @@ class Llama:
         outer = self.weights.outer
         normed_RD = rms_norm(hidden_RD, outer.final_norm, self._config.norm_eps)
         return linear(normed_RD, outer.head, out_dtype=torch.float32)
+
+
+class _UnsummedRows:
+    """Rows whose sum after attention is dropped: the MLP sees the residual plus this rank's part only.
+
+    Afterwards the residual is that of all ranks again, and this rank's part goes into the sum after the MLP. So the ranks'
+    residuals have equal bits after each layer. Source: SPD, Sync-Point Drop, ICML 2025.
+    """
+
+    def __init__(self, rows: slice, update_TD: Tensor, residual_TD: Tensor) -> None:
+        self._rows, self._part_RD, self._residual_RD = rows, update_TD[rows], residual_TD[rows].clone()
+
+    def put_back(self, residual_TD: Tensor, partial_TD: Tensor) -> None:
+        """Call after the MLP: restore the residual's rows, and add this rank's part to ``partial_TD``."""
+        residual_TD[self._rows] = self._residual_RD
+        partial_TD[self._rows] += self._part_RD
 
 
 def _call(collective: Collective) -> Callable[[], Tensor]:

@@ -32,11 +32,19 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class RowSums:
-    """The AllReduces of one row-parallel matrix for prefill rows and for decode rows; they may be the same object."""
+    """The AllReduces of one row-parallel matrix for prefill rows and for decode rows; they may be the same object.
+
+    None: the sum is dropped, and each rank keeps its own part of those rows.
+    """
 
     label: str  # matrix and layer, for the ledger's trace
-    prompt: AllReduce
-    generated: AllReduce
+    prompt: AllReduce | None
+    generated: AllReduce | None
+
+    def dropped_rows(self, num_rows: int, num_decode_rows: int) -> slice:
+        """The rows whose sum is dropped; decode rows come first."""
+        start = 0 if self.generated is None else num_decode_rows
+        return slice(start, max(start, num_rows if self.prompt is None else num_decode_rows))
 
 
 class TensorParallel:
@@ -63,9 +71,13 @@ class TensorParallel:
         """Return the AllReduces of ``site``'s matrix in ``layer``, for ``sum_rows``; None for one rank."""
         if self._routes is None:
             return None
-        return RowSums(
-            f"{site} {layer}", *(self._routes.all_reduce(site, layer, phase, policy) for phase in ("prefill", "decode"))
+        prompt, generated = (
+            None
+            if self._routes.drops(site, layer, phase, policy)
+            else self._routes.all_reduce(site, layer, phase, policy)
+            for phase in ("prefill", "decode")
         )
+        return RowSums(f"{site} {layer}", prompt, generated)
 
     def embed(self, local_table_VD: Matrix, token_ids_T: Tensor, policy: int, phase: str, dtype: torch.dtype) -> Tensor:
         """Return (T, D) embeddings in ``dtype``. One rank has each token's row; the others add exact zeros."""
@@ -104,22 +116,29 @@ class TensorParallel:
         """
         if sums is None:
             return partial_TD
-        message_TD = partial_TD.to(self.sum_dtype or partial_TD.dtype)
         if num_decode_rows == len(partial_TD):
-            sum_TD = sums.generated(message_TD, "decode", sums.label, feedback)
-        elif num_decode_rows == 0 or sums.prompt is sums.generated:
-            sum_TD = sums.prompt(message_TD, "prefill", sums.label, feedback)
-        else:
-            generated_TD = sums.generated(message_TD[:num_decode_rows], "decode", sums.label, feedback)
-            prompt_TD = sums.prompt(message_TD[num_decode_rows:], "prefill", sums.label, feedback)
-            sum_TD = torch.cat([generated_TD, prompt_TD])
-        return sum_TD.to(partial_TD.dtype)
+            return self._sum(sums.generated, partial_TD, "decode", sums.label, feedback)
+        if num_decode_rows == 0 or sums.prompt is sums.generated:
+            return self._sum(sums.prompt, partial_TD, "prefill", sums.label, feedback)
+        generated_TD = self._sum(sums.generated, partial_TD[:num_decode_rows], "decode", sums.label, feedback)
+        prompt_TD = self._sum(sums.prompt, partial_TD[num_decode_rows:], "prefill", sums.label, feedback)
+        return torch.cat([generated_TD, prompt_TD])
 
-    def sums_in_kernel(self, generated: Iterable[AllReduce], rows_TD: Tensor) -> KernelSums | None:
+    def _sum(
+        self, all_reduce: AllReduce | None, partial_TD: Tensor, phase: str, label: str, feedback: Feedback | None
+    ) -> Tensor:
+        if all_reduce is None:
+            return partial_TD
+        message_TD = partial_TD.to(self.sum_dtype or partial_TD.dtype)
+        return all_reduce(message_TD, phase, label, feedback).to(partial_TD.dtype)
+
+    def sums_in_kernel(self, generated: Iterable[AllReduce | None], rows_TD: Tensor) -> KernelSums | None:
         """Return the arguments for these sums of ``rows_TD`` inside one kernel; None if one of them is not possible."""
         if self.sum_dtype not in (None, rows_TD.dtype):
             return None
-        found = {kernel_sums(all_reduce, rows_TD.numel(), rows_TD.element_size()) for all_reduce in generated}
+        found = {
+            all_reduce and kernel_sums(all_reduce, rows_TD.numel(), rows_TD.element_size()) for all_reduce in generated
+        }
         return found.pop() if len(found) == 1 else None
 
     def logits(

@@ -27,6 +27,7 @@ from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import Routes, make_candidates
+from tightwire.comm.policy.rules import DROP
 from tightwire.comm.protocols import AllReduce
 
 _ROWS = 128  # rows whose logits one thread keeps in memory at a time
@@ -114,6 +115,7 @@ def sqnr_db(signal: float, noise: float) -> float:
 def measure_noise(ranks: ThreadRanks, setting: Setting, numbers: Sequence[int], arms: Sequence[Arm]) -> Powers:
     """Measure the noise of each algorithm that an arm uses for prompt rows, at every site and layer."""
     names = dict.fromkeys(arm.algorithm(*place) for arm in arms for place in places(setting.config))
+    names.pop(DROP, None)  # what is missing from a sum is no noise
     powers: Powers = {}
     ranks.set_arms([exact_arm()], lambda exact, group: NoiseRoutes(exact, group, list(names), powers))
     ranks.prefill(setting.windows.token_ids_NL[list(numbers)], 0)

@@ -117,9 +117,10 @@ class QualityOptions(OutputOptions):
     )
     search: str | None = option(
         None,
-        "find the best mix of codecs by layer that sends at most the bytes of NAME (without NAME: flash-int6); measure it on "
-        "other windows than the search used",
-        metavar="NAME",
+        "find the best mix of codecs by layer that sends at most the bytes of NAME (without NAME: flash-int6), or for kl=X the one of "
+        "the fewest bytes within that mean KL, which may also drop sums after attention; measure it on other windows than the "
+        "search used",
+        metavar="NAME|kl=X",
         const="flash-int6",
     )
     search_tokens: int = option(
@@ -132,8 +133,13 @@ class QualityOptions(OutputOptions):
     )
     seed: int = option(0, "seed of random weights", metavar="N")
 
+    @property
+    def search_kl(self) -> float | None:
+        """The KL that ``--search kl=X`` allows; None: the search has a limit of bytes."""
+        return parse_budget(self.search).limit if self.search and self.search.startswith("kl=") else None
+
     def __post_init__(self) -> None:
-        for name in (*self.algorithms, *filter(None, [self.search])):
+        for name in (*self.algorithms, *([self.search] if self.search and self.search_kl is None else [])):
             check_name(name)
         if self.search is not None and self.search.startswith((WEIGHTS, INT8_ACTIVATIONS)):
             raise ValueError(f"--search {self.search}: a mix consists of AllReduces; name an AllReduce")

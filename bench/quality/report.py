@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tightwire.bench.quality.measure import Floats, Measured, Scores, sqnr_db
+from tightwire.bench.quality.measure import Floats, Measured, Power, Scores, sqnr_db
 from tightwire.bench.quality.setting import EXACT, LOSSY_SITES, MIX, Arm, Setting, bytes_per_token, exact_arm
 from tightwire.bench.report.page import Item, Text, lines
 from tightwire.bench.report.table import Column, Table
@@ -106,7 +106,8 @@ def _sqnr(measured: Measured, arm: Arm, num_layers: int) -> dict[str, Any]:
     """Signal-to-noise in dB by site; None without noise. Layers' noise-to-signal ratios are averaged, not their dB."""
     result: dict[str, Any] = {}
     for site in LOSSY_SITES:
-        powers = [measured.noise[arm.algorithm(site, layer), site, layer] for layer in range(num_layers)]
+        found = [measured.noise.get((arm.algorithm(site, layer), site, layer)) for layer in range(num_layers)]
+        powers = [power or Power() for power in found]  # a dropped sum has none
         ratios = [power.noise / power.signal for power in powers if power.signal > 0]
         total = sqnr_db(1.0, fmean(ratios)) if ratios else math.inf
         layers = [_finite(sqnr_db(power.signal, power.noise)) for power in powers]
@@ -139,8 +140,11 @@ def findings(result: Mapping[str, Any]) -> list[str]:
     if (choice := result["choice"]) is not None:
         found.append(_describe_choice(choice))
     if (search := result["search"]) is not None:
+        limit = f"at most the bytes of {search['bytes_of']}"
+        if search["bytes_of"].startswith("kl="):
+            limit = f"the fewest bytes within {search['bytes_of']} ({search['dropped']} sums after attention dropped)"
         found.append(
-            f"mix with at most the bytes of {search['bytes_of']}, found on {search['tokens']:,} other tokens with "
+            f"mix with {limit}, found on {search['tokens']:,} other tokens with "
             f"{search['world_size']} ranks: predicted KL {search['predicted_kl']:.2e}"
         )
     if result["policy_file"]:

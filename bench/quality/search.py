@@ -5,7 +5,10 @@ of a mix is the sum over places of sensitivity times noise power. A place's sens
 only that place; one pass measures the noise power of all codecs at all places. The chosen mix is then measured like any
 other arm, on other windows. Codecs with error feedback correct each other's errors, which no prediction knows.
 
-Cost: about 2 x layers + 2 forward passes over the calibration windows.
+With ``--search kl=X`` the mix is the one with the fewest bytes within it, and sums after attention may also be dropped
+(``comm.policy.rules.DROP``), which costs no bytes and no round. Their KL is measured, layer by layer.
+
+Cost: about 2 x layers + 2 forward passes over the calibration windows, then 3 x layers + 2.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +31,7 @@ from tightwire.bench.quality.setting import (
     one_algorithm_arm,
     places,
 )
-from tightwire.comm.policy.rules import FileRule, PolicyFile
+from tightwire.comm.policy.rules import DROP, FileRule, PolicyFile
 
 CANDIDATES = (*("flash-int8", "flash-int6", "flash-int5", "flash-int4", "flash-int3", LOSSLESS),)
 _PROBE = "flash-int4"  # a candidate, coarse enough to stand out from the rounding of bfloat16
@@ -46,13 +49,23 @@ class Offer:
 def find_mix(
     setting: Setting, ranks: ThreadRanks, pool: ThreadPoolExecutor, show: Callable[[str], None]
 ) -> tuple[PolicyFile, dict[str, Any]]:
-    """The best mix on the calibration windows as a policy file, and facts. ValueError: every mix exceeds the bytes."""
+    """The best mix on the calibration windows as a policy file, and facts. ValueError: every mix exceeds the bytes.
+
+    With ``--search kl=X``, that of the fewest bytes within the KL.
+    """
     options, config, elem_bytes = setting.options, setting.config, setting.dtype.itemsize
     assert options.search is not None
     show("search: noise of each layer")
     numbers = setting.windows.calibration[: options.batch]
     noise = measure_noise(ranks, setting, numbers, [make_arm(name, config) for name in CANDIDATES])
     sensitivities = _sensitivities(setting, ranks, pool, noise, show)
+    budget = options.search_kl
+    drops = [] if budget is None else [("o_proj", layer) for layer in range(config.num_layers)]
+    drop_arms = {
+        place: one_algorithm_arm(f"no sum, {place[0]} of layer {place[1]}", DROP, (place[1],), place[0])
+        for place in drops
+    }
+    dropped = _mean_kl(setting, ranks, pool, drop_arms, show)
     sent = {
         name: bytes_at(name, config.hidden_size, ranks.world_size, options.window, elem_bytes) for name in CANDIDATES
     }
@@ -63,11 +76,18 @@ def find_mix(
         ]
         for place, sensitivity in sensitivities.items()
     }
-    most = bytes_per_token(make_arm(options.search, config), config, ranks.world_size, options.window, elem_bytes)
-    mix = choose(offers, most)
+    for place, kl in dropped.items():
+        offers[place].append(Offer(algorithm=DROP, num_bytes=0.0, kl=kl))
+    if budget is None:
+        most = bytes_per_token(make_arm(options.search, config), config, ranks.world_size, options.window, elem_bytes)
+        mix = choose(offers, most)
+    else:
+        mix = choose_within(offers, budget)
     predicted_kl = sum(offer.kl for offer in mix.values())
     facts = {
         "bytes_of": options.search,
+        "dropped": sum(offer.algorithm == DROP for offer in mix.values()),
+        "kl_of_dropped": {f"{site} {layer}": kl for (site, layer), kl in dropped.items()},
         "world_size": ranks.world_size,
         "tokens": len(setting.windows.next_ids(setting.windows.calibration)),
         "predicted_kl": predicted_kl,
@@ -83,21 +103,37 @@ def _sensitivities(
     setting: Setting, ranks: ThreadRanks, pool: ThreadPoolExecutor, noise: Powers, show: Callable[[str], None]
 ) -> dict[Place, float]:
     """KL per noise power of each place when only that place is quantized, over the calibration windows."""
-    windows, where = setting.windows, places(setting.config)
-    arms = [one_algorithm_arm(f"{site} of layer {layer}", _PROBE, (layer,), site) for site, layer in where]
-    ranks.set_arms([exact_arm(), *arms])
-    totals, num_rows = dict.fromkeys(where, 0.0), 0
+    where = places(setting.config)
+    arms = {
+        (site, layer): one_algorithm_arm(f"{site} of layer {layer}", _PROBE, (layer,), site) for site, layer in where
+    }
+    kl = _mean_kl(setting, ranks, pool, arms, show)
+    powers = {place: noise[_PROBE, *place].noise for place in where}
+    return {place: kl[place] / powers[place] if powers[place] else 0.0 for place in where}
+
+
+def _mean_kl(
+    setting: Setting,
+    ranks: ThreadRanks,
+    pool: ThreadPoolExecutor,
+    arms: Mapping[Place, Arm],
+    show: Callable[[str], None],
+) -> dict[Place, float]:
+    """Mean KL of each arm over the calibration windows."""
+    windows, totals, num_rows = setting.windows, dict.fromkeys(arms, 0.0), 0
+    if not arms:
+        return totals
+    ranks.set_arms([exact_arm(), *arms.values()])
     for numbers in setting.batches(windows.calibration):
         token_ids_BL = windows.token_ids_NL[list(numbers)]
         exact_TD = windows.scored(ranks.prefill(token_ids_BL, 0))
         num_rows += len(exact_TD)
-        for number, (place, arm) in enumerate(zip(where, arms, strict=True), start=1):
+        for number, (place, arm) in enumerate(arms.items(), start=1):
             show(f"search: {arm.name}")
             states = {arm.name: windows.scored(ranks.prefill(token_ids_BL, number))}
             scores = score(pool, ranks.head_VD, exact_TD, states, windows.next_ids(numbers))
             totals[place] += float(scores[arm.name].kl_T.sum())
-    powers = {place: noise[_PROBE, *place].noise for place in where}
-    return {place: totals[place] / num_rows / powers[place] if powers[place] else 0.0 for place in where}
+    return {place: total / num_rows for place, total in totals.items()}
 
 
 def choose(offers: Mapping[Place, Sequence[Offer]], max_bytes: float) -> dict[Place, Offer]:
@@ -128,6 +164,29 @@ def choose(offers: Mapping[Place, Sequence[Offer]], max_bytes: float) -> dict[Pl
     return mix
 
 
+def choose_within(offers: Mapping[Place, Sequence[Offer]], max_kl: float) -> dict[Place, Offer]:
+    """Choose the mix with about the fewest bytes whose predicted KL is at most ``max_kl``.
+
+    A greedy algorithm, as ``choose``: start with the least KL at every place; repeat the change of one place that saves most
+    bytes per KL and fits.
+    """
+    mix = {place: min(own, key=lambda offer: (offer.kl, offer.num_bytes)) for place, own in offers.items()}
+    spare = max_kl - sum(offer.kl for offer in mix.values())
+
+    def savings() -> Iterator[tuple[float, Place, Offer]]:
+        for place, own in offers.items():
+            now = mix[place]
+            for offer in own:
+                if offer.num_bytes < now.num_bytes and offer.kl - now.kl <= spare:
+                    yield (now.num_bytes - offer.num_bytes) / max(offer.kl - now.kl, 1e-12), place, offer
+
+    while best := max(savings(), key=itemgetter(0), default=None):
+        _, place, offer = best
+        spare -= offer.kl - mix[place].kl
+        mix[place] = offer
+    return mix
+
+
 def arm_policy_file(setting: Setting, arm: Arm, rows: Sequence[Mapping[str, Any]]) -> PolicyFile:
     """Make the policy file of ``arm``, with its worst figures over all world sizes."""
     own = [row for row in rows if row["algorithm"] == arm.name]
@@ -139,19 +198,23 @@ def arm_policy_file(setting: Setting, arm: Arm, rows: Sequence[Mapping[str, Any]
 def make_policy_file(
     setting: Setting, algorithms: Mapping[Place, str], reason: str, origin: Mapping[str, Any]
 ) -> PolicyFile:
-    """Make a policy file for prompt rows. ``made_for`` names its model and text; ``serve`` compares the sizes."""
+    """Make a policy file for prompt rows, and for all rows where a sum is dropped.
+
+    ``made_for`` names its model and text; ``serve`` compares the sizes.
+    """
     layers: dict[tuple[str, str], list[int]] = {}
     for (site, layer), algorithm in algorithms.items():
         layers.setdefault((site, algorithm), []).append(layer)
     rules = tuple(
         FileRule(
             site=site,  # pyright: ignore[reportArgumentType]
-            phase="prefill",
+            phase=phase,
             algorithm=algorithm,
             layers=None if len(numbers) == setting.config.num_layers else tuple(sorted(numbers)),
             reason=reason,
         )
         for (site, algorithm), numbers in layers.items()
+        for phase in (("prefill", "decode") if algorithm == DROP else ("prefill",))
     )
     facts, sizes = setting.facts(), setting.options.world_sizes
     names = ("model", "num_layers", "hidden_size", "dtype", "weights", "text", "tokens")

@@ -19,6 +19,7 @@ from tightwire.bench.text import read_text
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import in_process_groups
 from tightwire.comm.policy.rules import (
+    DROP,
     Choice,
     Policy,
     PolicyFile,
@@ -121,6 +122,8 @@ def bytes_per_token(arm: Arm, config: LlamaConfig, world_size: int, rows: int, e
 @cache
 def bytes_at(name: str, row_elems: int, world_size: int, rows: int, elem_bytes: int) -> float:
     """Bytes a rank sends per row in one AllReduce of ``rows`` rows, averaged over ranks."""
+    if name == DROP:
+        return 0.0
     groups = in_process_groups(world_size)
     sent = [make_all_reduce(name, group).wire_bytes(rows * row_elems, elem_bytes) for group in groups]
     return sum(sent) / world_size / rows

@@ -22,6 +22,7 @@ from tightwire.bench.ttft.options import TtftOptions
 from tightwire.bench.ttft.proof import SITES, ArmPolicy, Cell
 from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.comm.ledger.ledger import Count
+from tightwire.comm.policy.rules import DROP
 from tightwire.model.text.prose import english_text
 from tightwire.server.cli.remote import Remote, ask
 
@@ -178,7 +179,7 @@ class Measurement:
                 name=algorithm if again == 1 else f"{algorithm}#{again}",
                 algorithm=algorithm,
                 is_default=is_default,
-                lossless=all(parse_all_reduce(each).lossless for each in used),
+                lossless=all(each != DROP and parse_all_reduce(each).lossless for each in used),
                 error=max(self._facts.chooser.error(each) for each in used),
             )
             self._policies[arm.name] = policy

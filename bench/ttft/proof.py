@@ -14,6 +14,7 @@ from tightwire.comm.all_reduce.entry import ELEM_BYTES
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.nodes import in_process_node_groups
 from tightwire.comm.ledger.ledger import Count
+from tightwire.comm.policy.rules import DROP
 from tightwire.comm.protocols import AllReduce
 from tightwire.model.step import cut_row
 
@@ -110,7 +111,8 @@ class Proof:
             yield Message(policy.algorithm("embed", 0, "prefill", size), phase, size)
             for layer in range(self.num_layers):
                 for site in SITES:
-                    yield Message(policy.algorithm(site, layer, phase, size), phase, size)
+                    if (name := policy.algorithm(site, layer, phase, size)) != DROP:
+                        yield Message(name, phase, size)
 
     def _message_rows(self, num_rows: int) -> list[int]:
         """The rows of each message of a step with ``num_rows`` prompt rows."""

@@ -6,6 +6,7 @@ requests. So ``auto`` first chooses an order of adding for the phase, and switch
 that order, which give the same bits.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -18,6 +19,7 @@ from tightwire.comm.all_reduce.registry import lossless_names, lossy_names, pars
 from tightwire.comm.codec.error_bounds import relative_rms_error
 from tightwire.comm.policy.cost import CostModel, size_grid
 from tightwire.comm.policy.rules import (
+    DROP,
     PHASES,
     SITES,
     WHY_GUARDED,
@@ -133,9 +135,11 @@ class Chooser:
 
     def error(self, name: str) -> float:
         """Relative RMS error of one AllReduce on numbers like activations; 0 for a lossless one."""
+        ranks = self._costs.setting.world_size
+        if name == DROP:
+            return math.sqrt((ranks - 1) / ranks)  # of the parts of all ranks but this one, which are missing
         codecs = parse_all_reduce(name).codecs
         if name not in self._errors:
-            ranks = self._costs.setting.world_size
             self._errors[name] = relative_rms_error(codecs[0], codecs[-1], ranks) if codecs else 0.0
         return self._errors[name]
 
@@ -146,7 +150,11 @@ class Chooser:
         chosen, (asked, by) = choice.algorithms[0], self._request.asked(site, phase, layer)
         admitted = self._admitted[_budget_phase(site, phase)]
         verdicts = []
+        if chosen == DROP:
+            verdicts.append(_dropped(choice.reason, self.error(DROP)))
         for name in dict.fromkeys([chosen, *self.candidates()]):
+            if name == DROP:
+                continue
             prediction = self._costs.predict(name, num_bytes)
             if name == chosen and asked == "auto" and WHY_GUARDED not in choice.reason:
                 why = _preface(by) + self._why_chosen(name, num_bytes, admitted)
@@ -257,6 +265,8 @@ class Chooser:
         return f"; its groups of {group} cross rows of {self._request.row_elems}, so {what} with it"
 
     def _reason(self, rule: FileRule) -> str:
+        if rule.algorithm == DROP:
+            return f"{rule.reason}; each rank goes on with its own part".removeprefix("; ")
         quantized = rule.phase == "decode" and not parse_all_reduce(rule.algorithm).lossless
         beside = "; decode rows are quantized" if quantized else ""
         return (rule.reason + beside + self._crossing_rows(rule.algorithm, rule.phase)).removeprefix("; ")
@@ -299,6 +309,10 @@ class Chooser:
 
     def _us(self, name: str, num_bytes: int) -> float:
         return self._costs.predict(name, num_bytes).us
+
+
+def _dropped(why: str, error: float) -> Verdict:
+    return Verdict(algorithm=DROP, predicted_us=0.0, measured_us=None, wire_bytes=0, error=error, chosen=True, why=why)
 
 
 def _budget_phase(site: str, phase: str) -> str:

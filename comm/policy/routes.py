@@ -11,13 +11,13 @@ from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
-from tightwire.comm.policy.rules import Choice, Policy
+from tightwire.comm.policy.rules import DROP, Choice, Policy
 from tightwire.comm.protocols import AllReduce, KernelSums
 
 
 def make_candidates(policies: Iterable[Policy], group: Group) -> dict[str, AllReduce]:
     """Make every algorithm that a policy may use, in the same order on all ranks; ValueError: no such algorithm."""
-    names = dict.fromkeys(name for policy in policies for name in policy.algorithms)
+    names = dict.fromkeys(name for policy in policies for name in policy.algorithms if name != DROP)
     return {name: make_all_reduce(name, group) for name in names}
 
 
@@ -36,8 +36,15 @@ class Routes:
         """Names of the policies; a policy's number is its place here."""
         return tuple(name for name, _ in self._policies)
 
+    def drops(self, site: str, layer: int, phase: str, policy: int = 0) -> bool:
+        """True if these messages are not summed: a policy file drops them."""
+        return self._policies[policy][1].choices(site, layer, phase)[0].algorithms[0] == DROP
+
     def all_reduce(self, site: str, layer: int, phase: str, policy: int = 0) -> AllReduce:
-        """Return the AllReduce for these messages, for the caller to keep; ValueError: there is no rule for them."""
+        """Return the AllReduce for these messages, for the caller to keep; ValueError: there is no rule for them.
+
+        They must not be dropped.
+        """
         return self._by_size(self._policies[policy][1].choices(site, layer, phase))
 
     def _by_size(self, choices: tuple[Choice, ...]) -> AllReduce:

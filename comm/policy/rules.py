@@ -14,6 +14,8 @@ from tightwire.comm.atomic_file import write_atomic
 from tightwire.comm.codec.codec_names import has_feedback
 
 SITES = ("embed", "o_proj", "down_proj")
+# In a policy file, of sums after attention: each rank goes on with its own part, and the sum after the MLP includes all parts.
+DROP = "drop"
 PHASES = ("prefill", "decode")
 
 
@@ -152,7 +154,10 @@ class FileRule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     reason: str = ""
 
     def __post_init__(self) -> None:
-        split_name(self.algorithm)
+        if self.algorithm != DROP:
+            split_name(self.algorithm)
+        elif self.site != "o_proj":
+            raise ValueError(f"{DROP} is for the sums of o_proj; those of {self.site} keep the ranks' residuals equal")
         if self.algorithm == "auto":
             raise ValueError("auto is not an algorithm; messages without a rule use auto, so leave the rule out")
         if self.layers == ():

@@ -5,6 +5,7 @@ import contextlib
 import hmac
 import secrets
 import socket
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -15,6 +16,8 @@ from tightwire.server.ipc.messages import Failed, Heartbeat, Ready, Stage
 from tightwire.server.plan.rank_setup import RunPlan
 
 _HELLO_S = 10.0  # for each message of HELLO
+# After a wait that was longer by more, this process itself was stopped and cannot judge the other host's silence.
+_OWN_PAUSE_S = 3.0
 _MOST_BYTES = 32 << 20  # of a line: the longest is a plan with a policy for each layer
 
 
@@ -160,9 +163,12 @@ class Channel:
 
     async def receive(self, timeout_s: float) -> Message:
         """The next message. LostError: none within ``timeout_s``, or the connection ended."""
+        began_s = time.monotonic()
         try:
             line = await asyncio.wait_for(self._reader.readline(), timeout_s)
         except TimeoutError:
+            if time.monotonic() - began_s > timeout_s + _OWN_PAUSE_S:
+                return await self.receive(timeout_s)
             raise LostError(f"has been silent for {timeout_s:g} s") from None
         except (OSError, ValueError) as error:
             raise LostError(f"broke the connection: {error}") from None

@@ -9,7 +9,8 @@ from tiny import make_tiny
 
 from tightwire.bench.quality.measure import make_pool, score
 from tightwire.bench.quality.ranks import ThreadRanks
-from tightwire.bench.quality.setting import bytes_per_token, exact_arm, make_arm
+from tightwire.bench.quality.setting import bytes_per_token, exact_arm, make_arm, one_algorithm_arm
+from tightwire.comm.policy.rules import DROP
 from tightwire.model.open import Checkpoint, formats_of, open_checkpoint
 from tightwire.model.text.prose import english_text
 
@@ -96,3 +97,16 @@ def test_names_that_are_no_arm_are_refused(checkpoint: Checkpoint, tmp_path: Pat
         make_arm("fast", checkpoint.config)
     with pytest.raises(ValueError, match="nothing cannot be read"):
         make_arm(f"policy:{tmp_path}/nothing", checkpoint.config)
+
+
+def test_after_dropped_sums_all_ranks_have_the_same_bits(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers, states = tuple(range(checkpoint.config.num_layers)), []
+    with open_ranks(checkpoint, 4, torch.bfloat16) as ranks:
+        ranks.set_arms([exact_arm(), one_algorithm_arm("dropped", DROP, layers, "o_proj")])
+        on_ranks = ranks._on_ranks
+        monkeypatch.setattr(ranks, "_on_ranks", lambda call: states.append(on_ranks(call)) or states[-1])
+        exact, dropped = (ranks.prefill(PROMPTS, arm) for arm in range(2))
+    assert all(torch.equal(state, states[1][0]) for state in states[1])
+    assert not torch.equal(exact, dropped)

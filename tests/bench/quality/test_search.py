@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tightwire.bench.quality.search import Offer, choose
+from tightwire.bench.quality.search import Offer, choose, choose_within
 
 
 def _offers(sensitivity: float) -> list[Offer]:
@@ -40,3 +40,14 @@ def test_the_sensitive_place_gets_the_bytes_and_nobody_a_dominated_offer() -> No
 def test_too_few_bytes_are_refused_with_the_fewest_that_go() -> None:
     with pytest.raises(ValueError, match="the cheapest sends 17"):
         choose(OFFERS, 16.9)
+
+
+def test_within_a_kl_budget_a_harmless_sum_is_dropped_first() -> None:
+    harmless, harmful = Offer(algorithm="drop", num_bytes=0.0, kl=1e-6), Offer(algorithm="drop", num_bytes=0.0, kl=5.0)
+    offers = {place: [*own, harmless if place[1] == 2 else harmful] for place, own in OFFERS.items()}
+    mix = choose_within(offers, 0.05)
+    assert sum(offer.kl for offer in mix.values()) <= 0.05
+    assert [layer for (_, layer), offer in mix.items() if offer.algorithm == "drop"] == [2]
+    assert sum(offer.num_bytes for offer in mix.values()) < sum(
+        offer.num_bytes for offer in choose_within(offers, 1e-3).values()
+    )
