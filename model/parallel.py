@@ -137,7 +137,8 @@ class TensorParallel:
         if self.sum_dtype not in (None, rows_TD.dtype):
             return None
         found = {
-            all_reduce and kernel_sums(all_reduce, rows_TD.numel(), rows_TD.element_size()) for all_reduce in generated
+            None if all_reduce is None else kernel_sums(all_reduce, rows_TD.numel(), rows_TD.element_size())
+            for all_reduce in generated
         }
         return found.pop() if len(found) == 1 else None
 

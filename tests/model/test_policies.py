@@ -1,5 +1,6 @@
 """Several policies in one model: each request gets the text and the messages of its own policy."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_dropped_sums_send_nothing_and_a_text_does_not_depend_on_other_requests(
         exact = continue_prompts(local.engine, _PROMPTS, max_tokens=12)
     with local_engine(checkpoint, tp=2, all_reduce=policies, max_model_len=128) as local:
         alone = [continue_prompts(local.engine, [prompt], max_tokens=12)[0] for prompt in _PROMPTS]
-        calls = dict.fromkeys(("prefill", "decode"), 0)
+        calls: Counter[str] = Counter()
         for count in local.groups[1].ledger.counters.counts():
             if count.op == "all_reduce":
                 calls[count.phase] += count.calls
