@@ -10,6 +10,7 @@ from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import PartitionPeers
 from tightwire.comm.lane import Lane
 from tightwire.comm.policy.routes import Routes
+from tightwire.model.adapters.slots import AdapterSlots, SlotSizes
 from tightwire.model.cache.kv_cache import CacheSource, KVCache, OffloadedCache
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.reader import CheckpointReader
@@ -57,6 +58,7 @@ class RunnerOptions:
     overlap: bool = False  # on CPU, compute one half of a prefill step while the ranks sum the other half
     most_rows: int | None = None  # prefill steps with more rows are computed in parts
     graphs_up_to: int = 0  # on CUDA, capture decode steps of up to this many rows; the same on all ranks
+    adapters: SlotSizes | None = None  # room for LoRA adapters; None: there are none
 
 
 def build_runner(
@@ -78,7 +80,10 @@ def build_runner(
     weights = _load_weights(config, source, shard, groups, options, progress)
     cache = _make_cache(config, shard, options, replica.device)
     parallel = TensorParallel(replica, layout, groups.routes, options.sum_dtype)
-    model = Llama(config, parallel, weights, cache, options.max_model_len)
+    adapters = None
+    if options.adapters is not None:
+        adapters = AdapterSlots(config, shard, options.adapters, dtype=options.dtype, device=replica.device)
+    model = Llama(config, parallel, weights, cache, options.max_model_len, adapters)
     graphs = None
     moving = bool(plan.streamed) or options.buffer_blocks is not None
     if options.graphs_up_to and replica.device.type == "cuda" and not moving:  # a graph fixes each layer's address

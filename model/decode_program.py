@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.protocols import KernelSums
+from tightwire.kernels.cpu.adapters import native_site
 from tightwire.kernels.cpu.attention import LOG2_E, Tiles, cut_into_tiles
 from tightwire.kernels.cpu.library import ffi, lib, struct
 from tightwire.kernels.cpu.linear import matrix_integers, useful_threads
 from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_items
+from tightwire.kernels.spec.adapters import AdapterRows
 from tightwire.kernels.spec.packed import Matrix
+from tightwire.model.adapters.slots import SITES, AdapterSlots
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard
@@ -30,10 +33,17 @@ class DecodeProgram:
     ``EagerLayers``. Call from one thread; the kernel may use several.
     """
 
-    def __init__(self, config: LlamaConfig, shard: Shard, cache: CacheSource, angles: tuple[Tensor, Tensor]) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        shard: Shard,
+        cache: CacheSource,
+        angles: tuple[Tensor, Tensor],
+        adapters: AdapterSlots | None = None,
+    ) -> None:
         """``angles``: cosine and sine (S, E/2) of every position."""
         cos_SE, sin_SE = angles
-        self._config, self._shard, self._cache = config, shard, cache
+        self._config, self._shard, self._cache, self._adapters = config, shard, cache, adapters
         self._angles = angles  # kept alive: the program holds their addresses
         self._placed: list[LayerWeights | None] = [None] * config.num_layers
         self._placed_keys: list[Tensor | None] = [None] * config.num_layers  # values always move together with keys
@@ -41,7 +51,9 @@ class DecodeProgram:
         num_phases = config.num_layers * lib.TW_PHASES_PER_LAYER
         self._phases = torch.empty(num_phases * ffi.sizeof("tw_phase"), dtype=torch.uint8)
         self._layers: Any = ffi.new(f"tw_layer[{config.num_layers}]")
-        self._step: tuple[Batch, Tiles] | None = None  # kept alive: the program holds their addresses
+        # Kept alive: the program holds their addresses.
+        self._step: tuple[Batch, Tiles] | None = None
+        self._adapted: tuple[AdapterRows, Tensor] | None = None
         groups = shard.head_groups(config.heads_per_kv_head)
         self._program: Any = struct(
             "tw_decode_program",
@@ -95,7 +107,24 @@ class DecodeProgram:
         program.table_stride = batch.block_tables_BM.stride(0) * 4
         program.tiles = tiles.tiles_W3.data_ptr()
         program.num_tiles = tiles.num_tiles
+        if batch.adapters_T is not None:
+            self._begin_adapters(batch.adapters_T)
+        elif self._adapted is not None:
+            self._adapted, program.num_adapter_runs = None, 0
         return self
+
+    def _begin_adapters(self, slots_T: Tensor) -> None:
+        """Set the adapters of this step's rows."""
+        assert self._adapters is not None, "a step with adapters, and there are no slots"
+        program, rows = self._program, AdapterRows.of(slots_T)
+        assert rows.runs_S3 is not None, "the slots are on the host"
+        sites = [native_site(self._adapters.sites[name]) for name in SITES]
+        shrunk_TR = torch.empty(len(slots_T), max(site.most_width for site in sites))
+        self._adapted = rows, shrunk_TR
+        program.num_adapter_runs = len(rows.runs_S3)
+        program.adapter_runs = ffi.cast("tw_adapter_run *", rows.runs_S3.data_ptr())
+        program.adapter_sites = sites
+        program.shrunk = shrunk_TR.data_ptr()
 
     def place(self, index: int, weights: LayerWeights) -> None:
         """Use these weights, and the cache's layer ``index``, when the layer's parts run.

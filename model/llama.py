@@ -19,8 +19,10 @@ from tightwire.kernels.attention import paged_attention
 from tightwire.kernels.cpu.library import available
 from tightwire.kernels.layer_ops import add_rms_norm, check_slots, rms_norm, rotate_and_cache, swiglu
 from tightwire.kernels.linear import linear
+from tightwire.kernels.spec.adapters import AdapterRows
 from tightwire.kernels.spec.attention import PackedSequences
 from tightwire.kernels.spec.packed import Matrix
+from tightwire.model.adapters.slots import AdapterSlots
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
 from tightwire.model.decode_program import DecodeProgram
@@ -42,8 +44,10 @@ class Llama:
         weights: WeightSource,
         cache: CacheSource,
         max_positions: int,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self._config, self._parallel, self.weights, self.cache = config, parallel, weights, cache
+        self.adapters = adapters
         self._angles = rope_table(config, max_positions, cache.device)
         on_cpu = cache.device.type == "cpu"
         # Of partial sums and of the residual. Rounding the residual costs more accuracy than all else in 16 bits.
@@ -58,7 +62,7 @@ class Llama:
             self._spans = [range(layer, layer + 1) for layer in range(config.num_layers)]
         self._program = None
         if on_cpu and available():
-            self._program = DecodeProgram(config, parallel.shard, cache, self._angles)
+            self._program = DecodeProgram(config, parallel.shard, cache, self._angles, adapters)
 
     @torch.inference_mode()
     def forward(self, *parts: Batch, lane: Lane | None = None) -> Tensor:
@@ -88,7 +92,8 @@ class Llama:
         """
         residual_TD = yield partial(self._embed, batch)
         if program is None:
-            layers = EagerLayers(self._config, self._parallel.shard, self.cache, self._angles, batch, residual_TD)
+            given = self.cache, self._angles, batch, residual_TD, self.adapters
+            layers = EagerLayers(self._config, self._parallel.shard, *given)
         else:
             layers = program.begin(residual_TD, batch)
         update_TD: Tensor | None = None
@@ -200,9 +205,12 @@ class EagerLayers:
         angles: tuple[Tensor, Tensor],
         batch: Batch,
         residual_TD: Tensor,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """``angles``: cosine and sine (S, E/2) of every position. ``residual_TD``: the embeddings; sums have its dtype."""
         self._config, self._shard, self._cache, self._batch = config, shard, cache, batch
+        self._adapters = adapters
+        self._adapted = None if batch.adapters_T is None else AdapterRows.of(batch.adapters_T)
         self._sequences = PackedSequences(
             batch.query_start_B1, batch.context_lens_B, batch.block_tables_BM, batch.num_decode_rows
         )
@@ -226,23 +234,35 @@ class EagerLayers:
             normed_TD = rms_norm(self.residual_TD, norm, eps)
         else:
             normed_TD, self.residual_TD = add_rms_norm(update_TD, self.residual_TD, norm, eps)
-        return self._mlp(normed_TD, weights) if is_mlp else self._attention(normed_TD, weights, index)
+        return (self._mlp if is_mlp else self._attention)(normed_TD, weights, index)
 
     def _attention(self, x_TD: Tensor, weights: LayerWeights, index: int) -> Tensor:
         """Return (T, D). Only rank 0 has the bias, so the sum over the ranks adds it once."""
         batch, head_dim, num_decode = self._batch, self._config.head_dim, self._batch.num_decode_rows
         qkv_TO = linear(x_TD, weights.qkv, weights.qkv_bias, num_decode_rows=num_decode)
+        self._adapt("qkv", index, x_TD, qkv_TO)
         qkv_THE = qkv_TO.view(-1, self._shard.local_heads + 2 * self._shard.local_kv_heads, head_dim)
         keys_NKPE, values_NKPE = self._cache.layer(index)  # waits for a transfer; as late as possible
         placed = keys_NKPE, values_NKPE, batch.slots_T
         q_THE = rotate_and_cache(qkv_THE, self._cos_TE, self._sin_TE, *placed, slots_are_checked=True)
         mixed_THE = paged_attention(q_THE, keys_NKPE, values_NKPE, self._sequences, head_dim**-0.5, self._head_groups)
-        return self._row_parallel(mixed_THE.flatten(1), weights.attention_out, weights.attention_out_bias)
+        mixed_TF = mixed_THE.flatten(1)
+        partial_TD = self._row_parallel(mixed_TF, weights.attention_out, weights.attention_out_bias)
+        return self._adapt("attention_out", index, mixed_TF, partial_TD)
 
-    def _mlp(self, x_TD: Tensor, weights: LayerWeights) -> Tensor:
+    def _mlp(self, x_TD: Tensor, weights: LayerWeights, index: int) -> Tensor:
         num_decode = self._batch.num_decode_rows
-        gated_TF = swiglu(linear(x_TD, weights.gate_up, weights.gate_up_bias, num_decode_rows=num_decode))
-        return self._row_parallel(gated_TF, weights.down, weights.down_bias)
+        gate_up_TF = linear(x_TD, weights.gate_up, weights.gate_up_bias, num_decode_rows=num_decode)
+        gated_TF = swiglu(self._adapt("gate_up", index, x_TD, gate_up_TF))
+        partial_TD = self._row_parallel(gated_TF, weights.down, weights.down_bias)
+        return self._adapt("down", index, gated_TF, partial_TD)
+
+    def _adapt(self, site: str, index: int, x_TD: Tensor, out_TO: Tensor) -> Tensor:
+        """Add the adapters' products to ``out``, and return it."""
+        if self._adapted is not None:
+            assert self._adapters is not None, "a step with adapters, and there are no slots"
+            self._adapters.add(site, index, x_TD, out_TO, self._adapted)
+        return out_TO
 
     def _row_parallel(self, x_TF: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
         dtype = self.residual_TD.dtype

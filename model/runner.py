@@ -39,7 +39,7 @@ class ModelRunner:
         """
         self._model, self._graphs, self._lane = model, graphs, lane
         self._most_rows = most_rows
-        self.weights, self.cache = model.weights, model.cache
+        self.weights, self.cache, self.adapters = model.weights, model.cache, model.adapters
         self.logits_gather, self.lockstep = logits_gather, lockstep
         self._device = model.cache.device
 

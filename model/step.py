@@ -36,6 +36,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     # (replicas, 2) int32: each replica's number of logit rows and candidates, the same in every replica's plan. Empty
     # if only the first replica has rows.
     gather_sizes: bytes = b""
+    adapters: bytes = b""  # (B,) int32, the slot of each sequence's adapter or -1; empty if no sequence has one
 
     @property
     def num_rows(self) -> int:
@@ -69,11 +70,14 @@ def make_plan(
     index: int = 0,
     policy: int = 0,
     num_candidates: int = 0,
+    adapters: ArrayLike | None = None,
 ) -> StepPlan:
     """Make a plan from arrays; ``ints`` unpacks the plan's bytes."""
     tokens, queries, contexts, tables = map(_packed, (token_ids, query_lens, context_lens, block_tables))
-    rows = _packed(logit_rows)
-    return StepPlan(index, tokens, queries, contexts, tables, num_decode_rows, rows, policy, num_candidates)
+    rows, slots = _packed(logit_rows), b"" if adapters is None else _packed(adapters)
+    return StepPlan(
+        index, tokens, queries, contexts, tables, num_decode_rows, rows, policy, num_candidates, adapters=slots
+    )
 
 
 def idle_plan(index: int) -> StepPlan:
@@ -118,6 +122,7 @@ class StepArrays:
     context_lens_B: np.ndarray
     block_tables_BM: np.ndarray
     num_decode_rows: int
+    adapters_T: np.ndarray | None = None  # the slot of each row's adapter or -1; None: no row has one
 
     @classmethod
     def from_plan(cls, plan: StepPlan, block_size: int) -> Self:
@@ -133,7 +138,8 @@ class StepArrays:
         block, offset = positions_T // block_size, positions_T % block_size
         slots_T = block_tables_BM[sequence_T, block] * block_size + offset
         lens = query_start_B1, context_lens_B, block_tables_BM
-        return cls(ints(plan.token_ids), positions_T, slots_T, *lens, plan.num_decode_rows)
+        adapters_T = ints(plan.adapters)[sequence_T] if plan.adapters else None
+        return cls(ints(plan.token_ids), positions_T, slots_T, *lens, plan.num_decode_rows, adapters_T)
 
     @property
     def has_one_token_each(self) -> bool:
@@ -159,10 +165,11 @@ def cut(step: StepArrays, row: int) -> tuple[StepArrays, StepArrays]:
     before = (np.minimum(starts[: last + 1], row), context_lens_B, tables[:last], min(num_decode, row))
     starts_after = np.maximum(starts[first:], row) - row
     after = (starts_after, step.context_lens_B[first:], tables[first:], max(0, num_decode - row))
-    ids_T, positions_T, slots_T = step.token_ids_T, step.positions_T, step.slots_T
+    ids_T, positions_T, slots_T, adapters_T = step.token_ids_T, step.positions_T, step.slots_T, step.adapters_T
+    adapters_before, adapters_after = (None, None) if adapters_T is None else (adapters_T[:row], adapters_T[row:])
     return (
-        StepArrays(ids_T[:row], positions_T[:row], slots_T[:row], *before),
-        StepArrays(ids_T[row:], positions_T[row:], slots_T[row:], *after),
+        StepArrays(ids_T[:row], positions_T[:row], slots_T[:row], *before, adapters_before),
+        StepArrays(ids_T[row:], positions_T[row:], slots_T[row:], *after, adapters_after),
     )
 
 
@@ -187,6 +194,7 @@ class Batch:
     block_tables_BM: Tensor
     num_decode_rows: int  # decode rows come first; the others are prompt rows
     policy: int = 0  # index of the set of AllReduces
+    adapters_T: Tensor | None = None  # the slot of each row's adapter or -1; None: no row has one
 
     @property
     def is_decode(self) -> bool:

@@ -2,9 +2,10 @@
 
 import json
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard
+from typing import Self, TypeGuard
 
 import torch
 from safetensors import safe_open
@@ -31,11 +32,21 @@ class _Entry:
 class SafetensorsReader:
     """``CheckpointReader`` for a Hugging Face folder. Opens every file of the index and checks its size."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: Sequence[Path] | None = None) -> None:
+        """``files``: only these; None: those of the folder's index."""
         self._entries: dict[str, _Entry] = {}
         self._folder = folder
-        for path in _files(folder):
+        for path in _files(folder) if files is None else files:
             self._entries.update(_read_header(path))
+
+    @classmethod
+    def of_file(cls, path: Path) -> Self:
+        """Read one file with any name."""
+        return cls(path.parent, [path])
+
+    def names(self) -> Iterable[str]:
+        """The names of all tensors."""
+        return self._entries.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entry(name).shape

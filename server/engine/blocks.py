@@ -2,8 +2,8 @@
 
 A free block marked as kept retains its content while other blocks can be allocated; the least recently used one is
 reused first. A block's key is the entry number of the block before it plus its own tokens, compared in full, so no
-prompt can be crafted to match another's blocks. The first block's key also holds the AllReduce policy and the request's
-salt, because a client that times answers can detect earlier prompts.
+prompt can be crafted to match another's blocks. The first block's key also holds the AllReduce policy, the request's
+salt, because a client that times answers can detect earlier prompts, and the id of the LoRA adapter, which a reload changes.
 
 Blocks of generated tokens are cached only if ``prefix_cache`` is "all" (docs/serving.md). A block is entered when the
 step that fills it is planned: each layer writes all keys and values of a step before it reads any.
@@ -189,4 +189,4 @@ class PrefixCache:
 
 
 def _root(request: Request) -> Hashable:
-    return request.policy, request.cache_salt
+    return request.policy, request.cache_salt, request.adapter

@@ -13,6 +13,7 @@ from typing import Any
 
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.server.config.limits import Limits
+from tightwire.server.engine.adapters import AdapterTable
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.pipeline import NewTokens, StepPipeline, StepRunner, StepTimes
 from tightwire.server.engine.request import Reading, Request, RequestRules, make_request
@@ -27,6 +28,7 @@ _ALL_BANNED = "bad_words, allowed_token_ids and min_tokens together ban every ne
 _GRAMMAR_BROKE = (
     "the grammar is too complex to continue, or allows only tokens that bad_words, allowed_token_ids or min_tokens ban"
 )
+_UNLOADED = "the adapter was unloaded before this request reached the engine"
 _COMPILE_WAIT_S = 0.02  # of a step with nothing else to do; the loop reads new messages between steps
 
 
@@ -43,6 +45,7 @@ class Engine:
         drafter: NgramDrafter | None = None,
         plan_ahead: bool = False,
         num_replicas: int = 1,
+        adapters: AdapterTable | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``limits``: of each replica. ``plan_ahead``: launch each step before waiting for the previous one; with one replica only."""
@@ -50,6 +53,7 @@ class Engine:
             raise ValueError(f"steps of {num_replicas} replicas cannot be planned ahead")
         self._runner, self._rules, self._drafter, self._clock = runner, rules, drafter, clock
         self._sampler = sampler
+        self.adapters = adapters or AdapterTable(0)
         self._counters = EngineCounters()
         self._times = StepTimes(clock, runner.comm_spent)
         self._replicas = Replicas(limits, num_replicas, drafter, self._counters)
@@ -72,9 +76,14 @@ class Engine:
             self._pending.append(Output(id=message.id, token_ids=[], finish_reason="error", message=problem))
             return
         policy = 0 if message.allreduce is None else self._rules.policies.index(message.allreduce)
-        request = make_request(message, self._rules.eos_token_ids, self._clock(), policy)
+        slot = self.adapters.begin(message.adapter)
+        if slot is None:
+            self._pending.append(Output(id=message.id, token_ids=[], finish_reason="refused", message=_UNLOADED))
+            return
+        request = make_request(message, self._rules.eos_token_ids, self._clock(), policy, slot)
         if request.params.max_tokens == 0 and not request.rows_to_score(0, request.num_prompt_tokens):
             self._pending.append(_end_output(request, "length"))  # nothing to generate and nothing to score
+            self.adapters.end(request.adapter)
             return
         self._requests[request.id] = request
         if request.params.grammar:
@@ -179,6 +188,7 @@ class Engine:
 
     def _forget(self, request: Request, *, spoiled: bool = False) -> None:
         del self._requests[request.id]
+        self.adapters.end(request.adapter)
         if self._compiling.pop(request, None) is not None:
             return
         self._pipeline.forget(request)

@@ -38,6 +38,8 @@ class Request:
     policy: int = 0  # index of the AllReduce policy that sums its steps
     replica: int = 0  # the replica that computes it
     cache_salt: str = ""  # requests of different salts share no cached prefix
+    adapter: int = 0  # id of its LoRA adapter; 0: none
+    adapter_slot: int = -1  # where the ranks hold that adapter
     first_scheduled_s: float | None = None
     at_first_step: Reading | None = None  # the engine's times when its first step began
     num_computed: int = 0
@@ -136,7 +138,9 @@ class RequestRules:
         return None
 
 
-def make_request(message: AddRequest, eos_token_ids: Iterable[int], arrival_s: float, policy: int = 0) -> Request:
+def make_request(
+    message: AddRequest, eos_token_ids: Iterable[int], arrival_s: float, policy: int = 0, adapter_slot: int = -1
+) -> Request:
     params = message.params
     stop_ids = frozenset(params.stop_token_ids)
     return Request(
@@ -148,6 +152,8 @@ def make_request(message: AddRequest, eos_token_ids: Iterable[int], arrival_s: f
         arrival_s=arrival_s,
         policy=policy,
         cache_salt=message.cache_salt,
+        adapter=message.adapter,
+        adapter_slot=adapter_slot,
         prompt_logprobs=None if params.prompt_logprobs is None else [None],
         num_candidates=candidates_needed(params),
         needs_tokens=params.needs_tokens,

@@ -86,8 +86,8 @@ class StepBuilder:
         self.tokens.pop(request, None)
 
     def chunks(self) -> list[Chunk]:
-        """Decode rows first, as ``StepPlan`` requires."""
-        shares = sorted(self.tokens.items(), key=lambda share: share[0].in_prompt)
+        """Decode rows first, as ``StepPlan`` requires; then by adapter, so that each adapter is read once."""
+        shares = sorted(self.tokens.items(), key=lambda share: (share[0].in_prompt, share[0].adapter_slot))
         return [_make_chunk(request, num_tokens, self._drafts.get(request, ())) for request, num_tokens in shares]
 
     def _tokens_in_blocks(self, request: Request) -> int:
@@ -129,6 +129,7 @@ def make_step(index: int, chunks: list[Chunk], policy: int = 0) -> ScheduledStep
         logit_rows=logit_rows,
         policy=policy,
         num_candidates=_candidates_needed(chunks),
+        adapters=_adapter_slots(chunks),
     )
     return ScheduledStep(plan, chunks)
 
@@ -138,6 +139,12 @@ def _make_chunk(request: Request, num_tokens: int, draft: Sequence[int]) -> Chun
     complete = end == len(request.token_ids)
     samples = complete and request.params.max_tokens > 0
     return Chunk(request, start, end, request.rows_to_score(start, end), samples, draft)
+
+
+def _adapter_slots(chunks: Sequence[Chunk]) -> list[int] | None:
+    """The slot of each sequence's adapter; None if no sequence has one."""
+    slots = [chunk.request.adapter_slot for chunk in chunks]
+    return slots if max(slots) >= 0 else None
 
 
 def _candidates_needed(chunks: Sequence[Chunk]) -> int:

@@ -22,6 +22,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     params: SamplingParams
     allreduce: str | None = None  # AllReduce policy by name; None: the server's own
     cache_salt: str = ""  # shares cached prefixes only with requests of the same salt
+    adapter: int = 0  # id of the LoRA adapter; 0: none
 
 
 class CancelRequest(msgspec.Struct, frozen=True, tag=True):
@@ -30,12 +31,33 @@ class CancelRequest(msgspec.Struct, frozen=True, tag=True):
     ids: list[str]
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Load a LoRA adapter on every rank. Each rank answers ``AdapterLoaded``. ``id`` is never used twice."""
+
+    id: int
+    folder: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Take no more requests for this adapter; those that run finish with it."""
+
+    id: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave the loop and exit 0."""
 
 
 class StopFollowing(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """``Stop`` for a follower, in the array form of ``StepPlan`` because a union cannot mix the two forms."""
+
+
+class LoadSlot(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """``LoadAdapter`` for a follower, with the slot that rank 0 chose."""
+
+    id: int
+    slot: int
+    folder: str
 
 
 class Record(msgspec.Struct, frozen=True, tag=True):
@@ -49,8 +71,8 @@ class Hush(msgspec.Struct, frozen=True, tag=True):
     """From a process to its own reporter: stop the heartbeat."""
 
 
-ToEngine = AddRequest | CancelRequest | Stop
-ToFollower = StepPlan | StopFollowing
+ToEngine = AddRequest | CancelRequest | LoadAdapter | UnloadAdapter | Stop
+ToFollower = StepPlan | LoadSlot | StopFollowing
 ToReporter = Record | Hush
 
 
@@ -180,6 +202,14 @@ class Recorded(msgspec.Struct, frozen=True, tag=True):
     last: bool
 
 
+class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
+    """One rank's answer to ``LoadAdapter``. ``refusal``: why it did not load the adapter; empty: it did."""
+
+    rank: int
+    id: int
+    refusal: str = ""
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """This rank cannot continue, and exits. ``symptom``: another rank caused it. ``traceback``: empty if not needed."""
 
@@ -190,4 +220,4 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     symptom: bool = False
 
 
-FromRank = StepResult | Stage | Ready | Heartbeat | Recorded | Failed
+FromRank = StepResult | Stage | Ready | Heartbeat | Recorded | AdapterLoaded | Failed

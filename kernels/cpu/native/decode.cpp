@@ -14,6 +14,7 @@
 // that comes late finds nothing to draw and walks through.
 //
 // A row gets the same bits as from the kernels called one by one.
+#include "adapters.h"
 #include "linear.h"
 #include "numbers.h"
 #include "shared_sums.h"
@@ -51,9 +52,14 @@ static void norm(const tw_decode_program &program, tw_phase *phase, address weig
     run_phase(phase, program.num_rows, [&](int64_t row) { tw_norm(&args, row, row + 1); });
 }
 
-// out (T, outputs) = x (T, inputs) @ matrix^T + bias, in numbers of `out_kind`.
-static void multiply(const tw_decode_program &program, tw_phase *phase, const tw_matrix &matrix, address x, int64_t num_inputs,
-                     address out, int64_t num_outputs, int64_t out_kind) {
+enum Site { QKV, ATTENTION_OUT, GATE_UP, DOWN };
+
+// out (T, outputs) = x (T, inputs) @ matrix^T + bias + adapters, in numbers of `out_kind`.
+//
+// The adapters' products with A are the first items. A panel waits for all of them before it adds B's products, which costs
+// nothing: other threads compute them while this one multiplies the panel.
+static void multiply(const tw_decode_program &program, tw_phase *phase, Site site, int64_t layer, const tw_matrix &matrix, address x,
+                     int64_t num_inputs, address out, int64_t num_outputs, int64_t out_kind) {
     tw_linear_args args = {
         .out = out,
         .x = 0,
@@ -69,12 +75,32 @@ static void multiply(const tw_decode_program &program, tw_phase *phase, const tw
         .bias_kind = program.kind,
         .in_pairs = PAIRS && program.kind == BFLOAT16,
     };
-    run_phase(phase, (num_outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
+    const tw_adapter_args adapters = {
+        .site = program.adapter_sites[site],
+        .runs = program.adapter_runs,
+        .num_runs = program.num_adapter_runs,
+        .layer = layer,
+        .x = x,
+        .shrunk = program.shrunk,
+        .out = out,
+        .out_kind = out_kind,
+    };
+    const int64_t num_shrinks = adapters.num_runs ? shrink_items(adapters) : 0;
+    run_phase(phase, num_shrinks + (num_outputs + PANEL - 1) / PANEL, [&](int64_t item) {
+        if (item < num_shrinks) {
+            tw_adapter_shrink(&adapters, item, item + 1);
+            __atomic_fetch_add(&phase->num_shrunk, 1, __ATOMIC_RELEASE);
+            return;
+        }
         // Each thread prepares all rows for itself: that costs less than waiting for another.
         if (!args.x)
             args.x = (address)prepare_rows((const char *)x, program.num_rows, num_inputs, program.kind, matrix.kind, &args.x_stride);
-        const int64_t start = PANEL * panel, stop = start + PANEL;
-        tw_linear(&args, start, stop < num_outputs ? stop : num_outputs);
+        const int64_t start = PANEL * (item - num_shrinks), stop = start + PANEL < num_outputs ? start + PANEL : num_outputs;
+        if (num_shrinks) prefetch_expand(adapters, start, stop);
+        tw_linear(&args, start, stop);
+        if (!num_shrinks) return;
+        for (Patience patience; __atomic_load_n(&phase->num_shrunk, __ATOMIC_ACQUIRE) < num_shrinks;) patience.wait();
+        tw_adapter_expand(&adapters, start, stop);
     });
 }
 
@@ -135,21 +161,24 @@ static void attend(const tw_decode_program &program, tw_phase *phase, const tw_l
     run_phase(phase, program.num_tiles * program.num_kv_heads, [&](int64_t item) { tw_attend(&args, item, item + 1); });
 }
 
-static void run_attention(const tw_decode_program &program, const tw_layer &layer, tw_phase *phases, address update) {
+static void run_attention(const tw_decode_program &program, int64_t index, tw_phase *phases, address update) {
+    const tw_layer &layer = program.layers[index];
     const int64_t mixed_size = program.num_heads * program.head_dim;
     const int64_t qkv_size = mixed_size + 2 * program.num_kv_heads * program.head_dim;
     norm(program, &phases[0], layer.attention_norm, update);
-    multiply(program, &phases[1], layer.qkv, program.normed, program.hidden_size, program.qkv, qkv_size, program.kind);
+    multiply(program, &phases[1], QKV, index, layer.qkv, program.normed, program.hidden_size, program.qkv, qkv_size,
+             program.kind);
     rotate(program, &phases[2], layer);
     attend(program, &phases[3], layer);
-    multiply(program, &phases[4], layer.attention_out, program.mixed, mixed_size, program.partial, program.hidden_size,
-             program.sum_kind);
+    multiply(program, &phases[4], ATTENTION_OUT, index, layer.attention_out, program.mixed, mixed_size, program.partial,
+             program.hidden_size, program.sum_kind);
 }
 
-static void run_mlp(const tw_decode_program &program, const tw_layer &layer, tw_phase *phases, address update) {
+static void run_mlp(const tw_decode_program &program, int64_t index, tw_phase *phases, address update) {
+    const tw_layer &layer = program.layers[index];
     const int64_t width = program.mlp_size;
     norm(program, &phases[5], layer.mlp_norm, update);
-    multiply(program, &phases[6], layer.gate_up, program.normed, program.hidden_size, program.gate_up, 2 * width,
+    multiply(program, &phases[6], GATE_UP, index, layer.gate_up, program.normed, program.hidden_size, program.gate_up, 2 * width,
              program.kind);
     tw_swiglu_args args = {
         .out = program.gated,
@@ -159,19 +188,19 @@ static void run_mlp(const tw_decode_program &program, const tw_layer &layer, tw_
         .kind = program.kind,
     };
     run_phase(&phases[7], program.num_rows, [&](int64_t row) { tw_swiglu(&args, row, row + 1); });
-    multiply(program, &phases[8], layer.down, program.gated, width, program.partial, program.hidden_size, program.sum_kind);
+    multiply(program, &phases[8], DOWN, index, layer.down, program.gated, width, program.partial, program.hidden_size,
+             program.sum_kind);
 }
 
 static void run_thread(const tw_parts_args &args, bool makes_sums) {
     const tw_decode_program &program = *args.program;
     address update = args.update;
     for (int64_t part = args.first; part < args.stop; part++) {
-        const tw_layer &layer = program.layers[part / 2];
         tw_phase *phases = program.phases + TW_PHASES_PER_LAYER * (part / 2);
         if (part % 2 == 0)
-            run_attention(program, layer, phases, update);
+            run_attention(program, part / 2, phases, update);
         else
-            run_mlp(program, layer, phases, update);
+            run_mlp(program, part / 2, phases, update);
         update = program.partial;
         if (args.sums) {
             // The thread that makes the sums was in every phase: `partial` holds what the others have drawn.

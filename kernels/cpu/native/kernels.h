@@ -187,6 +187,38 @@ typedef struct {
 } tw_recode_args;
 TW_API void tw_decode_reduce_encode(const void *recode_args, int64_t start, int64_t stop);
 
+// --- adapters.cpp: low-rank adapters -----------------------------------------------------------------------------------
+
+// The matrices in one slot: A (parts x rank, inputs) and B transposed (rank, outputs) of layer 0; those of layer l follow after
+// l times their bytes. Rank 0: the slot has none here.
+typedef struct {
+    address a, b;
+    int64_t rank;
+} tw_adapter;
+// One fused matrix of every layer. Part p has the outputs from part_stops[p - 1] to part_stops[p]. `most_width` is the
+// largest parts x rank of the slots.
+typedef struct {
+    const tw_adapter *slots;
+    int64_t num_inputs, num_parts, part_stops[3], kind, most_width;
+} tw_adapter_site;
+// Rows that follow each other and use the same slot.
+typedef struct {
+    int64_t first_row, num_rows, slot;
+} tw_adapter_run;
+// out (T, O) of `out_kind` += (x A^T) B of each run. x (T, D) is of the site's kind; both are contiguous. `shrunk` is memory for
+// T x most_width float32 numbers.
+typedef struct {
+    const tw_adapter_site *site;
+    const tw_adapter_run *runs;
+    int64_t num_runs, layer;
+    address x, shrunk, out;
+    int64_t out_kind;
+} tw_adapter_args;
+// shrunk = x A^T. Items are runs of rows with sixteen outputs each, as many for each run as `most_width` needs.
+TW_API void tw_adapter_shrink(const void *adapter_args, int64_t start, int64_t stop);
+// out += shrunk B. Items are outputs.
+TW_API void tw_adapter_expand(const void *adapter_args, int64_t start, int64_t stop);
+
 // --- decode.cpp: the layers of a few rows ---------------------------------------------------------------------------
 
 // A weight and its bias (or 0) as tw_linear takes them.
@@ -199,9 +231,10 @@ typedef struct {
     address attention_norm, mlp_norm, k_cache, v_cache;
     tw_matrix qkv, attention_out, gate_up, down;
 } tw_layer;
-// The next item that a thread may draw, and how many threads came and left. A cache line; all zero at the start of a step.
+// The next item that a thread may draw, how many threads came and left, and how many items of adapters' A products are done. A
+// cache line; all zero at the start of a step.
 typedef struct {
-    int64_t next, came, left, unused[5];
+    int64_t next, came, left, num_shrunk, unused[4];
 } tw_phase;
 enum { TW_PHASES_PER_LAYER = 9 };
 
@@ -220,6 +253,11 @@ typedef struct {
     // tiles of tw_plan_tiles of one token each.
     int64_t num_rows, table_stride, num_tiles;
     address residual, positions, slots, query_start, context_lens, block_table, tiles;
+    // The rows with adapters, the adapters for qkv, attention_out, gate_up and down, and memory as in tw_adapter_args.
+    int64_t num_adapter_runs;
+    const tw_adapter_run *adapter_runs;
+    const tw_adapter_site *adapter_sites[4];
+    address shrunk;
 } tw_decode_program;
 
 // Items are threads that run the parts together: 2l is layer l's attention, 2l + 1 its MLP. `update` is the sum of the part

@@ -1,0 +1,141 @@
+// Low-rank adapters: shrunk = x A^T, then out += shrunk B, for rows of several adapters and of none.
+//
+// Both products sum in float32, each output in one fixed order, so a row has the same bits with any other rows.
+#include "adapters.h"
+
+#include "linear.h"
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static const tw_adapter &adapter_of(const tw_adapter_args &args, const tw_adapter_run &run) {
+    return args.site->slots[run.slot];
+}
+static float *shrunk_rows(const tw_adapter_args &args, const tw_adapter_run &run) {
+    return (float *)args.shrunk + run.first_row * args.site->most_width;
+}
+
+static void shrink(const tw_adapter_args &args, const tw_adapter_run &run, int64_t first) {
+    const tw_adapter_site &site = *args.site;
+    const tw_adapter &adapter = adapter_of(args, run);
+    const int64_t width = site.num_parts * adapter.rank, row_bytes = site.num_inputs * size_of(site.kind);
+    if (first >= width) return;
+    const char *x = (const char *)args.x + run.first_row * row_bytes;
+    tw_linear_args product = {
+        .out = (address)shrunk_rows(args, run),
+        .x = 0,
+        .weight = adapter.a + args.layer * width * row_bytes,
+        .bias = 0,
+        .x_stride = 0,
+        .weight_stride = row_bytes,
+        .weight_kind = site.kind,
+        .num_tokens = run.num_rows,
+        .num_outputs = width,
+        .num_inputs = site.num_inputs,
+        .kind = FLOAT32,
+        .bias_kind = FLOAT32,
+        .in_pairs = PAIRS && site.kind == BFLOAT16,
+    };
+    product.x = (address)prepare_rows(x, run.num_rows, site.num_inputs, site.kind, site.kind, &product.x_stride);
+    tw_linear(&product, first, least(first + SHRINK_OUTPUTS, width));
+}
+
+void tw_adapter_shrink(const void *adapter_args, int64_t start, int64_t stop) {
+    const tw_adapter_args &args = *(const tw_adapter_args *)adapter_args;
+    if (!args.num_runs) return;
+    const int64_t per_run = shrink_items(args) / args.num_runs;
+    for (int64_t item = start; item < stop; item++)
+        shrink(args, args.runs[item / per_run], SHRINK_OUTPUTS * (item % per_run));
+}
+
+// out (ROWS, VECTORS of sixteen) += shrunk (ROWS, rank) B; of the last vector, `count` numbers if VECTORS is 1.
+template <class Number, class Out, int ROWS, int VECTORS>
+static void add_tile(char *out, int64_t out_stride, const float *shrunk, int64_t width, const char *b, int64_t b_stride,
+                     int64_t rank, int64_t count) {
+    F32 sums[ROWS][VECTORS];
+    UNROLL
+    for (int row = 0; row < ROWS; row++)
+        UNROLL
+        for (int i = 0; i < VECTORS; i++) sums[row][i] = splat(0.0f);
+    for (int64_t j = 0; j < rank; j++, b += b_stride) {
+        F32 weights[VECTORS];
+        UNROLL
+        for (int i = 0; i < VECTORS; i++)
+            weights[i] = VECTORS > 1 ? Number::load(b + Number::size * LANES * i) : load_numbers<Number>(b, count);
+        UNROLL
+        for (int row = 0; row < ROWS; row++) {
+            const F32 value = splat(shrunk[row * width + j]);
+            UNROLL
+            for (int i = 0; i < VECTORS; i++) sums[row][i] = fma(value, weights[i], sums[row][i]);
+        }
+    }
+    UNROLL
+    for (int row = 0; row < ROWS; row++)
+        UNROLL
+        for (int i = 0; i < VECTORS; i++) {
+            char *target = out + out_stride * row + Out::size * LANES * i;
+            if (VECTORS > 1)
+                Out::store(target, Out::load(target) + sums[row][i]);
+            else
+                store_numbers<Out>(target, load_numbers<Out>(target, count) + sums[row][i], count);
+        }
+}
+
+template <class Number, class Out>
+static void expand(const tw_adapter_args &args, const tw_adapter_run &run, int64_t part, int64_t start, int64_t stop) {
+    constexpr int TALL = 4, VECTORS = WIDE ? 4 : 2;
+    const tw_adapter_site &site = *args.site;
+    const tw_adapter &adapter = adapter_of(args, run);
+    const int64_t num_outputs = site.part_stops[site.num_parts - 1], rank = adapter.rank, width = site.num_parts * rank;
+    const int64_t out_stride = num_outputs * Out::size, b_stride = num_outputs * Number::size;
+    const char *b = (const char *)adapter.b + args.layer * rank * b_stride;
+    for (int64_t row = 0, rows; row < run.num_rows; row += rows) {
+        rows = run.num_rows - row >= TALL ? TALL : 1;
+        char *out = (char *)args.out + (run.first_row + row) * out_stride;
+        const float *shrunk = shrunk_rows(args, run) + row * width + part * rank;
+        for (int64_t at = start, columns; at < stop; at += columns) {
+            const bool wide = stop - at >= VECTORS * LANES;
+            columns = wide ? VECTORS * LANES : least(LANES, stop - at);
+            char *target = out + Out::size * at;
+            const char *weights = b + Number::size * at;
+            if (rows == TALL && wide)
+                add_tile<Number, Out, TALL, VECTORS>(target, out_stride, shrunk, width, weights, b_stride, rank, columns);
+            else if (rows == TALL)
+                add_tile<Number, Out, TALL, 1>(target, out_stride, shrunk, width, weights, b_stride, rank, columns);
+            else if (wide)
+                add_tile<Number, Out, 1, VECTORS>(target, out_stride, shrunk, width, weights, b_stride, rank, columns);
+            else
+                add_tile<Number, Out, 1, 1>(target, out_stride, shrunk, width, weights, b_stride, rank, columns);
+        }
+    }
+}
+
+void tw_adapter_expand(const void *adapter_args, int64_t start, int64_t stop) {
+    const tw_adapter_args &args = *(const tw_adapter_args *)adapter_args;
+    const tw_adapter_site &site = *args.site;
+    with_kind(site.kind, [&](auto number) {
+        with_kind(args.out_kind, [&](auto out) {
+            for (int64_t i = 0; i < args.num_runs; i++) {
+                if (!adapter_of(args, args.runs[i]).rank) continue;
+                for (int64_t part = 0; part < site.num_parts; part++) {
+                    const int64_t first = most(start, part ? site.part_stops[part - 1] : 0);
+                    const int64_t last = least(stop, site.part_stops[part]);
+                    if (first < last) expand<decltype(number), decltype(out)>(args, args.runs[i], part, first, last);
+                }
+            }
+        });
+    });
+}
+
+void prefetch_expand(const tw_adapter_args &args, int64_t start, int64_t stop) {
+    constexpr int64_t LINE_BYTES = 64;
+    const tw_adapter_site &site = *args.site;
+    const int64_t stride = site.part_stops[site.num_parts - 1] * size_of(site.kind);
+    for (int64_t i = 0; i < args.num_runs; i++) {
+        const tw_adapter &adapter = adapter_of(args, args.runs[i]);
+        const char *b = (const char *)adapter.b + args.layer * adapter.rank * stride;
+        for (int64_t j = 0; j < adapter.rank; j++)
+            for (int64_t at = start * size_of(site.kind); at < stop * size_of(site.kind); at += LINE_BYTES)
+                prefetch<2>(b + j * stride + at);
+    }
+}

@@ -1,0 +1,105 @@
+"""Low-rank adapters (LoRA): their matrices in numbered slots, the rows that use them, and the reference product.
+
+An adapter adds ``(x A^T) B^T`` to the product of a matrix. Several matrices may be fused by rows (q, k, v); each is a part,
+with its own A and its own columns of the output.
+
+Source: LoRA, arXiv 2106.09685; slots and mixed batches: S-LoRA, arXiv 2311.03285.
+"""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False, slots=True)
+class AdapterSite:
+    """The adapters' matrices for one fused matrix of every layer. Each slot has room for ``max_rank``.
+
+    The matrices in a slot lie densely, layer after layer: A (parts x rank, D), part after part, and B transposed, (rank, O),
+    which includes the adapter's scale.
+    """
+
+    num_inputs: int  # D
+    part_stops: tuple[int, ...]  # where the columns of each part end; the last one is O
+    num_layers: int
+    a_NX: Tensor  # (N, layers x parts x max_rank x D)
+    b_NX: Tensor  # (N, layers x max_rank x O)
+    ranks_N: Tensor = field(init=False)  # int32 on the matrices' device; 0: the slot has no matrices here
+    ranks: list[int] = field(init=False)  # the same on the host
+    native: Any = None  # the C struct of these matrices; None: to be made again
+
+    def __post_init__(self) -> None:
+        self.ranks = [0] * len(self.a_NX)
+        self.ranks_N = torch.zeros(len(self.a_NX), dtype=torch.int32, device=self.a_NX.device)
+
+    @classmethod
+    def empty(
+        cls, num_inputs: int, part_stops: tuple[int, ...], num_layers: int, *, room: tuple[int, int], like: Tensor
+    ) -> Self:
+        """Make slots without adapters. ``room``: the number of slots and ``max_rank``. ``like``: dtype and device."""
+        num_slots, max_rank = room
+        a_NX = like.new_empty(num_slots, num_layers * len(part_stops) * max_rank * num_inputs)
+        return cls(num_inputs, part_stops, num_layers, a_NX, like.new_empty(num_slots, num_layers * max_rank * part_stops[-1]))
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.part_stops)
+
+    @property
+    def parts(self) -> list[slice]:
+        """The columns of each part."""
+        return [slice(start, stop) for start, stop in pairwise((0, *self.part_stops))]
+
+    def set_rank(self, slot: int, rank: int) -> None:
+        """Declare the rank of the matrices that a slot holds, or is about to hold."""
+        self.ranks[slot], self.native = rank, None
+        self.ranks_N[slot] = rank
+
+    def a(self, slot: int, layer: int) -> Tensor:
+        """(parts x rank, D)."""
+        return self._of_layer(self.a_NX, slot, layer, self.num_parts * self.ranks[slot], self.num_inputs)
+
+    def b(self, slot: int, layer: int) -> Tensor:
+        """(rank, O)."""
+        return self._of_layer(self.b_NX, slot, layer, self.ranks[slot], self.part_stops[-1])
+
+    def _of_layer(self, all_NX: Tensor, slot: int, layer: int, num_rows: int, num_columns: int) -> Tensor:
+        size = num_rows * num_columns
+        return all_NX[slot, layer * size : (layer + 1) * size].view(num_rows, num_columns)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """The slot of each row of a step."""
+
+    slots_T: Tensor  # int32; -1: no adapter
+    runs_S3: Tensor | None = None  # int64 on the host: first row, number of rows and slot of rows that follow each other
+
+    @classmethod
+    def of(cls, slots_T: Tensor) -> Self:
+        """Find the runs of rows with the same slot, if the slots are on the host."""
+        return cls(slots_T, None if slots_T.is_cuda else find_runs(slots_T))
+
+
+def find_runs(slots_T: Tensor) -> Tensor:
+    """Return (S, 3) int64: first row, number of rows and slot of each run of rows with the same adapter."""
+    slots, lengths = torch.unique_consecutive(slots_T.cpu(), return_counts=True)
+    runs_S3 = torch.stack((lengths.cumsum(0) - lengths, lengths, slots.long()), dim=1)
+    return runs_S3[slots >= 0].contiguous()
+
+
+def add_adapters_reference(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int, rows: AdapterRows) -> None:
+    """Add ``(x A^T) B^T`` of each row's adapter to ``out``, in float32, rounded once to the dtype of ``out``."""
+    runs_S3 = find_runs(rows.slots_T) if rows.runs_S3 is None else rows.runs_S3
+    for first, num_rows, slot in runs_S3.tolist():
+        rank = site.ranks[slot]
+        if not rank:
+            continue
+        own, b_RO = slice(first, first + num_rows), site.b(slot, layer).float()
+        shrunk_TR = x_TD[own].float() @ site.a(slot, layer).float().t()
+        for part, columns in enumerate(site.parts):
+            added = shrunk_TR[:, part * rank : (part + 1) * rank] @ b_RO[:, columns]
+            out_TO[own, columns] = (out_TO[own, columns].float() + added).to(out_TO.dtype)

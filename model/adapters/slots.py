@@ -1,0 +1,96 @@
+"""Holds several adapters on one rank, each in a numbered slot of fixed size, split as the base model is.
+
+A split adds no bytes to the sums. For q, k, v, gate and up, each rank has the whole A and its rows of B. For o and down, each
+rank has its columns of A and the whole B, so its product is a part of the sum that the ranks make anyway.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tightwire.kernels.adapters import add_adapters
+from tightwire.kernels.spec.adapters import AdapterRows, AdapterSite
+from tightwire.model.adapters.peft import AdapterFile
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.layout import Shard
+from tightwire.model.weights.formats import Fused, layer_tensors
+
+SITES = ("qkv", "attention_out", "gate_up", "down")  # fields of ``LayerWeights``; the order of ``tw_decode_program``
+
+
+class SlotSizes(NamedTuple):
+    """The room for adapters."""
+
+    num_slots: int
+    max_rank: int
+
+
+def slot_bytes(config: LlamaConfig, shard: Shard, sizes: SlotSizes, elem_bytes: int) -> int:
+    """Return the bytes of all slots on the rank with ``shard``."""
+    per_layer = sum(
+        len(fused.parts) * num_inputs + fused.num_rows for fused, num_inputs in _sites(config, shard).values()
+    )
+    return sizes.num_slots * sizes.max_rank * config.num_layers * per_layer * elem_bytes
+
+
+class AdapterSlots:
+    """The adapters' matrices on one rank's device."""
+
+    def __init__(self, config: LlamaConfig, shard: Shard, sizes: SlotSizes, *, dtype: torch.dtype, device: torch.device):
+        """Memory on a CPU is used only once an adapter is loaded into it."""
+        self._config, self._shard, self.sizes = config, shard, sizes
+        like = torch.empty(0, dtype=dtype, device=device)
+        self.sites: dict[str, AdapterSite] = {}
+        for name, (fused, num_inputs) in _sites(config, shard).items():
+            stops = torch.tensor([len(rows) for _, rows in fused.parts]).cumsum(0).tolist()
+            self.sites[name] = AdapterSite.empty(num_inputs, tuple(stops), config.num_layers, room=sizes, like=like)
+
+    def load(self, slot: int, adapter: AdapterFile) -> None:
+        """Read this rank's part of an adapter into a slot that no running step uses. ModelError: it cannot be read."""
+        self.clear(slot)
+        for name, site in self.sites.items():
+            fused = [layer_tensors(self._config, self._shard, layer)[name] for layer in range(site.num_layers)]
+            if not any(adapter.has(_module(tensor)) for each in fused for tensor in each.names):
+                continue
+            site.set_rank(slot, adapter.rank)
+            for layer, each in enumerate(fused):
+                self._read(site.a(slot, layer), site.b(slot, layer), each, site.parts, adapter)
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot: rows that use it get no adapter."""
+        for site in self.sites.values():
+            site.set_rank(slot, 0)
+
+    def add(self, name: str, layer: int, x_TD: Tensor, out_TO: Tensor, rows: AdapterRows) -> None:
+        """Add to ``out`` the adapters' products at the site ``name`` of a layer; see ``kernels.adapters``."""
+        add_adapters(out_TO, x_TD, self.sites[name], layer, rows)
+
+    def _read(self, a_PD: Tensor, b_RO: Tensor, fused: Fused, parts: list[slice], adapter: AdapterFile) -> None:
+        """Fill A and B of one layer. Modules without an adapter, and ranks below the adapter's largest, get zeros."""
+        assert fused.columns is not None
+        rank = len(b_RO)
+        for part, ((tensor, rows), columns) in enumerate(zip(fused.parts, parts, strict=True)):
+            module, own = _module(tensor), slice(part * rank, (part + 1) * rank)
+            a_PD[own].zero_()
+            b_RO[:, columns].zero_()
+            if adapter.has(module):
+                a_RD, b_OR = adapter.read(module, rows, fused.columns)
+                a_PD[own][: len(a_RD)] = a_RD.to(a_PD.dtype)
+                b_RO[: b_OR.shape[1], columns] = b_OR.t().to(b_RO.dtype)
+
+
+def _sites(config: LlamaConfig, shard: Shard) -> Mapping[str, tuple[Fused, int]]:
+    """The fused matrices that adapters may change, each with its number of inputs on this rank."""
+    tensors = layer_tensors(config, shard, 0)
+    found = {}
+    for name in SITES:
+        columns = tensors[name].columns
+        assert columns is not None
+        found[name] = tensors[name], len(columns)
+    return found
+
+
+def _module(tensor: str) -> str:
+    return tensor.removesuffix(".weight")
