@@ -3,6 +3,7 @@
 Source: huggingface/peft, ``LoraConfig`` and ``get_pattern_key``.
 """
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping
@@ -168,3 +169,12 @@ def _pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> A
         if re.match(pattern if pattern.startswith("^") else rf"(.*\.)?({pattern})$", module):
             return value
     return default
+
+
+def adapter_digest(folder: Path) -> str:
+    """Return twelve hexadecimal digits of a hash of the adapter's two files. OSError: they cannot be read."""
+    digest = hashlib.sha256()
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        with (folder / name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:12]

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tightwire.model.weights import QUANTIZATIONS
+from tightwire.server.config.adapters import AdapterOptions
 from tightwire.server.config.hosts import HostOptions
 from tightwire.server.config.http import HttpOptions
 from tightwire.server.config.option import option, require, require_seconds
@@ -143,6 +144,7 @@ class ServeConfig:
     http: HttpOptions = field(default_factory=HttpOptions)
     timeouts: TimeoutOptions = field(default_factory=TimeoutOptions)
     hosts: HostOptions = field(default_factory=HostOptions)
+    adapters: AdapterOptions = field(default_factory=AdapterOptions)
 
     def __post_init__(self) -> None:
         if self.parallel.link is not None and self.model.device == "cuda":
@@ -168,6 +170,7 @@ GROUPS = {
     "http": HttpOptions,
     "timeouts": TimeoutOptions,
     "hosts": HostOptions,
+    "adapters": AdapterOptions,
 }
 
 

@@ -50,7 +50,11 @@ class RecordingBusyError(Exception):
 
 
 class RankSilentError(Exception):
-    """A rank did not send its recording in time; the message names it. HTTP 504."""
+    """A rank did not answer in time; the message names it. HTTP 504."""
+
+
+class AdapterRefusedError(Exception):
+    """An adapter cannot be loaded; the message says why. HTTP 400."""
 
 
 class EngineClient(Protocol):
@@ -70,6 +74,17 @@ class EngineClient(Protocol):
 
     async def record_collectives(self, seconds: float) -> list[RankEvents]:
         """All collectives of all ranks in the next ``seconds``. EngineUnavailableError, RecordingBusyError, RankSilentError."""
+        ...
+
+    async def load_adapter(self, adapter: int, folder: str) -> None:
+        """Load a LoRA adapter on every rank; ``adapter``: an id that was never used, which requests then carry.
+
+        AdapterRefusedError: a rank refuses it, and none has it. EngineUnavailableError, RankSilentError: likewise.
+        """
+        ...
+
+    def unload_adapter(self, adapter: int) -> None:
+        """Accept no more sequences with this adapter; those that run finish with it."""
         ...
 
     def submit(self, requests: Sequence[AddRequest]) -> AsyncIterator[Output]:

@@ -9,10 +9,12 @@ import zmq.asyncio
 
 from tightwire.comm.ledger.ledger import Latency
 from tightwire.comm.ledger.recording import RankEvents
+from tightwire.server.ipc.adapter_loads import AdapterLoads
 from tightwire.server.ipc.channels import bind_receiver, connect_sender
 from tightwire.server.ipc.engine_client import EngineState, EngineUnavailableError, Phase, QueueFullError
 from tightwire.server.ipc.engine_stats import EngineStats
 from tightwire.server.ipc.messages import (
+    AdapterLoaded,
     AddRequest,
     CancelRequest,
     CommSetup,
@@ -25,6 +27,7 @@ from tightwire.server.ipc.messages import (
     StepResult,
     Stop,
     ToEngine,
+    UnloadAdapter,
 )
 from tightwire.server.ipc.recordings import Recordings
 
@@ -41,6 +44,7 @@ class ZmqEngineClient:
         from_ranks: str,
         max_queued_requests: int,
         reporters: Sequence[str],
+        num_ranks: int = 1,
         on_report: Callable[[FromRank], None] = lambda message: None,
     ) -> None:
         self._max_queued_requests = max_queued_requests
@@ -58,6 +62,7 @@ class ZmqEngineClient:
         self._sender = connect_sender(zmq.Context(self._context), to_engine)
         self._to_reporters = [connect_sender(zmq.Context(self._context), address) for address in reporters]
         self._recordings = Recordings(len(reporters), self._ask_reporters)
+        self._adapter_loads = AdapterLoads(num_ranks, self._send)
         self._encoder = msgspec.msgpack.Encoder()
         self._receiving: asyncio.Task[None] | None = None
 
@@ -95,11 +100,24 @@ class ZmqEngineClient:
             self._live.clear()
             self._empty.set()
             self._recordings.fail(str(self.state))
+            self._adapter_loads.fail(str(self.state))
 
     def submit(self, requests: Sequence[AddRequest]) -> AsyncIterator[Output]:
         """Refuses at once; sends accepted requests when the first output is awaited."""
         self._admit(requests)
         return self._stream(requests)
+
+    async def load_adapter(self, adapter: int, folder: str) -> None:
+        if self.state.phase is not Phase.READY:
+            raise EngineUnavailableError(str(self.state))
+        await self._adapter_loads.load(adapter, folder)
+
+    def unload_adapter(self, adapter: int) -> None:
+        self._send(UnloadAdapter(id=adapter))
+
+    def heard_adapter(self, answer: AdapterLoaded) -> None:
+        """Note a rank's answer to a load, also one that another host relays."""
+        self._adapter_loads.heard(answer)
 
     def cancel(self, ids: Sequence[str]) -> None:
         known = [id for id in ids if id in self._live]

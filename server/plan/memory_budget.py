@@ -73,10 +73,13 @@ class MemoryBudget:
 
     def table(self) -> str:
         """One line per rank and one per pool."""
-        rows: list[tuple[str, ...]] = [("rank", "weights", "KV cache", "activations", "runtime", "total")]
+        has_adapters = any(rank.adapters for rank in self.ranks)
+        adapters = ("adapters",) if has_adapters else ()
+        rows: list[tuple[str, ...]] = [("rank", "weights", *adapters, "KV cache", "activations", "runtime", "total")]
         for number, rank in enumerate(self.ranks):
             cache = self.cache_bytes(rank)
-            sizes = (rank.weights, cache, rank.activations, rank.runtime, rank.fixed + cache)
+            own = (rank.adapters,) if has_adapters else ()
+            sizes = (rank.weights, *own, cache, rank.activations, rank.runtime, rank.fixed + cache)
             name = rank_name(number, len(self.ranks) // self.num_replicas, self.num_replicas)
             rows.append((name, *map(format_bytes, sizes)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

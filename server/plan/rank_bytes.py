@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tightwire.model.adapters.slots import SlotSizes, slot_bytes
 from tightwire.model.cache.kv_cache import NUM_BUFFERS
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Layout, Shard
@@ -39,6 +40,7 @@ class MemoryInputs:
     formats: WeightFormats
     device: str
     num_replicas: int = 1
+    adapters: SlotSizes | None = None  # room for LoRA adapters
     host_bytes: int = 0  # free on the host; on a CPU, the pool's own
 
     @property
@@ -60,10 +62,11 @@ class RankBytes:
     runtime: int
     block: int  # in all layers
     buffer: int = 0  # for a cache on the host: in the buffers on the device
+    adapters: int = 0
 
     @property
     def fixed(self) -> int:
-        return self.weights + self.activations + self.runtime
+        return self.weights + self.adapters + self.activations + self.runtime
 
 
 def rank_bytes(inputs: MemoryInputs, plan: WeightPlan) -> tuple[RankBytes, ...]:
@@ -93,6 +96,7 @@ def _rank_bytes(
         runtime=_RUNTIME_BYTES[inputs.device],
         block=model.num_layers * layer_block,
         buffer=NUM_BUFFERS * layer_block if options.kv_offload else 0,
+        adapters=slot_bytes(model, shard, inputs.adapters, inputs.elem_bytes) if inputs.adapters else 0,
     )
 
 

@@ -40,6 +40,24 @@ class NamedPolicy(msgspec.Struct, frozen=True):
     library_policy: Policy | None = None  # used if peer memory is unavailable; None: refuse to start
 
 
+class PlannedAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter that every rank loads at start."""
+
+    id: int
+    slot: int
+    name: str
+    folder: str
+    digest: str
+
+
+class AdapterPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The slots for LoRA adapters on every rank."""
+
+    num_slots: int
+    max_rank: int
+    loaded: tuple[PlannedAdapter, ...] = ()
+
+
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The resolved values of ``auto`` and absent options; the same on all ranks."""
 
@@ -60,6 +78,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     plan_ahead: bool = False  # launch a step before the previous one has finished, where possible
     link: LinkFacts | None = None  # the emulated wire between the nodes
     policies: tuple[NamedPolicy, ...] = (NamedPolicy("auto", Policy(())),)  # the server's own first
+    adapters: AdapterPlan | None = None  # None: no LoRA adapters
 
     @property
     def policy_names(self) -> tuple[str, ...]:

@@ -8,12 +8,14 @@ import msgspec
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.rules import Policy
 from tightwire.comm.sizes import format_bytes
+from tightwire.model.adapters.slots import SlotSizes
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.layout import Layout, make_layout
 from tightwire.model.open import Checkpoint, formats_of, open_checkpoint
 from tightwire.model.weights.formats import WeightFormats, check_split
 from tightwire.server.config.serve import ServeConfig
+from tightwire.server.plan.adapters import describe_adapters, plan_adapters
 from tightwire.server.plan.comm_decision import (
     CommDecision,
     decide_comm,
@@ -69,6 +71,8 @@ class Decision:
             lines.append("overlap: one half of a prompt's step is computed while the other half's sums are on the wire")
         if plan.plan_ahead:
             lines.append("plan-ahead: each step is planned and launched while the one before it runs")
+        if plan.adapters is not None:
+            lines.append(describe_adapters(plan.adapters))
         if self.comm is not None:
             lines += self.comm.notes()
         elif plan.allreduce != "auto":
@@ -120,6 +124,7 @@ def decide(
     activations = choose_activations(config.model.activations, setting.device, formats.packed)
     if activations == "int8":
         formats = formats.with_int8_activations()
+    adapters = plan_adapters(config.adapters, model)
     inputs = MemoryInputs(
         model=model,
         layout=layout,
@@ -129,6 +134,7 @@ def decide(
         formats=formats,
         device=setting.device,
         num_replicas=parallel.dp,
+        adapters=None if adapters is None else SlotSizes(adapters.num_slots, adapters.max_rank),
         host_bytes=available_host_bytes(),
     )
     weights = decide_weights(config.weights, inputs, num_nodes=parallel.nodes, files=files)
@@ -158,6 +164,7 @@ def decide(
         plan_ahead=choose_plan_ahead(config.engine, setting.device, parallel.dp),
         link=link,
         policies=_policies(parallel.allreduce, comm, library),
+        adapters=adapters,
     )
     return Decision(
         plan=plan,

@@ -12,9 +12,9 @@ from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.grammar import GrammarMasks
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler
-from tightwire.model.step import StepPlan
 from tightwire.server.config.limits import BLOCK_SIZE, Limits
 from tightwire.server.config.serve import EngineOptions
+from tightwire.server.engine.adapters import AdapterTable, SlotsFullError
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.request import RequestRules
@@ -22,11 +22,16 @@ from tightwire.server.ipc.channels import Inboxes, bind_receiver, connect_sender
 from tightwire.server.ipc.messages import (
     AddRequest,
     CancelRequest,
+    LoadAdapter,
+    LoadSlot,
     Stop,
+    StopFollowing,
     ToEngine,
     ToFollower,
+    UnloadAdapter,
 )
 from tightwire.server.plan.rank_setup import RunPlan
+from tightwire.server.ranks.adapter_loader import AdapterLoader
 from tightwire.server.ranks.reporter import Reporter
 from tightwire.server.ranks.step_runner import RankZeroRunner, StepSize
 
@@ -72,6 +77,7 @@ class Leader:
             has_grammars=grammars is not None,
         )
         self._plan_ahead, self._num_replicas = plan.plan_ahead, plan.num_replicas
+        self._adapters, self._loader = plan.adapters, AdapterLoader(runner.adapters, model, reporter)
         self._limits = Limits(
             max_model_len=plan.max_model_len,
             max_num_seqs=options.max_num_seqs,
@@ -131,7 +137,23 @@ class Leader:
             drafter=self._drafter,
             plan_ahead=self._plan_ahead,
             num_replicas=self._num_replicas,
+            adapters=self._make_adapter_table(),
         )
+
+    def _make_adapter_table(self) -> AdapterTable:
+        plan = self._adapters
+        return AdapterTable(plan.num_slots, {each.id: each.slot for each in plan.loaded}) if plan else AdapterTable(0)
+
+    def _load_adapter(self, engine: Engine, message: LoadAdapter) -> None:
+        """Load an adapter on all ranks; each answers the HTTP process."""
+        try:
+            slot = engine.adapters.assign(message.id)
+        except SlotsFullError as error:
+            self._loader.answer(message.id, str(error))
+            return
+        load = LoadSlot(id=message.id, slot=slot, folder=message.folder)
+        self._runner.tell_followers(load)
+        self._loader.load(load)
 
     def take_messages(self, engine: Engine) -> bool:
         """Pass all received messages to the engine; wait for one if there is nothing else to do."""
@@ -146,6 +168,10 @@ class Leader:
                     engine.add(message)
                 elif isinstance(message, CancelRequest):
                     engine.cancel(message.ids)
+                elif isinstance(message, LoadAdapter):
+                    self._load_adapter(engine, message)
+                elif isinstance(message, UnloadAdapter):
+                    engine.adapters.unload(message.id)
                 elif isinstance(message, Stop):
                     return False
         return True
@@ -154,8 +180,11 @@ class Leader:
 class Follower:
     """Any other rank: runs the plans it receives, in order."""
 
-    def __init__(self, runner: ModelRunner, inboxes: Inboxes, rank: int, reporter: Reporter) -> None:
+    def __init__(
+        self, runner: ModelRunner, model: LlamaConfig, inboxes: Inboxes, rank: int, reporter: Reporter
+    ) -> None:
         self._runner, self._reporter = runner, reporter
+        self._loader = AdapterLoader(runner.adapters, model, reporter)
         self._context = zmq.Context()
         self._inbox = bind_receiver(self._context, inboxes.addresses[rank], inboxes.secret)
         self._decoder = msgspec.msgpack.Decoder(ToFollower)
@@ -174,7 +203,10 @@ class Follower:
     def serve(self) -> None:
         """Run plans until rank 0 says that there are no more. RuntimeError: a plan is missing."""
         last: int | None = None
-        while isinstance(plan := self._receive(), StepPlan):
+        while not isinstance(plan := self._receive(), StopFollowing):
+            if isinstance(plan, LoadSlot):
+                self._loader.load(plan)
+                continue
             if last is not None and plan.index != last + 1:
                 raise RuntimeError(f"step {plan.index} came after step {last}: plans are missing")
             last = plan.index

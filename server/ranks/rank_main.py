@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,6 +25,8 @@ from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.wire import LinkFacts, refuse_too_fast
 from tightwire.comm.transport.socket_join import SocketOptions, read_secret
 from tightwire.kernels.cpu.allocator import keep_freed_memory
+from tightwire.model.adapters.peft import open_adapter
+from tightwire.model.adapters.slots import SlotSizes
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.cache.kv_cache import OffloadedCache
 from tightwire.model.layout import Layout, make_layout
@@ -92,7 +95,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
             config.vocab_size, config.eos_token_ids, lambda: checkpoint.tokenizer().backend.to_str()
         )
         loop = (
-            Follower(runner, inboxes, identity.rank, reporter)
+            Follower(runner, config, inboxes, identity.rank, reporter)
             if identity.rank
             else Leader(runner, config, plan, engine, groups, inboxes, reporter, grammars)
         )
@@ -269,7 +272,7 @@ def _load(
 ) -> ModelRunner:
     plan, engine = work.plan, work.config.engine
     prepared = checkpoint.prepared
-    return build_runner(
+    runner = build_runner(
         checkpoint.config,
         replace(prepared, int8_activations=plan.activations == "int8") if prepared else checkpoint.reader(),
         layout,
@@ -287,6 +290,11 @@ def _load(
             most_rows=engine.max_num_batched_tokens if plan.weights.max_parts > 1 else None,
             overlap=plan.overlap,
             graphs_up_to=engine.max_num_seqs if engine.cuda_graphs else 0,
+            adapters=SlotSizes(plan.adapters.num_slots, plan.adapters.max_rank) if plan.adapters else None,
         ),
         progress,
     )
+    if plan.adapters is not None and runner.adapters is not None:
+        for each in plan.adapters.loaded:
+            runner.adapters.load(each.slot, open_adapter(Path(each.folder), checkpoint.config, plan.adapters.max_rank))
+    return runner

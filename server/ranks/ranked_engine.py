@@ -17,7 +17,7 @@ from tightwire.model.open import Checkpoint, fingerprint
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.ipc.engine_client import Phase
-from tightwire.server.ipc.messages import FromRank, Ready, Stage
+from tightwire.server.ipc.messages import AdapterLoaded, FromRank, Ready, Stage
 from tightwire.server.ipc.zmq_client import ZmqEngineClient
 from tightwire.server.plan.launcher import facts_of
 from tightwire.server.plan.progress import Progress
@@ -93,6 +93,7 @@ class RankedEngine:
             from_ranks=self._ranks.to_parent,
             reporters=self._ranks.reporters,
             max_queued_requests=config.http.max_queued_requests,
+            num_ranks=config.parallel.num_ranks,
             on_report=self._hear,
         )
         if self._place is not None and self._relays:
@@ -205,6 +206,8 @@ class RankedEngine:
         if isinstance(self._hosts, Member):
             self._hosts.relay(message)
         self._watch.heard(message)
+        if isinstance(message, AdapterLoaded):
+            self.client.heard_adapter(message)
         if self._watch.alarmed:
             self._trouble.set()
         if isinstance(message, Stage):

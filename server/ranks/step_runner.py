@@ -15,7 +15,7 @@ from tightwire.model.runner import ModelRunner
 from tightwire.model.step import StepPlan
 from tightwire.model.weights.streamed import StreamedWeights
 from tightwire.server.ipc.engine_stats import CacheCount, CommCount, RankCounts, StreamCount
-from tightwire.server.ipc.messages import StopFollowing
+from tightwire.server.ipc.messages import LoadSlot, StopFollowing
 from tightwire.server.ranks.reporter import Reporter
 
 _FULL = 0.9  # share of the step limit; a smaller step says nothing about larger ones
@@ -84,7 +84,11 @@ class RankZeroRunner:
 
     def stop_followers(self) -> None:
         """Make the other ranks leave their loops."""
-        encoded = self._encoder.encode(StopFollowing())
+        self.tell_followers(StopFollowing())
+
+    def tell_followers(self, message: LoadSlot | StopFollowing) -> None:
+        """Send one message to all other ranks, after the plans so far."""
+        encoded = self._encoder.encode(message)
         for follower in self._followers:
             follower.send(encoded)
 

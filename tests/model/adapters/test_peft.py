@@ -66,7 +66,7 @@ def test_only_some_layers(config: LlamaConfig, tmp_path: Path) -> None:
         ({"target_modules": ["embed_tokens"]}, "target_modules has 'embed_tokens'"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4' is not supported: it changes"),
         ({"future_field": {"a": 1}}, "future_field=.* is not supported: this server does not know it"),
-        ({"r": 5}, r"lora_A.weight has shape \(4, 64\); r and the model's configuration require \(5, 64\)"),
+        ({"r": 5}, r"lora_A.weight has shape \(4, .*\); r and the model's configuration require \(5, "),
         ({"r": 0}, "r must be a whole number above 0, got 0"),
         ({"lora_alpha": "x"}, "lora_alpha must be a number, got 'x'"),
         ({"rank_pattern": {"(": 3}}, "a value has the wrong type or is invalid"),

@@ -1,0 +1,34 @@
+"""Loads LoRA adapters into one rank's slots, and reports the result to the HTTP process."""
+
+from pathlib import Path
+
+from tightwire.model.adapters.peft import open_adapter
+from tightwire.model.adapters.slots import AdapterSlots
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.server.ipc.messages import AdapterLoaded, LoadSlot
+from tightwire.server.ranks.reporter import Reporter
+
+
+class AdapterLoader:
+    """``slots``: None: adapters are off."""
+
+    def __init__(self, slots: AdapterSlots | None, model: LlamaConfig, reporter: Reporter) -> None:
+        self._slots, self._model, self._reporter = slots, model, reporter
+
+    def load(self, message: LoadSlot) -> None:
+        """Load an adapter between two steps. A folder that is refused leaves the slot empty."""
+        self._reporter.begin(f"loading the adapter in {message.folder}")
+        refusal = "this server has no adapter slots"
+        if self._slots is not None:
+            try:
+                self._slots.load(message.slot, open_adapter(Path(message.folder), self._model, self._slots.sizes.max_rank))
+                refusal = ""
+            except ModelError as error:
+                self._slots.clear(message.slot)
+                refusal = str(error)
+        self.answer(message.id, refusal)
+
+    def answer(self, adapter: int, refusal: str) -> None:
+        """Tell the HTTP process what became of a ``LoadAdapter``."""
+        self._reporter.send(AdapterLoaded(rank=self._reporter.rank, id=adapter, refusal=refusal))
