@@ -42,7 +42,9 @@ class AdapterSite:
         """Make slots without adapters. ``room``: the number of slots and ``max_rank``. ``like``: dtype and device."""
         num_slots, max_rank = room
         a_NX = like.new_empty(num_slots, num_layers * len(part_stops) * max_rank * num_inputs)
-        return cls(num_inputs, part_stops, num_layers, a_NX, like.new_empty(num_slots, num_layers * max_rank * part_stops[-1]))
+        return cls(
+            num_inputs, part_stops, num_layers, a_NX, like.new_empty(num_slots, num_layers * max_rank * part_stops[-1])
+        )
 
     @property
     def num_parts(self) -> int:
@@ -76,7 +78,9 @@ class AdapterRows:
     """The slot of each row of a step."""
 
     slots_T: Tensor  # int32; -1: no adapter
-    runs_S3: Tensor | None = None  # int64 on the host: first row, number of rows and slot of rows that follow each other
+    runs_S3: Tensor | None = (
+        None  # int64 on the host: first row, number of rows and slot of rows that follow each other
+    )
 
     @classmethod
     def of(cls, slots_T: Tensor) -> Self:

@@ -96,7 +96,9 @@ def _refuse_unsupported(settings: Mapping[str, Any]) -> None:
     if settings.get("peft_type") != "LORA":
         raise ModelError(f"peft_type {settings.get('peft_type')!r} is not supported; supported: LORA")
     if settings.get("bias", "none") != "none":
-        raise ModelError(f"bias={settings['bias']!r} is not supported: biases of the base model change; supported: none")
+        raise ModelError(
+            f"bias={settings['bias']!r} is not supported: biases of the base model change; supported: none"
+        )
     start = settings.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower().startswith(_CHANGED_BASE):
         raise ModelError(

@@ -38,7 +38,9 @@ def slot_bytes(config: LlamaConfig, shard: Shard, sizes: SlotSizes, elem_bytes: 
 class AdapterSlots:
     """The adapters' matrices on one rank's device."""
 
-    def __init__(self, config: LlamaConfig, shard: Shard, sizes: SlotSizes, *, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, config: LlamaConfig, shard: Shard, sizes: SlotSizes, *, dtype: torch.dtype, device: torch.device
+    ):
         """Memory on a CPU is used only once an adapter is loaded into it."""
         self._config, self._shard, self.sizes = config, shard, sizes
         like = torch.empty(0, dtype=dtype, device=device)

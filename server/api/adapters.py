@@ -1,6 +1,7 @@
 """The LoRA adapters that clients may name, and loading and unloading them while the server runs."""
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Mapping, Sequence
@@ -77,16 +78,12 @@ class Adapters:
 def confined(path: str, options: AdapterOptions) -> Path:
     """Return the adapter's folder, which with its files, links resolved, must be inside --lora-dir; ApiError otherwise."""
     root = _require_runtime(options)
-    try:
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # too long, or a circle of links
         folder = (root / path).resolve()
-        inside = all(
-            file.resolve().is_relative_to(root) for file in (folder, folder / CONFIG_FILE, folder / WEIGHTS_FILE)
-        )
-    except (OSError, RuntimeError, ValueError):  # too long, or a circle of links
-        inside = False
-    if not inside:
-        raise invalid("lora_path must be a folder inside the server's --lora-dir", "lora_path")
-    return folder
+        files = folder, folder / CONFIG_FILE, folder / WEIGHTS_FILE
+        if all(file.resolve().is_relative_to(root) for file in files):
+            return folder
+    raise invalid("lora_path must be a folder inside the server's --lora-dir, also where links lead", "lora_path")
 
 
 def _require_runtime(options: AdapterOptions) -> Path:

@@ -78,9 +78,11 @@ class Dialect(ABC, Generic[BodyT]):
     def __init__(self, body: BodyT, model: ServedModel) -> None:
         self.body, self.model = body, model
         self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
-        fingerprint = model.info.fingerprint(body.tightwire.allreduce)
+        self.adapter = model.info.adapter(body.model)
+        fingerprint = model.info.fingerprint(body.tightwire.allreduce, self.adapter)
         self.name_of = "token_id:{}".format if body.return_tokens_as_token_ids else model.tokens.text_of
-        self._heading = (self.id, int(time.time()), model.info.name, fingerprint)
+        self.model_name = self.adapter.name if self.adapter else model.info.name
+        self._heading = (self.id, int(time.time()), self.model_name, fingerprint)
 
     @abstractmethod
     async def prompts(self) -> list[Prompt]:
@@ -148,9 +150,9 @@ class Answer:
         self._body, self._dialect, self._trace = dialect.body, dialect, trace
         self._sequences = {f"{dialect.id}-{sequence.index}": sequence for sequence in sequences}
         self._stream = self._body.stream_options or StreamOptions.model_construct()
-        self._deltas = generate(serving.engine, self._sequences, trace, self._body)
+        self._deltas = generate(serving.engine, self._sequences, trace, self._body, dialect.adapter)
         record = trace.record
-        record.asked, record.model, record.response_id = self._body, dialect.model.info.name, dialect.id
+        record.asked, record.model, record.response_id = self._body, dialect.model_name, dialect.id
         record.count_tokens = self._count_tokens
 
     async def respond(self, request: Request) -> Response:

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from tightwire.server.ipc.engine_client import (
+    AdapterRefusedError,
     EngineUnavailableError,
     QueueFullError,
     RankSilentError,
@@ -29,6 +30,7 @@ _ENGINE_ERRORS: dict[type[Exception], tuple[int, str, dict[str, str] | None]] = 
     QueueFullError: (429, "queue_full", _RETRY_SOON),
     RecordingBusyError: (409, "recording_busy", _RETRY_SOON),
     RankSilentError: (504, "rank_silent", None),
+    AdapterRefusedError: (400, "adapter_refused", None),
 }
 # Code and message for statuses of Starlette's router.
 _ROUTER_ERRORS = {

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.server.api.adapters import ServedAdapter
 from tightwire.server.api.detokenize import Detokenizer, StopStrings, TokenTable
 from tightwire.server.api.errors import ApiError, invalid, unavailable
 from tightwire.server.api.schemas import GenerationBody
@@ -142,7 +143,11 @@ def _make_error(output: Output) -> ApiError:
 
 
 async def generate(
-    engine: EngineClient, sequences: Mapping[str, TokenSequence], trace: RequestTrace, body: GenerationBody
+    engine: EngineClient,
+    sequences: Mapping[str, TokenSequence],
+    trace: RequestTrace,
+    body: GenerationBody,
+    adapter: ServedAdapter | None = None,
 ) -> AsyncGenerator[Delta, None]:
     """Run these sequences (by engine id) and yield new deltas, interleaved, until all are finished.
 
@@ -151,8 +156,8 @@ async def generate(
     """
     running, accepted = dict(sequences), False
     outcome = "cancelled"  # of sequences that still run at the end: the client disconnected, unless there was an error
-    policy, salt = body.tightwire.allreduce, body.cache_salt or ""
-    requests = [AddRequest(id_, s.prompt.token_ids, s.params, policy, salt) for id_, s in sequences.items()]
+    others = body.tightwire.allreduce, body.cache_salt or "", adapter.id if adapter else 0
+    requests = [AddRequest(id_, s.prompt.token_ids, s.params, *others) for id_, s in sequences.items()]
     trace.submitted(sequences)
     try:
         # Implementations are async generators; ``EngineClient`` promises their aclose.

@@ -1,9 +1,11 @@
 """Response bodies of all dialects, as msgspec structs: usage, models, tokens, health, /comm and collectives' traces."""
 
-from typing import Any
+from typing import Any, Self
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
+from tightwire.server.api.adapters import ServedAdapter
+from tightwire.server.api.serving import ModelInfo
 from tightwire.server.api.trace import CommTotals
 from tightwire.server.ipc.engine_stats import ReplicaLoad
 from tightwire.server.ipc.messages import CommSetup
@@ -31,6 +33,23 @@ class ModelCard(Struct):
     root: str
     object: str = "model"
     owned_by: str = "tightwire"
+    parent: str | None = None  # of a LoRA adapter: the base model
+
+    @classmethod
+    def of_model(cls, info: ModelInfo) -> Self:
+        return cls(id=info.name, created=info.created, max_model_len=info.max_model_len, root=info.root)
+
+    @classmethod
+    def of_adapter(cls, info: ModelInfo, adapter: ServedAdapter) -> Self:
+        return cls(adapter.name, adapter.created, info.max_model_len, adapter.folder, parent=info.name)
+
+
+class ModelDeleted(Struct):
+    """A LoRA adapter that was unloaded."""
+
+    id: str
+    object: str = "model"
+    deleted: bool = True
 
 
 class ModelList(Struct):
@@ -53,13 +72,15 @@ class Health(Struct):
     """``status``: live, ready, loading, draining or dead. ``reason``: what is loading, or why the engine died.
 
     ``kernels``: the level of the CPU kernels, such as v4-bf16 (spec: torch's reference); empty on a GPU and before ready.
-    ``activations``: inputs of products with packed weights, float or int8; empty before ready.
+    ``activations``: inputs of products with packed weights, float or int8; empty before ready. ``adapters``: the
+    loaded LoRA adapters, if there are any.
     """
 
     status: str
     reason: str = ""
     kernels: str = ""
     activations: str = ""
+    adapters: list[str] | UnsetType = UNSET
 
 
 class Home(Struct, frozen=True):

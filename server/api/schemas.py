@@ -311,3 +311,14 @@ class TokenizeBody(Body, TemplateFields):
 
 class DetokenizeBody(Body):
     tokens: list[TokenId] = Field(description="Token ids.")
+
+
+class LoadAdapterBody(Body):
+    lora_name: str = Field(description="The model name that requests choose the adapter by.")
+    lora_path: str = Field(min_length=1, description="A folder inside --lora-dir, absolute or relative to it.")
+    load_inplace: bool = Field(False, description="Replace an adapter of this name; requests that run finish with it.")
+
+
+class UnloadAdapterBody(Body):
+    lora_name: str = Field(description="The adapter's model name.")
+    lora_int_id: int | None = Field(None, description="Accepted for vLLM's clients, and not needed.")

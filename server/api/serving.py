@@ -4,9 +4,11 @@ import time
 from dataclasses import dataclass, field
 
 from tightwire.model.text.tokenizer import Tokenizer
+from tightwire.server.api.adapters import Adapters, ServedAdapter
 from tightwire.server.api.detokenize import TokenTable
 from tightwire.server.api.errors import unavailable
 from tightwire.server.api.metrics import Metrics
+from tightwire.server.config.adapters import AdapterOptions
 from tightwire.server.config.serve import HttpOptions
 from tightwire.server.ipc.engine_client import EngineClient, EngineState, Phase
 
@@ -31,17 +33,33 @@ class ModelInfo:
     kernels: str = ""  # level of the CPU kernels, such as v4-bf16; empty on a GPU
     default_seed: int = 0  # for requests without a seed; 0: a random seed per request
     created: int = field(default_factory=lambda: int(time.time()))
+    adapters: Adapters = field(default_factory=Adapters)  # LoRA adapters, which change while the server runs
 
-    def fingerprint(self, policy: str | None = None) -> str:
+    def adapter(self, name: str | None) -> ServedAdapter | None:
+        """The adapter that a request's ``model`` names; None: the base model."""
+        return None if name is None else self.adapters.by_name.get(name)
+
+    def fingerprint(self, policy: str | None = None, adapter: ServedAdapter | None = None) -> str:
         """All that changes the bits of weights, products or sums: equal seeds give equal text only under an equal one.
 
         ``policy``: the one that a request names, in place of the server's own at the start of ``allreduce``.
         """
+        lora = "" if adapter is None else f"lora-{adapter.digest}"
         own = self.policies[0]
         allreduce = (own if policy is None else policy) + self.allreduce.removeprefix(own)
         activations = "int8-activations" if self.activations == "int8" else ""
         sums = f"{self.sum_dtype}-sums" if self.tp > 1 and self.sum_dtype else ""
-        parts = ["tightwire", f"tp{self.tp}", allreduce, self.dtype, sums, self.weights, activations, self.kernels]
+        parts = [
+            "tightwire",
+            f"tp{self.tp}",
+            allreduce,
+            self.dtype,
+            sums,
+            self.weights,
+            activations,
+            lora,
+            self.kernels,
+        ]
         return "-".join(filter(None, parts))
 
 
@@ -70,6 +88,7 @@ class Serving:
     holder: ModelHolder
     http: HttpOptions
     metrics: Metrics
+    adapters: AdapterOptions = field(default_factory=AdapterOptions)
     logged_fields: set[str] = field(default_factory=set)  # unknown fields of requests, each logged once
 
     @property

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Mapping
 
 from tightwire.comm.sizes import format_bytes
 from tightwire.kernels.cpu.library import level
+from tightwire.server.api.adapters import Adapters, ServedAdapter
 from tightwire.server.api.serving import ModelHolder, ModelInfo
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import ServeConfig
@@ -22,7 +23,7 @@ from tightwire.server.ipc.messages import Ready
 from tightwire.server.plan.comm_decision import describe_choices
 from tightwire.server.plan.devices import process_age_s
 from tightwire.server.plan.progress import Progress
-from tightwire.server.plan.rank_setup import rank_name
+from tightwire.server.plan.rank_setup import PlannedAdapter, rank_name
 from tightwire.server.plan.run_plan import Decision
 from tightwire.server.ranks.processes import Ranks
 from tightwire.server.ranks.ranked_engine import RankedEngine, RankFailedError
@@ -62,7 +63,9 @@ class _Server:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         async with RankedEngine(self._config, self._ranks, self._progress) as engine:
-            app = make_app(engine=engine.client, holder=self._holder, http=self._config.http)
+            app = make_app(
+                engine=engine.client, holder=self._holder, http=self._config.http, adapters=self._config.adapters
+            )
             async with run_server(app, self._listener, self._config.http):
                 return await self._run(engine)
 
@@ -94,6 +97,7 @@ class _Server:
         """Load the model; returns when the engine can answer. ValueError: the model or the options are refused."""
         options = self._config.model
         checkpoint, decision, tokenizer = await engine.start()
+        planned = decision.plan.adapters
         info = ModelInfo(
             name=options.served_model_name or checkpoint.name,
             max_model_len=decision.plan.max_model_len,
@@ -110,7 +114,10 @@ class _Server:
             activations=decision.plan.activations,
             kernels=level() if decision.plan.device == "cpu" else "",
             default_seed=options.seed,
+            adapters=Adapters([_served(adapter) for adapter in planned.loaded] if planned else ()),
         )
+        if info.adapter(info.name) is not None:
+            raise ValueError(f"--lora {info.name}: the base model has this name; give another, or --served-model-name")
         self._holder.fill(info=info, tokenizer=tokenizer)
         await engine.wait_ready()
         if self._member:
@@ -195,6 +202,10 @@ class _Server:
             self._end_now(128 + number)
 
 
+def _served(adapter: PlannedAdapter) -> ServedAdapter:
+    return ServedAdapter(id=adapter.id, name=adapter.name, folder=adapter.folder, digest=adapter.digest)
+
+
 def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready]) -> str:
     """The model, its split, its AllReduce and its memory, for the ready message."""
     plan, budget, comm = decision.plan, decision.budget, ready[0].comm
@@ -215,6 +226,8 @@ def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready])
         f"weights {format_bytes(sum(rank.weight_bytes for rank in ready.values()))}",
     ]
     memory.append(f"KV cache for {num_tokens} tokens{' of each replica' if info.dp > 1 else ''}")
+    if plan.adapters is not None:
+        memory.append(f"adapters {', '.join(adapter.name for adapter in plan.adapters.loaded) or 'none yet'}")
     if plan.weights.streamed:
         memory.append(f"{len(plan.weights.streamed)} layers stream")
     return "\n".join(

@@ -91,7 +91,7 @@ def add_flags(parser: argparse._ActionsContainer, fields: Fields) -> None:
         if kind is not bool:
             metavar = field.metadata["metavar"] or (None if choices else kind.__name__.upper())
             given = {"type": _flag_type(field), "choices": choices or None, "metavar": metavar}
-        if field.metadata["repeated"]:
+        if field.metadata.get("repeated"):
             given["action"] = _Append
         parser.add_argument("--" + name.replace("_", "-"), help=_help(field), default=argparse.SUPPRESS, **given)
 
@@ -99,7 +99,9 @@ def add_flags(parser: argparse._ActionsContainer, fields: Fields) -> None:
 class _Append(argparse.Action):
     """Joins the tuples of a flag that is given several times."""
 
-    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option_string: object = None) -> None:
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: Any, option_string: object = None
+    ) -> None:
         setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), *values))
 
 
@@ -146,13 +148,16 @@ def convert(field: Field[Any], value: object) -> Any:
     if kind is not tuple:
         return _plain(kind, value)
     texts = str in typing.get_args(field.type)
-    if isinstance(value, str) and field.metadata["repeated"]:
+    if isinstance(value, str) and field.metadata.get("repeated"):
         value = [value]
     elif isinstance(value, str):
         value = split_all_reduce_names(value) if texts else value.split(",")
     parts = value if isinstance(value, (list, tuple)) else [value]
     if texts and not all(isinstance(part, str) and part for part in parts):
-        raise _wrong("names with commas between, or a list of them", next(part for part in parts if not part or not isinstance(part, str)))
+        raise _wrong(
+            "names with commas between",
+            next(part for part in parts if not part or not isinstance(part, str)),
+        )
     return tuple(_plain(str if texts else float, part) for part in parts)
 
 

@@ -6,13 +6,9 @@ from typing import Any
 MAX_SECONDS = 1e6  # eleven days: no clock or timer overflows at such a deadline
 
 
-def option(
-    default: Any, help: str, choices: tuple[str, ...] = (), metavar: str = "", *, repeated: bool = False
-) -> Any:
+def option(default: Any, help: str, choices: tuple[str, ...] = (), metavar: str = "", *, repeated: bool = False) -> Any:
     """``repeated``: the flag may be given several times; a YAML file has a list."""
-    return field(
-        default=default, metadata={"help": help, "choices": choices, "metavar": metavar, "repeated": repeated}
-    )
+    return field(default=default, metadata={"help": help, "choices": choices, "metavar": metavar, "repeated": repeated})
 
 
 def require(ok: bool, name: str, value: object, want: str) -> None:

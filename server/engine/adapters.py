@@ -37,9 +37,7 @@ class AdapterTable:
             self._free_unused(adapter)
 
     def begin(self, adapter: int) -> int | None:
-        """Count a new sequence, and return its slot: -1 without an adapter (id 0), None if the adapter is not loaded."""
-        if adapter == 0:
-            return -1
+        """Count a new sequence, and return its slot; None if the adapter is not loaded."""
         if adapter not in self._slots or adapter in self._unloaded:
             return None
         self._num_live[adapter] += 1
@@ -47,9 +45,8 @@ class AdapterTable:
 
     def end(self, adapter: int) -> None:
         """Count the end of a sequence."""
-        if adapter:
-            self._num_live[adapter] -= 1
-            self._free_unused(adapter)
+        self._num_live[adapter] -= 1
+        self._free_unused(adapter)
 
     def _free_unused(self, adapter: int) -> None:
         if adapter in self._unloaded and not self._num_live[adapter]:

@@ -76,14 +76,15 @@ class Engine:
             self._pending.append(Output(id=message.id, token_ids=[], finish_reason="error", message=problem))
             return
         policy = 0 if message.allreduce is None else self._rules.policies.index(message.allreduce)
-        slot = self.adapters.begin(message.adapter)
+        slot = self.adapters.begin(message.adapter) if message.adapter else -1
         if slot is None:
             self._pending.append(Output(id=message.id, token_ids=[], finish_reason="refused", message=_UNLOADED))
             return
         request = make_request(message, self._rules.eos_token_ids, self._clock(), policy, slot)
         if request.params.max_tokens == 0 and not request.rows_to_score(0, request.num_prompt_tokens):
             self._pending.append(_end_output(request, "length"))  # nothing to generate and nothing to score
-            self.adapters.end(request.adapter)
+            if request.adapter:
+                self.adapters.end(request.adapter)
             return
         self._requests[request.id] = request
         if request.params.grammar:
@@ -188,7 +189,8 @@ class Engine:
 
     def _forget(self, request: Request, *, spoiled: bool = False) -> None:
         del self._requests[request.id]
-        self.adapters.end(request.adapter)
+        if request.adapter:
+            self.adapters.end(request.adapter)
         if self._compiling.pop(request, None) is not None:
             return
         self._pipeline.forget(request)

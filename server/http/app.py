@@ -17,11 +17,13 @@ from tightwire.server.api.errors import install_error_handlers
 from tightwire.server.api.metrics import Metrics
 from tightwire.server.api.record import Recorder
 from tightwire.server.api.serving import ModelHolder, Serving
+from tightwire.server.config.adapters import AdapterOptions
 from tightwire.server.config.http import HttpOptions
 from tightwire.server.http.keys import KeyRing
 from tightwire.server.http.middleware import EXPOSED_HEADERS, RequestScope, RequireKey
 from tightwire.server.http.openapi import make_page
 from tightwire.server.http.request_log import RequestLog
+from tightwire.server.http.routes.adapters import adapters_router
 from tightwire.server.http.routes.anthropic import anthropic_router
 from tightwire.server.http.routes.observe import observe_router
 from tightwire.server.http.routes.openai import openai_router
@@ -37,12 +39,15 @@ _DESCRIPTION = (
 )
 
 
-def make_app(*, engine: EngineClient, holder: ModelHolder, http: HttpOptions) -> FastAPI:
+def make_app(
+    *, engine: EngineClient, holder: ModelHolder, http: HttpOptions, adapters: AdapterOptions | None = None
+) -> FastAPI:
     """The application for one engine. The API answers 503 until ``holder`` has the model and ``engine`` is ready."""
     serving = Serving(
         engine=engine,
         holder=holder,
         http=http,
+        adapters=adapters or AdapterOptions(),
         metrics=Metrics(
             lambda: engine.stats,
             lambda: holder.startup_s,
@@ -61,6 +66,7 @@ def make_app(*, engine: EngineClient, holder: ModelHolder, http: HttpOptions) ->
     )
     app.include_router(openai_router(serving))
     app.include_router(anthropic_router(serving))
+    app.include_router(adapters_router(serving))
     app.include_router(observe_router(serving))
     app.include_router(pages_router())
     app.openapi = functools.cache(lambda: make_page(app, http.needs_key))

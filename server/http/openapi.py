@@ -11,7 +11,15 @@ from tightwire.server.api import responses
 from tightwire.server.api.chat import ChatChunk, ChatCompletion
 from tightwire.server.api.completions import Completion
 from tightwire.server.api.errors import ErrorBody, MessagesErrorBody
-from tightwire.server.api.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from tightwire.server.api.schemas import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    LoadAdapterBody,
+    TokenizeBody,
+    UnloadAdapterBody,
+)
 from tightwire.server.dialects import messages_answer, responses_answer
 from tightwire.server.dialects.messages_answer import AnsweredMessage, TokenCount
 from tightwire.server.dialects.messages_request import CountTokensBody, MessagesBody
@@ -22,6 +30,7 @@ _REF = "#/components/schemas/{model}"
 _ERRORS = {
     400: "The request is invalid; `param` names the field.",
     401: "The API key is missing or wrong.",
+    403: "The server was not started for this; the message names the option.",
     404: "No such model, or no such route.",
     409: "Another client is recording collectives; Retry-After says when to try again.",
     413: "The body is larger than the server accepts.",
@@ -60,6 +69,8 @@ OPERATIONS = {
     "/v1/messages/count_tokens": _json(TokenCount, _PARSING, CountTokensBody, (), MessagesErrorBody),
     "/v1/models": _json(responses.ModelList, (503,)),
     "/v1/models/{model_id}": _json(responses.ModelCard, (404, 503)),
+    "/v1/load_lora_adapter": _json(responses.ModelCard, (403, *_PARSING, 504), LoadAdapterBody),
+    "/v1/unload_lora_adapter": _json(responses.ModelDeleted, (403, *_PARSING), UnloadAdapterBody),
     "/tokenize": _json(responses.Tokenized, _PARSING, TokenizeBody),
     "/detokenize": _json(responses.Detokenized, _PARSING, DetokenizeBody),
     "/comm": _json(responses.CommPolicy, (503,)),

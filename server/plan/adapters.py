@@ -16,7 +16,9 @@ def plan_adapters(options: AdapterOptions, model: LlamaConfig) -> AdapterPlan | 
     max_rank = options.slot_rank(max((adapter.rank for _, adapter in opened), default=0))
     for name, adapter in opened:
         if adapter.rank > max_rank:
-            raise ValueError(f"--max-lora-rank {max_rank}: the adapter {name!r} has rank {adapter.rank}; give at least that")
+            raise ValueError(
+                f"--max-lora-rank {max_rank}: the adapter {name!r} has rank {adapter.rank}; give at least that"
+            )
     loaded = tuple(
         PlannedAdapter(
             id=number,
@@ -33,6 +35,4 @@ def plan_adapters(options: AdapterOptions, model: LlamaConfig) -> AdapterPlan | 
 def describe_adapters(plan: AdapterPlan) -> str:
     """Describe the slots for the log and for ``explain``."""
     names = ", ".join(adapter.name for adapter in plan.loaded) or "none"
-    return (
-        f"adapters: {plan.num_slots} slots for rank {plan.max_rank}, loaded: {names}; the ranks' sums carry no byte more"
-    )
+    return f"adapters: {plan.num_slots} slots for rank {plan.max_rank}, loaded: {names}; the ranks' sums carry no byte more"

@@ -22,7 +22,9 @@ class AdapterLoader:
         refusal = "this server has no adapter slots"
         if self._slots is not None:
             try:
-                self._slots.load(message.slot, open_adapter(Path(message.folder), self._model, self._slots.sizes.max_rank))
+                self._slots.load(
+                    message.slot, open_adapter(Path(message.folder), self._model, self._slots.sizes.max_rank)
+                )
                 refusal = ""
             except ModelError as error:
                 self._slots.clear(message.slot)

@@ -40,7 +40,12 @@ def _exact(out: Tensor, x: Tensor, site: AdapterSite, layer: int, slots: list[in
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize(
     ("num_inputs", "part_stops", "ranks"),
-    [(64, (64, 96, 128), (4, 16, 0)), (72, (72, 96, 120), (1, 3, 8)), (33, (50,), (8, 5, 32)), (160, (130, 260), (2, 7, 0))],
+    [
+        (64, (64, 96, 128), (4, 16, 0)),
+        (72, (72, 96, 120), (1, 3, 8)),
+        (33, (50,), (8, 5, 32)),
+        (160, (130, 260), (2, 7, 0)),
+    ],
 )
 def test_products(num_inputs: int, part_stops: tuple[int, ...], ranks: tuple[int, ...], dtype: torch.dtype) -> None:
     site = make_site(num_inputs, part_stops, ranks, dtype)

@@ -19,9 +19,7 @@ def adapters_router(serving: Serving) -> APIRouter:
         if body.lora_name == info.name:
             raise invalid(f"{body.lora_name!r} is the base model's name", "lora_name")
         options = serving.adapters
-        await info.adapters.load(
-            serving.engine, options, body.lora_name, body.lora_path, replace=body.load_inplace
-        )
+        await info.adapters.load(serving.engine, options, body.lora_name, body.lora_path, replace=body.load_inplace)
         return json_response(ModelCard.of_adapter(info, info.adapters.by_name[body.lora_name]))
 
     @router.post("/v1/unload_lora_adapter", summary="Unload a LoRA adapter; requests that run finish with it")

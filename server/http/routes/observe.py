@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
+from msgspec import UNSET
 from msgspec.structs import asdict, astuple
 
 from tightwire import __version__
@@ -68,6 +69,7 @@ def observe_router(serving: Serving) -> APIRouter:
         health = Health(status=str(status.phase), reason=status.reason)
         if (model := serving.holder.model) is not None:
             health.kernels, health.activations = model.info.kernels, model.info.activations
+            health.adapters = list(model.info.adapters.by_name) or UNSET
         return json_response(health, 200 if status.phase is Phase.READY else 503)
 
     @router.get("/metrics", summary="For Prometheus", response_class=Response)

@@ -12,7 +12,7 @@ from tightwire.server.api.errors import ApiError, invalid, json_response
 from tightwire.server.api.prompts import check_ids, check_model, check_options, make_sequences, run_off_loop
 from tightwire.server.api.responses import Detokenized, ModelCard, ModelList, Tokenized
 from tightwire.server.api.schemas import DetokenizeBody, TokenizeBody
-from tightwire.server.api.serving import ModelInfo, ServedModel, Serving
+from tightwire.server.api.serving import ServedModel, Serving
 from tightwire.server.api.trace import RequestTrace
 from tightwire.server.dialects.responses_answer import ResponsesDialect
 from tightwire.server.http.body import read_body
@@ -39,16 +39,19 @@ def openai_router(serving: Serving) -> APIRouter:
         message = "this server stores no responses; send the whole conversation as input of POST /v1/responses"
         raise ApiError(404, message, code="not_stored")
 
-    @router.get("/v1/models", summary="List the served model")
+    @router.get("/v1/models", summary="List the served model and its LoRA adapters")
     async def list_models() -> Response:
-        return json_response(ModelList(data=[_card(serving.require_model(Phase.DRAINING).info)]))
+        info = serving.require_model(Phase.DRAINING).info
+        adapters = [ModelCard.of_adapter(info, adapter) for adapter in info.adapters.by_name.values()]
+        return json_response(ModelList(data=[ModelCard.of_model(info), *adapters]))
 
     # Names may contain slashes, as repository names do.
     @router.get("/v1/models/{model_id:path}", summary="Look a model up")
     async def get_model(model_id: str) -> Response:
         info = serving.require_model(Phase.DRAINING).info
         check_model(model_id, info)
-        return json_response(_card(info))
+        adapter = info.adapter(model_id)
+        return json_response(ModelCard.of_adapter(info, adapter) if adapter else ModelCard.of_model(info))
 
     @router.post("/v1/embeddings", include_in_schema=False)
     async def embeddings() -> Response:
@@ -106,7 +109,3 @@ async def _token_ids(body: TokenizeBody, model: ServedModel) -> list[int]:
         return await chat_token_ids(model, body.messages, body)
     text = body.prompt or ""
     return await run_off_loop(lambda: model.tokenizer.encode(text, body.add_special_tokens), len(text))
-
-
-def _card(info: ModelInfo) -> ModelCard:
-    return ModelCard(id=info.name, created=info.created, max_model_len=info.max_model_len, root=info.root)

@@ -17,9 +17,17 @@ from tightwire.comm.ledger.ledger import Latency
 from tightwire.comm.ledger.recording import Event, RankEvents
 from tightwire.model.text.tokenizer import BOS, BOS_ID, CHAT_TEMPLATE, END_OF_TURN_ID, Tokenizer, byte_backend
 from tightwire.server.api.serving import ModelHolder, ModelInfo
+from tightwire.server.config.adapters import AdapterOptions
 from tightwire.server.config.serve import HttpOptions
 from tightwire.server.http.app import make_app
-from tightwire.server.ipc.engine_client import EngineClient, EngineState, EngineUnavailableError, Phase, QueueFullError
+from tightwire.server.ipc.engine_client import (
+    AdapterRefusedError,
+    EngineClient,
+    EngineState,
+    EngineUnavailableError,
+    Phase,
+    QueueFullError,
+)
 from tightwire.server.ipc.engine_stats import CommCount, EngineCounters, EngineStats, ReplicaLoad
 from tightwire.server.ipc.messages import (
     AddRequest,
@@ -70,6 +78,8 @@ class FakeEngine:
     comm_setup: CommSetup | None = None
     comm_latencies: Sequence[Latency] = (Latency("all_reduce", "native", "decode", 3.0, 9.0),)
     recordings: list[float] = field(default_factory=list)
+    adapters: dict[int, str] = field(default_factory=dict)  # folders of the loaded ones, by id
+    adapter_refusal: str = ""
 
     async def record_collectives(self, seconds: float) -> list[RankEvents]:
         if self.state.phase is not Phase.READY:
@@ -77,6 +87,14 @@ class FakeEngine:
         self.recordings.append(seconds)
         event = Event("all_reduce", "native", "decode", "", 7, 1152, 1152, 1152, 2.0, 0.001)
         return [RankEvents(rank=rank, clock="host", events=[event]) for rank in range(2)]
+
+    async def load_adapter(self, adapter: int, folder: str) -> None:
+        if self.adapter_refusal:
+            raise AdapterRefusedError(self.adapter_refusal)
+        self.adapters[adapter] = folder
+
+    def unload_adapter(self, adapter: int) -> None:
+        del self.adapters[adapter]
 
     @property
     def stats(self) -> EngineStats:
@@ -194,12 +212,13 @@ def app_for(
     loaded: bool = True,
     http: HttpOptions | None = None,
     info: ModelInfo = INFO,
+    adapters: AdapterOptions | None = None,
     template: str = CHAT_TEMPLATE,
 ) -> FastAPI:
     holder = ModelHolder()
     if loaded:
         holder.fill(info=info, tokenizer=byte_tokenizer(chat=chat, template=template))
-    return make_app(engine=engine, holder=holder, http=http or HttpOptions())
+    return make_app(engine=engine, holder=holder, http=http or HttpOptions(), adapters=adapters)
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from torch import Tensor
 from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.policy.rules import Policy
+from tightwire.model.adapters.peft import open_adapter
+from tightwire.model.adapters.slots import SlotSizes
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
@@ -26,6 +28,7 @@ from tightwire.model.step import StepPlan, make_plan
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.formats import check_split, choose_formats
 from tightwire.server.config.limits import Limits
+from tightwire.server.engine.adapters import AdapterTable
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.request import RequestRules
@@ -73,11 +76,12 @@ def local_engine(
     most_rows: int | None = None,
     plan_ahead: bool = False,
     buffer_blocks: int | None = None,
+    adapters: Sequence[Path] = (),
 ) -> Iterator[LocalEngine]:
     """An engine over ``dp`` replicas of ``tp`` ranks; followers run in threads until the block ends.
 
     ``all_reduce``: a name, a policy, or several policies by the names that requests ask for them. ``buffer_blocks``: the KV
-    cache is offloaded, and steps have at most so many blocks.
+    cache is offloaded, and steps have at most so many blocks. ``adapters``: folders; ids count from 1, and a slot stays free.
     """
     config = checkpoint.config
     layout = make_layout(config, tp, shares)
@@ -107,10 +111,15 @@ def local_engine(
                 overlap=overlap,
                 weight_plan=weight_plan,
                 most_rows=most_rows,
+                adapters=SlotSizes(len(adapters) + 1, 16) if adapters else None,
             ),
         )
         for number, group in enumerate(groups)
     ]
+    for slot, folder in enumerate(adapters):
+        for runner in runners:
+            assert runner.adapters is not None
+            runner.adapters.load(slot, open_adapter(folder, config))
     inboxes: list[queue.SimpleQueue[StepPlan | None]] = [queue.SimpleQueue() for _ in runners[1:]]
     threads = [
         threading.Thread(target=_follow, args=pair, daemon=True) for pair in zip(runners[1:], inboxes, strict=True)
@@ -141,6 +150,7 @@ def local_engine(
             drafter=drafter,
             plan_ahead=plan_ahead,
             num_replicas=dp,
+            adapters=AdapterTable(len(adapters) + 1, {slot + 1: slot for slot in range(len(adapters))}),
         )
         yield LocalEngine(engine, runners, groups)
     finally:
@@ -166,11 +176,17 @@ def run_to_end(engine: Engine) -> dict[str, list[Output]]:
     return outputs
 
 
-def continue_prompts(engine: Engine, prompts: Sequence[Sequence[int]], **params: Any) -> list[list[int]]:
-    """The tokens each prompt is continued with, all prompts running together; greedy unless ``params`` say else."""
+def continue_prompts(
+    engine: Engine, prompts: Sequence[Sequence[int]], adapters: Sequence[int] | None = None, **params: Any
+) -> list[list[int]]:
+    """The tokens each prompt is continued with, all prompts running together; greedy unless ``params`` say else.
+
+    ``adapters``: each prompt's adapter by id; 0: none.
+    """
     settings = SamplingParams(**{"temperature": 0.0, "max_tokens": 64, "ignore_eos": True, **params})
     for index, prompt in enumerate(prompts):
-        engine.add(AddRequest(id=str(index), prompt_token_ids=list(prompt), params=settings))
+        adapter = adapters[index] if adapters else 0
+        engine.add(AddRequest(id=str(index), prompt_token_ids=list(prompt), params=settings, adapter=adapter))
     outputs = run_to_end(engine)
     return [[t for output in outputs[str(index)] for t in output.token_ids] for index in range(len(prompts))]
 

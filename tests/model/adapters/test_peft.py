@@ -72,9 +72,7 @@ def test_only_some_layers(config: LlamaConfig, tmp_path: Path) -> None:
         ({"rank_pattern": {"(": 3}}, "a value has the wrong type or is invalid"),
     ],
 )
-def test_settings_that_are_refused(
-    changes: dict[str, Any], message: str, config: LlamaConfig, tmp_path: Path
-) -> None:
+def test_settings_that_are_refused(changes: dict[str, Any], message: str, config: LlamaConfig, tmp_path: Path) -> None:
     folder = make_adapter(tmp_path, config)
     _edit(folder, **changes)
     with pytest.raises(ModelError, match=message):
@@ -84,10 +82,18 @@ def test_settings_that_are_refused(
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("base_model.model.model.embed_tokens.lora_embedding_A", torch.zeros(4, 304), "lora_embedding_A is not supported"),
+        (
+            "base_model.model.model.embed_tokens.lora_embedding_A",
+            torch.zeros(4, 304),
+            "lora_embedding_A is not supported",
+        ),
         ("base_model.model.lm_head.lora_A.weight", torch.zeros(4, 64), "lm_head.lora_A.weight is not supported"),
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", torch.zeros(64), "lora_magnitude"),
-        ("base_model.model.model.layers.7.mlp.up_proj.lora_A.weight", torch.zeros(4, 64), "no model.layers.7.mlp.up_proj"),
+        (
+            "base_model.model.model.layers.7.mlp.up_proj.lora_A.weight",
+            torch.zeros(4, 64),
+            "no model.layers.7.mlp.up_proj",
+        ),
     ],
 )
 def test_tensors_that_are_refused(

@@ -49,6 +49,8 @@ def test_every_route_and_error_is_described() -> None:
         "/v1/messages/count_tokens",
         "/v1/models",
         "/v1/models/{model_id}",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
         "/tokenize",
         "/detokenize",
         "/health",
