@@ -35,7 +35,7 @@ def _make(tmp_path: Path) -> tuple[Path, list[Path]]:
         {"tp": 3, "max_num_batched_tokens": 9, "max_num_seqs": 4},
         {"dp": 2},
         {"prefix_cache": "all", "drafter": NgramDrafter(max_tokens=5, longest=4, shortest=2)},
-        {"num_blocks": 8, "max_model_len": 64, "plan_ahead": True},
+        {"block_size": 4, "num_blocks": 26, "max_model_len": 64, "plan_ahead": True},
         {"tp": 2, "overlap": True, "max_num_batched_tokens": 128},
         {"buffer_blocks": 16},
     ],
