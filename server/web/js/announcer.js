@@ -4,10 +4,10 @@ import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js";
 
 const PAUSE_MS = 1500; // between two announcements of a streamed answer
 
-/** @param {{answer: ?object}} props the answer that is being written */
+/** @param {{answer: ?object}} props the newest answer; one that had ended before is not said */
 export function Announcer({ answer }) {
   const [said, setSaid] = useState("");
-  const place = useRef({ spoken: 0, at: 0, state: "" });
+  const place = useRef({ spoken: 0, at: 0, state: answer?.state });
 
   useEffect(() => {
     if (!answer) return;

@@ -15,22 +15,23 @@ const NEAR_END_PX = 80; // a reader this near the end follows the text
 /** @param {{settings: object, server: import("./server.js").Server}} props */
 export function Chat({ settings, server }) {
   const [turns, setTurns] = useState(loadTurns);
-  const [running, setRunning] = useState(null);
+  const [isRunning, setRunning] = useState(false);
+  const control = useRef(null);
   const log = useRef(null);
   const model = modelOf(settings, server);
 
-  useEffect(() => running || saveTurns(turns), [turns, running]);
-  useEffect(() => () => running?.abort(), [running]);
+  useEffect(() => isRunning || saveTurns(turns), [turns, isRunning]);
+  useEffect(() => () => control.current?.abort(), []);
   useFollowing(log, turns);
 
   const run = async (next) => {
-    const control = new AbortController();
+    control.current = new AbortController();
     setTurns(next);
-    setRunning(control);
+    setRunning(true);
     const body = { model: model || undefined, messages: toMessages(next, settings.system), ...samplingOf(settings) };
     const onUpdate = (answer) => setTurns((now) => withAnswer(now, answer));
-    await runAnswer(body, { policy: policyOf(settings, server), signal: control.signal, onUpdate });
-    setRunning(null);
+    await runAnswer(body, { policy: policyOf(settings, server), signal: control.current.signal, onUpdate });
+    setRunning(false);
   };
   const exported = { model, system: settings.system, sampling: samplingOf(settings) };
   const last = turns.at(-1);
@@ -39,24 +40,24 @@ export function Chat({ settings, server }) {
       ${turns.length === 0 && html`<${Empty} model=${model} onPick=${(text) => run(ask([], text))} />`}
       ${turns.map((turn, index) =>
         turn.role === "user"
-          ? html`<${Question} key=${index} text=${turn.text} busy=${!!running} onEdit=${(text) => run(edit(turns, index, text))} />`
-          : html`<${Reply} key=${index} reply=${turn} model=${model} busy=${!!running} isLast=${turn === last}
+          ? html`<${Question} key=${index} text=${turn.text} busy=${isRunning} onEdit=${(text) => run(edit(turns, index, text))} />`
+          : html`<${Reply} key=${index} reply=${turn} model=${model} busy=${isRunning} isLast=${turn === last}
               onAgain=${() => run(again(turns))} onVersion=${(shown) => setTurns(showVersion(turns, index, shown))} />`,
       )}
     </div>
     <div class="foot">
-      <${Composer} label="Message" busy=${!!running} disabled=${server.health?.status !== "ready"}
-        onSend=${(text) => run(ask(turns, text))} onStop=${() => running?.abort()} />
+      <${Composer} label="Message" busy=${isRunning} disabled=${server.health?.status !== "ready"}
+        onSend=${(text) => run(ask(turns, text))} onStop=${() => control.current.abort()} />
       <div class="tools">
         <span class="hint">Enter sends, Shift+Enter breaks the line, Esc stops</span>
-        ${turns.length > 0 && !running && html`
+        ${turns.length > 0 && !isRunning && html`
           <button class="quiet" onClick=${() => setTurns([])}>New conversation</button>
           <button class="quiet" onClick=${() => save("conversation.md", "text/markdown", toMarkdown(turns, exported))}>Export Markdown</button>
           <button class="quiet" onClick=${() => save("conversation.json", "application/json", toJson(turns, exported))}>Export JSON</button>
         `}
       </div>
     </div>
-    <${Announcer} answer=${last?.role === "assistant" && running ? shownOf(last) : null} />
+    <${Announcer} answer=${last ? shownOf(last) : null} />
   `;
 }
 

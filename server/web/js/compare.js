@@ -9,6 +9,7 @@ import { seconds } from "./format.js";
 import { policiesOf } from "./server.js";
 import { Choice, modelOf, samplingOf } from "./settings.js";
 import { SplitBar } from "./split.js";
+import { Waiting } from "./waiting.js";
 
 /** @param {{settings: object, server: import("./server.js").Server}} props */
 export function Compare({ settings, server }) {
@@ -16,30 +17,34 @@ export function Compare({ settings, server }) {
   const [chosen, setChosen] = useState([null, null]);
   const [prompt, setPrompt] = useState("");
   const [answers, setAnswers] = useState(null);
-  const [running, setRunning] = useState(null);
+  const [newest, setNewest] = useState(0); // the side that answers or answered last
+  const [isRunning, setRunning] = useState(false);
+  const control = useRef(null);
   const numRuns = useRef(0);
 
-  useEffect(() => () => running?.abort(), [running]);
+  useEffect(() => () => control.current?.abort(), []);
 
   if (!server.comm) return html`<p class="note pad">Waiting for the server.</p>`;
   if (policies.length < 2) return html`<${OnePolicy} comm=${server.comm} />`;
 
   const names = [0, 1].map((side) => (policies.includes(chosen[side]) ? chosen[side] : policies[side]));
   const run = async (text) => {
-    const control = new AbortController();
+    control.current = new AbortController();
+    const { signal } = control.current;
     setPrompt(text);
-    setRunning(control);
+    setRunning(true);
     setAnswers(names.map((name) => newAnswer(name)));
     const body = bodyOf(text, settings, server);
     const order = numRuns.current++ % 2 ? [1, 0] : [0, 1]; // neither is always the first
     for (const side of order) {
+      setNewest(side);
       const onUpdate = (answer) => setAnswers((now) => now.map((other, place) => (place === side ? answer : other)));
-      const options = { policy: names[side] === policies[0] ? "" : names[side], signal: control.signal, onUpdate };
+      const options = { policy: names[side] === policies[0] ? "" : names[side], signal, onUpdate };
       // Neither may continue from the other's cached prompt.
       await runAnswer({ ...body, cache_salt: crypto.randomUUID?.() ?? `${Math.random()}` }, options);
-      if (control.signal.aborted) break;
+      if (signal.aborted) break;
     }
-    setRunning(null);
+    setRunning(false);
   };
   const setName = (side) => (name) => setChosen(names.map((other, place) => (place === side ? name : other)));
   const longestS = answers && Math.max(...answers.map((answer) => splitOfFirstToken(answer)?.total ?? 0));
@@ -51,7 +56,7 @@ export function Compare({ settings, server }) {
           (name, side) => html`
             <section key=${side} aria-label=${name}>
               <${Choice} id=${`policy-${side}`} label=${`Policy ${side + 1}`} names=${policies} value=${name} onChange=${setName(side)} />
-              ${answers && html`<${Side} answers=${answers} side=${side} longestS=${longestS} />`}
+              ${answers && html`<${Side} answers=${answers} side=${side} runs=${isRunning && newest === side} longestS=${longestS} />`}
             </section>
           `,
         )}
@@ -62,13 +67,13 @@ export function Compare({ settings, server }) {
             A long prompt shows the difference best: its messages are the largest.</p>`}
     </div>
     <div class="foot">
-      <${Composer} label="Prompt for both" busy=${!!running} disabled=${server.health?.status !== "ready"} onSend=${run} onStop=${() => running?.abort()} />
+      <${Composer} label="Prompt for both" busy=${isRunning} disabled=${server.health?.status !== "ready"} onSend=${run} onStop=${() => control.current.abort()} />
       <div class="tools">
         <span class="hint">The bars share one scale</span>
-        ${prompt && !running && html`<button class="quiet" onClick=${() => run(prompt)}>Run again, in the other order</button>`}
+        ${prompt && !isRunning && html`<button class="quiet" onClick=${() => run(prompt)}>Run again, in the other order</button>`}
       </div>
     </div>
-    <${Announcer} answer=${running && answers.find((answer) => answer.state === "streaming")} />
+    <${Announcer} answer=${answers?.[newest]} />
   `;
 }
 
@@ -80,7 +85,7 @@ function bodyOf(text, settings, server) {
 }
 
 /** One answer; its text from the first difference to the other on is marked. */
-function Side({ answers, side, longestS }) {
+function Side({ answers, side, runs, longestS }) {
   const answer = answers[side];
   const same = sameLength(answer.text, answers[1 - side].text);
   const both = answers.every(({ text }) => text);
@@ -89,7 +94,7 @@ function Side({ answers, side, longestS }) {
     <p class="first"><span>Time to first token</span><b>${seconds(splitOfFirstToken(answer)?.total)}</b></p>
     <${SplitBar} answer=${answer} longestS=${longestS} />
     <div class="text" aria-busy=${answer.state === "streaming"}>
-      ${answer.state === "waiting" && html`<p class="waiting">Waiting</p>`}
+      ${answer.state === "waiting" && (runs ? html`<${Waiting} />` : html`<p class="note">Waits for the other.</p>`)}
       ${both ? html`${answer.text.slice(0, same)}${rest && html`<mark>${rest}</mark>`}` : answer.text}
     </div>
     ${answer.error && html`<p class="problem" role="alert">${answer.error}</p>`}

@@ -6,6 +6,7 @@ import { shownOf } from "./conversation.js";
 import { bytes, plural, rate, seconds } from "./format.js";
 import { markdown } from "./markdown.js";
 import { SplitBar, SplitList } from "./split.js";
+import { Waiting } from "./waiting.js";
 
 /** @param {{text: string, busy: boolean, onEdit: (text: string) => void}} props */
 export function Question({ text, busy, onEdit }) {
@@ -63,7 +64,7 @@ export function Reply({ reply, model, isLast, busy, onAgain, onVersion }) {
   const runs = answer.state === "waiting" || answer.state === "streaming";
   return html`
     <article class="turn reply" aria-label=${model} aria-busy=${runs}>
-      ${answer.state === "waiting" ? html`<p class="waiting">Reading the prompt</p>` : html`<div class="text">${drawn}</div>`}
+      ${answer.state === "waiting" ? html`<${Waiting} />` : html`<div class="text">${drawn}</div>`}
       ${answer.error && html`<p class="problem" role="alert">${answer.error}</p>`}
       ${answer.state !== "waiting" && html`<${Facts} answer=${answer} />`}
       ${!runs && html`<div class="actions">
