@@ -1,5 +1,9 @@
 """The main job as a user meets it: SmolLM2 on two ranks, and the official openai client."""
 
+import importlib.util
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 _QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the capital of France?"}]
 _MODEL = "smollm2-135m"
+_EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -143,3 +148,26 @@ def test_a_chat_goes_on_in_the_last_message(client: OpenAI) -> None:
     )
 
     assert (answer.choices[0].message.content or "").startswith(" Paris")
+
+
+@pytest.mark.parametrize(
+    ("example", "package", "expected"),
+    [
+        ("chat_openai.py", "openai", ["Paris"]),
+        ("responses_openai.py", "openai", ["Paris", "'country': ", "get_weather {"]),
+        ("messages_anthropic.py", "anthropic", ["Paris", "[end_turn]", "get_weather {"]),
+        ("tools_langchain.py", "langchain_openai", ["multiply {", "country="]),
+        ("curl.sh", "", ['"object":"response"', '"stop_reason":"end_turn"', "[DONE]", "embeddings"]),
+    ],
+)
+def test_examples(url: str, example: str, package: str, expected: list[str]) -> None:
+    if package and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    if not package and shutil.which("curl") is None:
+        pytest.skip("there is no curl")
+    command = [sys.executable] if package else ["bash"]
+    done = subprocess.run(
+        [*command, str(_EXAMPLES / example), url], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(text in done.stdout for text in expected), done.stdout
