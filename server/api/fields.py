@@ -6,6 +6,19 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Discriminator
 from pydantic_core import PydanticCustomError
 
+MAX_NESTING = 256  # of a request's JSON. Python's own limits depend on the place in the program, so some steps would fail above it.
+
+
+def is_nested_deeply(value: Any) -> bool:
+    """True if lists and objects are nested deeper than ``MAX_NESTING``."""
+    level = [value]
+    for _ in range(MAX_NESTING + 1):
+        parents = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]
+        if not parents:
+            return False
+        level = [part for parent in parents for part in parent]
+    return True
+
 
 def refusal(why: str) -> PydanticCustomError:
     """The error that a field's check raises; the answer says ``{path} {why}``."""

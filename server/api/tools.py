@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from tightwire.server.api.errors import invalid
-from tightwire.server.api.fields import Fields, refusal
+from tightwire.server.api.fields import Fields, is_nested_deeply, refusal
 from tightwire.server.api.structured import Schema, checked_grammar
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -58,7 +58,9 @@ class ToolCall(Fields):
         """The form that chat templates read, with the arguments as an object."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
+            arguments = self.function.arguments
+        if is_nested_deeply(arguments):
             arguments = self.function.arguments
         called = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": called}

@@ -136,7 +136,7 @@ class ConversationFields(Fields):
 
     messages: list[Turn] = Field(min_length=1, description="The answer continues a last one of the assistant.")
     system: _TextBlocks | None = None
-    tools: list[_Tool] = Field(default_factory=list, max_length=128, description="Only tools with a schema are used.")
+    tools: list[_Tool] = Field(default_factory=list, max_length=1024, description="Only tools with a schema are used.")
     tool_choice: ToolSelection | None = None
 
     def functions(self) -> dict[int, CustomTool]:
@@ -167,7 +167,8 @@ class ConversationFields(Fields):
         }
 
     def _messages(self) -> list[Message]:
-        messages = [text_message("system", *(block.text for block in self.system))] if self.system else []
+        system = [block.text for block in self.system or () if block.text]
+        messages = [text_message("system", *system)] if system else []
         num_system = len(messages)
         for turn in self.messages:
             texts: list[str] = []

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from tightwire.comm.errors import suggest
 from tightwire.server.api.errors import ApiError, invalid
-from tightwire.server.api.fields import extra_fields
+from tightwire.server.api.fields import MAX_NESTING, extra_fields, is_nested_deeply
 from tightwire.server.api.schemas import IGNORED_FIELDS, Body
 from tightwire.server.api.serving import Serving
 from tightwire.server.config.limits import MAX_BODY_BYTES
@@ -103,6 +103,8 @@ def _parse(raw: bytes) -> dict[str, Any]:
         raise invalid("the body is nested too deeply", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise invalid(f"the body must be a JSON object, got {_short(fields)}", code="invalid_json")
+    if raw.count(b"{") + raw.count(b"[") > MAX_NESTING and is_nested_deeply(fields):
+        raise invalid(f"the body is nested too deeply; at most {MAX_NESTING} levels are possible", code="invalid_json")
     if _NUL.search(raw):
         raise invalid("text may not contain the NUL character (\\u0000)", code="invalid_json")
     return fields

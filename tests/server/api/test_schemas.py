@@ -132,7 +132,8 @@ BAD_BYTES: list[tuple[bytes, str]] = [
     (b'{"prompt": "a", "logit_bias": {"\\u0000": 1}}', "NUL"),
     (b'{"\\u0000": 1}', "NUL"),
     (b"[" * 100_000, "nested too deeply"),
-    (b'{"prompt": ' + b"[" * 900 + b"1" + b"]" * 900 + b"}", "must be all strings"),
+    (b'{"prompt": ' + b"[" * 900 + b"1" + b"]" * 900 + b"}", "nested too deeply; at most 256"),
+    (b'{"prompt": ' + b"[" * 200 + b"1" + b"]" * 200 + b"}", "must be all strings"),
     (b'{"prompt": ' + b'{"a":' * 100_000, "nested too deeply"),
 ]
 

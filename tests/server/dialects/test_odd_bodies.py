@@ -116,3 +116,27 @@ async def test_no_server_error_and_errors_of_this_api(path: str, valid: dict[str
             assert answer["error"]["type"] in ("invalid_request_error", "not_found_error")
             assert "response_format" not in json.dumps(answer), body
     assert {200, 400} <= statuses
+
+
+@pytest.mark.parametrize("depth", [200, 300, 949, 960, 5000])
+async def test_deep_nesting_is_no_server_error(depth: int) -> None:
+    deep = '{"a":' * depth + "{}" + "}" * depth
+    hi = '"messages": [{"role": "user", "content": "x"}]'
+    used = f'{{"type": "tool_use", "id": "a", "name": "b", "input": {deep}}}'
+    args = json.dumps(deep)
+    bodies = [
+        ("/v1/messages", f'{{"max_tokens": 3, "messages": [{{"role": "assistant", "content": [{used}]}}]}}'),
+        ("/v1/messages", f'{{"max_tokens": 3, "tools": [{{"name": "a", "input_schema": {deep}}}], {hi}}}'),
+        ("/v1/responses", f'{{"input": "x", "tools": [{{"type": "function", "name": "a", "parameters": {deep}}}]}}'),
+        (
+            "/v1/responses",
+            f'{{"input": [{{"type": "function_call", "call_id": "a", "name": "a", "arguments": {args}}}]}}',
+        ),
+    ]
+    app = app_for(FakeEngine(), info=replace(INFO, max_model_len=100_000))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+        for path, body in bodies:
+            headers = {"content-type": "application/json"}
+            response = await client.post(path, content=body, headers=headers)
+            is_text = "function_call" in body  # its arguments are a text, which may be nested
+            assert response.status_code == (200 if depth < 256 or is_text else 400), response.text
