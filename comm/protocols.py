@@ -43,10 +43,10 @@ class FusedAllReduce(Protocol):
     """Whole AllReduces in one kernel, for transports whose ranks map each other's memory.
 
     Results equal those of the same algorithm over messages, to the bit; the caller counts its bytes by the formula.
-    ``x`` is contiguous, of any shape, not empty, and only read; the result is a new tensor of its shape.
+    ``x`` is contiguous, of any shape, not empty, and only read; the result is a new tensor of its shape. ``carried``: the
+    errors of the two legs (``Feedback``).
     """
 
-    takes_feedback: bool  # whether ``flash`` uses ``carried``, the errors of its legs (``Feedback``)
     tells_coding: bool  # whether ``flash`` records its encoding and decoding time in the group's ledger
     in_kernel: KernelSums | None  # ``one_shot`` inside a caller's kernel; None: not available
 

@@ -13,16 +13,9 @@ from torch import Tensor
 from tightwire.kernels.spec.block_format import BlockFormat
 
 
-def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None, carried_N: Tensor | None = None) -> Tensor:
+def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None, carried_M: Tensor | None = None) -> Tensor:
     """The bytes of ``encode_reference``, written into ``out`` when given; tensors are contiguous, else ValueError."""
-    kernels = _kernels(x_N.device.type)
-    if x_N.is_cpu:
-        return kernels.encode(x_N, fmt, out, carried_N)
-    if carried_N is None:
-        return kernels.encode(x_N, fmt, out)
-    encoded = kernels.encode(carried_N.add_(x_N), fmt, out)
-    carried_N.sub_(kernels.decode(encoded, fmt, len(carried_N), torch.float32))
-    return encoded
+    return _kernels(x_N.device.type).encode(x_N, fmt, out, carried_M)
 
 
 def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -41,19 +34,11 @@ def decode_reduce_encode(
     out_fmt: BlockFormat,
     num_elems: int,
     out: Tensor | None = None,
-    carried_N: Tensor | None = None,
+    carried_M: Tensor | None = None,
 ) -> Tensor:
     """The bytes of ``decode_reduce_encode_reference``, written into ``out`` when given; at least one of ``bufs``."""
     device_type = bufs[0].device.type if bufs else "cpu"
-    kernels = _kernels(device_type)
-    if device_type == "cpu":
-        return kernels.decode_reduce_encode(bufs, fmt, out_fmt, num_elems, out, carried_N)
-    if carried_N is None:
-        return kernels.decode_reduce_encode(bufs, fmt, out_fmt, num_elems, out)
-    sum_N = kernels.decode(bufs[0], fmt, num_elems, torch.float32)
-    for buf in bufs[1:]:
-        kernels.decode_add(buf, fmt, sum_N)
-    return encode(sum_N, out_fmt, out, carried_N)
+    return _kernels(device_type).decode_reduce_encode(bufs, fmt, out_fmt, num_elems, out, carried_M)
 
 
 @cache

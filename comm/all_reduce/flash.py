@@ -35,15 +35,17 @@ class FlashAllReduce(BaseAllReduce):
         prepare_codecs(group.device, reduce_codec, gather_codec)
         self._carried: Carried = None, None  # errors of the two legs, during a call
         fused = group.transport.fused
-        if fused is not None and (fused.takes_feedback or not (reduce_codec.feedback or gather_codec.feedback)):
+        if fused is not None:
             self._fused = lambda x: fused.flash(x, *self._codecs, self._carried)
             self._hides_coding = not (fused.tells_coding or self._lossless)
 
     def __call__(self, x: Tensor, phase: str = "", site: str = "", feedback: Feedback | None = None) -> Tensor:
         if feedback is None or self.world_size == 1 or not any(codec.feedback for codec in self._codecs):
             return super().__call__(x, phase, site)
-        carried = feedback.carried(phase, x)
-        reduce, gather = (each if codec.feedback else None for each, codec in zip(carried, self._codecs, strict=True))
+        reduce, gather = (
+            feedback.carried(f"{phase} {leg}", codec, x.numel(), x.device)
+            for leg, codec in zip(("reduce", "gather"), self._codecs, strict=True)
+        )
         self._carried = reduce, gather
         try:
             return super().__call__(x, phase, site)

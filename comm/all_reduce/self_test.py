@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.errors import CommError
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import AllReduce
@@ -60,7 +61,7 @@ def _problem(group: Group, all_reduce: AllReduce, known: "KnownSum") -> tuple[st
     """The error found (empty: none), and a digest of the result's bits."""
     given, sent_before = known.own(), group.bytes_sent
     try:
-        result = all_reduce(given, PHASE)
+        result = all_reduce(given, PHASE, feedback=Feedback())
         sent = group.bytes_sent - sent_before
         bits = result.contiguous().view(-1).view(torch.uint8).cpu().numpy()
         digest = hashlib.blake2b(bits.data, digest_size=_DIGEST_BYTES).digest()

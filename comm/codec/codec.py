@@ -8,7 +8,7 @@ ranks' numbers for it). ``codec.error_bounds`` bounds the error.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from tightwire.comm.codec.codec_names import has_feedback, parse_format
 from tightwire.kernels import block_quant
 from tightwire.kernels.spec import block_bound
-from tightwire.kernels.spec.block_format import BlockFormat
+from tightwire.kernels.spec.block_format import MAX_GROUP_ELEMS, BlockFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class Codec:
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
         return num_elems * elem_bytes if self.format is None else self.format.encoded_bytes(num_elems)
 
-    def encode(self, x_N: Tensor, out: Tensor | None = None, carried_N: Tensor | None = None) -> Tensor:
+    def encode(self, x_N: Tensor, out: Tensor | None = None, carried_M: Tensor | None = None) -> Tensor:
         """Encode (N,) contiguous to uint8 bytes, into ``out`` if given. With ``none`` and no ``out``, a view of ``x_N``.
 
-        ``carried_N``: float32, is added to ``x_N`` and receives what encoding that sum lost.
+        ``carried_M``: what encoding lost before (``Feedback``); is added, and receives what it loses now.
         """
         if self.format is not None:
-            return block_quant.encode(x_N, self.format, out, carried_N)
+            return block_quant.encode(x_N, self.format, out, carried_M)
         bytes_of_x = x_N.view(torch.uint8)
         return bytes_of_x if out is None else out.copy_(bytes_of_x)
 
@@ -69,7 +69,7 @@ class Codec:
         return block_bound.max_error(x_N, self.format)
 
 
-Carried = tuple[Tensor | None, Tensor | None]  # float32 errors of the reduce and the gather leg; None: without feedback
+Carried = tuple[Tensor | None, Tensor | None]  # errors of the reduce and the gather leg; None: without feedback
 
 
 class Feedback:
@@ -79,17 +79,25 @@ class Feedback:
     sum, not of all: error feedback (Seide et al., 2014; Karimireddy et al., arXiv 1901.09847) over layers instead of
     training steps. Each rank keeps the errors of its own partial sums, and the owner of a slice those of the slice's sum,
     so a result still depends only on the ranks' numbers of its own group in this sum and in earlier ones.
+
+    Errors are rotated as the codec's numbers are, so codecs of unlike rotation keep separate errors. They are bfloat16: 2
+    bytes for each number of a message and leg, kept until the pass ends.
     """
 
     def __init__(self) -> None:
-        self._carried: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+        self._carried: dict[tuple[str, int, int], Tensor] = {}
 
-    def carried(self, phase: str, x_N: Tensor) -> tuple[Tensor, Tensor]:
-        """The (N,) float32 errors of the reduce and the gather leg, for the codec to update; zero before the first sum."""
-        key = phase, x_N.numel()
+    def carried(self, name: str, codec: Codec, num_elems: int, device: torch.device) -> Tensor | None:
+        """The errors of one leg, called ``name``, for ``codec`` to update; zero before its first sum.
+
+        None for a codec without feedback. Numbers are where they are in the message, which is filled up to whole groups.
+        """
+        if codec.format is None or not codec.feedback:
+            return None
+        key = name, num_elems, codec.group_elems if codec.format.hadamard else 1
         if key not in self._carried:
-            zeros_2N = torch.zeros(2, x_N.numel(), dtype=torch.float32, device=x_N.device)
-            self._carried[key] = zeros_2N[0], zeros_2N[1]
+            filled = -(-num_elems // MAX_GROUP_ELEMS) * MAX_GROUP_ELEMS
+            self._carried[key] = torch.zeros(filled, dtype=torch.bfloat16, device=device)
         return self._carried[key]
 
 
@@ -135,18 +143,25 @@ def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-def split_carried(carried_N: Tensor | None, lengths: Sequence[int]) -> Sequence[Tensor | None]:
-    return [None] * len(lengths) if carried_N is None else carried_N.split(list(lengths))
+def split_carried(carried_M: Tensor | None, lengths: Sequence[int], codec: Codec) -> list[Tensor | None]:
+    """The errors of each slice, in whole groups; slices begin at multiples of a group."""
+    if carried_M is None or codec.format is None:
+        return [None] * len(lengths)
+    starts = accumulate(lengths, initial=0)
+    sizes = map(codec.format.carried_elems, lengths)
+    return [carried_M[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
-def encode_slices(x_N: Tensor, lengths: Sequence[int], codec: Codec, carried_N: Tensor | None = None) -> list[Tensor]:
-    """Encode slices of the contiguous ``x_N`` into consecutive memory. ``carried_N``: as for ``Codec.encode``."""
+def encode_slices(x_N: Tensor, lengths: Sequence[int], codec: Codec, carried_M: Tensor | None = None) -> list[Tensor]:
+    """Encode slices of the contiguous ``x_N`` into consecutive memory. ``carried_M``: as for ``Codec.encode``."""
     elem_bytes = x_N.element_size()
     sizes = [codec.wire_bytes(length, elem_bytes) for length in lengths]
     if codec.exact:
         return list(codec.encode(x_N).split(sizes))
     slices = list(x_N.new_empty(sum(sizes), dtype=torch.uint8).split(sizes))
-    for part, out, carried in zip(x_N.split(list(lengths)), slices, split_carried(carried_N, lengths), strict=True):
+    for part, out, carried in zip(
+        x_N.split(list(lengths)), slices, split_carried(carried_M, lengths, codec), strict=True
+    ):
         if out.numel():
             codec.encode(part, out, carried)
     return slices
@@ -182,11 +197,11 @@ def sum_and_encode(
     codec: Codec,
     out_codec: Codec,
     dtype: torch.dtype,
-    carried_N: Tensor | None = None,
+    carried_M: Tensor | None = None,
 ) -> Tensor:
     """``sum_encoded``, encoded with ``out_codec`` (``none``: rounded to ``dtype``), in one pass if both quantize.
 
-    ``carried_N``: as for ``Codec.encode``.
+    ``carried_M``: as for ``Codec.encode``.
     """
     if num_elems == 0:
         return bufs[0].new_empty(0)
@@ -194,21 +209,27 @@ def sum_and_encode(
         return as_bytes(sum_in_rank_order([buf.view(dtype) for buf in bufs]))
     if codec.format is not None and out_codec.format is not None:
         return block_quant.decode_reduce_encode(
-            list(bufs), codec.format, out_codec.format, num_elems, carried_N=carried_N
+            list(bufs), codec.format, out_codec.format, num_elems, carried_M=carried_M
         )
     sum_N = sum_encoded(bufs, num_elems, codec, dtype)
-    return out_codec.encode(sum_N.to(dtype) if out_codec.exact else sum_N, carried_N=carried_N)
+    return out_codec.encode(sum_N.to(dtype) if out_codec.exact else sum_N, carried_M=carried_M)
 
 
 def prepare_codecs(device: torch.device, *codecs: Codec) -> None:
     """Compile the GPU kernels of one codec or of a sum's two legs, so that no collective waits for the compiler."""
     if device.type == "cpu":
         return
+    feedback = Feedback()
     for dtype, length in product(SUMMABLE, _PREPARED_LENGTHS):
+        x_N = torch.zeros(length, dtype=dtype, device=device)
         for codec in codecs:
-            encoded = codec.encode(torch.zeros(length, dtype=dtype, device=device))
+            encoded = codec.encode(x_N, carried_M=_own(feedback, codec, x_N))
             codec.decode(encoded, length, dtype)
             sum_encoded([encoded, encoded], length, codec, dtype)
         if len(codecs) == 2:
-            encoded = codecs[0].encode(torch.zeros(length, dtype=dtype, device=device))
-            sum_and_encode([encoded], length, *codecs, dtype)
+            encoded = codecs[0].encode(x_N)
+            sum_and_encode([encoded], length, *codecs, dtype, _own(feedback, codecs[1], x_N))
+
+
+def _own(feedback: Feedback, codec: Codec, x_N: Tensor) -> Tensor | None:
+    return split_carried(feedback.carried("", codec, len(x_N), x_N.device), [len(x_N)], codec)[0]

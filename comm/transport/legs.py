@@ -16,11 +16,11 @@ def exchange_encoded(
     lengths: Sequence[int],
     codec: Codec,
     ledger: Ledger,
-    carried_N: Tensor | None = None,
+    carried_M: Tensor | None = None,
 ) -> list[Tensor]:
     """Encode each slice of ``x_N`` for its owner; return this rank's own slice as encoded by every rank."""
     with ledger.coding_if(not codec.exact):
-        encoded = encode_slices(x_N, lengths, codec, carried_N)
+        encoded = encode_slices(x_N, lengths, codec, carried_M)
     return transport.exchange(encoded)
 
 
@@ -44,11 +44,11 @@ def sum_in_two_legs(
 ) -> Tensor:
     """The ranks' sum of ``x_N`` in ``dtype``: each rank adds its slice, of ``lengths``.
 
-    ``codecs``: of the two legs; ``carried``: what ``Codec.encode`` adds and updates in each, (N,) or None.
+    ``codecs``: of the two legs; ``carried``: what ``Codec.encode`` adds and updates in each, or None.
     """
     reduce_codec, gather_codec = codecs
     received = exchange_encoded(transport, x_N, lengths, reduce_codec, ledger, carried[0])
-    own_carried = split_carried(carried[1], lengths)[transport.rank]
+    own_carried = split_carried(carried[1], lengths, gather_codec)[transport.rank]
     with ledger.coding_if(not (reduce_codec.exact and gather_codec.exact)):
         own = sum_and_encode(received, lengths[transport.rank], reduce_codec, gather_codec, dtype, own_carried)
     return gather_decoded(transport, own, lengths, gather_codec, dtype, ledger)

@@ -34,7 +34,7 @@ class PeerAllReduce:
     must use one CUDA stream.
     """
 
-    takes_feedback = tells_coding = False
+    tells_coding = False
     in_kernel: KernelSums | None = None
 
     def __init__(
@@ -67,7 +67,7 @@ class PeerAllReduce:
             raise ValueError(f"peer buffers of {buffers.send_bytes} bytes hold no slice of {buffers.world_size} ranks")
         for start in range(0, longest, step):
             part = Part(slice_elems=longest, start=start, num_elems=min(step, longest - start))
-            two_shot(x_N, out_N, buffers, part, fmt, out_fmt, self._max_polls)
+            two_shot(x_N, out_N, buffers, part, fmt, out_fmt, self._max_polls, carried)
         self.check()
         return out_N.view_as(x)
 

@@ -142,7 +142,7 @@ _FLASH_CHUNK_ELEMS = 1 << 19  # large enough to amortize the codec calls of a tu
 class SharedAllReduce:
     """Runs its AllReduces on ``turns``, which the transport's messages use too."""
 
-    takes_feedback = tells_coding = True
+    tells_coding = True
 
     def __init__(self, turns: SharedTurns) -> None:
         self.in_kernel: KernelSums | None = SharedSums(turns)
@@ -187,7 +187,9 @@ class SharedAllReduce:
         sizes = [reduce_codec.wire_bytes(length, dtype.itemsize) for length in lengths]
         buffer, start = turns.open_turn(), 0
         with coding:
-            for part, size, lost in zip(x_N.split(lengths), sizes, split_carried(carried[0], lengths), strict=True):
+            for part, size, lost in zip(
+                x_N.split(lengths), sizes, split_carried(carried[0], lengths, reduce_codec), strict=True
+            ):
                 if size:
                     reduce_codec.encode(part, buffer[start : start + size], lost)
                     start += size
@@ -198,7 +200,7 @@ class SharedAllReduce:
         buffer = turns.open_turn()
         if own:
             with coding:
-                lost = split_carried(carried[1], lengths)[turns.rank]
+                lost = split_carried(carried[1], lengths, gather_codec)[turns.rank]
                 own_sum = sum_and_encode(received, own, *codecs, dtype, lost).view(torch.uint8)
                 buffer[: own_sum.numel()].copy_(own_sum)
         turns.publish_turn(call)

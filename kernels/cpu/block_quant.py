@@ -11,20 +11,18 @@ from torch import Tensor
 from tightwire.kernels.cpu.library import available, struct
 from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_rows
 from tightwire.kernels.spec import block_quant as reference
-from tightwire.kernels.spec.block_format import BlockFormat
-
-_BLOCK_ELEMS = 128  # a whole number of groups of every format
+from tightwire.kernels.spec.block_format import MAX_GROUP_ELEMS, BlockFormat
 
 
-def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None, carried_N: Tensor | None = None) -> Tensor:
+def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None, carried_M: Tensor | None = None) -> Tensor:
     _check_numbers(x_N, "x_N")
     num_elems = x_N.numel()
     out = _bytes_for(num_elems, fmt, out)
-    if carried_N is not None:
-        _check_carried(carried_N, num_elems)
+    if carried_M is not None:
+        _check_carried(carried_M, fmt.carried_elems(num_elems))
     if not available():
-        return out.copy_(reference.encode_reference(x_N, fmt, carried_N))
-    _run("tw_encode", out, x_N, fmt, carried_N)
+        return out.copy_(reference.encode_reference(x_N, fmt, carried_M))
+    _run("tw_encode", out, x_N, fmt, carried_M)
     return out
 
 
@@ -57,31 +55,31 @@ def decode_reduce_encode(
     out_fmt: BlockFormat,
     num_elems: int,
     out: Tensor | None = None,
-    carried_N: Tensor | None = None,
+    carried_M: Tensor | None = None,
 ) -> Tensor:
     """``block_quant.decode_reduce_encode``; the sum never leaves the first-level cache."""
     if not bufs:
         raise ValueError("decode_reduce_encode needs at least one message to add, got none")
     for buf in bufs:
         _check_message(buf, fmt, num_elems)
-    if carried_N is not None:
-        _check_carried(carried_N, num_elems)
+    if carried_M is not None:
+        _check_carried(carried_M, out_fmt.carried_elems(num_elems))
     out = _bytes_for(num_elems, out_fmt, out)
     if not available():
-        return out.copy_(reference.decode_reduce_encode_reference(bufs, fmt, out_fmt, num_elems, carried_N))
+        return out.copy_(reference.decode_reduce_encode_reference(bufs, fmt, out_fmt, num_elems, carried_M))
     addresses = array("q", [buf.data_ptr() for buf in bufs])
     messages, num_messages = addresses.buffer_info()
     arguments = struct(
         "tw_recode_args",
-        (out.data_ptr(), messages, _address(carried_N), num_messages, num_elems, _fields(fmt), _fields(out_fmt)),
+        (out.data_ptr(), messages, _address(carried_M), num_messages, num_elems, _fields(fmt), _fields(out_fmt)),
     )
-    run_on_rows("tw_decode_reduce_encode", arguments, -(-num_elems // _BLOCK_ELEMS), _BLOCK_ELEMS)
+    run_on_rows("tw_decode_reduce_encode", arguments, -(-num_elems // MAX_GROUP_ELEMS), MAX_GROUP_ELEMS)
     return out
 
 
-def _run(kernel: str, buf: Tensor, x_N: Tensor, fmt: BlockFormat, carried_N: Tensor | None = None) -> None:
+def _run(kernel: str, buf: Tensor, x_N: Tensor, fmt: BlockFormat, carried_M: Tensor | None = None) -> None:
     num_elems, kind = x_N.numel(), NUMBER_KIND[x_N.dtype]
-    given = buf.data_ptr(), x_N.data_ptr(), _address(carried_N), num_elems, kind, _fields(fmt)
+    given = buf.data_ptr(), x_N.data_ptr(), _address(carried_M), num_elems, kind, _fields(fmt)
     arguments = struct("tw_code_args", given)
     run_on_rows(kernel, arguments, fmt.num_groups(num_elems), fmt.group_elems)
 
@@ -105,10 +103,12 @@ def _check_numbers(x_N: Tensor, name: str) -> None:
         )
 
 
-def _check_carried(carried_N: Tensor, num_elems: int) -> None:
-    _check_numbers(carried_N, "carried_N")
-    if carried_N.dtype != torch.float32 or len(carried_N) != num_elems:
-        raise ValueError(f"carried_N must be {num_elems} numbers of float32, got {len(carried_N)} of {carried_N.dtype}")
+def _check_carried(carried_M: Tensor, num_elems: int) -> None:
+    _check_numbers(carried_M, "carried_M")
+    if carried_M.dtype != torch.bfloat16 or len(carried_M) != num_elems:
+        raise ValueError(
+            f"carried_M must be {num_elems} numbers of bfloat16, whole groups, got {len(carried_M)} of {carried_M.dtype}"
+        )
 
 
 def _check_message(buf: Tensor, fmt: BlockFormat, num_elems: int) -> None:

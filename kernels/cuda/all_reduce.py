@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tightwire.kernels.cuda.all_reduce_kernels import one_shot_kernel, two_shot_kernel
 from tightwire.kernels.cuda.barrier import header_bytes
+from tightwire.kernels.cuda.block_quant import check_carried
 from tightwire.kernels.cuda.launch import launch
 from tightwire.kernels.cuda.numbers import ANY, ROWS, Tiling, make_tiling
 from tightwire.kernels.spec.block_format import BlockFormat
@@ -102,16 +103,20 @@ def two_shot(
     fmt: BlockFormat | None,
     out_fmt: BlockFormat | None,
     max_polls: int,
+    carried: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
     """Sum one ``part`` of every slice of all processes' contiguous ``x_N`` to ``out_N``; all must make the same call.
 
-    ``fmt`` and ``out_fmt``: formats of the slots and of the sums on the wire; None: plain numbers.
+    ``fmt`` and ``out_fmt``: formats of the slots and of the sums on the wire; None: plain numbers. ``carried``: what encoding
+    slots and sums lost before, for the numbers of the whole message; is added and replaced.
     """
+    for lost, own in zip(carried, (fmt, out_fmt), strict=True):
+        check_carried(lost, own, x_N.numel(), x_N)
     assert part.num_elems <= max_part_elems(peers, x_N.element_size(), fmt, out_fmt), f"{part} is too long"
     slot_bytes = -(-_message_bytes(part.num_elems, x_N.element_size(), fmt) // _ALIGNMENT) * _ALIGNMENT
     cut = x_N.numel(), part.slice_elems, part.start, part.num_elems
     sizes = header_bytes(peers.num_blocks, peers.world_size), peers.send_bytes, slot_bytes
-    given = x_N, out_N, peers.addresses, peers.failure, *cut, peers.rank, *sizes, max_polls
+    given = x_N, out_N, peers.addresses, peers.failure, *carried, *cut, peers.rank, *sizes, max_polls
     tiling = _tiling(cut, part.num_elems, peers.num_blocks, fmt, out_fmt)
     launch(two_shot_kernel, peers.num_blocks, x_N.device, *given, fmt, out_fmt, peers.world_size, tiling)
 

@@ -36,13 +36,13 @@ def one_shot_kernel(
     num_rows = tl.cdiv(num_elems, tiling.elems)
     row = first  # no range(): the interpreter of Triton 3.6 fails on it with NumPy 2.4
     while row < num_rows:
-        _share(x, headers, rank, send, row, num_elems, None, tiling)
+        _share(x, headers, rank, send, row, num_elems, None, None, tiling)
         row += step
     late = wait_for_peers(headers, rank, max_polls, WORLD)
     valid = (late == 0) & (dead == 0)
     row = first
     while row < num_rows:
-        _add(x, out, headers, send, row, num_elems, valid, None, None, WORLD, tiling)
+        _add(x, out, headers, send, row, num_elems, valid, None, None, None, WORLD, tiling)
         row += step
     end_call(headers, rank, number, dead, late, failure)
 
@@ -53,6 +53,8 @@ def two_shot_kernel(
     out,
     headers,
     failure,
+    carried,
+    sums_carried,
     num_elems,
     slice_elems,
     part_start,
@@ -77,20 +79,22 @@ def two_shot_kernel(
     for owner in range(WORLD):
         slot_start, slot_elems = _slot(owner, num_elems, slice_elems, part_start, part_elems)
         slot = send + owner * slot_bytes
+        lost = None if carried is None else carried + slot_start
         num_rows = tl.cdiv(slot_elems, tiling.elems)
         row = first
         while row < num_rows:
-            _share(x + slot_start, headers, rank, slot, row, slot_elems, fmt, tiling)
+            _share(x + slot_start, headers, rank, slot, row, slot_elems, lost, fmt, tiling)
             row += step
     late = wait_for_peers(headers, rank, max_polls, WORLD)
 
     slot_start, slot_elems = _slot(rank, num_elems, slice_elems, part_start, part_elems)
     slot = send + rank * slot_bytes
     own_sums = _at(headers, rank, sums)
+    own_lost = None if sums_carried is None else sums_carried + slot_start
     num_rows = tl.cdiv(slot_elems, tiling.elems)
     row = first
     while row < num_rows:
-        _add(x, own_sums, headers, slot, row, slot_elems, True, fmt, out_fmt, WORLD, tiling)
+        _add(x, own_sums, headers, slot, row, slot_elems, True, own_lost, fmt, out_fmt, WORLD, tiling)
         row += step
     # A process that missed the first barrier is the late one; the others may still be waiting there.
     late_again = wait_for_peers(headers, rank, tl.where(late == 0, max_polls, 0), WORLD)
@@ -112,11 +116,11 @@ def two_shot_kernel(
 
 
 @triton.jit
-def _share(x, headers, rank, at, row, num_elems, fmt: tl.constexpr, tiling: tl.constexpr):
-    """Copy or encode one row of this process's numbers to its own buffer."""
+def _share(x, headers, rank, at, row, num_elems, carried, fmt: tl.constexpr, tiling: tl.constexpr):
+    """Copy or encode one row of this process's numbers to its own buffer. ``carried``: as for ``encode_row``."""
     row_B = row + tl.arange(0, tiling.rows).to(tl.int64)
     tiles = load_tiles(x, row_B * tiling.elems, num_elems, tiling)
-    _put(_at(headers, rank, at), x, row_B, num_elems, tiles, fmt, False, tiling)
+    _put(_at(headers, rank, at), x, row_B, num_elems, tiles, carried, fmt, False, tiling)
 
 
 @triton.jit
@@ -128,6 +132,7 @@ def _add(
     row,
     num_elems,
     valid,
+    carried,
     fmt: tl.constexpr,
     out_fmt: tl.constexpr,
     WORLD: tl.constexpr,
@@ -140,7 +145,7 @@ def _add(
     for process in tl.static_range(1, WORLD):
         part = _take(_at(headers, process, at), like, row_B, num_elems, fmt, rotated, tiling)
         total = add_tiles(total, part)
-    _put(target, like, row_B, num_elems, _only_if(valid, total), out_fmt, rotated, tiling)
+    _put(target, like, row_B, num_elems, _only_if(valid, total), carried, out_fmt, rotated, tiling)
 
 
 @triton.jit
@@ -160,11 +165,13 @@ def _slot(owner, num_elems, slice_elems, part_start, part_elems):
 
 
 @triton.jit
-def _put(target, like, row_B, num_elems, tiles, fmt: tl.constexpr, rotated: tl.constexpr, tiling: tl.constexpr):
+def _put(
+    target, like, row_B, num_elems, tiles, carried, fmt: tl.constexpr, rotated: tl.constexpr, tiling: tl.constexpr
+):
     if fmt is None:
         store_tiles(target.to(like.dtype), row_B * tiling.elems, num_elems, tiles, tiling)
     else:
-        encode_row(target.to(tl.pointer_type(tl.uint8)), row_B, num_elems, tiles, fmt, rotated, tiling)
+        encode_row(target.to(tl.pointer_type(tl.uint8)), row_B, num_elems, tiles, carried, fmt, rotated, tiling)
 
 
 @triton.jit

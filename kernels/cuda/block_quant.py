@@ -19,13 +19,14 @@ from tightwire.kernels.spec.block_format import BlockFormat
 NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
+def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None, carried_M: Tensor | None = None) -> Tensor:
     _check_numbers(x_N)
     num_elems = x_N.numel()
+    check_carried(carried_M, fmt, num_elems, x_N)
     out = _bytes_for(fmt.encoded_bytes(num_elems), x_N, out)
     if num_elems:
         tiling = make_tiling(num_elems, fmt)
-        launch(_encode, tiling.num_programs(num_elems), x_N.device, x_N, out, num_elems, fmt, tiling)
+        launch(_encode, tiling.num_programs(num_elems), x_N.device, x_N, out, carried_M, num_elems, fmt, tiling)
     return out
 
 
@@ -56,17 +57,23 @@ def _launch_decode(buf: Tensor, fmt: BlockFormat, out_N: Tensor, *, adds: bool) 
 
 
 def decode_reduce_encode(
-    bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int, out: Tensor | None = None
+    bufs: list[Tensor],
+    fmt: BlockFormat,
+    out_fmt: BlockFormat,
+    num_elems: int,
+    out: Tensor | None = None,
+    carried_M: Tensor | None = None,
 ) -> Tensor:
     """Compute ``block_quant.decode_reduce_encode_reference``, into ``out`` if given; the sum stays in registers."""
     if not bufs:
         raise ValueError("decode_reduce_encode needs at least one buffer to add")
     for buf in bufs:
         _check_bytes(buf, fmt, num_elems)
+    check_carried(carried_M, out_fmt, num_elems, bufs[0])
     out = _bytes_for(out_fmt.encoded_bytes(num_elems), bufs[0], out)
     if num_elems:
         tiling = make_tiling(num_elems, fmt, out_fmt)
-        given = tuple(bufs), out, num_elems, fmt, out_fmt, tiling
+        given = tuple(bufs), out, carried_M, num_elems, fmt, out_fmt, tiling
         launch(_decode_reduce_encode, tiling.num_programs(num_elems), out.device, *given)
     return out
 
@@ -76,6 +83,19 @@ def _check_numbers(x_N: Tensor) -> None:
         raise ValueError(
             f"block quantization needs a contiguous vector of one of {', '.join(map(str, NUMBERS))}; "
             f"got {tuple(x_N.shape)} of {x_N.dtype} with strides {x_N.stride()}"
+        )
+
+
+def check_carried(carried_M: Tensor | None, fmt: BlockFormat | None, num_elems: int, like: Tensor) -> None:
+    """Raise ValueError if ``carried_M`` does not hold what encoding ``num_elems`` numbers loses."""
+    if carried_M is None:
+        return
+    least = 0 if fmt is None else fmt.carried_elems(num_elems)
+    is_vector = carried_M.dim() == 1 and carried_M.is_contiguous() and carried_M.device == like.device
+    if fmt is None or not is_vector or carried_M.dtype != torch.bfloat16 or carried_M.numel() < least:
+        raise ValueError(
+            f"carried_M must be {least} or more contiguous numbers of bfloat16 on {like.device}, for a format; got "
+            f"{tuple(carried_M.shape)} of {carried_M.dtype} on {carried_M.device}"
         )
 
 
@@ -99,10 +119,10 @@ def _bytes_for(num_bytes: int, like: Tensor, out: Tensor | None) -> Tensor:
 
 
 @triton.jit
-def _encode(x, out, num_elems, fmt: tl.constexpr, tiling: tl.constexpr):
+def _encode(x, out, carried, num_elems, fmt: tl.constexpr, tiling: tl.constexpr):
     row_B = tl.program_id(0).to(tl.int64) * tiling.rows + tl.arange(0, tiling.rows)
     tiles = load_tiles(x, row_B * tiling.elems, num_elems, tiling)
-    encode_row(out, row_B, num_elems, tiles, fmt, False, tiling)
+    encode_row(out, row_B, num_elems, tiles, carried, fmt, False, tiling)
 
 
 @triton.jit
@@ -116,11 +136,13 @@ def _decode(buf, out, num_elems, fmt: tl.constexpr, ADDS: tl.constexpr, tiling: 
 
 
 @triton.jit
-def _decode_reduce_encode(bufs, out, num_elems, fmt: tl.constexpr, out_fmt: tl.constexpr, tiling: tl.constexpr):
+def _decode_reduce_encode(
+    bufs, out, carried, num_elems, fmt: tl.constexpr, out_fmt: tl.constexpr, tiling: tl.constexpr
+):
     """Decode, add and encode. ``bufs``: a tuple of pointers, added in its order."""
     row_B = tl.program_id(0).to(tl.int64) * tiling.rows + tl.arange(0, tiling.rows)
     rotated: tl.constexpr = stays_rotated(fmt, out_fmt)
     total = decode_row(bufs[0], row_B, num_elems, fmt, rotated, tiling)
     for i in tl.static_range(1, len(bufs)):
         total = add_tiles(total, decode_row(bufs[i], row_B, num_elems, fmt, rotated, tiling))
-    encode_row(out, row_B, num_elems, total, out_fmt, rotated, tiling)
+    encode_row(out, row_B, num_elems, total, carried, out_fmt, rotated, tiling)

@@ -17,6 +17,9 @@ from tightwire.kernels.cuda.numbers import (
     bf16_above,
     bf16_below,
     from_bf16,
+    narrowed,
+    raw,
+    widened,
 )
 from tightwire.kernels.spec import block_format
 
@@ -46,16 +49,19 @@ def decode_row(source, row_B, num_elems, fmt: tl.constexpr, rotated: tl.constexp
     per_row: tl.constexpr = tiling.elems // fmt.group_elems
     tiles = ()
     for i in tl.static_range(per_row):
-        group = _decode(source, row_B * per_row + i, num_groups, fmt, tiling.num_tiles // per_row, tiling.beyond)
-        if fmt.hadamard and not rotated:
-            group = _unrotated(group, fmt.group_elems)
-        tiles = tiles + group
+        place_B = row_B * per_row + i
+        tiles = tiles + _decode(source, place_B, num_groups, fmt, rotated, tiling.num_tiles // per_row, tiling.beyond)
     return tiles
 
 
 @triton.jit
-def encode_row(target, row_B, num_elems, tiles, fmt: tl.constexpr, rotated: tl.constexpr, tiling: tl.constexpr):
-    """Encode tiles; inverse of ``decode_row``. Pads the last group. ``rotated``: the numbers are already rotated."""
+def encode_row(
+    target, row_B, num_elems, tiles, carried, fmt: tl.constexpr, rotated: tl.constexpr, tiling: tl.constexpr
+):
+    """Encode tiles; inverse of ``decode_row``. Pads the last group. ``rotated``: the numbers are already rotated.
+
+    ``carried``: None, or a pointer to what encoding the message's numbers lost before, which is added and replaced.
+    """
     num_groups = tl.cast(tl.cdiv(num_elems, fmt.group_elems), tl.int64)
     per_row: tl.constexpr = tiling.elems // fmt.group_elems
     per_group: tl.constexpr = len(tiles) // per_row
@@ -67,7 +73,7 @@ def encode_row(target, row_B, num_elems, tiles, fmt: tl.constexpr, rotated: tl.c
             group = group + (tiles[i * per_group + r],)
         if fmt.hadamard and not rotated:
             group = _rotated(group)
-        _encode(target, row_B * per_row + i, num_groups, group, fmt, tiling.beyond)
+        _encode(target, row_B * per_row + i, num_groups, group, carried, fmt, tiling.beyond)
 
 
 @triton.jit
@@ -89,12 +95,14 @@ def _filled(tiles, first_B, num_elems):
 
 
 @triton.jit
-def _encode(target, group_B, num_groups, tiles, fmt: tl.constexpr, beyond: tl.constexpr):
-    """Write groups ``group_B`` below ``num_groups`` of the message at ``target``; rotate first where needed."""
+def _encode(target, group_B, num_groups, tiles, carried, fmt: tl.constexpr, beyond: tl.constexpr):
+    """Write groups ``group_B`` below ``num_groups`` of the message at ``target``. Their numbers are already rotated."""
     top: tl.constexpr = FLOAT8_MAX if fmt.float8 else (fmt.max_code if fmt.has_zeros else fmt.num_levels)
     own: tl.constexpr = len(fmt.plane_bits)  # the start of the sections of the groups' own numbers: the scales
     kept_B = None if beyond == NOTHING else group_B < num_groups
 
+    if carried is not None:
+        tiles = _with_carried(carried, group_B, tiles, kept_B)
     low_B, high_B, finite_B = _extremes(tiles)
     if fmt.has_zeros:
         zero_bits_B = bf16_below(low_B + 0.0)
@@ -115,29 +123,88 @@ def _encode(target, group_B, num_groups, tiles, fmt: tl.constexpr, beyond: tl.co
     codes = _codes(tiles, zero_B[:, None], inverse_B[:, None], tl.where(finite_B, 0xFF, 0)[:, None], fmt)
     for p in tl.static_range(len(fmt.plane_bits)):
         store_plane(target, p, group_B, num_groups, codes, kept_B, fmt)
-    store_bits(target, own, group_B, num_groups, tl.where(finite_B, scale_bits_B, _NAN_BF16), kept_B, fmt)
+    scale_bits_B = tl.where(finite_B, scale_bits_B, _NAN_BF16)
+    store_bits(target, own, group_B, num_groups, scale_bits_B, kept_B, fmt)
+    if carried is not None:
+        decoded = _scaled(_levels(codes, fmt), from_bf16(scale_bits_B)[:, None], zero_B[:, None], fmt)
+        _store_lost(carried, group_B, tiles, decoded, kept_B)
     if fmt.has_zeros:
         store_bits(target, own + 1, group_B, num_groups, tl.where(finite_B, zero_bits_B, 0), kept_B, fmt)
 
 
 @triton.jit
-def _decode(source, group_B, num_groups, fmt: tl.constexpr, num_tiles: tl.constexpr, beyond: tl.constexpr):
-    """Read groups ``group_B`` of the message at ``source`` (bytes) as float32 tiles, rotated if the format rotates."""
+def _with_carried(carried, group_B, tiles, kept_B):
+    width: tl.constexpr = tiles[0].shape[1]
+    total = ()
+    for r in tl.static_range(len(tiles)):
+        places_BW = (group_B * (len(tiles) * width) + r * width)[:, None] + tl.arange(0, width)[None, :]
+        stored = tl.load(raw(carried) + places_BW, mask=None if kept_B is None else kept_B[:, None])
+        total = total + (tiles[r] + widened(stored),)
+    return total
+
+
+@triton.jit
+def _store_lost(carried, group_B, tiles, decoded, kept_B):
+    """Store the difference of both, with 0 for sizes below the least normal number."""
+    width: tl.constexpr = tiles[0].shape[1]
+    for r in tl.static_range(len(tiles)):
+        places_BW = (group_B * (len(tiles) * width) + r * width)[:, None] + tl.arange(0, width)[None, :]
+        lost = tiles[r] - decoded[r]
+        lost = narrowed(tl.where(tl.abs(lost) < MIN_SCALE, lost * 0.0, lost), tl.bfloat16)
+        tl.store(raw(carried) + places_BW, lost, mask=None if kept_B is None else kept_B[:, None])
+
+
+@triton.jit
+def _decode(
+    source,
+    group_B,
+    num_groups,
+    fmt: tl.constexpr,
+    rotated: tl.constexpr,
+    num_tiles: tl.constexpr,
+    beyond: tl.constexpr,
+):
+    """Read groups ``group_B`` of the message at ``source`` (bytes) as float32 tiles. ``rotated``: do not turn them back."""
     own: tl.constexpr = len(fmt.plane_bits)
     kept_B = None if beyond == NOTHING else group_B < num_groups
     codes = load_codes(source, group_B, num_groups, kept_B, fmt, num_tiles)
     scale_B1 = load_bf16(source, own, group_B, num_groups, kept_B, fmt)[:, None]
-    tiles = ()
-    if fmt.has_zeros:
-        zero_B1 = load_bf16(source, own + 1, group_B, num_groups, kept_B, fmt)[:, None]
-        for r in tl.static_range(num_tiles):
-            tiles = tiles + (codes[r].to(tl.float32) * scale_B1 + zero_B1,)
-    elif fmt.float8:
-        for r in tl.static_range(num_tiles):
-            tiles = tiles + (_from_float8(codes[r]) * scale_B1,)
+    zero_B1 = load_bf16(source, own + 1, group_B, num_groups, kept_B, fmt)[:, None] if fmt.has_zeros else scale_B1
+    levels = _levels(codes, fmt)
+    if fmt.hadamard and not rotated:
+        # The matrix is its own inverse but for the number of its rows, a power of two.
+        if fmt.symmetric:
+            tiles = _scaled(_rotated(levels), scale_B1 * (1.0 / fmt.group_elems), zero_B1, fmt)
+        else:
+            tiles = ()
+            numbers = _rotated(_scaled(levels, scale_B1, zero_B1, fmt))
+            for r in tl.static_range(num_tiles):
+                tiles = tiles + (numbers[r] * (1.0 / fmt.group_elems),)
     else:
-        for r in tl.static_range(num_tiles):
-            tiles = tiles + ((codes[r] - fmt.num_levels).to(tl.float32) * scale_B1,)
+        tiles = _scaled(levels, scale_B1, zero_B1, fmt)
+    return tiles
+
+
+@triton.jit
+def _levels(codes, fmt: tl.constexpr):
+    """Return codes as float32 numbers in units of the scale."""
+    levels = ()
+    for r in tl.static_range(len(codes)):
+        if fmt.float8:
+            level = _from_float8(codes[r])
+        elif fmt.symmetric:
+            level = (codes[r] - fmt.num_levels).to(tl.float32)
+        else:
+            level = codes[r].to(tl.float32)
+        levels = levels + (level,)
+    return levels
+
+
+@triton.jit
+def _scaled(levels, scale_B1, zero_B1, fmt: tl.constexpr):
+    tiles = ()
+    for r in tl.static_range(len(levels)):
+        tiles = tiles + ((levels[r] * scale_B1 + zero_B1) if fmt.has_zeros else levels[r] * scale_B1,)
     return tiles
 
 
@@ -168,16 +235,6 @@ def _rotated(tiles):
             else:
                 mixed = mixed + (before[r] + before[r + (1 << level)],)
     return mixed
-
-
-@triton.jit
-def _unrotated(tiles, elems: tl.constexpr):
-    """Invert ``_rotated``. The matrix is its own inverse except for the factor ``elems``, a power of two."""
-    result = ()
-    rotated = _rotated(tiles)
-    for r in tl.static_range(len(tiles)):
-        result = result + (rotated[r] * (1.0 / elems),)
-    return result
 
 
 # --- groups ---------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from itertools import accumulate
 
 _PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
 _GROUPS = (32, 64, 128)
+MAX_GROUP_ELEMS = 128  # a whole number of groups of every format
 
 MIN_SCALE = 2.0**-126  # float32's smallest normal number: its inverse is finite
 FLOAT8_MAX = 448.0
@@ -81,6 +82,10 @@ class BlockFormat:
     def encoded_bytes(self, num_elems: int) -> int:
         """ceil(n / g) group_bytes: g b / 8 for the codes, 4 for scale and zero (2 without zero)."""
         return self.num_groups(num_elems) * self.group_bytes
+
+    def carried_elems(self, num_elems: int) -> int:
+        """The numbers of whole groups, whose rounding errors an encoder may carry into the next sum."""
+        return self.num_groups(num_elems) * self.group_elems
 
     def section_starts(self, num_elems: int) -> tuple[int, ...]:
         """Offset of every section: the planes, then scales and, if the format has them, zeros."""

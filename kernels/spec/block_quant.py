@@ -4,7 +4,7 @@ These reference functions are the specification, to the byte: every other implem
 numbers, on any device. That is possible because each step is one IEEE operation in float32 with a unique result:
 
     rotate     Hadamard formats: log2(g) rounds of a + b, a - b, strides 1, 2, 4, ...; decoding does the same and divides
-               by g, a power of two
+               by g, a power of two. Symmetric formats rotate the levels back and multiply by scale / g
     zero       the minimum, rounded DOWN to bfloat16
     scale      (maximum - zero) / max_code, rounded UP to bfloat16 and at least 2^-126, so that its inverse is finite
     code       (x - zero) * (1 / scale), clamped to 0 .. max_code, rounded to even
@@ -16,6 +16,10 @@ Rounding outwards means that nothing is clipped: a number comes back within half
 Symmetric formats have no zero, levels from -L to L - 1, and scale = max|x| / L, negative where the largest size belongs to
 a positive number: that number has level -L, and one of the same size and the other sign loses up to a whole scale. Float8
 has scale = max|x| / 448 and the code e4m3(x / scale).
+
+What encoding loses may be carried into the next sum: bfloat16 numbers, one for each of the groups' numbers as they are
+encoded, so rotated if the format rotates. They are added before rounding, and become the difference from the decoded numbers,
+rounded to nearest even; sizes below 2^-126 become 0 with their sign.
 
 A group with an inf or NaN in it decodes to NaN throughout, and so does one whose numbers come so close to the end of
 float32 that its highest code would decode to infinity: the scale is NaN, zero and codes 0. Rotated groups come so close from about 2^125 / g on, and may then come back infinite as well.
@@ -30,22 +34,27 @@ _NAN_BF16, _SIGN_BF16 = 0x7FC0, 0x8000
 _INF_BITS = 0x7F800000
 
 
-def encode_reference(x_N: Tensor, fmt: BlockFormat, carried_N: Tensor | None = None) -> Tensor:
+def encode_reference(x_N: Tensor, fmt: BlockFormat, carried_M: Tensor | None = None) -> Tensor:
     """(N,) float32, bfloat16 or float16 to (fmt.encoded_bytes(N),) uint8.
 
-    ``carried_N``: float32, is added to ``x_N`` and receives what encoding that sum lost.
+    ``carried_M``: what encoding lost before; is added, and receives what it loses now. (fmt.carried_elems(N),) bfloat16.
     """
-    if carried_N is not None:
-        encoded = encode_reference(carried_N.add_(x_N), fmt)
-        carried_N.sub_(decode_reference(encoded, fmt, len(carried_N), torch.float32))
-        return encoded
-    return _encode_groups(_rotated(_to_groups(x_N, fmt), fmt), fmt)
+    return _encode_carrying(_rotated(_to_groups(x_N, fmt), fmt), fmt, carried_M)
+
+
+def _encode_carrying(groups_GE: Tensor, fmt: BlockFormat, carried_M: Tensor | None) -> Tensor:
+    if carried_M is None:
+        return _encode_groups(groups_GE, fmt)
+    groups_GE = groups_GE + carried_M.view_as(groups_GE).float()
+    encoded = _encode_groups(groups_GE, fmt)
+    lost_GE = groups_GE - _decode_groups(encoded, fmt, groups_GE.numel())
+    carried_M.copy_(torch.where(lost_GE.abs() < MIN_SCALE, lost_GE * 0.0, lost_GE).view(-1))
+    return encoded
 
 
 def decode_reference(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype) -> Tensor:
     """The (num_elems,) numbers of ``buf``, rounded to ``dtype`` once."""
-    groups_GE = _unrotated(_decode_groups(buf, fmt, num_elems), fmt)
-    return groups_GE.view(-1)[:num_elems].to(dtype)
+    return _decode_numbers(buf, fmt, num_elems).view(-1)[:num_elems].to(dtype)
 
 
 def decode_add_reference(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
@@ -54,23 +63,22 @@ def decode_add_reference(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
 
 
 def decode_reduce_encode_reference(
-    bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int, carried_N: Tensor | None = None
+    bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int, carried_M: Tensor | None = None
 ) -> Tensor:
     """Encode the float32 sum of ``bufs`` in list order; of rotated numbers, if both formats rotate equal groups.
 
-    ``carried_N``: as for ``encode_reference``; sums are then never of rotated numbers.
+    ``carried_M``: as for ``encode_reference`` with ``out_fmt``.
     """
-    stay_rotated = fmt.hadamard and out_fmt.hadamard and fmt.group_elems == out_fmt.group_elems and carried_N is None
+    stay_rotated = fmt.hadamard and out_fmt.hadamard and fmt.group_elems == out_fmt.group_elems
+    decode = _decode_groups if stay_rotated else _decode_numbers
     total: Tensor | None = None
     for buf in bufs:
-        groups_GE = _decode_groups(buf, fmt, num_elems)
-        if not stay_rotated:
-            groups_GE = _unrotated(groups_GE, fmt)
+        groups_GE = decode(buf, fmt, num_elems)
         total = groups_GE if total is None else total + groups_GE
     assert total is not None, "nothing to add"
     if stay_rotated:
-        return _encode_groups(total, out_fmt)
-    return encode_reference(total.view(-1)[:num_elems], out_fmt, carried_N)
+        return _encode_carrying(total, out_fmt, carried_M)
+    return encode_reference(total.view(-1)[:num_elems], out_fmt, carried_M)
 
 
 def _to_groups(x_N: Tensor, fmt: BlockFormat) -> Tensor:
@@ -93,11 +101,6 @@ def _rotated(groups_GE: Tensor, fmt: BlockFormat) -> Tensor:
         groups_GE = torch.stack([a + b, a - b], dim=2).view(num_groups, size)
         stride *= 2
     return groups_GE
-
-
-def _unrotated(groups_GE: Tensor, fmt: BlockFormat) -> Tensor:
-    """The matrix is its own inverse but for the factor g."""
-    return _rotated(groups_GE, fmt) * (1.0 / fmt.group_elems) if fmt.hadamard else groups_GE
 
 
 def _encode_groups(groups_GE: Tensor, fmt: BlockFormat) -> Tensor:
@@ -136,8 +139,24 @@ def _codes(scaled_GE: Tensor, fmt: BlockFormat) -> Tensor:
     return scaled_GE.clamp(0, fmt.max_code).round().to(torch.uint8)
 
 
+def _decode_numbers(buf: Tensor, fmt: BlockFormat, num_elems: int) -> Tensor:
+    """(G, g) float32. The Hadamard matrix is its own inverse but for the factor g."""
+    if not fmt.hadamard:
+        return _decode_groups(buf, fmt, num_elems)
+    if not fmt.symmetric:
+        return _rotated(_decode_groups(buf, fmt, num_elems), fmt) * (1.0 / fmt.group_elems)
+    levels_GE, scale_G1, _ = _read_groups(buf, fmt, num_elems)
+    return _rotated(levels_GE, fmt) * (scale_G1 * (1.0 / fmt.group_elems))
+
+
 def _decode_groups(buf: Tensor, fmt: BlockFormat, num_elems: int) -> Tensor:
     """(G, g) float32, still rotated where the format rotates."""
+    levels_GE, scale_G1, zero_G1 = _read_groups(buf, fmt, num_elems)
+    return levels_GE * scale_G1 if zero_G1 is None else levels_GE * scale_G1 + zero_G1
+
+
+def _read_groups(buf: Tensor, fmt: BlockFormat, num_elems: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Levels (G, g), scales and zeros (G, 1), all float32; zeros only of formats that have them."""
     num_groups = fmt.num_groups(num_elems)
     starts = fmt.section_starts(num_elems)
     num_planes = len(fmt.plane_bits)
@@ -153,10 +172,10 @@ def _decode_groups(buf: Tensor, fmt: BlockFormat, num_elems: int) -> Tensor:
         return buf[start : start + 2 * num_groups].clone().view(torch.bfloat16).float().view(num_groups, 1)
 
     if fmt.float8:
-        return codes_GE.view(torch.float8_e4m3fn).float() * numbers_G1(0)
+        return codes_GE.view(torch.float8_e4m3fn).float(), numbers_G1(0), None
     if fmt.symmetric:
-        return (codes_GE.float() - fmt.num_levels) * numbers_G1(0)
-    return codes_GE.float() * numbers_G1(0) + numbers_G1(1)
+        return codes_GE.float() - fmt.num_levels, numbers_G1(0), None
+    return codes_GE.float(), numbers_G1(0), numbers_G1(1)
 
 
 def _planes(codes_GE: Tensor, fmt: BlockFormat) -> list[Tensor]:

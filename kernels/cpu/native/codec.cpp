@@ -1,13 +1,15 @@
 // The block codec: the bytes of kernels/spec/block_quant.py, which has the arithmetic; block_format.py has the layout.
 //
-// Of each group the numbers are made as float32, rotated if the format says so, and encoded; or decoded, turned back and
-// stored. A format's bits and group size are template arguments, its other options are looked at once a group.
+// Encoding makes three passes over blocks in the first-level cache: numbers are widened, rotated if the format says so, and what
+// earlier sums lost is added; all scales of a block are computed at once; codes are rounded and packed, and what they lose is
+// stored. One pass would wait: a group's scale depends on all of its numbers by a chain of a hundred cycles. Decoding keeps a
+// group in registers.
 #include "kernels.h"
-#include "numbers.h"
+#include "planes.h"
 
 constexpr int64_t MAX_GROUP = 128;  // a whole number of groups of every format
 constexpr float FLOAT8_MAX = 448.0f, MIN_SCALE = 0x1p-126f, INFINITE = __builtin_inff();
-constexpr uint32_t NAN_BF16 = 0x7FC0, INFINITE_BF16 = 0x7F80, SIGN_BF16 = 0x8000;
+constexpr uint32_t NAN_BF16 = 0x7FC0, INFINITE_BF16 = 0x7F80, LARGEST_BF16 = 0x7F7F;
 
 // Two planes: low bits first, then those that are left, if any.
 template <int BITS, int SIZE, bool IS_FLOAT8 = false>
@@ -41,111 +43,7 @@ INLINE uint32_t load_u16(const char *source) {
     memcpy(&value, source, sizeof value);
     return value;
 }
-INLINE void store_u16(char *target, uint32_t value) {
-    const uint16_t low = (uint16_t)value;
-    memcpy(target, &low, sizeof low);
-}
 INLINE float from_bf16(uint32_t bits) { return float_of(bits << 16); }
-
-// --- bytes and lanes ------------------------------------------------------------------------------------------------
-
-typedef uint8_t Bytes __attribute__((vector_size(LANES)));
-typedef uint64_t TwoWords __attribute__((vector_size(LANES)));
-typedef uint32_t FourWords __attribute__((vector_size(LANES)));
-
-INLINE I32 widen(Bytes bytes) {
-    I32 out;
-#if defined(__AVX512F__)
-    out.reg[0] = (IntReg)_mm512_maskz_cvtepu8_epi32(0xFFFF, (__m128i)bytes);
-#elif defined(__AVX2__)
-    out.reg[0] = (IntReg)_mm256_cvtepu8_epi32((__m128i)bytes);
-    out.reg[1] = (IntReg)_mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)bytes, 8));
-#else
-    uint16x8_t low = vmovl_u8(vget_low_u8((uint8x16_t)bytes)), high = vmovl_u8(vget_high_u8((uint8x16_t)bytes));
-    out.reg[0] = (IntReg)vmovl_u16(vget_low_u16(low)), out.reg[1] = (IntReg)vmovl_u16(vget_high_u16(low));
-    out.reg[2] = (IntReg)vmovl_u16(vget_low_u16(high)), out.reg[3] = (IntReg)vmovl_u16(vget_high_u16(high));
-#endif
-    return out;
-}
-// The lower 8 bits of each lane.
-INLINE Bytes low_bytes(I32 value) {
-#if defined(__AVX512F__)
-    return (Bytes)_mm512_maskz_cvtepi32_epi8(0xFFFF, (__m512i)value.reg[0]);
-#elif defined(__AVX2__)
-    value = value & splat_int(0xFF);
-    __m256i halves = _mm256_packus_epi32((__m256i)value.reg[0], (__m256i)value.reg[1]);
-    halves = _mm256_permute4x64_epi64(halves, 0xD8);
-    return (Bytes)_mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
-#else
-    uint16x8_t low = vcombine_u16(vmovn_u32((uint32x4_t)value.reg[0]), vmovn_u32((uint32x4_t)value.reg[1]));
-    uint16x8_t high = vcombine_u16(vmovn_u32((uint32x4_t)value.reg[2]), vmovn_u32((uint32x4_t)value.reg[3]));
-    return (Bytes)vcombine_u8(vmovn_u16(low), vmovn_u16(high));
-#endif
-}
-
-// A group's part of a plane has SIZE * BITS / 8 bytes. Number e is in byte e % bytes, at bit BITS * (e / bytes).
-template <int BITS, int SIZE>
-struct Plane {
-    static constexpr int bytes = SIZE * BITS / 8, mask = (1 << BITS) - 1;
-    static constexpr bool is_narrow = bytes < LANES;  // sixteen numbers share its bytes
-
-    // Where the fields of numbers `at` to `at + 15` lie in their bytes.
-    static I32 shifts(int at) {
-        I32 first = splat_int(BITS * (at / bytes));
-        return is_narrow ? shift_right(lane_numbers(), bytes == 8 ? 3 : 2) * splat_int(BITS) + first : first;
-    }
-    static I32 load(const char *plane, int at) {
-        Bytes packed;
-        if constexpr (is_narrow) {
-            uint64_t few = 0;
-            memcpy(&few, plane, bytes);
-            packed = bytes == 8 ? (Bytes)(TwoWords{} + few) : (Bytes)(FourWords{} + (uint32_t)few);
-        } else {
-            memcpy(&packed, plane + at % bytes, sizeof packed);
-        }
-        I32 fields = shift_right(widen(packed), shifts(at));
-        return !is_narrow && BITS * (at / bytes + 1) == 8 ? fields : fields & splat_int(mask);
-    }
-    // Bits `shift` to `shift + BITS` of each code. Bits above the code's may hold anything.
-    static void store(char *plane, const I32 *codes, int shift, bool is_last) {
-        constexpr int step = is_narrow ? LANES : bytes;
-        UNROLL for (int byte = 0; byte < step; byte += LANES) {
-            I32 packed = splat_int(0);
-            UNROLL for (int at = byte; at < SIZE; at += step) {
-                I32 field = shift ? shift_right(codes[at / LANES], shift) : codes[at / LANES];
-                if (!is_last || is_narrow) field = field & splat_int(mask);
-                packed = packed | shift_left(field, shifts(at));
-            }
-            Bytes out = low_bytes(packed);
-            if constexpr (is_narrow) {
-                uint64_t few = ((TwoWords)out)[0] | ((TwoWords)out)[1];
-                if (bytes == 4) few |= few >> 32;
-                memcpy(plane, &few, bytes);
-            } else {
-                memcpy(plane + byte, &out, sizeof out);
-            }
-        }
-    }
-};
-
-// --- e4m3 floats ----------------------------------------------------------------------------------------------------
-
-// The nearest, ties to even, for numbers from -448 to 448. Down to 2^-6 the exponent's bias goes from 127 to 7 and 20 bits of
-// mantissa are rounded off; below, codes count steps of 2^-9, the value of the lowest bit of 2^14.
-INLINE I32 to_e4m3(F32 value) {
-    I32 bits = bits_of(value), size = bits & splat_int(0x7FFFFFFF);
-    I32 sign = shift_right(bits, 24) & splat_int(0x80);
-    I32 odd = shift_right(size, 20) & splat_int(1);
-    I32 normal = shift_right(size + splat_int(0x7FFFF - (120 << 23)) + odd, 20);
-    I32 small = bits_of(floats_of(size) + splat(0x1p14f)) - splat_int((127 + 14) << 23);
-    return select(size < splat_int((127 - 6) << 23), small, normal) | sign;
-}
-// Exact: the bits where float32 has them are the number divided by 2^120, subnormal or not.
-INLINE F32 from_e4m3(I32 code) {
-    I32 size = shift_left(code & splat_int(0x7F), 20), sign = shift_left(code & splat_int(0x80), 24);
-    F32 value = floats_of(size | sign) * splat(0x1p120f);
-    return select(size == splat_int(0x7F << 20), splat(__builtin_nanf("")), value);
-}
 
 // --- rotation -------------------------------------------------------------------------------------------------------
 
@@ -176,17 +74,17 @@ INLINE F32 butterfly(F32 value) {
     } else {
         FloatReg signs;
         for (int lane = 0; lane < REG_LANES; lane++) signs[lane] = lane & STEP ? -1.0f : 1.0f;
-        for (int i = 0; i < REGS; i++) out.reg[i] = value.reg[i] * signs + partners<STEP>(value.reg[i], RegLanes::type());
+        for (int i = 0; i < REGS; i++)
+            out.reg[i] = fma_reg(value.reg[i], signs, partners<STEP>(value.reg[i], RegLanes::type()));
     }
     return out;
 }
 
+// A group times the Hadamard matrix of its size: entries 1 and -1, not scaled.
 template <int COUNT>
-static void rotate_vectors(float *numbers, float factor) {
+INLINE void rotate(F32 (&x)[COUNT]) {
     constexpr int rounds = COUNT == 8 ? 3 : COUNT == 4 ? 2 : 1;
-    F32 x[COUNT];
-    UNROLL for (int i = 0; i < COUNT; i++)
-        x[i] = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(load(numbers + LANES * i)))));
+    UNROLL for (int i = 0; i < COUNT; i++) x[i] = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(x[i]))));
     UNROLL for (int round = 0; round < rounds; round++) {
         const int apart = 1 << round;
         UNROLL for (int i = 0; i < COUNT; i++) {
@@ -195,97 +93,182 @@ static void rotate_vectors(float *numbers, float factor) {
             x[i] = a + b, x[i + apart] = a - b;
         }
     }
-    UNROLL for (int i = 0; i < COUNT; i++) store(numbers + LANES * i, x[i] * splat(factor));
 }
-// A group times the Hadamard matrix of its size: entries 1 and -1, not scaled.
-static void rotate(float *numbers, int64_t size, float factor = 1.0f) {
-    if (size == 128) return rotate_vectors<8>(numbers, factor);
-    if (size == 64) return rotate_vectors<4>(numbers, factor);
-    rotate_vectors<2>(numbers, factor);
-}
-static void rotate_back(float *numbers, int64_t size) { rotate(numbers, size, 1.0f / (float)size); }
 
-// --- one group to bytes ---------------------------------------------------------------------------------------------
+// --- blocks to bytes --------------------------------------------------------------------------------------------------
 
-struct Extremes {
-    float low, high;  // of the numbers that are not NaN
-    bool are_finite;  // all numbers are
+constexpr int BLOCK = 1024, MAX_GROUPS = BLOCK / 32;
+
+// Whole groups, of which the last may be filled up, and facts about each.
+struct Block {
+    alignas(64) float numbers[BLOCK];
+    // The number of the largest size: its size in the upper 31 bits, above infinity for NaN, and its sign in the lowest bit. Of
+    // two of equal size and unlike sign, the negative one; -0 if all are zeros. For symmetric formats, the others have:
+    alignas(64) int32_t largest[MAX_GROUPS] = {};
+    alignas(64) float low[MAX_GROUPS] = {}, high[MAX_GROUPS] = {};  // low is NaN if a number is infinite or NaN
+    alignas(64) float scale[MAX_GROUPS], inverse[MAX_GROUPS], zero[MAX_GROUPS];
+    uint32_t broken;  // a bit for each group that must decode to NaN
+    int64_t num_groups;
 };
+
 template <int COUNT>
-INLINE Extremes find_extremes(const F32 *x) {
+INLINE int32_t find_largest(const F32 (&x)[COUNT]) {
+    I32 largest = splat_int(1);
+    UNROLL for (int i = 0; i < COUNT; i++) {
+        const I32 bits = bits_of(x[i]);
+        largest = maximum_unsigned(largest, shift_left(bits, 1) | shift_right(bits, 31));
+    }
+    return max_lanes_unsigned(largest);
+}
+template <int COUNT>
+INLINE void find_extremes(const F32 (&x)[COUNT], float &lowest, float &highest) {
     F32 low = splat(INFINITE), high = splat(-INFINITE), check = splat(0.0f);
     UNROLL for (int i = 0; i < COUNT; i++) {
         low = minimum(x[i], low), high = maximum(x[i], high);
         check = fma(x[i], splat(0.0f), check);  // NaN from the first infinity or NaN on
     }
-    return {min_lanes(low), max_lanes(high), mask_of(is_nan(check)) == 0};
+    lowest = min_lanes(low) + sum_lanes(check), highest = max_lanes(high);
 }
 
-INLINE uint32_t bf16_below(float value) {
-    const uint32_t bits = bits_of(value);
-    return (bits + (bits >> 31 ? 0xFFFF : 0)) >> 16;
-}
-INLINE uint32_t bf16_above(float value) { return (bits_of(value) + 0xFFFF) >> 16; }
-
-struct Scaling {
-    uint32_t scale_bits = NAN_BF16, zero_bits = 0;
-    float zero = 0.0f, inverse = 0.0f, top = 0.0f;
-    int level = 0;  // what is added to a code
-};
-// False if the group must decode to NaN: with the scaling as it is then, numbers of 0 get codes of 0.
-template <class Shape>
-INLINE bool choose_scaling(const Extremes &extremes, bool has_zeros, Scaling &scaling) {
-    const float low = extremes.low, high = extremes.high;
-    float zero = 0.0f, span = high > -low ? high : -low;
-    float top = Shape::is_float8 ? FLOAT8_MAX : (float)Shape::num_levels;
-    uint32_t zero_bits = 0;
-    if (has_zeros) {
-        zero_bits = bf16_below(low + 0.0f);
-        zero = from_bf16(zero_bits);
-        span = high - zero, top = (float)Shape::max_code;
+// Numbers from `count` on become the one before them.
+template <class Number, int COUNT>
+INLINE void load_group(F32 (&x)[COUNT], const char *source, int64_t count) {
+    if (count >= LANES * COUNT) {
+        UNROLL for (int i = 0; i < COUNT; i++) x[i] = Number::load(source + Number::size * LANES * i);
+        return;
     }
-    const float ratio = span / top;
-    const uint32_t scale_bits = bf16_above(ratio > MIN_SCALE ? ratio : MIN_SCALE);
-    const float scale = from_bf16(scale_bits);
-    if (!(extremes.are_finite && top * scale + zero < INFINITE)) return false;
-    if (has_zeros || Shape::is_float8) {
-        scaling = {scale_bits, zero_bits, zero, 1.0f / scale, top, 0};
-    } else {
-        // The number of the largest size gets the lowest level, which has no counterpart.
-        const uint32_t signed_bits = high > -low ? scale_bits | SIGN_BF16 : scale_bits;
-        scaling = {signed_bits, 0, 0.0f, 1.0f / from_bf16(signed_bits), top - 1.0f, Shape::num_levels};
-    }
-    return true;
-}
-
-template <class Shape>
-static void encode_group(const Message &message, int64_t group, const float *numbers) {
-    constexpr int COUNT = Shape::num_vectors;
-    F32 x[COUNT];
+    alignas(64) float numbers[LANES * COUNT];
+    for (int64_t at = 0; at < count; at += LANES)
+        store(numbers + at, load_numbers<Number>(source + Number::size * at, count - at));
+    for (int64_t at = count; at < LANES * COUNT; at++) numbers[at] = numbers[count - 1];
     UNROLL for (int i = 0; i < COUNT; i++) x[i] = load(numbers + LANES * i);
-    Extremes extremes = find_extremes<COUNT>(x);
-    Scaling scaling;
-    if (!choose_scaling<Shape>(extremes, message.has_zeros, scaling)) {
-        UNROLL for (int i = 0; i < COUNT; i++) x[i] = splat(0.0f);
-    }
+}
 
-    store_u16(message.scales + 2 * group, scaling.scale_bits);
-    if (message.has_zeros) store_u16(message.zeros + 2 * group, scaling.zero_bits);
-    I32 codes[COUNT];
-    UNROLL for (int i = 0; i < COUNT; i++) {
-        F32 scaled = (x[i] - splat(scaling.zero)) * splat(scaling.inverse);
-        // Only the end without a level of its own must be clamped: the roundings of the scale's inverse and of the
-        // product stay below half a step.
-        if (message.format.symmetric) scaled = minimum(scaled, splat(scaling.top));
-        I32 rounded = bits_of(scaled + splat(ROUND_TO_INTEGER)) + splat_int(scaling.level);
-        codes[i] = Shape::is_float8 ? to_e4m3(scaled) : rounded;
+// `count` numbers, from `source` on, to `block`. `carried`: null, or what their codes of the sum before lost.
+template <class Shape, class Number, bool IS_SYMMETRIC>
+static __attribute__((noinline)) void fill_block(Block &block, const char *source, int64_t count, bool rotates, const char *carried) {
+    block.num_groups = (count + Shape::size - 1) / Shape::size;
+    for (int64_t group = 0; group < block.num_groups; group++) {
+        const int64_t first = group * Shape::size;
+        F32 x[Shape::num_vectors];
+        load_group<Number>(x, source + Number::size * first, count - first);
+        if (rotates) rotate(x);
+        if (carried) {
+            UNROLL for (int i = 0; i < Shape::num_vectors; i++)
+                x[i] = x[i] + BFloat16::load(carried + BFloat16::size * (first + LANES * i));
+        }
+        if (IS_SYMMETRIC) {
+            block.largest[group] = find_largest(x);
+        } else {
+            find_extremes(x, block.low[group], block.high[group]);
+        }
+        UNROLL for (int i = 0; i < Shape::num_vectors; i++) store(block.numbers + first + LANES * i, x[i]);
     }
+}
+
+constexpr int32_t UPPER_HALF = (int32_t)0xFFFF0000;
+// Of a number >= 0: the smallest bfloat16 that is not below.
+INLINE F32 bf16_above(F32 value) { return floats_of((bits_of(value) + splat_int(0xFFFF)) & splat_int(UPPER_HALF)); }
+// The largest bfloat16 that is not above.
+INLINE F32 bf16_below(F32 value) {
+    const I32 bits = bits_of(value), is_negative = bits < splat_int(0);
+    return floats_of((bits + (is_negative & splat_int(0xFFFF))) & splat_int(UPPER_HALF));
+}
+
+// Chooses the scales and zeros of all groups, and writes those of the message from `group` on.
+template <class Shape, bool IS_SYMMETRIC>
+static __attribute__((noinline)) void scale_block(Block &block, const Message &message, int64_t group) {
+    block.broken = 0;
+    for (int64_t at = 0; at < block.num_groups; at += LANES) {
+        F32 scale, zero = splat(0.0f);
+        I32 is_sound;
+        if (IS_SYMMETRIC) {
+            constexpr float levels = (float)Shape::num_levels;  // a power of two
+            const I32 largest = load_ints(block.largest + at), size = shift_right(largest, 1);
+            is_sound = size < splat_int((LARGEST_BF16 << 16) + 1);
+            scale = bf16_above(maximum(floats_of(size) * splat(1.0f / levels), splat(MIN_SCALE)));
+            // The number of the largest size gets the lowest level, which has no counterpart.
+            scale = floats_of(bits_of(scale) | shift_left(largest + splat_int(1), 31));
+        } else {
+            const F32 low = load(block.low + at), high = load(block.high + at);
+            F32 span = maximum(high, -low), top = splat(FLOAT8_MAX);
+            if (message.has_zeros) {
+                zero = bf16_below(low + splat(0.0f));
+                span = high - zero, top = splat((float)Shape::max_code);
+            }
+            scale = bf16_above(maximum(span / top, splat(MIN_SCALE)));
+            is_sound = (low == low) & (top * scale + zero < splat(INFINITE));
+        }
+        store(block.inverse + at, splat(1.0f) / scale);
+        scale = select(is_sound, scale, splat(__builtin_nanf(""))), zero = select(is_sound, zero, splat(0.0f));
+        store(block.scale + at, scale), store(block.zero + at, zero);
+        const int64_t left = block.num_groups - at;
+        const uint32_t kept = left < LANES ? (1u << left) - 1 : 0xFFFF;
+        block.broken |= (~mask_of(is_sound) & kept) << at;
+        // Exact but for NaN, which becomes 0x7FC0.
+        store_numbers<BFloat16>(message.scales + 2 * (group + at), scale, left);
+        if (message.has_zeros) store_numbers<BFloat16>(message.zeros + 2 * (group + at), zero, left);
+    }
+}
+
+// What codes lost, as bfloat16. Sizes below the least normal number become 0, as AVX512-BF16 rounds them.
+INLINE void store_lost(char *target, F32 lost) {
+    if (!PAIRS) {
+        const I32 is_tiny = floats_of(bits_of(lost) & splat_int(0x7FFFFFFF)) < splat(MIN_SCALE);
+        lost = select(is_tiny, lost * splat(0.0f), lost);
+    }
+    BFloat16::store_rounded(target, lost);
+}
+
+// Rounds a block's numbers and writes the codes of its groups, in the message from `group` on; what they lose, to `carried`.
+template <class Shape, bool IS_SYMMETRIC>
+static __attribute__((noinline)) void store_block(const Block &block, const Message &message, int64_t group, char *carried) {
     using Low = Plane<Shape::low_bits, Shape::size>;
-    Low::store(message.low_plane + group * Low::bytes, codes, 0, Shape::high_bits == 0);
-    if constexpr (Shape::high_bits > 0) {
-        using High = Plane<Shape::high_bits, Shape::size>;
-        High::store(message.high_plane + group * High::bytes, codes, Shape::low_bits, true);
+    using High = Plane<Shape::high_bits ? Shape::high_bits : 8, Shape::size>;
+    constexpr bool HAS_ZEROS = !IS_SYMMETRIC && !Shape::is_float8;
+    char *low_plane = message.low_plane + group * Low::bytes, *high_plane = message.high_plane + group * High::bytes;
+    for (int64_t at = 0; at < block.num_groups; at++) {
+        const bool is_broken = block.broken >> at & 1;
+        const float *numbers = block.numbers + at * Shape::size;
+        const F32 scale = splat(block.scale[at]), inverse = splat(block.inverse[at]), zero = splat(block.zero[at]);
+        const F32 to_code = splat(ROUND_TO_INTEGER + (IS_SYMMETRIC ? (float)Shape::num_levels : 0.0f));
+        I32 codes[Shape::num_vectors];
+        UNROLL for (int i = 0; i < Shape::num_vectors; i++) {
+            const F32 x = load(numbers + LANES * i);
+            F32 scaled = (IS_SYMMETRIC ? x : x - zero) * inverse;
+            // Only the end without a level of its own must be clamped: the roundings of the scale's inverse and of the
+            // product stay below half a step.
+            if (IS_SYMMETRIC) scaled = minimum(scaled, splat(Shape::num_levels - 1.0f));
+            const F32 shifted = scaled + to_code;
+            codes[i] = Shape::is_float8 ? to_e4m3(scaled) : bits_of(shifted);
+            if (carried) {
+                const F32 level = Shape::is_float8 ? from_e4m3(codes[i]) : shifted - to_code;
+                const F32 lost = HAS_ZEROS ? x - fma(level, scale, zero) : fma(-level, scale, x);
+                store_lost(carried + BFloat16::size * (at * Shape::size + LANES * i), lost);
+            }
+        }
+        if (is_broken) {
+            UNROLL for (int i = 0; i < Shape::num_vectors; i++) codes[i] = splat_int(0);
+        }
+        Low::store(low_plane + at * Low::bytes, codes, 0, Shape::high_bits == 0);
+        if constexpr (Shape::high_bits > 0) High::store(high_plane + at * High::bytes, codes, Shape::low_bits, true);
     }
+}
+
+// Encodes `count` numbers, at most BLOCK, as groups of the message from `group` on. `carried`: null, or of these groups.
+template <class Shape, class Number>
+static __attribute__((noinline)) void encode_block(
+    const Message &message, int64_t group, const char *source, int64_t count, bool rotates, char *carried
+) {
+    Block block;
+    if (message.format.symmetric && !Shape::is_float8) {
+        fill_block<Shape, Number, true>(block, source, count, rotates, carried);
+        scale_block<Shape, true>(block, message, group);
+        return store_block<Shape, true>(block, message, group, carried);
+    }
+    fill_block<Shape, Number, false>(block, source, count, rotates, carried);
+    scale_block<Shape, false>(block, message, group);
+    store_block<Shape, false>(block, message, group, carried);
 }
 
 // --- one group from bytes -------------------------------------------------------------------------------------------
@@ -310,15 +293,15 @@ struct CodedGroup {
         scale = splat(from_bf16(scale_bits)), zero = splat(from_bf16(zero_bits));
         level = splat_int(message.format.symmetric ? Shape::num_levels : 0);
     }
-    F32 number_of(I32 code) const {
-        return fma(Shape::is_float8 ? from_e4m3(code) : to_float(code - level), scale, zero);
-    }
-    // Numbers `at` to `at + 15`.
-    F32 numbers(int at) const {
+    F32 level_of(I32 code) const { return Shape::is_float8 ? from_e4m3(code) : to_float(code - level); }
+    F32 number_of(I32 code) const { return fma(level_of(code), scale, zero); }
+    // Of numbers `at` to `at + 15`.
+    I32 codes(int at) const {
         I32 code = Low::load(low_plane, at);
         if constexpr (Shape::high_bits > 0) code = code | shift_left(High::load(high_plane, at), Shape::low_bits);
-        return number_of(code);
+        return code;
     }
+    F32 numbers(int at) const { return number_of(codes(at)); }
     // Whether AVX512-BF16, which takes subnormal numbers for zero, rounds all numbers rightly: with scale and zero of
     // 8 bits of mantissa and at least 2^-100, or a zero of 0, no number but 0 is below 2^-116.
     bool rounds_exactly() const {
@@ -326,11 +309,23 @@ struct CodedGroup {
     }
 };
 
-// Still rotated if the format rotates.
+// Numbers of a format that rotates, still rotated or turned back.
 template <class Shape>
-static void decode_group(const Message &message, int64_t group, float *numbers) {
+INLINE void decode_group(const Message &message, int64_t group, bool turns_back, F32 (&x)[Shape::num_vectors]) {
+    constexpr int COUNT = Shape::num_vectors;
     const CodedGroup<Shape> coded(message, group);
-    UNROLL for (int at = 0; at < Shape::size; at += LANES) store(numbers + at, coded.numbers(at));
+    if (turns_back && message.format.symmetric) {
+        // Sums of levels are whole numbers, so that scaling afterwards changes nothing.
+        UNROLL for (int i = 0; i < COUNT; i++) x[i] = coded.level_of(coded.codes(LANES * i));
+        rotate(x);
+        const F32 scale = splat(from_bf16(coded.scale_bits) * (1.0f / Shape::size));
+        UNROLL for (int i = 0; i < COUNT; i++) x[i] = x[i] * scale;
+        return;
+    }
+    UNROLL for (int i = 0; i < COUNT; i++) x[i] = coded.numbers(LANES * i);
+    if (!turns_back) return;
+    rotate(x);
+    UNROLL for (int i = 0; i < COUNT; i++) x[i] = x[i] * splat(1.0f / Shape::size);
 }
 
 // A whole group without rotation straight to bfloat16.
@@ -382,71 +377,21 @@ INLINE auto with_shape(const tw_block_format &format, Work work) {
     }
 }
 
-// Numbers from `count` on become the one before them.
-static void fill_group(float *numbers, int64_t count, int64_t size) {
-    for (int64_t at = count; at < size; at++) numbers[at] = numbers[count - 1];
-}
-
-// sums (float32) += the first `count` numbers.
-static void add_numbers(float *sums, const float *numbers, int64_t count) {
-    for (int64_t at = 0; at < count; at += LANES) {
-        F32 sum = load_numbers<Float32>((const char *)(sums + at), count - at) + load(numbers + at);
-        store_numbers<Float32>((char *)(sums + at), sum, count - at);
-    }
-}
-
-// lost (float32) -= the first `count` numbers.
-static void subtract_numbers(float *lost, const float *numbers, int64_t count) {
-    for (int64_t at = 0; at < count; at += LANES) {
-        F32 left = load_numbers<Float32>((const char *)(lost + at), count - at) - load(numbers + at);
-        store_numbers<Float32>((char *)(lost + at), left, count - at);
-    }
-}
-
-typedef void (*DecodeGroup)(const Message &, int64_t group, float *numbers);
-typedef void (*EncodeGroup)(const Message &, int64_t group, const float *numbers);
-
-// Encodes the sum of `numbers` and of what was carried, `count` of each, and carries what that loses. Overwrites `numbers`.
-static void encode_carrying(
-    const Message &message, int64_t group, float *numbers, float *carried, int64_t count, EncodeGroup encode, DecodeGroup decode
-) {
-    const int64_t size = message.format.group_elems;
-    add_numbers(carried, numbers, count);
-    for (int64_t at = 0; at < count; at += LANES)
-        store(numbers + at, load_numbers<Float32>((const char *)(carried + at), count - at));
-    fill_group(numbers, count, size);
-    if (message.format.hadamard) rotate(numbers, size);
-    encode(message, group, numbers);
-    decode(message, group, numbers);
-    if (message.format.hadamard) rotate_back(numbers, size);
-    subtract_numbers(carried, numbers, count);
+INLINE char *carried_at(address carried, int64_t first) {
+    return carried ? (char *)carried + BFloat16::size * first : nullptr;
 }
 
 template <class Shape>
 static void encode_groups(const tw_code_args &args, int64_t start, int64_t stop) {
     const Message message(args.message, args.format, args.num_elems);
-    alignas(64) float numbers[MAX_GROUP];
+    const int64_t end = stop * Shape::size < args.num_elems ? stop * Shape::size : args.num_elems;
     with_kind(args.kind, [&](auto number) {
         using Number = decltype(number);
-        for (int64_t group = start; group < stop; group++) {
-            const int64_t first = group * Shape::size, count = args.num_elems - first;
+        for (int64_t first = start * Shape::size; first < end; first += BLOCK) {
             const char *source = (const char *)args.numbers + Number::size * first;
-            if (count >= Shape::size) {
-                UNROLL for (int at = 0; at < Shape::size; at += LANES)
-                    store(numbers + at, Number::load(source + Number::size * at));
-            } else {
-                for (int64_t at = 0; at < count; at += LANES)
-                    store(numbers + at, load_numbers<Number>(source + Number::size * at, count - at));
-                fill_group(numbers, count, Shape::size);
-            }
-            if (args.carried) {
-                float *carried = (float *)args.carried + first;
-                const int64_t kept = count < Shape::size ? count : Shape::size;
-                encode_carrying(message, group, numbers, carried, kept, encode_group<Shape>, decode_group<Shape>);
-                continue;
-            }
-            if (args.format.hadamard) rotate(numbers, Shape::size);
-            encode_group<Shape>(message, group, numbers);
+            const int64_t count = end - first < BLOCK ? end - first : BLOCK;
+            char *carried = carried_at(args.carried, first);
+            encode_block<Shape, Number>(message, first / Shape::size, source, count, args.format.hadamard, carried);
         }
     });
 }
@@ -459,25 +404,28 @@ void tw_encode(const void *code_args, int64_t start, int64_t stop) {
 template <class Shape, class Number>
 static void decode_groups(const tw_code_args &args, int64_t start, int64_t stop) {
     const Message message(args.message, args.format, args.num_elems);
-    const bool is_simple = !args.format.hadamard;
-    alignas(64) float numbers[MAX_GROUP];
     for (int64_t group = start; group < stop; group++) {
         const int64_t first = group * Shape::size, left = args.num_elems - first;
-        const int64_t count = left < Shape::size ? left : Shape::size;
         char *target = (char *)args.numbers + Number::size * first;
+        bool rounds_exactly = false;
         if constexpr (Number::kind == BFLOAT16) {
-            if (is_simple && count == Shape::size) {
-                const CodedGroup<Shape> coded(message, group);
-                if (coded.rounds_exactly()) {
-                    decode_to_bf16(coded, target);
-                    continue;
-                }
+            const CodedGroup<Shape> coded(message, group);
+            rounds_exactly = coded.rounds_exactly() && (args.format.symmetric || !args.format.hadamard);
+            if (rounds_exactly && !args.format.hadamard && left >= Shape::size) {
+                decode_to_bf16(coded, target);
+                continue;
             }
         }
-        decode_group<Shape>(message, group, numbers);
-        if (args.format.hadamard) rotate_back(numbers, Shape::size);
-        for (int64_t at = 0; at < count; at += LANES)
-            store_numbers<Number>(target + Number::size * at, load(numbers + at), count - at);
+        F32 x[Shape::num_vectors];
+        decode_group<Shape>(message, group, args.format.hadamard, x);
+        if (rounds_exactly && left >= Shape::size) {
+            UNROLL for (int i = 0; i < Shape::num_vectors; i++)
+                Number::store_rounded(target + Number::size * LANES * i, x[i]);
+            continue;
+        }
+        UNROLL for (int i = 0; i < Shape::num_vectors; i++) {
+            if (LANES * i < left) store_numbers<Number>(target + Number::size * LANES * i, x[i], left - LANES * i);
+        }
     }
 }
 
@@ -488,11 +436,30 @@ void tw_decode(const void *code_args, int64_t start, int64_t stop) {
     });
 }
 
-static DecodeGroup decoder(const tw_block_format &format) {
-    return with_shape(format, [](auto shape) -> DecodeGroup { return decode_group<decltype(shape)>; });
+typedef void (*DecodeGroup)(const Message &, int64_t group, bool turns_back, float *sums, bool adds);
+typedef void (*EncodeBlock)(
+    const Message &, int64_t group, const float *sums, int64_t count, bool rotates, char *carried
+);
+
+// Stores a group's numbers, or adds them to those of an earlier message.
+template <class Shape>
+static void decode_to_sums(const Message &message, int64_t group, bool turns_back, float *sums, bool adds) {
+    F32 x[Shape::num_vectors];
+    decode_group<Shape>(message, group, turns_back, x);
+    UNROLL for (int i = 0; i < Shape::num_vectors; i++)
+        store(sums + LANES * i, adds ? load(sums + LANES * i) + x[i] : x[i]);
 }
-static EncodeGroup encoder(const tw_block_format &format) {
-    return with_shape(format, [](auto shape) -> EncodeGroup { return encode_group<decltype(shape)>; });
+template <class Shape>
+static void encode_sums(
+    const Message &message, int64_t group, const float *sums, int64_t count, bool rotates, char *carried
+) {
+    encode_block<Shape, Float32>(message, group, (const char *)sums, count, rotates, carried);
+}
+static DecodeGroup decoder(const tw_block_format &format) {
+    return with_shape(format, [](auto shape) -> DecodeGroup { return decode_to_sums<decltype(shape)>; });
+}
+static EncodeBlock encoder(const tw_block_format &format) {
+    return with_shape(format, [](auto shape) -> EncodeBlock { return encode_sums<decltype(shape)>; });
 }
 
 void tw_decode_add(const void *code_args, int64_t start, int64_t stop) {
@@ -502,10 +469,14 @@ void tw_decode_add(const void *code_args, int64_t start, int64_t stop) {
     const int64_t size = args.format.group_elems;
     alignas(64) float numbers[MAX_GROUP];
     for (int64_t group = start; group < stop; group++) {
-        const int64_t first = group * size, left = args.num_elems - first;
-        decode(message, group, numbers);
-        if (args.format.hadamard) rotate_back(numbers, size);
-        add_numbers((float *)args.numbers + first, numbers, left < size ? left : size);
+        float *sums = (float *)args.numbers + group * size;
+        const int64_t left = args.num_elems - group * size;
+        if (left >= size) {
+            decode(message, group, args.format.hadamard, sums, true);
+            continue;
+        }
+        decode(message, group, args.format.hadamard, numbers, false);
+        for (int64_t at = 0; at < left; at++) sums[at] += numbers[at];
     }
 }
 
@@ -513,36 +484,22 @@ void tw_decode_reduce_encode(const void *recode_args, int64_t start, int64_t sto
     const tw_recode_args &args = *(const tw_recode_args *)recode_args;
     const tw_block_format &format = args.format, &out_format = args.out_format;
     const DecodeGroup decode = decoder(format);
-    const EncodeGroup encode = encoder(out_format);
+    const EncodeBlock encode = encoder(out_format);
     const int64_t size = format.group_elems, out_size = out_format.group_elems;
-    const bool stay_rotated = format.hadamard && out_format.hadamard && size == out_size && !args.carried;
-    const DecodeGroup decode_out = decoder(out_format);
+    const bool stay_rotated = format.hadamard && out_format.hadamard && size == out_size;
     const Message out(args.out, out_format, args.num_elems);
-    alignas(64) float numbers[MAX_GROUP], sums[MAX_GROUP];
-    for (int64_t block = start; block < stop; block++) {
-        const int64_t first = block * MAX_GROUP, left = args.num_elems - first;
-        const int64_t count = left < MAX_GROUP ? left : MAX_GROUP;
+    const int64_t end = stop * MAX_GROUP < args.num_elems ? stop * MAX_GROUP : args.num_elems;
+    alignas(64) float sums[BLOCK];
+    for (int64_t first = start * MAX_GROUP; first < end; first += BLOCK) {
+        const int64_t count = end - first < BLOCK ? end - first : BLOCK;
+        const int64_t num_groups = (count + size - 1) / size;
         for (int64_t i = 0; i < args.num_messages; i++) {
             const Message message(((const address *)args.messages)[i], format, args.num_elems);
-            for (int64_t at = 0; at < count; at += size) {
-                float *part = i == 0 ? sums + at : numbers;
-                decode(message, (first + at) / size, part);
-                if (format.hadamard && !stay_rotated) rotate_back(part, size);
-                if (i > 0) add_numbers(sums + at, numbers, size);
-            }
+            for (int64_t at = 0; at < num_groups; at++)
+                decode(message, first / size + at, format.hadamard && !stay_rotated, sums + at * size, i > 0);
         }
-        for (int64_t at = 0; at < count; at += out_size) {
-            const int64_t group = (first + at) / out_size, kept = count - at < out_size ? count - at : out_size;
-            if (args.carried) {
-                float *carried = (float *)args.carried + first + at;
-                encode_carrying(out, group, sums + at, carried, kept, encode, decode_out);
-                continue;
-            }
-            if (!stay_rotated) {
-                if (count - at < out_size) fill_group(sums + at, count - at, out_size);
-                if (out_format.hadamard) rotate(sums + at, out_size);
-            }
-            encode(out, group, sums + at);
-        }
+        // Numbers that are still rotated fill their groups.
+        const int64_t kept = stay_rotated ? num_groups * size : count;
+        encode(out, first / out_size, sums, kept, out_format.hadamard && !stay_rotated, carried_at(args.carried, first));
     }
 }

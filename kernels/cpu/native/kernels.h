@@ -169,8 +169,8 @@ TW_API int64_t tw_await_sum(tw_sums *sums, int64_t index);
 typedef struct {
     int64_t bits, group_elems, symmetric, hadamard, float8;
 } tw_block_format;
-// Items are groups. `kind` is that of the numbers; tw_decode_add adds to float32 numbers. `carried`: float32 numbers or 0;
-// encoding adds them to the numbers, and writes there what it lost.
+// Items are groups. `kind` is that of the numbers; tw_decode_add adds to float32 numbers. `carried`: 0, or bfloat16 numbers of
+// whole groups, rotated if the format rotates; encoding adds them to the numbers, and writes there what it lost.
 typedef struct {
     address message, numbers, carried;
     int64_t num_elems, kind;

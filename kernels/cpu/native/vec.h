@@ -59,6 +59,11 @@ INLINE F32 load(const void *source) {
 INLINE void store(void *target, F32 value) {
     for (int i = 0; i < REGS; i++) memcpy((char *)target + sizeof(FloatReg) * i, &value.reg[i], sizeof(FloatReg));
 }
+INLINE I32 load_ints(const void *source) {
+    I32 out;
+    for (int i = 0; i < REGS; i++) memcpy(&out.reg[i], (const char *)source + sizeof(IntReg) * i, sizeof(IntReg));
+    return out;
+}
 INLINE float load_float(const void *source) {
     float value;
     memcpy(&value, source, sizeof value);
@@ -180,6 +185,10 @@ INLINE F32 floats_of(I32 bits) {
 INLINE uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
 INLINE float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
+INLINE I32 maximum_unsigned(I32 a, I32 b) {
+    I32 out;
+    EACH((UintReg)a.reg[i] > (UintReg)b.reg[i] ? a.reg[i] : b.reg[i]);
+}
 INLINE F32 to_float(I32 value) {
     F32 out;
     EACH(__builtin_convertvector(value.reg[i], FloatReg));
@@ -239,24 +248,21 @@ INLINE F32 keep_first(F32 value, int64_t count, float fill) {
 
 // --- across lanes ---------------------------------------------------------------------------------------------------
 
-typedef float Float8 __attribute__((vector_size(32)));
-typedef float Float4 __attribute__((vector_size(16)));
-
 // Combines all lanes in one fixed tree: lanes 8 apart, then 4, 2 and 1.
-template <class Combine>
-INLINE float fold(F32 value, Combine combine) {
+template <class Vector, class Combine>
+INLINE auto fold(Vector value, Combine combine) {
 #if defined(__AVX512F__)
     auto v = value.reg[0];
-    Float8 low = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7);
-    Float8 high = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-    Float8 eight = combine(low, high);
+    auto low = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7);
+    auto high = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+    auto eight = combine(low, high);
 #elif defined(__AVX2__)
-    Float8 eight = combine(value.reg[0], value.reg[1]);
+    auto eight = combine(value.reg[0], value.reg[1]);
 #endif
 #if defined(__x86_64__)
-    Float4 four = combine(__builtin_shufflevector(eight, eight, 0, 1, 2, 3), __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
+    auto four = combine(__builtin_shufflevector(eight, eight, 0, 1, 2, 3), __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
 #else
-    Float4 four = combine(combine(value.reg[0], value.reg[2]), combine(value.reg[1], value.reg[3]));
+    auto four = combine(combine(value.reg[0], value.reg[2]), combine(value.reg[1], value.reg[3]));
 #endif
     four = combine(four, __builtin_shufflevector(four, four, 2, 3, 0, 1));
     four = combine(four, __builtin_shufflevector(four, four, 1, 0, 3, 2));
@@ -270,6 +276,14 @@ INLINE float max_lanes(F32 value) {
 }
 INLINE float min_lanes(F32 value) {
     return fold(value, [](auto a, auto b) { return a < b ? a : b; });
+}
+struct U32 {
+    UintReg reg[REGS];
+};
+INLINE int32_t max_lanes_unsigned(I32 value) {
+    U32 lanes;
+    for (int i = 0; i < REGS; i++) lanes.reg[i] = (UintReg)value.reg[i];
+    return (int32_t)fold(lanes, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // --- exponentials ---------------------------------------------------------------------------------------------------

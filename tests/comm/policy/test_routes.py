@@ -128,7 +128,7 @@ class _Fused:
     """Stands for a transport's kernels, which are not called here."""
 
     one_shot = in_kernel = None
-    takes_feedback = tells_coding = True
+    tells_coding = True
 
     def flash(self) -> None: ...
 

@@ -15,7 +15,9 @@ import torch
 from helpers.kernels.interpreted import needs_triton, run_interpreted
 from torch import Tensor
 
+from tightwire.comm.all_reduce.entry import split_name
 from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.errors import CollectiveTimeoutError
 from tightwire.comm.group.group import Group
 from tightwire.comm.transport.process_group import ProcessGroupTransport
@@ -35,7 +37,9 @@ CASES = [
     ("flash-int8-plain", 1, torch.float32),
     ("flash-int8-plain", 9001, torch.bfloat16),
     ("flash-int4-plain", 2049, torch.float32),
-    ("flash:int4-had,int8-g32", 700, torch.bfloat16),
+    ("flash-int8", 5003, torch.bfloat16),
+    ("flash-int3", 1100, torch.float32),
+    ("flash:int4-had,int8-g32-ef", 700, torch.bfloat16),
     ("flash:int3-sym,none", 700, torch.bfloat16),
     ("flash:none,int8", 700, torch.float16),
 ]
@@ -44,7 +48,7 @@ FEW_CASES = [
     ("one-shot", 1100, torch.bfloat16),
     ("two-shot", 1001, torch.bfloat16),
     ("flash-int8-plain", 1001, torch.bfloat16),
-    ("flash-int4-plain", 700, torch.float32),
+    ("flash-int4", 1001, torch.bfloat16),
 ]
 
 
@@ -93,9 +97,15 @@ def _check_sums(group: Group, path: str, cases: list[tuple[str, int, torch.dtype
         x = _input(group.rank, num_elems, dtype)
         all_reduce = make_all_reduce(name, over_peers)
         sent_before = over_peers.transport.bytes_sent
-        result = all_reduce(x)
+        feedback, generic_feedback = Feedback(), Feedback()
+        result = all_reduce(x, feedback=feedback)
         sent = over_peers.transport.bytes_sent - sent_before
-        assert torch.equal(result, make_all_reduce(name, group)(x)), f"{case}: not the generic algorithm's bits"
+        generic = make_all_reduce(name, group)
+        assert torch.equal(result, generic(x, feedback=generic_feedback)), f"{case}: not the generic algorithm's bits"
+        if "-ef" in "".join(split_name(name)[1]):
+            again = all_reduce(x, feedback=feedback)
+            assert torch.equal(again, generic(x, feedback=generic_feedback)), f"{case}: other errors are carried"
+            assert not torch.equal(again, result), f"{case}: no errors are carried"
         assert sent == all_reduce.wire_bytes(num_elems, x.element_size()), f"{case}: sent {sent}"
         assert torch.equal(x, _input(group.rank, num_elems, dtype)), f"{case}: input changed"
     hidden = {count.algorithm for count in group.ledger.counters.counts() if count.codec_seconds is None}

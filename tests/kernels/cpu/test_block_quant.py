@@ -78,24 +78,36 @@ def test_sums_of_messages_encoded_again(fmt: BlockFormat) -> None:
 
 @FORMATS
 def test_what_encoding_loses_is_carried(fmt: BlockFormat) -> None:
-    generator = torch.Generator().manual_seed(3)
+    generator, out_fmt = torch.Generator().manual_seed(3), BlockFormat(4, 64, symmetric=True, hadamard=True)
     for num_elems in (1, 77, 333):
-        x_3N = torch.randn(3, num_elems, generator=generator)
-        carried_N = torch.zeros(num_elems)
-        want_N, sum_N = carried_N.clone(), carried_N.clone()
+        carried_M = torch.zeros(fmt.carried_elems(num_elems), dtype=torch.bfloat16)
+        out_carried_M = torch.zeros(out_fmt.carried_elems(num_elems), dtype=torch.bfloat16)
+        want_M, want_out_M = carried_M.clone(), out_carried_M.clone()
         bufs = []
-        for x_N, dtype in zip(x_3N, NUMBERS, strict=True):
-            bufs.append(reference.encode_reference(x_N.to(dtype), fmt, want_N))
-            assert torch.equal(block_quant.encode(x_N.to(dtype), fmt, None, carried_N), bufs[-1])
-            assert torch.equal(carried_N, want_N)
-        out_fmt = BlockFormat(4, 64, hadamard=True)
-        want = reference.decode_reduce_encode_reference(bufs, fmt, out_fmt, num_elems, want_N)
-        assert torch.equal(block_quant.decode_reduce_encode(bufs, fmt, out_fmt, num_elems, None, carried_N), want)
-        assert torch.equal(carried_N, want_N)
-        reference.decode_add_reference(want, out_fmt, sum_N)
-        torch.testing.assert_close(sum_N + carried_N, x_3N.sum(0), atol=0.05, rtol=0)
-    with pytest.raises(ValueError, match="carried_N must be 333 numbers of float32"):
-        block_quant.encode(x_3N[0], fmt, None, carried_N[1:].clone())
+        for dtype in NUMBERS:
+            x_N = torch.randn(num_elems, generator=generator).to(dtype)
+            bufs.append(reference.encode_reference(x_N, fmt, want_M))
+            assert torch.equal(block_quant.encode(x_N, fmt, None, carried_M), bufs[-1])
+            assert torch.equal(carried_M, want_M)
+        for some in (bufs[:1], bufs):
+            want = reference.decode_reduce_encode_reference(some, fmt, out_fmt, num_elems, want_out_M)
+            got = block_quant.decode_reduce_encode(some, fmt, out_fmt, num_elems, None, out_carried_M)
+            assert torch.equal(got, want)
+            assert torch.equal(out_carried_M, want_out_M)
+    message = f"carried_M must be {fmt.carried_elems(77)} numbers of bfloat16, whole groups, got 1 of"
+    with pytest.raises(ValueError, match=message):
+        block_quant.encode(torch.zeros(77), fmt, None, torch.zeros(1, dtype=torch.bfloat16))
+
+
+@FORMATS
+def test_hard_numbers_are_carried(fmt: BlockFormat) -> None:
+    x_N = hard_numbers(torch.float32)
+    carried_M = torch.zeros(fmt.carried_elems(len(x_N)), dtype=torch.bfloat16)
+    want_M = carried_M.clone()
+    for dtype in NUMBERS:
+        want = reference.encode_reference(x_N.to(dtype), fmt, want_M)
+        assert torch.equal(block_quant.encode(x_N.to(dtype), fmt, None, carried_M), want)
+        assert _same(carried_M, want_M)
 
 
 def test_broken_and_single_messages_encoded_again() -> None:

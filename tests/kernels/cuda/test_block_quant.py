@@ -128,6 +128,35 @@ def _check_decode_reduce_encode(group: Group, pairs: list[tuple[str, str]]) -> N
         assert torch.equal(got, want), f"{name} to {out_name}"
 
 
+def _check_carried(group: Group, names: list[str]) -> None:
+    from tightwire.kernels.cuda import block_quant as block_quant_triton
+
+    for name in names:
+        fmt = _format(name)
+        for num_elems in (1, 4513):
+            carried_M = torch.zeros(fmt.carried_elems(num_elems), dtype=torch.bfloat16)
+            want_M = carried_M.clone()
+            bufs = []
+            for seed, dtype in enumerate((torch.bfloat16, torch.float32)):
+                x_N = _numbers(num_elems, seed).to(dtype)
+                bufs.append(reference.encode_reference(x_N, fmt, want_M))
+                assert torch.equal(block_quant_triton.encode(x_N, fmt, None, carried_M), bufs[-1]), (
+                    f"{name} {num_elems}"
+                )
+                assert _equal(carried_M, want_M), f"{name} {num_elems}: carried"
+            want = reference.decode_reduce_encode_reference(bufs, fmt, fmt, num_elems, want_M)
+            got = block_quant_triton.decode_reduce_encode(bufs, fmt, fmt, num_elems, None, carried_M)
+            assert torch.equal(got, want) and _equal(carried_M, want_M), f"{name} {num_elems}: sums"
+    fmt, x_N = _format("int4-g64-sym-had"), _hard_numbers()
+    carried_M = torch.zeros(fmt.carried_elems(len(x_N)), dtype=torch.bfloat16)
+    want_M = carried_M.clone()
+    for _ in range(2):
+        want = reference.encode_reference(x_N, fmt, want_M)
+        assert torch.equal(block_quant_triton.encode(x_N, fmt, None, carried_M), want) and _equal(carried_M, want_M)
+    with pytest.raises(ValueError, match="carried_M must be 4544 or more contiguous numbers of bfloat16"):
+        block_quant_triton.encode(x_N, fmt, None, carried_M[1:])
+
+
 def _check_refusals(group: Group) -> None:
     from tightwire.kernels.cuda import block_quant as block_quant_triton
 
@@ -173,6 +202,10 @@ def test_decode_reduce_encode_across_formats(interpreted: InterpretedRank) -> No
         ("int2-g64-sym", "int4-sym-had"),
     ]
     interpreted(_check_decode_reduce_encode, pairs)
+
+
+def test_what_encoding_loses_is_carried(interpreted: InterpretedRank) -> None:
+    interpreted(_check_carried, ["int8-had", "int5-g32", "fp8-g64", "int4-g64-sym-had"])
 
 
 def test_arguments_that_do_not_match_are_refused(interpreted: InterpretedRank) -> None:

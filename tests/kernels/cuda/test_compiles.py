@@ -60,7 +60,7 @@ def test_encode_and_decode(name: str, capability: int) -> None:
     fmt = parse_codec(name).format
     assert fmt is not None
     constants = {"fmt": fmt, "tiling": make_tiling(1 << 20, fmt)}
-    encoded = _ptx(_encode, capability, {"x": "*bf16", "out": "*u8"}, constants)
+    encoded = _ptx(_encode, capability, {"x": "*bf16", "out": "*u8"}, {**constants, "carried": None})
     decoded = _ptx(_decode, capability, {"buf": "*u8", "out": "*bf16"}, {**constants, "ADDS": False})
     for ptx in (encoded, decoded):
         assert "ftz" not in ptx and "fma" not in ptx and "div.full" not in ptx
@@ -73,11 +73,36 @@ def test_decode_reduce_encode() -> None:
 
     fmt, out_fmt = parse_codec("int4-g32").format, parse_codec("int8").format
     assert fmt is not None and out_fmt is not None
-    constants = {"fmt": fmt, "out_fmt": out_fmt, "tiling": make_tiling(1000, fmt, out_fmt)}
+    constants = {"fmt": fmt, "out_fmt": out_fmt, "carried": None, "tiling": make_tiling(1000, fmt, out_fmt)}
     _ptx(_decode_reduce_encode, H100, {"bufs": ("*u8", "*u8"), "out": "*u8"}, constants)
 
 
-@pytest.mark.parametrize(("codecs", "capability"), [(None, H100), (("none", "none"), A100), (("int4", "int8"), H100)])
+@pytest.mark.parametrize("name", ["int8-g64-sym-had", "int3-g64-sym-had"])
+def test_encoding_that_carries_what_it_loses(name: str) -> None:
+    """Errors are rounded by one instruction, moved in whole vectors, and nothing is fused."""
+    from tightwire.kernels.cuda.block_quant import _decode_reduce_encode, _encode
+    from tightwire.kernels.cuda.numbers import make_tiling
+
+    fmt = parse_codec(name).format
+    assert fmt is not None
+    constants = {"fmt": fmt, "tiling": make_tiling(1 << 20, fmt)}
+    encoded = _ptx(_encode, H100, {"x": "*bf16", "out": "*u8", "carried": "*bf16"}, constants)
+    types = {"bufs": ("*u8", "*u8"), "out": "*u8", "carried": "*bf16"}
+    summed = _ptx(_decode_reduce_encode, H100, types, {**constants, "out_fmt": fmt})
+    for ptx in (encoded, summed):
+        assert "ftz" not in ptx and "fma" not in ptx and "cvt.rn.bf16" in ptx
+        assert "ld.global.v4" in ptx and "st.global.v4" in ptx
+
+
+@pytest.mark.parametrize(
+    ("codecs", "capability"),
+    [
+        (None, H100),
+        (("none", "none"), A100),
+        (("int4", "int8"), H100),
+        (("int4-g64-sym-had-ef", "int8-g64-had-ef"), A100),
+    ],
+)
 def test_all_reduce(codecs: tuple[str, str] | None, capability: int) -> None:
     """Arrivals are acquired from the whole system, and no atomic operation goes to another GPU."""
     from tightwire.kernels.cuda.all_reduce_kernels import one_shot_kernel, two_shot_kernel
@@ -87,9 +112,14 @@ def test_all_reduce(codecs: tuple[str, str] | None, capability: int) -> None:
     if codecs is None:
         ptx, num_meetings = _ptx(one_shot_kernel, capability, types, {"WORLD": 2, "tiling": make_tiling(128)}), 1
     else:
-        fmt, out_fmt = (parse_codec(name).format for name in codecs)
+        fmt, out_fmt = (parse_codec(name, feedback=True).format for name in codecs)
         tiling = make_tiling(128, *[given for given in (fmt, out_fmt) if given is not None])
         constants = {"WORLD": 2, "fmt": fmt, "out_fmt": out_fmt, "tiling": tiling}
+        for name, codec in zip(("carried", "sums_carried"), codecs, strict=True):
+            if codec.endswith("-ef"):
+                types[name] = "*bf16"
+            else:
+                constants[name] = None
         ptx, num_meetings = _ptx(two_shot_kernel, capability, types, constants), 2
     atomics = [line for line in ptx.splitlines() if "atom." in line]
     assert len(atomics) == num_meetings and all("acq_rel" in line and "sys" in line for line in atomics)

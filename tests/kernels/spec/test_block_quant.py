@@ -77,6 +77,23 @@ def _assert_one_step_is_three(parts: list[torch.Tensor], fmt: BlockFormat) -> No
         assert (codes[0] - codes[1])[: 2 * 128].abs().max() <= 1, format_id(fmt)
 
 
+@GROUPS
+def test_what_messages_lost_is_carried_in_the_numbers_that_they_encode(group_elems: int) -> None:
+    x_3N = torch.randn(3, 333, generator=torch.Generator().manual_seed(4))
+    for fmt in formats_with(group_elems):
+        carried_M = torch.zeros(fmt.carried_elems(333), dtype=torch.bfloat16)
+        total_N = torch.zeros(333)
+        for x_N in x_3N:
+            decode_add_reference(encode_reference(x_N, fmt, carried_M), fmt, total_N)
+        lost_GE = carried_M.float().view(-1, group_elems)
+        if fmt.hadamard:
+            signs_EE = torch.tensor(
+                [[1.0 - 2.0 * ((i & j).bit_count() % 2) for i in range(group_elems)] for j in range(group_elems)]
+            )
+            lost_GE = lost_GE @ signs_EE / group_elems
+        torch.testing.assert_close(total_N + lost_GE.view(-1)[:333], x_3N.sum(0), atol=0.02, rtol=0)
+
+
 @pytest.mark.parametrize("fmt", [BlockFormat(8), BlockFormat(4, 32, symmetric=True)], ids=format_id)
 def test_empty_tensors(fmt: BlockFormat) -> None:
     assert encode_reference(torch.zeros(0), fmt).shape == (0,)
