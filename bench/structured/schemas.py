@@ -1,6 +1,6 @@
 """Two hundred JSON schemas of varied features, made from a seed, for tests and for ``bench structured``.
 
-Strings and arrays are bounded, so that an answer at temperature 1 ends.
+Strings, numbers and arrays are bounded, so that an answer at temperature 1 ends.
 """
 
 import random
@@ -38,9 +38,9 @@ def _string(rng: random.Random) -> Schema:
     if kind == 0:
         return {"type": "string", "minLength": rng.randrange(3), "maxLength": rng.randrange(3, 24)}
     if kind == 1:
-        return {"type": "string", "pattern": rng.choice(_PATTERNS)} | ({"maxLength": 30} if rng.random() < 0.5 else {})
+        return {"type": "string", "pattern": rng.choice(_PATTERNS), "maxLength": 30}
     if kind == 2:
-        return {"type": "string", "format": rng.choice(_FORMATS)}
+        return {"type": "string", "format": rng.choice(_FORMATS), "maxLength": 40}
     return {
         "type": "string",
         "enum": rng.sample(["small", "medium", "large", 'a "quoted" one', "käse", "日本", "\\"], 3),
@@ -53,8 +53,8 @@ def _number(rng: random.Random) -> Schema:
         [
             {"type": "integer", "minimum": low, "maximum": low + rng.randrange(0, 1000)},
             {"type": "integer", "exclusiveMinimum": low, "exclusiveMaximum": low + 10},
-            {"type": "number", "minimum": 0, "maximum": 1},
-            {"type": "number", "exclusiveMinimum": low, "maximum": low + 3.5},
+            {"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.01},
+            {"type": "number", "exclusiveMinimum": abs(low), "maximum": abs(low) + 3.5, "multipleOf": 0.25},
             {"type": "integer", "minimum": 0, "maximum": 100, "multipleOf": 5},
         ]
     )
@@ -88,7 +88,8 @@ def _object(rng: random.Random, depth: int) -> Schema:
         "additionalProperties": False,
     }
     if rng.random() < 0.15:
-        schema |= {"additionalProperties": {"type": "boolean"}, "required": names, "maxProperties": len(names) + 1}
+        schema |= {"patternProperties": {"^[0-9]{1,6}$": {"type": "boolean"}}, "maxProperties": len(names) + 1}
+        schema["required"] = names
     if rng.random() < 0.3:
         schema |= {"title": "Made up", "description": "An object.", "$comment": "no effect", "examples": [{}]}
     return schema

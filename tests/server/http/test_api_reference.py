@@ -1,0 +1,134 @@
+"""docs/api.md is current, and each row of its tables is true: the field works, is ignored, or is refused."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import api_reference
+import httpx
+import pytest
+from helpers.server import fake_engine
+from helpers.server.fake_engine import FakeEngine, app_for
+
+CHAT = [{"role": "user", "content": "Hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": CHAT},
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages": {"messages": CHAT, "max_tokens": 5},
+}
+SCHEMA = {"type": "object"}
+_FUNCTION = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+# A value of each field that is not its default; one of several routes where they agree.
+SAMPLES: dict[str, Any] = {
+    "audio": {"format": "wav", "voice": "a"},
+    "background": True,
+    "best_of": 2,
+    "container": "c",
+    "conversation": "c",
+    "echo": True,
+    "frequency_penalty": 0.5,
+    "function_call": {"name": "f"},
+    "functions": [{"name": "f"}],
+    "include": ["message.output_text.logprobs"],
+    "input": [{"role": "user", "content": "Hi"}],
+    "instructions": "Be short.",
+    "logit_bias": {"65": 1},
+    "logprobs": True,
+    "max_completion_tokens": 3,
+    "max_output_tokens": 3,
+    "max_tokens": 3,
+    "mcp_servers": [{"type": "url", "url": "http://a", "name": "a"}],
+    "messages": CHAT,
+    "metadata": {"user_id": "u"},
+    "modalities": ["text", "audio"],
+    "model": "tiny",
+    "moderation": {"model": "m"},
+    "n": 2,
+    "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    "parallel_tool_calls": False,
+    "prediction": {"type": "content", "content": "a"},
+    "presence_penalty": 0.5,
+    "previous_response_id": "resp_1",
+    "prompt": "Hi",
+    "reasoning_effort": "high",
+    "response_format": {"type": "json_object"},
+    "seed": 3,
+    "service_tier": "auto",
+    "stop": ["x"],
+    "stop_sequences": ["x"],
+    "store": True,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "suffix": "a",
+    "system": "Be short.",
+    "temperature": 0.5,
+    "text": {"format": {"type": "json_object"}},
+    "tool_choice": "none",
+    "tools": [_FUNCTION],
+    "top_k": 3,
+    "top_logprobs": 2,
+    "top_p": 0.5,
+    "verbosity": "high",
+    "web_search_options": {"search_context_size": "low"},
+}
+OF_ROUTE: dict[tuple[str, str], Any] = {
+    ("/v1/completions", "logprobs"): 2,
+    ("/v1/responses", "prompt"): {"id": "p"},
+    ("/v1/responses", "stream_options"): {"include_obfuscation": False},
+    ("/v1/responses", "tools"): [{"type": "function", "name": "f", "parameters": SCHEMA}],
+    ("/v1/messages", "tools"): [{"name": "f", "input_schema": SCHEMA}],
+    ("/v1/messages", "tool_choice"): {"type": "none"},
+}
+# Fields that only work together with another.
+TOGETHER: dict[tuple[str, str], dict[str, Any]] = {
+    ("/v1/chat/completions", "top_logprobs"): {"logprobs": True},
+    ("/v1/chat/completions", "stream_options"): {"stream": True},
+    ("/v1/completions", "stream_options"): {"stream": True},
+    ("/v1/responses", "stream_options"): {"stream": True},
+}
+INFO = replace(fake_engine.INFO, max_model_len=4096)  # a prompt with tools has 900 bytes
+
+
+@asynccontextmanager
+async def open_client(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app=app_for(engine, info=INFO))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+        yield client
+
+
+def test_the_page_is_current() -> None:
+    assert api_reference.current() == api_reference.render(), "run `python tests/api_reference.py`"
+
+
+@pytest.mark.parametrize("path", api_reference.OFFICIAL)
+async def test_each_row_is_true(path: str, engine: FakeEngine) -> None:
+    rows = api_reference.rows(path)
+    assert len(rows) > 15
+    async with open_client(engine) as client:
+        for row in rows:
+            sample = OF_ROUTE.get((path, row.field), SAMPLES.get(row.field, "sample"))
+            body = {**BODIES[path], **TOGETHER.get((path, row.field), {}), row.field: sample}
+            response = await client.post(path, json=body)
+            ignored = response.headers.get("x-tightwire-ignored", "").split(", ")
+            if row.status == "refused":
+                assert response.status_code == 400, row
+                assert row.field in response.json()["error"]["message"], row
+                for neutral in api_reference.body_of(path).unsupported[row.field][0]:
+                    assert (await client.post(path, json={**body, row.field: neutral})).status_code == 200, row
+                continue
+            assert response.status_code == 200, (row, response.text)
+            is_named = row.status == "ignored" and row.field not in api_reference.body_of(path).model_fields
+            assert (row.field in ignored) == is_named, row
+
+
+async def test_sampling_parameters_reach_the_engine(engine: FakeEngine) -> None:
+    given = {"temperature": 0.5, "top_p": 0.25}
+    limits = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_tokens")
+    async with open_client(engine) as client:
+        for path, limit in zip(api_reference.OFFICIAL, limits, strict=True):
+            response = await client.post(path, json={**BODIES[path], **given, limit: 3})
+            assert response.status_code == 200, response.text
+            params = engine.submitted[-1].params
+            assert (params.temperature, params.top_p, params.max_tokens) == (0.5, 0.25, 3)
