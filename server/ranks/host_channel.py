@@ -14,6 +14,7 @@ from tightwire.comm.link.probe import PairFacts
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.server.ipc.messages import Failed, Heartbeat, Ready, Stage
 from tightwire.server.plan.rank_setup import RunPlan
+from tightwire.server.ranks.host_files import ModelFiles
 
 _HELLO_S = 10.0  # for each message of HELLO
 # After a wait that was longer by more, this process itself was stopped and cannot judge the other host's silence.
@@ -78,6 +79,25 @@ class Network(msgspec.Struct, frozen=True, tag=True):
     link: LinkFacts
 
 
+class WantModel(msgspec.Struct, frozen=True, tag=True):
+    """The node has no copy of the model; node 0 answers with its ``ModelFiles``."""
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    model: ModelFiles
+
+
+class WantPiece(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the bytes of a file from ``offset`` on; node 0 answers with ``Piece``."""
+
+    name: str
+    offset: int
+
+
+class Piece(msgspec.Struct, frozen=True, tag=True):
+    data: bytes
+
+
 class Opened(msgspec.Struct, frozen=True, tag=True):
     """The node has opened the model: its fingerprint, and the plan that the node's own memory allows."""
 
@@ -133,6 +153,10 @@ Message = (
     | Measure
     | Measured
     | Network
+    | WantModel
+    | Offer
+    | WantPiece
+    | Piece
     | Opened
     | Run
     | Report

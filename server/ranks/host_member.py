@@ -2,7 +2,9 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -18,17 +20,22 @@ from tightwire.server.ranks.host_channel import (
     Measured,
     Message,
     Network,
+    Offer,
     Opened,
+    Piece,
     Probe,
     Probed,
     Report,
     Run,
     Serving,
     Table,
+    WantModel,
+    WantPiece,
     introduce,
     open_channel,
 )
 from tightwire.server.ranks.host_checks import CONNECT_S, measure, probe, why_unreachable
+from tightwire.server.ranks.host_files import fetch_files
 from tightwire.server.ranks.hosts import SHOW_S, Joining, Side
 
 _RETRY_S = 0.5
@@ -39,6 +46,7 @@ class _Told:
     """What node 0 has told a member so far."""
 
     run: asyncio.Future[RunPlan] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    model: asyncio.Queue[Offer | Piece] = field(default_factory=asyncio.Queue)
     network: asyncio.Future[LinkFacts] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -60,6 +68,19 @@ class Member(Side):
         await introduce(channel, self._joining.hello(), self._joining.secret)
         self._start(asyncio.create_task(self._beat(lambda: [channel])), asyncio.create_task(self._listen(channel)))
         self.link = await self._told.network
+
+    async def fetch_model(self, show: Callable[[str, float], None]) -> Path:
+        """Copy node 0's model into the cache; see ``fetch_files``."""
+
+        async def ask(name: str, offset: int) -> bytes:
+            self.tell(WantPiece(name, offset))
+            answer = await self._told.model.get()
+            return answer.data if isinstance(answer, Piece) else b""
+
+        self.tell(WantModel())
+        offer = await self._told.model.get()
+        assert isinstance(offer, Offer), "the answer to WantModel"
+        return await fetch_files(offer.model, ask, show)
 
     async def agree(self, facts: dict[str, str], plan: RunPlan) -> RunPlan:
         self.tell(Opened(facts, plan))
@@ -110,6 +131,8 @@ class Member(Side):
                     self.tell(Measured(*await measure(self._place.node, message.targets)))
                 elif isinstance(message, Network):
                     self._told.network.set_result(message.link)
+                elif isinstance(message, Offer | Piece):
+                    self._told.model.put_nowait(message)
                 elif isinstance(message, Run):
                     self._told.run.set_result(message.plan)
                 elif isinstance(message, Serving):

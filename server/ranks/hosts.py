@@ -6,10 +6,12 @@ and is refused at once if they differ. Both ends send a beat every second; silen
 
 import asyncio
 import contextlib
+import math
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -31,12 +33,16 @@ from tightwire.server.ranks.host_channel import (
     Measured,
     Message,
     Network,
+    Offer,
     Opened,
+    Piece,
     Probe,
     Probed,
     Report,
     Run,
     Table,
+    WantModel,
+    WantPiece,
     accept_channels,
     meet,
 )
@@ -47,6 +53,7 @@ from tightwire.server.ranks.host_checks import (
     objection_to,
     probe,
 )
+from tightwire.server.ranks.host_files import ModelFiles, list_files, read_piece
 
 _BEAT_S = 1.0
 SHOW_S = 1.0
@@ -136,6 +143,7 @@ class _Node:
     channel: Channel
     failures: list[str] | None = None  # of its probe
     measured: Measured | None = None
+    sending: asyncio.Task[None] | None = None  # a piece of the model
     opened: Opened | None = None
 
 
@@ -150,6 +158,9 @@ class Head(Side):
         self._refusal: str | None = None
         self._joined = False
         self._server: asyncio.Server | None = None
+        self._path: asyncio.Future[Path | None] = asyncio.get_running_loop().create_future()  # of the model
+        self._files: asyncio.Task[ModelFiles] | None = None
+        self._sent_s = -math.inf  # when a node last asked for a piece of the model
 
     @property
     def addresses(self) -> dict[int, str]:
@@ -210,6 +221,22 @@ class Head(Side):
         self._free_ports()
         return merged
 
+    def offer_model(self, path: Path | None) -> None:
+        """Give the model at ``path`` to nodes without a copy, when they ask. None: it has no files."""
+        self._path.set_result(path)
+
+    async def _send_model(self, node: _Node, message: WantModel | WantPiece) -> None:
+        """Answer a node without a copy; the first question waits until this node has opened its own."""
+        self._sent_s = time.monotonic()
+        path = await asyncio.shield(self._path)
+        if self._files is None:
+            self._files = asyncio.create_task(asyncio.to_thread(list_files, path))
+        files = await asyncio.shield(self._files)
+        if isinstance(message, WantModel):
+            node.channel.send(Offer(files))
+        elif path is not None:
+            node.channel.send(Piece(await asyncio.to_thread(read_piece, path, files, message.name, message.offset)))
+
     def tell(self, message: Message) -> None:
         for node in self._nodes.values():
             node.channel.send(message)
@@ -231,7 +258,7 @@ class Head(Side):
             num_nodes, waited_s = self._place.num_nodes, time.monotonic() - started_s
             names = ", ".join(name_node(self._nodes[n].hello) if n in self._nodes else f"node {n}" for n in absent)
             count = f"{num_nodes - len(absent)} of {num_nodes} nodes {what}; {names} missing for"
-            if waited_s > limit_s:
+            if waited_s > limit_s and time.monotonic() - self._sent_s > limit_s:
                 at = joined(self._place.master, self._place.port)
                 raise LostError(
                     f"{count} {waited_s:.0f} s; start the same command there, with its own --node-rank, and check that "
@@ -299,6 +326,8 @@ class Head(Side):
             node.failures = message.failures
         elif isinstance(message, Measured):
             node.measured = message
+        elif isinstance(message, WantModel | WantPiece):
+            node.sending = asyncio.create_task(self._send_model(node, message))
         elif isinstance(message, Opened):
             node.opened = message
         self._changed.set()

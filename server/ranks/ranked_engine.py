@@ -13,6 +13,7 @@ from typing import Generic, Self, TypeVar
 from tightwire import __version__
 from tightwire.comm.transport.socket_join import read_secret
 from tightwire.kernels.cpu.library import level
+from tightwire.model.checkpoint.header import has_copy
 from tightwire.model.open import Checkpoint, fingerprint
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.config.serve import ServeConfig
@@ -146,13 +147,19 @@ class RankedEngine:
     async def _start(self) -> tuple[Checkpoint, Decision, Tokenizer]:
         stopped = threading.Event()
         link = self._ranks.link if self._hosts is None else self._hosts.link
-        opening = Background(lambda: prepare(self._config, self._progress, stopped=stopped.is_set, link=link))
+        config = self._config
+        if isinstance(self._hosts, Member) and not has_copy(config.model.model):
+            path = await self.guard(self._hosts.fetch_model(self._progress.stage))
+            config = replace(config, model=replace(config.model, model=str(path)))
+        opening = Background(lambda: prepare(config, self._progress, stopped=stopped.is_set, link=link))
         try:
             checkpoint, decision = await self.guard(opening.result)
         except asyncio.CancelledError:
             stopped.set()
             opening.join(FETCH_STOPS_S)
             raise
+        if isinstance(self._hosts, Head):
+            self._hosts.offer_model(checkpoint.path)
         if self._hosts is not None:
             facts = {"the model": fingerprint(checkpoint)}
             decision = replace(decision, plan=await self.guard(self._hosts.agree(facts, decision.plan)))
