@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import open_wire
 from tightwire.kernels.cpu.library import available
+from tightwire.model.checkpoint.header import has_copy
 from tightwire.model.weights import WEIGHT_CODECS
 from tightwire.server.config.flags import (
     add_flags,
@@ -73,7 +74,10 @@ def _serve(argv: Sequence[str]) -> int:
     if place is not None:
         _say(place.describe())
     try:
-        refuse_wrong_model(config)
+        if place is None or place.node == 0 or has_copy(config.model.model):
+            refuse_wrong_model(config)
+        else:
+            _say(f"this host has no copy of {config.model.model}; node 0 will send it")
         _load_kernels()
         refuse_early(config)
         check_files(config.http)

@@ -31,6 +31,7 @@ class _Rank:
     pid: int
     heard_s: float
     beat: Heartbeat
+    was_heard: bool = False
     moved_s: float = 0.0  # ``busy_s`` at the last progress: a new collective, or a part of a streamed layer
     exit_code: int | None = None
     failed: Failed | None = None
@@ -80,7 +81,7 @@ class Watch:
                 rank.moved_s = 0.0
             elif (message.num_collectives, message.num_fetched) != (rank.beat.num_collectives, rank.beat.num_fetched):
                 rank.moved_s = message.busy_s
-            rank.heard_s, rank.beat = self._clock(), message
+            rank.heard_s, rank.was_heard, rank.beat = self._clock(), True, message
         elif isinstance(message, Ready):
             # The last heartbeat may be from a long warm-up, which has no time limit.
             rank = self._ranks[message.rank]
@@ -151,6 +152,8 @@ class Watch:
     def _silent(self, now: float) -> tuple[int, str] | None:
         limit = self._rank_timeout_s * (1 if self.serving else _LOADING_PATIENCE)
         for number, rank in self._ranks.items():
+            if not (rank.pid or rank.was_heard):
+                continue  # its host has not joined yet, for which there is another deadline
             silent_s = now - rank.heard_s
             if silent_s > self._rank_timeout_s and rank.pid and _is_stopped(rank.pid):
                 return number, f"is stopped (SIGSTOP), silent for {silent_s:.1f} s, last seen at: {rank.doing}"

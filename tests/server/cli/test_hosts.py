@@ -1,10 +1,14 @@
 """Two hosts as network namespaces: the answer is that of one host, and the loss of a host ends the other by name."""
 
+import asyncio
+import json
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from helpers.server.server_process import SERVE, START_S, ServerProcess, complete, get, wait_until
 from tiny import make_tiny
@@ -36,14 +40,57 @@ def start(folder: Path, node: EmulatedNode, model: Path, *arguments: str) -> Ser
     return ServerProcess(folder, str(model), *options, command=command)
 
 
-def test_two_hosts_answer_as_one_and_a_lost_host_ends_the_other(
+_ALGORITHMS = ("hierarchical", "one-shot", "two-shot", "ring", "flash-int8", "hierarchical:int8")
+_PROMPTS = ("hello", "a", "the quick brown fox " * 8, "numbers: 1 2 3 4", "x" * 100)
+
+
+async def ask(client: httpx.AsyncClient, prompt: str, algorithm: str, leave_after: int | None = None) -> str:
+    """The text of an answer; of one that the client leaves after some events, what has come until then."""
+    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "stream": True}
+    body["tightwire"] = {"allreduce": algorithm}
+    text, num_events = "", 0
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                choices = json.loads(line.removeprefix("data: "))["choices"]
+                text += choices[0]["text"] if choices else ""
+                num_events += 1
+            if num_events == leave_after:
+                break
+    return text
+
+
+def texts(url: str, at_once: int) -> dict[tuple[str, str], set[str]]:
+    """By prompt and algorithm: the texts of ``at_once`` requests in flight, of which each eighth client leaves early."""
+
+    async def run() -> dict[tuple[str, str], set[str]]:
+        found = defaultdict[tuple[str, str], set[str]](set)
+        kinds = [(prompt, algorithm) for algorithm in _ALGORITHMS for prompt in _PROMPTS]
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False, limits=limits) as client:
+            if at_once == 1:
+                return {kind: {await ask(client, *kind)} for kind in kinds}
+            chosen = [kinds[i % len(kinds)] for i in range(at_once)]
+            leaves = [2 if i % 8 == 7 else None for i in range(at_once)]
+            answers = await asyncio.gather(
+                *(ask(client, *kind, leave) for kind, leave in zip(chosen, leaves, strict=True))
+            )
+        for kind, leave, text in zip(chosen, leaves, answers, strict=True):
+            if leave is None:
+                found[kind].add(text)
+        return found
+
+    return asyncio.run(run())
+
+
+def test_two_hosts_answer_as_one_for_each_algorithm_and_a_lost_host_ends_the_other(
     network: EmulatedNetwork, model: Path, tmp_path: Path
 ) -> None:
-    same = ("--tp", "4", "--allreduce", "hierarchical")
+    same = ("--tp", "4", "--allreduce", _ALGORITHMS[0], "--allreduce-extra", ",".join(_ALGORITHMS[1:]))
     with ServerProcess(
         tmp_path / "one", str(model), "--port", "0", "--kv-cache-memory", "1MiB", "--nodes", "2", *same
     ) as one:
-        alone = complete(one.wait_ready(), 12).json()["choices"][0]["text"]
+        alone = texts(one.wait_ready(), 1)
         assert one.end() == 0
     nodes = network.nodes
     with (
@@ -51,7 +98,10 @@ def test_two_hosts_answer_as_one_and_a_lost_host_ends_the_other(
         start(tmp_path / "a", nodes[0], model, "--node-rank", "0", *same) as first,
     ):
         url = first.wait_ready()
-        assert nodes[0].visit(lambda: complete(url, 12).json()["choices"][0]["text"]) == alone
+        assert nodes[0].visit(lambda: texts(url, 64)) == alone, "64 requests, eight of them cancelled"
+        # Each was tested at start: the same bits on all ranks of both hosts.
+        comm = nodes[0].visit(lambda: get(f"{url}/comm").json())
+        assert {each["algorithm"] for each in comm["self_test"] if each["ok"]} >= set(_ALGORITHMS)
         wait_until(lambda: "node ready" in second.log, START_S)
         health = second.log.split("health and metrics at ")[1].split(",")[0]
         assert nodes[1].visit(lambda: get(f"{health}/health/ready").status_code) == 200
@@ -76,17 +126,23 @@ def test_different_options_are_refused_by_node_on_both_hosts(
         assert reason in second.log
 
 
-def test_loss_in_one_direction_ends_both_hosts_by_name(network: EmulatedNetwork, model: Path, tmp_path: Path) -> None:
+def test_a_host_without_the_model_gets_it_and_loss_in_one_direction_ends_both_by_name(
+    network: EmulatedNetwork, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nodes, timeout_s = network.nodes, 3.0
     same = ("--tp", "2", "--rank-timeout-s", str(timeout_s))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    nowhere = tmp_path / "nowhere" / "tiny"
     with (
-        start(tmp_path / "b", nodes[1], model, "--node-rank", "1", *same) as second,
+        start(tmp_path / "b", nodes[1], nowhere, "--node-rank", "1", *same) as second,
         start(tmp_path / "a", nodes[0], model, "--node-rank", "0", *same) as first,
     ):
         url = first.wait_ready()
-        health = nodes[0].visit(lambda: get(f"{url}/comm").json())
-        assert health["link"]["emulation"] == "network", "probed at start"
-        assert health["link"]["pairs"][0]["nodes"] == [0, 1]
+        assert f"this host has no copy of {nowhere}; node 0 will send it" in second.log
+        assert list((tmp_path / "cache").rglob("model.safetensors")), "kept for the next start"
+        comm = nodes[0].visit(lambda: get(f"{url}/comm").json())
+        assert comm["link"]["emulation"] == "network", "probed at start"
+        assert comm["link"]["pairs"][0]["nodes"] == [0, 1]
         # Frames from node 0 to node 1 carry an address that no host has; those from node 1 arrive.
         neighbour = ("ip", "neigh", "replace", "10.0.0.2", "dev", nodes[0].interface)
         nodes[0].run(*neighbour, "lladdr", "02:00:00:00:00:99", "nud", "permanent")

@@ -234,7 +234,22 @@ def test_a_replica_may_wait_for_another_one_as_long_as_that_gets_on(clock: Clock
 def test_a_rank_of_another_host_is_named_with_its_node(clock: Clock) -> None:
     watch = Watch({0: 11, 1: 0}, rank_timeout_s=10, step_timeout_s=120, ranks_per_host=1, clock=clock)
     watch.serving = True
-    pass_time(watch, clock, 11, 0)
+    beat(watch, 1)
+    pass_time(watch, clock, 12, 0)
     reason = watch.check()
     assert reason is not None
-    assert reason.startswith("rank 1 (node 1) has been silent for 10.5 s, last seen at: starting (rank 0: step 7")
+    assert reason.startswith(
+        "rank 1 (node 1) has been silent for 11.5 s, last seen at: step 7: all_reduce ring (rank 0: step 7"
+    )
+
+
+def test_a_rank_of_a_host_that_has_not_joined_is_not_silent_and_later_its_host_reports_first(clock: Clock) -> None:
+    watch = Watch({0: 11, 1: 0}, rank_timeout_s=10, step_timeout_s=120, ranks_per_host=1, clock=clock)
+    pass_time(watch, clock, 290, 0)
+    assert watch.check() is None, "the deadline of joining is another one"
+    beat(watch, 1)
+    watch.serving = True
+    pass_time(watch, clock, 10.5, 0)
+    assert watch.check() is None, "its own host knows more, and reports at 10 s"
+    pass_time(watch, clock, 1.5, 0)
+    assert (watch.check() or "").startswith("rank 1 (node 1) has been silent for 11")
