@@ -125,7 +125,7 @@ class MessagesDialect(AdaptedDialect):
         return [prompt]
 
     def begin(self, usage: Usage) -> Iterator[Struct]:
-        yield MessageStart(AnsweredMessage(id=self.id, model=self._heading[2], content=[], usage=_usage(usage)))
+        yield MessageStart(AnsweredMessage(id=self.id, model=self.model_name, content=[], usage=_usage(usage)))
         yield Ping()
 
     def open_text(self) -> Iterator[Struct]:
@@ -153,7 +153,7 @@ class MessagesDialect(AdaptedDialect):
     def finished(self, usage: Usage, extra: TightwireExtra | UnsetType) -> AnsweredMessage:
         return AnsweredMessage(
             id=self.id,
-            model=self._heading[2],
+            model=self.model_name,
             content=self._content,
             usage=_usage(usage),
             stop_reason=self._stop_reason(),

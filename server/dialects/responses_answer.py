@@ -210,13 +210,13 @@ class ResponsesDialect(AdaptedDialect):
 
     def __init__(self, asked: ResponsesBody, model: ServedModel) -> None:
         super().__init__(asked, model)
-        _, created, name, _ = self._heading
+        created = self._heading[1]
         functions = asked.functions().values()
         text = asked.text.model_dump(exclude_none=True, by_alias=True) if asked.text is not None else {}
         self._response = ResponseBody(
             id=self.id,
             created_at=created,
-            model=name,
+            model=self.model_name,
             output=[],
             instructions=asked.instructions,
             text={"format": {"type": "text"}} | text,

@@ -26,16 +26,24 @@ def map_body(context: schemathesis.HookContext, body: Any) -> Any:
     return body
 
 
-@schema.parametrize()
-@settings(
-    max_examples=60,
+_CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+_ADAPTED = "^/v1/(responses|messages)"  # large bodies; tests/server/dialects/test_odd_bodies.py tries more of them
+_settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+
+
+@schema.exclude(path_regex=_ADAPTED).parametrize()
+@settings(_settings, max_examples=60)
 def test_generated_requests(case: Case) -> None:
-    case.call_and_validate(
-        checks=[not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-    )
+    case.call_and_validate(checks=_CHECKS)
+
+
+@schema.include(path_regex=_ADAPTED).parametrize()
+@settings(_settings, max_examples=15)
+def test_generated_requests_of_adapted_apis(case: Case) -> None:
+    case.call_and_validate(checks=_CHECKS)
 
 
 def test_every_route_and_error_is_described() -> None:
