@@ -99,7 +99,7 @@ def coding_effort(codec: "Codec") -> float:
     if fmt is None:
         return 0.0
     if fmt.hadamard:
-        return 3.5 if codec.feedback else 2.3  # feedback doubles the time of encoding
+        return 2.4 if codec.feedback else 2.1
     return (1.9 if len(fmt.plane_bits) > 1 else 1.0) * _GROUP_EFFORT[fmt.group_elems]
 
 

@@ -36,6 +36,11 @@ class Codec:
         """Elements that are encoded together; a message may be split at multiples of this."""
         return 1 if self.format is None else self.format.group_elems
 
+    @property
+    def rotated_elems(self) -> int:
+        """Elements that are rotated together; 1: none are."""
+        return self.format.group_elems if self.format is not None and self.format.hadamard else 1
+
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
         return num_elems * elem_bytes if self.format is None else self.format.encoded_bytes(num_elems)
 
@@ -80,9 +85,11 @@ class Feedback:
     training steps. Each rank keeps the errors of its own partial sums, and the owner of a slice those of the slice's sum,
     so a result still depends only on the ranks' numbers of its own group in this sum and in earlier ones.
 
-    Errors are rotated as the codec's numbers are, so codecs of unlike rotation keep separate errors. They are bfloat16: 2
-    bytes for each number of a message and leg, kept until the pass ends.
+    Errors are rotated as the codec's numbers are, so codecs of unlike rotation keep separate errors. They are bfloat16:
+    ``elem_bytes`` for each number of a message and leg, kept until the pass ends.
     """
+
+    elem_bytes = 2
 
     def __init__(self) -> None:
         self._carried: dict[tuple[str, int, int], Tensor] = {}
@@ -94,7 +101,7 @@ class Feedback:
         """
         if codec.format is None or not codec.feedback:
             return None
-        key = name, num_elems, codec.group_elems if codec.format.hadamard else 1
+        key = name, num_elems, codec.rotated_elems
         if key not in self._carried:
             filled = -(-num_elems // MAX_GROUP_ELEMS) * MAX_GROUP_ELEMS
             self._carried[key] = torch.zeros(filled, dtype=torch.bfloat16, device=device)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tightwire.comm.all_reduce.entry import Setting
+from tightwire.comm.all_reduce.registry import parse_all_reduce
+from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
@@ -36,6 +38,18 @@ class CommDecision:
     def chooser(self) -> Chooser:
         """Of the server's own policy."""
         return next(iter(self.choosers.values()))
+
+    @property
+    def feedback_elem_bytes(self) -> int:
+        """Bytes of carried rounding errors for each number of a step's messages, at most, over policies and phases."""
+        legs: dict[tuple[str, str], set[tuple[int, int]]] = {}
+        for name, chooser in self.choosers.items():
+            for rule in chooser.policy().rules:
+                for choice in rule.choices:
+                    for leg, codec in enumerate(parse_all_reduce(choice.algorithms[0]).codecs):
+                        if codec.feedback:
+                            legs.setdefault((name, rule.phase), set()).add((leg, codec.rotated_elems))
+        return Feedback.elem_bytes * max(map(len, legs.values()), default=0)
 
     def notes(self) -> list[str]:
         """Log lines: warnings, then each choice for the layers with its reason."""

@@ -22,6 +22,8 @@ _HOST_CACHE_SHARE = {"cpu": 0.4, "cuda": 0.8}  # of a cache with --kv-offload
 # Share of free memory that messages recommend: the HTTP process needs some.
 _RECOMMENDED_SHARE = {"cpu": 0.8, "cuda": 0.95}
 
+_OPTIONAL_COLUMNS = ("adapters", "carried errors")  # of the table: left out where no rank has any
+
 # Stream a few layers rather than accept a context shorter than this many tokens.
 LEAST_CONTEXT = 2048
 
@@ -73,15 +75,20 @@ class MemoryBudget:
 
     def table(self) -> str:
         """One line per rank and one per pool."""
-        has_adapters = any(rank.adapters for rank in self.ranks)
-        adapters = ("adapters",) if has_adapters else ()
-        rows: list[tuple[str, ...]] = [("rank", "weights", *adapters, "KV cache", "activations", "runtime", "total")]
-        for number, rank in enumerate(self.ranks):
-            cache = self.cache_bytes(rank)
-            own = (rank.adapters,) if has_adapters else ()
-            sizes = (rank.weights, *own, cache, rank.activations, rank.runtime, rank.fixed + cache)
+        columns: dict[str, list[int]] = {
+            "weights": [rank.weights for rank in self.ranks],
+            "adapters": [rank.adapters for rank in self.ranks],
+            "KV cache": [self.cache_bytes(rank) for rank in self.ranks],
+            "activations": [rank.activations for rank in self.ranks],
+            "carried errors": [rank.feedback for rank in self.ranks],
+            "runtime": [rank.runtime for rank in self.ranks],
+            "total": [rank.fixed + self.cache_bytes(rank) for rank in self.ranks],
+        }
+        shown = {name: sizes for name, sizes in columns.items() if name not in _OPTIONAL_COLUMNS or any(sizes)}
+        rows: list[tuple[str, ...]] = [("rank", *shown)]
+        for number in range(len(self.ranks)):
             name = rank_name(number, len(self.ranks) // self.num_replicas, self.num_replicas)
-            rows.append((name, *map(format_bytes, sizes)))
+            rows.append((name, *(format_bytes(sizes[number]) for sizes in shown.values())))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         lines += [f"{name}: {need}" for name, need in self.needs()]

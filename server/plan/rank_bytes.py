@@ -42,6 +42,7 @@ class MemoryInputs:
     num_replicas: int = 1
     adapters: SlotSizes | None = None  # room for LoRA adapters
     host_bytes: int = 0  # free on the host; on a CPU, the pool's own
+    feedback_elem_bytes: int = 0  # of rounding errors that sums carry, for each number of a step's messages
 
     @property
     def elem_bytes(self) -> int:
@@ -63,10 +64,11 @@ class RankBytes:
     block: int  # in all layers
     buffer: int = 0  # for a cache on the host: in the buffers on the device
     adapters: int = 0
+    feedback: int = 0  # rounding errors that sums carry through a step
 
     @property
     def fixed(self) -> int:
-        return self.weights + self.adapters + self.activations + self.runtime
+        return self.weights + self.adapters + self.activations + self.feedback + self.runtime
 
 
 def rank_bytes(inputs: MemoryInputs, plan: WeightPlan) -> tuple[RankBytes, ...]:
@@ -97,6 +99,7 @@ def _rank_bytes(
         block=model.num_layers * layer_block,
         buffer=NUM_BUFFERS * layer_block if options.kv_offload else 0,
         adapters=slot_bytes(model, shard, inputs.adapters, inputs.elem_bytes) if inputs.adapters else 0,
+        feedback=inputs.feedback_elem_bytes * options.max_num_batched_tokens * model.hidden_size,
     )
 
 

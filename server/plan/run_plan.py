@@ -125,6 +125,13 @@ def decide(
     if activations == "int8":
         formats = formats.with_int8_activations()
     adapters = plan_adapters(config.adapters, model)
+    comm = None
+    library = None  # fallback if the GPUs cannot reach each other's memory, which only the ranks can test
+    if parallel.tp > 1:
+        requests, devices = policy_requests(config, model), [gpu.name for gpu in gpus]
+        comm = decide_comm(requests, setting, devices, link)
+        if setting.transport == "peer-memory" and parallel.transport == "auto":
+            library = decide_comm(requests, msgspec.structs.replace(setting, transport="process-group"), devices)
     inputs = MemoryInputs(
         model=model,
         layout=layout,
@@ -136,16 +143,10 @@ def decide(
         num_replicas=parallel.dp,
         adapters=None if adapters is None else SlotSizes(adapters.num_slots, adapters.max_rank),
         host_bytes=available_host_bytes(),
+        feedback_elem_bytes=0 if comm is None else comm.feedback_elem_bytes,
     )
     weights = decide_weights(config.weights, inputs, num_nodes=parallel.nodes, files=files)
     budget = weights.budget
-    comm = None
-    library = None  # fallback if the GPUs cannot reach each other's memory, which only the ranks can test
-    if parallel.tp > 1:
-        requests, devices = policy_requests(config, model), [gpu.name for gpu in gpus]
-        comm = decide_comm(requests, setting, devices, link)
-        if setting.transport == "peer-memory" and parallel.transport == "auto":
-            library = decide_comm(requests, msgspec.structs.replace(setting, transport="process-group"), devices)
     plan = RunPlan(
         device=setting.device,
         dtype=dtype,

@@ -104,6 +104,16 @@ def test_a_shortened_context_is_said() -> None:
     assert "context:" not in budget(1000, max_model_len=4096).table()
 
 
+def test_carried_errors_take_memory_of_every_rank_and_are_shown() -> None:
+    pools = [Pool(name="host memory", available_bytes=64 * GIB, ranks=range(2))]
+    without, with_errors = (make_budget(inputs(pools, 2, feedback_elem_bytes=size)) for size in (0, 4))
+    each = 4 * EngineOptions().max_num_batched_tokens * MODEL.hidden_size
+    assert [after.fixed - before.fixed for before, after in zip(without.ranks, with_errors.ranks, strict=True)] == [
+        each
+    ] * 2
+    assert "carried errors" in with_errors.table() and "carried errors" not in without.table()
+
+
 def test_the_cache_asked_for_is_the_cache_given() -> None:
     made = budget(64, tp=2, kv_cache_memory=GIB)
     per_block = sum(rank.block for rank in made.ranks)

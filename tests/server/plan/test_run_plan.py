@@ -98,6 +98,7 @@ def test_the_summary_names_each_choice_with_its_reason(gpus: list[CudaDevice]) -
     summary = decide(make_config(options), MODEL).summary()
     assert "allreduce flash-int8 for prefill o_proj, prefill down_proj: --allreduce flash-int8" in summary
     assert "for decode o_proj, decode down_proj: decode rows stay exact" in summary
+    assert "carried errors" in summary.splitlines()[0]
     alike = decide(make_config({"device": "cpu", "tp": 2}), MODEL).summary().splitlines()
     assert len([line for line in alike if line.startswith("allreduce ")]) == 1
 
