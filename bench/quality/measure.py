@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tightwire.bench.quality.items import ROW_TOKENS, batches, judge
 from tightwire.bench.quality.ranks import ThreadRanks
 from tightwire.bench.quality.setting import EXACT, LOSSY_SITES, Arm, Setting, exact_arm, places
 from tightwire.comm.all_reduce.registry import make_all_reduce
@@ -170,6 +171,7 @@ class Measured:
     world_size: int
     scores: dict[str, Scores] = field(default_factory=dict)  # of all windows so far, by arm, the exact model included
     noise: Powers = field(default_factory=dict)
+    items_right: dict[str, list[bool]] = field(default_factory=dict)  # by arm, the exact model included
 
 
 def measure_arms(
@@ -196,4 +198,17 @@ def measure_arms(
         new = score(pool, ranks.head_VD, states.pop(EXACT), states, windows.next_ids(numbers))
         for name, scores in new.items():
             measured.scores[name] = Scores.joined([*filter(None, [measured.scores.get(name)]), scores])
+        yield
+    yield from _answer_items(setting, ranks, arms, measured, show)
+
+
+def _answer_items(
+    setting: Setting, ranks: ThreadRanks, arms: Sequence[Arm], measured: Measured, show: Callable[[str], None]
+) -> Iterator[None]:
+    """Judge every arm's answers; yield after each batch of items."""
+    for batch, rows_RL in batches(setting.items, setting.options.batch * (setting.options.window // ROW_TOKENS)):
+        for number, name in enumerate([EXACT, *(arm.name for arm in arms)]):
+            show(f"items: {name}")
+            right = judge(batch, rows_RL, ranks.prefill(rows_RL, number), ranks.head_VD)
+            measured.items_right.setdefault(name, []).extend(right)
         yield

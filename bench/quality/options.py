@@ -104,6 +104,13 @@ class QualityOptions(OutputOptions):
     text: Path | None = option(None, "UTF-8 text to measure on (default: English prose of the project)", metavar="FILE")
     tokens: int = option(50_000, "tokens to measure on, spread over the text", metavar="N", least=1)
     window: int = option(512, "tokens of context: the text is cut into windows of N tokens", metavar="N", least=16)
+    items: int = option(
+        0,
+        "cloze and multiple-choice items that every arm answers as well, from prose, code and chat, the same in every run; 300 "
+        "tell 5 % from 10 %",
+        metavar="N",
+        least=0,
+    )
     batch: int = option(4, "windows in one forward pass", metavar="N", least=1)
     dtype: str = option(
         "auto", "of activations and messages; auto: the checkpoint's", choices=("auto", "bfloat16", "float32")

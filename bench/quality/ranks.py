@@ -124,10 +124,14 @@ class ThreadRanks:
         return load_weights(files, plan, device=self._device, timeout_s=_TIMEOUT_S)
 
     def prefill(self, token_ids_BL: Tensor, arm: int) -> Tensor:
-        """Run B prompts of L tokens; return (B, L, D) hidden states after the final norm."""
+        """Run B prompts of L tokens; return (B, L, D) hidden states after the final norm.
+
+        B may exceed the constructor's ``num_sequences`` if all tokens fit into the cache.
+        """
         num_sequences, length = token_ids_BL.shape
+        blocks_each = -(-length // _BLOCK_SIZE)
         positions_BL = torch.arange(length).expand(num_sequences, -1)
-        tables_BM = torch.arange(num_sequences * self._blocks_each).view(num_sequences, -1)
+        tables_BM = torch.arange(num_sequences * blocks_each).view(num_sequences, -1)
         blocks_BL = tables_BM.gather(1, positions_BL // _BLOCK_SIZE)
         batch = Batch(
             token_ids_T=token_ids_BL.flatten().int(),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tightwire.bench.quality.items import accuracy
 from tightwire.bench.quality.measure import Floats, Measured, Power, Scores, sqnr_db
 from tightwire.bench.quality.setting import EXACT, LOSSY_SITES, MIX, Arm, Setting, bytes_per_token, exact_arm
 from tightwire.bench.report.page import Item, Text, lines
@@ -29,15 +30,22 @@ COLUMNS = (
     Column("top-1 %", "top1_agreement", ".2f", 100),
     *(Column(f"{site.removesuffix('_proj')} dB", f"sqnr_db.{site}.total", ".1f") for site in LOSSY_SITES),
 )
+_ITEM_COLUMNS = (
+    Column("items %", "items_right", ".1f", 100),
+    Column("items ±", "items_reach", ".1f", 100),
+    Column("as exact", "items_as_exact", ".1f", 100),
+)
 CSV_COLUMNS = (
     _RANKS,
     *COLUMNS,
+    *_ITEM_COLUMNS,
     *(Column(key, key) for key in ("perplexity_delta_low", "perplexity_delta_high", "kl_max")),
 )
 LEGEND = (
     "bytes: sent by a rank for each prompt token, averaged over ranks; share: of a lossless sum's bytes in --dtype; ppl: perplexity, "
     "its rise, and half of the 95 % interval of the rise; KL: KL(exact || algorithm) of next-token distributions in nats, mean "
-    "and 99th percentile; top-1: positions with the same most likely token; dB: signal to noise of the sums of o_proj and down_proj"
+    "and 99th percentile; top-1: positions with the same most likely token; dB: signal to noise of the sums of o_proj and down_proj; "
+    "items: answered rightly, half of the 95 % interval (Wilson), and right or wrong as with exact sums"
 )
 
 
@@ -56,10 +64,21 @@ def make_rows(measured: Measured, arms: Sequence[Arm], setting: Setting) -> list
             "bytes_share": sent / _lossless_bytes(measured, setting),
             **_distances(measured.scores[arm.name], measured.scores[EXACT], setting),
             "sqnr_db": _sqnr(measured, arm, setting.config.num_layers),
+            **_item_accuracy(measured, arm),
             "samples": {"nll": nll.tolist(), **({"kl": kl.tolist()} if kl.any() else {})},
         }
         rows.append(row)
     return rows
+
+
+def _item_accuracy(measured: Measured, arm: Arm) -> dict[str, float | None]:
+    """The share of items answered rightly, and of those that are right or wrong as with exact sums."""
+    right, exact = (measured.items_right.get(name, []) for name in (arm.name, EXACT))
+    if not right:
+        return dict.fromkeys(("items_right", "items_reach", "items_as_exact", "items_right_exact"))
+    share, reach = accuracy(right)
+    same = fmean(a == b for a, b in zip(right, exact, strict=False))
+    return {"items_right": share, "items_reach": reach, "items_as_exact": same, "items_right_exact": accuracy(exact)[0]}
 
 
 def _bytes(arm: Arm, measured: Measured, setting: Setting) -> float:
@@ -122,7 +141,15 @@ def _finite(db: float) -> float | None:
 
 def world_size_table(result: Mapping[str, Any], world_size: int) -> Table:
     rows = [row for row in result["cells"] if row["world_size"] == world_size]
-    return Table(title=f"{world_size} ranks", columns=COLUMNS, rows=rows)
+    title, columns = f"{world_size} ranks", _columns(rows)
+    if rows and (exact := rows[0]["items_right_exact"]) is not None:
+        title += f"; exact sums answer {exact:.1%} of the items"
+    return Table(title=title, columns=columns, rows=rows)
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
+    """Those of the items only where there were any."""
+    return (*COLUMNS, *(_ITEM_COLUMNS if any(row["items_right"] is not None for row in rows) else ()))
 
 
 def describe_setting(facts: Mapping[str, Any]) -> str:
@@ -171,4 +198,4 @@ def make_sections(result: Mapping[str, Any]) -> list[Item]:
         title = f"KL against bytes, {size} ranks"
         items.append(lines(title, own, by="algorithm", x=_SHARE, y=_KL, log_x=False, joined=False, note=note))
     every = [row for size in sizes for row in world_size_table(result, size).rows]
-    return [*items, Table(title="All cells", columns=[_RANKS, *COLUMNS], rows=every, note=LEGEND)]
+    return [*items, Table(title="All cells", columns=[_RANKS, *_columns(every)], rows=every, note=LEGEND)]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tightwire.bench.quality.items import ROW_TOKENS, TaskItem, digest, make_items
 from tightwire.bench.quality.options import INT8_ACTIVATIONS, POLICY, WEIGHTS, QualityOptions, check_name
 from tightwire.bench.text import read_text
 from tightwire.comm.all_reduce.registry import make_all_reduce
@@ -189,6 +190,7 @@ class Setting:
     formats: WeightFormats
     windows: Windows
     arms: tuple[Arm, ...]
+    items: tuple[TaskItem, ...] = ()
 
     @property
     def config(self) -> LlamaConfig:
@@ -213,6 +215,8 @@ class Setting:
             "batch": options.batch,
             "world_sizes": list(options.world_sizes),
             "seed": options.seed,
+            "items": len(self.items),
+            "items_digest": digest(self.items) if self.items else None,
         }
 
 
@@ -238,8 +242,11 @@ def make_setting(options: QualityOptions) -> Setting:
         raise ValueError(
             f"{INT8_ACTIVATIONS} is for packed weights, and these are plain; add --quantization int8 or int4"
         )
+    tokenizer = checkpoint.tokenizer()
+    if options.items and options.window < ROW_TOKENS:
+        raise ValueError(f"--items needs --window {ROW_TOKENS} or more, got {options.window}")
     windows = make_windows(
-        checkpoint.tokenizer(),
+        tokenizer,
         text,
         num_tokens=options.tokens,
         window=options.window,
@@ -247,4 +254,12 @@ def make_setting(options: QualityOptions) -> Setting:
     )
     name = config.dtype if options.dtype == "auto" else options.dtype
     dtype = torch.float32 if name == "float64" else getattr(torch, name)
-    return Setting(options=options, checkpoint=checkpoint, dtype=dtype, formats=formats, windows=windows, arms=arms)
+    return Setting(
+        options=options,
+        checkpoint=checkpoint,
+        dtype=dtype,
+        formats=formats,
+        windows=windows,
+        arms=arms,
+        items=tuple(make_items(tokenizer, options.items)),
+    )

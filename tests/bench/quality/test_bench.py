@@ -124,6 +124,17 @@ def test_the_cheapest_within_the_budget_is_written(
     assert not (tmp_path / "none").exists()
 
 
+def test_items_are_answered_by_every_arm(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [model, "--tokens", "96", "--window", "48", "--world-sizes", "2", "--algorithms", "one-shot,flash-int3"]
+    status, result, text = bench(*argv, "--dtype", "float32", "--items", "6", capsys=capsys)
+    exact, lossy = result["cells"]
+    assert status == 0 and result["items"] == 6 and "exact sums answer" in text
+    assert exact["items_as_exact"] == 1.0 and exact["items_right"] == exact["items_right_exact"]
+    assert 0 <= lossy["items_right"] <= 1 and 0 < lossy["items_reach"] < 1
+    status, result, text = bench(*argv, "--window", "40", "--items", "6", capsys=capsys)
+    assert status == 2 and "--items needs --window 48 or more, got 40" in result["error"]
+
+
 def test_an_interrupted_run_keeps_its_measurements(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
