@@ -136,7 +136,8 @@ def llama_cpp_rpc(setup: Setup) -> Arm:
     command += ["--rpc", ",".join(f"{address}:{_RPC_PORT}" for address in addresses)]
     command += ["--n-gpu-layers", str(setup.num_layers * len(addresses) // hosts.num_hosts)]
     command += ["--host", "127.0.0.1", "--port", "{port}"]
-    command = hosts.on(0, command)
+    # It ends at once if an RPC server does not listen yet.
+    command = hosts.on(0, ["sh", "-c", 'sleep 5; exec "$@"', "sh", *command])
     return Arm(name="llama.cpp RPC, 4-bit", numbers="4-bit", command=tuple(command), others=tuple(others))
 
 

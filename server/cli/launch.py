@@ -6,7 +6,6 @@ import os
 import shlex
 import signal
 import socket
-import threading
 import time
 from collections.abc import Awaitable, Mapping
 
@@ -33,8 +32,6 @@ _LAST_WORDS_S = 1.0
 # A wrapper and the terminal may each forward the same signal; a second Ctrl-C by a person takes longer.
 _SAME_SIGNAL_S = 0.5
 _CANCELLED_S = 2.0  # for the ends of cancelled requests to reach their clients
-# From the loss of another host to the end of this process, however busy it is: with --rank-timeout-s 10 all end within 15 s.
-_MOST_END_S = 3.0
 
 
 def serve(config: ServeConfig, listener: socket.socket, ranks: Ranks, progress: Progress) -> int:
@@ -82,7 +79,6 @@ class _Server:
             self._progress.say(f"tightwire serve: {refusal}")
             return 2
         except RankFailedError as failure:
-            self._end_soon()
             self._progress.say(f"tightwire serve: {failure}")
             for of_symptoms, write in ((False, self._progress.say), (True, self._progress.detail)):
                 for rank, traceback in engine.tracebacks(of_symptoms=of_symptoms):
@@ -181,25 +177,14 @@ class _Server:
         await engine.stop()
         return 0
 
-    def _end_soon(self) -> None:
-        """On several hosts, end this process within ``_MOST_END_S``, also if connections or full cores delay its orderly end."""
-        if self._ranks.place is None:
-            return
-        timer = threading.Timer(_MOST_END_S, self._end_now, [1])
-        timer.daemon = True
-        timer.start()
-
-    def _end_now(self, code: int) -> None:
-        self._ranks.kill()
-        os._exit(code)
-
     def _on_signal(self, number: int) -> None:
         now = time.monotonic()
         if self._first_signal_s is None:
             self._first_signal_s = now
             self._stop.set()
         elif now - self._first_signal_s > _SAME_SIGNAL_S:
-            self._end_now(128 + number)
+            self._ranks.kill()
+            os._exit(128 + number)
 
 
 def _served(adapter: PlannedAdapter) -> ServedAdapter:

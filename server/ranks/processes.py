@@ -177,11 +177,15 @@ class Ranks:
         for rank, process in zip(self.numbers, self._processes, strict=True):
             threading.Thread(target=wait, args=(rank, process), daemon=True).start()
 
-    def kill(self) -> None:
-        """Kill all ranks, stopped ones too, and reap them."""
+    def begin_kill(self) -> None:
+        """Send SIGKILL to all ranks, stopped ones too."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGKILL)
+
+    def kill(self) -> None:
+        """Kill all ranks and reap them, which takes seconds on a busy machine."""
+        self.begin_kill()
         for process in self._processes:
             # A process blocked in an uninterruptible read from a dead file server cannot be reaped; the kernel ends it
             # later.

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -36,6 +37,9 @@ _WATCH_PERIOD_S = 0.25
 # How long to wait, after the first sign of trouble, for the other ranks' reports, which help to find the cause.
 _COLLECT_S = 0.2
 _SHOW_PERIOD_S = 10.0  # between lines about hosts that wait for others
+# On several hosts, from a loss to the end of this process, also if connections or full cores delay its orderly end: with
+# --rank-timeout-s 10 all end within 15 s. The ranks end with this process.
+_MOST_END_S = 3.0
 _STOP_S = 5.0  # for ranks to leave their loops when asked
 
 _T = TypeVar("_T")
@@ -88,6 +92,7 @@ class RankedEngine:
         self._stages: dict[int, str] = {}  # by node
         self._shown, self._shown_s = "", 0.0
         self._ending: asyncio.Task[None] | None = None
+        self._last_moment: threading.Timer | None = None
         self.stop_asked = asyncio.Event()  # by a signal to another host, or by node 0
         self.client = ZmqEngineClient(
             to_engine=self._ranks.inboxes[0],
@@ -124,6 +129,8 @@ class RankedEngine:
         if self._hosts is not None:
             await (self._ending or self._hosts.close(0, ""))
         self.client.close()
+        if self._last_moment is not None:
+            self._last_moment.cancel()
         if self._failed.done():
             self._failed.exception()  # marks the exception as retrieved, in case nobody awaited it
 
@@ -283,9 +290,12 @@ class RankedEngine:
 
     def _fail(self, error: RankFailedError | ValueError) -> None:
         self.client.set_phase(Phase.DEAD, str(error))
-        self._ranks.kill()
+        self._ranks.begin_kill()
         if self._hosts is not None and self._ending is None:
             code = 2 if isinstance(error, ValueError) else 1
+            self._last_moment = threading.Timer(_MOST_END_S, os._exit, [code])
+            self._last_moment.daemon = True
+            self._last_moment.start()
             self._ending = asyncio.create_task(self._hosts.close(code, str(error)))
         if not self._failed.done():
             self._failed.set_exception(error)
