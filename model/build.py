@@ -95,6 +95,7 @@ def build_runner(
             device=replica.device,
             capture=cuda_capture(torch.cuda.graph_pool_handle()),
             ledger=replica.ledger,
+            has_adapters=adapters is not None,
         )
     return ModelRunner(
         model,

@@ -127,6 +127,8 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
 class DecodeGraphs:
     """Graphs of ``forward`` for each of ``sizes`` rows and each policy, captured by the constructor.
 
+    With ``has_adapters`` there are twice as many: steps without adapters replay graphs without their kernels.
+
     A decode step of a large model is hundreds of short kernels, which take longer to launch than to run. A graph records
     the launches, including the AllReduces, with fixed tensor addresses, so each step's inputs are copied into the same
     tensors. A step of B rows uses the next larger graph; the other rows are padding: no context, slot -1, result ignored.
@@ -145,13 +147,15 @@ class DecodeGraphs:
         device: torch.device,
         capture: Capture,
         ledger: Ledger,
+        has_adapters: bool = False,
     ) -> None:
         self._sizes = sorted(sizes)
         # Largest first, so that the smaller graphs reuse its activation memory in the pool.
         self._graphs = {
-            (size, policy): _Graph(forward, size, policy, max_blocks, device, capture, ledger)
+            (size, policy, adapted): _Graph(forward, (size, policy, adapted), max_blocks, device, capture, ledger)
             for size in reversed(self._sizes)
             for policy in range(num_policies)
+            for adapted in ((False, True) if has_adapters else (False,))
         }
 
     def fits(self, arrays: StepArrays) -> bool:
@@ -163,7 +167,7 @@ class DecodeGraphs:
         """Return (B, D) hidden states, valid until the next step. ``chosen_R``: the tokens of the last step."""
         num_rows = len(arrays.token_ids_T)
         size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
-        return self._graphs[size, policy].run(arrays, chosen_R)[:num_rows]
+        return self._graphs[size, policy, arrays.adapters_T is not None].run(arrays, chosen_R)[:num_rows]
 
 
 class _Graph:
@@ -172,20 +176,21 @@ class _Graph:
     def __init__(
         self,
         forward: Callable[[Batch], Tensor],
-        size: int,
-        policy: int,
+        kind: tuple[int, int, bool],
         max_blocks: int,
         device: torch.device,
         capture: Capture,
         ledger: Ledger,
     ) -> None:
+        """``kind``: the number of rows, the policy, and True if rows have adapters."""
+        size, policy, adapted = kind
         self._size, self._ledger = size, ledger
-        widths = (1, 1, 1, 1, max_blocks)
+        widths = (1, 1, 1, 1, 1, max_blocks)
         self._host = torch.zeros(size * sum(widths), dtype=torch.int32)
         self._device = torch.zeros_like(self._host, device=device)
         lengths = [size * width for width in widths]
         self._fields = [part.numpy() for part in self._host.split(lengths)]
-        token_ids, positions, slots, context_lens, tables = self._device.split(lengths)
+        token_ids, positions, slots, context_lens, adapters, tables = self._device.split(lengths)
         batch = Batch(
             token_ids_T=token_ids,
             positions_T=positions,
@@ -195,6 +200,7 @@ class _Graph:
             block_tables_BM=tables.view(size, max_blocks),
             num_decode_rows=size,
             policy=policy,
+            adapters_T=adapters if adapted else None,
         )
         self._token_ids_T = token_ids
         self._pad(0)
@@ -207,11 +213,13 @@ class _Graph:
     def run(self, arrays: StepArrays, chosen_R: Tensor | None) -> Tensor:
         num_rows = len(arrays.token_ids_T)
         self._pad(num_rows)
-        token_ids, positions, slots, context_lens, tables = self._fields
+        token_ids, positions, slots, context_lens, adapters, tables = self._fields
         token_ids[:num_rows] = arrays.token_ids_T
         positions[:num_rows] = arrays.positions_T
         slots[:num_rows] = arrays.slots_T
         context_lens[:num_rows] = arrays.context_lens_B
+        if arrays.adapters_T is not None:
+            adapters[:num_rows] = arrays.adapters_T
         width = arrays.block_tables_BM.shape[1]
         tables.reshape(self._size, -1)[:num_rows, :width] = arrays.block_tables_BM
         overwrite(self._device, self._host)
@@ -223,7 +231,7 @@ class _Graph:
 
     def _pad(self, first: int) -> None:
         """Set the rows from ``first`` on to padding."""
-        for field, padding in zip(self._fields, (0, 0, -1, 0), strict=False):  # tables are not read
+        for field, padding in zip(self._fields, (0, 0, -1, 0, -1), strict=False):  # tables are not read
             field[first:] = padding
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
@@ -13,10 +14,13 @@ from rich.text import Text
 from tightwire.comm.policy.choose import Chooser, PolicyRequest, Verdict
 from tightwire.comm.policy.rules import PHASES, Choice, describe_layers
 from tightwire.comm.sizes import format_bytes
+from tightwire.model.adapters.slots import SlotSizes, slot_bytes
+from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.server.config.serve import ServeConfig
+from tightwire.server.plan.adapters import describe_adapters, plan_adapters
 from tightwire.server.plan.comm_decision import CommDecision, decide_comm, policy_requests
-from tightwire.server.plan.setting import check_all_reduce_names, decide_setting, requested_link
+from tightwire.server.plan.setting import check_all_reduce_names, choose_dtype, decide_setting, requested_link
 
 _SITES = ("o_proj", "down_proj")
 
@@ -37,6 +41,7 @@ def run(config: ServeConfig, as_json: bool) -> int:
     """Print the explanation; exit code 0, or 2 for options that are refused."""
     try:
         request, decision, num_layers = decide_for(config)
+        adapters = _explain_adapters(config)
     except ValueError as error:
         sys.stderr.write(f"tightwire explain: {error}\n")
         return 2
@@ -44,7 +49,10 @@ def run(config: ServeConfig, as_json: bool) -> int:
     if as_json:
         sys.stdout.write(json.dumps(_as_data(decision, explained)) + "\n")
     else:
-        _show(Console(highlight=False), decision, explained)
+        console = Console(highlight=False)
+        _show(console, decision, explained)
+        if adapters:
+            console.print(adapters, markup=False)
     return 0
 
 
@@ -57,6 +65,19 @@ def decide_for(config: ServeConfig) -> tuple[PolicyRequest, CommDecision, int]:
     setting, gpus = decide_setting(config, model, link)
     decision = decide_comm(requests, setting, [gpu.name for gpu in gpus], link)
     return next(iter(requests.values())), decision, model.num_layers
+
+
+def _explain_adapters(config: ServeConfig) -> str:
+    """Describe the memory of LoRA adapters; empty without them."""
+    model = open_checkpoint(config.model.model, config.model.seed).config
+    plan = plan_adapters(config.adapters, model)
+    if plan is None:
+        return ""
+    layout = make_layout(model, config.parallel.tp, config.parallel.tp_split)
+    device = decide_setting(config, model)[0].device
+    elem_bytes = getattr(torch, choose_dtype(config.model, model, device)).itemsize
+    sizes = SlotSizes(plan.num_slots, plan.max_rank)
+    return describe_adapters(plan, [slot_bytes(model, shard, sizes, elem_bytes) for shard in layout.shards])
 
 
 def explain(chooser: Chooser, request: PolicyRequest, elem_bytes: int, num_layers: int) -> list[Explained]:

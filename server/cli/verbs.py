@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tightwire.server.ranks.processes import Ranks
 
 COMM_GROUPS = ("model", "parallel", "engine")
+_EXPLAIN_GROUPS = (*COMM_GROUPS, "adapters")
 _PREPARE_GROUPS = ("model", "parallel")
 _PREPARE_OPTIONS = ("tp", "tp_split", "dtype", "quantization", "seed")
 # A launcher may name a host before the name has an address: Kubernetes adds a pod's name some seconds after its start.
@@ -161,13 +162,13 @@ def pull(argv: Sequence[str]) -> int:
 def explain(argv: Sequence[str]) -> int:
     """``tightwire explain``: exit code 0, or 2 for options that are refused."""
     parser = make_parser(
-        "explain", "Show which AllReduce sums which message of a model, its cost, and the reason.", COMM_GROUPS
+        "explain", "Show which AllReduce sums which message of a model, its cost, and the reason.", _EXPLAIN_GROUPS
     )
     parser.add_argument(
         "--error-budget", dest="comm_error_budget", type=float, metavar="E", help="the same as --comm-error-budget E"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output instead of tables")
-    config, args = parse(parser, argv, COMM_GROUPS)
+    config, args = parse(parser, argv, _EXPLAIN_GROUPS)
     refuse_serving_flags(parser, config)
     with interrupts_end_at_once():
         return importlib.import_module("tightwire.server.cli.explain").run(at_least_two_ranks(config), "json" in args)

@@ -1,7 +1,9 @@
 """Opens the adapters of ``--lora`` before the ranks start, and decides how many slots the ranks reserve."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from tightwire.comm.sizes import format_bytes
 from tightwire.model.adapters.peft import adapter_digest, open_adapter
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.server.config.adapters import AdapterOptions
@@ -32,7 +34,11 @@ def plan_adapters(options: AdapterOptions, model: LlamaConfig) -> AdapterPlan | 
     return AdapterPlan(num_slots=options.num_slots, max_rank=max_rank, loaded=loaded)
 
 
-def describe_adapters(plan: AdapterPlan) -> str:
-    """Describe the slots for the log and for ``explain``."""
+def describe_adapters(plan: AdapterPlan, bytes_per_rank: Sequence[int]) -> str:
+    """Describe the slots for the log and for ``explain``. ``bytes_per_rank``: what the slots take."""
     names = ", ".join(adapter.name for adapter in plan.loaded) or "none"
-    return f"adapters: {plan.num_slots} slots for rank {plan.max_rank}, loaded: {names}; the ranks' sums carry no byte more"
+    sizes = " and ".join(dict.fromkeys(map(format_bytes, bytes_per_rank)))
+    return (
+        f"adapters: {plan.num_slots} slots for rank {plan.max_rank}, {sizes} a rank, loaded: {names}; the ranks' sums carry "
+        "no byte more"
+    )

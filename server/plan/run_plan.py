@@ -72,7 +72,7 @@ class Decision:
         if plan.plan_ahead:
             lines.append("plan-ahead: each step is planned and launched while the one before it runs")
         if plan.adapters is not None:
-            lines.append(describe_adapters(plan.adapters))
+            lines.append(describe_adapters(plan.adapters, [rank.adapters for rank in self.budget.ranks]))
         if self.comm is not None:
             lines += self.comm.notes()
         elif plan.allreduce != "auto":

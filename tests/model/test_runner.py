@@ -1,6 +1,7 @@
 """Padding, inputs and counts of replayed steps; a replay here runs the captured function again."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,7 +29,9 @@ class Model:
         return torch.cat([torch.stack(columns, 1), batch.block_tables_BM], 1) + 1000 * batch.policy
 
 
-def make_graphs(model: Model, sizes: tuple[int, ...] = (1, 2, 4, 8), num_policies: int = 1) -> DecodeGraphs:
+def make_graphs(
+    model: Model, sizes: tuple[int, ...] = (1, 2, 4, 8), num_policies: int = 1, *, has_adapters: bool = False
+) -> DecodeGraphs:
     def capture(run: Callable[[], Tensor]) -> Replay:
         run()
         batch = model.batches[-1]
@@ -42,6 +45,7 @@ def make_graphs(model: Model, sizes: tuple[int, ...] = (1, 2, 4, 8), num_policie
         device=torch.device("cpu"),
         capture=capture,
         ledger=model.ledger,
+        has_adapters=has_adapters,
     )
 
 
@@ -103,6 +107,19 @@ def test_each_policy_has_its_own_graphs() -> None:
     arrays = step(3)
     assert torch.equal(graphs.run(arrays, 1)[:, :7], wanted(arrays, 1))
     assert torch.equal(graphs.run(arrays, 0)[:, :7], wanted(arrays, 0))
+
+
+def test_steps_with_adapters_have_graphs_of_their_own() -> None:
+    model = Model()
+    graphs = make_graphs(model, has_adapters=True)
+    for slots in ([2, -1, 0], None, [1, 1, 1]):
+        adapters_T = None if slots is None else np.array(slots, np.int32)
+        graphs.run(replace(step(3), adapters_T=adapters_T), 0)
+    adapted = [
+        batch.adapters_T for batch in model.batches if batch.adapters_T is not None and len(batch.adapters_T) == 4
+    ]
+    assert adapted[-1].tolist() == [1, 1, 1, -1]
+    assert len(model.batches) == 2 * 2 * 4  # each of four sizes with and without, run once before it is captured
 
 
 @pytest.mark.parametrize(

@@ -81,32 +81,38 @@ static void add_tile(char *out, int64_t out_stride, const float *shrunk, int64_t
         }
 }
 
+// `add_tile` of some rows for the outputs from `start` to `stop`.
+template <class Number, class Out, int ROWS>
+static void add_rows(char *out, int64_t out_stride, const float *shrunk, int64_t width, const char *b, int64_t b_stride,
+                     int64_t rank, int64_t start, int64_t stop) {
+    constexpr int VECTORS = WIDE ? 4 : 2;
+    int64_t at = start;
+    for (; stop - at >= VECTORS * LANES; at += VECTORS * LANES)
+        add_tile<Number, Out, ROWS, VECTORS>(out + Out::size * at, out_stride, shrunk, width, b + Number::size * at, b_stride, rank,
+                                             LANES);
+    for (; at < stop; at += LANES)
+        add_tile<Number, Out, ROWS, 1>(out + Out::size * at, out_stride, shrunk, width, b + Number::size * at, b_stride, rank,
+                                       least(LANES, stop - at));
+}
+
 template <class Number, class Out>
 static void expand(const tw_adapter_args &args, const tw_adapter_run &run, int64_t part, int64_t start, int64_t stop) {
-    constexpr int TALL = 4, VECTORS = WIDE ? 4 : 2;
     const tw_adapter_site &site = *args.site;
     const tw_adapter &adapter = adapter_of(args, run);
     const int64_t num_outputs = site.part_stops[site.num_parts - 1], rank = adapter.rank, width = site.num_parts * rank;
     const int64_t out_stride = num_outputs * Out::size, b_stride = num_outputs * Number::size;
     const char *b = (const char *)adapter.b + args.layer * rank * b_stride;
     for (int64_t row = 0, rows; row < run.num_rows; row += rows) {
-        rows = run.num_rows - row >= TALL ? TALL : 1;
+        const int64_t left = run.num_rows - row;
         char *out = (char *)args.out + (run.first_row + row) * out_stride;
         const float *shrunk = shrunk_rows(args, run) + row * width + part * rank;
-        for (int64_t at = start, columns; at < stop; at += columns) {
-            const bool wide = stop - at >= VECTORS * LANES;
-            columns = wide ? VECTORS * LANES : least(LANES, stop - at);
-            char *target = out + Out::size * at;
-            const char *weights = b + Number::size * at;
-            if (rows == TALL && wide)
-                add_tile<Number, Out, TALL, VECTORS>(target, out_stride, shrunk, width, weights, b_stride, rank, columns);
-            else if (rows == TALL)
-                add_tile<Number, Out, TALL, 1>(target, out_stride, shrunk, width, weights, b_stride, rank, columns);
-            else if (wide)
-                add_tile<Number, Out, 1, VECTORS>(target, out_stride, shrunk, width, weights, b_stride, rank, columns);
-            else
-                add_tile<Number, Out, 1, 1>(target, out_stride, shrunk, width, weights, b_stride, rank, columns);
-        }
+        rows = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        if (rows == 4)
+            add_rows<Number, Out, 4>(out, out_stride, shrunk, width, b, b_stride, rank, start, stop);
+        else if (rows == 2)
+            add_rows<Number, Out, 2>(out, out_stride, shrunk, width, b, b_stride, rank, start, stop);
+        else
+            add_rows<Number, Out, 1>(out, out_stride, shrunk, width, b, b_stride, rank, start, stop);
     }
 }
 

@@ -228,3 +228,13 @@ def test_packed_product(name: str, dtype: torch.dtype, capability: int) -> None:
     types = {**dict.fromkeys(("x", "bias", "out"), TYPES[dtype]), "blocks": "*u8", "halves": "*fp16"}
     ptx = _ptx(_packed_product, capability, types, {"PACKED": PACKED_FORMATS[name], "BIASED": True})
     assert ("mma.sync" in ptx) == (dtype != torch.float32) and "tf32" not in ptx
+
+
+@pytest.mark.parametrize(("number", "capability"), [("bf16", H100), ("fp32", A100), ("fp16", L40)])
+def test_adapters(number: str, capability: int) -> None:
+    from tightwire.kernels.cuda.adapters import _expand, _shrink
+
+    pointers = {"slots": "*i32", "ranks": "*i32", "shrunk": "*fp32", "slot_stride": "i64"}
+    _ptx(_shrink, capability, {**pointers, "x": f"*{number}", "a": f"*{number}"}, {"NUM_PARTS": 3})
+    _ptx(_expand, capability, {**pointers, "b": f"*{number}", "out": "*fp32"}, {"NUM_PARTS": 3})
+    _ptx(_expand, capability, {**pointers, "b": f"*{number}", "out": f"*{number}"}, {"NUM_PARTS": 2})
