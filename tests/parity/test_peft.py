@@ -36,12 +36,14 @@ _PROMPTS = [[5], [72, 101, 108, 108, 111], list(range(40, 140)), [200, 3, 17] * 
     ids=str,
 )
 def test_logits_and_tokens_equal_those_of_peft(settings: dict[str, Any], tmp_path: Path) -> None:
-    from peft import PeftModel  # pyright: ignore[reportMissingImports]
+    from peft import PeftModel
 
     folder = make_tiny(tmp_path / "model", **VARIANTS["odd-heads"])
     checkpoint = open_checkpoint(str(folder))
     adapter = make_adapter(tmp_path / "adapter", checkpoint.config, **settings)
-    theirs = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32), adapter).eval()
+    theirs: Any = PeftModel.from_pretrained(
+        LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32), adapter
+    ).eval()
     wanted = [greedy(theirs, prompt, 16) for prompt in _PROMPTS]
     for tp in (1, 2, 3):
         with local_engine(checkpoint, tp=tp, max_model_len=256, max_num_batched_tokens=64, adapters=[adapter]) as local:
