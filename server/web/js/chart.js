@@ -4,6 +4,7 @@ import { html, useEffect, useRef } from "../vendor/htm-preact.js";
 
 const HEIGHT_PX = 150;
 const SHOWN_S = 600;
+const STEPS_S = [15, 30, 60, 120]; // between names on the time axis
 
 /**
  * @param {{title: string, names: string[], columns: number[][], show: (value: number) => string, top: number}} props
@@ -58,18 +59,25 @@ function optionsOf(place, names, show, top) {
     cursor: { show: false },
     scales: {
       x: { time: false, range: (_, from, to) => [Math.max(from, to - SHOWN_S), Math.max(to, from + 60)] },
-      y: { range: (_, __, highest) => [0, Math.max((highest ?? 0) * 1.1, top)] },
+      y: { range: (_, __, highest) => [0, highest > top ? highest * 1.1 : top] },
     },
     axes: [
-      { ...axis, grid: { show: false }, size: 22, space: 70, values: (self, splits) => splits.map((time) => ago(time, self)) },
+      { ...axis, grid: { show: false }, size: 22, splits: momentsOf, values: (self, splits) => splits.map((time) => ago(time, self)) },
       { ...axis, grid, size: 56, space: 36, values: (_, splits) => splits.map(show) },
     ],
     series: [{}, ...names.map((name, at) => ({ label: name, stroke: strokes[at], width: 1.6, points: { show: false }, spanGaps: false }))],
   };
 }
 
+/** Moments to name on the time axis: the newest reading, and even steps back from it. */
+function momentsOf(plot, _, from) {
+  const now = plot.data[0].at(-1) ?? 0;
+  const step = STEPS_S.find((s) => (now - from) / s < 5) ?? STEPS_S.at(-1);
+  return Array.from({ length: Math.floor((now - from) / step) + 1 }, (__, at) => now - at * step).reverse();
+}
+
 function ago(time, plot) {
   const s = Math.round(plot.data[0].at(-1) - time);
-  if (s <= 0) return s ? "" : "now";
+  if (s === 0) return "now";
   return s % 60 ? `−${s} s` : `−${s / 60} min`;
 }

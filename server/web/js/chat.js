@@ -51,7 +51,7 @@ export function Chat({ settings, server }) {
       <div class="tools">
         <span class="hint">Enter sends, Shift+Enter breaks the line, Esc stops</span>
         ${turns.length > 0 && !isRunning && html`
-          <button class="quiet" onClick=${() => setTurns([])}>New conversation</button>
+          <button class="quiet" onClick=${() => setTurns([])}>New chat</button>
           <button class="quiet" onClick=${() => save("conversation.md", "text/markdown", toMarkdown(turns, exported))}>Export Markdown</button>
           <button class="quiet" onClick=${() => save("conversation.json", "application/json", toJson(turns, exported))}>Export JSON</button>
         `}

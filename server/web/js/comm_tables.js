@@ -63,6 +63,7 @@ export function Ranks({ comm }) {
       <div><dt>Overlap</dt><dd>${comm.overlap ? "half of a prompt is computed while the other is summed" : "off"}</dd></div>
     </dl>
     <${Table} caption="Ranks" heads=${heads} rows=${rows.map((row) => row.slice(0, heads.length))} empty="" />
+    <${Links} link=${link} />
   `;
 }
 
@@ -70,9 +71,28 @@ function describeLink({ name, asked_bytes_per_s: asked, measured_bytes_per_s: me
   const parts = [
     measured ? `${bytes(measured)}/s measured` : asked && `${bytes(asked)}/s`,
     latency > 0 && `${seconds(latency)} latency`,
-    `emulated in ${emulation.replace("-", " ")}`,
+    emulation === "network" ? "probed at start" : `emulated in ${emulation.replace("-", " ")}`,
   ];
   return `${name}: ${parts.filter(Boolean).join(", ")}`;
+}
+
+/** The network between nodes, as the hosts probed it. */
+function Links({ link }) {
+  const rows = (link?.pairs ?? []).map(({ nodes, bytes_per_s: speed, round_trip_s: trip, jitter_s: jitter }) => [
+    nodes.join(" to "), `${bytes(speed)}/s`, seconds(trip), seconds(jitter),
+  ]);
+  if (!rows.length) return null;
+  return html`<h3>Links</h3><${Table} caption="Links" heads=${["Nodes", "Rate", "Round trip", "Jitter"]} rows=${rows} empty="" />`;
+}
+
+/** Lines that differ in one field only, as one line with all its values. */
+function joined(lines, field) {
+  const groups = new Map();
+  for (const line of lines) {
+    const key = JSON.stringify({ ...line, [field]: "" });
+    groups.set(key, [...(groups.get(key) ?? []), line]);
+  }
+  return [...groups.values()].map((group) => ({ ...group[0], [field]: group.map((line) => line[field]).join(", ") }));
 }
 
 /** The lines of a policy and why each is so. @param {{comm: object}} props */
@@ -81,9 +101,10 @@ export function Policies({ comm }) {
   const names = Object.keys(policies);
   const [chosen, setChosen] = useState(null);
   const name = names.includes(chosen) ? chosen : names[0];
-  const rows = policies[name].map((line) => [
+  const lines = joined(joined(policies[name], "site"), "phase");
+  const rows = lines.map((line) => [
     line.algorithm,
-    line.site.replace("_", " "),
+    line.site.replaceAll("_", " "),
     line.phase || "any",
     line.layers ? line.layers.join(", ") : "all",
     line.up_to_bytes == null ? "any" : `up to ${bytes(line.up_to_bytes)}`,

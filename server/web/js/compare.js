@@ -114,12 +114,12 @@ function OnePolicy({ comm }) {
   const alone = comm.tp === 1;
   const command = `tightwire serve --tp ${alone ? 2 : comm.tp} --allreduce-extra ring,flash-int8`;
   return html`
-    <section class="empty">
+    <div class="log"><section class="empty">
       <h1>Compare two AllReduces</h1>
-      <p>${alone ? "This server has one rank, so it sums nothing." : "This server was started with one AllReduce policy."}
+      <p>${alone ? "This server has one rank, so it sums nothing." : "This server was started with one AllReduce policy."}${" "}
         Start it with others, and they answer the same prompt side by side here:</p>
       <pre tabindex="0">${command}</pre>
       <p class="note">Keep the options that you already give. <code>tightwire explain</code> lists the AllReduces with their cost.</p>
-    </section>
+    </section></div>
   `;
 }

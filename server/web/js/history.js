@@ -102,7 +102,7 @@ export class History {
       const before = oldest.comm.get(key) ?? { seconds: 0, calls: 0, bytes: 0, exact: 0 };
       return {
         key, op: now.op, algorithm: now.algorithm, phase: now.phase,
-        share: (now.seconds - before.seconds) / seconds,
+        share: Math.min(1, (now.seconds - before.seconds) / seconds),
         callRate: (now.calls - before.calls) / seconds,
         byteRate: (now.bytes - before.bytes) / seconds,
         saved: now.exact > 0 ? 1 - now.bytes / now.exact : 0,
@@ -129,6 +129,6 @@ function derive(now, previous, oldest) {
     first95: quantile(now.firstToken, oldest.firstToken, 0.95),
     inter50: quantile(now.interToken, oldest.interToken, 0.5),
     inter95: quantile(now.interToken, oldest.interToken, 0.95),
-    commShare: (commSeconds(now) - commSeconds(oldest)) / windowS,
+    commShare: Math.min(1, (commSeconds(now) - commSeconds(oldest)) / windowS), // readings may be late
   };
 }

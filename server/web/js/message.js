@@ -90,7 +90,7 @@ function Facts({ answer }) {
     usage && `${plural(usage.completion_tokens, "token")} after ${usage.prompt_tokens}${cached ? ` (${cached} cached)` : ""}`,
     sent.answer && `${bytes(sent.answer)} sent a token`,
   ].filter(Boolean);
-  const line = html`<span class="facts">${facts.map((fact) => html`<span>${fact}</span>`)}</span>`;
+  const line = html`<span class="facts">${facts.map((fact) => html`<span>${fact}</span>${" "}`)}</span>`;
   if (!answer.timing) return facts.length ? html`<p class="measured">${line}</p>` : null;
   return html`
     <details class="measured">

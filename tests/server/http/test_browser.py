@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from helpers.server.fake_engine import INFO, FakeEngine, app_for, says, serve
 
+from tightwire.comm.link.probe import PairFacts
+from tightwire.comm.link.wire import network_facts
 from tightwire.server.config.serve import HttpOptions
 from tightwire.server.ipc.engine_client import EngineState, Phase
 from tightwire.server.ipc.messages import CommChoice, CommSetup, SelfTestVerdict
@@ -35,6 +37,7 @@ _SETUP = CommSetup(
     num_nodes=1,
     choices=[_choice("two-shot")],
     self_test=[SelfTestVerdict("two-shot", True, "1 and 2048 rows"), SelfTestVerdict("ring", False, "a wrong sum")],
+    link=network_facts([PairFacts(nodes=(0, 1), round_trip_s=0.0004, jitter_s=0.00002, bytes_per_s=12.5e6)]),
     extra={"flash-int8": [_choice("flash-int8")]},
 )
 _TWO = replace(INFO, allreduce="two-shot", policies=("two-shot", "flash-int8"))
@@ -242,6 +245,7 @@ def test_the_dashboard_shows_load_and_policies(visit: Open, engine: FakeEngine) 
         v.see(".card td", "two-shot was measured")
         v.see(".card td", "wrong, never used")
         v.see(".card td", "all reduce, decode")
+        v.see(".card tr", "0 to 113 MB/s400 µs20 µs")
         assert v.page.locator(".chart canvas").count() == 6
         v.page.select_option("#policy", "flash-int8")
         v.see(".card td", "flash-int8 was measured")
