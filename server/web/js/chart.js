@@ -54,7 +54,7 @@ function optionsOf(place, names, show, top) {
   return {
     width: place.clientWidth,
     height: HEIGHT_PX,
-    padding: [8, 4, 0, 0],
+    padding: [8, 16, 0, 0],
     legend: { show: false },
     cursor: { show: false },
     scales: {

@@ -15,6 +15,16 @@ export function Composer({ label, busy, disabled, onSend, onStop }) {
     style.height = `${Math.min(field.current.scrollHeight + 2, MOST_PX)}px`;
   }, [text]);
 
+  useEffect(() => {
+    if (!busy) return;
+    const onKey = (event) => event.key === "Escape" && onStop();
+    window.addEventListener("keydown", onKey);
+    return () => {
+      window.removeEventListener("keydown", onKey);
+      if (document.activeElement === document.body) field.current?.focus(); // the button that had the focus is gone
+    };
+  }, [busy]);
+
   const send = (event) => {
     event.preventDefault();
     if (busy || disabled || !text.trim()) return;
@@ -23,7 +33,6 @@ export function Composer({ label, busy, disabled, onSend, onStop }) {
   };
   const onKeyDown = (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
-    if (event.key === "Escape" && busy) onStop();
   };
   return html`
     <form class="composer" onSubmit=${send}>

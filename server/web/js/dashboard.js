@@ -35,7 +35,8 @@ function Dashboard() {
     poll.current = () => (locked = false);
     const run = async () => {
       const signal = AbortSignal.timeout(PATIENCE_MS);
-      const [health, metrics, comm] = await Promise.all([readHealth(), orError(textOf("/metrics", signal)), locked ? null : orError(commOf(signal, model))]);
+      const [health, metrics] = await Promise.all([readHealth(), orError(textOf("/metrics", signal))]);
+      const comm = locked || !["ready", "draining"].includes(health.status) ? null : await orError(commOf(signal, model));
       locked ||= comm instanceof ApiError && comm.status === 401;
       if (comm?.model) model = comm.model;
       const now = Date.now() / 1000;

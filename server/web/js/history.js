@@ -4,6 +4,7 @@ import { histogramOf, parseMetrics, quantile, valueOf } from "./prometheus.js";
 
 const KEPT_S = 600;
 const WINDOW_S = 30; // of quantiles and shares
+const RATE_S = 5; // of rates
 
 /**
  * @typedef {object} Reading the numbers of one scrape
@@ -65,7 +66,7 @@ export class History {
   add(reading) {
     if (reading.steps < (this.newest?.steps ?? 0)) this._readings = []; // the server was started again
     const [oldest] = this._readings;
-    const previous = this.newest;
+    const previous = this._readings.findLast(({ time }) => time <= reading.time - RATE_S) ?? oldest;
     this._readings.push(reading);
     while (this._readings[0].time < reading.time - WINDOW_S) this._readings.shift();
     this._push(reading.time, { running: reading.running, waiting: reading.waiting, kv: reading.kv, ...derive(reading, previous, oldest) });
@@ -117,7 +118,7 @@ export class History {
   }
 }
 
-/** Rates since the previous reading, quantiles and shares since the oldest of the window. */
+/** Rates since `previous`, quantiles and shares since the oldest reading of the window. */
 function derive(now, previous, oldest) {
   if (!previous) return {};
   const elapsedS = now.time - previous.time;

@@ -155,8 +155,13 @@ def test_escape_stops_an_answer_and_its_text_stays(visit: Open, engine: FakeEngi
         v.press("Escape")
         v.see(".reply .facts", "stopped")
         assert 0 < len(v.page.inner_text(".reply .text")) < len(_LONG)
-        v.see(".reply button", "Regenerate")
-    assert engine.cancelled
+        v.see(".reply button", "Regenerate").focus()
+        v.press("Enter")
+        v.see(".composer button", "Stop").focus()
+        v.press("Enter")
+        v.see(".versions", "2 of 2")
+        v.see("#message:focus")
+    assert len(engine.cancelled) == 2
 
 
 def test_settings_are_sent_and_a_conversation_is_exported(visit: Open, engine: FakeEngine) -> None:
@@ -245,7 +250,7 @@ def test_the_dashboard_shows_load_and_policies(visit: Open, engine: FakeEngine) 
         v.see(".card td", "two-shot was measured")
         v.see(".card td", "wrong, never used")
         v.see(".card td", "all reduce, decode")
-        v.see(".card tr", "0 to 113 MB/s400 µs20 µs")
+        v.see(".card tr", "0 to 113 MB/s400 µs20.0 µs")
         assert v.page.locator(".chart canvas").count() == 6
         v.page.select_option("#policy", "flash-int8")
         v.see(".card td", "flash-int8 was measured")
