@@ -27,7 +27,7 @@ from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.cli.remote import Remote, RemoteError, ask, connect
 
 _TIMEOUT_S = 900.0
-_COUNTERS = ("tightwire_forced_tokens_total", "tightwire_generation_tokens_total", "tightwire_engine_steps_total")
+_COUNTERS = ("tightwire_forced_tokens_total", "tightwire_generation_tokens_total")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,6 @@ class StructuredBench(Bench[StructuredOptions]):
         mask_us = [us for answer in answers for us in _time_masks(masks, grammars[answer.index], answer.token_ids)]
         structured["mask_p50_us"], structured["mask_p99_us"] = np.percentile(mask_us, (50, 99)).tolist()
         wrong = [answer for answer in answers if answer.problem is not None]
-        structured["problems"] = {str(answer.index): answer.problem for answer in wrong}
         self.keep()
         self.print_table(Table(title="Answers with and without a schema", columns=self.columns, rows=self.measured))
         if wrong:
@@ -83,39 +82,28 @@ class StructuredBench(Bench[StructuredOptions]):
         free: dict[str, Any] = {"name": "without", "samples": {"tokens_per_s": []}}
         self.measured += [structured, free]
         changes = dict.fromkeys(_COUNTERS, 0.0)
-        seconds = {"with": 0.0, "without": 0.0}
         async with httpx.AsyncClient(headers=dict(remote.headers), timeout=_TIMEOUT_S, trust_env=False) as http:
             await _ask_for(http, remote, options, 0, None, 2)
             await _ask_for(http, remote, options, 0, {"type": "object"}, 2)  # the server's first grammar
             for part in np.array_split(np.arange(len(schemas)), min(options.rounds, len(schemas))):
                 task = self.progress.add_task(f"schemas {part[0]} to {part[-1]}", total=2 * len(part))
-
                 asks = [_ask_for(http, remote, options, i, schemas[i], options.max_tokens) for i in part.tolist()]
-                before, start_s = await _counters(http, remote), time.perf_counter()
-                new = await self._all(asks, task)
-                took_s = time.perf_counter() - start_s
+                before = await _counters(http, remote)
+                new = await self._all(asks, structured, task)
                 after = await _counters(http, remote)
-                num_tokens = sum(len(answer.token_ids) for answer in new)
-                answers += new
                 changes = {name: changes[name] + after[name] - before[name] for name in _COUNTERS}
-                structured["samples"]["tokens_per_s"].append(num_tokens / took_s)
+                answers += new
+                structured["valid"] = sum(answer.problem is None for answer in answers) / len(answers)
+                structured["problems"] = {answer.index: answer.problem for answer in answers if answer.problem}
+                structured["forced"] = changes[_COUNTERS[0]] / changes[_COUNTERS[1]]
                 asks = [_ask_for(http, remote, options, each.index, None, len(each.token_ids)) for each in new]
-                start_s = time.perf_counter()
-                await self._all(asks, task)
-                free_s = time.perf_counter() - start_s
-                free["samples"]["tokens_per_s"].append(num_tokens / free_s)
-                seconds = {"with": seconds["with"] + took_s, "without": seconds["without"] + free_s}
+                await self._all(asks, free, task)
                 self.progress.remove_task(task)
-        num_tokens = sum(len(answer.token_ids) for answer in answers)
-        for cell, name in ((structured, "with"), (free, "without")):
-            cell |= {"answers": len(answers), "tokens": num_tokens, "tokens_per_s": num_tokens / seconds[name]}
-        forced, generated, _ = (changes[name] for name in _COUNTERS)
-        structured["valid"] = sum(answer.problem is None for answer in answers) / len(answers)
-        structured["forced"] = forced / generated
+                self.keep()
         return answers
 
-    async def _all(self, asks: Sequence[Awaitable[Answer]], task: Any) -> list[Answer]:
-        """The answers in order; ``concurrency`` requests at once."""
+    async def _all(self, asks: Sequence[Awaitable[Answer]], cell: dict[str, Any], task: Any) -> list[Answer]:
+        """The answers in order; ``concurrency`` requests at once. Adds their tokens and times to ``cell``."""
         slots = asyncio.Semaphore(self.options.concurrency)
 
         async def one(ask: Awaitable[Answer]) -> Answer:
@@ -124,7 +112,14 @@ class StructuredBench(Bench[StructuredOptions]):
             self.progress.advance(task)
             return answer
 
-        return await asyncio.gather(*map(one, asks))
+        start_s = time.perf_counter()
+        answers = await asyncio.gather(*map(one, asks))
+        seconds, num_tokens = time.perf_counter() - start_s, sum(len(answer.token_ids) for answer in answers)
+        cell["samples"]["tokens_per_s"].append(num_tokens / seconds)
+        for name, count in (("answers", len(answers)), ("tokens", num_tokens), ("seconds", seconds)):
+            cell[name] = cell.get(name, 0) + count
+        cell["tokens_per_s"] = cell["tokens"] / cell["seconds"]
+        return answers
 
 
 async def _ask_for(

@@ -75,13 +75,13 @@ def _serve(argv: Sequence[str]) -> int:
     if place is not None:
         _say(place.describe())
     try:
+        check_files(config.http)
         if place is None or place.node == 0 or has_copy(config.model.model):
             refuse_wrong_model(config)
         else:
             _say(f"this host has no copy of {config.model.model}; node 0 will send it")
         _load_kernels()
         refuse_early(config)
-        check_files(config.http)
         listener = open_listener(config.http)
     except (ValueError, PortTakenError) as error:
         return _refuse("serve", error)
