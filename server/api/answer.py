@@ -17,11 +17,10 @@ from tightwire.server.api.disconnect import ClientGoneError, cancel_on_disconnec
 from tightwire.server.api.errors import ApiError, to_api_error
 from tightwire.server.api.generation import Delta, Prompt, TokenSequence, generate
 from tightwire.server.api.logprobs import PromptLogprobs, prompt_logprobs
-from tightwire.server.api.record import Tokens
 from tightwire.server.api.responses import PromptTokensDetails, Usage
 from tightwire.server.api.schemas import Body, GenerationBody, StreamOptions
 from tightwire.server.api.serving import ServedModel, Serving
-from tightwire.server.api.trace import RequestTrace, TightwireExtra
+from tightwire.server.api.trace import RequestTrace, TightwireExtra, Tokens
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 StreamUsage = Usage | None | UnsetType  # null in a stream whose last chunk has the usage

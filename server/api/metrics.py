@@ -1,13 +1,16 @@
-"""Renders /metrics from request traces and the engine's newest counters and gauges. Each app has its own registry."""
+"""Renders /metrics from request traces and the engine's newest counters and gauges. Each app has its own registry.
+
+``--metrics-alias`` adds a second name to some metrics, for routers and dashboards that read the names of another server.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from tightwire.server.api.metrics_alias import METRIC_ALIASES, AliasedMetrics
 from tightwire.server.ipc.engine_stats import CommCount, EngineStats, ReplicaLoad, metric_fields
 from tightwire.server.ipc.messages import CommSetup
 
@@ -18,6 +21,48 @@ _REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12,
 _USAGE_HELP = "KV cache blocks in use, 0 to 1"
 
 _TTFT_PARTS = ("http", "tokenize", "queue", "compute", "allreduce", "codec", "sampling", "engine", "send")
+
+# vLLM renamed some metrics; routers and dashboards in use read the older names or the newer ones.
+METRIC_ALIASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "none": {},
+    "vllm": {
+        "tightwire_requests_running": ("vllm:num_requests_running",),
+        "tightwire_requests_waiting": ("vllm:num_requests_waiting",),
+        "tightwire_kv_cache_usage_ratio": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+        "tightwire_prefix_cache_queries": ("vllm:prefix_cache_queries", "vllm:gpu_prefix_cache_queries"),
+        "tightwire_prefix_cache_hits": ("vllm:prefix_cache_hits", "vllm:gpu_prefix_cache_hits"),
+        "tightwire_prompt_tokens": ("vllm:prompt_tokens",),
+        "tightwire_generation_tokens": ("vllm:generation_tokens",),
+        "tightwire_preemptions": ("vllm:num_preemptions",),
+        "tightwire_time_to_first_token_seconds": ("vllm:time_to_first_token_seconds",),
+        "tightwire_inter_token_latency_seconds": (
+            "vllm:inter_token_latency_seconds",
+            "vllm:time_per_output_token_seconds",
+        ),
+        "tightwire_e2e_request_latency_seconds": ("vllm:e2e_request_latency_seconds",),
+        "tightwire_queue_seconds": ("vllm:request_queue_time_seconds",),
+    },
+}
+
+
+@dataclass(frozen=True, eq=False)  # a registry finds its collectors by identity
+class AliasedMetrics(Collector):
+    """The metrics of ``source``, and those with an alias once more under each alias, labelled with the model's name."""
+
+    source: CollectorRegistry
+    aliases: Mapping[str, tuple[str, ...]]
+    model_name: Callable[[], str | None]
+
+    def collect(self) -> Iterator[Metric]:
+        labels = {"model_name": self.model_name() or ""}
+        for family in self.source.collect():
+            yield family
+            for alias in self.aliases.get(family.name, ()):
+                renamed = Metric(alias, f"Same as {family.name}: {family.documentation}", family.type)
+                for sample in family.samples:
+                    name = alias + sample.name.removeprefix(family.name)  # _total, _bucket, _sum, _count, _created
+                    renamed.samples.append(sample._replace(name=name, labels={**sample.labels, **labels}))
+                yield renamed
 
 
 class Metrics:

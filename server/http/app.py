@@ -15,8 +15,8 @@ from starlette.middleware.cors import CORSMiddleware
 from tightwire import __version__
 from tightwire.server.api.errors import install_error_handlers
 from tightwire.server.api.metrics import Metrics
-from tightwire.server.api.record import Recorder
 from tightwire.server.api.serving import ModelHolder, Serving
+from tightwire.server.api.trace import Recorder
 from tightwire.server.config.adapters import AdapterOptions
 from tightwire.server.config.http import HttpOptions
 from tightwire.server.http.keys import KeyRing

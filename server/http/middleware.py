@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tightwire.server.api.errors import ApiError, to_api_error
 from tightwire.server.api.metrics import Metrics
-from tightwire.server.api.record import Recorder, RequestRecord
+from tightwire.server.api.trace import Recorder, RequestRecord
 from tightwire.server.http.keys import KeyRing
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from pydantic_core import to_jsonable_python
 
-from tightwire.server.api.record import RequestRecord
+from tightwire.server.api.trace import RequestRecord
 
 _encoder = msgspec.json.Encoder()
 

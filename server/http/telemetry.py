@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from tightwire import __version__
-from tightwire.server.api.record import RequestRecord
+from tightwire.server.api.trace import RequestRecord
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")

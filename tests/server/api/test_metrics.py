@@ -6,8 +6,7 @@ import httpx
 from helpers.server.fake_engine import INFO, FakeEngine, app_for
 from prometheus_client.parser import text_string_to_metric_families
 
-from tightwire.server.api.metrics import Metrics
-from tightwire.server.api.metrics_alias import METRIC_ALIASES
+from tightwire.server.api.metrics import METRIC_ALIASES, Metrics
 from tightwire.server.config.serve import HttpOptions
 from tightwire.server.ipc.engine_stats import EngineCounters, EngineStats, metric_fields
 from tightwire.server.ipc.messages import CommSetup, SelfTestVerdict

@@ -9,8 +9,7 @@ import pytest
 from helpers.server.fake_engine import FakeEngine
 
 from tightwire.server.api.metrics import Metrics
-from tightwire.server.api.record import RequestRecord
-from tightwire.server.api.trace import RequestTrace
+from tightwire.server.api.trace import RequestRecord, RequestTrace
 from tightwire.server.ipc.messages import FirstToken, Output
 
 PARTS = ("http_s", "tokenize_s", "queue_s", "compute_s", "allreduce_s", "codec_s", "sampling_s", "engine_s", "send_s")

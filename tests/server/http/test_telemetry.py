@@ -10,7 +10,7 @@ import httpx
 import pytest
 from helpers.server.fake_engine import FakeEngine, app_for
 
-from tightwire.server.api.record import RequestRecord
+from tightwire.server.api.trace import RequestRecord
 from tightwire.server.config.serve import HttpOptions
 from tightwire.server.http.telemetry import Telemetry, wants_traces
 
