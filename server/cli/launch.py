@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Mapping
 
@@ -38,7 +39,13 @@ def serve(config: ServeConfig, listener: socket.socket, ranks: Ranks, progress: 
     """Serve until a signal (exit code 0), a refusal (2) or the loss of a rank (1)."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("tightwire").setLevel(config.http.log_level.upper())
-    return asyncio.run(_Server(config, listener, ranks, progress).run())
+    code = asyncio.run(_Server(config, listener, ranks, progress).run())
+    if code == 1 and ranks.place is not None:
+        # The interpreter's own end takes seconds on a busy machine, and other hosts' operators wait for this one's exit.
+        ranks.kill()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 class _StoppedError(Exception):
