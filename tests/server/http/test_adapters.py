@@ -50,7 +50,10 @@ async def test_model_names_an_adapter_in_every_route() -> None:
             fingerprints[name] = answer["system_fingerprint"]
         chat = {"messages": [{"role": "user", "content": "Hi"}], "model": "poet"}
         assert (await client.post("/v1/chat/completions", json=chat)).json()["model"] == "poet"
-        assert [request.adapter for request in engine.submitted] == [0, 2, 0, 1]
+        message = {**chat, "max_tokens": 5}
+        assert (await client.post("/v1/messages", json=message)).json()["model"] == "poet"
+        assert (await client.post("/v1/responses", json={"input": "Hi", "model": "clerk"})).json()["model"] == "clerk"
+        assert [request.adapter for request in engine.submitted] == [0, 2, 0, 1, 1, 2]
         assert "lora-clerk" in fingerprints["clerk"] and fingerprints["tiny"] == fingerprints[None]
         assert (await client.post("/tokenize", json={"prompt": "Hi", "model": "poet"})).status_code == 200
         refused = await client.post("/v1/completions", json={"prompt": "Hi", "model": "nobody"})
