@@ -18,6 +18,7 @@ from tightwire.comm.all_reduce.entry import NODE_ORDER, RANK_ORDER
 from tightwire.comm.all_reduce.registry import lossless_names, lossy_names, parse_all_reduce
 from tightwire.comm.codec.error_bounds import relative_rms_error
 from tightwire.comm.policy.cost import CostModel, size_grid
+from tightwire.comm.policy.error_budget import KL_SOURCE, MEASURED_KL
 from tightwire.comm.policy.rules import (
     DROP,
     PHASES,
@@ -51,7 +52,8 @@ class PolicyRequest:
     num_layers: int = 0  # 0: not known
     allreduce: str = "auto"
     decode: str | None = None
-    error_budget: float | None = None
+    error_budget: float | None = None  # relative RMS error of one AllReduce
+    kl_budget: float | None = None  # mean KL of next tokens, in nats
     file: PolicyFile | None = None  # takes precedence over all of the above
     file_name: str = ""
 
@@ -108,7 +110,8 @@ class Chooser:
         self._request, self._costs, self._wrong = request, costs, dict(wrong or {})
         self._row_bytes = request.row_elems * costs.setting.elem_bytes
         self._errors: dict[str, float] = {}
-        self._admitted = {phase: self._admit(request.error_budget if phase == "prefill" else None) for phase in PHASES}
+        budgets = request.error_budget, request.kl_budget
+        self._admitted = {phase: self._admit(*(budgets if phase == "prefill" else (None, None))) for phase in PHASES}
 
     def policy(self) -> Policy:
         """Rules for every site and phase; raises QuarantinedError if ``auto`` has no usable algorithm left."""
@@ -210,10 +213,10 @@ class Chooser:
             choices.append(Choice(up_to_bytes=limit, algorithms=(leader, *others, *substitutes), reason=why))
         return tuple(choices)
 
-    def _admit(self, error_budget: float | None) -> _Admitted:
+    def _admit(self, error_budget: float | None, kl_budget: float | None = None) -> _Admitted:
         admitted, usable = _Admitted(), dict[str, str]()
         for name in [*lossless_names(), *self._lossy()]:
-            order, reason = self._order(name, error_budget)
+            order, reason = self._order(name, error_budget, kl_budget)
             if name in self._wrong:
                 admitted.refused[name] = f"summed wrongly when measured: {self._wrong[name]}"
             elif reason is not None:
@@ -237,19 +240,25 @@ class Chooser:
     def _fits_nodes(self, name: str) -> bool:
         return not parse_all_reduce(name).entry.needs_nodes or self._costs.setting.num_nodes > 1
 
-    def _order(self, name: str, error_budget: float | None) -> tuple[str, str | None]:
+    def _order(self, name: str, error_budget: float | None, kl_budget: float | None) -> tuple[str, str | None]:
         """The order in which ``name`` adds, and why it may not be used (None: it may)."""
         parsed = parse_all_reduce(name)
         reason = parsed.entry.refusal(self._costs.setting)
         if parsed.lossless or not self._fits_nodes(name):
             return parsed.entry.order, reason
-        return name, self._why_too_lossy(name, error_budget)
+        return name, self._why_too_lossy(name, error_budget, kl_budget)
 
-    def _why_too_lossy(self, name: str, error_budget: float | None) -> str | None:
-        if error_budget is None:
+    def _why_too_lossy(self, name: str, error_budget: float | None, kl_budget: float | None) -> str | None:
+        if error_budget is None and kl_budget is None:
             return "lossy; no error budget for these rows"
         if crossing := self._crossing_rows(name):
             return f"lossy{crossing}"
+        if kl_budget is not None:
+            kl = MEASURED_KL.get(name)
+            if kl is None:
+                return "lossy; its KL is not known"
+            return None if kl <= kl_budget else f"its KL of {kl:g} exceeds the budget of {kl_budget:g} ({KL_SOURCE})"
+        assert error_budget is not None
         error = self.error(name)
         if error > error_budget:
             return f"its error of {error:.3g} exceeds the budget of {error_budget:g}"
@@ -282,8 +291,13 @@ class Chooser:
             beside = f", {others[0]} {self._us(others[0], size):.0f} us"
             if self._us(others[0], size) < self._us(leader, size):
                 beside += f", which gains less than {_LEAST_GAIN}"
-        lossy = "" if parse_all_reduce(leader).lossless else f", error {self.error(leader):.3g} within the budget"
+        lossy = "" if parse_all_reduce(leader).lossless else f", {self._describe_loss(leader)} within the budget"
         return f"{self._us(leader, size):.0f} us at {format_bytes(size)}{beside}{lossy} ({source})"
+
+    def _describe_loss(self, name: str) -> str:
+        if self._request.kl_budget is None:
+            return f"error {self.error(name):.3g}"
+        return f"KL {MEASURED_KL[name]:g} ({KL_SOURCE})"
 
     def _why_chosen(self, chosen: str, num_bytes: int, admitted: _Admitted) -> str:
         members = next(names for names in admitted.orders.values() if chosen in names)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import open_wire
+from tightwire.comm.policy.error_budget import parse_error_budget
 from tightwire.kernels.cpu.library import available
 from tightwire.model.checkpoint.header import has_copy
 from tightwire.model.weights import WEIGHT_CODECS
@@ -165,7 +166,11 @@ def explain(argv: Sequence[str]) -> int:
         "explain", "Show which AllReduce sums which message of a model, its cost, and the reason.", _EXPLAIN_GROUPS
     )
     parser.add_argument(
-        "--error-budget", dest="comm_error_budget", type=float, metavar="E", help="the same as --comm-error-budget E"
+        "--error-budget",
+        dest="comm_error_budget",
+        type=parse_error_budget,
+        metavar="E",
+        help="the same as --comm-error-budget E",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output instead of tables")
     config, args = parse(parser, argv, _EXPLAIN_GROUPS)

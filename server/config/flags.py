@@ -140,6 +140,8 @@ def convert(field: Field[Any], value: object) -> Any:
     kind, optional = _kind(field)
     if value is None and optional:
         return None
+    if (parse := field.metadata.get("parse")) is not None:
+        return value if isinstance(value, kind) else parse(str(value))
     choices = field.metadata["choices"]
     if choices and value not in choices:
         raise ValueError(f"must be one of {', '.join(choices)}, got {value!r}")

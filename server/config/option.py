@@ -1,14 +1,24 @@
 """Declares one option of a group, with its default and help text, and refuses invalid values."""
 
+from collections.abc import Callable
 from dataclasses import field
 from typing import Any
 
 MAX_SECONDS = 1e6  # eleven days: no clock or timer overflows at such a deadline
 
 
-def option(default: Any, help: str, choices: tuple[str, ...] = (), metavar: str = "", *, repeated: bool = False) -> Any:
-    """``repeated``: the flag may be given several times; a YAML file has a list."""
-    return field(default=default, metadata={"help": help, "choices": choices, "metavar": metavar, "repeated": repeated})
+def option(
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] = (),
+    metavar: str = "",
+    *,
+    repeated: bool = False,
+    parse: Callable[[str], Any] | None = None,
+) -> Any:
+    """``repeated``: the flag may be given several times; a YAML file has a list. ``parse``: makes the value from its text."""
+    metadata = {"help": help, "choices": choices, "metavar": metavar, "repeated": repeated, "parse": parse}
+    return field(default=default, metadata=metadata)
 
 
 def require(ok: bool, name: str, value: object, want: str) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import EMULATIONS, USER_SPACE
+from tightwire.comm.policy.error_budget import ErrorBudget, parse_error_budget
 from tightwire.server.config.option import option, require
 
 _MAX_RANKS = 64  # each rank imports torch before the model can say how many ranks it supports
@@ -38,11 +39,12 @@ class ParallelOptions:
         "algorithm for rows of generated tokens; default: the one of --allreduce if it is lossless, else auto",
         metavar="NAME",
     )
-    comm_error_budget: float | None = option(
+    comm_error_budget: ErrorBudget | None = option(
         None,
-        "largest relative RMS error of one AllReduce that auto may cause in prompt rows, such as 0.01; default: none, auto "
-        "is lossless",
+        "accuracy that auto may give up in prompt rows: the relative RMS error of one AllReduce, such as 0.01, or the mean KL of "
+        "next tokens, such as kl=0.02; default: none, auto is lossless",
         metavar="E",
+        parse=parse_error_budget,
     )
     allreduce_extra: tuple[str, ...] = option(
         (),
@@ -96,8 +98,6 @@ class ParallelOptions:
         self._check_nodes()
         self._check_link()
         self._check_policies()
-        budget = self.comm_error_budget
-        require(budget is None or 0 < budget < 1, "comm_error_budget", budget, "above 0 and below 1")
         if self.tp_split is not None:
             require(
                 len(self.tp_split) == self.tp, "tp_split", self.tp_split, f"one number for each of the {self.tp} ranks"

@@ -72,13 +72,15 @@ def policy_requests(config: ServeConfig, model: LlamaConfig) -> dict[str, Policy
     """The policy requests by name, the server's own first. ValueError: an impossible split, or another model's policy file."""
     parallel, engine = config.parallel, config.engine
     make_layout(model, parallel.tp, parallel.tp_split)
+    budget = parallel.comm_error_budget
     base = PolicyRequest(
         row_elems=model.hidden_size,
         max_rows=engine.max_num_batched_tokens,
         max_decode_rows=engine.max_num_seqs,
         num_layers=model.num_layers,
         decode=parallel.allreduce_decode,
-        error_budget=parallel.comm_error_budget,
+        error_budget=None if budget is None or budget.is_kl else budget.limit,
+        kl_budget=budget.limit if budget is not None and budget.is_kl else None,
     )
     names = dict.fromkeys([parallel.allreduce, *parallel.allreduce_extra])
     return {name: _request(base, name, model) for name in names}

@@ -121,6 +121,28 @@ def test_an_error_budget_buys_the_fastest_codec_within_it_for_prompt_rows(budget
     assert lossless(first(made, "down_proj", "decode")) and lossless(first(made, "embed", "prefill"))
 
 
+@pytest.mark.parametrize(
+    ("budget", "codec"),
+    [(0.1, "int3"), (0.02, "int4"), (0.005, "int5"), (0.002, "int6"), (0.001, "int8"), (1e-4, None)],
+)
+def test_a_budget_of_kl_buys_the_fastest_codec_on_the_measured_front(budget: float, codec: str | None) -> None:
+    made = chooser(transport="process-group")
+    made = chooser(transport="process-group", points=slow_points(made), kl_budget=budget)
+    (choice,) = made.policy().choices("down_proj", 0, "prefill") if codec else (None,)
+    assert (choice is None and lossless(first(made, "down_proj", "prefill"))) or (
+        choice is not None and choice.algorithms[0] == f"flash-{codec}" and "measured on SmolLM2-135M" in choice.reason
+    )
+    assert lossless(first(made, "down_proj", "decode"))
+    refused = {verdict.algorithm: verdict.why for verdict in made.verdicts("down_proj", "prefill", 64 * 2 * ROW)}
+    if codec not in ("int3",):
+        assert f"exceeds the budget of {budget:g}" in refused["flash-int3"]
+
+
+def test_a_fast_wire_gives_up_no_accuracy_for_any_budget() -> None:
+    made = chooser(transport="shared-memory", kl_budget=1.0)
+    assert lossless(first(made, "down_proj", "prefill"))
+
+
 def test_within_a_phase_a_lossy_sum_is_used_at_every_size_or_not_at_all() -> None:
     points = slow_points(chooser(transport="process-group"))
     made = chooser(transport="process-group", points=points, error_budget=0.5)

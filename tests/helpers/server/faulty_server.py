@@ -39,7 +39,9 @@ def _fail_to_load() -> None:
 
 def _sum_wrongly() -> None:
     """One-shot gives the negative of the sum."""
-    OneShotAllReduce.__call__ = lambda self, x, phase="", site="": BaseAllReduce.__call__(self, x, phase, site).neg()  # type: ignore[method-assign]
+    OneShotAllReduce.__call__ = lambda self, x, phase="", site="", feedback=None: BaseAllReduce.__call__(
+        self, x, phase, site
+    ).neg()  # type: ignore[method-assign]
 
 
 def _hang() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tightwire.comm.policy.error_budget import ErrorBudget
 from tightwire.server.config import flags
 from tightwire.server.config.serve import ServeConfig, option_fields
 
@@ -62,7 +63,8 @@ def test_without_arguments_every_option_has_its_default() -> None:
             ("ring", "flash:int4,int8", "policy:a.json"),
         ),
         (["--tp", "2", "--allreduce", "policy:a.json"], "parallel", "allreduce", "policy:a.json"),
-        (["--comm-error-budget", "0.01"], "parallel", "comm_error_budget", 0.01),
+        (["--comm-error-budget", "0.01"], "parallel", "comm_error_budget", ErrorBudget(0.01)),
+        (["--comm-error-budget", "kl=0.02"], "parallel", "comm_error_budget", ErrorBudget(0.02, is_kl=True)),
         (["--tp", "4", "--nodes", "2"], "parallel", "nodes", 2),
         (["--comm-timeout-s", "1.5"], "timeouts", "comm_timeout_s", 1.5),
         (["--kv-cache-memory", "2GiB"], "engine", "kv_cache_memory", 2 << 30),
@@ -104,7 +106,7 @@ def test_a_flag_sets_its_field(argv: list[str], group: str, name: str, value: ob
             ["--tp", "2", "--allreduce-extra", "policy:b.json", "--comm-error-budget", "0.1"],
             "--comm-error-budget 0.1 and policy:b.json both choose the AllReduce",
         ),
-        (["--comm-error-budget", "1.5"], "--comm-error-budget must be above 0 and below 1, got 1.5"),
+        (["--comm-error-budget", "1.5"], "--comm-error-budget: must be a relative error above 0 and below 1"),
         (["--kv-cache-memory", "lots"], "'lots' is not a size"),
         (["--port", "70000"], "--port must be 0 to 65535"),
         (["--tp", "2", "--tp-split", "inf,1"], "--tp-split must be finite and above 0"),

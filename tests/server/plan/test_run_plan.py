@@ -9,6 +9,7 @@ import pytest
 from helpers.model.tiny_gguf import make_tiny_gguf
 
 from tightwire.comm.all_reduce.entry import Setting
+from tightwire.comm.policy.error_budget import ErrorBudget
 from tightwire.comm.policy.rules import FileRule, Policy, PolicyFile, write_policy_file
 from tightwire.comm.policy.tune_file import Measured, Point, this_host, tune_path, write_tuned
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -77,7 +78,7 @@ def test_a_lossy_name_is_kept_from_generated_rows_and_all_that_was_asked_is_in_o
         "device": "cpu",
         "tp": 2,
         "allreduce": "flash-int8",
-        "comm_error_budget": 0.1,
+        "comm_error_budget": ErrorBudget(0.1),
     }
     plan = decide(make_config(options), MODEL).plan
     assert plan.allreduce == "flash-int8+error-budget=0.1"
