@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -11,15 +11,19 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.choose import Chooser, PolicyRequest, Verdict
 from tightwire.comm.policy.rules import PHASES, Choice, describe_layers
 from tightwire.comm.sizes import format_bytes
 from tightwire.model.adapters.slots import SlotSizes, slot_bytes
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
+from tightwire.server.config.hosts import HostOptions
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.adapters import describe_adapters, plan_adapters
 from tightwire.server.plan.comm_decision import CommDecision, decide_comm, policy_requests
+from tightwire.server.plan.launcher import resolve_hosts
+from tightwire.server.plan.network import last_probe
 from tightwire.server.plan.setting import check_all_reduce_names, choose_dtype, decide_setting, requested_link
 
 _SITES = ("o_proj", "down_proj")
@@ -37,10 +41,16 @@ class Explained:
     verdicts: list[Verdict]
 
 
-def run(config: ServeConfig, as_json: bool) -> int:
-    """Print the explanation; exit code 0, or 2 for options that are refused."""
+def run(config: ServeConfig, as_json: bool, network: bool = False) -> int:
+    """Print the explanation; exit code 0, or 2 for options that are refused. ``network``: between hosts, as probed."""
     try:
-        request, decision, num_layers = decide_for(config)
+        link = last_probe() if network else None
+        if link is not None:
+            nodes = 1 + max(pair.nodes[1] for pair in link.pairs)
+            hosts = HostOptions(nnodes=nodes, node_rank=0, master_addr="node-0")
+            config = resolve_hosts(replace(config, hosts=hosts), {})[0]
+            sys.stderr.write(f"{link.describe(nodes)}\n")
+        request, decision, num_layers = decide_for(config, link)
         adapters = _explain_adapters(config)
     except ValueError as error:
         sys.stderr.write(f"tightwire explain: {error}\n")
@@ -56,12 +66,12 @@ def run(config: ServeConfig, as_json: bool) -> int:
     return 0
 
 
-def decide_for(config: ServeConfig) -> tuple[PolicyRequest, CommDecision, int]:
+def decide_for(config: ServeConfig, network: LinkFacts | None = None) -> tuple[PolicyRequest, CommDecision, int]:
     """The decision that ``serve`` would make, and the model's number of layers. ValueError: the model or an option is refused."""
     check_all_reduce_names(config.parallel)
     model = open_checkpoint(config.model.model, config.model.seed).config
     requests = policy_requests(config, model)
-    link = requested_link(config.parallel)
+    link = network or requested_link(config.parallel)
     setting, gpus = decide_setting(config, model, link)
     decision = decide_comm(requests, setting, [gpu.name for gpu in gpus], link)
     return next(iter(requests.values())), decision, model.num_layers

@@ -173,10 +173,16 @@ def explain(argv: Sequence[str]) -> int:
         help="the same as --comm-error-budget E",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output instead of tables")
+    parser.add_argument(
+        "--network",
+        action="store_true",
+        help="between the hosts of the last server whose node 0 was here, as it probed them",
+    )
     config, args = parse(parser, argv, _EXPLAIN_GROUPS)
     refuse_serving_flags(parser, config)
     with interrupts_end_at_once():
-        return importlib.import_module("tightwire.server.cli.explain").run(at_least_two_ranks(config), "json" in args)
+        module = importlib.import_module("tightwire.server.cli.explain")
+        return module.run(at_least_two_ranks(config), "json" in args, "network" in args)
 
 
 def at_least_two_ranks(config: ServeConfig) -> ServeConfig:

@@ -1,5 +1,6 @@
 """This node's address and interface towards the others, and its ports. Reads the kernel's routes and guesses nothing."""
 
+import contextlib
 import fcntl
 import ipaddress
 import os
@@ -10,6 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
+from tightwire.comm.atomic_file import write_atomic
+from tightwire.comm.link.wire import LinkFacts
+from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.server.config.hosts import HostOptions, split_address
 
 _SIOCGIFADDR = 0x8915
@@ -55,6 +61,28 @@ class HostPlace:
         """The ports of this node that other nodes connect to, with these ranks on it."""
         sums = [self.sum_port(rank) for rank in ranks]
         return [self.store_port, *sums] if self.node == 0 else [*(self.ports[1 + 2 * rank] for rank in ranks), *sums]
+
+
+def _probe_path() -> Path:
+    return cache_folder() / "network.json"
+
+
+def keep_probe(link: LinkFacts) -> None:
+    """Keep the network that a server on several hosts has probed, for ``explain --network``, if the cache can be written."""
+    with contextlib.suppress(OSError):
+        _probe_path().parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(_probe_path(), msgspec.json.encode(link))
+
+
+def last_probe() -> LinkFacts:
+    """The network that ``keep_probe`` has kept. ValueError: there is none."""
+    try:
+        return msgspec.json.decode(_probe_path().read_bytes(), type=LinkFacts)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ValueError(
+            f"--network: no probe in {_probe_path()} ({error}); node 0 of `tightwire serve --nnodes N` writes it when all nodes "
+            "have joined"
+        ) from None
 
 
 def joined(address: str, port: int) -> str:

@@ -19,7 +19,7 @@ import msgspec
 from tightwire.comm.link.probe import answer_probes
 from tightwire.comm.link.wire import LinkFacts, network_facts
 from tightwire.server.ipc.messages import FromRank
-from tightwire.server.plan.network import HostPlace, joined, listen
+from tightwire.server.plan.network import HostPlace, joined, keep_probe, listen
 from tightwire.server.plan.rank_setup import RunPlan
 from tightwire.server.ranks.host_channel import (
     AskStop,
@@ -187,6 +187,7 @@ class Head(Side):
                 f"{'; '.join(failures)}. Open --port-range {self._joining.facts['--port-range']} in the firewall"
             )
         self.link = await self._measure({node: (at, ports[-1]) for node, (at, ports) in targets.items() if node})
+        keep_probe(self.link)
         self.tell(Network(self.link))
 
     async def _measure(self, targets: dict[int, tuple[str, int]]) -> LinkFacts:

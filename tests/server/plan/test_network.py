@@ -1,12 +1,15 @@
 """This host's place among several: its address, the forms of the master's address, and its ports."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
+from tightwire.comm.link.probe import PairFacts
+from tightwire.comm.link.wire import network_facts
 from tightwire.server.config.hosts import HostOptions, split_address
 from tightwire.server.plan import network
-from tightwire.server.plan.network import UnknownNameError, find_place, listen, wait_for_place
+from tightwire.server.plan.network import UnknownNameError, find_place, keep_probe, last_probe, listen, wait_for_place
 
 
 def options(master: str = "127.0.0.1", node: int = 1, interface: str | None = None) -> HostOptions:
@@ -87,3 +90,13 @@ def test_a_taken_port_is_named() -> None:
             ValueError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use; choose a free"
         ):
             listen("127.0.0.1", port)
+
+
+def test_the_last_probe_is_kept_for_explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ValueError, match="--network: no probe in .*network.json"):
+        last_probe()
+    link = network_facts([PairFacts((0, 1), 1e-4, 1e-5, 25e6)])
+    keep_probe(link)
+    assert last_probe() == link
+    assert str(link.pairs[0]) == "node 0 to node 1: round trip 100 us, jitter 10 us, 200 Mbit/s"
