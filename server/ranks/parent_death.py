@@ -22,5 +22,7 @@ def ignore_terminal_signals() -> None:
 
 def die_at_end_of_stdin() -> None:
     """Block until the parent's end of standard input closes, then exit at once."""
-    sys.stdin.buffer.read()
+    # The descriptor itself: a thread inside a buffered reader makes Python abort when the process ends.
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
     os.kill(os.getpid(), signal.SIGKILL)
