@@ -1,11 +1,16 @@
 """Options of the HTTP server: where it listens, who may use it, what it records."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from tightwire.server.config.option import MAX_SECONDS, option, require
 
 _ORIGIN = re.compile(r"\*|[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s?#@]+")
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,3 +97,22 @@ class HttpOptions:
     @property
     def needs_key(self) -> bool:
         return self.api_key is not None or self.api_key_file is not None
+
+
+def wants_traces(endpoint: str | None, environment: Mapping[str, str]) -> bool:
+    """True if the flag or a standard variable names a collector. ValueError: traces cannot be sent to it from here."""
+    named = next((name for name in _ENDPOINTS if environment.get(name)), None)
+    exporter = environment.get("OTEL_TRACES_EXPORTER", "otlp")
+    if endpoint is None and (named is None or exporter != "otlp"):
+        return False
+    source = "--otlp-endpoint" if endpoint is not None else named
+    protocol = next((environment[name] for name in _PROTOCOLS if environment.get(name)), "http/protobuf")
+    if protocol != "http/protobuf":
+        raise ValueError(f"{source}: OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; this server sends http/protobuf only")
+    try:
+        installed = find_spec("opentelemetry.exporter.otlp.proto.http") and find_spec("opentelemetry.sdk")
+    except ModuleNotFoundError:
+        installed = None
+    if not installed:
+        raise ValueError(f"{source} needs OpenTelemetry; install it with `pip install 'tightwire[otel]'`")
+    return True

@@ -18,7 +18,7 @@ from tightwire.server.api.metrics import Metrics
 from tightwire.server.api.serving import ModelHolder, Serving
 from tightwire.server.api.trace import Recorder
 from tightwire.server.config.adapters import AdapterOptions
-from tightwire.server.config.http import HttpOptions
+from tightwire.server.config.http import HttpOptions, wants_traces
 from tightwire.server.http.keys import KeyRing
 from tightwire.server.http.middleware import EXPOSED_HEADERS, RequestScope, RequireKey
 from tightwire.server.http.openapi import make_page
@@ -28,7 +28,7 @@ from tightwire.server.http.routes.anthropic import anthropic_router
 from tightwire.server.http.routes.observe import observe_router
 from tightwire.server.http.routes.openai import openai_router
 from tightwire.server.http.routes.pages import pages_router
-from tightwire.server.http.telemetry import Telemetry, wants_traces
+from tightwire.server.http.telemetry import Telemetry
 from tightwire.server.ipc.engine_client import EngineClient
 
 _KEEP_ALIVE_S = 75  # longer than common clients keep an idle connection, so that the client closes it, not the server

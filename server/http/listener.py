@@ -7,9 +7,8 @@ import socket
 import ssl
 import stat
 
-from tightwire.server.config.http import HttpOptions
+from tightwire.server.config.http import HttpOptions, wants_traces
 from tightwire.server.config.keys import read_keys
-from tightwire.server.http.telemetry import wants_traces
 
 
 class PortTakenError(OSError):

@@ -6,14 +6,11 @@ that ``/metrics`` needs anyway.
 
 import os
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from typing import Any
 
 from tightwire import __version__
 from tightwire.server.api.trace import RequestRecord
 
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _OPERATIONS = {"/v1/completions": "text_completion"}  # others are chats
 # Fields of a request by the convention's name; a field that has its default is left out.
 _ASKED = {
@@ -27,25 +24,6 @@ _ASKED = {
     "gen_ai.request.frequency_penalty": "frequency_penalty",
     "gen_ai.request.stop_sequences": "stop",
 }
-
-
-def wants_traces(endpoint: str | None, environment: Mapping[str, str]) -> bool:
-    """True if the flag or a standard variable names a collector. ValueError: traces cannot be sent to it from here."""
-    named = next((name for name in _ENDPOINTS if environment.get(name)), None)
-    exporter = environment.get("OTEL_TRACES_EXPORTER", "otlp")
-    if endpoint is None and (named is None or exporter != "otlp"):
-        return False
-    source = "--otlp-endpoint" if endpoint is not None else named
-    protocol = next((environment[name] for name in _PROTOCOLS if environment.get(name)), "http/protobuf")
-    if protocol != "http/protobuf":
-        raise ValueError(f"{source}: OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; this server sends http/protobuf only")
-    try:
-        installed = find_spec("opentelemetry.exporter.otlp.proto.http") and find_spec("opentelemetry.sdk")
-    except ModuleNotFoundError:
-        installed = None
-    if not installed:
-        raise ValueError(f"{source} needs OpenTelemetry; install it with `pip install 'tightwire[otel]'`")
-    return True
 
 
 class Telemetry:

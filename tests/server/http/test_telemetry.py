@@ -11,8 +11,9 @@ import pytest
 from helpers.server.fake_engine import FakeEngine, app_for
 
 from tightwire.server.api.trace import RequestRecord
+from tightwire.server.config.http import wants_traces
 from tightwire.server.config.serve import HttpOptions
-from tightwire.server.http.telemetry import Telemetry, wants_traces
+from tightwire.server.http.telemetry import Telemetry
 
 trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
