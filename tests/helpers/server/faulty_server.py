@@ -51,6 +51,9 @@ def _hang() -> None:
         def __init__(self, runner: rank.ModelRunner) -> None:
             self._runner = runner
 
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._runner, name)
+
         def execute(self, plan: StepPlan) -> None:
             if plan.index >= HANG_AT_STEP:
                 time.sleep(3600)
