@@ -41,6 +41,9 @@ def start(folder: Path, node: EmulatedNode, model: Path, *arguments: str) -> Ser
 
 
 _ALGORITHMS = ("hierarchical", "one-shot", "two-shot", "ring", "flash-int8", "hierarchical:int8")
+# Sums of a row that depend on no other row of the message. A ring's order over four ranks does, and so do a codec's groups
+# of 128 numbers where a row has 64.
+_BY_ROW = ("hierarchical", "one-shot", "two-shot")
 _PROMPTS = ("hello", "a", "the quick brown fox " * 8, "numbers: 1 2 3 4", "x" * 100)
 
 
@@ -65,9 +68,7 @@ def texts(url: str, at_once: int) -> dict[tuple[str, str], set[str]]:
 
     async def run() -> dict[tuple[str, str], set[str]]:
         found = defaultdict[tuple[str, str], set[str]](set)
-        # The order of a ring's sum over four ranks depends on the other rows of the message.
-        algorithms = [name for name in _ALGORITHMS if at_once == 1 or name != "ring"]
-        kinds = [(prompt, algorithm) for algorithm in algorithms for prompt in _PROMPTS]
+        kinds = [(prompt, algorithm) for algorithm in _ALGORITHMS for prompt in _PROMPTS]
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False, limits=limits) as client:
             if at_once == 1:
@@ -101,8 +102,8 @@ def test_two_hosts_answer_as_one_for_each_algorithm_and_a_lost_host_ends_the_oth
     ):
         url = first.wait_ready()
         crowd = nodes[0].visit(lambda: texts(url, 64))
-        assert crowd == {kind: text for kind, text in alone.items() if kind in crowd}, "64 requests, eight cancelled"
-        assert len(crowd) == (len(_ALGORITHMS) - 1) * len(_PROMPTS)
+        assert crowd.keys() == alone.keys(), "64 requests, eight cancelled"
+        assert all(crowd[kind] == alone[kind] for kind in alone if kind[1] in _BY_ROW)
         assert nodes[0].visit(lambda: texts(url, 1)) == alone
         # Each was tested at start: the same bits on all ranks of both hosts.
         comm = nodes[0].visit(lambda: get(f"{url}/comm").json())
