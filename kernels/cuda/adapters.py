@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tightwire.kernels.cuda.launch import launch
 from tightwire.kernels.cuda.numbers import INTERPRETED, narrowed, raw, widened
-from tightwire.kernels.spec.adapters import AdapterSite
+from tightwire.kernels.spec.adapters import PANEL_OUTPUTS, AdapterSite
 
 _ROWS = tl.constexpr(16)  # of a tile: the minimum of matrix units
 _RANKS = tl.constexpr(16)  # outputs of A in a tile, and the depth of one product with B
 _DEPTH = tl.constexpr(64)
-_OUTPUTS = tl.constexpr(64)
+_OUTPUTS = tl.constexpr(PANEL_OUTPUTS)
 _NO_SLOT = tl.constexpr(1 << 30)
 
 
@@ -96,7 +96,9 @@ def _expand(
     """Add one tile of shrunk B to out (T, O). Rows without an adapter are not written."""
     num_tiles = tl.cdiv(num_outputs, _OUTPUTS)
     row_R = tl.program_id(0) // num_tiles * _ROWS + tl.arange(0, _ROWS)
-    output_O = tl.program_id(0) % num_tiles * _OUTPUTS + tl.arange(0, _OUTPUTS)
+    first = tl.program_id(0) % num_tiles * _OUTPUTS
+    output_O = first + tl.arange(0, _OUTPUTS)
+    panel_outputs = tl.minimum(_OUTPUTS, num_outputs - first)
     slot_R = tl.load(slots + row_R, mask=row_R < num_rows, other=-1)
     part_O = (output_O >= first_stop).to(tl.int32) + (output_O >= second_stop).to(tl.int32)
     kept_O = output_O < num_outputs
@@ -106,7 +108,8 @@ def _expand(
         rank = tl.load(ranks + slot)
         mine_R = (slot_R == slot) & (rank > 0)
         written_R = written_R | mine_R
-        b_1O = raw(b) + _wide(slot) * slot_stride + _wide(layer) * rank * num_outputs + output_O[None, :]
+        panel = raw(b) + _wide(slot) * slot_stride + (_wide(layer) * num_outputs + first) * rank
+        b_1O = panel + tl.arange(0, _OUTPUTS)[None, :]
         for part in tl.static_range(NUM_PARTS):
             own_O = kept_O & (part_O == part)
             for start in range(0, rank, _RANKS):
@@ -115,7 +118,7 @@ def _expand(
                 u_RJ = shrunk + row_R.to(tl.int64)[:, None] * width + (part * rank + place_J)[None, :]
                 shrunk_RJ = tl.load(u_RJ, mask=mine_R[:, None] & inside_J[None, :], other=0.0)
                 stored_JO = tl.load(
-                    b_1O + place_J.to(tl.int64)[:, None] * num_outputs, mask=inside_J[:, None] & own_O[None, :], other=0
+                    b_1O + place_J[:, None] * panel_outputs, mask=inside_J[:, None] & own_O[None, :], other=0
                 )
                 total_RO = tl.dot(shrunk_RJ, widened(stored_JO), total_RO, input_precision="ieee")
     place_RO = raw(out) + row_R.to(tl.int64)[:, None] * num_outputs + output_O[None, :]

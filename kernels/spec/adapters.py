@@ -13,13 +13,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+PANEL_OUTPUTS = 64  # the columns of B that lie together
+
 
 @dataclass(eq=False, slots=True)
 class AdapterSite:
     """The adapters' matrices for one fused matrix of every layer. Each slot has room for ``max_rank``.
 
     The matrices in a slot lie densely, layer after layer: A (parts x rank, D), part after part, and B transposed, (rank, O),
-    which includes the adapter's scale.
+    which includes the adapter's scale. B lies in panels of 64 columns, so that the kernels read what an item needs in one piece.
     """
 
     num_inputs: int  # D
@@ -65,8 +67,24 @@ class AdapterSite:
         return self._of_layer(self.a_NX, slot, layer, self.num_parts * self.ranks[slot], self.num_inputs)
 
     def b(self, slot: int, layer: int) -> Tensor:
-        """(rank, O)."""
-        return self._of_layer(self.b_NX, slot, layer, self.ranks[slot], self.part_stops[-1])
+        """Return a copy of B, (rank, O)."""
+        panels_PRO, last_RO = self._panels(slot, layer)
+        return torch.cat((panels_PRO.transpose(0, 1).flatten(1), last_RO), dim=1)
+
+    def set_b(self, slot: int, layer: int, b_RO: Tensor) -> None:
+        """Store B, rounded to the dtype of the slots."""
+        panels_PRO, last_RO = self._panels(slot, layer)
+        full_RO, rest_RO = b_RO.split((b_RO.shape[1] - last_RO.shape[1], last_RO.shape[1]), dim=1)
+        panels_PRO.copy_(full_RO.unflatten(1, (len(panels_PRO), PANEL_OUTPUTS)).transpose(0, 1))
+        last_RO.copy_(rest_RO)
+
+    def _panels(self, slot: int, layer: int) -> tuple[Tensor, Tensor]:
+        """B as it lies: the full panels (P, rank, 64), and behind them the last one (rank, fewer or none)."""
+        rank, num_outputs = self.ranks[slot], self.part_stops[-1]
+        num_panels, rest = divmod(num_outputs, PANEL_OUTPUTS)
+        stored_X = self._of_layer(self.b_NX, slot, layer, rank, num_outputs).view(-1)
+        full_X, last_X = stored_X.split((rank * num_panels * PANEL_OUTPUTS, rank * rest))
+        return full_X.view(num_panels, rank, PANEL_OUTPUTS), last_X.view(rank, rest)
 
     def _of_layer(self, all_NX: Tensor, slot: int, layer: int, num_rows: int, num_columns: int) -> Tensor:
         size = num_rows * num_columns

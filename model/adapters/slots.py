@@ -58,7 +58,8 @@ class AdapterSlots:
                 continue
             site.set_rank(slot, adapter.rank)
             for layer, each in enumerate(fused):
-                self._read(site.a(slot, layer), site.b(slot, layer), each, site.parts, adapter)
+                b_RO = self._read(site.a(slot, layer), adapter, each, site.parts)
+                site.set_b(slot, layer, b_RO)
 
     def clear(self, slot: int) -> None:
         """Empty a slot: rows that use it get no adapter."""
@@ -69,18 +70,19 @@ class AdapterSlots:
         """Add to ``out`` the adapters' products at the site ``name`` of a layer; see ``kernels.adapters``."""
         add_adapters(out_TO, x_TD, self.sites[name], layer, rows)
 
-    def _read(self, a_PD: Tensor, b_RO: Tensor, fused: Fused, parts: list[slice], adapter: AdapterFile) -> None:
-        """Fill A and B of one layer. Modules without an adapter, and ranks below the adapter's largest, get zeros."""
+    def _read(self, a_PD: Tensor, adapter: AdapterFile, fused: Fused, parts: list[slice]) -> Tensor:
+        """Fill A of one layer and return B. Modules without an adapter, and ranks below the adapter's largest, get zeros."""
         assert fused.columns is not None
-        rank = len(b_RO)
+        rank = len(a_PD) // len(parts)
+        b_RO = torch.zeros(rank, parts[-1].stop)
         for part, ((tensor, rows), columns) in enumerate(zip(fused.parts, parts, strict=True)):
             module, own = _module(tensor), slice(part * rank, (part + 1) * rank)
             a_PD[own].zero_()
-            b_RO[:, columns].zero_()
             if adapter.has(module):
                 a_RD, b_OR = adapter.read(module, rows, fused.columns)
                 a_PD[own][: len(a_RD)] = a_RD.to(a_PD.dtype)
-                b_RO[: b_OR.shape[1], columns] = b_OR.t().to(b_RO.dtype)
+                b_RO[: b_OR.shape[1], columns] = b_OR.t()
+        return b_RO
 
 
 def _sites(config: LlamaConfig, shard: Shard) -> Mapping[str, tuple[Fused, int]]:

@@ -86,6 +86,19 @@ def test_many_rows_on_several_threads_have_the_bits_of_one() -> None:
     assert torch.equal(*results) and not torch.equal(results[0], out)
 
 
+def test_b_lies_in_panels_of_64_outputs() -> None:
+    site, rank = make_site(64, (130, 260), (3, 5), torch.bfloat16), 5
+    before, b_RO = site.b_NX.clone(), torch.randn(rank, 260)
+    site.set_b(1, 1, b_RO)
+    stored_RO = b_RO.bfloat16()
+    assert torch.equal(site.b(1, 1), stored_RO)
+    panels = [stored_RO[:, first : first + 64].flatten() for first in range(0, 260, 64)]
+    own = slice(rank * 260, 2 * rank * 260)
+    assert torch.equal(site.b_NX[1, own], torch.cat(panels))
+    before[1, own] = site.b_NX[1, own]
+    assert torch.equal(site.b_NX, before)
+
+
 def test_runs() -> None:
     assert find_runs(torch.tensor([3, 3, -1, 0, 3], dtype=torch.int32)).tolist() == [[0, 2, 3], [3, 1, 0], [4, 1, 3]]
     assert find_runs(torch.tensor([-1, -1], dtype=torch.int32)).tolist() == []

@@ -5,11 +5,20 @@
 
 #include "linear.h"
 
+constexpr int64_t PANEL_OUTPUTS = 64;  // that lie together in B
+
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static const tw_adapter &adapter_of(const tw_adapter_args &args, const tw_adapter_run &run) {
     return args.site->slots[run.slot];
+}
+// The panel of B whose first output is `output`, of this layer; `output` may be the number of outputs: the end of B.
+static const char *panel_of(const tw_adapter_args &args, const tw_adapter_run &run, int64_t output) {
+    const tw_adapter_site &site = *args.site;
+    const tw_adapter &adapter = adapter_of(args, run);
+    const int64_t num_outputs = site.part_stops[site.num_parts - 1];
+    return (const char *)adapter.b + (args.layer * num_outputs + output) * adapter.rank * size_of(site.kind);
 }
 static float *shrunk_rows(const tw_adapter_args &args, const tw_adapter_run &run) {
     return (float *)args.shrunk + run.first_row * args.site->most_width;
@@ -81,38 +90,39 @@ static void add_tile(char *out, int64_t out_stride, const float *shrunk, int64_t
         }
 }
 
-// `add_tile` of some rows for the outputs from `start` to `stop`.
+// `add_tile` of some rows for `count` outputs of a panel.
 template <class Number, class Out, int ROWS>
 static void add_rows(char *out, int64_t out_stride, const float *shrunk, int64_t width, const char *b, int64_t b_stride,
-                     int64_t rank, int64_t start, int64_t stop) {
+                     int64_t rank, int64_t count) {
     constexpr int VECTORS = WIDE ? 4 : 2;
-    int64_t at = start;
-    for (; stop - at >= VECTORS * LANES; at += VECTORS * LANES)
+    int64_t at = 0;
+    for (; count - at >= VECTORS * LANES; at += VECTORS * LANES)
         add_tile<Number, Out, ROWS, VECTORS>(out + Out::size * at, out_stride, shrunk, width, b + Number::size * at, b_stride, rank,
                                              LANES);
-    for (; at < stop; at += LANES)
+    for (; at < count; at += LANES)
         add_tile<Number, Out, ROWS, 1>(out + Out::size * at, out_stride, shrunk, width, b + Number::size * at, b_stride, rank,
-                                       least(LANES, stop - at));
+                                       least(LANES, count - at));
 }
 
+// Adds to all rows of a run the outputs from `start` to `stop`, which are of one part and one panel.
 template <class Number, class Out>
 static void expand(const tw_adapter_args &args, const tw_adapter_run &run, int64_t part, int64_t start, int64_t stop) {
     const tw_adapter_site &site = *args.site;
-    const tw_adapter &adapter = adapter_of(args, run);
-    const int64_t num_outputs = site.part_stops[site.num_parts - 1], rank = adapter.rank, width = site.num_parts * rank;
-    const int64_t out_stride = num_outputs * Out::size, b_stride = num_outputs * Number::size;
-    const char *b = (const char *)adapter.b + args.layer * rank * b_stride;
+    const int64_t num_outputs = site.part_stops[site.num_parts - 1], rank = adapter_of(args, run).rank, width = site.num_parts * rank;
+    const int64_t panel = start / PANEL_OUTPUTS * PANEL_OUTPUTS, out_stride = num_outputs * Out::size, count = stop - start;
+    const int64_t b_stride = least(PANEL_OUTPUTS, num_outputs - panel) * Number::size;
+    const char *b = panel_of(args, run, panel) + Number::size * (start - panel);
     for (int64_t row = 0, rows; row < run.num_rows; row += rows) {
         const int64_t left = run.num_rows - row;
-        char *out = (char *)args.out + (run.first_row + row) * out_stride;
+        char *out = (char *)args.out + (run.first_row + row) * out_stride + Out::size * start;
         const float *shrunk = shrunk_rows(args, run) + row * width + part * rank;
         rows = left >= 4 ? 4 : left >= 2 ? 2 : 1;
         if (rows == 4)
-            add_rows<Number, Out, 4>(out, out_stride, shrunk, width, b, b_stride, rank, start, stop);
+            add_rows<Number, Out, 4>(out, out_stride, shrunk, width, b, b_stride, rank, count);
         else if (rows == 2)
-            add_rows<Number, Out, 2>(out, out_stride, shrunk, width, b, b_stride, rank, start, stop);
+            add_rows<Number, Out, 2>(out, out_stride, shrunk, width, b, b_stride, rank, count);
         else
-            add_rows<Number, Out, 1>(out, out_stride, shrunk, width, b, b_stride, rank, start, stop);
+            add_rows<Number, Out, 1>(out, out_stride, shrunk, width, b, b_stride, rank, count);
     }
 }
 
@@ -126,7 +136,10 @@ void tw_adapter_expand(const void *adapter_args, int64_t start, int64_t stop) {
                 for (int64_t part = 0; part < site.num_parts; part++) {
                     const int64_t first = most(start, part ? site.part_stops[part - 1] : 0);
                     const int64_t last = least(stop, site.part_stops[part]);
-                    if (first < last) expand<decltype(number), decltype(out)>(args, args.runs[i], part, first, last);
+                    for (int64_t at = first, end; at < last; at = end) {
+                        end = least(last, (at / PANEL_OUTPUTS + 1) * PANEL_OUTPUTS);
+                        expand<decltype(number), decltype(out)>(args, args.runs[i], part, at, end);
+                    }
                 }
             }
         });
@@ -136,12 +149,10 @@ void tw_adapter_expand(const void *adapter_args, int64_t start, int64_t stop) {
 void prefetch_expand(const tw_adapter_args &args, int64_t start, int64_t stop) {
     constexpr int64_t LINE_BYTES = 64;
     const tw_adapter_site &site = *args.site;
-    const int64_t stride = site.part_stops[site.num_parts - 1] * size_of(site.kind);
+    const int64_t first = start / PANEL_OUTPUTS * PANEL_OUTPUTS;
+    const int64_t end = least((stop + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS * PANEL_OUTPUTS, site.part_stops[site.num_parts - 1]);
     for (int64_t i = 0; i < args.num_runs; i++) {
-        const tw_adapter &adapter = adapter_of(args, args.runs[i]);
-        const char *b = (const char *)adapter.b + args.layer * adapter.rank * stride;
-        for (int64_t j = 0; j < adapter.rank; j++)
-            for (int64_t at = start * size_of(site.kind); at < stop * size_of(site.kind); at += LINE_BYTES)
-                prefetch<2>(b + j * stride + at);
+        const char *stop_at = panel_of(args, args.runs[i], end);
+        for (const char *at = panel_of(args, args.runs[i], first); at < stop_at; at += LINE_BYTES) prefetch<2>(at);
     }
 }

@@ -9,5 +9,5 @@ constexpr int64_t SHRINK_OUTPUTS = 16;
 static inline int64_t shrink_items(const tw_adapter_args &args) {
     return args.num_runs * ((args.site->most_width + SHRINK_OUTPUTS - 1) / SHRINK_OUTPUTS);
 }
-// Asks for the part of B that tw_adapter_expand reads for these outputs.
+// Asks for the panels of B that tw_adapter_expand reads for these outputs.
 void prefetch_expand(const tw_adapter_args &args, int64_t start, int64_t stop);

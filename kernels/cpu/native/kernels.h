@@ -190,7 +190,8 @@ TW_API void tw_decode_reduce_encode(const void *recode_args, int64_t start, int6
 // --- adapters.cpp: low-rank adapters -----------------------------------------------------------------------------------
 
 // The matrices in one slot: A (parts x rank, inputs) and B transposed (rank, outputs) of layer 0; those of layer l follow after
-// l times their bytes. Rank 0: the slot has none here.
+// l times their bytes. B lies in panels of 64 outputs, each (rank, 64); the last one has fewer outputs if need be. Rank 0: the
+// slot has none here.
 typedef struct {
     address a, b;
     int64_t rank;

@@ -21,8 +21,8 @@ def _site(num_inputs: int, part_stops: tuple[int, ...], ranks: tuple[int, ...], 
     for slot, rank in enumerate(ranks):
         site.set_rank(slot, rank)
         for layer in range(2):
-            for matrix in (site.a(slot, layer), site.b(slot, layer)):
-                matrix.copy_(torch.randn(matrix.shape, generator=generator) / 8)
+            site.a(slot, layer).copy_(torch.randn(site.a(slot, layer).shape, generator=generator) / 8)
+            site.set_b(slot, layer, torch.randn(rank, part_stops[-1], generator=generator) / 8)
     return site
 
 
