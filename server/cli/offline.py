@@ -52,6 +52,7 @@ async def _generate(
                 temperature=answer.temperature,
                 seed=config.model.seed or secrets.randbits(63),
             ),
+            adapter=adapters.loaded[0].id if (adapters := decision.plan.adapters) else 0,
         )
         await engine.wait_ready()
         progress.close()

@@ -18,6 +18,7 @@ from tightwire.comm.policy.error_budget import parse_error_budget
 from tightwire.kernels.cpu.library import available
 from tightwire.model.checkpoint.header import has_copy
 from tightwire.model.weights import WEIGHT_CODECS
+from tightwire.server.config.adapters import AdapterOptions
 from tightwire.server.config.flags import (
     add_flags,
     fields_of,
@@ -51,10 +52,12 @@ class AnswerOptions:
 
     max_tokens: int = option(128, "tokens to add", metavar="N")
     temperature: float = option(0.0, "0: always the most likely token", metavar="T")
+    lora: str | None = option(None, "answer with this LoRA adapter, a folder that PEFT wrote", metavar="FOLDER")
 
     def __post_init__(self) -> None:
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
         require(self.temperature >= 0, "temperature", self.temperature, "at least 0")
+        require(self.lora != "", "lora", self.lora, "left out, or not empty")
 
 
 def serve(argv: Sequence[str]) -> int:
@@ -118,6 +121,8 @@ def generate(argv: Sequence[str]) -> int:
         answer = AnswerOptions(**{own.name: vars(args)[own.name] for own in fields(AnswerOptions) if own.name in args})
     except ValueError as error:
         parser.error(str(error))
+    if answer.lora is not None:
+        config = replace(config, adapters=AdapterOptions(lora=(f"lora={answer.lora}",)))
     with ExitStack() as stack:
         try:
             refuse_wrong_model(config)

@@ -1,5 +1,7 @@
-"""`tightwire serve --lora` over two rank processes: answers of the merged models, adapters loaded at run time."""
+"""`tightwire serve` and `generate` with --lora over two ranks: answers of the merged models, loading at run time."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -48,6 +50,19 @@ def test_adapters_at_start_and_at_run_time(tmp_path: Path) -> None:
         assert refused.status_code == 400 and "use_dora=True is not supported" in refused.json()["error"]["message"]
         assert _answer(url, "clerk") == wanted["clerk"]  # a refused replacement leaves the adapter as it was
         assert [card["id"] for card in httpx.get(f"{url}/v1/models").json()["data"]] == ["base", "clerk"]
+
+
+def test_generate_answers_with_an_adapter(tmp_path: Path) -> None:
+    model = make_tiny(tmp_path / "model", dtype="float32")
+    adapter = make_adapter(tmp_path / "poet", open_checkpoint(str(model)).config)
+    merged = merge_adapter(model, adapter, tmp_path / "merged")
+    wanted, base = (greedy_text(folder, _PROMPT, _NUM_TOKENS) for folder in (merged, model))
+    arguments = ["--model", str(model), "--tp", "2", "--dtype", "float32", "--max-tokens", str(_NUM_TOKENS)]
+    command = [sys.executable, "-m", "tightwire", "generate", _PROMPT, *arguments, "--lora", str(adapter)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.removesuffix("\n")
+    assert text and wanted.startswith(text) and not base.startswith(text)
 
 
 def test_an_adapter_that_cannot_be_served_is_refused_at_start(tmp_path: Path) -> None:
