@@ -21,6 +21,7 @@ from tightwire.server.api.responses import PromptTokensDetails, Usage
 from tightwire.server.api.schemas import Body, GenerationBody, StreamOptions
 from tightwire.server.api.serving import ServedModel, Serving
 from tightwire.server.api.trace import RequestTrace, TightwireExtra, Tokens
+from tightwire.server.ipc.messages import PromptProgress
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 StreamUsage = Usage | None | UnsetType  # null in a stream whose last chunk has the usage
@@ -116,6 +117,10 @@ class Dialect(ABC, Generic[BodyT]):
     ) -> HeadedBody:
         return self.chunk_type(*self._heading, choices=choices, usage=usage, tightwire=extra)
 
+    def progress_chunk(self, index: int, usage: StreamUsage, progress: PromptProgress) -> Struct:
+        """A chunk without text, before the choice's first one."""
+        return self.chunk([self.piece(index, "", None)], usage, TightwireExtra(progress=progress))
+
     def last_chunks(self, usage: Usage, extra: TightwireExtra | UnsetType) -> Iterator[Struct]:
         """The chunks after the last delta."""
         options = self.body.stream_options
@@ -155,7 +160,7 @@ class Answer:
         record.count_tokens = self._count_tokens
 
     async def respond(self, request: Request) -> Response:
-        """The response. An error before the first token sets the status; a later one is an event of the stream."""
+        """The response. An error before the first chunk sets the status; a later one is an event of the stream."""
         try:
             if not self._body.stream:
                 return await cancel_on_disconnect(request.receive, self._whole())
@@ -179,6 +184,9 @@ class Answer:
         dialect = self._dialect
         try:
             yield self._encode(first)
+            while first.progress is not None:
+                first = await anext(self._deltas)
+                yield self._encode(first)
             self._trace.sent()
             async for delta in self._deltas:
                 yield self._encode(delta)
@@ -191,6 +199,8 @@ class Answer:
         usage: StreamUsage = None if self._stream.include_usage else UNSET
         if self._stream.include_usage and self._stream.continuous_usage_stats:
             usage = self._usage(delta.index)
+        if delta.progress is not None:
+            return encode_frame(self._dialect.progress_chunk(delta.index, usage, delta.progress))
         return _encode_frames(self._dialect.chunks(delta, usage))
 
     def _usage(self, index: int | None = None) -> Usage:

@@ -12,7 +12,7 @@ from tightwire.server.api.errors import ApiError, invalid, unavailable
 from tightwire.server.api.schemas import GenerationBody
 from tightwire.server.api.trace import RequestTrace
 from tightwire.server.ipc.engine_client import EngineClient, EngineUnavailableError, QueueFullError
-from tightwire.server.ipc.messages import AddRequest, Output, TokenLogprob
+from tightwire.server.ipc.messages import AddRequest, Output, PromptProgress, TokenLogprob
 
 
 class TokenEntry(NamedTuple):
@@ -25,7 +25,7 @@ class TokenEntry(NamedTuple):
 
 @dataclass(slots=True)
 class Delta:
-    """New text and tokens of one choice. The last delta of a choice has ``finish_reason``."""
+    """New text and tokens of one choice, or only ``progress``. The last delta of a choice has ``finish_reason``."""
 
     index: int
     text: str = ""
@@ -33,6 +33,7 @@ class Delta:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: str | None = None
     stop_string: str | None = None  # the one that ended it
+    progress: PromptProgress | None = None
 
     def append(self, later: "Delta") -> None:
         self.text += later.text
@@ -156,7 +157,8 @@ async def generate(
     """
     running, accepted = dict(sequences), False
     outcome = "cancelled"  # of sequences that still run at the end: the client disconnected, unless there was an error
-    others = body.tightwire.allreduce, body.cache_salt or "", adapter.id if adapter else 0
+    progress = body.stream and body.tightwire.progress
+    others = body.tightwire.allreduce, body.cache_salt or "", adapter.id if adapter else 0, progress
     requests = [AddRequest(id_, s.prompt.token_ids, s.params, *others) for id_, s in sequences.items()]
     trace.submitted(sequences)
     try:
@@ -167,6 +169,9 @@ async def generate(
                 sequence = running.get(output.id)
                 if sequence is None:
                     continue  # a stop string has already ended it
+                if output.progress is not None:
+                    yield Delta(sequence.index, progress=output.progress)
+                    continue
                 trace.saw(output)
                 delta = sequence.take(output)
                 if delta is None:

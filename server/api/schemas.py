@@ -41,6 +41,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "insertion before a suffix is not supported"),
 }
 
+PROGRESS = ("tightwire.progress", "progress")  # path and name, where it is ignored
 _INT64 = 2**63
 
 
@@ -125,6 +126,9 @@ class StreamOptions(Fields):
 class TightwireOptions(Fields):
     comm: bool = Field(False, description="Add what the ranks exchanged while this request ran.")
     timing: bool = Field(False, description="Add the parts of the time to the first token.")
+    progress: bool = Field(
+        False, description="With stream: before the first token, tell after each step how much of the prompt is computed."
+    )
     token_ids: bool = Field(False, description="Add the ids of the answer's tokens, with the token that ended it.")
     allreduce: str | None = Field(
         None, description="The AllReduce policy, as GET /comm lists them (--allreduce-extra). Default: the server's."
@@ -180,6 +184,10 @@ class GenerationBody(SamplingBody):
     stop: Stop = Field(default_factory=list)
     response_format: ResponseFormat | None = Field(None, description="Text, any JSON object, or JSON of a schema.")
     prompt_logprobs: NumLogprobs | None = Field(None, description="Extension, without stream.")
+
+    def ignored_values(self) -> Iterator[tuple[str, str]]:
+        if self.tightwire.progress and not self.stream:
+            yield PROGRESS
 
     def sampling_params(self, **decided: Any) -> SamplingParams:
         """The fields that ``SamplingParams`` has under the same name; ``decided`` replaces the client's values."""

@@ -13,7 +13,7 @@ from tightwire.comm.ledger.ledger import GATHERING
 from tightwire.server.api.metrics import Metrics
 from tightwire.server.ipc.engine_client import EngineClient
 from tightwire.server.ipc.engine_stats import CommCount
-from tightwire.server.ipc.messages import FirstToken, Output
+from tightwire.server.ipc.messages import FirstToken, Output, PromptProgress
 
 
 class Tokens(NamedTuple):
@@ -112,11 +112,15 @@ class CommReport(Struct, frozen=True):
 
 
 class TightwireExtra(Struct, frozen=True):
-    """The parts that were asked for. ``timing`` is null without a first token; ``token_ids`` are by choice."""
+    """The parts that were asked for. ``timing`` is null without a first token; ``token_ids`` are by choice.
+
+    ``progress`` comes alone, in the chunks before a choice's first token.
+    """
 
     comm: CommReport | UnsetType = UNSET
     timing: Timing | UnsetType | None = UNSET
     token_ids: list[list[int]] | UnsetType = UNSET
+    progress: PromptProgress | UnsetType = UNSET
 
 
 _CommCounts = dict[tuple[str, str, str], CommCount]

@@ -16,7 +16,7 @@ from tightwire.server.api.chat import ChatDialect
 from tightwire.server.api.errors import ApiError
 from tightwire.server.api.generation import Delta
 from tightwire.server.api.responses import Usage
-from tightwire.server.api.schemas import ChatBody, Message, SamplingBody, StreamOptions, TextPart
+from tightwire.server.api.schemas import PROGRESS, ChatBody, Message, SamplingBody, StreamOptions, TextPart
 from tightwire.server.api.serving import ServedModel
 from tightwire.server.api.structured import JsonSchemaFormat, ResponseFormat, Schema
 from tightwire.server.api.tool_calls import CallPiece, Piece
@@ -37,11 +37,17 @@ class AdaptedBody(SamplingBody):
     def tool_indexes(self) -> list[int]:
         """The place in ``tools`` of each function that the chat got."""
 
+    def ignored_values(self) -> Iterator[tuple[str, str]]:
+        if self.tightwire.progress:
+            yield PROGRESS  # these APIs have no event for it
+
     def make_chat(self, **fields: Any) -> ChatBody:
         """A chat with the fields that both APIs share, and ``fields``. The values have been checked."""
         shared = {name: getattr(self, name) for name in SamplingBody.model_fields if name in self.model_fields_set}
         if self.stream:
             shared["stream_options"] = StreamOptions.model_construct(include_usage=True, continuous_usage_stats=True)
+        if self.tightwire.progress:
+            shared["tightwire"] = self.tightwire.model_copy(update={"progress": False})
         return ChatBody.model_construct(**shared | {name: value for name, value in fields.items() if value is not None})
 
 

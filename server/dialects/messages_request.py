@@ -131,7 +131,7 @@ class OutputConfig(Fields):
     format: OutputFormat | None = None
 
 
-class ConversationFields(Fields):
+class ConversationFields(Body):
     """The fields that make up the prompt."""
 
     messages: list[Turn] = Field(min_length=1, description="The answer continues a last one of the assistant.")
@@ -144,6 +144,7 @@ class ConversationFields(Fields):
         return {index: tool for index, tool in enumerate(self.tools) if isinstance(tool, CustomTool)}
 
     def ignored_values(self) -> Iterator[tuple[str, str]]:
+        yield from super().ignored_values()
         for index, tool in enumerate(self.tools):
             if isinstance(tool, ServerTool):
                 yield f"tools[{index}].{tool.type}", tool.type
@@ -197,7 +198,7 @@ def _add_text(messages: list[Message], role: str, texts: list[str]) -> None:
         messages.append(message)
 
 
-class CountTokensBody(ConversationFields, Body):
+class CountTokensBody(ConversationFields):
     """The fields of a message that make up its prompt; others are ignored."""
 
     unsupported: ClassVar[Any] = {}

@@ -220,6 +220,7 @@ class ResponsesBody(AdaptedBody):
     prompt_cache_key: str | None = Field(None, description="Repeated in the response.")
 
     def ignored_values(self) -> Iterator[tuple[str, str]]:
+        yield from super().ignored_values()
         for index, tool in enumerate(self.tools):
             if isinstance(tool, OtherTool):
                 yield f"tools[{index}].{tool.type}", tool.type

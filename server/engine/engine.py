@@ -16,6 +16,7 @@ from tightwire.server.config.limits import Limits
 from tightwire.server.engine.adapters import AdapterTable
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.pipeline import NewTokens, StepPipeline, StepRunner, StepTimes
+from tightwire.server.engine.progress import PromptWatch
 from tightwire.server.engine.request import Reading, Request, RequestRules, make_request
 from tightwire.server.engine.scheduler import Replicas
 from tightwire.server.ipc.engine_stats import EngineCounters, EngineStats
@@ -61,6 +62,7 @@ class Engine:
             runner, sampler, self._replicas, self._times, self._counters, plan_ahead=plan_ahead
         )
         self._requests: dict[str, Request] = {}
+        self._watch = PromptWatch(clock)
         # Sequences that wait for their grammar, with the replica that was asked for.
         self._compiling: dict[Request, tuple[Future[Any], int | None]] = {}
         self._pending: list[Output] = []  # of requests that ended between steps
@@ -87,6 +89,8 @@ class Engine:
                 self.adapters.end(request.adapter)
             return
         self._requests[request.id] = request
+        if message.progress:
+            self._watch.add(request)
         if request.params.grammar:
             assert self._sampler.grammars is not None, "find_problem refuses grammars without it"
             self._compiling[request] = self._sampler.grammars.compile(request.params.grammar), replica
@@ -114,6 +118,8 @@ class Engine:
             wait([future for future, _ in self._compiling.values()], _COMPILE_WAIT_S, FIRST_COMPLETED)
         if step is not None:
             new, scored, broken = self._pipeline.collect(step)
+            if self._watch.requests:
+                outputs += self._watch.take(step.chunks)
             outputs += [self._end(request, "error", _NOT_FINITE) for request in broken]
             for request in scored:
                 self._counters.num_prompt_tokens += request.num_prompt_tokens
@@ -189,6 +195,7 @@ class Engine:
 
     def _forget(self, request: Request, *, spoiled: bool = False) -> None:
         del self._requests[request.id]
+        self._watch.requests.pop(request, None)
         if request.adapter:
             self.adapters.end(request.adapter)
         if self._compiling.pop(request, None) is not None:

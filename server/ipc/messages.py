@@ -23,6 +23,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     allreduce: str | None = None  # AllReduce policy by name; None: the server's own
     cache_salt: str = ""  # shares cached prefixes only with requests of the same salt
     adapter: int = 0  # id of the LoRA adapter; 0: none
+    progress: bool = False  # send ``PromptProgress`` after each step that computes a part of the prompt
 
 
 class CancelRequest(msgspec.Struct, frozen=True, tag=True):
@@ -102,8 +103,21 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
     sampling_s: float
 
 
-class Output(msgspec.Struct, frozen=True, tag=True):
-    """New tokens of one request. The last output of a request has ``finish_reason``.
+class PromptProgress(msgspec.Struct, frozen=True):
+    """How much of a prompt is in the KV cache after a step: ``cached`` + ``computed`` of ``prompt_tokens``.
+
+    ``cached``: tokens found in the prefix cache. ``computed``: tokens that this request's steps computed. ``seconds``: since its
+    first step began. The numbers never fall, even if the sequence is preempted and computes a part again.
+    """
+
+    prompt_tokens: int
+    cached: int
+    computed: int
+    seconds: float
+
+
+class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """New tokens of one request, or only ``progress``. The last output of a request has ``finish_reason``.
 
     ``finish_reason``: ``stop`` (``stop_token_id`` is the stop token, the last of ``token_ids``), ``length``,
     ``cancelled``, ``error`` or ``refused``, for a request that cannot be answered (see ``message``).
@@ -120,6 +134,7 @@ class Output(msgspec.Struct, frozen=True, tag=True):
     queue_s: float | None = None  # with the first token: from arrival at the engine to the first step
     first_token: FirstToken | None = None  # with the first token
     num_cached_tokens: int = 0  # with the first token: prompt tokens found in the prefix cache
+    progress: PromptProgress | None = None  # before the first token, if asked for
 
 
 class StepResult(msgspec.Struct, frozen=True, tag=True):

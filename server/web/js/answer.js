@@ -16,6 +16,7 @@ const UPDATE_MS = 40; // between two drawings of a streamed text
  * @property {object} [usage]
  * @property {object} [timing] the server's parts of the time to first token
  * @property {object} [comm] the server's collectives while it answered
+ * @property {{prompt_tokens: number, cached: number, computed: number, seconds: number}} [progress] of the prompt
  */
 
 /** @returns {Answer} */
@@ -40,7 +41,7 @@ export async function runAnswer(body, { policy, signal, onUpdate }) {
   };
   update({}, true);
   try {
-    const wanted = { comm: true, timing: true, ...(policy && { allreduce: policy }) };
+    const wanted = { comm: true, timing: true, progress: true, ...(policy && { allreduce: policy }) };
     const usage = { include_usage: true, continuous_usage_stats: true };
     const full = { ...body, stream: true, stream_options: usage, tightwire: wanted };
     const response = await request("/v1/chat/completions", { body: full, signal });
@@ -56,8 +57,8 @@ export async function runAnswer(body, { policy, signal, onUpdate }) {
 /** What an event of the stream adds. ApiError: it is the error that broke the stream. */
 function changesOf(event, answer, nowS) {
   if (event.error) throw new ApiError(0, event.error.message);
-  const { timing, comm } = event.tightwire ?? {};
-  const changes = { ...(timing && { timing }), ...(comm && { comm }), ...(event.usage && { usage: event.usage }) };
+  const { timing, comm, progress } = event.tightwire ?? {};
+  const changes = { ...(timing && { timing }), ...(comm && { comm }), ...(progress && { progress }), ...(event.usage && { usage: event.usage }) };
   const [choice] = event.choices;
   if (choice?.delta.content) {
     Object.assign(changes, { text: answer.text + choice.delta.content, state: "streaming", totalS: nowS });

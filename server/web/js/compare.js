@@ -94,7 +94,7 @@ function Side({ answers, side, runs, longestS }) {
     <p class="first"><span>Time to first token</span><b>${seconds(splitOfFirstToken(answer)?.total)}</b></p>
     <${SplitBar} answer=${answer} longestS=${longestS} />
     <div class="text" aria-busy=${answer.state === "streaming"}>
-      ${answer.state === "waiting" && (runs ? html`<${Waiting} />` : html`<p class="note">Waits for the other.</p>`)}
+      ${answer.state === "waiting" && (runs ? html`<${Waiting} progress=${answer.progress} />` : html`<p class="note">Waits for the other.</p>`)}
       ${both ? html`${answer.text.slice(0, same)}${rest && html`<mark>${rest}</mark>`}` : answer.text}
     </div>
     ${answer.error && html`<p class="problem" role="alert">${answer.error}</p>`}

@@ -64,7 +64,7 @@ export function Reply({ reply, model, isLast, busy, onAgain, onVersion }) {
   const runs = answer.state === "waiting" || answer.state === "streaming";
   return html`
     <article class="turn reply" aria-label=${model} aria-busy=${runs}>
-      ${answer.state === "waiting" ? html`<${Waiting} />` : html`<div class="text">${drawn}</div>`}
+      ${answer.state === "waiting" ? html`<${Waiting} progress=${answer.progress} />` : html`<div class="text">${drawn}</div>`}
       ${answer.error && html`<p class="problem" role="alert">${answer.error}</p>`}
       ${answer.state !== "waiting" && html`<${Facts} answer=${answer} />`}
       ${!runs && html`<div class="actions">
