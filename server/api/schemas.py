@@ -127,7 +127,8 @@ class TightwireOptions(Fields):
     comm: bool = Field(False, description="Add what the ranks exchanged while this request ran.")
     timing: bool = Field(False, description="Add the parts of the time to the first token.")
     progress: bool = Field(
-        False, description="With stream: before the first token, tell after each step how much of the prompt is computed."
+        False,
+        description="With stream: before the first token, tell after each step how much of the prompt is computed.",
     )
     token_ids: bool = Field(False, description="Add the ids of the answer's tokens, with the token that ended it.")
     allreduce: str | None = Field(

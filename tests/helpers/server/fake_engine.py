@@ -34,6 +34,7 @@ from tightwire.server.ipc.messages import (
     CommSetup,
     FirstToken,
     Output,
+    PromptProgress,
     TokenLogprob,
 )
 
@@ -70,6 +71,7 @@ class FakeEngine:
     token_s: float = 0.0
     tells_times: bool = True
     num_cached_tokens: int = 0  # of each prompt
+    chunk_tokens: int = 256  # of a prompt's step, for ``progress``
     submitted: list[AddRequest] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
     live: set[str] = field(default_factory=set)
@@ -163,6 +165,8 @@ class FakeEngine:
         if self.gives_up is not None:
             yield self._end(request.id, self.gives_up)
             return
+        if request.progress:
+            yield from self._progress(request)
         params = request.params
         ids = self.script(request)
         for position, token_id in enumerate(ids, start=1):
@@ -182,6 +186,14 @@ class FakeEngine:
             )
             if reason is not None:
                 return
+
+    def _progress(self, request: AddRequest) -> Iterator[Output]:
+        total, done = len(request.prompt_token_ids), self.num_cached_tokens
+        while done < total:
+            done = min(total, done + self.chunk_tokens)
+            computed = done - self.num_cached_tokens
+            progress = PromptProgress(total, self.num_cached_tokens, computed, seconds=computed / 8)
+            yield Output(id=request.id, token_ids=[], progress=progress)
 
     def _prompt_logprobs(self, request: AddRequest) -> list[TokenLogprob | None] | None:
         count = request.params.prompt_logprobs

@@ -70,6 +70,19 @@ async def test_disconnect_cancels_what_runs(engine: FakeEngine, stream: bool, ha
     assert b"[DONE]" not in bodies
 
 
+async def test_disconnect_while_the_prompt_is_computed(engine: FakeEngine) -> None:
+    engine.hangs_after, engine.chunk_tokens = 6, 1
+    body = {**PROMPT, "prompt": "a" * 20, "stream": True, "tightwire": {"progress": True}}
+    caller = Caller(app_for(engine), body)
+    call = asyncio.create_task(caller.run())
+    await asyncio.wait_for(engine.hanging.wait(), timeout=60)
+    caller.hang_up()
+    await call
+    assert engine.live == set() and len(engine.cancelled) == 3
+    bodies = b"".join(message.get("body", b"") for message in caller.sent)
+    assert b'"computed":2' in bodies and b"[DONE]" not in bodies
+
+
 async def test_disconnect_while_the_client_reads_slowly(engine: FakeEngine) -> None:
     class Slow(Caller):
         async def _send(self, message: Any) -> None:

@@ -5,6 +5,7 @@ import random
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.server.server_process import ServerProcess, get, wait_until
@@ -94,6 +95,22 @@ async def _answer(client: AsyncOpenAI, job: Job) -> str | None:
                 return None
     assert finishes == ["length"]
     return text
+
+
+async def test_a_prompt_of_several_steps_tells_its_progress(client: AsyncOpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": [7] * 200, "max_tokens": 4, "temperature": 0, "stream": True}
+    ending = {"ignore_eos": True, "cache_salt": "of one's own"}
+    stream = await client.completions.create(**asked, extra_body={**ending, "tightwire": {"progress": True}})
+    chunks = [chunk async for chunk in stream]
+    told = [chunk.model_extra["tightwire"]["progress"] for chunk in chunks if chunk.model_extra]
+    assert [(each["computed"], each["cached"], each["prompt_tokens"]) for each in told] == [
+        (128, 0, 200),
+        (200, 0, 200),
+    ]
+    assert 0 < told[0]["seconds"] < told[1]["seconds"]
+    plain = [chunk async for chunk in await client.completions.create(**asked, extra_body=ending)]
+    assert not any(chunk.model_extra for chunk in plain)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "".join(chunk.choices[0].text for chunk in plain)
 
 
 async def test_every_surviving_answer_is_the_one_it_gets_alone(

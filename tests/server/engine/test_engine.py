@@ -1,6 +1,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.request import Request, RequestRules
 from tightwire.server.ipc.engine_stats import CommCount, RankCounts
-from tightwire.server.ipc.messages import AddRequest, FirstToken, Output, TokenLogprob
+from tightwire.server.ipc.messages import AddRequest, FirstToken, Output, PromptProgress, TokenLogprob
 
 VOCAB = 61
 EOS = 2
@@ -596,3 +597,77 @@ def test_first_token_times_include_a_preemption() -> None:
         seconds = first.sampled_s - first.scheduled_s
         assert (first.compute_s, first.allreduce_s + first.codec_s) == (0.75 * seconds, 0.25 * seconds)
     assert young.sampled_s - young.scheduled_s > 40  # what was computed before it was preempted counts
+
+
+def progress_of(engine: Engine) -> dict[str, list[PromptProgress]]:
+    """Run to the end; the reports by request, which only grow and come before the first token."""
+    told: dict[str, list[PromptProgress]] = {}
+    answered: set[str] = set()
+    while engine.has_work():
+        for output in engine.step().outputs:
+            if output.progress is None:
+                answered.add(output.id)
+                continue
+            assert output.id not in answered and not output.token_ids and output.finish_reason is None
+            told.setdefault(output.id, []).append(output.progress)
+    for reports in told.values():
+        for earlier, later in pairwise(reports):
+            assert later.cached >= earlier.cached and later.computed > earlier.computed
+            assert later.seconds >= earlier.seconds and later.prompt_tokens == earlier.prompt_tokens
+    return told
+
+
+def test_progress_of_a_prompt_in_chunks_is_told_to_the_request_that_asks() -> None:
+    limits = Limits(max_model_len=96, max_num_seqs=2, max_num_batched_tokens=8, num_blocks=48, block_size=4)
+    timed = Timed(limits)
+    engine = timed.engine(limits)
+    engine.add(AddRequest("asks", [i * 5 % VOCAB for i in range(20)], params(), progress=True))
+    engine.add(AddRequest("does not", [i * 3 % VOCAB for i in range(20)], params()))
+    told = progress_of(engine)
+    assert told.keys() == {"asks"}
+    assert [(each.prompt_tokens, each.cached, each.computed) for each in told["asks"]] == [
+        (20, 0, 8),
+        (20, 0, 16),
+        (20, 0, 20),
+    ]
+    assert told["asks"][0].seconds >= 1
+
+
+def test_progress_of_equal_prompts_counts_what_the_cache_has() -> None:
+    limits = Limits(max_model_len=96, max_num_seqs=4, max_num_batched_tokens=8, num_blocks=96, block_size=4)
+    engine = make_engine(limits)
+    prompt = [i * 5 % VOCAB for i in range(42)]
+    for name in "abc":
+        engine.add(AddRequest(name, prompt, params(), progress=True))
+    told = progress_of(engine)
+    assert (told["a"][-1].cached, told["a"][-1].computed) == (0, 42)
+    for name in "bc":
+        assert told[name][-1].cached >= 32 and told[name][-1].cached + told[name][-1].computed == 42
+
+
+def test_progress_waits_until_a_preempted_prompt_is_past_its_last_report() -> None:
+    limits = Limits(
+        max_model_len=64,
+        max_num_seqs=2,
+        max_num_batched_tokens=2,
+        num_blocks=16,
+        block_size=4,
+        prefix_cache="none",
+    )
+    engine = make_engine(limits)
+    engine.add(AddRequest("old", [5] * 4, params(max_tokens=40)))
+    engine.add(AddRequest("young", [i * 5 % VOCAB for i in range(40)], params(max_tokens=5), progress=True))
+    [reports] = progress_of(engine).values()
+    assert engine.stats().counters.num_preemptions == 1
+    assert (reports[-1].cached, reports[-1].computed) == (0, 40)
+
+
+def test_a_cancelled_prompt_tells_no_more_progress() -> None:
+    limits = Limits(max_model_len=96, max_num_seqs=2, max_num_batched_tokens=4, num_blocks=48, block_size=4)
+    engine = make_engine(limits)
+    engine.add(AddRequest("a", [5] * 20, params(), progress=True))
+    [output] = engine.step().outputs
+    assert output.progress is not None and output.progress.computed == 4
+    engine.cancel(["a"])
+    [last] = engine.step().outputs
+    assert last.finish_reason == "cancelled" and last.progress is None and not engine.has_work()

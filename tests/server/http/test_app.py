@@ -293,6 +293,33 @@ async def test_comm_report_is_the_difference_over_the_request(client: httpx.Asyn
     assert events[-1]["choices"] == [] and events[-1]["tightwire"]["comm"]["bytes_sent"] > 0
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_stream_tells_how_much_of_its_prompt_is_computed(
+    client: httpx.AsyncClient, engine: FakeEngine, path: str
+) -> None:
+    engine.chunk_tokens, engine.num_cached_tokens = 8, 3
+    body = {"prompt": "a" * 20} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a" * 20}]}
+    asked = {**body, "stream": True, "n": 2, "stream_options": {"include_usage": True}}
+    events = _events(await client.post(path, json={**asked, "tightwire": {"progress": True, "timing": True}}))
+    for index in (0, 1):
+        own = [event for event in events if event["choices"] and event["choices"][0]["index"] == index]
+        told = [event["tightwire"]["progress"] for event in own if "tightwire" in event]
+        total = len(engine.submitted[0].prompt_token_ids)
+        assert len(told) > 2 and all("tightwire" in event for event in own[: len(told)])
+        assert [each["computed"] for each in told] == [*range(8, total - 3, 8), total - 3]
+        assert all(each["prompt_tokens"] == total and each["cached"] == 3 for each in told)
+        assert all(event["choices"][0]["finish_reason"] is None and event["usage"] is None for event in own[:2])
+        choice = own[0]["choices"][0]
+        assert choice["delta"] == {} if "chat" in path else choice["text"] == ""
+    timing = events[-1]["tightwire"]["timing"]
+    assert sum(part or 0.0 for name, part in timing.items() if name != "ttft_s") == pytest.approx(timing["ttft_s"])
+    plain = _events(await client.post(path, json=asked))
+    assert not any("tightwire" in event for event in plain) and not engine.submitted[-1].progress
+    assert [event["choices"] for event in events if "tightwire" not in event or not event["choices"]] == [
+        event["choices"] for event in plain
+    ]
+
+
 async def test_while_loading_only_liveness_and_metrics_respond(engine: FakeEngine) -> None:
     unknown = {"kernels": "", "activations": ""}
     engine.state = EngineState(phase=Phase.LOADING, reason="rank 0: weights 40%")

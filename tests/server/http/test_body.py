@@ -57,6 +57,23 @@ async def test_unknown_fields_are_ignored_and_named(
     assert "set-cookie" not in response.headers
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [USER]}),
+        ("/v1/responses", {"input": "a", "stream": True}),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 3, "stream": True}),
+    ],
+)
+async def test_progress_is_ignored_and_named_where_no_chunk_can_tell_it(
+    client: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
+) -> None:
+    response = await client.post(path, json={**body, "tightwire": {"progress": True}})
+    assert (response.status_code, response.headers[HEADER]) == (200, "tightwire.progress")
+    assert not engine.submitted[0].progress and '"progress"' not in response.text
+
+
 @pytest.mark.parametrize("fields", SILENT, ids=str)
 async def test_neutral_fields_are_not_named(client: httpx.AsyncClient, fields: dict[str, Any]) -> None:
     response = await client.post("/v1/chat/completions", json={"messages": [USER], **fields})

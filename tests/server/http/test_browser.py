@@ -147,6 +147,27 @@ def test_a_conversation_by_keyboard(visit: Open, engine: FakeEngine) -> None:
     assert [request.params.temperature for request in engine.submitted] == [0.2] * 3
 
 
+def test_a_bar_shows_how_much_of_the_prompt_is_computed(visit: Open, engine: FakeEngine) -> None:
+    engine.chunk_tokens, engine.num_cached_tokens, engine.hangs_after = 10, 5, 2
+    with visit() as v:
+        v.say("A question that needs several steps to read.")
+        v.see(".reading .facts", "25 of ")
+        assert "(5 cached)" in v.page.inner_text(".reading .facts")
+        assert "8.0 tokens/s" in v.page.inner_text(".reading .facts")
+        total = len(engine.submitted[0].prompt_token_ids)
+        assert v.page.evaluate(
+            "[document.querySelector('progress').value, document.querySelector('progress').max]"
+        ) == [
+            25,
+            total,
+        ]
+        for scheme in ("light", "dark"):
+            v.page.emulate_media(color_scheme=scheme)
+            assert v.page.evaluate(_CONTRAST) == []
+        v.press("Escape")
+        v.see(".reply .facts", "stopped")
+
+
 def test_escape_stops_an_answer_and_its_text_stays(visit: Open, engine: FakeEngine) -> None:
     engine.script, engine.token_s = says(_LONG), 0.02
     with visit() as v:

@@ -55,6 +55,15 @@ def test_chat_stream_with_usage(openai_client: OpenAI, engine: FakeEngine) -> No
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 12
 
 
+def test_a_stream_with_progress_of_its_prompt(openai_client: OpenAI, engine: FakeEngine) -> None:
+    engine.chunk_tokens = 4
+    extra = {"tightwire": {"progress": True}}
+    chunks = list(openai_client.chat.completions.create(**CHAT, stream=True, extra_body=extra))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Hello, world."
+    told = [chunk.model_extra["tightwire"]["progress"] for chunk in chunks if chunk.model_extra]
+    assert len(told) > 2 and told[-1]["computed"] == told[-1]["prompt_tokens"]
+
+
 def test_n_and_stop_and_stream_by_choice(openai_client: OpenAI) -> None:
     texts = {0: "", 1: "", 2: ""}
     reasons: dict[int, list[str]] = {0: [], 1: [], 2: []}
