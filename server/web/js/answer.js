@@ -45,7 +45,10 @@ export async function runAnswer(body, { policy, signal, onUpdate }) {
     const usage = { include_usage: true, continuous_usage_stats: true };
     const full = { ...body, stream: true, stream_options: usage, tightwire: wanted };
     const response = await request("/v1/chat/completions", { body: full, signal });
-    for await (const event of events(response)) update(changesOf(event, answer, elapsed()));
+    for await (const event of events(response)) {
+      const changes = changesOf(event, answer, elapsed());
+      update(changes, Boolean(changes.progress)); // the next event may be seconds away
+    }
     update({ state: "done" }, true);
   } catch (error) {
     if (signal.aborted) update({ state: "stopped" }, true);
@@ -58,7 +61,13 @@ export async function runAnswer(body, { policy, signal, onUpdate }) {
 function changesOf(event, answer, nowS) {
   if (event.error) throw new ApiError(0, event.error.message);
   const { timing, comm, progress } = event.tightwire ?? {};
-  const changes = { ...(timing && { timing }), ...(comm && { comm }), ...(progress && { progress }), ...(event.usage && { usage: event.usage }) };
+  const { usage } = event;
+  const changes = {
+    ...(timing && { timing }),
+    ...(comm && { comm }),
+    ...(progress && { progress }),
+    ...(usage && { usage }),
+  };
   const [choice] = event.choices;
   if (choice?.delta.content) {
     Object.assign(changes, { text: answer.text + choice.delta.content, state: "streaming", totalS: nowS });
