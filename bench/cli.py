@@ -9,6 +9,7 @@ from tightwire.server.cli.verbs import COMM_GROUPS, at_least_two_ranks
 from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 
 _MAX_TUNE_SECONDS = 3600.0
+_QUALITY_TOKENS = 4096
 
 # Verb -> ("module below tightwire.bench:NAMEBench", one line of help). The class NAMEOptions in the file `options` of the same
 # folder has its options, and imports no torch.
@@ -45,17 +46,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tune(argv: Sequence[str]) -> int:
-    """``tightwire tune``: exit code 0, 1 if ranks failed or the file cannot be written, 2 if refused."""
+    """``tightwire tune``: exit code 0, 1 if a measurement failed or the file cannot be written, 2 if refused."""
     parser = make_parser(
         "tune",
-        "Measure every AllReduce on this host in the sizes that a model will send; `serve` reads the times.",
+        "Measure every AllReduce on this host in the sizes that a model will send, or what quantized ones cost the model; "
+        "`serve` reads the results.",
         COMM_GROUPS,
     )
     parser.add_argument(
         "--seconds", type=float, default=60.0, metavar="S", help="approximate time of all measurements (default: 60)"
     )
+    parser.add_argument(
+        "--quality",
+        action="store_true",
+        default=False,
+        help="instead of times, measure what quantized AllReduces cost this model in KL and perplexity with --tp ranks, for "
+        "--comm-error-budget kl=X",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        metavar="N",
+        help=f"with --quality: tokens of prose to measure on (default: {_QUALITY_TOKENS})",
+    )
     config, args = parse(parser, argv, COMM_GROUPS)
     refuse_serving_flags(parser, config)
+    if not args.quality and "tokens" in args:
+        parser.error("--tokens is for --quality; --seconds limits the measurement of times")
+    if args.quality:
+        num_tokens = getattr(args, "tokens", _QUALITY_TOKENS)
+        if num_tokens < 1:
+            parser.error(f"--tokens must be 1 or more, got {num_tokens}")
+        return _load("quality.accuracy", "run")(at_least_two_ranks(config), num_tokens)
     if not 1 <= args.seconds <= _MAX_TUNE_SECONDS:
         parser.error(f"--seconds must be 1 to {_MAX_TUNE_SECONDS:g} seconds, got {args.seconds:g}")
     return _load("tune", "run")(at_least_two_ranks(config), args.seconds)

@@ -181,11 +181,13 @@ def measure_arms(
     pool: ThreadPoolExecutor,
     measured: Measured,
     show: Callable[[str], None],
+    with_noise: bool = True,
 ) -> Iterator[None]:
     """Fill ``measured``; yield after each batch of windows. Raises ValueError if hidden states overflowed."""
     windows = setting.windows
-    show("noise of each layer")
-    measured.noise = measure_noise(ranks, setting, windows.measured[: setting.options.batch], arms)
+    if with_noise:
+        show("noise of each layer")
+        measured.noise = measure_noise(ranks, setting, windows.measured[: setting.options.batch], arms)
     ranks.set_arms([exact_arm(), *arms])
     for numbers in setting.batches(windows.measured):
         states: dict[str, Tensor] = {}

@@ -17,8 +17,8 @@ import msgspec
 from tightwire.comm.all_reduce.entry import NODE_ORDER, RANK_ORDER
 from tightwire.comm.all_reduce.registry import lossless_names, lossy_names, parse_all_reduce
 from tightwire.comm.codec.error_bounds import relative_rms_error
+from tightwire.comm.policy.accuracy import Accuracy
 from tightwire.comm.policy.cost import CostModel, size_grid
-from tightwire.comm.policy.error_budget import KL_SOURCE, MEASURED_KL
 from tightwire.comm.policy.rules import (
     DROP,
     PHASES,
@@ -54,12 +54,18 @@ class PolicyRequest:
     decode: str | None = None
     error_budget: float | None = None  # relative RMS error of one AllReduce
     kl_budget: float | None = None  # mean KL of next tokens, in nats
+    accuracy: Accuracy = field(default_factory=Accuracy)  # what quantized sums cost
     file: PolicyFile | None = None  # takes precedence over all of the above
     file_name: str = ""
 
     def __post_init__(self) -> None:
         for name in (self.allreduce, self.decode or "auto"):
             parse_all_reduce(name)
+
+    def lossy_names(self) -> list[str]:
+        """The quantized names worth measuring, with codec groups that fill whole rows if possible."""
+        suffix = next((f"-g{size}" for size in (64, 32) if self.row_elems % size == 0), "")
+        return lossy_names("" if self.row_elems % 128 == 0 else suffix)
 
     def asked(self, site: str, phase: str, layer: int = 0) -> tuple[str, str]:
         """The name requested, maybe ``auto``, and the flag or file that requests it."""
@@ -125,8 +131,14 @@ class Chooser:
 
     @property
     def warning(self) -> str | None:
-        """A problem with the request's policy file that does not prevent its use, or None."""
-        request, world_size = self._request, self._costs.setting.world_size
+        """A problem with the request's policy file or KL budget that does not prevent its use, or None."""
+        request, accuracy = self._request, self._request.accuracy
+        if request.kl_budget is not None and request.allreduce == "auto" and not accuracy.of_this_model:
+            return (
+                f"--comm-error-budget kl={request.kl_budget:g} is compared with the KL {accuracy.measured_on}; "
+                f"`{accuracy.command}` measures this model"
+            )
+        world_size = self._costs.setting.world_size
         return None if request.file is None else world_size_warning(request.file, request.file_name, world_size)
 
     def candidates(self) -> list[str]:
@@ -184,7 +196,9 @@ class Chooser:
         asked, by = self._request.asked(site, phase)
         if asked == "auto":
             return self._auto_choices(_budget_phase(site, phase), _preface(by))
-        return (Choice(up_to_bytes=None, algorithms=(asked,), reason=by + self._crossing_rows(asked, phase)),)
+        quantized = phase == "prefill" and not parse_all_reduce(asked).lossless
+        costs = f": {self._request.accuracy.describe(asked)}" if quantized else ""
+        return (Choice(up_to_bytes=None, algorithms=(asked,), reason=by + costs + self._crossing_rows(asked, phase)),)
 
     def _auto_choices(self, phase: str, preface: str) -> tuple[Choice, ...]:
         orders, refused = self._admitted[phase].orders, self._admitted[phase].refused
@@ -215,7 +229,7 @@ class Chooser:
 
     def _admit(self, error_budget: float | None, kl_budget: float | None = None) -> _Admitted:
         admitted, usable = _Admitted(), dict[str, str]()
-        for name in [*lossless_names(), *self._lossy()]:
+        for name in [*lossless_names(), *self._request.lossy_names()]:
             order, reason = self._order(name, error_budget, kl_budget)
             if name in self._wrong:
                 admitted.refused[name] = f"summed wrongly when measured: {self._wrong[name]}"
@@ -231,11 +245,6 @@ class Chooser:
             else:
                 admitted.orders.setdefault(order, []).append(name)
         return admitted
-
-    def _lossy(self) -> list[str]:
-        """The quantized names worth measuring, with codec groups that fill whole rows if possible."""
-        suffix = next((f"-g{size}" for size in (64, 32) if self._request.row_elems % size == 0), "")
-        return lossy_names("" if self._request.row_elems % 128 == 0 else suffix)
 
     def _fits_nodes(self, name: str) -> bool:
         return not parse_all_reduce(name).entry.needs_nodes or self._costs.setting.num_nodes > 1
@@ -254,10 +263,11 @@ class Chooser:
         if crossing := self._crossing_rows(name):
             return f"lossy{crossing}"
         if kl_budget is not None:
-            kl = MEASURED_KL.get(name)
-            if kl is None:
-                return "lossy; its KL is not known"
-            return None if kl <= kl_budget else f"its KL of {kl:g} exceeds the budget of {kl_budget:g} ({KL_SOURCE})"
+            accuracy = self._request.accuracy
+            if name in accuracy.losses and accuracy.losses[name].kl <= kl_budget:
+                return None
+            why = f"exceeds the budget of kl={kl_budget:g}" if name in accuracy.losses else "lossy"
+            return f"{why}: {accuracy.describe(name)}"
         assert error_budget is not None
         error = self.error(name)
         if error > error_budget:
@@ -297,7 +307,7 @@ class Chooser:
     def _describe_loss(self, name: str) -> str:
         if self._request.kl_budget is None:
             return f"error {self.error(name):.3g}"
-        return f"KL {MEASURED_KL[name]:g} ({KL_SOURCE})"
+        return self._request.accuracy.describe(name)
 
     def _why_chosen(self, chosen: str, num_bytes: int, admitted: _Admitted) -> str:
         members = next(names for names in admitted.orders.values() if chosen in names)

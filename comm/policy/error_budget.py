@@ -1,18 +1,7 @@
-"""The accuracy that ``auto`` may give up, and what each quantized AllReduce costs. Imports no torch."""
+"""The accuracy that ``auto`` may give up. Imports no torch."""
 
 import math
 from dataclasses import dataclass
-
-# Mean KL of next-token distributions from exact sums, in nats: SmolLM2-135M, the worst of 2, 4 and 8 ranks
-# (docs/quantized-allreduce.md). Larger models lose less, but `tightwire bench quality MODEL` is the way to know.
-MEASURED_KL = {
-    "flash-int8": 0.0006,
-    "flash-int6": 0.0015,
-    "flash-int5": 0.0042,
-    "flash-int4": 0.018,
-    "flash-int3": 0.086,
-}
-KL_SOURCE = "measured on SmolLM2-135M; `tightwire bench quality MODEL --budget` measures another model"
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,9 @@ def guarded(rule: Rule, num_layers: int) -> tuple[Rule, ...]:
     last = (num_layers - 1,) if rule.site == "down_proj" else ()
     choices = tuple(
         msgspec.structs.replace(
-            choice, algorithms=(GUARD, *choice.algorithms[1:]), reason=f"{choice.reason}; {WHY_GUARDED}"
+            choice,
+            algorithms=(GUARD, *choice.algorithms[1:]),
+            reason=f"part of {choice.algorithms[0]}: {WHY_GUARDED}",
         )
         if _is_guarded(choice.algorithms[0])
         else choice

@@ -17,7 +17,7 @@ from tightwire.comm.policy.rules import PHASES, Choice, describe_layers
 from tightwire.comm.sizes import format_bytes
 from tightwire.model.adapters.slots import SlotSizes, slot_bytes
 from tightwire.model.layout import make_layout
-from tightwire.model.open import open_checkpoint
+from tightwire.model.open import fingerprint, open_checkpoint
 from tightwire.server.config.hosts import HostOptions
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.adapters import describe_adapters, plan_adapters
@@ -69,11 +69,12 @@ def run(config: ServeConfig, as_json: bool, network: bool = False) -> int:
 def decide_for(config: ServeConfig, network: LinkFacts | None = None) -> tuple[PolicyRequest, CommDecision, int]:
     """The decision that ``serve`` would make, and the model's number of layers. ValueError: the model or an option is refused."""
     check_all_reduce_names(config.parallel)
-    model = open_checkpoint(config.model.model, config.model.seed).config
+    checkpoint = open_checkpoint(config.model.model, config.model.seed)
+    model = checkpoint.config
     requests = policy_requests(config, model)
     link = network or requested_link(config.parallel)
     setting, gpus = decide_setting(config, model, link)
-    decision = decide_comm(requests, setting, [gpu.name for gpu in gpus], link)
+    decision = decide_comm(requests, setting, [gpu.name for gpu in gpus], link, fingerprint(checkpoint))
     return next(iter(requests.values())), decision, model.num_layers
 
 

@@ -8,6 +8,7 @@ from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.link.wire import LinkFacts
+from tightwire.comm.policy.accuracy import Accuracy, read_accuracy
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
 from tightwire.comm.policy.rules import Policy, check_shape, describe_layers, read_policy_file
@@ -26,7 +27,7 @@ from tightwire.server.plan.devices import num_cores
 class CommDecision:
     """The chosen AllReduces by policy name, the server's own first, and the measurements behind them.
 
-    ``measured``: the results of ``tightwire tune`` for this setting. ``warning``: why a tune file was not used.
+    ``measured``: the results of ``tightwire tune`` for this setting. ``warning``: why its files were not used.
     """
 
     choosers: dict[str, Chooser]
@@ -81,6 +82,7 @@ def policy_requests(config: ServeConfig, model: LlamaConfig) -> dict[str, Policy
         decode=parallel.allreduce_decode,
         error_budget=None if budget is None or budget.is_kl else budget.limit,
         kl_budget=budget.limit if budget is not None and budget.is_kl else None,
+        accuracy=Accuracy(command=f"tightwire tune --quality {config.model.model} --tp {parallel.tp}"),
     )
     names = dict.fromkeys([parallel.allreduce, *parallel.allreduce_extra])
     return {name: _request(base, name, model) for name in names}
@@ -96,11 +98,16 @@ def _request(base: PolicyRequest, name: str, model: LlamaConfig) -> PolicyReques
 
 
 def decide_comm(
-    requests: Mapping[str, PolicyRequest], setting: Setting, devices: Sequence[str], link: LinkFacts | None = None
+    requests: Mapping[str, PolicyRequest],
+    setting: Setting,
+    devices: Sequence[str],
+    link: LinkFacts | None = None,
+    model_id: str = "",
 ) -> CommDecision:
     """Build one chooser per policy from this host's tune results. ValueError: an unknown AllReduce.
 
     ``link``: the wire between nodes; transfers are predicted from its rate, and only compute times are measured ones.
+    ``model_id``: the fingerprint of the model, to find what quantized sums cost it.
     """
     host = this_host(devices, num_cores())
     records = read_tuned(tune_path(cache_folder(), host), host)
@@ -112,8 +119,11 @@ def decide_comm(
         records.computing_of(setting),
     )
     wrong = None if measured is None else measured.wrong
-    choosers = {name: Chooser(request, costs, wrong) for name, request in requests.items()}
-    return CommDecision(choosers, setting, measured, records.warning)
+    default = next(iter(requests.values())).accuracy
+    accuracy, damage = read_accuracy(cache_folder(), model_id, setting.world_size, default)
+    choosers = {name: Chooser(replace(request, accuracy=accuracy), costs, wrong) for name, request in requests.items()}
+    warning = "; ".join(filter(None, (records.warning, damage)))
+    return CommDecision(choosers, setting, measured, warning or None)
 
 
 def policy_choices(policy: Policy) -> list[CommChoice]:

@@ -12,7 +12,7 @@ from tightwire.model.adapters.slots import SlotSizes
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.layout import Layout, make_layout
-from tightwire.model.open import Checkpoint, formats_of, open_checkpoint
+from tightwire.model.open import Checkpoint, fingerprint, formats_of, open_checkpoint
 from tightwire.model.weights.formats import WeightFormats, check_split
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.adapters import describe_adapters, plan_adapters
@@ -104,7 +104,7 @@ def prepare(
         config = as_prepared(config, checkpoint.prepared)
     formats = formats_of(checkpoint, config.model.quantization)
     files = Files(exist=checkpoint.path is not None, prepared=checkpoint.prepared)
-    return checkpoint, decide(config, checkpoint.config, formats, link, files=files)
+    return checkpoint, decide(config, checkpoint.config, formats, link, files=files, model_id=fingerprint(checkpoint))
 
 
 def decide(
@@ -114,8 +114,12 @@ def decide(
     link: LinkFacts | None = None,
     *,
     files: Files = IN_FILES,
+    model_id: str = "",
 ) -> Decision:
-    """Resolve every ``auto``. ValueError: an impossible split, device, dtype or size; says what is possible."""
+    """Resolve every ``auto``. ValueError: an impossible split, device, dtype or size; says what is possible.
+
+    ``model_id``: the fingerprint of the model, to find what quantized sums cost it.
+    """
     parallel = config.parallel
     layout = make_layout(model, parallel.tp, parallel.tp_split)
     check_split(layout, model, formats)
@@ -129,9 +133,10 @@ def decide(
     library = None  # fallback if the GPUs cannot reach each other's memory, which only the ranks can test
     if parallel.tp > 1:
         requests, devices = policy_requests(config, model), [gpu.name for gpu in gpus]
-        comm = decide_comm(requests, setting, devices, link)
+        comm = decide_comm(requests, setting, devices, link, model_id)
         if setting.transport == "peer-memory" and parallel.transport == "auto":
-            library = decide_comm(requests, msgspec.structs.replace(setting, transport="process-group"), devices)
+            other = msgspec.structs.replace(setting, transport="process-group")
+            library = decide_comm(requests, other, devices, model_id=model_id)
     inputs = MemoryInputs(
         model=model,
         layout=layout,

@@ -6,6 +6,7 @@ import pytest
 
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.registry import parse_all_reduce
+from tightwire.comm.policy.accuracy import Accuracy, Loss
 from tightwire.comm.policy.choose import Chooser, PolicyRequest, Verdict
 from tightwire.comm.policy.cost import CostModel, size_grid
 from tightwire.comm.policy.rules import PHASES, SITES, QuarantinedError
@@ -135,7 +136,39 @@ def test_a_budget_of_kl_buys_the_fastest_codec_on_the_measured_front(budget: flo
     assert lossless(first(made, "down_proj", "decode"))
     refused = {verdict.algorithm: verdict.why for verdict in made.verdicts("down_proj", "prefill", 64 * 2 * ROW)}
     if codec not in ("int3",):
-        assert f"exceeds the budget of {budget:g}" in refused["flash-int3"]
+        assert f"exceeds the budget of kl={budget:g}: KL 0.086" in refused["flash-int3"]
+
+
+def test_a_budget_of_kl_is_compared_with_the_figures_of_the_model_in_use() -> None:
+    """Figures of another model are said to be that, with the command that measures this one."""
+    made = chooser(transport="process-group")
+    others = chooser(transport="process-group", points=slow_points(made), kl_budget=0.02)
+    assert others.warning is not None and "`tightwire tune --quality MODEL` measures this model" in others.warning
+    losses = {"flash-int8": Loss(0.001, 0.001), "flash-int4": Loss(0.5, 0.6)}
+    own = Accuracy(losses=losses, measured_on="on this model with 2 ranks", of_this_model=True)
+    made = chooser(transport="process-group", points=slow_points(made), kl_budget=0.02, accuracy=own)
+    (choice,) = made.policy().choices("down_proj", 0, "prefill")
+    assert choice.algorithms[0] == "flash-int8" and made.warning is None
+    assert "KL 0.001, perplexity +0.1 % (measured on this model with 2 ranks) within the budget" in choice.reason
+    refused = {verdict.algorithm: verdict.why for verdict in made.verdicts("down_proj", "prefill", 64 * 2 * ROW)}
+    assert refused["flash-int4"].startswith("exceeds the budget of kl=0.02: KL 0.5")
+    assert "its cost in accuracy is not known; `tightwire tune --quality MODEL --allreduce" in refused["flash-int5"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "flash-int4",
+            "--allreduce flash-int4: KL 0.018, perplexity +1.5 % (measured on SmolLM2-135M; `tightwire tune",
+        ),
+        ("flash-int4-plain", "flash-int4-plain: its cost in accuracy is not known; `tightwire tune --quality MODEL"),
+        ("ring", "--allreduce ring"),
+    ],
+)
+def test_the_reason_of_a_named_algorithm_says_what_it_costs(name: str, said: str) -> None:
+    (choice,) = chooser(allreduce=name, row_elems=640).policy().choices("o_proj", 0, "prefill")
+    assert said in choice.reason and ("accuracy" in choice.reason or "KL" in choice.reason) == (name != "ring")
 
 
 def test_a_fast_wire_gives_up_no_accuracy_for_any_budget() -> None:

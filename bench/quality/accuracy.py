@@ -1,0 +1,113 @@
+"""``tightwire tune --quality``: measures what quantized AllReduces cost a model, and writes the figures for ``serve``.
+
+Ranks are threads on this machine's CPU. Cost: one forward pass of all tokens for the exact model and one for each name, and
+the memory of all ranks' weights.
+"""
+
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from tightwire.bench.quality.measure import Measured, make_pool, measure_arms
+from tightwire.bench.quality.options import QualityOptions
+from tightwire.bench.quality.ranks import ThreadRanks
+from tightwire.bench.quality.report import make_rows
+from tightwire.bench.quality.setting import Setting, make_setting
+from tightwire.bench.report.console import make_console, progress_bar
+from tightwire.bench.report.table import Column, Table, print_table
+from tightwire.comm.all_reduce.registry import parse_all_reduce
+from tightwire.comm.policy.accuracy import AccuracyFile, Loss, write_accuracy
+from tightwire.model.checkpoint.catalog import cache_folder
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.open import fingerprint, open_checkpoint
+from tightwire.server.config.serve import ServeConfig
+from tightwire.server.plan.comm_decision import policy_requests
+from tightwire.server.plan.devices import num_cores
+
+_WINDOW = 512  # tokens
+_COLUMNS = (
+    Column("algorithm", "algorithm"),
+    Column("share of bytes", "bytes_share", ".1%"),
+    Column("KL, nats", "kl_mean", ".2g"),
+    Column("perplexity +%", "perplexity_delta", "+.2f", 100),
+    Column("±", "perplexity_delta_reach", ".2f", 100),
+)
+
+
+def run(config: ServeConfig, num_tokens: int) -> int:
+    """Returns 0, 1 when the file cannot be written or a sum overflowed, 2 for refused options, 130 after Ctrl-C."""
+    console, refused = make_console(), 2
+    try:
+        setting = _make_setting(config, num_tokens)
+        refused = 1
+        path = measure(setting, config.parallel.tp, console)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"tightwire tune: {error}\n")
+        return refused
+    except KeyboardInterrupt:
+        sys.stderr.write("tightwire tune: interrupted; nothing was kept\n")
+        return 130
+    told = f"written to {path}; `serve --comm-error-budget kl=X` and `explain` use it"
+    console.print(told, markup=False, soft_wrap=True)
+    return 0
+
+
+def measure(setting: Setting, num_ranks: int, console: Console) -> Path:
+    """Measure the arms of ``setting``, print them and write the file; OSError: it cannot be written."""
+    measured = Measured(world_size=num_ranks)
+    batches = list(setting.batches(setting.windows.measured))
+    with progress_bar() as progress, make_pool(num_cores()) as pool:
+        task = progress.add_task("loading", total=len(batches))
+        options = setting.options
+        with ThreadRanks(
+            setting.checkpoint,
+            num_ranks,
+            dtype=setting.dtype,
+            formats=setting.formats,
+            num_sequences=options.batch,
+            max_tokens=options.window,
+        ) as ranks:
+            arms = list(setting.arms)
+            for _ in measure_arms(
+                setting, ranks, arms, pool, measured, lambda name: progress.update(task, description=name), False
+            ):
+                progress.advance(task)
+    rows, facts = make_rows(measured, setting.arms, setting), setting.facts()
+    title = f"{facts['model']} with {num_ranks} ranks: {facts['tokens']:,} tokens of {facts['text']}"
+    print_table(console, Table(title=title, columns=_COLUMNS, rows=rows))
+    file = AccuracyFile(
+        model=facts["model"],
+        world_size=num_ranks,
+        dtype=facts["dtype"],
+        tokens=facts["tokens"],
+        losses={row["algorithm"]: Loss(row["kl_mean"], row["perplexity_delta"]) for row in rows},
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    return write_accuracy(cache_folder(), fingerprint(setting.checkpoint), file)
+
+
+def _make_setting(config: ServeConfig, num_tokens: int) -> Setting:
+    """ValueError: the model, its split or an AllReduce is refused."""
+    model = open_checkpoint(config.model.model, config.model.seed).config
+    options = QualityOptions(
+        model=config.model.model,
+        algorithms=tuple(_names(config, model)),
+        world_sizes=(config.parallel.tp,),
+        tokens=num_tokens,
+        window=min(_WINDOW, model.max_positions),
+        # On the CPU float16 is computed in float32; messages of either type lose little in comparison with a codec.
+        dtype="bfloat16" if config.model.dtype in ("auto", "bfloat16") else "float32",
+        quantization=config.model.quantization,
+        seed=config.model.seed,
+    )
+    return make_setting(options)
+
+
+def _names(config: ServeConfig, model: LlamaConfig) -> list[str]:
+    """The quantized names that ``auto`` considers, and those that the options name."""
+    requests = policy_requests(config, model).values()
+    names = [name for request in requests for name in (*request.lossy_names(), request.allreduce)]
+    parsed = [parse_all_reduce(name) for name in dict.fromkeys(names)]
+    return [name.name for name in parsed if not name.lossless and not name.entry.needs_nodes]
