@@ -11,14 +11,24 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from tightwire.comm.link.emulated_network import WIRE, EmulatedNetwork, NoEmulatedNetworkError, enter_namespace
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import NAMESPACES
 
 _FIRST_PORT, _PORTS = 29600, 100  # of the first server, and of each
-_SENT = 8  # the field of /proc/net/dev
+_BYTES, _FRAMES = 8, 9  # sent: fields of /proc/net/dev
+
+
+class Sent(NamedTuple):
+    """Bytes and frames that an interface has sent."""
+
+    bytes: int
+    frames: int
+
+    def since(self, before: "Sent") -> "Sent":
+        return Sent(self.bytes - before.bytes, self.frames - before.frames)
 
 
 class EmulatedHosts:
@@ -75,11 +85,12 @@ class EmulatedHosts:
             finally:
                 enter_namespace(home.fileno())
 
-    def sent_bytes(self) -> int:
-        """What host 0's interface has sent, with the headers of all layers."""
+    def sent(self) -> Sent:
+        """The totals of host 0's interface, with the headers of all layers."""
         lines = Path(f"/proc/{self._network.nodes[0].pid}/net/dev").read_text().splitlines()
         counters = next(line for line in lines if line.strip().startswith(f"{WIRE}:"))
-        return int(counters.partition(":")[2].split()[_SENT])
+        fields = counters.partition(":")[2].split()
+        return Sent(int(fields[_BYTES]), int(fields[_FRAMES]))
 
     def facts(self) -> dict[str, Any]:
         """The link as ``GET /comm`` describes an emulated one, with its measured rate."""

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from tightwire.bench.client import BenchClient, Prompt
-from tightwire.bench.hosts import EmulatedHosts
+from tightwire.bench.hosts import EmulatedHosts, Sent
 from tightwire.bench.run import BenchFailedError
 from tightwire.bench.text import Passages
 from tightwire.bench.ttft.facts import ServerFacts
@@ -57,7 +57,7 @@ class Request:
     tpot_s: float
     parts: Mapping[str, float | None]
     # By the interface of host 0: for the prompt, and for all later tokens. None: one host, or several requests at a time.
-    wire_bytes: tuple[int, int] | None = None
+    wire: tuple[Sent, Sent] | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,6 +85,7 @@ class Measured:
     turns: list[Turn] = field(default_factory=list)
     comm: dict[str, Any] = field(default_factory=dict)  # GET /comm, before the first request
     ranks_share_wire: bool = False  # of an emulated link between nodes of several ranks
+    num_peers: int = 0  # ranks on other hosts, each the only one there; 0: not measured on such hosts
 
     @property
     def baseline(self) -> Arm:
@@ -125,6 +126,7 @@ class Measurement:
     def use_hosts(self, hosts: EmulatedHosts) -> None:
         """Count the bytes of these hosts, which run the server, and measure their link now."""
         self._hosts, self._link = hosts, hosts.facts()
+        self.measured.num_peers = 0 if self.measured.ranks_share_wire else hosts.num_hosts - 1
 
     @property
     def num_turns(self) -> int:
@@ -204,12 +206,12 @@ class Measurement:
     async def _request(self, turn: Turn, prompt: list[int]) -> Request:
         arm, output_len, extra = turn.arm, self._options.output_len, dict[str, Any]()
         counts = self._hosts is not None and turn.cell.concurrency == 1
-        sent = [self._hosts.sent_bytes()] if self._hosts and counts else []
+        sent = [self._hosts.sent()] if self._hosts and counts else []
 
         def watch(event: dict[str, Any]) -> None:
             extra.update(event.get("tightwire") or {})
             if len(sent) == 1 and self._hosts:  # at the first event
-                sent.append(self._hosts.sent_bytes())
+                sent.append(self._hosts.sent())
 
         sample = await self._client.measure(
             Prompt(content=prompt, max_tokens=output_len),
@@ -227,10 +229,10 @@ class Measurement:
         if problem is not None:
             raise RequestFailedError(f"a request failed ({arm.name}, {turn.cell}): {problem}")
         assert sample.ttft_s is not None and sample.tpot_s is not None
-        wire_bytes = None
+        wire = None
         if len(sent) == 2 and self._hosts:
-            wire_bytes = sent[1] - sent[0], self._hosts.sent_bytes() - sent[1]
-        return Request(ttft_s=sample.ttft_s, tpot_s=sample.tpot_s, parts=extra["timing"], wire_bytes=wire_bytes)
+            wire = sent[1].since(sent[0]), self._hosts.sent().since(sent[1])
+        return Request(ttft_s=sample.ttft_s, tpot_s=sample.tpot_s, parts=extra["timing"], wire=wire)
 
     async def _comm(self) -> dict[str, Any]:
         return await ask(self._http, f"{self._remote.root}/comm", timeout_s=30.0)

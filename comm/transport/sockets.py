@@ -25,6 +25,7 @@ from tightwire.comm.transport.socket_join import Peer
 
 _HEADER = struct.Struct("<IIQ")
 HEADER_BYTES = _HEADER.size
+FRAME_BYTES = 66  # the headers of a frame: Ethernet 14, IPv4 20, TCP 32 with time stamps
 
 # A connection is lost when nothing arrives on it for this long, not even acknowledgements by the other host's kernel.
 DEAD_LINK_S = 15
@@ -38,6 +39,11 @@ _NUM_SLEEPS = 64
 _SPIN_BYTES = 64 << 10  # longer messages take longer on the wire than waking up takes
 _SLEEP_S = 1.0  # until the next look at the clock
 _LAST_ACK_AT = 56  # in Linux's struct tcp_info: milliseconds since the last acknowledgement
+
+
+def interface_bytes(payload_bytes: float, num_messages: float, num_frames: float) -> float:
+    """Bytes that an interface counts for these messages. Frames include pure acknowledgements. It omits the payload of repeated frames."""
+    return payload_bytes + HEADER_BYTES * num_messages + FRAME_BYTES * num_frames
 
 
 class SocketTransport(GlooTransport):

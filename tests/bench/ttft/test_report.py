@@ -1,7 +1,9 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tightwire.bench.hosts import Sent
 from tightwire.bench.ttft.measure import Arm, Measured, Request, Turn
 from tightwire.bench.ttft.options import TtftOptions
 from tightwire.bench.ttft.proof import Cell
@@ -57,6 +59,22 @@ def test_parts_and_bytes_of_a_row() -> None:
     assert found["allreduce_share"] == pytest.approx(0.5)
     assert found["sent_bytes"] == 300, "of one prompt"
     assert found["bound"] is None, "no wire of a known rate"
+
+
+def test_bytes_of_a_token_on_the_wire_are_messages_frames_and_a_plan() -> None:
+    found = measured()
+    found.output_len, found.num_peers, found.comm = 3, 3, {"transport": "sockets"}
+    sums = Count("all_reduce", "one-shot", "decode", 122, 122 * 3 * 1152, 0, 0.1, 0)
+    picks = Count("all_gather", "direct", "decode", 2, 2 * 3 * 8, 0, 0.0, 0)
+    wire = Sent(0, 0), Sent(500_000, 400)  # of two tokens
+    turn = entry(CELLS[0], RING, 0, 0.1)
+    turn.requests, turn.counts = [replace(turn.requests[0], wire=wire)], [sums, picks]
+    found.arms, found.turns = [BASE, RING], [turn, entry(CELLS[0], BASE, 0, 0.1)]
+    token = row(found, RING)
+    assert token["wire_token_bytes"] == 250_000
+    assert token["wire_token_formula"] == 61 * 3 * (1152 + 16) + 3 * (8 + 16) + 3 * 58 + 66 * 200
+    found.comm = {"transport": "process-group"}
+    assert row(found, RING)["wire_token_formula"] is None, "gloo has other headers"
 
 
 def test_the_bound_is_computing_and_bytes_over_bandwidth() -> None:
