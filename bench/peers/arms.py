@@ -20,6 +20,21 @@ MAX_REQUESTS = 32  # in flight, for servers that need a limit
 _KV_CACHE = "2GiB"  # all servers are up at once, so none may take all free memory
 _HOST_KV_CACHE = "256MiB"  # of one of several emulated hosts
 _RPC_PORT = 50052
+_WAIT_FOR_PORTS = """
+import os, socket, sys, time
+addresses, port, *command = sys.argv[1:]
+for address in addresses.split(","):
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection((address, int(port)), timeout=5).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                sys.exit(f"nothing listens at {address}:{port} after 60 s: {error}")
+            time.sleep(0.1)
+os.execv(command[0], command)
+"""
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
@@ -136,8 +151,8 @@ def llama_cpp_rpc(setup: Setup) -> Arm:
     command += ["--rpc", ",".join(f"{address}:{_RPC_PORT}" for address in addresses)]
     command += ["--n-gpu-layers", str(setup.num_layers * len(addresses) // hosts.num_hosts)]
     command += ["--host", "127.0.0.1", "--port", "{port}"]
-    # It ends at once if an RPC server does not listen yet.
-    command = hosts.on(0, ["sh", "-c", 'sleep 5; exec "$@"', "sh", *command])
+    # It aborts ("Failed to connect") if an RPC server does not listen yet.
+    command = hosts.on(0, [sys.executable, "-c", _WAIT_FOR_PORTS, ",".join(addresses), str(_RPC_PORT), *command])
     return Arm(name="llama.cpp RPC, 4-bit", numbers="4-bit", command=tuple(command), others=tuple(others))
 
 
