@@ -10,7 +10,7 @@ from typing import Any
 
 from tightwire.bench.quality import report
 from tightwire.bench.quality.measure import Measured, make_pool, measure_arms
-from tightwire.bench.quality.options import QualityOptions
+from tightwire.bench.quality.options import QualityOptions, is_compared
 from tightwire.bench.quality.ranks import ThreadRanks
 from tightwire.bench.quality.search import arm_policy_file, find_mix
 from tightwire.bench.quality.setting import (
@@ -104,7 +104,8 @@ class QualityBench(Bench[QualityOptions]):
         budget = self.options.budget
         if budget is None or self._setting is None:
             return None
-        served = {arm.name for arm in self._arms(self._setting) if arm.weights == PLAIN_WEIGHTS}
+        arms = (arm for arm in self._arms(self._setting) if not is_compared(arm.name))
+        served = {arm.name for arm in arms if arm.weights == PLAIN_WEIGHTS}
         if not (rows := [row for row in self.cells() if row["algorithm"] in served]):
             return None
         sizes = sorted({row["world_size"] for row in rows})

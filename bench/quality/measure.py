@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tightwire.bench.quality.compared import make_any
 from tightwire.bench.quality.items import ROW_TOKENS, batches, judge
 from tightwire.bench.quality.ranks import ThreadRanks
 from tightwire.bench.quality.setting import EXACT, LOSSY_SITES, Arm, Setting, exact_arm, places
-from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import Routes, make_candidates
@@ -129,7 +129,7 @@ class NoiseRoutes(Routes):
     def __init__(self, arms: Sequence[Arm], group: Group, algorithms: Sequence[str], powers: Powers) -> None:
         candidates = make_candidates([arm.policy for arm in arms], group)
         super().__init__([(arm.name, arm.policy) for arm in arms], candidates)
-        self.others = {name: make_all_reduce(name, group) for name in algorithms}
+        self.others = {name: make_any(name, group) for name in algorithms}
         self._rank, self._powers = group.rank, powers
 
     def all_reduce(self, site: str, layer: int, phase: str, policy: int = 0) -> AllReduce:

@@ -18,6 +18,8 @@ WEIGHTS = "weights:"  # an arm with exact sums and encoded weights
 INT8_ACTIVATIONS = (
     "activations:int8"  # an arm with exact sums; packed weights are multiplied with activations in 8 bits
 )
+SPEC = "spec:"  # an arm with a format of another project, for comparison; no server offers it
+_COMPARED = re.compile(SPEC + r"(amd-int[46](-rows)?|uniform-int[2-8])")
 _BUDGET = re.compile(r"(kl)=([0-9.eE+-]+)|(ppl)=([0-9.eE+-]+)%")
 _MAX_RANKS = 64
 _ALGORITHMS = (
@@ -68,11 +70,20 @@ def parse_budget(text: str) -> Budget:
     return Budget(text, "kl", limit) if match[1] else Budget(text, "ppl", limit / 100)
 
 
+def is_compared(name: str) -> bool:
+    """True if ``name`` is a format of another project, such as ``spec:amd-int6``."""
+    return _COMPARED.fullmatch(name) is not None
+
+
 def check_name(name: str) -> None:
     """Raise ValueError if ``name`` is not a valid arm, as far as this can be checked without a model."""
     codecs = [f"{WEIGHTS}{codec}" for codec in WEIGHT_CODECS if codec != "none"]
-    if name in (*codecs, INT8_ACTIVATIONS):
+    if name in (*codecs, INT8_ACTIVATIONS) or is_compared(name):
         return
+    if name.startswith(SPEC):
+        raise ValueError(
+            f"{name!r} is not a format to compare with; use {SPEC}amd-int6, {SPEC}amd-int4 or {SPEC}uniform-intB"
+        )
     if name.startswith(WEIGHTS):
         raise ValueError(f"{name!r} is not a weight codec; use {' or '.join(codecs)}")
     if name.startswith(POLICY):
@@ -96,7 +107,8 @@ class QualityOptions(OutputOptions):
     algorithms: tuple[str, ...] = option(
         _ALGORITHMS,
         f"what to measure: {describe_all_reduce_names()}, {POLICY}FILE, {WEIGHTS}int8 or {WEIGHTS}int4 (weights encoded as by "
-        f"`serve --weight-codec`), {INT8_ACTIVATIONS} (in products with the layers' packed weights)",
+        f"`serve --weight-codec`), {INT8_ACTIVATIONS} (in products with the layers' packed weights), {SPEC}amd-int6, "
+        f"{SPEC}amd-int4, {SPEC}uniform-intB (formats to compare with, that no server sends)",
         metavar="NAME,NAME",
         parse=split_all_reduce_names,
     )
@@ -148,7 +160,7 @@ class QualityOptions(OutputOptions):
     def __post_init__(self) -> None:
         for name in (*self.algorithms, *([self.search] if self.search and self.search_kl is None else [])):
             check_name(name)
-        if self.search is not None and self.search.startswith((WEIGHTS, INT8_ACTIVATIONS)):
+        if self.search is not None and self.search.startswith((WEIGHTS, INT8_ACTIVATIONS, SPEC)):
             raise ValueError(f"--search {self.search}: a mix consists of AllReduces; name an AllReduce")
         for flag, values in (("--algorithms", self.algorithms), ("--world-sizes", self.world_sizes)):
             if not values or len(set(values)) < len(values):

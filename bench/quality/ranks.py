@@ -11,6 +11,7 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
+from tightwire.bench.quality.compared import make_any
 from tightwire.bench.quality.setting import PLAIN_WEIGHTS, Arm
 from tightwire.comm.errors import CommError
 from tightwire.comm.group.group import Group, in_process_groups
@@ -37,7 +38,7 @@ _TIMEOUT_S = 600.0
 def plain_routes(arms: Sequence[Arm], group: Group) -> Routes:
     """Make the arms' routes in order, as ``serve`` does."""
     policies = [(arm.name, arm.policy) for arm in arms]
-    return Routes(policies, make_candidates([policy for _, policy in policies], group))
+    return Routes(policies, make_candidates([policy for _, policy in policies], group, make_any))
 
 
 class ThreadRanks:

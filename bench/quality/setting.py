@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tightwire.bench.quality.compared import compared
 from tightwire.bench.quality.items import ROW_TOKENS, TaskItem, digest, make_items
-from tightwire.bench.quality.options import INT8_ACTIVATIONS, POLICY, WEIGHTS, QualityOptions, check_name
+from tightwire.bench.quality.options import INT8_ACTIVATIONS, POLICY, WEIGHTS, QualityOptions, check_name, is_compared
 from tightwire.bench.text import read_text
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import in_process_groups
@@ -125,6 +126,8 @@ def bytes_at(name: str, row_elems: int, world_size: int, rows: int, elem_bytes: 
     """Bytes a rank sends per row in one AllReduce of ``rows`` rows, averaged over ranks."""
     if name == DROP:
         return 0.0
+    if is_compared(name):
+        return compared(name).row_bytes(row_elems, world_size)
     groups = in_process_groups(world_size)
     sent = [make_all_reduce(name, group).wire_bytes(rows * row_elems, elem_bytes) for group in groups]
     return sum(sent) / world_size / rows

@@ -1,6 +1,6 @@
 """Turns policies into AllReduces; messages with the same choices share one object, so they may be sent together."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -15,10 +15,12 @@ from tightwire.comm.policy.rules import DROP, Choice, Policy
 from tightwire.comm.protocols import AllReduce, KernelSums
 
 
-def make_candidates(policies: Iterable[Policy], group: Group) -> dict[str, AllReduce]:
+def make_candidates(
+    policies: Iterable[Policy], group: Group, make: Callable[[str, Group], AllReduce] = make_all_reduce
+) -> dict[str, AllReduce]:
     """Make every algorithm that a policy may use, in the same order on all ranks; ValueError: no such algorithm."""
     names = dict.fromkeys(name for policy in policies for name in policy.algorithms if name != DROP)
-    return {name: make_all_reduce(name, group) for name in names}
+    return {name: make(name, group) for name in names}
 
 
 _AUTO_ROW_BYTES, _AUTO_ROWS = 1 << 10, 1 << 16

@@ -1,0 +1,84 @@
+"""AllReduces with formats of ``kernels.spec.compared_formats`` on both legs, for ``bench quality`` only: ``spec:NAME``.
+
+Each rank gets the others' numbers exactly and computes both legs, so what it sends are not the bytes of the format.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tightwire.bench.quality.options import SPEC, is_compared
+from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.codec.codec import Feedback
+from tightwire.comm.group.group import Group
+from tightwire.comm.protocols import AllReduce
+from tightwire.kernels.spec.compared_formats import AmdFormat, uniform
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """``through``: a (T, D) tensor encoded and decoded, float32. ``row_bits``: of a row, beside ``bits`` a number."""
+
+    through: Callable[[Tensor], Tensor]
+    bits: float
+    row_bits: int = 0
+
+    def row_bytes(self, row_elems: int, world_size: int) -> float:
+        """Bytes that a rank would send for a row in both legs, averaged over ranks."""
+        return 2 * (world_size - 1) / world_size * (row_elems * self.bits + self.row_bits) / 8
+
+
+def compared(name: str) -> Compared:
+    """The format of ``spec:amd-intB``, ``spec:amd-intB-rows`` or ``spec:uniform-intB``; ``options.is_compared`` checks names.
+
+    ``-rows``: each row is first multiplied by a power of two, so that its largest size is in AMD's range of scales.
+    """
+    kind, bits, *rows = name.removeprefix(SPEC).replace("-int", "-").split("-")
+    if kind == "uniform":
+        return Compared(lambda x: uniform(x, int(bits)), int(bits), row_bits=16)
+    fmt = AmdFormat(int(bits))
+
+    def through(x: Tensor) -> Tensor:
+        return fmt.decode(fmt.encode(x.reshape(-1)), x.numel()).view(x.shape)
+
+    if not rows:
+        return Compared(through, fmt.bits_per_number)
+    return Compared(lambda x: _in_range(x.float(), through), fmt.bits_per_number, row_bits=8)
+
+
+def _in_range(x_TD: Tensor, through: Callable[[Tensor], Tensor]) -> Tensor:
+    """``through`` of rows whose largest size is 224 to 448, and back."""
+    exponent_T1 = torch.frexp(x_TD.abs().amax(1, keepdim=True) / 448)[1]
+    return torch.ldexp(through(torch.ldexp(x_TD, -exponent_T1)), exponent_T1)
+
+
+def make_any(name: str, group: Group) -> AllReduce:
+    """Make the AllReduce ``name`` of the registry or of this file; ValueError for other names."""
+    return ComparedAllReduce(name, group) if is_compared(name) else make_all_reduce(name, group)
+
+
+class ComparedAllReduce:
+    """Sums (T, D) tensors: each rank's is encoded and decoded, added in float32, then the sum is encoded and decoded."""
+
+    lossless = False
+
+    def __init__(self, name: str, group: Group) -> None:
+        self.name, self._group, self._format = name, group, compared(name)
+
+    def __call__(self, x: Tensor, phase: str = "", site: str = "", feedback: Feedback | None = None) -> Tensor:
+        own = x.contiguous()
+        sizes = [own.nbytes] * self._group.world_size
+        parts = self._group.transport.gather(own.view(-1).view(torch.uint8), sizes)
+        through = self._format.through
+        total = torch.stack([through(part.view(x.dtype).view(x.shape)) for part in parts]).sum(0)
+        return through(total).to(x.dtype)
+
+    def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
+        """Of one row of ``num_elems``."""
+        return round(self._format.row_bytes(num_elems, self._group.world_size))
+
+    def max_error(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Infinite: the self-test of servers, which needs a bound, knows no such sum."""
+        return torch.full_like(inputs[0], torch.inf, dtype=torch.float64)
