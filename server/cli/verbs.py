@@ -30,7 +30,7 @@ from tightwire.server.config.option import option, require
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.http.listener import PortTakenError, check_files, open_listener, remove_socket
 from tightwire.server.plan.launcher import resolve_hosts
-from tightwire.server.plan.network import HostPlace, wait_for_place
+from tightwire.server.plan.network import HostPlace, NotNowError, wait_for_place
 from tightwire.server.plan.progress import START_STAGES, Progress
 from tightwire.server.plan.setting import refuse_early, refuse_wrong_model
 
@@ -61,7 +61,7 @@ class AnswerOptions:
 
 
 def serve(argv: Sequence[str]) -> int:
-    """``tightwire serve``: exit code 0 after a signal, 1 if a rank is lost, 2 if refused."""
+    """``tightwire serve``: exit code 0 after a signal, 1 if a rank or the network is lost, 2 if refused."""
     with interrupts_end_at_once():
         return _serve(argv)
 
@@ -74,6 +74,8 @@ def _serve(argv: Sequence[str]) -> int:
         config, notes = resolve_hosts(config, os.environ)
         _say(*notes)
         place = wait_for_place(config.hosts, 0.0 if by_hand else _NAME_S, _say) if config.hosts.several else None
+    except NotNowError as error:
+        return _refuse("serve", error, exit_code=1)
     except ValueError as error:
         return _refuse("serve", error)
     if place is not None:

@@ -70,7 +70,7 @@ class EngineClient(Protocol):
     def comm_setup(self) -> CommSetup | None: ...  # None until the ranks are ready
 
     @property
-    def comm_latencies(self) -> Sequence[Latency]: ...  # of rank 0's newest collectives, at most a second old
+    def comm_latencies(self) -> Sequence[Latency]: ...  # of one rank's newest collectives, at most a second old
 
     async def record_collectives(self, seconds: float) -> list[RankEvents]:
         """All collectives of all ranks in the next ``seconds``. EngineUnavailableError, RecordingBusyError, RankSilentError."""

@@ -45,10 +45,12 @@ class ZmqEngineClient:
         max_queued_requests: int,
         reporters: Sequence[str],
         num_ranks: int = 1,
+        first_rank: int = 0,
         on_report: Callable[[FromRank], None] = lambda message: None,
     ) -> None:
+        """``first_rank``: of this host's ranks; its report on collectives is shown."""
         self._max_queued_requests = max_queued_requests
-        self._on_report = on_report
+        self._first_rank, self._on_report = first_rank, on_report
         self.state = EngineState(phase=Phase.LOADING, reason="starting")
         self.refusal: str | None = None  # why this process takes no requests even when it is ready
         self.stats: EngineStats | None = None
@@ -201,9 +203,9 @@ class ZmqEngineClient:
                 self._recordings.heard(message)
             else:
                 # The other ranks report nearly the same on their collectives.
-                if isinstance(message, Heartbeat) and message.rank == 0:
+                if isinstance(message, Heartbeat) and message.rank == self._first_rank:
                     self.comm_latencies = message.latencies
-                elif isinstance(message, Ready) and message.rank == 0:
+                elif isinstance(message, Ready) and message.rank == self._first_rank:
                     self.comm_setup = message.comm
                 self._on_report(message)
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from tightwire.server.config.hosts import split_address
 from tightwire.server.config.serve import ServeConfig, option_fields
 
 
@@ -15,15 +16,19 @@ class _Launcher:
     nnodes: str
     node_rank: str
     master: tuple[str, ...]  # the first of them that is set
-    num_local: str = ""  # of the processes it starts on this node, which must be one
+    num_local: tuple[str, ...] = ()  # of the processes it starts on this node, which must be one
 
 
 _LAUNCHERS = (
     _Launcher("LeaderWorkerSet", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX", ("LWS_LEADER_ADDRESS",)),
-    _Launcher("torchrun", "GROUP_WORLD_SIZE", "GROUP_RANK", ("MASTER_ADDR",), "LOCAL_WORLD_SIZE"),
-    _Launcher("torchrun", "WORLD_SIZE", "RANK", ("MASTER_ADDR",), "LOCAL_WORLD_SIZE"),
+    _Launcher("torchrun", "GROUP_WORLD_SIZE", "GROUP_RANK", ("MASTER_ADDR",), ("LOCAL_WORLD_SIZE",)),
+    _Launcher("torchrun", "WORLD_SIZE", "RANK", ("MASTER_ADDR",), ("LOCAL_WORLD_SIZE",)),
     _Launcher(
-        "Slurm", "SLURM_NNODES", "SLURM_NODEID", ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), "SLURM_NTASKS_PER_NODE"
+        "Slurm",
+        "SLURM_NNODES",
+        "SLURM_NODEID",
+        ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
+        ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
     ),
 )
 
@@ -44,11 +49,13 @@ def resolve_hosts(config: ServeConfig, environment: Mapping[str, str]) -> tuple[
                 raise ValueError(f"--{name.replace('_', '-')} {value} is for several hosts; add --nnodes N")
         return config, []
     if launcher is not None:
-        if launcher.num_local in environment and _number(environment, launcher.num_local) > 1:
-            raise ValueError(
-                f"{launcher.name} starts {environment[launcher.num_local]} processes on this node "
-                f"({launcher.num_local}); start one, which starts the node's ranks itself"
-            )
+        for name in launcher.num_local:
+            # Slurm writes 2(x3),1: two tasks on each of three nodes, one on the fourth.
+            if (most := re.match(r"\d+", environment.get(name, ""))) and int(most[0]) > 1:
+                raise ValueError(
+                    f"{launcher.name} starts {most[0]} processes on this node ({name}); start one, which starts the node's "
+                    "ranks itself"
+                )
         if options.node_rank is None:
             options = replace(options, node_rank=_number(environment, launcher.node_rank))
             notes.append(f"--node-rank {options.node_rank}: from {launcher.name}'s {launcher.node_rank}")
@@ -63,7 +70,12 @@ def resolve_hosts(config: ServeConfig, environment: Mapping[str, str]) -> tuple[
                 f"--nnodes {options.nnodes} needs --{name.replace('_', '-')}; no variable of torchrun, Slurm or "
                 "LeaderWorkerSet gives it here"
             )
-    return _spread(replace(config, hosts=options)), notes
+    try:
+        return _spread(replace(config, hosts=options)), notes
+    except ValueError as error:
+        if not notes:
+            raise
+        raise ValueError(f"{error} ({'; '.join(notes)}; --nnodes 1 ignores the variables)") from None
 
 
 def _spread(config: ServeConfig) -> ServeConfig:
@@ -78,6 +90,11 @@ def _spread(config: ServeConfig) -> ServeConfig:
         raise ValueError("--link and --nodes emulate nodes on one host; leave them out with --nnodes")
     if parallel.transport in ("shared-memory", "peer-memory"):
         raise ValueError(f"--transport {parallel.transport} is inside one host; leave it out with --nnodes {nnodes}")
+    port = split_address(options.master_addr or "")[1]
+    if port in options.ports:
+        raise ValueError(
+            f"--port-range {options.port_range} contains {port}, the port of --master-addr where nodes meet; choose another of them"
+        )
     if len(options.ports) <= 2 * parallel.tp:
         raise ValueError(
             f"--port-range {options.port_range} must hold {2 * parallel.tp + 1} ports: the store's, and two a rank"

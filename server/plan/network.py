@@ -22,8 +22,12 @@ _SIOCGIFADDR = 0x8915
 _LOOK_UP_S = 2.0  # from one look-up of a name to the next
 
 
-class UnknownNameError(ValueError):
-    """The master's name has no address here, perhaps not yet."""
+class NotNowError(ValueError):
+    """This host cannot find the master, perhaps not yet: a later start may succeed."""
+
+
+class UnknownNameError(NotNowError):
+    """The master's name has no address here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +94,7 @@ def joined(address: str, port: int) -> str:
 
 
 def find_place(options: HostOptions) -> HostPlace:
-    """This host's place. UnknownNameError: the master's name has no address. ValueError: no such interface or route."""
+    """This host's place. NotNowError: the master's name has no address, or no route. ValueError: no such interface."""
     assert options.nnodes is not None and options.node_rank is not None and options.master_addr is not None
     name, port = split_address(options.master_addr)
     try:
@@ -103,6 +107,11 @@ def find_place(options: HostOptions) -> HostPlace:
         raise ValueError(
             f"--master-addr {name} is {master} on this host (/etc/hosts?), where other hosts cannot reach it; give the address"
         )
+    if ":" in master and ipaddress.ip_address(master).is_link_local:
+        raise ValueError(
+            f"--master-addr {name} is a link-local address, which names no interface; give both hosts addresses of one network, "
+            f"such as fd00::1/64 and fd00::2/64 (ip addr add fd00::1/64 dev INTERFACE)"
+        )
     if options.interface is None:
         address = _routed_address(master)
         interface = next((nic for nic, own in _addresses() if own == address), "")
@@ -114,6 +123,11 @@ def find_place(options: HostOptions) -> HostPlace:
             known = sorted({nic for nic, own in _addresses() if (":" in own) == family})
             raise ValueError(
                 f"--interface {interface} has no address of the kind of {master} on this host; choose {', '.join(known)}"
+            )
+        if ipaddress.ip_address(address).is_loopback and not ipaddress.ip_address(master).is_loopback:
+            raise ValueError(
+                f"--interface {interface} is this host's loopback, where other hosts cannot reach {address}; choose the one "
+                f"towards {master}, or leave it out"
             )
     return HostPlace(
         node=options.node_rank,
@@ -148,7 +162,7 @@ def _routed_address(towards: str) -> str:
             probe.connect(target)
             return probe.getsockname()[0]
     except OSError as error:
-        raise ValueError(f"--master-addr {towards}: this host has no route to it: {error.strerror or error}") from None
+        raise NotNowError(f"--master-addr {towards}: this host has no route to it: {error.strerror or error}") from None
 
 
 def _addresses() -> Iterator[tuple[str, str]]:

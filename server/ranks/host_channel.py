@@ -189,7 +189,8 @@ class Channel:
         """The next message. LostError: none within ``timeout_s``, or the connection ended."""
         began_s = time.monotonic()
         try:
-            line = await asyncio.wait_for(self._reader.readline(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                line = await self._reader.readline()
         except TimeoutError:
             if time.monotonic() - began_s > timeout_s + _OWN_PAUSE_S:
                 return await self.receive(timeout_s)

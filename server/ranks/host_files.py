@@ -1,7 +1,7 @@
 """Copies node 0's model to a node that has none, piece by piece over their connection, into a cache where it stays.
 
 The cache's folder is named by the digest of the files, so a node fetches a model once, and an interrupted copy goes on where it
-ended. Each file is compared with its SHA-256 before it gets its name.
+ended. Each file is compared with its SHA-256 before it gets its name, and again at each start.
 """
 
 import asyncio
@@ -47,11 +47,16 @@ def list_files(path: Path | None) -> ModelFiles:
     if path is None:
         return ModelFiles([], False, "node 0 has no file of this model")
     try:
-        found = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+        found = sorted(filter(_is_of_model, path.iterdir())) if path.is_dir() else [path]
         files = [FileFacts(file.name, file.stat().st_size, _sha256(file)) for file in found]
     except OSError as error:
         return ModelFiles([], False, f"node 0 cannot read {path}: {error.strerror}")
     return ModelFiles(files, path.is_dir())
+
+
+def _is_of_model(file: Path) -> bool:
+    """False for hidden files, such as this cache's lock, and for unfinished copies."""
+    return file.is_file() and not file.name.startswith(".") and file.suffix != _PART
 
 
 def read_piece(path: Path, files: ModelFiles, name: str, offset: int) -> bytes:
@@ -70,6 +75,8 @@ async def fetch_files(offer: ModelFiles, ask: Ask, show: Callable[[str, float], 
     """
     if offer.error:
         raise ModelError(f"this host has no copy of the model, and {offer.error}")
+    if unsafe := [file.name for file in offer.files if Path(file.name).name != file.name or file.name in ("", "..")]:
+        raise ModelError(f"node 0 offers files outside the model's folder: {', '.join(unsafe)}")
     folder = cache_folder() / "from-node-0" / offer.digest
     total = sum(file.num_bytes for file in offer.files)
     try:
@@ -99,21 +106,31 @@ def _what(num_bytes: int) -> str:
 
 
 async def _fetch(file: FileFacts, path: Path, ask: Ask, show: Callable[[int], None]) -> None:
-    if path.is_file() and path.stat().st_size == file.num_bytes:
-        return show(file.num_bytes)
+    if path.is_file():
+        if await _is_whole(path, file):
+            return show(file.num_bytes)
+        path.unlink()  # damaged since it was copied
     part = path.with_name(path.name + _PART)
-    with part.open("ab") as out:
-        while (offset := out.tell()) < file.num_bytes:
-            show(offset)
-            piece = await ask(file.name, offset)
-            if not piece:
-                raise ModelError(f"{file.name} on node 0 has become shorter while it was copied; start all hosts again")
-            await asyncio.to_thread(out.write, piece)
-    digest = await asyncio.to_thread(_sha256, part)
-    if digest != file.sha256:
+    # What an interrupted copy has left may be damaged: then the whole file is copied again.
+    for _ in range(2 if part.exists() else 1):
+        with part.open("ab") as out:
+            while (offset := out.tell()) < file.num_bytes:
+                show(offset)
+                piece = await ask(file.name, offset)
+                if not piece:
+                    raise ModelError(
+                        f"{file.name} on node 0 has become shorter while it was copied; start all hosts again"
+                    )
+                await asyncio.to_thread(out.write, piece)
+        if await _is_whole(part, file):
+            part.replace(path)
+            return
         part.unlink()
-        raise ModelError(f"{file.name} arrived damaged and was removed; start all hosts again")
-    part.replace(path)
+    raise ModelError(f"{file.name} arrived damaged and was removed; start all hosts again")
+
+
+async def _is_whole(path: Path, file: FileFacts) -> bool:
+    return path.stat().st_size == file.num_bytes and await asyncio.to_thread(_sha256, path) == file.sha256
 
 
 def _sha256(path: Path) -> str:

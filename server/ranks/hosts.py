@@ -110,7 +110,15 @@ class Side:
         self.link: LinkFacts | None = None  # the network between all nodes, after ``join``
 
     def _start(self, *tasks: asyncio.Task[None]) -> None:
-        self._tasks += tasks
+        for task in tasks:
+            task.add_done_callback(self._note_task_end)
+        self._tasks = [task for task in self._tasks if not task.done()] + list(tasks)
+
+    def _note_task_end(self, task: asyncio.Task[None]) -> None:
+        """End all nodes if a task fails: nobody else would notice that its work is not done."""
+        if not task.cancelled() and (error := task.exception()) is not None and not self._closing:
+            own = f"node {self._place.node} ({self._place.address})"
+            self._joining.listener.note_end(own, 1, f"failed: {type(error).__name__}: {error}")
 
     async def _beat(self, channels: Callable[[], list[Channel]]) -> None:
         while True:
@@ -143,7 +151,6 @@ class _Node:
     channel: Channel
     failures: list[str] | None = None  # of its probe
     measured: Measured | None = None
-    sending: asyncio.Task[None] | None = None  # a piece of the model
     opened: Opened | None = None
 
 
@@ -167,7 +174,10 @@ class Head(Side):
         return {0: self._place.address} | {node: known.hello.address for node, known in self._nodes.items()}
 
     async def join(self) -> None:
-        """Wait for all nodes, and let each connect to the others' ports. ValueError: refused. LostError: one is missing."""
+        """Wait for all nodes, and let each connect to the others' ports.
+
+        ValueError: refused. LostError: one is missing, or a port cannot be reached.
+        """
         listener = listen(self._place.master, self._place.port)
         self._server = await accept_channels(
             listener, lambda channel: self._start(asyncio.create_task(self._take(channel)))
@@ -183,7 +193,7 @@ class Head(Side):
         await self._until(lambda: [node for node in others if self._nodes[node].failures is None], "tried the ports")
         failures += [failure for known in self._nodes.values() for failure in known.failures or ()]
         if failures:
-            raise ValueError(
+            raise LostError(
                 f"{'; '.join(failures)}. Open --port-range {self._joining.facts['--port-range']} in the firewall"
             )
         self.link = await self._measure({node: (at, ports[-1]) for node, (at, ports) in targets.items() if node})
@@ -201,7 +211,7 @@ class Head(Side):
             pairs += node.measured.pairs
             failures += node.measured.failures
         if failures:
-            raise ValueError("; ".join(failures))
+            raise LostError("; ".join(failures))
         return network_facts(pairs)
 
     async def agree(self, facts: dict[str, str], plan: RunPlan) -> RunPlan:
@@ -269,8 +279,10 @@ class Head(Side):
             if waited_s >= SHOW_S:
                 self._joining.listener.show(table)
                 self.tell(Table(table))
+            # Not `asyncio.wait_for`: in Python 3.11 it ignores a cancellation at the moment of the change.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), SHOW_S)
+                async with asyncio.timeout(SHOW_S):
+                    await self._changed.wait()
 
     async def _take(self, channel: Channel) -> None:
         try:
@@ -278,23 +290,30 @@ class Head(Side):
         except LostError:  # a port scanner, or a node's probe
             await channel.close()
             return
-        if not proven or self._closing:
+        if not proven:
             # Who does not know the secret must not be able to end the server.
             reason = f"{name_node(hello)} has another shared secret; give every host the same --comm-secret-file"
             self._joining.listener.show(reason)
-            channel.send(End(2, reason))
-            await channel.close()
-            return
+            return await _refuse(channel, 2, reason)
         reason = objection_to(hello, self._own, self._place.num_nodes)
-        if reason is None and hello.node in self._nodes:
-            reason = f"two hosts are node {hello.node}: {self._nodes[hello.node].hello.address} and {hello.address}"
+        before = self._nodes.get(hello.node)
+        if reason is None and before is not None and before.hello.address != hello.address:
+            reason = f"two hosts are node {hello.node}: {before.hello.address} and {hello.address}"
         if reason is not None:
-            channel.send(End(2, reason))
-            await channel.close()
+            await _refuse(channel, 2, reason)
             if not self._joined:
                 self._refusal = reason
                 self._changed.set()
             return
+        if before is not None:
+            # Its ports were free, so the process that held them is gone, even if its connection has not ended here.
+            self._lose(before, "has started again")
+            await before.channel.close()
+        if self._joined or self._closing:
+            # Exit code 1: whoever started the node starts it again, when all nodes start again.
+            return await _refuse(
+                channel, 1, f"{name_node(self._own)} ends, because a node was lost; start all nodes again"
+            )
         self._nodes[hello.node] = node = _Node(hello, channel)
         self._changed.set()
         try:
@@ -308,7 +327,7 @@ class Head(Side):
             return
         if self._joined:
             self._joining.listener.note_end(name_node(node.hello), 1, f"lost: it {why}")
-        else:
+        elif self._nodes.get(node.hello.node) is node:
             del self._nodes[node.hello.node]  # it may start again
             self._changed.set()
 
@@ -328,7 +347,12 @@ class Head(Side):
         elif isinstance(message, Measured):
             node.measured = message
         elif isinstance(message, WantModel | WantPiece):
-            node.sending = asyncio.create_task(self._send_model(node, message))
+            self._start(asyncio.create_task(self._send_model(node, message)))
         elif isinstance(message, Opened):
             node.opened = message
         self._changed.set()
+
+
+async def _refuse(channel: Channel, code: int, reason: str) -> None:
+    channel.send(End(code, reason))
+    await channel.close()

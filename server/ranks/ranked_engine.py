@@ -100,6 +100,7 @@ class RankedEngine:
             reporters=self._ranks.reporters,
             max_queued_requests=config.http.max_queued_requests,
             num_ranks=config.parallel.num_ranks,
+            first_rank=ranks.numbers.start,
             on_report=self._hear,
         )
         if self._place is not None and self._relays:
@@ -303,7 +304,8 @@ class RankedEngine:
     async def _keep_watch(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._trouble.wait(), _WATCH_PERIOD_S)
+                async with asyncio.timeout(_WATCH_PERIOD_S):
+                    await self._trouble.wait()
                 await asyncio.sleep(_COLLECT_S)
             reason = self._watch.check()
             if reason is not None:

@@ -12,11 +12,12 @@ from typing import Any
 import huggingface_hub
 import pytest
 from helpers.model.tiny_gguf import make_tiny_gguf
+from safetensors.torch import load_file, save_file
 from tiny import make_tiny, tiny_config
 
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.header import RANDOM_SHAPES
-from tightwire.model.open import open_checkpoint
+from tightwire.model.open import fingerprint, open_checkpoint
 from tightwire.model.text.tokenizer import BOS_ID, EOS_ID
 
 
@@ -55,6 +56,17 @@ def test_gguf_file_and_folder_of_one(tmp_path: Path) -> None:
     make_tiny_gguf(tmp_path / "other.gguf")
     with pytest.raises(ModelError, match=r"several \.gguf files, name one: other\.gguf, tiny\.gguf"):
         open_checkpoint(str(tmp_path))
+
+
+def test_models_with_the_same_norms_have_different_fingerprints(tmp_path: Path) -> None:
+    """As weights into which an adapter was merged."""
+    folder = make_tiny(tmp_path / "m")
+    before = fingerprint(open_checkpoint(str(folder)))
+    assert fingerprint(open_checkpoint(str(folder))) == before
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.self_attn.q_proj.weight"] += 0.25
+    save_file(weights, folder / "model.safetensors")
+    assert fingerprint(open_checkpoint(str(folder))) != before
 
 
 def test_known_name(smollm2_path: Path) -> None:

@@ -64,6 +64,9 @@ def test_without_a_launcher_there_is_one_host() -> None:
         (["--tp", "2", "--port-range", "5-6"], _SLURM, "must hold 5 ports"),
         (["--master-addr", "h"], {}, "--master-addr h is for several hosts; add --nnodes N"),
         (["--tp", "4"], _TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}, "starts 2 processes on this node"),
+        (["--tp", "4"], _SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "Slurm starts 2 processes on this node"),
+        (["--tp", "3"], _SLURM, r"--nnodes 2: from Slurm's SLURM_NNODES; .*; --nnodes 1 ignores the variables"),
+        (["--tp", "2", "--port-range", "29600-29700"], _SLURM, "contains 29600, the port of --master-addr"),
         (["--tp", "2"], _SLURM | {"SLURM_NODEID": "one"}, "SLURM_NODEID must be a whole number, got 'one'"),
     ],
 )

@@ -9,7 +9,15 @@ from tightwire.comm.link.probe import PairFacts
 from tightwire.comm.link.wire import network_facts
 from tightwire.server.config.hosts import HostOptions, split_address
 from tightwire.server.plan import network
-from tightwire.server.plan.network import UnknownNameError, find_place, keep_probe, last_probe, listen, wait_for_place
+from tightwire.server.plan.network import (
+    NotNowError,
+    UnknownNameError,
+    find_place,
+    keep_probe,
+    last_probe,
+    listen,
+    wait_for_place,
+)
 
 
 def options(master: str = "127.0.0.1", node: int = 1, interface: str | None = None) -> HostOptions:
@@ -81,6 +89,18 @@ def test_a_name_is_looked_up_until_it_has_an_address(monkeypatch: pytest.MonkeyP
 def test_an_unknown_interface_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"--interface wlan9 has no address .*choose .*lo"):
         find_place(options(interface="wlan9"))
+
+
+def test_an_interface_or_address_that_others_cannot_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="--interface lo is this host's loopback, where other hosts cannot reach"):
+        find_place(options("192.0.2.1", interface="lo"))
+    with pytest.raises(
+        ValueError, match="--master-addr fe80::1 is a link-local address, which names no interface; give"
+    ):
+        find_place(options("fe80::1"))
+    monkeypatch.setattr(network.socket.socket, "connect", lambda *_: (_ for _ in ()).throw(OSError(101, "no network")))
+    with pytest.raises(NotNowError, match="--master-addr 192.0.2.1: this host has no route to it: no network"):
+        find_place(options("192.0.2.1"))
 
 
 def test_a_taken_port_is_named() -> None:

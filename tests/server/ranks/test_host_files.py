@@ -6,7 +6,7 @@ import pytest
 
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.server.ranks import host_files
-from tightwire.server.ranks.host_files import ModelFiles, fetch_files, list_files, read_piece
+from tightwire.server.ranks.host_files import FileFacts, ModelFiles, fetch_files, list_files, read_piece
 
 
 @pytest.fixture
@@ -68,3 +68,25 @@ async def test_other_files_are_not_given(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no copy of the model, and node 0 has no file of this model"):
         await fetch_files(list_files(None), Node0(model).ask, lambda *_: None)
     assert ModelFiles([], True).digest != list_files(model).digest
+
+
+async def test_a_damaged_cache_and_a_damaged_rest_of_a_copy_are_copied_again(model: Path) -> None:
+    node_0 = Node0(model)
+    copy = await fetch_files(node_0.files, node_0.ask, lambda *_: None)
+    weights = copy / "model.safetensors"
+    weights.write_bytes(bytes(250))  # the same size, as after a crash of the host
+    assert (await fetch_files(node_0.files, node_0.ask, lambda *_: None)) == copy
+    assert weights.read_bytes() == bytes(range(250))
+    weights.unlink()
+    (copy / "model.safetensors.part").write_bytes(bytes(100))
+    await fetch_files(node_0.files, node_0.ask, lambda *_: None)
+    assert weights.read_bytes() == bytes(range(250))
+
+
+async def test_hidden_files_are_not_copied_and_files_elsewhere_are_refused(model: Path) -> None:
+    (model / ".lock").touch()
+    (model / "other.part").touch()
+    assert [file.name for file in list_files(model).files] == ["config.json", "model.safetensors"]
+    evil = ModelFiles([FileFacts("../../evil", 1, "")], True)
+    with pytest.raises(ModelError, match=r"offers files outside the model's folder: \.\./\.\./evil"):
+        await fetch_files(evil, Node0(model).ask, lambda *_: None)

@@ -219,3 +219,69 @@ async def test_a_host_with_another_secret_is_refused_and_does_not_end_the_others
     assert not waiting.done()
     waiting.cancel()
     await head.close(1, "")
+
+
+async def test_a_node_that_starts_again_while_others_are_missing_takes_its_place() -> None:
+    port, told = free_ports(8), Told()
+    head = Head(joining(0, port, told, num_nodes=3))
+    waiting = asyncio.create_task(head.join())
+    old = Member(joining(1, port, Told(), num_nodes=3))
+    tasks = [asyncio.create_task(old.join())]
+    await until(lambda: 1 in head.addresses)
+    first = head._nodes[1]
+    old._free_ports()
+    new = Member(joining(1, port, Told(), num_nodes=3))
+    tasks.append(asyncio.create_task(new.join()))
+    await until(lambda: head._nodes.get(1, first) is not first)
+    assert not waiting.done()
+    assert head.addresses.keys() == {0, 1}
+    for task in (waiting, *tasks):
+        task.cancel()
+    for side in (head, old, new):
+        await side.close(1, "")
+
+
+async def test_a_node_that_starts_again_after_all_have_joined_ends_all_and_may_be_started_again() -> None:
+    port, told = free_ports(6), Told()
+    head, old = Head(joining(0, port, told)), Member(joining(1, port, Told()))
+    store = socket.create_server(("127.0.0.1", port + 1))
+    await asyncio.gather(head.join(), old.join())
+    old._free_ports()
+    told_1 = Told()
+    new = Member(joining(1, port, told_1))
+    joins = asyncio.create_task(new.join())
+    await until(lambda: told_1.ends)
+    # Exit code 1; after a refusal (2) systemd does not start the node again.
+    reason = "node 0 (127.0.0.1) ends, because a node was lost; start all nodes again"
+    assert told_1.ends == [(f"node 0 (127.0.0.1:{port})", 1, reason)]
+    assert told.ends[0] == ("node 1 (127.0.0.1)", 1, "lost: it has started again")
+    joins.cancel()
+    for side in (head, old, new):
+        await side.close(1, "")
+    store.close()
+
+
+async def test_waiting_for_a_node_is_cancelled_at_the_moment_of_its_message() -> None:
+    head = Head(joining(0, free_ports(6), Told()))
+    waiting = asyncio.create_task(head._until(lambda: [1], "opened the model"))
+    await asyncio.sleep(0.01)
+    head._changed.set()  # as when a node's last message ends the server
+    await asyncio.sleep(0)
+    waiting.cancel()
+    done, _ = await asyncio.wait([waiting], timeout=2)
+    assert done == {waiting}
+    await head.close(1, "")
+
+
+async def test_a_failure_of_a_background_task_ends_the_server() -> None:
+    told = Told()
+    head = Head(joining(0, free_ports(6), told))
+
+    async def read() -> None:
+        raise FileNotFoundError(2, "No such file or directory", "model.gguf")
+
+    head._start(asyncio.create_task(read()))
+    await until(lambda: told.ends)
+    assert told.ends[0][:2] == ("node 0 (127.0.0.1)", 1)
+    assert "model.gguf" in told.ends[0][2]
+    await head.close(1, "")
