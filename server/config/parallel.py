@@ -42,7 +42,7 @@ class ParallelOptions:
     comm_error_budget: ErrorBudget | None = option(
         None,
         "accuracy that auto may give up in prompt rows: the relative RMS error of one AllReduce, such as 0.01, or the mean KL of "
-        "next tokens, such as kl=0.02; default: none, auto is lossless",
+        "next tokens, such as kl=0.02 (`tightwire tune --quality` measures it for this model); default: none, auto is lossless",
         metavar="E",
         parse=parse_error_budget,
     )

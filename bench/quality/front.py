@@ -1,0 +1,141 @@
+"""Draws signal to noise and KL against bits from results of ``tightwire bench quality``, and prints them as a table.
+
+python -m tightwire.bench.quality.front OUT.svg RESULT.json RESULT.json ...
+
+The noise on Gaussian numbers is computed here, that of partial sums and the KL stand in the results, of which the first one
+with an algorithm counts.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import matplotlib as mpl
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from tightwire.bench.quality.compared import compared
+from tightwire.bench.quality.measure import sqnr_db
+from tightwire.bench.quality.options import is_compared
+from tightwire.bench.quality.setting import LOSSY_SITES
+from tightwire.comm.all_reduce.registry import parse_all_reduce
+
+_ROWS = 512  # of Gaussian numbers
+_FAMILIES = {
+    "Tightwire": ("C0", "o"),
+    "article (groups of 128)": ("C1", "s"),
+    "AMD": ("C3", "^"),
+    "AMD, exponent for each row": ("C4", "v"),
+    "uniform (one scale a row)": ("C7", "D"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One algorithm. ``bits``: a number, scales included; ``gaussian_db``: of Gaussian numbers; ``sums_db``: of each sum."""
+
+    name: str
+    bits: float
+    gaussian_db: float
+    sums_db: Sequence[float]
+    kl: float
+    perplexity: float  # relative rise
+
+    @property
+    def family(self) -> str:
+        if self.name.startswith("spec:uniform"):
+            return "uniform (one scale a row)"
+        if is_compared(self.name):
+            return "AMD, exponent for each row" if self.name.endswith("-rows") else "AMD"
+        return "article (groups of 128)" if self.name.endswith("-plain") or ":" in self.name else "Tightwire"
+
+
+def read_points(results: Sequence[Mapping[str, Any]]) -> list[Point]:
+    """The quantized algorithms of the results, at the first one's first number of ranks."""
+    world_size, points = results[0]["world_sizes"][0], dict[str, Point]()
+    for result in results:
+        for row in result["cells"]:
+            name, sums = row["algorithm"], [db for site in LOSSY_SITES for db in row["sqnr_db"][site]["layers"]]
+            if name in points or row["world_size"] != world_size or None in sums:
+                continue
+            points[name] = Point(
+                name=name,
+                bits=16 * row["bytes_share"],
+                gaussian_db=gaussian_db(name, world_size, result["hidden_size"]),
+                sums_db=sums,
+                kl=row["kl_mean"],
+                perplexity=row["perplexity_delta"],
+            )
+    return sorted(points.values(), key=lambda point: (list(_FAMILIES).index(point.family), -point.bits))
+
+
+def gaussian_db(name: str, world_size: int, row_elems: int) -> float:
+    """Signal to noise of one sum of Gaussian numbers, (512, ``row_elems``) on each rank, in float32."""
+    parts = torch.randn(world_size, _ROWS, row_elems, generator=torch.Generator().manual_seed(0))
+    total = _through(name, torch.stack([_through(name, part, 0) for part in parts]).sum(0), -1)
+    exact = parts.sum(0)
+    return sqnr_db(float(exact.square().sum()), float((total - exact).square().sum()))
+
+
+def _through(name: str, x_TD: Tensor, leg: int) -> Tensor:
+    if is_compared(name):
+        return compared(name).through(x_TD)
+    codec, x_N = parse_all_reduce(name).codecs[leg], x_TD.reshape(-1)
+    return codec.decode(codec.encode(x_N), x_N.numel(), torch.float32).view(x_TD.shape)
+
+
+def draw(out: Path, points: Sequence[Point], title: str) -> None:
+    """Signal to noise on the left, of sums (filled, median) and Gaussian numbers (open); KL on the right."""
+    with mpl.rc_context({"svg.hashsalt": "front", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(9.6, 4.2), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for family, (color, marker) in _FAMILIES.items():
+            own = [point for point in points if point.family == family]
+            bits = [point.bits for point in own]
+            style: dict[str, Any] = {"color": color, "marker": marker, "markersize": 5}
+            left.plot(bits, [median(point.sums_db) for point in own], **style, label=family)
+            left.plot(bits, [point.gaussian_db for point in own], **style, linestyle=":", fillstyle="none")
+            right.plot(bits, [point.kl for point in own], **style)
+        left.set(ylabel="signal to noise of one AllReduce, dB", title="median of the model's sums; dotted: Gaussian")
+        right.set(yscale="log", ylabel="mean KL of next tokens, nats", title=title)
+        for axes in (left, right):
+            _finish(axes)
+        figure.legend(loc="outside lower center", ncols=len(_FAMILIES), frameon=False)
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+
+
+def _finish(axes: Axes) -> None:
+    axes.set(xlabel="bits a number, with scales")
+    axes.grid(color="#dfe3e8")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def table(points: Sequence[Point]) -> str:
+    """The points as a table of a Markdown page."""
+    lines = [
+        "| codec | bits | Gaussian, dB | sums: median, dB | worst, dB | KL | more, % |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for point in points:
+        more = f"{100 * point.perplexity:+.2f}" if point.perplexity < 10 else "> 1000"
+        values = [f"{value:.1f}" for value in (point.gaussian_db, median(point.sums_db), min(point.sums_db))]
+        lines.append(" | ".join([f"| {point.name}", f"{point.bits:.2f}", *values, f"{point.kl:.2g}", f"{more} |"]))
+    return "\n".join(lines)
+
+
+def main(out: Path, paths: Sequence[Path]) -> None:
+    results = [json.loads(path.read_text()) for path in paths]
+    points, first = read_points(results), results[0]
+    draw(out, points, f"{first['model']}, {first['world_sizes'][0]} ranks, {first['tokens']:,} tokens")
+    sys.stdout.write(table([point for point in points if math.isfinite(point.gaussian_db)]) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [Path(word) for word in sys.argv[2:]])
