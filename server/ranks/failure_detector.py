@@ -8,12 +8,12 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
 from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Ready
 from tightwire.server.plan.rank_setup import rank_name
+from tightwire.server.ranks.parent_death import state_of
 
 # A rank that imports libraries from a slow disk may hold the interpreter, and delay the heartbeat, for long.
 _LOADING_PATIENCE = 12
@@ -155,7 +155,7 @@ class Watch:
             if not (rank.pid or rank.was_heard):
                 continue  # its host has not joined yet, for which there is another deadline
             silent_s = now - rank.heard_s
-            if silent_s > self._rank_timeout_s and rank.pid and _is_stopped(rank.pid):
+            if silent_s > self._rank_timeout_s and rank.pid and state_of(rank.pid) in ("T", "t"):
                 return number, f"is stopped (SIGSTOP), silent for {silent_s:.1f} s, last seen at: {rank.doing}"
             # Another host watches its own ranks, and knows of a silent one whether it is stopped.
             if silent_s > limit + (0.0 if rank.pid else _OTHER_HOST_S):
@@ -207,12 +207,3 @@ class Watch:
 def _signal_name(number: int) -> str:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     return f"{name} (out of memory?)" if number == signal.SIGKILL else name
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a signal or a debugger has stopped the process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in ("T", "t")

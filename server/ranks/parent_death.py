@@ -1,12 +1,15 @@
-"""Ends a child process when its parent dies."""
+"""Ends a child process when its parent dies, and a parent of several hosts that stays stopped."""
 
 import ctypes
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 _LIBC = ctypes.CDLL(None)  # loaded here: code between fork and exec must not load libraries
 _PR_SET_PDEATHSIG = 1
+_LOOK_S = 0.5
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
@@ -26,3 +29,30 @@ def die_at_end_of_stdin() -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_stopped_parent(pid: int, after_s: float) -> None:
+    """Block until SIGSTOP has stopped the parent ``pid`` for ``after_s``, then kill it, and with it all its ranks.
+
+    A stopped process cannot end by itself, and its ranks would wait forever for the other hosts, which have ended by then.
+    """
+    stopped_s, before = 0.0, time.monotonic()
+    while stopped_s < after_s:
+        time.sleep(_LOOK_S)
+        now = time.monotonic()
+        # If this process was stopped too, the time counts little: both continue together.
+        stopped_s = stopped_s + min(now - before, 2 * _LOOK_S) if state_of(pid) == "T" else 0.0
+        before = now
+    sys.stderr.write(
+        f"tightwire serve: this server (pid {pid}) has been stopped (SIGSTOP) for {stopped_s:.0f} s. The other hosts end "
+        "without it, so its ranks end it\n"
+    )
+    os.kill(pid, signal.SIGKILL)
+
+
+def state_of(pid: int) -> str:
+    """The letter of /proc: T is stopped by a signal, t by a debugger. Empty: no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""

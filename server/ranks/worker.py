@@ -16,11 +16,13 @@ from tightwire.comm.link.wire import LinkTooFastError
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.server.ipc.messages import Failed
 from tightwire.server.plan.rank_setup import RankIdentity, RankWork
-from tightwire.server.ranks.parent_death import die_at_end_of_stdin
+from tightwire.server.ranks.parent_death import die_at_end_of_stdin, end_stopped_parent
 from tightwire.server.ranks.reporter import Reporter
 
 # Errors whose message alone tells the user what to do about a file, a disk or an option. Others get a traceback.
 _TOLD_IN_FULL = (LinkTooFastError, ModelError, WeightsError)
+
+_AFTER_OTHERS_S = 1.0
 
 _T = TypeVar("_T")
 
@@ -39,7 +41,11 @@ def main(body: str = "tightwire.server.ranks.rank_main:run") -> int:
             module, function = body.split(":")
             run = getattr(importlib.import_module(module), function)
         reporter.begin("waiting for the model's name")
-        run(identity, work.get(), reporter)
+        own = work.get()
+        if identity.num_local < identity.world_size:  # several hosts; they notice a stopped server after this time
+            watch = (identity.parent_pid, own.config.timeouts.rank_timeout_s + _AFTER_OTHERS_S)
+            threading.Thread(target=end_stopped_parent, args=watch, daemon=True).start()
+        run(identity, own, reporter)
     except BaseException as error:  # noqa: BLE001 - the parent must hear of every error
         reporter.send(
             Failed(

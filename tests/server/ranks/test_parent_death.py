@@ -1,0 +1,31 @@
+"""A server that stays stopped is ended by its ranks; one that only pauses is not."""
+
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tightwire.server.ranks.parent_death import end_stopped_parent, state_of
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process
+        process.kill()
+
+
+def test_a_stopped_server_is_killed_and_says_so(
+    process: subprocess.Popen[bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
+    watcher = threading.Thread(target=end_stopped_parent, args=(process.pid, 0.4), daemon=True)
+    watcher.start()
+    time.sleep(0.6)
+    assert process.poll() is None and state_of(process.pid) == "S", "it was not stopped"
+    process.send_signal(signal.SIGSTOP)
+    assert process.wait(10) == -signal.SIGKILL
+    watcher.join(10)
+    assert f"(pid {process.pid}) has been stopped (SIGSTOP)" in capfd.readouterr().err
