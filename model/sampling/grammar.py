@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,18 @@ from tightwire.model.sampling.parameters import SamplingRow
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+T = TypeVar("T")
+
 _MAX_COMPILED = 64  # grammars kept for later requests
+# llguidance follows references by recursion, and a stack overflow ends the process: 3000 rules in a chain need 8 MiB.
+# At most 0.5 KiB for each character of a grammar was measured; here it is 2 KiB. Untouched pages of a stack take no memory.
+MAX_GRAMMAR_CHARS = 256 << 10
+_STACK_BYTES = 512 << 20
+_MAX_GBNF_CHARS = 32 << 10  # the conversion to Lark is Python, and takes time with the square of the number of rules
+_MAX_LEXER_FUEL = (
+    80_000  # size of all regular expressions; 5000 enum values have 60,000. Compiling a larger one may take minutes
+)
+_stack_lock = threading.Lock()
 # Separators as json.dumps writes them: most training data has them, and no model can continue with spaces for ever.
 _JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -28,21 +39,42 @@ def make_grammar(kind: Literal["json", "regex", "choice", "grammar"], source: An
     """Return the text of the grammar of all texts that ``source`` allows.
 
     ``source``: a JSON schema, a regular expression, a list of texts, or a grammar in Lark's or GBNF's notation. ValueError: a
-    GBNF grammar that cannot be read. ImportError: llguidance is not installed.
+    grammar that is too long, or a GBNF grammar that cannot be read. ImportError: llguidance is not installed.
     """
     from llguidance import LLMatcher, grammar_from
+    from llguidance.gbnf_to_lark import is_lark_syntax
 
     if kind == "json":
-        return LLMatcher.grammar_from_json_schema(source, _JSON_OPTIONS)
-    return grammar_from(kind, source)
+        grammar = LLMatcher.grammar_from_json_schema(source, _JSON_OPTIONS)
+    elif kind == "grammar" and len(source) > _MAX_GBNF_CHARS and not is_lark_syntax(source):
+        raise ValueError(
+            f"a GBNF grammar may have {_MAX_GBNF_CHARS} characters, this one has {len(source)}; use Lark's notation"
+        )
+    else:
+        grammar = grammar_from(kind, source)
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise ValueError(f"it has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are possible")
+    return grammar
 
 
 def grammar_error(grammar: str) -> str | None:
     """Return what is wrong with a grammar, as far as can be told without the tokenizer; None: nothing."""
     from llguidance import LLMatcher
 
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    is_error, messages = _with_large_stack(lambda: LLMatcher.validate_grammar_with_warnings(grammar))
     return messages[0] if is_error else None
+
+
+def _with_large_stack(work: Callable[[], T]) -> T:
+    """Return what ``work`` returns in a thread of its own, which takes about 0.1 ms."""
+    with ThreadPoolExecutor(1, "grammar") as thread:
+        with _stack_lock:
+            usual = threading.stack_size(_STACK_BYTES)
+            try:
+                future = thread.submit(work)
+            finally:
+                threading.stack_size(usual)
+        return future.result()
 
 
 class GrammarMasks:
@@ -101,7 +133,7 @@ class GrammarMasks:
         return self._matchers[id(row)]
 
     def _matcher(self, grammar: str) -> "LLMatcher":
-        from llguidance import LLMatcher, LLTokenizer
+        from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
         with self._lock:
             if self._tokenizer is None:
@@ -111,10 +143,12 @@ class GrammarMasks:
                     self._tokenizer = LLTokenizer(
                         self._tokenizer_json(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None
                     )
+            tokenizer = self._tokenizer
             if (matcher := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
                 return matcher
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        limits = LLParserLimits(initial_lexer_fuel=_MAX_LEXER_FUEL, verbose_errors=False)
+        matcher = _with_large_stack(lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=limits))
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         with self._lock:

@@ -1,6 +1,8 @@
 """Structured output: the fields that ask for a form of the answer, and the grammar that they mean."""
 
+import time
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,6 +19,11 @@ _Text = Annotated[str, Field(min_length=1)]
 _SUBSCHEMAS = ("items", "additionalProperties", "additionalItems")
 _LISTS = ("prefixItems", "anyOf", "allOf", "oneOf", "items")
 _NAMED = ("$defs", "definitions", "properties", "patternProperties")
+# llguidance compiles an optional item by item, and a multiple as one state for each remainder: larger ones take seconds and
+# gigabytes.
+_MAX_ITEMS = 10_000
+_MAX_DIVISOR = 20_000
+_SEARCH_S = 0.5  # of the innermost schema that is refused
 _NOT_INSTALLED = (
     "needs the package llguidance, which is not installed on this server; install it with "
     "`pip install 'tightwire[structured]'`"
@@ -82,10 +89,12 @@ def checked_grammar(path: str, kind: Any, source: Any) -> str:
     try:
         if kind == "json" and isinstance(source, str):
             source = _parsed(path, source)
+        if kind == "json":
+            _refuse_large(path, source)
         grammar = make_grammar(kind, source)
         problem = grammar_error(grammar)
         if problem is not None and kind == "json":
-            path, problem = _innermost(source, path, source, problem)
+            path, problem = _innermost(source, path, source, problem, time.monotonic() + _SEARCH_S)
     except ImportError:
         raise ApiError(400, f"{path} {_NOT_INSTALLED}", param=path, code="unsupported_parameter") from None
     except (ValueError, RecursionError) as error:
@@ -105,15 +114,32 @@ def _parsed(path: str, text: str) -> Schema:
     return schema
 
 
-def _innermost(root: Schema, path: str, schema: Schema, problem: str) -> tuple[str, str]:
-    """The path of the innermost subschema that is refused even alone, and its problem."""
+def _refuse_large(path: str, schema: Schema) -> None:
+    """ApiError 400: a bound in this schema or in one inside it makes the grammar too large."""
+    divisor, bounds = schema.get("multipleOf"), {key: schema.get(key) for key in ("minItems", "maxItems")}
+    for key, bound in bounds.items():
+        if isinstance(bound, int | float) and bound > _MAX_ITEMS:
+            raise invalid(f"{path}.{key} is {bound}; at most {_MAX_ITEMS} is possible", f"{path}.{key}")
+    if isinstance(divisor, int | float):
+        digits = Decimal(repr(divisor)).normalize().as_tuple().digits
+        if int("".join(map(str, digits))) > _MAX_DIVISOR:
+            message = f"{path}.multipleOf is {divisor}; at most {_MAX_DIVISOR} is possible, times a power of ten"
+            raise invalid(message, f"{path}.multipleOf")
     for name, part in _subschemas(schema):
+        _refuse_large(f"{path}.{name}", part)
+
+
+def _innermost(root: Schema, path: str, schema: Schema, problem: str, deadline_s: float) -> tuple[str, str]:
+    """The path of the innermost subschema that is refused even alone, as far as it is found in time, and its problem."""
+    for name, part in _subschemas(schema):
+        if time.monotonic() > deadline_s:
+            break
         # References point into the whole schema, so its definitions stay.
         shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
         alone = {**shared, **part} if not name.startswith(("$defs", "definitions")) else part
         inner = grammar_error(make_grammar("json", alone))
         if inner is not None and "does not exist" not in inner:
-            return _innermost(root, f"{path}.{name}", part, inner)
+            return _innermost(root, f"{path}.{name}", part, inner, deadline_s)
     return path, problem
 
 

@@ -95,3 +95,24 @@ def test_invalid_grammars_have_a_reason() -> None:
     with pytest.raises(ValueError, match="unclosed group"):
         masks().compile(bad).result()
     assert grammar_error(make_grammar("regex", "a")) is None
+
+
+@pytest.mark.parametrize("kind", ["grammar", "json"])
+def test_long_chains_of_references_do_not_overflow_the_stack(kind: Any) -> None:
+    if kind == "json":
+        chain = {f"r{i}": {"allOf": [{"$ref": f"#/$defs/r{i + 1}"}]} for i in range(4000)}
+        source: Any = {"$ref": "#/$defs/r0", "$defs": chain | {"r4000": {"type": "string"}}}
+    else:
+        source = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(10_000)) + 'r10000: "a"'
+    grammar = make_grammar(kind, source)
+    assert grammar_error(grammar) is None
+    assert masks().compile(grammar).result(60)
+
+
+def test_grammars_that_would_take_seconds_are_refused() -> None:
+    with pytest.raises(ValueError, match="at most 262144 are possible"):
+        make_grammar("choice", ["x" * 300_000])
+    with pytest.raises(ValueError, match="GBNF grammar may have"):
+        make_grammar("grammar", "root ::= " + " | ".join(['"a"'] * 10_000))
+    with pytest.raises(ValueError, match="too big"):
+        masks().compile(make_grammar("regex", "a?" * 20_000)).result(60)

@@ -13,6 +13,8 @@ from helpers.server.fake_engine import FakeEngine, app_for
 from helpers.server.sampling_engine import SamplingEngine
 from jsonschema_rs import validator_for
 
+from tightwire.model.sampling.grammar import GrammarMasks
+
 pytest.importorskip("llguidance")
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200}
@@ -131,6 +133,8 @@ IN_SCHEMA = "response_format.json_schema.schema"
         (_schema({"properties": {"a": {"pattern": "(?=a)"}}}), f"{IN_SCHEMA}.properties.a", "look-around"),
         (_schema({"type": "integer", "minimum": 5, "maximum": 2}), IN_SCHEMA, "greater than maximum"),
         (_schema([]), f"{IN_SCHEMA}", "dictionary"),
+        (_schema({"properties": {"a": {"multipleOf": 999_983}}}), f"{IN_SCHEMA}.properties.a.multipleOf", "20000"),
+        (_schema({"type": "array", "maxItems": 10**6}), f"{IN_SCHEMA}.maxItems", "at most 10000"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs it"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not valid JSON"),
@@ -149,6 +153,19 @@ async def test_what_is_refused(fields: dict[str, Any], param: str | None, messag
         response = await client.post("/v1/chat/completions", json={**CHAT, **fields})
     error = response.json()["error"]
     assert response.status_code == 400 and message in error["message"] and error["param"] == param, error
+
+
+async def test_a_grammar_that_cannot_be_compiled_ends_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    engine = SamplingEngine()
+    with monkeypatch.context() as patched:
+        patched.setattr(GrammarMasks, "_matcher", fail)
+        async with open_client(engine) as client:
+            response = await client.post("/v1/chat/completions", json={**CHAT, "structured_outputs": {"regex": "ab"}})
+    assert response.status_code == 500 and "can't start new thread" in response.text
+    assert texts(await chat(engine, structured_outputs={"regex": "ab"})) == ["ab"]
 
 
 async def test_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
