@@ -17,6 +17,7 @@ from tightwire.server.plan.rank_setup import RunPlan
 from tightwire.server.ranks.host_files import ModelFiles
 
 _HELLO_S = 10.0  # for each message of HELLO
+_CLOSE_S = 0.5
 # After a wait that was longer by more, this process itself was stopped and cannot judge the other host's silence.
 _OWN_PAUSE_S = 3.0
 _MOST_BYTES = 32 << 20  # of a line: the longest is a plan with a policy for each layer
@@ -204,11 +205,31 @@ class Channel:
         except msgspec.MsgspecError as error:
             raise LostError(f"sent something else than a message of this version: {error}") from None
 
-    async def close(self) -> None:
-        """Send what is queued, for at most a second."""
-        with contextlib.suppress(OSError, TimeoutError):
-            await asyncio.wait_for(self._writer.drain(), 1.0)
+    async def end(self, code: int, reason: str) -> None:
+        self.send(End(code, reason))
+        await self.close()
+
+    def abandon(self) -> None:
+        """Close without a word."""
         self._writer.close()
+
+    async def close(self) -> None:
+        """Send what is queued, and wait until the other host closes its end too, for at most half a second each.
+
+        If this process closed its socket with unread messages, the kernel would reset the connection, and the last message,
+        with the reason of the end, would be lost.
+        """
+        # RuntimeError: another task still reads, so nothing stays unread.
+        try:
+            with contextlib.suppress(OSError, TimeoutError, RuntimeError):
+                async with asyncio.timeout(_CLOSE_S):
+                    await self._writer.drain()
+                    self._writer.write_eof()
+                async with asyncio.timeout(_CLOSE_S):
+                    while await self._reader.read(_MOST_BYTES):
+                        pass
+        finally:
+            self._writer.close()
 
 
 async def open_channel(address: str, port: int, timeout_s: float) -> Channel:

@@ -57,7 +57,7 @@ async def probe(node: int, targets: Mapping[int, tuple[str, list[int]]]) -> list
 
     async def reach(other: int, address: str, port: int) -> str | None:
         try:
-            await (await open_channel(address, port, CONNECT_S)).close()
+            (await open_channel(address, port, CONNECT_S)).abandon()
         except OSError as error:  # TimeoutError is one
             why = why_unreachable(error)
             return f"port {port} on node {other} ({address}) cannot be reached from node {node}: {why}"

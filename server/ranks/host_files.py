@@ -6,6 +6,7 @@ ended. Each file is compared with its SHA-256 before it gets its name, and again
 
 import asyncio
 import hashlib
+import itertools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -37,6 +38,15 @@ class ModelFiles(msgspec.Struct, frozen=True):
     @property
     def digest(self) -> str:
         return hashlib.sha256(msgspec.json.encode(self.files)).hexdigest()[:16]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    def share(self, name: str, offset: int) -> float:
+        """The share of all bytes before ``offset`` of a file, in the order in which they are copied."""
+        before = itertools.takewhile(lambda file: file.name != name, self.files)
+        return (sum(file.num_bytes for file in before) + offset) / max(1, self.num_bytes)
 
 
 Ask = Callable[[str, int], Awaitable[bytes]]  # a file's name and the place of a piece; returns the piece
@@ -78,18 +88,16 @@ async def fetch_files(offer: ModelFiles, ask: Ask, show: Callable[[str, float], 
     if unsafe := [file.name for file in offer.files if Path(file.name).name != file.name or file.name in ("", "..")]:
         raise ModelError(f"node 0 offers files outside the model's folder: {', '.join(unsafe)}")
     folder = cache_folder() / "from-node-0" / offer.digest
-    total = sum(file.num_bytes for file in offer.files)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock", timeout=_LOCK_S, thread_local=False)
         await asyncio.to_thread(lock.acquire)
         try:
-            done = 0
+            what = f"copying the model ({format_bytes(offer.num_bytes)}) from node 0"
             for file in offer.files:
                 await _fetch(
-                    file, folder / file.name, ask, lambda own, done=done: show(_what(total), (done + own) / total)
+                    file, folder / file.name, ask, lambda own, file=file: show(what, offer.share(file.name, own))
                 )
-                done += file.num_bytes
         finally:
             lock.release()
     except Timeout:
@@ -99,10 +107,6 @@ async def fetch_files(offer: ModelFiles, ask: Ask, show: Callable[[str, float], 
             f"the model cannot be stored in {folder}: {error.strerror or error}; set XDG_CACHE_HOME to another folder"
         ) from error
     return folder if offer.is_folder else folder / offer.files[0].name
-
-
-def _what(num_bytes: int) -> str:
-    return f"copying the model ({format_bytes(num_bytes)}) from node 0"
 
 
 async def _fetch(file: FileFacts, path: Path, ask: Ask, show: Callable[[int], None]) -> None:

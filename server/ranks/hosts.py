@@ -141,8 +141,7 @@ class Side:
         for task in self._tasks:
             task.cancel()
         self._free_ports()
-        for channel in channels:
-            await channel.close()
+        await asyncio.gather(*(channel.close() for channel in channels))
 
 
 @dataclass(slots=True)
@@ -151,7 +150,14 @@ class _Node:
     channel: Channel
     failures: list[str] | None = None  # of its probe
     measured: Measured | None = None
+    copied: float | None = None  # the share of the model that it has got from here
     opened: Opened | None = None
+
+    def describe(self) -> str:
+        name = name_node(self.hello)
+        return (
+            name if self.copied is None or self.opened else f"{name}, which has copied {self.copied:.0%} of the model,"
+        )
 
 
 class Head(Side):
@@ -246,6 +252,7 @@ class Head(Side):
         if isinstance(message, WantModel):
             node.channel.send(Offer(files))
         elif path is not None:
+            node.copied = files.share(message.name, message.offset)
             node.channel.send(Piece(await asyncio.to_thread(read_piece, path, files, message.name, message.offset)))
 
     def tell(self, message: Message) -> None:
@@ -267,7 +274,7 @@ class Head(Side):
             if not (absent := missing()):
                 return
             num_nodes, waited_s = self._place.num_nodes, time.monotonic() - started_s
-            names = ", ".join(name_node(self._nodes[n].hello) if n in self._nodes else f"node {n}" for n in absent)
+            names = ", ".join(self._nodes[n].describe() if n in self._nodes else f"node {n}" for n in absent)
             count = f"{num_nodes - len(absent)} of {num_nodes} nodes {what}; {names} missing for"
             if waited_s > limit_s and time.monotonic() - self._sent_s > limit_s:
                 at = joined(self._place.master, self._place.port)
@@ -294,13 +301,13 @@ class Head(Side):
             # Who does not know the secret must not be able to end the server.
             reason = f"{name_node(hello)} has another shared secret; give every host the same --comm-secret-file"
             self._joining.listener.show(reason)
-            return await _refuse(channel, 2, reason)
+            return await channel.end(2, reason)
         reason = objection_to(hello, self._own, self._place.num_nodes)
         before = self._nodes.get(hello.node)
         if reason is None and before is not None and before.hello.address != hello.address:
             reason = f"two hosts are node {hello.node}: {before.hello.address} and {hello.address}"
         if reason is not None:
-            await _refuse(channel, 2, reason)
+            await channel.end(2, reason)
             if not self._joined:
                 self._refusal = reason
                 self._changed.set()
@@ -311,9 +318,7 @@ class Head(Side):
             await before.channel.close()
         if self._joined or self._closing:
             # Exit code 1: whoever started the node starts it again, when all nodes start again.
-            return await _refuse(
-                channel, 1, f"{name_node(self._own)} ends, because a node was lost; start all nodes again"
-            )
+            return await channel.end(1, f"{name_node(self._own)} ends, because a node was lost; start all nodes again")
         self._nodes[hello.node] = node = _Node(hello, channel)
         self._changed.set()
         try:
@@ -351,8 +356,3 @@ class Head(Side):
         elif isinstance(message, Opened):
             node.opened = message
         self._changed.set()
-
-
-async def _refuse(channel: Channel, code: int, reason: str) -> None:
-    channel.send(End(code, reason))
-    await channel.close()

@@ -90,3 +90,8 @@ async def test_hidden_files_are_not_copied_and_files_elsewhere_are_refused(model
     evil = ModelFiles([FileFacts("../../evil", 1, "")], True)
     with pytest.raises(ModelError, match=r"offers files outside the model's folder: \.\./\.\./evil"):
         await fetch_files(evil, Node0(model).ask, lambda *_: None)
+
+
+def test_the_share_that_is_copied_counts_the_files_before(model: Path) -> None:
+    files = list_files(model)
+    assert [files.share("config.json", 0), files.share("model.safetensors", 124)] == [0.0, 0.5]

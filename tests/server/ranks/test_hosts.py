@@ -12,7 +12,7 @@ from tightwire.server.config.hosts import HostOptions
 from tightwire.server.ipc.messages import FromRank, Heartbeat
 from tightwire.server.plan.network import find_place
 from tightwire.server.plan.rank_setup import RunPlan
-from tightwire.server.ranks.host_channel import Hello, LostError, open_channel
+from tightwire.server.ranks.host_channel import Channel, End, Hello, LostError, Table, accept_channels, open_channel
 from tightwire.server.ranks.host_checks import merge_plans, objection_to, probe
 from tightwire.server.ranks.host_member import Member
 from tightwire.server.ranks.hosts import Head, Joining
@@ -285,3 +285,19 @@ async def test_a_failure_of_a_background_task_ends_the_server() -> None:
     assert told.ends[0][:2] == ("node 0 (127.0.0.1)", 1)
     assert "model.gguf" in told.ends[0][2]
     await head.close(1, "")
+
+
+async def test_the_last_message_arrives_although_the_sender_has_not_read_all() -> None:
+    channels: list[Channel] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = await accept_channels(listener, channels.append)
+    here = await open_channel("127.0.0.1", listener.getsockname()[1], 3.0)
+    await until(lambda: channels)
+    for _ in range(1000):
+        here.send(Table("x" * 1000))
+    await asyncio.sleep(0.05)
+    channels[0].send(End(0, "the reason"))
+    await channels[0].close()
+    assert await here.receive(3.0) == End(0, "the reason")
+    await here.close()
+    server.close()
