@@ -39,10 +39,11 @@ _FAMILIES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One algorithm. ``bits``: a number, scales included; ``gaussian_db``: of Gaussian numbers; ``sums_db``: of each sum."""
+    """One algorithm. Bits are for a number, with scales; ``gaussian_db``: of Gaussian numbers; ``sums_db``: of each sum."""
 
     name: str
-    bits: float
+    bits: float  # mean of the model's sums, of which the first layer's and the last may have another codec
+    codec_bits: float
     gaussian_db: float
     sums_db: Sequence[float]
     kl: float
@@ -68,12 +69,21 @@ def read_points(results: Sequence[Mapping[str, Any]]) -> list[Point]:
             points[name] = Point(
                 name=name,
                 bits=16 * row["bytes_share"],
+                codec_bits=codec_bits(name, result["hidden_size"]),
                 gaussian_db=gaussian_db(name, world_size, result["hidden_size"]),
                 sums_db=sums,
                 kl=row["kl_mean"],
                 perplexity=row["perplexity_delta"],
             )
     return sorted(points.values(), key=lambda point: (list(_FAMILIES).index(point.family), -point.bits))
+
+
+def codec_bits(name: str, row_elems: int) -> float:
+    """Mean of both legs, for a number of a row, with scales."""
+    if is_compared(name):
+        return 8 * compared(name).row_bytes(row_elems, 2) / row_elems
+    codecs = parse_all_reduce(name).codecs
+    return 8 * sum(codec.wire_bytes(codec.group_elems, 2) / codec.group_elems for codec in codecs) / len(codecs)
 
 
 def gaussian_db(name: str, world_size: int, row_elems: int) -> float:
@@ -101,7 +111,8 @@ def draw(out: Path, points: Sequence[Point], title: str) -> None:
             bits = [point.bits for point in own]
             style: dict[str, Any] = {"color": color, "marker": marker, "markersize": 5}
             left.plot(bits, [median(point.sums_db) for point in own], **style, label=family)
-            left.plot(bits, [point.gaussian_db for point in own], **style, linestyle=":", fillstyle="none")
+            style_of_gaussian = style | {"linestyle": ":", "fillstyle": "none"}
+            left.plot([point.codec_bits for point in own], [point.gaussian_db for point in own], **style_of_gaussian)
             right.plot(bits, [point.kl for point in own], **style)
         left.set(ylabel="signal to noise of one AllReduce, dB", title="median of the model's sums; dotted: Gaussian")
         right.set(yscale="log", ylabel="mean KL of next tokens, nats", title=title)
@@ -120,20 +131,21 @@ def _finish(axes: Axes) -> None:
 def table(points: Sequence[Point]) -> str:
     """The points as a table of a Markdown page."""
     lines = [
-        "| codec | bits | Gaussian, dB | sums: median, dB | worst, dB | KL | more, % |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "| name | codec's bits | mean bits | Gaussian, dB | sums: median, dB | worst, dB | KL | more, % |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for point in points:
+        db = (f"{value:.1f}" for value in (point.gaussian_db, median(point.sums_db), min(point.sums_db)))
         more = f"{100 * point.perplexity:+.2f}" if point.perplexity < 10 else "> 1000"
-        values = [f"{value:.1f}" for value in (point.gaussian_db, median(point.sums_db), min(point.sums_db))]
-        lines.append(" | ".join([f"| {point.name}", f"{point.bits:.2f}", *values, f"{point.kl:.2g}", f"{more} |"]))
+        cells = [point.name, f"{point.codec_bits:.2f}", f"{point.bits:.2f}", *db, f"{point.kl:.2g}", more]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def main(out: Path, paths: Sequence[Path]) -> None:
     results = [json.loads(path.read_text()) for path in paths]
     points, first = read_points(results), results[0]
-    draw(out, points, f"{first['model']}, {first['world_sizes'][0]} ranks, {first['tokens']:,} tokens")
+    draw(out, points, f"{first['model']}, {first['world_sizes'][0]} ranks, {first['cells'][0]['tokens']:,} tokens")
     sys.stdout.write(table([point for point in points if math.isfinite(point.gaussian_db)]) + "\n")
 
 

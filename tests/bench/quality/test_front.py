@@ -10,11 +10,11 @@ from tightwire.bench.quality import front
 def cell(name: str, share: float, db: float | None, kl: float) -> dict[str, Any]:
     layers = {"layers": [db, db]}
     row = {"algorithm": name, "world_size": 2, "bytes_share": share, "kl_mean": kl, "perplexity_delta": kl}
-    return row | {"sqnr_db": {"o_proj": layers, "down_proj": layers}}
+    return row | {"tokens": 100} | {"sqnr_db": {"o_proj": layers, "down_proj": layers}}
 
 
 def test_points_of_all_results_are_drawn_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    facts = {"world_sizes": [2], "hidden_size": 64, "model": "tiny", "tokens": 100}
+    facts = {"world_sizes": [2], "hidden_size": 64, "model": "tiny"}
     first = [
         cell("flash-int4", 0.28, 18.0, 0.015),
         cell("two-shot", 1.0, None, 0.0),
@@ -34,6 +34,6 @@ def test_points_of_all_results_are_drawn_and_listed(tmp_path: Path, capsys: pyte
         f"| {name}" for name in ("flash-int4", "flash-int4-plain", "spec:amd-int6", "spec:uniform-int4")
     ]
     ours = shown.splitlines()[2]  # of the first result
-    assert ours.startswith("| flash-int4 | 4.48 | 1") and ours.endswith(" | 18.0 | 18.0 | 0.015 | +1.50 |")
+    assert ours.startswith("| flash-int4 | 4.25 | 4.48 | 1") and ours.endswith(" | 18.0 | 18.0 | 0.015 | +1.50 |")
     svg = (tmp_path / "out.svg").read_text()
     assert "tiny, 2 ranks, 100 tokens" in svg and all(family in svg for family in ("Tightwire", "AMD", "uniform"))
