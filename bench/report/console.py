@@ -1,13 +1,24 @@
 """The console on which a bench prints its tables, and the progress bar of all measurements."""
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
-_FILE_WIDTH = 120  # columns in a file or a pipe
+_FILE_WIDTH = 160  # columns in a file or a pipe
+_LINE_SECONDS = 30.0  # between two lines of progress in a file or a pipe
 
 
 def make_console() -> Console:
@@ -16,8 +27,34 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=_FILE_WIDTH)
 
 
+class ProgressLines(Progress):
+    """Prints a plain line every ``_LINE_SECONDS`` in place of a bar."""
+
+    _next_line = 0.0
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        super().update(task_id, **changes)
+        self._print_when_due(task_id)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        self._print_when_due(task_id)
+
+    def _print_when_due(self, task_id: TaskID) -> None:
+        now = time.monotonic()
+        self._next_line = self._next_line or now + _LINE_SECONDS
+        if now < self._next_line:
+            return
+        self._next_line = now + _LINE_SECONDS
+        task = self._tasks[task_id]
+        done = "" if task.total is None else f", {task.completed:.0f} of {task.total:.0f} done"
+        self.console.print(f"{task.description}{done}, {task.elapsed or 0:.0f} s", markup=False)
+
+
 def progress_bar() -> Progress:
-    """A context manager that shows a bar on stderr if that is a terminal; a task with ``total`` None shows only activity."""
+    """A context manager that shows a bar on stderr, or plain lines if stderr is no terminal."""
+    if not sys.stderr.isatty():
+        return ProgressLines(console=Console(stderr=True), disable=True)
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -27,7 +64,6 @@ def progress_bar() -> Progress:
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
-        disable=not sys.stderr.isatty(),
     )
 
 

@@ -1,9 +1,11 @@
 from io import StringIO
 
+import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from tightwire.bench.report.console import paused
+from tightwire.bench.report import console
+from tightwire.bench.report.console import ProgressLines, paused
 
 
 def test_the_bar_is_hidden_while_something_is_printed() -> None:
@@ -27,3 +29,17 @@ def test_a_hidden_bar_stays_hidden() -> None:
 
     assert not progress.live.is_started
     assert out.getvalue() == ""
+
+
+def test_a_file_gets_a_line_of_progress_every_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "_LINE_SECONDS", 0.0)
+    out = StringIO()
+    progress = ProgressLines(console=Console(file=out), disable=True)
+
+    with progress:
+        task = progress.add_task("loading", total=None)
+        progress.update(task, description="2 ranks: [exact]")
+        progress.reset(task, total=5)
+        progress.advance(task)
+
+    assert out.getvalue().splitlines() == ["2 ranks: [exact], 0 s", "2 ranks: [exact], 1 of 5 done, 0 s"]
