@@ -31,10 +31,10 @@ _NOT_INSTALLED = (
 
 
 class JsonSchemaFormat(Fields):
-    name: str | None = Field(None, max_length=64, description="Labels the schema.")
-    description: str | None = None
+    name: str | None = Field(None, max_length=64, description="Accepted and ignored: a label.")
+    description: str | None = Field(None, description="Accepted and ignored.")
     schema_: Schema = Field(alias="schema", description="The JSON schema that the answer follows.")
-    strict: bool | None = Field(None, description="The answer follows the schema with any value.")
+    strict: bool | None = Field(None, description="Accepted and ignored: the answer follows the schema anyway.")
 
 
 class ResponseFormat(Fields):

@@ -34,7 +34,7 @@ class Function(Fields):
     name: Name
     description: str | None = None
     parameters: Schema | None = Field(None, description="A JSON schema of the arguments. Default: no arguments.")
-    strict: bool | None = Field(None, description="Required and named calls follow the schema with any value.")
+    strict: bool | None = Field(None, description="Part of the prompt; demanded calls follow the schema anyway.")
 
 
 class Tool(Fields):

@@ -98,7 +98,7 @@ class CustomTool(Fields):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: str | None = None
     input_schema: Schema = Field(description="A JSON schema of the input.")
-    strict: bool | None = Field(None, description="With tool_choice any or tool the input follows the schema anyway.")
+    strict: bool | None = Field(None, description="Accepted and ignored: a demanded input follows the schema anyway.")
     cache_control: Any = None
 
 

@@ -68,15 +68,15 @@ def _texts(parts: list[Any]) -> list[str]:
 
 
 class _Item(Fields):
-    id: str | None = None
-    status: str | None = None
+    id: str | None = Field(None, description="Accepted and ignored.")
+    status: str | None = Field(None, description="Accepted and ignored.")
 
 
 class InputMessage(_Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: _Parts
-    phase: str | None = None
+    phase: str | None = Field(None, description="Accepted and ignored.")
 
 
 class CallItem(_Item):
@@ -84,7 +84,7 @@ class CallItem(_Item):
     call_id: str
     name: str
     arguments: str = Field(description="The arguments as JSON.")
-    namespace: str | None = None
+    namespace: str | None = Field(None, description="Accepted and ignored.")
 
 
 class CallOutputItem(_Item):
@@ -124,10 +124,10 @@ Input = Annotated[_Items, BeforeValidator(_as_items, json_schema_input_type=str 
 
 class TextFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = Field(None, max_length=64, description="Labels the schema.")
-    description: str | None = None
+    name: str | None = Field(None, max_length=64, description="Repeated in the response.")
+    description: str | None = Field(None, description="Repeated in the response.")
     schema_: Schema | None = Field(None, alias="schema", description="With the type json_schema.")
-    strict: bool | None = Field(None, description="The answer follows the schema with any value.")
+    strict: bool | None = Field(None, description="Repeated in the response; the answer follows the schema anyway.")
 
 
 class TextOptions(Fields):
@@ -140,7 +140,7 @@ class FunctionTool(Fields):
     name: Name
     description: str | None = None
     parameters: Schema | None = Field(None, description="A JSON schema of the arguments. Default: no arguments.")
-    strict: bool | None = Field(None, description="Required and named calls follow the schema with any value.")
+    strict: bool | None = Field(None, description="Repeated in the response; demanded calls follow the schema anyway.")
 
 
 class OtherTool(Fields):

@@ -3,13 +3,14 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Required, get_origin
 
 import api_reference
 import httpx
 import pytest
 from helpers.server import fake_engine
 from helpers.server.fake_engine import FakeEngine, app_for
+from nested_fields import Entry, fields_of, literals, members
 
 CHAT = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -88,6 +89,19 @@ TOGETHER: dict[tuple[str, str], dict[str, Any]] = {
     ("/v1/completions", "stream_options"): {"stream": True},
     ("/v1/responses", "stream_options"): {"stream": True},
 }
+# Fields that this server requires and the clients' types do not, and values that the types do not tell.
+NEEDED = {"call_id", "content", "schema"}
+NESTED_SAMPLES: dict[str, Any] = {
+    "arguments": "{}",
+    "call_id": "c",
+    "content": "Hi",
+    "input": {},
+    "input_schema": SCHEMA,
+    "name": "f",
+    "parameters": SCHEMA,
+    "schema": SCHEMA,
+    "tools": [{"type": "function", "name": "f"}],
+}
 INFO = replace(fake_engine.INFO, max_model_len=4096)  # a prompt with tools has 900 bytes
 
 
@@ -108,8 +122,7 @@ async def test_each_row_is_true(path: str, engine: FakeEngine) -> None:
     assert len(rows) > 15
     async with open_client(engine) as client:
         for row in rows:
-            sample = OF_ROUTE.get((path, row.field), SAMPLES.get(row.field, "sample"))
-            body = {**BODIES[path], **TOGETHER.get((path, row.field), {}), row.field: sample}
+            body = {**BODIES[path], **TOGETHER.get((path, row.field), {}), row.field: _sample(path, row.field)}
             response = await client.post(path, json=body)
             ignored = response.headers.get("x-tightwire-ignored", "").split(", ")
             if row.status == "refused":
@@ -121,6 +134,62 @@ async def test_each_row_is_true(path: str, engine: FakeEngine) -> None:
             assert response.status_code == 200, (row, response.text)
             is_named = row.status == "ignored" and row.field not in api_reference.body_of(path).model_fields
             assert (row.field in ignored) == is_named, row
+
+
+@pytest.mark.parametrize("path", api_reference.OFFICIAL)
+async def test_each_nested_entry_is_true(path: str, engine: FakeEngine) -> None:
+    entries = api_reference.nested(path)
+    assert len(entries) > 40 or path == "/v1/completions"
+    async with open_client(engine) as client:
+        for entry in entries:
+            field = entry.steps[0].field
+            others = {"tools": _sample(path, "tools")} if field == "tool_choice" else TOGETHER.get((path, field), {})
+            body = {**BODIES[path], **others, **_nested_sample(entry)}
+            response = await client.post(path, json=body)
+            ignored = response.headers.get("x-tightwire-ignored", "")
+            assert response.status_code == (400 if entry.status == "refused" else 200), (entry, body, response.text)
+            if entry.status == "refused":
+                assert response.json()["error"]["param"].startswith(field), (entry, response.text)
+            elif not entry.kind:
+                is_named = entry.status == "ignored" and not entry.is_known
+                assert (f".{entry.name}" in ignored) == is_named, (entry, ignored)
+
+
+def _nested_sample(entry: Entry) -> dict[str, Any]:
+    """The body's field with the smallest object of the client's type that has the entry's field, or is of its kind."""
+    *_, last = entry.steps
+    hints = fields_of(last.kind)
+    own = {entry.kind: entry.name} if entry.kind in hints else {}
+    value = _smallest(last.kind) | own
+    if not entry.kind:
+        value[entry.name] = _value(entry.name, hints[entry.name])
+    for inner, outer in zip(reversed(entry.steps), reversed((None, *entry.steps[:-1])), strict=True):
+        if inner.is_list:
+            value = [*CHAT, value] if inner.field in ("messages", "input") else [value]
+        value = {**(_smallest(outer.kind) if outer else {}), inner.field: value}
+    return value
+
+
+def _smallest(kind: type) -> dict[str, Any]:
+    """The fields that the client's type or this server requires."""
+    hints = fields_of(kind)
+    return {name: _value(name, hint) for name, hint in hints.items() if get_origin(hint) is Required or name in NEEDED}
+
+
+def _value(name: str, annotation: Any) -> Any:
+    if values := literals(annotation):
+        return values[0]
+    if name in NESTED_SAMPLES:
+        return NESTED_SAMPLES[name]
+    for kind, is_list in members(annotation):
+        return [_smallest(kind)] if is_list else _smallest(kind)
+    return next(
+        (sample for word, sample in (("bool", True), ("int", 1), ("str", "sample")) if word in str(annotation)), {}
+    )
+
+
+def _sample(path: str, field: str) -> Any:
+    return OF_ROUTE.get((path, field), SAMPLES.get(field, "sample"))
 
 
 async def test_sampling_parameters_reach_the_engine(engine: FakeEngine) -> None:
