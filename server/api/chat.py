@@ -190,7 +190,8 @@ class ChatDialect(Dialect[ChatBody]):
     def _make_reader(self) -> CallReader:
         choice = self.body.tool_choice
         names = {tool.function.name for tool in self.body.tools}
-        return CallReader(names, whole_call=choice[1:] if choice.startswith("=") else None)
+        whole_call = choice[1:] if choice.startswith("=") else None
+        return CallReader(names, whole_call=whole_call, calls_only=self.body.demands_calls)
 
 
 def _call_delta(piece: CallPiece) -> CallDelta:

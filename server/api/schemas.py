@@ -25,6 +25,15 @@ IGNORED_FIELDS = frozenset(
     + ("prediction",)
 )
 
+# Fields of vLLM that would change the answer.
+UNSUPPORTED_EXTENSIONS: dict[str, tuple[tuple[Any, ...], str]] = {
+    **{f"guided_{kind}": ((), f"use structured_outputs.{kind}") for kind in ("json", "regex", "choice", "grammar")},
+    "structural_tag": ((), "use tools, or structured_outputs.grammar"),
+    "whitespace_pattern": ((), "JSON has one blank after : and , here"),
+    "chat_template": ((), "the model's own template is used"),
+    "documents": (([],), "write documents into the messages"),
+}
+
 # Fields of OpenAI that are not supported: the values that are accepted because they have no effect, and advice.
 UNSUPPORTED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), "only chat completions have tools"),
@@ -39,6 +48,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "moderation": ((), "this server does not moderate"),
     "best_of": ((1,), "best_of is not supported; use n, logprobs, and pick the best answer yourself"),
     "suffix": (("",), "insertion before a suffix is not supported"),
+    **UNSUPPORTED_EXTENSIONS,
 }
 
 PROGRESS = ("tightwire.progress", "progress")  # path and name, where it is ignored

@@ -75,6 +75,11 @@ def _of_format(given: ResponseFormat | None) -> Iterator[tuple[str, Any, Any]]:
 def _of_outputs(given: StructuredOutputs | None) -> Iterator[tuple[str, Any, Any]]:
     if given is None:
         return
+    kinds = ("json_", "json_object", "regex", "choice", "grammar")
+    if all(getattr(given, kind) is None for kind in kinds):
+        raise invalid(
+            "structured_outputs is empty; give json, json_object, regex, choice or grammar", "structured_outputs"
+        )
     if given.json_ is not None:
         yield "structured_outputs.json", "json", given.json_
     if given.json_object:
@@ -91,6 +96,8 @@ def checked_grammar(path: str, kind: Any, source: Any) -> str:
             source = _parsed(path, source)
         if kind == "json":
             _refuse_large(path, source)
+        if kind == "regex" and (len(source) - len(source.rstrip("\\"))) % 2:
+            raise invalid(f"{path} ends with a \\ that escapes nothing", path)
         grammar = make_grammar(kind, source)
         problem = grammar_error(grammar)
         if problem is not None and kind == "json":

@@ -33,9 +33,12 @@ Piece = str | CallPiece
 class CallReader:
     """Splits one answer into text and calls. ``push`` each piece of text, then ``flush`` once."""
 
-    def __init__(self, names: Collection[str], *, whole_call: str | None = None) -> None:
-        """``names``: the known tools. ``whole_call``: the answer is the arguments of this tool and nothing else."""
-        self._names, self._whole_call = names, whole_call
+    def __init__(self, names: Collection[str], *, whole_call: str | None = None, calls_only: bool = False) -> None:
+        """``names``: the known tools. ``whole_call``: the answer is the arguments of this tool and nothing else.
+
+        ``calls_only``: a grammar demands calls, so text after one is the beginning of another that was cut off. It is dropped.
+        """
+        self._names, self._whole_call, self._calls_only = names, whole_call, calls_only
         self.num_calls = 0
         self._text = ""  # not read yet
         self._at_start = True
@@ -61,7 +64,8 @@ class CallReader:
             pieces.append(self._skipped + self._call.raw)
         if self._text.strip() or not self.num_calls:
             pieces.append(self._text)
-        return [piece for piece in pieces if piece != ""]
+        drops_text = self._calls_only and self.num_calls > 0
+        return [piece for piece in pieces if piece != "" and not (drops_text and isinstance(piece, str))]
 
     def _read(self, *, at_end: bool) -> Iterator[Piece]:
         before = None

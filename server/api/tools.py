@@ -10,6 +10,7 @@ from tightwire.server.api.fields import Fields, is_nested_deeply, refusal
 from tightwire.server.api.structured import Schema, checked_grammar
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+_DECIDING = frozenset(("type", "$ref", "anyOf", "allOf", "oneOf", "enum", "const"))
 _NO_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 
 # SmolLM2's own system prompt for tools (model card of HuggingFaceTB/SmolLM2-1.7B-Instruct).
@@ -93,6 +94,10 @@ def check_tools(tools: list[Tool], choice: str) -> None:
     names = [tool.function.name for tool in tools]
     if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
         raise invalid(f"tools has two functions with the name {twice!r}", "tools")
+    for index, tool in enumerate(tools):
+        if (kind := (tool.function.parameters or {}).get("type", "object")) not in ("object", ["object"]):
+            path = f"tools[{index}].function.parameters"
+            raise invalid(f"{path}.type is {str(kind)[:40]!r}; arguments are an object", f"{path}.type")
     if choice == "required" and not tools:
         raise invalid('tool_choice "required" needs tools', "tool_choice")
     if choice.startswith("=") and choice[1:] not in names:
@@ -129,7 +134,9 @@ def tool_grammar(tools: list[Tool], choice: str, *, parallel: bool) -> str:
 
 
 def _parameters(tool: Tool) -> Schema:
-    return tool.function.parameters or _NO_PARAMETERS
+    """The schema of the arguments. Without a type it would allow other values than objects."""
+    given = tool.function.parameters or _NO_PARAMETERS
+    return given if _DECIDING.intersection(given) else {"type": "object", **given}
 
 
 def _moved(part: Any, root: str) -> Any:

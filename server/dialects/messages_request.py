@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from tightwire.server.api.errors import invalid
 from tightwire.server.api.fields import Fields, told_apart
-from tightwire.server.api.schemas import Body, ChatBody, Message, Stop
+from tightwire.server.api.schemas import UNSUPPORTED_EXTENSIONS, Body, ChatBody, Message, Stop
 from tightwire.server.api.structured import Schema
 from tightwire.server.dialects.adapted import AdaptedBody, add_call, chat_tool, schema_format, text_message
 
@@ -21,6 +21,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "stop": ((), "it is a field of chat completions; in this API use stop_sequences"),
     "response_format": (({"type": "text"},), "it is a field of chat completions; in this API use output_config.format"),
     "n": ((1,), "a message is one answer"),
+    **UNSUPPORTED_EXTENSIONS,
 }
 
 

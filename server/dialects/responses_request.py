@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, Tag
 
 from tightwire.server.api.errors import invalid
 from tightwire.server.api.fields import Fields, refusal, told_apart
-from tightwire.server.api.schemas import ChatBody, Message, NumLogprobs, Stop, StreamOptions
+from tightwire.server.api.schemas import UNSUPPORTED_EXTENSIONS, ChatBody, Message, NumLogprobs, Stop, StreamOptions
 from tightwire.server.api.structured import ResponseFormat, Schema
 from tightwire.server.api.tools import Name
 from tightwire.server.dialects.adapted import AdaptedBody, add_call, chat_tool, schema_format, text_message
@@ -28,6 +28,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "a response has one answer"),
     "logprobs": ((False,), _IN_CHAT + 'include: ["message.output_text.logprobs"]'),
     "prompt_logprobs": ((), "only completions and chat completions have them"),
+    **UNSUPPORTED_EXTENSIONS,
 }
 LOGPROBS = "message.output_text.logprobs"
 

@@ -11,9 +11,11 @@ PARIS = '{"city": "Paris {]\\" \\\\", "days": [1, {"a": 2}]}'
 PARIS_CALL = ("weather", json.loads(PARIS))
 
 
-def read(text: str, size: int, *, whole_call: str | None = None) -> tuple[str, list[tuple[str, str]]]:
+def read(
+    text: str, size: int, *, whole_call: str | None = None, calls_only: bool = False
+) -> tuple[str, list[tuple[str, str]]]:
     """The text and the calls of an answer that comes in pieces of ``size`` characters."""
-    reader = CallReader(NAMES, whole_call=whole_call)
+    reader = CallReader(NAMES, whole_call=whole_call, calls_only=calls_only)
     pieces = [piece for at in range(0, len(text), size) for piece in reader.push(text[at : at + size])] + reader.flush()
     calls: list[tuple[str, str]] = []
     for piece in pieces:
@@ -83,6 +85,13 @@ def test_arguments_come_as_they_are_written() -> None:
 @pytest.mark.parametrize("size", [1, 5, 1000])
 def test_a_call_that_is_cut_off_keeps_what_was_sent(size: int) -> None:
     assert read('<tool_call>{"name": "add", "arguments": {"a": 1', size) == ("", [("add", '{"a": 1')])
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("cut", ["", ",", ', {"na', ', {"name": "add"'])
+def test_the_cut_off_beginning_of_another_required_call_is_no_text(cut: str, size: int) -> None:
+    text = '[{"name": "add", "arguments": {"a": 1}}' + cut
+    assert read(text, size, calls_only=True) == ("", [("add", '{"a": 1}')])
 
 
 @pytest.mark.parametrize("size", [1, 1000])

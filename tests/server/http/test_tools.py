@@ -163,6 +163,11 @@ async def test_a_template_without_tools_gets_our_prompt_with_calls_and_results()
             "leave one out",
         ),
         (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+            "tools[0].function.parameters.type",
+            "arguments are an object",
+        ),
+        (
             {
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
                 "tool_choice": "required",
