@@ -61,6 +61,8 @@ class Accuracy:
     def describe(self, name: str) -> str:
         """The figures of ``name`` with their source, or the command that measures them."""
         loss = self.losses.get(name)
+        if loss is None and name.startswith("hierarchical:"):
+            return "its cost in accuracy is not known, because `tightwire tune --quality` measures sums on one node"
         if loss is None:
             return f"its cost in accuracy is not known; `{self.command} --allreduce {name}` measures it"
         hint = "" if self.of_this_model else f"; `{self.command}` measures this model"
