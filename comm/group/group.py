@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -149,10 +150,13 @@ def open_process_group(
                 library, make = _make_nccl(topology, pair_store, timeout_s), NcclTransport
             else:
                 address = _gloo_address(store, one_host, interface)
-                library, make = _make_gloo(topology, pair_store, timeout_s, address), GlooTransport
-                if segment_fd is None and sockets is not None:
+                own, make = (sockets if segment_fd is None else None), GlooTransport
+                open_gloo = partial(_make_gloo, topology, pair_store, timeout_s, address, lazy=own is not None)
+                # With our own sockets gloo does not connect yet, and ranks of one host always reach each other.
+                library = open_gloo() if own is not None or one_host else _within(join_s, open_gloo, rank)
+                if own is not None:
                     host = address.get("hostname") or _address_on(address["interface"], store)
-                    make = partial(SocketTransport, *connect_ranks(joining, host, sockets, join_s))
+                    make = partial(SocketTransport, *connect_ranks(joining, host, own, join_s))
         except CommError:
             raise
         except RuntimeError as error:
@@ -205,15 +209,47 @@ def _gloo_address(store: Store, one_host: bool, interface: str | None) -> dict[s
     return {"hostname": _LOOPBACK if one_host else _own_address(store)}
 
 
-def _make_gloo(topology: Topology, store: Store, timeout_s: float, address: dict[str, str]) -> Any:
+def _make_gloo(topology: Topology, store: Store, timeout_s: float, address: dict[str, str], *, lazy: bool) -> Any:
+    """``lazy``: connect at the first message. gloo listens on ports of the kernel's choice, which a firewall may block."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1  # one collective at a time
-    options._devices = [gloo.create_device(**address)]
+    options._devices = [gloo.create_device(**address, lazy_init=lazy)]
     group = gloo(store, topology.rank, topology.world_size, options)
     make_loop_threads_batch()  # after connecting: a thread sets its name only when it first runs
     return group
+
+
+def _within(timeout_s: float, make: Callable[[], Any], rank: int) -> Any:
+    """The result of ``make``, in another thread, because gloo waits for the kernel's 130 s when a port is blocked."""
+    made, failed = list[Any](), list[RuntimeError]()
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except RuntimeError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="gloo connects")
+    thread.start()
+    thread.join(timeout_s)
+    if failed:
+        raise failed[0]
+    if not made:
+        raise CommError(
+            f"rank {rank}: gloo did not connect to all other hosts in {timeout_s:g} s. It listens on ports that the kernel chooses "
+            f"({_kernel_ports()}: sysctl net.ipv4.ip_local_port_range), so open these in the firewall, or let CPU ranks use our "
+            "own sockets (--transport sockets)"
+        )
+    return made[0]
+
+
+def _kernel_ports() -> str:
+    try:
+        return " to ".join(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    except OSError:
+        return "unknown"
 
 
 def _make_nccl(topology: Topology, store: Store, timeout_s: float) -> Any:

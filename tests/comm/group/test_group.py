@@ -1,6 +1,7 @@
 """Groups: opening, several at once, closing; on one host, without host names and without noise."""
 
 import os
+import secrets
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ from harness import Ranks, run_ranks
 from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.errors import CommError
 from tightwire.comm.group import group as groups
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.topology import Topology
@@ -171,3 +173,28 @@ def test_a_run_from_start_to_end_prints_nothing() -> None:
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_library_that_cannot_connect_names_its_ports_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(groups, "_make_gloo", lambda *args, **kwargs: never.wait(20))
+    monkeypatch.setattr(groups, "host_identity", lambda: secrets.token_hex())  # each rank on its own host
+    store = FileStore(str(tmp_path / "store"), 2)
+    messages: list[str] = []
+
+    def join(rank: int) -> None:
+        try:
+            open_process_group(
+                Topology(rank, 2), store=store, device=torch.device("cpu"), timeout_s=20, join_timeout_s=0.3
+            )
+        except CommError as error:
+            messages.append(str(error))
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    never.set()
+    assert len(messages) == 2
+    assert all("ports that the kernel chooses" in message and "--transport sockets" in message for message in messages)
