@@ -1,11 +1,20 @@
 """Fixtures of every test: one thread per process, and the embedded model."""
 
+import gc
 from pathlib import Path
 
 import pytest
 import torch
 
 from tightwire.model.checkpoint.catalog import pull
+
+# Modules and collected tests stay to the end, so looking for garbage among them would be wasted time.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")
