@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.kernels.interpreted import needs_triton, run_interpreted
+from helpers.kernels.interpreted import InterpretedRanks, needs_triton
 from torch import Tensor
 
 from tightwire.comm.all_reduce.entry import split_name
@@ -31,13 +31,12 @@ SEND_BYTES = 8192  # so that the longer messages below take several launches
 CASES = [
     ("one-shot", 1, torch.float32),
     ("one-shot", 5003, torch.bfloat16),
-    ("one-shot", 2048, torch.bfloat16),
     ("two-shot", 1000, torch.float16),
     ("two-shot", 5003, torch.bfloat16),
     ("flash-int8-plain", 1, torch.float32),
     ("flash-int8-plain", 9001, torch.bfloat16),
-    ("flash-int4-plain", 2049, torch.float32),
-    ("flash-int8", 5003, torch.bfloat16),
+    ("flash-int4-plain", 700, torch.float32),
+    ("flash-int8", 1100, torch.bfloat16),
     ("flash-int3", 1100, torch.float32),
     ("flash:int4-had,int8-g32-ef", 700, torch.bfloat16),
     ("flash:int3-sym,none", 700, torch.bfloat16),
@@ -157,17 +156,28 @@ def _check_messages_and_sums(
     _check_sums(group, sums_path, cases)
 
 
-@pytest.mark.parametrize(("world_size", "cases"), [(2, CASES), (3, FEW_CASES)], ids=["2", "3"])
-def test_messages_are_the_librarys_and_sums_the_generic_algorithms(
-    world_size: int, cases: list[tuple[str, int, torch.dtype]]
-) -> None:
-    with _shared_file(world_size) as messages_path, _shared_file(world_size) as sums_path:
-        run_interpreted(world_size, _check_messages_and_sums, messages_path, sums_path, cases)
+@pytest.fixture(scope="module")
+def three_ranks() -> Iterator[InterpretedRanks]:
+    ranks = InterpretedRanks(3)
+    yield ranks
+    ranks.close()
 
 
-def test_a_missing_rank_ends_in_an_error_that_names_it() -> None:
+def test_messages_of_two_are_the_librarys_and_sums_the_generic_algorithms() -> None:
+    ranks = InterpretedRanks(2)
+    with _shared_file(2) as messages_path, _shared_file(2) as sums_path:
+        ranks.run(_check_messages_and_sums, messages_path, sums_path, CASES)
+    ranks.close()
+
+
+def test_messages_of_three_are_the_librarys_and_sums_the_generic_algorithms(three_ranks: InterpretedRanks) -> None:
+    with _shared_file(3) as messages_path, _shared_file(3) as sums_path:
+        three_ranks.run(_check_messages_and_sums, messages_path, sums_path, FEW_CASES)
+
+
+def test_a_missing_rank_ends_in_an_error_that_names_it(three_ranks: InterpretedRanks) -> None:
     with _shared_file(3) as first_path, _shared_file(3) as path:
-        messages = run_interpreted(3, _miss_one, first_path, path)
+        messages = three_ranks.run(_miss_one, first_path, path)
     assert messages[1] is None and all(
         "Results since then are NaN" in message for message in (messages[0], messages[2])
     )

@@ -12,7 +12,7 @@ from multiprocessing import forkserver
 from typing import Any
 
 import pytest
-from harness import Ranks, run_ranks
+from harness import Ranks
 
 from tightwire.comm.group.group import Group
 
@@ -21,34 +21,40 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def run_interpreted(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """``run_ranks`` with Triton as its interpreter in every rank. ``fn`` is a function of a test module."""
-    _stop_fork_server()
-    return run_ranks(world_size, _call, fn, *args, timeout_s=timeout_s)
+class InterpretedRanks:
+    """Processes with Triton as their interpreter, kept from call to call until closed or until a call fails."""
 
-
-class InterpretedRank:
-    """One process with Triton as its interpreter, kept from call to call until closed or until a call fails."""
-
-    def __init__(self) -> None:
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
         self._ranks: Ranks | None = None
 
-    def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """``fn(group, *args)``, a function of a test module, in that process."""
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """``fn(group, *args)``, a function of a test module, in each process; results in rank order."""
         if self._ranks is None:
             _stop_fork_server()
-            self._ranks = Ranks(1)
+            self._ranks = Ranks(self._world_size)
         try:
-            (result,) = self._ranks.run(_call, fn, *args, timeout_s=120.0)
+            return self._ranks.run(_call, fn, *args, timeout_s=120.0)
         except BaseException:
             self.close()
             raise
-        return result
 
     def close(self) -> None:
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None
+
+
+class InterpretedRank(InterpretedRanks):
+    """One such process."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """``fn(group, *args)``, a function of a test module, in that process."""
+        (result,) = self.run(fn, *args)
+        return result
 
 
 def _stop_fork_server() -> None:
