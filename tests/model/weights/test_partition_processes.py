@@ -141,5 +141,6 @@ def test_closing_does_not_wait_for_others(shared_memory: bool, tmp_path: Path) -
     work = Work(str(location), plan_for(world), PROMPTS[:2])
     with joined(world, tmp_path, shared_memory=shared_memory) as place, Ranks(2) as ranks:
         alive = ranks.run(_close_in_a_gather, place, work, timeout_s=60)
+        ranks.kill()  # a thread that waits would keep its process for seconds
     assert not alive[1]
     assert not shared_memory or not alive[0]

@@ -16,8 +16,6 @@ from tiny import make_tiny
 from tightwire.comm.link.emulated_network import EmulatedNetwork, EmulatedNode, NoEmulatedNetworkError
 from tightwire.comm.link.link import parse_link
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[EmulatedNetwork]:
@@ -44,12 +42,12 @@ _ALGORITHMS = ("hierarchical", "one-shot", "two-shot", "ring", "flash-int8", "hi
 # Sums of a row that depend on no other row of the message. A ring's order over four ranks does, and so do a codec's groups
 # of 128 numbers where a row has 64.
 _BY_ROW = ("hierarchical", "one-shot", "two-shot")
-_PROMPTS = ("hello", "a", "the quick brown fox " * 8, "numbers: 1 2 3 4", "x" * 100)
+_PROMPTS = ("hello", "the quick brown fox " * 8, "x" * 100)
 
 
 async def ask(client: httpx.AsyncClient, prompt: str, algorithm: str, leave_after: int | None = None) -> str:
     """The text of an answer; of one that the client leaves after some events, what has come until then."""
-    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": True}
     body["tightwire"] = {"allreduce": algorithm}
     text, num_events = "", 0
     async with client.stream("POST", "/v1/completions", json=body) as response:
@@ -86,6 +84,7 @@ def texts(url: str, at_once: int) -> dict[tuple[str, str], set[str]]:
     return asyncio.run(run())
 
 
+@pytest.mark.alone
 def test_two_hosts_answer_as_one_for_each_algorithm_and_a_lost_host_ends_the_other(
     network: EmulatedNetwork, model: Path, tmp_path: Path
 ) -> None:
@@ -132,10 +131,11 @@ def test_different_options_are_refused_by_node_on_both_hosts(
         assert reason in second.log
 
 
+@pytest.mark.alone
 def test_a_host_without_the_model_gets_it_and_loss_in_one_direction_ends_both_by_name(
     network: EmulatedNetwork, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes, timeout_s = network.nodes, 3.0
+    nodes, timeout_s = network.nodes, 2.0
     same = ("--tp", "2", "--rank-timeout-s", str(timeout_s))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     nowhere = tmp_path / "nowhere" / "tiny"
@@ -155,9 +155,9 @@ def test_a_host_without_the_model_gets_it_and_loss_in_one_direction_ends_both_by
         try:
             began = time.monotonic()
             assert (first.wait_exit(60), second.wait_exit(60)) == (1, 1)
-            # Some messages of node 1 still arrive after the loss; a host ends 3 s after it notices.
+            # Some messages of node 1 still arrive after the loss; a host ends that long after it notices.
             assert time.monotonic() - began < timeout_s + 6.0
         finally:
             nodes[0].run("ip", "neigh", "del", "10.0.0.2", "dev", nodes[0].interface)
-        assert "node 1 (10.0.0.2): lost: it has been silent for 3 s (last known: rank 0: " in first.log
-        assert "node 0 (10.0.0.1:29600): lost: it has been silent for 3 s (last known: rank 1: " in second.log
+        assert "node 1 (10.0.0.2): lost: it has been silent for 2 s (last known: rank 0: " in first.log
+        assert "node 0 (10.0.0.1:29600): lost: it has been silent for 2 s (last known: rank 1: " in second.log

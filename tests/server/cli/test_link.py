@@ -15,8 +15,6 @@ from tightwire.comm.link.link import parse_link
 from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import ModelOptions, ServeConfig
 
-pytestmark = pytest.mark.alone
-
 Start = Callable[..., ServerProcess]
 
 
@@ -68,6 +66,7 @@ def _command(pid: int) -> str:
         return ""
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("namespaces")
 def test_ranks_on_two_nodes_answer_over_the_wire_and_ctrl_c_takes_it_away(start: Start) -> None:
     server = start("--tp", "4", "--nodes", "2", "--link", "40mbit,latency=100us", "--allreduce", "hierarchical")
@@ -97,6 +96,7 @@ def test_a_killed_rank_ends_the_server_and_its_network(start: Start) -> None:
     assert "was killed by SIGKILL" in server.log and _left(server) == []
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("namespaces")
 def test_a_killed_server_leaves_no_network_and_no_rank(start: Start) -> None:
     server = start("--tp", "2", "--link", "40mbit")
@@ -115,6 +115,7 @@ def test_a_link_faster_than_the_machine_is_refused_with_the_rate_it_has(start: S
     assert _left(server) == []
 
 
+@pytest.mark.alone
 def test_in_user_space_it_says_so_and_the_rate_it_held(start: Start) -> None:
     server = start("--tp", "2", "--link", "80mbit", "--link-emulation", "user-space")
     url = server.wait_ready()
