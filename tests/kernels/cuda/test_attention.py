@@ -79,7 +79,7 @@ def _check_parts_of_groups(group: Group) -> None:
 def _check_random_batches(group: Group, dtype: torch.dtype) -> None:
     """Sizes of heads and blocks, lengths and the number of generated rows drawn from a seed."""
     rng = random.Random(f"{dtype}")
-    for seed in range(3):
+    for seed in range(2):
         num_seqs = rng.randint(1, 5)
         num_generated = rng.randint(0, num_seqs)
         context_lens = [rng.choice((1, 2, 15, 16, 17, 64, 100, 255, 256, 257, 600)) for _ in range(num_seqs)]
