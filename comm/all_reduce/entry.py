@@ -35,7 +35,7 @@ class Setting(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
-        behind = f" behind {self.link}" if self.link else ""
+        behind = f", link: {self.link}" if self.link else ""
         return f"{self.world_size} ranks{nodes}, {self.dtype} on {self.device} over {self.transport}{behind}"
 
 

@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -246,7 +247,7 @@ class RankedEngine:
 
     def show(self, table: str) -> None:
         self.client.set_phase(Phase.LOADING, table)
-        shown, now_s = table.partition(" for ")[0], time.monotonic()
+        shown, now_s = re.sub(r"\d+%", "", table.partition(" for ")[0]), time.monotonic()
         if shown != self._shown or now_s - self._shown_s > _SHOW_PERIOD_S:
             self._shown, self._shown_s = shown, now_s
             self._progress.say(table)

@@ -30,6 +30,12 @@ def test_systemd_reads_every_line(tmp_path: Path) -> None:
     assert "Unknown key 'Restarts'" in complaints_about(installed.replace("Restart=", "Restarts="), tmp_path)
 
 
+def test_a_server_that_another_host_has_ended_starts_again() -> None:
+    lines = UNIT.read_text().splitlines()
+    assert "Restart=always" in lines, "its exit code is 0"
+    assert "RestartPreventExitStatus=2" in lines
+
+
 def test_a_server_has_more_time_to_stop_than_its_requests() -> None:
     from tightwire.server.config.serve import HttpOptions
 

@@ -64,7 +64,7 @@ def test_models_with_the_same_norms_have_different_fingerprints(tmp_path: Path) 
     before = fingerprint(open_checkpoint(str(folder)))
     assert fingerprint(open_checkpoint(str(folder))) == before
     weights = load_file(folder / "model.safetensors")
-    weights["model.layers.1.self_attn.q_proj.weight"] += 0.25
+    weights["model.layers.1.self_attn.v_proj.weight"] += 0.25
     save_file(weights, folder / "model.safetensors")
     assert fingerprint(open_checkpoint(str(folder))) != before
 
