@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +73,17 @@ class AdapterFile:
 def open_adapter(folder: Path, config: LlamaConfig, max_rank: int | None = None) -> AdapterFile:
     """Check the folder against the model's shapes. ModelError: what is wrong with it, or is not supported, by name."""
     path = folder / CONFIG_FILE
-    if not path.is_file():
-        raise ModelError(f"{folder}: has no {CONFIG_FILE}; give the folder that PEFT's save_pretrained wrote")
-    settings = read_json(path)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not isfile(folder / name):  # false for a path that is too long, and for a pipe, which would never end
+            raise ModelError(f"{str(folder)[:500]}: has no {name}; give the folder that PEFT's save_pretrained wrote")
     try:
+        settings = read_json(path)
         _refuse_unsupported(settings)
         reader = SafetensorsReader.of_file(folder / WEIGHTS_FILE)
         modules = _modules(settings, reader, config)
     except ModelError as error:
         raise ModelError(f"adapter {folder}: {error}") from None
-    except (TypeError, ValueError, AttributeError, re.error) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError, re.error) as error:
         raise ModelError(f"{path}: a value has the wrong type or is invalid: {error}") from None
     adapter = AdapterFile(folder=folder, modules=modules, reader=reader)
     if max_rank is not None and adapter.rank > max_rank:

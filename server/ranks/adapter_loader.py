@@ -1,5 +1,6 @@
 """Loads LoRA adapters into one rank's slots, and reports the result to the HTTP process."""
 
+import logging
 from pathlib import Path
 
 from tightwire.model.adapters.peft import open_adapter
@@ -8,6 +9,8 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.server.ipc.messages import AdapterLoaded, LoadSlot
 from tightwire.server.ranks.reporter import Reporter
+
+_log = logging.getLogger(__name__)
 
 
 class AdapterLoader:
@@ -26,9 +29,12 @@ class AdapterLoader:
                     message.slot, open_adapter(Path(message.folder), self._model, self._slots.sizes.max_rank)
                 )
                 refusal = ""
-            except ModelError as error:
+            except Exception as error:  # noqa: BLE001 - a bad folder must not end the rank
                 self._slots.clear(message.slot)
                 refusal = str(error)
+                if not isinstance(error, ModelError):
+                    _log.exception("the adapter in %s cannot be loaded", message.folder)
+                    refusal = f"the adapter in {message.folder} cannot be loaded: {error!r}"
         self.answer(message.id, refusal)
 
     def answer(self, adapter: int, refusal: str) -> None:
