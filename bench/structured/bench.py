@@ -138,6 +138,8 @@ async def _ask_for(
         "seed": options.seed + index,
         "max_tokens": max_tokens,
         "tightwire": {"token_ids": True},
+        # Each request computes its whole prompt, also the second one with the same prompt.
+        "cache_salt": f"{index} {'without' if schema is None else 'with'} a schema",
         **({"ignore_eos": True} if schema is None else form),
     }
     answer = await ask(http, f"{remote.base}/chat/completions", body)
