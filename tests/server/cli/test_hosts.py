@@ -135,7 +135,7 @@ def test_different_options_are_refused_by_node_on_both_hosts(
 def test_a_host_without_the_model_gets_it_and_loss_in_one_direction_ends_both_by_name(
     network: EmulatedNetwork, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes, timeout_s = network.nodes, 2.0
+    nodes, timeout_s = network.nodes, 3.0
     same = ("--tp", "2", "--rank-timeout-s", str(timeout_s))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     nowhere = tmp_path / "nowhere" / "tiny"
@@ -159,5 +159,5 @@ def test_a_host_without_the_model_gets_it_and_loss_in_one_direction_ends_both_by
             assert time.monotonic() - began < timeout_s + 6.0
         finally:
             nodes[0].run("ip", "neigh", "del", "10.0.0.2", "dev", nodes[0].interface)
-        assert "node 1 (10.0.0.2): lost: it has been silent for 2 s (last known: rank 0: " in first.log
-        assert "node 0 (10.0.0.1:29600): lost: it has been silent for 2 s (last known: rank 1: " in second.log
+        assert "node 1 (10.0.0.2): lost: it has been silent for 3 s (last known: rank 0: " in first.log
+        assert "node 0 (10.0.0.1:29600): lost: it has been silent for 3 s (last known: rank 1: " in second.log
