@@ -84,6 +84,8 @@ class Entry:
         """Return why ``auto`` may not use the exact form in this setting; None: it may."""
         if self.needs_nodes and setting.num_nodes == 1:
             return "on one node it is the same as two-shot"
+        if self.rounds == "library" and setting.transport == "sockets":
+            return "gloo would open connections of its own, on ports that a firewall may block"
         if self.depends_on_place and setting.world_size > 2 and setting.device == "cpu":
             return "sums depend on an element's place, so a text would depend on other requests"
         return None
