@@ -119,14 +119,23 @@ INLINE F32 fma(F32 a, F32 b, F32 c) {
     F32 out;
     EACH(fma_reg(a.reg[i], b.reg[i], c.reg[i]));
 }
-// Where a lane of either is NaN, maximum and minimum give b's.
+// Where a lane of either is NaN, maximum and minimum give b's. By intrinsics: compilers compare and blend.
+#if defined(__AVX512F__)
+INLINE FloatReg max_reg(FloatReg a, FloatReg b) { return (FloatReg)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE FloatReg min_reg(FloatReg a, FloatReg b) { return (FloatReg)_mm512_min_ps((__m512)a, (__m512)b); }
+INLINE UintReg max_reg(UintReg a, UintReg b) { return (UintReg)_mm512_max_epu32((__m512i)a, (__m512i)b); }
+#else
+INLINE FloatReg max_reg(FloatReg a, FloatReg b) { return a > b ? a : b; }
+INLINE FloatReg min_reg(FloatReg a, FloatReg b) { return a < b ? a : b; }
+INLINE UintReg max_reg(UintReg a, UintReg b) { return a > b ? a : b; }
+#endif
 INLINE F32 maximum(F32 a, F32 b) {
     F32 out;
-    EACH(a.reg[i] > b.reg[i] ? a.reg[i] : b.reg[i]);
+    EACH(max_reg(a.reg[i], b.reg[i]));
 }
 INLINE F32 minimum(F32 a, F32 b) {
     F32 out;
-    EACH(a.reg[i] < b.reg[i] ? a.reg[i] : b.reg[i]);
+    EACH(min_reg(a.reg[i], b.reg[i]));
 }
 
 // --- integer lanes --------------------------------------------------------------------------------------------------
@@ -187,7 +196,7 @@ INLINE float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
 INLINE I32 maximum_unsigned(I32 a, I32 b) {
     I32 out;
-    EACH((UintReg)a.reg[i] > (UintReg)b.reg[i] ? a.reg[i] : b.reg[i]);
+    EACH((IntReg)max_reg((UintReg)a.reg[i], (UintReg)b.reg[i]));
 }
 INLINE F32 to_float(I32 value) {
     F32 out;
