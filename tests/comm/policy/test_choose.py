@@ -136,7 +136,7 @@ def test_a_budget_of_kl_buys_the_fastest_codec_on_the_measured_front(budget: flo
     assert lossless(first(made, "down_proj", "decode"))
     refused = {verdict.algorithm: verdict.why for verdict in made.verdicts("down_proj", "prefill", 64 * 2 * ROW)}
     if codec not in ("int3",):
-        assert f"exceeds the budget of kl={budget:g}: KL 0.086" in refused["flash-int3"]
+        assert f"exceeds the budget of kl={budget:g}: KL 0.08," in refused["flash-int3"]
 
 
 def test_a_budget_of_kl_is_compared_with_the_figures_of_the_model_in_use() -> None:
@@ -160,7 +160,7 @@ def test_a_budget_of_kl_is_compared_with_the_figures_of_the_model_in_use() -> No
     [
         (
             "flash-int4",
-            "--allreduce flash-int4: KL 0.018, perplexity +1.5 % (measured on SmolLM2-135M; `tightwire tune",
+            "--allreduce flash-int4: KL 0.016, perplexity +1.6 % (measured on SmolLM2-135M; `tightwire tune",
         ),
         ("flash-int4-plain", "flash-int4-plain: its cost in accuracy is not known; `tightwire tune --quality MODEL"),
         (
