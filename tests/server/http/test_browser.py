@@ -121,6 +121,7 @@ def test_a_conversation_by_keyboard(visit: Open, engine: FakeEngine) -> None:
         v.see('.status[data-status="ready"]')
         v.page.keyboard.type("The capital?")  # the field has the focus from the start
         v.press("Enter")
+        v.see(".reply .actions", "Regenerate")  # the answer is complete; its speed is shown while it streams, too
         v.see(".reply .facts", "tokens/s")
         assert v.page.inner_text(".reply .text") == "It is Paris, <b>not</b> Rome."
         assert v.page.inner_text(".reply .text strong") == "Paris"
