@@ -46,11 +46,11 @@ check: $(installed_dev)
 	$(bin)/ruff format --check .
 	$(bin)/pyright
 	$(bin)/lint-imports
-	$(bin)/python tests/house.py
+	$(bin)/python tools/house.py
 
 # Files and lines of each floor, and everything that breaks the layout's rules (docs/architecture.md).
 house: $(installed_dev)
-	$(bin)/python tests/house.py
+	$(bin)/python tools/house.py
 
 # The kernels' tests with a library that checks addresses and undefined behavior. Needs g++ with its libasan. libstdc++ is
 # loaded with it, because libasan aborts at an exception of torch otherwise; pytest leaves stderr to its reports.
@@ -64,7 +64,7 @@ sanitize: $(installed_dev)
 gpu-test: $(installed_dev)
 	$(pytest) -m "gpu or multi_gpu" $(ARGS)
 
-# `tightwire serve` beside the servers of vLLM, llama.cpp and transformers that bench/peers/install.sh installed.
+# `tightwire serve` beside the servers of vLLM, llama.cpp and transformers that bench/lab/peers/install.sh installed.
 bench: $(installed)
 	$(bin)/tightwire pull
 	$(bin)/tightwire bench peers $(ARGS)

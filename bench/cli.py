@@ -14,16 +14,16 @@ _QUALITY_TOKENS = 4096
 # Verb -> ("module below tightwire.bench:NAMEBench", one line of help). The class NAMEOptions in the file `options` of the same
 # folder has its options, and imports no torch.
 VERBS: dict[str, tuple[str, str]] = {
-    "answers": ("answers.bench:AnswersBench", "compare servers' answers with the model in float32"),
+    "answers": ("lab.answers.bench:AnswersBench", "compare servers' answers with the model in float32"),
     "comm": ("comm.bench:CommBench", "time and check every AllReduce by message size"),
     "compare": ("compare.bench:CompareBench", "compare two results of one bench; exit code 1 for a regression"),
     "kernels": ("kernels.bench:KernelBench", "time codecs on one core or one GPU"),
-    "peers": ("peers.run:PeersBench", "compare with other servers: vLLM, llama.cpp, transformers"),
+    "peers": ("lab.peers.run:PeersBench", "compare with other servers: vLLM, llama.cpp, transformers"),
     "quality": ("quality.bench:QualityBench", "measure the accuracy that a quantized AllReduce costs"),
-    "roofline": ("peers.roofline:RooflineBench", "profile steps and serving against the device's own rates"),
+    "roofline": ("lab.peers.roofline:RooflineBench", "profile steps and serving against the device's own rates"),
     "serve": ("serve.bench:ServeBench", "put load on a running server: TTFT, TPOT, throughput"),
     "stream": ("stream.bench:StreamBench", "time steps with streamed weights"),
-    "structured": ("structured.bench:StructuredBench", "check and time constrained answers of a running server"),
+    "structured": ("lab.structured.bench:StructuredBench", "check and time constrained answers of a running server"),
     "train": ("train.bench:TrainBench", "time training steps between emulated nodes"),
     "ttft": ("ttft.bench:TtftBench", "compare AllReduces on one server by time to first token"),
 }
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"tightwire bench: unknown bench {verb!r}; choose one of {', '.join(VERBS)}\n")
         return 2
     module, _, name = VERBS[verb][0].partition(":")
-    options_type = _load(f"{module.partition('.')[0]}.options", name.removesuffix("Bench") + "Options")
+    options_type = _load(f"{module.rpartition('.')[0]}.options", name.removesuffix("Bench") + "Options")
     options = options_type.from_argv(rest, verb=verb)
     return _load(module, name)(options).run()
 

@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Self
 
 from tightwire.bench.report.result_files import check_label
 from tightwire.comm.link.link import Link
-from tightwire.comm.sizes import format_bytes, parse_bytes
 from tightwire.server.config.flags import convert
+from tightwire.sizes import format_bytes, parse_bytes
 
 TRANSPORTS = ("auto", "shared-memory", "sockets", "process-group", "peer-memory")
 REQUIRED: Any = MISSING  # as the default of an ``option`` that must be given

@@ -1,6 +1,5 @@
 """Errors between ranks that name the ranks at fault."""
 
-import difflib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 
@@ -39,11 +38,3 @@ def unlike_most(calls: Mapping[int, Hashable]) -> list[int]:
     """The ranks whose call differs from that of more than half of them; all ranks if there is no majority."""
     usual, count = Counter(calls.values()).most_common(1)[0]
     return [rank for rank, call in calls.items() if call != usual] if 2 * count > len(calls) else list(calls)
-
-
-def suggest(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
-    """The end of a message about an unknown ``name``: the nearest known one; else ``otherwise``, by default all known."""
-    known = sorted(known)
-    if close := difflib.get_close_matches(name, known, n=1):
-        return f"; did you mean {close[0]!r}?"
-    return f"; known are {', '.join(known)}" if otherwise is None else otherwise

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.protocols import KernelSums
-from tightwire.kernels.cpu.adapters import native_site
 from tightwire.kernels.cpu.attention import LOG2_E, Tiles, cut_into_tiles
 from tightwire.kernels.cpu.library import ffi, lib, struct
 from tightwire.kernels.cpu.linear import matrix_integers, useful_threads
+from tightwire.kernels.cpu.lora import native_site
 from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_items
-from tightwire.kernels.spec.adapters import AdapterRows
+from tightwire.kernels.spec.lora import AdapterRows
 from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.adapters.slots import SITES, AdapterSlots
 from tightwire.model.cache.kv_cache import CacheSource

@@ -19,8 +19,8 @@ from tightwire.kernels.attention import paged_attention
 from tightwire.kernels.cpu.library import available
 from tightwire.kernels.layer_ops import add_rms_norm, check_slots, rms_norm, rotate_and_cache, swiglu
 from tightwire.kernels.linear import linear
-from tightwire.kernels.spec.adapters import AdapterRows
 from tightwire.kernels.spec.attention import PackedSequences
+from tightwire.kernels.spec.lora import AdapterRows
 from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.adapters.slots import AdapterSlots
 from tightwire.model.cache.kv_cache import CacheSource

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from tightwire.comm.buffers import page_aligned
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.protocols import Moved
+from tightwire.model.buffers import page_aligned
 from tightwire.model.checkpoint.config import config_to_hf
 from tightwire.model.checkpoint.errors import ModelError, PrepareError
 from tightwire.model.checkpoint.reader import CheckpointReader

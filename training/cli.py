@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tightwire.comm.sizes import format_bytes
+from tightwire.sizes import format_bytes
 from tightwire.training.config.read import EXAMPLES, describe_config, read_config
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.log.spinner import spinner

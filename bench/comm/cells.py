@@ -7,7 +7,7 @@ from typing import Any
 from tightwire.bench.comm.measure import Outcome
 from tightwire.bench.report.statistics import describe, neighbour_batch
 from tightwire.bench.report.table import Column, Row, Table
-from tightwire.comm.sizes import format_bytes
+from tightwire.sizes import format_bytes
 
 _BASELINE = "native"
 

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from tightwire.bench.doctor.gpus import Driver, Torch
 from tightwire.bench.doctor.host import Host
-from tightwire.comm.sizes import format_bytes
+from tightwire.sizes import format_bytes
 
 # NVIDIA recommends --shm-size=1g for containers; with Docker's 64 MB NCCL fails to start several ranks.
 _NCCL_SHM_BYTES = 1 << 30

@@ -17,8 +17,8 @@ from tightwire.bench.doctor.gpus import read_driver, read_torch
 from tightwire.bench.doctor.host import read_host
 from tightwire.bench.doctor.probing import run_probe
 from tightwire.bench.report.quiet import QUIET_SHARE, OthersWatch, describe_others
-from tightwire.comm.sizes import format_bytes
 from tightwire.model.checkpoint.catalog import is_cached
+from tightwire.sizes import format_bytes
 
 _STYLES = {"problem": "bold red", "note": "yellow", "use": "bold green"}
 _MODEL = "smollm2-135m"

@@ -14,7 +14,7 @@ from tightwire.bench.kernels.options import KernelOptions
 from tightwire.bench.report.statistics import neighbour_batch
 from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench, BenchFailedError
-from tightwire.comm.sizes import format_bytes
+from tightwire.sizes import format_bytes
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _CPU_SIZES, _CUDA_SIZES = (64 * _KIB, _MIB, 16 * _MIB), (64 * _KIB, _MIB, 8 * _MIB, 64 * _MIB)

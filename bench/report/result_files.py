@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 
-from tightwire.comm.atomic_file import write_atomic
+from tightwire.atomic_file import write_atomic
 
 _MAX_LABEL_CHARS = 100  # a file name has at most 255 bytes, and a date follows
 

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from tightwire.bench.options import OutputOptions, option, parse_integers, parse_names
 from tightwire.comm.all_reduce.entry import split_name
-from tightwire.comm.sizes import parse_bytes
 from tightwire.model.weights import LEAST_STREAMED, WEIGHT_CODECS, WeightPlan, spread
+from tightwire.sizes import parse_bytes
 
 ROUNDS = 3  # in which all passes of an arm take turns
 _ORIGINS = {"host": "host", "disk": "disk", "files": "disk"}  # of a ``WeightPlan``, by source

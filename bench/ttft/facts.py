@@ -11,7 +11,7 @@ from tightwire.model.weights.formats import choose_formats
 from tightwire.server.config.hosts import HostOptions
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.plan.launcher import resolve_hosts
+from tightwire.server.hosts.launcher import resolve_hosts
 from tightwire.server.plan.run_plan import decide
 from tightwire.server.plan.setting import check_all_reduce_names
 

@@ -13,8 +13,8 @@ from tightwire.bench.report.table import Column, Table
 from tightwire.bench.ttft.measure import Arm, Measured, Request, Turn
 from tightwire.bench.ttft.options import GROUPS, TtftOptions, to_argv
 from tightwire.bench.ttft.proof import Cell
-from tightwire.comm.sizes import format_bytes
 from tightwire.comm.transport.sockets import interface_bytes
+from tightwire.sizes import format_bytes
 
 _REST = ("http_s", "tokenize_s", "queue_s", "engine_s", "sampling_s", "send_s")
 _ONE_LEG = ("one-shot", "direct")  # algorithms that send each other rank one message; all others send two

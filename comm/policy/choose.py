@@ -34,7 +34,7 @@ from tightwire.comm.policy.rules import (
     guarded,
     world_size_warning,
 )
-from tightwire.comm.sizes import format_bytes
+from tightwire.sizes import format_bytes
 
 _KEEP_WITHIN = 1.03  # a switch must gain more than the repeatability of medians
 _LEAST_GAIN = f"{100 * (_KEEP_WITHIN - 1):.0f} %"

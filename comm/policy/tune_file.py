@@ -13,8 +13,8 @@ import msgspec
 from filelock import FileLock, Timeout
 
 import tightwire
+from tightwire.atomic_file import write_atomic
 from tightwire.comm.all_reduce.entry import Setting
-from tightwire.comm.atomic_file import write_atomic
 
 SCHEMA = 2
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tightwire.kernels.adapters import add_adapters
-from tightwire.kernels.spec.adapters import AdapterRows, AdapterSite
+from tightwire.kernels.lora import add_adapters
+from tightwire.kernels.spec.lora import AdapterRows, AdapterSite
 from tightwire.model.adapters.peft import AdapterFile
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightwire.comm.buffers import BufferPool, page_aligned
 from tightwire.kernels.row_runs import copy_runs
+from tightwire.model.buffers import BufferPool, page_aligned
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import CacheError
 from tightwire.model.layout import Shard

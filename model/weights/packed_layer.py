@@ -13,11 +13,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from tightwire.comm.buffers import PAGE_BYTES
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.protocols import Moved
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix
 from tightwire.kernels.spec.packed_format import PackedFormat
+from tightwire.model.buffers import PAGE_BYTES
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard
 from tightwire.model.weights import WEIGHT_CODECS

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tightwire.comm.buffers import BufferPool, PoolBuffer
 from tightwire.comm.protocols import Moved
+from tightwire.model.buffers import BufferPool, PoolBuffer
 from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.weights import NUM_BUFFERS
 from tightwire.model.weights.packed_layer import LayerStore, PackedLayer

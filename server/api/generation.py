@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 from tightwire.model.sampling.parameters import SamplingParams
-from tightwire.server.api.adapters import ServedAdapter
 from tightwire.server.api.detokenize import Detokenizer, StopStrings, TokenTable
 from tightwire.server.api.errors import ApiError, invalid, unavailable
+from tightwire.server.api.lora import ServedAdapter
 from tightwire.server.api.schemas import GenerationBody
 from tightwire.server.api.trace import RequestTrace
 from tightwire.server.ipc.engine_client import EngineClient, EngineUnavailableError, QueueFullError

@@ -14,17 +14,17 @@ from rich.text import Text
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.choose import Chooser, PolicyRequest, Verdict
 from tightwire.comm.policy.rules import PHASES, Choice, describe_layers
-from tightwire.comm.sizes import format_bytes
 from tightwire.model.adapters.slots import SlotSizes, slot_bytes
 from tightwire.model.layout import make_layout
 from tightwire.model.open import fingerprint, open_checkpoint
 from tightwire.server.config.hosts import HostOptions
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.plan.adapters import describe_adapters, plan_adapters
+from tightwire.server.hosts.launcher import resolve_hosts
+from tightwire.server.hosts.place import last_probe
 from tightwire.server.plan.comm_decision import CommDecision, decide_comm, policy_requests
-from tightwire.server.plan.launcher import resolve_hosts
-from tightwire.server.plan.network import last_probe
+from tightwire.server.plan.lora import describe_adapters, plan_adapters
 from tightwire.server.plan.setting import check_all_reduce_names, choose_dtype, decide_setting, requested_link
+from tightwire.sizes import format_bytes
 
 _SITES = ("o_proj", "down_proj")
 

@@ -10,9 +10,8 @@ import sys
 import time
 from collections.abc import Awaitable, Mapping
 
-from tightwire.comm.sizes import format_bytes
 from tightwire.kernels.cpu.library import level
-from tightwire.server.api.adapters import Adapters, ServedAdapter
+from tightwire.server.api.lora import Adapters, ServedAdapter
 from tightwire.server.api.serving import ModelHolder, ModelInfo
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import ServeConfig
@@ -27,6 +26,7 @@ from tightwire.server.plan.rank_setup import PlannedAdapter, rank_name
 from tightwire.server.plan.run_plan import Decision
 from tightwire.server.ranks.processes import Ranks
 from tightwire.server.ranks.ranked_engine import RankedEngine, RankFailedError
+from tightwire.sizes import format_bytes
 
 # How long /health gives the reason before this process exits after a rank failure.
 _LAST_WORDS_S = 1.0

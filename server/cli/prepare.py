@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tightwire.comm.sizes import format_bytes
 from tightwire.model.checkpoint.errors import ModelError, PrepareError
 from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, read_back
@@ -18,6 +17,7 @@ from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.devices import cuda_devices
 from tightwire.server.plan.progress import Progress
 from tightwire.server.plan.setting import choose_dtype
+from tightwire.sizes import format_bytes
 
 
 def run(config: ServeConfig, out: Path, *, weight_codec: str = "none", force: bool = False) -> int:

@@ -19,7 +19,6 @@ from tightwire.comm.policy.error_budget import parse_error_budget
 from tightwire.kernels.cpu.library import available
 from tightwire.model.checkpoint.header import has_copy
 from tightwire.model.weights import WEIGHT_CODECS
-from tightwire.server.config.adapters import AdapterOptions
 from tightwire.server.config.flags import (
     add_flags,
     fields_of,
@@ -27,11 +26,12 @@ from tightwire.server.config.flags import (
     parse,
     refuse_serving_flags,
 )
+from tightwire.server.config.lora import AdapterOptions
 from tightwire.server.config.option import option, require
 from tightwire.server.config.serve import ServeConfig
+from tightwire.server.hosts.launcher import resolve_hosts
+from tightwire.server.hosts.place import HostPlace, NotNowError, wait_for_place
 from tightwire.server.http.listener import PortTakenError, check_files, open_listener, remove_socket
-from tightwire.server.plan.launcher import resolve_hosts
-from tightwire.server.plan.network import HostPlace, NotNowError, wait_for_place
 from tightwire.server.plan.progress import START_STAGES, Progress
 from tightwire.server.plan.setting import refuse_early, refuse_wrong_model
 

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 from msgspec import Struct, UnsetType
 
 from tightwire.server.api.answer import StreamUsage
+from tightwire.server.api.bodies import Usage
 from tightwire.server.api.chat import ChatDialect
 from tightwire.server.api.errors import ApiError
 from tightwire.server.api.generation import Delta
-from tightwire.server.api.responses import Usage
 from tightwire.server.api.schemas import PROGRESS, ChatBody, Message, SamplingBody, StreamOptions, TextPart
 from tightwire.server.api.serving import ServedModel
 from tightwire.server.api.structured import JsonSchemaFormat, ResponseFormat, Schema

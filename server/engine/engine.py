@@ -13,8 +13,8 @@ from typing import Any
 
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.server.config.limits import Limits
-from tightwire.server.engine.adapters import AdapterTable
 from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.engine.lora import AdapterTable
 from tightwire.server.engine.pipeline import NewTokens, StepPipeline, StepRunner, StepTimes
 from tightwire.server.engine.progress import PromptWatch
 from tightwire.server.engine.request import Reading, Request, RequestRules, make_request

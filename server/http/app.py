@@ -17,14 +17,14 @@ from tightwire.server.api.errors import install_error_handlers
 from tightwire.server.api.metrics import Metrics
 from tightwire.server.api.serving import ModelHolder, Serving
 from tightwire.server.api.trace import Recorder
-from tightwire.server.config.adapters import AdapterOptions
 from tightwire.server.config.http import HttpOptions, wants_traces
+from tightwire.server.config.lora import AdapterOptions
 from tightwire.server.http.keys import KeyRing
 from tightwire.server.http.middleware import EXPOSED_HEADERS, RequestScope, RequireKey
 from tightwire.server.http.openapi import make_page
 from tightwire.server.http.request_log import RequestLog
-from tightwire.server.http.routes.adapters import adapters_router
 from tightwire.server.http.routes.anthropic import anthropic_router
+from tightwire.server.http.routes.lora import adapters_router
 from tightwire.server.http.routes.observe import observe_router
 from tightwire.server.http.routes.openai import openai_router
 from tightwire.server.http.routes.pages import pages_router

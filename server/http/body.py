@@ -9,12 +9,12 @@ from fastapi import Request
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from tightwire.comm.errors import suggest
 from tightwire.server.api.errors import ApiError, invalid
 from tightwire.server.api.fields import MAX_NESTING, extra_fields, is_nested_deeply
 from tightwire.server.api.schemas import IGNORED_FIELDS, Body
 from tightwire.server.api.serving import Serving
 from tightwire.server.config.limits import MAX_BODY_BYTES
+from tightwire.suggest import suggest
 
 BodyT = TypeVar("BodyT", bound=Body)
 

@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from tightwire.server.api import responses
+from tightwire.server.api import bodies
 from tightwire.server.api.chat import ChatChunk, ChatCompletion
 from tightwire.server.api.completions import Completion
 from tightwire.server.api.errors import ErrorBody, MessagesErrorBody
@@ -57,24 +57,24 @@ def _json(answer: type[msgspec.Struct], errors: tuple[int, ...], *types: Any) ->
     return Operation({"application/json": answer}, (401, 500, *errors), *types)
 
 
-_HEALTH = Operation({"application/json": responses.Health}, (503,), error=responses.Health)
+_HEALTH = Operation({"application/json": bodies.Health}, (503,), error=bodies.Health)
 
 
 OPERATIONS = {
-    "/": Operation({"application/json": responses.Home, "text/html": None, "text/plain": None}, (401, 500)),
+    "/": Operation({"application/json": bodies.Home, "text/html": None, "text/plain": None}, (401, 500)),
     "/v1/chat/completions": _json(ChatCompletion, (*_PARSING, 429), ChatBody, (ChatChunk,)),
     "/v1/completions": _json(Completion, (*_PARSING, 429), CompletionBody, (Completion,)),
     "/v1/responses": _json(ResponseBody, (*_PARSING, 429), ResponsesBody, responses_answer.EVENTS),
     "/v1/messages": _json(AnsweredMessage, (*_PARSING, 429), MessagesBody, messages_answer.EVENTS, MessagesErrorBody),
     "/v1/messages/count_tokens": _json(TokenCount, _PARSING, CountTokensBody, (), MessagesErrorBody),
-    "/v1/models": _json(responses.ModelList, (503,)),
-    "/v1/models/{model_id}": _json(responses.ModelCard, (404, 503)),
-    "/v1/load_lora_adapter": _json(responses.ModelCard, (403, *_PARSING, 504), LoadAdapterBody),
-    "/v1/unload_lora_adapter": _json(responses.ModelDeleted, (403, *_PARSING), UnloadAdapterBody),
-    "/tokenize": _json(responses.Tokenized, _PARSING, TokenizeBody),
-    "/detokenize": _json(responses.Detokenized, _PARSING, DetokenizeBody),
-    "/comm": _json(responses.CommPolicy, (503,)),
-    "/comm/trace": _json(responses.ChromeTrace, (400, 409, 503, 504)),
+    "/v1/models": _json(bodies.ModelList, (503,)),
+    "/v1/models/{model_id}": _json(bodies.ModelCard, (404, 503)),
+    "/v1/load_lora_adapter": _json(bodies.ModelCard, (403, *_PARSING, 504), LoadAdapterBody),
+    "/v1/unload_lora_adapter": _json(bodies.ModelDeleted, (403, *_PARSING), UnloadAdapterBody),
+    "/tokenize": _json(bodies.Tokenized, _PARSING, TokenizeBody),
+    "/detokenize": _json(bodies.Detokenized, _PARSING, DetokenizeBody),
+    "/comm": _json(bodies.CommPolicy, (503,)),
+    "/comm/trace": _json(bodies.ChromeTrace, (400, 409, 503, 504)),
     "/health/live": _HEALTH._replace(errors=()),
     "/health/ready": _HEALTH,
     "/health": _HEALTH,

@@ -13,7 +13,6 @@ from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
 from tightwire.comm.policy.rules import Policy, check_shape, describe_layers, read_policy_file
 from tightwire.comm.policy.tune_file import Measured, read_tuned, this_host, tune_path
-from tightwire.comm.sizes import format_bytes
 from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import make_layout
@@ -21,6 +20,7 @@ from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.ipc.messages import CommChoice
 from tightwire.server.plan.devices import num_cores
+from tightwire.sizes import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tightwire.comm.sizes import format_bytes
 from tightwire.model.checkpoint.config import check_context
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import EngineOptions
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool, RankBytes, rank_bytes
 from tightwire.server.plan.rank_setup import rank_name
+from tightwire.sizes import format_bytes
 
 # The cache's share of free memory. No other program is expected on a device; a host's memory fluctuates.
 _CACHE_SHARE = {"cpu": 0.4, "cuda": 0.9}

@@ -7,7 +7,6 @@ import msgspec
 
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.rules import Policy
-from tightwire.comm.sizes import format_bytes
 from tightwire.model.adapters.slots import SlotSizes
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
@@ -15,7 +14,6 @@ from tightwire.model.layout import Layout, make_layout
 from tightwire.model.open import Checkpoint, fingerprint, formats_of, open_checkpoint
 from tightwire.model.weights.formats import WeightFormats, check_split
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.plan.adapters import describe_adapters, plan_adapters
 from tightwire.server.plan.comm_decision import (
     CommDecision,
     decide_comm,
@@ -23,6 +21,7 @@ from tightwire.server.plan.comm_decision import (
     policy_requests,
 )
 from tightwire.server.plan.devices import CudaDevice, available_host_bytes
+from tightwire.server.plan.lora import describe_adapters, plan_adapters
 from tightwire.server.plan.memory_budget import MemoryBudget, describe_offload
 from tightwire.server.plan.progress import Progress
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool
@@ -37,6 +36,7 @@ from tightwire.server.plan.setting import (
     decide_setting,
 )
 from tightwire.server.plan.weight_decision import IN_FILES, Files, as_prepared, decide_weights
+from tightwire.sizes import format_bytes
 
 FETCH_STOPS_S = 2.0  # a fetch reports, and so checks ``stopped``, several times a second
 

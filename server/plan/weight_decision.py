@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import msgspec
 import torch
 
-from tightwire.comm.sizes import format_bytes
 from tightwire.kernels.spec.packed_format import GROUP_ELEMS
 from tightwire.model.weights import EVERYTHING_RESIDENT, LEAST_STREAMED, WEIGHT_CODECS, WeightPlan, spread
 from tightwire.model.weights.formats import QUANTIZED_AS
@@ -19,6 +18,7 @@ from tightwire.server.config.serve import ServeConfig
 from tightwire.server.config.weights import WeightOptions
 from tightwire.server.plan.memory_budget import LEAST_CONTEXT, MemoryBudget, NotEnoughMemoryError, make_budget
 from tightwire.server.plan.rank_bytes import MemoryInputs
+from tightwire.sizes import format_bytes
 
 # The KV cache's share of the memory the layers could use. Streamed layers cost a decode step the same transfer at any
 # batch size, so many sequences gain more from cache, and few gain more from resident layers.

@@ -14,9 +14,9 @@ from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.server.config.limits import BLOCK_SIZE, Limits
 from tightwire.server.config.serve import EngineOptions
-from tightwire.server.engine.adapters import AdapterTable, SlotsFullError
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.engine import Engine
+from tightwire.server.engine.lora import AdapterTable, SlotsFullError
 from tightwire.server.engine.request import RequestRules
 from tightwire.server.ipc.channels import Inboxes, bind_receiver, connect_sender
 from tightwire.server.ipc.messages import (

@@ -19,17 +19,17 @@ from tightwire.model.checkpoint.header import has_copy
 from tightwire.model.open import Checkpoint, fingerprint
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.config.serve import ServeConfig
+from tightwire.server.hosts.channel import AskStop, Exited, LostError, Serving
+from tightwire.server.hosts.head import Head, Joining
+from tightwire.server.hosts.launcher import facts_of
+from tightwire.server.hosts.member import Member
 from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ipc.messages import AdapterLoaded, FromRank, Ready, Stage
 from tightwire.server.ipc.zmq_client import ZmqEngineClient
-from tightwire.server.plan.launcher import facts_of
 from tightwire.server.plan.progress import Progress
 from tightwire.server.plan.rank_setup import RankWork
 from tightwire.server.plan.run_plan import FETCH_STOPS_S, Decision, prepare
 from tightwire.server.ranks.failure_detector import Watch
-from tightwire.server.ranks.host_channel import AskStop, Exited, LostError, Serving
-from tightwire.server.ranks.host_member import Member
-from tightwire.server.ranks.hosts import Head, Joining
 from tightwire.server.ranks.processes import Ranks
 
 _log = logging.getLogger(__name__)

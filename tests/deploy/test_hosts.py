@@ -16,7 +16,7 @@ from tightwire.comm.link.emulated_network import EmulatedNetwork, NoEmulatedNetw
 from tightwire.comm.link.link import parse_link
 from tightwire.server.config import flags
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.plan.launcher import resolve_hosts
+from tightwire.server.hosts.launcher import resolve_hosts
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SCRIPT = DEPLOY / "slurm" / "tightwire.sbatch"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from tightwire.comm.sizes import format_bytes
+from tightwire.sizes import format_bytes
 from tightwire.training.checkpoint.files import TABLE_OF_CONTENTS, Chunk, files_of, finish, plan_of, write_chunks
 from tightwire.training.checkpoint.folders import file_digests, folder_of, partial_of, prune, publish
 from tightwire.training.ranks.control import Control

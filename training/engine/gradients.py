@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tightwire.comm.buffers import BufferPool
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.collectives.collectives import NONE, hierarchical_reduce_scatter, reduce_scatter
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
 from tightwire.comm.lane import Lane
+from tightwire.model.buffers import BufferPool
 from tightwire.training.engine.flat_parameters import NORMS, Bucket, BucketPlan, FlatParameter, ParamSpan
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.weights import PATIENCE, Trace

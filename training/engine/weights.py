@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tightwire.comm.buffers import BufferPool
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.collectives.collectives import (
     NONE,
@@ -24,6 +23,7 @@ from tightwire.comm.collectives.collectives import (
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
 from tightwire.comm.lane import Lane
+from tightwire.model.buffers import BufferPool
 from tightwire.training.config.sharding import GroupShape
 from tightwire.training.engine.flat_parameters import NORMS, Bucket, BucketPlan, FlatParameter, ParamSpan
 from tightwire.training.engine.options import EngineOptions

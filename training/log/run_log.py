@@ -11,8 +11,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tightwire.comm.atomic_file import write_atomic
-from tightwire.comm.sizes import format_bytes
+from tightwire.atomic_file import write_atomic
+from tightwire.sizes import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

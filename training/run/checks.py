@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from tightwire.comm.errors import name_ranks
-from tightwire.comm.sizes import format_bytes
+from tightwire.sizes import format_bytes
 from tightwire.training.checkpoint.folders import checkpoints_in, remove_partial
 from tightwire.training.checkpoint.state import RunState
 from tightwire.training.config.read import to_values

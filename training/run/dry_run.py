@@ -11,7 +11,7 @@ import torch
 
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.link import Link, parse_link
-from tightwire.comm.sizes import format_bytes
+from tightwire.sizes import format_bytes
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError, RunData
 from tightwire.training.engine.options import engine_options

@@ -14,7 +14,7 @@
 // that comes late finds nothing to draw and walks through.
 //
 // A row gets the same bits as from the kernels called one by one.
-#include "adapters.h"
+#include "lora.h"
 #include "linear.h"
 #include "numbers.h"
 #include "shared_sums.h"

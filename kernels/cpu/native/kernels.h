@@ -187,7 +187,7 @@ typedef struct {
 } tw_recode_args;
 TW_API void tw_decode_reduce_encode(const void *recode_args, int64_t start, int64_t stop);
 
-// --- adapters.cpp: low-rank adapters -----------------------------------------------------------------------------------
+// --- lora.cpp: low-rank adapters -----------------------------------------------------------------------------------
 
 // The matrices in one slot: A (parts x rank, inputs) and B transposed (rank, outputs) of layer 0; those of layer l follow after
 // l times their bytes. B lies in panels of 64 outputs, each (rank, 64); the last one has fewer outputs if need be. Rank 0: the

@@ -19,8 +19,8 @@ from typing import Literal
 import msgspec
 from torch import Tensor
 
-from tightwire.comm.buffers import PAGE_BYTES
 from tightwire.comm.protocols import Moved
+from tightwire.model.buffers import PAGE_BYTES
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.model.layout import Shard
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tightwire.comm.buffers import page_aligned
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.protocols import Moved
 from tightwire.kernels.spec.packed_format import PACKED_FORMATS
+from tightwire.model.buffers import page_aligned
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.model.layout import Layout, make_layout

@@ -6,11 +6,11 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from tightwire.server.api.answer import Answer, Dialect
+from tightwire.server.api.bodies import Detokenized, ModelCard, ModelList, Tokenized
 from tightwire.server.api.chat import ChatDialect, chat_token_ids
 from tightwire.server.api.completions import CompletionDialect
 from tightwire.server.api.errors import ApiError, invalid, json_response
 from tightwire.server.api.prompts import check_ids, check_model, check_options, make_sequences, run_off_loop
-from tightwire.server.api.responses import Detokenized, ModelCard, ModelList, Tokenized
 from tightwire.server.api.schemas import DetokenizeBody, TokenizeBody
 from tightwire.server.api.serving import ServedModel, Serving
 from tightwire.server.api.trace import RequestTrace

@@ -17,7 +17,7 @@ from tightwire.comm.ledger.ledger import Latency
 from tightwire.comm.ledger.recording import Event, RankEvents
 from tightwire.model.text.tokenizer import BOS, BOS_ID, CHAT_TEMPLATE, END_OF_TURN_ID, Tokenizer, byte_backend
 from tightwire.server.api.serving import ModelHolder, ModelInfo
-from tightwire.server.config.adapters import AdapterOptions
+from tightwire.server.config.lora import AdapterOptions
 from tightwire.server.config.serve import HttpOptions
 from tightwire.server.http.app import make_app
 from tightwire.server.ipc.engine_client import (

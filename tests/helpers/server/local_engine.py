@@ -28,9 +28,9 @@ from tightwire.model.step import StepPlan, make_plan
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.formats import check_split, choose_formats
 from tightwire.server.config.limits import Limits
-from tightwire.server.engine.adapters import AdapterTable
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.engine import Engine
+from tightwire.server.engine.lora import AdapterTable
 from tightwire.server.engine.request import RequestRules
 from tightwire.server.ipc.messages import AddRequest, Output
 

@@ -232,7 +232,7 @@ def test_packed_product(name: str, dtype: torch.dtype, capability: int) -> None:
 
 @pytest.mark.parametrize(("number", "capability"), [("bf16", H100), ("fp32", A100), ("fp16", L40)])
 def test_adapters(number: str, capability: int) -> None:
-    from tightwire.kernels.cuda.adapters import _expand, _shrink
+    from tightwire.kernels.cuda.lora import _expand, _shrink
 
     pointers = {"slots": "*i32", "ranks": "*i32", "shrunk": "*fp32", "slot_stride": "i64"}
     _ptx(_shrink, capability, {**pointers, "x": f"*{number}", "a": f"*{number}"}, {"NUM_PARTS": 3})

@@ -18,7 +18,7 @@ from jsonschema_rs import validator_for
 from openai import AsyncOpenAI
 from tiny import make_tiny
 
-from tightwire.bench.structured.schemas import make_schemas
+from tightwire.bench.lab.structured.schemas import make_schemas
 from tightwire.model.open import open_checkpoint
 
 pytest.importorskip("llguidance")

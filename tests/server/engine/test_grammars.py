@@ -9,7 +9,7 @@ import pytest
 from helpers.server.fake_runner import FakeRunner
 from jsonschema_rs import validator_for
 
-from tightwire.bench.structured.schemas import make_schemas
+from tightwire.bench.lab.structured.schemas import make_schemas
 from tightwire.model.sampling.grammar import GrammarMasks, make_grammar
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler

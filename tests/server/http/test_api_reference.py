@@ -113,7 +113,7 @@ async def open_client(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def test_the_page_is_current() -> None:
-    assert api_reference.current() == api_reference.render(), "run `python tests/api_reference.py`"
+    assert api_reference.current() == api_reference.render(), "run `python tools/api_reference.py`"
 
 
 @pytest.mark.parametrize("path", api_reference.OFFICIAL)

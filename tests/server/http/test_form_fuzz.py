@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tightwire.bench.structured.schemas import make_schemas
+from tightwire.bench.lab.structured.schemas import make_schemas
 
 pytest.importorskip("llguidance")
 

@@ -10,7 +10,6 @@ from helpers.server.local_engine import greedy_text
 from helpers.server.server_process import ServerProcess, complete, get
 from tiny import make_tiny
 
-from tightwire.comm.sizes import parse_bytes
 from tightwire.model.checkpoint.header import RANDOM_SHAPES
 from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import WeightFormats
@@ -18,6 +17,7 @@ from tightwire.server.config.flags import make_config
 from tightwire.server.config.limits import Limits
 from tightwire.server.plan.memory_budget import MemoryBudget, NotEnoughMemoryError, describe_offload, make_budget
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool
+from tightwire.sizes import parse_bytes
 
 GIB = 1 << 30
 MODEL = RANDOM_SHAPES["llama-3.2-1b"]  # 16 layers, 2.3 GiB in bfloat16, 512 KiB for 16 tokens in the cache

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tightwire.comm.sizes import parse_bytes
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.random import RandomReader
 from tightwire.model.checkpoint.reader import expected_tensors
@@ -17,6 +16,7 @@ from tightwire.server.config.flags import make_config
 from tightwire.server.config.serve import EngineOptions
 from tightwire.server.plan.memory_budget import MemoryBudget, NotEnoughMemoryError, make_budget
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool
+from tightwire.sizes import parse_bytes
 
 GIB = 1 << 30
 PLAIN = WeightFormats()

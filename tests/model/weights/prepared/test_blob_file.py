@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tightwire.comm.buffers import PAGE_BYTES, page_aligned
+from tightwire.model.buffers import PAGE_BYTES, page_aligned
 from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.weights.packed_layer import PackedLayer, PackedModel
 from tightwire.model.weights.prepared import blob_file

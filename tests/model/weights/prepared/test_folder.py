@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import make_tiny
 
-from tightwire.comm.buffers import page_aligned
+from tightwire.model.buffers import page_aligned
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare, read_back

@@ -1,0 +1,201 @@
+"""``tightwire bench answers``: how near the answers of running servers are to the model in float32.
+
+The reference is transformers in float32, which answers each prompt greedily. Each server gets the prompt with the first
+k tokens of that answer, for several k, and returns its 20 most probable next tokens. All servers compute the same
+contexts, so one deviation does not spread. The result is KL(reference || server) over those tokens, and over the rest
+as one: a lower bound of the divergence over the whole vocabulary.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import httpx
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tightwire.bench.lab.answers.options import AnswersOptions
+from tightwire.bench.report.table import Column, Metric, Table
+from tightwire.bench.run import Bench
+from tightwire.model.checkpoint.config import config_to_hf
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.reader import expected_tensors
+from tightwire.model.open import Checkpoint, open_checkpoint
+from tightwire.model.text.tokenizer import Tokenizer
+from tightwire.server.cli.remote import Remote, RemoteError, connect, error_text
+
+_PROMPTS = Path(__file__).with_name("prompts.txt")
+_TOP = 20  # tokens that a server reports; the limit of most
+CLEAR_MARGIN = 0.05  # in logit: above it rounding must not change the first token
+_LEAST_PROBABILITY = 1e-12  # of the rest, which rounding of the reported numbers may make negative
+
+
+class AnswersBench(Bench[AnswersOptions]):
+    """Exit codes: 0; 1 where a server fails; 2 for a model that cannot be opened."""
+
+    verb = "answers"
+    metrics = (Metric(name="kl", unit="nats", better="nearer", worse="farther"),)
+    columns = (
+        Column("server", "name"),
+        Column("KL", "kl", ".6f"),
+        Column("first tokens equal, %", "first_equal", ".1f", 100),
+        Column("where the margin is clear, %", "first_clear_equal", ".1f", 100),
+        Column("all tokens equal, %", "equal", ".2f", 100),
+        Column("contexts", "contexts", "d"),
+    )
+    failures = ((ModelError, 2), (RemoteError, 1))
+
+    def measure(self) -> None:
+        options = self.options
+        checkpoint = open_checkpoint(options.model)
+        prompts = read_prompts(checkpoint.tokenizer(), options.prompts)
+        servers = {
+            name: connect(url, flag="--servers")
+            for name, _, url in (server.partition("=") for server in options.servers)
+        }
+        with self.progress:
+            task = self.progress.add_task("transformers, float32", total=len(prompts))
+            model, answers = float32_model(checkpoint), []
+            for text, ids in prompts.items():
+                answers.append(answer(model, text, ids, options.tokens))
+                self.progress.advance(task)
+            del model
+            for name, remote in servers.items():
+                task = self.progress.add_task(name, total=len(answers))
+                compared: list[Compared] = []
+                for each in answers:
+                    compared += compare(remote, each, options.every)
+                    self.progress.advance(task)
+                self.measured.append(summary(name, compared))
+                self.keep()
+        self.print_table(Table(title="Answers against float32", columns=self.columns, rows=self.measured))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A prompt's greedy continuation."""
+
+    prompt: str
+    prompt_ids: list[int]
+    token_ids: list[int]
+    log_probs_TV: Tensor  # float32, before each token
+
+    def margin(self, position: int) -> float:
+        """How far the largest logit is above the second."""
+        first, second = self.log_probs_TV[position].topk(2).values.tolist()
+        return first - second
+
+
+def read_prompts(tokenizer: Tokenizer, num_prompts: int) -> dict[str, list[int]]:
+    """The first prompts of each kind, chat messages and text, as token ids by text. Half are of each kind."""
+    prompts: dict[str, list[int]] = {}
+    for kind in ("chat", "text"):
+        lines = [line for line in _PROMPTS.read_text().splitlines() if line.startswith(f"{kind} ")]
+        for line in lines[: num_prompts // 2]:
+            text = line.removeprefix(f"{kind} ")
+            prompts[text] = (
+                tokenizer.encode_chat([{"role": "user", "content": text}]) if kind == "chat" else tokenizer.encode(text)
+            )
+    return prompts
+
+
+def float32_model(checkpoint: Checkpoint) -> LlamaForCausalLM:
+    """The checkpoint in transformers, unpacked to float32: 4 bytes of memory for each weight."""
+    config, reader = checkpoint.config, checkpoint.reader()
+    model = LlamaForCausalLM(LlamaConfig.from_dict(config_to_hf(config))).float().eval()
+    tensors = model.state_dict()
+    for name, _ in expected_tensors(config):
+        reader.read_into(tensors[name], name, rows=range(len(tensors[name])))
+    return model
+
+
+@torch.inference_mode()
+def answer(model: LlamaForCausalLM, prompt: str, prompt_ids: Sequence[int], num_tokens: int) -> Answer:
+    """The model's greedy answer; no end token stops it."""
+    token_ids: list[int] = []
+    rows, past, inputs = [], None, torch.tensor([list(prompt_ids)])
+    for _ in range(num_tokens):
+        output = model(inputs, past_key_values=past, use_cache=True, logits_to_keep=1)
+        past = output.past_key_values
+        rows.append(output.logits[0, -1].float().log_softmax(-1))
+        token_ids.append(int(rows[-1].argmax()))
+        inputs = torch.tensor([token_ids[-1:]])
+    return Answer(prompt, list(prompt_ids), token_ids, torch.stack(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One context: the divergence, whether the most probable token is the reference's, and whether that one is clear."""
+
+    position: int
+    kl: float
+    equal: bool
+    clear: bool
+
+
+def compare(remote: Remote, reference: Answer, every: int) -> list[Compared]:
+    """Ask for the token after every ``every`` tokens; RemoteError if the server refuses or reports no probabilities."""
+    found = []
+    for position in range(0, len(reference.token_ids), every):
+        theirs = _next_tokens(remote, [*reference.prompt_ids, *reference.token_ids[:position]])
+        own_V = reference.log_probs_TV[position]
+        kl = divergence({token: float(own_V[token]) for token in theirs}, theirs)
+        equal = max(theirs, key=theirs.__getitem__) == reference.token_ids[position]
+        found.append(Compared(position, kl, equal, reference.margin(position) > CLEAR_MARGIN))
+    return found
+
+
+def divergence(p_logs: Mapping[int, float], q_logs: Mapping[int, float]) -> float:
+    """KL(p || q) in nats of distributions that are known for some tokens, the same for both; the rest counts as one token."""
+    p, q = ([math.exp(logs[token]) for token in p_logs] for logs in (p_logs, q_logs))
+    p.append(max(1 - sum(p), _LEAST_PROBABILITY))
+    q.append(max(1 - sum(q), _LEAST_PROBABILITY))
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+
+
+def summary(name: str, compared: Sequence[Compared]) -> dict[str, Any]:
+    first = [each for each in compared if each.position == 0]
+    return {
+        "name": name,
+        "kl": fmean(each.kl for each in compared),
+        "first_equal": fmean(each.equal for each in first),
+        "first_clear_equal": fmean(each.equal for each in first if each.clear),
+        "equal": fmean(each.equal for each in compared),
+        "contexts": len(compared),
+        "samples": {"kl": [each.kl for each in compared]},
+    }
+
+
+def _next_tokens(remote: Remote, prompt_ids: list[int]) -> dict[int, float]:
+    body = {
+        "model": remote.model,
+        "prompt": prompt_ids,
+        "max_tokens": 1,
+        "temperature": 0,
+        "logprobs": _TOP,
+        "return_tokens_as_token_ids": True,  # vLLM's name
+        "n_probs": _TOP,  # llama.cpp's
+    }
+    try:
+        response = httpx.post(
+            f"{remote.base}/completions",
+            json=body,
+            headers=dict(remote.headers),
+            timeout=remote.timeout(600),
+            trust_env=remote.trust_env,
+        )
+    except httpx.HTTPError as error:
+        raise RemoteError(f"{remote.base} does not answer: {error!r}") from None
+    if response.status_code != 200:
+        raise RemoteError(f"{remote.base} answers {response.status_code}: {error_text(response)}")
+    logprobs = response.json()["choices"][0].get("logprobs")
+    if not logprobs:
+        raise RemoteError(f"{remote.base} reports no log probabilities; start it with support for logprobs={_TOP}")
+    if "content" in logprobs:
+        return {entry["id"]: entry["logprob"] for entry in logprobs["content"][0]["top_logprobs"]}
+    top = logprobs["top_logprobs"][0]
+    return {int(token.removeprefix("token_id:")): log_prob for token, log_prob in top.items()}

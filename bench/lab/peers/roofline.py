@@ -1,0 +1,236 @@
+"""``tightwire bench roofline``: profiles a step and `tightwire serve` against the device's own rates, and against transformers.
+
+First it measures copies and matrix products on the idle device. Then it times the parts of a prompt and of generated tokens
+(``layer_parts``). Then one server gets three loads from `tightwire bench serve`: short prompts one by one, whose later tokens
+each read all weights once; long prompts, whose first token needs all products; and many requests at once. At last
+transformers generates with random weights of the same shape, a static cache and torch.compile.
+"""
+
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from tightwire.bench.lab.peers.layer_parts import WHOLE, Part, StepShape, measure_parts, time_transformers
+from tightwire.bench.lab.peers.options import RooflineOptions
+from tightwire.bench.lab.peers.process import Load, bench_serve
+from tightwire.bench.options import RankOptions
+from tightwire.bench.ranks import open_ranks
+from tightwire.bench.report.table import Column, Metric, Table
+from tightwire.bench.run import Bench
+from tightwire.bench.server_process import ServerFailedError, ServerProcess
+from tightwire.comm.group.local_ranks import LocalRankError
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.layout import make_layout
+from tightwire.model.open import Checkpoint, open_checkpoint
+from tightwire.model.weights.formats import choose_formats, weight_bytes
+
+_SHORT_PROMPT = 128
+_MS, _SHARE, _RATE = Column("ms", "seconds", ",.2f", 1e3), Column("share", "share", ".0%"), Column("of", "rate")
+_TOKENS = Column("tokens/s", "tokens_per_s", ",.1f")
+_PART_COLUMNS = (
+    Column("part", "part"),
+    *(_MS, _SHARE, _RATE),
+    Column("calls", "calls", "d"),
+    Column("MB", "bytes", ",.2f", 1e-6),
+    Column("GFLOP", "flops", ",.3f", 1e-9),
+)
+_SERVED_COLUMNS = (Column("load", "name"), _MS, _TOKENS, _SHARE, _RATE)
+_LEGEND = (
+    "Share: the time that the bytes, or the operations, take at the device's rates, whichever is longer, of the part's time. "
+    "Small activations stay in a cache, so a share may exceed 100 %. A CPU serves a decode step as one call, without timers: "
+    "its parts are the same kernels called one by one. Sums include the wait for the slowest rank."
+)
+
+
+class RooflineBench(Bench[RooflineOptions]):
+    """Exit codes: 0, 1 when a server or transformers failed, 2 for bad options, 130 after Ctrl-C."""
+
+    verb = "roofline"
+    metrics = (Metric(name="seconds", unit="ms", scale=1e3),)
+    columns = (Column("load", "name"), *_PART_COLUMNS[1:], _TOKENS)
+    failures = ((ModelError, 1), (ServerFailedError, 1), (LocalRankError, 1))
+
+    def measure(self) -> None:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server may not outlive this process
+        options = self.options
+        checkpoint = open_checkpoint(options.model)
+        rates = measure_rates(_device_of(options))
+        model = {"model": options.model, "tp": options.tp, "quantization": options.quantization}
+        self.facts = {**model, "device": _device_of(options), **rates}
+        copies, products = rates["copy_bytes_per_s"] / 1e9, rates["product_flops"] / 1e12
+        self.print(f"copies read and write {copies:.0f} GB/s, products {products:.2f} TFLOP/s", "")
+        self._measure_parts(rates, checkpoint.config.max_positions)
+        served: list[dict[str, Any]] = []
+        if options.server:
+            loads = _measure_server(options, checkpoint)
+            served += summarize(checkpoint.config, rates, loads, bytes_of_token(checkpoint, options.quantization))
+        if options.peer:
+            # A process of its own frees the memory.
+            own = RankOptions(ranks=1, device=_device_of(options), timeout_s=options.start_timeout)
+            with open_ranks(own) as (ranks, _):
+                ((_, token_s),) = ranks.stream(time_transformers, checkpoint.config, _SHORT_PROMPT, options.output_len)
+            name = "a generated token, transformers"
+            served.append({"name": name, "seconds": token_s, "samples": {"seconds": [token_s]}})
+        if served:
+            self.measured += served
+            self.print_table(Table(title="Over HTTP", columns=_SERVED_COLUMNS, rows=served))
+        if options.server and options.peer:
+            self.facts["times_as_fast"] = served[-1]["seconds"] / served[0]["seconds"]
+            self.print(f"tightwire is {self.facts['times_as_fast']:.2f} times as fast as transformers")
+
+    def _measure_parts(self, rates: dict[str, float], max_positions: int) -> None:
+        """A table for each load, with the times of rank 0."""
+        options, is_cuda = self.options, _device_of(self.options) == "cuda"
+        prompt_len = min(options.prompt_len, options.batched_tokens, max_positions)
+        shapes = [
+            StepShape(f"a prompt of {prompt_len}", sequences=1, tokens=prompt_len, is_decode=False),
+            StepShape("a generated token", sequences=1, tokens=_SHORT_PROMPT, is_decode=True),
+            StepShape(f"{options.crowd} tokens at once", sequences=options.crowd, tokens=_SHORT_PROMPT, is_decode=True),
+        ]
+        how = options.model, options.quantization, "native" if is_cuda else "two-shot", shapes
+        own = rates if is_cuda else {name: rate / options.tp for name, rate in rates.items()}  # ranks share the cores
+        with open_ranks(RankOptions(ranks=options.tp, device=_device_of(options))) as (ranks, _):
+            for rank, (shape, parts) in ranks.stream(measure_parts, *how):
+                if rank == 0:
+                    rows = part_rows(shape.name, parts, own)
+                    self.measured += rows
+                    self.print_table(Table(title=f"Parts of {shape.name}", columns=_PART_COLUMNS, rows=rows))
+        self.print(_LEGEND, "", style="dim")
+
+    def title(self, result: Any) -> tuple[str, str]:
+        model = f"{result['model']}, TP {result['tp']}, quantization {result['quantization']}"
+        return "Serving compared with the device's own rates", model
+
+
+def measure_rates(device: str) -> dict[str, float]:
+    """Bytes a second read and written by a copy, and FLOP/s of bfloat16 products (on a CPU of float32, if that is faster)."""
+    rates = {"copy_bytes_per_s": _copy_rate(device), "product_flops": _product_rate(device)}
+    if device == "cuda":
+        torch.cuda.empty_cache()  # the server, another process, needs the memory
+    return rates
+
+
+def _copy_rate(device: str) -> float:
+    source = torch.zeros((4 << 30) if device == "cuda" else (1 << 29), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _least_s(lambda: target.copy_(source), device)
+
+
+def _product_rate(device: str) -> float:
+    size, dtypes = (8192, [torch.bfloat16]) if device == "cuda" else (2048, [torch.bfloat16, torch.float32])
+    rates: list[float] = []
+    for dtype in dtypes:
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        rates.append(2 * size**3 / _least_s(partial(torch.matmul, a, b), device))
+    return max(rates)
+
+
+def _least_s(work: Callable[[], object], device: str) -> float:
+    seconds = []
+    for _ in range(8):
+        start = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _device_of(options: RooflineOptions) -> str:
+    return ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
+
+
+def _measure_server(options: RooflineOptions, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    max_positions = checkpoint.config.max_positions
+    longest = min(max(options.prompt_len + 2, _SHORT_PROMPT + options.output_len), max_positions)
+    command = [sys.executable, "-m", "tightwire", "serve", options.model, "--tp", str(options.tp), "--port", "{port}"]
+    command += ["--device", _device_of(options), "--dtype", "bfloat16", "--quantization", options.quantization]
+    command += ["--max-num-seqs", str(options.crowd), "--max-model-len", str(longest), "--prefix-cache", "none"]
+    command += ["--max-num-batched-tokens", str(options.batched_tokens)]
+
+    def load(concurrency: int, requests: int, input_len: int, output_len: int) -> dict[str, Any]:
+        load = Load(concurrency=(concurrency,), num_requests=(requests,), input_len=input_len, output_len=output_len)
+        return bench_serve(server.url, load, seed=1)["cells"][0]
+
+    with tempfile.TemporaryDirectory() as folder, ServerProcess(command, {}, log=Path(folder) / "server.log") as server:
+        server.wait_ready("/health/ready", options.start_timeout)
+        return {
+            "one": load(1, 3, _SHORT_PROMPT, options.output_len),
+            "prompt": load(1, 3, min(options.prompt_len, max_positions - 2), 2),
+            "crowd": load(options.crowd, 2 * options.crowd, _SHORT_PROMPT, options.output_len // 2),
+        }
+
+
+def part_rows(load: str, parts: dict[str, Part], rates: dict[str, float]) -> list[dict[str, Any]]:
+    """The parts of a step, their sum, and the step as served; ``rates``: of one rank."""
+    rows = []
+    for name, part in sorted(parts.items(), key=lambda item: item[0] == WHOLE):
+        if name == WHOLE:
+            part.num_bytes, part.flops = (sum(row[key] for row in rows) for key in ("bytes", "flops"))
+            total_s = sum(row["seconds"] for row in rows)
+            rows.append(
+                {"name": f"{load}: sum of the parts", "part": "sum of the parts", "seconds": total_s, "samples": {}}
+            )
+        copy_s, product_s = part.num_bytes / rates["copy_bytes_per_s"], part.flops / rates["product_flops"]
+        seconds = median(part.seconds)
+        rows.append(
+            {
+                "name": f"{load}: {name}",
+                "part": name,
+                "seconds": seconds,
+                "share": max(copy_s, product_s) / seconds,
+                "rate": "copies" if copy_s > product_s else "products",
+                "calls": part.calls,
+                "bytes": part.num_bytes,
+                "flops": part.flops,
+                "samples": {"seconds": part.seconds},
+            }
+        )
+    return rows
+
+
+def bytes_of_token(checkpoint: Checkpoint, quantization: str) -> int:
+    """The bytes of weights that a generated token reads: all but an embedding table that is not the head's too."""
+    config = checkpoint.config
+    formats = choose_formats(checkpoint.reader(), config, quantization)
+    table = 0 if config.tied_embeddings else 2 * config.vocab_size * config.hidden_size
+    return weight_bytes(config, make_layout(config, 1).shards[0], formats, elem_bytes=2) - table
+
+
+def summarize(
+    config: LlamaConfig, rates: dict[str, float], loads: dict[str, dict[str, Any]], token_bytes: int
+) -> list[dict[str, Any]]:
+    """Times and their share of the device's rates. A generated token must read ``token_bytes`` of weights once."""
+    layers = config.num_layers * config.layer_matrix_elems
+    prompt_len = loads["prompt"]["prompt_tokens"] / loads["prompt"]["succeeded"]
+    # Products with keys and with values, two operations each; the mask removes half of the square.
+    in_attention = 2 * prompt_len**2 * config.num_layers * config.num_heads * config.head_dim
+    prompt_flops = 2 * layers * prompt_len + in_attention
+    token_s, ttft_s = loads["one"]["tpot_s"]["p50"], loads["prompt"]["ttft_s"]["p50"]
+    crowd = loads["crowd"]
+    return [
+        {
+            "name": "a generated token, one request",
+            "seconds": token_s,
+            "share": token_bytes / rates["copy_bytes_per_s"] / token_s,
+            "rate": "copies",
+            "samples": {"seconds": [token_s]},
+        },
+        {
+            "name": f"first token of {prompt_len:.0f}",
+            "seconds": ttft_s,
+            "share": prompt_flops / rates["product_flops"] / ttft_s,
+            "rate": "products",
+            "samples": {"seconds": [ttft_s]},
+        },
+        {"name": f"{crowd['concurrency']} at once", "tokens_per_s": crowd["output_tokens_per_s"], "samples": {}},
+    ]

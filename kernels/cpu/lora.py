@@ -1,0 +1,68 @@
+"""Low-rank adapters on CPU: checks and argument structs around ``native/lora.cpp``."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightwire.kernels.cpu.library import ffi, lib, struct
+from tightwire.kernels.cpu.linear import useful_threads
+from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_items
+from tightwire.kernels.spec.lora import AdapterRows, AdapterSite
+
+_SHRINK_OUTPUTS = 16  # of an item of tw_adapter_shrink
+
+
+def add_adapters_cpu(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int, rows: AdapterRows) -> None:
+    """``adapters.add_adapters`` for CPU tensors. Cost: about 15 us of Python per call, then the kernels."""
+    runs_S3 = rows.runs_S3
+    if runs_S3 is None or not len(runs_S3):
+        return
+    _check(out_TO, x_TD, site, rows)
+    native = native_site(site)
+    if not native.most_width:
+        return
+    num_rows, num_runs = len(x_TD), len(runs_S3)
+    shrunk_TR = torch.empty(num_rows, native.most_width)
+    arguments = struct(
+        "tw_adapter_args",
+        (
+            native,
+            ffi.cast("tw_adapter_run *", runs_S3.data_ptr()),
+            num_runs,
+            layer,
+            x_TD.data_ptr(),
+            shrunk_TR.data_ptr(),
+            out_TO.data_ptr(),
+            NUMBER_KIND[out_TO.dtype],
+        ),
+    )
+    num_items = num_runs * -(-native.most_width // _SHRINK_OUTPUTS)
+    max_threads = min(num_items, useful_threads(num_rows, native.most_width * site.num_inputs))
+    run_on_items("tw_adapter_shrink", arguments, num_items, 1, max_threads)
+    num_outputs, panel = site.part_stops[-1], lib.tw_panel()
+    max_threads = min(-(-num_outputs // panel), useful_threads(num_rows, max(site.ranks) * num_outputs))
+    run_on_items("tw_adapter_expand", arguments, num_outputs, panel, max_threads)
+
+
+def native_site(site: AdapterSite) -> Any:
+    """Return the ``tw_adapter_site`` of these matrices, valid until a rank is set."""
+    if site.native is None:
+        slots = ffi.new(f"tw_adapter[{len(site.ranks)}]")
+        for slot, rank in enumerate(site.ranks):
+            slots[slot] = (site.a_NX[slot].data_ptr(), site.b_NX[slot].data_ptr(), rank)
+        most_width = site.num_parts * max(site.ranks)
+        sizes = site.num_inputs, site.num_parts, site.part_stops, NUMBER_KIND[site.a_NX.dtype], most_width
+        site.native = struct("tw_adapter_site", (slots, *sizes)), slots  # both are kept alive
+    return site.native[0]
+
+
+def _check(out: Tensor, x: Tensor, site: AdapterSite, rows: AdapterRows) -> None:
+    shapes = (len(rows.slots_T), site.part_stops[-1]), (len(rows.slots_T), site.num_inputs)
+    if (out.shape, x.shape) != shapes or x.dtype != site.a_NX.dtype or out.dtype not in (x.dtype, torch.float32):
+        raise ValueError(
+            f"adapters need out {shapes[0]} and x {shapes[1]} in {site.a_NX.dtype}, out perhaps in torch.float32; "
+            f"got {tuple(out.shape)} {out.dtype} and {tuple(x.shape)} {x.dtype}"
+        )
+    if not (out.is_contiguous() and x.is_contiguous()):
+        raise ValueError(f"adapters need contiguous out and x; got strides {out.stride()} and {x.stride()}")

@@ -1,0 +1,146 @@
+"""Low-rank adapters on a GPU, for rows of several adapters and of none in one launch of each of two kernels.
+
+A program computes a tile of sixteen rows. It passes over the slots that occur in its rows, with the other rows as zeros. The
+scheduler sorts a step's rows by adapter, so most tiles have one or two. Sizes do not depend on which slots are used, so that
+the launches can be recorded in a graph.
+
+Source: Punica's shrink and expand, arXiv 2310.18547.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tightwire.kernels.cuda.launch import launch
+from tightwire.kernels.cuda.numbers import INTERPRETED, narrowed, raw, widened
+from tightwire.kernels.spec.lora import PANEL_OUTPUTS, AdapterSite
+
+_ROWS = tl.constexpr(16)  # of a tile: the minimum of matrix units
+_RANKS = tl.constexpr(16)  # outputs of A in a tile, and the depth of one product with B
+_DEPTH = tl.constexpr(64)
+_OUTPUTS = tl.constexpr(PANEL_OUTPUTS)
+_NO_SLOT = tl.constexpr(1 << 30)
+
+
+def add_adapters(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int, slots_T: Tensor) -> None:
+    """Compute ``add_adapters_reference`` but for the order of the float32 sums; ``slots_T``: on the GPU."""
+    _check(out_TO, x_TD, site, slots_T)
+    num_rows, num_outputs = out_TO.shape
+    max_rank = site.b_NX.shape[1] // (site.num_layers * num_outputs)
+    width = site.num_parts * max_rank
+    shrunk_TR = torch.empty(num_rows, width, dtype=torch.float32, device=x_TD.device)
+    row_tiles = -(-num_rows // _ROWS.value)
+    if not row_tiles:
+        return
+    first, second, third = (*site.part_stops, num_outputs, num_outputs)[:3]
+    sizes = num_rows, width, site.num_inputs, layer, site.a_NX.stride(0)
+    given = slots_T, site.ranks_N, x_TD, site.a_NX, shrunk_TR
+    launch(_shrink, row_tiles * -(-width // _RANKS.value), x_TD.device, *given, *sizes, site.num_parts)
+    sizes = num_rows, width, num_outputs, first, second, third, layer, site.b_NX.stride(0)
+    given = slots_T, site.ranks_N, shrunk_TR, site.b_NX, out_TO
+    launch(_expand, row_tiles * -(-num_outputs // _OUTPUTS.value), x_TD.device, *given, *sizes, site.num_parts)
+
+
+def _check(out: Tensor, x: Tensor, site: AdapterSite, slots: Tensor) -> None:
+    shapes = (len(slots), site.part_stops[-1]), (len(slots), site.num_inputs)
+    if (out.shape, x.shape) != shapes or x.dtype != site.a_NX.dtype or out.dtype not in (x.dtype, torch.float32):
+        raise ValueError(
+            f"adapters need out {shapes[0]} and x {shapes[1]} in {site.a_NX.dtype}, out perhaps in torch.float32; "
+            f"got {tuple(out.shape)} {out.dtype} and {tuple(x.shape)} {x.dtype}"
+        )
+    if not (out.is_contiguous() and x.is_contiguous()):
+        raise ValueError(f"adapters need contiguous out and x; got strides {out.stride()} and {x.stride()}")
+
+
+@triton.jit
+def _shrink(slots, ranks, x, a, shrunk, num_rows, width, depth, layer, slot_stride, NUM_PARTS: tl.constexpr):
+    """Compute one tile of shrunk (T, width) = x A^T; row by row, only the first parts x rank numbers are written."""
+    num_tiles = tl.cdiv(width, _RANKS)
+    row_R = tl.program_id(0) // num_tiles * _ROWS + tl.arange(0, _ROWS)
+    place_J = tl.program_id(0) % num_tiles * _RANKS + tl.arange(0, _RANKS)
+    slot_R = tl.load(slots + row_R, mask=row_R < num_rows, other=-1)
+    total_RJ = tl.zeros((_ROWS, _RANKS), tl.float32)
+    for slot in range(tl.min(tl.where(slot_R < 0, _NO_SLOT, slot_R), 0), tl.max(slot_R, 0) + 1):
+        mine_R1 = (slot_R == slot)[:, None]
+        own_width = tl.load(ranks + slot) * NUM_PARTS
+        kept_J1 = (place_J < own_width)[:, None]
+        a_J1 = raw(a) + _wide(slot) * slot_stride + (_wide(layer) * own_width + place_J)[:, None] * depth
+        for start in range(0, depth, _DEPTH):
+            place_1D = (start + tl.arange(0, _DEPTH))[None, :]
+            inside_1D = place_1D < depth
+            x_RD = tl.load(raw(x) + row_R.to(tl.int64)[:, None] * depth + place_1D, mask=mine_R1 & inside_1D, other=0)
+            a_JD = tl.load(a_J1 + place_1D, mask=kept_J1 & inside_1D, other=0)
+            total_RJ = _add_product(x_RD, a_JD, total_RJ, x.dtype.element_ty)
+    place_RJ = row_R.to(tl.int64)[:, None] * width + place_J[None, :]
+    tl.store(shrunk + place_RJ, total_RJ, mask=(slot_R >= 0)[:, None] & (place_J < width)[None, :])
+
+
+@triton.jit
+def _expand(
+    slots,
+    ranks,
+    shrunk,
+    b,
+    out,
+    num_rows,
+    width,
+    num_outputs,
+    first_stop,
+    second_stop,
+    third_stop,
+    layer,
+    slot_stride,
+    NUM_PARTS: tl.constexpr,
+):
+    """Add one tile of shrunk B to out (T, O). Rows without an adapter are not written."""
+    num_tiles = tl.cdiv(num_outputs, _OUTPUTS)
+    row_R = tl.program_id(0) // num_tiles * _ROWS + tl.arange(0, _ROWS)
+    first = tl.program_id(0) % num_tiles * _OUTPUTS
+    output_O = first + tl.arange(0, _OUTPUTS)
+    panel_outputs = tl.minimum(_OUTPUTS, num_outputs - first)
+    slot_R = tl.load(slots + row_R, mask=row_R < num_rows, other=-1)
+    part_O = (output_O >= first_stop).to(tl.int32) + (output_O >= second_stop).to(tl.int32)
+    kept_O = output_O < num_outputs
+    written_R = slot_R < -1  # none yet
+    total_RO = tl.zeros((_ROWS, _OUTPUTS), tl.float32)
+    for slot in range(tl.min(tl.where(slot_R < 0, _NO_SLOT, slot_R), 0), tl.max(slot_R, 0) + 1):
+        rank = tl.load(ranks + slot)
+        mine_R = (slot_R == slot) & (rank > 0)
+        written_R = written_R | mine_R
+        panel = raw(b) + _wide(slot) * slot_stride + (_wide(layer) * num_outputs + first) * rank
+        b_1O = panel + tl.arange(0, _OUTPUTS)[None, :]
+        for part in tl.static_range(NUM_PARTS):
+            own_O = kept_O & (part_O == part)
+            for start in range(0, rank, _RANKS):
+                place_J = start + tl.arange(0, _RANKS)
+                inside_J = place_J < rank
+                u_RJ = shrunk + row_R.to(tl.int64)[:, None] * width + (part * rank + place_J)[None, :]
+                shrunk_RJ = tl.load(u_RJ, mask=mine_R[:, None] & inside_J[None, :], other=0.0)
+                stored_JO = tl.load(
+                    b_1O + place_J[:, None] * panel_outputs, mask=inside_J[:, None] & own_O[None, :], other=0
+                )
+                total_RO = tl.dot(shrunk_RJ, widened(stored_JO), total_RO, input_precision="ieee")
+    place_RO = raw(out) + row_R.to(tl.int64)[:, None] * num_outputs + output_O[None, :]
+    kept_RO = written_R[:, None] & kept_O[None, :]
+    total_RO += widened(tl.load(place_RO, mask=kept_RO, other=0))
+    tl.store(place_RO, narrowed(total_RO, out.dtype.element_ty), mask=kept_RO)
+
+
+@triton.jit
+def _wide(number):
+    """Return a number in 64 bits; in the interpreter it is one of Python."""
+    return tl.zeros((), tl.int64) + number
+
+
+@triton.jit
+def _add_product(x_RD, a_JD, total_RJ, dtype: tl.constexpr):
+    """Return total + x @ a^T of numbers loaded through ``raw``."""
+    if dtype == tl.bfloat16:
+        if INTERPRETED:  # it multiplies the 16 bits as integers
+            x_RD = widened(x_RD)
+            a_JD = widened(a_JD)
+        else:
+            x_RD = x_RD.to(tl.bfloat16, bitcast=True)
+            a_JD = a_JD.to(tl.bfloat16, bitcast=True)
+    return tl.dot(x_RD, tl.trans(a_JD), total_RJ, input_precision="ieee")

@@ -1,0 +1,34 @@
+"""Adds the low-rank adapters of a step's rows to a matrix product; ``spec.adapters`` has the reference."""
+
+from importlib import import_module
+from types import ModuleType
+
+from torch import Tensor
+
+from tightwire.kernels.cpu.library import available
+from tightwire.kernels.cpu.lora import add_adapters_cpu
+from tightwire.kernels.spec.lora import AdapterRows, AdapterSite, add_adapters_reference
+
+
+def add_adapters(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int, rows: AdapterRows) -> None:
+    """Add ``(x A^T) B^T`` of each row's adapter to ``out``, in place, in float32, rounded once to the dtype of ``out``.
+
+    A row's bits depend on that row alone; rows without an adapter keep theirs.
+
+    Args:
+        out_TO: (T, O) contiguous, the product of the base matrix, in x's dtype or float32.
+        x_TD: (T, D) contiguous rows, in the dtype of the adapters' matrices.
+        layer: the layer's number.
+    Raises:
+        ValueError: shapes, dtypes or layouts that do not match.
+    Cost: for each adapter in the step, reading rank x (parts x D + O) numbers.
+    """
+    if x_TD.is_cuda:
+        _triton().add_adapters(out_TO, x_TD, site, layer, rows.slots_T)
+    else:
+        (add_adapters_cpu if available() else add_adapters_reference)(out_TO, x_TD, site, layer, rows)
+
+
+def _triton() -> ModuleType:
+    """Import the Triton kernels on first use, because a CPU host need not have Triton."""
+    return import_module("tightwire.kernels.cuda.lora")

@@ -1,0 +1,138 @@
+"""Response bodies of all dialects, as msgspec structs: usage, models, tokens, health, /comm and collectives' traces."""
+
+from typing import Any, Self
+
+from msgspec import UNSET, Struct, UnsetType
+
+from tightwire.server.api.lora import ServedAdapter
+from tightwire.server.api.serving import ModelInfo
+from tightwire.server.api.trace import CommTotals
+from tightwire.server.ipc.engine_stats import ReplicaLoad
+from tightwire.server.ipc.messages import CommSetup
+
+
+class PromptTokensDetails(Struct, frozen=True):
+    """``cached_tokens``: found in the prefix cache and not computed for this request."""
+
+    cached_tokens: int
+
+
+class Usage(Struct, frozen=True):
+    """A prompt is counted once, however many answers it got."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class ModelCard(Struct):
+    id: str
+    created: int
+    max_model_len: int
+    root: str
+    object: str = "model"
+    owned_by: str = "tightwire"
+    parent: str | None = None  # of a LoRA adapter: the base model
+
+    @classmethod
+    def of_model(cls, info: ModelInfo) -> Self:
+        return cls(id=info.name, created=info.created, max_model_len=info.max_model_len, root=info.root)
+
+    @classmethod
+    def of_adapter(cls, info: ModelInfo, adapter: ServedAdapter) -> Self:
+        return cls(adapter.name, adapter.created, info.max_model_len, adapter.folder, parent=info.name)
+
+
+class ModelDeleted(Struct):
+    """A LoRA adapter that was unloaded."""
+
+    id: str
+    object: str = "model"
+    deleted: bool = True
+
+
+class ModelList(Struct):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class Tokenized(Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Struct):
+    prompt: str
+
+
+class Health(Struct):
+    """``status``: live, ready, loading, draining or dead. ``reason``: what is loading, or why the engine died.
+
+    ``kernels``: the level of the CPU kernels, such as v4-bf16 (spec: torch's reference); empty on a GPU and before ready.
+    ``activations``: inputs of products with packed weights, float or int8; empty before ready. ``adapters``: the
+    loaded LoRA adapters, if there are any.
+    """
+
+    status: str
+    reason: str = ""
+    kernels: str = ""
+    activations: str = ""
+    adapters: list[str] | UnsetType = UNSET
+
+
+class Home(Struct, frozen=True):
+    """What this server is. ``model``: null while it loads."""
+
+    name: str
+    about: str
+    model: str | None
+    status: str
+    links: dict[str, str]
+    example: str
+
+
+class CommCost(CommTotals, frozen=True, kw_only=True):
+    """Collectives of one kind on rank 0 since start: totals as in CommTotals, and the time of one collective.
+
+    ``p50_us`` and ``p99_us`` are of the newest 512 at most; null until they are known. ``algbw_gb_per_s``: gigabytes of
+    message per second; null without a measured time. On CUDA all times are those to enqueue.
+    """
+
+    mean_us: float | None
+    p50_us: float | None
+    p99_us: float | None
+    algbw_gb_per_s: float | None
+
+
+class CommPolicy(CommSetup, frozen=True, kw_only=True):
+    """The AllReduce policies of this server with their reasons, and what rank 0 has exchanged since start.
+
+    ``sum_dtype``: the number format of partial sums in messages. ``transport_reason``: why ``--transport auto`` chose a
+    slower transport than this device's best; otherwise empty. ``tp`` ranks form one of ``dp`` replicas of the model.
+    ``replicas``: the load of each, if there are several. ``overlap``: half of a prompt's step is computed while the other
+    half is summed. ``choices``: the default policy; the first line counts whose site, phase and layer match (``layers``
+    null: any) and whose ``up_to_bytes`` is not exceeded. ``extra``: the policies that a request may choose by name.
+    ``link``: the link that ``serve --link`` emulates. ``self_test``: an algorithm that is not ``ok`` is never used.
+    """
+
+    algorithm: str
+    sum_dtype: str
+    tp: int
+    dp: int
+    replicas: list[ReplicaLoad]
+    num_steps: int
+    bytes_sent: int
+    exact_bytes: int
+    saved_bytes: int
+    counters: list[CommCost]
+
+
+class ChromeTrace(Struct):
+    """Every collective of every rank, for https://ui.perfetto.dev. Times in us; on CUDA those to enqueue."""
+
+    traceEvents: list[dict[str, Any]]
+    displayTimeUnit: str
+    otherData: dict[str, Any]

@@ -1,0 +1,96 @@
+"""The LoRA adapters that clients may name, and loading and unloading them while the server runs."""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tightwire.model.adapters.peft import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
+from tightwire.server.api.errors import ApiError, invalid
+from tightwire.server.config.lora import AdapterOptions
+from tightwire.server.ipc.engine_client import EngineClient
+
+_MAX_NAME = 200
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedAdapter:
+    """One version of an adapter. ``digest``: of its files, for the fingerprint of answers."""
+
+    id: int
+    name: str
+    folder: str
+    digest: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class Adapters:
+    """The loaded adapters by name."""
+
+    def __init__(self, loaded: Sequence[ServedAdapter] = ()) -> None:
+        self._by_name = {adapter.name: adapter for adapter in loaded}
+        self._ids = itertools.count(max((adapter.id for adapter in loaded), default=0) + 1)
+        self._changing = asyncio.Lock()
+
+    @property
+    def by_name(self) -> Mapping[str, ServedAdapter]:
+        return self._by_name
+
+    async def load(self, engine: EngineClient, options: AdapterOptions, name: str, path: str, *, replace: bool) -> None:
+        """Load ``path`` on all ranks; requests may name it once this returns. Another version stays until then.
+
+        Requests that run with a replaced version finish with it. ApiError 400, 403: refused, with the reason.
+        """
+        folder = confined(path, options)
+        if not name.strip() or len(name) > _MAX_NAME:
+            raise invalid(f"lora_name must have 1 to {_MAX_NAME} characters", "lora_name")
+        async with self._changing:
+            before = self._by_name.get(name)
+            if before is not None and not replace:
+                raise invalid(
+                    f"the adapter {name!r} is already loaded; unload it, or send load_inplace: true", "lora_name"
+                )
+            adapter = next(self._ids)
+            await engine.load_adapter(adapter, str(folder))
+            try:
+                digest = await asyncio.to_thread(adapter_digest, folder)
+            except OSError as error:
+                engine.unload_adapter(adapter)
+                raise invalid(f"the adapter cannot be read: {error.strerror}", "lora_path") from None
+            self._by_name[name] = ServedAdapter(id=adapter, name=name, folder=str(folder), digest=digest)
+            if before is not None:
+                engine.unload_adapter(before.id)
+
+    async def unload(self, engine: EngineClient, options: AdapterOptions, name: str) -> None:
+        """Forget an adapter: new requests get 404, and those that run finish. ApiError 403: off; 404: not loaded."""
+        _require_runtime(options)
+        async with self._changing:
+            adapter = self._by_name.pop(name, None)
+            if adapter is None:
+                message = f"there is no adapter {name[:_MAX_NAME]!r}; GET /v1/models lists the loaded ones"
+                raise ApiError(404, message, param="lora_name", code="model_not_found")
+            engine.unload_adapter(adapter.id)
+
+
+def confined(path: str, options: AdapterOptions) -> Path:
+    """Return the adapter's folder, which with its files, links resolved, must be inside --lora-dir; ApiError otherwise."""
+    root = _require_runtime(options)
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # too long, or a circle of links
+        folder = (root / path).resolve()
+        files = folder, folder / CONFIG_FILE, folder / WEIGHTS_FILE
+        if all(file.resolve().is_relative_to(root) for file in files):
+            return folder
+    raise invalid("lora_path must be a folder inside the server's --lora-dir, also where links lead", "lora_path")
+
+
+def _require_runtime(options: AdapterOptions) -> Path:
+    if options.lora_dir is None:
+        raise ApiError(
+            403,
+            "adapters cannot be loaded or unloaded while this server runs; start it with --lora-dir FOLDER",
+            code="lora_dir",
+        )
+    return Path(options.lora_dir).expanduser().resolve()

@@ -1,0 +1,277 @@
+"""The connection between the HTTP processes of two hosts: one JSON message a line, and a deadline for the other's silence."""
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+import socket
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from tightwire.comm.link.probe import PairFacts
+from tightwire.comm.link.wire import LinkFacts
+from tightwire.server.hosts.files import ModelFiles
+from tightwire.server.ipc.messages import Failed, Heartbeat, Ready, Stage
+from tightwire.server.plan.rank_setup import RunPlan
+
+_HELLO_S = 10.0  # for each message of HELLO
+_CLOSE_S = 0.5
+# After a wait that was longer by more, this process itself was stopped and cannot judge the other host's silence.
+_OWN_PAUSE_S = 3.0
+_MOST_BYTES = 32 << 20  # of a line: the longest is a plan with a policy for each layer
+
+
+class Challenge(msgspec.Struct, frozen=True, tag=True):
+    """Node 0's first message: a random number, for the proof that the node knows the shared secret."""
+
+    nonce: str
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """Node 0's answer to ``Hello``: the proof that it knows the secret too."""
+
+    proof: str
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """A node's first message. ``facts``: what must be equal on all nodes; ``ports``: where it listens for the others."""
+
+    node: int
+    address: str
+    interface: str
+    ports: list[int]
+    facts: dict[str, str]
+    nonce: str = ""
+    proof: str = ""
+
+
+class Table(msgspec.Struct, frozen=True, tag=True):
+    """Who has joined, in words."""
+
+    text: str
+
+
+class Probe(msgspec.Struct, frozen=True, tag=True):
+    """All nodes have joined: connect to these addresses and ports, by node, and answer with ``Probed``."""
+
+    targets: dict[int, tuple[str, list[int]]]
+
+
+class Probed(msgspec.Struct, frozen=True, tag=True):
+    failures: list[str]
+
+
+class Measure(msgspec.Struct, frozen=True, tag=True):
+    """Measure the network to these addresses and ports, by node, and answer with ``Measured``."""
+
+    targets: dict[int, tuple[str, int]]
+
+
+class Measured(msgspec.Struct, frozen=True, tag=True):
+    pairs: list[PairFacts]
+    failures: list[str]
+
+
+class Network(msgspec.Struct, frozen=True, tag=True):
+    """The network between all nodes: the same facts decide on every node."""
+
+    link: LinkFacts
+
+
+class WantModel(msgspec.Struct, frozen=True, tag=True):
+    """The node has no copy of the model; node 0 answers with its ``ModelFiles``."""
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    model: ModelFiles
+
+
+class WantPiece(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the bytes of a file from ``offset`` on; node 0 answers with ``Piece``."""
+
+    name: str
+    offset: int
+
+
+class Piece(msgspec.Struct, frozen=True, tag=True):
+    data: bytes
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    """The node has opened the model: its fingerprint, and the plan that the node's own memory allows."""
+
+    facts: dict[str, str]
+    plan: RunPlan
+
+
+class Run(msgspec.Struct, frozen=True, tag=True):
+    """The plan for the ranks of all nodes."""
+
+    plan: RunPlan
+
+
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """A message of one of the node's ranks."""
+
+    message: Stage | Ready | Heartbeat | Failed
+
+
+class Exited(msgspec.Struct, frozen=True, tag=True):
+    """One of the node's ranks has ended; negative codes are signals."""
+
+    rank: int
+    code: int
+
+
+class Serving(msgspec.Struct, frozen=True, tag=True):
+    """All ranks of all nodes are ready."""
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """Shows that the sender is alive."""
+
+
+class AskStop(msgspec.Struct, frozen=True, tag=True):
+    """A signal asks this node to stop; node 0 lets running requests finish, and then ends all nodes."""
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    """The sender ends: exit code 0 after a signal, 1 after a failure, 2 after a refusal."""
+
+    code: int
+    reason: str
+
+
+Message = (
+    Challenge
+    | Welcome
+    | Hello
+    | Table
+    | Probe
+    | Probed
+    | Measure
+    | Measured
+    | Network
+    | WantModel
+    | Offer
+    | WantPiece
+    | Piece
+    | Opened
+    | Run
+    | Report
+    | Exited
+    | Serving
+    | Beat
+    | AskStop
+    | End
+)
+
+_ENCODER, _DECODER = msgspec.json.Encoder(), msgspec.json.Decoder(Message)
+
+
+class LostError(Exception):
+    """The other host does not answer; the message says since when, or how the connection ended."""
+
+
+class Channel:
+    """One end of the connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    def send(self, message: Message) -> None:
+        """Queue a message; one to a host that is gone is dropped, because the receiver of its messages notices."""
+        if not self._writer.is_closing():
+            self._writer.write(_ENCODER.encode(message) + b"\n")
+
+    async def receive(self, timeout_s: float) -> Message:
+        """The next message. LostError: none within ``timeout_s``, or the connection ended."""
+        began_s = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                line = await self._reader.readline()
+        except TimeoutError:
+            if time.monotonic() - began_s > timeout_s + _OWN_PAUSE_S:
+                return await self.receive(timeout_s)
+            raise LostError(f"has been silent for {timeout_s:g} s") from None
+        except (OSError, ValueError) as error:
+            raise LostError(f"broke the connection: {error}") from None
+        if not line.endswith(b"\n"):
+            raise LostError("closed the connection")
+        try:
+            return _DECODER.decode(line)
+        except msgspec.MsgspecError as error:
+            raise LostError(f"sent something else than a message of this version: {error}") from None
+
+    async def end(self, code: int, reason: str) -> None:
+        self.send(End(code, reason))
+        await self.close()
+
+    def abandon(self) -> None:
+        """Close without a word."""
+        self._writer.close()
+
+    async def close(self) -> None:
+        """Send what is queued, and wait until the other host closes its end too, for at most half a second each.
+
+        If this process closed its socket with unread messages, the kernel would reset the connection, and the last message,
+        with the reason of the end, would be lost.
+        """
+        # RuntimeError: another task still reads, so nothing stays unread.
+        try:
+            with contextlib.suppress(OSError, TimeoutError, RuntimeError):
+                async with asyncio.timeout(_CLOSE_S):
+                    await self._writer.drain()
+                    self._writer.write_eof()
+                async with asyncio.timeout(_CLOSE_S):
+                    while await self._reader.read(_MOST_BYTES):
+                        pass
+        finally:
+            self._writer.close()
+
+
+async def open_channel(address: str, port: int, timeout_s: float) -> Channel:
+    """Connect to another host. OSError or TimeoutError: not possible now."""
+    return Channel(*await asyncio.wait_for(asyncio.open_connection(address, port, limit=_MOST_BYTES), timeout_s))
+
+
+async def accept_channels(listener: socket.socket, take: Callable[[Channel], None]) -> asyncio.Server:
+    """Call ``take`` with each connection to ``listener`` that another host makes."""
+    return await asyncio.start_server(
+        lambda reader, writer: take(Channel(reader, writer)), sock=listener, limit=_MOST_BYTES
+    )
+
+
+async def meet(channel: Channel, secret: bytes) -> tuple[Hello, bool]:
+    """Node 0's side of HELLO, and whether the node knows the secret. LostError: no HELLO came."""
+    nonce = secrets.token_hex(16)
+    channel.send(Challenge(nonce))
+    hello = await channel.receive(_HELLO_S)
+    if not isinstance(hello, Hello):
+        raise LostError("sent no HELLO")
+    proven = hmac.compare_digest(hello.proof, _prove(secret, hello.node, nonce, hello.nonce))
+    if proven:
+        channel.send(Welcome(_prove(secret, 0, hello.nonce, nonce)))
+    return hello, proven
+
+
+async def introduce(channel: Channel, hello: Hello, secret: bytes) -> None:
+    """Say HELLO to node 0. ValueError: it refuses, or does not know the secret. LostError: no answer."""
+    challenge = await channel.receive(_HELLO_S)
+    if not isinstance(challenge, Challenge):
+        raise LostError("sent no challenge: what listens there is no node 0 of this version")
+    nonce = secrets.token_hex(16)
+    proof = _prove(secret, hello.node, challenge.nonce, nonce)
+    channel.send(msgspec.structs.replace(hello, nonce=nonce, proof=proof))
+    answer = await channel.receive(_HELLO_S)
+    refusal = answer.reason if isinstance(answer, End) else ""
+    known = isinstance(answer, Welcome) and hmac.compare_digest(answer.proof, _prove(secret, 0, nonce, challenge.nonce))
+    if not known:
+        raise ValueError(refusal or "node 0 has another shared secret; give every host the same --comm-secret-file")
+
+
+def _prove(secret: bytes, node: int, first: str, second: str) -> str:
+    """HMAC-SHA256 of both ends' random numbers: its sender knows the secret."""
+    return hmac.digest(secret, f"node {node} {first} {second}".encode(), "sha256").hex()

@@ -1,0 +1,360 @@
+"""Brings the hosts of a server together: who has joined, whether they agree, what their ranks report, and how all end.
+
+Node 0 listens (``Head``) and the others connect (``member``), in any order. Each names itself and its options first (HELLO)
+and is refused at once if they differ. Both ends send a beat every second; silence or a closed connection ends all nodes.
+"""
+
+import asyncio
+import contextlib
+import math
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from tightwire.comm.link.probe import answer_probes
+from tightwire.comm.link.wire import LinkFacts, network_facts
+from tightwire.server.hosts.channel import (
+    AskStop,
+    Beat,
+    Channel,
+    End,
+    Exited,
+    Hello,
+    LostError,
+    Measure,
+    Measured,
+    Message,
+    Network,
+    Offer,
+    Opened,
+    Piece,
+    Probe,
+    Probed,
+    Report,
+    Run,
+    Table,
+    WantModel,
+    WantPiece,
+    accept_channels,
+    meet,
+)
+from tightwire.server.hosts.checks import (
+    measure,
+    merge_plans,
+    name_node,
+    objection_to,
+    probe,
+)
+from tightwire.server.hosts.files import ModelFiles, list_files, read_piece
+from tightwire.server.hosts.place import HostPlace, joined, keep_probe, listen
+from tightwire.server.ipc.messages import FromRank
+from tightwire.server.plan.rank_setup import RunPlan
+
+_BEAT_S = 1.0
+SHOW_S = 1.0
+
+
+class Listener(Protocol):
+    """What the engine does with what another host tells."""
+
+    def show(self, table: str) -> None:
+        """Who has joined so far, in words."""
+        ...
+
+    def hear(self, message: FromRank) -> None: ...
+    def note_exit(self, rank: int, code: int) -> None: ...
+    def note_serving(self) -> None: ...
+    def note_end(self, node: str, code: int, reason: str) -> None:
+        """A node ends, or was lost (code 1)."""
+        ...
+
+    def ask_stop(self) -> None:
+        """A node was asked to stop by a signal."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """What both sides need. ``ranks``: this node's. ``facts``: equal on all nodes, by name."""
+
+    place: HostPlace
+    ranks: range
+    facts: dict[str, str]
+    listener: Listener
+    silence_s: float
+    join_timeout_s: float
+    secret: bytes = b""  # shared by all hosts; empty: none
+
+    def hello(self) -> Hello:
+        place = self.place
+        return Hello(place.node, place.address, place.interface, place.listens(self.ranks), self.facts)
+
+
+class Side:
+    """What both sides do: beat, and hold this node's ports until the ranks take them."""
+
+    def __init__(self, joining: Joining) -> None:
+        self._joining, self._place = joining, joining.place
+        # Rank 0's store listens on node 0's first port already.
+        ports = [port for port in joining.hello().ports if self._place.node or port != self._place.store_port]
+        self._held = [listen(self._place.address, port) for port in ports]
+        for held in self._held:
+            answer_probes(held)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing = False
+        self.link: LinkFacts | None = None  # the network between all nodes, after ``join``
+
+    def _start(self, *tasks: asyncio.Task[None]) -> None:
+        for task in tasks:
+            task.add_done_callback(self._note_task_end)
+        self._tasks = [task for task in self._tasks if not task.done()] + list(tasks)
+
+    def _note_task_end(self, task: asyncio.Task[None]) -> None:
+        """End all nodes if a task fails: nobody else would notice that its work is not done."""
+        if not task.cancelled() and (error := task.exception()) is not None and not self._closing:
+            own = f"node {self._place.node} ({self._place.address})"
+            self._joining.listener.note_end(own, 1, f"failed: {type(error).__name__}: {error}")
+
+    async def _beat(self, channels: Callable[[], list[Channel]]) -> None:
+        while True:
+            for channel in channels():
+                channel.send(Beat())
+            await asyncio.sleep(_BEAT_S)
+
+    def _free_ports(self) -> None:
+        for held in self._held:
+            with contextlib.suppress(OSError):  # closed before
+                held.shutdown(socket.SHUT_RDWR)  # ends the thread that accepts on it
+            held.close()
+
+    async def _close(self, channels: list[Channel], end: End) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        for channel in channels:
+            channel.send(end)
+        for task in self._tasks:
+            task.cancel()
+        self._free_ports()
+        await asyncio.gather(*(channel.close() for channel in channels))
+
+
+@dataclass(slots=True)
+class _Node:
+    hello: Hello
+    channel: Channel
+    failures: list[str] | None = None  # of its probe
+    measured: Measured | None = None
+    copied: float | None = None  # the share of the model that it has got from here
+    opened: Opened | None = None
+
+    def describe(self) -> str:
+        name = name_node(self.hello)
+        return (
+            name if self.copied is None or self.opened else f"{name}, which has copied {self.copied:.0%} of the model,"
+        )
+
+
+class Head(Side):
+    """Node 0: waits for the others, compares them, and tells them what to run."""
+
+    def __init__(self, joining: Joining) -> None:
+        super().__init__(joining)
+        self._own = joining.hello()
+        self._nodes: dict[int, _Node] = {}
+        self._changed = asyncio.Event()
+        self._refusal: str | None = None
+        self._joined = False
+        self._server: asyncio.Server | None = None
+        self._path: asyncio.Future[Path | None] = asyncio.get_running_loop().create_future()  # of the model
+        self._files: asyncio.Task[ModelFiles] | None = None
+        self._sent_s = -math.inf  # when a node last asked for a piece of the model
+
+    @property
+    def addresses(self) -> dict[int, str]:
+        return {0: self._place.address} | {node: known.hello.address for node, known in self._nodes.items()}
+
+    async def join(self) -> None:
+        """Wait for all nodes, and let each connect to the others' ports.
+
+        ValueError: refused. LostError: one is missing, or a port cannot be reached.
+        """
+        listener = listen(self._place.master, self._place.port)
+        self._server = await accept_channels(
+            listener, lambda channel: self._start(asyncio.create_task(self._take(channel)))
+        )
+        self._start(asyncio.create_task(self._beat(lambda: [node.channel for node in self._nodes.values()])))
+        others = range(1, self._place.num_nodes)
+        await self._until(lambda: [node for node in others if node not in self._nodes], "joined")
+        self._joined = True
+        targets = {node: (known.hello.address, known.hello.ports) for node, known in self._nodes.items()}
+        targets[0] = (self._own.address, self._own.ports)
+        self.tell(Probe(targets))
+        failures = await probe(0, targets)
+        await self._until(lambda: [node for node in others if self._nodes[node].failures is None], "tried the ports")
+        failures += [failure for known in self._nodes.values() for failure in known.failures or ()]
+        if failures:
+            raise LostError(
+                f"{'; '.join(failures)}. Open --port-range {self._joining.facts['--port-range']} in the firewall"
+            )
+        self.link = await self._measure({node: (at, ports[-1]) for node, (at, ports) in targets.items() if node})
+        keep_probe(self.link)
+        self.tell(Network(self.link))
+
+    async def _measure(self, targets: dict[int, tuple[str, int]]) -> LinkFacts:
+        """Let one node after the other measure the network, so that no measurement disturbs another."""
+        pairs, failures = await measure(0, targets)
+        for number in sorted(targets)[:-1]:
+            node = self._nodes[number]
+            node.channel.send(Measure(targets))
+            await self._until(lambda number=number, node=node: [] if node.measured else [number], "probed the network")
+            assert node.measured is not None, "awaited"
+            pairs += node.measured.pairs
+            failures += node.measured.failures
+        if failures:
+            raise LostError("; ".join(failures))
+        return network_facts(pairs)
+
+    async def agree(self, facts: dict[str, str], plan: RunPlan) -> RunPlan:
+        """Wait until all nodes have opened the same model; returns the plan for all. Errors as ``join``."""
+        self._own = msgspec.structs.replace(self._own, facts=facts)
+        await self._until(
+            lambda: [number for number, node in self._nodes.items() if node.opened is None], "opened the model"
+        )
+        plans = {0: plan}
+        for number, node in sorted(self._nodes.items()):
+            assert node.opened is not None
+            plans[number] = node.opened.plan
+            hello = msgspec.structs.replace(node.hello, facts=node.opened.facts)
+            if reason := objection_to(hello, self._own, self._place.num_nodes):
+                raise ValueError(reason.replace("start the same command", "give the same model"))
+        merged = merge_plans(plans)
+        self.tell(Run(merged))
+        self._free_ports()
+        return merged
+
+    def offer_model(self, path: Path | None) -> None:
+        """Give the model at ``path`` to nodes without a copy, when they ask. None: it has no files."""
+        self._path.set_result(path)
+
+    async def _send_model(self, node: _Node, message: WantModel | WantPiece) -> None:
+        """Answer a node without a copy; the first question waits until this node has opened its own."""
+        self._sent_s = time.monotonic()
+        path = await asyncio.shield(self._path)
+        if self._files is None:
+            self._files = asyncio.create_task(asyncio.to_thread(list_files, path))
+        files = await asyncio.shield(self._files)
+        if isinstance(message, WantModel):
+            node.channel.send(Offer(files))
+        elif path is not None:
+            node.copied = files.share(message.name, message.offset)
+            node.channel.send(Piece(await asyncio.to_thread(read_piece, path, files, message.name, message.offset)))
+
+    def tell(self, message: Message) -> None:
+        for node in self._nodes.values():
+            node.channel.send(message)
+
+    async def close(self, code: int, reason: str) -> None:
+        """End all nodes with this exit code. May be called twice; the first counts."""
+        if self._server is not None:
+            self._server.close()
+        await self._close([node.channel for node in self._nodes.values()], End(code, reason))
+
+    async def _until(self, missing: Callable[[], list[int]], what: str) -> None:
+        started_s, limit_s = time.monotonic(), self._joining.join_timeout_s
+        while True:
+            self._changed.clear()
+            if self._refusal is not None:
+                raise ValueError(self._refusal)
+            if not (absent := missing()):
+                return
+            num_nodes, waited_s = self._place.num_nodes, time.monotonic() - started_s
+            names = ", ".join(self._nodes[n].describe() if n in self._nodes else f"node {n}" for n in absent)
+            count = f"{num_nodes - len(absent)} of {num_nodes} nodes {what}; {names} missing for"
+            if waited_s > limit_s and time.monotonic() - self._sent_s > limit_s:
+                at = joined(self._place.master, self._place.port)
+                raise LostError(
+                    f"{count} {waited_s:.0f} s; start the same command there, with its own --node-rank, and check that "
+                    f"it reaches {at}"
+                )
+            table = f"{count} {waited_s:.0f} s of {limit_s:g} s"
+            if waited_s >= SHOW_S:
+                self._joining.listener.show(table)
+                self.tell(Table(table))
+            # Not `asyncio.wait_for`: in Python 3.11 it ignores a cancellation at the moment of the change.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SHOW_S):
+                    await self._changed.wait()
+
+    async def _take(self, channel: Channel) -> None:
+        try:
+            hello, proven = await meet(channel, self._joining.secret)
+        except LostError:  # a port scanner, or a node's probe
+            await channel.close()
+            return
+        if not proven:
+            # Who does not know the secret must not be able to end the server.
+            reason = (
+                f"{name_node(hello)} has another shared secret, or none; give every host the same --comm-secret-file"
+            )
+            self._joining.listener.show(reason)
+            return await channel.end(2, reason)
+        reason = objection_to(hello, self._own, self._place.num_nodes)
+        before = self._nodes.get(hello.node)
+        if reason is None and before is not None and before.hello.address != hello.address:
+            reason = f"two hosts are node {hello.node}: {before.hello.address} and {hello.address}"
+        if reason is not None:
+            await channel.end(2, reason)
+            if not self._joined:
+                self._refusal = reason
+                self._changed.set()
+            return
+        if before is not None:
+            # Its ports were free, so the process that held them is gone, even if its connection has not ended here.
+            self._lose(before, "has started again")
+            await before.channel.close()
+        if self._joined or self._closing:
+            # Exit code 1: whoever started the node starts it again, when all nodes start again.
+            return await channel.end(1, f"{name_node(self._own)} ends, because a node was lost; start all nodes again")
+        self._nodes[hello.node] = node = _Node(hello, channel)
+        self._changed.set()
+        try:
+            while not self._closing:
+                self._hear(node, await channel.receive(self._joining.silence_s))
+        except LostError as error:
+            self._lose(node, str(error))
+
+    def _lose(self, node: _Node, why: str) -> None:
+        if self._closing:
+            return
+        if self._joined:
+            self._joining.listener.note_end(name_node(node.hello), 1, f"lost: it {why}")
+        elif self._nodes.get(node.hello.node) is node:
+            del self._nodes[node.hello.node]  # it may start again
+            self._changed.set()
+
+    def _hear(self, node: _Node, message: Message) -> None:
+        listener = self._joining.listener
+        if isinstance(message, Report):
+            listener.hear(message.message)
+        elif isinstance(message, Exited):
+            listener.note_exit(message.rank, message.code)
+        elif isinstance(message, AskStop):
+            listener.ask_stop()
+        elif isinstance(message, End):
+            if self._joined:
+                listener.note_end(name_node(node.hello), message.code, message.reason)
+        elif isinstance(message, Probed):
+            node.failures = message.failures
+        elif isinstance(message, Measured):
+            node.measured = message
+        elif isinstance(message, WantModel | WantPiece):
+            self._start(asyncio.create_task(self._send_model(node, message)))
+        elif isinstance(message, Opened):
+            node.opened = message
+        self._changed.set()

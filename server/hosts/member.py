@@ -1,0 +1,145 @@
+"""The side of every node but node 0: connects to node 0, obeys it, and relays what the node's ranks report."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from tightwire.comm.link.wire import LinkFacts
+from tightwire.server.hosts.channel import (
+    Channel,
+    End,
+    LostError,
+    Measure,
+    Measured,
+    Message,
+    Network,
+    Offer,
+    Opened,
+    Piece,
+    Probe,
+    Probed,
+    Report,
+    Run,
+    Serving,
+    Table,
+    WantModel,
+    WantPiece,
+    introduce,
+    open_channel,
+)
+from tightwire.server.hosts.checks import CONNECT_S, measure, probe, why_unreachable
+from tightwire.server.hosts.files import fetch_files
+from tightwire.server.hosts.head import SHOW_S, Joining, Side
+from tightwire.server.hosts.place import joined
+from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Ready, Stage
+from tightwire.server.plan.rank_setup import RunPlan
+
+_RETRY_S = 0.5
+
+
+@dataclass(slots=True)
+class _Told:
+    """What node 0 has told a member so far."""
+
+    run: asyncio.Future[RunPlan] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    model: asyncio.Queue[Offer | Piece] = field(default_factory=asyncio.Queue)
+    network: asyncio.Future[LinkFacts] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Member(Side):
+    """Any other node: connects to node 0, and relays what its ranks report."""
+
+    def __init__(self, joining: Joining) -> None:
+        super().__init__(joining)
+        self._channel: Channel | None = None
+        self._told = _Told()
+
+    @property
+    def _head(self) -> str:
+        return f"node 0 ({joined(self._place.master, self._place.port)})"
+
+    async def join(self) -> None:
+        """Connect to node 0 and wait for the other nodes. LostError: node 0 does not answer in time."""
+        self._channel = channel = await self._connect()
+        await introduce(channel, self._joining.hello(), self._joining.secret)
+        self._start(asyncio.create_task(self._beat(lambda: [channel])), asyncio.create_task(self._listen(channel)))
+        self.link = await self._told.network
+
+    async def fetch_model(self, show: Callable[[str, float], None]) -> Path:
+        """Copy node 0's model into the cache; see ``fetch_files``."""
+
+        async def ask(name: str, offset: int) -> bytes:
+            self.tell(WantPiece(name, offset))
+            answer = await self._told.model.get()
+            return answer.data if isinstance(answer, Piece) else b""
+
+        self.tell(WantModel())
+        offer = await self._told.model.get()
+        assert isinstance(offer, Offer), "the answer to WantModel"
+        return await fetch_files(offer.model, ask, show)
+
+    async def agree(self, facts: dict[str, str], plan: RunPlan) -> RunPlan:
+        self.tell(Opened(facts, plan))
+        agreed = await self._told.run
+        self._free_ports()
+        return agreed
+
+    def tell(self, message: Message) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
+
+    def relay(self, message: FromRank) -> None:
+        if isinstance(message, Heartbeat):
+            message = msgspec.structs.replace(message, latencies=[])
+        if isinstance(message, Stage | Ready | Heartbeat | Failed):
+            self.tell(Report(message))
+
+    async def close(self, code: int, reason: str) -> None:
+        await self._close([] if self._channel is None else [self._channel], End(code, reason))
+
+    async def _connect(self) -> Channel:
+        started_s, limit_s = time.monotonic(), self._joining.join_timeout_s
+        while True:
+            try:
+                return await open_channel(self._place.master, self._place.port, CONNECT_S)
+            except OSError as error:  # TimeoutError is one
+                why = why_unreachable(error)
+            waited_s = time.monotonic() - started_s
+            if waited_s > limit_s:
+                raise LostError(
+                    f"{self._head} could not be reached for {waited_s:.0f} s: {why}; start the same command there with "
+                    "--node-rank 0, and check --master-addr and the firewall"
+                )
+            if waited_s >= SHOW_S:
+                self._joining.listener.show(f"waiting for {self._head} for {waited_s:.0f} s of {limit_s:g} s: {why}")
+            await asyncio.sleep(_RETRY_S)
+
+    async def _listen(self, channel: Channel) -> None:
+        listener = self._joining.listener
+        try:
+            while True:
+                message = await channel.receive(self._joining.silence_s)
+                if isinstance(message, Table):
+                    listener.show(message.text)
+                elif isinstance(message, Probe):
+                    self.tell(Probed(await probe(self._place.node, message.targets)))
+                elif isinstance(message, Measure):
+                    self.tell(Measured(*await measure(self._place.node, message.targets)))
+                elif isinstance(message, Network):
+                    self._told.network.set_result(message.link)
+                elif isinstance(message, Offer | Piece):
+                    self._told.model.put_nowait(message)
+                elif isinstance(message, Run):
+                    self._told.run.set_result(message.plan)
+                elif isinstance(message, Serving):
+                    listener.note_serving()
+                elif isinstance(message, End):
+                    listener.note_end(self._head, message.code, message.reason)
+                    return
+        except LostError as error:
+            if not self._closing:
+                listener.note_end(self._head, 1, f"lost: it {error}")

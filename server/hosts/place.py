@@ -1,0 +1,193 @@
+"""This node's address and interface towards the others, and its ports. Reads the kernel's routes and guesses nothing."""
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tightwire.atomic_file import write_atomic
+from tightwire.comm.link.wire import LinkFacts
+from tightwire.model.checkpoint.catalog import cache_folder
+from tightwire.server.config.hosts import HostOptions, split_address
+
+_SIOCGIFADDR = 0x8915
+_LOOK_UP_S = 2.0  # from one look-up of a name to the next
+
+
+class NotNowError(ValueError):
+    """This host cannot find the master, perhaps not yet: a later start may succeed."""
+
+
+class UnknownNameError(NotNowError):
+    """The master's name has no address here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostPlace:
+    """This host among the hosts of a server. ``address`` is its own, on ``interface`` (empty: not known by name)."""
+
+    node: int
+    num_nodes: int
+    address: str
+    interface: str
+    master: str  # node 0's address
+    port: int  # where node 0 waits for the others
+    ports: range
+
+    def describe(self) -> str:
+        at = f" ({self.interface})" if self.interface else ""
+        return (
+            f"node {self.node} of {self.num_nodes}: address {self.address}{at}, node 0 at {joined(self.master, self.port)}, "
+            f"ports {self.ports.start} to {self.ports.stop - 1}"
+        )
+
+    @property
+    def store_port(self) -> int:
+        return self.ports[0]
+
+    def inbox(self, rank: int, address: str = "") -> str:
+        """The zmq address where a rank of another node than 0 receives its steps, on its node's ``address`` or this one's."""
+        return f"tcp://{joined(address or self.address, self.ports[1 + 2 * rank])}"
+
+    def sum_port(self, rank: int) -> int:
+        """Where a rank accepts the sockets of other ranks."""
+        return self.ports[2 + 2 * rank]
+
+    def listens(self, ranks: range) -> list[int]:
+        """The ports of this node that other nodes connect to, with these ranks on it."""
+        sums = [self.sum_port(rank) for rank in ranks]
+        return [self.store_port, *sums] if self.node == 0 else [*(self.ports[1 + 2 * rank] for rank in ranks), *sums]
+
+
+def _probe_path() -> Path:
+    return cache_folder() / "network.json"
+
+
+def keep_probe(link: LinkFacts) -> None:
+    """Keep the network that a server on several hosts has probed, for ``explain --network``, if the cache can be written."""
+    with contextlib.suppress(OSError):
+        _probe_path().parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(_probe_path(), msgspec.json.encode(link))
+
+
+def last_probe() -> LinkFacts:
+    """The network that ``keep_probe`` has kept. ValueError: there is none."""
+    try:
+        return msgspec.json.decode(_probe_path().read_bytes(), type=LinkFacts)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ValueError(
+            f"--network: no probe in {_probe_path()} ({error}); node 0 of `tightwire serve --nnodes N` writes it when all nodes "
+            "have joined"
+        ) from None
+
+
+def joined(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def find_place(options: HostOptions) -> HostPlace:
+    """This host's place. NotNowError: the master's name has no address, or no route. ValueError: no such interface."""
+    assert options.nnodes is not None and options.node_rank is not None and options.master_addr is not None
+    name, port = split_address(options.master_addr)
+    try:
+        master = str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise UnknownNameError(
+            f"--master-addr {name}: this host finds no address for it: {error.strerror or error}"
+        ) from None
+    if ipaddress.ip_address(master.partition("%")[0]).is_loopback and name != "localhost" and name != master:
+        raise ValueError(
+            f"--master-addr {name} is {master} on this host (/etc/hosts?), where other hosts cannot reach it; give the address"
+        )
+    if ":" in master and ipaddress.ip_address(master).is_link_local:
+        raise ValueError(
+            f"--master-addr {name} is a link-local address, which names no interface; give both hosts addresses of one network, "
+            f"such as fd00::1/64 and fd00::2/64 (ip addr add fd00::1/64 dev INTERFACE)"
+        )
+    if options.interface is None:
+        address = _routed_address(master)
+        interface = next((nic for nic, own in _addresses() if own == address), "")
+    else:
+        interface = options.interface
+        family = ":" in master
+        address = next((own for nic, own in _addresses() if nic == interface and (":" in own) == family), "")
+        if not address:
+            known = sorted({nic for nic, own in _addresses() if (":" in own) == family})
+            raise ValueError(
+                f"--interface {interface} has no address of the kind of {master} on this host; choose {', '.join(known)}"
+            )
+        if ipaddress.ip_address(address).is_loopback and not ipaddress.ip_address(master).is_loopback:
+            raise ValueError(
+                f"--interface {interface} is this host's loopback, where other hosts cannot reach {address}; choose the one "
+                f"towards {master}, or leave it out"
+            )
+    return HostPlace(
+        node=options.node_rank,
+        num_nodes=options.nnodes,
+        address=address,
+        interface=interface,
+        master=master,
+        port=port,
+        ports=options.ports,
+    )
+
+
+def wait_for_place(options: HostOptions, name_s: float, say: Callable[[str], None]) -> HostPlace:
+    """Like ``find_place``, but looks up a name without an address again and again for ``name_s``, and says so."""
+    deadline_s = time.monotonic() + name_s
+    while True:
+        try:
+            return find_place(options)
+        except UnknownNameError as error:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise
+            say(f"{error}; looking it up again for {left_s:.0f} s")
+            time.sleep(min(_LOOK_UP_S, left_s))
+
+
+def _routed_address(towards: str) -> str:
+    """This host's address on the route to another. Connecting a UDP socket sends no packet."""
+    family, kind, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+    try:
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return probe.getsockname()[0]
+    except OSError as error:
+        raise NotNowError(f"--master-addr {towards}: this host has no route to it: {error.strerror or error}") from None
+
+
+def _addresses() -> Iterator[tuple[str, str]]:
+    """Interfaces with their addresses: the first of IPv4, and all of IPv6."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # no address
+            yield name, socket.inet_ntoa(found[20:24])
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else []:
+        digits, _, _, _, _, name = line.split()
+        yield name, str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A listening socket. ValueError: the port is taken, or the address is not this host's."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=64)
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise ValueError(
+            f"this host cannot listen on {joined(address, port)}: {why}; choose a free --port-range (or port of "
+            "--master-addr), the same on every host, and check that --master-addr is node 0's address"
+        ) from None

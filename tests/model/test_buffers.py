@@ -1,0 +1,277 @@
+"""Slots change hands in order: filled, used, released, filled anew; who breaks the order is told, and the trace shows it."""
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tightwire.model.buffers import BufferConflictError, BufferEvent, BufferPool, OrderCheck, page_aligned
+
+CPU = torch.device("cpu")
+
+
+def pool_of(num_buffers: int = 2) -> BufferPool:
+    return BufferPool(num_buffers, 64, CPU, traced=True)
+
+
+def trace(text: str) -> list[BufferEvent]:
+    """``fill 3 0`` a line: kind, owner, buffer."""
+    lines = [line.split() for line in text.strip().splitlines()]
+    return [BufferEvent(float(i), kind, int(owner), int(buffer)) for i, (kind, owner, buffer) in enumerate(lines)]
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2, 3])
+def test_every_piece_arrives_whole_whatever_the_delays(num_buffers: int) -> None:
+    pool, draw = pool_of(num_buffers), random.Random(num_buffers)
+    delays = [draw.choice([0.0, 0.0, 0.001, 0.003]) for _ in range(80)]
+
+    def fill() -> None:
+        for piece in range(40):
+            buffer = pool.fill(piece)
+            time.sleep(delays[piece])
+            buffer.memory.fill_(piece)
+            pool.filled(piece)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    for piece in range(40):
+        buffer = pool.use(piece, timeout_s=10)
+        time.sleep(delays[40 + piece])
+        assert buffer.memory.tolist() == [piece] * 64
+        pool.release(piece)
+    thread.join()
+    OrderCheck().check(pool.events)
+    assert {buffer.state for buffer in pool.buffers} == {"free"}
+    assert [event.buffer for event in pool.events if event.kind == "fill"] == [i % num_buffers for i in range(40)]
+
+
+def test_a_piece_that_does_not_come_ends_in_an_error_and_one_that_moves_is_waited_for() -> None:
+    pool = pool_of()
+    pool.fill(7)
+    with pytest.raises(TimeoutError, match=r"no bytes arrived for 0\.05 s: buffer 0 is filling for 7"):
+        pool.use(7, timeout_s=0.05)
+
+    def move() -> None:
+        for _ in range(10):
+            time.sleep(0.05)
+            pool.moved()
+        pool.filled(7)
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    assert pool.use(7, timeout_s=0.3).number == 0  # takes 0.5 s
+    thread.join()
+
+
+def test_both_ends_get_what_closed_the_pool() -> None:
+    pool = pool_of(1)
+    pool.fill(0)
+    errors: list[BaseException] = []
+
+    def expect(call: str, *arguments: float) -> None:
+        try:
+            getattr(pool, call)(*arguments)
+        except ValueError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=expect, args=("use", 0, 30)), threading.Thread(target=expect, args=("fill", 1))]
+    for thread in threads:
+        thread.start()
+    cause = ValueError("the source broke")
+    pool.close(cause)
+    pool.close(ValueError("later"))
+    for thread in threads:
+        thread.join(timeout=60)
+    assert errors == [cause, cause]
+
+
+def test_what_is_out_of_turn_is_refused() -> None:
+    pool = pool_of()
+    pool.fill(1)
+    with pytest.raises(BufferConflictError, match="1 has a buffer already"):
+        pool.fill(1)
+    with pytest.raises(BufferConflictError, match="1 has no buffer that is used: buffer 0 is filling for 1"):
+        pool.release(1)
+    with pytest.raises(BufferConflictError, match="2 has no buffer that is filling"):
+        pool.filled(2)
+
+
+GOOD: str = """
+fill 3 0
+filled 3 0
+fill 4 1
+use 3 0
+filled 4 1
+release 3 0
+fill 5 0
+use 4 1
+release 4 1
+"""
+
+
+def test_an_orderly_trace_passes() -> None:
+    OrderCheck().check(trace(GOOD))
+
+
+@pytest.mark.parametrize(
+    ("line", "condition"),
+    [("filled 3 0", "C1"), ("use 3 0", "C1"), ("release 3 0", "C2"), ("use 4 1", "C1"), ("filled 4 1", "C1")],
+)
+def test_a_trace_that_lacks_any_one_wait_is_found_out(line: str, condition: str) -> None:
+    lines = [kept for kept in GOOD.strip().splitlines() if kept != line]
+    with pytest.raises(BufferConflictError, match=condition):
+        OrderCheck().check(trace("\n".join(lines)))
+
+
+SAVED: str = """
+fill 3 0
+filled 3 0
+fill 4 1
+use 3 0
+filled 4 1
+release 3 0
+use 4 1
+save 3 0
+release 4 1
+saved 3 0
+fill 5 0
+save 4 1
+saved 4 1
+fill 4 1
+"""
+
+
+def test_an_orderly_trace_with_saves_passes() -> None:
+    OrderCheck(saves=True).check(trace(SAVED))
+
+
+@pytest.mark.parametrize(
+    ("line", "condition"),
+    [
+        ("filled 3 0", "C1"),
+        ("use 3 0", "C1"),
+        ("release 3 0", "C1"),  # saved while it is worked with
+        ("save 3 0", "C1"),
+        ("saved 3 0", "C2"),
+        ("use 4 1", "C1"),
+        ("saved 4 1", "C2"),
+    ],
+)
+def test_a_trace_with_saves_that_lacks_any_one_wait_is_found_out(line: str, condition: str) -> None:
+    lines = [kept for kept in SAVED.strip().splitlines() if kept != line]
+    with pytest.raises(BufferConflictError, match=condition):
+        OrderCheck(saves=True).check(trace("\n".join(lines)))
+
+
+def test_a_piece_fetched_before_it_was_saved_is_found_out() -> None:
+    with pytest.raises(BufferConflictError, match="C3: buffer 1 was filled for 3 after its 'save' in buffer 0"):
+        OrderCheck(saves=True).check(trace("fill 3 0\nfilled 3 0\nuse 3 0\nrelease 3 0\nsave 3 0\nfill 3 1"))
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2, 3])
+def test_what_was_done_to_a_piece_is_saved_whatever_the_delays(num_buffers: int) -> None:
+    """Thirty rounds over five pieces, each made one larger every time."""
+    pool, draw = BufferPool(num_buffers, 64, CPU, saves=True, traced=True), random.Random(num_buffers)
+    kept = [torch.full((64,), piece, dtype=torch.uint8) for piece in range(5)]
+
+    def save(piece: int) -> None:
+        buffer = pool.save(piece)
+        time.sleep(draw.choice([0.0, 0.0, 0.001]))
+        kept[piece].copy_(buffer.memory)
+        pool.saved(piece)
+
+    def move() -> None:
+        for _ in range(30):
+            for piece in range(5):
+                if piece >= num_buffers:
+                    save(piece - num_buffers)
+                pool.fill(piece).memory.copy_(kept[piece])
+                time.sleep(draw.choice([0.0, 0.0, 0.001]))
+                pool.filled(piece)
+            for piece in range(5 - num_buffers, 5):
+                save(piece)
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    for round_ in range(30):
+        for piece in range(5):
+            buffer = pool.use(piece, timeout_s=10).memory
+            assert buffer.tolist() == [piece + round_] * 64
+            buffer += 1
+            time.sleep(draw.choice([0.0, 0.0, 0.001]))
+            pool.release(piece)
+    thread.join()
+    OrderCheck(saves=True).check(pool.events)
+    assert [int(piece[0]) for piece in kept] == [30, 31, 32, 33, 34]
+
+
+def test_who_waits_to_save_gets_what_closed_the_pool() -> None:
+    pool = BufferPool(1, 64, CPU, saves=True, traced=True)
+    pool.fill(0)
+    pool.close(ValueError("the work broke"))
+    with pytest.raises(ValueError, match="the work broke"):
+        pool.save(0)
+    with pytest.raises(BufferConflictError, match="0 has no buffer that is saving: buffer 0 is filling for 0"):
+        pool.saved(0)
+
+
+def test_a_slot_filled_before_its_release_is_found_out() -> None:
+    with pytest.raises(BufferConflictError, match="C2: buffer 0 was filled for 5 after 'use' of 3"):
+        OrderCheck().check(trace("fill 3 0\nfilled 3 0\nuse 3 0\nfill 5 0"))
+
+
+def test_buffers_begin_at_a_page() -> None:
+    for num_bytes in (1, 4096, 10_000):
+        buffer = page_aligned(num_bytes, CPU)
+        assert buffer.data_ptr() % 4096 == 0
+        assert buffer.nbytes == num_bytes
+
+
+def test_a_slot_is_named_by_who_fills_it_and_kept_for_later() -> None:
+    pool = pool_of(3)
+
+    assert pool.fill(5, 2).number == 2
+    pool.filled(5)
+    for _ in range(2):
+        pool.use(5, timeout_s=1)
+        pool.keep(5)
+    with pytest.raises(BufferConflictError, match="5 has a buffer already"):
+        pool.fill(5, 1)
+    assert pool.fill(6, 0).number == 0
+    assert pool.fill(7).number == 1  # the one after that
+    pool.use(5, timeout_s=1)
+    pool.release(5)
+    OrderCheck().check(pool.events)
+
+
+def test_a_named_slot_is_filled_anew_when_its_piece_has_been_used() -> None:
+    pool = pool_of(2)
+    pool.fill(1, 0)
+    pool.filled(1)
+    with ThreadPoolExecutor(1) as thread:
+        again = thread.submit(pool.fill, 1, 0, 5.0)
+        pool.use(1, timeout_s=1)
+        pool.release(1)
+        assert again.result().state == "filling"
+    OrderCheck().check(pool.events)
+
+
+def test_a_slot_that_stays_taken_ends_in_an_error_when_asked_for() -> None:
+    pool = pool_of(2)
+    pool.fill(1, 0)
+    with pytest.raises(TimeoutError, match=r"buffer 0 was not free after 0\.05 s: buffer 0 is filling for 1"):
+        pool.fill(2, 0, timeout_s=0.05)
+
+
+def test_the_same_owner_waits_for_its_own_slot() -> None:
+    pool = pool_of(1)
+    pool.fill(1)
+    pool.filled(1)
+    pool.use(1, timeout_s=1)
+    thread = threading.Timer(0.05, pool.release, args=(1,))
+    thread.start()
+    assert pool.fill(1, 0, timeout_s=10).state == "filling"
+    thread.join()

@@ -1,0 +1,36 @@
+"""Sizes as people write them."""
+
+import pytest
+
+from tightwire.sizes import format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("7B", 7),
+        ("2GiB", 2 << 30),
+        ("2g", 2 << 30),
+        ("1.5 MiB", 3 << 19),
+        ("3GB", 3 * 10**9),
+        ("512kb", 512_000),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_reads_sizes(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "2 XB", "1,5GiB", "1 GiB more"])
+def test_refuses_what_is_not_a_size(text: str) -> None:
+    with pytest.raises(ValueError, match="write it as 2GiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0B"), (1023, "1023B"), (1024, "1KiB"), (1536, "1.5KiB"), (5 << 40, "5TiB")]
+)
+def test_writes_sizes(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text

@@ -1,0 +1,104 @@
+"""Adapters over HTTP: chosen by model name, listed with their parent, loaded and unloaded only inside --lora-dir."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+from helpers.server.fake_engine import INFO, FakeEngine, app_for
+
+from tightwire.server.api.lora import Adapters, ServedAdapter
+from tightwire.server.config.lora import AdapterOptions
+
+
+def _client(engine: FakeEngine, folder: Path | None, loaded: tuple[str, ...] = ()) -> httpx.AsyncClient:
+    adapters = [ServedAdapter(id=i, name=name, folder=f"/{name}", digest=name) for i, name in enumerate(loaded, 1)]
+    info = type(INFO)(name="tiny", max_model_len=256, vocab_size=304, tp=2, adapters=Adapters(adapters))
+    options = AdapterOptions(lora_dir=str(folder) if folder else None)
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=app_for(engine, info=info, adapters=options)), base_url="http://test"
+    )
+
+
+@pytest.fixture
+def lora_dir(tmp_path: Path) -> Path:
+    """Two adapters inside, one outside, and links out of it."""
+    root = tmp_path / "adapters"
+    for folder in (root / "a", root / "sub" / "b", tmp_path / "outside"):
+        folder.mkdir(parents=True)
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            (folder / name).write_text(folder.name)
+    (root / "link").symlink_to(tmp_path / "outside")
+    (root / "inner").symlink_to(root / "a")
+    (root / "files").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (root / "files" / name).symlink_to(tmp_path / "outside" / name)
+    return root
+
+
+async def test_model_names_an_adapter_in_every_route() -> None:
+    engine = FakeEngine()
+    async with _client(engine, None, ("poet", "clerk")) as client:
+        models = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
+        assert list(models) == ["tiny", "poet", "clerk"]
+        assert models["poet"] == (await client.get("/v1/models/poet")).json()
+        assert (models["poet"]["parent"], models["poet"]["root"], models["tiny"]["parent"]) == ("tiny", "/poet", None)
+        fingerprints = {}
+        for name in ("tiny", "clerk", None):
+            body = {"prompt": "Hi", "model": name}
+            answer = (await client.post("/v1/completions", json=body)).json()
+            assert answer["model"] == (name or "tiny")
+            fingerprints[name] = answer["system_fingerprint"]
+        chat = {"messages": [{"role": "user", "content": "Hi"}], "model": "poet"}
+        assert (await client.post("/v1/chat/completions", json=chat)).json()["model"] == "poet"
+        message = {**chat, "max_tokens": 5}
+        assert (await client.post("/v1/messages", json=message)).json()["model"] == "poet"
+        assert (await client.post("/v1/responses", json={"input": "Hi", "model": "clerk"})).json()["model"] == "clerk"
+        assert [request.adapter for request in engine.submitted] == [0, 2, 0, 1, 1, 2]
+        assert "lora-clerk" in fingerprints["clerk"] and fingerprints["tiny"] == fingerprints[None]
+        assert (await client.post("/tokenize", json={"prompt": "Hi", "model": "poet"})).status_code == 200
+        refused = await client.post("/v1/completions", json={"prompt": "Hi", "model": "nobody"})
+        assert refused.status_code == 404 and "'tiny', 'poet', 'clerk'" in refused.json()["error"]["message"]
+        assert (await client.get("/health")).json()["adapters"] == ["poet", "clerk"]
+
+
+async def test_load_replace_and_unload(lora_dir: Path) -> None:
+    engine = FakeEngine()
+    async with _client(engine, lora_dir) as client:
+
+        async def load(**body: object) -> httpx.Response:
+            return await client.post("/v1/load_lora_adapter", json=body)
+
+        card = await load(lora_name="x", lora_path="a")
+        assert card.status_code == 200 and card.json()["parent"] == "tiny"
+        assert engine.adapters == {1: str(lora_dir / "a")}
+        again = await load(lora_name="x", lora_path=str(lora_dir / "sub" / "b"))
+        assert again.status_code == 400 and "load_inplace: true" in again.json()["error"]["message"]
+        assert (await load(lora_name="x", lora_path="sub/b", load_inplace=True)).status_code == 200
+        assert engine.adapters == {2: str(lora_dir / "sub" / "b")}
+        assert (await client.post("/v1/completions", json={"prompt": "Hi", "model": "x"})).status_code == 200
+        assert engine.submitted[-1].adapter == 2
+        assert (await load(lora_name="tiny", lora_path="a")).status_code == 400
+        assert (await load(lora_name=" ", lora_path="a")).status_code == 400
+        engine.adapter_refusal = "use_dora=True is not supported"
+        refused = await load(lora_name="y", lora_path="inner")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "adapter_refused")
+        gone = await client.post("/v1/unload_lora_adapter", json={"lora_name": "x", "lora_int_id": 7})
+        assert gone.json() == {"id": "x", "object": "model", "deleted": True} and not engine.adapters
+        assert (await client.post("/v1/unload_lora_adapter", json={"lora_name": "x"})).status_code == 404
+        assert (await client.post("/v1/completions", json={"prompt": "Hi", "model": "x"})).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["../outside", "/", "link", "files", "a/../../outside", "..", "/etc"])
+async def test_paths_outside_the_folder_are_refused(path: str, lora_dir: Path) -> None:
+    engine = FakeEngine()
+    async with _client(engine, lora_dir) as client:
+        answer = await client.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": path})
+        assert answer.status_code == 400 and "inside the server's --lora-dir" in answer.json()["error"]["message"]
+        assert not engine.adapters
+
+
+async def test_without_lora_dir_nothing_can_be_loaded_or_unloaded() -> None:
+    async with _client(FakeEngine(), None, ("poet",)) as client:
+        for route, body in (("load", {"lora_name": "x", "lora_path": "a"}), ("unload", {"lora_name": "poet"})):
+            answer = await client.post(f"/v1/{route}_lora_adapter", json=body)
+            assert answer.status_code == 403 and "--lora-dir" in answer.json()["error"]["message"]
