@@ -19,7 +19,8 @@
 #include "parallel.h"
 
 constexpr int KEYS = 64;  // per block
-constexpr int CHUNK = 48;  // rows that take a step together: their scores stay in the nearest cache; a multiple of TALL and LANES
+constexpr int CHUNK =
+    48;  // rows that take a step together: their scores stay in the nearest cache; a multiple of TALL and LANES
 constexpr float MINUS_INFINITY = -__builtin_inff();
 
 // --- products -------------------------------------------------------------------------------------------------------
@@ -49,20 +50,22 @@ static void multiply_tile(const Product &product, int64_t first_row, int64_t fir
     float *c = product.c + first_row * product.c_stride + first_column;
     const float *a = product.a + first_row * product.a_stride, *b = product.b + first_column;
     F32 sums[ROWS][VECTORS];
-    UNROLL for (int row = 0; row < ROWS; row++)
-        UNROLL for (int i = 0; i < VECTORS; i++)
+    UNROLL for (int row = 0; row < ROWS; row++) UNROLL
+        for (int i = 0; i < VECTORS; i++)
             sums[row][i] = ACCUMULATE ? load(c + row * product.c_stride + LANES * i) * splat(product.factors[first_row + row])
                                       : splat(0.0f);
     for (int64_t k = 0; k < product.depth; k++, a++, b += product.b_stride) {
         F32 factors[VECTORS];
-        UNROLL for (int i = 0; i < VECTORS; i++) factors[i] = load(b + LANES * i);
+        UNROLL for (int i = 0; i < VECTORS; i++)
+            factors[i] = load(b + LANES * i);
         UNROLL for (int row = 0; row < ROWS; row++) {
             F32 factor = splat(a[row * product.a_stride]);
-            UNROLL for (int i = 0; i < VECTORS; i++) sums[row][i] = add_product<IN_PAIRS>(factor, factors[i], sums[row][i]);
+            UNROLL for (int i = 0; i < VECTORS; i++)
+                sums[row][i] = add_product<IN_PAIRS>(factor, factors[i], sums[row][i]);
         }
     }
-    UNROLL for (int row = 0; row < ROWS; row++)
-        UNROLL for (int i = 0; i < VECTORS; i++) store(c + row * product.c_stride + LANES * i, sums[row][i]);
+    UNROLL for (int row = 0; row < ROWS; row++) UNROLL
+        for (int i = 0; i < VECTORS; i++) store(c + row * product.c_stride + LANES * i, sums[row][i]);
 }
 
 template <int ROWS, int VECTORS, int COLUMNS, bool ACCUMULATE, bool IN_PAIRS>
@@ -125,7 +128,7 @@ INLINE FloatReg load_fours(const float *row, int64_t stride) {
 // Within each four lanes: lanes I to L of a (0 to 3) and b (4 to 7).
 template <int I, int J, int K, int L>
 INLINE FloatReg pick(FloatReg a, FloatReg b) {
-#define LANE(first, i) (first) + ((i) < 4 ? (i) : (i)-4 + REG_LANES)
+#define LANE(first, i) (first) + ((i) < 4 ? (i) : (i) - 4 + REG_LANES)
 #define FOUR(first) LANE(first, I), LANE(first, J), LANE(first, K), LANE(first, L)
 #if defined(__AVX512F__)
     return __builtin_shufflevector(a, b, FOUR(0), FOUR(4), FOUR(8), FOUR(12));
@@ -144,7 +147,8 @@ INLINE void transpose(const float *rows, int64_t row_stride, float *target, int6
         UNROLL for (int i = 0; i < REGS; i++) {
             FloatReg fours[4];
             const float *first = rows + REG_LANES * i * row_stride + column;
-            UNROLL for (int row = 0; row < 4; row++) fours[row] = load_fours(first + row * row_stride, row_stride);
+            UNROLL for (int row = 0; row < 4; row++)
+                fours[row] = load_fours(first + row * row_stride, row_stride);
             FloatReg low_01 = pick<0, 4, 1, 5>(fours[0], fours[1]), low_23 = pick<0, 4, 1, 5>(fours[2], fours[3]);
             FloatReg high_01 = pick<2, 6, 3, 7>(fours[0], fours[1]), high_23 = pick<2, 6, 3, 7>(fours[2], fours[3]);
             FloatReg columns[] = {pick<0, 1, 4, 5>(low_01, low_23), pick<2, 3, 6, 7>(low_01, low_23),
@@ -401,7 +405,8 @@ static void attend_tile(const tw_attend_args &args, const tw_tile &tile, int64_t
         const int64_t left = num_keys - first_key, width = left > KEYS / 2 ? KEYS : KEYS / 2;
         for (int key = 0; key < width; key += LANES) {
             if constexpr (IN_PAIRS)
-                read_keys_in_pairs(args, walk, left - key, buffers, buffers.keys_t + key, buffers.values + buffers.padded * key / 2);
+                read_keys_in_pairs(args, walk, left - key, buffers, buffers.keys_t + key,
+                                   buffers.values + buffers.padded * key / 2);
             else
                 with_kind(args.cache_kind, [&](auto number) {
                     float *values = buffers.values + buffers.padded * key;
@@ -433,9 +438,7 @@ void tw_attend(const void *attend_args, int64_t start, int64_t stop) {
 constexpr int BUCKETS = 64;
 
 // Tiles within a factor of two of each other share a bucket; the first buckets have the most keys.
-static int bucket_of(int64_t num_keys) {
-    return BUCKETS - 1 - (num_keys > 1 ? 63 - __builtin_clzll((uint64_t)num_keys) : 0);
-}
+static int bucket_of(int64_t num_keys) { return BUCKETS - 1 - (num_keys > 1 ? 63 - __builtin_clzll((uint64_t)num_keys) : 0); }
 
 // Calls `visit(tile, number of its keys)` for each tile of one sequence.
 template <class Visit>
@@ -481,8 +484,7 @@ int64_t tw_plan_tiles(tw_plan_args *plan) {
         place += count;
     }
     for (int64_t seq = 0; seq < plan->num_seqs; seq++)
-        visit_tiles(*plan, seq, [&](tw_tile tile, int64_t num_keys) {
-            ((tw_tile *)plan->tiles)[places[bucket_of(num_keys)]++] = tile;
-        });
+        visit_tiles(*plan, seq,
+                    [&](tw_tile tile, int64_t num_keys) { ((tw_tile *)plan->tiles)[places[bucket_of(num_keys)]++] = tile; });
     return -1;
 }

@@ -84,7 +84,8 @@ INLINE F32 butterfly(F32 value) {
 template <int COUNT>
 INLINE void rotate(F32 (&x)[COUNT]) {
     constexpr int rounds = COUNT == 8 ? 3 : COUNT == 4 ? 2 : 1;
-    UNROLL for (int i = 0; i < COUNT; i++) x[i] = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(x[i]))));
+    UNROLL for (int i = 0; i < COUNT; i++)
+        x[i] = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(x[i]))));
     UNROLL for (int round = 0; round < rounds; round++) {
         const int apart = 1 << round;
         UNROLL for (int i = 0; i < COUNT; i++) {
@@ -134,19 +135,22 @@ INLINE void find_extremes(const F32 (&x)[COUNT], float &lowest, float &highest) 
 template <class Number, int COUNT>
 INLINE void load_group(F32 (&x)[COUNT], const char *source, int64_t count) {
     if (count >= LANES * COUNT) {
-        UNROLL for (int i = 0; i < COUNT; i++) x[i] = Number::load(source + Number::size * LANES * i);
+        UNROLL for (int i = 0; i < COUNT; i++)
+            x[i] = Number::load(source + Number::size * LANES * i);
         return;
     }
     alignas(64) float numbers[LANES * COUNT];
     for (int64_t at = 0; at < count; at += LANES)
         store(numbers + at, load_numbers<Number>(source + Number::size * at, count - at));
     for (int64_t at = count; at < LANES * COUNT; at++) numbers[at] = numbers[count - 1];
-    UNROLL for (int i = 0; i < COUNT; i++) x[i] = load(numbers + LANES * i);
+    UNROLL for (int i = 0; i < COUNT; i++)
+        x[i] = load(numbers + LANES * i);
 }
 
 // `count` numbers, from `source` on, to `block`. `carried`: null, or what their codes of the sum before lost.
 template <class Shape, class Number, bool IS_SYMMETRIC>
-static __attribute__((noinline)) void fill_block(Block &block, const char *source, int64_t count, bool rotates, const char *carried) {
+static __attribute__((noinline)) void fill_block(Block &block, const char *source, int64_t count, bool rotates,
+                                                 const char *carried) {
     block.num_groups = (count + Shape::size - 1) / Shape::size;
     for (int64_t group = 0; group < block.num_groups; group++) {
         const int64_t first = group * Shape::size;
@@ -162,7 +166,8 @@ static __attribute__((noinline)) void fill_block(Block &block, const char *sourc
         } else {
             find_extremes(x, block.low[group], block.high[group]);
         }
-        UNROLL for (int i = 0; i < Shape::num_vectors; i++) store(block.numbers + first + LANES * i, x[i]);
+        UNROLL for (int i = 0; i < Shape::num_vectors; i++)
+            store(block.numbers + first + LANES * i, x[i]);
     }
 }
 
@@ -248,7 +253,8 @@ static __attribute__((noinline)) void store_block(const Block &block, const Mess
             }
         }
         if (is_broken) {
-            UNROLL for (int i = 0; i < Shape::num_vectors; i++) codes[i] = splat_int(0);
+            UNROLL for (int i = 0; i < Shape::num_vectors; i++)
+                codes[i] = splat_int(0);
         }
         Low::store(low_plane + at * Low::bytes, codes, 0, Shape::high_bits == 0);
         if constexpr (Shape::high_bits > 0) High::store(high_plane + at * High::bytes, codes, Shape::low_bits, true);
@@ -257,9 +263,8 @@ static __attribute__((noinline)) void store_block(const Block &block, const Mess
 
 // Encodes `count` numbers, at most BLOCK, as groups of the message from `group` on. `carried`: null, or of these groups.
 template <class Shape, class Number>
-static __attribute__((noinline)) void encode_block(
-    const Message &message, int64_t group, const char *source, int64_t count, bool rotates, char *carried
-) {
+static __attribute__((noinline)) void encode_block(const Message &message, int64_t group, const char *source, int64_t count,
+                                                   bool rotates, char *carried) {
     Block block;
     if (message.format.symmetric && !Shape::is_float8) {
         fill_block<Shape, Number, true>(block, source, count, rotates, carried);
@@ -316,16 +321,20 @@ INLINE void decode_group(const Message &message, int64_t group, bool turns_back,
     const CodedGroup<Shape> coded(message, group);
     if (turns_back && message.format.symmetric) {
         // Sums of levels are whole numbers, so that scaling afterwards changes nothing.
-        UNROLL for (int i = 0; i < COUNT; i++) x[i] = coded.level_of(coded.codes(LANES * i));
+        UNROLL for (int i = 0; i < COUNT; i++)
+            x[i] = coded.level_of(coded.codes(LANES * i));
         rotate(x);
         const F32 scale = splat(from_bf16(coded.scale_bits) * (1.0f / Shape::size));
-        UNROLL for (int i = 0; i < COUNT; i++) x[i] = x[i] * scale;
+        UNROLL for (int i = 0; i < COUNT; i++)
+            x[i] = x[i] * scale;
         return;
     }
-    UNROLL for (int i = 0; i < COUNT; i++) x[i] = coded.numbers(LANES * i);
+    UNROLL for (int i = 0; i < COUNT; i++)
+        x[i] = coded.numbers(LANES * i);
     if (!turns_back) return;
     rotate(x);
-    UNROLL for (int i = 0; i < COUNT; i++) x[i] = x[i] * splat(1.0f / Shape::size);
+    UNROLL for (int i = 0; i < COUNT; i++)
+        x[i] = x[i] * splat(1.0f / Shape::size);
 }
 
 // A whole group without rotation straight to bfloat16.
@@ -351,7 +360,8 @@ INLINE void decode_to_bf16(const CodedGroup<Shape> &coded, char *target) {
         _mm512_storeu_si512(target + 2 * at, narrow);
     }
 #else
-    UNROLL for (int at = 0; at < Shape::size; at += LANES) BFloat16::store(target + 2 * at, coded.numbers(at));
+    UNROLL for (int at = 0; at < Shape::size; at += LANES)
+        BFloat16::store(target + 2 * at, coded.numbers(at));
 #endif
 }
 
@@ -377,9 +387,7 @@ INLINE auto with_shape(const tw_block_format &format, Work work) {
     }
 }
 
-INLINE char *carried_at(address carried, int64_t first) {
-    return carried ? (char *)carried + BFloat16::size * first : nullptr;
-}
+INLINE char *carried_at(address carried, int64_t first) { return carried ? (char *)carried + BFloat16::size * first : nullptr; }
 
 template <class Shape>
 static void encode_groups(const tw_code_args &args, int64_t start, int64_t stop) {
@@ -437,9 +445,7 @@ void tw_decode(const void *code_args, int64_t start, int64_t stop) {
 }
 
 typedef void (*DecodeGroup)(const Message &, int64_t group, bool turns_back, float *sums, bool adds);
-typedef void (*EncodeBlock)(
-    const Message &, int64_t group, const float *sums, int64_t count, bool rotates, char *carried
-);
+typedef void (*EncodeBlock)(const Message &, int64_t group, const float *sums, int64_t count, bool rotates, char *carried);
 
 // Stores a group's numbers, or adds them to those of an earlier message.
 template <class Shape>
@@ -450,9 +456,7 @@ static void decode_to_sums(const Message &message, int64_t group, bool turns_bac
         store(sums + LANES * i, adds ? load(sums + LANES * i) + x[i] : x[i]);
 }
 template <class Shape>
-static void encode_sums(
-    const Message &message, int64_t group, const float *sums, int64_t count, bool rotates, char *carried
-) {
+static void encode_sums(const Message &message, int64_t group, const float *sums, int64_t count, bool rotates, char *carried) {
     encode_block<Shape, Float32>(message, group, (const char *)sums, count, rotates, carried);
 }
 static DecodeGroup decoder(const tw_block_format &format) {

@@ -58,8 +58,8 @@ enum Site { QKV, ATTENTION_OUT, GATE_UP, DOWN };
 //
 // The adapters' products with A are the first items. A panel waits for all of them before it adds B's products, which costs
 // nothing: other threads compute them while this one multiplies the panel.
-static void multiply(const tw_decode_program &program, tw_phase *phase, Site site, int64_t layer, const tw_matrix &matrix, address x,
-                     int64_t num_inputs, address out, int64_t num_outputs, int64_t out_kind) {
+static void multiply(const tw_decode_program &program, tw_phase *phase, Site site, int64_t layer, const tw_matrix &matrix,
+                     address x, int64_t num_inputs, address out, int64_t num_outputs, int64_t out_kind) {
     tw_linear_args args = {
         .out = out,
         .x = 0,
@@ -94,7 +94,8 @@ static void multiply(const tw_decode_program &program, tw_phase *phase, Site sit
         }
         // Each thread prepares all rows for itself: that costs less than waiting for another.
         if (!args.x)
-            args.x = (address)prepare_rows((const char *)x, program.num_rows, num_inputs, program.kind, matrix.kind, &args.x_stride);
+            args.x =
+                (address)prepare_rows((const char *)x, program.num_rows, num_inputs, program.kind, matrix.kind, &args.x_stride);
         const int64_t start = PANEL * (item - num_shrinks), stop = start + PANEL < num_outputs ? start + PANEL : num_outputs;
         if (num_shrinks) prefetch_expand(adapters, start, stop);
         tw_linear(&args, start, stop);
@@ -178,8 +179,8 @@ static void run_mlp(const tw_decode_program &program, int64_t index, tw_phase *p
     const tw_layer &layer = program.layers[index];
     const int64_t width = program.mlp_size;
     norm(program, &phases[5], layer.mlp_norm, update);
-    multiply(program, &phases[6], GATE_UP, index, layer.gate_up, program.normed, program.hidden_size, program.gate_up, 2 * width,
-             program.kind);
+    multiply(program, &phases[6], GATE_UP, index, layer.gate_up, program.normed, program.hidden_size, program.gate_up,
+             2 * width, program.kind);
     tw_swiglu_args args = {
         .out = program.gated,
         .gate_up = program.gate_up,

@@ -238,29 +238,21 @@ static __attribute__((noinline)) void multiply_tile(float *out, const char *x, i
     for (int64_t at = 0; at < num_groups; at++, panel += Tile<Format>::bytes, ahead += Tile<Format>::bytes) {
         const char *words = panel + Tile<Format>::header_bytes;
         const ActivationGroup *groups[ROWS];
-        UNROLL
-        for (int row = 0; row < ROWS; row++) groups[row] = (const ActivationGroup *)(x + x_stride * row) + at;
-        if constexpr (ROWS >= ROWS_TO_PREFETCH)
-            UNROLL
+        UNROLL for (int row = 0; row < ROWS; row++)
+            groups[row] = (const ActivationGroup *)(x + x_stride * row) + at;
+        if constexpr (ROWS >= ROWS_TO_PREFETCH) UNROLL
             for (int line = 0; line < Tile<Format>::bytes; line += 64) prefetch(ahead + line);
         IntReg dots[ROWS][REGS];
-        UNROLL
-        for (int row = 0; row < ROWS; row++)
-            UNROLL
+        UNROLL for (int row = 0; row < ROWS; row++) UNROLL
             for (int reg = 0; reg < REGS; reg++) dots[row][reg] = Dot::start(groups[row]);
-        UNROLL
-        for (int word = 0; word < WORDS; word++)
-            UNROLL
+        UNROLL for (int word = 0; word < WORDS; word++) UNROLL
             for (int reg = 0; reg < REGS; reg++) {
                 Int8Reg weights = Dot::load(words, word, reg);
-                UNROLL
-                for (int row = 0; row < ROWS; row++)
+                UNROLL for (int row = 0; row < ROWS; row++)
                     dots[row][reg] = Dot::step(dots[row][reg], weights, groups[row]->codes + 4 * word);
             }
         const F32 scales = Float16::load(panel), minima = Float16::load(panel + (Format::has_minimum ? 2 * LANES : 0));
-        UNROLL
-        for (int row = 0; row < ROWS; row++)
-            UNROLL
+        UNROLL for (int row = 0; row < ROWS; row++) UNROLL
             for (int reg = 0; reg < REGS; reg++) {
                 FloatReg dot = __builtin_convertvector(Dot::finish(dots[row][reg], groups[row]), FloatReg);
                 FloatReg &sum = sums[row][reg];

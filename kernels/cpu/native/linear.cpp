@@ -14,13 +14,13 @@
 constexpr int TALL = WIDE ? 4 : 3;     // rows of a tile; else two or one
 constexpr int COLUMNS = WIDE ? 4 : 2;  // columns of a tile with more than one row
 constexpr int SINGLE_COLUMNS = 4;
-constexpr int64_t BLOCK = WIDE ? 16 : 32;            // columns multiplied with all rows at hand before the next
-constexpr int64_t MAX_ROWS = WIDE ? 32 : 96;         // rows at hand
+constexpr int64_t BLOCK = WIDE ? 16 : 32;                   // columns multiplied with all rows at hand before the next
+constexpr int64_t MAX_ROWS = WIDE ? 32 : 96;                // rows at hand
 constexpr int64_t CACHE_BYTES = WIDE ? 96 << 10 : 1 << 22;  // of those rows
-constexpr int64_t WIDENED_FROM_ROWS = 24;            // rows worth widening 16-bit weights for (not if WIDE)
-constexpr int64_t MAX_WIDENED = 1 << 16;             // numbers of a widened block: the second-level cache
-constexpr int64_t MAX_UNPACKED = 1 << 17;            // words of columns unpacked for all rows: half of such a cache
-constexpr int TILES_AHEAD = 2;                       // how far ahead memory is asked for
+constexpr int64_t WIDENED_FROM_ROWS = 24;                   // rows worth widening 16-bit weights for (not if WIDE)
+constexpr int64_t MAX_WIDENED = 1 << 16;                    // numbers of a widened block: the second-level cache
+constexpr int64_t MAX_UNPACKED = 1 << 17;                   // words of columns unpacked for all rows: half of such a cache
+constexpr int TILES_AHEAD = 2;                              // how far ahead memory is asked for
 constexpr int LINE_BYTES = 64;
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -86,10 +86,8 @@ INLINE FloatReg add_halves(FloatReg a, FloatReg b) {
     return SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
            SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 #elif defined(__AVX2__)
-    if constexpr (HALF == 4)
-        return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
-    if constexpr (HALF == 2)
-        return SHUFFLE(a, b, 0, 1, 4, 5, 8, 9, 12, 13) + SHUFFLE(a, b, 2, 3, 6, 7, 10, 11, 14, 15);
+    if constexpr (HALF == 4) return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+    if constexpr (HALF == 2) return SHUFFLE(a, b, 0, 1, 4, 5, 8, 9, 12, 13) + SHUFFLE(a, b, 2, 3, 6, 7, 10, 11, 14, 15);
     return SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14) + SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
 #else
     if constexpr (HALF == 2) return SHUFFLE(a, b, 0, 1, 4, 5) + SHUFFLE(a, b, 2, 3, 6, 7);
@@ -101,8 +99,8 @@ template <int COUNT, int HALF>
 INLINE void fold_registers(FloatReg *values) {
     if constexpr (HALF > 0) {
         constexpr int LEFT = COUNT > 1 ? COUNT / 2 : 1;
-        UNROLL
-        for (int i = 0; i < LEFT; i++) values[i] = add_halves<HALF>(values[2 * i], values[COUNT > 1 ? 2 * i + 1 : 0]);
+        UNROLL for (int i = 0; i < LEFT; i++)
+            values[i] = add_halves<HALF>(values[2 * i], values[COUNT > 1 ? 2 * i + 1 : 0]);
         fold_registers<LEFT, HALF / 2>(values);
     }
 }
@@ -110,12 +108,10 @@ INLINE void fold_registers(FloatReg *values) {
 // out[i] = the sum over the lanes of cell i, each in the same tree: lanes 8 apart, then 4, 2, 1.
 template <int CELLS>
 INLINE void sum_cells(const FloatReg (*cells)[REGS], float *out) {
-    UNROLL
-    for (int first = 0; first < CELLS; first += REG_LANES) {
+    UNROLL for (int first = 0; first < CELLS; first += REG_LANES) {
         constexpr int COUNT = CELLS > REG_LANES ? REG_LANES : CELLS > 8 ? 16 : CELLS > 4 ? 8 : CELLS > 2 ? 4 : CELLS;
         FloatReg values[COUNT];
-        UNROLL
-        for (int i = 0; i < COUNT; i++) {
+        UNROLL for (int i = 0; i < COUNT; i++) {
             const FloatReg *cell = cells[first + i < CELLS ? first + i : first];
             if constexpr (REGS == 4)
                 values[i] = (cell[0] + cell[2]) + (cell[1] + cell[3]);
@@ -134,27 +130,23 @@ INLINE void sum_cells(const FloatReg (*cells)[REGS], float *out) {
 // c (ROWS, COLS) = a (ROWS, depth) @ b (COLS, depth)^T, all strides in bytes. Asks for the rows of b that come AHEAD tiles
 // later, into the cache of LEVEL.
 template <int ROWS, int COLS, class Dot, int AHEAD, int LEVEL>
-static __attribute__((noinline)) void multiply_tile(char *c, int64_t c_stride, const char *a, int64_t a_stride,
-                                                    const char *b, int64_t b_stride, int64_t depth) {
+static __attribute__((noinline)) void multiply_tile(char *c, int64_t c_stride, const char *a, int64_t a_stride, const char *b,
+                                                    int64_t b_stride, int64_t depth) {
     FloatReg sums[ROWS * COLS][REGS] = {};
     constexpr int64_t part = Dot::width / REGS;  // inputs of a register
     constexpr int lines = COLS * Dot::width * Dot::b_bytes / LINE_BYTES;
     const char *ahead = b + b_stride * (AHEAD * COLS);
     const int64_t rest = depth % Dot::width, whole = depth - rest;
     for (int64_t at = 0; at < whole; at += Dot::width) {
-        if constexpr (AHEAD > 0)
-            UNROLL
+        if constexpr (AHEAD > 0) UNROLL
             for (int line = 0; line < lines; line++) prefetch<LEVEL>(ahead + COLS * Dot::b_bytes * at + LINE_BYTES * line);
-        UNROLL
-        for (int reg = 0; reg < REGS; reg++) {
+        UNROLL for (int reg = 0; reg < REGS; reg++) {
             FloatReg inputs[ROWS];
-            UNROLL
-            for (int row = 0; row < ROWS; row++) inputs[row] = Dot::load_a(a + a_stride * row + Dot::a_bytes * (at + part * reg));
-            UNROLL
-            for (int column = 0; column < COLS; column++) {
+            UNROLL for (int row = 0; row < ROWS; row++)
+                inputs[row] = Dot::load_a(a + a_stride * row + Dot::a_bytes * (at + part * reg));
+            UNROLL for (int column = 0; column < COLS; column++) {
                 FloatReg weights = Dot::load_b(b + b_stride * column + Dot::b_bytes * (at + part * reg));
-                UNROLL
-                for (int row = 0; row < ROWS; row++) {
+                UNROLL for (int row = 0; row < ROWS; row++) {
                     FloatReg &sum = sums[row * COLS + column][reg];
                     sum = Dot::step(inputs[row], weights, sum);
                 }
@@ -163,16 +155,12 @@ static __attribute__((noinline)) void multiply_tile(char *c, int64_t c_stride, c
     }
     if (rest) {
         char a_rest[ROWS][Dot::width * Dot::a_bytes] = {}, b_rest[COLS][Dot::width * Dot::b_bytes] = {};
-        UNROLL
-        for (int row = 0; row < ROWS; row++) memcpy(a_rest[row], a + a_stride * row + Dot::a_bytes * whole, Dot::a_bytes * rest);
-        UNROLL
-        for (int column = 0; column < COLS; column++)
+        UNROLL for (int row = 0; row < ROWS; row++)
+            memcpy(a_rest[row], a + a_stride * row + Dot::a_bytes * whole, Dot::a_bytes * rest);
+        UNROLL for (int column = 0; column < COLS; column++)
             memcpy(b_rest[column], b + b_stride * column + Dot::b_bytes * whole, Dot::b_bytes * rest);
-        UNROLL
-        for (int reg = 0; reg < REGS; reg++)
-            UNROLL
-            for (int row = 0; row < ROWS; row++)
-                UNROLL
+        UNROLL for (int reg = 0; reg < REGS; reg++) UNROLL
+            for (int row = 0; row < ROWS; row++) UNROLL
                 for (int column = 0; column < COLS; column++) {
                     FloatReg &sum = sums[row * COLS + column][reg];
                     sum = Dot::step(Dot::load_a(a_rest[row] + Dot::a_bytes * part * reg),
@@ -181,8 +169,8 @@ static __attribute__((noinline)) void multiply_tile(char *c, int64_t c_stride, c
     }
     float out[ROWS * COLS];
     sum_cells<ROWS * COLS>(sums, out);
-    UNROLL
-    for (int row = 0; row < ROWS; row++) memcpy(c + c_stride * row, out + COLS * row, 4 * COLS);
+    UNROLL for (int row = 0; row < ROWS; row++)
+        memcpy(c + c_stride * row, out + COLS * row, 4 * COLS);
 }
 
 // Rows of the next tile: as many as possible, but never so that a single row is left where two pairs would do.
@@ -195,8 +183,8 @@ INLINE int64_t tile_rows(int64_t left) { return left >= TALL && (WIDE || left !=
 // by one: a Zen 4 core reads 24 GB/s so with one row, and 16 with four columns and prefetches. Rows that follow ask for the
 // next block meanwhile: 0.7 of the time for 12 to 32 rows.
 template <class Dot>
-static void multiply_rows(char *sums, const char *x, int64_t x_stride, int64_t rows, const char *weights,
-                          int64_t weight_stride, int64_t columns, int64_t depth, bool fresh, bool ask) {
+static void multiply_rows(char *sums, const char *x, int64_t x_stride, int64_t rows, const char *weights, int64_t weight_stride,
+                          int64_t columns, int64_t depth, bool fresh, bool ask) {
     constexpr int64_t stride = 4 * PANEL;
     constexpr int near = WIDE ? 0 : TILES_AHEAD, far = WIDE ? BLOCK / COLUMNS : TILES_AHEAD, far_level = WIDE ? 2 : 1;
     int64_t step;
@@ -240,8 +228,7 @@ static __attribute__((noinline)) void multiply_packed(char *c, const char *x, co
     for (int64_t group = 0; group < num_groups; group++) {
         for (int64_t line = 0; line < COLS * Format::block_bytes; line += LINE_BYTES)
             prefetch(ahead + COLS * Format::block_bytes * group + line);
-        UNROLL
-        for (int column = 0; column < COLS; column++) {
+        UNROLL for (int column = 0; column < COLS; column++) {
             const char *block = b + b_stride * column + Format::block_bytes * group;
             if constexpr (PAIR) {
 #if defined(__AVX512BF16__)
@@ -250,9 +237,7 @@ static __attribute__((noinline)) void multiply_packed(char *c, const char *x, co
 #endif
             } else {
                 BlockHeader header = block_header(block);
-                UNROLL
-                for (int reg = 0; reg < REGS; reg++)
-                    UNROLL
+                UNROLL for (int reg = 0; reg < REGS; reg++) UNROLL
                     for (int half = 0; half < 2; half++) {
                         const char *inputs = x + 4 * (GROUP * group + LANES * half + REG_LANES * reg);
                         FloatReg weights = block_numbers<Format>(block, header, half, reg);
@@ -267,7 +252,8 @@ static __attribute__((noinline)) void multiply_packed(char *c, const char *x, co
 }
 
 template <class Format, bool PAIR>
-static void multiply_packed_columns(char *c, const char *x, const char *weights, int64_t stride, int64_t columns, int64_t groups) {
+static void multiply_packed_columns(char *c, const char *x, const char *weights, int64_t stride, int64_t columns,
+                                    int64_t groups) {
     constexpr int AT_ONCE = 4;
     const int64_t whole = columns / AT_ONCE * AT_ONCE;
     for (int64_t at = 0; at < whole; at += AT_ONCE)
@@ -279,7 +265,8 @@ static void multiply_packed_columns(char *c, const char *x, const char *weights,
 // --- a block of columns -----------------------------------------------------------------------------------------------
 
 template <class Number>
-static void widen_rows(char *target, int64_t target_stride, const char *source, int64_t source_stride, int64_t rows, int64_t depth) {
+static void widen_rows(char *target, int64_t target_stride, const char *source, int64_t source_stride, int64_t rows,
+                       int64_t depth) {
     for (int64_t row = 0; row < rows; row++)
         for (int64_t at = 0; at < depth; at += LANES)
             store(target + target_stride * row + 4 * at,
@@ -401,8 +388,14 @@ void tw_linear(const void *linear_args, int64_t start, int64_t stop) {
             const int64_t rows = least(at_once, args.num_tokens - token);
             const char *x = (const char *)args.x + args.x_stride * token;
             for (int64_t column = 0; column < outputs; column += BLOCK) {
-                Block block = {(char *)(sums + column), x, (const char *)given.weight + given.weight_stride * (first + column),
-                               args.x_stride, given.weight_stride, rows, least(BLOCK, outputs - column), args.num_inputs};
+                Block block = {(char *)(sums + column),
+                               x,
+                               (const char *)given.weight + given.weight_stride * (first + column),
+                               args.x_stride,
+                               given.weight_stride,
+                               rows,
+                               least(BLOCK, outputs - column),
+                               args.num_inputs};
                 multiply_block(block, given.weight_kind, args.in_pairs, column == 0);
             }
             with_kind(args.kind, [&](auto number) {
@@ -431,7 +424,8 @@ const char *prepare_rows(const char *x, int64_t num_rows, int64_t depth, int64_t
     }
     *stride = 4 * depth;
     char *rows = (char *)thread_scratch(PREPARED_ROWS, num_rows * depth + LANES);
-    with_kind(kind, [&](auto number) { widen_rows<decltype(number)>(rows, *stride, x, depth * size_of(kind), num_rows, depth); });
+    with_kind(kind,
+              [&](auto number) { widen_rows<decltype(number)>(rows, *stride, x, depth * size_of(kind), num_rows, depth); });
     return rows;
 }
 

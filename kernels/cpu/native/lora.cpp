@@ -53,8 +53,7 @@ void tw_adapter_shrink(const void *adapter_args, int64_t start, int64_t stop) {
     const tw_adapter_args &args = *(const tw_adapter_args *)adapter_args;
     if (!args.num_runs) return;
     const int64_t per_run = shrink_items(args) / args.num_runs;
-    for (int64_t item = start; item < stop; item++)
-        shrink(args, args.runs[item / per_run], SHRINK_OUTPUTS * (item % per_run));
+    for (int64_t item = start; item < stop; item++) shrink(args, args.runs[item / per_run], SHRINK_OUTPUTS * (item % per_run));
 }
 
 // out (ROWS, VECTORS of sixteen) += shrunk (ROWS, rank) B; of the last vector, `count` numbers if VECTORS is 1.
@@ -62,25 +61,19 @@ template <class Number, class Out, int ROWS, int VECTORS>
 static void add_tile(char *out, int64_t out_stride, const float *shrunk, int64_t width, const char *b, int64_t b_stride,
                      int64_t rank, int64_t count) {
     F32 sums[ROWS][VECTORS];
-    UNROLL
-    for (int row = 0; row < ROWS; row++)
-        UNROLL
+    UNROLL for (int row = 0; row < ROWS; row++) UNROLL
         for (int i = 0; i < VECTORS; i++) sums[row][i] = splat(0.0f);
     for (int64_t j = 0; j < rank; j++, b += b_stride) {
         F32 weights[VECTORS];
-        UNROLL
-        for (int i = 0; i < VECTORS; i++)
+        UNROLL for (int i = 0; i < VECTORS; i++)
             weights[i] = VECTORS > 1 ? Number::load(b + Number::size * LANES * i) : load_numbers<Number>(b, count);
-        UNROLL
-        for (int row = 0; row < ROWS; row++) {
+        UNROLL for (int row = 0; row < ROWS; row++) {
             const F32 value = splat(shrunk[row * width + j]);
-            UNROLL
-            for (int i = 0; i < VECTORS; i++) sums[row][i] = fma(value, weights[i], sums[row][i]);
+            UNROLL for (int i = 0; i < VECTORS; i++)
+                sums[row][i] = fma(value, weights[i], sums[row][i]);
         }
     }
-    UNROLL
-    for (int row = 0; row < ROWS; row++)
-        UNROLL
+    UNROLL for (int row = 0; row < ROWS; row++) UNROLL
         for (int i = 0; i < VECTORS; i++) {
             char *target = out + out_stride * row + Out::size * LANES * i;
             if (VECTORS > 1)
@@ -97,8 +90,8 @@ static void add_rows(char *out, int64_t out_stride, const float *shrunk, int64_t
     constexpr int VECTORS = WIDE ? 4 : 2;
     int64_t at = 0;
     for (; count - at >= VECTORS * LANES; at += VECTORS * LANES)
-        add_tile<Number, Out, ROWS, VECTORS>(out + Out::size * at, out_stride, shrunk, width, b + Number::size * at, b_stride, rank,
-                                             LANES);
+        add_tile<Number, Out, ROWS, VECTORS>(out + Out::size * at, out_stride, shrunk, width, b + Number::size * at, b_stride,
+                                             rank, LANES);
     for (; at < count; at += LANES)
         add_tile<Number, Out, ROWS, 1>(out + Out::size * at, out_stride, shrunk, width, b + Number::size * at, b_stride, rank,
                                        least(LANES, count - at));
@@ -108,7 +101,8 @@ static void add_rows(char *out, int64_t out_stride, const float *shrunk, int64_t
 template <class Number, class Out>
 static void expand(const tw_adapter_args &args, const tw_adapter_run &run, int64_t part, int64_t start, int64_t stop) {
     const tw_adapter_site &site = *args.site;
-    const int64_t num_outputs = site.part_stops[site.num_parts - 1], rank = adapter_of(args, run).rank, width = site.num_parts * rank;
+    const int64_t num_outputs = site.part_stops[site.num_parts - 1], rank = adapter_of(args, run).rank,
+                  width = site.num_parts * rank;
     const int64_t panel = start / PANEL_OUTPUTS * PANEL_OUTPUTS, out_stride = num_outputs * Out::size, count = stop - start;
     const int64_t b_stride = least(PANEL_OUTPUTS, num_outputs - panel) * Number::size;
     const char *b = panel_of(args, run, panel) + Number::size * (start - panel);

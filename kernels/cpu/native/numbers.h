@@ -44,11 +44,9 @@ INLINE I32 load_low_halves(const char *source) {
 #if defined(__AVX512F__)
     out.reg[0] = (IntReg)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)source));
 #elif defined(__AVX2__)
-    for (int i = 0; i < REGS; i++)
-        out.reg[i] = (IntReg)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)source + i));
+    for (int i = 0; i < REGS; i++) out.reg[i] = (IntReg)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)source + i));
 #else
-    for (int i = 0; i < REGS; i++)
-        out.reg[i] = (IntReg)vmovl_u16(vld1_u16((const uint16_t *)source + REG_LANES * i));
+    for (int i = 0; i < REGS; i++) out.reg[i] = (IntReg)vmovl_u16(vld1_u16((const uint16_t *)source + REG_LANES * i));
 #endif
     return out;
 }
@@ -86,8 +84,7 @@ struct Float16 {
 #elif defined(__AVX2__)
         for (int i = 0; i < REGS; i++) out.reg[i] = (FloatReg)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)source + i));
 #else
-        for (int i = 0; i < REGS; i++)
-            out.reg[i] = (FloatReg)vcvt_f32_f16(vld1_f16((const float16_t *)source + REG_LANES * i));
+        for (int i = 0; i < REGS; i++) out.reg[i] = (FloatReg)vcvt_f32_f16(vld1_f16((const float16_t *)source + REG_LANES * i));
 #endif
         return out;
     }
@@ -98,8 +95,7 @@ struct Float16 {
         for (int i = 0; i < REGS; i++)
             _mm_storeu_si128((__m128i *)target + i, _mm256_cvtps_ph((__m256)value.reg[i], _MM_FROUND_TO_NEAREST_INT));
 #else
-        for (int i = 0; i < REGS; i++)
-            vst1_f16((float16_t *)target + REG_LANES * i, vcvt_f16_f32((float32x4_t)value.reg[i]));
+        for (int i = 0; i < REGS; i++) vst1_f16((float16_t *)target + REG_LANES * i, vcvt_f16_f32((float32x4_t)value.reg[i]));
 #endif
     }
     INLINE F32 rounded(F32 value) {

@@ -62,7 +62,8 @@ static void rotate_rows(const tw_rotate_args &args, int64_t start, int64_t stop)
         const char *cosines = (const char *)args.cos + token * args.cos_stride;
         const char *sines = (const char *)args.sin + token * args.sin_stride;
         const int64_t slot = ((const int32_t *)args.slots)[token];
-        const int64_t place = slot / args.tokens_per_block * args.cache_block_stride + slot % args.tokens_per_block * head_bytes;
+        const int64_t place =
+            slot / args.tokens_per_block * args.cache_block_stride + slot % args.tokens_per_block * head_bytes;
         char *queries = (char *)args.queries + token * args.num_heads * head_bytes;
         char *keys = (char *)args.k_cache + place, *values = (char *)args.v_cache + place;
         for (int64_t at = 0; at < half; at += LANES) {
@@ -117,7 +118,7 @@ void tw_swiglu(const void *swiglu_args, int64_t start, int64_t stop) {
 // --- copies ---------------------------------------------------------------------------------------------------------
 
 int64_t tw_check_runs(address runs, int64_t num_runs, int64_t num_source_rows, int64_t num_target_rows) {
-    const int64_t(*run)[3] = (const int64_t(*)[3])runs;
+    const int64_t (*run)[3] = (const int64_t (*)[3])runs;
     for (int64_t i = 0; i < num_runs; i++) {
         const int64_t source = run[i][0], target = run[i][1], count = run[i][2];
         if (source < 0 || target < 0 || count < 0) return i;
@@ -127,7 +128,7 @@ int64_t tw_check_runs(address runs, int64_t num_runs, int64_t num_source_rows, i
 }
 
 void tw_copy_runs(address target, address source, address runs, int64_t num_runs, int64_t row_bytes) {
-    const int64_t(*run)[3] = (const int64_t(*)[3])runs;
+    const int64_t (*run)[3] = (const int64_t (*)[3])runs;
     for (int64_t i = 0; i < num_runs; i++)
         memcpy((char *)target + run[i][1] * row_bytes, (const char *)source + run[i][0] * row_bytes, run[i][2] * row_bytes);
 }

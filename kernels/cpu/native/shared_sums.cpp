@@ -180,15 +180,13 @@ static int64_t two_shot(const tw_board &board, const char *x, char *out, int64_t
 }
 
 int64_t tw_one_shot(const tw_board *board, address x, address out, int64_t num_elems, int64_t kind, int64_t step) {
-    return with_kind(kind, [&](auto number) {
-        return one_shot<decltype(number)>(*board, (const char *)x, (char *)out, num_elems, step);
-    });
+    return with_kind(
+        kind, [&](auto number) { return one_shot<decltype(number)>(*board, (const char *)x, (char *)out, num_elems, step); });
 }
 
 int64_t tw_two_shot(const tw_board *board, address x, address out, int64_t num_elems, int64_t kind, int64_t step) {
-    return with_kind(kind, [&](auto number) {
-        return two_shot<decltype(number)>(*board, (const char *)x, (char *)out, num_elems, step);
-    });
+    return with_kind(
+        kind, [&](auto number) { return two_shot<decltype(number)>(*board, (const char *)x, (char *)out, num_elems, step); });
 }
 
 // --- sums inside other kernels --------------------------------------------------------------------------------------

@@ -308,9 +308,10 @@ INLINE void powers_of_two(const F32 (&shifted)[VECTORS], const F32 (&fraction)[V
                            0.009618129107628477f,
                            0.0013333558146428443f,
                            0.00015403530393381608f};
-    UNROLL for (int i = 0; i < VECTORS; i++) power[i] = splat(terms[6]);
-    UNROLL for (int k = 5; k >= 0; k--)
-        UNROLL for (int i = 0; i < VECTORS; i++) power[i] = fma(power[i], fraction[i], splat(terms[k]));
+    UNROLL for (int i = 0; i < VECTORS; i++)
+        power[i] = splat(terms[6]);
+    UNROLL for (int k = 5; k >= 0; k--) UNROLL
+        for (int i = 0; i < VECTORS; i++) power[i] = fma(power[i], fraction[i], splat(terms[k]));
     UNROLL for (int i = 0; i < VECTORS; i++)
         power[i] = power[i] * floats_of(shift_left(bits_of(shifted[i]), 23) + splat_int(127 << 23));
 }
@@ -327,7 +328,8 @@ INLINE void exp2(F32 (&x)[VECTORS]) {
         fraction[i] = x[i] - (shifted[i] - splat(ROUND_TO_INTEGER));
     }
     powers_of_two(shifted, fraction, power);
-    UNROLL for (int i = 0; i < VECTORS; i++) x[i] = select(tiny[i], splat(0.0f), power[i]);
+    UNROLL for (int i = 0; i < VECTORS; i++)
+        x[i] = select(tiny[i], splat(0.0f), power[i]);
 }
 // e^x within two units in the last place; 0 below -87, infinity above 88.4, NaN at NaN.
 template <int VECTORS>
