@@ -107,8 +107,9 @@ def _check_host(facts: Facts, tp: int, problems: list[str], notes: list[str]) ->
         cure = "install a C++ compiler (g++), or python -m pip install ziglang"
         problems.append(f"no compiled CPU kernels, so torch's much slower references compute: {cure}")
     if len(host.numa_nodes) > 1 and not facts.num_gpus:
-        cure = "keep a model that fits on one node there (numactl --cpunodebind=0 --membind=0)"
-        notes.append(f"{len(host.numa_nodes)} NUMA nodes: memory of another node is slower; {cure}")
+        num = len(host.numa_nodes)
+        text = f"{num} NUMA nodes: with --tp {num}, or a multiple, each rank computes and allocates on one node"
+        notes.append(f"{text}; memory of another node is slower")
 
 
 def _options(facts: Facts, tp: int) -> list[Advice]:
@@ -131,4 +132,6 @@ def _options(facts: Facts, tp: int) -> list[Advice]:
         return [Advice("use", "one usable core: a second rank would share it", "--tp 1")]
     problem = facts.host.shared_memory_problem
     sums = "ranks exchange messages in shared memory" if problem is None else f"messages go through sockets: {problem}"
+    if (num_nodes := len(facts.host.numa_nodes)) > 1:
+        return [Advice("use", f"no GPU; a rank for each of {num_nodes} NUMA nodes; {sums}", f"--tp {num_nodes}")]
     return [Advice("use", f"no GPU; {sums}", f"--tp {min(tp, facts.host.num_usable)}")]

@@ -11,6 +11,8 @@ from tightwire.bench.report.environment import describe_environment
 from tightwire.comm.transport.segment import why_unusable
 from tightwire.kernels.cpu.library import level
 from tightwire.server.plan.devices import available_host_bytes, num_cores
+from tightwire.server.plan.numa import describe_numbers, read_numa_nodes
+from tightwire.sizes import format_bytes
 
 
 class Host(Struct, frozen=True, kw_only=True):
@@ -51,9 +53,11 @@ def read_host(root: Path = Path("/")) -> Host:
 
 
 def _numa_nodes(root: Path) -> list[str]:
-    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
-    numbers = sorted(int(folder.name.removeprefix("node")) for folder in folders)
-    return [f"{i}: cpus {_text(root / f'sys/devices/system/node/node{i}/cpulist')}" for i in numbers]
+    return [
+        f"{node.number}: cores {describe_numbers(node.cores)}, {format_bytes(node.free_bytes)} free, "
+        f"distances {' '.join(map(str, node.distances))}"
+        for node in read_numa_nodes(root)
+    ]
 
 
 def _filesystem_bytes(path: Path) -> int | None:

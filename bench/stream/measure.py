@@ -26,7 +26,7 @@ from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.model.weights.prepared.blob_file import BlobFile, reads_direct
 from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.streamed import StreamedWeights
-from tightwire.server.plan.devices import bind_to_cores
+from tightwire.server.plan import numa
 
 _IDLE_POLL_S = 0.001
 _PROMPT, _GREEDY_TOKENS = range(3, 15), 12
@@ -74,7 +74,9 @@ def measure(group: Group, options: StreamOptions, location: str, folders: Mappin
 def bind_rank(group: Group, options: StreamOptions) -> tuple[int, ...]:
     """Set this rank's threads and bind it to CPU cores of its own; returns the cores, () if it is not bound."""
     torch.set_num_threads(options.threads)
-    return bind_to_cores(group.rank, group.world_size, options.threads) if options.device == "cpu" else ()
+    if options.device != "cpu":
+        return ()
+    return numa.bind_rank(group.rank, group.world_size, options.threads, numa=True).cores
 
 
 def _measure_arm(

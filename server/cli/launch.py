@@ -21,6 +21,7 @@ from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ipc.messages import Ready
 from tightwire.server.plan.comm_decision import describe_choices
 from tightwire.server.plan.devices import process_age_s
+from tightwire.server.plan.numa import describe_numbers
 from tightwire.server.plan.progress import Progress
 from tightwire.server.plan.rank_setup import PlannedAdapter, rank_name
 from tightwire.server.plan.run_plan import Decision
@@ -248,6 +249,7 @@ def describe_ranks(decision: Decision, ready: Mapping[int, Ready]) -> str:
         f"{len(shard.mlp_columns)} MLP columns, {len(shard.vocab_rows)} vocabulary rows; "
         f"{format_bytes(ready[rank].weight_bytes)} of weights, at most "
         f"{format_bytes(ready[rank].peak_host_bytes)} of host memory so far"
-        + (f"; on cores {', '.join(map(str, cores))}" if (cores := ready[rank].cores) else "")
+        + (f"; on cores {describe_numbers(cores)}" if (cores := ready[rank].cores) else "")
+        + (f"; memory of NUMA node {', '.join(map(str, nodes))}" if (nodes := ready[rank].numa_nodes) else "")
         for rank, shard in enumerate(num_replicas * shards)
     )

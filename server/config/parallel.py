@@ -89,6 +89,12 @@ class ParallelOptions:
         "auto, which is on with --link (transfers through memory would take cores from computing)",
         ("auto", "on", "off"),
     )
+    numa: str = option(
+        "auto",
+        "auto: on a host with several NUMA nodes, such as two sockets, each CPU rank runs on one node and allocates its memory "
+        "there (or on some nodes, if there are more nodes than ranks); off: the kernel places memory",
+        ("auto", "off"),
+    )
 
     def __post_init__(self) -> None:
         require(1 <= self.tp <= _MAX_RANKS, "tp", self.tp, f"1 to {_MAX_RANKS}")

@@ -192,6 +192,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     peak_host_bytes: int
     comm: CommSetup | None = None
     cores: tuple[int, ...] = ()  # the cores it is bound to; empty: none
+    numa_nodes: tuple[int, ...] = ()  # the nodes its memory comes from; empty: any
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):

@@ -1,4 +1,4 @@
-"""Reads usable CPU cores, free host memory and CUDA devices without torch, which imports slowly; binds to cores."""
+"""Reads usable CPU cores, free host memory and CUDA devices without torch, which imports slowly."""
 
 import ctypes
 import importlib.util
@@ -24,28 +24,13 @@ def num_cores(root: Path = Path("/")) -> int:
     return max(1, min([cores, *(int(quota) for quota in quotas if quota is not None)]))
 
 
-def bind_to_cores(rank: int, num_ranks: int, num_threads: int) -> tuple[int, ...]:
-    """Bind this thread, and those it starts later, to the rank's share of the cores; returns the share.
-
-    Binds nothing for one rank, more threads than cores in the share, and under a CPU quota below the number of cores.
-    """
-    cores = os.sched_getaffinity(0)
-    if num_ranks == 1 or num_cores() < len(cores):
-        return ()
-    share = deal(sorted(cores, key=_core_order), num_ranks)[rank]
-    if not share or num_threads > len(share):
-        return ()
-    os.sched_setaffinity(0, share)
-    return share
-
-
 def deal(cores: Sequence[int], num_ranks: int) -> list[tuple[int, ...]]:
     """Equal shares of neighbouring cores; the remainder is unused. Empty shares if there are fewer cores than ranks."""
     size = len(cores) // num_ranks
     return [tuple(cores[rank * size : (rank + 1) * size]) for rank in range(num_ranks)]
 
 
-def _core_order(core: int, root: Path = Path("/sys/devices/system/cpu")) -> tuple[int, int, int]:
+def core_order(core: int, root: Path = Path("/sys/devices/system/cpu")) -> tuple[int, int, int]:
     """Sort key: package, then physical core, so that hardware threads of one core stay together."""
     folder = root / f"cpu{core}" / "topology"
     try:

@@ -23,6 +23,7 @@ from tightwire.server.plan.comm_decision import (
 from tightwire.server.plan.devices import CudaDevice, available_host_bytes
 from tightwire.server.plan.lora import describe_adapters, plan_adapters
 from tightwire.server.plan.memory_budget import MemoryBudget, describe_offload
+from tightwire.server.plan.numa import describe_placement, read_numa_nodes
 from tightwire.server.plan.progress import Progress
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool
 from tightwire.server.plan.rank_setup import NamedPolicy, RunPlan
@@ -50,7 +51,7 @@ class Decision:
     budget: MemoryBudget
     formats: WeightFormats
     comm: CommDecision | None  # None: a single rank
-    notes: tuple[str, ...] = ()  # which layers stream, and the layout and cost of an offloaded KV cache
+    notes: tuple[str, ...] = ()  # layers that stream, an offloaded KV cache, NUMA nodes
 
     def report(self, progress: Progress) -> None:
         """Write the warnings, and every decision as a detail."""
@@ -178,8 +179,18 @@ def decide(
         budget=budget,
         formats=formats,
         comm=comm,
-        notes=(*weights.notes, *describe_offload(budget, inputs)),
+        notes=(*weights.notes, *describe_offload(budget, inputs), *_placement(config, setting.device, budget)),
     )
+
+
+def _placement(config: ServeConfig, device: str, budget: MemoryBudget) -> tuple[str, ...]:
+    """Say which NUMA nodes this host's ranks run on; nothing for GPUs and hosts with one node."""
+    if device != "cpu" or config.parallel.numa == "off":
+        return ()
+    num_local = config.parallel.num_ranks // (config.hosts.nnodes or 1)
+    needed = [rank.fixed + budget.cache_bytes(rank) for rank in budget.ranks[:num_local]]
+    line = describe_placement(num_local, read_numa_nodes(), needed)
+    return (line,) if line else ()
 
 
 def _policies(own: str, comm: CommDecision | None, library: CommDecision | None) -> tuple[NamedPolicy, ...]:

@@ -39,7 +39,7 @@ from tightwire.model.weights.streamed import StreamedWeights
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.ipc.channels import Inboxes
 from tightwire.server.ipc.messages import Ready
-from tightwire.server.plan.devices import bind_to_cores
+from tightwire.server.plan.numa import RankPlace, bind_rank
 from tightwire.server.plan.rank_setup import RankIdentity, RankWork
 from tightwire.server.ranks.rank_comm import check_comm
 from tightwire.server.ranks.rank_loop import Follower, Leader
@@ -68,8 +68,10 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         link = joining.measured_link(group)
     runner: ModelRunner | None = None
     try:
-        binds = plan.device == "cpu"
-        cores = bind_to_cores(identity.local_rank, identity.num_local, torch.get_num_threads()) if binds else ()
+        place = RankPlace()
+        if plan.device == "cpu":
+            threads, numa = torch.get_num_threads(), work.config.parallel.numa == "auto"
+            place = bind_rank(identity.local_rank, identity.num_local, threads, numa=numa)
         with reporter.stage("self-test"):
             comm = check_comm(
                 group,
@@ -110,7 +112,8 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
                     weight_bytes=sizes.in_pool(plan.weights, plan.device),
                     peak_host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                     comm=msgspec.structs.replace(comm.setup, link=link),
-                    cores=cores,
+                    cores=place.cores,
+                    numa_nodes=place.nodes,
                 )
             )
             loop.serve()

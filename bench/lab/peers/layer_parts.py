@@ -35,7 +35,8 @@ from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.step import Batch
 from tightwire.model.weights.formats import choose_formats
-from tightwire.server.plan.devices import bind_to_cores, num_cores
+from tightwire.server.plan.devices import num_cores
+from tightwire.server.plan.numa import bind_rank
 
 WHOLE = "whole step, as served"
 _SUMS = "sums over ranks"
@@ -68,7 +69,7 @@ def measure_parts(
     """Time the parts of every load, in bfloat16. Runs on every rank."""
     threads = max(1, num_cores() // group.world_size)
     torch.set_num_threads(threads)
-    bind_to_cores(group.rank, group.world_size, threads)
+    bind_rank(group.rank, group.world_size, threads, numa=True)
     checkpoint = open_checkpoint(model)
     layout = make_layout(checkpoint.config, group.world_size)
     routes = one_all_reduce(all_reduce, group) if group.world_size > 1 else None

@@ -83,7 +83,9 @@ def test_more_ranks_than_cores_is_a_problem() -> None:
 
 
 def test_numa_nodes_get_a_note_without_gpus() -> None:
-    assert "numactl" in texts(of(numa_nodes=["0", "1"]), "note")[0]
+    advice = of(numa_nodes=["0", "1"])
+    assert "2 NUMA nodes: with --tp 2" in texts(advice, "note")[0]
+    assert options(advice) == ["--tp 2"]
 
 
 def test_missing_kernels_are_a_problem_with_a_cure() -> None:

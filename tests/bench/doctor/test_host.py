@@ -1,6 +1,9 @@
 """Facts of the host, read from a tree of files like the kernel's."""
 
+import os
 from pathlib import Path
+
+import pytest
 
 from tightwire.bench.doctor.host import read_host
 
@@ -24,11 +27,15 @@ def test_an_empty_tree(tmp_path: Path) -> None:
     assert {"tightwire", "python", "torch"} <= host.software.keys()
 
 
-def test_numa_nodes_and_shared_memory(tmp_path: Path) -> None:
+def test_numa_nodes_and_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
     write(tmp_path, proc__meminfo=MEMINFO)
     for number, cpus in ((10, "20-21"), (2, "4-5,36-37")):
         write(tmp_path / f"sys/devices/system/node/node{number}", cpulist=cpus)
     (tmp_path / "dev/shm").mkdir(parents=True)
     host = read_host(tmp_path)
-    assert host.numa_nodes == ["2: cpus 4-5,36-37", "10: cpus 20-21"]
+    assert host.numa_nodes == [
+        "2: cores 4-5,36-37, 0B free, distances ",
+        "10: cores 20-21, 0B free, distances ",
+    ]
     assert (host.shm_bytes or 0) > 0

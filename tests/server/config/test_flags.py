@@ -14,7 +14,7 @@ from tightwire.server.config.serve import ServeConfig, option_fields
 FROZEN = {
     "model": "model served_model_name device dtype quantization activations seed",
     "parallel": "tp dp tp_split allreduce allreduce_decode comm_error_budget "
-    "allreduce_extra transport comm_secret_file sum_dtype nodes link link_emulation overlap",
+    "allreduce_extra transport comm_secret_file sum_dtype nodes link link_emulation overlap numa",
     "engine": "max_model_len max_num_seqs max_num_batched_tokens prefix_cache "
     "kv_cache_memory kv_offload cuda_graphs plan_ahead speculation",
     "weights": "weights stream_from weight_codec stream_layers stream_policy device_memory",
