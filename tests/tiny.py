@@ -1,6 +1,7 @@
 """A tiny Llama made from a seed, as a Hugging Face folder or a .gguf: two layers, a byte tokenizer, under a megabyte."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from tightwire.model.checkpoint.config import config_from_hf
 from tightwire.model.checkpoint.reader import expected_tensors
+from tightwire.model.sampling.parameters import BannedText
 from tightwire.model.text.tokenizer import (
     BOS,
     BOS_ID,
@@ -125,3 +127,8 @@ def _save_tokenizer(path: Path, vocab_size: int, chat: bool) -> None:
     if chat:
         config["chat_template"] = CHAT_TEMPLATE
     (path / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def banned_ids(*sequences: Sequence[int]) -> tuple[BannedText, ...]:
+    """``bad_words`` that ban these sequences of tokens."""
+    return tuple(BannedText(tuple({id_: after} for after, id_ in enumerate(ids, start=1))) for ids in sequences)

@@ -5,6 +5,7 @@ effect to the sampler. The body's field is copied by name.
 """
 
 import enum
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Protocol, get_type_hints
 
 import msgspec
@@ -16,6 +17,28 @@ class Needs(enum.Enum):
     BEST_LOGITS = "the logits of the tokens that may be drawn"
     ALL_LOGITS = "all logits: it may change which are the best, or it reports on all of them"
     TOKENS = "all logits, and on the host every token so far, so no step is planned ahead of it"
+
+
+class BannedText(msgspec.Struct, frozen=True, array_like=True):
+    """A text that the output may not contain, as every sequence of tokens that spells it."""
+
+    steps: tuple[dict[int, int], ...]  # at each byte of the text: the tokens that fit, and the place after each
+    starts: tuple[int, ...] = (0,)  # the places where a spelling may begin
+
+    def ends_after(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the tokens that would complete the text after the last of ``token_ids``."""
+        places: set[int] = set()
+        for token_id in token_ids:
+            places = {self.steps[p][token_id] for p in (*self.starts, *places) if token_id in self.steps[p]}
+        return self._ends(places)
+
+    @property
+    def whole(self) -> list[int]:
+        """The tokens that are the whole text."""
+        return self._ends(self.starts)
+
+    def _ends(self, places: Iterable[int]) -> list[int]:
+        return [token_id for p in places for token_id, after in self.steps[p].items() if after == len(self.steps)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,8 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: Annotated[tuple[int, ...] | None, Needs.ALL_LOGITS] = (
         None  # all others are banned; None: all allowed
     )
-    # Token sequences that the output may not contain: the last token is banned after the ones before it.
-    bad_words: Annotated[tuple[tuple[int, ...], ...], Needs.TOKENS] = ()
+    bad_words: Annotated[tuple[BannedText, ...], Needs.TOKENS] = ()
     # The text of an llguidance grammar that the output follows; empty: none.
     grammar: Annotated[str, Needs.TOKENS] = ""
 

@@ -192,7 +192,7 @@ class _Batch:
         params = [row.params for row in rows]
         self.bias = _bias_tensors(params, device)
         self.always_banned = _ban_masks(params, vocab_size, device)
-        self._worded = [r for r, p in enumerate(params) if any(len(word) > 1 for word in p.bad_words)]
+        self._worded = [r for r, p in enumerate(params) if any(len(word.steps) > 1 for word in p.bad_words)]
         self._short = [r for r, row in enumerate(rows) if row.params.min_tokens > 0 and row.stop_ids]
         self.constrained = [r for r, p in enumerate(params) if p.grammar]
         self.penalized = [r for r, p in enumerate(params) if p.has_penalties]
@@ -213,10 +213,11 @@ class _Batch:
             for token_id in self.rows[r].stop_ids
         ]
         return stops + [
-            (r, word[-1])
+            (r, token_id)
             for r in self._worded
             for word in self.rows[r].params.bad_words
-            if 1 < len(word) <= positions_R[r] + 1 and tuple(self.rows[r].token_ids[1 - len(word) :]) == word[:-1]
+            if (num_seen := min(len(word.steps) - 1, int(positions_R[r]))) > 0
+            for token_id in word.ends_after(self.rows[r].token_ids[-num_seen:])
         ]
 
     def _needs_sort(self, params: SamplingParams) -> bool:
@@ -242,7 +243,7 @@ class _Batch:
 
 def _ban_masks(params: list[SamplingParams], vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
     """Return rows and (I, V) their tokens that are banned at every step; None if there are none."""
-    singles = [[word[0] for word in p.bad_words if len(word) == 1] for p in params]
+    singles = [[token_id for word in p.bad_words for token_id in word.whole] for p in params]
     rows = [r for r, p in enumerate(params) if p.allowed_token_ids is not None or singles[r]]
     if not rows:
         return None

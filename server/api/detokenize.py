@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from tightwire.model.sampling.parameters import BannedText
 from tightwire.model.text.tokenizer import byte_characters
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -55,6 +56,31 @@ class TokenTable:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def banned(self, text: str, vocab_size: int) -> BannedText:
+        """All spellings of ``text``, with and without a space before it, in the first ``vocab_size`` tokens."""
+        text = text.lstrip() or text
+        spelled, ids_of = f" {text}".encode(), self._ids_of
+        longest = max(map(len, ids_of))
+        steps = tuple(
+            {
+                token_id: stop
+                for stop in range(start + 1, min(start + longest, len(spelled)) + 1)
+                for token_id in ids_of.get(spelled[start:stop], ())
+                if token_id < vocab_size
+            }
+            for start in range(len(spelled))
+        )
+        return BannedText(steps, starts=(0, 1))
+
+    @functools.cached_property
+    def _ids_of(self) -> dict[bytes, list[int]]:
+        """The tokens by their bytes. SentencePiece has two of some: a character and its byte."""
+        ids_of: dict[bytes, list[int]] = {}
+        for token_id in range(self._backend.get_vocab_size()):
+            if token_id not in self.special and (raw := self.bytes_of(token_id)):
+                ids_of.setdefault(raw, []).append(token_id)
+        return ids_of
 
     def _piece(self, token_id: int) -> str:
         return self._backend.id_to_token(token_id) or ""

@@ -3,10 +3,8 @@
 import asyncio
 import secrets
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import Any, TypeVar
 
-from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.api.errors import ApiError, invalid
 from tightwire.server.api.generation import Prompt, TokenSequence
 from tightwire.server.api.schemas import ChatBody, CompletionBody, GenerationBody
@@ -18,6 +16,7 @@ T = TypeVar("T")
 
 # Tokenizing takes about 0.3 us per character. A thread adds about 0.2 ms on an idle core, too much for short texts.
 _INLINE_CHARS = 4000
+_MAX_BANNED_CHARS = 16_384  # a rank gets several tokens for each
 
 
 async def run_off_loop(work: Callable[[], T], num_chars: float) -> T:
@@ -109,9 +108,10 @@ def _grammar(body: GenerationBody) -> str:
 def _bans(body: GenerationBody, model: ServedModel) -> dict[str, tuple[Any, ...] | None]:
     """``allowed_token_ids`` and ``bad_words`` as the sampler reads them. 400 if they leave no token."""
     allowed = None if body.allowed_token_ids is None else tuple(sorted(set(body.allowed_token_ids)))
-    words = tuple(ids for word in body.bad_words for ids in _spellings(word, model.tokenizer))
-    check_ids(chain.from_iterable(words), model.info, "bad_words")
-    banned = {ids[0] for ids in words if len(ids) == 1}
+    if (num_chars := sum(map(len, body.bad_words))) > _MAX_BANNED_CHARS:
+        raise invalid(f"bad_words has {num_chars} characters; at most {_MAX_BANNED_CHARS} are possible", "bad_words")
+    words = tuple(model.tokens.banned(word, model.info.vocab_size) for word in body.bad_words)
+    banned = {token_id for word in words for token_id in word.whole}
     if body.min_tokens:
         banned.update(body.stop_token_ids, () if body.ignore_eos else model.tokenizer.eos_token_ids)
     if banned.issuperset(range(model.info.vocab_size) if allowed is None else allowed):
@@ -122,14 +122,6 @@ def _bans(body: GenerationBody, model: ServedModel) -> dict[str, tuple[Any, ...]
             param="bad_words" if allowed is None else "allowed_token_ids",
         )
     return {"allowed_token_ids": allowed, "bad_words": words}
-
-
-def _spellings(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """The tokens of a word at the start of a text, and after a space if that is another single word token, as in vLLM."""
-    word = word.lstrip() or word
-    plain, spaced = (tuple(tokenizer.encode(text, False)) for text in (word, " " + word))
-    differs = len(plain) == len(spaced) and plain[:1] != spaced[:1]
-    return [ids for ids in ([plain, spaced] if differs else [plain]) if ids]
 
 
 def _token_limit(body: GenerationBody, info: ModelInfo, num_prompt_tokens: int, *, may_be_0: bool) -> int:

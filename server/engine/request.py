@@ -115,7 +115,7 @@ class RequestRules:
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": params.logit_bias,
             "allowed_token_ids": params.allowed_token_ids or (),
-            "bad_words": chain.from_iterable(params.bad_words),
+            "bad_words": chain.from_iterable(step for word in params.bad_words for step in word.steps),
         }
         for name, ids in ids_of.items():
             outside = next((i for i in ids if not 0 <= i < self.vocab_size), None)

@@ -95,8 +95,8 @@ async def answer(request: Request, serving: Serving, dialect_type: type[Dialect[
         trace = RequestTrace(serving.engine, serving.metrics, request.state.record, streamed=body.stream)
         with trace.tokenizing():
             prompts = await dialect.prompts()
-            # The first grammar imports llguidance, and a large schema takes long to check.
-            num_chars = math.inf if body.has_form else sum(map(len, body.bad_words))
+            # The first grammar imports llguidance, and a large schema takes long to check; the first bad word sorts all tokens.
+            num_chars = math.inf if body.has_form or body.bad_words else 0
             sequences = await run_off_loop(lambda: make_sequences(body, model, prompts), num_chars)
     except ApiError as error:
         raise dialect.in_own_words(error) from None

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from tiny import banned_ids
 
 from tightwire.model.sampling.grammar import GrammarMasks, grammar_error, make_grammar
 from tightwire.model.sampling.parameters import SamplingParams
@@ -65,7 +66,7 @@ def test_forced_tokens_are_the_same_with_and_without_forward_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    "seen", [{"logprobs": 0}, {"min_tokens": 1}, {"bad_words": ((5,),)}, {"allowed_token_ids": (5,)}], ids=str
+    "seen", [{"logprobs": 0}, {"min_tokens": 1}, {"bad_words": banned_ids((5,))}, {"allowed_token_ids": (5,)}], ids=str
 )
 def test_parameters_that_see_each_token_skip_nothing(seen: dict[str, Any]) -> None:
     grammars, row = masks(), Row(make_grammar("json", SCHEMA), **seen)

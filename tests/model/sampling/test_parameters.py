@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import msgspec
 import pytest
+from tiny import banned_ids
 
 from tightwire.model.sampling.draw import candidates_needed
 from tightwire.model.sampling.parameters import Needs, SamplingParams, declared_needs
@@ -26,7 +27,7 @@ SET: dict[str, Any] = {
     "min_tokens": 1,
     "ignore_eos": True,
     "allowed_token_ids": (),
-    "bad_words": ((3, 4),),
+    "bad_words": banned_ids((3, 4)),
     "grammar": "start: /a/",
 }
 

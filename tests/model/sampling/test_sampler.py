@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import banned_ids
 from torch import Tensor
 
 from tightwire.model.sampling.draw import UNSETTLED
@@ -98,7 +99,7 @@ def test_bans_are_those_of_vllm(
     words: tuple[tuple[int, ...], ...], allowed: tuple[int, ...] | None, output: list[int], temperature: float
 ) -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0, 2.0, 1.0, 0.0]])
-    held = row(bad_words=words, allowed_token_ids=allowed, temperature=temperature, top_k=1)
+    held = row(bad_words=banned_ids(*words), allowed_token_ids=allowed, temperature=temperature, top_k=1)
     held.token_ids += output
     free = [i for i in range(6) if (allowed is None or i in allowed) and i not in banned_by_vllm(words, output)]
     company = row()  # its neighbour is not affected
@@ -132,7 +133,7 @@ def random_row(rng: random.Random, vocab: int) -> Row:
             logprobs=rng.choice([None, 0, 5]),
             min_tokens=rng.choice([0, 2]),
             allowed_token_ids=rng.choice([None, None, tuple(rng.sample(range(vocab), 40))]),
-            bad_words=rng.choice([(), ((5,), (6,)), tuple((b,) for b in range(30)), ((4, 5), (7, 8, 9))]),
+            bad_words=banned_ids(*rng.choice([[], [(5,), (6,)], [(b,) for b in range(30)], [(4, 5), (7, 8, 9)]])),
         ),
         token_ids=[rng.randrange(vocab) for _ in range(rng.randint(1, 9))],
         num_prompt_tokens=1,

@@ -88,12 +88,12 @@ def test_a_token_outside_the_vocabulary_is_400() -> None:
     assert raised.value.status == 400
 
 
-def test_bad_words_are_banned_at_the_start_and_after_a_space() -> None:
-    """vLLM's rule: the spelling after a space counts if it is another token, and not a longer word."""
+def test_a_bad_word_is_banned_in_every_spelling() -> None:
+    """With and without a space before it, and from any tokens that have its bytes."""
     backend = byte_backend(304)
     state = json.loads(backend.to_str())
-    state["model"]["vocab"] |= {"\u0120a": 304}
-    state["model"]["merges"] = [["\u0120", "a"]]
+    state["model"]["vocab"] |= {"\u0120a": 304, "ab": 305}
+    state["model"]["merges"] = [["\u0120", "a"], ["a", "b"]]
     tokenizer = Tokenizer(
         Backend.from_str(json.dumps(state)),
         chat_template=None,
@@ -102,7 +102,20 @@ def test_bad_words_are_banned_at_the_start_and_after_a_space() -> None:
         eos_token_ids=(),
     )
     holder = ModelHolder()
-    holder.fill(info=replace(INFO, vocab_size=305), tokenizer=tokenizer)
+    holder.fill(info=replace(INFO, vocab_size=306), tokenizer=tokenizer)
     assert holder.model is not None
-    [sequence] = make_sequences(_body(bad_words=["a", " b", "\n", "ab"]), holder.model, [Prompt([1])])
-    assert sequence.params.bad_words == ((97,), (304,), (98,), (10,), (97, 98), (304, 98))
+    [sequence] = make_sequences(_body(bad_words=["a", " ab"]), holder.model, [Prompt([1])])
+    short, long = sequence.params.bad_words
+    assert set(short.whole) == {97, 304} and set(long.whole) == {305}
+    for before in ([97], [304], [32, 97], [7, 97]):
+        assert long.ends_after(before) == [98]
+    assert long.ends_after([32]) == [305] and long.ends_after([7]) == [] and long.ends_after([97, 7]) == []
+
+    holder.fill(info=replace(INFO, vocab_size=305), tokenizer=tokenizer)
+    [sequence] = make_sequences(_body(bad_words=["ab"]), holder.model, [Prompt([1])])
+    assert sequence.params.bad_words[0].whole == []  # the model has no such token
+
+
+def test_many_characters_of_bad_words_are_refused() -> None:
+    with pytest.raises(ApiError, match="bad_words has 16640 characters; at most 16384 are possible"):
+        make_sequences(_body(bad_words=["a" * 256] * 65), _model(INFO), [Prompt([1])])

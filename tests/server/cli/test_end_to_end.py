@@ -126,6 +126,8 @@ def test_bad_words_and_allowed_tokens_with_a_real_vocabulary(client: OpenAI, smo
 
     banned: dict[str, Any] = {"extra_body": {"bad_words": ["Paris", "France", "Louvre"]}}
     assert "Paris" in texts(temperature=0)[0]
+    for word in ("Paris", "capital"):  # each without the spelling that the tokenizer writes, which is " Paris"
+        assert word not in texts(temperature=0, extra_body={"bad_words": [word]})[0]
     answers = texts(temperature=0, **banned) + texts(n=3, temperature=1, **banned)
     assert not any(word in text for word in ("Paris", "France", "Louvre") for text in answers)
     with create(**request, temperature=0, stream=True, **banned) as stream:

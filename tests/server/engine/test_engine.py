@@ -10,6 +10,7 @@ import torch
 from helpers.server.fake_runner import FakeRunner, OneRank, logits_after
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tiny import banned_ids
 from torch import Tensor
 
 from tightwire.comm.ledger.ledger import Spent
@@ -390,7 +391,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         min_tokens=rng.choice([0, 2]),
         ignore_eos=rng.random() < 0.5,
         allowed_token_ids=rng.choice([None, None, (3, 5, 7, 9, 11)]),
-        bad_words=rng.choice([(), (), ((4,), (3, 5), (5, 7, 9), (7, 7))]),
+        bad_words=banned_ids(*rng.choice([[], [], [(4,), (3, 5), (5, 7, 9), (7, 7)]])),
     )
 
 
