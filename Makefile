@@ -44,7 +44,7 @@ test: check
 check: $(installed_dev)
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
-	$(bin)/clang-format --dry-run --Werror kernels/cpu/native/*
+	$(bin)/clang-format --dry-run --Werror $$(find kernels/cpu/native -name '*.cpp' -o -name '*.h')
 	$(bin)/pyright
 	$(bin)/lint-imports
 	$(bin)/python tools/house.py

@@ -1,4 +1,4 @@
-"""Paged attention on CPU: checks and argument structs around ``native/attention.cpp``."""
+"""Paged attention on CPU: checks and argument structs around ``native/attention``."""
 
 import math
 from typing import Any, NamedTuple

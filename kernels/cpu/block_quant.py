@@ -1,4 +1,4 @@
-"""``block_quant`` for CPU tensors: native/codec.cpp, the reference's bytes. Groups are shared among torch's threads.
+"""``block_quant`` for CPU tensors: native/codec, the reference's bytes. Groups are shared among torch's threads.
 
 Without the library, functions are the reference's.
 """

@@ -77,9 +77,9 @@ def source_hash() -> str:
     """A hash of all sources and of this file's compiler options."""
     options = [options for levels in LEVELS.values() for options, _ in levels.values()]
     digest = hashlib.sha256(repr((options, _FLAGS)).encode())
-    for file in sorted(SOURCES.iterdir()):
+    for file in sorted(SOURCES.rglob("*")):
         if file.suffix in (".h", ".cpp"):
-            digest.update(file.name.encode() + file.read_bytes())
+            digest.update(file.relative_to(SOURCES).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -131,7 +131,8 @@ def build(level: str, *, sanitize: bool = False) -> Path:
         TemporaryDirectory(dir=target.parent, prefix=_FOLDER_PREFIX) as folder,
         ThreadPoolExecutor(os.cpu_count()) as pool,
     ):
-        objects = {str(file): f"{folder}/{file.stem}.o" for file in sorted(SOURCES.glob("*.cpp"))}
+        sources = sorted(SOURCES.rglob("*.cpp"))
+        objects = {str(file): f"{folder}/{number}.o" for number, file in enumerate(sources)}
         list(pool.map(lambda file: _run([*command, "-c", file, "-o", objects[file]]), objects))
         complete = Path(folder) / target.name
         _run([*command, *objects.values(), "-o", str(complete)])

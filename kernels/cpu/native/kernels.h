@@ -96,7 +96,7 @@ typedef struct {
 } tw_interleave_args;
 TW_API void tw_interleave(const void *interleave_args, int64_t start, int64_t stop);
 
-// --- attention.cpp: paged causal attention --------------------------------------------------------------------------
+// --- attention/: paged causal attention ------------------------------------------------------------------------------
 
 // Some tokens of one sequence, attended together.
 typedef struct {
@@ -163,7 +163,7 @@ TW_API int64_t tw_make_sum(tw_sums *sums, int64_t index);
 // Wait for sum `index` in a thread beside the one that makes it: 0 if that one left it.
 TW_API int64_t tw_await_sum(tw_sums *sums, int64_t index);
 
-// --- codec.cpp: block quantization --------------------------------------------------------------------------------------
+// --- codec/: block quantization ------------------------------------------------------------------------------------------
 
 // The fields of kernels/spec/block_format.py.
 typedef struct {

@@ -1,5 +1,6 @@
 """Building the library: levels by CPU, compilers, failures that leave the old library, and what the hook builds."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -116,6 +117,16 @@ def test_a_changed_source_changes_the_hash(sources: Path) -> None:
     before = build.source_hash()
     (sources / "one.cpp").write_text('extern "C" int one() { return 2; }\n')
     assert build.source_hash() != before
+
+
+def test_sources_in_a_folder_are_compiled_and_hashed_even_with_the_name_of_another(sources: Path) -> None:
+    (sources / "folder").mkdir()
+    before, visible = build.source_hash(), 'extern "C" __attribute__((visibility("default"))) int '
+    (sources / "one.cpp").write_text("int other(); " + visible + "sum() { return 1 + other(); }\n")
+    alone = build.source_hash()
+    (sources / "folder" / "one.cpp").write_text("int other() { return 2; }\n")
+    assert len({before, alone, build.source_hash()}) == 3
+    assert ctypes.CDLL(str(build.build(build.usable_levels()[0]))).sum() == 3
 
 
 def test_every_level_of_this_machine_compiles() -> None:

@@ -1,6 +1,6 @@
 // Codes of a group as lanes and as bytes: the planes of kernels/spec/block_format.py, and e4m3 floats.
 #pragma once
-#include "numbers.h"
+#include "../numbers.h"
 
 // --- bytes and lanes ------------------------------------------------------------------------------------------------
 

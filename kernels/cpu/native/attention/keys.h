@@ -1,0 +1,161 @@
+// One tile's memory, and the keys and values that are read into it from the cache.
+#pragma once
+#include "../parallel.h"
+#include "products.h"
+
+namespace {
+constexpr int KEYS = 64;  // per block
+constexpr int CHUNK =
+    48;  // rows that take a step together: their scores stay in the nearest cache; a multiple of TALL and LANES
+
+// One tile's memory: rows of queries and sums are `padded` floats wide, head_dim rounded up to whole vectors.
+struct Buffers {
+    int64_t padded;
+    float *queries, *sums, *lane_sums, *maxima;  // of all rows
+    float *scores;                               // of a chunk of rows
+    float *keys_t, *values, *staged;             // of a block of keys
+};
+
+Buffers make_buffers(int64_t num_rows, int64_t head_dim) {
+    const int64_t padded = (head_dim + LANES - 1) / LANES * LANES;
+    num_rows += TALL;
+    const int64_t sizes[] = {num_rows * padded, num_rows * padded, num_rows * LANES, (num_rows + CHUNK) / LANES * LANES,
+                             CHUNK * KEYS,      padded * KEYS,     KEYS * padded,    LANES * padded};
+    int64_t total = 0;
+    for (int64_t size : sizes) total += size;
+    float *floats[8], *next = thread_scratch(ATTENTION, total);
+    for (int i = 0; i < 8; next += sizes[i++]) floats[i] = next;
+    return {padded, floats[0], floats[1], floats[2], floats[3], floats[4], floats[5], floats[6], floats[7]};
+}
+
+// Four floats of every fourth row: of four rows with registers of sixteen lanes, of two with eight, of one with four.
+INLINE FloatReg load_fours(const float *row, int64_t stride) {
+#if defined(__AVX512F__)
+    __m512 fours = _mm512_castps128_ps512(_mm_loadu_ps(row));
+    fours = _mm512_insertf32x4(fours, _mm_loadu_ps(row + 4 * stride), 1);
+    fours = _mm512_insertf32x4(fours, _mm_loadu_ps(row + 8 * stride), 2);
+    return (FloatReg)_mm512_insertf32x4(fours, _mm_loadu_ps(row + 12 * stride), 3);
+#elif defined(__AVX2__)
+    __m256 fours = _mm256_castps128_ps256(_mm_loadu_ps(row));
+    return (FloatReg)_mm256_insertf128_ps(fours, _mm_loadu_ps(row + 4 * stride), 1);
+#else
+    (void)stride;
+    return (FloatReg)vld1q_f32(row);
+#endif
+}
+
+// Within each four lanes: lanes I to L of a (0 to 3) and b (4 to 7).
+template <int I, int J, int K, int L>
+INLINE FloatReg pick(FloatReg a, FloatReg b) {
+#define LANE(first, i) (first) + ((i) < 4 ? (i) : (i) - 4 + REG_LANES)
+#define FOUR(first) LANE(first, I), LANE(first, J), LANE(first, K), LANE(first, L)
+#if defined(__AVX512F__)
+    return __builtin_shufflevector(a, b, FOUR(0), FOUR(4), FOUR(8), FOUR(12));
+#elif defined(__AVX2__)
+    return __builtin_shufflevector(a, b, FOUR(0), FOUR(4));
+#else
+    return __builtin_shufflevector(a, b, FOUR(0));
+#endif
+#undef FOUR
+#undef LANE
+}
+
+// Sixteen floats of each of sixteen rows become sixteen rows of sixteen.
+INLINE void transpose(const float *rows, int64_t row_stride, float *target, int64_t target_stride) {
+    UNROLL for (int column = 0; column < LANES; column += 4) {
+        UNROLL for (int i = 0; i < REGS; i++) {
+            FloatReg fours[4];
+            const float *first = rows + REG_LANES * i * row_stride + column;
+            UNROLL for (int row = 0; row < 4; row++)
+                fours[row] = load_fours(first + row * row_stride, row_stride);
+            FloatReg low_01 = pick<0, 4, 1, 5>(fours[0], fours[1]), low_23 = pick<0, 4, 1, 5>(fours[2], fours[3]);
+            FloatReg high_01 = pick<2, 6, 3, 7>(fours[0], fours[1]), high_23 = pick<2, 6, 3, 7>(fours[2], fours[3]);
+            FloatReg columns[] = {pick<0, 1, 4, 5>(low_01, low_23), pick<2, 3, 6, 7>(low_01, low_23),
+                                  pick<0, 1, 4, 5>(high_01, high_23), pick<2, 3, 6, 7>(high_01, high_23)};
+            UNROLL for (int k = 0; k < 4; k++)
+                memcpy(target + (column + k) * target_stride + REG_LANES * i, &columns[k], sizeof columns[k]);
+        }
+    }
+}
+
+// `count` numbers as float32; `target` has room for whole vectors.
+template <class Number>
+void widen(const char *source, int64_t count, float *target) {
+    for (int64_t at = 0; at < count; at += LANES)
+        store(target + at, load_numbers<Number>(source + Number::size * at, count - at));
+}
+
+// Walks one sequence's keys and values in the cache, position by position.
+struct CacheWalk {
+    const int32_t *blocks;
+    int64_t block_stride, head_offset, token_bytes, tokens_per_block;
+    int64_t index, in_block;  // of the next position
+
+    CacheWalk(const tw_attend_args &args, int64_t seq, int64_t kv_head) {
+        blocks = (const int32_t *)(args.block_table + seq * args.table_stride);
+        block_stride = args.cache_block_stride, tokens_per_block = args.tokens_per_block;
+        token_bytes = args.head_dim * size_of(args.cache_kind);
+        head_offset = kv_head * tokens_per_block * token_bytes;
+        index = in_block = 0;
+    }
+    // Bytes from the start of a cache to the next position's numbers.
+    int64_t next() {
+        const int64_t offset = blocks[index] * block_stride + head_offset + in_block * token_bytes;
+        if (++in_block == tokens_per_block) in_block = 0, index++;
+        return offset;
+    }
+};
+
+// `count` 16-bit numbers, and zeros up to `padded`.
+void copy_row(const char *source, int64_t count, int64_t padded, char *target) {
+    const int64_t whole = count / (2 * LANES) * (2 * LANES);
+    for (int64_t at = 0; at < whole; at += 2 * LANES) store(target + 2 * at, load(source + 2 * at));
+    if (whole == count) return;
+    memset(target + 2 * whole, 0, 2 * (padded - whole));
+    memcpy(target + 2 * whole, source + 2 * whole, 2 * (count - whole));
+}
+
+// The next sixteen keys, of which `count` exist, into columns of `keys_t`, and their values into rows of `values`.
+template <class Number>
+void read_keys(const tw_attend_args &args, CacheWalk &walk, int64_t count, const Buffers &buffers, float *keys_t,
+               float *values) {
+    const int64_t padded = buffers.padded;
+    for (int key = 0; key < LANES; key++) {
+        float *row = buffers.staged + padded * key, *value_row = values + padded * key;
+        if (key < count) {
+            const int64_t offset = walk.next();
+            widen<Number>((const char *)args.k_cache + offset, args.head_dim, row);
+            widen<Number>((const char *)args.v_cache + offset, args.head_dim, value_row);
+        } else {
+            memset(row, 0, 4 * padded);
+            memset(value_row, 0, 4 * padded);
+        }
+    }
+    for (int64_t at = 0; at < padded; at += LANES) transpose(buffers.staged + at, padded, keys_t + KEYS * at, KEYS);
+}
+
+// The same of bfloat16 numbers in pairs: two neighbours of a key, and for values two keys that follow each other. Staged
+// first, key and value in one row: transposing in place takes longer, because memory is read out of order.
+[[maybe_unused]] void read_keys_in_pairs(const tw_attend_args &args, CacheWalk &walk, int64_t count, const Buffers &buffers,
+                                         float *keys_t, float *values) {
+    const int64_t padded = buffers.padded, value_at = 2 * padded;
+    for (int key = 0; key < LANES; key++) {
+        char *row = (char *)(buffers.staged + padded * key);
+        if (key < count) {
+            const int64_t offset = walk.next();
+            copy_row((const char *)args.k_cache + offset, args.head_dim, padded, row);
+            copy_row((const char *)args.v_cache + offset, args.head_dim, padded, row + value_at);
+        } else {
+            memset(row, 0, 4 * padded);
+        }
+    }
+    for (int64_t at = 0; at < padded / 2; at += LANES) transpose(buffers.staged + at, padded, keys_t + KEYS * at, KEYS);
+    for (int key = 0; key < LANES; key += 2) {
+        const char *first = (const char *)(buffers.staged + padded * key) + value_at, *second = first + 4 * padded;
+        for (int64_t at = 0; at < padded; at += LANES) {
+            I32 pairs = load_low_halves(first + 2 * at) | shift_left(load_low_halves(second + 2 * at), 16);
+            store(values + padded * (key / 2) + at, floats_of(pairs));
+        }
+    }
+}
+}  // namespace

@@ -1,0 +1,123 @@
+// What encoding and decoding share: the layout of a message, rotation, and the formats as template arguments.
+//
+// The bytes are those of kernels/spec/block_quant.py, which has the arithmetic; block_format.py has the layout.
+#pragma once
+#include "../kernels.h"
+#include "planes.h"
+
+constexpr int64_t MAX_GROUP = 128;  // a whole number of groups of every format
+
+// Two planes: low bits first, then those that are left, if any.
+template <int BITS, int SIZE, bool IS_FLOAT8 = false>
+struct Shape {
+    static constexpr int bits = BITS, size = SIZE, num_vectors = SIZE / LANES;
+    static constexpr bool is_float8 = IS_FLOAT8;
+    static constexpr int low_bits = BITS == 8 ? 8 : BITS >= 4 ? 4 : 2, high_bits = BITS - low_bits;
+    static constexpr int max_code = (1 << BITS) - 1, num_levels = 1 << (BITS - 1);
+};
+
+// An encoded tensor: its sections. Each has a group's part `group` parts behind its start.
+struct Message {
+    tw_block_format format;
+    int64_t num_groups;
+    bool has_zeros;
+    char *low_plane, *high_plane, *scales, *zeros;
+
+    Message(address start, const tw_block_format &format, int64_t num_elems)
+        : format(format), num_groups((num_elems + format.group_elems - 1) / format.group_elems) {
+        const int64_t low_bits = format.bits == 8 ? 8 : format.bits >= 4 ? 4 : 2, eighth = format.group_elems / 8;
+        has_zeros = !format.symmetric && !format.float8;
+        low_plane = (char *)start;
+        high_plane = low_plane + num_groups * eighth * low_bits;
+        scales = low_plane + num_groups * eighth * format.bits;
+        zeros = scales + 2 * num_groups;
+    }
+};
+
+// --- rotation -------------------------------------------------------------------------------------------------------
+
+template <int... LANE>
+struct Lanes {};
+template <int COUNT, int... LANE>
+struct FirstLanes : FirstLanes<COUNT - 1, COUNT - 1, LANE...> {};
+template <int... LANE>
+struct FirstLanes<0, LANE...> {
+    using type = Lanes<LANE...>;
+};
+using RegLanes = FirstLanes<REG_LANES>;
+// Each lane's value goes to the lane STEP apart.
+template <int STEP, int... LANE>
+INLINE FloatReg partners(FloatReg value, Lanes<LANE...>) {
+    return __builtin_shufflevector(value, value, (LANE ^ STEP)...);
+}
+// a + b and a - b of lanes STEP apart, all over the vector.
+template <int STEP>
+INLINE F32 butterfly(F32 value) {
+    F32 out;
+    if constexpr (STEP >= REG_LANES) {
+        constexpr int apart = STEP / REG_LANES;
+        for (int i = 0; i < REGS; i++) {
+            const int first = i & ~apart, second = i | apart;
+            out.reg[i] = i == first ? value.reg[first] + value.reg[second] : value.reg[first] - value.reg[second];
+        }
+    } else {
+        FloatReg signs;
+        for (int lane = 0; lane < REG_LANES; lane++) signs[lane] = lane & STEP ? -1.0f : 1.0f;
+        for (int i = 0; i < REGS; i++)
+            out.reg[i] = fma_reg(value.reg[i], signs, partners<STEP>(value.reg[i], RegLanes::type()));
+    }
+    return out;
+}
+
+// A group times the Hadamard matrix of its size: entries 1 and -1, not scaled.
+template <int COUNT>
+INLINE void rotate(F32 (&x)[COUNT]) {
+    constexpr int rounds = COUNT == 8 ? 3 : COUNT == 4 ? 2 : 1;
+    UNROLL for (int i = 0; i < COUNT; i++)
+        x[i] = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(x[i]))));
+    UNROLL for (int round = 0; round < rounds; round++) {
+        const int apart = 1 << round;
+        UNROLL for (int i = 0; i < COUNT; i++) {
+            if (i & apart) continue;
+            F32 a = x[i], b = x[i + apart];
+            x[i] = a + b, x[i + apart] = a - b;
+        }
+    }
+}
+
+// --- formats ----------------------------------------------------------------------------------------------------------
+
+template <int BITS, bool IS_FLOAT8, class Work>
+INLINE auto with_size(int64_t size, Work work) {
+    if (size == 128) return work(Shape<BITS, 128, IS_FLOAT8>());
+    if (size == 64) return work(Shape<BITS, 64, IS_FLOAT8>());
+    return work(Shape<BITS, 32, IS_FLOAT8>());
+}
+// Calls `work` with the Shape of a format known at run time.
+template <class Work>
+INLINE auto with_shape(const tw_block_format &format, Work work) {
+    if (format.float8) return with_size<8, true>(format.group_elems, work);
+    switch (format.bits) {
+        case 8: return with_size<8, false>(format.group_elems, work);
+        case 6: return with_size<6, false>(format.group_elems, work);
+        case 5: return with_size<5, false>(format.group_elems, work);
+        case 4: return with_size<4, false>(format.group_elems, work);
+        case 3: return with_size<3, false>(format.group_elems, work);
+        case 2: return with_size<2, false>(format.group_elems, work);
+        default: __builtin_trap();  // kernels/spec/block_format.py has no other width
+    }
+}
+
+// --- one format's code, for callers that know it at run time ----------------------------------------------------------
+
+// Numbers that encode.cpp takes at a time.
+constexpr int BLOCK = 1024;
+
+// Stores a group's numbers, or adds them to those of an earlier message.
+typedef void (*DecodeGroup)(const Message &, int64_t group, bool turns_back, float *sums, bool adds);
+DecodeGroup group_decoder(const tw_block_format &format);
+// Encodes `count` numbers, at most BLOCK, as groups of the message from `group` on. `carried`: null, or of these groups.
+typedef void (*EncodeBlock)(const Message &, int64_t group, const float *sums, int64_t count, bool rotates, char *carried);
+EncodeBlock block_encoder(const tw_block_format &format);
+
+INLINE char *carried_at(address carried, int64_t first) { return carried ? (char *)carried + BFloat16::size * first : nullptr; }

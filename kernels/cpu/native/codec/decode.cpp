@@ -1,0 +1,190 @@
+// Decoding of messages (codec.h): a group stays in registers. Also sums of messages, encoded again.
+#include "codec.h"
+
+namespace {
+constexpr uint32_t INFINITE_BF16 = 0x7F80;
+
+INLINE uint32_t load_u16(const char *source) {
+    uint16_t value;
+    memcpy(&value, source, sizeof value);
+    return value;
+}
+INLINE float from_bf16(uint32_t bits) { return float_of(bits << 16); }
+
+// A bfloat16 number that is finite and at least 2^-100 in size.
+INLINE bool is_plain(uint32_t bits) { return (bits & 0x7FFF) >= 27 << 7 && (bits & 0x7FFF) < INFINITE_BF16; }
+
+template <class Shape>
+struct CodedGroup {
+    using Low = Plane<Shape::low_bits, Shape::size>;
+    using High = Plane<Shape::high_bits ? Shape::high_bits : 8, Shape::size>;
+    const char *low_plane, *high_plane;
+    uint32_t scale_bits, zero_bits;
+    F32 scale, zero;
+    I32 level;
+
+    CodedGroup(const Message &message, int64_t group)
+        : low_plane(message.low_plane + group * Low::bytes), high_plane(message.high_plane + group * High::bytes) {
+        scale_bits = load_u16(message.scales + 2 * group);
+        // Adding -0 changes nothing, not even a -0.
+        zero_bits = message.has_zeros ? load_u16(message.zeros + 2 * group) : 0x8000;
+        scale = splat(from_bf16(scale_bits)), zero = splat(from_bf16(zero_bits));
+        level = splat_int(message.format.symmetric ? Shape::num_levels : 0);
+    }
+    F32 level_of(I32 code) const { return Shape::is_float8 ? from_e4m3(code) : to_float(code - level); }
+    F32 number_of(I32 code) const { return fma(level_of(code), scale, zero); }
+    // Of numbers `at` to `at + 15`.
+    I32 codes(int at) const {
+        I32 code = Low::load(low_plane, at);
+        if constexpr (Shape::high_bits > 0) code = code | shift_left(High::load(high_plane, at), Shape::low_bits);
+        return code;
+    }
+    F32 numbers(int at) const { return number_of(codes(at)); }
+    // Whether AVX512-BF16, which takes subnormal numbers for zero, rounds all numbers rightly: with scale and zero of
+    // 8 bits of mantissa and at least 2^-100, or a zero of 0, no number but 0 is below 2^-116.
+    bool rounds_exactly() const {
+        return !PAIRS || (is_plain(scale_bits) && (is_plain(zero_bits) || (zero_bits & 0x7FFF) == 0));
+    }
+};
+
+// Numbers of a format that rotates, still rotated or turned back.
+template <class Shape>
+INLINE void decode_group(const Message &message, int64_t group, bool turns_back, F32 (&x)[Shape::num_vectors]) {
+    constexpr int COUNT = Shape::num_vectors;
+    const CodedGroup<Shape> coded(message, group);
+    if (turns_back && message.format.symmetric) {
+        // Sums of levels are whole numbers, so that scaling afterwards changes nothing.
+        UNROLL for (int i = 0; i < COUNT; i++)
+            x[i] = coded.level_of(coded.codes(LANES * i));
+        rotate(x);
+        const F32 scale = splat(from_bf16(coded.scale_bits) * (1.0f / Shape::size));
+        UNROLL for (int i = 0; i < COUNT; i++)
+            x[i] = x[i] * scale;
+        return;
+    }
+    UNROLL for (int i = 0; i < COUNT; i++)
+        x[i] = coded.numbers(LANES * i);
+    if (!turns_back) return;
+    rotate(x);
+    UNROLL for (int i = 0; i < COUNT; i++)
+        x[i] = x[i] * splat(1.0f / Shape::size);
+}
+
+// A whole group without rotation straight to bfloat16.
+template <class Shape>
+INLINE void decode_to_bf16(const CodedGroup<Shape> &coded, char *target) {
+#if defined(__AVX512BF16__)
+    if constexpr (Shape::bits == 4 && Shape::size >= 64) {
+        // Sixteen numbers at most: computed once, rounded, and looked up by code, 32 at a time.
+        const __m512 all = (__m512)coded.number_of(lane_numbers()).reg[0];
+        const __m512i table = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(all));
+        constexpr int bytes = Shape::size / 2;
+        for (int at = 0; at < bytes; at += 2 * LANES) {
+            __m512i pairs = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(coded.low_plane + at)));
+            _mm512_storeu_si512(target + 2 * at, _mm512_permutexvar_epi16(pairs, table));
+            pairs = _mm512_srli_epi16(pairs, 4);
+            _mm512_storeu_si512(target + 2 * (bytes + at), _mm512_permutexvar_epi16(pairs, table));
+        }
+        return;
+    }
+    UNROLL for (int at = 0; at < Shape::size; at += 2 * LANES) {
+        F32 first = coded.numbers(at), second = coded.numbers(at + LANES);
+        __m512i narrow = (__m512i)_mm512_cvtne2ps_pbh((__m512)second.reg[0], (__m512)first.reg[0]);
+        _mm512_storeu_si512(target + 2 * at, narrow);
+    }
+#else
+    UNROLL for (int at = 0; at < Shape::size; at += LANES)
+        BFloat16::store(target + 2 * at, coded.numbers(at));
+#endif
+}
+
+template <class Shape, class Number>
+void decode_groups(const tw_code_args &args, int64_t start, int64_t stop) {
+    const Message message(args.message, args.format, args.num_elems);
+    for (int64_t group = start; group < stop; group++) {
+        const int64_t first = group * Shape::size, left = args.num_elems - first;
+        char *target = (char *)args.numbers + Number::size * first;
+        bool rounds_exactly = false;
+        if constexpr (Number::kind == BFLOAT16) {
+            const CodedGroup<Shape> coded(message, group);
+            rounds_exactly = coded.rounds_exactly() && (args.format.symmetric || !args.format.hadamard);
+            if (rounds_exactly && !args.format.hadamard && left >= Shape::size) {
+                decode_to_bf16(coded, target);
+                continue;
+            }
+        }
+        F32 x[Shape::num_vectors];
+        decode_group<Shape>(message, group, args.format.hadamard, x);
+        if (rounds_exactly && left >= Shape::size) {
+            UNROLL for (int i = 0; i < Shape::num_vectors; i++)
+                Number::store_rounded(target + Number::size * LANES * i, x[i]);
+            continue;
+        }
+        UNROLL for (int i = 0; i < Shape::num_vectors; i++) {
+            if (LANES * i < left) store_numbers<Number>(target + Number::size * LANES * i, x[i], left - LANES * i);
+        }
+    }
+}
+
+// Stores a group's numbers, or adds them to those of an earlier message.
+template <class Shape>
+void decode_to_sums(const Message &message, int64_t group, bool turns_back, float *sums, bool adds) {
+    F32 x[Shape::num_vectors];
+    decode_group<Shape>(message, group, turns_back, x);
+    UNROLL for (int i = 0; i < Shape::num_vectors; i++)
+        store(sums + LANES * i, adds ? load(sums + LANES * i) + x[i] : x[i]);
+}
+}  // namespace
+
+DecodeGroup group_decoder(const tw_block_format &format) {
+    return with_shape(format, [](auto shape) -> DecodeGroup { return decode_to_sums<decltype(shape)>; });
+}
+
+void tw_decode(const void *code_args, int64_t start, int64_t stop) {
+    const tw_code_args &args = *(const tw_code_args *)code_args;
+    with_shape(args.format, [&](auto shape) {
+        with_kind(args.kind, [&](auto number) { decode_groups<decltype(shape), decltype(number)>(args, start, stop); });
+    });
+}
+
+void tw_decode_add(const void *code_args, int64_t start, int64_t stop) {
+    const tw_code_args &args = *(const tw_code_args *)code_args;
+    const Message message(args.message, args.format, args.num_elems);
+    const DecodeGroup decode = group_decoder(args.format);
+    const int64_t size = args.format.group_elems;
+    alignas(64) float numbers[MAX_GROUP];
+    for (int64_t group = start; group < stop; group++) {
+        float *sums = (float *)args.numbers + group * size;
+        const int64_t left = args.num_elems - group * size;
+        if (left >= size) {
+            decode(message, group, args.format.hadamard, sums, true);
+            continue;
+        }
+        decode(message, group, args.format.hadamard, numbers, false);
+        for (int64_t at = 0; at < left; at++) sums[at] += numbers[at];
+    }
+}
+
+void tw_decode_reduce_encode(const void *recode_args, int64_t start, int64_t stop) {
+    const tw_recode_args &args = *(const tw_recode_args *)recode_args;
+    const tw_block_format &format = args.format, &out_format = args.out_format;
+    const DecodeGroup decode = group_decoder(format);
+    const EncodeBlock encode = block_encoder(out_format);
+    const int64_t size = format.group_elems, out_size = out_format.group_elems;
+    const bool stay_rotated = format.hadamard && out_format.hadamard && size == out_size;
+    const Message out(args.out, out_format, args.num_elems);
+    const int64_t end = stop * MAX_GROUP < args.num_elems ? stop * MAX_GROUP : args.num_elems;
+    alignas(64) float sums[BLOCK];
+    for (int64_t first = start * MAX_GROUP; first < end; first += BLOCK) {
+        const int64_t count = end - first < BLOCK ? end - first : BLOCK;
+        const int64_t num_groups = (count + size - 1) / size;
+        for (int64_t i = 0; i < args.num_messages; i++) {
+            const Message message(((const address *)args.messages)[i], format, args.num_elems);
+            for (int64_t at = 0; at < num_groups; at++)
+                decode(message, first / size + at, format.hadamard && !stay_rotated, sums + at * size, i > 0);
+        }
+        // Numbers that are still rotated fill their groups.
+        const int64_t kept = stay_rotated ? num_groups * size : count;
+        encode(out, first / out_size, sums, kept, out_format.hadamard && !stay_rotated, carried_at(args.carried, first));
+    }
+}

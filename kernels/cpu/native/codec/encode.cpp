@@ -1,0 +1,216 @@
+// Encoding of numbers as codes, scales and zeros (codec.h).
+//
+// Encoding makes three passes over blocks in the first-level cache: numbers are widened, rotated if the format says so, and what
+// earlier sums lost is added; all scales of a block are computed at once; codes are rounded and packed, and what they lose is
+// stored. One pass would wait: a group's scale depends on all of its numbers by a chain of a hundred cycles.
+#include "codec.h"
+
+namespace {
+constexpr int MAX_GROUPS = BLOCK / 32;
+constexpr float FLOAT8_MAX = 448.0f, MIN_SCALE = 0x1p-126f, INFINITE = __builtin_inff();
+constexpr uint32_t LARGEST_BF16 = 0x7F7F;
+
+// Whole groups, of which the last may be filled up, and facts about each.
+struct Block {
+    alignas(64) float numbers[BLOCK];
+    // The number of the largest size: its size in the upper 31 bits, above infinity for NaN, and its sign in the lowest bit. Of
+    // two of equal size and unlike sign, the negative one; -0 if all are zeros. For symmetric formats, the others have:
+    alignas(64) int32_t largest[MAX_GROUPS] = {};
+    alignas(64) float low[MAX_GROUPS] = {}, high[MAX_GROUPS] = {};  // low is NaN if a number is infinite or NaN
+    alignas(64) float scale[MAX_GROUPS], inverse[MAX_GROUPS], zero[MAX_GROUPS];
+    uint32_t broken;  // a bit for each group that must decode to NaN
+    int64_t num_groups;
+};
+
+template <int COUNT>
+INLINE int32_t find_largest(const F32 (&x)[COUNT]) {
+    I32 largest = splat_int(1);
+    UNROLL for (int i = 0; i < COUNT; i++) {
+        const I32 bits = bits_of(x[i]);
+        largest = maximum_unsigned(largest, shift_left(bits, 1) | shift_right(bits, 31));
+    }
+    return max_lanes_unsigned(largest);
+}
+template <int COUNT>
+INLINE void find_extremes(const F32 (&x)[COUNT], float &lowest, float &highest) {
+    F32 low = splat(INFINITE), high = splat(-INFINITE), check = splat(0.0f);
+    UNROLL for (int i = 0; i < COUNT; i++) {
+        low = minimum(x[i], low), high = maximum(x[i], high);
+        check = fma(x[i], splat(0.0f), check);  // NaN from the first infinity or NaN on
+    }
+    lowest = min_lanes(low) + sum_lanes(check), highest = max_lanes(high);
+}
+
+// Numbers from `count` on become the one before them.
+template <class Number, int COUNT>
+INLINE void load_group(F32 (&x)[COUNT], const char *source, int64_t count) {
+    if (count >= LANES * COUNT) {
+        UNROLL for (int i = 0; i < COUNT; i++)
+            x[i] = Number::load(source + Number::size * LANES * i);
+        return;
+    }
+    alignas(64) float numbers[LANES * COUNT];
+    for (int64_t at = 0; at < count; at += LANES)
+        store(numbers + at, load_numbers<Number>(source + Number::size * at, count - at));
+    for (int64_t at = count; at < LANES * COUNT; at++) numbers[at] = numbers[count - 1];
+    UNROLL for (int i = 0; i < COUNT; i++)
+        x[i] = load(numbers + LANES * i);
+}
+
+// `count` numbers, from `source` on, to `block`. `carried`: null, or what their codes of the sum before lost.
+template <class Shape, class Number, bool IS_SYMMETRIC>
+__attribute__((noinline)) void fill_block(Block &block, const char *source, int64_t count, bool rotates, const char *carried) {
+    block.num_groups = (count + Shape::size - 1) / Shape::size;
+    for (int64_t group = 0; group < block.num_groups; group++) {
+        const int64_t first = group * Shape::size;
+        F32 x[Shape::num_vectors];
+        load_group<Number>(x, source + Number::size * first, count - first);
+        if (rotates) rotate(x);
+        if (carried) {
+            UNROLL for (int i = 0; i < Shape::num_vectors; i++)
+                x[i] = x[i] + BFloat16::load(carried + BFloat16::size * (first + LANES * i));
+        }
+        if (IS_SYMMETRIC) {
+            block.largest[group] = find_largest(x);
+        } else {
+            find_extremes(x, block.low[group], block.high[group]);
+        }
+        UNROLL for (int i = 0; i < Shape::num_vectors; i++)
+            store(block.numbers + first + LANES * i, x[i]);
+    }
+}
+
+constexpr int32_t UPPER_HALF = (int32_t)0xFFFF0000;
+// Of a number >= 0: the smallest bfloat16 that is not below.
+INLINE F32 bf16_above(F32 value) { return floats_of((bits_of(value) + splat_int(0xFFFF)) & splat_int(UPPER_HALF)); }
+// The largest bfloat16 that is not above.
+INLINE F32 bf16_below(F32 value) {
+    const I32 bits = bits_of(value), is_negative = bits < splat_int(0);
+    return floats_of((bits + (is_negative & splat_int(0xFFFF))) & splat_int(UPPER_HALF));
+}
+
+// Chooses the scales and zeros of all groups, and writes those of the message from `group` on.
+template <class Shape, bool IS_SYMMETRIC>
+__attribute__((noinline)) void scale_block(Block &block, const Message &message, int64_t group) {
+    block.broken = 0;
+    for (int64_t at = 0; at < block.num_groups; at += LANES) {
+        F32 scale, zero = splat(0.0f);
+        I32 is_sound;
+        if (IS_SYMMETRIC) {
+            constexpr float levels = (float)Shape::num_levels;  // a power of two
+            const I32 largest = load_ints(block.largest + at), size = shift_right(largest, 1);
+            is_sound = size < splat_int((LARGEST_BF16 << 16) + 1);
+            scale = bf16_above(maximum(floats_of(size) * splat(1.0f / levels), splat(MIN_SCALE)));
+            // The number of the largest size gets the lowest level, which has no counterpart.
+            scale = floats_of(bits_of(scale) | shift_left(largest + splat_int(1), 31));
+        } else {
+            const F32 low = load(block.low + at), high = load(block.high + at);
+            F32 span = maximum(high, -low), top = splat(FLOAT8_MAX);
+            if (message.has_zeros) {
+                zero = bf16_below(low + splat(0.0f));
+                span = high - zero, top = splat((float)Shape::max_code);
+            }
+            scale = bf16_above(maximum(span / top, splat(MIN_SCALE)));
+            is_sound = (low == low) & (top * scale + zero < splat(INFINITE));
+        }
+        store(block.inverse + at, splat(1.0f) / scale);
+        scale = select(is_sound, scale, splat(__builtin_nanf(""))), zero = select(is_sound, zero, splat(0.0f));
+        store(block.scale + at, scale), store(block.zero + at, zero);
+        const int64_t left = block.num_groups - at;
+        const uint32_t kept = left < LANES ? (1u << left) - 1 : 0xFFFF;
+        block.broken |= (~mask_of(is_sound) & kept) << at;
+        // Exact but for NaN, which becomes 0x7FC0.
+        store_numbers<BFloat16>(message.scales + 2 * (group + at), scale, left);
+        if (message.has_zeros) store_numbers<BFloat16>(message.zeros + 2 * (group + at), zero, left);
+    }
+}
+
+// What codes lost, as bfloat16. Sizes below the least normal number become 0, as AVX512-BF16 rounds them.
+INLINE void store_lost(char *target, F32 lost) {
+    if (!PAIRS) {
+        const I32 is_tiny = floats_of(bits_of(lost) & splat_int(0x7FFFFFFF)) < splat(MIN_SCALE);
+        lost = select(is_tiny, lost * splat(0.0f), lost);
+    }
+    BFloat16::store_rounded(target, lost);
+}
+
+// Rounds a block's numbers and writes the codes of its groups, in the message from `group` on; what they lose, to `carried`.
+template <class Shape, bool IS_SYMMETRIC>
+__attribute__((noinline)) void store_block(const Block &block, const Message &message, int64_t group, char *carried) {
+    using Low = Plane<Shape::low_bits, Shape::size>;
+    using High = Plane<Shape::high_bits ? Shape::high_bits : 8, Shape::size>;
+    constexpr bool HAS_ZEROS = !IS_SYMMETRIC && !Shape::is_float8;
+    char *low_plane = message.low_plane + group * Low::bytes, *high_plane = message.high_plane + group * High::bytes;
+    for (int64_t at = 0; at < block.num_groups; at++) {
+        const bool is_broken = block.broken >> at & 1;
+        const float *numbers = block.numbers + at * Shape::size;
+        const F32 scale = splat(block.scale[at]), inverse = splat(block.inverse[at]), zero = splat(block.zero[at]);
+        const F32 to_code = splat(ROUND_TO_INTEGER + (IS_SYMMETRIC ? (float)Shape::num_levels : 0.0f));
+        I32 codes[Shape::num_vectors];
+        UNROLL for (int i = 0; i < Shape::num_vectors; i++) {
+            const F32 x = load(numbers + LANES * i);
+            F32 scaled = (IS_SYMMETRIC ? x : x - zero) * inverse;
+            // Only the end without a level of its own must be clamped: the roundings of the scale's inverse and of the
+            // product stay below half a step.
+            if (IS_SYMMETRIC) scaled = minimum(scaled, splat(Shape::num_levels - 1.0f));
+            const F32 shifted = scaled + to_code;
+            codes[i] = Shape::is_float8 ? to_e4m3(scaled) : bits_of(shifted);
+            if (carried) {
+                const F32 level = Shape::is_float8 ? from_e4m3(codes[i]) : shifted - to_code;
+                const F32 lost = HAS_ZEROS ? x - fma(level, scale, zero) : fma(-level, scale, x);
+                store_lost(carried + BFloat16::size * (at * Shape::size + LANES * i), lost);
+            }
+        }
+        if (is_broken) {
+            UNROLL for (int i = 0; i < Shape::num_vectors; i++)
+                codes[i] = splat_int(0);
+        }
+        Low::store(low_plane + at * Low::bytes, codes, 0, Shape::high_bits == 0);
+        if constexpr (Shape::high_bits > 0) High::store(high_plane + at * High::bytes, codes, Shape::low_bits, true);
+    }
+}
+
+// Encodes `count` numbers, at most BLOCK, as groups of the message from `group` on. `carried`: null, or of these groups.
+template <class Shape, class Number>
+__attribute__((noinline)) void encode_block(const Message &message, int64_t group, const char *source, int64_t count,
+                                            bool rotates, char *carried) {
+    Block block;
+    if (message.format.symmetric && !Shape::is_float8) {
+        fill_block<Shape, Number, true>(block, source, count, rotates, carried);
+        scale_block<Shape, true>(block, message, group);
+        return store_block<Shape, true>(block, message, group, carried);
+    }
+    fill_block<Shape, Number, false>(block, source, count, rotates, carried);
+    scale_block<Shape, false>(block, message, group);
+    store_block<Shape, false>(block, message, group, carried);
+}
+
+template <class Shape>
+void encode_groups(const tw_code_args &args, int64_t start, int64_t stop) {
+    const Message message(args.message, args.format, args.num_elems);
+    const int64_t end = stop * Shape::size < args.num_elems ? stop * Shape::size : args.num_elems;
+    with_kind(args.kind, [&](auto number) {
+        using Number = decltype(number);
+        for (int64_t first = start * Shape::size; first < end; first += BLOCK) {
+            const char *source = (const char *)args.numbers + Number::size * first;
+            const int64_t count = end - first < BLOCK ? end - first : BLOCK;
+            char *carried = carried_at(args.carried, first);
+            encode_block<Shape, Number>(message, first / Shape::size, source, count, args.format.hadamard, carried);
+        }
+    });
+}
+
+template <class Shape>
+void encode_sums(const Message &message, int64_t group, const float *sums, int64_t count, bool rotates, char *carried) {
+    encode_block<Shape, Float32>(message, group, (const char *)sums, count, rotates, carried);
+}
+}  // namespace
+
+EncodeBlock block_encoder(const tw_block_format &format) {
+    return with_shape(format, [](auto shape) -> EncodeBlock { return encode_sums<decltype(shape)>; });
+}
+
+void tw_encode(const void *code_args, int64_t start, int64_t stop) {
+    const tw_code_args &args = *(const tw_code_args *)code_args;
+    with_shape(args.format, [&](auto shape) { encode_groups<decltype(shape)>(args, start, stop); });
+}
