@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tightwire.bench.options import TRANSPORTS, OutputOptions, RankOptions, option, parse_sizes
-from tightwire.comm.all_reduce.entry import (
+from tightwire.comm.all_reduce.names import (
     all_reduce_names,
     describe_all_reduce_names,
     split_all_reduce_names,

@@ -110,4 +110,4 @@ def _names(config: ServeConfig, model: LlamaConfig) -> list[str]:
     requests = policy_requests(config, model).values()
     names = [name for request in requests for name in (*request.lossy_names(), request.allreduce)]
     parsed = [parse_all_reduce(name) for name in dict.fromkeys(names)]
-    return [name.name for name in parsed if not name.lossless and not name.entry.needs_nodes]
+    return [name.name for name in parsed if not name.lossless and not name.needs_nodes]

@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tightwire.bench.options import OutputOptions, option, parse_integers
-from tightwire.comm.all_reduce.entry import describe_all_reduce_names, split_all_reduce_names, split_name
+from tightwire.comm.all_reduce.names import (
+    describe_all_reduce_names,
+    main_preset_names,
+    split_all_reduce_names,
+    split_name,
+)
 from tightwire.comm.policy.rules import read_policy_file
 from tightwire.model.weights import QUANTIZATIONS, WEIGHT_CODECS
 
@@ -25,8 +30,9 @@ _MAX_RANKS = 64
 _ALGORITHMS = (
     "two-shot",  # lossless: what messages in --dtype cost
     "ring",  # lossless, but it rounds the sum at every hop
-    *("flash-int8", "flash-int6", "flash-int5", "flash-int4", "flash-int3"),
-    *("flash-int8-plain", "flash-int4-plain"),
+    *main_preset_names(),
+    "flash-int8-plain",
+    "flash-int4-plain",
 )
 
 

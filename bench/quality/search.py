@@ -31,9 +31,10 @@ from tightwire.bench.quality.setting import (
     one_algorithm_arm,
     places,
 )
+from tightwire.comm.all_reduce.names import main_preset_names
 from tightwire.comm.policy.rules import DROP, FileRule, PolicyFile
 
-CANDIDATES = (*("flash-int8", "flash-int6", "flash-int5", "flash-int4", "flash-int3", LOSSLESS),)
+CANDIDATES = (*main_preset_names(), LOSSLESS)
 _PROBE = "flash-int4"  # a candidate, coarse enough to stand out from the rounding of bfloat16
 
 

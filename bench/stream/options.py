@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tightwire.bench.options import OutputOptions, option, parse_integers, parse_names
-from tightwire.comm.all_reduce.entry import split_name
+from tightwire.comm.all_reduce.names import split_name
 from tightwire.model.weights import LEAST_STREAMED, WEIGHT_CODECS, WeightPlan, spread
 from tightwire.sizes import parse_bytes
 

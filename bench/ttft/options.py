@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from tightwire.bench.options import OutputOptions, add_flags, given_options, option, parse_integers
-from tightwire.comm.all_reduce.entry import describe_all_reduce_names, is_lossless, split_all_reduce_names, split_name
+from tightwire.comm.all_reduce.names import describe_all_reduce_names, is_lossless, split_all_reduce_names, split_name
 from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import ServeConfig, option_fields

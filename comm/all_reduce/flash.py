@@ -5,12 +5,14 @@ The owner of a slice decodes its own sum too, so that all ranks hold the same bi
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
-from tightwire.comm.all_reduce.entry import Entry, Setting, Work, coded_elem_bytes, coding_effort
+from tightwire.comm.all_reduce.entry import Setting, Work, coded_elem_bytes, coding_effort
+from tightwire.comm.all_reduce.names import NAMES, main_preset_names
 from tightwire.comm.codec.codec import Carried, Codec, Feedback, parse_codec, prepare_codecs, slice_lengths
 from tightwire.comm.codec.error_bounds import quantized_sum_bound, quantized_total_bound, rank_order_bound
 from tightwire.comm.group.group import Group
@@ -33,24 +35,17 @@ class FlashAllReduce(BaseAllReduce):
         self._codecs = reduce_codec, gather_codec
         self._lossless = reduce_codec.exact and gather_codec.exact
         prepare_codecs(group.device, reduce_codec, gather_codec)
-        self._carried: Carried = None, None  # errors of the two legs, during a call
         fused = group.transport.fused
         if fused is not None:
-            self._fused = lambda x: fused.flash(x, *self._codecs, self._carried)
+            self._fused = lambda x, carried: fused.flash(x, *self._codecs, carried)
             self._hides_coding = not (fused.tells_coding or self._lossless)
 
-    def __call__(self, x: Tensor, phase: str = "", site: str = "", feedback: Feedback | None = None) -> Tensor:
-        if feedback is None or self.world_size == 1 or not any(codec.feedback for codec in self._codecs):
-            return super().__call__(x, phase, site)
-        reduce, gather = (
-            feedback.carried(f"{phase} {leg}", codec, x.numel(), x.device)
-            for leg, codec in zip(("reduce", "gather"), self._codecs, strict=True)
+    def _carried(self, feedback: Feedback, phase: str, x: Tensor) -> Carried:
+        reduce_codec, gather_codec = self._codecs
+        return (
+            feedback.carried(f"{phase} reduce", reduce_codec, x.numel(), x.device),
+            feedback.carried(f"{phase} gather", gather_codec, x.numel(), x.device),
         )
-        self._carried = reduce, gather
-        try:
-            return super().__call__(x, phase, site)
-        finally:
-            self._carried = None, None
 
     @property
     def lossless(self) -> bool:
@@ -59,11 +54,9 @@ class FlashAllReduce(BaseAllReduce):
     def slices(self, num_elems: int) -> list[int]:
         return _slices(num_elems, self.world_size, *self._codecs)
 
-    def _reduce(self, x_N: Tensor) -> Tensor:
+    def _reduce(self, x_N: Tensor, carried: Carried) -> Tensor:
         lengths = self.slices(x_N.numel())
-        return sum_in_two_legs(
-            self._transport, x_N, lengths, self._codecs, x_N.dtype, self._ledger, carried=self._carried
-        )
+        return sum_in_two_legs(self._transport, x_N, lengths, self._codecs, x_N.dtype, self._ledger, carried=carried)
 
     def _exact_bytes(self, x: Tensor) -> int | None:
         if self._lossless:
@@ -112,38 +105,19 @@ def bytes_of_rank_0(setting: Setting, num_bytes: int, reduce_codec: Codec, gathe
     return flash_bytes(0, setting.world_size, num_elems, setting.elem_bytes, reduce_codec, gather_codec)
 
 
-# Codecs of the two legs, reduce-scatter and all-gather. docs/quantized-allreduce.md has the reasons for these.
-PRESETS = {
-    "flash-int8": ("int8-g64-sym-had-ef", "int8-g64-sym-had-ef"),
-    "flash-int6": ("int6-g64-sym-had-ef", "int6-g64-sym-had-ef"),
-    "flash-int5": ("int5-g64-sym-had-ef", "int5-g64-sym-had-ef"),
-    "flash-int4": ("int4-g64-sym-had-ef", "int4-g64-sym-had-ef"),
-    "flash-int3": ("int3-g64-sym-had-ef", "int3-g64-sym-had-ef"),
-    # As published, for comparison.
-    "flash-int8-plain": ("int8", "int8"),
-    "flash-int6-plain": ("int4", "int8"),
-    "flash-int5-plain": ("int5", "int5"),
-    "flash-int4-plain": ("int4", "int4"),
-}
-
-
 def _lossy_names(suffix: str) -> list[str]:
-    names = [name for name in PRESETS if not name.endswith("-plain")]
+    names = main_preset_names()
     if suffix != "-g32":
         return names
-    return ["flash:" + ",".join(PRESETS[name]).replace("-g64", suffix) for name in names]
+    presets = NAMES["flash"].presets
+    return ["flash:" + ",".join(presets[name]).replace("-g64", suffix) for name in names]
 
 
-ENTRY = Entry(
-    name="flash",
+ENTRY = replace(
+    NAMES["flash"],
     make=FlashAllReduce,
     work=flash_work,
     wire_bytes=bytes_of_rank_0,
-    num_codecs=2,
-    patterns={"flash:RS,AG": "a codec for each leg, such as flash:int4,int8 or flash:int4-g64-had,int6"},
-    presets=PRESETS,
     lossy_names=_lossy_names,
-    exact_codecs=None,
-    takes_feedback=True,
     preference=5,
 )

@@ -6,13 +6,23 @@ against two-shot's nearly 2 M. Flash Communication V2 (arXiv 2508.03760) does so
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
-from tightwire.comm.all_reduce.entry import NODE_ORDER, Entry, Setting, Work, coded_elem_bytes, coding_effort
+from tightwire.comm.all_reduce.entry import NODE_ORDER, Setting, Work, coded_elem_bytes, coding_effort
 from tightwire.comm.all_reduce.flash import NONE
-from tightwire.comm.codec.codec import Codec, as_bytes, prepare_codecs, slice_lengths, sum_encoded, sum_in_rank_order
+from tightwire.comm.all_reduce.names import NAMES
+from tightwire.comm.codec.codec import (
+    Carried,
+    Codec,
+    as_bytes,
+    prepare_codecs,
+    slice_lengths,
+    sum_encoded,
+    sum_in_rank_order,
+)
 from tightwire.comm.codec.error_bounds import (
     adding_bound,
     quantized_sum_bound,
@@ -49,7 +59,7 @@ class HierarchicalAllReduce(BaseAllReduce):
     def lossless(self) -> bool:
         return self._codec.exact
 
-    def _reduce(self, x_N: Tensor) -> Tensor:
+    def _reduce(self, x_N: Tensor, carried: Carried) -> Tensor:
         group, inside, dtype = self._group, self._inside, x_N.dtype
         lengths = self._slices_inside(x_N.numel())
         own = lengths[inside.rank]
@@ -126,17 +136,11 @@ def _work(setting: Setting, num_bytes: int, codec: Codec) -> Work:
     )
 
 
-ENTRY = Entry(
-    name="hierarchical",
+ENTRY = replace(
+    NAMES["hierarchical"],
     make=HierarchicalAllReduce,
     work=_work,
-    num_codecs=1,
-    patterns={
-        "hierarchical": "inside each node, then between nodes",
-        "hierarchical:CODEC": "the same with the leg between nodes quantized, such as hierarchical:int8",
-    },
     lossy_names=lambda suffix: [f"hierarchical:int8{suffix}", f"hierarchical:int4{suffix}"],
-    exact_codecs=("none",),
     order=NODE_ORDER,
     needs_nodes=True,
     rounds="message",

@@ -1,12 +1,14 @@
 """The AllReduce of the library, gloo or NCCL: the baseline for the others."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
-from tightwire.comm.all_reduce.entry import Entry
+from tightwire.comm.all_reduce.names import NAMES
 from tightwire.comm.all_reduce.ring import ring_work
+from tightwire.comm.codec.codec import Carried
 from tightwire.comm.codec.error_bounds import rounded_hops_bound
 
 
@@ -20,7 +22,7 @@ class NativeAllReduce(BaseAllReduce):
 
     name = "native"
 
-    def _reduce(self, x_N: Tensor) -> Tensor:
+    def _reduce(self, x_N: Tensor, carried: Carried) -> Tensor:
         return self._transport.all_reduce(x_N)
 
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
@@ -30,8 +32,8 @@ class NativeAllReduce(BaseAllReduce):
         return rounded_hops_bound(inputs)
 
 
-ENTRY = Entry(
-    name="native",
+ENTRY = replace(
+    NAMES["native"],
     make=NativeAllReduce,
     work=ring_work,
     depends_on_place=True,

@@ -1,12 +1,14 @@
 """One-shot AllReduce: every rank sends its whole tensor to all others and sums all tensors. For small messages."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
-from tightwire.comm.all_reduce.entry import Entry, Setting, Work
-from tightwire.comm.codec.codec import as_bytes, sum_in_rank_order
+from tightwire.comm.all_reduce.entry import Setting, Work
+from tightwire.comm.all_reduce.names import NAMES
+from tightwire.comm.codec.codec import Carried, as_bytes, sum_in_rank_order
 from tightwire.comm.codec.error_bounds import rank_order_bound
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import KernelSums
@@ -24,11 +26,12 @@ class OneShotAllReduce(BaseAllReduce):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self.in_kernel: KernelSums | None = None
-        if group.transport.fused is not None:
-            self._fused = group.transport.fused.one_shot
-            self.in_kernel = group.transport.fused.in_kernel
+        fused = group.transport.fused
+        if fused is not None:
+            self._fused = lambda x, carried: fused.one_shot(x)
+            self.in_kernel = fused.in_kernel
 
-    def _reduce(self, x_N: Tensor) -> Tensor:
+    def _reduce(self, x_N: Tensor, carried: Carried) -> Tensor:
         return sum_in_rank_order([buf.view(x_N.dtype) for buf in self._transport.gather(as_bytes(x_N))])
 
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
@@ -43,4 +46,4 @@ def _work(setting: Setting, num_bytes: int) -> Work:
     return Work(1, (ranks - 1) * num_bytes, ranks * num_bytes / setting.elem_bytes)
 
 
-ENTRY = Entry(name="one-shot", make=OneShotAllReduce, work=_work, preference=1)
+ENTRY = replace(NAMES["one-shot"], make=OneShotAllReduce, work=_work, preference=1)

@@ -1,39 +1,23 @@
-"""Finds every AllReduce by name: a file of this folder with an ``ENTRY`` is an algorithm."""
+"""The AllReduces behind the names: entries of all algorithms, and the functions that parse a name or make its AllReduce."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib import import_module
-from pkgutil import iter_modules
 
-from tightwire.comm import all_reduce
-from tightwire.comm.all_reduce.entry import Entry, split_name
-from tightwire.comm.codec.codec import Codec, parse_codec
+from tightwire.comm.all_reduce.entry import Entry
+from tightwire.comm.all_reduce.names import NAMES, split_name
+from tightwire.comm.codec.codec import parse_codec
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import AllReduce
 
+_AUTO = "auto"  # an algorithm of ``policy``, which imports this file; so its module is imported when it is made
 
-def _find_entries() -> list[Entry]:
-    modules = [import_module(f"{all_reduce.__name__}.{found.name}") for found in iter_modules(all_reduce.__path__)]
-    entries = [module.ENTRY for module in modules if hasattr(module, "ENTRY")]
+
+def _import_entries() -> list[Entry]:
+    entries: list[Entry] = [import_module(row.module).ENTRY for row in NAMES.values() if row.name != _AUTO]
     return sorted(entries, key=lambda entry: (entry.preference, entry.name))
 
 
-ALL_REDUCE: dict[str, Entry] = {
-    "auto": Entry(name="auto", make="tightwire.comm.policy.routes:auto_all_reduce"),
-    **{entry.name: entry for entry in _find_entries()},
-}
-
-
-@dataclass(frozen=True, slots=True)
-class AllReduceName:
-    """A parsed, valid name. ``codecs``: the constructor's arguments after the group."""
-
-    name: str
-    entry: Entry
-    codecs: tuple[Codec, ...] = ()
-
-    @property
-    def lossless(self) -> bool:
-        return all(codec.exact for codec in self.codecs)
+ALL_REDUCE: dict[str, Entry] = {_AUTO: NAMES[_AUTO], **{entry.name: entry for entry in _import_entries()}}
 
 
 def lossless_names() -> list[str]:
@@ -47,17 +31,14 @@ def lossy_names(suffix: str) -> list[str]:
     return [name for names in found for name in names]
 
 
-def parse_all_reduce(name: str) -> AllReduceName:
-    """Parse ``name``, without a group. Raises ValueError for other names; lists the valid forms."""
+def parse_all_reduce(name: str) -> Entry:
+    """The entry of ``name`` with its codecs, without a group. Raises ValueError for other names; lists the valid forms."""
     family, codecs = split_name(name)
-    return AllReduceName(name, ALL_REDUCE[family], tuple(parse_codec(codec, feedback=True) for codec in codecs))
+    return replace(ALL_REDUCE[family], name=name, codecs=tuple(parse_codec(codec, feedback=True) for codec in codecs))
 
 
 def make_all_reduce(name: str, group: Group) -> AllReduce:
     """Make the algorithm ``name`` over ``group``; all ranks make the same one. Raises ValueError for other names."""
-    parsed = parse_all_reduce(name)
-    make = parsed.entry.make
-    if isinstance(make, str):
-        module, attribute = make.split(":")
-        make = getattr(import_module(module), attribute)
-    return make(group, *parsed.codecs, name=name) if parsed.codecs else make(group)
+    entry = parse_all_reduce(name)
+    make = entry.make or import_module(entry.module).ENTRY.make
+    return make(group, *entry.codecs, name=name) if entry.codecs else make(group)

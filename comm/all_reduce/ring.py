@@ -4,13 +4,15 @@ Each rank sends to one neighbor only, which avoids congestion, but it waits 2 (N
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
-from tightwire.comm.all_reduce.entry import Entry, Setting, Work
-from tightwire.comm.codec.codec import as_bytes, slice_lengths
+from tightwire.comm.all_reduce.entry import Setting, Work
+from tightwire.comm.all_reduce.names import NAMES
+from tightwire.comm.codec.codec import Carried, as_bytes, slice_lengths
 from tightwire.comm.codec.error_bounds import rounded_hops_bound
 
 
@@ -25,7 +27,7 @@ class RingAllReduce(BaseAllReduce):
 
     name = "ring"
 
-    def _reduce(self, x_N: Tensor) -> Tensor:
+    def _reduce(self, x_N: Tensor, carried: Carried) -> Tensor:
         num_ranks, rank, shift = self.world_size, self.rank, self._transport.shift
         lengths = slice_lengths(x_N.numel(), num_ranks)
         own = x_N.split(lengths)
@@ -56,8 +58,8 @@ def ring_work(setting: Setting, num_bytes: int) -> Work:
     return Work(2 * (ranks - 1), 2 * ((ranks - 1) / ranks) * num_bytes, num_bytes / setting.elem_bytes)
 
 
-ENTRY = Entry(
-    name="ring",
+ENTRY = replace(
+    NAMES["ring"],
     make=RingAllReduce,
     work=ring_work,
     depends_on_place=True,

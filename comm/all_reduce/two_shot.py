@@ -1,9 +1,10 @@
 """Two-shot AllReduce for large messages: Flash AllReduce without codecs, with a ring's bytes in two rounds."""
 
+from dataclasses import replace
 from functools import partial
 
-from tightwire.comm.all_reduce.entry import Entry
 from tightwire.comm.all_reduce.flash import NONE, FlashAllReduce, bytes_of_rank_0, flash_bytes, flash_work
+from tightwire.comm.all_reduce.names import NAMES
 from tightwire.comm.group.group import Group
 
 
@@ -21,8 +22,8 @@ def two_shot_bytes(rank: int, world_size: int, num_elems: int, elem_bytes: int) 
     return flash_bytes(rank, world_size, num_elems, elem_bytes, NONE, NONE)
 
 
-ENTRY = Entry(
-    name="two-shot",
+ENTRY = replace(
+    NAMES["two-shot"],
     make=TwoShotAllReduce,
     work=partial(flash_work, reduce_codec=NONE, gather_codec=NONE),
     wire_bytes=partial(bytes_of_rank_0, reduce_codec=NONE, gather_codec=NONE),

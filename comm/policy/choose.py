@@ -247,14 +247,14 @@ class Chooser:
         return admitted
 
     def _fits_nodes(self, name: str) -> bool:
-        return not parse_all_reduce(name).entry.needs_nodes or self._costs.setting.num_nodes > 1
+        return not parse_all_reduce(name).needs_nodes or self._costs.setting.num_nodes > 1
 
     def _order(self, name: str, error_budget: float | None, kl_budget: float | None) -> tuple[str, str | None]:
         """The order in which ``name`` adds, and why it may not be used (None: it may)."""
         parsed = parse_all_reduce(name)
-        reason = parsed.entry.refusal(self._costs.setting)
+        reason = parsed.refusal(self._costs.setting)
         if parsed.lossless or not self._fits_nodes(name):
-            return parsed.entry.order, reason
+            return parsed.order, reason
         return name, self._why_too_lossy(name, error_budget, kl_budget)
 
     def _why_too_lossy(self, name: str, error_budget: float | None, kl_budget: float | None) -> str | None:

@@ -88,8 +88,8 @@ class CostModel:
     def wire_bytes(self, name: str, num_bytes: int) -> int:
         """The bytes that rank 0 sends; for ring, native and hierarchical up to a slice's rounding."""
         parsed = parse_all_reduce(name)
-        if parsed.entry.wire_bytes is not None:
-            return parsed.entry.wire_bytes(self.setting, num_bytes, *parsed.codecs)
+        if parsed.wire_bytes is not None:
+            return parsed.wire_bytes(self.setting, num_bytes, *parsed.codecs)
         work = self._work(name, num_bytes)
         return round(work.sent_bytes + work.node_bytes)
 
@@ -97,7 +97,7 @@ class CostModel:
         """The formula with the seeds' constants; computing as measured, if it was."""
         work = self._work(name, num_bytes)
         link, between = self._costs(name)
-        kind = parse_all_reduce(name).entry.rounds
+        kind = parse_all_reduce(name).rounds
         round_us = {"kernel": link.round, "message": link.message_round, "library": link.native_round}[kind]
         mib_us = link.native_mib if kind == "library" else link.mib
         moving_us = work.rounds * round_us + work.sent_bytes / _MIB * mib_us
@@ -109,9 +109,9 @@ class CostModel:
 
     def _work(self, name: str, num_bytes: int) -> Work:
         parsed = parse_all_reduce(name)
-        if parsed.entry.work is None:
+        if parsed.work is None:
             raise ValueError(f"{name} has no cost of its own; name an algorithm")
-        return parsed.entry.work(self.setting, num_bytes, *parsed.codecs)
+        return parsed.work(self.setting, num_bytes, *parsed.codecs)
 
     def _costs(self, name: str) -> tuple[LinkCost, LinkCost]:
         """Costs of the messages of ``name``: between all ranks (inside a node if it uses nodes), and between nodes."""
@@ -121,7 +121,7 @@ class CostModel:
         if self._wire is None:
             return link, between
         local = setting.world_size // setting.num_nodes if setting.num_nodes > 1 else 1
-        entry = parse_all_reduce(name).entry
+        entry = parse_all_reduce(name)
         if entry.needs_nodes and setting.num_nodes > 1:
             return LINK_COSTS["shared-memory", setting.device], _behind(between, self._wire, local)
         # In a ring, one rank of each node sends to another node. In all others each rank does, to all ranks there.

@@ -1,10 +1,12 @@
 """Turns policies into AllReduces; messages with the same choices share one object, so they may be sent together."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from tightwire.comm.all_reduce.entry import Setting
+from tightwire.comm.all_reduce.names import NAMES
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.codec.codec import Feedback
@@ -106,6 +108,9 @@ def auto_all_reduce(group: Group) -> AllReduce:
     return SizedAllReduce(
         [(choice.up_to_bytes, make_all_reduce(choice.algorithms[0], group)) for choice in choices], "auto"
     )
+
+
+ENTRY = replace(NAMES["auto"], make=auto_all_reduce)
 
 
 def kernel_sums(all_reduce: AllReduce, num_elems: int, elem_bytes: int) -> KernelSums | None:

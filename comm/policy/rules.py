@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from tightwire.atomic_file import write_atomic
-from tightwire.comm.all_reduce.entry import preset_names, split_name
+from tightwire.comm.all_reduce.names import preset_names, split_name
 from tightwire.comm.codec.codec_names import has_feedback
 
 SITES = ("embed", "o_proj", "down_proj")

@@ -8,7 +8,7 @@ from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
-from tightwire.comm.all_reduce.entry import split_all_reduce_names
+from tightwire.comm.all_reduce.names import split_all_reduce_names
 from tightwire.server.config.serve import GROUPS, ServeConfig, option_fields
 from tightwire.sizes import format_bytes, parse_bytes
 from tightwire.suggest import suggest

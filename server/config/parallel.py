@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from tightwire.comm.all_reduce.names import describe_all_reduce_names
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import EMULATIONS, USER_SPACE
 from tightwire.comm.policy.error_budget import ErrorBudget, parse_error_budget
@@ -28,10 +29,9 @@ class ParallelOptions:
     )
     allreduce: str = option(
         "auto",
-        "algorithm that sums the ranks' partial results: auto (the fastest lossless one by message size), native, ring, "
-        "one-shot, two-shot, hierarchical, flash-int8, flash-int6, flash-int5, flash-int4, flash-int3, "
-        "flash:RS,AG with a codec for each leg, hierarchical:CODEC, or policy:FILE, a file by `tightwire bench quality` with an "
-        "AllReduce for each layer, site and phase; `tightwire explain` shows the cost of each",
+        f"algorithm that sums the ranks' partial results: {describe_all_reduce_names()}, or policy:FILE, a file by "
+        "`tightwire bench quality` with an AllReduce for each layer, site and phase. auto is the fastest lossless one by "
+        "message size; `tightwire explain` shows the cost of each",
         metavar="NAME",
     )
     allreduce_decode: str | None = option(

@@ -3,7 +3,8 @@
 import os
 from pathlib import Path
 
-from tightwire.comm.all_reduce.entry import Setting, split_name
+from tightwire.comm.all_reduce.entry import Setting
+from tightwire.comm.all_reduce.names import split_name
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import NAMESPACES, LinkFacts, plan_link
 from tightwire.comm.policy.rules import read_policy_file

@@ -19,8 +19,7 @@ import torch
 from harness import Over, Runner
 from torch import Tensor
 
-from tightwire.comm.all_reduce.entry import all_reduce_names
-from tightwire.comm.all_reduce.flash import PRESETS
+from tightwire.comm.all_reduce.names import all_reduce_names, preset_names
 from tightwire.comm.all_reduce.registry import make_all_reduce, parse_all_reduce
 from tightwire.comm.group.group import Group
 
@@ -124,7 +123,7 @@ def test_keeps_the_contract(runner: Runner, name: str) -> None:
 
 
 @over(*PROCESSES)
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in PRESETS or name == "flash-int8"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in preset_names() or name == "flash-int8"])
 def test_keeps_the_contract_between_processes(runner: Runner, name: str) -> None:
     _assert_contract(runner, name)
 

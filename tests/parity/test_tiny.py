@@ -10,7 +10,7 @@ from helpers.server.local_engine import continue_prompts, local_engine, prompt_l
 from tiny import VARIANTS, make_tiny
 from transformers import LlamaForCausalLM
 
-from tightwire.comm.all_reduce.entry import plain_names
+from tightwire.comm.all_reduce.names import plain_names
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.server.engine.drafts import NgramDrafter

@@ -1,4 +1,4 @@
-"""A new algorithm is one file: with its entry in the registry, ``auto``, its explanation and the self-test know it."""
+"""A new algorithm is one file and a row of names: with its entry in the registry, ``auto``, its explanation and the self-test know it."""
 
 from collections.abc import Iterator
 
@@ -7,16 +7,8 @@ import torch
 from harness import run_in_process
 
 from tightwire.comm.all_reduce import registry
-from tightwire.comm.all_reduce.entry import (
-    Declared,
-    Entry,
-    Setting,
-    Work,
-    all_reduce_names,
-    declared,
-    describe_all_reduce_names,
-    split_all_reduce_names,
-)
+from tightwire.comm.all_reduce.entry import Entry, Setting, Work
+from tightwire.comm.all_reduce.names import NAMES, all_reduce_names, describe_all_reduce_names
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.all_reduce.self_test import self_test
@@ -36,8 +28,8 @@ ENTRY = Entry(name="toy", make=ToyAllReduce, work=lambda setting, num_bytes: Wor
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(registry.ALL_REDUCE, "toy", ENTRY)
-    monkeypatch.setitem(declared(), "toy", Declared())  # as if read from a file of the folder
+    for table in (NAMES, registry.ALL_REDUCE):
+        monkeypatch.setitem(table, "toy", ENTRY)
     yield
 
 
@@ -66,19 +58,3 @@ def test_the_self_test_checks_it() -> None:
         return [verdict.ok for verdict in self_test(group, made, row_elems=64, max_rows=4, dtype=torch.float32)]
 
     assert run_in_process(2, check) == [[True], [True]]
-
-
-def test_every_file_of_an_algorithm_has_an_entry_with_a_cost() -> None:
-    names = [name for name in registry.ALL_REDUCE if name not in ("auto", "toy")]
-    assert names == ["one-shot", "two-shot", "ring", "native", "flash", "hierarchical"]
-    assert all(registry.ALL_REDUCE[name].work is not None for name in names)
-
-
-def test_names_with_commas_and_blanks() -> None:
-    split = split_all_reduce_names("ring, flash:int4,int8 ,flash:int6, int6,policy:mix.json")
-    assert split == ("ring", "flash:int4,int8", "flash:int6,int6", "policy:mix.json")
-
-
-def test_an_empty_name_is_kept_for_whoever_refuses_it() -> None:
-    assert split_all_reduce_names("") == ("",)
-    assert split_all_reduce_names("ring,") == ("ring", "")

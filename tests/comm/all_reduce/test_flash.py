@@ -10,8 +10,7 @@ import torch
 from harness import run_in_process
 from torch import Tensor
 
-from tightwire.comm.all_reduce.entry import split_name
-from tightwire.comm.all_reduce.flash import PRESETS
+from tightwire.comm.all_reduce.names import preset_names, split_name
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.codec.codec import Carried, Codec, Feedback, parse_codec
 from tightwire.comm.group.group import Group, in_process_groups
@@ -19,18 +18,10 @@ from tightwire.comm.protocols import Transport
 from tightwire.kernels import block_quant
 from tightwire.kernels.spec.block_format import BlockFormat
 
-# Bits an element takes on the wire, codes and metadata, on average over both legs (comm.md, section 1).
-EFFECTIVE_BITS = {
-    "flash-int8": 8.25,
-    "flash-int6": 6.25,
-    "flash-int5": 5.25,
-    "flash-int4": 4.25,
-    "flash-int3": 3.25,
-    "flash-int8-plain": 8.25,
-    "flash-int6-plain": 6.25,
-    "flash-int5-plain": 5.25,
-    "flash-int4-plain": 4.25,
-}
+
+def _effective_bits(name: str) -> float:
+    """Bits an element takes on the wire, codes and metadata, on average over both legs (comm.md, section 1)."""
+    return int(name.removeprefix("flash-int")[0]) + 0.25
 
 
 class CountingTransport:
@@ -75,11 +66,11 @@ def _rounds(group: Group, name: str, num_elems: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", preset_names())
 def test_volume_of_table_1(name: str, world_size: int) -> None:
     num_elems = 128 * 8 * 3
     for _, _, sent in run_in_process(world_size, _reduce, name, _inputs(world_size, num_elems)):
-        assert sent == 2 * (world_size - 1) / world_size * num_elems * EFFECTIVE_BITS[name] / 8
+        assert sent == 2 * (world_size - 1) / world_size * num_elems * _effective_bits(name) / 8
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])

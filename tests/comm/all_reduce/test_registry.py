@@ -3,15 +3,14 @@
 import pytest
 import torch
 
-from tightwire.comm.all_reduce.entry import Declared, all_reduce_names, declared, describe_all_reduce_names
-from tightwire.comm.all_reduce.flash import PRESETS
+from tightwire.comm.all_reduce.names import NAMES, all_reduce_names, describe_all_reduce_names
 from tightwire.comm.all_reduce.registry import (
-    ALL_REDUCE,
     make_all_reduce,
     parse_all_reduce,
 )
 from tightwire.comm.group.group import in_process_groups
 
+PRESETS = NAMES["flash"].presets
 PATTERNED = ["flash:int4,int8", "flash:int4-g64-had,int6", "flash:none,fp8", "hierarchical:int8", "hierarchical:none"]
 
 
@@ -59,14 +58,6 @@ def test_presets_name_the_codec_of_each_leg() -> None:
     legs = {name: tuple(codec.name for codec in parse_all_reduce(name).codecs) for name in PRESETS}
     assert legs["flash-int6-plain"] == ("int4", "int8")  # as published: fewer bits where sums are not yet made
     assert legs["flash-int6"] == ("int6-g64-sym-had-ef", "int6-g64-sym-had-ef")
-
-
-def test_names_are_read_from_the_entries_without_importing_them() -> None:
-    entries = {name: entry for name, entry in ALL_REDUCE.items() if name != "auto"}
-    fields = {
-        name: Declared(*(getattr(entry, own) for own in Declared.__struct_fields__)) for name, entry in entries.items()
-    }
-    assert declared() == fields
 
 
 def test_the_description_names_every_pattern() -> None:

@@ -8,7 +8,7 @@ import torch
 from helpers.kernels.block_data import all_formats, format_id
 from torch import Tensor
 
-from tightwire.comm.all_reduce.entry import split_name
+from tightwire.comm.all_reduce.names import split_name
 from tightwire.comm.codec.codec import SUMMABLE, Codec, Feedback, parse_codec, slice_lengths, sum_in_rank_order
 from tightwire.kernels.spec.block_format import BlockFormat
 

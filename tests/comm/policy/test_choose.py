@@ -275,9 +275,9 @@ def test_nodes_make_hierarchical_a_candidate_and_one_node_does_not() -> None:
 
 def test_over_our_own_sockets_auto_opens_no_connections_of_gloo() -> None:
     setting = Setting(transport="sockets", device="cpu", world_size=2, num_nodes=2, dtype="bfloat16")
-    refusal = parse_all_reduce("native").entry.refusal(setting)
+    refusal = parse_all_reduce("native").refusal(setting)
     assert refusal is not None and "ports that a firewall may block" in refusal
-    assert parse_all_reduce("ring").entry.refusal(setting) is None
+    assert parse_all_reduce("ring").refusal(setting) is None
 
 
 def test_on_cuda_the_librarys_own_sum_is_a_candidate_for_any_number_of_ranks() -> None:

@@ -11,7 +11,7 @@ from helpers.model.lora import make_adapter, merge_adapter
 from tiny import VARIANTS, make_tiny
 from torch import Tensor
 
-from tightwire.comm.all_reduce.entry import plain_names
+from tightwire.comm.all_reduce.names import plain_names
 from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.model.adapters.peft import open_adapter
 from tightwire.model.adapters.slots import SlotSizes, slot_bytes

@@ -10,7 +10,8 @@ from helpers.comm.fixed_policy import fixed_policy
 from torch import Tensor
 
 from tightwire.comm.all_reduce import registry
-from tightwire.comm.all_reduce.entry import Declared, Entry, declared
+from tightwire.comm.all_reduce.entry import Entry
+from tightwire.comm.all_reduce.names import NAMES
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.group.group import Group
@@ -31,8 +32,8 @@ class BrokenAllReduce(OneShotAllReduce):
 
 @pytest.fixture(autouse=True)
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.ALL_REDUCE, "broken", Entry(name="broken", make=BrokenAllReduce))
-    monkeypatch.setitem(declared(), "broken", Declared())
+    for table in (NAMES, registry.ALL_REDUCE):
+        monkeypatch.setitem(table, "broken", Entry(name="broken", make=BrokenAllReduce))
 
 
 def plan(
