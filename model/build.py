@@ -10,7 +10,7 @@ from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import PartitionPeers
 from tightwire.comm.lane import Lane
 from tightwire.comm.policy.routes import Routes
-from tightwire.model.adapters.slots import AdapterSlots, SlotSizes
+from tightwire.model.adapters.product import AdapterProducts, AdapterRoom
 from tightwire.model.cache.kv_cache import CacheSource, KVCache, OffloadedCache
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.reader import CheckpointReader
@@ -58,7 +58,7 @@ class RunnerOptions:
     overlap: bool = False  # on CPU, compute one half of a prefill step while the ranks sum the other half
     most_rows: int | None = None  # prefill steps with more rows are computed in parts
     graphs_up_to: int = 0  # on CUDA, capture decode steps of up to this many rows; the same on all ranks
-    adapters: SlotSizes | None = None  # room for LoRA adapters; None: there are none
+    adapters: AdapterRoom | None = None  # room for LoRA adapters; None: there are none
 
 
 def build_runner(
@@ -82,7 +82,7 @@ def build_runner(
     parallel = TensorParallel(replica, layout, groups.routes, options.sum_dtype)
     adapters = None
     if options.adapters is not None:
-        adapters = AdapterSlots(config, shard, options.adapters, dtype=options.dtype, device=replica.device)
+        adapters = AdapterProducts(config, shard, options.adapters, dtype=options.dtype, device=replica.device)
     model = Llama(config, parallel, weights, cache, options.max_model_len, adapters)
     graphs = None
     moving = bool(plan.streamed) or options.buffer_blocks is not None

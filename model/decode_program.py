@@ -18,7 +18,7 @@ from tightwire.kernels.cpu.lora import native_site
 from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_items
 from tightwire.kernels.spec.lora import AdapterRows
 from tightwire.kernels.spec.packed import Matrix
-from tightwire.model.adapters.slots import SITES, AdapterSlots
+from tightwire.model.adapters.product import SITES, AdapterProducts
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard
@@ -27,10 +27,10 @@ from tightwire.model.weights.source import LayerWeights
 
 
 class DecodeProgram:
-    """Runs the parts of a step in order after ``begin``: part 2l is layer l's attention, part 2l + 1 its MLP.
+    """``Layers`` of decode rows, after ``begin``. Results are bit-identical to those of ``EagerLayers``.
 
-    Call ``place`` for a layer before its parts run, and do not release it earlier. Results are bit-identical to
-    ``EagerLayers``. Call from one thread; the kernel may use several.
+    The kernel counts the halves of layers as parts: part 2l is layer l's attention, part 2l + 1 its MLP. Call from one
+    thread; the kernel may use several.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class DecodeProgram:
         shard: Shard,
         cache: CacheSource,
         angles: tuple[Tensor, Tensor],
-        adapters: AdapterSlots | None = None,
+        adapters: AdapterProducts | None = None,
     ) -> None:
         """``angles``: cosine and sine (S, E/2) of every position."""
         cos_SE, sin_SE = angles
@@ -83,7 +83,7 @@ class DecodeProgram:
         self._make_buffers(1)
 
     def begin(self, residual_TD: Tensor, batch: Batch) -> Self:
-        """Start a step of T rows. The parts add every sum but the last to the contiguous float32 ``residual_TD``.
+        """Start a step of T rows. The layers add every sum but the last to the contiguous float32 ``residual_TD``.
 
         Raises ValueError: a position, slot, length or block is invalid.
         """
@@ -115,9 +115,9 @@ class DecodeProgram:
 
     def _begin_adapters(self, slots_T: Tensor) -> None:
         """Set the adapters of this step's rows."""
-        assert self._adapters is not None, "a step with adapters, and there are no slots"
+        assert self._adapters is not None, "a step with adapters, and none were loaded"
         program, rows = self._program, AdapterRows.of(slots_T)
-        assert rows.runs_S3 is not None, "the slots are on the host"
+        assert rows.runs_S3 is not None, "the rows' entries are on the host"
         sites = [native_site(self._adapters.sites[name]) for name in SITES]
         shrunk_TR = torch.empty(len(slots_T), max(site.most_width for site in sites))
         self._adapted = rows, shrunk_TR
@@ -127,7 +127,7 @@ class DecodeProgram:
         program.shrunk = shrunk_TR.data_ptr()
 
     def place(self, index: int, weights: LayerWeights) -> None:
-        """Use these weights, and the cache's layer ``index``, when the layer's parts run.
+        """Use these weights, and the cache's layer ``index``, when the layer is computed.
 
         Cost: nothing if both are unchanged; about 1 us for new keys and values, 20 us for new weights.
         """
@@ -144,30 +144,27 @@ class DecodeProgram:
             self._placed_keys[index] = keys_NKPE
             layer.k_cache, layer.v_cache = keys_NKPE.data_ptr(), values_NKPE.data_ptr()
 
-    def run(self, part: int, update_TD: Tensor | None) -> Tensor:
-        """Run one part; see ``run_parts``."""
-        return self.run_parts(part, part + 1, update_TD)
+    def attention(self, index: int, update_TD: Tensor | None) -> Tensor:
+        return self._run_parts(2 * index, 2 * index + 1, update_TD)
 
-    def run_parts(self, first: int, stop: int, update_TD: Tensor | None) -> Tensor:
-        """Run parts ``first`` to ``stop`` (exclusive) without sums between them.
+    def mlp(self, index: int, update_TD: Tensor) -> Tensor:
+        return self._run_parts(2 * index + 1, 2 * index + 2, update_TD)
 
-        ``update_TD``: the ranks' sum of the previous part, contiguous; None for the first part. Returns (T, D) float32,
-        the result of the last part, valid until the next run.
-        """
-        partial_TD = self._partial_TD[: self._program.num_rows]
-        if update_TD is not None:
-            _check_rows("the ranks' sum", update_TD, partial_TD)
-        self._run(first, stop, update_TD)
-        return partial_TD
+    def finish(self, update_TD: Tensor) -> Tensor:
+        return self.residual_TD + update_TD
 
-    def run_and_sum(self, first: int, update_TD: Tensor | None, sums: KernelSums, labels: Sequence[str]) -> Tensor:
-        """Run one part per label, and sum each part's result over the ranks.
+    def run_layers(self, span: range, update_TD: Tensor | None) -> Tensor:
+        """Run these layers without sums between them; see ``Layers.attention``. Returns the last MLP's result."""
+        return self._run_parts(2 * span.start, 2 * span.stop, update_TD)
+
+    def run_and_sum(self, span: range, update_TD: Tensor | None, sums: KernelSums, labels: Sequence[str]) -> Tensor:
+        """Run these layers, and sum the result of each attention and each MLP over the ranks.
 
         ``labels``: the sums' names for the ledger. Returns (T, D) float32, the last sum, valid until the next sum; it
         may be the next ``update_TD``. Raises CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: another
         rank calls something else, is late or is gone.
         """
-        num_rows = self._program.num_rows
+        first, num_rows = 2 * span.start, self._program.num_rows
         partial_TD, total_TD = self._partial_TD[:num_rows], self._total_TD[:num_rows]
         kernel_sums = sums.begin(partial_TD, total_TD, "decode", labels)
         try:
@@ -178,6 +175,18 @@ class DecodeProgram:
         finally:
             sums.end()
         return total_TD
+
+    def _run_parts(self, first: int, stop: int, update_TD: Tensor | None) -> Tensor:
+        """Run parts ``first`` to ``stop`` (exclusive) without sums between them.
+
+        ``update_TD``: the ranks' sum of the previous part, contiguous; None for the first part. Returns (T, D) float32,
+        the result of the last part, valid until the next run.
+        """
+        partial_TD = self._partial_TD[: self._program.num_rows]
+        if update_TD is not None:
+            _check_rows("the ranks' sum", update_TD, partial_TD)
+        self._run(first, stop, update_TD)
+        return partial_TD
 
     def _run(
         self, first: int, stop: int, update_TD: Tensor | None, kernel_sums: Any = ffi.NULL, first_summed: int = 0

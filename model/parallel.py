@@ -34,7 +34,7 @@ _FLOAT_BYTES = 4
 class RowSums:
     """The AllReduces of one row-parallel matrix for prefill rows and for decode rows; they may be the same object.
 
-    None: the sum is dropped, and each rank keeps its own part of those rows.
+    Where one is None the sum of those rows is dropped, and each rank keeps its own part of them.
     """
 
     label: str  # matrix and layer, for the ledger's trace
@@ -46,6 +46,28 @@ class RowSums:
         start = 0 if self.generated is None else num_decode_rows
         return slice(start, max(start, num_rows if self.prompt is None else num_decode_rows))
 
+    def keep_dropped(self, update_TD: Tensor, residual_TD: Tensor, num_decode_rows: int) -> "DroppedSum | None":
+        """Return the rows of attention's update that were not summed; None if all were."""
+        rows = self.dropped_rows(len(update_TD), num_decode_rows)
+        return None if rows.start >= rows.stop else DroppedSum(rows, update_TD, residual_TD)
+
+
+class DroppedSum:
+    """Rows whose sum after attention is dropped: the MLP sees the residual plus this rank's part only.
+
+    After the MLP, the saved residual (equal on all ranks) is restored, and this rank's attention part joins the MLP's
+    sum. So the ranks' residuals have equal bits after each layer. Source: SPD, Sync-Point Drop, ICML 2025.
+    """
+
+    def __init__(self, rows: slice, update_TD: Tensor, residual_TD: Tensor) -> None:
+        self.update_TD = update_TD.clone()  # the MLP overwrites its buffer
+        self._rows, self._residual_RD = rows, residual_TD[rows].clone()
+
+    def put_back(self, residual_TD: Tensor, partial_TD: Tensor) -> None:
+        """Call after the MLP: restore the residual's rows, and add this rank's part to ``partial_TD``."""
+        residual_TD[self._rows] = self._residual_RD
+        partial_TD[self._rows] += self.update_TD[self._rows]
+
 
 class TensorParallel:
     """One rank's shard, group and AllReduces. Each forward pass uses one of ``num_policies`` sets of AllReduces."""
@@ -53,9 +75,7 @@ class TensorParallel:
     def __init__(
         self, group: Group, layout: Layout, routes: Routes | None, sum_dtype: torch.dtype | None = None
     ) -> None:
-        """``routes``: None for a single rank. ``sum_dtype``: of messages of partial sums; None: that of the partial
-        sums themselves.
-        """
+        """``routes``: None for a single rank. ``sum_dtype``: dtype in which partial sums are sent; None keeps their own."""
         self.shard = layout.shards[group.rank]
         self.sum_dtype = sum_dtype
         self._group = group
@@ -109,7 +129,7 @@ class TensorParallel:
     ) -> Tensor:
         """Return (T, D), the sum of the ranks' partial results, in their dtype. Messages are of ``sum_dtype``.
 
-        ``feedback``: of this pass over these rows.
+        ``feedback``: rounding errors that this pass carries from sum to sum of these rows.
 
         Decode rows come first. If they and the others use different algorithms, they are summed separately, so a row's
         bits do not depend on the kind of the other rows. The ledger counts a sum over any prefill row as prefill.

@@ -1,1 +1,1 @@
-"""LoRA adapters: reading PEFT folders, and the memory that holds several adapters on a rank. Start with `slots`."""
+"""LoRA adapters: reading PEFT folders, and the products of several adapters on a rank. Start with `product`."""

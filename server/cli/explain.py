@@ -14,7 +14,7 @@ from rich.text import Text
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.choose import Chooser, PolicyRequest, Verdict
 from tightwire.comm.policy.rules import PHASES, Choice, describe_layers
-from tightwire.model.adapters.slots import SlotSizes, slot_bytes
+from tightwire.model.adapters.product import AdapterRoom, adapter_bytes
 from tightwire.model.layout import make_layout
 from tightwire.model.open import fingerprint, open_checkpoint
 from tightwire.server.config.hosts import HostOptions
@@ -87,8 +87,8 @@ def _explain_adapters(config: ServeConfig) -> str:
     layout = make_layout(model, config.parallel.tp, config.parallel.tp_split)
     device = decide_setting(config, model)[0].device
     elem_bytes = getattr(torch, choose_dtype(config.model, model, device)).itemsize
-    sizes = SlotSizes(plan.num_slots, plan.max_rank)
-    return describe_adapters(plan, [slot_bytes(model, shard, sizes, elem_bytes) for shard in layout.shards])
+    sizes = AdapterRoom(plan.num_slots, plan.max_rank)
+    return describe_adapters(plan, [adapter_bytes(model, shard, sizes, elem_bytes) for shard in layout.shards])
 
 
 def explain(chooser: Chooser, request: PolicyRequest, elem_bytes: int, num_layers: int) -> list[Explained]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tightwire.model.adapters.slots import SlotSizes, slot_bytes
+from tightwire.model.adapters.product import AdapterRoom, adapter_bytes
 from tightwire.model.cache.kv_cache import NUM_BUFFERS
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Layout, Shard
@@ -40,7 +40,7 @@ class MemoryInputs:
     formats: WeightFormats
     device: str
     num_replicas: int = 1
-    adapters: SlotSizes | None = None  # room for LoRA adapters
+    adapters: AdapterRoom | None = None  # room for LoRA adapters
     host_bytes: int = 0  # free on the host; on a CPU, the pool's own
     feedback_elem_bytes: int = 0  # of rounding errors that sums carry, for each number of a step's messages
 
@@ -98,7 +98,7 @@ def _rank_bytes(
         runtime=_RUNTIME_BYTES[inputs.device],
         block=model.num_layers * layer_block,
         buffer=NUM_BUFFERS * layer_block if options.kv_offload else 0,
-        adapters=slot_bytes(model, shard, inputs.adapters, inputs.elem_bytes) if inputs.adapters else 0,
+        adapters=adapter_bytes(model, shard, inputs.adapters, inputs.elem_bytes) if inputs.adapters else 0,
         feedback=inputs.feedback_elem_bytes * options.max_num_batched_tokens * model.hidden_size,
     )
 

@@ -7,7 +7,7 @@ import msgspec
 
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.rules import Policy
-from tightwire.model.adapters.slots import SlotSizes
+from tightwire.model.adapters.product import AdapterRoom
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.layout import Layout, make_layout
@@ -147,7 +147,7 @@ def decide(
         formats=formats,
         device=setting.device,
         num_replicas=parallel.dp,
-        adapters=None if adapters is None else SlotSizes(adapters.num_slots, adapters.max_rank),
+        adapters=None if adapters is None else AdapterRoom(adapters.num_slots, adapters.max_rank),
         host_bytes=available_host_bytes(),
         feedback_elem_bytes=0 if comm is None else comm.feedback_elem_bytes,
     )

@@ -26,7 +26,7 @@ from tightwire.comm.link.wire import LinkFacts, refuse_too_fast
 from tightwire.comm.transport.socket_join import SocketOptions, read_secret
 from tightwire.kernels.cpu.allocator import keep_freed_memory
 from tightwire.model.adapters.peft import open_adapter
-from tightwire.model.adapters.slots import SlotSizes
+from tightwire.model.adapters.product import AdapterRoom
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.cache.kv_cache import OffloadedCache
 from tightwire.model.layout import Layout, make_layout
@@ -293,7 +293,7 @@ def _load(
             most_rows=engine.max_num_batched_tokens if plan.weights.max_parts > 1 else None,
             overlap=plan.overlap,
             graphs_up_to=engine.max_num_seqs if engine.cuda_graphs else 0,
-            adapters=SlotSizes(plan.adapters.num_slots, plan.adapters.max_rank) if plan.adapters else None,
+            adapters=AdapterRoom(plan.adapters.num_slots, plan.adapters.max_rank) if plan.adapters else None,
         ),
         progress,
     )

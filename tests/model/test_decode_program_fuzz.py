@@ -18,10 +18,13 @@ from tightwire.kernels.cpu.linear import interleave_cpu
 from tightwire.kernels.spec import attention, layer_ops
 from tightwire.kernels.spec.packed import Matrix, quantize
 from tightwire.kernels.spec.packed_format import GROUP_ELEMS, PACKED_FORMATS
-from tightwire.model import decode_program, llama
+from tightwire.model import decode_program
+from tightwire.model import layers as layers_file
 from tightwire.model.cache.kv_cache import KVCache
 from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.layers import EagerLayers
 from tightwire.model.layout import Shard, make_layout
+from tightwire.model.rope import rope_table
 from tightwire.model.step import Batch
 from tightwire.model.weights.source import LayerWeights
 
@@ -178,27 +181,29 @@ def _assert_same_bits(got: Tensor, want: Tensor) -> None:
 
 def _run_eagerly(case: _Case, cache: KVCache) -> list[Tensor]:
     """The result of each part. There is one rank, so a part's result is the sum."""
-    angles = llama.rope_table(case.config, case.config.max_positions, cache.device)
-    layers = llama.EagerLayers(case.config, case.shard, cache, angles, case.batch, case.residual_TD.clone())
+    angles = rope_table(case.config, case.config.max_positions, cache.device)
+    layers = EagerLayers(case.config, case.shard, cache, angles, case.batch, case.residual_TD.clone())
     results: list[Tensor] = []
-    for part in range(2 * case.config.num_layers):
-        layers.place(part // 2, case.layers[part // 2])
-        results.append(layers.run(part, results[-1] if results else None))
+    for index, weights in enumerate(case.layers):
+        layers.place(index, weights)
+        results.append(layers.attention(index, results[-1] if results else None))
+        results.append(layers.mlp(index, results[-1]))
     return [*results, layers.residual_TD]
 
 
 def _run_program(case: _Case, cache: KVCache, together: bool) -> tuple[Tensor, Tensor]:
-    angles = llama.rope_table(case.config, case.config.max_positions, cache.device)
+    angles = rope_table(case.config, case.config.max_positions, cache.device)
     program = decode_program.DecodeProgram(case.config, case.shard, cache, angles)
     program.begin(case.residual_TD.clone(), case.batch)
     for index, weights in enumerate(case.layers):
         program.place(index, weights)
-    num_parts = 2 * case.config.num_layers
+    num_layers = case.config.num_layers
     if together:
-        return program.run_parts(0, num_parts, None), program.residual_TD
+        return program.run_layers(range(num_layers), None), program.residual_TD
     update_TD: Tensor | None = None
-    for part in range(num_parts):
-        update_TD = program.run(part, update_TD).clone()
+    for index in range(num_layers):
+        update_TD = program.attention(index, update_TD).clone()
+        update_TD = program.mlp(index, update_TD).clone()
     assert update_TD is not None
     return update_TD, program.residual_TD
 
@@ -241,10 +246,10 @@ def test_near_the_references(seed: int, monkeypatch: pytest.MonkeyPatch) -> None
         return layer_ops.rotate_and_cache_reference(*tensors)  # pyright: ignore[reportCallIssue]
 
     for name in ("rms_norm", "add_rms_norm", "swiglu"):
-        monkeypatch.setattr(llama, name, getattr(layer_ops, f"{name}_reference"))
-    monkeypatch.setattr(llama, "rotate_and_cache", rotate_and_cache)
-    monkeypatch.setattr(llama, "paged_attention", attention.paged_attention_reference)
-    monkeypatch.setattr(llama, "linear", linear)
+        monkeypatch.setattr(layers_file, name, getattr(layer_ops, f"{name}_reference"))
+    monkeypatch.setattr(layers_file, "rotate_and_cache", rotate_and_cache)
+    monkeypatch.setattr(layers_file, "paged_attention", attention.paged_attention_reference)
+    monkeypatch.setattr(layers_file, "linear", linear)
     *_, want, _ = _run_eagerly(case, _copy(case))
     bound = max(_FLOAT32_BOUND, _ROUNDINGS * torch.finfo(case.dtype).eps, _INT8_BOUND * case.has_int8_activations)
     assert (got - want).norm() < bound * want.norm()

@@ -17,7 +17,7 @@ from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.policy.rules import Policy
 from tightwire.model.adapters.peft import open_adapter
-from tightwire.model.adapters.slots import SlotSizes
+from tightwire.model.adapters.product import AdapterRoom
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
@@ -111,7 +111,7 @@ def local_engine(
                 overlap=overlap,
                 weight_plan=weight_plan,
                 most_rows=most_rows,
-                adapters=SlotSizes(len(adapters) + 1, 16) if adapters else None,
+                adapters=AdapterRoom(len(adapters) + 1, 16) if adapters else None,
             ),
         )
         for number, group in enumerate(groups)

@@ -7,7 +7,7 @@ import pytest
 from helpers.model.lora import make_adapter
 from tiny import make_tiny
 
-from tightwire.model.adapters.slots import SlotSizes, slot_bytes
+from tightwire.model.adapters.product import AdapterRoom, adapter_bytes
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
@@ -65,7 +65,7 @@ def test_the_budget_and_explain_count_the_slots(tmp_path: Path, capsys: pytest.C
     }
     checkpoint, decision = prepare(make_config(given), Progress())
     layout = make_layout(checkpoint.config, 2)
-    sizes = [slot_bytes(checkpoint.config, shard, SlotSizes(3, 8), 2) for shard in layout.shards]
+    sizes = [adapter_bytes(checkpoint.config, shard, AdapterRoom(3, 8), 2) for shard in layout.shards]
     assert [rank.adapters for rank in decision.budget.ranks] == sizes
     _, plain = prepare(make_config({"model": str(model), "tp": 2, "device": "cpu"}), Progress())
     assert [

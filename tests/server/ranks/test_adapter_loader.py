@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tightwire.model.adapters.slots import SlotSizes
+from tightwire.model.adapters.product import AdapterRoom
 from tightwire.server.ipc.messages import AdapterLoaded, LoadSlot
 from tightwire.server.ranks import adapter_loader
 
@@ -19,7 +19,7 @@ def test_an_unexpected_error_refuses_the_adapter(monkeypatch: pytest.MonkeyPatch
     sent: list[AdapterLoaded] = []
     cleared: list[int] = []
     reporter: Any = SimpleNamespace(rank=1, begin=str, send=sent.append)
-    slots: Any = SimpleNamespace(sizes=SlotSizes(1, 16), load=print, clear=cleared.append)
+    slots: Any = SimpleNamespace(room=AdapterRoom(1, 16), load=print, clear=cleared.append)
     loader = adapter_loader.AdapterLoader(slots, SimpleNamespace(), reporter)  # pyright: ignore[reportArgumentType]
     loader.load(LoadSlot(id=7, slot=0, folder=str(Path("poet"))))
     assert cleared == [0] and sent[0].id == 7 and "a broken disk" in sent[0].refusal

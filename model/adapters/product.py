@@ -1,4 +1,6 @@
-"""Holds several adapters on one rank, each in a numbered slot of fixed size, split as the base model is.
+"""Adds the products of LoRA adapters to those of the base model's matrices, and holds several adapters on one rank.
+
+Each adapter is in a numbered entry of fixed size, split as the base model is.
 
 A split adds no bytes to the sums. For q, k, v, gate and up, each rank has the whole A and its rows of B. For o and down, each
 rank has its columns of A and the whole B, so its product is a part of the sum that the ranks make anyway.
@@ -20,51 +22,51 @@ from tightwire.model.weights.formats import Fused, layer_tensors
 SITES = ("qkv", "attention_out", "gate_up", "down")  # fields of ``LayerWeights``; the order of ``tw_decode_program``
 
 
-class SlotSizes(NamedTuple):
-    """The room for adapters."""
+class AdapterRoom(NamedTuple):
+    """The room for adapters on a rank."""
 
-    num_slots: int
+    num_entries: int
     max_rank: int
 
 
-def slot_bytes(config: LlamaConfig, shard: Shard, sizes: SlotSizes, elem_bytes: int) -> int:
-    """Return the bytes of all slots on the rank with ``shard``."""
+def adapter_bytes(config: LlamaConfig, shard: Shard, room: AdapterRoom, elem_bytes: int) -> int:
+    """Return the bytes of all entries on the rank with ``shard``."""
     per_layer = sum(
         len(fused.parts) * num_inputs + fused.num_rows for fused, num_inputs in _sites(config, shard).values()
     )
-    return sizes.num_slots * sizes.max_rank * config.num_layers * per_layer * elem_bytes
+    return room.num_entries * room.max_rank * config.num_layers * per_layer * elem_bytes
 
 
-class AdapterSlots:
+class AdapterProducts:
     """The adapters' matrices on one rank's device."""
 
     def __init__(
-        self, config: LlamaConfig, shard: Shard, sizes: SlotSizes, *, dtype: torch.dtype, device: torch.device
+        self, config: LlamaConfig, shard: Shard, room: AdapterRoom, *, dtype: torch.dtype, device: torch.device
     ):
         """Memory on a CPU is used only once an adapter is loaded into it."""
-        self._config, self._shard, self.sizes = config, shard, sizes
+        self._config, self._shard, self.room = config, shard, room
         like = torch.empty(0, dtype=dtype, device=device)
         self.sites: dict[str, AdapterSite] = {}
         for name, (fused, num_inputs) in _sites(config, shard).items():
             stops = torch.tensor([len(rows) for _, rows in fused.parts]).cumsum(0).tolist()
-            self.sites[name] = AdapterSite.empty(num_inputs, tuple(stops), config.num_layers, room=sizes, like=like)
+            self.sites[name] = AdapterSite.empty(num_inputs, tuple(stops), config.num_layers, room=room, like=like)
 
-    def load(self, slot: int, adapter: AdapterFile) -> None:
-        """Read this rank's part of an adapter into a slot that no running step uses. ModelError: it cannot be read."""
-        self.clear(slot)
+    def load(self, entry: int, adapter: AdapterFile) -> None:
+        """Read this rank's part of an adapter into an entry that no running step uses. ModelError: it cannot be read."""
+        self.clear(entry)
         for name, site in self.sites.items():
             fused = [layer_tensors(self._config, self._shard, layer)[name] for layer in range(site.num_layers)]
             if not any(adapter.has(_module(tensor)) for each in fused for tensor in each.names):
                 continue
-            site.set_rank(slot, adapter.rank)
+            site.set_rank(entry, adapter.rank)
             for layer, each in enumerate(fused):
-                b_RO = self._read(site.a(slot, layer), adapter, each, site.parts)
-                site.set_b(slot, layer, b_RO)
+                b_RO = self._read(site.a(entry, layer), adapter, each, site.parts)
+                site.set_b(entry, layer, b_RO)
 
-    def clear(self, slot: int) -> None:
-        """Empty a slot: rows that use it get no adapter."""
+    def clear(self, entry: int) -> None:
+        """Empty an entry: rows that use it get no adapter."""
         for site in self.sites.values():
-            site.set_rank(slot, 0)
+            site.set_rank(entry, 0)
 
     def add(self, name: str, layer: int, x_TD: Tensor, out_TO: Tensor, rows: AdapterRows) -> None:
         """Add to ``out`` the adapters' products at the site ``name`` of a layer; see ``kernels.adapters``."""

@@ -6,7 +6,7 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
-from tightwire.model.llama import rope_table
+from tightwire.model.rope import rope_table
 
 _LLAMA3 = RopeScaling(
     kind="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192

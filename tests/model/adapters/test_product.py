@@ -14,7 +14,7 @@ from torch import Tensor
 from tightwire.comm.all_reduce.names import plain_names
 from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.model.adapters.peft import open_adapter
-from tightwire.model.adapters.slots import SlotSizes, slot_bytes
+from tightwire.model.adapters.product import AdapterRoom, adapter_bytes
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
@@ -50,7 +50,7 @@ def _runner(
             block_size=_BLOCK_SIZE,
             formats=choose_formats(checkpoint.reader(), checkpoint.config, quantization),
             weight_plan=weight_plan,
-            adapters=SlotSizes(len(adapters) + 1, 8) if adapters else None,
+            adapters=AdapterRoom(len(adapters) + 1, 8) if adapters else None,
         ),
     )
     for slot, folder in enumerate(adapters):
@@ -187,7 +187,7 @@ def test_slot_bytes(tp: int, tmp_path: Path) -> None:
     config = open_checkpoint(str(model)).config
     for rank, shard in enumerate(make_layout(config, tp).shards):
         (held,) = [r for r in run_in_process(tp, _held_bytes, model, adapters) if r[0] == rank]
-        assert slot_bytes(config, shard, SlotSizes(len(adapters) + 1, 8), 4) == held[1]
+        assert adapter_bytes(config, shard, AdapterRoom(len(adapters) + 1, 8), 4) == held[1]
 
 
 def _held_bytes(group: Group, model: Path, adapters: Sequence[Path]) -> tuple[int, int]:
