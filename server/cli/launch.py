@@ -165,8 +165,9 @@ class _Server:
         stop = asyncio.create_task(self._stop.wait())
         asked = asyncio.create_task(engine.stop_asked.wait())
         await asyncio.wait([stop, asked], return_when=asyncio.FIRST_COMPLETED)
-        if stop.done() and self._member:
-            self._progress.say("asking node 0 to stop")
+        if stop.done():
+            if self._member:
+                self._progress.say("asking node 0 to stop")
             engine.ask_stop()
             await asked
         stop.cancel()

@@ -1,4 +1,4 @@
-"""Brings the hosts of a server together: who has joined, whether they agree, what their ranks report, and how all end.
+"""Node 0 of several hosts: brings the others together, compares them, hears what their ranks report, and ends with them.
 
 Node 0 listens (``Head``) and the others connect (``member``), in any order. Each names itself and its options first (HELLO)
 and is refused at once if they differ. Both ends send a beat every second; silence or a closed connection ends all nodes.
@@ -7,20 +7,17 @@ and is refused at once if they differ. Both ends send a beat every second; silen
 import asyncio
 import contextlib
 import math
-import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
-from tightwire.comm.link.probe import answer_probes
 from tightwire.comm.link.wire import LinkFacts, network_facts
+from tightwire.model.open import Checkpoint
 from tightwire.server.hosts.channel import (
     AskStop,
-    Beat,
     Channel,
     End,
     Exited,
@@ -37,6 +34,7 @@ from tightwire.server.hosts.channel import (
     Probed,
     Report,
     Run,
+    Serving,
     Table,
     WantModel,
     WantPiece,
@@ -51,97 +49,10 @@ from tightwire.server.hosts.checks import (
     probe,
 )
 from tightwire.server.hosts.files import ModelFiles, list_files, read_piece
-from tightwire.server.hosts.place import HostPlace, joined, keep_probe, listen
+from tightwire.server.hosts.place import joined, keep_probe, listen
+from tightwire.server.hosts.side import SHOW_S, Joining, Side, model_facts
 from tightwire.server.ipc.messages import FromRank
 from tightwire.server.plan.rank_setup import RunPlan
-
-_BEAT_S = 1.0
-SHOW_S = 1.0
-
-
-class Listener(Protocol):
-    """What the engine does with what another host tells."""
-
-    def show(self, table: str) -> None:
-        """Who has joined so far, in words."""
-        ...
-
-    def hear(self, message: FromRank) -> None: ...
-    def note_exit(self, rank: int, code: int) -> None: ...
-    def note_serving(self) -> None: ...
-    def note_end(self, node: str, code: int, reason: str) -> None:
-        """A node ends, or was lost (code 1)."""
-        ...
-
-    def ask_stop(self) -> None:
-        """A node was asked to stop by a signal."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Joining:
-    """What both sides need. ``ranks``: this node's. ``facts``: equal on all nodes, by name."""
-
-    place: HostPlace
-    ranks: range
-    facts: dict[str, str]
-    listener: Listener
-    silence_s: float
-    join_timeout_s: float
-    secret: bytes = b""  # shared by all hosts; empty: none
-
-    def hello(self) -> Hello:
-        place = self.place
-        return Hello(place.node, place.address, place.interface, place.listens(self.ranks), self.facts)
-
-
-class Side:
-    """What both sides do: beat, and hold this node's ports until the ranks take them."""
-
-    def __init__(self, joining: Joining) -> None:
-        self._joining, self._place = joining, joining.place
-        # Rank 0's store listens on node 0's first port already.
-        ports = [port for port in joining.hello().ports if self._place.node or port != self._place.store_port]
-        self._held = [listen(self._place.address, port) for port in ports]
-        for held in self._held:
-            answer_probes(held)
-        self._tasks: list[asyncio.Task[None]] = []
-        self._closing = False
-        self.link: LinkFacts | None = None  # the network between all nodes, after ``join``
-
-    def _start(self, *tasks: asyncio.Task[None]) -> None:
-        for task in tasks:
-            task.add_done_callback(self._note_task_end)
-        self._tasks = [task for task in self._tasks if not task.done()] + list(tasks)
-
-    def _note_task_end(self, task: asyncio.Task[None]) -> None:
-        """End all nodes if a task fails: nobody else would notice that its work is not done."""
-        if not task.cancelled() and (error := task.exception()) is not None and not self._closing:
-            own = f"node {self._place.node} ({self._place.address})"
-            self._joining.listener.note_end(own, 1, f"failed: {type(error).__name__}: {error}")
-
-    async def _beat(self, channels: Callable[[], list[Channel]]) -> None:
-        while True:
-            for channel in channels():
-                channel.send(Beat())
-            await asyncio.sleep(_BEAT_S)
-
-    def _free_ports(self) -> None:
-        for held in self._held:
-            with contextlib.suppress(OSError):  # closed before
-                held.shutdown(socket.SHUT_RDWR)  # ends the thread that accepts on it
-            held.close()
-
-    async def _close(self, channels: list[Channel], end: End) -> None:
-        if self._closing:
-            return
-        self._closing = True
-        for channel in channels:
-            channel.send(end)
-        for task in self._tasks:
-            task.cancel()
-        self._free_ports()
-        await asyncio.gather(*(channel.close() for channel in channels))
 
 
 @dataclass(slots=True)
@@ -165,6 +76,7 @@ class Head(Side):
 
     def __init__(self, joining: Joining) -> None:
         super().__init__(joining)
+        self.watched = range(joining.place.num_nodes * len(joining.ranks))
         self._own = joining.hello()
         self._nodes: dict[int, _Node] = {}
         self._changed = asyncio.Event()
@@ -188,13 +100,13 @@ class Head(Side):
         self._server = await accept_channels(
             listener, lambda channel: self._start(asyncio.create_task(self._take(channel)))
         )
-        self._start(asyncio.create_task(self._beat(lambda: [node.channel for node in self._nodes.values()])))
+        self._start(asyncio.create_task(self._beat()))
         others = range(1, self._place.num_nodes)
         await self._until(lambda: [node for node in others if node not in self._nodes], "joined")
         self._joined = True
         targets = {node: (known.hello.address, known.hello.ports) for node, known in self._nodes.items()}
         targets[0] = (self._own.address, self._own.ports)
-        self.tell(Probe(targets))
+        self._tell(Probe(targets))
         failures = await probe(0, targets)
         await self._until(lambda: [node for node in others if self._nodes[node].failures is None], "tried the ports")
         failures += [failure for known in self._nodes.values() for failure in known.failures or ()]
@@ -204,7 +116,7 @@ class Head(Side):
             )
         self.link = await self._measure({node: (at, ports[-1]) for node, (at, ports) in targets.items() if node})
         keep_probe(self.link)
-        self.tell(Network(self.link))
+        self._tell(Network(self.link))
 
     async def _measure(self, targets: dict[int, tuple[str, int]]) -> LinkFacts:
         """Let one node after the other measure the network, so that no measurement disturbs another."""
@@ -220,9 +132,13 @@ class Head(Side):
             raise LostError("; ".join(failures))
         return network_facts(pairs)
 
-    async def agree(self, facts: dict[str, str], plan: RunPlan) -> RunPlan:
-        """Wait until all nodes have opened the same model; returns the plan for all. Errors as ``join``."""
-        self._own = msgspec.structs.replace(self._own, facts=facts)
+    async def find_model(self, model: str, show: Callable[[str, float], None]) -> str:
+        return model
+
+    async def agree(self, checkpoint: Checkpoint, plan: RunPlan) -> RunPlan:
+        """Give the model to nodes that have no copy, and wait until all nodes have opened the same one."""
+        self._path.set_result(checkpoint.path)
+        self._own = msgspec.structs.replace(self._own, facts=model_facts(checkpoint))
         await self._until(
             lambda: [number for number, node in self._nodes.items() if node.opened is None], "opened the model"
         )
@@ -234,13 +150,30 @@ class Head(Side):
             if reason := objection_to(hello, self._own, self._place.num_nodes):
                 raise ValueError(reason.replace("start the same command", "give the same model"))
         merged = merge_plans(plans)
-        self.tell(Run(merged))
+        self._tell(Run(merged))
         self._free_ports()
         return merged
 
-    def offer_model(self, path: Path | None) -> None:
-        """Give the model at ``path`` to nodes without a copy, when they ask. None: it has no files."""
-        self._path.set_result(path)
+    def inboxes(self, local: Sequence[str]) -> Sequence[str]:
+        """The addresses of other nodes' ranks are on their nodes."""
+        ranks, addresses = self._joining.ranks, self.addresses
+        return [
+            address if rank in ranks else self._place.inbox(rank, addresses[rank // len(ranks)])
+            for rank, address in enumerate(local)
+        ]
+
+    def relay(self, message: FromRank) -> None:
+        return
+
+    def relay_exit(self, rank: int, code: int) -> None:
+        return
+
+    def note_ready(self) -> None:
+        self._tell(Serving())
+        self._listener.note_serving()
+
+    def ask_stop(self) -> None:
+        self._listener.note_stop(name_node(self._own))
 
     async def _send_model(self, node: _Node, message: WantModel | WantPiece) -> None:
         """Answer a node without a copy; the first question waits until this node has opened its own."""
@@ -255,15 +188,13 @@ class Head(Side):
             node.copied = files.share(message.name, message.offset)
             node.channel.send(Piece(await asyncio.to_thread(read_piece, path, files, message.name, message.offset)))
 
-    def tell(self, message: Message) -> None:
-        for node in self._nodes.values():
-            node.channel.send(message)
+    def _channels(self) -> list[Channel]:
+        return [node.channel for node in self._nodes.values()]
 
-    async def close(self, code: int, reason: str) -> None:
-        """End all nodes with this exit code. May be called twice; the first counts."""
+    async def _end(self, end: End) -> None:
         if self._server is not None:
             self._server.close()
-        await self._close([node.channel for node in self._nodes.values()], End(code, reason))
+        await super()._end(end)
 
     async def _until(self, missing: Callable[[], list[int]], what: str) -> None:
         started_s, limit_s = time.monotonic(), self._joining.join_timeout_s
@@ -284,8 +215,8 @@ class Head(Side):
                 )
             table = f"{count} {waited_s:.0f} s of {limit_s:g} s"
             if waited_s >= SHOW_S:
-                self._joining.listener.show(table)
-                self.tell(Table(table))
+                self._listener.show(table)
+                self._tell(Table(table))
             # Not `asyncio.wait_for`: in Python 3.11 it ignores a cancellation at the moment of the change.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SHOW_S):
@@ -302,7 +233,7 @@ class Head(Side):
             reason = (
                 f"{name_node(hello)} has another shared secret, or none; give every host the same --comm-secret-file"
             )
-            self._joining.listener.show(reason)
+            self._listener.show(reason)
             return await channel.end(2, reason)
         reason = objection_to(hello, self._own, self._place.num_nodes)
         before = self._nodes.get(hello.node)
@@ -333,19 +264,19 @@ class Head(Side):
         if self._closing:
             return
         if self._joined:
-            self._joining.listener.note_end(name_node(node.hello), 1, f"lost: it {why}")
+            self._listener.note_end(name_node(node.hello), 1, f"lost: it {why}")
         elif self._nodes.get(node.hello.node) is node:
             del self._nodes[node.hello.node]  # it may start again
             self._changed.set()
 
     def _hear(self, node: _Node, message: Message) -> None:
-        listener = self._joining.listener
+        listener = self._listener
         if isinstance(message, Report):
             listener.hear(message.message)
         elif isinstance(message, Exited):
             listener.note_exit(message.rank, message.code)
         elif isinstance(message, AskStop):
-            listener.ask_stop()
+            listener.note_stop(name_node(node.hello))
         elif isinstance(message, End):
             if self._joined:
                 listener.note_end(name_node(node.hello), message.code, message.reason)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tightwire.server.config.hosts import split_address
-from tightwire.server.config.serve import ServeConfig, option_fields
+from tightwire.server.config.serve import ServeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,21 +113,3 @@ def _number(environment: Mapping[str, str], name: str) -> int:
         return int(environment[name])
     except ValueError:
         raise ValueError(f"{name} must be a whole number, got {environment[name]!r}") from None
-
-
-def facts_of(config: ServeConfig) -> dict[str, str]:
-    """The options that must be equal on all nodes, by flag, as text."""
-    own = {
-        "node_rank",
-        "master_addr",
-        "interface",
-        "join_timeout_s",
-        "comm_secret_file",
-        "model",
-        "stream_from",
-    }  # may differ between nodes
-    return {
-        "--" + name.replace("_", "-"): str(getattr(getattr(config, group), name))
-        for name, (group, _) in option_fields().items()
-        if group != "http" and name not in own
-    }

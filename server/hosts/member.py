@@ -1,21 +1,23 @@
-"""The side of every node but node 0: connects to node 0, obeys it, and relays what the node's ranks report."""
+"""Every node but node 0: connects to node 0, obeys it, and relays what the node's ranks report."""
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
 from tightwire.comm.link.wire import LinkFacts
+from tightwire.model.checkpoint.header import has_copy
+from tightwire.model.open import Checkpoint
 from tightwire.server.hosts.channel import (
+    AskStop,
     Channel,
     End,
+    Exited,
     LostError,
     Measure,
     Measured,
-    Message,
     Network,
     Offer,
     Opened,
@@ -33,8 +35,8 @@ from tightwire.server.hosts.channel import (
 )
 from tightwire.server.hosts.checks import CONNECT_S, measure, probe, why_unreachable
 from tightwire.server.hosts.files import fetch_files
-from tightwire.server.hosts.head import SHOW_S, Joining, Side
 from tightwire.server.hosts.place import joined
+from tightwire.server.hosts.side import SHOW_S, Joining, Side, model_facts
 from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Ready, Stage
 from tightwire.server.plan.rank_setup import RunPlan
 
@@ -55,6 +57,8 @@ class Member(Side):
 
     def __init__(self, joining: Joining) -> None:
         super().__init__(joining)
+        self.watched = joining.ranks
+        self.refusal = f"this is node {self._place.node}; send requests to node 0 at {self._place.master}"
         self._channel: Channel | None = None
         self._told = _Told()
 
@@ -66,40 +70,50 @@ class Member(Side):
         """Connect to node 0 and wait for the other nodes. LostError: node 0 does not answer in time."""
         self._channel = channel = await self._connect()
         await introduce(channel, self._joining.hello(), self._joining.secret)
-        self._start(asyncio.create_task(self._beat(lambda: [channel])), asyncio.create_task(self._listen(channel)))
+        self._start(asyncio.create_task(self._beat()), asyncio.create_task(self._listen(channel)))
         self.link = await self._told.network
 
-    async def fetch_model(self, show: Callable[[str, float], None]) -> Path:
-        """Copy node 0's model into the cache; see ``fetch_files``."""
+    async def find_model(self, model: str, show: Callable[[str, float], None]) -> str:
+        """The model, or if this node has no copy, the path of the one that it fetches; see ``fetch_files``."""
+        if has_copy(model):
+            return model
 
         async def ask(name: str, offset: int) -> bytes:
-            self.tell(WantPiece(name, offset))
+            self._tell(WantPiece(name, offset))
             answer = await self._told.model.get()
             return answer.data if isinstance(answer, Piece) else b""
 
-        self.tell(WantModel())
+        self._tell(WantModel())
         offer = await self._told.model.get()
         assert isinstance(offer, Offer), "the answer to WantModel"
-        return await fetch_files(offer.model, ask, show)
+        return str(await fetch_files(offer.model, ask, show))
 
-    async def agree(self, facts: dict[str, str], plan: RunPlan) -> RunPlan:
-        self.tell(Opened(facts, plan))
+    async def agree(self, checkpoint: Checkpoint, plan: RunPlan) -> RunPlan:
+        self._tell(Opened(model_facts(checkpoint), plan))
         agreed = await self._told.run
         self._free_ports()
         return agreed
 
-    def tell(self, message: Message) -> None:
-        if self._channel is not None:
-            self._channel.send(message)
+    def inboxes(self, local: Sequence[str]) -> Sequence[str]:
+        return local
 
     def relay(self, message: FromRank) -> None:
         if isinstance(message, Heartbeat):
             message = msgspec.structs.replace(message, latencies=[])
         if isinstance(message, Stage | Ready | Heartbeat | Failed):
-            self.tell(Report(message))
+            self._tell(Report(message))
 
-    async def close(self, code: int, reason: str) -> None:
-        await self._close([] if self._channel is None else [self._channel], End(code, reason))
+    def relay_exit(self, rank: int, code: int) -> None:
+        self._tell(Exited(rank, code))
+
+    def note_ready(self) -> None:
+        """Wait for node 0 to say that the ranks of all nodes are ready."""
+
+    def ask_stop(self) -> None:
+        self._tell(AskStop())
+
+    def _channels(self) -> list[Channel]:
+        return [] if self._channel is None else [self._channel]
 
     async def _connect(self) -> Channel:
         started_s, limit_s = time.monotonic(), self._joining.join_timeout_s
@@ -115,20 +129,20 @@ class Member(Side):
                     "--node-rank 0, and check --master-addr and the firewall"
                 )
             if waited_s >= SHOW_S:
-                self._joining.listener.show(f"waiting for {self._head} for {waited_s:.0f} s of {limit_s:g} s: {why}")
+                self._listener.show(f"waiting for {self._head} for {waited_s:.0f} s of {limit_s:g} s: {why}")
             await asyncio.sleep(_RETRY_S)
 
     async def _listen(self, channel: Channel) -> None:
-        listener = self._joining.listener
+        listener = self._listener
         try:
             while True:
                 message = await channel.receive(self._joining.silence_s)
                 if isinstance(message, Table):
                     listener.show(message.text)
                 elif isinstance(message, Probe):
-                    self.tell(Probed(await probe(self._place.node, message.targets)))
+                    self._tell(Probed(await probe(self._place.node, message.targets)))
                 elif isinstance(message, Measure):
-                    self.tell(Measured(*await measure(self._place.node, message.targets)))
+                    self._tell(Measured(*await measure(self._place.node, message.targets)))
                 elif isinstance(message, Network):
                     self._told.network.set_result(message.link)
                 elif isinstance(message, Offer | Piece):
@@ -138,7 +152,10 @@ class Member(Side):
                 elif isinstance(message, Serving):
                     listener.note_serving()
                 elif isinstance(message, End):
-                    listener.note_end(self._head, message.code, message.reason)
+                    if message.code == 0:
+                        listener.note_stop(self._head)
+                    else:
+                        listener.note_end(self._head, message.code, message.reason)
                     return
         except LostError as error:
             if not self._closing:

@@ -55,10 +55,10 @@ class Watch:
         rank_timeout_s: float,
         step_timeout_s: float,
         num_replicas: int = 1,
-        ranks_per_host: int | None = None,
+        node_of: Callable[[int], str] = lambda rank: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``pids``: by rank; 0 for a rank of another host, of which each holds ``ranks_per_host`` (None: there is one)."""
+        """``pids``: by rank; 0 for a rank of another host. ``node_of``: the name of a rank's host; empty: there is one."""
         self.serving = False
         self.reason: str | None = None
         self._rank_timeout_s = rank_timeout_s
@@ -67,7 +67,7 @@ class Watch:
         self._clock = clock
         self._last_check = clock()
         self._first_sign_s: float | None = None  # when the first exit or failure was seen
-        self._ranks_per_host = ranks_per_host
+        self._node_of = node_of
         self._ranks = {
             rank: _Rank(pid, clock(), Heartbeat(rank=rank, step=-1, doing="starting", busy_s=0.0))
             for rank, pid in pids.items()
@@ -192,8 +192,7 @@ class Watch:
 
     def _place(self, number: int) -> str:
         pid = self._ranks[number].pid
-        host = "" if self._ranks_per_host is None else f"node {number // self._ranks_per_host}"
-        return ", ".join(filter(None, [host, f"pid {pid}" if pid else ""]))
+        return ", ".join(filter(None, [self._node_of(number), f"pid {pid}" if pid else ""]))
 
     def _name(self, number: int) -> str:
         return rank_name(number, len(self._ranks) // self._num_replicas, self._num_replicas)

@@ -4,7 +4,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-import os
 import re
 import threading
 import time
@@ -12,17 +11,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Generic, Self, TypeVar
 
-from tightwire import __version__
-from tightwire.comm.transport.socket_join import read_secret
-from tightwire.kernels.cpu.library import level
-from tightwire.model.checkpoint.header import has_copy
-from tightwire.model.open import Checkpoint, fingerprint
+from tightwire.model.open import Checkpoint
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.hosts.channel import AskStop, Exited, LostError, Serving
-from tightwire.server.hosts.head import Head, Joining
-from tightwire.server.hosts.launcher import facts_of
-from tightwire.server.hosts.member import Member
+from tightwire.server.hosts.channel import LostError
+from tightwire.server.hosts.choose import choose_hosts
 from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ipc.messages import AdapterLoaded, FromRank, Ready, Stage
 from tightwire.server.ipc.zmq_client import ZmqEngineClient
@@ -38,9 +31,6 @@ _WATCH_PERIOD_S = 0.25
 # How long to wait, after the first sign of trouble, for the other ranks' reports, which help to find the cause.
 _COLLECT_S = 0.2
 _SHOW_PERIOD_S = 10.0  # between lines about hosts that wait for others
-# On several hosts, from a loss to the end of this process, also if connections or full cores delay its orderly end: with
-# --rank-timeout-s 10 all end within 15 s. The ranks end with this process.
-_MOST_END_S = 3.0
 _STOP_S = 5.0  # for ranks to leave their loops when asked
 
 _T = TypeVar("_T")
@@ -78,34 +68,27 @@ class RankedEngine:
 
     def __init__(self, config: ServeConfig, ranks: Ranks, progress: Progress) -> None:
         self._config, self._ranks, self._progress = config, ranks, progress
-        self._place, self._per_host = ranks.place, len(ranks.numbers)
-        self._relays = self._place is not None and self._place.node > 0
-        others = dict.fromkeys(range(0 if self._relays else config.parallel.num_ranks), 0)
+        self._hosts = choose_hosts(config, ranks.place, ranks.numbers, ranks.link, self)
         self._watch = Watch(
-            others | self._ranks.pids,
+            dict.fromkeys(self._hosts.watched, 0) | ranks.pids,
             rank_timeout_s=config.timeouts.rank_timeout_s,
             step_timeout_s=config.timeouts.step_timeout_s,
             num_replicas=config.parallel.dp,
-            ranks_per_host=self._per_host if self._place else None,
+            node_of=self._hosts.node_of,
         )
-        self._num_reporting = len(ranks.numbers) if self._relays else config.parallel.num_ranks
-        self._hosts: Head | Member | None = None
-        self._stages: dict[int, str] = {}  # by node
+        self._stages = dict.fromkeys(map(self._hosts.node_of, self._hosts.watched), "")  # by node
         self._shown, self._shown_s = "", 0.0
-        self._ending: asyncio.Task[None] | None = None
-        self._last_moment: threading.Timer | None = None
-        self.stop_asked = asyncio.Event()  # by a signal to another host, or by node 0
+        self.stop_asked = asyncio.Event()  # by a signal to any host, or by node 0
         self.client = ZmqEngineClient(
-            to_engine=self._ranks.inboxes[0],
-            from_ranks=self._ranks.to_parent,
-            reporters=self._ranks.reporters,
+            to_engine=ranks.inboxes[0],
+            from_ranks=ranks.to_parent,
+            reporters=ranks.reporters,
             max_queued_requests=config.http.max_queued_requests,
             num_ranks=config.parallel.num_ranks,
             first_rank=ranks.numbers.start,
-            on_report=self._hear,
+            on_report=self.hear,
         )
-        if self._place is not None and self._relays:
-            self.client.refusal = f"this is node {self._place.node}; send requests to node 0 at {self._place.master}"
+        self.client.refusal = self._hosts.refusal
         self.ready: dict[int, Ready] = {}
         self._all_ready = asyncio.Event()
         self._trouble = asyncio.Event()
@@ -113,26 +96,17 @@ class RankedEngine:
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._ranks.on_exit(asyncio.get_running_loop(), self._note_exit)
+        self._ranks.on_exit(asyncio.get_running_loop(), self.note_exit)
         self._watching = asyncio.create_task(self._keep_watch(), name="watch over the ranks")
         for task in (self.client.open(), self._watching):
             task.add_done_callback(self._note_task_end)
-        if self._place is not None:
-            facts = {"version": __version__, "kernels": level(), **facts_of(self._config)}
-            timeouts = self._config.timeouts.rank_timeout_s, self._config.hosts.join_timeout_s
-            secret = read_secret(self._config.parallel.comm_secret_file)
-            joining = Joining(self._place, self._ranks.numbers, facts, self, *timeouts, secret)
-            self._hosts = Member(joining) if self._relays else Head(joining)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._stop_watching()
         self._ranks.kill()
-        if self._hosts is not None:
-            await (self._ending or self._hosts.close(0, ""))
+        await self._hosts.close()
         self.client.close()
-        if self._last_moment is not None:
-            self._last_moment.cancel()
         if self._failed.done():
             self._failed.exception()  # marks the exception as retrieved, in case nobody awaited it
 
@@ -141,44 +115,33 @@ class RankedEngine:
 
         On several hosts, wait for the others first. RankFailedError: one is missing.
         """
-        if self._hosts is None:
-            return await self._start()
         try:
             await self.guard(self._hosts.join())
             return await self._start()
         except ValueError as refusal:
-            await self._hosts.close(2, str(refusal))
+            self._hosts.fail(2, str(refusal))
             raise
         except LostError as missing:
-            await self._hosts.close(1, str(missing))
+            self._hosts.fail(1, str(missing))
             raise RankFailedError(str(missing)) from None
 
     async def _start(self) -> tuple[Checkpoint, Decision, Tokenizer]:
         stopped = threading.Event()
-        link = self._ranks.link if self._hosts is None else self._hosts.link
-        config = self._config
-        if isinstance(self._hosts, Member) and not has_copy(config.model.model):
-            path = await self.guard(self._hosts.fetch_model(self._progress.stage))
-            config = replace(config, model=replace(config.model, model=str(path)))
-        opening = Background(lambda: prepare(config, self._progress, stopped=stopped.is_set, link=link))
+        options, hosts = self._config.model, self._hosts
+        model = await self.guard(hosts.find_model(options.model, self._progress.stage))
+        config = replace(self._config, model=replace(options, model=model))
+        opening = Background(lambda: prepare(config, self._progress, stopped=stopped.is_set, link=hosts.link))
         try:
             checkpoint, decision = await self.guard(opening.result)
         except asyncio.CancelledError:
             stopped.set()
             opening.join(FETCH_STOPS_S)
             raise
-        if isinstance(self._hosts, Head):
-            self._hosts.offer_model(checkpoint.path)
-        if self._hosts is not None:
-            facts = {"the model": fingerprint(checkpoint)}
-            decision = replace(decision, plan=await self.guard(self._hosts.agree(facts, decision.plan)))
+        decision = replace(decision, plan=await self.guard(hosts.agree(checkpoint, decision.plan)))
         decision.report(self._progress)
-        inboxes = list(self._ranks.inboxes)
-        if isinstance(self._hosts, Head) and self._place is not None:
-            for rank in range(self._per_host, len(inboxes)):
-                inboxes[rank] = self._place.inbox(rank, self._hosts.addresses[rank // self._per_host])
+        inboxes = tuple(hosts.inboxes(self._ranks.inboxes))
         self._ranks.hand_out(
-            RankWork(location=checkpoint.location, config=self._config, plan=decision.plan, inboxes=tuple(inboxes))
+            RankWork(location=checkpoint.location, config=self._config, plan=decision.plan, inboxes=inboxes)
         )
         return checkpoint, decision, await Background(checkpoint.tokenizer).result
 
@@ -212,15 +175,13 @@ class RankedEngine:
         """The tracebacks of the failed ranks, for the log; see ``Watch.tracebacks``."""
         return self._watch.tracebacks(of_symptoms=of_symptoms)
 
-    def _note_exit(self, rank: int, code: int) -> None:
-        if isinstance(self._hosts, Member):
-            self._hosts.tell(Exited(rank, code))
+    def note_exit(self, rank: int, code: int) -> None:
+        self._hosts.relay_exit(rank, code)
         self._watch.exited(rank, code)
         self._trouble.set()
 
-    def _hear(self, message: FromRank) -> None:
-        if isinstance(self._hosts, Member):
-            self._hosts.relay(message)
+    def hear(self, message: FromRank) -> None:
+        self._hosts.relay(message)
         self._watch.heard(message)
         if isinstance(message, AdapterLoaded):
             self.client.heard_adapter(message)
@@ -233,17 +194,14 @@ class RankedEngine:
                 self.client.set_phase(Phase.LOADING, self._with_nodes(message.rank, f"{message.name}{done}"))
         elif isinstance(message, Ready):
             self.ready[message.rank] = message
-            if len(self.ready) == self._num_reporting:
+            if len(self.ready) == len(self._hosts.watched):
                 self._watch.serving = True
-                if not self._relays:
-                    self.note_serving()
+                self._hosts.note_ready()
 
     def _with_nodes(self, rank: int, stage: str) -> str:
         """The stage of each node, for the reason why the server is not ready yet."""
-        if self._place is None:
-            return stage
-        self._stages[rank // self._per_host] = stage
-        return "; ".join(f"node {node}: {text}" for node, text in sorted(self._stages.items()))
+        self._stages[self._hosts.node_of(rank)] = stage
+        return "; ".join(": ".join(filter(None, known)) for known in self._stages.items() if known[1])
 
     def show(self, table: str) -> None:
         self.client.set_phase(Phase.LOADING, table)
@@ -252,37 +210,27 @@ class RankedEngine:
             self._shown, self._shown_s = shown, now_s
             self._progress.say(table)
 
-    def hear(self, message: FromRank) -> None:
-        self._hear(message)
-
-    def note_exit(self, rank: int, code: int) -> None:
-        self._note_exit(rank, code)
-
     def note_serving(self) -> None:
         """All ranks of all hosts are ready."""
-        if isinstance(self._hosts, Head):
-            self._hosts.tell(Serving())
         self.client.set_phase(Phase.READY)
         self._all_ready.set()
+
+    def note_stop(self, node: str) -> None:
+        self.stop_asked.set()
+        if not self._all_ready.is_set():
+            self._fail(RankFailedError(f"{node} stopped before the model was ready"))
 
     def note_end(self, node: str, code: int, reason: str) -> None:
         if code == 2:
             self._fail(ValueError(reason))
-        elif code == 0 and self._relays:
-            self.stop_asked.set()
-            if not self._all_ready.is_set():
-                self._fail(RankFailedError(f"{node} stopped before the model was ready"))
         else:
             why = reason or "stopped"
             last = f" (last known: {self._watch.describe()})" if self._watch.serving else ""
             self._fail(RankFailedError(f"{node}: {why}{last}"))
 
     def ask_stop(self) -> None:
-        """Stop all hosts; on any other node than 0, ask node 0 to do so."""
-        if isinstance(self._hosts, Member):
-            self._hosts.tell(AskStop())
-        else:
-            self.stop_asked.set()
+        """Stop all hosts, after a signal to this one; ``stop_asked`` is set when they do."""
+        self._hosts.ask_stop()
 
     def _note_task_end(self, task: asyncio.Task[None]) -> None:
         """Fail if a watching task ends, because no failure would be noticed after that."""
@@ -293,12 +241,7 @@ class RankedEngine:
     def _fail(self, error: RankFailedError | ValueError) -> None:
         self.client.set_phase(Phase.DEAD, str(error))
         self._ranks.begin_kill()
-        if self._hosts is not None and self._ending is None:
-            code = 2 if isinstance(error, ValueError) else 1
-            self._last_moment = threading.Timer(_MOST_END_S, os._exit, [code])
-            self._last_moment.daemon = True
-            self._last_moment.start()
-            self._ending = asyncio.create_task(self._hosts.close(code, str(error)))
+        self._hosts.fail(2 if isinstance(error, ValueError) else 1, str(error))
         if not self._failed.done():
             self._failed.set_exception(error)
 

@@ -4,7 +4,7 @@ import pytest
 
 from tightwire.server.config import flags
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.hosts.launcher import facts_of, first_host, resolve_hosts
+from tightwire.server.hosts.launcher import first_host, resolve_hosts
 
 _TORCHRUN = {
     "GROUP_WORLD_SIZE": "2",
@@ -87,9 +87,3 @@ def test_what_cannot_work_is_refused(argv: list[str], variables: dict[str, str],
 )
 def test_the_first_host_of_slurms_list(names: str, first: str) -> None:
     assert first_host(names) == first
-
-
-def test_facts_are_the_options_that_must_be_equal() -> None:
-    facts = facts_of(parse("--tp", "4", "--node-rank", "1", "--port", "9"))
-    assert facts["--tp"] == "4"
-    assert not {"--node-rank", "--port", "--model", "--interface"} & facts.keys()

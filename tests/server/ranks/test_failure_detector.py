@@ -232,7 +232,7 @@ def test_a_replica_may_wait_for_another_one_as_long_as_that_gets_on(clock: Clock
 
 
 def test_a_rank_of_another_host_is_named_with_its_node(clock: Clock) -> None:
-    watch = Watch({0: 11, 1: 0}, rank_timeout_s=10, step_timeout_s=120, ranks_per_host=1, clock=clock)
+    watch = Watch({0: 11, 1: 0}, rank_timeout_s=10, step_timeout_s=120, node_of="node {}".format, clock=clock)
     watch.serving = True
     beat(watch, 1)
     pass_time(watch, clock, 12, 0)
@@ -244,7 +244,7 @@ def test_a_rank_of_another_host_is_named_with_its_node(clock: Clock) -> None:
 
 
 def test_a_rank_of_a_host_that_has_not_joined_is_not_silent_and_later_its_host_reports_first(clock: Clock) -> None:
-    watch = Watch({0: 11, 1: 0}, rank_timeout_s=10, step_timeout_s=120, ranks_per_host=1, clock=clock)
+    watch = Watch({0: 11, 1: 0}, rank_timeout_s=10, step_timeout_s=120, node_of="node {}".format, clock=clock)
     pass_time(watch, clock, 290, 0)
     assert watch.check() is None, "the deadline of joining is another one"
     beat(watch, 1)

@@ -1,0 +1,45 @@
+"""Chooses what this process is among the hosts of its server, and lists the options that must be equal on all of them."""
+
+from tightwire import __version__
+from tightwire.comm.link.wire import LinkFacts
+from tightwire.comm.transport.socket_join import read_secret
+from tightwire.kernels.cpu.library import level
+from tightwire.server.config.serve import ServeConfig, option_fields
+from tightwire.server.hosts.alone import Alone
+from tightwire.server.hosts.head import Head
+from tightwire.server.hosts.member import Member
+from tightwire.server.hosts.place import HostPlace
+from tightwire.server.hosts.protocols import Hosts, Listener
+from tightwire.server.hosts.side import Joining
+
+_MAY_DIFFER = {"node_rank", "master_addr", "interface", "join_timeout_s", "comm_secret_file", "model", "stream_from"}
+
+
+def choose_hosts(
+    config: ServeConfig, place: HostPlace | None, ranks: range, link: LinkFacts | None, listener: Listener
+) -> Hosts:
+    """One host if ``place`` is None, else node 0 or another node of several. ``ranks``: those on this host.
+
+    ``link``: an emulated network of one host. ValueError: one of this host's ports is taken, or the secret cannot be read.
+    """
+    if place is None:
+        return Alone(ranks, link, listener)
+    joining = Joining(
+        place,
+        ranks,
+        {"version": __version__, "kernels": level(), **facts_of(config)},
+        listener,
+        silence_s=config.timeouts.rank_timeout_s,
+        join_timeout_s=config.hosts.join_timeout_s,
+        secret=read_secret(config.parallel.comm_secret_file),
+    )
+    return Head(joining) if place.node == 0 else Member(joining)
+
+
+def facts_of(config: ServeConfig) -> dict[str, str]:
+    """The options that must be equal on all nodes, by flag, as text."""
+    return {
+        "--" + name.replace("_", "-"): str(getattr(getattr(config, group), name))
+        for name, (group, _) in option_fields().items()
+        if group != "http" and name not in _MAY_DIFFER
+    }

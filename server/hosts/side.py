@@ -1,0 +1,120 @@
+"""What node 0 (``Head``) and every other node (``Member``) have in common: beats, held ports, and the end of all nodes."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tightwire.comm.link.probe import answer_probes
+from tightwire.comm.link.wire import LinkFacts
+from tightwire.model.open import Checkpoint, fingerprint
+from tightwire.server.hosts.channel import Beat, Channel, End, Hello, Message
+from tightwire.server.hosts.place import HostPlace, listen
+from tightwire.server.hosts.protocols import Listener
+
+SHOW_S = 1.0  # between reports of who has joined
+_BEAT_S = 1.0
+# From a failure to the end of this process, also if connections or full cores delay its orderly end: with
+# --rank-timeout-s 10 the processes of all hosts end within 15 s. The ranks end with this process.
+_MOST_END_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """What a node brings to the others. ``ranks``: those on this node. ``facts``: by name, equal on all nodes."""
+
+    place: HostPlace
+    ranks: range
+    facts: dict[str, str]
+    listener: Listener
+    silence_s: float
+    join_timeout_s: float
+    secret: bytes = b""  # shared by all hosts; empty: none
+
+    def hello(self) -> Hello:
+        place = self.place
+        return Hello(place.node, place.address, place.interface, place.listens(self.ranks), self.facts)
+
+
+class Side:
+    """One node of several. Sends beats, and holds this node's ports until its ranks take them."""
+
+    def __init__(self, joining: Joining) -> None:
+        self._joining, self._place, self._listener = joining, joining.place, joining.listener
+        # Rank 0's store listens on node 0's first port already.
+        ports = [port for port in joining.hello().ports if self._place.node or port != self._place.store_port]
+        self._held = [listen(self._place.address, port) for port in ports]
+        for held in self._held:
+            answer_probes(held)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ending: asyncio.Task[None] | None = None
+        self._last_moment: threading.Timer | None = None
+        self.refusal: str | None = None
+        self.link: LinkFacts | None = None  # known after ``join``
+
+    def node_of(self, rank: int) -> str:
+        return f"node {rank // len(self._joining.ranks)}"
+
+    def fail(self, code: int, reason: str) -> None:
+        """Begin to end all nodes with this exit code, and end this process soon in any case. The first call counts."""
+        if self._ending is None:
+            self._last_moment = threading.Timer(_MOST_END_S, os._exit, [code])
+            self._last_moment.daemon = True
+            self._last_moment.start()
+            self._ending = asyncio.create_task(self._end(End(code, reason)))
+
+    async def close(self) -> None:
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end(End(0, "")))
+        await asyncio.wait([self._ending])
+        if self._last_moment is not None:
+            self._last_moment.cancel()
+
+    @property
+    def _closing(self) -> bool:
+        return self._ending is not None
+
+    def _channels(self) -> Sequence[Channel]:
+        """The connections to the other nodes."""
+        raise NotImplementedError
+
+    def _tell(self, message: Message) -> None:
+        for channel in self._channels():
+            channel.send(message)
+
+    async def _end(self, end: End) -> None:
+        self._tell(end)
+        for task in self._tasks:
+            task.cancel()
+        self._free_ports()
+        await asyncio.gather(*(channel.close() for channel in self._channels()))
+
+    def _start(self, *tasks: asyncio.Task[None]) -> None:
+        for task in tasks:
+            task.add_done_callback(self._note_task_end)
+        self._tasks = [task for task in self._tasks if not task.done()] + list(tasks)
+
+    def _note_task_end(self, task: asyncio.Task[None]) -> None:
+        """End all nodes if a task fails: nobody else would notice that its work is not done."""
+        if not task.cancelled() and (error := task.exception()) is not None and not self._closing:
+            own = f"node {self._place.node} ({self._place.address})"
+            self._listener.note_end(own, 1, f"failed: {type(error).__name__}: {error}")
+
+    async def _beat(self) -> None:
+        while True:
+            self._tell(Beat())
+            await asyncio.sleep(_BEAT_S)
+
+    def _free_ports(self) -> None:
+        for held in self._held:
+            with contextlib.suppress(OSError):  # closed before
+                held.shutdown(socket.SHUT_RDWR)  # ends the thread that accepts on it
+            held.close()
+
+
+def model_facts(checkpoint: Checkpoint) -> dict[str, str]:
+    """What must be equal on all nodes when they have opened the model."""
+    return {"the model": fingerprint(checkpoint)}

@@ -1,0 +1,37 @@
+"""The connection between two hosts: silence, and the last message."""
+
+import asyncio
+import socket
+
+import pytest
+from helpers.server.hosts import until
+
+from tightwire.server.hosts.channel import Channel, End, LostError, Table, accept_channels, open_channel
+
+
+async def test_a_silent_host_is_lost_within_its_deadline() -> None:
+    accepted: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(lambda _, writer: accepted.append(writer), "127.0.0.1", 0)
+    address, port = server.sockets[0].getsockname()
+    channel = await open_channel(address, port, 3.0)
+    with pytest.raises(LostError, match="has been silent for 0.2 s"):
+        await channel.receive(0.2)
+    await channel.close()
+    accepted[0].close()
+    server.close()
+
+
+async def test_the_last_message_arrives_although_the_sender_has_not_read_all() -> None:
+    channels: list[Channel] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = await accept_channels(listener, channels.append)
+    here = await open_channel("127.0.0.1", listener.getsockname()[1], 3.0)
+    await until(lambda: channels)
+    for _ in range(1000):
+        here.send(Table("x" * 1000))
+    await asyncio.sleep(0.05)
+    channels[0].send(End(0, "the reason"))
+    await channels[0].close()
+    assert await here.receive(3.0) == End(0, "the reason")
+    await here.close()
+    server.close()

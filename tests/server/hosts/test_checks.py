@@ -1,0 +1,26 @@
+"""What hosts compare: their numbers, their plans, and the ports between them."""
+
+import msgspec
+import pytest
+from helpers.server.hosts import PLAN, free_ports
+
+from tightwire.server.hosts.channel import Hello
+from tightwire.server.hosts.checks import merge_plans, objection_to, probe
+
+
+async def test_a_port_that_cannot_be_reached_is_named() -> None:
+    port = free_ports(1)
+    failures = await probe(1, {1: ("127.0.0.1", [1]), 2: ("127.0.0.1", [port])})
+    assert len(failures) == 1
+    assert failures[0].startswith(f"port {port} on node 2 (127.0.0.1) cannot be reached from node 1: ")
+
+
+def test_a_node_number_out_of_range_is_refused() -> None:
+    own = Hello(0, "10.0.0.1", "eth0", [], {})
+    reason = objection_to(Hello(5, "10.0.0.9", "eth0", [], {}), own, 3)
+    assert reason == "a host at 10.0.0.9 says that it is node 5; nodes are 1 to 2 there"
+
+
+def test_plans_that_differ_are_refused_by_key() -> None:
+    with pytest.raises(ValueError, match="node 1 would run with dtype float32, node 0 with bfloat16"):
+        merge_plans({0: PLAN, 1: msgspec.structs.replace(PLAN, dtype="float32")})

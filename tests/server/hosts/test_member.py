@@ -1,0 +1,65 @@
+"""A node that is not node 0: it is refused, fetches a model that it has not, and starts again."""
+
+import asyncio
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers.server.hosts import PLAN, Told, free_ports, joining, tiny_checkpoint, until
+
+from tightwire.server.hosts.head import Head
+from tightwire.server.hosts.member import Member
+
+
+async def test_a_host_with_another_secret_is_refused_and_does_not_end_the_others() -> None:
+    port, told = free_ports(6), Told()
+    head = Head(replace(joining(0, port, told), secret=b"one secret of all hosts"))
+    waiting = asyncio.create_task(head.join())
+    stranger = Member(replace(joining(1, port, Told()), secret=b"another secret"))
+    with pytest.raises(ValueError, match=r"node 1 .* has another shared secret, or none; give every host the same"):
+        await stranger.join()
+    await stranger.close()
+    assert not waiting.done()
+    waiting.cancel()
+    await head.close()
+
+
+async def test_a_node_that_starts_again_after_all_have_joined_ends_all_and_may_be_started_again() -> None:
+    port, told = free_ports(6), Told()
+    head, old = Head(joining(0, port, told)), Member(joining(1, port, Told()))
+    store = socket.create_server(("127.0.0.1", port + 1))
+    await asyncio.gather(head.join(), old.join())
+    old._free_ports()
+    told_1 = Told()
+    new = Member(joining(1, port, told_1))
+    joins = asyncio.create_task(new.join())
+    await until(lambda: told_1.ends)
+    # Exit code 1; after a refusal (2) systemd does not start the node again.
+    reason = "node 0 (127.0.0.1) ends, because a node was lost; start all nodes again"
+    assert told_1.ends == [(f"node 0 (127.0.0.1:{port})", 1, reason)]
+    assert told.ends[0] == ("node 1 (127.0.0.1)", 1, "lost: it has started again")
+    joins.cancel()
+    for side in (head, old, new):
+        await side.close()
+    store.close()
+
+
+async def test_a_model_that_is_not_here_is_fetched_from_node_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    port, model = free_ports(6), tiny_checkpoint(tmp_path)
+    head, member = Head(joining(0, port, Told())), Member(joining(1, port, Told()))
+    store = socket.create_server(("127.0.0.1", port + 1))
+    await asyncio.gather(head.join(), member.join())
+    waiting = asyncio.create_task(head.agree(model, PLAN))
+    shares: list[float] = []
+    path = await member.find_model(str(tmp_path / "elsewhere"), lambda _, share: shares.append(share))
+    assert sorted(file.name for file in Path(path).iterdir() if file.name != ".lock") == sorted(
+        file.name for file in (tmp_path / "tiny0").iterdir()
+    )
+    assert shares == sorted(shares) and shares
+    assert await member.find_model(path, lambda *_: None) == path, "it is here now"
+    assert await asyncio.gather(waiting, member.agree(model, PLAN)) == [PLAN, PLAN]
+    await head.close()
+    await member.close()
+    store.close()
