@@ -1,10 +1,14 @@
-"""Runs one request's sequences and writes the response, whole or streamed. A broken stream ends with an error event."""
+"""Runs one request's sequences and writes the response, whole or streamed; cancels them when the client disconnects.
 
+A broken stream ends with an error event.
+"""
+
+import asyncio
 import contextlib
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -14,7 +18,6 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tightwire.server.api.bodies import PromptTokensDetails, Usage
-from tightwire.server.api.disconnect import ClientGoneError, cancel_on_disconnect
 from tightwire.server.api.errors import ApiError, to_api_error
 from tightwire.server.api.generation import Delta, Prompt, TokenSequence, generate
 from tightwire.server.api.logprobs import PromptLogprobs, prompt_logprobs
@@ -24,9 +27,35 @@ from tightwire.server.api.trace import RequestTrace, TightwireExtra, Tokens
 from tightwire.server.ipc.messages import PromptProgress
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
+T = TypeVar("T")
 StreamUsage = Usage | None | UnsetType  # null in a stream whose last chunk has the usage
 
 _encoder = msgspec.json.Encoder()
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection before the answer was ready."""
+
+
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``; cancels it and raises ClientGoneError on a disconnect. The body must have been read."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        # No deadline here: the engine client fails every wait on a dead or hung rank, so the work always ends.
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)  # so that no task outlives the request
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class EventStream(StreamingResponse):

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tightwire.server.api.errors import ApiError, invalid
-from tightwire.server.api.fields import MAX_NESTING, extra_fields, is_nested_deeply
+from tightwire.server.api.fields import MAX_NESTING, Fields, is_nested_deeply
 from tightwire.server.api.schemas import IGNORED_FIELDS, Body
 from tightwire.server.api.serving import Serving
 from tightwire.server.config.limits import MAX_BODY_BYTES
@@ -29,7 +30,7 @@ async def read_body(request: Request, kind: type[BodyT], serving: Serving, *, ma
     """Read, parse and check the request's JSON. ApiError: 413 too large, 415 not JSON by its header, 400 otherwise."""
     _require_json(request)
     body = check_fields(_parse(await _read(request, max_bytes)), kind)
-    ignored = {path: name for path, name, _ in extra_fields(body) if name not in kind.unsupported}
+    ignored = {path: name for path, name, _ in _extra_fields(body) if name not in kind.unsupported}
     ignored |= dict(body.ignored_values())
     for path, name in ignored.items():
         _note_ignored(path, name, kind, serving)
@@ -63,11 +64,25 @@ def check_fields(fields: dict[str, Any], kind: type[BodyT]) -> BodyT:
         raise _explain(error) from None
     except RecursionError:
         raise invalid("the body is nested too deeply") from None
-    for path, name, value in extra_fields(body):
+    for path, name, value in _extra_fields(body):
         neutral, advice = kind.unsupported.get(name, ((value,), ""))
         if not any(value == allowed and type(value) is type(allowed) for allowed in neutral):
             raise invalid(f"{path}={_short(value)} is not supported: {advice}", path, code="unsupported_parameter")
     return body
+
+
+def _extra_fields(fields: Fields, path: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Path, name and value of each unknown field, at any depth; ``null`` counts as not given."""
+    for name, value in (fields.model_extra or {}).items():
+        if value is not None:
+            yield f"{path}{name}", name, value
+    for name in sorted(fields.model_fields_set & type(fields).model_fields.keys()):
+        value = getattr(fields, name)
+        if isinstance(value, Fields):
+            yield from _extra_fields(value, f"{path}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], Fields):
+            for index, item in enumerate(value):
+                yield from _extra_fields(item, f"{path}{name}[{index}].")
 
 
 def _require_json(request: Request) -> None:

@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI
 from helpers.server.fake_engine import FakeEngine, app_for
 
-from tightwire.server.api.disconnect import ClientGoneError, cancel_on_disconnect
+from tightwire.server.api.answer import ClientGoneError, cancel_on_disconnect
 
 PROMPT = {"prompt": "a", "max_tokens": 50, "n": 3}
 
