@@ -1,6 +1,11 @@
 # make serve     one command from a fresh clone to a served model
 # make test      every check and test that needs no GPU
+# make check     what `make test` begins with: ruff, pyright, import-linter, clang-format, house
+# make house     files and lines of each floor, and what breaks the layout's rules; installs nothing
 # make sanitize  the kernels' tests with checks of addresses and undefined behavior, about 90 s of CPU
+# make gpu-test  the tests that need CUDA devices
+# make bench     this server beside those of vLLM, llama.cpp and transformers (bench/lab/peers/install.sh)
+# make clean     removes the environment and everything that was built
 #
 # Variables: PYTHON (3.11 or newer), MODEL, TP, HOST, PORT, ARGS (more flags of `tightwire serve`, or of pytest),
 # WORKERS (tests at once), PIP_FLAGS (such as --extra-index-url URL, where the default index offers no CPU build of torch).
@@ -49,9 +54,9 @@ check: $(installed_dev)
 	$(bin)/lint-imports
 	$(bin)/python tools/house.py
 
-# Files and lines of each floor, and everything that breaks the layout's rules (docs/architecture.md).
-house: $(installed_dev)
-	$(bin)/python tools/house.py
+# Files and lines of each floor, and everything that breaks the layout's rules (docs/architecture.md). Installs nothing.
+house:
+	@$(PYTHON) tools/house.py
 
 # The kernels' tests with a library that checks addresses and undefined behavior. Needs g++ with its libasan. libstdc++ is
 # loaded with it, because libasan aborts at an exception of torch otherwise; pytest leaves stderr to its reports.
