@@ -19,9 +19,11 @@
 #include "numbers.h"
 #include "shared_sums.h"
 
+namespace {
+
 // Calls `work` with each item that this thread draws, then waits until all threads that came have left.
 template <class Work>
-static void run_phase(tw_phase *phase, int64_t num_items, Work work) {
+void run_phase(tw_phase *phase, int64_t num_items, Work work) {
     auto add_one = [](int64_t *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_SEQ_CST); };
     add_one(&phase->came);
     for (int64_t item = add_one(&phase->next); item < num_items; item = add_one(&phase->next)) work(item);
@@ -34,7 +36,7 @@ static void run_phase(tw_phase *phase, int64_t num_items, Work work) {
 }
 
 // normed = rms_norm(residual); with an update, residual += update first.
-static void norm(const tw_decode_program &program, tw_phase *phase, address weight, address update) {
+void norm(const tw_decode_program &program, tw_phase *phase, address weight, address update) {
     const int64_t stride = program.hidden_size * size_of(program.sum_kind);
     tw_norm_args args = {
         .out = program.normed,
@@ -58,8 +60,8 @@ enum Site { QKV, ATTENTION_OUT, GATE_UP, DOWN };
 //
 // The adapters' products with A are the first items. A panel waits for all of them before it adds B's products, which costs
 // nothing: other threads compute them while this one multiplies the panel.
-static void multiply(const tw_decode_program &program, tw_phase *phase, Site site, int64_t layer, const tw_matrix &matrix,
-                     address x, int64_t num_inputs, address out, int64_t num_outputs, int64_t out_kind) {
+void multiply(const tw_decode_program &program, tw_phase *phase, Site site, int64_t layer, const tw_matrix &matrix, address x,
+              int64_t num_inputs, address out, int64_t num_outputs, int64_t out_kind) {
     tw_linear_args args = {
         .out = out,
         .x = 0,
@@ -106,7 +108,7 @@ static void multiply(const tw_decode_program &program, tw_phase *phase, Site sit
 }
 
 // Rotates queries and keys, and writes keys and values into the cache.
-static void rotate(const tw_decode_program &program, tw_phase *phase, const tw_layer &layer) {
+void rotate(const tw_decode_program &program, tw_phase *phase, const tw_layer &layer) {
     const int64_t head_bytes = program.head_dim * size_of(program.kind);
     const int64_t qkv_stride = (program.num_heads + 2 * program.num_kv_heads) * head_bytes;
     run_phase(phase, program.num_rows, [&](int64_t row) {
@@ -134,7 +136,7 @@ static void rotate(const tw_decode_program &program, tw_phase *phase, const tw_l
     });
 }
 
-static void attend(const tw_decode_program &program, tw_phase *phase, const tw_layer &layer) {
+void attend(const tw_decode_program &program, tw_phase *phase, const tw_layer &layer) {
     const int64_t head_bytes = program.head_dim * size_of(program.kind);
     tw_attend_args args = {
         .out = program.mixed,
@@ -162,7 +164,7 @@ static void attend(const tw_decode_program &program, tw_phase *phase, const tw_l
     run_phase(phase, program.num_tiles * program.num_kv_heads, [&](int64_t item) { tw_attend(&args, item, item + 1); });
 }
 
-static void run_attention(const tw_decode_program &program, int64_t index, tw_phase *phases, address update) {
+void run_attention(const tw_decode_program &program, int64_t index, tw_phase *phases, address update) {
     const tw_layer &layer = program.layers[index];
     const int64_t mixed_size = program.num_heads * program.head_dim;
     const int64_t qkv_size = mixed_size + 2 * program.num_kv_heads * program.head_dim;
@@ -175,7 +177,7 @@ static void run_attention(const tw_decode_program &program, int64_t index, tw_ph
              program.hidden_size, program.sum_kind);
 }
 
-static void run_mlp(const tw_decode_program &program, int64_t index, tw_phase *phases, address update) {
+void run_mlp(const tw_decode_program &program, int64_t index, tw_phase *phases, address update) {
     const tw_layer &layer = program.layers[index];
     const int64_t width = program.mlp_size;
     norm(program, &phases[5], layer.mlp_norm, update);
@@ -193,7 +195,7 @@ static void run_mlp(const tw_decode_program &program, int64_t index, tw_phase *p
              program.sum_kind);
 }
 
-static void run_thread(const tw_parts_args &args, bool makes_sums) {
+void run_thread(const tw_parts_args &args, bool makes_sums) {
     const tw_decode_program &program = *args.program;
     address update = args.update;
     for (int64_t part = args.first; part < args.stop; part++) {
@@ -211,6 +213,8 @@ static void run_thread(const tw_parts_args &args, bool makes_sums) {
         }
     }
 }
+
+}  // namespace
 
 void tw_run_parts(const void *parts_args, int64_t start, int64_t stop) {
     for (int64_t thread = start; thread < stop; thread++) run_thread(*(const tw_parts_args *)parts_args, thread == 0);

@@ -6,9 +6,10 @@
 // do not depend on the instructions, the shape of a tile, or the number of rows.
 #include "int8_activations.h"
 
-#include "linear.h"
 #include "packed.h"
 #include "parallel.h"
+
+namespace {
 
 typedef int8_t Int8Reg __attribute__((vector_size(4 * REG_LANES)));
 typedef int8_t Codes __attribute__((vector_size(REG_LANES)));
@@ -32,7 +33,7 @@ struct ActivationGroup {
 // --- activations ------------------------------------------------------------------------------------------------------
 
 template <class Number>
-static void quantize_group(ActivationGroup *group, const char *source) {
+void quantize_group(ActivationGroup *group, const char *source) {
     F32 x[2] = {Number::load(source), Number::load(source + Number::size * LANES)};
     const F32 zero = splat(0.0f);
     float most = max_lanes(maximum(maximum(x[0], zero - x[0]), maximum(x[1], zero - x[1])));
@@ -53,30 +54,6 @@ static void quantize_group(ActivationGroup *group, const char *source) {
     group->term = group->scale * (float)sum;
     group->offset_8 = -8 * sum;
     group->offset_128 = -128 * sum;
-}
-
-void tw_quantize_rows(const void *quantize_args, int64_t start, int64_t stop) {
-    const tw_quantize_args &args = *(const tw_quantize_args *)quantize_args;
-    with_kind(args.kind, [&](auto number) {
-        using Number = decltype(number);
-        for (int64_t row = start; row < stop; row++) {
-            const char *source = (const char *)args.x + args.x_stride * row;
-            ActivationGroup *groups = (ActivationGroup *)args.out + args.num_groups * row;
-            for (int64_t group = 0; group < args.num_groups; group++)
-                quantize_group<Number>(groups + group, source + Number::size * GROUP * group);
-        }
-    });
-}
-
-int64_t tw_activation_group_bytes(void) { return sizeof(ActivationGroup); }
-
-const char *quantize_rows(const char *x, int64_t num_rows, int64_t depth, int64_t kind, int64_t *stride) {
-    const int64_t groups = depth / GROUP;
-    *stride = sizeof(ActivationGroup) * groups;
-    char *rows = (char *)thread_scratch(PREPARED_ROWS, *stride * num_rows / 4);
-    tw_quantize_args args = {(address)rows, (address)x, depth * size_of(kind), kind, groups};
-    tw_quantize_rows(&args, 0, num_rows);
-    return rows;
 }
 
 // --- interleaved weights ----------------------------------------------------------------------------------------------
@@ -104,34 +81,12 @@ INLINE void move_block(char *tile, char *block, int64_t lane) {
 
 // Up to sixteen rows of blocks as a panel of tiles; the lanes of missing rows are zero.
 template <class Format>
-static void interleave_rows(char *panel, const char *blocks, int64_t stride, int64_t num_rows, int64_t num_groups) {
+void interleave_rows(char *panel, const char *blocks, int64_t stride, int64_t num_rows, int64_t num_groups) {
     if (num_rows < LANES) memset(panel, 0, Tile<Format>::bytes * num_groups);
     for (int64_t group = 0; group < num_groups; group++)
         for (int64_t row = 0; row < num_rows; row++)
             move_block<Format, true>(panel + Tile<Format>::bytes * group,
                                      (char *)blocks + stride * row + Format::block_bytes * group, row);
-}
-
-void tw_interleave(const void *interleave_args, int64_t start, int64_t stop) {
-    const tw_interleave_args &args = *(const tw_interleave_args *)interleave_args;
-    with_packed(stored_kind(args.kind), [&](auto format) {
-        using Format = decltype(format);
-        const int64_t row_bytes = Format::block_bytes * args.num_groups;
-        char *scratch = (char *)thread_scratch(WIDENED_WEIGHTS, LANES * row_bytes / 4 + 1);
-        for (int64_t panel = start; panel < stop; panel++) {
-            char *blocks = (char *)args.blocks + LANES * row_bytes * panel;
-            interleave_rows<Format>(scratch, blocks, row_bytes, LANES, args.num_groups);
-            memcpy(blocks, scratch, LANES * row_bytes);
-        }
-    });
-}
-
-void read_interleaved_row(char *blocks, const char *panel, int64_t kind, int64_t lane, int64_t num_groups) {
-    with_packed(stored_kind(kind), [&](auto format) {
-        using Format = decltype(format);
-        for (int64_t group = 0; group < num_groups; group++)
-            move_block<Format, false>((char *)panel + Tile<Format>::bytes * group, blocks + Format::block_bytes * group, lane);
-    });
 }
 
 // --- integer sums -----------------------------------------------------------------------------------------------------
@@ -230,8 +185,8 @@ struct IntegerDot {
 
 // out (ROWS, 16) = activations (ROWS, groups) @ panel^T.
 template <int ROWS, class Format>
-static __attribute__((noinline)) void multiply_tile(float *out, const char *x, int64_t x_stride, const char *panel,
-                                                    int64_t num_groups) {
+__attribute__((noinline)) void multiply_tile(float *out, const char *x, int64_t x_stride, const char *panel,
+                                             int64_t num_groups) {
     using Dot = IntegerDot<Format>;
     FloatReg sums[ROWS][REGS] = {};
     const char *ahead = panel + AHEAD_BYTES;
@@ -264,7 +219,7 @@ static __attribute__((noinline)) void multiply_tile(float *out, const char *x, i
 }
 
 template <class Format>
-static int64_t multiply_rows(float *out, const char *x, int64_t x_stride, int64_t rows, const char *panel, int64_t num_groups) {
+int64_t multiply_rows(float *out, const char *x, int64_t x_stride, int64_t rows, const char *panel, int64_t num_groups) {
     if (WIDE && rows >= 12) return multiply_tile<WIDE ? 12 : 1, Format>(out, x, x_stride, panel, num_groups), 12;
     if (WIDE && rows >= 8) return multiply_tile<WIDE ? 8 : 1, Format>(out, x, x_stride, panel, num_groups), 8;
     if (WIDE && rows >= 4) return multiply_tile<WIDE ? 4 : 1, Format>(out, x, x_stride, panel, num_groups), 4;
@@ -273,7 +228,7 @@ static int64_t multiply_rows(float *out, const char *x, int64_t x_stride, int64_
 }
 
 template <class Format>
-static void multiply_panel(const tw_linear_args &args, int64_t first, int64_t num_outputs) {
+void multiply_panel(const tw_linear_args &args, int64_t first, int64_t num_outputs) {
     const int64_t num_groups = args.num_inputs / GROUP;
     const char *panel = (const char *)args.weight + args.weight_stride * first;
     if (!is_interleaved(args.weight_kind) || num_outputs < LANES) {
@@ -297,6 +252,54 @@ static void multiply_panel(const tw_linear_args &args, int64_t first, int64_t nu
             }
         });
     }
+}
+
+}  // namespace
+
+void tw_quantize_rows(const void *quantize_args, int64_t start, int64_t stop) {
+    const tw_quantize_args &args = *(const tw_quantize_args *)quantize_args;
+    with_kind(args.kind, [&](auto number) {
+        using Number = decltype(number);
+        for (int64_t row = start; row < stop; row++) {
+            const char *source = (const char *)args.x + args.x_stride * row;
+            ActivationGroup *groups = (ActivationGroup *)args.out + args.num_groups * row;
+            for (int64_t group = 0; group < args.num_groups; group++)
+                quantize_group<Number>(groups + group, source + Number::size * GROUP * group);
+        }
+    });
+}
+
+int64_t tw_activation_group_bytes(void) { return sizeof(ActivationGroup); }
+
+const char *quantize_rows(const char *x, int64_t num_rows, int64_t depth, int64_t kind, int64_t *stride) {
+    const int64_t groups = depth / GROUP;
+    *stride = sizeof(ActivationGroup) * groups;
+    char *rows = (char *)thread_scratch(PREPARED_ROWS, *stride * num_rows / 4);
+    tw_quantize_args args = {(address)rows, (address)x, depth * size_of(kind), kind, groups};
+    tw_quantize_rows(&args, 0, num_rows);
+    return rows;
+}
+
+void tw_interleave(const void *interleave_args, int64_t start, int64_t stop) {
+    const tw_interleave_args &args = *(const tw_interleave_args *)interleave_args;
+    with_packed(stored_kind(args.kind), [&](auto format) {
+        using Format = decltype(format);
+        const int64_t row_bytes = Format::block_bytes * args.num_groups;
+        char *scratch = (char *)thread_scratch(WIDENED_WEIGHTS, LANES * row_bytes / 4 + 1);
+        for (int64_t panel = start; panel < stop; panel++) {
+            char *blocks = (char *)args.blocks + LANES * row_bytes * panel;
+            interleave_rows<Format>(scratch, blocks, row_bytes, LANES, args.num_groups);
+            memcpy(blocks, scratch, LANES * row_bytes);
+        }
+    });
+}
+
+void read_interleaved_row(char *blocks, const char *panel, int64_t kind, int64_t lane, int64_t num_groups) {
+    with_packed(stored_kind(kind), [&](auto format) {
+        using Format = decltype(format);
+        for (int64_t group = 0; group < num_groups; group++)
+            move_block<Format, false>((char *)panel + Tile<Format>::bytes * group, blocks + Format::block_bytes * group, lane);
+    });
 }
 
 void multiply_int8(const tw_linear_args &args, int64_t start, int64_t stop) {

@@ -4,11 +4,20 @@
 // x and weights are both read along their rows, as they lie. With AVX512-BF16 bfloat16 numbers are multiplied in pairs;
 // elsewhere 16-bit weights are widened on the way, or once for all rows where there are many. Packed weights are unpacked
 // on the way for one row and once for several.
+//
+//     cell      the running sum of one output: sixteen lanes
+//     tile      the cells of a few rows and columns, in registers: multiply_tile
+//     block     columns that are multiplied with all rows at hand before the next ones
+//     panel     columns that a thread draws at a time, some blocks
+//     group     32 inputs of a packed row, with a scale of their own
+//     widened   converted to float32 (or to bfloat16 pairs) in scratch memory
 #include "linear.h"
 
 #include "int8_activations.h"
 #include "packed.h"
 #include "parallel.h"
+
+namespace {
 
 // Shapes of a tile whose sums stay in registers: 32 registers of sixteen floats with AVX-512, else 16 of eight (AVX2).
 constexpr int TALL = WIDE ? 4 : 3;     // rows of a tile; else two or one
@@ -130,8 +139,8 @@ INLINE void sum_cells(const FloatReg (*cells)[REGS], float *out) {
 // c (ROWS, COLS) = a (ROWS, depth) @ b (COLS, depth)^T, all strides in bytes. Asks for the rows of b that come AHEAD tiles
 // later, into the cache of LEVEL.
 template <int ROWS, int COLS, class Dot, int AHEAD, int LEVEL>
-static __attribute__((noinline)) void multiply_tile(char *c, int64_t c_stride, const char *a, int64_t a_stride, const char *b,
-                                                    int64_t b_stride, int64_t depth) {
+__attribute__((noinline)) void multiply_tile(char *c, int64_t c_stride, const char *a, int64_t a_stride, const char *b,
+                                             int64_t b_stride, int64_t depth) {
     FloatReg sums[ROWS * COLS][REGS] = {};
     constexpr int64_t part = Dot::width / REGS;  // inputs of a register
     constexpr int lines = COLS * Dot::width * Dot::b_bytes / LINE_BYTES;
@@ -176,43 +185,57 @@ static __attribute__((noinline)) void multiply_tile(char *c, int64_t c_stride, c
 // Rows of the next tile: as many as possible, but never so that a single row is left where two pairs would do.
 INLINE int64_t tile_rows(int64_t left) { return left >= TALL && (WIDE || left != 4) ? TALL : least(left, 2); }
 
-// A block of columns of sums (rows, PANEL). `fresh`: the weights come from memory rather than from the cache; `ask`:
-// so will those behind them.
+// A block of columns of sums (rows, PANEL) = x (rows, depth) @ weights (columns, depth)^T.
+struct Block {
+    char *sums;
+    const char *x, *weights;
+    int64_t x_stride, weight_stride, rows, columns, depth;
+
+    // A gap behind each widened row: rows of whole pages would compete for the same few places of the cache.
+    int64_t widened_stride(bool pairs) const {
+        const int64_t words = pairs ? (depth + 1) / 2 : depth;
+        return 4 * LANES * ((words + 2 * LANES - 1) / LANES);
+    }
+};
+
+// The sums of a block, one tile after the other. `from_memory`: the weights are not in the cache yet; `prefetches`: fetch
+// those of the next block as well.
 //
-// From memory a CPU with AVX-512 reads a line fastest, as its prefetchers expect it, so the first rows take fresh columns one
-// by one: a Zen 4 core reads 24 GB/s so with one row, and 16 with four columns and prefetches. Rows that follow ask for the
-// next block meanwhile: 0.7 of the time for 12 to 32 rows.
+// From memory a CPU with AVX-512 reads a line fastest, as its prefetchers expect it, so the first rows take columns one by
+// one: a Zen 4 core reads 24 GB/s so with one row, and 16 with four columns and prefetches. Rows that follow fetch the next
+// block meanwhile: 0.7 of the time for 12 to 32 rows.
 template <class Dot>
-static void multiply_rows(char *sums, const char *x, int64_t x_stride, int64_t rows, const char *weights, int64_t weight_stride,
-                          int64_t columns, int64_t depth, bool fresh, bool ask) {
-    constexpr int64_t stride = 4 * PANEL;
+void multiply_rows(const Block &block, bool from_memory, bool prefetches) {
+    constexpr int64_t c_stride = 4 * PANEL;
     constexpr int near = WIDE ? 0 : TILES_AHEAD, far = WIDE ? BLOCK / COLUMNS : TILES_AHEAD, far_level = WIDE ? 2 : 1;
+    const int64_t a_stride = block.x_stride, b_stride = block.weight_stride, depth = block.depth;
     int64_t step;
-    for (int64_t row = 0; row < rows; row += step) {
-        step = tile_rows(rows - row);
-        char *c = sums + stride * row;
-        const char *a = x + x_stride * row;
+    for (int64_t row = 0; row < block.rows; row += step) {
+        step = tile_rows(block.rows - row);
+        const char *a = block.x + a_stride * row;
         const int64_t width = step > 1 ? COLUMNS : SINGLE_COLUMNS;
-        const int64_t whole = WIDE && fresh && row == 0 ? 0 : columns / width * width;
+        const int64_t whole = WIDE && from_memory && row == 0 ? 0 : block.columns / width * width;
         for (int64_t at = 0; at < whole; at += width) {
-            const char *b = weights + weight_stride * at;
+            char *c = block.sums + c_stride * row + 4 * at;
+            const char *b = block.weights + b_stride * at;
             if (step == 1)
-                multiply_tile<1, SINGLE_COLUMNS, Dot, near, 1>(c + 4 * at, stride, a, x_stride, b, weight_stride, depth);
+                multiply_tile<1, SINGLE_COLUMNS, Dot, near, 1>(c, c_stride, a, a_stride, b, b_stride, depth);
             else if (step == 2)
-                multiply_tile<2, COLUMNS, Dot, near, 1>(c + 4 * at, stride, a, x_stride, b, weight_stride, depth);
-            else if (ask && row <= TALL)
-                multiply_tile<TALL, COLUMNS, Dot, far, far_level>(c + 4 * at, stride, a, x_stride, b, weight_stride, depth);
+                multiply_tile<2, COLUMNS, Dot, near, 1>(c, c_stride, a, a_stride, b, b_stride, depth);
+            else if (prefetches && row <= TALL)
+                multiply_tile<TALL, COLUMNS, Dot, far, far_level>(c, c_stride, a, a_stride, b, b_stride, depth);
             else
-                multiply_tile<TALL, COLUMNS, Dot, near, 1>(c + 4 * at, stride, a, x_stride, b, weight_stride, depth);
+                multiply_tile<TALL, COLUMNS, Dot, near, 1>(c, c_stride, a, a_stride, b, b_stride, depth);
         }
-        for (int64_t at = whole; at < columns; at++) {
-            const char *b = weights + weight_stride * at;
+        for (int64_t at = whole; at < block.columns; at++) {
+            char *c = block.sums + c_stride * row + 4 * at;
+            const char *b = block.weights + b_stride * at;
             if (step == 1)
-                multiply_tile<1, 1, Dot, 0, 1>(c + 4 * at, stride, a, x_stride, b, weight_stride, depth);
+                multiply_tile<1, 1, Dot, 0, 1>(c, c_stride, a, a_stride, b, b_stride, depth);
             else if (step == 2)
-                multiply_tile<2, 1, Dot, 0, 1>(c + 4 * at, stride, a, x_stride, b, weight_stride, depth);
+                multiply_tile<2, 1, Dot, 0, 1>(c, c_stride, a, a_stride, b, b_stride, depth);
             else
-                multiply_tile<TALL, 1, Dot, 0, 1>(c + 4 * at, stride, a, x_stride, b, weight_stride, depth);
+                multiply_tile<TALL, 1, Dot, 0, 1>(c, c_stride, a, a_stride, b, b_stride, depth);
         }
     }
 }
@@ -221,8 +244,7 @@ static void multiply_rows(char *sums, const char *x, int64_t x_stride, int64_t r
 
 // c (COLS) = one row of x @ packed rows (COLS, groups)^T, unpacked on the way.
 template <int COLS, class Format, bool PAIR>
-static __attribute__((noinline)) void multiply_packed(char *c, const char *x, const char *b, int64_t b_stride,
-                                                      int64_t num_groups) {
+__attribute__((noinline)) void multiply_packed(char *c, const char *x, const char *b, int64_t b_stride, int64_t num_groups) {
     FloatReg sums[COLS][REGS] = {};
     const char *ahead = b + b_stride * (TILES_AHEAD * COLS);
     for (int64_t group = 0; group < num_groups; group++) {
@@ -252,8 +274,7 @@ static __attribute__((noinline)) void multiply_packed(char *c, const char *x, co
 }
 
 template <class Format, bool PAIR>
-static void multiply_packed_columns(char *c, const char *x, const char *weights, int64_t stride, int64_t columns,
-                                    int64_t groups) {
+void multiply_packed_columns(char *c, const char *x, const char *weights, int64_t stride, int64_t columns, int64_t groups) {
     constexpr int AT_ONCE = 4;
     const int64_t whole = columns / AT_ONCE * AT_ONCE;
     for (int64_t at = 0; at < whole; at += AT_ONCE)
@@ -265,44 +286,24 @@ static void multiply_packed_columns(char *c, const char *x, const char *weights,
 // --- a block of columns -----------------------------------------------------------------------------------------------
 
 template <class Number>
-static void widen_rows(char *target, int64_t target_stride, const char *source, int64_t source_stride, int64_t rows,
-                       int64_t depth) {
+void widen_rows(char *target, int64_t target_stride, const char *source, int64_t source_stride, int64_t rows, int64_t depth) {
     for (int64_t row = 0; row < rows; row++)
         for (int64_t at = 0; at < depth; at += LANES)
             store(target + target_stride * row + 4 * at,
                   load_numbers<Number>(source + source_stride * row + Number::size * at, depth - at));
 }
 
-// A block of columns of sums (rows, PANEL) = x (rows, depth) @ weights (columns, depth)^T.
-struct Block {
-    char *sums;
-    const char *x, *weights;
-    int64_t x_stride, weight_stride, rows, columns, depth;
-
-    // A gap behind each widened row: rows of whole pages would compete for the same few places of the cache.
-    int64_t widened_stride(bool pairs) const {
-        const int64_t words = pairs ? (depth + 1) / 2 : depth;
-        return 4 * LANES * ((words + 2 * LANES - 1) / LANES);
-    }
-};
-
-template <class Dot>
-INLINE void multiply_plain(const Block &block, bool fresh, bool ask) {
-    multiply_rows<Dot>(block.sums, block.x, block.x_stride, block.rows, block.weights, block.weight_stride, block.columns,
-                       block.depth, fresh, ask);
-}
-
 template <class Number>
-static void multiply_widened(Block block) {
+void multiply_widened(Block block) {
     const int64_t stride = block.widened_stride(false);
     char *widened = (char *)thread_scratch(WIDENED_WEIGHTS, MAX_WIDENED);
     widen_rows<Number>(widened, stride, block.weights, block.weight_stride, block.columns, block.depth);
     block.weights = widened, block.weight_stride = stride;
-    multiply_plain<SingleDot<Float32>>(block, false, false);
+    multiply_rows<SingleDot<Float32>>(block, false, false);
 }
 
 template <class Format, class Dot>
-static void multiply_packed_block(const Block &block) {
+void multiply_packed_block(const Block &block) {
     constexpr bool PAIR = Dot::a_bytes == 2;
     const int64_t groups = block.depth / GROUP, stride = block.widened_stride(PAIR), fitting = 4 * MAX_WIDENED / stride;
     if (block.rows == 1 || fitting == 0) {
@@ -318,16 +319,16 @@ static void multiply_packed_block(const Block &block) {
         for (int64_t at = 0; at < part.columns; at++)
             unpack_groups<Format, PAIR>(widened + stride * at, block.weights + block.weight_stride * (column + at), groups);
         part.weights = widened, part.weight_stride = stride;
-        multiply_plain<Dot>(part, false, false);
+        multiply_rows<Dot>(part, false, false);
     }
 }
 
 // `first`: the first block of its panel, whose weights no prefetch has asked for.
-static void multiply_block(const Block &block, int64_t kind, bool in_pairs, bool first) {
-    const bool fresh = first || block.rows <= TALL;
+void multiply_block(const Block &block, int64_t kind, bool in_pairs, bool first) {
+    const bool from_memory = first || block.rows <= TALL;
 #if defined(__AVX512BF16__)
     if (in_pairs) {
-        if (!is_packed(kind)) return multiply_plain<PairDot>(block, fresh, true);
+        if (!is_packed(kind)) return multiply_rows<PairDot>(block, from_memory, true);
         return with_packed(kind, [&](auto format) { multiply_packed_block<decltype(format), PairDot>(block); });
     }
 #else
@@ -340,12 +341,12 @@ static void multiply_block(const Block &block, int64_t kind, bool in_pairs, bool
         using Number = decltype(number);
         if constexpr (!WIDE && Number::kind != FLOAT32)
             if (many) return multiply_widened<Number>(block);
-        multiply_plain<SingleDot<Number>>(block, fresh, true);
+        multiply_rows<SingleDot<Number>>(block, from_memory, true);
     });
 }
 
 // As many rows as are kept at hand, in turns of about as many each: a last turn of one row would be slow.
-static int64_t rows_at_once(int64_t num_rows, int64_t row_bytes) {
+int64_t rows_at_once(int64_t num_rows, int64_t row_bytes) {
     const int64_t limit = most(TALL, least(MAX_ROWS, CACHE_BYTES / (row_bytes + 1)) / TALL * TALL);
     const int64_t turns = (num_rows + limit - 1) / limit;
     if (turns < 2) return limit;
@@ -355,13 +356,13 @@ static int64_t rows_at_once(int64_t num_rows, int64_t row_bytes) {
 // --- interface ----------------------------------------------------------------------------------------------------------
 
 // Columns to unpack once for all rows, whole blocks of them; 0: weights are plain, or unpacked for each turn of rows.
-static int64_t columns_to_unpack(const tw_linear_args &args, bool several_turns) {
+int64_t columns_to_unpack(const tw_linear_args &args, bool several_turns) {
     if (!args.in_pairs || !is_packed(args.weight_kind) || !several_turns) return 0;
     return least(PANEL, 4 * MAX_UNPACKED / Block{.depth = args.num_inputs}.widened_stride(true) / BLOCK * BLOCK);
 }
 
 // Unpacks columns from `first` on to bfloat16, and returns the arguments with them as weights.
-static tw_linear_args unpack_columns(const tw_linear_args &args, int64_t first, int64_t columns) {
+tw_linear_args unpack_columns(const tw_linear_args &args, int64_t first, int64_t columns) {
     const int64_t stride = Block{.depth = args.num_inputs}.widened_stride(true);
     char *widened = (char *)thread_scratch(WIDENED_WEIGHTS, MAX_UNPACKED);
     with_packed(args.weight_kind, [&](auto format) {
@@ -374,6 +375,17 @@ static tw_linear_args unpack_columns(const tw_linear_args &args, int64_t first, 
     unpacked.weight = (address)widened - stride * first, unpacked.weight_stride = stride, unpacked.weight_kind = BFLOAT16;
     return unpacked;
 }
+
+// The blocks of a row; those of an interleaved one are gathered into `scratch`.
+const char *row_blocks(const tw_unpack_args &args, int64_t row, char *scratch) {
+    const char *panel = (const char *)args.blocks + args.row_stride * (row / LANES * LANES);
+    const int64_t lane = row % LANES;
+    if (!is_interleaved(args.kind) || row - lane + LANES > args.num_rows) return panel + args.row_stride * lane;
+    read_interleaved_row(scratch, panel, args.kind, lane, args.num_groups);
+    return scratch;
+}
+
+}  // namespace
 
 void tw_linear(const void *linear_args, int64_t start, int64_t stop) {
     const tw_linear_args &args = *(const tw_linear_args *)linear_args;
@@ -414,6 +426,7 @@ void tw_linear(const void *linear_args, int64_t start, int64_t stop) {
 }
 
 int64_t tw_panel(void) { return PANEL; }
+
 int64_t tw_has_pairs(void) { return PAIRS; }
 
 const char *prepare_rows(const char *x, int64_t num_rows, int64_t depth, int64_t kind, int64_t weight_kind, int64_t *stride) {
@@ -427,15 +440,6 @@ const char *prepare_rows(const char *x, int64_t num_rows, int64_t depth, int64_t
     with_kind(kind,
               [&](auto number) { widen_rows<decltype(number)>(rows, *stride, x, depth * size_of(kind), num_rows, depth); });
     return rows;
-}
-
-// The blocks of a row; those of an interleaved one are gathered into `scratch`.
-static const char *row_blocks(const tw_unpack_args &args, int64_t row, char *scratch) {
-    const char *panel = (const char *)args.blocks + args.row_stride * (row / LANES * LANES);
-    const int64_t lane = row % LANES;
-    if (!is_interleaved(args.kind) || row - lane + LANES > args.num_rows) return panel + args.row_stride * lane;
-    read_interleaved_row(scratch, panel, args.kind, lane, args.num_groups);
-    return scratch;
 }
 
 void tw_unpack(const void *unpack_args, int64_t start, int64_t stop) {

@@ -5,26 +5,26 @@
 
 #include "linear.h"
 
+namespace {
+
 constexpr int64_t PANEL_OUTPUTS = 64;  // that lie together in B
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static const tw_adapter &adapter_of(const tw_adapter_args &args, const tw_adapter_run &run) {
-    return args.site->slots[run.slot];
-}
+const tw_adapter &adapter_of(const tw_adapter_args &args, const tw_adapter_run &run) { return args.site->slots[run.slot]; }
 // The panel of B whose first output is `output`, of this layer; `output` may be the number of outputs: the end of B.
-static const char *panel_of(const tw_adapter_args &args, const tw_adapter_run &run, int64_t output) {
+const char *panel_of(const tw_adapter_args &args, const tw_adapter_run &run, int64_t output) {
     const tw_adapter_site &site = *args.site;
     const tw_adapter &adapter = adapter_of(args, run);
     const int64_t num_outputs = site.part_stops[site.num_parts - 1];
     return (const char *)adapter.b + (args.layer * num_outputs + output) * adapter.rank * size_of(site.kind);
 }
-static float *shrunk_rows(const tw_adapter_args &args, const tw_adapter_run &run) {
+float *shrunk_rows(const tw_adapter_args &args, const tw_adapter_run &run) {
     return (float *)args.shrunk + run.first_row * args.site->most_width;
 }
 
-static void shrink(const tw_adapter_args &args, const tw_adapter_run &run, int64_t first) {
+void shrink(const tw_adapter_args &args, const tw_adapter_run &run, int64_t first) {
     const tw_adapter_site &site = *args.site;
     const tw_adapter &adapter = adapter_of(args, run);
     const int64_t width = site.num_parts * adapter.rank, row_bytes = site.num_inputs * size_of(site.kind);
@@ -49,17 +49,10 @@ static void shrink(const tw_adapter_args &args, const tw_adapter_run &run, int64
     tw_linear(&product, first, least(first + SHRINK_OUTPUTS, width));
 }
 
-void tw_adapter_shrink(const void *adapter_args, int64_t start, int64_t stop) {
-    const tw_adapter_args &args = *(const tw_adapter_args *)adapter_args;
-    if (!args.num_runs) return;
-    const int64_t per_run = shrink_items(args) / args.num_runs;
-    for (int64_t item = start; item < stop; item++) shrink(args, args.runs[item / per_run], SHRINK_OUTPUTS * (item % per_run));
-}
-
 // out (ROWS, VECTORS of sixteen) += shrunk (ROWS, rank) B; of the last vector, `count` numbers if VECTORS is 1.
 template <class Number, class Out, int ROWS, int VECTORS>
-static void add_tile(char *out, int64_t out_stride, const float *shrunk, int64_t width, const char *b, int64_t b_stride,
-                     int64_t rank, int64_t count) {
+void add_tile(char *out, int64_t out_stride, const float *shrunk, int64_t width, const char *b, int64_t b_stride, int64_t rank,
+              int64_t count) {
     F32 sums[ROWS][VECTORS];
     UNROLL for (int row = 0; row < ROWS; row++) UNROLL
         for (int i = 0; i < VECTORS; i++) sums[row][i] = splat(0.0f);
@@ -85,8 +78,8 @@ static void add_tile(char *out, int64_t out_stride, const float *shrunk, int64_t
 
 // `add_tile` of some rows for `count` outputs of a panel.
 template <class Number, class Out, int ROWS>
-static void add_rows(char *out, int64_t out_stride, const float *shrunk, int64_t width, const char *b, int64_t b_stride,
-                     int64_t rank, int64_t count) {
+void add_rows(char *out, int64_t out_stride, const float *shrunk, int64_t width, const char *b, int64_t b_stride, int64_t rank,
+              int64_t count) {
     constexpr int VECTORS = WIDE ? 4 : 2;
     int64_t at = 0;
     for (; count - at >= VECTORS * LANES; at += VECTORS * LANES)
@@ -99,7 +92,7 @@ static void add_rows(char *out, int64_t out_stride, const float *shrunk, int64_t
 
 // Adds to all rows of a run the outputs from `start` to `stop`, which are of one part and one panel.
 template <class Number, class Out>
-static void expand(const tw_adapter_args &args, const tw_adapter_run &run, int64_t part, int64_t start, int64_t stop) {
+void expand(const tw_adapter_args &args, const tw_adapter_run &run, int64_t part, int64_t start, int64_t stop) {
     const tw_adapter_site &site = *args.site;
     const int64_t num_outputs = site.part_stops[site.num_parts - 1], rank = adapter_of(args, run).rank,
                   width = site.num_parts * rank;
@@ -118,6 +111,15 @@ static void expand(const tw_adapter_args &args, const tw_adapter_run &run, int64
         else
             add_rows<Number, Out, 1>(out, out_stride, shrunk, width, b, b_stride, rank, count);
     }
+}
+
+}  // namespace
+
+void tw_adapter_shrink(const void *adapter_args, int64_t start, int64_t stop) {
+    const tw_adapter_args &args = *(const tw_adapter_args *)adapter_args;
+    if (!args.num_runs) return;
+    const int64_t per_run = shrink_items(args) / args.num_runs;
+    for (int64_t item = start; item < stop; item++) shrink(args, args.runs[item / per_run], SHRINK_OUTPUTS * (item % per_run));
 }
 
 void tw_adapter_expand(const void *adapter_args, int64_t start, int64_t stop) {

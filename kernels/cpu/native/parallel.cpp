@@ -7,8 +7,10 @@
 #include <pthread.h>
 #include <stdlib.h>
 
+namespace {
+
 typedef void (*GompParallel)(void (*)(void *), void *, unsigned, unsigned);
-static GompParallel gomp_parallel;
+GompParallel gomp_parallel;
 
 struct Job {
     tw_kernel kernel;
@@ -16,7 +18,7 @@ struct Job {
     int64_t next, num_items, step;
 };
 
-static void work(void *data) {
+void work(void *data) {
     Job *job = (Job *)data;
     for (;;) {
         int64_t start = __atomic_fetch_add(&job->next, job->step, __ATOMIC_RELAXED);
@@ -26,32 +28,34 @@ static void work(void *data) {
     }
 }
 
-void tw_set_parallel(address function) { gomp_parallel = (GompParallel)function; }
-
-void tw_run(tw_kernel kernel, const void *arguments, int64_t num_items, int64_t step, int64_t num_threads) {
-    if (num_threads < 2 || !gomp_parallel) return kernel(arguments, 0, num_items);
-    Job job = {kernel, arguments, 0, num_items, step};
-    gomp_parallel(work, &job, (unsigned)num_threads, 0);
-}
-
 struct Scratch {
     float *floats;
     int64_t size;
 };
-static thread_local Scratch scratch[SCRATCH_USES];
+thread_local Scratch scratch[SCRATCH_USES];
 
 // Frees a thread's scratch memory when the thread ends. (A C++ destructor would need libstdc++.)
-static void free_scratch(void *buffers) {
+void free_scratch(void *buffers) {
     for (int use = 0; use < SCRATCH_USES; use++) {
         Scratch &own = ((Scratch *)buffers)[use];
         free(own.floats);
         own = {nullptr, 0};
     }
 }
-static pthread_key_t scratch_key;
-static pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
-static void make_scratch_key() {
+pthread_key_t scratch_key;
+pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
+void make_scratch_key() {
     if (pthread_key_create(&scratch_key, free_scratch)) abort();
+}
+
+}  // namespace
+
+void tw_set_parallel(address function) { gomp_parallel = (GompParallel)function; }
+
+void tw_run(tw_kernel kernel, const void *arguments, int64_t num_items, int64_t step, int64_t num_threads) {
+    if (num_threads < 2 || !gomp_parallel) return kernel(arguments, 0, num_items);
+    Job job = {kernel, arguments, 0, num_items, step};
+    gomp_parallel(work, &job, (unsigned)num_threads, 0);
 }
 
 float *thread_scratch(ScratchUse use, int64_t num_floats) {

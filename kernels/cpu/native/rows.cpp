@@ -2,11 +2,13 @@
 #include "kernels.h"
 #include "numbers.h"
 
+namespace {
+
 // --- RMS norm -------------------------------------------------------------------------------------------------------
 
 // Sums are of kind Wide, weight and result of kind Number.
 template <class Wide, class Number>
-static void norm_rows(const tw_norm_args &args, int64_t start, int64_t stop) {
+void norm_rows(const tw_norm_args &args, int64_t start, int64_t stop) {
     const int64_t size = args.size, bytes = Wide::size;
     const char *weight = (const char *)args.weight;
     for (int64_t row = start; row < stop; row++) {
@@ -40,21 +42,10 @@ static void norm_rows(const tw_norm_args &args, int64_t start, int64_t stop) {
     }
 }
 
-void tw_norm(const void *norm_args, int64_t start, int64_t stop) {
-    const tw_norm_args &args = *(const tw_norm_args *)norm_args;
-    with_kind(args.kind, [&](auto number) {
-        using Number = decltype(number);
-        if (args.sum_kind == args.kind)
-            norm_rows<Number, Number>(args, start, stop);
-        else
-            norm_rows<Float32, Number>(args, start, stop);
-    });
-}
-
 // --- rotary embedding and cache writes ------------------------------------------------------------------------------
 
 template <class Number>
-static void rotate_rows(const tw_rotate_args &args, int64_t start, int64_t stop) {
+void rotate_rows(const tw_rotate_args &args, int64_t start, int64_t stop) {
     const int64_t half = args.half, bytes = Number::size, head_bytes = 2 * half * bytes;
     const int64_t num_rotated = args.num_heads + args.num_kv_heads, page = args.tokens_per_block * head_bytes;
     for (int64_t token = start; token < stop; token++) {
@@ -84,15 +75,10 @@ static void rotate_rows(const tw_rotate_args &args, int64_t start, int64_t stop)
     }
 }
 
-void tw_rotate_and_cache(const void *rotate_args, int64_t start, int64_t stop) {
-    const tw_rotate_args &args = *(const tw_rotate_args *)rotate_args;
-    with_kind(args.kind, [&](auto number) { rotate_rows<decltype(number)>(args, start, stop); });
-}
-
 // --- SwiGLU ---------------------------------------------------------------------------------------------------------
 
 template <class Number>
-static void swiglu_rows(const tw_swiglu_args &args, int64_t start, int64_t stop) {
+void swiglu_rows(const tw_swiglu_args &args, int64_t start, int64_t stop) {
     const int64_t width = args.width, bytes = Number::size;
     const F32 one = splat(1.0f);
     for (int64_t row = start; row < stop; row++) {
@@ -110,40 +96,17 @@ static void swiglu_rows(const tw_swiglu_args &args, int64_t start, int64_t stop)
     }
 }
 
-void tw_swiglu(const void *swiglu_args, int64_t start, int64_t stop) {
-    const tw_swiglu_args &args = *(const tw_swiglu_args *)swiglu_args;
-    with_kind(args.kind, [&](auto number) { swiglu_rows<decltype(number)>(args, start, stop); });
-}
-
-// --- copies ---------------------------------------------------------------------------------------------------------
-
-int64_t tw_check_runs(address runs, int64_t num_runs, int64_t num_source_rows, int64_t num_target_rows) {
-    const int64_t (*run)[3] = (const int64_t (*)[3])runs;
-    for (int64_t i = 0; i < num_runs; i++) {
-        const int64_t source = run[i][0], target = run[i][1], count = run[i][2];
-        if (source < 0 || target < 0 || count < 0) return i;
-        if (count > num_source_rows - source || count > num_target_rows - target) return i;
-    }
-    return -1;
-}
-
-void tw_copy_runs(address target, address source, address runs, int64_t num_runs, int64_t row_bytes) {
-    const int64_t (*run)[3] = (const int64_t (*)[3])runs;
-    for (int64_t i = 0; i < num_runs; i++)
-        memcpy((char *)target + run[i][1] * row_bytes, (const char *)source + run[i][0] * row_bytes, run[i][2] * row_bytes);
-}
-
 // --- best numbers ---------------------------------------------------------------------------------------------------
 
 // A float32's bits as an integer that sorts as it does; zeros are equal, NaN is the largest.
-static int64_t sortable(float number) {
+int64_t sortable(float number) {
     int32_t bits = (int32_t)bits_of(number + 0.0f);
     if ((bits & 0x7FFFFFFF) > 0x7F800000) bits = 0x7FC00000;
     return bits < 0 ? bits ^ 0x7FFFFFFF : bits;
 }
 
 // The column of the first of the largest numbers; -1 if one is infinite or NaN.
-static int64_t best_finite(const float *x, int64_t num_columns) {
+int64_t best_finite(const float *x, int64_t num_columns) {
     const int64_t block_columns = 1024;  // only the best block is searched again for the column
     const float infinity = __builtin_inff();
     float best = -infinity;
@@ -166,11 +129,50 @@ static int64_t best_finite(const float *x, int64_t num_columns) {
     return column;
 }
 
-static int64_t best_of_any(const float *x, int64_t num_columns) {
+int64_t best_of_any(const float *x, int64_t num_columns) {
     int64_t column = 0;
     for (int64_t at = 1; at < num_columns; at++)
         if (sortable(x[at]) > sortable(x[column])) column = at;
     return column;
+}
+
+}  // namespace
+
+void tw_norm(const void *norm_args, int64_t start, int64_t stop) {
+    const tw_norm_args &args = *(const tw_norm_args *)norm_args;
+    with_kind(args.kind, [&](auto number) {
+        using Number = decltype(number);
+        if (args.sum_kind == args.kind)
+            norm_rows<Number, Number>(args, start, stop);
+        else
+            norm_rows<Float32, Number>(args, start, stop);
+    });
+}
+
+void tw_rotate_and_cache(const void *rotate_args, int64_t start, int64_t stop) {
+    const tw_rotate_args &args = *(const tw_rotate_args *)rotate_args;
+    with_kind(args.kind, [&](auto number) { rotate_rows<decltype(number)>(args, start, stop); });
+}
+
+void tw_swiglu(const void *swiglu_args, int64_t start, int64_t stop) {
+    const tw_swiglu_args &args = *(const tw_swiglu_args *)swiglu_args;
+    with_kind(args.kind, [&](auto number) { swiglu_rows<decltype(number)>(args, start, stop); });
+}
+
+int64_t tw_check_runs(address runs, int64_t num_runs, int64_t num_source_rows, int64_t num_target_rows) {
+    const int64_t (*run)[3] = (const int64_t (*)[3])runs;
+    for (int64_t i = 0; i < num_runs; i++) {
+        const int64_t source = run[i][0], target = run[i][1], count = run[i][2];
+        if (source < 0 || target < 0 || count < 0) return i;
+        if (count > num_source_rows - source || count > num_target_rows - target) return i;
+    }
+    return -1;
+}
+
+void tw_copy_runs(address target, address source, address runs, int64_t num_runs, int64_t row_bytes) {
+    const int64_t (*run)[3] = (const int64_t (*)[3])runs;
+    for (int64_t i = 0; i < num_runs; i++)
+        memcpy((char *)target + run[i][1] * row_bytes, (const char *)source + run[i][0] * row_bytes, run[i][2] * row_bytes);
 }
 
 void tw_best_keys(address keys, address x, int64_t stride, int64_t num_rows, int64_t num_columns, int64_t first_id) {

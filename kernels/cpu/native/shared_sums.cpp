@@ -17,6 +17,8 @@
 
 #include "numbers.h"
 
+namespace {
+
 struct Line {
     int64_t turn, calls[2];  // two calls, which alternate as the buffers do
 };
@@ -24,16 +26,14 @@ struct Line {
 // A call's operation, number kind and number of elements in one word, which must be equal in all processes.
 // kernels/cpu/shared_sums.py has the same layout.
 enum Operation : int64_t { ONE_SHOT = 1, TWO_SHOT = 2 };
-static int64_t call_word(Operation operation, int64_t kind, int64_t num_elems) {
-    return operation << 60 | kind << 56 | num_elems;
-}
+int64_t call_word(Operation operation, int64_t kind, int64_t num_elems) { return operation << 60 | kind << 56 | num_elems; }
 
-static Line *line_of(const tw_board &board, int64_t process) { return (Line *)board.places[process].line; }
-static char *buffer_of(const tw_board &board, int64_t process, int64_t turn) {
+Line *line_of(const tw_board &board, int64_t process) { return (Line *)board.places[process].line; }
+char *buffer_of(const tw_board &board, int64_t process, int64_t turn) {
     return (char *)board.places[process].buffers[turn & 1];
 }
-static int64_t load_acquire(const int64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
-static void store_release(int64_t *word, int64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+int64_t load_acquire(const int64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+void store_release(int64_t *word, int64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
 // --- turns ----------------------------------------------------------------------------------------------------------
 
@@ -44,7 +44,7 @@ static void store_release(int64_t *word, int64_t value) { __atomic_store_n(word,
 constexpr int NUM_OFFERS = 8;
 constexpr int NAP_US = 1;  // about 15 us in practice
 
-static bool has_published(const tw_board &board, int64_t process, int64_t turn) {
+bool has_published(const tw_board &board, int64_t process, int64_t turn) {
     const int64_t *word = &line_of(board, process)->turn;
     for (int64_t i = 0; i < board.num_spins; i++)
         if (load_acquire(word) >= turn) return true;
@@ -59,27 +59,23 @@ static bool has_published(const tw_board &board, int64_t process, int64_t turn) 
     return load_acquire(word) >= turn;
 }
 
-static bool all_have_published(const tw_board &board, int64_t turn) {
+bool all_have_published(const tw_board &board, int64_t turn) {
     for (int64_t process = 0; process < board.num_processes; process++)
         if (!has_published(board, process, turn)) return false;
     return true;
 }
 
-static bool all_call(const tw_board &board, int64_t turn, int64_t call) {
+bool all_call(const tw_board &board, int64_t turn, int64_t call) {
     for (int64_t process = 0; process < board.num_processes; process++)
         if (line_of(board, process)->calls[turn & 1] != call) return false;
     return true;
 }
 
-static void publish(const tw_board &board, int64_t turn, int64_t call) {
+void publish(const tw_board &board, int64_t turn, int64_t call) {
     Line *line = line_of(board, board.own);
     line->calls[turn & 1] = call;
     store_release(&line->turn, turn);
 }
-
-void tw_publish(const tw_board *board, int64_t turn, int64_t call) { publish(*board, turn, call); }
-int64_t tw_wait_for(const tw_board *board, int64_t process, int64_t turn) { return has_published(*board, process, turn); }
-int64_t tw_wait_for_all(const tw_board *board, int64_t turn) { return all_have_published(*board, turn); }
 
 // --- sums -----------------------------------------------------------------------------------------------------------
 
@@ -98,7 +94,7 @@ struct Parts {
 };
 
 template <class Number>
-static void add_parts(const Parts &parts, char *out, int64_t count) {
+void add_parts(const Parts &parts, char *out, int64_t count) {
     const int64_t num_processes = parts.board.num_processes, bytes = Number::size;
     const int64_t in_blocks = count & -BLOCK_ELEMS;
     for (int64_t at = 0; at < in_blocks; at += BLOCK_ELEMS) {
@@ -120,7 +116,7 @@ static void add_parts(const Parts &parts, char *out, int64_t count) {
 
 // Each process reads every other's numbers, chunk by chunk. Steps of a chunk: write it and publish; read and add.
 template <class Number>
-static int64_t one_shot(const tw_board &board, const char *x, char *out, int64_t num_elems, int64_t step) {
+int64_t one_shot(const tw_board &board, const char *x, char *out, int64_t num_elems, int64_t step) {
     const int64_t bytes = Number::size, chunk = board.chunk_bytes / bytes;
     const int64_t call = call_word(ONE_SHOT, Number::kind, num_elems);
     for (; step < 2 * ((num_elems + chunk - 1) / chunk); step++) {
@@ -143,7 +139,7 @@ static int64_t one_shot(const tw_board &board, const char *x, char *out, int64_t
 // Each process adds a slice of every chunk and reads the others' sums. Steps of a chunk: write the others' slices and
 // publish; add the own slice in the buffer of the next turn and publish; read the others' sums.
 template <class Number>
-static int64_t two_shot(const tw_board &board, const char *x, char *out, int64_t num_elems, int64_t step) {
+int64_t two_shot(const tw_board &board, const char *x, char *out, int64_t num_elems, int64_t step) {
     const int64_t bytes = Number::size, chunk = board.chunk_bytes / bytes, own = board.own;
     const int64_t call = call_word(TWO_SHOT, Number::kind, num_elems);
     for (; step < 3 * ((num_elems + chunk - 1) / chunk); step++) {
@@ -179,6 +175,22 @@ static int64_t two_shot(const tw_board &board, const char *x, char *out, int64_t
     return TW_DONE;
 }
 
+// --- sums inside other kernels --------------------------------------------------------------------------------------
+
+int64_t clock_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1'000'000'000 + now.tv_nsec;
+}
+
+}  // namespace
+
+void tw_publish(const tw_board *board, int64_t turn, int64_t call) { publish(*board, turn, call); }
+
+int64_t tw_wait_for(const tw_board *board, int64_t process, int64_t turn) { return has_published(*board, process, turn); }
+
+int64_t tw_wait_for_all(const tw_board *board, int64_t turn) { return all_have_published(*board, turn); }
+
 int64_t tw_one_shot(const tw_board *board, address x, address out, int64_t num_elems, int64_t kind, int64_t step) {
     return with_kind(
         kind, [&](auto number) { return one_shot<decltype(number)>(*board, (const char *)x, (char *)out, num_elems, step); });
@@ -187,14 +199,6 @@ int64_t tw_one_shot(const tw_board *board, address x, address out, int64_t num_e
 int64_t tw_two_shot(const tw_board *board, address x, address out, int64_t num_elems, int64_t kind, int64_t step) {
     return with_kind(
         kind, [&](auto number) { return two_shot<decltype(number)>(*board, (const char *)x, (char *)out, num_elems, step); });
-}
-
-// --- sums inside other kernels --------------------------------------------------------------------------------------
-
-static int64_t clock_ns() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1'000'000'000 + now.tv_nsec;
 }
 
 int64_t tw_make_sum(tw_sums *sums, int64_t index) {
