@@ -12,6 +12,8 @@ from tightwire.model.checkpoint.config import LlamaConfig, config_from_hf
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf import GgufFile, GgufReader, config_from_gguf
 from tightwire.model.checkpoint.header import RANDOM, RANDOM_SHAPES, check_name, only_gguf, random_config, read_json
+from tightwire.model.checkpoint.quantization import parse_quantization
+from tightwire.model.checkpoint.quantized import QuantizedReader
 from tightwire.model.checkpoint.random import RandomReader
 from tightwire.model.checkpoint.reader import EMBEDDING, CheckpointReader, check_tensors, expected_tensors
 from tightwire.model.checkpoint.safetensors import SafetensorsReader
@@ -45,6 +47,7 @@ class Checkpoint:
     config: LlamaConfig
     reader: Callable[[], CheckpointReader]
     tokenizer: Callable[[], Tokenizer]
+    note: str = ""  # how weights that another project quantized are kept
     prepared: Prepared | None = None  # a folder made by ``tightwire prepare``; ``reader`` raises ModelError for one
 
     @property
@@ -125,17 +128,20 @@ def _open_folder(folder: Path) -> Checkpoint:
     if (gguf := only_gguf(folder)) is not None:
         return _open_gguf(gguf)
     config = _folder_config(folder)
-    reader = SafetensorsReader(folder)
-    check_tensors(reader, config)
+    plain = SafetensorsReader(folder)
     stated = read_json(folder / "config.json")
+    quantization = parse_quantization(stated)
+    reader = plain if quantization is None else QuantizedReader(plain, quantization)
+    check_tensors(reader, config)
     if not (stated.get("dtype") or stated.get("torch_dtype")):
-        config = replace(config, dtype=reader.dtype_name(EMBEDDING))
+        config = replace(config, dtype=plain.dtype_name(EMBEDDING))
     return Checkpoint(
         name=folder.absolute().name,
         location=str(folder.absolute()),
         config=config,
         reader=lambda: reader,
         tokenizer=lambda: _folder_tokenizer(folder, config),
+        note=reader.describe() if isinstance(reader, QuantizedReader) else "",
     )
 
 

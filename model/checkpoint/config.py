@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.quantization import parse_quantization
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,11 +137,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     if _ARCHITECTURE not in architectures:
         found = ", ".join(map(str, architectures)) or f"model_type {config.get('model_type')!r}"
         raise ModelError(f"config.json: architecture {found} is not supported; supported: {_ARCHITECTURE}")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise ModelError(
-            f"config.json: the checkpoint is quantized ({method}); supported: unquantized safetensors, or GGUF"
-        )
+    parse_quantization(config)
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelError(f"config.json: activation {activation!r} is not supported; supported: silu")

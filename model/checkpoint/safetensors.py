@@ -17,6 +17,7 @@ from tightwire.model.checkpoint.header import read_json
 from tightwire.model.checkpoint.reader import WeightFile, growth_of, row_chunks, store_rows
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_CODES = {"I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -51,12 +52,25 @@ class SafetensorsReader:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entry(name).shape
 
+    def shape_in_file(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor of any type."""
+        return self._found(name).shape
+
     def dtype_name(self, name: str) -> str:
         """The tensor's type in the file, such as ``bfloat16``."""
         return str(_DTYPES[self._entry(name).dtype]).removeprefix("torch.")
 
     def stored_as(self, name: str) -> str:
         return self._entry(name).dtype
+
+    def whole(self, name: str) -> Tensor:
+        """Return a tensor of any type that floats or quantized weights have."""
+        entry = self._found(name)
+        dtype = (_DTYPES | _CODES).get(entry.dtype)
+        if dtype is None:
+            raise ModelError(f"{entry.file.path}: tensor {name} is stored as {entry.dtype}, which is not supported")
+        shape = entry.shape or (1,)
+        return entry.file.numbers(entry.offset, shape, dtype).clone()
 
     def read_into(self, out: Matrix, name: str, *, rows: range, columns: range | None = None) -> None:
         entry = self._entry(name)
@@ -72,10 +86,14 @@ class SafetensorsReader:
                 part = part[:, columns.start : columns.stop]
             store_rows(out, chunk.start - rows.start, part, name)
 
-    def _entry(self, name: str) -> _Entry:
+    def _found(self, name: str) -> _Entry:
         entry = self._entries.get(name)
         if entry is None:
             raise ModelError(f"tensor {name} is missing from the safetensors files in {self._folder}")
+        return entry
+
+    def _entry(self, name: str) -> _Entry:
+        entry = self._found(name)
         if entry.dtype not in _DTYPES:
             raise ModelError(
                 f"{entry.file.path}: tensor {name} is stored as {entry.dtype}; supported: {', '.join(_DTYPES)}"

@@ -1,7 +1,7 @@
 """Decides before loading which device, dtype, split and cache to use, and refuses what cannot work."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -105,7 +105,9 @@ def prepare(
         config = as_prepared(config, checkpoint.prepared)
     formats = formats_of(checkpoint, config.model.quantization)
     files = Files(exist=checkpoint.path is not None, prepared=checkpoint.prepared)
-    return checkpoint, decide(config, checkpoint.config, formats, link, files=files, model_id=fingerprint(checkpoint))
+    decision = decide(config, checkpoint.config, formats, link, files=files, model_id=fingerprint(checkpoint))
+    note = (f"the checkpoint is quantized: {checkpoint.note}",) if checkpoint.note else ()
+    return checkpoint, replace(decision, notes=(*note, *decision.notes))
 
 
 def decide(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.model.quantized_folders import SCHEMES, make_quantized
 from helpers.model.tiny_gguf import make_tiny_gguf
 from helpers.model.transformers_reference import greedy, logits, save_as_folder
 from helpers.server.local_engine import continue_prompts, local_engine, prompt_logits
@@ -46,6 +47,18 @@ def test_packed_weights_answer_as_transformers_does_with_the_same_numbers(quant:
     wanted = [greedy(model, prompt, 24) for prompt in _PROMPTS]
 
     for tp in (1, 2, 3, 4):
+        with local_engine(checkpoint, tp=tp, max_model_len=256, max_num_batched_tokens=64) as local:
+            assert continue_prompts(local.engine, _PROMPTS, max_tokens=24) == wanted, f"tp={tp}"
+
+
+@pytest.mark.parametrize("scheme", ["awq", "gptq", "w4a16", "w8a8-int"])
+def test_other_projects_quantized_folders_answer_as_the_numbers_they_stand_for(scheme: str, tmp_path: Path) -> None:
+    make_quantized(tmp_path / "m", SCHEMES[scheme])
+    checkpoint = open_checkpoint(str(tmp_path / "m"))
+    model = _reference(save_as_folder(checkpoint, tmp_path / "expanded"))
+    wanted = [greedy(model, prompt, 24) for prompt in _PROMPTS]
+
+    for tp in (1, 2, 3):
         with local_engine(checkpoint, tp=tp, max_model_len=256, max_num_batched_tokens=64) as local:
             assert continue_prompts(local.engine, _PROMPTS, max_tokens=24) == wanted, f"tp={tp}"
 

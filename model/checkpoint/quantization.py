@@ -1,0 +1,137 @@
+"""The ``quantization_config`` of a config.json: what AWQ, GPTQ, compressed-tensors and FP8 say of their weights. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tightwire.model.checkpoint.errors import ModelError
+
+_SUPPORTED = (
+    "awq (gemm), gptq, compressed-tensors (W4A16, W8A16, W8A8-int, FP8), fp8; or unquantized safetensors, or GGUF"
+)
+_GROUP_ELEMS = 32  # of the packed formats; a scale's columns must be whole groups
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How the linear layers of a folder are stored."""
+
+    layout: str  # awq, gptq, packed (compressed-tensors), or plain: one number of 8 bits an element
+    bits: int = 8
+    is_float: bool = False  # float8_e4m3fn instead of integers
+    group_elems: int | None = None  # columns that share a scale; None: whole rows, or blocks with sizes of their own
+    symmetric: bool = True  # the zero is the middle code
+    act_order: bool = False  # groups are not neighbouring columns
+    stored_zero_offset: int = 0  # a stored zero is this much less than the zero
+    block_elems: tuple[int, int] | None = None  # rows and columns that share a scale
+
+    @property
+    def name(self) -> str:
+        """The storage in words, for messages."""
+        kind = "FP8" if self.is_float else f"{self.bits} bits"
+        shared = "rows" if self.group_elems is None else f"groups of {self.group_elems}"
+        if self.block_elems is not None:
+            shared = f"blocks of {self.block_elems[0]} x {self.block_elems[1]}"
+        return f"{self.layout}: {kind}, {shared}{', act-order' if self.act_order else ''}"
+
+
+def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
+    """Read ``quantization_config`` of a config.json; None: the weights are not quantized.
+
+    Raises ModelError: a method, number of bits, group or packing that is not supported; it says which are.
+    """
+    stated = config.get("quantization_config")
+    if not stated:
+        return None
+    method = stated.get("quant_method", "unknown")
+    if method not in _PARSERS:
+        raise ModelError(f"config.json: the checkpoint is quantized by {method!r}; supported: {_SUPPORTED}")
+    found = _PARSERS[method](stated)
+    group = found.group_elems
+    if group is not None and (group < _GROUP_ELEMS or group % _GROUP_ELEMS):
+        raise ModelError(
+            f"config.json: {method} with groups of {group} numbers is not supported; groups must be whole {_GROUP_ELEMS}s"
+        )
+    if found.bits not in ((4, 8) if found.layout in ("gptq", "packed") else (4,) if found.layout == "awq" else (8,)):
+        raise ModelError(f"config.json: {method} with {found.bits} bits is not supported; supported: {_SUPPORTED}")
+    return found
+
+
+def _group(size: object) -> int | None:
+    """A group size as the files state it: -1 or nothing means whole rows."""
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def _awq(stated: Mapping[str, Any]) -> Quantization:
+    version = str(stated.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise ModelError(f"config.json: awq version {version!r} is not supported; supported: gemm")
+    bits = int(stated.get("bits", stated.get("w_bit", 4)))
+    return Quantization(
+        "awq", bits, group_elems=_group(stated.get("group_size", stated.get("q_group_size"))), symmetric=False
+    )
+
+
+def _gptq(stated: Mapping[str, Any]) -> Quantization:
+    # The first version of the format stores zero - 1.
+    offset = 0 if stated.get("checkpoint_format") == "gptq_v2" else 1
+    return Quantization(
+        "gptq",
+        int(stated.get("bits", 4)),
+        group_elems=_group(stated.get("group_size")),
+        symmetric=bool(stated.get("sym", True)),
+        act_order=bool(stated.get("desc_act", False)),
+        stored_zero_offset=offset,
+    )
+
+
+def _compressed_tensors(stated: Mapping[str, Any]) -> Quantization:
+    groups = list((stated.get("config_groups") or {}).values())
+    layout = stated.get("format", "")
+    kinds = {repr(group.get("weights")) for group in groups}
+    if len(kinds) != 1 or not groups[0].get("weights"):
+        raise ModelError(
+            f"config.json: compressed-tensors with {len(kinds)} kinds of weights is not supported; use one"
+        )
+    weights = groups[0]["weights"]
+    is_float = weights.get("type") == "float"
+    packed = layout == "pack-quantized"
+    known = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+    if layout not in known:
+        raise ModelError(
+            f"config.json: compressed-tensors format {layout!r} is not supported; supported: {', '.join(known)}"
+        )
+    if is_float and int(weights.get("num_bits", 8)) != 8:
+        raise ModelError(
+            f"config.json: floats of {weights['num_bits']} bits are not supported; supported: {_SUPPORTED}"
+        )
+    return Quantization(
+        "packed" if packed else "plain",
+        int(weights.get("num_bits", 8)),
+        is_float=is_float,
+        group_elems=_group(weights.get("group_size")),
+        symmetric=bool(weights.get("symmetric", True)),
+        act_order=weights.get("actorder") in ("group", True),  # with "weight" the groups are neighbouring columns
+        block_elems=_blocks(weights.get("block_structure")),
+    )
+
+
+def _fp8(stated: Mapping[str, Any]) -> Quantization:
+    return Quantization("plain", is_float=True, block_elems=_blocks(stated.get("weight_block_size")))
+
+
+def _blocks(sizes: object) -> tuple[int, int] | None:
+    if not sizes:
+        return None
+    if not isinstance(sizes, list | tuple) or len(sizes) != 2:
+        raise ModelError(f"config.json: a block of weights needs two sizes, got {sizes!r}")
+    return int(sizes[0]), int(sizes[1])
+
+
+_PARSERS = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+}

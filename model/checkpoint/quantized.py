@@ -1,0 +1,219 @@
+"""Reads the quantized linear layers of other projects' safetensors (AWQ, GPTQ, compressed-tensors, FP8) as packed blocks or floats.
+
+A weight is ``(code - zero) * scale``, with one scale and zero for some neighbouring columns of a row. Packed formats have one for
+every 32 columns, so a larger group's are repeated, and nothing is rounded again but what ``QuantizedReader.describe`` says.
+
+Sources: AutoAWQ awq/utils/packing_utils.py; GPTQModel nn_modules/qlinear; compressed-tensors compressors/pack_quantized; DeepSeek-V3
+inference/fp8_cast_bf16.py.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tightwire.kernels.spec.packed import Matrix, PackedMatrix
+from tightwire.kernels.spec.packed_format import GROUP_ELEMS, Q4_0, Q4_1, Q8_0, PackedFormat
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.quantization import Quantization
+from tightwire.model.checkpoint.reader import growth_of, row_chunks, store_rows
+from tightwire.model.checkpoint.safetensors import SafetensorsReader
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in an int32 of each of eight neighbouring columns
+_CODES = {"awq": ".qweight", "gptq": ".qweight", "packed": ".weight_packed", "plain": ".weight"}
+_EXACT = "kept"
+_ROUNDED = "rounded again, by at most 1/254 of the largest of 32 numbers"
+
+
+@dataclass(frozen=True, slots=True)
+class _Codes:
+    """Some rows of a matrix. The group of a column chooses its scale and zero."""
+
+    codes_OD: Tensor  # uint8, int8 or float8
+    scale_OG: Tensor  # float32
+    zero_OG: Tensor  # float32
+    group_D: Tensor
+
+    def rows(self, rows: range) -> "_Codes":
+        part = slice(rows.start, rows.stop)
+        return _Codes(self.codes_OD[part], self.scale_OG[part], self.zero_OG[part], self.group_D)
+
+    def numbers(self) -> Tensor:
+        """(O, D) float32, rounded once by the product."""
+        zero_OD, scale_OD = self.zero_OG[:, self.group_D], self.scale_OG[:, self.group_D]
+        return (self.codes_OD.float() - zero_OD) * scale_OD
+
+    def blocks(self, packed: PackedFormat) -> Tensor:
+        """The blocks of a packed matrix with these codes: (O, bytes). ModelError: its scales do not fit into float16."""
+        group_B = self.group_D[::GROUP_ELEMS]
+        scale_OB1, zero_OB1 = self.scale_OG[:, group_B, None], self.zero_OG[:, group_B, None]
+        header = [scale_OB1.half()]
+        if packed.has_minimum:
+            header.append((-zero_OB1 * scale_OB1).half())
+        if not all(bool(part.isfinite().all()) for part in header):
+            raise ModelError("its scales are too large for float16; use --quantization none")
+        codes_OBN = self.codes_OD.unflatten(1, (-1, GROUP_ELEMS))
+        if packed.bits == 8:
+            bytes_OBN = (codes_OBN.float() - zero_OB1).to(torch.int8).view(torch.uint8)
+        else:
+            bytes_OBN = codes_OBN[..., : GROUP_ELEMS // 2] | codes_OBN[..., GROUP_ELEMS // 2 :] << 4
+        return torch.cat([*(part.view(torch.uint8) for part in header), bytes_OBN], -1).flatten(1)
+
+
+class QuantizedReader:
+    """``CheckpointReader`` of a folder whose linear layers are quantized; its other tensors are read as they are."""
+
+    def __init__(self, plain: SafetensorsReader, quantization: Quantization) -> None:
+        self._plain, self._quantization = plain, quantization
+        self._names = frozenset(plain.names())
+        self._orders: dict[str, bool] = {}
+
+    def describe(self) -> str:
+        """The quantization, the format it is kept in, and what that rounds."""
+        own, packed = self._quantization, self._format(in_order=not self._quantization.act_order)
+        if packed is None:
+            return f"{own.name}: expanded"
+        cost = _ROUNDED if self._is_rounded(packed, in_order=not own.act_order) else _EXACT
+        if cost == _EXACT and packed.has_minimum:
+            cost = "kept; minima are rounded to float16, by at most 1/136 of a step"
+        return f"{own.name}; in memory {packed.name}: {cost}"
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if not self._is_quantized(name):
+            return self._plain.shape(name)
+        rows, columns = self._plain.shape_in_file(self._of(name, _CODES[self._quantization.layout]))
+        per_int = 32 // self._quantization.bits
+        match self._quantization.layout:
+            case "awq":
+                return columns * per_int, rows
+            case "gptq":
+                return columns, rows * per_int
+            case "packed":
+                return rows, self._stated_columns(name, columns * per_int)
+            case _:
+                return rows, columns
+
+    def stored_as(self, name: str) -> str:
+        if not self._is_quantized(name):
+            return self._plain.stored_as(name)
+        packed = None if self.shape(name)[1] % GROUP_ELEMS else self._format(in_order=self._in_order(name))
+        return self._quantization.name if packed is None else packed.name
+
+    def read_into(self, out: Matrix, name: str, *, rows: range, columns: range | None = None) -> None:
+        if not self._is_quantized(name):
+            self._plain.read_into(out, name, rows=rows, columns=columns)
+            return
+        columns = range(self.shape(name)[1]) if columns is None else columns
+        own = self._codes(name, rows, columns)
+        in_order = self._in_order(name)
+        for chunk in row_chunks(range(len(rows)), 4 * len(columns) * growth_of(out)):
+            part = own.rows(chunk)
+            if isinstance(out, PackedMatrix) and not self._is_rounded(out.format, in_order=in_order):
+                out.rows(chunk.start, chunk.stop).blocks_OB.copy_(_named(name, part, out.format))
+            else:
+                store_rows(out, chunk.start, part.numbers(), name)
+
+    def _is_quantized(self, name: str) -> bool:
+        layout = self._quantization.layout
+        if not name.endswith(".weight"):
+            return False
+        codes = self._of(name, _CODES[layout])
+        return codes in self._names and (layout != "plain" or self._scale_name(name) is not None)
+
+    def _format(self, *, in_order: bool) -> PackedFormat | None:
+        """The packed format that matrices are kept in; None: expanded, because groups cannot be packed."""
+        own = self._quantization
+        if own.bits == 8 or not in_order:
+            return Q8_0
+        return Q4_0 if own.symmetric else Q4_1
+
+    def _is_rounded(self, packed: PackedFormat, *, in_order: bool) -> bool:
+        """Return True unless ``packed`` holds the codes themselves."""
+        own = self._quantization
+        if own.is_float or not in_order or packed.bits != own.bits:
+            return True
+        return packed.has_minimum == own.symmetric if own.bits == 4 else not own.symmetric
+
+    def _in_order(self, name: str) -> bool:
+        """Return True if each 32 neighbouring columns have one scale."""
+        if not self._quantization.act_order:
+            return True
+        if name not in self._orders:
+            group_DN = self._groups(name, range(self.shape(name)[1])).unflatten(0, (-1, GROUP_ELEMS))
+            self._orders[name] = bool((group_DN == group_DN[:, :1]).all())
+        return self._orders[name]
+
+    def _groups(self, name: str, columns: range) -> Tensor:
+        """The group of each column."""
+        for ending in (".g_idx", ".weight_g_idx"):
+            if self._quantization.act_order and (index := self._of(name, ending)) in self._names:
+                return self._plain.whole(index).long()[columns.start : columns.stop]
+        size = self._quantization.group_elems or (self._quantization.block_elems or (0, self.shape(name)[1]))[1]
+        return torch.arange(columns.start, columns.stop) // size
+
+    def _codes(self, name: str, rows: range, columns: range) -> _Codes:
+        own, read = self._quantization, self._plain.whole
+        raw = read(self._of(name, _CODES[own.layout]))
+        out, inputs = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+        if own.layout == "awq":
+            codes_OD = _unpack(raw[inputs], own.bits, 1, _AWQ_ORDER)[:, out].t()
+            scale_OG = read(self._of(name, ".scales")).float()[:, out].t()
+            zero_OG = _unpack(read(self._of(name, ".qzeros")), own.bits, 1, _AWQ_ORDER)[:, out].t()
+        elif own.layout == "gptq":
+            codes_OD = _unpack(raw[:, out], own.bits, 0)[inputs].t()
+            scale_OG = read(self._of(name, ".scales")).float()[:, out].t()
+            zero_OG = _unpack(read(self._of(name, ".qzeros")), own.bits, 1)[:, out].t()
+            # 0 is stored as the highest code by the version that stores zero - 1.
+            zero_OG = (zero_OG + own.stored_zero_offset) & (1 << own.bits) - 1
+        else:
+            codes_OD = (_unpack(raw[out], own.bits, 1) if own.layout == "packed" else raw[out])[:, inputs]
+            scale_OG = self._scales(name, rows)
+            zero_OG = self._zeros(name, rows, scale_OG)
+        return _Codes(codes_OD.contiguous(), scale_OG, zero_OG.float(), self._groups(name, columns))
+
+    def _scales(self, name: str, rows: range) -> Tensor:
+        """Scales of rows, (O, G): stored for the tensor, each row, groups of columns, or blocks of rows and columns."""
+        stored = self._scale_name(name)
+        if stored is None:
+            raise ModelError(f"tensor {self._of(name, '.weight_scale')} is missing")
+        scale = self._plain.whole(stored).float()
+        if scale.numel() == 1:
+            return scale.reshape(1, 1).expand(len(rows), 1)
+        row_O = torch.arange(rows.start, rows.stop)
+        if self._quantization.block_elems is not None:
+            row_O = row_O // self._quantization.block_elems[0]
+        return scale.reshape(len(scale), -1)[row_O]
+
+    def _zeros(self, name: str, rows: range, scale_OG: Tensor) -> Tensor:
+        own, stored = self._quantization, self._of(name, ".weight_zero_point")
+        if own.symmetric or stored not in self._names:
+            return torch.full_like(scale_OG, 1 << own.bits - 1 if own.layout == "packed" else 0)
+        zero = self._plain.whole(stored)
+        if own.layout == "packed":
+            zero = _unpack(zero, own.bits, 0)
+        return zero.float().reshape(len(zero), -1)[rows.start : rows.stop].expand_as(scale_OG)
+
+    def _scale_name(self, name: str) -> str | None:
+        candidates = (self._of(name, ending) for ending in (".weight_scale", ".weight_scale_inv"))
+        return next((candidate for candidate in candidates if candidate in self._names), None)
+
+    def _stated_columns(self, name: str, padded: int) -> int:
+        stated = self._of(name, ".weight_shape")
+        return int(self._plain.whole(stated)[1]) if stated in self._names else padded
+
+    def _of(self, name: str, ending: str) -> str:
+        return name.removesuffix(".weight") + ending
+
+
+def _named(name: str, part: _Codes, packed: PackedFormat) -> Tensor:
+    try:
+        return part.blocks(packed)
+    except ModelError as error:
+        raise ModelError(f"tensor {name}: {error}") from None
+
+
+def _unpack(ints: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """The codes in int32s as uint8, next to each other along ``dim``; ``order``: the place of each in its int32."""
+    shifts = [bits * place for place in order or range(32 // bits)]
+    parts = [(ints >> shift & (1 << bits) - 1).to(torch.uint8) for shift in shifts]
+    return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
