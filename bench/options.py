@@ -21,6 +21,7 @@ from tightwire.server.config.flags import convert
 from tightwire.sizes import format_bytes, parse_bytes
 
 TRANSPORTS = ("auto", "shared-memory", "sockets", "process-group", "peer-memory")
+LAST_LINE = "In a pipe or a file the last line of stdout is one JSON object."
 REQUIRED: Any = MISSING  # as the default of an ``option`` that must be given
 
 
@@ -66,14 +67,13 @@ class OutputOptions:
     label: str | None = option(
         None, "beginning of the names of those files (default: the bench's name)", metavar="NAME", parse=check_label
     )
+    json: bool = option(False, "end with one JSON object on a line also on a terminal, as in a pipe or a file")
 
     @classmethod
     def from_argv(cls, argv: Sequence[str], *, verb: str) -> Self:
         """The options on a command line. Invalid ones print the reason and exit with code 2."""
         parser = argparse.ArgumentParser(
-            prog=f"tightwire bench {verb}",
-            description=f"{cls.description} The last line of stdout is one JSON object.",
-            allow_abbrev=False,
+            prog=f"tightwire bench {verb}", description=f"{cls.description} {LAST_LINE}", allow_abbrev=False
         )
         add_flags(parser, cls)
         given = parser.parse_args(argv)

@@ -72,10 +72,7 @@ def open_ranks(options: RankOptions, preload: Sequence[str] = ()) -> Iterator[tu
         )
         ranks = stack.enter_context(
             LocalRanks(
-                options.ranks,
-                partial(open_group, plan),
-                silence_s=silence_after(options.timeout_s),
-                preload=preload,
+                options.ranks, partial(open_group, plan), silence_s=silence_after(options.timeout_s), preload=preload
             )
         )
         if plan.peer_memory and not all(has for _, has in ranks.stream(_has_peer_memory)):

@@ -1,4 +1,4 @@
-"""Runs a bench: measures, keeps files after each round, prints one line of JSON, returns the exit code."""
+"""Runs a bench: measures, keeps files after each round, ends with one line of JSON for scripts, returns the exit code."""
 
 import json
 import sys
@@ -12,6 +12,7 @@ from tightwire.bench.options import OutputOptions
 from tightwire.bench.report.console import make_console, paused, progress_bar
 from tightwire.bench.report.environment import describe_environment
 from tightwire.bench.report.page import Item, render
+from tightwire.bench.report.plot import NO_PLOTS, Plot, has_matplotlib
 from tightwire.bench.report.quiet import QUIET_SHARE, OthersWatch, describe_others
 from tightwire.bench.report.result_files import ResultFiles
 from tightwire.bench.report.table import Column, Metric, Table, print_table
@@ -154,13 +155,18 @@ class Bench(ABC, Generic[_Options]):
                 self._write(self._files, result)
                 if items := self.sections(result):
                     self._files.write("html", self._render(result, items))
+                    if not has_matplotlib() and any(isinstance(item, Plot) for item in items):
+                        self.note(f"the page has no plots: {NO_PLOTS}")
             except ValueError as unwritable:
                 self.say(str(unwritable))
                 result["error"] = "; ".join(filter(None, [error, str(unwritable)]))
                 status = status or 1
         paths = [] if self._files is None else self._files.paths
-        sys.stdout.write(json.dumps({**without_raw(result), "files": paths}) + "\n")
-        sys.stdout.flush()
+        if self.options.json or not sys.stdout.isatty():
+            sys.stdout.write(json.dumps({**without_raw(result), "files": paths}) + "\n")
+            sys.stdout.flush()
+        elif paths:
+            self.print(f"written: {', '.join(paths)}")
         return status
 
     def _write(self, files: ResultFiles, result: Mapping[str, Any]) -> None:
@@ -169,19 +175,11 @@ class Bench(ABC, Generic[_Options]):
             files.write("csv", table.csv())
 
     def _render(self, result: Mapping[str, Any], items: Sequence[Item]) -> str:
-        title, lead = self.title(result)
-        facts: list[tuple[str, str]] = []
-        for name, value in {**self._environment, **self.facts}.items():
-            if isinstance(value, Mapping):
-                value = ", ".join(
-                    f"{key} {inner}" for key, inner in value.items() if not isinstance(inner, (dict, list))
-                )
-            value = " ".join(value) if name == "command" else value
-            if isinstance(value, (str, int, float)) and value != "" and name != "others_share":
-                facts.append((name.replace("_", " "), str(value)))
-        if "others_share" in self.facts:
-            facts.append(("quiet", describe_others(self.facts["others_share"])))
-        return render(title, lead, items, alarms=[result["error"]] if result["error"] else [], facts=facts)
+        facts = {**self._environment, **self.facts}
+        if (share := facts.pop("others_share", None)) is not None:
+            facts["quiet"] = describe_others(share)
+        alarms = [result["error"]] if result["error"] else []
+        return render(self.verb, *self.title(result), items, alarms=alarms, facts=facts)
 
 
 def without_raw(value: Any) -> Any:

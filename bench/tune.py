@@ -24,15 +24,7 @@ from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.group.local_ranks import LocalRankError
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
-from tightwire.comm.policy.tune_file import (
-    Computing,
-    Host,
-    Measured,
-    Point,
-    this_host,
-    tune_path,
-    write_tuned,
-)
+from tightwire.comm.policy.tune_file import Computing, Host, Measured, Point, this_host, tune_path, write_tuned
 from tightwire.comm.transport.segment import why_unusable
 from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.model.open import open_checkpoint

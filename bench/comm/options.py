@@ -33,9 +33,7 @@ def _parse_links(text: str) -> tuple[Link, ...]:
 class CommOptions(OutputOptions):
     description: ClassVar[str] = "Time every AllReduce between processes of this machine, and check every result."
     algorithms: tuple[str, ...] = option(
-        (),
-        f"{describe_all_reduce_names()} (default: all whose name needs no codec)",
-        parse=split_all_reduce_names,
+        (), f"{describe_all_reduce_names()} (default: all whose name needs no codec)", parse=split_all_reduce_names
     )
     sizes: tuple[int, ...] = option(
         _DEFAULT_SIZES, "bytes of a message before it is encoded", metavar="SIZE,SIZE", parse=parse_sizes, least=4

@@ -9,7 +9,7 @@ from typing import Any
 from tightwire.bench.compare.options import CompareOptions
 from tightwire.bench.compare.results import Result, Samples, check_alike, differences, read_result
 from tightwire.bench.report.page import Item, Text
-from tightwire.bench.report.statistics import compare
+from tightwire.bench.report.statistics import TOO_FEW, compare
 from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench, BenchFailedError
 
@@ -20,9 +20,9 @@ _COLUMNS = (
     Column("verdict", "verdict"),
 )
 _NOTE = (
-    "A, B: medians. low, high: 95 % interval of B / A; it means nothing where the verdict is `too few`. n: samples; requests "
-    "that were in flight together count as one, and so do consecutive calls of a long series. A verdict also needs a wider "
-    "interval, with which a dozen verdicts are right together."
+    "A, B: medians. low, high: 95 % interval of B / A. n: rounds; requests that were in flight together count as one, and so do "
+    "consecutive calls of a long series. A verdict also needs a wider interval, with which a dozen verdicts are right together: "
+    "`too few rounds` where only that one contains 1, or n is below 3."
 )
 
 
@@ -135,8 +135,8 @@ def _conclude(facts: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> s
     limit = f"{100 * facts['tolerance']:g} %"
     if count := facts["regressions"]:
         return f"{count} regression{'s' * (count > 1)}: by {deciding}, B is worse by more than {limit} with its whole interval"
-    few = sum(cell["verdict"] == "too few" for cell in cells if cell["metric"] in facts["deciding"])
-    unsure = f"; {few} cells have too few samples to tell: measure more" if few else ""
+    few = sum(cell["verdict"] == TOO_FEW for cell in cells if cell["metric"] in facts["deciding"])
+    unsure = f"; {few} cells have too few rounds to tell: measure more" if few else ""
     return f"no regression: by {deciding}, no cell of B is certain to be worse by more than {limit}{unsure}"
 
 

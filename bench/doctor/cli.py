@@ -45,11 +45,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--verbose", action="store_true", help="show every fact, and what is missing")
     parser.add_argument(
-        "--timeout-s",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="limit of each probe (default: %(default)g)",
+        "--timeout-s", type=float, default=60.0, metavar="S", help="limit of each probe (default: %(default)g)"
     )
     parser.add_argument(
         "--tp",

@@ -13,14 +13,7 @@ from tightwire.bench.quality.measure import Measured, make_pool, measure_arms
 from tightwire.bench.quality.options import QualityOptions, is_compared
 from tightwire.bench.quality.ranks import ThreadRanks
 from tightwire.bench.quality.search import arm_policy_file, find_mix
-from tightwire.bench.quality.setting import (
-    MIX,
-    PLAIN_WEIGHTS,
-    Arm,
-    Setting,
-    file_arm,
-    make_setting,
-)
+from tightwire.bench.quality.setting import MIX, PLAIN_WEIGHTS, Arm, Setting, file_arm, make_setting
 from tightwire.bench.report.page import Item
 from tightwire.bench.report.table import Metric
 from tightwire.bench.run import Bench, BenchFailedError

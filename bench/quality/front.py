@@ -9,31 +9,32 @@ with an algorithm counts.
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from tightwire.bench.quality.compared import compared
 from tightwire.bench.quality.measure import sqnr_db
 from tightwire.bench.quality.options import is_compared
 from tightwire.bench.quality.setting import LOSSY_SITES
+from tightwire.bench.report.plot import Plot, make_log, series_color, svg
 from tightwire.comm.all_reduce.registry import parse_all_reduce
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _ROWS = 512  # of Gaussian numbers
-_FAMILIES = {
-    "Tightwire": ("C0", "o"),
-    "article (groups of 128)": ("C1", "s"),
-    "AMD": ("C3", "^"),
-    "AMD, exponent for each row": ("C4", "v"),
-    "uniform (one scale a row)": ("C7", "D"),
+_FAMILIES = {  # with their markers
+    "Tightwire": "o",
+    "article (groups of 128)": "s",
+    "AMD": "^",
+    "AMD, exponent for each row": "v",
+    "uniform (one scale a row)": "D",
 }
 
 
@@ -101,31 +102,30 @@ def _through(name: str, x_TD: Tensor, leg: int) -> Tensor:
     return codec.decode(codec.encode(x_N), x_N.numel(), torch.float32).view(x_TD.shape)
 
 
-def draw(out: Path, points: Sequence[Point], title: str) -> None:
-    """Signal to noise on the left, of sums (filled, median) and Gaussian numbers (open); KL on the right."""
-    with mpl.rc_context({"svg.hashsalt": "front", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(9.6, 4.2), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        for family, (color, marker) in _FAMILIES.items():
+def draw(points: Sequence[Point], title: str) -> str:
+    """SVG: signal to noise on the left, of sums (filled, median) and Gaussian numbers (open); KL on the right."""
+
+    def each(axes: "Axes", bits: str, value: Callable[[Point], float], **style: Any) -> None:
+        for number, (family, marker) in enumerate(_FAMILIES.items()):
             own = [point for point in points if point.family == family]
-            bits = [point.bits for point in own]
-            style: dict[str, Any] = {"color": color, "marker": marker, "markersize": 5}
-            left.plot(bits, [median(point.sums_db) for point in own], **style, label=family)
-            style_of_gaussian = style | {"linestyle": ":", "fillstyle": "none"}
-            left.plot([point.codec_bits for point in own], [point.gaussian_db for point in own], **style_of_gaussian)
-            right.plot(bits, [point.kl for point in own], **style)
-        left.set(ylabel="signal to noise of one AllReduce, dB", title="median of the model's sums; dotted: Gaussian")
-        right.set(yscale="log", ylabel="mean KL of next tokens, nats", title=title)
-        for axes in (left, right):
-            _finish(axes)
-        figure.legend(loc="outside lower center", ncols=len(_FAMILIES), frameon=False)
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+            how = {"color": series_color(number), "marker": marker, "markersize": 5, **style}
+            axes.plot([getattr(point, bits) for point in own], [value(point) for point in own], label=family, **how)
+        axes.set(xlabel="bits a number, with scales")
 
+    def left(axes: "Axes") -> None:
+        each(axes, "bits", lambda point: median(point.sums_db))
+        handles = list(axes.get_lines())
+        each(axes, "codec_bits", lambda point: point.gaussian_db, linestyle=":", fillstyle="none")
+        for line in axes.get_lines()[len(handles) :]:
+            line.set_label("_")
+        axes.set(ylabel="signal to noise of one AllReduce, dB")
 
-def _finish(axes: Axes) -> None:
-    axes.set(xlabel="bits a number, with scales")
-    axes.grid(color="#dfe3e8")
-    axes.spines[["top", "right"]].set_visible(False)
+    def right(axes: "Axes") -> None:
+        each(axes, "bits", lambda point: point.kl)
+        make_log(axes, "y")
+        axes.set(ylabel="mean KL of next tokens, nats")
+
+    return svg(Plot(title="median of the model's sums; dotted: Gaussian", draw=left), Plot(title=title, draw=right))
 
 
 def table(points: Sequence[Point]) -> str:
@@ -145,7 +145,9 @@ def table(points: Sequence[Point]) -> str:
 def main(out: Path, paths: Sequence[Path]) -> None:
     results = [json.loads(path.read_text()) for path in paths]
     points, first = read_points(results), results[0]
-    draw(out, points, f"{first['model']}, {first['world_sizes'][0]} ranks, {first['cells'][0]['tokens']:,} tokens")
+    out.write_text(
+        draw(points, f"{first['model']}, {first['world_sizes'][0]} ranks, {first['cells'][0]['tokens']:,} tokens")
+    )
     sys.stdout.write(table([point for point in points if math.isfinite(point.gaussian_db)]) + "\n")
 
 

@@ -11,7 +11,8 @@ import numpy as np
 from tightwire.bench.quality.items import accuracy
 from tightwire.bench.quality.measure import Floats, Measured, Power, Scores, sqnr_db
 from tightwire.bench.quality.setting import EXACT, LOSSY_SITES, MIX, Arm, Setting, bytes_per_token, exact_arm
-from tightwire.bench.report.page import Item, Text, lines
+from tightwire.bench.report.page import Item, Text
+from tightwire.bench.report.plot import lines
 from tightwire.bench.report.table import Column, Table
 
 _ALGORITHM = Column("algorithm", "algorithm")

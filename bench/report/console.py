@@ -11,6 +11,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -18,7 +19,8 @@ from rich.progress import (
 )
 
 _FILE_WIDTH = 160  # columns in a file or a pipe
-_LINE_SECONDS = 30.0  # between two lines of progress in a file or a pipe
+_LINE_SECONDS = 15.0  # between two lines of progress in a file or a pipe
+_LEAST_SECONDS, _LEAST_SHARE = 2.0, 0.02  # of a task, before its remaining time can be estimated
 
 
 def make_console() -> Console:
@@ -27,10 +29,24 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=_FILE_WIDTH)
 
 
-class ProgressLines(Progress):
-    """Prints a plain line every ``_LINE_SECONDS`` in place of a bar."""
+def describe_seconds(seconds: float) -> str:
+    """``seconds`` as "40 s" or "3:05 min"."""
+    whole = round(seconds)
+    return f"{whole} s" if whole < 100 else f"{whole // 60}:{whole % 60:02d} min"
 
-    _next_line = 0.0
+
+class ProgressLines(Progress):
+    """Prints a plain line in place of a bar: as soon as the remaining time can be estimated, then every ``_LINE_SECONDS``."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._next_line = 0.0
+        self._first: dict[TaskID, tuple[float, float]] = {}  # when the total became known, and what was done then
+        self._estimated: set[TaskID] = set()
+
+    def reset(self, task_id: TaskID, **changes: Any) -> None:
+        self._first.pop(task_id, None)
+        super().reset(task_id, **changes)
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
         super().update(task_id, **changes)
@@ -41,14 +57,27 @@ class ProgressLines(Progress):
         self._print_when_due(task_id)
 
     def _print_when_due(self, task_id: TaskID) -> None:
-        now = time.monotonic()
+        now, task = time.monotonic(), self._tasks[task_id]
         self._next_line = self._next_line or now + _LINE_SECONDS
-        if now < self._next_line:
+        left = self._left(task, now)
+        if now < self._next_line and (left is None or task_id in self._estimated):
             return
         self._next_line = now + _LINE_SECONDS
-        task = self._tasks[task_id]
+        self._estimated |= set() if left is None else {task_id}
         done = "" if task.total is None else f", {task.completed:.0f} of {task.total:.0f} done"
-        self.console.print(f"{task.description}{done}, {task.elapsed or 0:.0f} s", markup=False)
+        after = "" if left is None else f", about {describe_seconds(left)} left"
+        elapsed = describe_seconds(task.elapsed or 0)
+        self.console.print(f"{task.description}{done}, {elapsed}{after}", markup=False, soft_wrap=True)
+
+    def _left(self, task: Task, now: float) -> float | None:
+        """Seconds until ``task`` is complete, at the rate since its total has been known; None: too early to say."""
+        if task.total is None:
+            return None
+        began, at_first = self._first.setdefault(task.id, (now, task.completed))
+        done = task.completed - at_first
+        if now - began < _LEAST_SECONDS or done < max(1.0, _LEAST_SHARE * task.total):
+            return None
+        return (now - began) / done * (task.total - task.completed)
 
 
 def progress_bar() -> Progress:
@@ -64,6 +93,7 @@ def progress_bar() -> Progress:
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
+        speed_estimate_period=600.0,
     )
 
 

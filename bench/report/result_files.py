@@ -2,7 +2,6 @@
 
 import tempfile
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 
 from tightwire.atomic_file import write_atomic
@@ -21,13 +20,9 @@ def check_label(label: str) -> str:
 
 
 class ResultFiles:
-    """Uniquely named files, written atomically; ValueError before that if the folder or matplotlib is unusable."""
+    """Uniquely named files, written atomically; ValueError before that if the folder is unusable."""
 
     def __init__(self, folder: Path, label: str) -> None:
-        if find_spec("matplotlib") is None:
-            raise ValueError(
-                "--output draws plots with matplotlib, which is not installed: pip install tightwire[bench]"
-            )
         try:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()

@@ -13,7 +13,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-Verdict = Literal["faster", "slower", "no difference", "too few"]
+TOO_FEW = "too few rounds"
+Verdict = Literal["faster", "slower", "no difference", "too few rounds"]
 
 FLOOR = 0.01  # a ratio within 1 +- this is no difference, however certain
 MIN_SAMPLES = 3
@@ -49,7 +50,7 @@ def describe(values: Sequence[float]) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """``ratio`` is other / baseline of medians, ``low`` to ``high`` its bootstrap 95 % interval."""
+    """``ratio`` is other / baseline of medians, ``low`` to ``high`` its bootstrap 95 % interval. A sample is a round."""
 
     ratio: float
     low: float
@@ -59,19 +60,15 @@ class Comparison:
 
 
 def compare(
-    baseline: Sequence[float],
-    other: Sequence[float],
-    *,
-    paired: bool,
-    seed: int = 0,
-    worse_is_higher: bool = True,
+    baseline: Sequence[float], other: Sequence[float], *, paired: bool, seed: int = 0, worse_is_higher: bool = True
 ) -> Comparison:
     """The ratio of medians, its interval, and a verdict.
 
     The verdict is ``faster`` or ``slower`` when the whole 95 % interval lies outside 1 +- ``FLOOR`` and the wider interval
     for a dozen cells (Bonferroni: 1 - 0.05 / 12, so 99.6 %) excludes 1. With 95 % alone every other A/A table of a dozen
-    cells would contain a false verdict. Fewer than 8 samples can be resampled in too few ways: the wider interval is then
-    Student's on logarithms, and the printed one is at least as wide as Student's.
+    cells would contain a false verdict. Where only the wider interval contains 1, the verdict is ``too few rounds``, because
+    more rounds would decide; so it is below ``MIN_SAMPLES``. Fewer than 8 samples can be resampled in too few ways: the wider
+    interval is then Student's on logarithms, and the printed one is at least as wide as Student's.
 
     Args:
         baseline, other: positive, in one unit: seconds, or a rate with ``worse_is_higher=False``. Samples must be
@@ -95,13 +92,12 @@ def compare(
         t, outer_t = _T[n - 1]
         low, high = min(low, math.exp(middle - t * error)), max(high, math.exp(middle + t * error))
         outer_low, outer_high = math.exp(middle - outer_t * error), math.exp(middle + outer_t * error)
+    above, below = low > 1 + FLOOR, high < 1 - FLOOR
     verdict: Verdict = "no difference"
-    if n < MIN_SAMPLES:
-        verdict = "too few"
-    elif low > 1 + FLOOR and outer_low > 1:
-        verdict = "slower" if worse_is_higher else "faster"
-    elif high < 1 - FLOOR and outer_high < 1:
-        verdict = "faster" if worse_is_higher else "slower"
+    if n < MIN_SAMPLES or ((above or below) and outer_low <= 1 <= outer_high):
+        verdict = TOO_FEW
+    elif above or below:
+        verdict = "slower" if above == worse_is_higher else "faster"
     ratio = float(np.median(them) / np.median(base))
     return Comparison(ratio=ratio, low=low, high=high, verdict=verdict, n=n)
 

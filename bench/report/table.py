@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 Row = Mapping[str, Any]
+_MOST_WORD_CHARS = 28  # of a word that is not folded where room is scarce
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +21,14 @@ class Column:
 
     ``key`` is a path into the row, such as ``seconds.p50``, and the heading in CSV files. ``format`` is a function of the
     value, or a format spec for ``scale * value``. A column without a format holds words and is aligned left. A missing
-    value is shown as ``-``.
+    value is shown as ``-``. A ``detail`` is left out first where a terminal is too narrow for the table.
     """
 
     name: str
     key: str
     format: str | Callable[[Any], str] = ""
     scale: float = 1.0
+    detail: bool = False
 
     def value(self, row: Row) -> Any:
         """The raw value, None where the row lacks it."""
@@ -63,6 +65,11 @@ class Table:
     note: str = ""
     wrong: Callable[[Row], bool] = lambda row: False
 
+    @property
+    def filled(self) -> list[Column]:
+        """The columns with a value in any row, to be shown."""
+        return [column for column in self.columns if any(column.value(row) is not None for row in self.rows)]
+
     def csv(self) -> str:
         """Raw values under their keys; None is an empty cell."""
         text = StringIO(newline="")
@@ -73,19 +80,40 @@ class Table:
 
 
 def print_table(console: Console, table: Table) -> None:
-    shown = RichTable(
-        title=escape(table.title) or None,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+    """Print the columns that fit with all their digits; a line below names those that do not."""
+    shown, left_out = _fitting(table, console.width)
+    title = escape(table.title) or None
+    printed = RichTable(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
-    for number, column in enumerate(table.columns):
-        shown.add_column(escape(column.name), justify="left" if column.is_word else "right", no_wrap=number == 0)
+    for column in shown:
+        least = max(map(len, column.name.split()), default=1)
+        if not column.is_word:
+            least = max([least, *(len(column.text(row)) for row in table.rows)])
+        justify = "left" if column.is_word else "right"
+        printed.add_column(escape(column.name), justify=justify, overflow="fold", min_width=least)
     for row in table.rows:
         style = "red" if table.wrong(row) else None
-        shown.add_row(*(escape(column.text(row)) for column in table.columns), style=style)
-    console.print(shown)
+        printed.add_row(*(escape(column.text(row)) for column in shown), style=style)
+    console.print(printed)
+    if left_out:
+        names = ", ".join(column.name for column in left_out)
+        console.print(f"not in {console.width} columns: {names}", style="dim", markup=False, soft_wrap=True)
+
+
+def _fitting(table: Table, width: int) -> tuple[list[Column], list[Column]]:
+    """The columns that fit into ``width`` characters, and those that do not: ``detail`` ones first, from the right."""
+
+    def taken(column: Column) -> int:
+        cells = [len(column.text(row)) for row in table.rows]
+        longest = min(_MOST_WORD_CHARS, max(cells, default=0)) if column.is_word else max(cells, default=0)
+        return 2 + max([longest, *map(len, column.name.split())])
+
+    shown, left_out = table.filled, []
+    while len(shown) > 1 and 2 + sum(map(taken, shown)) > width:
+        least = max(range(1, len(shown)), key=lambda number: (shown[number].detail, number))
+        left_out.insert(0, shown.pop(least))
+    return shown, left_out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

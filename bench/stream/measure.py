@@ -109,12 +109,7 @@ class _Turns:
     """The passes of one arm on one rank, in blocks of random order."""
 
     def __init__(
-        self,
-        rank: Rank,
-        arm: Arm,
-        resident: ModelRunner,
-        streamed: ModelRunner,
-        prepare: Callable[[], None] | None,
+        self, rank: Rank, arm: Arm, resident: ModelRunner, streamed: ModelRunner, prepare: Callable[[], None] | None
     ) -> None:
         """``prepare``: runs before each pass, on all ranks."""
         assert isinstance(streamed.weights, StreamedWeights)

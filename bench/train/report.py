@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from tightwire.bench.report.page import Item, lines
+from tightwire.bench.report.page import Item
+from tightwire.bench.report.plot import lines
 from tightwire.bench.report.statistics import describe
 from tightwire.bench.report.table import Column, Row, Table
 from tightwire.bench.train.measure import Checked, Timed, Wired

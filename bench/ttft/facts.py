@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from tightwire.bench.ttft.options import TtftOptions
+from tightwire.bench.ttft.options import AUTO, TtftOptions
 from tightwire.bench.ttft.proof import Proof
 from tightwire.comm.policy.choose import Chooser
 from tightwire.model.open import open_checkpoint
@@ -20,7 +20,7 @@ _NOT_KEPT = ("config", "output", "label")  # in the result's options
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerFacts:
-    """Facts known before the server starts. ``config``: the baseline is the default AllReduce, the others are on request."""
+    """Facts known before the server starts. ``config``: ``auto`` is the default AllReduce, the others are on request."""
 
     config: ServeConfig
     proof: Proof
@@ -74,6 +74,7 @@ def find_facts(options: TtftOptions) -> ServerFacts:
             "seed": config.model.seed,
             "options": {
                 **{own.name: getattr(options, own.name) for own in fields(TtftOptions) if own.name not in _NOT_KEPT},
+                "algorithms": options.arms,
                 "baseline": options.baseline_name,
                 "link": options.config.parallel.link,
             },
@@ -82,11 +83,10 @@ def find_facts(options: TtftOptions) -> ServerFacts:
 
 
 def _server_config(options: TtftOptions) -> ServeConfig:
-    own = options.baseline_name
-    others = tuple(dict.fromkeys(name for name in options.algorithms if name != own))
+    others = tuple(dict.fromkeys(name for name in options.arms if name != AUTO))
     config = replace(
         options.config,
-        parallel=replace(options.config.parallel, allreduce=own, allreduce_extra=others),
+        parallel=replace(options.config.parallel, allreduce=AUTO, allreduce_extra=others),
         engine=replace(options.config.engine, prefix_cache="none"),  # no prompt is used twice
     )
     if options.nnodes == 1:

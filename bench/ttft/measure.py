@@ -18,7 +18,7 @@ from tightwire.bench.hosts import EmulatedHosts, Sent
 from tightwire.bench.run import BenchFailedError
 from tightwire.bench.text import Passages
 from tightwire.bench.ttft.facts import ServerFacts
-from tightwire.bench.ttft.options import TtftOptions
+from tightwire.bench.ttft.options import AUTO, TtftOptions
 from tightwire.bench.ttft.proof import SITES, ArmPolicy, Cell
 from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.comm.ledger.ledger import Count
@@ -38,8 +38,8 @@ class RequestFailedError(RuntimeError):
 class Arm:
     """One AllReduce or policy file under test.
 
-    ``name`` differs from ``algorithm`` when the same algorithm is compared with itself. ``is_default``: the server's own,
-    which a request need not name. ``error``: relative RMS error of one AllReduce, 0 when lossless.
+    ``name`` differs from ``algorithm`` when the same algorithm is compared with itself. ``is_default``: ``auto``, the server's
+    own, which a request need not name. ``error``: relative RMS error of one AllReduce, 0 when lossless.
     """
 
     name: str
@@ -81,6 +81,7 @@ class Measured:
     cells: Sequence[Cell]
     seed: int = 0
     output_len: int = 2
+    baseline_name: str = AUTO
     arms: list[Arm] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     comm: dict[str, Any] = field(default_factory=dict)  # GET /comm, before the first request
@@ -89,6 +90,10 @@ class Measured:
 
     @property
     def baseline(self) -> Arm:
+        return next(arm for arm in self.arms if arm.algorithm == self.baseline_name)
+
+    @property
+    def default(self) -> Arm:
         return next(arm for arm in self.arms if arm.is_default)
 
     def of(self, cell: Cell, arm: Arm) -> list[Turn]:
@@ -116,6 +121,7 @@ class Measurement:
             cells=cells,
             seed=options.config.model.seed,
             output_len=options.output_len,
+            baseline_name=options.baseline_name,
             ranks_share_wire=parallel.tp > parallel.wire_nodes,
         )
         self._policies: dict[str, ArmPolicy] = {}
@@ -132,7 +138,7 @@ class Measurement:
     def num_turns(self) -> int:
         """Turns of arms, warm-ups included."""
         options = self._options
-        return len(self.measured.cells) * len(options.algorithms) * (_WARM_UPS + options.repeats)
+        return len(self.measured.cells) * len(options.arms) * (_WARM_UPS + options.repeats)
 
     async def run(self, remote: Remote) -> AsyncIterator[None]:
         """Measure everything; yields whenever there are new results to keep.
@@ -147,10 +153,10 @@ class Measurement:
             if self._link is not None:
                 measured.comm["link"] = self._link
             self._make_arms()
-            for cell in measured.cells:
-                for arm in measured.arms:
-                    for _ in range(_WARM_UPS):
-                        await self._take(Turn(cell=cell, arm=arm, round=-1), "warming up")
+            for number in range(_WARM_UPS):  # one after the other in all cells, so that the time left is soon known
+                for cell in measured.cells:
+                    for arm in measured.arms:
+                        await self._take(Turn(cell=cell, arm=arm, round=-1), f"warm-up {number + 1} of {_WARM_UPS}")
             for turns in make_turns(measured.cells, measured.arms, rounds, measured.seed):
                 for turn in turns:
                     await self._take(turn, f"round {turn.round + 1} of {rounds}")
@@ -171,10 +177,10 @@ class Measurement:
 
     def _make_arms(self) -> None:
         measured, seen = self.measured, list[str]()
-        for algorithm in self._options.algorithms:
+        for algorithm in self._options.arms:
             seen.append(algorithm)
             again = seen.count(algorithm)
-            is_default = algorithm == self._options.baseline_name
+            is_default = algorithm == AUTO
             policy = ArmPolicy(measured.comm["choices"] if is_default else measured.comm["extra"][algorithm])
             used = policy.algorithms("prefill", *SITES)
             arm = Arm(

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Self
 
-from tightwire.bench.options import OutputOptions, add_flags, given_options, option, parse_integers
-from tightwire.comm.all_reduce.names import describe_all_reduce_names, is_lossless, split_all_reduce_names, split_name
+from tightwire.bench.options import LAST_LINE, OutputOptions, add_flags, given_options, option, parse_integers
+from tightwire.comm.all_reduce.names import describe_all_reduce_names, split_all_reduce_names, split_name
 from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import ServeConfig, option_fields
 
 GROUPS = ("model", "parallel", "engine")
-_ALGORITHMS = ("native", "ring", "two-shot", "flash-int8", "flash-int6", "flash-int4")
+AUTO = "auto"  # the default of serve: always measured, because the advice compares with it
+_ALGORITHMS = (AUTO, "native", "one-shot", "two-shot", "flash-int8", "flash-int4")
 _OURS = ("allreduce", "allreduce_extra")  # flags of serve that --algorithms replaces
 _RANKS = 2  # the default of --tp in this bench
 
@@ -28,19 +29,17 @@ class TtftOptions(OutputOptions):
     config: ServeConfig = field(default_factory=lambda: ServeConfig(parallel=ParallelOptions(tp=_RANKS)))
     algorithms: tuple[str, ...] = option(
         _ALGORITHMS,
-        f"AllReduces to compare: {describe_all_reduce_names()}, or policy:FILE",
+        f"AllReduces to compare: {describe_all_reduce_names()}, or policy:FILE; auto, the server's default, is always compared",
         metavar="NAME,NAME",
         parse=split_all_reduce_names,
     )
     baseline: str | None = option(
-        None, "the AllReduce that the others are compared with (default: the first lossless one)", metavar="NAME"
+        None, "the AllReduce that the others are compared with (default: auto)", metavar="NAME"
     )
-    prompt_lens: tuple[int, ...] = option(
-        (128, 512, 2048), "prompt tokens", metavar="N,N", parse=parse_integers, least=1
-    )
-    concurrency: tuple[int, ...] = option((1, 4), "requests at a time", metavar="N,N", parse=parse_integers, least=1)
+    prompt_lens: tuple[int, ...] = option((128, 512), "prompt tokens", metavar="N,N", parse=parse_integers, least=1)
+    concurrency: tuple[int, ...] = option((1,), "requests at a time", metavar="N,N", parse=parse_integers, least=1)
     repeats: int = option(
-        6, "rounds; each runs every algorithm once in every cell, in random order", metavar="N", least=2
+        8, "rounds; each runs every algorithm once in every cell, in random order", metavar="N", least=2
     )
     output_len: int = option(8, "tokens to generate", metavar="N", least=2)
     nnodes: int = option(
@@ -57,22 +56,12 @@ class TtftOptions(OutputOptions):
             raise ValueError(f"--nnodes {self.nnodes} needs --link, the rate of each host's wire, such as --link 1gbit")
         if tp < 2:
             raise ValueError(f"--tp must be at least 2, got {tp}: a single rank needs no AllReduce")
-        if len(self.algorithms) < 2:
-            raise ValueError(
-                f"--algorithms needs at least two names, got {', '.join(self.algorithms) or 'none'}; the same name twice "
-                "shows the noise of a comparison"
-            )
+        if self.arms == (AUTO,):
+            raise ValueError("--algorithms needs a name beside auto; auto,auto shows the noise of a comparison")
         for name in self.algorithms:
             self._check_algorithm(name)
-        if self.baseline is not None and self.baseline not in self.algorithms:
-            raise ValueError(
-                f"--baseline must be one of --algorithms ({', '.join(self.algorithms)}), got {self.baseline}"
-            )
-        if self.baseline is None and self._first_lossless() is None:
-            raise ValueError(
-                f"--algorithms {','.join(self.algorithms)} has no lossless AllReduce to compare with; add one, such as "
-                "two-shot, or give --baseline"
-            )
+        if self.baseline_name not in self.arms:
+            raise ValueError(f"--baseline must be one of --algorithms ({', '.join(self.arms)}), got {self.baseline}")
         for flag, values in (("--prompt-lens", self.prompt_lens), ("--concurrency", self.concurrency)):
             if len(set(values)) < len(values):
                 raise ValueError(f"{flag} takes different numbers, got {','.join(map(str, values))}")
@@ -83,13 +72,13 @@ class TtftOptions(OutputOptions):
             )
 
     @property
-    def baseline_name(self) -> str:
-        name = self.baseline or self._first_lossless()
-        assert name is not None, "checked in __post_init__"
-        return name
+    def arms(self) -> tuple[str, ...]:
+        """The AllReduces to measure, a name twice if it was given twice."""
+        return self.algorithms if AUTO in self.algorithms else (AUTO, *self.algorithms)
 
-    def _first_lossless(self) -> str | None:
-        return next((name for name in self.algorithms if not is_policy(name) and is_lossless(name)), None)
+    @property
+    def baseline_name(self) -> str:
+        return self.baseline or AUTO
 
     def _check_algorithm(self, name: str) -> None:
         if is_policy(name):
@@ -108,7 +97,7 @@ class TtftOptions(OutputOptions):
     @classmethod
     def from_argv(cls, argv: Sequence[str], *, verb: str) -> Self:
         """The options include those of the server."""
-        parser = make_parser(f"bench {verb}", f"{cls.description} The last line of stdout is one JSON object.", GROUPS)
+        parser = make_parser(f"bench {verb}", f"{cls.description} {LAST_LINE}", GROUPS)
         add_flags(parser.add_argument_group("bench", "AllReduces, prompts and repeats."), cls)
         flags = {word.partition("=")[0] for word in argv}
         argv = argv if flags & {"--tp", "--config"} else ["--tp", str(_RANKS), *argv]

@@ -4,11 +4,12 @@ import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from tightwire.bench.report.page import Item, Text, bars
-from tightwire.bench.report.statistics import Comparison, compare, describe
+from tightwire.bench.report.page import Item, Text
+from tightwire.bench.report.plot import bars
+from tightwire.bench.report.statistics import FLOOR, Comparison, compare, describe
 from tightwire.bench.report.table import Column, Table
 from tightwire.bench.ttft.measure import Arm, Measured, Request, Turn
 from tightwire.bench.ttft.options import GROUPS, TtftOptions, to_argv
@@ -151,64 +152,79 @@ def _median_part(requests: Sequence[Request], part: str) -> float | None:
 
 
 def recommend(measured: Measured, options: TtftOptions) -> list[dict[str, Any]]:
-    """The fastest lossless arm, then the lossy one if it is certainly faster; empty before all cells have run.
+    """The lossless and the lossy command line to use, empty before all cells have run.
 
-    A lossless arm replaces the baseline only if it is certainly faster.
+    Another arm replaces the server's default only if its TTFT is certainly shorter and its TPOT no longer, each over all cells;
+    a lossy one must be better than the lossless one in the same way. An arm that is only half better is named in the reason.
     """
-    arms = [arm for arm in measured.arms if arm.name == arm.algorithm]  # a repeated arm shows only the noise
-    lossless = [arm for arm in arms if arm.lossless]
-    if not lossless or not all(measured.of(cell, measured.baseline) for cell in measured.cells):
+    if not measured.arms or not all(measured.of(cell, measured.default) for cell in measured.cells):
         return []
-    simple = measured.baseline if measured.baseline in lossless else lossless[0]
-    exact, ratio = _fastest(measured, simple, lossless)
-    reason = "no other lossless AllReduce is certainly faster"
-    if ratio is not None:
-        reason = f"TTFT {_words(ratio)} of {simple.name}'s{_slower_decode(measured, simple, exact)}"
-    found = [_recommendation(options, exact, reason, ratio)]
-    lossy, ratio = _fastest(measured, exact, [arm for arm in arms if not arm.lossless])
-    if ratio is not None:
-        reason = f"TTFT {_words(ratio)} of {exact.name}'s, relative RMS error {lossy.error:.2g} in each AllReduce"
-        found.append(_recommendation(options, lossy, reason + _slower_decode(measured, exact, lossy), ratio))
+    best, found = measured.default, []
+    for lossless in (True, False):
+        arms = [arm for arm in measured.arms if arm.lossless == lossless and arm.name == arm.algorithm and arm != best]
+        gains = {arm: gain for arm in arms if (gain := _gain(measured, best, arm))}
+        better = {arm: gain for arm, gain in gains.items() if gain.is_better}
+        traded = "".join(f"; {arm.name}: {gain}" for arm, gain in gains.items() if not gain.is_better)
+        base, arm = best, min(better, key=lambda arm: better[arm].ttft.ratio, default=None)
+        if arm is not None:
+            best, reason = arm, f"{better[arm]} of {base.name}'s"
+            reason += "" if lossless else f", relative RMS error {arm.error:.2g} in each AllReduce"
+            found.append(_recommendation(options, arm, reason + traded, better[arm].ttft))
+        elif lossless:
+            reason = "no other lossless AllReduce has a certainly shorter TTFT and no longer TPOT"
+            found.append(_recommendation(options, best, reason + traded, None))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Gain:
+    """An arm whose TTFT is certainly shorter, against another one, over all cells."""
+
+    ttft: Comparison
+    tpot: Comparison
+
+    @property
+    def is_better(self) -> bool:
+        return self.tpot.verdict != "slower" and self.tpot.ratio <= 1 + FLOOR
+
+    def __str__(self) -> str:
+        return f"TTFT {_words(self.ttft)}, TPOT {_words(self.tpot)}"
+
+
+def _gain(measured: Measured, base: Arm, arm: Arm) -> _Gain | None:
+    found = _Gain(
+        *(
+            compare(_by_round(measured, base, of), _by_round(measured, arm, of), paired=True, seed=measured.seed)
+            for of in ("ttft_s", "tpot_s")
+        )
+    )
+    return found if found.ttft.verdict == "faster" else None
 
 
 def _recommendation(options: TtftOptions, arm: Arm, reason: str, ratio: Comparison | None) -> dict[str, Any]:
     flags = to_argv(options.config, GROUPS, leave_out=_LEFT_OUT)
     command = shlex.join(["tightwire", "serve", options.config.model.model, *flags, "--allreduce", arm.algorithm])
-    return {"arm": arm.name, "command": command, "reason": reason, "ratio": None if ratio is None else asdict(ratio)}
-
-
-def _fastest(measured: Measured, base: Arm, arms: Sequence[Arm]) -> tuple[Arm, Comparison | None]:
-    """The fastest of ``arms`` and its ratio to ``base``; ``base`` and None if that one is not certainly faster."""
-    best = min(arms, key=lambda arm: statistics.median(_by_round(measured, arm)), default=base)
-    if best == base:
-        return base, None
-    ratio = compare(_by_round(measured, base), _by_round(measured, best), paired=True, seed=measured.seed)
-    return (best, ratio) if ratio.verdict == "faster" else (base, None)
+    kind = "lossless" if arm.lossless else "lossy"
+    ratio_facts = None if ratio is None else asdict(ratio)
+    return {"arm": arm.name, "kind": kind, "command": command, "reason": reason, "ratio": ratio_facts}
 
 
 def _words(ratio: Comparison) -> str:
     return f"{ratio.ratio:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
 
 
-def _by_round(measured: Measured, arm: Arm) -> list[float]:
+def _by_round(measured: Measured, arm: Arm, of: str) -> list[float]:
     """Each round's geometric mean over the cells, so that long prompts have no more weight than short ones."""
-    columns = [[math.log(turn.mean("ttft_s")) for turn in measured.of(cell, arm)] for cell in measured.cells]
+    columns = [[math.log(turn.mean(of)) for turn in measured.of(cell, arm)] for cell in measured.cells]
     return [math.exp(statistics.fmean(logs)) for logs in zip(*columns, strict=False)]
 
 
-def _slower_decode(measured: Measured, base: Arm, other: Arm) -> str:
-    """A warning if the time per generated token is longer."""
-    slower = []
-    for cell in measured.cells:
-        found = _ratio(measured, cell, base, other, of="tpot_s")
-        if found is not None and found["verdict"] == "slower":
-            slower.append(f"{found['ratio']:.2f} at {cell}")
-    return f"; but its time per generated token is longer ({', '.join(slower)})" if slower else ""
+def _ms(name: str, key: str, detail: bool = False) -> Column:
+    return Column(name, key, ",.1f", 1e3, detail)
 
 
-def _ms(name: str, key: str) -> Column:
-    return Column(name, key, ",.1f", 1e3)
+def _bytes(name: str, key: str, detail: bool = False) -> Column:
+    return Column(name, key, lambda sent: format_bytes(round(sent)), detail=detail)
 
 
 _ARM = Column("algorithm", "arm")
@@ -221,8 +237,8 @@ _TIME_PARTS = (
 )
 _TTFT_COLUMNS = (
     _ARM,
-    Column("n", "ttft_s.n", "d"),
-    *(_ms(key, f"ttft_s.{key}") for key in ("mean", "std", "p50", "p90", "p99")),
+    Column("n", "ttft_s.n", "d", detail=True),
+    *(_ms(key, f"ttft_s.{key}", detail=key != "p50") for key in ("mean", "std", "p50", "p90", "p99")),
     Column("ratio [95 %]", "ratio", lambda ratio: f"{ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"),
     Column("verdict", "ratio.verdict"),
     Column(
@@ -234,16 +250,16 @@ _TTFT_COLUMNS = (
 _OTHER_COLUMNS = (
     _ARM,
     *_TIME_PARTS,
-    Column("sent", "sent_bytes", lambda sent: format_bytes(round(sent))),
+    _bytes("sent", "sent_bytes"),
     Column("x bound", "bound.ttft_over_bound", ".2f"),
     _ms("TPOT", "tpot_s.p50"),
     Column("(ratio)", "tpot_ratio.ratio", ".2f"),
-    Column("in sums", "token_sum_share", ".0%"),
-    Column("sent a token", "token_bytes", lambda sent: format_bytes(round(sent))),
+    Column("in sums", "token_sum_share", ".0%", detail=True),
+    _bytes("sent a token", "token_bytes"),
     Column("error", "error", ".2g"),
-    Column("wire", "wire_bytes", lambda sent: format_bytes(round(sent))),
-    Column("wire a token", "wire_token_bytes", lambda sent: format_bytes(round(sent))),
-    Column("by formula", "wire_token_formula", lambda sent: format_bytes(round(sent))),
+    _bytes("wire", "wire_bytes", True),
+    _bytes("wire a token", "wire_token_bytes", True),
+    _bytes("by formula", "wire_token_formula", True),
 )
 CSV_COLUMNS = (
     *_PLACE,
@@ -268,10 +284,10 @@ LEGENDS = (
 def recommended_lines(result: Mapping[str, Any]) -> list[str]:
     """The command lines to paste and the reasons, lossless first."""
     found = []
-    for kind, each in zip(("lossless", "lossy"), result["recommended"], strict=False):
-        found += [f"{kind}: {each['command']}", f"  {each['reason']}"]
+    for each in result["recommended"]:
+        found += [f"{each['kind']}: {each['command']}", f"  {each['reason']}"]
     if len(result["recommended"]) == 1 and not all(row["lossless"] for row in result["cells"]):
-        found.append("lossy: none is certainly faster")
+        found.append("lossy: none has a certainly shorter TTFT and no longer TPOT")
     return found
 
 

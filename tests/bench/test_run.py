@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from tightwire.bench.options import OutputOptions
+from tightwire.bench.report import plot
+from tightwire.bench.report.page import Item
+from tightwire.bench.report.plot import Plot
 from tightwire.bench.report.table import Column, Metric
 from tightwire.bench.run import Bench, BenchFailedError
 
@@ -112,3 +115,30 @@ def test_nothing_is_written_by_a_run_that_measured_nothing(tmp_path: Path, capsy
     status, line, _ = run(Dry(OutputOptions(output=tmp_path)), capsys)
 
     assert (status, line["files"], list(tmp_path.iterdir())) == (1, [], [])
+
+
+def test_a_terminal_gets_the_json_only_if_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    Swim(OutputOptions(output=tmp_path)).run()
+    shown = "".join(capsys.readouterr().out.split())
+    assert '"schema"' not in shown and f"written:{tmp_path}" in shown
+
+    assert Swim(OutputOptions(json=True)).run() == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["schema"] == "tightwire.bench.swim/2"
+
+
+def test_without_matplotlib_all_but_the_plots_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Plotted(Swim):
+        def sections(self, result: Mapping[str, Any]) -> list[Item]:
+            return [Plot(title="P", draw=lambda axes: None), *super().sections(result)]
+
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    assert Plotted(OutputOptions(output=tmp_path)).run() == 0
+
+    assert "note: the page has no plots: matplotlib is not installed" in capsys.readouterr().out
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".html"}
+    assert "<td>2.0</td>" in next(tmp_path.glob("*.html")).read_text()

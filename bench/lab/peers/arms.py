@@ -106,11 +106,7 @@ def tightwire(setup: Setup, found: re.Match[str]) -> Arm:
     else:
         command, others = setup.hosts.serve(argv)
     return Arm(
-        name=name,
-        numbers=numbers,
-        command=tuple(command),
-        others=tuple(map(tuple, others)),
-        health="/health/ready",
+        name=name, numbers=numbers, command=tuple(command), others=tuple(map(tuple, others)), health="/health/ready"
     )
 
 
@@ -207,10 +203,7 @@ ARMS: dict[str, Callable[[Setup], Arm]] = {
     "llama.cpp-rpc-q4": llama_cpp_rpc,
     "transformers": transformers,
 }
-DEFAULT_ARMS = (
-    *("tightwire-tp2", "tightwire-tp1", "tightwire-tp2-q4"),
-    *("vllm", "llama.cpp-q4", "transformers"),
-)
+DEFAULT_ARMS = (*("tightwire-tp2", "tightwire-tp1", "tightwire-tp2-q4"), *("vllm", "llama.cpp-q4", "transformers"))
 
 
 def make_arm(word: str, setup: Setup) -> Arm:

@@ -5,32 +5,37 @@ python bench/lab/peers/plot_hosts.py OUT.svg RESULT.json RESULT.json ...
 
 import json
 import sys
-from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import matplotlib.pyplot as plt
+from tightwire.bench.report.plot import lines, svg
+from tightwire.bench.report.table import Column
+
+_RATE = Column("Mbit/s of each host's wire", "rate", ",.0f", 8e-6)
+_TTFT = Column("time to first token, s", "ttft", ".1f")
 
 
-def draw(out: Path, results: list[Path]) -> None:
-    """One line a server; rates are the measured ones."""
-    plt.rcParams |= {"svg.hashsalt": "hosts", "svg.fonttype": "none"}
-    points: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    found = [json.loads(path.read_text()) for path in results]
-    for result in found:
-        for cell in result["cells"]:
-            points[cell["server"]].append((result["link"]["measured_bytes_per_s"] * 8 / 1e6, cell["medians"]["ttft_s"]))
-    figure, axes = plt.subplots(figsize=(7.2, 3.6))
-    for server, own in points.items():
-        style = "-" if server.startswith("tightwire") and "gloo" not in server else "--"
-        axes.plot(*zip(*sorted(own), strict=True), style, marker="o", label=server)
-    load = found[0]["load"]
-    axes.set(xscale="log", ylim=0, xlabel="Mbit/s of each host's wire", ylabel="time to first token, s")
-    axes.set_title(f"{found[0]['nnodes']} hosts, a prompt of {load['input_len']} tokens", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(out, metadata={"Date": None})
+def draw(results: Sequence[Mapping[str, Any]]) -> str:
+    """SVG with one line a server; rates are the measured ones. Dashed: gloo and other servers."""
+    rows = [
+        {"server": cell["server"], "rate": result["link"]["measured_bytes_per_s"], "ttft": cell["medians"]["ttft_s"]}
+        for result in results
+        for cell in result["cells"]
+    ]
+    load, nnodes = results[0]["load"], results[0]["nnodes"]
+    return svg(
+        lines(
+            f"{nnodes} hosts, a prompt of {load['input_len']} tokens",
+            rows,
+            by="server",
+            x=_RATE,
+            y=_TTFT,
+            log_y=False,
+            dashed=lambda server: not server.startswith("tightwire") or "gloo" in server,
+        )
+    )
 
 
 if __name__ == "__main__":
-    draw(Path(sys.argv[1]), [Path(word) for word in sys.argv[2:]])
+    Path(sys.argv[1]).write_text(draw([json.loads(Path(word).read_text()) for word in sys.argv[2:]]))

@@ -22,13 +22,7 @@ from tightwire.bench.hosts import EmulatedHosts
 from tightwire.bench.lab.peers import report
 from tightwire.bench.lab.peers.arms import Arm, NotInstalledError, Setup, make_arm
 from tightwire.bench.lab.peers.options import PeersOptions
-from tightwire.bench.lab.peers.process import (
-    CHECK_PROMPTS,
-    Load,
-    bench_serve,
-    compare_answers,
-    greedy_answers,
-)
+from tightwire.bench.lab.peers.process import CHECK_PROMPTS, Load, bench_serve, compare_answers, greedy_answers
 from tightwire.bench.report.page import Item, Text
 from tightwire.bench.report.quiet import QUIET_SHARE, OthersWatch, describe_others, wait_for_quiet
 from tightwire.bench.run import Bench, BenchFailedError

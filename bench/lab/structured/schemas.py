@@ -96,12 +96,8 @@ def _object(rng: random.Random, depth: int) -> Schema:
 
 
 def _map(rng: random.Random) -> Schema:
-    return {
-        "type": "object",
-        "patternProperties": {"^[a-z]{1,5}$": _leaf(rng)},
-        "additionalProperties": False,
-        "maxProperties": 3,
-    }
+    properties = {"patternProperties": {"^[a-z]{1,5}$": _leaf(rng)}, "additionalProperties": False}
+    return {"type": "object", **properties, "maxProperties": 3}
 
 
 def _union(rng: random.Random, depth: int) -> Schema:

@@ -176,7 +176,7 @@ def test_requests_of_one_batch_count_as_one_sample(tmp_path: Path, capsys: pytes
     status, result, _ = compare(tmp_path, batches("a", 4), batches("b", 4), capsys=capsys)
 
     assert status == 0
-    assert {(cell["verdict"], cell["n"]) for cell in result["cells"]} == {("no difference", 8)}
+    assert {(cell["verdict"], cell["n"]) for cell in result["cells"]} == {("too few rounds", 8)}
 
 
 def test_repeated_loads_are_compared_separately(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,8 +222,8 @@ def test_too_few_samples_are_reported(tmp_path: Path, capsys: pytest.CaptureFixt
 
     _, result, text = compare(tmp_path, few, few, capsys=capsys)
 
-    assert set(verdicts(result, "ttft_s").values()) == {"too few"}
-    assert "3 cells have too few samples to tell" in text
+    assert set(verdicts(result, "ttft_s").values()) == {"too few rounds"}
+    assert "3 cells have too few rounds to tell" in text
 
 
 def test_brackets_in_names_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

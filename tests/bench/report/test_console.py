@@ -43,3 +43,21 @@ def test_a_file_gets_a_line_of_progress_every_while(monkeypatch: pytest.MonkeyPa
         progress.advance(task)
 
     assert out.getvalue().splitlines() == ["2 ranks: [exact], 0 s", "2 ranks: [exact], 1 of 5 done, 0 s"]
+
+
+def test_a_file_gets_the_time_left_as_soon_as_it_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    out = StringIO()
+    progress = ProgressLines(console=Console(file=out), disable=True, get_time=lambda: now[0])
+    with progress:
+        task = progress.add_task("warming up", total=100)
+        progress.update(task, completed=0)
+        for _ in range(20):
+            now[0] += 1.0
+            progress.advance(task)
+    lines = out.getvalue().splitlines()
+
+    assert lines[0] == "warming up, 2 of 100 done, 2 s, about 98 s left"
+    assert lines[1] == "warming up, 17 of 100 done, 17 s, about 83 s left" and len(lines) == 2
+    assert console.describe_seconds(185) == "3:05 min"

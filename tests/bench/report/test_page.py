@@ -1,43 +1,16 @@
-"""Every kind of plot as SVG with its text, and the page around plots and tables."""
+"""The page around plots and tables: escaped text, commands in boxes, settings in words."""
 
 from base64 import b64decode
-from xml.etree import ElementTree
 
 import pytest
 
-from tightwire.bench.report.page import Plot, Text, bars, lines, render, svg
+from tightwire.bench.report import page as page_module
+from tightwire.bench.report.page import Text, describe_fact, render, split_command
+from tightwire.bench.report.plot import Plot, lines, svg
 from tightwire.bench.report.table import Column, Table
 
-ROWS = [
-    {"name": "first", "size": 1, "s": 2.0, "low": 1.0, "high": 3.0},
-    {"name": "policy:some/where/my-mix.json", "size": 10, "s": 3.0, "low": 2.0, "high": 4.0},
-    {"name": "first", "size": 10, "s": 4.0, "low": 3.0, "high": 5.0},
-    {"name": "unknown", "size": 10, "s": None},
-]
-X, Y = Column("x words", "size", "d"), Column("y words", "s", ".1f", 1e3)
-PLOTS = {
-    "lines": (
-        lines("Lines & points", ROWS, by="name", x=X, y=Y, ticks=True),
-        ["x words", "y words", "first", "policy:my-mix", "10"],
-    ),
-    "points": (lines("Points", ROWS, by="name", x=X, y=Y, log_x=False, joined=False), ["first"]),
-    "no rows": (lines("Nothing yet", [], by="name", x=X, y=Y, log_x=False), ["x words", "y words"]),
-    "bars": (
-        bars(
-            "Bars", ROWS, label=Column("name", "name"), parts=[Column("queue", "low"), Column("run", "s")], x_label="ms"
-        ),
-        ["first", "unknown", "queue", "run", "ms"],
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", PLOTS)
-def test_a_plot_is_svg_with_its_words_as_text(kind: str) -> None:
-    plot, words = PLOTS[kind]
-
-    texts = {(element.text or "").strip() for element in ElementTree.fromstring(svg(plot)).iter()}
-
-    assert set(words) <= texts
+ROWS = [{"name": "first", "size": 1, "s": 2.0}, {"name": "first", "size": 10, "s": 4.0}]
+PLOT: Plot = lines("Lines & points", ROWS, by="name", x=Column("x", "size", "d"), y=Column("y", "s", ".1f"))
 
 
 def test_a_page_escapes_text_and_embeds_plots() -> None:
@@ -48,14 +21,37 @@ def test_a_page_escapes_text_and_embeds_plots() -> None:
         note="w <b>",
         wrong=lambda row: row["n"] is None,
     )
-    plot: Plot = PLOTS["lines"][0]
-
-    page = render(
-        "<Title>", "lead", [plot, table, Text(title="T", lines=["one"])], alarms=["alarm!"], facts=[("k", "a 'b'")]
-    )
+    items = [PLOT, table, Text(title="T", lines=["one"])]
+    page = render("swim", "<Title>", "lead", items, alarms=["alarm!"], facts={"k_s": "a 'b'", "none": None})
 
     assert "&lt;Title&gt;" in page and "w &lt;b&gt;" in page and "a &amp; b" in page and "alarm!" in page
     assert '<tr class="wrong"><td class="word">c</td><td>-</td>' in page and "<td>1</td>" in page
-    assert 'alt="Lines &amp; points"' in page and "one" in page and "<dt>k</dt>" in page
+    assert 'alt="Lines &amp; points"' in page and "one" in page and "<dt>k s</dt>" in page
     embedded = page.partition("base64,")[2].partition('"')[0]
-    assert b64decode(embedded).decode() == svg(plot)
+    assert b64decode(embedded).decode() == svg(PLOT)
+    assert "none" not in page.partition("<dl>")[2]
+
+
+def test_commands_stand_in_boxes() -> None:
+    text = Text(
+        title="Recommended", lines=["lossless: tightwire serve --tp 2", "  why not", "one tightwire server is up"]
+    )
+    page = render("swim", "t", "l", [text], alarms=[], facts={"command": ["tightwire", "bench", "swim"]})
+
+    assert "<p>lossless</p>\n<pre><code>tightwire serve --tp 2</code></pre>" in page
+    assert "<pre><code>tightwire bench swim</code></pre>" in page
+    assert split_command("one tightwire server is up") == ("one tightwire server is up", "")
+
+
+def test_settings_are_words_and_no_tuples() -> None:
+    options = {"prompt_lens": (128, 512), "link": None, "overlap": True, "rate": 2.50, "inner": {"a": 1}}
+
+    assert describe_fact(options) == "prompt lens 128, 512; overlap yes; rate 2.5"
+    assert describe_fact([{"name": "a"}]) == ""
+
+
+def test_the_page_says_that_plots_need_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_module, "has_matplotlib", lambda: False)
+    page = render("swim", "t", "l", [PLOT], alarms=[], facts={})
+
+    assert "Plots are missing: matplotlib is not installed: pip install matplotlib" in page and "<img" not in page

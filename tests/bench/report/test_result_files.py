@@ -59,10 +59,3 @@ def test_a_deleted_folder_is_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="the result could not be written to .*folder"):
         files.write("json", "{}")
-
-
-def test_matplotlib_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(result_files, "find_spec", lambda name: None)
-
-    with pytest.raises(ValueError, match=r"pip install tightwire\[bench\]"):
-        ResultFiles(tmp_path, "a")

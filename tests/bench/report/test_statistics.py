@@ -82,7 +82,18 @@ def test_the_interval_covers_the_truth_at_its_stated_rate() -> None:
 
 
 def test_two_samples_are_too_few() -> None:
-    assert compare([1.0, 1.0], [9.0, 9.0], paired=False).verdict == "too few"
+    assert compare([1.0, 1.0], [9.0, 9.0], paired=False).verdict == "too few rounds"
+
+
+def test_an_interval_that_excludes_1_is_never_called_no_difference() -> None:
+    for count in (4, 6, 12):
+        for seed in range(30):
+            got = pairs(np.ones(count), 0.87 * noisy(seed, count, 0.1), paired=True)
+            if got.high < 0.99:
+                assert got.verdict in ("faster", "too few rounds"), got
+    certain = pairs(np.ones(6), 0.87 * noisy(0, 6, 0.01), paired=True)
+    unsure = compare([1.0] * 6, [0.78, 0.95, 0.86, 1.0, 0.80, 0.84], paired=True)
+    assert (certain.verdict, unsure.verdict) == ("faster", "too few rounds") and unsure.high < 0.99
 
 
 def test_a_seed_repeats_the_interval() -> None:

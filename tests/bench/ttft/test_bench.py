@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options_of(model: Path, *flags: str) -> TtftOptions:
     small = f"{model} --device cpu --kv-cache-memory 8MiB --prompt-lens 12 --concurrency 1 --repeats 2 --output-len 3"
-    return TtftOptions.from_argv([*small.split(), "--algorithms", "two-shot,flash-int8", *flags], verb="ttft")
+    return TtftOptions.from_argv([*small.split(), "--algorithms", "flash-int8", *flags], verb="ttft")
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def bench(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
             status = TtftBench(options, start=start).run()
         prompts = [tuple(body["prompt"]) for body in fake.bodies if body.get("stream")]
         assert {len(prompt) for prompt in prompts} <= {12} and len({prompt[:4] for prompt in prompts}) == len(prompts)
-        assert "--allreduce" in started[0] and "two-shot" in started[0]
+        assert "--allreduce" not in started[0], "the server's own is auto"
         assert started[0][started[0].index("--allreduce-extra") + 1] == "flash-int8"
         written = list(tmp_path.glob("*.json"))
         shown = capsys.readouterr()
@@ -96,15 +96,15 @@ def test_an_honest_server_is_measured_and_a_policy_recommended(bench: Bench, tmp
     assert (status, result["error"], result["schema"]) == (0, None, "tightwire.bench.ttft/2")
     rows = {(row["arm"], row["concurrency"]): row for row in result["cells"]}
     assert {key: row["ttft_s"]["n"] for key, row in rows.items()} == {
-        ("two-shot", 1): 3,
+        ("auto", 1): 3,
         ("flash-int8", 1): 3,
-        ("two-shot", 2): 6,
+        ("auto", 2): 6,
         ("flash-int8", 2): 6,
     }
-    assert rows["two-shot", 1]["ratio"] is None and rows["flash-int8", 1]["ratio"]["n"] == 3
-    assert rows["flash-int8", 1]["bound"]["wire_s"] < rows["two-shot", 1]["bound"]["wire_s"]
+    assert rows["auto", 1]["ratio"] is None and rows["flash-int8", 1]["ratio"]["n"] == 3
+    assert rows["flash-int8", 1]["bound"]["wire_s"] < rows["auto", 1]["bound"]["wire_s"]
     assert rows["flash-int8", 2]["bound"] is None, "whose bytes are whose is not known"
-    assert result["recommended"][0]["arm"] == "two-shot", "the only lossless one; which is faster is chance here"
+    assert result["recommended"][0]["arm"] == "auto", "the only lossless one; which is faster is chance here"
     assert len(rows["flash-int8", 2]["samples"]["ttft_ratio"]) == 3 and result["comm"]["transport"] == "fake"
     assert (next(tmp_path.glob("*.csv")).read_text().count("\n"), len(list(tmp_path.glob("*.html")))) == (5, 1)
 

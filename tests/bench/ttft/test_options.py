@@ -31,19 +31,22 @@ def test_flags_of_the_bench_and_of_serve_stand_side_by_side() -> None:
     assert options.config.engine.max_model_len == 256
 
 
-def test_baseline_is_the_first_lossless_one() -> None:
-    assert TtftOptions(algorithms=("flash-int8", "ring", "two-shot")).baseline_name == "ring"
+def test_the_default_of_serve_is_always_measured_and_the_baseline() -> None:
+    options = TtftOptions(algorithms=("flash-int8", "ring"))
+    assert options.arms == ("auto", "flash-int8", "ring") and options.baseline_name == "auto"
+    assert {"auto", "one-shot"} <= set(TtftOptions().arms) and TtftOptions(algorithms=("auto", "auto")).arms[1:] == (
+        "auto",
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         ("--tp 1", "a single rank needs no AllReduce"),
-        ("--algorithms ring", "at least two"),
+        ("--algorithms auto", "needs a name beside auto"),
         ("--algorithms ring,fast", "unknown all-reduce 'fast'; choose one of"),
         ("--algorithms ring,hierarchical", "on one node this is two-shot; give --nodes"),
         ("--algorithms ring,policy:/no/such.json", "no such file"),
-        ("--algorithms flash-int8,flash-int4", "has no lossless AllReduce"),
         ("--baseline native --algorithms ring,two-shot", "must be one of --algorithms"),
         ("--repeats 1", "must be at least 2"),
         ("--prompt-lens 0", "must be at least 1"),

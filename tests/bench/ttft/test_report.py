@@ -11,10 +11,10 @@ from tightwire.bench.ttft.report import make_rows, recommend
 from tightwire.comm.ledger.ledger import Count
 
 CELLS = [Cell(prompt_len=16, concurrency=2), Cell(prompt_len=64, concurrency=2)]
-BASE = Arm(name="native", algorithm="native", is_default=True, lossless=True, error=0.0)
+BASE = Arm(name="auto", algorithm="auto", is_default=True, lossless=True, error=0.0)
 RING = Arm(name="ring", algorithm="ring", is_default=False, lossless=True, error=0.0)
 FLASH = Arm(name="flash-int8", algorithm="flash-int8", is_default=False, lossless=False, error=0.02)
-OPTIONS = TtftOptions(algorithms=("native", "ring", "flash-int8"))
+OPTIONS = TtftOptions(algorithms=("ring", "flash-int8"))
 BUSY = (1.0, 1.3, 0.9, 2.0, 1.1, 1.0)  # what the machine does to all arms of a round alike
 
 
@@ -92,10 +92,10 @@ def test_the_bound_is_computing_and_bytes_over_bandwidth() -> None:
 
 
 def test_the_same_one_again_is_no_difference_and_no_better_choice() -> None:
-    again = Arm(name="native#2", algorithm="native", is_default=True, lossless=True, error=0.0)
+    again = Arm(name="auto#2", algorithm="auto", is_default=True, lossless=True, error=0.0)
     found = measured(arms={BASE: {"ttft_s": 0.1}, again: {"ttft_s": 0.0999}})
     assert row(found, again)["ratio"]["verdict"] == "no difference"
-    assert row(found, BASE)["best_lossless"] == "native"
+    assert row(found, BASE)["best_lossless"] == "auto"
     (only,) = recommend(found, OPTIONS)
     assert only["arm"] == BASE.name
 
@@ -105,7 +105,8 @@ def test_the_fastest_of_each_kind_is_recommended_with_its_error() -> None:
     assert exact["command"] == "tightwire serve smollm2-135m --tp 2 --allreduce ring"
     assert exact["ratio"]["ratio"] == pytest.approx(0.8)
     assert lossy["command"].endswith("--allreduce flash-int8")
-    assert "0.625 [0.625, 0.625] of ring's" in lossy["reason"] and "error 0.02" in lossy["reason"]
+    assert lossy["reason"].startswith("TTFT 0.625 [0.625, 0.625], TPOT 1.000 [1.000, 1.000] of ring's")
+    assert "error 0.02" in lossy["reason"]
 
 
 def test_what_is_not_certain_is_not_recommended() -> None:
@@ -114,6 +115,24 @@ def test_what_is_not_certain_is_not_recommended() -> None:
     assert only["arm"] == BASE.name and "no other" in only["reason"]
 
 
-def test_a_gain_that_is_paid_for_in_decoding_says_so() -> None:
+def test_a_server_slower_than_the_default_is_never_recommended() -> None:
+    """As on shared memory: two-shot has the TTFT of auto and longer later tokens, and the baseline, gloo, is slowest."""
+    native = Arm(name="native", algorithm="native", is_default=False, lossless=True, error=0.0)
+    two_shot = Arm(name="two-shot", algorithm="two-shot", is_default=False, lossless=True, error=0.0)
+    times = {
+        BASE: {"ttft_s": 0.370, "tpot_s": 0.0082},
+        native: {"ttft_s": 0.511, "tpot_s": 0.0120},
+        two_shot: {"ttft_s": 0.372, "tpot_s": 0.0103},
+    }
+    found = measured(arms=times)
+    found.baseline_name = "native"
+    (only,) = recommend(found, OPTIONS)
+    assert only["command"].endswith("--allreduce auto")
+    assert row(found, two_shot)["ratio"]["ratio"] == pytest.approx(0.372 / 0.511), "the table has the asked baseline"
+
+
+def test_a_gain_that_is_paid_for_in_decoding_is_named_and_not_recommended() -> None:
     times = {BASE: {"ttft_s": 0.1}, RING: {"ttft_s": 0.05, "tpot_s": 0.02}, FLASH: {"ttft_s": 0.06}}
-    assert "time per generated token is longer (2.00 at 16" in recommend(measured(arms=times), OPTIONS)[0]["reason"]
+    exact, lossy = recommend(measured(arms=times), OPTIONS)
+    assert exact["arm"] == "auto" and "; ring: TTFT 0.500 [0.500, 0.500], TPOT 2.000 [2.000, 2.000]" in exact["reason"]
+    assert lossy["arm"] == "flash-int8" and lossy["kind"] == "lossy"
