@@ -2,16 +2,19 @@
 
 import re
 
-from tightwire.kernels.spec.block_format import BlockFormat
+from tightwire.kernels.spec.block_format import GROUPS, PLANES, BlockFormat
 
-_NAME = re.compile(r"(?:(fp8)|int([234568]))(?:-g(32|64|128))?(-sym)?(-had)?(?:-ef)?")
+_NAME = re.compile(
+    rf"(?:(fp8)|int({'|'.join(map(str, PLANES))}))(?:-g({'|'.join(map(str, GROUPS))}))?(-sym)?(-had)?(?:-ef)?"
+)
+_INTEGERS = [f"int{bits}" for bits in PLANES]
 _FEEDBACK = "-ef"
 
 
 def parse_format(name: str) -> BlockFormat | None:
-    """``none`` (returns None), ``fp8`` or ``intB`` with B in 8, 6, 5, 4, 3, 2, then any of ``-g32 -g64 -sym -had -ef``.
+    """Parse ``none`` (returns None), ``fp8`` or ``intB`` with B of ``PLANES``, then any of ``-g32 -g64 -sym -had -ef``.
 
-    Raises ValueError for other names. The format of a codec with error feedback is that without.
+    Raises ValueError for other names. Error feedback (``-ef``) does not change the format.
     """
     if name == "none":
         return None
@@ -29,7 +32,7 @@ def parse_format(name: str) -> BlockFormat | None:
         )
     except ValueError as error:
         raise ValueError(
-            f"unknown codec {name!r} ({error}); a codec is none, fp8, or int8, int6, int5, int4, int3 or int2, and then "
+            f"unknown codec {name!r} ({error}); a codec is none, fp8, or {', '.join(_INTEGERS[:-1])} or {_INTEGERS[-1]}, and then "
             "optionally, in this order, -g32 or -g64 (numbers in a group, default 128), -sym (symmetric), -had (rotated), "
             "-ef (error feedback, in flash only), such as int4-g64-had-ef"
         ) from None

@@ -13,15 +13,22 @@ So numbers that share a byte are S apart: vector code packs whole registers and 
 addresses when the first byte has one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
-_PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
-_GROUPS = (32, 64, 128)
+# The widths of codes, and of their planes. Names, kernels and tests know the widths from here; ``with_shape``
+# in kernels/cpu/native/codec/codec.h alone repeats them.
+PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
+GROUPS = (32, 64, 128)
 MAX_GROUP_ELEMS = 128  # a whole number of groups of every format
 
 MIN_SCALE = 2.0**-126  # float32's smallest normal number: its inverse is finite
 FLOAT8_MAX = 448.0
+
+
+def _computed() -> Any:
+    return field(init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,66 +41,56 @@ class BlockFormat:
     hadamard: bool = False  # rotate each group first, which spreads an outlier over it
     float8: bool = False  # codes are e4m3 floats instead of integers
 
+    # Computed once: a sum over ranks asks for them dozens of times.
+    plane_bits: tuple[int, ...] = _computed()  # widths of the planes, low bits first
+    plane_shifts: tuple[int, ...] = _computed()  # the code's bit at which each plane begins
+    plane_bytes: tuple[int, ...] = _computed()  # S of each plane: its bytes in one group
+    has_zeros: bool = _computed()
+    max_code: int = _computed()  # the largest code (integer formats); the smallest is 0
+    num_levels: int = (
+        _computed()
+    )  # symmetric formats: levels below zero (one less above); a code is its level plus this
+    section_offsets: tuple[int, ...] = (
+        _computed()
+    )  # ``section_starts`` of one group; those of G groups are G times these
+    group_bytes: int = _computed()  # g b / 8 for the codes of a group, and 4 for scale and zero (2 without zero)
+
     def __post_init__(self) -> None:
-        if self.bits not in _PLANES:
-            raise ValueError(f"bits must be one of {sorted(_PLANES, reverse=True)}, got {self.bits}")
-        if self.group_elems not in _GROUPS:
-            raise ValueError(f"group_elems must be one of {list(_GROUPS)}, got {self.group_elems}")
+        if self.bits not in PLANES:
+            raise ValueError(f"bits must be one of {sorted(PLANES, reverse=True)}, got {self.bits}")
+        if self.group_elems not in GROUPS:
+            raise ValueError(f"group_elems must be one of {list(GROUPS)}, got {self.group_elems}")
         if self.float8 and (self.bits != 8 or self.symmetric or self.hadamard):
             raise ValueError("float8 needs 8 bits, without symmetric or hadamard")
-
-    @property
-    def plane_bits(self) -> tuple[int, ...]:
-        """Widths of the planes, low bits first."""
-        return _PLANES[self.bits]
-
-    @property
-    def plane_shifts(self) -> tuple[int, ...]:
-        """The code's bit at which each plane begins."""
-        return tuple(accumulate(self.plane_bits, initial=0))[:-1]
-
-    @property
-    def plane_bytes(self) -> tuple[int, ...]:
-        """S of each plane: its bytes in one group."""
-        return tuple(self.group_elems * bits // 8 for bits in self.plane_bits)
-
-    @property
-    def has_zeros(self) -> bool:
-        return not (self.symmetric or self.float8)
-
-    @property
-    def max_code(self) -> int:
-        """The largest code (integer formats); the smallest is 0."""
-        return 2**self.bits - 1
-
-    @property
-    def num_levels(self) -> int:
-        """Symmetric formats: levels below zero; there is one less above. A code is its level plus this."""
-        return 2 ** (self.bits - 1)
-
-    @property
-    def group_bytes(self) -> int:
-        """Bytes of one group in all sections."""
-        return sum(self.plane_bytes) + 2 + 2 * self.has_zeros
+        plane_bits = PLANES[self.bits]
+        plane_bytes = tuple(self.group_elems * bits // 8 for bits in plane_bits)
+        has_zeros = not (self.symmetric or self.float8)
+        *section_offsets, group_bytes = accumulate([*plane_bytes, 2, *([2] if has_zeros else [])], initial=0)
+        computed = {
+            "plane_bits": plane_bits,
+            "plane_shifts": tuple(accumulate(plane_bits, initial=0))[:-1],
+            "plane_bytes": plane_bytes,
+            "has_zeros": has_zeros,
+            "max_code": 2**self.bits - 1,
+            "num_levels": 2 ** (self.bits - 1),
+            "section_offsets": tuple(section_offsets),
+            "group_bytes": group_bytes,
+        }
+        for name, value in computed.items():
+            object.__setattr__(self, name, value)
 
     def num_groups(self, num_elems: int) -> int:
         return -(-num_elems // self.group_elems)
 
     def encoded_bytes(self, num_elems: int) -> int:
-        """ceil(n / g) group_bytes: g b / 8 for the codes, 4 for scale and zero (2 without zero)."""
-        return self.num_groups(num_elems) * self.group_bytes
+        """ceil(n / g) group_bytes."""
+        return -(-num_elems // self.group_elems) * self.group_bytes
 
     def carried_elems(self, num_elems: int) -> int:
         """The numbers of whole groups, whose rounding errors an encoder may carry into the next sum."""
-        return self.num_groups(num_elems) * self.group_elems
+        return -(-num_elems // self.group_elems) * self.group_elems
 
     def section_starts(self, num_elems: int) -> tuple[int, ...]:
         """Offset of every section: the planes, then scales and, if the format has them, zeros."""
         num_groups = self.num_groups(num_elems)
         return tuple(offset * num_groups for offset in self.section_offsets)
-
-    @property
-    def section_offsets(self) -> tuple[int, ...]:
-        """``section_starts`` of a tensor of one group; those of G groups are G times these."""
-        sizes = [*self.plane_bytes, 2, *([2] if self.has_zeros else [])]
-        return tuple(accumulate(sizes, initial=0))[:-1]

@@ -6,16 +6,11 @@ import torch
 from tightwire.comm.codec.codec import parse_codec
 from tightwire.kernels import block_quant
 from tightwire.kernels.spec import block_quant as reference
-from tightwire.kernels.spec.block_format import BlockFormat
+from tightwire.kernels.spec.block_format import PLANES, BlockFormat
 
 pytestmark = pytest.mark.gpu
 
-NAMES = [
-    f"int{bits}{group}{option}"
-    for bits in (8, 6, 5, 4, 3, 2)
-    for group in ("", "-g32")
-    for option in ("", "-sym", "-had")
-]
+NAMES = [f"int{bits}{group}{option}" for bits in PLANES for group in ("", "-g32") for option in ("", "-sym", "-had")]
 NUM_ELEMS = (1 << 20) + 77
 
 

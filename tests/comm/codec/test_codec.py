@@ -67,7 +67,8 @@ def test_the_usual_group_may_be_named() -> None:
     "name",
     [
         "",
-        "int7",
+        "int1",
+        "int9",
         "INT8",
         "int8-g16",
         "fp8-sym",

@@ -94,8 +94,8 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 
 def test_a_rule_that_cannot_be_obeyed_is_not_made() -> None:
-    with pytest.raises(ValueError, match=r"unknown all-reduce 'flash-int7'"):
-        FileRule(site="o_proj", phase="prefill", algorithm="flash-int7")
+    with pytest.raises(ValueError, match=r"unknown all-reduce 'flash-int9'"):
+        FileRule(site="o_proj", phase="prefill", algorithm="flash-int9")
 
 
 def test_the_first_rule_that_matches_counts_and_the_rest_goes_as_without_the_file() -> None:

@@ -5,7 +5,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from tightwire.kernels.spec.block_format import BlockFormat
+from tightwire.kernels.spec.block_format import GROUPS, PLANES, BlockFormat
 
 NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 CASE_ELEMS = 256  # whole groups of every format
@@ -13,9 +13,9 @@ CASE_ELEMS = 256  # whole groups of every format
 
 def all_formats() -> list[BlockFormat]:
     formats = []
-    for bits, size, symmetric, hadamard in product((8, 6, 5, 4, 3, 2), (32, 64, 128), (False, True), (False, True)):
+    for bits, size, symmetric, hadamard in product(PLANES, GROUPS, (False, True), (False, True)):
         formats.append(BlockFormat(bits, size, symmetric=symmetric, hadamard=hadamard))
-    return formats + [BlockFormat(8, size, float8=True) for size in (32, 64, 128)]
+    return formats + [BlockFormat(8, size, float8=True) for size in GROUPS]
 
 
 def formats_with(group_elems: int) -> list[BlockFormat]:

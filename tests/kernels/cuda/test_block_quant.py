@@ -10,17 +10,16 @@ from torch import Tensor
 from tightwire.comm.codec.codec import parse_codec
 from tightwire.comm.group.group import Group
 from tightwire.kernels.spec import block_quant as reference
-from tightwire.kernels.spec.block_format import BlockFormat
+from tightwire.kernels.spec.block_format import PLANES, BlockFormat
 
 pytestmark = needs_triton
 
-BITS = (8, 6, 5, 4, 3, 2)
 OPTIONS = ("", "-sym", "-had", "-sym-had")
 
 
 def _names(group: str) -> list[str]:
     """Every format with groups of this size."""
-    integers = [f"int{bits}{group}{option}" for bits in BITS for option in OPTIONS]
+    integers = [f"int{bits}{group}{option}" for bits in PLANES for option in OPTIONS]
     return [*integers, f"fp8{group}"]
 
 

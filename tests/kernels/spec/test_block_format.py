@@ -1,28 +1,24 @@
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from helpers.kernels.block_data import all_formats
 
-from tightwire.kernels.spec.block_format import BlockFormat
+from tightwire.kernels.spec.block_format import GROUPS, PLANES, BlockFormat
 from tightwire.kernels.spec.block_quant import encode_reference
 
 
 @pytest.mark.parametrize(
     ("fmt", "bits_per_number"),
     [
-        (BlockFormat(8), 8.25),
+        *((BlockFormat(bits), bits + 0.25) for bits in PLANES),
         (BlockFormat(8, symmetric=True), 8.125),
         (BlockFormat(8, float8=True), 8.125),
-        (BlockFormat(6), 6.25),
-        (BlockFormat(5), 5.25),
-        (BlockFormat(4), 4.25),
         (BlockFormat(4, hadamard=True), 4.25),
         (BlockFormat(4, 32), 5.0),
         (BlockFormat(4, 32, symmetric=True), 4.5),
-        (BlockFormat(3), 3.25),
-        (BlockFormat(2), 2.25),
     ],
     ids=str,
 )
@@ -40,8 +36,8 @@ def test_sections_fill_the_message(num_elems: int) -> None:
         assert all(start % 2 == 0 for start in starts[: len(fmt.plane_bits) + 2])
 
 
-@pytest.mark.parametrize("group_elems", [32, 64, 128])
-@pytest.mark.parametrize("bits", [8, 6, 5, 4, 3, 2])
+@pytest.mark.parametrize("group_elems", GROUPS)
+@pytest.mark.parametrize("bits", PLANES)
 def test_codes_are_at_the_places_of_the_layout(bits: int, group_elems: int) -> None:
     """Whole numbers from 0 to the highest code are their own codes: the scale is 1, the zero 0."""
     fmt = BlockFormat(bits, group_elems)
@@ -63,7 +59,7 @@ def test_codes_are_at_the_places_of_the_layout(bits: int, group_elems: int) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bits": 7}, "bits must be one of [8, 6, 5, 4, 3, 2], got 7"),
+        ({"bits": 9}, f"bits must be one of {sorted(PLANES, reverse=True)}, got 9"),
         ({"bits": 4, "group_elems": 16}, "group_elems must be one of [32, 64, 128], got 16"),
         ({"bits": 4, "float8": True}, "float8 needs 8 bits"),
         ({"bits": 8, "float8": True, "symmetric": True}, "float8 needs 8 bits"),
@@ -72,3 +68,16 @@ def test_codes_are_at_the_places_of_the_layout(bits: int, group_elems: int) -> N
 def test_options_that_cannot_be_combined_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         BlockFormat(**options)
+
+
+def test_planes_hold_a_code_and_fill_bytes() -> None:
+    for bits, planes in PLANES.items():
+        assert sum(planes) == bits and all(8 % plane == 0 for plane in planes)
+
+
+def test_sizes_are_computed_once_and_are_no_part_of_a_format() -> None:
+    fmt = BlockFormat(6, 64, symmetric=True)
+    assert fmt.plane_bytes is fmt.plane_bytes and fmt.section_offsets == (0, 32, 48) and fmt.group_bytes == 50
+    assert replace(fmt, bits=8).group_bytes == 66
+    assert fmt == BlockFormat(6, 64, symmetric=True) and hash(fmt) == hash(BlockFormat(6, 64, symmetric=True))
+    assert repr(fmt) == "BlockFormat(bits=6, group_elems=64, symmetric=True, hadamard=False, float8=False)"
