@@ -7,13 +7,13 @@
 
 constexpr int64_t MAX_GROUP = 128;  // a whole number of groups of every format
 
-// Two planes: low bits first, then those that are left, if any.
-template <int BITS, int SIZE, bool IS_FLOAT8 = false>
+// Groups of SIZE numbers, whose codes are cut into planes of these WIDTHS.
+template <int SIZE, bool IS_FLOAT8, int... WIDTHS>
 struct Shape {
-    static constexpr int bits = BITS, size = SIZE, num_vectors = SIZE / LANES;
+    using CodePlanes = Planes<SIZE, 0, WIDTHS...>;
+    static constexpr int bits = (WIDTHS + ...), size = SIZE, num_vectors = SIZE / LANES;
     static constexpr bool is_float8 = IS_FLOAT8;
-    static constexpr int low_bits = BITS == 8 ? 8 : BITS >= 4 ? 4 : 2, high_bits = BITS - low_bits;
-    static constexpr int max_code = (1 << BITS) - 1, num_levels = 1 << (BITS - 1);
+    static constexpr int max_code = (1 << bits) - 1, num_levels = 1 << (bits - 1);
 };
 
 // An encoded tensor: its sections. Each has a group's part `group` parts behind its start.
@@ -21,15 +21,13 @@ struct Message {
     tw_block_format format;
     int64_t num_groups;
     bool has_zeros;
-    char *low_plane, *high_plane, *scales, *zeros;
+    char *planes, *scales, *zeros;
 
     Message(address start, const tw_block_format &format, int64_t num_elems)
         : format(format), num_groups((num_elems + format.group_elems - 1) / format.group_elems) {
-        const int64_t low_bits = format.bits == 8 ? 8 : format.bits >= 4 ? 4 : 2, eighth = format.group_elems / 8;
         has_zeros = !format.symmetric && !format.float8;
-        low_plane = (char *)start;
-        high_plane = low_plane + num_groups * eighth * low_bits;
-        scales = low_plane + num_groups * eighth * format.bits;
+        planes = (char *)start;
+        scales = planes + num_groups * format.group_elems / 8 * format.bits;
         zeros = scales + 2 * num_groups;
     }
 };
@@ -87,24 +85,24 @@ INLINE void rotate(F32 (&x)[COUNT]) {
 
 // --- formats ----------------------------------------------------------------------------------------------------------
 
-template <int BITS, bool IS_FLOAT8, class Work>
+template <bool IS_FLOAT8, int... WIDTHS, class Work>
 INLINE auto with_size(int64_t size, Work work) {
-    if (size == 128) return work(Shape<BITS, 128, IS_FLOAT8>());
-    if (size == 64) return work(Shape<BITS, 64, IS_FLOAT8>());
-    return work(Shape<BITS, 32, IS_FLOAT8>());
+    if (size == 128) return work(Shape<128, IS_FLOAT8, WIDTHS...>());
+    if (size == 64) return work(Shape<64, IS_FLOAT8, WIDTHS...>());
+    return work(Shape<32, IS_FLOAT8, WIDTHS...>());
 }
-// Calls `work` with the Shape of a format known at run time.
+// Calls `work` with the Shape of a format known at run time. The widths are those of kernels/spec/block_format.py.
 template <class Work>
 INLINE auto with_shape(const tw_block_format &format, Work work) {
-    if (format.float8) return with_size<8, true>(format.group_elems, work);
+    if (format.float8) return with_size<true, 8>(format.group_elems, work);
     switch (format.bits) {
-        case 8: return with_size<8, false>(format.group_elems, work);
-        case 6: return with_size<6, false>(format.group_elems, work);
-        case 5: return with_size<5, false>(format.group_elems, work);
-        case 4: return with_size<4, false>(format.group_elems, work);
-        case 3: return with_size<3, false>(format.group_elems, work);
-        case 2: return with_size<2, false>(format.group_elems, work);
-        default: __builtin_trap();  // kernels/spec/block_format.py has no other width
+        case 8: return with_size<false, 8>(format.group_elems, work);
+        case 6: return with_size<false, 4, 2>(format.group_elems, work);
+        case 5: return with_size<false, 4, 1>(format.group_elems, work);
+        case 4: return with_size<false, 4>(format.group_elems, work);
+        case 3: return with_size<false, 2, 1>(format.group_elems, work);
+        case 2: return with_size<false, 2>(format.group_elems, work);
+        default: __builtin_trap();
     }
 }
 

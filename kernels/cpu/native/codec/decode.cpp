@@ -16,15 +16,12 @@ INLINE bool is_plain(uint32_t bits) { return (bits & 0x7FFF) >= 27 << 7 && (bits
 
 template <class Shape>
 struct CodedGroup {
-    using Low = Plane<Shape::low_bits, Shape::size>;
-    using High = Plane<Shape::high_bits ? Shape::high_bits : 8, Shape::size>;
-    const char *low_plane, *high_plane;
+    typename Shape::CodePlanes planes;
     uint32_t scale_bits, zero_bits;
     F32 scale, zero;
     I32 level;
 
-    CodedGroup(const Message &message, int64_t group)
-        : low_plane(message.low_plane + group * Low::bytes), high_plane(message.high_plane + group * High::bytes) {
+    CodedGroup(const Message &message, int64_t group) : planes(message.planes, message.num_groups, group) {
         scale_bits = load_u16(message.scales + 2 * group);
         // Adding -0 changes nothing, not even a -0.
         zero_bits = message.has_zeros ? load_u16(message.zeros + 2 * group) : 0x8000;
@@ -34,11 +31,7 @@ struct CodedGroup {
     F32 level_of(I32 code) const { return Shape::is_float8 ? from_e4m3(code) : to_float(code - level); }
     F32 number_of(I32 code) const { return fma(level_of(code), scale, zero); }
     // Of numbers `at` to `at + 15`.
-    I32 codes(int at) const {
-        I32 code = Low::load(low_plane, at);
-        if constexpr (Shape::high_bits > 0) code = code | shift_left(High::load(high_plane, at), Shape::low_bits);
-        return code;
-    }
+    I32 codes(int at) const { return planes.load(at); }
     F32 numbers(int at) const { return number_of(codes(at)); }
     // Whether AVX512-BF16, which takes subnormal numbers for zero, rounds all numbers rightly: with scale and zero of
     // 8 bits of mantissa and at least 2^-100, or a zero of 0, no number but 0 is below 2^-116.
@@ -80,7 +73,7 @@ INLINE void decode_to_bf16(const CodedGroup<Shape> &coded, char *target) {
         const __m512i table = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(all));
         constexpr int bytes = Shape::size / 2;
         for (int at = 0; at < bytes; at += 2 * LANES) {
-            __m512i pairs = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(coded.low_plane + at)));
+            __m512i pairs = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(coded.planes.first + at)));
             _mm512_storeu_si512(target + 2 * at, _mm512_permutexvar_epi16(pairs, table));
             pairs = _mm512_srli_epi16(pairs, 4);
             _mm512_storeu_si512(target + 2 * (bytes + at), _mm512_permutexvar_epi16(pairs, table));

@@ -137,10 +137,7 @@ INLINE void store_lost(char *target, F32 lost) {
 // Rounds a block's numbers and writes the codes of its groups, in the message from `group` on; what they lose, to `carried`.
 template <class Shape, bool IS_SYMMETRIC>
 __attribute__((noinline)) void store_block(const Block &block, const Message &message, int64_t group, char *carried) {
-    using Low = Plane<Shape::low_bits, Shape::size>;
-    using High = Plane<Shape::high_bits ? Shape::high_bits : 8, Shape::size>;
     constexpr bool HAS_ZEROS = !IS_SYMMETRIC && !Shape::is_float8;
-    char *low_plane = message.low_plane + group * Low::bytes, *high_plane = message.high_plane + group * High::bytes;
     for (int64_t at = 0; at < block.num_groups; at++) {
         const bool is_broken = block.broken >> at & 1;
         const float *numbers = block.numbers + at * Shape::size;
@@ -165,8 +162,7 @@ __attribute__((noinline)) void store_block(const Block &block, const Message &me
             UNROLL for (int i = 0; i < Shape::num_vectors; i++)
                 codes[i] = splat_int(0);
         }
-        Low::store(low_plane + at * Low::bytes, codes, 0, Shape::high_bits == 0);
-        if constexpr (Shape::high_bits > 0) High::store(high_plane + at * High::bytes, codes, Shape::low_bits, true);
+        typename Shape::CodePlanes(message.planes, message.num_groups, group + at).store(codes);
     }
 }
 

@@ -83,6 +83,33 @@ struct Plane {
     }
 };
 
+// The planes of a group's codes, low bits first, for the codes' bits from SHIFT on.
+template <int SIZE, int SHIFT, int... WIDTHS>
+struct Planes {
+    Planes(char *, int64_t, int64_t) {}
+};
+template <int SIZE, int SHIFT, int BITS, int... MORE>
+struct Planes<SIZE, SHIFT, BITS, MORE...> {
+    using First = Plane<BITS, SIZE>;
+    using Others = Planes<SIZE, SHIFT + BITS, MORE...>;
+    char *first;
+    Others others;
+
+    // Of group `group` of `num_groups`, in a message whose sections begin with these planes at `section`.
+    Planes(char *section, int64_t num_groups, int64_t group)
+        : first(section + group * First::bytes), others(section + num_groups * First::bytes, num_groups, group) {}
+    // Codes of numbers `at` to `at + 15`, without the bits below SHIFT.
+    I32 load(int at) const {
+        const I32 code = First::load(first, at), placed = SHIFT ? shift_left(code, SHIFT) : code;
+        if constexpr (sizeof...(MORE) > 0) return placed | others.load(at);
+        return placed;
+    }
+    void store(const I32 *codes) const {
+        First::store(first, codes, SHIFT, sizeof...(MORE) == 0);
+        if constexpr (sizeof...(MORE) > 0) others.store(codes);
+    }
+};
+
 // --- e4m3 floats ----------------------------------------------------------------------------------------------------
 
 // The nearest, ties to even, for numbers from -448 to 448. Down to 2^-6 the exponent's bias goes from 127 to 7 and 20 bits of
