@@ -1,4 +1,4 @@
-"""What the engine asks of the hosts of its server (``Hosts``), and what the engine is told about them (``Listener``).
+"""Two protocols: what the engine asks of the hosts of its server (``Hosts``), and what it is told about them (``Listener``).
 
 A server on one host has ``alone``; of several hosts, node 0 has ``head`` and every other node ``member``. ``choose`` picks one.
 """

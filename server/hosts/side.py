@@ -1,4 +1,4 @@
-"""What node 0 (``Head``) and every other node (``Member``) have in common: beats, held ports, and the end of all nodes."""
+"""The base of node 0 (``Head``) and of every other node (``Member``): beats, held ports, and the end of all nodes."""
 
 import asyncio
 import contextlib

@@ -107,7 +107,7 @@ def test_dtype_under_both_names(key: str) -> None:
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported; supported: silu"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({"hidden_size": None}, "hidden_size is missing"),
