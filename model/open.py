@@ -1,9 +1,10 @@
 """Opens a model by known name, folder, .gguf, repo id or random weights; reads only headers."""
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,6 +49,7 @@ class Checkpoint:
     reader: Callable[[], CheckpointReader]
     tokenizer: Callable[[], Tokenizer]
     note: str = ""  # how weights that another project quantized are kept
+    generation: Mapping[str, Any] = field(default_factory=dict)  # the content of generation_config.json
     prepared: Prepared | None = None  # a folder made by ``tightwire prepare``; ``reader`` raises ModelError for one
 
     @property
@@ -126,7 +128,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     if (folder / MANIFEST).is_file():
         return _open_prepared(folder)
     if (gguf := only_gguf(folder)) is not None:
-        return _open_gguf(gguf)
+        return replace(_open_gguf(gguf), generation=_generation(folder))
     config = _folder_config(folder)
     plain = SafetensorsReader(folder)
     stated = read_json(folder / "config.json")
@@ -142,6 +144,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         reader=lambda: reader,
         tokenizer=lambda: _folder_tokenizer(folder, config),
         note=reader.describe() if isinstance(reader, QuantizedReader) else "",
+        generation=_generation(folder),
     )
 
 
@@ -161,6 +164,7 @@ def _open_prepared(folder: Path) -> Checkpoint:
         config=config,
         reader=no_reader,
         tokenizer=lambda: _folder_tokenizer(folder, config),
+        generation=_generation(folder),
         prepared=prepared,
     )
 
@@ -170,8 +174,12 @@ def _folder_tokenizer(folder: Path, config: LlamaConfig) -> Tokenizer:
 
 
 def _folder_config(folder: Path) -> LlamaConfig:
-    generation = folder / "generation_config.json"
-    return config_from_hf(read_json(folder / "config.json"), read_json(generation) if generation.is_file() else None)
+    return config_from_hf(read_json(folder / "config.json"), _generation(folder))
+
+
+def _generation(folder: Path) -> dict[str, Any]:
+    path = folder / "generation_config.json"
+    return read_json(path) if path.is_file() else {}
 
 
 def _open_random(model: str, seed: int) -> Checkpoint:

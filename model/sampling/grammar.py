@@ -6,6 +6,7 @@ leaves no choice about has one spelling, the tokenizer's own, so it can be appen
 llguidance is imported, and its copy of the tokenizer is built, with the first grammar (about a second).
 """
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ _MAX_GBNF_CHARS = 32 << 10  # the conversion to Lark is Python, and takes time w
 _MAX_LEXER_FUEL = (
     80_000  # size of all regular expressions; 5000 enum values have 60,000. Compiling a larger one may take minutes
 )
+_ASCII_CLASSES = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[\t-\r ]"}
+_ASCII_CLASSES |= {name.upper(): "[^" + ascii_class[1:] for name, ascii_class in _ASCII_CLASSES.items()}
 _stack_lock = threading.Lock()
 # Separators as json.dumps writes them: most training data has them, and no model can continue with spaces for ever.
 _JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -38,8 +41,9 @@ _JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key
 def make_grammar(kind: Literal["json", "regex", "choice", "grammar"], source: Any) -> str:
     """Return the text of the grammar of all texts that ``source`` allows.
 
-    ``source``: a JSON schema, a regular expression, a list of texts, or a grammar in Lark's or GBNF's notation. ValueError: a
-    grammar that is too long, or a GBNF grammar that cannot be read. ImportError: llguidance is not installed.
+    ``source``: a JSON schema, a regular expression, a list of texts, or a grammar in Lark's or GBNF's notation. In a
+    regular expression ``\\d``, ``\\w`` and ``\\s`` are ASCII. ValueError: a grammar that is too long, or a GBNF grammar
+    that cannot be read. ImportError: llguidance is not installed.
     """
     from llguidance import LLMatcher, grammar_from
     from llguidance.gbnf_to_lark import is_lark_syntax
@@ -51,10 +55,15 @@ def make_grammar(kind: Literal["json", "regex", "choice", "grammar"], source: An
             f"a GBNF grammar may have {_MAX_GBNF_CHARS} characters, this one has {len(source)}; use Lark's notation"
         )
     else:
-        grammar = grammar_from(kind, source)
+        grammar = grammar_from(kind, _with_ascii_classes(source) if kind == "regex" else source)
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise ValueError(f"it has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are possible")
     return grammar
+
+
+def _with_ascii_classes(regex: str) -> str:
+    """Replace the classes that in Rust's syntax have the digits, letters and spaces of all scripts."""
+    return re.sub(r"\\(.)", lambda escape: _ASCII_CLASSES.get(escape[1], escape[0]), regex, flags=re.DOTALL)
 
 
 def grammar_error(grammar: str) -> str | None:

@@ -24,6 +24,8 @@ from tokenizers import Tokenizer as Backend
 from tightwire.model.checkpoint.errors import ChatTemplateError, ModelError
 from tightwire.model.checkpoint.header import read_json
 
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+
 
 class Tokenizer:
     """One model's tokenizer and chat template. Thread-safe."""
@@ -39,8 +41,8 @@ class Tokenizer:
     ) -> None:
         """``special_tokens``: texts by their name in chat templates, such as ``{"bos_token": "<s>"}``."""
         self.backend = backend  # the library's tokenizer
-        self._chat_template_source = chat_template
-        self._special_tokens = dict(special_tokens)
+        self.chat_template = chat_template  # its source
+        self.special_tokens = dict(special_tokens)
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
 
@@ -58,9 +60,14 @@ class Tokenizer:
         """Decode ``ids``; incomplete UTF-8 becomes U+FFFD, and ids without a token are omitted."""
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def use_template(self, source: str) -> None:
+        """Replace the model's chat template, before the first conversation. ChatTemplateError: it cannot be compiled."""
+        ChatTemplate(source, self.special_tokens)
+        self.chat_template = source
+
     @property
     def has_chat_template(self) -> bool:
-        return self._chat_template_source is not None
+        return self.chat_template is not None
 
     @cached_property
     def template_writes_tools(self) -> bool:
@@ -98,17 +105,17 @@ class Tokenizer:
 
     def save(self, folder: Path) -> None:
         """Write the files that ``tokenizer_from_folder`` opens. The ids of BOS and EOS belong to config.json."""
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._special_tokens}
-        if self._chat_template_source is not None:
-            config["chat_template"] = self._chat_template_source
+        config = {"tokenizer_class": TOKENIZER_CLASS, **self.special_tokens}
+        if self.chat_template is not None:
+            config["chat_template"] = self.chat_template
         (folder / "tokenizer.json").write_text(self.backend.to_str(), encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
     @cached_property
     def _chat_template(self) -> "ChatTemplate":
-        if self._chat_template_source is None:
+        if self.chat_template is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions, or an instruct model")
-        return ChatTemplate(self._chat_template_source, self._special_tokens)
+        return ChatTemplate(self.chat_template, self.special_tokens)
 
 
 def tokenizer_from_folder(folder: Path, *, bos_token_id: int | None, eos_token_ids: tuple[int, ...]) -> Tokenizer:

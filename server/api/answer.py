@@ -21,7 +21,7 @@ from tightwire.server.api.bodies import PromptTokensDetails, Usage
 from tightwire.server.api.errors import ApiError, to_api_error
 from tightwire.server.api.generation import Delta, Prompt, TokenSequence, generate
 from tightwire.server.api.logprobs import PromptLogprobs, prompt_logprobs
-from tightwire.server.api.schemas import Body, GenerationBody, StreamOptions
+from tightwire.server.api.schemas import GenerationBody, SamplingBody, StreamOptions
 from tightwire.server.api.serving import ServedModel, Serving
 from tightwire.server.api.trace import RequestTrace, TightwireExtra, Tokens
 from tightwire.server.ipc.messages import PromptProgress
@@ -98,7 +98,7 @@ class HeadedBody(Struct):
 class Dialect(ABC, Generic[BodyT]):
     """One API: its request bodies to prompts, its deltas to response bodies. Each request has its own instance."""
 
-    body_type: ClassVar[type[Body]]  # of a request
+    body_type: ClassVar[type[SamplingBody]]  # of a request
     whole_type: ClassVar[Callable[..., HeadedBody]]
     chunk_type: ClassVar[Callable[..., HeadedBody]]
     id_prefix: ClassVar[str]

@@ -4,6 +4,7 @@ from typing import Any, Self
 
 from msgspec import UNSET, Struct, UnsetType
 
+from tightwire.model.text.tokenizer import TOKENIZER_CLASS, Tokenizer
 from tightwire.server.api.lora import ServedAdapter
 from tightwire.server.api.serving import ModelInfo
 from tightwire.server.api.trace import CommTotals
@@ -36,8 +37,8 @@ class ModelCard(Struct):
     parent: str | None = None  # of a LoRA adapter: the base model
 
     @classmethod
-    def of_model(cls, info: ModelInfo) -> Self:
-        return cls(id=info.name, created=info.created, max_model_len=info.max_model_len, root=info.root)
+    def of_model(cls, info: ModelInfo, name: str) -> Self:
+        return cls(id=name, created=info.created, max_model_len=info.max_model_len, root=info.root)
 
     @classmethod
     def of_adapter(cls, info: ModelInfo, adapter: ServedAdapter) -> Self:
@@ -62,6 +63,25 @@ class Tokenized(Struct):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
+
+
+class TokenizerInfo(Struct):
+    """The fields of tokenizer_config.json that clients read who tokenize and render on this server; null where there is none."""
+
+    eos_token: str | None
+    bos_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+    tokenizer_class: str = TOKENIZER_CLASS
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Self:
+        tokens = (tokenizer.special_tokens.get(f"{kind}_token") for kind in ("eos", "bos", "pad"))
+        return cls(*tokens, chat_template=tokenizer.chat_template)
+
+
+class Version(Struct):
+    version: str
 
 
 class Detokenized(Struct):

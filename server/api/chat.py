@@ -20,6 +20,8 @@ from tightwire.server.api.tool_calls import CallPiece, CallReader, Piece
 from tightwire.server.api.tools import Tool, check_tools, with_tool_prompt
 from tightwire.server.api.trace import TightwireExtra
 
+_OWN_VARIABLES = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}  # of chat templates
+
 _log = logging.getLogger(__name__)
 
 Logprobs = ChatLogprobs | None
@@ -105,7 +107,11 @@ async def chat_token_ids(
             code="no_chat_template",
         )
     plain = [message.to_template() for message in messages]
+    if taken := sorted(_OWN_VARIABLES & body.chat_template_kwargs.keys()):
+        path = f"chat_template_kwargs.{taken[0]}"
+        raise invalid(f"{path} is set by the server; use the field of this name, or leave it out", path)
     ending: dict[str, Any] = {
+        **body.chat_template_kwargs,
         "add_generation_prompt": body.begins_message,
         "continue_final_message": body.continue_final_message,
     }

@@ -4,7 +4,7 @@ OpenAI's is ``{"error": {message, type, param, code}}``. Anthropic's, under /v1/
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass
 
 import msgspec
@@ -18,6 +18,7 @@ from tightwire.server.ipc.engine_client import (
     RankSilentError,
     RecordingBusyError,
 )
+from tightwire.suggest import suggest
 
 _log = logging.getLogger(__name__)
 
@@ -32,9 +33,10 @@ _ENGINE_ERRORS: dict[type[Exception], tuple[int, str, dict[str, str] | None]] = 
     RankSilentError: (504, "rank_silent", None),
     AdapterRefusedError: (400, "adapter_refused", None),
 }
+_NO_ROUTE = "route_not_found"
 # Code and message for statuses of Starlette's router.
 _ROUTER_ERRORS = {
-    404: ("route_not_found", "there is no such route; GET /openapi.json lists the routes"),
+    404: (_NO_ROUTE, "there is no such route"),
     405: (
         "method_not_allowed",
         "this route does not support this method; the Allow header lists the ones it supports",
@@ -138,7 +140,22 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    return to_api_error(error).response(request.url.path)
+    answer, path = to_api_error(error), request.url.path
+    if answer.code == _NO_ROUTE:
+        answer.message += _near_route(path, request.app.openapi()["paths"])
+    return answer.response(path)
+
+
+def _near_route(path: str, known: Collection[str]) -> str:
+    """The end of a message about a path without a route: the one that was probably meant."""
+    bare = path.rstrip("/")
+    if bare in known:
+        return f"; leave out the slash at the end: {bare}"
+    if f"/v1{bare}" in known:
+        return f"; did you mean /v1{bare}? The base URL of OpenAI's clients ends in /v1"
+    if bare.startswith("/v1/") and bare[3:] in known:
+        return f"; did you mean {bare[3:]}? Leave /v1 out of the base URL"
+    return suggest(path[:200], known, otherwise="; GET /openapi.json lists the routes")
 
 
 def install_error_handlers(app: FastAPI) -> None:

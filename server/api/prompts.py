@@ -26,8 +26,8 @@ async def run_off_loop(work: Callable[[], T], num_chars: float) -> T:
 
 def check_model(name: str | None, info: ModelInfo) -> None:
     """404 if a client names neither the model nor one of its adapters."""
-    if name not in (None, info.name) and info.adapter(name) is None:
-        names = ", ".join(map(repr, (info.name, *info.adapters.by_name)))
+    if name not in (None, *info.names) and info.adapter(name) is None:
+        names = ", ".join(map(repr, (*info.names, *info.adapters.by_name)))
         message = f"the model {name[:200]!r} does not exist here; this server has {names}"
         raise ApiError(404, message, param="model", code="model_not_found")
 

@@ -25,12 +25,15 @@ IGNORED_FIELDS = frozenset(
     + ("prediction",)
 )
 
-# Fields of vLLM that would change the answer.
+# Fields of vLLM and llama.cpp that would change the answer.
 UNSUPPORTED_EXTENSIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     **{f"guided_{kind}": ((), f"use structured_outputs.{kind}") for kind in ("json", "regex", "choice", "grammar")},
     "structural_tag": ((), "use tools, or structured_outputs.grammar"),
     "whitespace_pattern": ((), "JSON has one blank after : and , here"),
-    "chat_template": ((), "the model's own template is used"),
+    "grammar": ((), "use structured_outputs.grammar, which takes GBNF"),
+    "json_schema": ((), "use response_format"),
+    "use_beam_search": ((False,), "use n, logprobs, and pick the best answer yourself"),
+    "chat_template": ((), "serve --chat-template FILE sets another than the model's own"),
     "documents": (([],), "write documents into the messages"),
 }
 
@@ -179,6 +182,11 @@ class SamplingBody(Body):
     )
     tightwire: TightwireOptions = Field(default_factory=lambda: TightwireOptions.model_construct())
 
+    def set_missing(self, values: Mapping[str, float]) -> None:
+        """Set the fields that the request left out."""
+        for name in values.keys() - self.model_fields_set:
+            setattr(self, name, values[name])
+
 
 class GenerationBody(SamplingBody):
     """The fields that completions and chat completions share."""
@@ -284,6 +292,9 @@ class TemplateFields(Fields):
         None, description="Extension: end the prompt with the beginning of an answer. Default: unless it is continued."
     )
     continue_final_message: bool = Field(False, description="Extension: continue the text of the last message.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Extension: variables of the chat template, such as enable_thinking."
+    )
 
     @property
     def begins_message(self) -> bool:

@@ -1,6 +1,7 @@
 """The dependencies of every route: the engine, the loaded model, HTTP options, metrics."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tightwire.model.text.tokenizer import Tokenizer
@@ -17,7 +18,7 @@ from tightwire.server.ipc.engine_client import EngineClient, EngineState, Phase
 class ModelInfo:
     """Facts about the running model, known once its ranks are ready."""
 
-    name: str  # the name that clients use
+    name: str  # the name that clients use, and that answers have
     max_model_len: int  # prompt and answer, in tokens
     vocab_size: int  # rows of the embedding; ids at or above it do not exist
     root: str = ""  # the folder or file it came from
@@ -31,9 +32,15 @@ class ModelInfo:
     weights: str = ""  # their packed formats, such as Q4_1+Q8_0; empty: not packed
     activations: str = "float"  # inputs of products with packed weights: float or int8
     kernels: str = ""  # level of the CPU kernels, such as v4-bf16; empty on a GPU
+    other_names: tuple[str, ...] = ()  # that clients may use as well
+    sampling: Mapping[str, float] = field(default_factory=dict)  # fields that a request leaves out
     default_seed: int = 0  # for requests without a seed; 0: a random seed per request
     created: int = field(default_factory=lambda: int(time.time()))
     adapters: Adapters = field(default_factory=Adapters)  # LoRA adapters, which change while the server runs
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.name, *self.other_names
 
     def adapter(self, name: str | None) -> ServedAdapter | None:
         """The adapter that a request's ``model`` names; None: the base model."""

@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo
 
 from tightwire.server.api.errors import invalid
 from tightwire.server.api.fields import Fields, is_nested_deeply, refusal
@@ -67,7 +67,9 @@ class ToolCall(Fields):
         return {"id": self.id, "type": "function", "function": called}
 
 
-def _check_choice(value: Any) -> str:
+def _check_choice(value: Any, info: ValidationInfo) -> str:
+    if value == "auto" and info.data.get("tools") == []:
+        raise refusal('is "auto" without tools; send tools, or leave it out')
     if value in ("none", "auto", "required"):
         return value
     function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None

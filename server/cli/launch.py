@@ -9,13 +9,18 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Mapping
+from pathlib import Path
+from typing import Any
 
 from tightwire.kernels.cpu.library import level
+from tightwire.server.api.errors import ApiError
 from tightwire.server.api.lora import Adapters, ServedAdapter
+from tightwire.server.api.schemas import SamplingBody
 from tightwire.server.api.serving import ModelHolder, ModelInfo
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.http.app import make_app, run_server
+from tightwire.server.http.body import check_fields
 from tightwire.server.http.listener import url_of
 from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ipc.messages import Ready
@@ -29,6 +34,8 @@ from tightwire.server.ranks.processes import Ranks
 from tightwire.server.ranks.ranked_engine import RankedEngine, RankFailedError
 from tightwire.sizes import format_bytes
 
+# The fields of generation_config.json that vLLM takes as well.
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # How long /health gives the reason before this process exits after a rank failure.
 _LAST_WORDS_S = 1.0
 # A wrapper and the terminal may each forward the same signal; a second Ctrl-C by a person takes longer.
@@ -99,11 +106,13 @@ class _Server:
 
     async def _load(self, engine: RankedEngine) -> None:
         """Load the model; returns when the engine can answer. ValueError: the model or the options are refused."""
-        options = self._config.model
+        options, http = self._config.model, self._config.http
         checkpoint, decision, tokenizer = await engine.start()
         planned = decision.plan.adapters
         info = ModelInfo(
-            name=options.served_model_name or checkpoint.name,
+            name=next(iter(options.served_model_name), checkpoint.name),
+            other_names=options.served_model_name[1:],
+            sampling=_sampling(checkpoint.generation) if http.generation_config == "auto" else {},
             max_model_len=decision.plan.max_model_len,
             vocab_size=checkpoint.config.vocab_size,
             root=checkpoint.location,
@@ -120,8 +129,10 @@ class _Server:
             default_seed=options.seed,
             adapters=Adapters([_served(adapter) for adapter in planned.loaded] if planned else ()),
         )
-        if info.adapter(info.name) is not None:
-            raise ValueError(f"--lora {info.name}: the base model has this name; give another, or --served-model-name")
+        if taken := next(filter(info.adapter, info.names), None):
+            raise ValueError(f"--lora {taken}: the base model has this name; give another, or --served-model-name")
+        if http.chat_template is not None:
+            tokenizer.use_template(_read_template(http.chat_template))
         self._holder.fill(info=info, tokenizer=tokenizer)
         await engine.wait_ready()
         if self._member:
@@ -200,6 +211,23 @@ def _served(adapter: PlannedAdapter) -> ServedAdapter:
     return ServedAdapter(id=adapter.id, name=adapter.name, folder=adapter.folder, digest=adapter.digest)
 
 
+def _sampling(generation: Mapping[str, Any]) -> dict[str, float]:
+    """The sampling fields of a generation_config.json. ValueError: a request with such a value would be refused."""
+    given = {name: generation[name] for name in _SAMPLING if generation.get(name) is not None}
+    try:
+        check_fields(given, SamplingBody)
+    except ApiError as error:
+        raise ValueError(f"generation_config.json: {error}; --generation-config none leaves it out") from None
+    return given
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--chat-template {path}: cannot be read: {error}") from None
+
+
 def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready]) -> str:
     """The model, its split, its AllReduce and its memory, for the ready message."""
     plan, budget, comm = decision.plan, decision.budget, ready[0].comm
@@ -224,12 +252,14 @@ def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready])
         memory.append(f"adapters {', '.join(adapter.name for adapter in plan.adapters.loaded) or 'none yet'}")
     if plan.weights.streamed:
         memory.append(f"{len(plan.weights.streamed)} layers stream")
+    sampling = [f"{name} {value:g}" for name, value in info.sampling.items()]
     return "\n".join(
         [
             f"  model      {info.name}: {numbers}, context {info.max_model_len}",
             f"  split      {split}",
             f"  AllReduce  {sums}",
             f"  memory     {'; '.join(memory)}",
+            *([f"  sampling   {', '.join(sampling)}, where a request has no value of its own"] if sampling else ()),
         ]
     )
 

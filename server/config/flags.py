@@ -5,6 +5,7 @@ import contextlib
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,10 @@ def parse(
     try:
         values = read_yaml(args.config, fields) if "config" in args else {}
         values |= {name: value for name, value in vars(args).items() if name in fields}
+        if len(names := values.get("served_model_name", ())) > 1 and "model" not in values:
+            raise ValueError(
+                f"--served-model-name takes {' and '.join(names)}, and no MODEL is left; write MODEL before it"
+            )
         return make_config(values), args
     except ValueError as error:
         parser.error(str(error))
@@ -92,17 +97,18 @@ def add_flags(parser: argparse._ActionsContainer, fields: Fields) -> None:
             metavar = field.metadata["metavar"] or (None if choices else kind.__name__.upper())
             given = {"type": _flag_type(field), "choices": choices or None, "metavar": metavar}
         if field.metadata.get("repeated"):
-            given["action"] = _Append
+            given |= {"action": _Append, "nargs": field.metadata["nargs"]}
         parser.add_argument("--" + name.replace("_", "-"), help=_help(field), default=argparse.SUPPRESS, **given)
 
 
 class _Append(argparse.Action):
-    """Joins the tuples of a flag that is given several times."""
+    """Joins the tuples of a flag that is given several times, or that takes several values."""
 
     def __call__(
         self, parser: object, namespace: argparse.Namespace, values: Any, option_string: object = None
     ) -> None:
-        setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), *values))
+        new = chain.from_iterable(values) if self.nargs else values
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), *new))
 
 
 def read_yaml(path: Path, fields: Fields) -> dict[str, Any]:

@@ -33,6 +33,15 @@ class HttpOptions:
         "its keys, or --api-key",
         metavar="FILE",
     )
+    chat_template: str | None = option(
+        None, "file with a chat template (Jinja) to use in place of the model's own", metavar="FILE"
+    )
+    generation_config: str = option(
+        "auto",
+        "values of temperature, top_p, top_k, min_p and repetition_penalty where a request has none. auto: those of the model's "
+        "generation_config.json; none: OpenAI's",
+        ("auto", "none"),
+    )
     cors_origin: tuple[str, ...] = option(
         (),
         "origins whose pages may call this server from a browser, such as https://a.example, with commas between; * allows all",
@@ -73,7 +82,7 @@ class HttpOptions:
         require(0 <= self.port <= 65535, "port", self.port, "0 to 65535")
         # An unset variable in a script must not become an empty key or path.
         require(self.api_key != "", "api_key", self.api_key, "left out, or not empty")
-        for name in ("uds", "ssl_certfile", "ssl_keyfile", "api_key_file", "request_log"):
+        for name in ("uds", "ssl_certfile", "ssl_keyfile", "api_key_file", "request_log", "chat_template"):
             require(getattr(self, name) != "", name, "", "a path, or left out")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             given, missing = ("certfile", "keyfile") if self.ssl_keyfile is None else ("keyfile", "certfile")

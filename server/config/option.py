@@ -14,10 +14,19 @@ def option(
     metavar: str = "",
     *,
     repeated: bool = False,
+    nargs: str | None = None,
     parse: Callable[[str], Any] | None = None,
 ) -> Any:
-    """``repeated``: the flag may be given several times; a YAML file has a list. ``parse``: makes the value from its text."""
-    metadata = {"help": help, "choices": choices, "metavar": metavar, "repeated": repeated, "parse": parse}
+    """Declare an option.
+
+    ``repeated``: the flag may be given several times, and a YAML file may have a list. ``nargs``: argparse's, for a flag that
+    takes several values. ``parse``: the function that makes the value from its text.
+    """
+    metadata = {"help": help, "choices": choices, "metavar": metavar} | {
+        "repeated": repeated,
+        "nargs": nargs,
+        "parse": parse,
+    }
     return field(default=default, metadata=metadata)
 
 

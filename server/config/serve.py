@@ -19,7 +19,13 @@ class ModelOptions:
     model: str = option(
         "smollm2-135m", "a known name, a Hugging Face folder or repo id, a .gguf file, or random:SHAPE", metavar="MODEL"
     )
-    served_model_name: str | None = option(None, "the name clients use; default: the model's own", metavar="NAME")
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "one or several names that clients may use; answers have the first. Default: the model's own. Write MODEL before it",
+        metavar="NAME",
+        repeated=True,
+        nargs="+",
+    )
     device: str = option("auto", "where ranks run; auto takes CUDA when there is one", ("auto", "cpu", "cuda"))
     dtype: str = option(
         "auto",
@@ -46,7 +52,8 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         require(self.model != "", "model", self.model, "a name, a path or random:SHAPE")
-        require(self.served_model_name != "", "served_model_name", self.served_model_name, "left out, or not empty")
+        names = self.served_model_name
+        require("" not in names and len({*names}) == len(names), "served_model_name", names, "different names")
         require(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit integer")
 
 

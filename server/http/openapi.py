@@ -73,6 +73,8 @@ OPERATIONS = {
     "/v1/unload_lora_adapter": _json(bodies.ModelDeleted, (403, *_PARSING), UnloadAdapterBody),
     "/tokenize": _json(bodies.Tokenized, _PARSING, TokenizeBody),
     "/detokenize": _json(bodies.Detokenized, _PARSING, DetokenizeBody),
+    "/tokenizer_info": _json(bodies.TokenizerInfo, (503,)),
+    "/version": _json(bodies.Version, ()),
     "/comm": _json(bodies.CommPolicy, (503,)),
     "/comm/trace": _json(bodies.ChromeTrace, (400, 409, 503, 504)),
     "/health/live": _HEALTH._replace(errors=()),

@@ -16,7 +16,7 @@ def adapters_router(serving: Serving) -> APIRouter:
     async def load(request: Request) -> Response:
         info = serving.require_model().info
         body = await read_body(request, LoadAdapterBody, serving)
-        if body.lora_name == info.name:
+        if body.lora_name in info.names:
             raise invalid(f"{body.lora_name!r} is the base model's name", "lora_name")
         options = serving.adapters
         await info.adapters.load(serving.engine, options, body.lora_name, body.lora_path, replace=body.load_inplace)

@@ -1,4 +1,4 @@
-"""GET /, /health, /health/live, /health/ready, /metrics, /comm and /comm/trace."""
+"""GET /, /version, /health, /health/live, /health/ready, /metrics, /comm and /comm/trace."""
 
 import asyncio
 import html
@@ -17,7 +17,7 @@ from msgspec.structs import asdict, astuple
 from tightwire import __version__
 from tightwire.comm.ledger.ledger import Latency
 from tightwire.comm.ledger.recording import chrome_trace
-from tightwire.server.api.bodies import CommCost, CommPolicy, Health, Home
+from tightwire.server.api.bodies import CommCost, CommPolicy, Health, Home, Version
 from tightwire.server.api.errors import invalid, json_response
 from tightwire.server.api.serving import ModelInfo, Serving
 from tightwire.server.http.middleware import wants_page
@@ -71,6 +71,10 @@ def observe_router(serving: Serving) -> APIRouter:
             health.kernels, health.activations = model.info.kernels, model.info.activations
             health.adapters = list(model.info.adapters.by_name) or UNSET
         return json_response(health, 200 if status.phase is Phase.READY else 503)
+
+    @router.get("/version", summary="The version of Tightwire")
+    async def version() -> Response:
+        return json_response(Version(__version__))
 
     @router.get("/metrics", summary="For Prometheus", response_class=Response)
     async def metrics(request: Request) -> Response:

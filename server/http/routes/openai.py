@@ -1,4 +1,4 @@
-"""The routes of OpenAI's API, /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, and vLLM's /tokenize, /detokenize."""
+"""The routes of OpenAI's API, /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, and vLLM's /tokenize, /detokenize, /tokenizer_info."""
 
 import math
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from tightwire.server.api.answer import Answer, Dialect
-from tightwire.server.api.bodies import Detokenized, ModelCard, ModelList, Tokenized
+from tightwire.server.api.bodies import Detokenized, ModelCard, ModelList, Tokenized, TokenizerInfo
 from tightwire.server.api.chat import ChatDialect, chat_token_ids
 from tightwire.server.api.completions import CompletionDialect
 from tightwire.server.api.errors import ApiError, invalid, json_response
@@ -44,7 +44,7 @@ def openai_router(serving: Serving) -> APIRouter:
     async def list_models() -> Response:
         info = serving.require_model(Phase.DRAINING).info
         adapters = [ModelCard.of_adapter(info, adapter) for adapter in info.adapters.by_name.values()]
-        return json_response(ModelList(data=[ModelCard.of_model(info), *adapters]))
+        return json_response(ModelList(data=[*(ModelCard.of_model(info, name) for name in info.names), *adapters]))
 
     # Names may contain slashes, as repository names do.
     @router.get("/v1/models/{model_id:path}", summary="Look a model up")
@@ -52,7 +52,7 @@ def openai_router(serving: Serving) -> APIRouter:
         info = serving.require_model(Phase.DRAINING).info
         check_model(model_id, info)
         adapter = info.adapter(model_id)
-        return json_response(ModelCard.of_adapter(info, adapter) if adapter else ModelCard.of_model(info))
+        return json_response(ModelCard.of_adapter(info, adapter) if adapter else ModelCard.of_model(info, model_id))
 
     @router.post("/v1/embeddings", include_in_schema=False)
     async def embeddings() -> Response:
@@ -80,6 +80,10 @@ def openai_router(serving: Serving) -> APIRouter:
         text = await run_off_loop(lambda: model.tokenizer.decode(body.tokens, False), len(body.tokens))
         return json_response(Detokenized(prompt=text))
 
+    @router.get("/tokenizer_info", summary="The tokenizer's special tokens and chat template")
+    async def tokenizer_info() -> Response:
+        return json_response(TokenizerInfo.of(serving.require_model(Phase.DRAINING).tokenizer))
+
     return router
 
 
@@ -87,6 +91,7 @@ async def answer(request: Request, serving: Serving, dialect_type: type[Dialect[
     """Read the request's body and answer it in this API. Raises ApiError."""
     model = serving.require_model()
     asked = await read_body(request, dialect_type.body_type, serving)
+    asked.set_missing(model.info.sampling)
     check_model(asked.model, model.info)
     dialect = dialect_type(asked, model)
     body = dialect.body

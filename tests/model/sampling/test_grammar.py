@@ -117,3 +117,21 @@ def test_grammars_that_would_take_seconds_are_refused() -> None:
         make_grammar("grammar", "root ::= " + " | ".join(['"a"'] * 10_000))
     with pytest.raises(ValueError, match="too big"):
         masks().compile(make_grammar("regex", "a?" * 20_000)).result(60)
+
+
+@pytest.mark.parametrize(
+    ("regex", "matches", "other"),
+    [
+        (r"\d{2}", "07", "٠٧"),
+        (r"\w\W", "a-", "éé"),
+        (r"[\d.]\s\S\D", "7 aé", "٧ aa"),
+        (r"[^\W\d]\\d", "a\\d", "é\\d"),
+    ],
+)
+def test_classes_of_a_regular_expression_are_ascii(regex: str, matches: str, other: str) -> None:
+    from llguidance import LLMatcher, LLTokenizer
+
+    tokenizer = LLTokenizer(byte_backend(300).to_str())
+    for text, fits in ((matches, True), (other, False)):
+        matcher = LLMatcher(tokenizer, make_grammar("regex", regex))
+        assert (matcher.try_consume_tokens(list(text.encode())) == len(text.encode())) is fits

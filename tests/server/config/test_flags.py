@@ -18,7 +18,7 @@ FROZEN = {
     "engine": "max_model_len max_num_seqs max_num_batched_tokens prefix_cache "
     "kv_cache_memory kv_offload cuda_graphs plan_ahead speculation",
     "weights": "weights stream_from weight_codec stream_layers stream_policy device_memory",
-    "http": "host port uds ssl_certfile ssl_keyfile api_key api_key_file cors_origin max_queued_requests strict_fields "
+    "http": "host port uds ssl_certfile ssl_keyfile api_key api_key_file chat_template generation_config cors_origin max_queued_requests strict_fields "
     "metrics_alias request_log request_log_prompts otlp_endpoint shutdown_grace_s log_level",
     "timeouts": "comm_timeout_s rank_timeout_s step_timeout_s",
     "hosts": "nnodes node_rank master_addr interface port_range join_timeout_s",
@@ -45,7 +45,9 @@ def test_without_arguments_every_option_has_its_default() -> None:
     [
         (["some/folder"], "model", "model", "some/folder"),
         (["--model", "a.gguf"], "model", "model", "a.gguf"),
-        (["--served-model-name", "m"], "model", "served_model_name", "m"),
+        (["--served-model-name", "m"], "model", "served_model_name", ("m",)),
+        (["x", "--served-model-name", "m", "a,b"], "model", "served_model_name", ("m", "a,b")),
+        (["--generation-config", "none"], "http", "generation_config", "none"),
         (["--dtype=float32"], "model", "dtype", "float32"),
         (["--quantization", "int4"], "model", "quantization", "int4"),
         (["--seed", "7"], "model", "seed", 7),
@@ -89,7 +91,12 @@ def test_a_flag_sets_its_field(argv: list[str], group: str, name: str, value: ob
         (["--tp", "0"], "--tp must be 1 to 64, got 0"),
         (["--tp", "10000"], "--tp must be 1 to 64, got 10000"),  # before it becomes 10000 processes
         (["--model", ""], "--model must be a name, a path or random:SHAPE"),
-        (["--served-model-name", ""], "--served-model-name must be left out, or not empty"),
+        (["--served-model-name", ""], "--served-model-name: must be names with commas between, got ''"),
+        (["x", "--served-model-name", "m", "m"], "--served-model-name must be different names, got ('m', 'm')"),
+        (
+            ["--served-model-name", "m", "some/folder"],
+            "--served-model-name takes m and some/folder, and no MODEL is left",
+        ),
         (["--seed", str(2**63)], "--seed must be a 64-bit integer"),
         (["--comm-timeout-s", "inf"], "--comm-timeout-s must be above 0 and at most 1e+06, got inf"),
         (["--tp", "2", "--tp-split", "1,2,3"], "--tp-split must be one number for each of the 2 ranks"),

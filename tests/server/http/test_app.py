@@ -3,12 +3,15 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from helpers.server.fake_engine import INFO, FakeEngine, app_for, byte_tokenizer, says
 
+from tightwire import __version__
+from tightwire.model.text.tokenizer import BOS, CHAT_TEMPLATE
 from tightwire.server.config.serve import HttpOptions
 from tightwire.server.ipc.engine_client import EngineState, Phase
 
@@ -265,6 +268,63 @@ async def test_models(client: httpx.AsyncClient) -> None:
     assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "model_not_found"
 
 
+async def test_other_names_of_the_model(engine: FakeEngine) -> None:
+    async with _client(app_for(engine, info=replace(INFO, other_names=("small", "a/b")))) as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+        one = (await client.get("/v1/models/a/b")).json()
+        answer = await client.post("/v1/completions", json={"prompt": "a", "model": "small"})
+        unknown = await client.post("/v1/completions", json={"prompt": "a", "model": "large"})
+    assert [card["id"] for card in listed] == ["tiny", "small", "a/b"] and listed[2] == one
+    assert answer.json()["model"] == "tiny"
+    assert "'tiny', 'small', 'a/b'" in unknown.json()["error"]["message"]
+
+
+async def test_version_and_tokenizer_info(client: httpx.AsyncClient) -> None:
+    """In vLLM's form; lm-eval's remote tokenizer reads it."""
+    assert (await client.get("/version")).json() == {"version": __version__}
+    info = (await client.get("/tokenizer_info")).json()
+    assert info == {
+        "eos_token": None,
+        "bos_token": BOS,
+        "pad_token": None,
+        "chat_template": CHAT_TEMPLATE,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}),
+    ],
+)
+async def test_sampling_defaults_of_the_model(engine: FakeEngine, path: str, body: dict[str, Any]) -> None:
+    info = replace(INFO, sampling={"temperature": 0.6, "top_p": 0.9, "top_k": 50})
+    async with _client(app_for(engine, info=info)) as client:
+        answer = (await client.post(path, json=body)).json()
+        await client.post(path, json={**body, "temperature": 0.5, "top_k": 0})
+    first, second = (request.params for request in engine.submitted)
+    assert (first.temperature, first.top_p, first.top_k, first.min_p) == (0.6, 0.9, 50, 0.0)
+    assert (second.temperature, second.top_p, second.top_k) == (0.5, 0.9, 0)
+    assert answer.get("temperature", 0.6) == 0.6  # the Responses API repeats it
+
+
+async def test_variables_of_the_chat_template(engine: FakeEngine) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"enable_thinking": False}}
+    template = "{{ messages[0].content }} {{ enable_thinking }} {{ add_generation_prompt }}"
+    async with _client(app_for(engine, template=template)) as client:
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        body["chat_template_kwargs"] = {"add_generation_prompt": False}
+        refused = (await client.post("/v1/chat/completions", json=body)).json()["error"]
+    assert byte_tokenizer().decode(engine.submitted[0].prompt_token_ids) == "a False True"
+    assert (
+        refused["param"] == "chat_template_kwargs.add_generation_prompt" and "set by the server" in refused["message"]
+    )
+
+
 async def test_tokenize_and_detokenize(client: httpx.AsyncClient) -> None:
     tokens = await _ask(client, "/tokenize", prompt="né", return_token_strs=True)
     assert tokens == {
@@ -432,8 +492,17 @@ async def test_body_limit_counts_what_arrives(engine: FakeEngine) -> None:
 
 
 async def test_routes_that_do_not_exist(client: httpx.AsyncClient) -> None:
-    unknown = await client.get("/v1/nowhere")
-    assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "route_not_found"
+    for path, hint in {
+        "/v1/elsewhere/entirely": "; GET /openapi.json lists the routes",
+        "/v1/completions/": "; leave out the slash at the end: /v1/completions",
+        "/chat/completions": "; did you mean /v1/chat/completions? The base URL of OpenAI's clients ends in /v1",
+        "/models/": "; did you mean /v1/models? The base URL of OpenAI's clients ends in /v1",
+        "/v1/v1/messages": "; did you mean /v1/messages? Leave /v1 out of the base URL",
+        "/v1/chat/completion": "; did you mean '/v1/chat/completions'?",
+    }.items():
+        unknown = (await client.post(path)).json()["error"]
+        assert unknown["message"] == "there is no such route" + hint
+        assert unknown["code"] == "route_not_found"
     wrong = await client.get("/v1/completions")
     assert wrong.status_code == 405 and wrong.json()["error"]["code"] == "method_not_allowed"
     assert wrong.headers["allow"] == "POST"

@@ -34,9 +34,8 @@ IGNORED: list[tuple[dict[str, Any], str]] = [
 SILENT: list[dict[str, Any]] = [
     {"a_field_from_the_future": None},
     {"messages": [{**USER, "refusal": None, "tool_calls": None, "name": None}, {**USER, "tool_calls": []}]},
-    {"tool_choice": "auto"},
     {"tool_choice": "none"},
-    {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}},
+    {"tools": [], "tool_choice": "none", "use_beam_search": False, "response_format": {"type": "text"}},
     {"tools": None, "tool_choice": None},
 ]
 
@@ -133,7 +132,7 @@ async def test_strict_fields_refuses_unknown_ones(fields: dict[str, Any], param:
 
 
 async def test_strict_fields_accepts_labels_and_neutral_values() -> None:
-    body = {"messages": [USER], "user": "me", "store": True, "metadata": {}, "tools": [], "tool_choice": "auto"}
+    body = {"messages": [USER], "user": "me", "store": True, "metadata": {}, "tools": [], "tool_choice": "none"}
     async with _client(HttpOptions(strict_fields=True)) as client:
         response = await client.post("/v1/chat/completions", json=body)
     assert (response.status_code, response.headers[HEADER]) == (200, "user, store, metadata")

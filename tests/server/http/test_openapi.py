@@ -61,6 +61,8 @@ def test_every_route_and_error_is_described() -> None:
         "/v1/unload_lora_adapter",
         "/tokenize",
         "/detokenize",
+        "/tokenizer_info",
+        "/version",
         "/health",
         "/health/live",
         "/health/ready",

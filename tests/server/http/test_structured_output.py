@@ -142,6 +142,13 @@ IN_SCHEMA = "response_format.json_schema.schema"
         ({"structured_outputs": {"grammar": 'start: "a" b'}}, "structured_outputs.grammar", 'unknown name: "b"'),
         ({"structured_outputs": {"regex": "a\\"}}, "structured_outputs.regex", "escapes nothing"),
         ({"structured_outputs": {}}, "structured_outputs", "is empty"),
+        (
+            {"grammar": "root ::= [a-z]+"},
+            "grammar",
+            "is not supported: use structured_outputs.grammar, which takes GBNF",
+        ),
+        ({"json_schema": {"type": "object"}}, "json_schema", "is not supported: use response_format"),
+        ({"use_beam_search": True}, "use_beam_search", "is not supported: use n, logprobs, and pick the best answer"),
         ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag", "is not supported"),
         ({"guided_regex": "a"}, "guided_regex", "use structured_outputs.regex"),
         ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs.grammar", "not supported"),

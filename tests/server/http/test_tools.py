@@ -153,6 +153,8 @@ async def test_a_template_without_tools_gets_our_prompt_with_calls_and_results()
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "two functions with the name 'weather'"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice", "known"),
+        ({"tools": [], "tool_choice": "auto"}, "tool_choice", 'is "auto" without tools; send tools'),
+        ({"tools": None, "tool_choice": "auto"}, "tool_choice", 'is "auto" without tools; send tools'),
         ({"tool_choice": "always"}, "tool_choice", 'must be "none"'),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
