@@ -1,7 +1,7 @@
 """Writes the generated part of docs/api.md: every field of the clients' types and of the bodies. ``python tools/api_reference.py``.
 
 The fields come from the parameter types of the packages openai and anthropic, their status and texts from the bodies of
-``server/http/openapi``. ``tests/server/http/test_api_reference`` compares the file with this, and tries every row.
+``server/http/openapi``. ``tests/tools/test_api_reference`` compares the file with this, and tries every row.
 """
 
 import json
@@ -112,7 +112,7 @@ def render() -> str:
     lines = [MARK, "", "## Fields", ""]
     lines += [
         "**works**; **ignored**: any value is accepted and changes nothing; **refused**: a 400 that names the field. Every row is",
-        "tried by `tests/server/http/test_api_reference`. Fields that are not listed are ignored and named in the header",
+        "tried by `tests/tools/test_api_reference`. Fields that are not listed are ignored and named in the header",
         "X-Tightwire-Ignored, or refused with `--strict-fields`. `type:x` and `role:x` stand for whole objects of this kind.",
         "",
     ]

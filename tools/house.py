@@ -1,8 +1,8 @@
 """Counts the source tree and fails when it breaks a rule of the layout: ``make house``, which needs Python alone.
 
 Prints files, lines and folders of each floor, then every fault: a floor above its budget, a folder with too many files, a file
-that is too long, import circles, upward imports, and module docstrings that begin with a question word. docs/architecture.md
-says what the floors are, and why the budget is fixed.
+that is too long, a test that mirrors no file, import circles, upward imports, and module docstrings that begin with a question
+word. docs/architecture.md says what the floors are, and why the budget is fixed.
 """
 
 import ast
@@ -19,6 +19,8 @@ FLOORS = (("bench",), ("server", "training"), ("model",), ("comm",), ("kernels",
 # Lines of Python and C++. A feature that does not fit makes room first: the numbers do not follow the code.
 BUDGET = {"bench": 11_000, "server": 16_400, "training": 8_400, "model": 9_000, "comm": 7_800, "kernels": 10_000}
 MAX_FOLDER_FILES, MAX_FILE_LINES = 20, 460
+MIRRORED = {"package": "src/tightwire"}  # folders of tests whose names differ from what they test
+UNMIRRORED = ("contracts", "deploy", "gpu", "suites")
 QUESTIONS = ("What", "Where", "Whether", "How", "Why", "Which", "Who", "Whence", "When")
 
 
@@ -81,6 +83,18 @@ def long_files(tree: Tree) -> Iterator[str]:
             yield f"{path} has {num_lines(text)} lines; at most {MAX_FILE_LINES}: split it by idea"
 
 
+def stray_tests(tree: Tree) -> Iterator[str]:
+    """Tests that mirror no file: their name is not that of a file or folder of the same place, with or without a suffix."""
+    for path in tree.tests:
+        place, name = path.parts[1], path.stem.removeprefix("test_")
+        if name == path.stem or place in UNMIRRORED:
+            continue
+        folder = tree.root / MIRRORED.get(place, place) / Path(*path.parts[2:-1])
+        stems = [file.stem for file in folder.iterdir()] if folder.is_dir() else []
+        if not any(name == stem or name.startswith(f"{stem}_") for stem in stems):
+            yield f"{path} mirrors no file: give it a file's name, or move it to tests/suites"
+
+
 def import_circles(graph: Graph) -> Iterator[str]:
     yield from (f"circle of files: {', '.join(group)}" for group in circles(graph))
     yield from (f"circle of folders: {', '.join(group)}" for group in circles(folder_graph(graph)))
@@ -109,6 +123,7 @@ def faults(tree: Tree) -> Iterator[str]:
     yield from over_budget(tree)
     yield from full_folders(tree)
     yield from long_files(tree)
+    yield from stray_tests(tree)
     yield from import_circles(graph)
     yield from upward_imports(graph)
     yield from odd_docstrings(tree)

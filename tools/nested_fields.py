@@ -1,6 +1,6 @@
 """Compares the objects inside the official clients' request types with those of the server's bodies, field by field.
 
-``api_reference`` writes them to docs/api.md; ``tests/server/http/test_api_reference`` sends every one of them.
+``api_reference`` writes them to docs/api.md; ``tests/tools/test_api_reference`` sends every one of them.
 """
 
 import types

@@ -24,7 +24,7 @@ def _faults(root: Path, **texts: str) -> list[str]:
 
 
 def test_a_tree_within_the_rules_has_no_fault(tmp_path: Path) -> None:
-    assert _faults(tmp_path, comm__a=GOOD, model__b=GOOD + "import tightwire.comm.a\n", tests__test_a="") == []
+    assert _faults(tmp_path, comm__a=GOOD, model__b=GOOD + "import tightwire.comm.a\n", tests__comm__test_a="") == []
 
 
 @pytest.mark.parametrize("floor", BUDGET)
@@ -54,6 +54,26 @@ def test_a_file_may_not_be_too_long(name: str, tmp_path: Path) -> None:
     assert list(house.faults(_tree(tmp_path, {name: GOOD + "\n" * MAX_FILE_LINES}))) == [
         f"{name} has {MAX_FILE_LINES + 1} lines; at most {MAX_FILE_LINES}: split it by idea"
     ]
+
+
+@pytest.mark.parametrize(
+    ("test", "is_stray"),
+    [
+        ("tests/comm/codec/test_codec.py", False),
+        ("tests/comm/codec/test_codec_fuzz.py", False),
+        ("tests/comm/test_codec.py", False),  # of the folder
+        ("tests/comm/codec/conftest.py", False),
+        ("tests/suites/comm/test_stress.py", False),
+        ("tests/package/test_sizes.py", False),
+        ("tests/comm/codec/test_code.py", True),
+        ("tests/comm/gone/test_codec.py", True),
+        ("tests/test_codec.py", True),
+    ],
+)
+def test_a_test_mirrors_a_file_or_is_a_suite(test: str, is_stray: bool, tmp_path: Path) -> None:
+    tree = _tree(tmp_path, {"comm/codec/codec.py": GOOD, "src/tightwire/sizes.py": GOOD, test: ""})
+    expected = [f"{test} mirrors no file: give it a file's name, or move it to tests/suites"] if is_stray else []
+    assert list(house.faults(tree)) == expected
 
 
 def test_circles_of_files_and_of_folders(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def map_body(context: schemathesis.HookContext, body: Any) -> Any:
 
 
 _CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-_ADAPTED = "^/v1/(responses|messages)"  # large bodies; tests/server/dialects/test_odd_bodies.py tries more of them
+_ADAPTED = "^/v1/(responses|messages)"  # large bodies; tests/suites/http/test_odd_bodies.py tries more of them
 _settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -1,6 +1,6 @@
 """Sums and gathers over shared memory between processes, with random lengths, dtypes, chunks and delays: to the bit.
 
-``TIGHTWIRE_FUZZ_CASES=300 pytest tests/comm/transport/test_shared_sums_fuzz.py`` draws more; `make sanitize` runs it too.
+``TIGHTWIRE_FUZZ_CASES=300 pytest tests/suites/comm/test_shared_sums_fuzz.py`` draws more; `make sanitize` runs it too.
 """
 
 import random
