@@ -94,7 +94,7 @@ def _arm(
     """``source``: a tensor or a list of them; ``expected``: the output of one run that starts from ones."""
     sets = [
         ([x.clone() for x in source] if isinstance(source, list) else source.clone(), target.clone())
-        for _ in _sets(moved_bytes)
+        for _ in range(max(1, min(_MAX_SETS, _SETS_BYTES // max(1, moved_bytes))))
     ]
 
     def is_right() -> bool:
@@ -104,10 +104,6 @@ def _arm(
         return torch.equal(out, expected())
 
     return Arm(name=name, call=lambda i: run(*sets[i % len(sets)]), moved_bytes=moved_bytes, is_right=is_right)
-
-
-def _sets(num_bytes: int) -> range:
-    return range(max(1, min(_MAX_SETS, _SETS_BYTES // max(1, num_bytes))))
 
 
 def seconds_per_call(

@@ -143,10 +143,6 @@ def _each_once(args: Sequence[Any], result: Any) -> tuple[int, int]:
     return sum(each.nbytes for each in (*args, *results) if isinstance(each, Tensor)), 0
 
 
-def _rows_copied(args: Sequence[Any], result: Tensor) -> tuple[int, int]:
-    return 2 * result.nbytes, 0
-
-
 def _product(args: Sequence[Any], result: Tensor | None) -> tuple[int, int]:
     x_TD, weight_OD = args[:2]
     num_outputs, num_inputs = weight_OD.shape
@@ -173,7 +169,7 @@ _Kernel = tuple[
     Any, str, str, _Cost
 ]  # the module or class that the model finds it in, its name there, its part, its cost
 _KERNELS: tuple[_Kernel, ...] = (
-    (TensorParallel, "embed", "embedding", _rows_copied),
+    (TensorParallel, "embed", "embedding", lambda args, result: (2 * result.nbytes, 0)),
     (llama, "linear", "products", _product),
     (llama, "paged_attention", "attention", _attention),
     (llama, "add_rms_norm", "norm", _each_once),
