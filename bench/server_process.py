@@ -1,4 +1,7 @@
-"""Runs a server under test in a session of its own: starts it, waits until it answers, and stops it with all its processes."""
+"""Runs a server under test in a session of its own: starts it, waits until it answers, and stops it with all its processes.
+
+The kernel asks the server to end (SIGTERM) when the bench's thread that started it has ended, also by SIGKILL or SIGHUP.
+"""
 
 import contextlib
 import os
@@ -7,10 +10,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import httpx
+
+from tightwire.server.ranks.parent_death import die_with_parent
 
 _STOP_S = 20.0
 _TAIL_LINES = 25
@@ -105,6 +111,7 @@ def _start(command: Sequence[str], env: Mapping[str, str], log: Path) -> subproc
             stdin=subprocess.DEVNULL,
             env={**os.environ, **env},
             start_new_session=True,
+            preexec_fn=partial(die_with_parent, signal.SIGTERM),  # noqa: PLW1509 - one system call
         )
 
 

@@ -89,7 +89,8 @@ class Detokenized(Struct):
 
 
 class Health(Struct):
-    """``status``: live, ready, loading, draining or dead. ``reason``: what is loading, or why the engine died.
+    """``status``: live, ready, loading, draining or dead. ``reason``: what is loading, why the engine died, or on
+    another node than 0 where to send requests.
 
     ``kernels``: the level of the CPU kernels, such as v4-bf16 (spec: torch's reference); empty on a GPU and before ready.
     ``activations``: inputs of products with packed weights, float or int8; empty before ready. ``adapters``: the

@@ -12,7 +12,7 @@ from tightwire.server.plan.rank_setup import RunPlan
 class Alone:
     """One host with all ranks. ``link``: the emulated network between its ranks, if there is one."""
 
-    refusal = None
+    refusal = ""
 
     def __init__(self, ranks: range, link: LinkFacts | None, listener: Listener) -> None:
         self.watched, self.link = ranks, link

@@ -44,8 +44,8 @@ class Hosts(Protocol):
     """The hosts of one server, from the side of one of them: the calls in the order in which the engine makes them."""
 
     @property
-    def refusal(self) -> str | None:
-        """Why this host takes no requests; None: it takes them."""
+    def refusal(self) -> str:
+        """Why this host takes no requests; empty if it takes them."""
         ...
 
     @property

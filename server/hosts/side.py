@@ -52,7 +52,7 @@ class Side:
         self._tasks: list[asyncio.Task[None]] = []
         self._ending: asyncio.Task[None] | None = None
         self._last_moment: threading.Timer | None = None
-        self.refusal: str | None = None
+        self.refusal = ""
         self.link: LinkFacts | None = None  # known after ``join``
 
     def node_of(self, rank: int) -> str:

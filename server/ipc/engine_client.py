@@ -29,7 +29,7 @@ _WORDS = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineState:
     phase: Phase
-    reason: str = ""  # what is loading, or why the engine died
+    reason: str = ""  # what is loading, why the engine died, or why this process takes no requests though it is ready
 
     def __str__(self) -> str:
         """The message for a client that is refused."""

@@ -52,7 +52,6 @@ class ZmqEngineClient:
         self._max_queued_requests = max_queued_requests
         self._first_rank, self._on_report = first_rank, on_report
         self.state = EngineState(phase=Phase.LOADING, reason="starting")
-        self.refusal: str | None = None  # why this process takes no requests even when it is ready
         self.stats: EngineStats | None = None
         self.comm_setup: CommSetup | None = None
         self.comm_latencies: Sequence[Latency] = ()
@@ -145,8 +144,8 @@ class ZmqEngineClient:
     def _admit(self, requests: Sequence[AddRequest]) -> None:
         if self.state.phase is not Phase.READY:
             raise EngineUnavailableError(str(self.state))
-        if self.refusal is not None:
-            raise EngineUnavailableError(self.refusal)
+        if self.state.reason:
+            raise EngineUnavailableError(self.state.reason)
         if len(self._live) + len(requests) > self._max_queued_requests:
             raise QueueFullError(
                 f"{len(self._live)} sequences wait or run and {len(requests)} more would exceed the limit of "

@@ -88,7 +88,6 @@ class RankedEngine:
             first_rank=ranks.numbers.start,
             on_report=self.hear,
         )
-        self.client.refusal = self._hosts.refusal
         self.ready: dict[int, Ready] = {}
         self._all_ready = asyncio.Event()
         self._trouble = asyncio.Event()
@@ -212,7 +211,7 @@ class RankedEngine:
 
     def note_serving(self) -> None:
         """All ranks of all hosts are ready."""
-        self.client.set_phase(Phase.READY)
+        self.client.set_phase(Phase.READY, self._hosts.refusal)
         self._all_ready.set()
 
     def note_stop(self, node: str) -> None:

@@ -110,14 +110,20 @@ def _home(serving: Serving, url: str) -> Home:
         else {"prompt": "A wire is"}
     )
     path = "v1/chat/completions" if chats else "v1/completions"
+    example = (
+        f"curl {shlex.quote(url + path)} -H 'content-type: application/json'{key} \\\n"
+        f"  -d '{json.dumps({**body, 'temperature': 0, 'max_tokens': 60})}'"
+    )
+    status = serving.status
+    if status.phase is Phase.READY and status.reason:  # another node takes the requests
+        example = f"curl {shlex.quote(url + 'health')}"
     return Home(
         name=f"Tightwire {__version__}",
         about="Serves a Llama model, split over several processes or devices, with OpenAI's HTTP API.",
         model=model.info.name if model else None,
-        status=str(serving.status),
+        status=str(status),
         links=_LINKS,
-        example=f"curl {shlex.quote(url + path)} -H 'content-type: application/json'{key} \\\n"
-        f"  -d '{json.dumps({**body, 'temperature': 0, 'max_tokens': 60})}'",
+        example=example,
     )
 
 

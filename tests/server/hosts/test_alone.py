@@ -27,4 +27,4 @@ async def test_the_engine_hears_at_once_what_other_hosts_would_tell(tmp_path: Pa
 
 def test_no_host_is_named_and_all_ranks_are_watched() -> None:
     alone = Alone(range(3), None, Told())
-    assert (alone.watched, alone.node_of(2), alone.refusal) == (range(3), "", None)
+    assert (alone.watched, alone.node_of(2), alone.refusal) == (range(3), "", "")

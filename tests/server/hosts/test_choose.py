@@ -16,9 +16,9 @@ def _config(*argv: str) -> ServeConfig:
 
 
 @pytest.mark.parametrize(
-    ("node", "kind", "refusal"), [(0, Head, None), (1, Member, "this is node 1; send requests to node 0 at 127.0.0.1")]
+    ("node", "kind", "refusal"), [(0, Head, ""), (1, Member, "this is node 1; send requests to node 0 at 127.0.0.1")]
 )
-async def test_several_hosts_are_node_0_and_others(node: int, kind: type, refusal: str | None) -> None:
+async def test_several_hosts_are_node_0_and_others(node: int, kind: type, refusal: str) -> None:
     place = joining(node, free_ports(6), Told()).place
     hosts = choose_hosts(ServeConfig(), place, range(node, node + 1), None, Told())
     assert type(hosts) is kind and hosts.refusal == refusal

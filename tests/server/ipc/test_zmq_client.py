@@ -174,6 +174,7 @@ async def test_death_ends_a_recording_and_refuses_the_next(client: ZmqEngineClie
         (Phase.LOADING, "weights 40 %", "still loading: weights 40 %"),
         (Phase.DRAINING, "", "shutting down"),
         (Phase.DEAD, "rank 1 fell", "has failed: rank 1 fell"),
+        (Phase.READY, "this is node 1; send requests to node 0", "^this is node 1; send requests to node 0$"),
     ],
 )
 async def test_only_a_ready_engine_takes_requests(

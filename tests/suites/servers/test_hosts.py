@@ -115,6 +115,8 @@ def test_two_hosts_answer_as_one_for_each_algorithm_and_a_lost_host_ends_the_oth
         refused = nodes[1].visit(lambda: complete(health, 3))
         assert refused.status_code == 503
         assert "this is node 1; send requests to node 0 at 10.0.0.1" in refused.text
+        home = nodes[1].visit(lambda: get(f"{health}/").json())
+        assert home["status"] == "ready: this is node 1; send requests to node 0 at 10.0.0.1"
         second.process.send_signal(signal.SIGKILL)
         assert first.wait_exit(30) == 1
         assert "node 1 (10.0.0.2): lost: it closed the connection (last known: rank 0: " in first.log

@@ -67,6 +67,15 @@ async def test_home_while_loading(engine: FakeEngine) -> None:
     assert page["model"] is None and "weights 40%" in page["status"]
 
 
+def test_home_of_another_node_names_node_0_and_gives_a_command_that_works(engine: FakeEngine) -> None:
+    engine.state = EngineState(phase=Phase.READY, reason="this is node 1; send requests to node 0 at 10.0.0.1")
+    with serve(app_for(engine)) as url:
+        page = httpx.get(url, headers={"user-agent": "curl/8", "accept": "*/*"}).text
+        command, address = shlex.split(page.splitlines()[-1])
+        assert command == "curl" and httpx.get(address).status_code == 200
+    assert "tiny: ready: this is node 1; send requests to node 0 at 10.0.0.1.\n" in page
+
+
 async def test_comm_lists_policies_and_cost(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     idle = (await client.get("/comm")).json()
     assert (idle["choices"], idle["self_test"], idle["transport"]) == ([], [], "none")
