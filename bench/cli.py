@@ -57,6 +57,12 @@ def tune(argv: Sequence[str]) -> int:
         "--seconds", type=float, default=60.0, metavar="S", help="approximate time of all measurements (default: 60)"
     )
     parser.add_argument(
+        "--allow-busy",
+        action="store_true",
+        default=False,
+        help="measure and keep the times although other programs use the machine",
+    )
+    parser.add_argument(
         "--quality",
         action="store_true",
         default=False,
@@ -80,7 +86,7 @@ def tune(argv: Sequence[str]) -> int:
         return _load("quality.accuracy", "run")(at_least_two_ranks(config), num_tokens)
     if not 1 <= args.seconds <= _MAX_TUNE_SECONDS:
         parser.error(f"--seconds must be 1 to {_MAX_TUNE_SECONDS:g} seconds, got {args.seconds:g}")
-    return _load("tune", "run")(at_least_two_ranks(config), args.seconds)
+    return _load("tune", "run")(at_least_two_ranks(config), args.seconds, allow_busy=args.allow_busy)
 
 
 def _load(module: str, name: str) -> Any:

@@ -5,6 +5,7 @@ Ranks are processes of this machine. Every result is checked; an algorithm with 
 """
 
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,6 +34,7 @@ from tightwire.server.plan.comm_decision import policy_requests
 from tightwire.server.plan.devices import num_cores
 from tightwire.server.plan.setting import decide_setting
 
+_LOOK_S = 1.5  # for a look at the load before the measurement
 _START_S = 6.0  # for the ranks of one transport to start and join
 _MAX_OTHERS_SHARE = 0.25  # of the cores; above it, medians were wrong by up to ten times
 _MIN_SECONDS_PER_SIZE = 0.1
@@ -64,14 +66,18 @@ class TunePlan:
         return tuple(sorted(count * self.request.row_elems * setting.elem_bytes for count in rows))
 
 
-def run(config: ServeConfig, seconds: float) -> int:
+def run(config: ServeConfig, seconds: float, *, allow_busy: bool = False) -> int:
     """Returns 0, 1 when ranks failed or the file cannot be written, 2 for refused options, 130 after Ctrl-C."""
     console, refused = make_console(), 2
     try:
         plan = make_plan(config, seconds)
         refused = 1
+        if not allow_busy:
+            watch = OthersWatch()
+            time.sleep(_LOOK_S)
+            _check_quiet(watch.share(), "before the measurement")
         write_tuned(plan.path, plan.host, [])  # find out before measuring whether that is possible
-        for measured in measure_all(plan, console):
+        for measured in measure_all(plan, console, allow_busy=allow_busy):
             write_tuned(plan.path, plan.host, [measured])
     except (LocalRankError, CrowdedError, OSError, ValueError) as error:
         sys.stderr.write(f"tightwire tune: {error}\n")
@@ -113,19 +119,19 @@ def _transports(config: ServeConfig, setting: Setting) -> list[str]:
     return ["sockets" if why_unusable() else "shared-memory", "process-group"]
 
 
-def measure_all(plan: TunePlan, console: Console) -> Iterator[Measured]:
+def measure_all(plan: TunePlan, console: Console, *, allow_busy: bool = False) -> Iterator[Measured]:
     """Measure all settings; skip a transport that fails. Raises LocalRankError, CrowdedError on a busy machine."""
     for setting in plan.settings:
         console.print(str(setting), style="bold", markup=False)
         try:
-            yield _measure_setting(plan, setting, console)
+            yield _measure_setting(plan, setting, console, allow_busy)
         except ValueError as error:
             if len(plan.settings) == 1:
                 raise
             console.print(f"{setting.transport} is left out: {error}", markup=False, soft_wrap=True)
 
 
-def _measure_setting(tune: TunePlan, setting: Setting, console: Console) -> Measured:
+def _measure_setting(tune: TunePlan, setting: Setting, console: Console, allow_busy: bool) -> Measured:
     options = RankOptions(
         ranks=setting.world_size, device=setting.device, transport=setting.transport, nodes=setting.num_nodes
     )
@@ -149,12 +155,18 @@ def _measure_setting(tune: TunePlan, setting: Setting, console: Console) -> Meas
                     print_table(console, size_table(rows))
                 progress.advance(task)
         others = watch.share()
-    if others > _MAX_OTHERS_SHARE:
-        raise CrowdedError(
-            f"other programs used {others:.0%} of this machine's cores while {setting.transport} was measured, so its times are "
-            "not kept; run tune again when the machine is idle"
-        )
+    if not allow_busy:
+        _check_quiet(others, f"while {setting.transport} was measured")
     return judge(setting, cells)
+
+
+def _check_quiet(share: float, when: str) -> None:
+    """Raise CrowdedError if other programs use more than ``_MAX_OTHERS_SHARE`` of the cores."""
+    if share > _MAX_OTHERS_SHARE:
+        raise CrowdedError(
+            f"other programs used {share:.0%} of this machine's cores {when}, so times would be wrong and are not kept; run tune "
+            "again when the machine is idle, or with --allow-busy"
+        )
 
 
 def judge(setting: Setting, cells: Cells) -> Measured:

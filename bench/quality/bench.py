@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tightwire.bench.quality import report
-from tightwire.bench.quality.measure import Measured, make_pool, measure_arms
+from tightwire.bench.quality.measure import Measured, make_pool, measure_arms, num_steps
 from tightwire.bench.quality.options import QualityOptions, is_compared
 from tightwire.bench.quality.ranks import ThreadRanks
-from tightwire.bench.quality.search import arm_policy_file, find_mix
+from tightwire.bench.quality.search import arm_policy_file, find_mix, num_search_steps
 from tightwire.bench.quality.setting import MIX, PLAIN_WEIGHTS, Arm, Setting, file_arm, make_setting
 from tightwire.bench.report.page import Item
 from tightwire.bench.report.table import Metric
@@ -44,7 +44,10 @@ class QualityBench(Bench[QualityOptions]):
         self.print(report.describe_setting(self.facts), report.LEGEND, "")
         try:
             with self.progress, make_pool(num_cores()) as pool:
-                self._task = self.progress.add_task("loading", total=None)
+                num_arms = len(setting.arms) + (self.options.search is not None)
+                total = len(self.options.world_sizes) * num_steps(setting, num_arms)
+                total += 0 if self.options.search is None else num_search_steps(setting)
+                self._task = self.progress.add_task("loading", total=total)
                 for world_size in self.options.world_sizes:
                     ranks = ThreadRanks(
                         setting.checkpoint,
@@ -62,16 +65,13 @@ class QualityBench(Bench[QualityOptions]):
 
     def _measure_ranks(self, setting: Setting, ranks: ThreadRanks, pool: ThreadPoolExecutor) -> None:
         def show(step: str) -> None:
-            self.progress.update(self._task, description=f"{ranks.world_size} ranks: {step}")
+            self.progress.update(self._task, description=f"{ranks.world_size} ranks: {step}", advance=1)
 
         if self.options.search is not None and self._mix is None:
             self._mix, self._search = find_mix(setting, ranks, pool, show)
         measured = Measured(world_size=ranks.world_size)
         self._measured.append(measured)
-        num_batches = sum(1 for _ in setting.batches(setting.windows.measured))
-        self.progress.reset(self._task, total=num_batches)
         for _ in measure_arms(setting, ranks, self._arms(setting), pool, measured, show):
-            self.progress.advance(self._task)
             self.keep()
         self.print_table(report.world_size_table(self.result("not finished"), ranks.world_size))
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tightwire.bench.quality.compared import make_any
-from tightwire.bench.quality.items import ROW_TOKENS, batches, judge
+from tightwire.bench.quality.items import ROW_TOKENS, TaskItem, batches, judge
 from tightwire.bench.quality.ranks import ThreadRanks
 from tightwire.bench.quality.setting import EXACT, LOSSY_SITES, Arm, Setting, exact_arm, places
 from tightwire.comm.codec.codec import Feedback
@@ -204,11 +204,21 @@ def measure_arms(
     yield from _answer_items(setting, ranks, arms, measured, show)
 
 
+def num_steps(setting: Setting, num_arms: int) -> int:
+    """How often ``measure_arms`` with noise calls ``show``."""
+    num_batches = sum(1 for _ in setting.batches(setting.windows.measured))
+    return 1 + num_batches * (num_arms + 2) + sum(1 for _ in _item_batches(setting)) * (num_arms + 1)
+
+
+def _item_batches(setting: Setting) -> Iterator[tuple[list[TaskItem], Tensor]]:
+    return batches(setting.items, setting.options.batch * (setting.options.window // ROW_TOKENS))
+
+
 def _answer_items(
     setting: Setting, ranks: ThreadRanks, arms: Sequence[Arm], measured: Measured, show: Callable[[str], None]
 ) -> Iterator[None]:
     """Judge every arm's answers; yield after each batch of items."""
-    for batch, rows_RL in batches(setting.items, setting.options.batch * (setting.options.window // ROW_TOKENS)):
+    for batch, rows_RL in _item_batches(setting):
         for number, name in enumerate([EXACT, *(arm.name for arm in arms)]):
             show(f"items: {name}")
             right = judge(batch, rows_RL, ranks.prefill(rows_RL, number), ranks.head_VD)

@@ -118,9 +118,9 @@ class QualityOptions(OutputOptions):
         metavar="NAME,NAME",
         parse=split_all_reduce_names,
     )
-    world_sizes: tuple[int, ...] = option((2, 4, 8), "numbers of ranks", metavar="N,N", parse=parse_integers)
+    world_sizes: tuple[int, ...] = option((2,), "numbers of ranks", metavar="N,N", parse=parse_integers)
     text: Path | None = option(None, "UTF-8 text to measure on (default: English prose of the project)", metavar="FILE")
-    tokens: int = option(50_000, "tokens to measure on, spread over the text", metavar="N", least=1)
+    tokens: int = option(12_288, "tokens to measure on, spread over the text", metavar="N", least=1)
     window: int = option(512, "tokens of context: the text is cut into windows of N tokens", metavar="N", least=16)
     items: int = option(
         0,
@@ -149,7 +149,7 @@ class QualityOptions(OutputOptions):
         const="flash-int6",
     )
     search_tokens: int = option(
-        2048, "tokens for --search; it runs each twice as often as the model has layers", metavar="N", least=1
+        1024, "tokens for --search; it runs each twice as often as the model has layers", metavar="N", least=1
     )
     write_policy: Path | None = option(
         None,

@@ -100,6 +100,12 @@ def find_mix(
     return make_policy_file(setting, algorithms, "mix", origin), facts
 
 
+def num_search_steps(setting: Setting) -> int:
+    """How often ``find_mix`` calls ``show``."""
+    num_arms = len(places(setting.config)) + (0 if setting.options.search_kl is None else setting.config.num_layers)
+    return 1 + num_arms * sum(1 for _ in setting.batches(setting.windows.calibration))
+
+
 def _sensitivities(
     setting: Setting, ranks: ThreadRanks, pool: ThreadPoolExecutor, noise: Powers, show: Callable[[str], None]
 ) -> dict[Place, float]:

@@ -165,7 +165,7 @@ def svg(*plots: Plot) -> str:
         handles, names = figure.axes[0].get_legend_handles_labels()
         if names:  # matplotlib warns of an empty legend
             chars = _LEGEND_CHARS * len(plots)
-            columns = min(3 * len(plots), max(1, chars // max(len(name) + 3 for name in names)))
+            columns = min(4 * len(plots), max(1, chars // max(len(name) + 3 for name in names)))
             figure.legend(handles, names, loc="outside lower center", ncols=columns, fontsize=9.5)
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})

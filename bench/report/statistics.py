@@ -18,6 +18,7 @@ Verdict = Literal["faster", "slower", "no difference", "too few rounds"]
 
 FLOOR = 0.01  # a ratio within 1 +- this is no difference, however certain
 MIN_SAMPLES = 3
+_WIDE = 4.0  # from low to high, an interval that tells nothing
 _MOST_BATCHES = 20  # of one run
 _FAMILY = 12  # number of cells whose verdicts are read together
 # Student's t of 1 - 0.025 and of 1 - 0.025 / _FAMILY by degrees of freedom: up to 7 samples have too few orders for a
@@ -67,7 +68,7 @@ def compare(
     The verdict is ``faster`` or ``slower`` when the whole 95 % interval lies outside 1 +- ``FLOOR`` and the wider interval
     for a dozen cells (Bonferroni: 1 - 0.05 / 12, so 99.6 %) excludes 1. With 95 % alone every other A/A table of a dozen
     cells would contain a false verdict. Where only the wider interval contains 1, the verdict is ``too few rounds``, because
-    more rounds would decide; so it is below ``MIN_SAMPLES``. Fewer than 8 samples can be resampled in too few ways: the wider
+    more rounds would decide; so it is below ``MIN_SAMPLES``, and for an interval wider than a factor of four. Fewer than 8 samples can be resampled in too few ways: the wider
     interval is then Student's on logarithms, and the printed one is at least as wide as Student's.
 
     Args:
@@ -94,7 +95,7 @@ def compare(
         outer_low, outer_high = math.exp(middle - outer_t * error), math.exp(middle + outer_t * error)
     above, below = low > 1 + FLOOR, high < 1 - FLOOR
     verdict: Verdict = "no difference"
-    if n < MIN_SAMPLES or ((above or below) and outer_low <= 1 <= outer_high):
+    if n < MIN_SAMPLES or high > _WIDE * low or ((above or below) and outer_low <= 1 <= outer_high):
         verdict = TOO_FEW
     elif above or below:
         verdict = "slower" if above == worse_is_higher else "faster"

@@ -63,10 +63,10 @@ class ServeOptions(OutputOptions):
         parse=_parse_json_object,
         default_factory=dict,
     )
-    # With the same prompts as in an earlier run, the server's prefix cache would be warm.
     seed: int = option(
         None,
-        "seed of prompts and arrivals (default: a fresh one, printed and recorded)",
+        "seed of arrivals and of prompts, whose first words are new in each run, so that no prefix cache knows them (default: a "
+        "fresh one, printed and recorded)",
         default_factory=lambda: secrets.randbelow(1 << 31),
     )
     timeout_s: float = option(600.0, "longest time of one request", metavar="S", flag="--timeout", above=0)

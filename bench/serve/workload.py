@@ -1,10 +1,11 @@
 """Generated prompts of a given length by the server's own count.
 
 A prefix cache answers a repeated prompt many times faster, so each prompt is used once, and random prompts share no
-beginning, within a run or between runs with different seeds.
+beginning, within a run or between two runs, also of the same seed: their first words are drawn anew in each run.
 """
 
 import random
+import secrets
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -13,12 +14,13 @@ from tightwire.bench.client import BenchClient, Prompt
 from tightwire.model.text.prose import ENGLISH_FOLDER
 from tightwire.server.cli.remote import RemoteError
 
+_FRESH_WORDS = 4  # of some 500, so that no two of many prompts begin alike
 _TRIAL_WORDS = (4, 24)  # short: a word may be many tokens, and the context small
 
 
 @dataclass(kw_only=True, slots=True)
 class Workload:
-    """Prompts of random English words with ``input_len`` tokens; the same seed gives the same prompts.
+    """Prompts of random English words with ``input_len`` tokens; the same seed gives the same prompts but for their first words.
 
     With ``prefix_groups`` each prompt also begins with one of so many prefixes of ``prefix_len`` tokens, a system prompt in
     a chat. A prompt has ``tokens_per_word`` tokens for each word plus ``overhead`` for the template; ``fit`` sets both.
@@ -32,10 +34,12 @@ class Workload:
     prefix_groups: int = 0
     tokens_per_word: float = 1.0
     overhead: float = 0.0
+    salt: int = field(default_factory=lambda: secrets.randbits(64))  # of the first words
     _random: random.Random = field(init=False)
+    _fresh: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
-        self._random = random.Random(f"{self.seed}/prompts")
+        self._random, self._fresh = random.Random(f"{self.seed}/prompts"), random.Random(self.salt)
 
     def take(self, count: int) -> list[Prompt]:
         return [self._next() for _ in range(count)]
@@ -88,8 +92,8 @@ class Workload:
         if self.prefix_groups:
             group = self._random.randrange(self.prefix_groups)
             num_words = max(1, round(self.prefix_len / self.tokens_per_word))
-            prefix = _text(random.Random(f"{self.seed}/group {group}"), num_words)
-        text = _text(self._random, self.words(self.input_len))
+            prefix = _text(random.Random(f"{self.salt}/group {group}"), num_words)
+        text = _text(self._random, self.words(self.input_len), self._fresh)
         return Prompt(content=self._content(prefix, text), max_tokens=self.output_len)
 
     def _content(self, prefix: str, text: str) -> Any:
@@ -99,8 +103,12 @@ class Workload:
         return [*system, {"role": "user", "content": text}]
 
 
-def _text(source: random.Random, num_words: int) -> str:
-    return " ".join(source.choices(english_words(), k=num_words))
+def _text(source: random.Random, num_words: int, fresh: random.Random | None = None) -> str:
+    """Random words; the first ones are from ``fresh``."""
+    words = source.choices(english_words(), k=num_words)
+    if fresh is not None:
+        words[:_FRESH_WORDS] = fresh.choices(english_words(), k=len(words[:_FRESH_WORDS]))
+    return " ".join(words)
 
 
 @cache

@@ -15,7 +15,7 @@ from tightwire.server.hosts.launcher import resolve_hosts
 from tightwire.server.plan.run_plan import decide
 from tightwire.server.plan.setting import check_all_reduce_names
 
-_NOT_KEPT = ("config", "output", "label")  # in the result's options
+_NOT_KEPT = ("config", "output", "label", "json")  # in the result's options
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

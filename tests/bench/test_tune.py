@@ -92,6 +92,20 @@ def test_times_of_a_crowded_machine_are_not_kept(
     model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(OthersWatch, "share", lambda self: 0.4)
+    measured = []
+    monkeypatch.setattr(tune_module, "measure_all", lambda *_, **__: measured.append(1) or [])
+    assert main(["tune", *flags(model, "--seconds", "1", "--transport", "shared-memory")]) == 1
+    said = capsys.readouterr().err
+    assert "other programs used 40% of this machine's cores before the measurement" in said and "--allow-busy" in said
+    assert measured == [] and list(cache.rglob("*.json")) == [], "refused before anything is measured"
+    assert main(["tune", *flags(model, "--allow-busy", "--transport", "shared-memory")]) == 0 and measured == [1]
+
+
+def test_a_machine_that_becomes_crowded_is_refused_afterwards(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shares = iter((0.0, 0.4))
+    monkeypatch.setattr(OthersWatch, "share", lambda self: next(shares))
     assert main(["tune", *flags(model, "--seconds", "1", "--transport", "shared-memory")]) == 1
     assert "other programs used 40% of this machine's cores while shared-memory was measured" in capsys.readouterr().err
     assert list(cache.rglob("*.json")) == []

@@ -91,6 +91,7 @@ def test_an_interval_that_excludes_1_is_never_called_no_difference() -> None:
             got = pairs(np.ones(count), 0.87 * noisy(seed, count, 0.1), paired=True)
             if got.high < 0.99:
                 assert got.verdict in ("faster", "too few rounds"), got
+    assert compare([1.0] * 3, [0.4, 1.0, 3.0], paired=True).verdict == "too few rounds", "an interval of 0.1 to 10"
     certain = pairs(np.ones(6), 0.87 * noisy(0, 6, 0.01), paired=True)
     unsure = compare([1.0] * 6, [0.78, 0.95, 0.86, 1.0, 0.80, 0.84], paired=True)
     assert (certain.verdict, unsure.verdict) == ("faster", "too few rounds") and unsure.high < 0.99

@@ -9,8 +9,8 @@ from tightwire.model.open import open_checkpoint
 from tightwire.server.cli.remote import RemoteError
 
 
-def synthetic(seed: int = 1, num_words: int = 32) -> Workload:
-    return Workload(input_len=num_words, output_len=8, seed=seed)
+def synthetic(seed: int = 1, num_words: int = 32, salt: int = 0) -> Workload:
+    return Workload(input_len=num_words, output_len=8, seed=seed, salt=salt)
 
 
 def first_words(prompts: list[Prompt], count: int) -> set[str]:
@@ -25,9 +25,20 @@ def test_a_seed_gives_the_same_prompts_however_they_are_taken() -> None:
     assert synthetic(seed=2).take(10) != together
 
 
+def test_two_runs_of_a_seed_share_all_but_the_beginning() -> None:
+    """So that the second run does not find its prompts in the server's prefix cache."""
+    one, two = (Workload(input_len=32, output_len=8, seed=1).take(20) for _ in range(2))
+    first, second = ([str(prompt.content).split() for prompt in prompts] for prompts in (one, two))
+
+    assert [words[4:] for words in first] == [words[4:] for words in second]
+    assert not {tuple(words[:4]) for words in first} & {tuple(words[:4]) for words in second}
+    groups = [{tuple(str(p.content).split()[:4]) for p in shared(salt=salt).take(20)} for salt in (1, 2)]
+    assert not groups[0] & groups[1]
+
+
 def test_no_two_prompts_share_a_prefix() -> None:
     workload = synthetic()
-    prompts = [*workload.take(500), *synthetic(seed=2).take(500)]
+    prompts = [*workload.take(500), *synthetic(seed=2, salt=2).take(500)]
 
     assert len(first_words(prompts, 4)) == len(prompts)
 
@@ -67,8 +78,8 @@ def count_words(prompt: Prompt) -> int:
     return len(str(prompt.content).split())
 
 
-def shared(seed: int = 1, *, chat: bool = False) -> Workload:
-    return Workload(prefix_len=60, prefix_groups=3, input_len=20, output_len=8, seed=seed, chat=chat)
+def shared(seed: int = 1, *, chat: bool = False, salt: int = 0) -> Workload:
+    return Workload(prefix_len=60, prefix_groups=3, input_len=20, output_len=8, seed=seed, chat=chat, salt=salt)
 
 
 def test_only_the_prefix_of_a_group_is_shared() -> None:
@@ -78,7 +89,7 @@ def test_only_the_prefix_of_a_group_is_shared() -> None:
     assert len(groups) == 3
     assert {len(words) for words in prompts} == {80}
     assert len({tuple(words[60:64]) for words in prompts}) == 60
-    assert not set(groups) & {tuple(str(prompt.content).split()[:60]) for prompt in shared(seed=2).take(30)}
+    assert not set(groups) & {tuple(str(prompt.content).split()[:60]) for prompt in shared(salt=2).take(30)}
 
 
 def test_in_a_chat_the_prefix_is_the_system_prompt() -> None:
