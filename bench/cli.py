@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tightwire.server.cli.verbs import COMM_GROUPS, at_least_two_ranks
+from tightwire.server.cli.explain import COMM_GROUPS, at_least_two_ranks
 from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 
 _MAX_TUNE_SECONDS = 3600.0

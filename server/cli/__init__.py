@@ -1,1 +1,1 @@
-"""The command-line verbs that serve or use a model. Start with `verbs`."""
+"""The verbs ``serve``, ``generate``, ``chat``, ``prepare``, ``pull`` and ``explain``, one file each; open serve first."""

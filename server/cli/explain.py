@@ -1,191 +1,45 @@
-"""Prints every AllReduce for the messages a model will send, with its cost and the reason for the choice."""
+"""Runs ``tightwire explain``: reads its flags, then imports what explains."""
 
-import json
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-import torch
-from rich.console import Console
-from rich.padding import Padding
-from rich.text import Text
-
-from tightwire.comm.link.wire import LinkFacts
-from tightwire.comm.policy.choose import Chooser, PolicyRequest, Verdict
-from tightwire.comm.policy.rules import PHASES, Choice, describe_layers
-from tightwire.model.adapters.product import AdapterRoom, adapter_bytes
-from tightwire.model.layout import make_layout
-from tightwire.model.open import fingerprint, open_checkpoint
-from tightwire.server.config.hosts import HostOptions
+from tightwire.comm.policy.error_budget import parse_error_budget
+from tightwire.server.cli.start import interrupts_end_at_once
+from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.hosts.launcher import resolve_hosts
-from tightwire.server.hosts.place import last_probe
-from tightwire.server.plan.comm_decision import CommDecision, decide_comm, policy_requests
-from tightwire.server.plan.lora import describe_adapters, plan_adapters
-from tightwire.server.plan.setting import check_all_reduce_names, choose_dtype, decide_setting, requested_link
-from tightwire.sizes import format_bytes
 
-_SITES = ("o_proj", "down_proj")
+COMM_GROUPS = ("model", "parallel", "engine")
+_GROUPS = (*COMM_GROUPS, "adapters")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Explained:
-    """One message size of a phase and its candidates, the chosen one first."""
-
-    sites: tuple[str, ...]
-    layers: tuple[int, ...] | None  # None: all
-    phase: str
-    num_rows: int
-    num_bytes: int
-    verdicts: list[Verdict]
-
-
-def run(config: ServeConfig, as_json: bool, network: bool = False) -> int:
-    """Print the explanation; exit code 0, or 2 for options that are refused. ``network``: between hosts, as probed."""
-    try:
-        link = last_probe() if network else None
-        if link is not None:
-            nodes = 1 + max(pair.nodes[1] for pair in link.pairs)
-            hosts = HostOptions(nnodes=nodes, node_rank=0, master_addr="node-0")
-            config = resolve_hosts(replace(config, hosts=hosts), {})[0]
-            sys.stderr.write(f"{link.describe(nodes)}\n")
-        request, decision, num_layers = decide_for(config, link)
-        adapters = _explain_adapters(config)
-    except ValueError as error:
-        sys.stderr.write(f"tightwire explain: {error}\n")
-        return 2
-    explained = explain(decision.chooser, request, decision.setting.elem_bytes, num_layers)
-    if as_json:
-        sys.stdout.write(json.dumps(_as_data(decision, explained)) + "\n")
-    else:
-        console = Console(highlight=False)
-        _show(console, decision, explained)
-        if adapters:
-            console.print(adapters, markup=False)
-    return 0
-
-
-def decide_for(config: ServeConfig, network: LinkFacts | None = None) -> tuple[PolicyRequest, CommDecision, int]:
-    """The decision that ``serve`` would make, and the model's number of layers. ValueError: the model or an option is refused."""
-    check_all_reduce_names(config.parallel)
-    checkpoint = open_checkpoint(config.model.model, config.model.seed)
-    model = checkpoint.config
-    requests = policy_requests(config, model)
-    link = network or requested_link(config.parallel)
-    setting, gpus = decide_setting(config, model, link)
-    decision = decide_comm(requests, setting, [gpu.name for gpu in gpus], link, fingerprint(checkpoint))
-    return next(iter(requests.values())), decision, model.num_layers
-
-
-def _explain_adapters(config: ServeConfig) -> str:
-    """Describe the memory of LoRA adapters; empty without them."""
-    model = open_checkpoint(config.model.model, config.model.seed).config
-    plan = plan_adapters(config.adapters, model)
-    if plan is None:
-        return ""
-    layout = make_layout(model, config.parallel.tp, config.parallel.tp_split)
-    device = decide_setting(config, model)[0].device
-    elem_bytes = getattr(torch, choose_dtype(config.model, model, device)).itemsize
-    sizes = AdapterRoom(plan.num_slots, plan.max_rank)
-    return describe_adapters(plan, [adapter_bytes(model, shard, sizes, elem_bytes) for shard in layout.shards])
-
-
-def explain(chooser: Chooser, request: PolicyRequest, elem_bytes: int, num_layers: int) -> list[Explained]:
-    """Explain the message sizes of the model: decode steps from one row to full batches, and prompt chunks."""
-    explained = []
-    for phase in PHASES[::-1]:
-        for sites, layers in _kinds(chooser, phase, num_layers):
-            for num_rows in phase_rows(request, phase):
-                num_bytes = num_rows * request.row_elems * elem_bytes
-                explained.append(
-                    Explained(
-                        sites=sites,
-                        layers=layers,
-                        phase=phase,
-                        num_rows=num_rows,
-                        num_bytes=num_bytes,
-                        verdicts=chooser.verdicts(sites[0], phase, num_bytes, layers[0] if layers else 0),
-                    )
-                )
-    return explained
-
-
-def _kinds(chooser: Chooser, phase: str, num_layers: int) -> list[tuple[tuple[str, ...], tuple[int, ...] | None]]:
-    """Groups of sites and layers with the same choices; None: all layers."""
-    policy, kinds = chooser.policy(), dict[tuple[Choice, ...], dict[str, list[int]]]()
-    for site in _SITES:
-        for layer in range(num_layers):
-            kinds.setdefault(policy.choices(site, layer, phase), {}).setdefault(site, []).append(layer)
-    found: list[tuple[tuple[str, ...], tuple[int, ...] | None]] = []
-    for by_site in kinds.values():
-        alike = {tuple(layers) for layers in by_site.values()}
-        for layers in sorted(alike):
-            sites = tuple(site for site in by_site if tuple(by_site[site]) == layers)
-            found.append((sites, None if len(layers) == num_layers else layers))
-    return found
-
-
-def phase_rows(request: PolicyRequest, phase: str) -> list[int]:
-    """Row counts of a phase's messages: a few, from small to the largest."""
-    if phase == "decode":
-        return sorted({min(count, request.max_decode_rows) for count in (1, 16, request.max_decode_rows)})
-    return sorted({max(1, request.max_rows // share) for share in (8, 1)})
-
-
-def _show(console: Console, decision: CommDecision, explained: Sequence[Explained]) -> None:
-    if decision.warning:
-        console.print(f"warning: {decision.warning}", style="yellow", markup=False)
-    if decision.chooser.warning:
-        console.print(f"warning: {decision.chooser.warning}", style="yellow", markup=False)
-    measured = decision.measured
-    source = (
-        f"measured on this host, {measured.date}"
-        if measured
-        else "`tightwire tune` has not measured yet, so times are predicted (~)"
+def explain(argv: Sequence[str]) -> int:
+    """``tightwire explain``: exit code 0, or 2 for options that are refused."""
+    parser = make_parser(
+        "explain", "Show which AllReduce sums which message of a model, its cost, and the reason.", _GROUPS
     )
-    if decision.setting.link:
-        source = "times are predicted from the link's rate and latency (~)"
-    console.print(f"{decision.setting}; {source}\n", markup=False)
-    for entry in explained:
-        where = "" if entry.layers is None else f" of {describe_layers(entry.layers)}"
-        rows = f"{entry.num_rows} {'row' if entry.num_rows == 1 else 'rows'}, {format_bytes(entry.num_bytes)}"
-        console.print(f"{entry.phase}, {' and '.join(entry.sites)}{where}: {rows}", style="bold", markup=False)
-        _show_verdicts(console, entry.verdicts)
-        console.print()
-
-
-def _show_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
-    """A row of numbers for each algorithm, and its reason below, which may be longer than the terminal is wide."""
-    rows = [("algorithm", "us", "sent", "error"), *map(_cells, verdicts)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row, verdict in zip(rows, (None, *verdicts), strict=True):
-        style = "bold green" if verdict and verdict.chosen else ""
-        name, *numbers = row
-        cells = [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))]
-        console.print("  ".join(cells), style=style, markup=False)
-        if verdict:
-            why = f"chosen: {verdict.why}" if verdict.chosen else verdict.why
-            console.print(Padding(Text(why, style), (0, 0, 0, 4)))
-
-
-def _cells(verdict: Verdict) -> tuple[str, str, str, str]:
-    """A time with ~ is predicted, and not measured by ``tightwire tune``."""
-    measured = verdict.measured_us
-    return (
-        verdict.algorithm,
-        f"~{verdict.predicted_us:.0f}" if measured is None else f"{measured:.0f}",
-        format_bytes(verdict.wire_bytes),
-        "exact" if verdict.error == 0 else f"{verdict.error:.2g}",
+    parser.add_argument(
+        "--error-budget",
+        dest="comm_error_budget",
+        type=parse_error_budget,
+        metavar="E",
+        help="the same as --comm-error-budget E",
     )
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output instead of tables")
+    parser.add_argument(
+        "--network",
+        action="store_true",
+        help="between the hosts of the last server whose node 0 was here, as it probed them",
+    )
+    config, args = parse(parser, argv, _GROUPS)
+    refuse_serving_flags(parser, config)
+    with interrupts_end_at_once():
+        from tightwire.server.cli.explanation import run
+
+        return run(at_least_two_ranks(config), "json" in args, "network" in args)
 
 
-def _as_data(decision: CommDecision, explained: Sequence[Explained]) -> dict[str, Any]:
-    setting = decision.setting
-    return {
-        "setting": {name: getattr(setting, name) for name in setting.__struct_fields__},
-        "measured": decision.measured.date if decision.measured else None,
-        "warning": decision.warning,
-        "policy_warning": decision.chooser.warning,
-        "messages": [asdict(entry) for entry in explained],
-    }
+def at_least_two_ranks(config: ServeConfig) -> ServeConfig:
+    """Use two ranks in place of one, which has no AllReduce; the printed setting shows it."""
+    if config.parallel.tp > 1:
+        return config
+    return replace(config, parallel=replace(config.parallel, tp=2, tp_split=None))

@@ -8,11 +8,10 @@ from typing import TextIO
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.api.detokenize import Detokenizer, TokenTable
-from tightwire.server.cli.verbs import AnswerOptions
+from tightwire.server.cli.progress import Progress
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.ipc.engine_client import EngineUnavailableError
 from tightwire.server.ipc.messages import AddRequest
-from tightwire.server.plan.progress import Progress
 from tightwire.server.ranks.processes import Ranks
 from tightwire.server.ranks.ranked_engine import RankedEngine, RankFailedError
 
@@ -22,12 +21,14 @@ def generate(
     ranks: Ranks,
     progress: Progress,
     prompt: str,
-    answer: AnswerOptions,
+    *,
+    max_tokens: int,
+    temperature: float,
     out: TextIO = sys.stdout,
 ) -> int:
     """Continue ``prompt``. Exit code 0; 2 if refused, 1 if a rank is lost."""
     try:
-        asyncio.run(_generate(config, ranks, progress, prompt, answer, out))
+        asyncio.run(_generate(config, ranks, progress, prompt, max_tokens, temperature, out))
     except ValueError as refusal:
         progress.say(f"tightwire generate: {refusal}")
         return 2
@@ -40,16 +41,22 @@ def generate(
 
 
 async def _generate(
-    config: ServeConfig, ranks: Ranks, progress: Progress, prompt: str, answer: AnswerOptions, out: TextIO
+    config: ServeConfig,
+    ranks: Ranks,
+    progress: Progress,
+    prompt: str,
+    max_tokens: int,
+    temperature: float,
+    out: TextIO,
 ) -> None:
     async with RankedEngine(config, ranks, progress) as engine:
         _, decision, tokenizer = await engine.start()
         request = AddRequest(
             id="generate",
-            prompt_token_ids=_encode(tokenizer, prompt, answer.max_tokens, decision.plan.max_model_len),
+            prompt_token_ids=_encode(tokenizer, prompt, max_tokens, decision.plan.max_model_len),
             params=SamplingParams(
-                max_tokens=answer.max_tokens,
-                temperature=answer.temperature,
+                max_tokens=max_tokens,
+                temperature=temperature,
                 seed=config.model.seed or secrets.randbits(63),
             ),
             adapter=adapters.loaded[0].id if (adapters := decision.plan.adapters) else 0,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import msgspec
 
@@ -24,7 +25,6 @@ from tightwire.server.plan.devices import CudaDevice, available_host_bytes
 from tightwire.server.plan.lora import describe_adapters, plan_adapters
 from tightwire.server.plan.memory_budget import MemoryBudget, describe_offload
 from tightwire.server.plan.numa import describe_placement, read_numa_nodes
-from tightwire.server.plan.progress import Progress
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool
 from tightwire.server.plan.rank_setup import NamedPolicy, RunPlan
 from tightwire.server.plan.setting import (
@@ -42,6 +42,16 @@ from tightwire.sizes import format_bytes
 FETCH_STOPS_S = 2.0  # a fetch reports, and so checks ``stopped``, several times a second
 
 
+class Display(Protocol):
+    """Shows what a start is doing."""
+
+    def say(self, text: str) -> None: ...
+
+    def detail(self, text: str) -> None: ...
+
+    def stage(self, name: str, fraction: float, rank: int = 0) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
     """The plan for the ranks, and its inputs."""
@@ -53,10 +63,10 @@ class Decision:
     comm: CommDecision | None  # None: a single rank
     notes: tuple[str, ...] = ()  # layers that stream, an offloaded KV cache, NUMA nodes
 
-    def report(self, progress: Progress) -> None:
+    def report(self, display: Display) -> None:
         """Write the warnings, and every decision as a detail."""
         for line in self.summary().splitlines():
-            (progress.say if line.startswith("warning: ") else progress.detail)(line)
+            (display.say if line.startswith("warning: ") else display.detail)(line)
 
     def summary(self) -> str:
         """The memory table, then every decision with its reason, one per line."""
@@ -83,7 +93,7 @@ class Decision:
 
 def prepare(
     config: ServeConfig,
-    progress: Progress,
+    display: Display,
     *,
     stopped: Callable[[], bool] = lambda: False,
     link: LinkFacts | None = None,
@@ -98,7 +108,7 @@ def prepare(
     def fetching(fraction: float) -> None:
         if stopped():
             raise ModelError(f"stopped while fetching {name}")
-        progress.stage(f"downloading {name}", fraction)
+        display.stage(f"downloading {name}", fraction)
 
     checkpoint = open_checkpoint(name, config.model.seed, progress=fetching)
     if checkpoint.prepared is not None:

@@ -19,9 +19,8 @@ from tightwire.server.hosts.choose import choose_hosts
 from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ipc.messages import AdapterLoaded, FromRank, Ready, Stage
 from tightwire.server.ipc.zmq_client import ZmqEngineClient
-from tightwire.server.plan.progress import Progress
 from tightwire.server.plan.rank_setup import RankWork
-from tightwire.server.plan.run_plan import FETCH_STOPS_S, Decision, prepare
+from tightwire.server.plan.run_plan import FETCH_STOPS_S, Decision, Display, prepare
 from tightwire.server.ranks.failure_detector import Watch
 from tightwire.server.ranks.processes import Ranks
 
@@ -66,8 +65,8 @@ class RankFailedError(Exception):
 class RankedEngine:
     """N rank processes from start to end. An async context: no rank outlives it."""
 
-    def __init__(self, config: ServeConfig, ranks: Ranks, progress: Progress) -> None:
-        self._config, self._ranks, self._progress = config, ranks, progress
+    def __init__(self, config: ServeConfig, ranks: Ranks, display: Display) -> None:
+        self._config, self._ranks, self._display = config, ranks, display
         self._hosts = choose_hosts(config, ranks.place, ranks.numbers, ranks.link, self)
         self._watch = Watch(
             dict.fromkeys(self._hosts.watched, 0) | ranks.pids,
@@ -127,9 +126,9 @@ class RankedEngine:
     async def _start(self) -> tuple[Checkpoint, Decision, Tokenizer]:
         stopped = threading.Event()
         options, hosts = self._config.model, self._hosts
-        model = await self.guard(hosts.find_model(options.model, self._progress.stage))
+        model = await self.guard(hosts.find_model(options.model, self._display.stage))
         config = replace(self._config, model=replace(options, model=model))
-        opening = Background(lambda: prepare(config, self._progress, stopped=stopped.is_set, link=hosts.link))
+        opening = Background(lambda: prepare(config, self._display, stopped=stopped.is_set, link=hosts.link))
         try:
             checkpoint, decision = await self.guard(opening.result)
         except asyncio.CancelledError:
@@ -137,7 +136,7 @@ class RankedEngine:
             opening.join(FETCH_STOPS_S)
             raise
         decision = replace(decision, plan=await self.guard(hosts.agree(checkpoint, decision.plan)))
-        decision.report(self._progress)
+        decision.report(self._display)
         inboxes = tuple(hosts.inboxes(self._ranks.inboxes))
         self._ranks.hand_out(
             RankWork(location=checkpoint.location, config=self._config, plan=decision.plan, inboxes=inboxes)
@@ -187,7 +186,7 @@ class RankedEngine:
         if self._watch.alarmed:
             self._trouble.set()
         if isinstance(message, Stage):
-            self._progress.stage(message.name, message.fraction, message.rank)
+            self._display.stage(message.name, message.fraction, message.rank)
             if not self._watch.serving:
                 done = f" {100 * message.fraction:.0f} %" if message.fraction else ""
                 self.client.set_phase(Phase.LOADING, self._with_nodes(message.rank, f"{message.name}{done}"))
@@ -207,7 +206,7 @@ class RankedEngine:
         shown, now_s = re.sub(r"\d+%", "", table.partition(" for ")[0]), time.monotonic()
         if shown != self._shown or now_s - self._shown_s > _SHOW_PERIOD_S:
             self._shown, self._shown_s = shown, now_s
-            self._progress.say(table)
+            self._display.say(table)
 
     def note_serving(self) -> None:
         """All ranks of all hosts are ready."""

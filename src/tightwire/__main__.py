@@ -8,17 +8,17 @@ import tightwire
 
 # Verb -> ("module:function", one line of help). The function takes the remaining arguments and returns an exit code.
 VERBS = {
-    "serve": ("tightwire.server.cli.verbs:serve", "serve a model over the OpenAI HTTP API, split over ranks"),
-    "generate": ("tightwire.server.cli.verbs:generate", "continue one prompt on the terminal, without a server"),
+    "serve": ("tightwire.server.cli.serve:serve", "serve a model over the OpenAI HTTP API, split over ranks"),
+    "generate": ("tightwire.server.cli.generate:generate", "continue one prompt on the terminal, without a server"),
     "chat": ("tightwire.server.cli.chat:main", "chat on the terminal with a running server"),
     "bench": ("tightwire.bench.cli:main", "measure; `tightwire bench --help` lists what"),
     "tune": ("tightwire.bench.cli:tune", "measure every AllReduce on this host; `serve` then chooses by the results"),
-    "explain": ("tightwire.server.cli.verbs:explain", "show which AllReduce sums which message of a model, and why"),
+    "explain": ("tightwire.server.cli.explain:explain", "show which AllReduce sums which message of a model, and why"),
     "doctor": ("tightwire.bench.doctor.cli:main", "check this machine: devices, links, and which options to use"),
-    "pull": ("tightwire.server.cli.verbs:pull", "fetch a model of the catalog into the cache"),
+    "pull": ("tightwire.server.cli.pull:pull", "fetch a model of the catalog into the cache"),
     "train": ("tightwire.training.cli:train", "pre-train or fine-tune a model, alone or under torchrun"),
     "prepare": (
-        "tightwire.server.cli.verbs:prepare",
+        "tightwire.server.cli.prepare:prepare",
         "repack a model for streaming, with checksums, or check such a folder",
     ),
 }

@@ -9,10 +9,10 @@ import time
 from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.model.step import StepPlan
-from tightwire.server.cli.launch import serve
+from tightwire.server.cli.http_process import serve
+from tightwire.server.cli.progress import Progress
 from tightwire.server.config.flags import make_parser, parse
 from tightwire.server.http.listener import open_listener
-from tightwire.server.plan.progress import Progress
 from tightwire.server.plan.rank_setup import RankIdentity, RankWork
 from tightwire.server.ranks import rank_main as rank
 from tightwire.server.ranks import worker

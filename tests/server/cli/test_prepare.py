@@ -14,7 +14,7 @@ import pytest
 from tiny import make_tiny, tiny_config
 
 from tightwire.model.open import open_checkpoint
-from tightwire.server.cli.verbs import prepare
+from tightwire.server.cli.prepare import prepare
 
 # Takes long enough to be ended in the middle, and soon has something written.
 _LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 64}

@@ -11,11 +11,11 @@ from tightwire.model.adapters.product import AdapterRoom, adapter_bytes
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
-from tightwire.server.cli import verbs
+from tightwire.server.cli.explain import explain
+from tightwire.server.cli.progress import Progress
 from tightwire.server.config.flags import make_config
 from tightwire.server.config.lora import AdapterOptions
 from tightwire.server.plan.lora import plan_adapters
-from tightwire.server.plan.progress import Progress
 from tightwire.server.plan.run_plan import prepare
 from tightwire.sizes import format_bytes
 
@@ -73,6 +73,6 @@ def test_the_budget_and_explain_count_the_slots(tmp_path: Path, capsys: pytest.C
     ] == sizes
     assert "adapters" in decision.budget.table() and "adapters" not in plain.budget.table()
     flags = [str(model), "--tp", "2", "--lora-dir", str(tmp_path), "--max-loras", "3", "--max-lora-rank", "8"]
-    assert verbs.explain([*flags, "--device", "cpu"]) == 0
+    assert explain([*flags, "--device", "cpu"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"adapters: 3 slots for rank 8, {' and '.join(map(format_bytes, sizes))} a rank, loaded: none" in said

@@ -15,12 +15,12 @@ from tightwire.comm.policy.tune_file import Measured, Point, this_host, tune_pat
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.weights.formats import WeightFormats
+from tightwire.server.cli.progress import Progress
 from tightwire.server.config.flags import make_config
 from tightwire.server.config.limits import MAX_SCORED_ROWS
 from tightwire.server.config.serve import EngineOptions, ServeConfig
 from tightwire.server.plan import run_plan, setting
 from tightwire.server.plan.devices import CudaDevice, num_cores
-from tightwire.server.plan.progress import Progress
 
 GIB = 1 << 30
 MODEL = LlamaConfig(

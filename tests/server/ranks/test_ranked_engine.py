@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from tightwire.server.cli.progress import Progress
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.ipc.engine_client import Phase
-from tightwire.server.plan.progress import Progress
 from tightwire.server.ranks.processes import Ranks
 from tightwire.server.ranks.ranked_engine import Background, RankedEngine, RankFailedError
 

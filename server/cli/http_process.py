@@ -17,6 +17,7 @@ from tightwire.server.api.errors import ApiError
 from tightwire.server.api.lora import Adapters, ServedAdapter
 from tightwire.server.api.schemas import SamplingBody
 from tightwire.server.api.serving import ModelHolder, ModelInfo
+from tightwire.server.cli.progress import Progress
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.http.app import make_app, run_server
@@ -27,7 +28,6 @@ from tightwire.server.ipc.messages import Ready
 from tightwire.server.plan.comm_decision import describe_choices
 from tightwire.server.plan.devices import process_age_s
 from tightwire.server.plan.numa import describe_numbers
-from tightwire.server.plan.progress import Progress
 from tightwire.server.plan.rank_setup import PlannedAdapter, rank_name
 from tightwire.server.plan.run_plan import Decision
 from tightwire.server.ranks.processes import Ranks

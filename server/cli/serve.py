@@ -1,0 +1,68 @@
+"""Runs ``tightwire serve``: checks the options, starts the ranks, then imports and runs the HTTP process."""
+
+import gc
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from tightwire.model.checkpoint.header import has_copy
+from tightwire.server.cli.progress import START_STAGES, Progress
+from tightwire.server.cli.start import check_machine, interrupts_end_at_once, refuse, say, start_ranks
+from tightwire.server.config.flags import make_parser, parse
+from tightwire.server.hosts.launcher import resolve_hosts
+from tightwire.server.hosts.place import NotNowError, wait_for_place
+from tightwire.server.http.listener import PortTakenError, check_files, open_listener, remove_socket
+from tightwire.server.plan.setting import refuse_wrong_model
+
+# A launcher may name a host before the name has an address: Kubernetes adds a pod's name some seconds after its start.
+_NAME_S = 120.0
+
+
+def serve(argv: Sequence[str]) -> int:
+    """``tightwire serve``: exit code 0 after a signal, 1 if a rank or the network is lost, 2 if refused."""
+    with interrupts_end_at_once():
+        return _serve(argv)
+
+
+def _serve(argv: Sequence[str]) -> int:
+    parser = make_parser("serve", "Serve a model over the OpenAI HTTP API, split over rank processes.")
+    config, _ = parse(parser, argv)
+    by_hand = config.hosts.master_addr is not None
+    try:
+        config, notes = resolve_hosts(config, os.environ)
+        say(*notes)
+        place = wait_for_place(config.hosts, 0.0 if by_hand else _NAME_S, say) if config.hosts.several else None
+    except NotNowError as error:
+        return refuse("serve", error, exit_code=1)
+    except ValueError as error:
+        return refuse("serve", error)
+    if place is not None:
+        say(place.describe())
+    try:
+        check_files(config.http)
+        if place is None or place.node == 0 or has_copy(config.model.model):
+            refuse_wrong_model(config)
+        else:
+            say(f"this host has no copy of {config.model.model}; node 0 will send it")
+        check_machine(config)
+        listener = open_listener(config.http)
+    except (ValueError, PortTakenError) as error:
+        return refuse("serve", error)
+    with listener, ExitStack() as stack:
+        stack.callback(remove_socket, config.http)
+        try:
+            ranks = start_ranks(config, stack, place)
+        except ValueError as error:
+            return refuse("serve", error)
+        progress = Progress(
+            len(ranks.numbers) if place and place.node else config.parallel.num_ranks,
+            START_STAGES,
+            verbose=config.http.log_level == "debug",
+        )
+        progress.stage("import", 0.0)
+        gc.disable()  # what is imported stays: looking for garbage would take a fifth of the time
+        from tightwire.server.cli import http_process
+
+        gc.freeze()
+        gc.enable()
+        return http_process.serve(config, listener, ranks, progress)

@@ -1,0 +1,73 @@
+"""Starts ranks for ``serve`` and ``generate``, before the verb imports anything heavy. Imports no torch."""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from tightwire.comm.link.link import parse_link
+from tightwire.comm.link.wire import open_wire
+from tightwire.kernels.cpu.library import available
+from tightwire.server.cli.progress import Progress
+from tightwire.server.config.serve import ServeConfig
+from tightwire.server.hosts.place import HostPlace
+from tightwire.server.plan.setting import refuse_early
+
+if TYPE_CHECKING:
+    from tightwire.server.ranks.processes import Ranks
+
+
+@contextlib.contextmanager
+def interrupts_end_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process silently; during imports it may print a traceback or be lost. Main thread only."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def check_machine(config: ServeConfig) -> None:
+    """Load or compile the kernels, and refuse with a ValueError what this machine cannot do. No thread is left running."""
+    progress = Progress()
+    progress.stage("loading the CPU kernels", 0.0)
+    available()
+    progress.close()
+    refuse_early(config)
+
+
+def start_ranks(config: ServeConfig, stack: ExitStack, place: HostPlace | None = None) -> "Ranks":
+    """Start the wire between the ranks, if any, then the ranks. ValueError: this machine cannot create the wire."""
+    from tightwire.server.ranks.processes import Ranks  # asyncio and zmq: `--help` does without
+
+    options, wire = config.parallel, None
+    if options.link is not None:
+        num_nodes = options.wire_nodes
+        wire = stack.enter_context(
+            open_wire(
+                parse_link(options.link),
+                num_nodes=num_nodes,
+                ranks_per_node=options.tp // num_nodes,
+                emulation=options.link_emulation,
+            )
+        )
+    ranks = Ranks(
+        options.num_ranks,
+        num_nodes=options.nodes,
+        num_replicas=options.dp,
+        shares_weights=config.weights.weights in ("auto", "partition"),
+        wire=wire,
+        place=place,
+    )
+    return stack.enter_context(ranks)
+
+
+def say(*lines: str) -> None:
+    sys.stderr.writelines(f"{line}\n" for line in lines)
+
+
+def refuse(verb: str, error: Exception, exit_code: int = 2) -> int:
+    say(f"tightwire {verb}: {error}")
+    return exit_code

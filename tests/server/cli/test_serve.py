@@ -1,0 +1,71 @@
+"""`tightwire serve` before torch is imported: refusals with a reason, and Ctrl-C at any time (of `generate` too)."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers.server.command import SOURCE
+from tiny import make_tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--allreduce", "foo"], "--allreduce: unknown all-reduce 'foo'"),
+        (["--allreduce", "flash:int9,int4"], "unknown codec 'int9'"),
+        (["--allreduce", "policy:/no/such"], "--allreduce: the policy file /no/such cannot be read"),
+        (["--transport", "peer-memory", "--device", "cpu"], "--transport peer-memory connects GPUs"),
+        (["--overlap", "on"], "--overlap on is not possible: a single rank sums nothing"),
+        (["no-such-model"], "no such model: 'no-such-model'"),
+        (["./no-such-model"], "no such model: './no-such-model'"),
+        (["smollm2-135M"], "did you mean 'smollm2-135m'?"),
+        (["random:foo"], "unknown shape 'foo'; choose one of llama-3.2-1b"),
+        (["/tmp"], "/tmp: has no config.json"),
+        (["random:llama-3-8b", "--tp", "33"], "cannot split 32 query heads over 33 ranks; use --tp 32 or less"),
+        (["random:llama-3-8b", "--max-model-len", "9000"], "--max-model-len 9000 exceeds the model's context of 8192"),
+    ],
+)
+def test_what_the_options_alone_refuse_is_refused_before_torch_is_imported(arguments: list[str], message: str) -> None:
+    code = (
+        "import sys; from tightwire.__main__ import main; sys.exit(main(sys.argv[1:]) + 10 * ('torch' in sys.modules))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    command = [sys.executable, "-c", code, "serve", "--device", "cpu", *arguments]
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize("verb", ["serve", "generate"])
+def test_ctrl_c_during_imports_is_neither_lost_nor_a_traceback(verb: str, model: Path) -> None:
+    arguments = ["hello"] if verb == "generate" else ["--port", "0"]
+    command = [sys.executable, "-m", "tightwire", verb, *arguments, "--model", str(model)]
+    for delay_s in (0.15, 0.6):
+        with subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": str(SOURCE)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        ) as process:
+            _wait_for_main(process.pid)
+            time.sleep(delay_s)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) in (-signal.SIGINT, 130, 0)
+            assert process.stderr is not None and b"Traceback" not in process.stderr.read()
+
+
+def _wait_for_main(pid: int) -> None:
+    """Until a rank has been started, so that Python itself and this package's first lines are past."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    deadline_s = time.monotonic() + 60
+    while not children.read_text().strip():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
