@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightwire.comm.codec.codec import Feedback, as_bytes
-from tightwire.comm.collectives.collectives import all_gather, broadcast, gather_to_root
+from tightwire.comm.collectives.all_gather import all_gather
+from tightwire.comm.collectives.one_rank import broadcast, gather_to_root
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import Routes, kernel_sums
 from tightwire.comm.protocols import AllReduce, KernelSums

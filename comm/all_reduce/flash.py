@@ -13,12 +13,10 @@ from torch import Tensor
 from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.entry import Setting, Work, coded_elem_bytes, coding_effort
 from tightwire.comm.all_reduce.names import NAMES, main_preset_names
-from tightwire.comm.codec.codec import Carried, Codec, Feedback, parse_codec, prepare_codecs, slice_lengths
+from tightwire.comm.codec.codec import NONE, Carried, Codec, Feedback, prepare_codecs, slice_lengths
 from tightwire.comm.codec.error_bounds import quantized_sum_bound, quantized_total_bound, rank_order_bound
 from tightwire.comm.group.group import Group
 from tightwire.comm.transport.legs import sum_in_two_legs, two_leg_bytes
-
-NONE = parse_codec("none")
 
 
 class FlashAllReduce(BaseAllReduce):

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.entry import NODE_ORDER, Setting, Work, coded_elem_bytes, coding_effort
-from tightwire.comm.all_reduce.flash import NONE
 from tightwire.comm.all_reduce.names import NAMES
 from tightwire.comm.codec.codec import (
+    NONE,
     Carried,
     Codec,
     as_bytes,

@@ -3,8 +3,9 @@
 from dataclasses import replace
 from functools import partial
 
-from tightwire.comm.all_reduce.flash import NONE, FlashAllReduce, bytes_of_rank_0, flash_bytes, flash_work
+from tightwire.comm.all_reduce.flash import FlashAllReduce, bytes_of_rank_0, flash_bytes, flash_work
 from tightwire.comm.all_reduce.names import NAMES
+from tightwire.comm.codec.codec import NONE
 from tightwire.comm.group.group import Group
 
 

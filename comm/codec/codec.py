@@ -32,6 +32,11 @@ class Codec:
         return self.format is None
 
     @property
+    def label(self) -> str:
+        """The algorithm's name in the ledger, for a collective with this codec."""
+        return "direct" if self.exact else self.name
+
+    @property
     def group_elems(self) -> int:
         """Elements that are encoded together; a message may be split at multiples of this."""
         return 1 if self.format is None else self.format.group_elems
@@ -74,6 +79,7 @@ class Codec:
         return block_bound.max_error(x_N, self.format)
 
 
+NONE = Codec("none")
 Carried = tuple[Tensor | None, Tensor | None]  # errors of the reduce and the gather leg; None: without feedback
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from tightwire.comm.codec.codec import Codec
-from tightwire.comm.collectives.collectives import all_gather_into
+from tightwire.comm.collectives.all_gather import all_gather_into
 from tightwire.comm.group.nodes import PartitionPeers
 from tightwire.comm.ledger.ledger import GATHERING
 from tightwire.comm.protocols import Moved

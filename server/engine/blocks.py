@@ -1,7 +1,7 @@
 """The KV cache's blocks: allocation by number with a count of holders, and sharing of common prefixes.
 
-A free block marked as kept retains its content while other blocks can be allocated; the least recently used one is
-reused first. A block's key is the entry number of the block before it plus its own tokens, compared in full, so no
+A free block marked as kept retains its content while other blocks can be allocated; then the least recently used one is
+evicted. A block's key is the entry number of the block before it plus its own tokens, compared in full, so no
 prompt can be crafted to match another's blocks. The first block's key also holds the AllReduce policy, the request's
 salt, because a client that times answers can detect earlier prompts, and the id of the LoRA adapter, which a reload changes.
 
@@ -28,24 +28,24 @@ class BlockPool:
         self.num_blocks = num_blocks
         # A stack, lowest number on top, so that a small load touches a small part of the cache.
         self._blank = list(range(num_blocks - 1, -1, -1))
-        self._unused: OrderedDict[int, None] = OrderedDict()  # kept and free, least recently used first
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # kept and free, least recently used first
         self._kept = bytearray(num_blocks)
         self._num_holders = [0] * num_blocks
 
     @property
     def num_free(self) -> int:
         """Blocks that ``allocate`` can return, kept ones included."""
-        return len(self._blank) + len(self._unused)
+        return len(self._blank) + len(self._evictable)
 
     @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate ``count`` blocks; their content is lost. ValueError: fewer are free."""
+        """Allocate ``count`` blocks, and evict the content of kept ones once no other is free. ValueError: fewer are free."""
         if not 0 <= count <= self.num_free:
             raise ValueError(f"asked for {count} blocks, {self.num_free} of {self.num_blocks} are free")
-        taken = [self._blank.pop() if self._blank else self._unused.popitem(last=False)[0] for _ in range(count)]
+        taken = [self._blank.pop() if self._blank else self._evictable.popitem(last=False)[0] for _ in range(count)]
         for block in taken:
             self._kept[block] = 0
             self._num_holders[block] = 1
@@ -56,11 +56,11 @@ class BlockPool:
         for block in blocks:
             assert self._kept[block], "only a kept block has content to share"
             if not self._num_holders[block]:
-                del self._unused[block]
+                del self._evictable[block]
             self._num_holders[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Remove a holder from each. Kept blocks are reused in the order of ``blocks``. ValueError: a block has no holder."""
+        """Remove a holder from each. Kept blocks are evicted in the order of ``blocks``. ValueError: a block has no holder."""
         for block in blocks:
             if not 0 <= block < self.num_blocks or not self._num_holders[block]:
                 raise ValueError(f"block {block} is freed but has no holder (blocks are 0 to {self.num_blocks - 1})")
@@ -68,7 +68,7 @@ class BlockPool:
             if self._num_holders[block]:
                 continue
             if self._kept[block]:
-                self._unused[block] = None
+                self._evictable[block] = None
             else:
                 self._blank.append(block)
 

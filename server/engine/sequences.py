@@ -81,7 +81,7 @@ class Sequences:
             self.prefixes.count_hits(request, num_tokens)
 
     def _free(self, request: Request) -> None:
-        self.pool.free(reversed(request.blocks))  # so that the ends of cached prompts are reused first
+        self.pool.free(reversed(request.blocks))  # so that the ends of cached prompts are evicted first
         del request.blocks[:]
         request.num_computed = 0
         request.num_entered_blocks, request.prefix = 0, None

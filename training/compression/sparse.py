@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tightwire.comm.collectives.collectives import all_gather, sparse_all_gather, sparse_all_gather_bytes
+from tightwire.comm.collectives.all_gather import all_gather, sparse_all_gather, sparse_all_gather_bytes
 from tightwire.comm.group.group import Group
 from tightwire.training.compression.dense import Replicas, dense_bytes, exact_all_reduce
 from tightwire.training.config.compression import DgcOptions, SparseOptions

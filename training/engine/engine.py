@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from tightwire.comm.codec.codec import prepare_codecs
-from tightwire.comm.collectives.collectives import all_gather
+from tightwire.comm.collectives.all_gather import all_gather
 from tightwire.comm.group.nodes import run_leg
 from tightwire.training.engine.flat_parameters import (
     NORMS,

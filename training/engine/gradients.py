@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec.codec import Codec, parse_codec
-from tightwire.comm.collectives.collectives import NONE, hierarchical_reduce_scatter, reduce_scatter
+from tightwire.comm.codec.codec import NONE, Codec, parse_codec
+from tightwire.comm.collectives.qgz import hierarchical_reduce_scatter
+from tightwire.comm.collectives.reduce_scatter import reduce_scatter
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
 from tightwire.comm.lane import Lane

@@ -14,13 +14,9 @@ All ranks send the same number. For the gradient compressor see ``compression.ma
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tightwire.comm.collectives.collectives import (
-    gather_across_bytes,
-    gather_inside_bytes,
-    gather_shards_bytes,
-    hierarchical_bytes,
-    reduce_scatter_bytes,
-)
+from tightwire.comm.collectives.gather_shards import gather_across_bytes, gather_inside_bytes, gather_shards_bytes
+from tightwire.comm.collectives.qgz import hierarchical_bytes
+from tightwire.comm.collectives.reduce_scatter import reduce_scatter_bytes
 from tightwire.training.config.sharding import GroupShape
 from tightwire.training.engine import gradients, weights
 from tightwire.training.engine.flat_parameters import EMBEDDING, Bucket, BucketPlan, FlatParameter

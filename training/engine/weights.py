@@ -12,14 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tightwire.comm.codec.codec import Codec, parse_codec
-from tightwire.comm.collectives.collectives import (
-    NONE,
-    gather_across,
-    gather_inside,
-    gather_over_nodes,
-    gather_shards,
-)
+from tightwire.comm.codec.codec import NONE, Codec, parse_codec
+from tightwire.comm.collectives.gather_shards import gather_across, gather_inside, gather_over_nodes, gather_shards
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
 from tightwire.comm.lane import Lane
@@ -114,7 +108,7 @@ class NodeCopy:
     def gather(self, shard: MainShard, out_N: Tensor, room: Tensor) -> None:
         """Fill ``out_N`` with the weights of a flat parameter: from the node's copy if it is current, else across nodes.
 
-        ``room``: as in ``comm.collectives.collectives``.
+        ``room``: as in ``comm.collectives.gather_shards``.
         """
         name = shard.flat_param.name
         if self._versions.get(name) != shard.version:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tightwire.comm.collectives.collectives import all_gather
+from tightwire.comm.collectives.all_gather import all_gather
 from tightwire.comm.group.group import Group
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from tightwire.comm.codec.codec import Codec
-from tightwire.comm.collectives.collectives import NONE, hierarchical_bytes
+from tightwire.comm.codec.codec import NONE, Codec
+from tightwire.comm.collectives.qgz import hierarchical_bytes
 from tightwire.comm.group.group import Group
 
 

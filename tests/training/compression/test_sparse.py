@@ -6,7 +6,7 @@ from harness import run_in_process
 from helpers.training.shards import fill, make_flat
 from torch import Tensor
 
-from tightwire.comm.collectives.collectives import sparse_all_gather_bytes
+from tightwire.comm.collectives.all_gather import sparse_all_gather_bytes
 from tightwire.comm.group.group import Group
 from tightwire.training.compression.dense import Replicas, dense_bytes
 from tightwire.training.compression.make import make_compressor

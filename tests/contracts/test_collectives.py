@@ -1,34 +1,25 @@
 """all_gather, reduce_scatter, over nodes too, broadcast, gather_to_root and sparse_all_gather: results, bytes, refusals."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
-from harness import Over, Runner, run_in_process, run_ranks
-from helpers.comm.collective_bytes import broadcast_bytes, gather_to_root_bytes, hierarchical_reduce_scatter_bytes
+from harness import Over, Runner, run_in_process
+from helpers.comm.collective_bytes import broadcast_bytes, gather_to_root_bytes
 from torch import Tensor
 
 from tightwire.comm.codec.codec import SUMMABLE, parse_codec
 from tightwire.comm.codec.error_bounds import quantized_sum_bound, quantized_total_bound
-from tightwire.comm.collectives.collectives import (
+from tightwire.comm.collectives.all_gather import (
     all_gather,
     all_gather_bytes,
-    broadcast,
-    gather_over_nodes,
-    gather_shards,
-    gather_to_root,
-    hierarchical_reduce_scatter,
-    hierarchical_slices,
-    reduce_scatter,
-    reduce_scatter_bytes,
-    reduce_scatter_slices,
     sparse_all_gather,
     sparse_all_gather_bytes,
 )
-from tightwire.comm.group.group import Group, NodeGroups, in_process_groups
+from tightwire.comm.collectives.one_rank import broadcast, gather_to_root
+from tightwire.comm.collectives.reduce_scatter import reduce_scatter, reduce_scatter_bytes, reduce_scatter_slices
+from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.comm.ledger.ledger import Counters
 
 CODECS = ("none", "int8", "int6-g64", "int4-g32-had")
@@ -102,38 +93,6 @@ def _scatter(group: Group) -> list[Tensor]:
             assert (_error(got, inputs, own) <= error_N[own]).all(), (name, num_elems, dtype)
             results.append(got)
     return results
-
-
-def _scatter_over_nodes(group: Group) -> None:
-    for (inside, across), num_elems, dtype in product(
-        (("none", "none"), ("int8", "none"), ("none", "int5"), ("int4", "int8-g32")), (1, 5, 127, 1029, 4096), SUMMABLE
-    ):
-        codecs, inputs = (parse_codec(inside), parse_codec(across)), _inputs(group.world_size, num_elems, dtype)
-        lengths = hierarchical_slices(num_elems, group.world_size, *codecs)
-        own = slice(sum(lengths[: group.rank]), sum(lengths[: group.rank + 1]))
-        sent_before = group.bytes_sent
-        got = hierarchical_reduce_scatter(group, inputs[group.rank], *codecs, dtype=torch.float32)
-        assert group.bytes_sent - sent_before == hierarchical_reduce_scatter_bytes(
-            group, num_elems, inputs[0].element_size(), *codecs
-        )
-        assert got.shape == (lengths[group.rank],)
-        bound_N = _over_nodes_bound(group, inputs, *codecs)
-        assert (_error(got, inputs, own) <= bound_N[own]).all(), (inside, across, num_elems, dtype)
-
-
-def _over_nodes_bound(group: Group, inputs: list[Tensor], inside, across) -> Tensor:
-    """Each node's bound for its float32 sums, then what the leg between nodes does to those sums."""
-    assert group.nodes is not None
-    size = group.nodes.inside.world_size
-    error_N, sums = torch.zeros(inputs[0].shape, dtype=torch.float64), []
-    for start in range(0, group.world_size, size):
-        sum_N, node_error_N = quantized_sum_bound(inputs[start : start + size], inside)
-        if across.exact:
-            # Rounded to the inputs' dtype on the way: at most half an eps of the largest it may be.
-            largest_N = sum_N.double().abs() + node_error_N
-            node_error_N = node_error_N + torch.finfo(inputs[0].dtype).eps / 2 * largest_N
-        error_N, sums = error_N + node_error_N, [*sums, sum_N]
-    return error_N + quantized_sum_bound(sums, across)[1] * (1 + torch.finfo(inputs[0].dtype).eps)
 
 
 def _error(got: Tensor, inputs: list[Tensor], own: slice) -> Tensor:
@@ -248,45 +207,6 @@ def test_any_number_of_ranks(world_size: int) -> None:
         assert all(torch.equal(got, want) for got, want in zip(gathered, per_rank[0][0], strict=True))
 
 
-@pytest.mark.parametrize("shape", [(4, 2), (6, 3), (6, 2), (3, 3)])
-def test_reduce_scatter_over_nodes(shape: tuple[int, int]) -> None:
-    run_in_process(shape[0], _scatter_over_nodes, num_nodes=shape[1])
-
-
-def _bytes_between_nodes(group: Group, inside: str, across: str, num_elems: int) -> int:
-    assert group.nodes is not None
-    before = group.nodes.across.bytes_sent
-    hierarchical_reduce_scatter(group, torch.ones(num_elems).bfloat16(), parse_codec(inside), parse_codec(across))
-    return group.nodes.across.bytes_sent - before
-
-
-def _counted_over_nodes(group: Group) -> None:
-    x = torch.ones(128 * 6 * 4, dtype=torch.bfloat16)
-    exact, quantized = parse_codec("none"), parse_codec("int4")
-    for inside, across in ((exact, exact), (quantized, exact), (exact, quantized), (quantized, quantized)):
-        hierarchical_reduce_scatter(group, x, inside, across)
-        count = group.ledger.counters.counts()[-1]
-        assert (count.op, count.algorithm) == ("reduce_scatter", f"hierarchical:{inside.name},{across.name}")
-        assert count.bytes_sent == hierarchical_reduce_scatter_bytes(group, x.numel(), 2, inside, across)
-        assert count.exact_bytes == hierarchical_reduce_scatter_bytes(group, x.numel(), 2)
-
-
-def test_reduce_scatter_over_nodes_is_counted_beside_what_it_would_send_unquantized() -> None:
-    run_in_process(4, _counted_over_nodes, num_nodes=2)
-
-
-def test_a_node_sends_its_tensor_once() -> None:
-    """qgZ: all ranks of a node together send (K-1)/K n b/8 to other nodes, where an all-to-all sends L times that."""
-    num_elems = 128 * 6 * 4
-    for world_size, num_nodes in ((4, 2), (6, 2), (6, 3)):
-        sent = run_in_process(world_size, _bytes_between_nodes, "int4", "int4", num_elems, num_nodes=num_nodes)
-        assert sum(sent) / num_nodes == (num_nodes - 1) / num_nodes * num_elems * 4.25 / 8
-
-
-def test_over_processes_with_memory_inside_nodes() -> None:
-    run_ranks(4, _scatter_over_nodes, shared_memory=True, num_nodes=2)
-
-
 def test_counts_what_it_sends(runner: Runner) -> None:
     runner.run(_counts)
 
@@ -304,71 +224,3 @@ def test_refuses_what_it_cannot_do() -> None:
         sparse_all_gather(group, torch.zeros(3, dtype=torch.uint8), torch.zeros(3))
     with pytest.raises(ValueError, match="one-dimensional and of equal length"):
         sparse_all_gather(group, torch.zeros(3, dtype=torch.int64), torch.zeros(4))
-    with pytest.raises(ValueError, match="this group was opened without nodes"):
-        hierarchical_reduce_scatter(group, torch.zeros(3))
-
-
-_SHARD_ELEMS = 256
-
-
-class _Watched:
-    """A transport that only gathers into what it is given, and remembers where that was."""
-
-    def __init__(self, transport: Any, places: list[int]) -> None:
-        self._transport, self._places = transport, places
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._transport.bytes_sent
-
-    @property
-    def world_size(self) -> int:
-        return self._transport.world_size
-
-    @property
-    def rank(self) -> int:
-        return self._transport.rank
-
-    def gather_into(self, buf: Tensor, out: Tensor) -> None:
-        self._places.append(out.data_ptr())
-        self._transport.gather_into(buf, out)
-
-
-def _watch(group: Group, places: list[int]) -> Group:
-    transport: Any = _Watched(group.transport, places)
-    if group.nodes is None:
-        return replace(group, transport=transport)
-    inside, across = _watch(group.nodes.inside, places), _watch(group.nodes.across, places)
-    return replace(group, transport=transport, nodes=NodeGroups(inside=inside, across=across))
-
-
-def _gather(group: Group, name: str) -> tuple[Tensor, list[str]]:
-    """What comes, and through which memory."""
-    codec, places = parse_codec(name), []
-    own_S = torch.arange(_SHARD_ELEMS).float() + 1000 * group.rank
-    wire = own_S.view(torch.uint8) if codec.exact else codec.encode(own_S)
-    out_N = torch.zeros(group.world_size * _SHARD_ELEMS)
-    room = torch.empty(group.world_size * wire.numel(), dtype=torch.uint8)
-    gather = gather_shards if group.nodes is None else gather_over_nodes
-    gather(_watch(group, places), wire, codec, out_N, room)
-    memory = {"room": room, "out": out_N}
-    return out_N, [name for place in places for name, tensor in memory.items() if _is_in(place, tensor)]
-
-
-def _is_in(place: int, tensor: Tensor) -> bool:
-    return tensor.data_ptr() <= place < tensor.data_ptr() + tensor.nbytes
-
-
-@pytest.mark.parametrize(
-    ("name", "num_nodes", "places"),
-    [("none", 1, ["out"]), ("int8", 1, ["room"]), ("none", 2, ["room", "room"]), ("int8", 2, ["room", "room"])],
-)
-def test_shards_come_in_rank_order_through_no_other_memory(name: str, num_nodes: int, places: list[str]) -> None:
-    codec, wants = parse_codec(name), []
-    for rank in range(4):
-        own_S = torch.arange(_SHARD_ELEMS).float() + 1000 * rank
-        wants.append(own_S if codec.exact else codec.decode(codec.encode(own_S), _SHARD_ELEMS, torch.float32))
-
-    for out_N, through in run_in_process(4, _gather, name, num_nodes=num_nodes):
-        assert torch.equal(out_N, torch.cat(wants))
-        assert through == places

@@ -1,0 +1,44 @@
+"""Collectives with one rank at one end: broadcast from it, and gather to it."""
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from tightwire.comm.codec.codec import as_bytes
+from tightwire.comm.group.group import Group
+
+
+def broadcast(group: Group, x: Tensor, root: int = 0, *, phase: str = "", site: str = "") -> Tensor:
+    """Return ``root``'s tensor on every rank; other ranks pass a tensor of the same shape and dtype, whose values are unused.
+
+    On ``root`` the result may share memory with ``x``. Any dtype. Cost: root sends (W-1) M; one round.
+    """
+    if not 0 <= root < group.world_size:
+        raise ValueError(f"root must be 0 to {group.world_size - 1}, got {root}")
+    if group.world_size == 1 or x.numel() == 0:
+        return x.contiguous()
+    with group.recorded("broadcast", "direct", x.nbytes, phase=phase, site=site):
+        own = x.contiguous() if group.rank == root else x.new_empty(0)
+        sizes = [x.nbytes if rank == root else 0 for rank in range(group.world_size)]
+        return group.transport.gather(as_bytes(own.view(-1)), sizes)[root].view(x.dtype).view(x.shape)
+
+
+def gather_to_root(
+    group: Group, x: Tensor, sizes: Sequence[int], root: int = 0, *, phase: str = "", site: str = ""
+) -> list[Tensor] | None:
+    """All ranks' bytes in rank order on ``root``; None on the others.
+
+    ``x``: (sizes[rank],) uint8; ``sizes``: the same list on all ranks, some but not all may be zero. Cost: one round;
+    each rank but ``root`` sends the longest size, rounded up to a multiple of 8, because ``exchange`` needs messages of
+    one length.
+    """
+    if group.world_size == 1:
+        return [x.contiguous()]
+    length = -(-max(sizes) // 8) * 8  # so that consecutive messages are aligned for every dtype
+    with group.recorded("gather_to_root", "direct", length, phase=phase, site=site):
+        padded = x.contiguous() if x.numel() == length else F.pad(x, (0, length - x.numel()))
+        received = group.transport.exchange([padded if rank == root else x[:0] for rank in range(group.world_size)])
+    if group.rank != root:
+        return None
+    return [message[:size] for message, size in zip(received, sizes, strict=True)]
