@@ -1,7 +1,4 @@
-"""Runs a server under test in a session of its own: starts it, waits until it answers, and stops it with all its processes.
-
-The kernel asks the server to end (SIGTERM) when the bench's thread that started it has ended, also by SIGKILL or SIGHUP.
-"""
+"""Runs a server under test in a session of its own: starts it, waits until it answers, and stops it with all its processes."""
 
 import contextlib
 import os
@@ -111,6 +108,7 @@ def _start(command: Sequence[str], env: Mapping[str, str], log: Path) -> subproc
             stdin=subprocess.DEVNULL,
             env={**os.environ, **env},
             start_new_session=True,
+            # Also a bench that is killed (SIGKILL, SIGHUP) leaves no server: the kernel sends it SIGTERM.
             preexec_fn=partial(die_with_parent, signal.SIGTERM),  # noqa: PLW1509 - one system call
         )
 

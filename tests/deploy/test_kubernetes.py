@@ -8,6 +8,7 @@ import yaml
 
 from tightwire.server.config import flags
 from tightwire.server.config.hosts import HostOptions
+from tightwire.server.config.http import HttpOptions
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm"
@@ -136,6 +137,21 @@ def test_the_plain_leader_worker_set_is_valid() -> None:
         "leaderworkerset.sigs.k8s.io/name": group["metadata"]["name"],
         "leaderworkerset.sigs.k8s.io/worker-index": "0",
     }
+
+
+@pytest.mark.parametrize("hosts", [1, 2, None])
+def test_a_pod_takes_requests_while_proxies_learn_of_its_end_and_then_has_time_to_finish_them(
+    hosts: int | None,
+) -> None:
+    if hosts is None:
+        manifest = next(yaml.safe_load_all((DEPLOY / "lws" / "two-hosts.yaml").read_text()))
+    else:
+        manifest = render({"hosts": hosts, "tp": 2})["Deployment" if hosts == 1 else "LeaderWorkerSet"]
+    spec = manifest["spec"]
+    pod = (spec["template"] if "template" in spec else spec["leaderWorkerTemplate"]["workerTemplate"])["spec"]
+    sleep, seconds = container_of(manifest)["lifecycle"]["preStop"]["exec"]["command"]
+    assert sleep == "sleep" and float(seconds) >= 5
+    assert pod["terminationGracePeriodSeconds"] >= float(seconds) + HttpOptions().shutdown_grace_s + 5
 
 
 def test_an_unknown_field_in_a_pod_is_a_fault() -> None:

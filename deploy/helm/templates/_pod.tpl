@@ -13,7 +13,7 @@ metadata:
 spec:
   # Without this a Service's variables, such as TIGHTWIRE_PORT, would be in the environment.
   enableServiceLinks: false
-  terminationGracePeriodSeconds: 45 # more than --shutdown-grace-s
+  terminationGracePeriodSeconds: 45 # more than preStop and --shutdown-grace-s together
   securityContext: { runAsUser: 10001, runAsGroup: 10001, fsGroup: 10001, runAsNonRoot: true }
   containers:
     - name: tightwire
@@ -60,6 +60,9 @@ spec:
       livenessProbe:
         httpGet: { path: /health/live, port: http }
         timeoutSeconds: 5
+      # A server without running requests ends at once after SIGTERM, while proxies may still send it new ones.
+      lifecycle:
+        preStop: { exec: { command: [sleep, "5"] } }
       resources:
         {{- if .Values.resources.requests }}
         requests: {{- toYaml .Values.resources.requests | nindent 10 }}

@@ -74,10 +74,11 @@ def test_ready_means_that_a_request_is_answered_and_sigterm_lets_those_running_f
     pids = [server.process.pid, *server.ranks()]
     assert len(pids) == 3
     assert [files_in_memory(pid) for pid in pids] == [[], [], []]
-    streaming = Streaming(url, 300)
+    streaming = Streaming(url, 400)
     server.process.send_signal(signal.SIGTERM)
     wait_until(lambda: "shutting down" in server.log, 20)
     refused = complete(url, 1)
+    assert [get(f"{url}/health/{probe}").status_code for probe in ("live", "ready")] == [200, 503]
     events = streaming.finish(60)
     assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
     assert events[-1] == "data: [DONE]" and any('"finish_reason":"length"' in event for event in events)
