@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable, Mapping
 
 
 class CommError(RuntimeError):
-    """A collective failed. The group cannot be used any more; close it. ``ranks``: those at fault, if known."""
+    """A collective failed. The group cannot be used any more; close it. ``ranks`` are at fault, if known."""
 
     def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
         super().__init__(message)

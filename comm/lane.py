@@ -46,7 +46,7 @@ class Lane:
         *,
         ledger: Ledger | None = None,
     ) -> None:
-        """``on_failure``: called on the lane's thread with the error that ended the lane. ``ledger``: of the group."""
+        """Make a lane; the lane's thread calls ``on_failure`` with the error that ended it. ``ledger`` is the group's."""
         self._name, self._on_failure, self._ledger = name, on_failure, ledger or Ledger()
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

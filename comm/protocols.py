@@ -43,12 +43,12 @@ class FusedAllReduce(Protocol):
     """Whole AllReduces in one kernel, for transports whose ranks map each other's memory.
 
     Results equal those of the same algorithm over messages, to the bit; the caller counts its bytes by the formula.
-    ``x`` is contiguous, of any shape, not empty, and only read; the result is a new tensor of its shape. ``carried``: the
-    errors of the two legs (``Feedback``).
+    ``x`` is contiguous, of any shape, not empty, and only read; the result is a new tensor of its shape. ``carried`` has
+    the errors of the two legs (``Feedback``).
     """
 
     tells_coding: bool  # whether ``flash`` records its encoding and decoding time in the group's ledger
-    in_kernel: KernelSums | None  # ``one_shot`` inside a caller's kernel; None: not available
+    in_kernel: KernelSums | None  # ``one_shot`` inside a caller's kernel, where available
 
     def one_shot(self, x: Tensor) -> Tensor: ...
 
@@ -69,14 +69,14 @@ class Transport(Protocol):
     rank: int
     world_size: int
     bytes_sent: int
-    fused: FusedAllReduce | None  # None: algorithms go through the methods below
+    fused: FusedAllReduce | None  # without it, algorithms go through the methods below
 
     def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
         """All-to-all: ``slices[i]`` goes to rank i; entry i of the result, of the same length, is from rank i."""
         ...
 
     def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """All-gather: the buffers of all ranks in rank order. ``sizes``: their bytes; None: as long as ``buf``."""
+        """All-gather: the buffers of all ranks in rank order, of ``sizes`` bytes, by default as long as ``buf``."""
         ...
 
     def gather_into(self, buf: Tensor, out: Tensor, moved: Moved = nothing_told) -> None:
@@ -87,7 +87,7 @@ class Transport(Protocol):
         ...
 
     def shift(self, buf: Tensor, recv_bytes: int | None = None) -> Tensor:
-        """One ring step: send ``buf`` to rank + 1, return the ``recv_bytes`` (None: as many) that rank - 1 sent."""
+        """One ring step: send ``buf`` to rank + 1, return the ``recv_bytes`` (by default as many) that rank - 1 sent."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -111,8 +111,8 @@ class AllReduce(Protocol):
         """Whether nothing is quantized: the only error is that of adding and of rounding sums to the dtype."""
         ...
 
-    # ``phase`` (such as "decode") and ``site`` (such as "o_proj 3") are for the ledger. ``feedback``: the rounding errors
-    # of earlier sums of these rows, which codecs with feedback send along; other algorithms ignore it.
+    # ``phase`` (such as "decode") and ``site`` (such as "o_proj 3") are for the ledger. Codecs with feedback
+    # send along the rounding errors of earlier sums of these rows, which ``feedback`` holds; other algorithms ignore it.
     def __call__(self, x: Tensor, phase: str = "", site: str = "", feedback: Feedback | None = None) -> Tensor: ...
 
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:

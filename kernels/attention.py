@@ -23,7 +23,7 @@ def paged_attention(
 
     Args:
         q_THE: (T, H, E); may be a view as long as E is contiguous. The result is contiguous.
-        groups: of query heads that share a KV head; None: H is a multiple of K, and groups are equal.
+        groups: the query heads that share each KV head; by default H is a multiple of K, and groups are equal.
     Raises:
         ValueError: shapes, dtypes or (on CPU) lengths and block numbers that do not match.
     """

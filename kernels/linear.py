@@ -45,7 +45,7 @@ def linear(
         num_decode_rows: the number of decode rows, which come first, one or a few at a time. The rest are prefill rows,
             many at a time. In bfloat16 on CPU these go to torch where it is faster: with matrix units, and with plain
             weights unless ``out_dtype`` is float32; widened to float32 where the CPU has no bfloat16 units. A row's kernel
-            must depend on its kind and not on the number of rows in the batch. None: all.
+            must depend on its kind and not on the number of rows in the batch. By default all are.
         out_dtype: float32 keeps the sums as they are, except those of matrix units, which torch has rounded.
     Raises:
         ValueError: on CPU, shapes or dtypes that do not match, or rows that are not contiguous.

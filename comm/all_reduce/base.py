@@ -23,7 +23,7 @@ class BaseAllReduce(ABC):
         self.rank = group.rank
         self.world_size = group.world_size
         self._transport = group.transport
-        self._counter = group.transport if group.nodes is None else group  # of bytes sent
+        self._counter = group.transport if group.nodes is None else group  # counts the bytes sent
         self._ledger = group.ledger
         self._fused: Callable[[Tensor, Carried], Tensor] | None = None  # one kernel in place of ``_reduce``
         self._hides_coding = False  # whether that kernel encodes

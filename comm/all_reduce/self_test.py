@@ -20,7 +20,7 @@ _PROBLEM_BYTES = 240  # a fixed size, so that all ranks know how much to receive
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """``detail``: the sizes checked, or the first rank that found an error, and the error."""
+    """The result for one algorithm; ``detail`` has the sizes checked, or the first rank that found an error, and the error."""
 
     algorithm: str
     ok: bool

@@ -21,7 +21,7 @@ from tightwire.kernels.spec.block_format import MAX_GROUP_ELEMS, BlockFormat
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """``format`` None is ``none``: the numbers unchanged, in their own dtype."""
+    """An encoding of numbers. Without a ``format`` it is ``none``: the numbers unchanged, in their own dtype."""
 
     name: str
     format: BlockFormat | None = None
@@ -43,7 +43,7 @@ class Codec:
 
     @property
     def rotated_elems(self) -> int:
-        """Elements that are rotated together; 1: none are."""
+        """Elements that are rotated together, 1 without rotation."""
         return self.format.group_elems if self.format is not None and self.format.hadamard else 1
 
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
@@ -52,7 +52,8 @@ class Codec:
     def encode(self, x_N: Tensor, out: Tensor | None = None, carried_M: Tensor | None = None) -> Tensor:
         """Encode (N,) contiguous to uint8 bytes, into ``out`` if given. With ``none`` and no ``out``, a view of ``x_N``.
 
-        ``carried_M``: what encoding lost before (``Feedback``); is added, and receives what it loses now.
+        ``carried_M``, the error of the previous encoding (``Feedback``), is added before encoding, then overwritten with the
+        new error.
         """
         if self.format is not None:
             return block_quant.encode(x_N, self.format, out, carried_M)
@@ -80,7 +81,7 @@ class Codec:
 
 
 NONE = Codec("none")
-Carried = tuple[Tensor | None, Tensor | None]  # errors of the reduce and the gather leg; None: without feedback
+Carried = tuple[Tensor | None, Tensor | None]  # errors of the reduce and the gather leg, with feedback
 
 
 class Feedback:
@@ -115,7 +116,7 @@ class Feedback:
 
 
 def parse_codec(name: str, feedback: bool = False) -> Codec:
-    """Parse ``name``; ``feedback``: it may end in ``-ef``. Raises ValueError for other names."""
+    """Parse ``name``, which may end in ``-ef`` only with ``feedback``. Raises ValueError for other names."""
     if has_feedback(name) and not feedback:
         raise ValueError(f"codec {name!r}: only sums of flash have error feedback (-ef); leave -ef out")
     return Codec(name, parse_format(name), has_feedback(name))
@@ -166,7 +167,7 @@ def split_carried(carried_M: Tensor | None, lengths: Sequence[int], codec: Codec
 
 
 def encode_slices(x_N: Tensor, lengths: Sequence[int], codec: Codec, carried_M: Tensor | None = None) -> list[Tensor]:
-    """Encode slices of the contiguous ``x_N`` into consecutive memory. ``carried_M``: as for ``Codec.encode``."""
+    """Encode slices of the contiguous ``x_N`` into consecutive memory; ``carried_M`` as in ``Codec.encode``."""
     elem_bytes = x_N.element_size()
     sizes = [codec.wire_bytes(length, elem_bytes) for length in lengths]
     if codec.exact:
@@ -212,9 +213,9 @@ def sum_and_encode(
     dtype: torch.dtype,
     carried_M: Tensor | None = None,
 ) -> Tensor:
-    """``sum_encoded``, encoded with ``out_codec`` (``none``: rounded to ``dtype``), in one pass if both quantize.
+    """Encode ``sum_encoded`` with ``out_codec`` (``none`` rounds it to ``dtype``), in one pass if both codecs quantize.
 
-    ``carried_M``: as for ``Codec.encode``.
+    ``carried_M`` as in ``Codec.encode``.
     """
     if num_elems == 0:
         return bufs[0].new_empty(0)

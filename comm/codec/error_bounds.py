@@ -125,7 +125,7 @@ def _magnitude(inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _infinite_on_overflow(error: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """``largest``: a bound on the partial sums, including their roundings."""
+    """Return ``error``, or infinity where ``largest``, a bound on the rounded partial sums, exceeds the dtype."""
     # Written so that NaN, the sum of opposite infinities, exceeds any bound too.
     return torch.where(largest <= torch.finfo(dtype).max, error, torch.inf)
 

@@ -54,10 +54,13 @@ def all_gather_into(
 ) -> None:
     """Gather the ranks' parts into ``out_WN`` unchanged, for bytes that are encoded once and gathered often.
 
-    Cost: (W-1) N bytes, one round; nothing is allocated. ``part_N``: (N,) uint8, of one length on all ranks; may be
-    this rank's own part of ``out_WN``, (W N,) uint8. ``codec``: the codec of the bytes, for the ledger.
-    ``exact_bytes``: the bytes that this rank would send without encoding; used only with a codec. ``moved``: called as
-    bytes of ``out_WN`` arrive, where the host sees that.
+    Args:
+        part_N: (N,) uint8, of one length on all ranks; may be this rank's own part of ``out_WN``.
+        out_WN: (W N,) uint8.
+        codec: the codec of the bytes, for the ledger.
+        exact_bytes: the bytes that this rank would send without encoding; used only with a codec.
+        moved: a function that is called as bytes of ``out_WN`` arrive, where the host sees that.
+    Cost: (W-1) N bytes, one round; nothing is allocated.
     """
     if part_N.numel() == 0 or group.world_size == 1:
         out_WN.copy_(part_N)
@@ -70,9 +73,12 @@ def all_gather_into(
 def sparse_all_gather(group: Group, indices_K: Tensor, values_K: Tensor) -> list[tuple[Tensor, Tensor]]:
     """The ranks' (indices, values), in rank order; each rank may have its own number K of pairs, or none.
 
-    ``indices_K``: (K,) int32 or int64; ``values_K``: (K,) float32, bfloat16 or float16; this rank's pair may share
-    memory with them. Raises TypeError or ValueError for others. Cost: ``sparse_all_gather_bytes``; two rounds, first
-    for the counts.
+    Args:
+        indices_K: (K,) int32 or int64.
+        values_K: (K,) float32, bfloat16 or float16. This rank's pair in the result may share memory with both.
+    Raises:
+        TypeError, ValueError: other dtypes or shapes.
+    Cost: ``sparse_all_gather_bytes``; two rounds, first for the counts.
     """
     if indices_K.dtype not in _INDEX_TYPES:
         raise TypeError(f"indices must be {' or '.join(map(str, _INDEX_TYPES))}, got {indices_K.dtype}")

@@ -29,9 +29,11 @@ def gather_to_root(
 ) -> list[Tensor] | None:
     """All ranks' bytes in rank order on ``root``; None on the others.
 
-    ``x``: (sizes[rank],) uint8; ``sizes``: the same list on all ranks, some but not all may be zero. Cost: one round;
-    each rank but ``root`` sends the longest size, rounded up to a multiple of 8, because ``exchange`` needs messages of
-    one length.
+    Args:
+        x: (sizes[rank],) uint8.
+        sizes: the same list on all ranks; some but not all may be zero.
+    Cost: one round; each rank but ``root`` sends the longest size, rounded up to a multiple of 8, because ``exchange``
+    needs messages of one length.
     """
     if group.world_size == 1:
         return [x.contiguous()]

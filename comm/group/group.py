@@ -76,8 +76,8 @@ class Group:
     ) -> Iterator[None]:
         """Record the collective that runs in this context, for a tensor of ``num_bytes``, with the bytes it sends.
 
-        ``exact_bytes``: that this rank would send unquantized; None: it is exact. One that raises stays the ledger's
-        current one.
+        ``exact_bytes`` are the bytes that this rank would send unquantized, None for an exact collective. A collective that
+        raises stays the ledger's current one.
         """
         sent_before = self.bytes_sent
         self.ledger.begin(op, algorithm, num_bytes, phase, site)
@@ -123,8 +123,8 @@ def open_process_group(
         interface: network interface of gloo and of our sockets, such as ``eth0``; default: GLOO_SOCKET_IFNAME, else the one
             that leads to the store. (NCCL reads NCCL_SOCKET_IFNAME.)
         segment_fd: memory that all ranks share (``comm.transport.segment``), for all but the library's own all-reduce.
-        sockets: send messages between CPU ranks that share no memory over our own sockets (``comm.transport.sockets``).
-            None: over gloo.
+        sockets: options of our own sockets (``comm.transport.sockets``) for messages between CPU ranks that share no memory;
+            without them messages go over gloo.
         peer_memory: sum CUDA tensors through each other's memory (``comm.transport.peer_access``), if possible.
     """
     if device.type not in ("cpu", "cuda"):
@@ -183,7 +183,7 @@ def open_process_group(
 
 
 def in_process_groups(world_size: int, timeout_s: float = 30.0, ledgers: Sequence[Ledger] | None = None) -> list[Group]:
-    """Return one group per rank, all in this process; give each its own thread. ``ledgers``: by rank, default new ones."""
+    """Return one group per rank, all in this process; give each its own thread. Each gets its own of ``ledgers``, or a new one."""
     threads = ThreadExchange(world_size)
     groups = []
     for rank, ledger in enumerate(ledgers or [Ledger() for _ in range(world_size)]):
@@ -210,7 +210,7 @@ def _gloo_address(store: Store, one_host: bool, interface: str | None) -> dict[s
 
 
 def _make_gloo(topology: Topology, store: Store, timeout_s: float, address: dict[str, str], *, lazy: bool) -> Any:
-    """``lazy``: connect at the first message. gloo listens on ports of the kernel's choice, which a firewall may block."""
+    """Make a gloo group; with ``lazy`` it connects at the first message. Its ports are the kernel's choice: a firewall may block them."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)

@@ -47,9 +47,9 @@ def silence_after(timeout_s: float) -> float:
 
 
 class LocalRanks:
-    """``world_size`` processes, each with the group that ``open_group(rank)`` returns there.
+    """Processes of ``world_size`` ranks, each with the group that ``open_group(rank)`` returns there.
 
-    ``preload``: modules that the fork server imports once, in the first call of a process. Raises LocalRankError if a
+    The fork server imports the modules in ``preload`` once, in the first call of a process. Raises LocalRankError if a
     rank does not open its group within ``silence_s``.
     """
 

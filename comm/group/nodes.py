@@ -38,9 +38,9 @@ def join_nodes(
 ) -> Group:
     """Add this rank's subgroups to ``group``, if there are several nodes. Collective.
 
-    ``topology``: of ``group``; ``segment_fd``: memory that the ranks of this node share; the others as for
-    ``open_process_group``. Raises ValueError if the ranks have different numbers of nodes, CollectiveTimeoutError with
-    the ranks that did not join.
+    ``topology`` describes ``group``, and ``segment_fd`` is memory that the ranks of this node share. The other arguments
+    are those of ``open_process_group``. Raises ValueError if the ranks have different numbers of nodes,
+    CollectiveTimeoutError with the ranks that did not join.
     """
     own = torch.tensor([topology.num_nodes], device=group.device).view(torch.uint8)
     told = [int(buf.view(torch.int64)) for buf in group.transport.gather(own)]
@@ -242,7 +242,7 @@ def join_partition(
 ) -> PartitionPeers:
     """Join the ranks with the same shard. All ranks of the world call this.
 
-    Arguments as for ``open_process_group``: ``timeout_s`` must exceed the time a rank computes between two layers, and
+    The arguments are those of ``open_process_group``. ``timeout_s`` must exceed the time a rank computes between two layers, and
     the ranks ``at.inside`` share ``segment_fd``. In ``CollectiveTimeoutError`` ranks have the numbers of their own
     group.
     """

@@ -29,10 +29,10 @@ class Count(NamedTuple):
     exact_bytes: int  # sent by the exact algorithm of the same shape; equals bytes_sent for an exact algorithm
     seconds: float
     message_bytes: int  # of the input tensors
-    codec_seconds: float | None = 0.0  # the part that encodes and decodes; None: unknown, in a fused kernel
+    codec_seconds: float | None = 0.0  # the part that encodes and decodes; not known in a fused kernel
 
     def since(self, before: "Count | None") -> "Count":
-        """The increase of these totals since ``before`` (None: since the start)."""
+        """The increase of these totals since ``before``, or since the start."""
         if before is None:
             return self
         sums = [(name, getattr(self, name), getattr(before, name) or 0) for name in self._fields[3:]]
@@ -51,7 +51,7 @@ class Latency(NamedTuple):
 
 @dataclass(slots=True)
 class Totals:
-    """Totals of one kind. ``recent_s``: times of the newest calls; any thread may copy it while a call is appended."""
+    """Totals of one kind, and the times of its newest calls, which any thread may copy while a call is appended."""
 
     calls: int = 0
     bytes_sent: int = 0
@@ -129,7 +129,7 @@ class _CodingTimer:
 
 
 class Ledger:
-    """A quantized collective encodes and decodes inside ``with ledger.coding``, or calls ``hide_coding``."""
+    """The record of one rank's collectives. A quantized one encodes and decodes inside ``with ledger.coding``, or calls ``hide_coding``."""
 
     def __init__(self) -> None:
         self.counters = Counters()
@@ -154,7 +154,7 @@ class Ledger:
         self._current = (op, algorithm, num_bytes, number, perf_counter(), phase, site)
 
     def end(self, bytes_sent: int, exact_bytes: int | None = None) -> None:
-        """End the collective that began last. ``exact_bytes``: it would have sent unquantized; None: it is exact."""
+        """End the collective that began last; ``exact_bytes`` are those it would have sent unquantized, None if it is exact."""
         begun = self._current
         assert begun is not None, "end() without begin()"
         op, algorithm, num_bytes, _, start_s, phase, _ = begun

@@ -81,7 +81,7 @@ class Series:
 
 
 def finished_event(begun: Begun, seconds: float, bytes_sent: int, exact_bytes: int | None = None) -> Event:
-    """The event of a collective that has ended. ``exact_bytes``: None if it is exact."""
+    """The event of a collective that has ended; an exact one has no ``exact_bytes`` of its own."""
     op, algorithm, num_bytes, number, start_s, phase, site = begun
     exact_bytes = bytes_sent if exact_bytes is None else exact_bytes
     return Event(op, algorithm, phase, site, number, num_bytes, bytes_sent, exact_bytes, start_s, seconds)
@@ -90,12 +90,12 @@ def finished_event(begun: Begun, seconds: float, bytes_sent: int, exact_bytes: i
 class Recording:
     """Keeps each collective that ends between ``start`` and ``stop``, which any thread may call.
 
-    ``running``: returns the series that a kernel runs and the collective outside one.
+    ``running`` returns the series that a kernel runs, and the collective outside one.
     """
 
     def __init__(self, running: Callable[[], tuple[Series | None, Begun | None]]) -> None:
         self._running = running
-        self.events: deque[Event] | None = None  # None: not recording
+        self.events: deque[Event] | None = None  # while recording
         self._since_s = 0.0
 
     def start(self) -> None:

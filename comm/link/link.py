@@ -23,7 +23,7 @@ class Link:
     """The rate at which each node can send and receive at the same time, and the latency."""
 
     name: str
-    bytes_per_s: float | None  # None: unlimited
+    bytes_per_s: float | None  # unlimited if None
     latency_s: float = 0.0  # one way
 
     def seconds(self, num_bytes: float) -> float:
@@ -77,8 +77,12 @@ def line_rate(
 ) -> float:
     """Payload bytes per second of the slower direction while both directions are full, measured for ``seconds``.
 
-    ``listener``, ``caller``: unconnected TCP sockets of the two ends, closed afterwards; ``address``: of the listener;
-    ``expected``: the maximum of bytes per second, if known. Raises OSError if nothing arrives for half a minute.
+    Args:
+        listener, caller: unconnected TCP sockets of the two ends, closed afterwards.
+        address: the listener's address.
+        expected: the maximum of bytes per second, if known.
+    Raises:
+        OSError: nothing arrives for half a minute.
     """
     with listener, caller:
         for end in (listener, caller):

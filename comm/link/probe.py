@@ -18,7 +18,7 @@ _TIMEOUT_S = 10.0  # of each message
 
 
 class PairFacts(msgspec.Struct, frozen=True):
-    """The network between two nodes. ``jitter_s``: the 90th percentile of round trips less their median."""
+    """The network between two nodes; its jitter is the 90th percentile of round trips less their median."""
 
     nodes: tuple[int, int]
     round_trip_s: float

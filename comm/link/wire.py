@@ -38,8 +38,8 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A link as requested and as measured. Rates are of a node, one way, in bytes of payload."""
 
     name: str
-    asked_bytes_per_s: float | None  # None: only a latency was requested
-    measured_bytes_per_s: float | None  # None: not measured yet
+    asked_bytes_per_s: float | None  # None if only a latency was requested
+    measured_bytes_per_s: float | None  # None until it is measured
     latency_s: float
     emulation: str
     reason: str = ""  # why namespaces are not used; empty if they are, or if user space was requested
@@ -96,7 +96,7 @@ class Wire:
 
 @contextmanager
 def open_wire(link: Link, *, num_nodes: int, ranks_per_node: int = 1, emulation: str = "auto") -> Iterator[Wire]:
-    """Open the link until the end of the context. ``emulation``: ``auto`` uses namespaces if possible.
+    """Open the link until the end of the context; the emulation ``auto`` uses namespaces if possible.
 
     Call on the main thread before other threads run. Cost: about two seconds with namespaces. Raises ValueError, with
     nothing left behind, if namespaces were requested and are not possible, or the machine cannot carry the link.

@@ -17,7 +17,7 @@ SCHEMA = "tightwire.accuracy/1"
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """What one AllReduce costs in comparison with exact sums."""
+    """The cost in accuracy of one AllReduce, compared with exact sums."""
 
     kl: float  # mean KL of next-token distributions, in nats
     perplexity: float  # relative rise
@@ -26,7 +26,7 @@ class Loss(msgspec.Struct, frozen=True):
         return f"KL {self.kl:.2g}, perplexity {100 * self.perplexity:+.2g} %"
 
 
-# Of the page docs/quantized-allreduce.md: the worst of 2, 4 and 8 ranks.
+# From docs/quantized-allreduce.md: the worst of 2, 4 and 8 ranks.
 _REFERENCE = "SmolLM2-135M"
 _REFERENCE_LOSSES = {
     "flash-int8": Loss(0.0006, 0.0004),
@@ -42,7 +42,7 @@ class AccuracyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: str
     world_size: int
-    dtype: str  # of the activations
+    dtype: str  # dtype of the activations
     tokens: int
     losses: dict[str, Loss]
     date: str  # ISO, UTC
@@ -51,7 +51,7 @@ class AccuracyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accuracy:
-    """The known figures, and which model they are of. ``command``: measures the model in use."""
+    """The known figures and the model they were measured on; ``command`` measures the model in use."""
 
     losses: Mapping[str, Loss] = field(default_factory=lambda: _REFERENCE_LOSSES)
     measured_on: str = f"on {_REFERENCE}"

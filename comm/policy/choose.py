@@ -103,14 +103,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Admitted:
-    """The algorithms that ``auto`` may use in a phase, by order of adding, and the refused ones with the reason."""
+    """Algorithms that ``auto`` may use in a phase, by order of adding, and the refused ones with the reason."""
 
     orders: dict[str, list[str]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
 
 class Chooser:
-    """Decides for one request in one setting. ``wrong``: algorithms that summed wrongly here, with the error."""
+    """Decides for one request in one setting. It never uses the algorithms in ``wrong`` (name: error), which summed wrongly."""
 
     def __init__(self, request: PolicyRequest, costs: CostModel, wrong: Mapping[str, str] | None = None) -> None:
         self._request, self._costs, self._wrong = request, costs, dict(wrong or {})
@@ -237,7 +237,7 @@ class Chooser:
                 admitted.refused[name] = reason
             else:
                 usable[name] = order
-        # Seeds and measurements are not comparable: if some algorithms were measured, the others are not used.
+        # Built-in estimates cannot be compared with measurements, so once any algorithm is measured, the rest are excluded.
         measured = {name for name in usable if self._costs.predict(name, self._row_bytes).measured}
         for name, order in usable.items():
             if measured and name not in measured:
@@ -250,7 +250,7 @@ class Chooser:
         return not parse_all_reduce(name).needs_nodes or self._costs.setting.num_nodes > 1
 
     def _order(self, name: str, error_budget: float | None, kl_budget: float | None) -> tuple[str, str | None]:
-        """The order in which ``name`` adds, and why it may not be used (None: it may)."""
+        """The order in which ``name`` adds, and why it may not be used, or None if it may."""
         parsed = parse_all_reduce(name)
         reason = parsed.refusal(self._costs.setting)
         if parsed.lossless or not self._fits_nodes(name):

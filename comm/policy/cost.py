@@ -60,10 +60,10 @@ Points = Mapping[str, Sequence[tuple[int, float]]]  # algorithm -> (message byte
 
 
 class CostModel:
-    """Times of algorithms in one setting. ``points``: measurements; algorithms without any are predicted.
+    """Times of algorithms in one setting: read from measurements, or predicted for algorithms without any.
 
-    ``wire``: the link between nodes, shared by all ranks of a node; with a single node, each rank counts as its own
-    node. ``computing``: measured times of algorithms without messages, used with any ``wire``.
+    ``points`` are measured times. ``wire`` is the link between nodes, shared by all ranks of a node; with a single node,
+    each rank counts as its own node. ``computing`` has measured times without messages, used with any ``wire``.
     """
 
     def __init__(
@@ -152,8 +152,9 @@ def _computing_us(work: Work, link: LinkCost, between: LinkCost) -> float:
 
 
 def _read_off(row: Sequence[tuple[int, float]], num_bytes: int, shape_us: Callable[[int], float]) -> float:
-    """Microseconds at ``num_bytes``: linear in logarithms between two measured sizes of ``row``; beyond them scaled from
-    the nearest one by ``shape_us``.
+    """Interpolate the microseconds at ``num_bytes``, linearly in logarithms, between two measured sizes of ``row``.
+
+    Beyond the measured sizes, scale the time of the nearest one by ``shape_us``.
     """
     place = bisect_left(row, (num_bytes, 0.0))
     if 0 < place < len(row):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ErrorBudget:
-    """``is_kl``: ``limit`` is a mean KL in nats; else the relative RMS error of one AllReduce."""
+    """A limit on the relative RMS error of one AllReduce or, if ``is_kl``, on the mean KL of next tokens in nats."""
 
     limit: float
     is_kl: bool = False

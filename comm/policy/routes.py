@@ -63,7 +63,7 @@ class SizedAllReduce:
     """Each message uses the algorithm of the first limit that it does not exceed. The ledger records that algorithm."""
 
     def __init__(self, table: Sequence[tuple[int | None, AllReduce]], name: str = "by size") -> None:
-        """``table``: (largest message in bytes, algorithm) with rising limits, the last one None; else ValueError."""
+        """Take a ``table`` of (largest message in bytes, algorithm) with rising limits, the last one None; else ValueError."""
         limits = [limit for limit, _ in table if limit is not None]
         if not table or table[-1][0] is not None or len(limits) < len(table) - 1:
             raise ValueError("the last entry, and no other, is for messages of any size")
@@ -114,7 +114,7 @@ ENTRY = replace(NAMES["auto"], make=auto_all_reduce)
 
 
 def kernel_sums(all_reduce: AllReduce, num_elems: int, elem_bytes: int) -> KernelSums | None:
-    """Return the sums in a kernel that equal ``all_reduce`` at this size; all one-shots share one. None: not available."""
+    """Return the sums in a kernel that equal ``all_reduce`` at this size; all one-shots share one. Return None if there are none."""
     while isinstance(all_reduce, SizedAllReduce):
         all_reduce = all_reduce.choose(num_elems * elem_bytes)
     return all_reduce.in_kernel if isinstance(all_reduce, OneShotAllReduce) else None

@@ -24,7 +24,7 @@ class QuarantinedError(ValueError):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """Messages up to ``up_to_bytes`` (None: of any size) use the first of ``algorithms``.
+    """The algorithms for messages of up to ``up_to_bytes``, or of any size. The first one is used.
 
     The others, best first, are substitutes if the first fails the self-test. A single one was requested by name.
     """
@@ -40,7 +40,7 @@ class Rule(msgspec.Struct, frozen=True):
     site: str
     phase: str
     choices: tuple[Choice, ...]
-    layers: tuple[int, ...] | None = None  # None: all
+    layers: tuple[int, ...] | None = None  # all without a value
 
 
 class Policy(msgspec.Struct, frozen=True):
@@ -204,7 +204,9 @@ def write_policy_file(path: Path, file: PolicyFile) -> None:
 def apply(base: Policy, file: PolicyFile, name: str = "") -> Policy:
     """Put the file's rules, called ``name`` in reasons, before those of ``base``; leave out those for no layer."""
     rules: list[Rule] = []
-    taken: dict[tuple[str, str], set[int] | None] = {}  # by site and phase, the layers that have a rule; None: all
+    taken: dict[
+        tuple[str, str], set[int] | None
+    ] = {}  # layers that have a rule, by site and phase; None stands for all
     for rule in [*(_rule(rule, name) for rule in file.rules), *base.rules]:
         kind = (rule.site, rule.phase)
         before = taken.get(kind, set[int]())

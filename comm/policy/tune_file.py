@@ -73,7 +73,7 @@ class _File(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TuneRecords:
-    """The settings measured on a host. ``warning``: why an existing file could not be used."""
+    """The settings measured on a host, and a ``warning`` if an existing file could not be used."""
 
     settings: tuple[Measured, ...] = ()
     warning: str | None = None

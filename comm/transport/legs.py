@@ -42,9 +42,9 @@ def sum_in_two_legs(
     ledger: Ledger,
     carried: Carried = (None, None),
 ) -> Tensor:
-    """The ranks' sum of ``x_N`` in ``dtype``: each rank adds its slice, of ``lengths``.
+    """The ranks' sum of ``x_N`` in ``dtype``: each rank adds the slice that ``lengths`` gives it.
 
-    ``codecs``: of the two legs; ``carried``: what ``Codec.encode`` adds and updates in each, or None.
+    Each leg has its own one of ``codecs``, and of ``carried``, the errors that ``Codec.encode`` adds and overwrites.
     """
     reduce_codec, gather_codec = codecs
     received = exchange_encoded(transport, x_N, lengths, reduce_codec, ledger, carried[0])

@@ -73,7 +73,7 @@ def _objection_to_peers(device: torch.device, facts: Sequence[Sequence[str]]) ->
 def add_peer_memory(library: ProcessGroupTransport, store: Store) -> str:
     """Let ``library`` sum through peer memory, or log and return why not; CollectiveTimeoutError: a rank is late.
 
-    ``store``: one that all ranks reach and nothing else writes to.
+    All ranks reach ``store``, and nothing else writes to it.
     """
     device, timeout_s = library.device, library.timeout_s
     exchange = FactExchange(store, rank=library.rank, world_size=library.world_size, timeout_s=timeout_s)
@@ -121,7 +121,7 @@ def check_peer_writes(
     """Write a pattern from ``writer``'s memory into ``owner``'s in two ways, check it on the host, and time the first way.
 
     A contiguous copy uses the copy engine; a copy into every second element runs a kernel whose stores cross the link,
-    as those of an AllReduce do. ``copy``: (target, source), for tests.
+    as those of an AllReduce do. Tests replace ``copy``, (target, source).
     """
     want_N = torch.arange(_NUM_CHECKED, dtype=torch.int32)
     source_N = want_N.to(writer)

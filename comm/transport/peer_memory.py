@@ -30,7 +30,7 @@ class PeerAllReduce:
 
     A rank that does not come within about ``timeout_s`` ends the group: no rank waits any more, results are NaN, and
     ``check`` raises. The host does not wait for GPU kernels, so the error is raised by the first call after the failed
-    one, or by a ``check`` after a synchronization. ``describe``: names the running collective, for messages. All calls
+    one, or by a ``check`` after a synchronization. Messages name the running collective by ``describe``. All calls
     must use one CUDA stream.
     """
 

@@ -29,7 +29,7 @@ _SIZED_BY_RANK = ("sparse_all_gather",)  # collectives whose message size may di
 
 
 class TransferError(RuntimeError):
-    """A message that did not move, with the ranks it was for or from. ``timed_out``: they were silent or called another collective."""
+    """A message that did not move, with the ranks it was for or from. They were silent or called another collective if ``timed_out``."""
 
     def __init__(self, message: str, ranks: Iterable[int], *, timed_out: bool = False) -> None:
         super().__init__(message)

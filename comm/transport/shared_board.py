@@ -198,7 +198,7 @@ _GRACE_SHARE = 0.2
 class SharedTurns:
     """One rank's turns. Every failure raises CommError and ends the group, because messages may be half read.
 
-    ``ledger``: the group's; errors quote its running collective and those of the other ranks.
+    Errors quote the running collective in the group's ``ledger`` and those of the other ranks.
     """
 
     def __init__(self, fd: int, rank: int, world_size: int, timeout_s: float, ledger: Ledger) -> None:
@@ -293,7 +293,7 @@ class SharedTurns:
         self._fail(CollectiveTimeoutError, "timed out waiting for", silent or failed, reason)
 
     def fail_by_mismatch(self, turn: int | None = None) -> None:
-        """Raise the error for different calls in ``turn`` (None: this rank's turn)."""
+        """Raise the error for different calls in ``turn``, by default this rank's turn."""
         board = self.board
         turn = board.own_turn if turn is None else turn
         deadline = time.monotonic() + min(_GRACE_S, _GRACE_SHARE * self._timeout_s)

@@ -120,7 +120,7 @@ class SharedMemoryTransport(SharedTurns):
         self._library.close()
 
     def _send(self, pieces: Sequence[Tensor], call: int, size: int = 0) -> None:
-        """Write the pieces to the next turn's buffer and publish it. ``size``: of the message, if not known to all."""
+        """Write the pieces to the next turn's buffer and publish it, with the message's ``size`` if not all know it."""
         chunk, offset = self.open_turn(), 0
         for piece in pieces:
             if length := piece.numel():

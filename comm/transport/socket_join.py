@@ -36,7 +36,7 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
 class SocketOptions(NamedTuple):
-    """``secret``: that ranks must know; empty: all that join over the store may connect. ``port``: 0: any free one."""
+    """The secret that ranks must know (without one, all that join over the store may connect), and a port, 0 for any free one."""
 
     secret: bytes = b""
     port: int = 0
@@ -89,7 +89,7 @@ def connect_ranks(
 ) -> tuple[dict[int, socket.socket], list[Peer]]:
     """Return a connection to each other rank, and where each rank is. Collective.
 
-    ``address``: this rank's, at which others reach it. Raises CollectiveTimeoutError with the ranks that did not connect,
+    Others reach this rank at ``address``. Raises CollectiveTimeoutError with the ranks that did not connect,
     CommError for one that cannot be reached or has another secret.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -47,7 +47,7 @@ def interface_bytes(payload_bytes: float, num_messages: float, num_frames: float
 
 
 class SocketTransport(GlooTransport):
-    """Messages over ``sockets``; ``native`` is still gloo's sum. Other arguments as for ``GlooTransport``.
+    """Messages over ``sockets``; ``native`` is still gloo's sum. The other arguments are those of ``GlooTransport``.
 
     ``timeout_s`` limits the time without a byte; a dead link ends a call earlier, after ``DEAD_LINK_S``.
     """
@@ -164,7 +164,7 @@ class _Connection:
 
 
 class _Message:
-    """One message on its way: the parts of its header and payload that have not moved. ``event``: of ``select.poll``."""
+    """One message on its way: the parts of its header and payload that have not moved, and the ``select.poll`` event to wait for."""
 
     __slots__ = ("_expected", "_header", "_payload_bytes", "connection", "event", "left", "parts")
 

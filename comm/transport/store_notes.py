@@ -18,7 +18,7 @@ from tightwire.comm.errors import CollectiveTimeoutError, name_ranks
 
 
 class FactExchange:
-    """Shares small facts between ranks over a store, so that all decide alike. ``doing``: the purpose, for errors."""
+    """Shares small facts between ranks over a store, so that all decide alike. Errors name the purpose, ``doing``."""
 
     def __init__(
         self, store: Store, *, rank: int, world_size: int, timeout_s: float, doing: str = "set up peer memory"
@@ -53,7 +53,7 @@ _GRACE_SHARE = 0.2  # of a collective's deadline
 
 
 class Note(msgspec.Struct, frozen=True):
-    """``timed_out`` tells a silent peer from a broken connection; ``missed`` are the ranks waited for, if known."""
+    """A failure: ``timed_out`` tells a silent peer from a broken connection; ``missed`` are the ranks waited for, if known."""
 
     timed_out: bool
     missed: tuple[int, ...]

@@ -39,7 +39,7 @@ _SHORT_ELEMS, _LONG_ELEMS = 1024, 4096
 class PeerBuffers:
     """A process's view of all processes' peer buffers.
 
-    ``failure``: one int32 in pinned memory that kernels write and the host reads without synchronizing: 0, or a bit for
+    ``failure`` is one int32 in pinned memory that kernels write and the host reads without synchronizing: 0, or a bit for
     each process that was late.
     """
 
@@ -107,8 +107,8 @@ def two_shot(
 ) -> None:
     """Sum one ``part`` of every slice of all processes' contiguous ``x_N`` to ``out_N``; all must make the same call.
 
-    ``fmt`` and ``out_fmt``: formats of the slots and of the sums on the wire; None: plain numbers. ``carried``: what encoding
-    slots and sums lost before, for the numbers of the whole message; is added and replaced.
+    ``fmt`` and ``out_fmt`` are the formats of the slots and of the sums on the wire, None for plain numbers. ``carried`` has the
+    errors of the previous encoding of slots and sums, for the whole message: added before encoding, then overwritten.
     """
     for lost, own in zip(carried, (fmt, out_fmt), strict=True):
         check_carried(lost, own, x_N.numel(), x_N)

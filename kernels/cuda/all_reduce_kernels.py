@@ -117,7 +117,7 @@ def two_shot_kernel(
 
 @triton.jit
 def _share(x, headers, rank, at, row, num_elems, carried, fmt: tl.constexpr, tiling: tl.constexpr):
-    """Copy or encode one row of this process's numbers to its own buffer. ``carried``: as for ``encode_row``."""
+    """Copy or encode one row of this process's numbers to its own buffer; ``carried`` as in ``encode_row``."""
     row_B = row + tl.arange(0, tiling.rows).to(tl.int64)
     tiles = load_tiles(x, row_B * tiling.elems, num_elems, tiling)
     _put(_at(headers, rank, at), x, row_B, num_elems, tiles, carried, fmt, False, tiling)

@@ -89,7 +89,7 @@ def attend_keys(
 ):
     """Return a tile's state after the key tile at ``first``. A row attends to keys up to its own position.
 
-    ``caches``: of keys and of values, and their block stride. ``blocks`` is the sequence's row of the block table,
+    ``caches`` are those of keys and of values, and their block stride. ``blocks`` is the sequence's row of the block table,
     ``head_place`` the KV head's offset in a block. WHOLE: no key is masked. Otherwise keys from ``end`` on are not read;
     they may be NaN.
     """

@@ -139,7 +139,7 @@ def _decode(buf, out, num_elems, fmt: tl.constexpr, ADDS: tl.constexpr, tiling: 
 def _decode_reduce_encode(
     bufs, out, carried, num_elems, fmt: tl.constexpr, out_fmt: tl.constexpr, tiling: tl.constexpr
 ):
-    """Decode, add and encode. ``bufs``: a tuple of pointers, added in its order."""
+    """Decode, add and encode ``bufs``, a tuple of pointers, in its order."""
     row_B = tl.program_id(0).to(tl.int64) * tiling.rows + tl.arange(0, tiling.rows)
     rotated: tl.constexpr = stays_rotated(fmt, out_fmt)
     total = decode_row(bufs[0], row_B, num_elems, fmt, rotated, tiling)

@@ -44,7 +44,7 @@ def stays_rotated(fmt, out_fmt):
 
 @triton.jit
 def decode_row(source, row_B, num_elems, fmt: tl.constexpr, rotated: tl.constexpr, tiling: tl.constexpr):
-    """Decode rows ``row_B`` to tiles. ``rotated``: leave them rotated. Numbers beyond the end are undefined."""
+    """Decode rows ``row_B`` to tiles, which stay rotated if ``rotated``. Numbers beyond the end are undefined."""
     num_groups = tl.cast(tl.cdiv(num_elems, fmt.group_elems), tl.int64)
     per_row: tl.constexpr = tiling.elems // fmt.group_elems
     tiles = ()
@@ -58,9 +58,9 @@ def decode_row(source, row_B, num_elems, fmt: tl.constexpr, rotated: tl.constexp
 def encode_row(
     target, row_B, num_elems, tiles, carried, fmt: tl.constexpr, rotated: tl.constexpr, tiling: tl.constexpr
 ):
-    """Encode tiles; inverse of ``decode_row``. Pads the last group. ``rotated``: the numbers are already rotated.
+    """Encode tiles, which are already rotated if ``rotated``; inverse of ``decode_row``. Pads the last group.
 
-    ``carried``: None, or a pointer to what encoding the message's numbers lost before, which is added and replaced.
+    ``carried`` is None, or points to the errors of the message's previous encoding: added before encoding, then overwritten.
     """
     num_groups = tl.cast(tl.cdiv(num_elems, fmt.group_elems), tl.int64)
     per_row: tl.constexpr = tiling.elems // fmt.group_elems
@@ -164,7 +164,7 @@ def _decode(
     num_tiles: tl.constexpr,
     beyond: tl.constexpr,
 ):
-    """Read groups ``group_B`` of the message at ``source`` (bytes) as float32 tiles. ``rotated``: do not turn them back."""
+    """Read groups ``group_B`` of the message at ``source`` (bytes) as float32 tiles, which stay rotated if ``rotated``."""
     own: tl.constexpr = len(fmt.plane_bits)
     kept_B = None if beyond == NOTHING else group_B < num_groups
     codes = load_codes(source, group_B, num_groups, kept_B, fmt, num_tiles)

@@ -22,7 +22,7 @@ _HALF = tl.constexpr(16)  # numbers of a group that share bytes with the other s
 def linear_packed(
     x_TD: Tensor, weight_OD: PackedMatrix, bias_O: Tensor | None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Compute ``linear.linear_reference`` in ``out_dtype`` (None: x's); only the order of the float32 sum differs."""
+    """Compute ``linear.linear_reference`` in ``out_dtype``, by default x's; only the order of the float32 sum differs."""
     _check(x_TD, weight_OD, bias_O)
     (num_rows, depth), num_outputs = x_TD.shape, weight_OD.shape[0]
     out_TO = torch.empty(num_rows, num_outputs, dtype=out_dtype or x_TD.dtype, device=x_TD.device)
@@ -63,7 +63,7 @@ def _packed_product(
     PACKED: tl.constexpr,
     BIASED: tl.constexpr,
 ):
-    """Compute one tile. ``halves``: a float16 view of ``blocks``; scales and minima have even addresses."""
+    """Compute one tile. ``halves`` is a float16 view of ``blocks``; scales and minima have even addresses."""
     num_tiles = tl.cdiv(num_outputs, _OUTPUTS)
     row_R = tl.program_id(0) // num_tiles * _ROWS + tl.arange(0, _ROWS)
     output_O = tl.program_id(0) % num_tiles * _OUTPUTS + tl.arange(0, _OUTPUTS)

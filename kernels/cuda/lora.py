@@ -24,7 +24,7 @@ _NO_SLOT = tl.constexpr(1 << 30)
 
 
 def add_adapters(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int, slots_T: Tensor) -> None:
-    """Compute ``add_adapters_reference`` but for the order of the float32 sums; ``slots_T``: on the GPU."""
+    """Compute ``add_adapters_reference`` but for the order of the float32 sums; ``slots_T`` is on the GPU."""
     _check(out_TO, x_TD, site, slots_T)
     num_rows, num_outputs = out_TO.shape
     max_rank = site.b_NX.shape[1] // (site.num_layers * num_outputs)

@@ -37,7 +37,8 @@ _INF_BITS = 0x7F800000
 def encode_reference(x_N: Tensor, fmt: BlockFormat, carried_M: Tensor | None = None) -> Tensor:
     """(N,) float32, bfloat16 or float16 to (fmt.encoded_bytes(N),) uint8.
 
-    ``carried_M``: what encoding lost before; is added, and receives what it loses now. (fmt.carried_elems(N),) bfloat16.
+    ``carried_M``, (fmt.carried_elems(N),) bfloat16: the error of the previous encoding, which is added before encoding, then
+    overwritten with the new error.
     """
     return _encode_carrying(_rotated(_to_groups(x_N, fmt), fmt), fmt, carried_M)
 
@@ -67,7 +68,7 @@ def decode_reduce_encode_reference(
 ) -> Tensor:
     """Encode the float32 sum of ``bufs`` in list order; of rotated numbers, if both formats rotate equal groups.
 
-    ``carried_M``: as for ``encode_reference`` with ``out_fmt``.
+    ``carried_M`` as in ``encode_reference`` with ``out_fmt``.
     """
     stay_rotated = fmt.hadamard and out_fmt.hadamard and fmt.group_elems == out_fmt.group_elems
     decode = _decode_groups if stay_rotated else _decode_numbers

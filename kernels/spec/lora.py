@@ -31,7 +31,7 @@ class AdapterSite:
     b_NX: Tensor  # (N, layers x max_rank x O)
     ranks_N: Tensor = field(init=False)  # int32 on the matrices' device; 0: the slot has no matrices here
     ranks: list[int] = field(init=False)  # the same on the host
-    native: Any = None  # the C struct of these matrices; None: to be made again
+    native: Any = None  # the C struct of these matrices, until they change
 
     def __post_init__(self) -> None:
         self.ranks = [0] * len(self.a_NX)
@@ -41,7 +41,7 @@ class AdapterSite:
     def empty(
         cls, num_inputs: int, part_stops: tuple[int, ...], num_layers: int, *, room: tuple[int, int], like: Tensor
     ) -> Self:
-        """Make slots without adapters. ``room``: the number of slots and ``max_rank``. ``like``: dtype and device."""
+        """Make slots without adapters: ``room`` is their number and ``max_rank``; dtype and device are those of ``like``."""
         num_slots, max_rank = room
         a_NX = like.new_empty(num_slots, num_layers * len(part_stops) * max_rank * num_inputs)
         return cls(

@@ -15,7 +15,7 @@ from tightwire.kernels.spec.packed_format import GROUP_ELEMS, INTERLEAVED_ROWS, 
 class PackedMatrix:
     """(O, D) numbers as blocks: (O, bytes of a row) uint8, contiguous rows of whole blocks.
 
-    ``interleaved``: each full 16 rows lie side by side (``packed_int8.interleave_reference``).
+    In an ``interleaved`` matrix each full 16 rows lie side by side (``packed_int8.interleave_reference``).
     """
 
     blocks_OB: Tensor
