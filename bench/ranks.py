@@ -15,6 +15,7 @@ import torch
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.bench.options import RankOptions
+from tightwire.comm.all_reduce import registry
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.local_ranks import LocalRanks, fd_path, silence_after
 from tightwire.comm.group.nodes import join_nodes, throttle_group
@@ -72,7 +73,10 @@ def open_ranks(options: RankOptions, preload: Sequence[str] = ()) -> Iterator[tu
         )
         ranks = stack.enter_context(
             LocalRanks(
-                options.ranks, partial(open_group, plan), silence_s=silence_after(options.timeout_s), preload=preload
+                options.ranks,
+                partial(open_group, plan),
+                silence_s=silence_after(options.timeout_s),
+                preload=(registry.__name__, *preload),
             )
         )
         if plan.peer_memory and not all(has for _, has in ranks.stream(_has_peer_memory)):

@@ -99,8 +99,8 @@ def make_plan(config: ServeConfig, seconds: float) -> TunePlan:
             "those and the link's rate"
         )
     model = open_checkpoint(config.model.model, config.model.seed).config
-    setting, gpus = decide_setting(config, model)
-    host = this_host([gpu.name for gpu in gpus], num_cores())
+    decided = decide_setting(config, model)
+    setting, host = decided.setting, this_host([gpu.name for gpu in decided.gpus], num_cores())
     return TunePlan(
         settings=tuple(replace(setting, transport=name) for name in _transports(config, setting)),
         request=next(iter(policy_requests(config, model).values())),

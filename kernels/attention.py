@@ -1,7 +1,5 @@
 """Causal attention over a paged KV cache; ``spec.attention`` has the reference and the layout of the cache."""
 
-from importlib import import_module
-
 from torch import Tensor
 
 from tightwire.kernels.cpu.attention import paged_attention_cpu
@@ -28,7 +26,8 @@ def paged_attention(
         ValueError: shapes, dtypes or (on CPU) lengths and block numbers that do not match.
     """
     if q_THE.is_cuda:  # imported on first use: a CPU host need not have Triton
-        triton = import_module("tightwire.kernels.cuda.attention")
+        from tightwire.kernels.cuda import attention as triton
+
         return triton.paged_attention(q_THE, k_cache_NKPE, v_cache_NKPE, sequences, scale, groups)
     attention = paged_attention_cpu if available() else paged_attention_reference
     return attention(q_THE, k_cache_NKPE, v_cache_NKPE, sequences, scale, groups)

@@ -4,7 +4,6 @@
 """
 
 from functools import cache
-from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -44,4 +43,8 @@ def decode_reduce_encode(
 @cache
 def _kernels(device_type: str) -> ModuleType:
     """The module with these four functions for a device; imported on first use, as not all machines have Triton."""
-    return import_module(f"tightwire.kernels.{'cuda' if device_type == 'cuda' else 'cpu'}.block_quant")
+    if device_type == "cuda":
+        from tightwire.kernels.cuda import block_quant
+    else:
+        from tightwire.kernels.cpu import block_quant
+    return block_quant

@@ -3,7 +3,6 @@
 A row's bits depend on that row alone. Shapes, dtypes and layouts that do not match raise ValueError.
 """
 
-from importlib import import_module
 from types import ModuleType
 
 from torch import Tensor
@@ -81,4 +80,6 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
 
 def _triton() -> ModuleType:
     """Import the Triton kernels on first use, because a CPU host need not have Triton."""
-    return import_module("tightwire.kernels.cuda.layer_ops")
+    from tightwire.kernels.cuda import layer_ops
+
+    return layer_ops

@@ -1,6 +1,5 @@
 """Matrix product with weights stored (out, in), as plain numbers or packed."""
 
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -114,4 +113,6 @@ def _unpacked_product(x_TD: Tensor, weight_OD: PackedMatrix, bias_O: Tensor | No
 
 def _triton() -> Any:
     """Imported on first use: a CPU host need not have Triton."""
-    return import_module("tightwire.kernels.cuda.linear_packed")
+    from tightwire.kernels.cuda import linear_packed
+
+    return linear_packed

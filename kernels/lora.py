@@ -1,6 +1,5 @@
 """Adds the low-rank adapters of a step's rows to a matrix product; ``spec.adapters`` has the reference."""
 
-from importlib import import_module
 from types import ModuleType
 
 from torch import Tensor
@@ -31,4 +30,6 @@ def add_adapters(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int, ro
 
 def _triton() -> ModuleType:
     """Import the Triton kernels on first use, because a CPU host need not have Triton."""
-    return import_module("tightwire.kernels.cuda.lora")
+    from tightwire.kernels.cuda import lora
+
+    return lora

@@ -1,11 +1,12 @@
 """Counts the source tree and fails when it breaks a rule of the layout: ``make house``, which needs Python alone.
 
 Prints files, lines and folders of each floor, then every fault: a floor above its budget, a folder with too many files, a file
-that is too long, a test that mirrors no file, import circles, upward imports, and module docstrings that begin with a question
-word. docs/architecture.md says what the floors are, and why the budget is fixed.
+that is too long, a test that mirrors no file, import circles, upward imports, module docstrings that begin with a question
+word, and modules named in strings. docs/architecture.md says what the floors are, and why the budget is fixed.
 """
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,9 @@ BUDGET = {"bench": 11_000, "server": 16_400, "training": 8_400, "model": 9_000, 
 MAX_FOLDER_FILES, MAX_FILE_LINES = 20, 480
 MIRRORED = {"package": "src/tightwire"}  # folders of tests whose names differ from what they test
 UNMIRRORED = ("contracts", "deploy", "gpu", "suites")
+# The only files that name modules as text: the tables of verbs, and the registry of AllReduces.
+MODULE_TABLES = ("src/tightwire/__main__.py", "bench/cli.py", "comm/all_reduce/names.py", "comm/all_reduce/registry.py")
+MODULE_TEXT = re.compile(r"[a-z_]\w*(\.[a-z_]\w*)+(:[A-Za-z_]\w*)?")
 QUESTIONS = ("What", "Where", "Whether", "How", "Why", "Which", "Who", "Whence", "When")
 
 
@@ -117,6 +121,31 @@ def odd_docstrings(tree: Tree) -> Iterator[str]:
                 yield f"{path}: the module docstring must begin with what the module is or does"
 
 
+def named_modules(tree: Tree) -> Iterator[str]:
+    """Modules named in a string, which the linter cannot follow: "package.module", "module:attribute", or a computed name."""
+    advice = "import it, inside a function if it must load late"
+    for path, text in tree.sources.items():
+        if path.suffix != ".py" or str(path) in MODULE_TABLES:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_module(tree.root, node.value):
+                yield f"{path}:{node.lineno} names the module {node.value!r} in a string: {advice}"
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in (
+                "import_module",
+                "__import__",
+            ):
+                yield f"{path}:{node.lineno} imports a module by its name: {advice}"
+
+
+def _is_module(root: Path, text: str) -> bool:
+    if not MODULE_TEXT.fullmatch(text):
+        return False
+    top, *parts = text.partition(":")[0].split(".")
+    return ":" in text or (
+        top == "tightwire" and any((root.joinpath(*parts)).with_suffix(end).exists() for end in ("", ".py"))
+    )
+
+
 def faults(tree: Tree) -> Iterator[str]:
     """Everything that breaks a rule, one line each."""
     graph = import_graph(tree)
@@ -127,6 +156,7 @@ def faults(tree: Tree) -> Iterator[str]:
     yield from import_circles(graph)
     yield from upward_imports(graph)
     yield from odd_docstrings(tree)
+    yield from named_modules(tree)
 
 
 def table(tree: Tree) -> Iterator[str]:

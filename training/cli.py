@@ -1,7 +1,6 @@
 """The command line of ``tightwire train``. It imports torch only after everything that needs no torch is checked."""
 
 import argparse
-import importlib
 import os
 import signal
 import sys
@@ -28,7 +27,9 @@ def train(argv: Sequence[str]) -> int:
             raise ValueError("give a CONFIG.yaml or the name of an example; see `tightwire train --help`")
         config = read_config(args.config, args.overrides)
         if args.dry_run:
-            sys.stdout.write(importlib.import_module("tightwire.training.run.dry_run").dry_run(config))
+            from tightwire.training.run.dry_run import dry_run
+
+            sys.stdout.write(dry_run(config))
             return 0
         config = _prepare(config)
     except ValueError as error:
@@ -56,7 +57,7 @@ def _prepare(config: TrainConfig) -> TrainConfig:
 
 def _run(config: TrainConfig) -> int:
     with spinner("loading torch and transformers, usually 4 to 15 s", os.environ):
-        run = importlib.import_module("tightwire.training.run.run")
+        from tightwire.training.run import run
     try:
         return _SIGTERM_CODE if run.run_training(config) == signal.SIGTERM else 0
     except run.FAILURES as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 from jinja2 import Environment
 
+from tightwire.bench import report
 from tightwire.bench.report.plot import NO_PLOTS, Plot, has_matplotlib, style_sheet, svg
 from tightwire.bench.report.table import Table
 
@@ -30,7 +31,7 @@ def render(
     """The page of the bench ``name``. ``alarms``: reasons not to trust the result; ``facts``: machine, versions, settings."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"command": split_command, "fact": describe_fact}
-    template = environment.from_string((files("tightwire.bench.report") / "page.html").read_text())
+    template = environment.from_string((files(report) / "page.html").read_text())
     plots = [item for item in items if isinstance(item, Plot)]
     return template.render(
         name=name,

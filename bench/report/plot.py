@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from tightwire import server
+from tightwire.bench import report
 from tightwire.bench.report.table import Column, Row
 
 if TYPE_CHECKING:
@@ -44,8 +46,8 @@ def has_matplotlib() -> bool:
 
 def style_sheet() -> str:
     """The playground's own rules, then those of a bench's page with the colors of series."""
-    own = (files("tightwire.bench.report") / "page.css").read_text()
-    return (files("tightwire.server") / "web" / "css" / "base.css").read_text() + own
+    own = (files(report) / "page.css").read_text()
+    return (files(server) / "web" / "css" / "base.css").read_text() + own
 
 
 @cache

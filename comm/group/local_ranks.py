@@ -64,7 +64,7 @@ class LocalRanks:
         self.world_size = world_size
         self._silence_s = silence_s
         context = multiprocessing.get_context("forkserver")  # imports torch once, and forks no threads
-        context.set_forkserver_preload(["tightwire.comm.group.group", "tightwire.comm.all_reduce.registry", *preload])
+        context.set_forkserver_preload([Group.__module__, *preload])
         self._pipes: list[Connection] = []
         self._processes = []
         try:

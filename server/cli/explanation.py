@@ -11,19 +11,20 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.choose import Chooser, PolicyRequest, Verdict
 from tightwire.comm.policy.rules import PHASES, Choice, describe_layers
 from tightwire.model.adapters.product import AdapterRoom, adapter_bytes
+from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import make_layout
-from tightwire.model.open import fingerprint, open_checkpoint
+from tightwire.model.open import fingerprint
 from tightwire.server.config.hosts import HostOptions
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.hosts.launcher import resolve_hosts
 from tightwire.server.hosts.place import last_probe
-from tightwire.server.plan.comm_decision import CommDecision, decide_comm, policy_requests
+from tightwire.server.plan.comm_decision import CommDecision
 from tightwire.server.plan.lora import describe_adapters, plan_adapters
-from tightwire.server.plan.setting import check_all_reduce_names, choose_dtype, decide_setting, requested_link
+from tightwire.server.plan.run_plan import decide_sums, open_model
+from tightwire.server.plan.setting import requested_link
 from tightwire.sizes import format_bytes
 
 _SITES = ("o_proj", "down_proj")
@@ -50,12 +51,16 @@ def run(config: ServeConfig, as_json: bool, network: bool = False) -> int:
             hosts = HostOptions(nnodes=nodes, node_rank=0, master_addr="node-0")
             config = resolve_hosts(replace(config, hosts=hosts), {})[0]
             sys.stderr.write(f"{link.describe(nodes)}\n")
-        request, decision, num_layers = decide_for(config, link)
-        adapters = _explain_adapters(config)
+        config, checkpoint = open_model(config)
+        model = checkpoint.config
+        sums = decide_sums(config, model, link or requested_link(config.parallel), fingerprint(checkpoint))
+        adapters = _explain_adapters(config, model, sums.decided.dtype)
     except ValueError as error:
         sys.stderr.write(f"tightwire explain: {error}\n")
         return 2
-    explained = explain(decision.chooser, request, decision.setting.elem_bytes, num_layers)
+    decision, request = sums.comm, next(iter(sums.requests.values()))
+    assert decision is not None  # `explain` takes at least two ranks
+    explained = explain(decision.chooser, request, decision.setting.elem_bytes, model.num_layers)
     if as_json:
         sys.stdout.write(json.dumps(_as_data(decision, explained)) + "\n")
     else:
@@ -66,29 +71,14 @@ def run(config: ServeConfig, as_json: bool, network: bool = False) -> int:
     return 0
 
 
-def decide_for(config: ServeConfig, network: LinkFacts | None = None) -> tuple[PolicyRequest, CommDecision, int]:
-    """The decision that ``serve`` would make, and the model's number of layers. ValueError: the model or an option is refused."""
-    check_all_reduce_names(config.parallel)
-    checkpoint = open_checkpoint(config.model.model, config.model.seed)
-    model = checkpoint.config
-    requests = policy_requests(config, model)
-    link = network or requested_link(config.parallel)
-    setting, gpus = decide_setting(config, model, link)
-    decision = decide_comm(requests, setting, [gpu.name for gpu in gpus], link, fingerprint(checkpoint))
-    return next(iter(requests.values())), decision, model.num_layers
-
-
-def _explain_adapters(config: ServeConfig) -> str:
+def _explain_adapters(config: ServeConfig, model: LlamaConfig, dtype: str) -> str:
     """Describe the memory of LoRA adapters; empty without them."""
-    model = open_checkpoint(config.model.model, config.model.seed).config
     plan = plan_adapters(config.adapters, model)
     if plan is None:
         return ""
     layout = make_layout(model, config.parallel.tp, config.parallel.tp_split)
-    device = decide_setting(config, model)[0].device
-    elem_bytes = getattr(torch, choose_dtype(config.model, model, device)).itemsize
-    sizes = AdapterRoom(plan.num_slots, plan.max_rank)
-    return describe_adapters(plan, [adapter_bytes(model, shard, sizes, elem_bytes) for shard in layout.shards])
+    elem_bytes, room = getattr(torch, dtype).itemsize, AdapterRoom(plan.num_slots, plan.max_rank)
+    return describe_adapters(plan, [adapter_bytes(model, shard, room, elem_bytes) for shard in layout.shards])
 
 
 def explain(chooser: Chooser, request: PolicyRequest, elem_bytes: int, num_layers: int) -> list[Explained]:

@@ -7,6 +7,7 @@ from typing import Protocol
 import msgspec
 
 from tightwire.comm.link.wire import LinkFacts
+from tightwire.comm.policy.choose import PolicyRequest
 from tightwire.comm.policy.rules import Policy
 from tightwire.model.adapters.product import AdapterRoom
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -28,12 +29,11 @@ from tightwire.server.plan.numa import describe_placement, read_numa_nodes
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool
 from tightwire.server.plan.rank_setup import NamedPolicy, RunPlan
 from tightwire.server.plan.setting import (
+    DecidedSetting,
     check_all_reduce_names,
     choose_activations,
-    choose_dtype,
     choose_overlap,
     choose_plan_ahead,
-    choose_transport,
     decide_setting,
 )
 from tightwire.server.plan.weight_decision import IN_FILES, Files, as_prepared, decide_weights
@@ -103,21 +103,52 @@ def prepare(
     ``stopped`` is called several times a second during a fetch, which stops within FETCH_STOPS_S once it returns True.
     """
     name = config.model.model
-    check_all_reduce_names(config.parallel)
 
     def fetching(fraction: float) -> None:
         if stopped():
             raise ModelError(f"stopped while fetching {name}")
         display.stage(f"downloading {name}", fraction)
 
-    checkpoint = open_checkpoint(name, config.model.seed, progress=fetching)
-    if checkpoint.prepared is not None:
-        config = as_prepared(config, checkpoint.prepared)
+    config, checkpoint = open_model(config, fetching)
     formats = formats_of(checkpoint, config.model.quantization)
     files = Files(exist=checkpoint.path is not None, prepared=checkpoint.prepared)
     decision = decide(config, checkpoint.config, formats, link, files=files, model_id=fingerprint(checkpoint))
     note = (f"the checkpoint is quantized: {checkpoint.note}",) if checkpoint.note else ()
     return checkpoint, replace(decision, notes=(*note, *decision.notes))
+
+
+def open_model(
+    config: ServeConfig, progress: Callable[[float], None] = lambda fraction: None
+) -> tuple[ServeConfig, Checkpoint]:
+    """The options with what a prepared folder fixes, and the model, fetched if necessary. ValueError: one is refused."""
+    check_all_reduce_names(config.parallel)
+    checkpoint = open_checkpoint(config.model.model, config.model.seed, progress=progress)
+    return config if checkpoint.prepared is None else as_prepared(config, checkpoint.prepared), checkpoint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SumDecision:
+    """The part of a decision that needs no memory: it explains the AllReduces of a model that does not fit here."""
+
+    decided: DecidedSetting
+    requests: dict[str, PolicyRequest]  # by policy, the server's own first; empty: a single rank
+    comm: CommDecision | None  # None: a single rank
+    library: CommDecision | None  # if the GPUs cannot reach each other's memory, which only the ranks can test
+
+
+def decide_sums(
+    config: ServeConfig, model: LlamaConfig, link: LinkFacts | None = None, model_id: str = ""
+) -> SumDecision:
+    """Resolve every ``auto`` about sums; arguments and errors as for ``decide``."""
+    parallel, decided = config.parallel, decide_setting(config, model, link)
+    requests, comm, library = {}, None, None
+    if parallel.tp > 1:
+        requests, devices = policy_requests(config, model), [gpu.name for gpu in decided.gpus]
+        comm = decide_comm(requests, decided.setting, devices, link, model_id)
+        if decided.setting.transport == "peer-memory" and parallel.transport == "auto":
+            other = msgspec.structs.replace(decided.setting, transport="process-group")
+            library = decide_comm(requests, other, devices, model_id=model_id)
+    return SumDecision(decided=decided, requests=requests, comm=comm, library=library)
 
 
 def decide(
@@ -136,25 +167,20 @@ def decide(
     parallel = config.parallel
     layout = make_layout(model, parallel.tp, parallel.tp_split)
     check_split(layout, model, formats)
-    setting, gpus = decide_setting(config, model, link)
-    dtype = choose_dtype(config.model, model, setting.device)
+    sums = decide_sums(config, model, link, model_id)
+    decided, comm = sums.decided, sums.comm
+    setting, dtype = decided.setting, decided.dtype
     activations = choose_activations(config.model.activations, setting.device, formats.packed)
     if activations == "int8":
         formats = formats.with_int8_activations()
     adapters = plan_adapters(config.adapters, model)
-    comm = None
-    library = None  # fallback if the GPUs cannot reach each other's memory, which only the ranks can test
-    if parallel.tp > 1:
-        requests, devices = policy_requests(config, model), [gpu.name for gpu in gpus]
-        comm = decide_comm(requests, setting, devices, link, model_id)
-        if setting.transport == "peer-memory" and parallel.transport == "auto":
-            other = msgspec.structs.replace(setting, transport="process-group")
-            library = decide_comm(requests, other, devices, model_id=model_id)
     inputs = MemoryInputs(
         model=model,
         layout=layout,
         options=config.engine,
-        pools=_pools(setting.device, parallel.num_ranks, gpus, config.weights.device_memory, config.hosts.nnodes or 1),
+        pools=_pools(
+            setting.device, parallel.num_ranks, decided.gpus, config.weights.device_memory, config.hosts.nnodes or 1
+        ),
         dtype=dtype,
         formats=formats,
         device=setting.device,
@@ -172,7 +198,7 @@ def decide(
         activations=activations,
         allreduce=describe_request(parallel),
         transport=setting.transport,
-        transport_reason=choose_transport(parallel, setting.device, link, config.hosts.several)[1],
+        transport_reason=decided.transport_reason,
         max_model_len=budget.max_model_len,
         num_blocks=budget.num_blocks,
         buffer_blocks=budget.buffer_blocks,
@@ -182,7 +208,7 @@ def decide(
         overlap=choose_overlap(parallel, setting.device, config.hosts.several),
         plan_ahead=choose_plan_ahead(config.engine, setting.device, parallel.dp),
         link=link,
-        policies=_policies(parallel.allreduce, comm, library),
+        policies=_policies(parallel.allreduce, comm, sums.library),
         adapters=adapters,
     )
     return Decision(

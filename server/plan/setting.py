@@ -1,6 +1,8 @@
 """Chooses the device, dtype and transport of the ranks, and how their steps overlap. Imports no torch."""
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tightwire.comm.all_reduce.entry import Setting
@@ -17,20 +19,30 @@ from tightwire.server.config.serve import EngineOptions, ModelOptions, ServeConf
 from tightwire.server.plan.devices import CudaDevice, cuda_devices
 
 
-def decide_setting(
-    config: ServeConfig, model: LlamaConfig, link: LinkFacts | None = None
-) -> tuple[Setting, list[CudaDevice]]:
-    """The setting of the ranks' sums, and their CUDA devices. ValueError: an impossible device, dtype or transport."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecidedSetting:
+    """Where the ranks' sums run, and what led there."""
+
+    setting: Setting
+    gpus: Sequence[CudaDevice]  # this host's, if the ranks use them
+    dtype: str  # of activations and weights; messages have that of ``setting``
+    transport_reason: str  # why ``auto`` chose a slower transport, or empty
+
+
+def decide_setting(config: ServeConfig, model: LlamaConfig, link: LinkFacts | None = None) -> DecidedSetting:
+    """Decide the device, dtype and transport of the ranks. ValueError: one of them is impossible here."""
     device, gpus = _choose_device(config.model.device, config.parallel, config.hosts.nnodes or 1)
+    transport, reason = choose_transport(config.parallel, device, link, config.hosts.several)
+    dtype = choose_dtype(config.model, model, device)
     setting = Setting(
-        transport=choose_transport(config.parallel, device, link, config.hosts.several)[0],
+        transport=transport,
         device=device,
         world_size=config.parallel.tp,
         num_nodes=config.parallel.sum_nodes,
-        dtype=choose_sum_dtype(config.parallel, device, choose_dtype(config.model, model, device)),
+        dtype=choose_sum_dtype(config.parallel, device, dtype),
         link="" if link is None else f"{link.name} ({link.emulation})",
     )
-    return setting, gpus
+    return DecidedSetting(setting=setting, gpus=gpus, dtype=dtype, transport_reason=reason)
 
 
 def refuse_wrong_model(config: ServeConfig) -> None:

@@ -1,13 +1,13 @@
 """Starts one rank process, and reports to its parent. Imports no torch, so that heartbeats start early."""
 
 import gc
-import importlib
 import logging
 import os
 import queue
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -28,8 +28,17 @@ _AFTER_OTHERS_S = 1.0
 _T = TypeVar("_T")
 
 
-def main(body: str = "tightwire.server.ranks.rank_main:run") -> int:
-    """Run one rank to its end. ``body`` runs once the work is known; tests replace it."""
+Body = Callable[[RankIdentity, RankWork, Reporter], None]
+
+
+def _import_body() -> Body:
+    from tightwire.server.ranks import rank_main  # torch and the model
+
+    return rank_main.run
+
+
+def main(import_body: Callable[[], Body] = _import_body) -> int:
+    """Run one rank to its end. The body that is imported runs once the work is known; tests have their own."""
     identity = _read_line(RankIdentity)
     if os.getppid() != identity.parent_pid:
         return 1  # the parent died before the kernel was asked to watch it
@@ -39,9 +48,8 @@ def main(body: str = "tightwire.server.ranks.rank_main:run") -> int:
     reporter = Reporter(identity.rank, identity.to_parent, identity.reporter)
     try:
         with reporter.stage("import"):
-            module, function = body.split(":")
             gc.disable()  # what is imported stays: looking for garbage would take a fifth of the time
-            run = getattr(importlib.import_module(module), function)
+            run = import_body()
             gc.freeze()
             gc.enable()
         reporter.begin("waiting for the model's name")

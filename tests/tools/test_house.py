@@ -135,3 +135,23 @@ def test_the_budget_is_the_one_in_the_docs() -> None:
     at = next(number for number, line in enumerate(lines) if line.startswith("| kernels | comm |"))
     floors, numbers = ([cell.strip() for cell in line.strip("|").split("|")] for line in (lines[at], lines[at + 2]))
     assert {floor: int(number.replace(",", "")) for floor, number in zip(floors, numbers, strict=True)} == BUDGET
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ('NAME = "tightwire.comm.a"', "names the module 'tightwire.comm.a' in a string"),
+        ('NAME = "comm.a:Ring"', "names the module 'comm.a:Ring' in a string"),
+        ('NAME = "tightwire.comm.a:Ring"', "names the module 'tightwire.comm.a:Ring' in a string"),
+        ('import_module("tightwire." + name)', "imports a module by its name"),
+        ('importlib.import_module(f"tightwire.{name}")', "imports a module by its name"),
+        ('NAME = "tightwire.request.id"', ""),
+        ('NAME = "tightwire.comm.a/1"', ""),
+        ('NAME = "127.0.0.1:8000"', ""),
+        ('NAME = "see tightwire.comm.a"', ""),
+    ],
+)
+def test_a_module_is_named_in_no_string_outside_the_tables(line: str, fault: str, tmp_path: Path) -> None:
+    found = _faults(tmp_path, comm__a=GOOD, model__b=GOOD + line + "\n", src__tightwire____main__=GOOD + line + "\n")
+    assert (found == []) if not fault else [fault in text for text in found] == [True], found
+    assert all(text.startswith("model/b.py:2 ") for text in found)

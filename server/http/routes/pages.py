@@ -11,6 +11,8 @@ from typing import NamedTuple
 from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 
+from tightwire import server
+
 # The pages load only their own files, run no inline script and insert no markup. `trusted-types` makes the browser
 # refuse innerHTML too.
 _POLICY = (
@@ -36,7 +38,7 @@ class WebFile(NamedTuple):
 @cache
 def web_files() -> dict[str, WebFile]:
     """The files that are served, by their path under server/web."""
-    return dict(_read(files("tightwire.server") / "web"))
+    return dict(_read(files(server) / "web"))
 
 
 def _read(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, WebFile]]:

@@ -37,4 +37,4 @@ def lose_peer(identity: RankIdentity, work: RankWork, reporter: Reporter) -> Non
 
 
 if __name__ == "__main__":
-    sys.exit(worker.main(f"__main__:{sys.argv[1]}"))
+    sys.exit(worker.main(lambda: globals()[sys.argv[1]]))

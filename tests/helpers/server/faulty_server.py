@@ -77,5 +77,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "rank":
-        sys.exit(worker.main("__main__:run_faulty"))
+        sys.exit(worker.main(lambda: run_faulty))
     sys.exit(main())

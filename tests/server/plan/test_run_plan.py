@@ -1,5 +1,6 @@
 """What ``auto`` comes to, and what is refused by name before anything is loaded."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -350,3 +351,23 @@ def test_each_replica_needs_devices_of_its_own(gpus: list[CudaDevice]) -> None:
         decide(make_config({"tp": 2, "dp": 2, "device": "cuda"}), MODEL)
     plan = decide(make_config({"dp": 3, "device": "cuda"}), MODEL).plan
     assert (plan.transport, plan.plan_ahead) == ("process-group", False)
+
+
+def test_each_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Counter[str]()
+
+    def counting(name: str, choose: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **options: object) -> object:
+            calls[name] += 1
+            return choose(*args, **options)
+
+        return call
+
+    names = [name for name in vars(setting) if name.startswith(("choose_", "_choose_", "decide_"))]
+    for name in names:
+        counted = counting(name, getattr(setting, name))
+        for module in (setting, run_plan):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, counted)
+    decide(make_config({"tp": 2, "device": "cpu"}), MODEL)
+    assert calls == dict.fromkeys(names, 1) and "choose_transport" in names
