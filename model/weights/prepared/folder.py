@@ -40,7 +40,7 @@ _OUTER = "embedding, norm and head"
 
 
 class DiskStore(LayerFiles):
-    """``LayerFiles`` over one file."""
+    """``LayerFiles`` over one file. The first read of each part also compares its checksum."""
 
     def __init__(
         self, path: Path, model: PackedModel, blobs: RankFile, *, direct: bool, patience_s: float = 1.0
@@ -48,12 +48,13 @@ class DiskStore(LayerFiles):
         """``model``: the forms of the tensors in the file. ``direct``, ``patience_s``: see ``BlobFile``."""
         self.model = model
         self._outer, self._blobs = blobs.outer, blobs.layers
+        self._unchecked = set(range(len(blobs.layers)))
         self._file = BlobFile(path, direct=direct, patience_s=patience_s)
         self.name = f"{path} ({'around' if direct else 'through'} the page cache)"
 
     def read_outer(self, device: torch.device, moved: Moved) -> Tensor:
         buffer = page_aligned(self._outer.num_bytes, _CPU)
-        read_blob(self._file, self._outer, _OUTER, buffer, moved)
+        read_blob(self._file, self._outer, _OUTER, buffer, moved, hashlib.sha256())
         return buffer.to(device)
 
     def read_plain(self, layer: int, device: torch.device, moved: Moved) -> Tensor:
@@ -66,7 +67,9 @@ class DiskStore(LayerFiles):
         return decoded
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
-        read_blob(self._file, self._blobs[layer], f"layer {layer}", into, moved)
+        digest = hashlib.sha256() if layer in self._unchecked else None
+        read_blob(self._file, self._blobs[layer], f"layer {layer}", into, moved, digest)
+        self._unchecked.discard(layer)
         return into
 
     def close(self) -> None:

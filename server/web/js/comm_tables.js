@@ -17,6 +17,9 @@ function Table({ caption, heads, rows, empty }) {
   `;
 }
 
+/** A text of the server, whose commands stand between backticks. */
+const withCode = (text) => text.split("`").map((part, at) => (at % 2 ? html`<code>${part}</code>` : part));
+
 const us = (value) => (value == null ? "–" : seconds(value / 1e6));
 
 /**
@@ -43,12 +46,13 @@ export function CostTable({ growth, comm }) {
 export function Ranks({ comm }) {
   const { tp, dp, num_nodes: numNodes, transport, transport_reason: why, link, replicas } = comm;
   const perNode = (tp * dp) / numNodes;
+  const isEmulated = numNodes === 1 && link && link.emulation !== "network"; // then each rank counts as a node
   const rows = Array.from({ length: tp * dp }, (_, rank) => {
     const replica = Math.floor(rank / tp);
     const load = replicas[replica];
     return [
       rank,
-      Math.floor(rank / perNode),
+      isEmulated ? `${rank % tp}, emulated` : Math.floor(rank / perNode),
       dp > 1 ? `${replica}, part ${(rank % tp) + 1} of ${tp}` : `part ${rank + 1} of ${tp}`,
       rank === 0 ? "plans and samples" : "follows",
       load && rank % tp === 0 ? `${load.num_running} running, ${load.num_waiting} waiting` : "",
@@ -57,7 +61,7 @@ export function Ranks({ comm }) {
   const heads = ["Rank", "Node", dp > 1 ? "Replica" : "Model", "Role", ...(replicas.length ? ["Load"] : [])];
   return html`
     <dl class="facts">
-      <div><dt>Transport</dt><dd>${transport}${why && html`<span class="about"> ${why}</span>`}</dd></div>
+      <div><dt>Transport</dt><dd>${transport}${why && html`<span class="about"> ${withCode(why)}</span>`}</dd></div>
       ${link && html`<div><dt>Link</dt><dd>${describeLink(link)}</dd></div>`}
       <div><dt>Sums in</dt><dd>${comm.sum_dtype || "–"}</dd></div>
       <div><dt>Overlap</dt><dd>${comm.overlap ? "half of a prompt is computed while the other is summed" : "off"}</dd></div>
@@ -104,14 +108,14 @@ export function Policies({ comm }) {
   const lines = joined(joined(policies[name], "site"), "phase");
   const rows = lines.map((line) => [
     line.algorithm,
-    line.site.replaceAll("_", " "),
+    line.site,
     line.phase || "any",
     line.layers ? line.layers.join(", ") : "all",
     line.up_to_bytes == null ? "any" : `up to ${bytes(line.up_to_bytes)}`,
-    html`<span class="about">${line.reason}</span>`,
+    html`<span class="about">${withCode(line.reason)}</span>`,
   ]);
   const tests = comm.self_test.map(({ algorithm, ok, detail }) => [
-    algorithm, ok ? "right" : html`<b class="problem">wrong, never used</b>`, html`<span class="about">${detail}</span>`,
+    algorithm, ok ? "right" : html`<b class="problem">wrong, never used</b>`, html`<span class="about">${withCode(detail)}</span>`,
   ]);
   return html`
     <div class="policy"><${Choice} id="policy" label="Policy" names=${names} value=${name} onChange=${setChosen} /></div>

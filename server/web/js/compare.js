@@ -7,7 +7,7 @@ import { ComparisonTable } from "./comparison_table.js";
 import { Composer } from "./composer.js";
 import { seconds } from "./format.js";
 import { policiesOf } from "./server.js";
-import { Choice, modelOf, samplingOf } from "./settings.js";
+import { Choice, comparedTokens, modelOf, samplingOf } from "./settings.js";
 import { SplitBar } from "./split.js";
 import { Waiting } from "./waiting.js";
 
@@ -81,21 +81,23 @@ function bodyOf(text, settings, server) {
   const system = settings.system.trim() ? [{ role: "system", content: settings.system }] : [];
   const seed = Math.floor(Math.random() * 2 ** 31);
   const messages = [...system, { role: "user", content: text }];
-  return { model: modelOf(settings, server) || undefined, messages, seed, ...samplingOf(settings) };
+  return { model: modelOf(settings, server) || undefined, messages, seed, max_tokens: comparedTokens(server), ...samplingOf(settings) };
 }
 
 /** One answer; its text from the first difference to the other on is marked. */
 function Side({ answers, side, runs, longestS }) {
   const answer = answers[side];
-  const same = sameLength(answer.text, answers[1 - side].text);
-  const both = answers.every(({ text }) => text);
+  const other = answers[1 - side];
+  const same = sameLength(answer.text, other.text);
+  // What the other has not written yet is no difference.
+  const differs = other.text && (same < other.text.length || other.state !== "streaming");
   const rest = answer.text.slice(same);
   return html`
-    <p class="first"><span>Time to first token</span><b>${seconds(splitOfFirstToken(answer)?.total)}</b></p>
+    <p class="first"><span>Time to first token</span><b>${seconds(splitOfFirstToken(answer)?.total ?? answer.firstS)}</b></p>
     <${SplitBar} answer=${answer} longestS=${longestS} />
     <div class="text" aria-busy=${answer.state === "streaming"}>
       ${answer.state === "waiting" && (runs ? html`<${Waiting} progress=${answer.progress} />` : html`<p class="note">Waits for the other.</p>`)}
-      ${both ? html`${answer.text.slice(0, same)}${rest && html`<mark>${rest}</mark>`}` : answer.text}
+      ${answer.text.slice(0, same)}${rest && differs ? html`<mark>${rest}</mark>` : rest}
     </div>
     ${answer.error && html`<p class="problem" role="alert">${answer.error}</p>`}
     ${answer.state === "stopped" && html`<p class="note">Stopped.</p>`}

@@ -1,6 +1,7 @@
 /** Draws the Markdown that models write, as elements and text, so no markup of an answer is ever parsed as HTML. */
 
 import { html } from "../vendor/htm-preact.js";
+import { Copy } from "./copy.js";
 
 const FENCE = /^\s*(?:```|~~~)\s*(\S*)/;
 const HEADING = /^(#{1,4})\s+(.*)/;
@@ -48,7 +49,12 @@ function codeAt(lines, at) {
   const language = FENCE.exec(lines[at])[1];
   const end = endOf(lines, at, (line) => !FENCE.test(line)); // a streamed text may not have the last fence yet
   const code = lines.slice(at + 1, end).join("\n");
-  return [html`<pre tabindex="0" aria-label=${`${language || "code"} block`}><code>${code}</code></pre>`, end + 1];
+  const name = language || "code";
+  const block = html`<div class="code">
+    <div class="head"><span>${name}</span><${Copy} text=${code} /></div>
+    <pre tabindex="0" aria-label=${`${name} block`}><code>${code}</code></pre>
+  </div>`;
+  return [block, end + 1];
 }
 
 function listAt(lines, at) {

@@ -3,6 +3,7 @@
 import { html, useEffect, useMemo, useRef, useState } from "../vendor/htm-preact.js";
 import { algorithmsOf, bytesPerToken, tokensPerSecond } from "./answer.js";
 import { shownOf } from "./conversation.js";
+import { Copy } from "./copy.js";
 import { bytes, plural, rate, seconds } from "./format.js";
 import { markdown } from "./markdown.js";
 import { SplitBar, SplitList } from "./split.js";
@@ -70,7 +71,7 @@ export function Reply({ reply, model, isLast, busy, onAgain, onVersion }) {
       ${!runs && html`<div class="actions">
         ${reply.versions.length > 1 && html`<${Versions} reply=${reply} onVersion=${onVersion} />`}
         ${isLast && html`<button class="quiet" disabled=${busy} onClick=${onAgain}>${answer.error ? "Try again" : "Regenerate"}</button>`}
-        ${navigator.clipboard && answer.text && html`<${Copy} text=${answer.text} />`}
+        <${Copy} text=${answer.text} />
       </div>`}
     </article>
   `;
@@ -109,14 +110,4 @@ function Versions({ reply, onVersion }) {
     ${shown + 1} of ${versions.length}
     <button class="quiet" aria-label="Later version" disabled=${shown === versions.length - 1} onClick=${() => onVersion(shown + 1)}>›</button>
   </span>`;
-}
-
-function Copy({ text }) {
-  const [done, setDone] = useState(false);
-  const copy = async () => {
-    await navigator.clipboard.writeText(text);
-    setDone(true);
-    setTimeout(() => setDone(false), 1500);
-  };
-  return html`<button class="quiet" onClick=${copy} aria-live="polite">${done ? "Copied" : "Copy"}</button>`;
 }

@@ -10,6 +10,7 @@ const GONE = { status: "gone", reason: "the server does not answer" };
  * @typedef {object} Server
  * @property {?{status: string, reason: string}} health null before the first answer; status "gone": no answer
  * @property {string[]} models
+ * @property {number} contextTokens the longest prompt and answer together
  * @property {?object} comm what GET /comm says; null before the server is ready
  */
 
@@ -28,7 +29,7 @@ export async function readHealth() {
  */
 export function useServer(version) {
   const [health, setHealth] = useState(null);
-  const [facts, setFacts] = useState({ models: [], comm: null });
+  const [facts, setFacts] = useState({ models: [], contextTokens: 0, comm: null });
   const isReady = health?.status === "ready";
 
   useEffect(() => {
@@ -52,7 +53,7 @@ export function useServer(version) {
 async function readFacts() {
   try {
     const [models, comm] = await Promise.all([getJson("/v1/models"), getJson("/comm")]);
-    return { models: models.data.map((card) => card.id), comm };
+    return { models: models.data.map((card) => card.id), contextTokens: models.data[0].max_model_len, comm };
   } catch (error) {
     if (error instanceof ApiError) return null; // a missing key asks for itself, and the health shows the rest
     throw error;

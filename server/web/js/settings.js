@@ -3,16 +3,19 @@
 import { html } from "../vendor/htm-preact.js";
 import { policiesOf } from "./server.js";
 
+/** The most tokens of two compared answers, unless the settings say another number. */
+export const comparedTokens = ({ contextTokens }) => Math.min(256, Math.floor(contextTokens / 4));
+
 const STORE = "tightwire.settings";
 
 /** Number fields: name in the request, label, the server's default, smallest, largest, step. */
 const NUMBERS = [
-  ["temperature", "Temperature", "1", 0, 2, 0.05],
+  ["temperature", "Temperature", "model's", 0, 2, 0.05],
   ["max_tokens", "Most tokens", "what fits", 1, undefined, 1],
-  ["top_p", "Top-p", "1", 0.01, 1, 0.01],
-  ["top_k", "Top-k", "all", 0, undefined, 1],
-  ["min_p", "Min-p", "0", 0, 1, 0.01],
-  ["repetition_penalty", "Repetition penalty", "1", 0.01, 100, 0.01],
+  ["top_p", "Top-p", "model's", 0.01, 1, 0.01],
+  ["top_k", "Top-k", "model's", 0, undefined, 1],
+  ["min_p", "Min-p", "model's", 0, 1, 0.01],
+  ["repetition_penalty", "Repetition penalty", "model's", 0.01, 100, 0.01],
   ["seed", "Seed", "random", 0, undefined, 1],
 ];
 
@@ -49,7 +52,7 @@ export function policyOf(settings, server) {
 
 /**
  * @param {{settings: object, server: object, hasPolicy: boolean, onChange: (changes: object) => void}} props
- *   `hasPolicy`: a policy is chosen here
+ *   `hasPolicy`: a policy is chosen here, for one answer and not for two
  */
 export function Settings({ settings, server, hasPolicy, onChange }) {
   const policies = policiesOf(server.comm);
@@ -65,7 +68,7 @@ export function Settings({ settings, server, hasPolicy, onChange }) {
         ${NUMBERS.map(
           ([name, label, otherwise, min, max, step]) => html`
             <label for=${name}>${label}</label>
-            <input id=${name} type="number" inputmode="decimal" min=${min} max=${max} step=${step} placeholder=${otherwise}
+            <input id=${name} type="number" inputmode="decimal" min=${min} max=${max} step=${step} placeholder=${name === "max_tokens" && !hasPolicy ? comparedTokens(server) : otherwise}
               value=${settings.sampling[name] ?? ""} onInput=${setNumber(name)} />
           `,
         )}

