@@ -85,7 +85,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankOptions:
-    """How many ranks to start and how they are connected; raises ValueError for values that do not fit together."""
+    """The number of ranks and their connection; raises ValueError for values that do not fit together."""
 
     ranks: int = 2
     nodes: int | None = None  # None: 1, or with a link one node for each rank

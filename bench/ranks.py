@@ -29,12 +29,12 @@ from tightwire.comm.transport.socket_join import SocketOptions
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPlan:
-    """What a rank process needs to join; the same on every rank. Segments are paths to shared memory."""
+    """The facts that a rank process needs to join, the same on every rank. Segments are paths to shared memory."""
 
     world_size: int
     timeout_s: float
     store_path: str
-    segment: str | None = None  # of all ranks; None: torch.distributed carries everything
+    segment: str | None = None  # all ranks' segment; without it torch.distributed carries everything
     num_nodes: int = 1
     device: str = "cpu"
     node_segments: tuple[str | None, ...] = ()  # of each node's ranks

@@ -75,7 +75,7 @@ class Bench(ABC, Generic[_Options]):
         return [] if table is None else [table]
 
     def csv(self, result: Mapping[str, Any]) -> Table | None:
-        """The table of the CSV file; None: there is none."""
+        """The table of the CSV file, or None without one."""
         return Table(title="All cells", columns=self.columns, rows=result["cells"]) if self.columns else None
 
     def show_end(self, result: Mapping[str, Any]) -> None:

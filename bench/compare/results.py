@@ -41,7 +41,7 @@ class Result:
 
     @property
     def pairing(self) -> Any:
-        """If equal in two results, samples of the same index are a pair; None: there are no pairs."""
+        """A key; where it is equal in two results, samples of the same index are pairs. None allows no pairs."""
         keys = self.raw.get("pairing_keys")
         return [self.raw.get(key) for key in keys] if keys else None
 

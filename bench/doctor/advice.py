@@ -14,7 +14,7 @@ _KERNELS = {"v3": "AVX2", "v4": "AVX-512", "v4-bf16": "AVX-512 with bfloat16", "
 
 
 class Facts(Struct, frozen=True, kw_only=True):
-    """All findings. ``failures``: what went wrong, by the name of the probe."""
+    """All findings, and in ``failures`` the fault of each probe that went wrong, by its name."""
 
     host: Host
     driver: Driver = Driver()

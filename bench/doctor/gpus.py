@@ -55,12 +55,10 @@ class PeerTest(Struct, frozen=True):
 class Torch(Struct, frozen=True):
     """The devices in torch."""
 
-    cuda: str | None = None  # the version that torch was built for; None: a CPU build
+    cuda: str | None = None  # the version that torch was built for, None in a CPU build
     nccl: str | None = None
     devices: list[str] = []
-    peers: list[
-        tuple[int, int]
-    ] = []  # (writer, owner): the driver claims that the first may write into the second's memory
+    peers: list[tuple[int, int]] = []  # (writer, owner): by the driver the first may write into the second's memory
     tests: list[PeerTest] = []
     under_way: tuple[int, int] | None = None  # the pair in test, which is the cause if the probe hangs
 
@@ -85,21 +83,10 @@ def parse_gpus(csv: str) -> list[Gpu]:
     for line in filter(str.strip, csv.splitlines()):
         values = [None if "N/A" in value or "Not Supported" in value else value.strip() for value in line.split(",")]
         index, name, bus_id, memory, driver, *link, state = values
+        address = (bus_id or "").lower()[-12:]  # as in sysfs: 0000:0a:00.0, from 00000000:0A:00.0
         generation, max_generation, width, max_width = (int(x) if x and x.isdigit() else None for x in link)
-        found.append(
-            Gpu(
-                index=int(index or 0),
-                name=name or "unknown",
-                address=(bus_id or "").lower()[-12:],  # as in sysfs: 0000:0a:00.0, from 00000000:0A:00.0
-                memory_bytes=int(memory or 0) << 20,
-                driver=driver or "unknown",
-                generation=generation,
-                max_generation=max_generation,
-                width=width,
-                max_width=max_width,
-                power_state=state,
-            )
-        )
+        known = int(index or 0), name or "unknown", address, int(memory or 0) << 20, driver or "unknown"
+        found.append(Gpu(*known, generation, max_generation, width, max_width, state))
     return found
 
 

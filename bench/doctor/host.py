@@ -16,7 +16,7 @@ from tightwire.sizes import format_bytes
 
 
 class Host(Struct, frozen=True, kw_only=True):
-    """None means that this system does not report the value."""
+    """Facts of the host; a value is None where the system does not report it."""
 
     cpu: str
     kernels: str  # level of the CPU kernels, such as v4-bf16; spec: torch's reference
@@ -26,7 +26,7 @@ class Host(Struct, frozen=True, kw_only=True):
     total_bytes: int
     available_bytes: int  # to this process, within a container's limit
     shm_bytes: int | None  # the size of /dev/shm
-    shared_memory_problem: str | None  # why the shared-memory transport does not work; None: it works
+    shared_memory_problem: str | None  # why the shared-memory transport does not work, if it does not
     software: dict[str, str]  # versions by name
 
 

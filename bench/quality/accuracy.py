@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tightwire.bench.quality.measure import Measured, make_pool, measure_arms
 from tightwire.bench.quality.options import QualityOptions
-from tightwire.bench.quality.ranks import ThreadRanks
+from tightwire.bench.quality.ranks import ranks_of
 from tightwire.bench.quality.report import make_rows
 from tightwire.bench.quality.setting import Setting, make_setting
 from tightwire.bench.report.console import make_console, progress_bar
@@ -60,19 +60,12 @@ def measure(setting: Setting, num_ranks: int, console: Console) -> Path:
     batches = list(setting.batches(setting.windows.measured))
     with progress_bar() as progress, make_pool(num_cores()) as pool:
         task = progress.add_task("loading", total=len(batches))
-        options = setting.options
-        with ThreadRanks(
-            setting.checkpoint,
-            num_ranks,
-            dtype=setting.dtype,
-            formats=setting.formats,
-            num_sequences=options.batch,
-            max_tokens=options.window,
-        ) as ranks:
-            arms = list(setting.arms)
-            for _ in measure_arms(
-                setting, ranks, arms, pool, measured, lambda name: progress.update(task, description=name), False
-            ):
+
+        def show(name: str) -> None:
+            progress.update(task, description=name)
+
+        with ranks_of(setting, num_ranks) as ranks:
+            for _ in measure_arms(setting, ranks, setting.arms, pool, measured, show, False):
                 progress.advance(task)
     rows, facts = make_rows(measured, setting.arms, setting), setting.facts()
     title = f"{facts['model']} with {num_ranks} ranks: {facts['tokens']:,} tokens of {facts['text']}"

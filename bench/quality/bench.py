@@ -11,7 +11,7 @@ from typing import Any
 from tightwire.bench.quality import report
 from tightwire.bench.quality.measure import Measured, make_pool, measure_arms, num_steps
 from tightwire.bench.quality.options import QualityOptions, is_compared
-from tightwire.bench.quality.ranks import ThreadRanks
+from tightwire.bench.quality.ranks import ThreadRanks, ranks_of
 from tightwire.bench.quality.search import arm_policy_file, find_mix, num_search_steps
 from tightwire.bench.quality.setting import MIX, PLAIN_WEIGHTS, Arm, Setting, file_arm, make_setting
 from tightwire.bench.report.page import Item
@@ -49,15 +49,7 @@ class QualityBench(Bench[QualityOptions]):
                 total += 0 if self.options.search is None else num_search_steps(setting)
                 self._task = self.progress.add_task("loading", total=total)
                 for world_size in self.options.world_sizes:
-                    ranks = ThreadRanks(
-                        setting.checkpoint,
-                        world_size,
-                        dtype=setting.dtype,
-                        formats=setting.formats,
-                        num_sequences=self.options.batch,
-                        max_tokens=self.options.window,
-                    )
-                    with ranks:
+                    with ranks_of(setting, world_size) as ranks:
                         self._measure_ranks(setting, ranks, pool)
             self._write_policy(setting)
         except (ValueError, OSError) as error:

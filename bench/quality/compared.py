@@ -19,7 +19,7 @@ from tightwire.kernels.spec.compared_formats import AmdFormat, uniform
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """``through``: a (T, D) tensor encoded and decoded, float32. ``row_bits``: of a row, beside ``bits`` a number."""
+    """``through`` encodes and decodes a (T, D) tensor in float32; a row takes ``row_bits`` and ``bits`` for each number."""
 
     through: Callable[[Tensor], Tensor]
     bits: float
@@ -76,7 +76,7 @@ class ComparedAllReduce:
         return through(total).to(x.dtype)
 
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
-        """Of one row of ``num_elems``."""
+        """Bytes that a rank would send for one row of ``num_elems``."""
         return round(self._format.row_bytes(num_elems, self._group.world_size))
 
     def max_error(self, inputs: Sequence[Tensor]) -> Tensor:

@@ -40,7 +40,7 @@ _FAMILIES = {  # with their markers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One algorithm. Bits are for a number, with scales; ``gaussian_db``: of Gaussian numbers; ``sums_db``: of each sum."""
+    """One algorithm: bits for a number, with scales, and signal to noise of Gaussian numbers and of each sum."""
 
     name: str
     bits: float  # mean of the model's sums, of which the first layer's and the last may have another codec

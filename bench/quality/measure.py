@@ -205,7 +205,7 @@ def measure_arms(
 
 
 def num_steps(setting: Setting, num_arms: int) -> int:
-    """How often ``measure_arms`` with noise calls ``show``."""
+    """The number of calls of ``show`` in ``measure_arms`` with noise."""
     num_batches = sum(1 for _ in setting.batches(setting.windows.measured))
     return 1 + num_batches * (num_arms + 2) + sum(1 for _ in _item_batches(setting)) * (num_arms + 1)
 

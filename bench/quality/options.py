@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tightwire.bench.options import OutputOptions, option, parse_integers
+from tightwire.bench.options import OutputOptions, option
 from tightwire.comm.all_reduce.names import (
     describe_all_reduce_names,
     main_preset_names,
@@ -115,21 +115,19 @@ class QualityOptions(OutputOptions):
         f"what to measure: {describe_all_reduce_names()}, {POLICY}FILE, {WEIGHTS}int8 or {WEIGHTS}int4 (weights encoded as by "
         f"`serve --weight-codec`), {INT8_ACTIVATIONS} (in products with the layers' packed weights), {SPEC}amd-int6, "
         f"{SPEC}amd-int4, {SPEC}uniform-intB (formats to compare with, that no server sends)",
-        metavar="NAME,NAME",
         parse=split_all_reduce_names,
     )
-    world_sizes: tuple[int, ...] = option((2,), "numbers of ranks", metavar="N,N", parse=parse_integers)
+    world_sizes: tuple[int, ...] = option((2,), "numbers of ranks")
     text: Path | None = option(None, "UTF-8 text to measure on (default: English prose of the project)", metavar="FILE")
-    tokens: int = option(12_288, "tokens to measure on, spread over the text", metavar="N", least=1)
-    window: int = option(512, "tokens of context: the text is cut into windows of N tokens", metavar="N", least=16)
+    tokens: int = option(12_288, "tokens to measure on, spread over the text", least=1)
+    window: int = option(512, "tokens of context: the text is cut into windows of N tokens", least=16)
     items: int = option(
         0,
         "cloze and multiple-choice items that every arm answers as well, from prose, code and chat, the same in every run; 300 "
         "tell 5 % from 10 %",
-        metavar="N",
         least=0,
     )
-    batch: int = option(4, "windows in one forward pass", metavar="N", least=1)
+    batch: int = option(4, "windows in one forward pass", least=1)
     dtype: str = option(
         "auto", "of activations and messages; auto: the checkpoint's", choices=("auto", "bfloat16", "float32")
     )
@@ -149,18 +147,18 @@ class QualityOptions(OutputOptions):
         const="flash-int6",
     )
     search_tokens: int = option(
-        1024, "tokens for --search; it runs each twice as often as the model has layers", metavar="N", least=1
+        1024, "tokens for --search; it runs each twice as often as the model has layers", least=1
     )
     write_policy: Path | None = option(
         None,
         "write the result of --budget (else of --search) to FILE for `serve --allreduce policy:FILE`",
         metavar="FILE",
     )
-    seed: int = option(0, "seed of random weights", metavar="N")
+    seed: int = option(0, "seed of random weights")
 
     @property
     def search_kl(self) -> float | None:
-        """The KL that ``--search kl=X`` allows; None: the search has a limit of bytes."""
+        """The KL that ``--search kl=X`` allows, or None where the search has a limit of bytes."""
         return parse_budget(self.search).limit if self.search and self.search.startswith("kl=") else None
 
     def __post_init__(self) -> None:

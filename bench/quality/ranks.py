@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tightwire.bench.quality.compared import make_any
-from tightwire.bench.quality.setting import PLAIN_WEIGHTS, Arm
+from tightwire.bench.quality.setting import PLAIN_WEIGHTS, Arm, Setting
 from tightwire.comm.errors import CommError
 from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.comm.policy.routes import Routes, make_candidates
@@ -41,6 +41,18 @@ def plain_routes(arms: Sequence[Arm], group: Group) -> Routes:
     return Routes(policies, make_candidates([policy for _, policy in policies], group, make_any))
 
 
+def ranks_of(setting: Setting, world_size: int) -> "ThreadRanks":
+    """The ranks that measure ``setting``, to be closed."""
+    return ThreadRanks(
+        setting.checkpoint,
+        world_size,
+        dtype=setting.dtype,
+        formats=setting.formats,
+        num_sequences=setting.options.batch,
+        max_tokens=setting.options.window,
+    )
+
+
 class ThreadRanks:
     """Runs ``world_size`` ranks of ``checkpoint``. Call ``set_arms`` before the first pass."""
 
@@ -54,7 +66,7 @@ class ThreadRanks:
         max_tokens: int,
         formats: WeightFormats | None = None,
     ) -> None:
-        """Allocate a cache for ``num_sequences`` of up to ``max_tokens`` each; ``formats``: None: all matrices plain."""
+        """Allocate a cache for ``num_sequences`` of up to ``max_tokens`` each; without ``formats`` all matrices are plain."""
         self.world_size, self.num_layers = world_size, checkpoint.config.num_layers
         self._checkpoint, self._config, self._max_tokens = checkpoint, checkpoint.config, max_tokens
         self._dtype, self._device, self._formats = dtype, torch.device("cpu"), formats or WeightFormats()

@@ -88,7 +88,7 @@ def _bytes(arm: Arm, measured: Measured, setting: Setting) -> float:
 
 
 def _lossless_bytes(measured: Measured, setting: Setting) -> float:
-    """Of a lossless sum in --dtype."""
+    """Bytes per token of a lossless sum in --dtype."""
     return _bytes(replace(exact_arm(), float32_sums=False), measured, setting)
 
 
@@ -136,7 +136,7 @@ def _sqnr(measured: Measured, arm: Arm, num_layers: int) -> dict[str, Any]:
 
 
 def _finite(db: float) -> float | None:
-    """None for infinity, which JSON does not have."""
+    """``db``, or None where it is infinite, which JSON does not have."""
     return db if math.isfinite(db) else None
 
 

@@ -14,7 +14,7 @@ Cost: about 2 x layers + 2 forward passes over the calibration windows, then 3 x
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from tightwire.bench.quality.measure import Powers, measure_noise, score
@@ -101,7 +101,7 @@ def find_mix(
 
 
 def num_search_steps(setting: Setting) -> int:
-    """How often ``find_mix`` calls ``show``."""
+    """The number of calls of ``show`` in ``find_mix``."""
     num_arms = len(places(setting.config)) + (0 if setting.options.search_kl is None else setting.config.num_layers)
     return 1 + num_arms * sum(1 for _ in setting.batches(setting.windows.calibration))
 
@@ -144,52 +144,48 @@ def _mean_kl(
 
 
 def choose(offers: Mapping[Place, Sequence[Offer]], max_bytes: float) -> dict[Place, Offer]:
-    """Choose the mix of at most ``max_bytes`` with about the least KL; ValueError if the cheapest mix sends more.
-
-    A greedy algorithm: start with the cheapest offer at every place; repeat the change of one place that lowers KL most
-    per byte and fits. It is optimal except for bytes that remain unused.
-    """
+    """Choose the mix of at most ``max_bytes`` with about the least KL; ValueError if the cheapest mix sends more."""
     mix = {place: min(own, key=lambda offer: (offer.num_bytes, offer.kl)) for place, own in offers.items()}
-    spare = max_bytes - sum(offer.num_bytes for offer in mix.values())
-    if spare < 0:
+    least = sum(offer.num_bytes for offer in mix.values())
+    if least > max_bytes:
         raise ValueError(
-            f"no mix sends {max_bytes:,.0f} bytes per token or less: the cheapest sends {max_bytes - spare:,.0f}; name an "
-            "AllReduce in --search that sends more"
+            f"no mix sends {max_bytes:,.0f} bytes per token or less: the cheapest sends {least:,.0f}; name an AllReduce in "
+            "--search that sends more"
         )
+    return _improve(offers, mix, max_bytes - least, price=attrgetter("num_bytes"), loss=attrgetter("kl"))
+
+
+def choose_within(offers: Mapping[Place, Sequence[Offer]], max_kl: float) -> dict[Place, Offer]:
+    """Choose the mix with about the fewest bytes whose predicted KL is at most ``max_kl``."""
+    mix = {place: min(own, key=lambda offer: (offer.kl, offer.num_bytes)) for place, own in offers.items()}
+    spare = max_kl - sum(offer.kl for offer in mix.values())
+    return _improve(offers, mix, spare, price=attrgetter("kl"), loss=attrgetter("num_bytes"))
+
+
+def _improve(
+    offers: Mapping[Place, Sequence[Offer]],
+    mix: dict[Place, Offer],
+    spare: float,
+    *,
+    price: Callable[[Offer], float],
+    loss: Callable[[Offer], float],
+) -> dict[Place, Offer]:
+    """Repeat the change of one place that lowers the loss most for its price and costs at most what is left of ``spare``.
+
+    This greedy algorithm is optimal except for what remains of ``spare``.
+    """
 
     def gains() -> Iterator[tuple[float, Place, Offer]]:
         for place, own in offers.items():
             now = mix[place]
             for offer in own:
-                if offer.kl < now.kl and now.num_bytes < offer.num_bytes <= now.num_bytes + spare:
-                    yield (now.kl - offer.kl) / (offer.num_bytes - now.num_bytes), place, offer
+                more = price(offer) - price(now)
+                if loss(offer) < loss(now) and more <= spare:
+                    yield (loss(now) - loss(offer)) / max(more, 1e-12), place, offer
 
     while best := max(gains(), key=itemgetter(0), default=None):
         _, place, offer = best
-        spare -= offer.num_bytes - mix[place].num_bytes
-        mix[place] = offer
-    return mix
-
-
-def choose_within(offers: Mapping[Place, Sequence[Offer]], max_kl: float) -> dict[Place, Offer]:
-    """Choose the mix with about the fewest bytes whose predicted KL is at most ``max_kl``.
-
-    A greedy algorithm, as ``choose``: start with the least KL at every place; repeat the change of one place that saves most
-    bytes per KL and fits.
-    """
-    mix = {place: min(own, key=lambda offer: (offer.kl, offer.num_bytes)) for place, own in offers.items()}
-    spare = max_kl - sum(offer.kl for offer in mix.values())
-
-    def savings() -> Iterator[tuple[float, Place, Offer]]:
-        for place, own in offers.items():
-            now = mix[place]
-            for offer in own:
-                if offer.num_bytes < now.num_bytes and offer.kl - now.kl <= spare:
-                    yield (now.num_bytes - offer.num_bytes) / max(offer.kl - now.kl, 1e-12), place, offer
-
-    while best := max(savings(), key=itemgetter(0), default=None):
-        _, place, offer = best
-        spare -= offer.kl - mix[place].kl
+        spare -= price(offer) - price(mix[place])
         mix[place] = offer
     return mix
 

@@ -64,7 +64,7 @@ class Arm:
         return self.weight_codec, self.int8_activations
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of messages, for activations in ``dtype``."""
+        """The dtype of messages, for activations in ``dtype``."""
         return torch.float32 if self.float32_sums else dtype
 
     def algorithm(self, site: str, layer: int) -> str:

@@ -70,7 +70,7 @@ class ProgressLines(Progress):
         self.console.print(f"{task.description}{done}, {elapsed}{after}", markup=False, soft_wrap=True)
 
     def _left(self, task: Task, now: float) -> float | None:
-        """Seconds until ``task`` is complete, at the rate since its total has been known; None: too early to say."""
+        """Seconds until ``task`` is complete, at the rate since its total has been known, or None while it is too early to say."""
         if task.total is None:
             return None
         began, at_first = self._first.setdefault(task.id, (now, task.completed))

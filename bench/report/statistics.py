@@ -30,7 +30,7 @@ _DRAWS = 4_000_000  # numbers that one bootstrap may draw, as long as enough res
 
 
 def neighbour_batch(num_samples: int) -> int:
-    """How many consecutive samples count as one: neighbours in time share the state of the machine."""
+    """The number of consecutive samples that count as one: neighbours in time share the state of the machine."""
     return max(1, num_samples // _MOST_BATCHES)
 
 

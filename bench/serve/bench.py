@@ -123,7 +123,7 @@ class ServeBench(Bench[ServeOptions]):
         self.keep()
 
     def _why_unreachable(self) -> str | None:
-        """None where the server answers. It may have died too late for many failures in a row."""
+        """The reason why the server does not answer, or None; it may have died too late for many failures in a row."""
         try:
             connect(self.options.url, model=self.options.model, api_key=self.options.api_key)
         except RemoteError as error:

@@ -62,7 +62,7 @@ def _latencies(samples: Sequence[Sample], name: str) -> list[float]:
 
 
 def _samples_by_index(samples: Sequence[Sample]) -> dict[str, list[float | None]]:
-    """By the requests' indices, so that runs with the same prompts are compared in pairs; None for a failed request."""
+    """Samples by the requests' indices, None for a failed one, so that runs with the same prompts are compared in pairs."""
     by_index: list[Sample | None] = [None] * (1 + max((sample.index for sample in samples), default=-1))
     for sample in samples:
         by_index[sample.index] = sample if sample.error is None else None

@@ -48,7 +48,7 @@ class ServeOptions(OutputOptions):
         choices=tuple(_INPUT_LENS),
     )
     input_len: int | None = option(
-        None, "prompt tokens (default: 512); of shared-prefix without the prefix (default: 128)", metavar="N", least=1
+        None, "prompt tokens (default: 512); of shared-prefix without the prefix (default: 128)", least=1
     )
     output_len: int = option(64, "tokens to generate", least=1)
     prefix_len: int = option(512, "tokens of a shared prefix", least=1)

@@ -34,7 +34,7 @@ _PROMPT, _GREEDY_TOKENS = range(3, 15), 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
-    """Reported before an arm is timed. ``step_bytes``: of the rank that fetches most in a step.
+    """Facts of an arm before it is timed, with the bytes of a step on the rank that fetches most.
 
     ``same_tokens``: the share of greedy tokens before the first that differs from resident weights'. ``io``: how a prepared
     folder is read, ``direct`` (around the page cache) or ``dropped`` (the cache is dropped before each pass, where direct

@@ -16,7 +16,7 @@ _MAX_RANKS = 64
 
 @dataclass(frozen=True, order=True, slots=True)
 class Arm:
-    """A source and codec of streamed weights. ``rate``: bytes/s to which each rank's source is throttled; 0: no limit."""
+    """A source and codec of streamed weights. Each rank's source is throttled to ``rate`` bytes/s, or not if that is 0."""
 
     source: str
     codec: str
@@ -66,11 +66,10 @@ class StreamOptions(OutputOptions):
         ("host", "disk"),
         "where layers come from. host: memory; disk: a folder prepared for the run, next to the results; files: the checkpoint's "
         "own, without a codec",
-        metavar="NAME,NAME",
         parse=_unique(parse_names),
     )
     codecs: tuple[str, ...] = option(
-        ("none", "int8", "int4"), "codecs of the streamed layers", metavar="NAME,NAME", parse=_unique(parse_names)
+        ("none", "int8", "int4"), "codecs of the streamed layers", parse=_unique(parse_names)
     )
     rates: tuple[int, ...] = option(
         (),
@@ -79,21 +78,17 @@ class StreamOptions(OutputOptions):
         parse=_unique(lambda text: tuple(map(_parse_rate, text.split(",")))),
         default_factory=lambda: (0,),
     )
-    tp: tuple[int, ...] = option((1, 2), "numbers of ranks", metavar="N,N", parse=_unique(parse_integers), least=1)
-    batches: tuple[int, ...] = option(
-        (1, 8, 32), "sequences in a decode step", metavar="N,N", parse=_unique(parse_integers), least=1
-    )
-    context: int = option(64, "tokens of each sequence", metavar="N", least=2)
-    stream_layers: int | None = option(
-        None, "stream N layers, spread evenly (default: all)", metavar="N", least=LEAST_STREAMED
-    )
+    tp: tuple[int, ...] = option((1, 2), "numbers of ranks", parse=_unique(parse_integers), least=1)
+    batches: tuple[int, ...] = option((1, 8, 32), "sequences in a decode step", parse=_unique(parse_integers), least=1)
+    context: int = option(64, "tokens of each sequence", least=2)
+    stream_layers: int | None = option(None, "stream N layers, spread evenly (default: all)", least=LEAST_STREAMED)
     dtype: str = option("bfloat16", "of activations", choices=("bfloat16", "float16", "float32"))
     quantization: str = option("none", "of the weights", choices=("auto", "none", "int8", "int4"))
     device: str = option("cpu", "cuda takes one device per rank", choices=("cpu", "cuda"))
-    all_reduce: str = option("one-shot", "the AllReduce with --tp above 1", metavar="NAME")
-    threads: int = option(1, "computing threads of each rank", metavar="N", least=1)
-    repeats: int = option(6, "timed passes of each kind", metavar="N", least=ROUNDS)
-    seed: int = option(0, "seed of random weights, tokens and turns", metavar="N")
+    all_reduce: str = option("one-shot", "the AllReduce with --tp above 1")
+    threads: int = option(1, "computing threads of each rank", least=1)
+    repeats: int = option(6, "timed passes of each kind", least=ROUNDS)
+    seed: int = option(0, "seed of random weights, tokens and turns")
     # The first run on a machine compiles kernels.
     timeout_s: float = option(120.0, "longest wait for a rank or a layer", metavar="S", flag="--timeout", above=0)
 

@@ -137,7 +137,7 @@ class PeerTrainee(Trainee):
 
 
 def make_trainee(name: str, options: TrainOptions, start: StartingModel, groups: TrainGroups) -> Trainee:
-    """``groups``: of the engine's arms; torch's arms use torch's default group."""
+    """A trainee of the arm; the engine's use ``groups``, torch's use torch's default group."""
     return PeerTrainee(name, options, start) if ARMS[name].peer else EngineTrainee(name, options, start, groups)
 
 
@@ -149,10 +149,10 @@ def draw_tokens(options: TrainOptions, vocab_size: int, rank: int, step: int) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """The checked steps of one arm. ``losses``: means over the ranks. ``bytes_sent``: of each rank's last step, by the ledgers.
+    """The checked steps of one arm: mean losses over the ranks, and each rank's bytes of the last step by the ledgers.
 
     ``peak_bytes``: peak growth of resident memory during the arm on the highest rank, while the allocator returns all freed
-    memory to the system. None: not known on this system.
+    memory to the system, or None where the system does not tell.
     """
 
     losses: list[float]

@@ -25,7 +25,7 @@ def _sharded(sharding: str, **parallel: Any) -> Arm:
 
 
 def _hybrid(kind: str, optimizer: dict[str, Any] = _ADAMW) -> Arm:
-    """Sharded inside nodes; ``kind``: of the sums between nodes."""
+    """Sharded inside nodes, with sums of ``kind`` between nodes."""
     return Arm({"sharding": "hybrid", "between": {"kind": kind}}, kind == "dense", optimizer)
 
 
@@ -81,8 +81,8 @@ class TrainOptions(OutputOptions):
         "exposed communication, memory and losses, and a prediction of each time. Needs root for the links."
     )
     model: str = option("10m", f"{', '.join(MODELS)} parameters, or as for serve, such as random:path/config.json")
-    nodes: int = option(2, "emulated nodes", metavar="N", least=2)
-    ranks_per_node: int = option(2, "processes of each node, one thread each", metavar="N", least=1)
+    nodes: int = option(2, "emulated nodes", least=2)
+    ranks_per_node: int = option(2, "processes of each node, one thread each", least=1)
     links: tuple[str, ...] = option(
         ("50mbit", "200mbit", "1gbit"),
         "links between the nodes, emulated one after the other; needs root",
@@ -92,17 +92,16 @@ class TrainOptions(OutputOptions):
     arms: tuple[str, ...] = option(
         ("zero3", "zero++", "hybrid", "dgc", "top-k", "ddp", "fsdp2"),
         f"ways to train: {', '.join(ARMS)}",
-        metavar="NAME,NAME",
         parse=_parse_unique,
     )
-    sequences: int = option(4, "sequences of each rank in a step", metavar="N", least=1)
-    sequence_tokens: int = option(128, "tokens of a sequence", metavar="N", least=2)
+    sequences: int = option(4, "sequences of each rank in a step", least=1)
+    sequence_tokens: int = option(128, "tokens of a sequence", least=2)
     dtype: str = option(
         "float32", "of weights and activations in forward and backward", choices=("float32", "bfloat16")
     )
-    steps: int = option(1, "steps of an arm in each round", metavar="N", least=1)
-    repeats: int = option(3, "rounds, in each of which all arms take turns", metavar="N", least=1)
-    seed: int = option(0, "of weights, tokens and the order of arms", metavar="N")
+    steps: int = option(1, "steps of an arm in each round", least=1)
+    repeats: int = option(3, "rounds, in each of which all arms take turns", least=1)
+    seed: int = option(0, "of weights, tokens and the order of arms")
     timeout_s: float = option(120.0, "longest wait for a rank", metavar="S", flag="--timeout", above=0)
 
     def __post_init__(self) -> None:

@@ -56,7 +56,7 @@ class Request:
     ttft_s: float
     tpot_s: float
     parts: Mapping[str, float | None]
-    # By the interface of host 0: for the prompt, and for all later tokens. None: one host, or several requests at a time.
+    # Counts of host 0's interface for the prompt and for all later tokens; None with one host or several requests at a time.
     wire: tuple[Sent, Sent] | None = None
 
 

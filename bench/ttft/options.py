@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Self
 
-from tightwire.bench.options import LAST_LINE, OutputOptions, add_flags, given_options, option, parse_integers
+from tightwire.bench.options import LAST_LINE, OutputOptions, add_flags, given_options, option
 from tightwire.comm.all_reduce.names import describe_all_reduce_names, split_all_reduce_names, split_name
 from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
@@ -30,23 +30,17 @@ class TtftOptions(OutputOptions):
     algorithms: tuple[str, ...] = option(
         _ALGORITHMS,
         f"AllReduces to compare: {describe_all_reduce_names()}, or policy:FILE; auto, the server's default, is always compared",
-        metavar="NAME,NAME",
         parse=split_all_reduce_names,
     )
-    baseline: str | None = option(
-        None, "the AllReduce that the others are compared with (default: auto)", metavar="NAME"
-    )
-    prompt_lens: tuple[int, ...] = option((128, 512), "prompt tokens", metavar="N,N", parse=parse_integers, least=1)
-    concurrency: tuple[int, ...] = option((1,), "requests at a time", metavar="N,N", parse=parse_integers, least=1)
-    repeats: int = option(
-        8, "rounds; each runs every algorithm once in every cell, in random order", metavar="N", least=2
-    )
-    output_len: int = option(8, "tokens to generate", metavar="N", least=2)
+    baseline: str | None = option(None, "the AllReduce that the others are compared with (default: auto)")
+    prompt_lens: tuple[int, ...] = option((128, 512), "prompt tokens", least=1)
+    concurrency: tuple[int, ...] = option((1,), "requests at a time", least=1)
+    repeats: int = option(8, "rounds; each runs every algorithm once in every cell, in random order", least=2)
+    output_len: int = option(8, "tokens to generate", least=2)
     nnodes: int = option(
         1,
         "hosts: network namespaces of this machine, each with its share of the cores and a `tightwire serve` of its own; "
         "--link is then the rate of each host's wire",
-        metavar="N",
         least=1,
     )
 

@@ -47,7 +47,7 @@ class ArmPolicy:
         self._choices = choices
 
     def algorithm(self, site: str, layer: int, phase: str, message_bytes: int) -> str:
-        """What sums such a message. Raises ValueError: no line covers it."""
+        """The algorithm that sums such a message; ValueError if no line covers it."""
         for line in self._choices:
             layers, limit = line.get("layers"), line["up_to_bytes"]
             if (line["site"], line["phase"]) != (site, phase) or (layers is not None and layer not in layers):
@@ -63,7 +63,7 @@ class ArmPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """What determines the messages of a step of the served model, and their bytes on the wire."""
+    """The facts that determine the messages of a step of the served model, and their bytes on the wire."""
 
     num_layers: int
     row_elems: int  # of one token's hidden state

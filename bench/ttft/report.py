@@ -9,7 +9,7 @@ from typing import Any
 
 from tightwire.bench.report.page import Item, Text
 from tightwire.bench.report.plot import bars
-from tightwire.bench.report.statistics import FLOOR, Comparison, compare, describe
+from tightwire.bench.report.statistics import Comparison, compare, describe
 from tightwire.bench.report.table import Column, Table
 from tightwire.bench.ttft.measure import Arm, Measured, Request, Turn
 from tightwire.bench.ttft.options import GROUPS, TtftOptions, to_argv
@@ -20,6 +20,7 @@ from tightwire.sizes import format_bytes
 _REST = ("http_s", "tokenize_s", "queue_s", "engine_s", "sampling_s", "send_s")
 _ONE_LEG = ("one-shot", "direct")  # algorithms that send each other rank one message; all others send two
 _PLAN_BYTES = 58  # of a step, to each other host, with ZeroMQ's framing
+_MOST_TPOT = 1.05  # ratio of medians that may be noise, if the interval contains 1
 _PARTS = (*_REST, "compute_s", "codec_s", "allreduce_s")
 # Options of the emulated wire and of the AllReduce, which the recommended command line leaves out.
 _LEFT_OUT = ("model", "link", "link_emulation", "allreduce", "allreduce_extra")
@@ -36,7 +37,7 @@ def make_rows(measured: Measured) -> list[dict[str, Any]]:
 
 
 def _row(measured: Measured, cell: Cell, arm: Arm) -> dict[str, Any]:
-    turns, best = measured.of(cell, arm), best_lossless(measured, cell)
+    turns = measured.of(cell, arm)
     requests = [request for turn in turns for request in turn.requests]
     parts = {part: _median_part(requests, part) for part in _PARTS}
     row = {
@@ -49,14 +50,11 @@ def _row(measured: Measured, cell: Cell, arm: Arm) -> dict[str, Any]:
         "error": arm.error,
         "rounds": len(turns),
         "ttft_s": describe([request.ttft_s for request in requests]),
-        "ratio": _ratio(measured, cell, measured.baseline, arm),
-        "best_lossless": best.name if best else None,
-        "ratio_to_best_lossless": _ratio(measured, cell, best, arm) if best else None,
+        "ratio": _ratio(measured, cell, arm, "ttft_s"),
         "tpot_s": describe([request.tpot_s for request in requests]),
-        "tpot_ratio": _ratio(measured, cell, measured.baseline, arm, of="tpot_s"),
+        "tpot_ratio": _ratio(measured, cell, arm, "tpot_s"),
         "parts_s": parts,
         "rest_s": sum(parts[part] or 0.0 for part in _REST),
-        "allreduce_share": (parts["allreduce_s"] or 0.0) / (_median_part(requests, "ttft_s") or 1.0),
         # Bytes that rank 0 sends for one prompt.
         "sent_bytes": sum(c.bytes_sent for t in turns for c in t.counts if c.phase == "prefill") / len(requests),
         **_later_token(measured, turns),
@@ -68,7 +66,7 @@ def _row(measured: Measured, cell: Cell, arm: Arm) -> dict[str, Any]:
 
 
 def _later_token(measured: Measured, turns: Sequence[Turn]) -> dict[str, float]:
-    """Of each token after the first: the bytes that rank 0 sends by the formula, and the sums' share of its time."""
+    """The bytes that rank 0 sends for a token after the first, by the formula, and the sums' share of its time."""
     num_later = measured.output_len - 1
     counts = [count for turn in turns for count in turn.counts if count.phase == "decode"]
     sums_s = sum(count.seconds for count in counts if count.op == "all_reduce")
@@ -120,7 +118,7 @@ def _bound(measured: Measured, cell: Cell, row: Mapping[str, Any]) -> dict[str, 
 
 
 def _samples(measured: Measured, cell: Cell, arm: Arm) -> dict[str, list[float]]:
-    """For ``bench compare``: a value for each round, and its ratio to the baseline's, in which the machine's state cancels."""
+    """Each round's value, and its ratio to the baseline's, in which the machine's state cancels, for ``bench compare``."""
     found: dict[str, list[float]] = {}
     for name in ("ttft", "tpot"):
         own, base = ([turn.mean(f"{name}_s") for turn in measured.of(cell, each)] for each in (arm, measured.baseline))
@@ -130,23 +128,16 @@ def _samples(measured: Measured, cell: Cell, arm: Arm) -> dict[str, list[float]]
     return found
 
 
-def best_lossless(measured: Measured, cell: Cell) -> Arm | None:
-    """The lossless arm with the smallest median TTFT; a repeated arm counts once."""
-    lossless = [arm for arm in measured.arms if arm.lossless and arm.name == arm.algorithm]
-    medians = {arm: statistics.median(turn.mean("ttft_s") for turn in measured.of(cell, arm)) for arm in lossless}
-    return min(medians, key=lambda arm: medians[arm], default=None)
-
-
-def _ratio(measured: Measured, cell: Cell, baseline: Arm, arm: Arm, of: str = "ttft_s") -> dict[str, Any] | None:
-    """The ratio of ``arm`` to ``baseline``, paired by round; None for the baseline itself."""
-    if arm == baseline:
+def _ratio(measured: Measured, cell: Cell, arm: Arm, of: str) -> dict[str, Any] | None:
+    """The ratio of ``arm`` to the baseline, paired by round; None for the baseline itself."""
+    if arm == measured.baseline:
         return None
-    base, own = ([turn.mean(of) for turn in measured.of(cell, each)] for each in (baseline, arm))
+    base, own = ([turn.mean(of) for turn in measured.of(cell, each)] for each in (measured.baseline, arm))
     return asdict(compare(base, own, paired=True, seed=measured.seed))
 
 
 def _median_part(requests: Sequence[Request], part: str) -> float | None:
-    """None where the server does not measure it."""
+    """The median of a part of TTFT, or None where the server does not measure it."""
     values = [value for request in requests if (value := request.parts.get(part)) is not None]
     return statistics.median(values) if values else None
 
@@ -185,7 +176,7 @@ class _Gain:
 
     @property
     def is_better(self) -> bool:
-        return self.tpot.verdict != "slower" and self.tpot.ratio <= 1 + FLOOR
+        return self.tpot.low <= 1 and self.tpot.ratio <= _MOST_TPOT
 
     def __str__(self) -> str:
         return f"TTFT {_words(self.ttft)}, TPOT {_words(self.tpot)}"
@@ -241,11 +232,6 @@ _TTFT_COLUMNS = (
     *(_ms(key, f"ttft_s.{key}", detail=key != "p50") for key in ("mean", "std", "p50", "p90", "p99")),
     Column("ratio [95 %]", "ratio", lambda ratio: f"{ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"),
     Column("verdict", "ratio.verdict"),
-    Column(
-        "x best lossless",
-        "ratio_to_best_lossless",
-        lambda ratio: f"{1 / ratio['ratio']:.2f} [{1 / ratio['high']:.2f}, {1 / ratio['low']:.2f}]",
-    ),
 )
 _OTHER_COLUMNS = (
     _ARM,
@@ -269,7 +255,7 @@ CSV_COLUMNS = (
 LEGENDS = (
     (
         "TTFT in ms at the client, from sending to the first text. Ratio: of medians to the baseline, paired by round; below 1 is "
-        "faster. X best lossless: speed-up over the fastest lossless AllReduce."
+        "faster."
     ),
     (
         "Median times in ms. AllReduce: without coding, including the wait for slower ranks. Rest: HTTP, tokenizing, queue, "

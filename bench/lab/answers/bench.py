@@ -85,7 +85,7 @@ class Answer:
     log_probs_TV: Tensor  # float32, before each token
 
     def margin(self, position: int) -> float:
-        """How far the largest logit is above the second."""
+        """The difference between the largest logit and the second."""
         first, second = self.log_probs_TV[position].topk(2).values.tolist()
         return first - second
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tightwire.bench.options import REQUIRED, OutputOptions, option, parse_names
+from tightwire.bench.options import REQUIRED, OutputOptions, option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,12 +13,11 @@ class AnswersOptions(OutputOptions):
         REQUIRED,
         "running servers of one model, such as tp2=http://127.0.0.1:8000,llama.cpp=http://127.0.0.1:8080",
         metavar="NAME=URL,...",
-        parse=parse_names,
     )
     model: str = option("smollm2-135m", "the model that they serve, as `tightwire serve` takes it", metavar="MODEL")
-    prompts: int = option(100, "prompts, half chat and half text", metavar="N", least=2)
-    tokens: int = option(32, "length of the reference's answers", metavar="N", least=1)
-    every: int = option(4, "compare the next token after each N tokens of an answer", metavar="N", least=1)
+    prompts: int = option(100, "prompts, half chat and half text", least=2)
+    tokens: int = option(32, "length of the reference's answers", least=1)
+    every: int = option(4, "compare the next token after each N tokens of an answer", least=1)
 
     def __post_init__(self) -> None:
         for server in self.servers:

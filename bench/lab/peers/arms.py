@@ -207,7 +207,7 @@ DEFAULT_ARMS = (*("tightwire-tp2", "tightwire-tp1", "tightwire-tp2-q4"), *("vllm
 
 
 def make_arm(word: str, setup: Setup) -> Arm:
-    """``word``: in ARMS, or ``tightwire-tpN`` with its suffixes, else ValueError. NotInstalledError: no such program."""
+    """The server ``word`` of ARMS, or ``tightwire-tpN`` with its suffixes; ValueError for others, NotInstalledError without program."""
     if found := _TIGHTWIRE.fullmatch(word):
         arm = tightwire(setup, found)
     elif word in ARMS:

@@ -24,7 +24,7 @@ from torch import Tensor
 from tightwire.bench.stream.rank import BLOCK_SIZE, make_step, one_all_reduce
 from tightwire.comm.group.group import Group
 from tightwire.kernels.spec.attention import PackedSequences
-from tightwire.model import llama
+from tightwire.model import layers, llama
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.checkpoint.config import LlamaConfig, config_to_hf
 from tightwire.model.layout import make_layout
@@ -55,7 +55,7 @@ class StepShape:
 
 @dataclass(slots=True)
 class Part:
-    """A part's calls in all layers. ``num_bytes``: read and written in memory. ``seconds``: of each pass."""
+    """A part's calls in all layers, the bytes that they read and write in memory, and the seconds of each pass."""
 
     calls: int = 0
     num_bytes: int = 0
@@ -170,12 +170,13 @@ _Kernel = tuple[
 ]  # the module or class that the model finds it in, its name there, its part, its cost
 _KERNELS: tuple[_Kernel, ...] = (
     (TensorParallel, "embed", "embedding", lambda args, result: (2 * result.nbytes, 0)),
-    (llama, "linear", "products", _product),
-    (llama, "paged_attention", "attention", _attention),
-    (llama, "add_rms_norm", "norm", _each_once),
+    (layers, "linear", "products", _product),
+    (layers, "paged_attention", "attention", _attention),
+    (layers, "add_rms_norm", "norm", _each_once),
+    (layers, "rms_norm", "norm", _each_once),
     (llama, "rms_norm", "norm", _each_once),
-    (llama, "rotate_and_cache", "rope, cache write", _rotation),
-    (llama, "swiglu", "SwiGLU", _each_once),
+    (layers, "rotate_and_cache", "rope, cache write", _rotation),
+    (layers, "swiglu", "SwiGLU", _each_once),
     (TensorParallel, "sum_rows", _SUMS, _each_once),
     (TensorParallel, "logits", "logits", _product),
 )

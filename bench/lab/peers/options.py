@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from tightwire.bench.lab.peers.arms import ARMS, DEFAULT_ARMS
-from tightwire.bench.options import OutputOptions, option, parse_integers, parse_names
+from tightwire.bench.options import OutputOptions, option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +17,6 @@ class PeersOptions(OutputOptions):
         f"servers to compare: {', '.join(ARMS)}, tightwire-tpN with -q4 (4-bit weights), -int8 (activations), -gloo (transport) "
         "and :ALLREDUCE, or NAME=URL of a running server; the first is the baseline",
         metavar="A,B",
-        parse=parse_names,
     )
     peers: Path | None = option(
         None, "the folder that install.sh filled (default: peers in the cache folder)", metavar="DIR"
@@ -26,23 +25,18 @@ class PeersOptions(OutputOptions):
         None, "folder for the weights in the formats of the peers (default: weights in --peers)", metavar="DIR"
     )
     model: str = option("smollm2-135m", "a name or a .gguf file")
-    rounds: int = option(5, "number of rounds; below 5 there is no verdict", metavar="N", least=1)
-    concurrency: tuple[int, ...] = option(
-        (1, 8, 32), "requests in flight", metavar="N,N", parse=parse_integers, least=1
-    )
-    num_requests: tuple[int, ...] = option(
-        (3, 8, 32), "requests of a round, for each of --concurrency", metavar="N,N", parse=parse_integers, least=1
-    )
-    input_len: int = option(128, "prompt tokens", metavar="N")
-    output_len: int = option(32, "tokens to generate", metavar="N")
-    seed: int = option(1, "seed of prompts and of the order of servers", metavar="N")
+    rounds: int = option(5, "number of rounds; below 5 there is no verdict", least=1)
+    concurrency: tuple[int, ...] = option((1, 8, 32), "requests in flight", least=1)
+    num_requests: tuple[int, ...] = option((3, 8, 32), "requests of a round, for each of --concurrency", least=1)
+    input_len: int = option(128, "prompt tokens")
+    output_len: int = option(32, "tokens to generate")
+    seed: int = option(1, "seed of prompts and of the order of servers")
     time_limit: float = option(math.inf, "start no round that would end later", metavar="S", above=0)
     start_timeout: float = option(900.0, "longest start of a server", metavar="S")
     wait_for_quiet: float = option(0.0, "longest wait for other programs to finish", metavar="S")
     nnodes: int = option(
         1,
         "hosts: network namespaces of this machine, each with its share of the cores; servers of one process run on the first",
-        metavar="N",
         least=1,
     )
     link: str | None = option(None, "the rate of each host's wire, with --nnodes (default: none)", metavar="LINK")
@@ -61,12 +55,12 @@ class RooflineOptions(OutputOptions):
     description: ClassVar[str] = "Compare serving with the device's own rates and with transformers."
     model: str = option("smollm2-135m", "a model as for `tightwire serve`", flag="model")
     device: str = option("auto", "auto: cuda if torch has it", choices=("auto", "cuda", "cpu"))
-    tp: int = option(1, "ranks", metavar="N", least=1)
-    quantization: str = option("auto", "as for `tightwire serve`", metavar="NAME")
-    prompt_len: int = option(512, "tokens of the long prompt, at most the model's context", metavar="N", least=1)
-    output_len: int = option(64, "tokens to generate", metavar="N", least=4)
-    crowd: int = option(8, "requests in flight", metavar="N", least=1)
-    batched_tokens: int = option(2048, "--max-num-batched-tokens of the server", metavar="N", least=1)
+    tp: int = option(1, "ranks", least=1)
+    quantization: str = option("auto", "as for `tightwire serve`")
+    prompt_len: int = option(512, "tokens of the long prompt, at most the model's context", least=1)
+    output_len: int = option(64, "tokens to generate", least=4)
+    crowd: int = option(8, "requests in flight", least=1)
+    batched_tokens: int = option(2048, "--max-num-batched-tokens of the server", least=1)
     server: bool = option(True, "start a server and measure it too (default: yes)")
     peer: bool = option(True, "measure transformers too (default: yes)")
     start_timeout: float = option(240.0, "longest start of the server, and run of transformers", metavar="S", above=0)

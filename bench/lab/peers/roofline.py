@@ -171,7 +171,7 @@ def _measure_server(options: RooflineOptions, checkpoint: Checkpoint) -> dict[st
 
 
 def part_rows(load: str, parts: dict[str, Part], rates: dict[str, float]) -> list[dict[str, Any]]:
-    """The parts of a step, their sum, and the step as served; ``rates``: of one rank."""
+    """The parts of a step, their sum, and the step as served, with one rank's ``rates``."""
     rows = []
     for name, part in sorted(parts.items(), key=lambda item: item[0] == WHOLE):
         if name == WHOLE:
@@ -217,20 +217,19 @@ def summarize(
     prompt_flops = 2 * layers * prompt_len + in_attention
     token_s, ttft_s = loads["one"]["tpot_s"]["p50"], loads["prompt"]["ttft_s"]["p50"]
     crowd = loads["crowd"]
+    copies_s, products_s = token_bytes / rates["copy_bytes_per_s"], prompt_flops / rates["product_flops"]
     return [
-        {
-            "name": "a generated token, one request",
-            "seconds": token_s,
-            "share": token_bytes / rates["copy_bytes_per_s"] / token_s,
-            "rate": "copies",
-            "samples": {"seconds": [token_s]},
-        },
-        {
-            "name": f"first token of {prompt_len:.0f}",
-            "seconds": ttft_s,
-            "share": prompt_flops / rates["product_flops"] / ttft_s,
-            "rate": "products",
-            "samples": {"seconds": [ttft_s]},
-        },
+        _served("a generated token, one request", token_s, copies_s, "copies"),
+        _served(f"first token of {prompt_len:.0f}", ttft_s, products_s, "products"),
         {"name": f"{crowd['concurrency']} at once", "tokens_per_s": crowd["output_tokens_per_s"], "samples": {}},
     ]
+
+
+def _served(name: str, seconds: float, least_s: float, rate: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "seconds": seconds,
+        "share": least_s / seconds,
+        "rate": rate,
+        "samples": {"seconds": [seconds]},
+    }

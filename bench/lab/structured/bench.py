@@ -34,7 +34,7 @@ _COUNTERS = ("tightwire_forced_tokens_total", "tightwire_generation_tokens_total
 class Answer:
     index: int
     token_ids: list[int]
-    problem: str | None  # why it is not valid; None: it is
+    problem: str | None  # why it is not valid, if it is not
 
 
 class StructuredBench(Bench[StructuredOptions]):
