@@ -71,7 +71,7 @@ class Entry:
     lossy_names: Callable[[str], list[str]] | None = (
         None  # (suffix of codecs such as ``-g64``) -> names worth measuring
     )
-    order: str = RANK_ORDER  # of adding; algorithms with equal order give the same bits
+    order: str = RANK_ORDER  # order of adding; algorithms with equal order give the same bits
     depends_on_place: bool = False  # with three or more ranks on CPU the order depends on an element's place
     needs_nodes: bool = False  # useful on several nodes only
     rounds: Literal["kernel", "message", "library"] = "kernel"  # one kernel over shared memory, messages, gloo or NCCL

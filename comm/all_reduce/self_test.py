@@ -13,7 +13,7 @@ from tightwire.comm.errors import CommError
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import AllReduce
 
-PHASE = "self-test"  # of these sums in the ledger
+PHASE = "self-test"  # phase of these sums in the ledger
 _DIGEST_BYTES = 8
 _PROBLEM_BYTES = 240  # a fixed size, so that all ranks know how much to receive
 

@@ -27,7 +27,7 @@ def broadcast(group: Group, x: Tensor, root: int = 0, *, phase: str = "", site: 
 def gather_to_root(
     group: Group, x: Tensor, sizes: Sequence[int], root: int = 0, *, phase: str = "", site: str = ""
 ) -> list[Tensor] | None:
-    """All ranks' bytes in rank order on ``root``; None on the others.
+    """Return all ranks' bytes in rank order on ``root``, and None on the others.
 
     Args:
         x: (sizes[rank],) uint8.

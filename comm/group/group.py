@@ -42,7 +42,7 @@ class NodeGroups:
 
     inside: "Group"  # the ranks of this rank's node, in order
     across: "Group"  # the ranks with this rank's place on each node, in order of the nodes
-    notes: FailureNotes | None = None  # of the whole group; None when ranks are threads
+    notes: FailureNotes | None = None  # notes of the whole group; None when ranks are threads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

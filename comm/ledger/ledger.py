@@ -28,7 +28,7 @@ class Count(NamedTuple):
     bytes_sent: int
     exact_bytes: int  # sent by the exact algorithm of the same shape; equals bytes_sent for an exact algorithm
     seconds: float
-    message_bytes: int  # of the input tensors
+    message_bytes: int  # bytes of the input tensors
     codec_seconds: float | None = 0.0  # the part that encodes and decodes; not known in a fused kernel
 
     def since(self, before: "Count | None") -> "Count":
@@ -135,7 +135,7 @@ class Ledger:
         self.counters = Counters()
         self.recording = Recording(lambda: (self._series, self._current))
         self.coding = _CodingTimer(self)
-        self.coding_s = 0.0  # of the running collective
+        self.coding_s = 0.0  # time that the running collective has spent coding
         self._hides_coding = False  # whether the running collective encodes inside a fused kernel
         self._spent_s = self._spent_coding_s = 0.0
         self._hidden_s = self._hidden_coding_s = 0.0  # the part of these that overlapped with computing
@@ -252,12 +252,12 @@ class Ledger:
         return self._current if series is None else series.current
 
     def current(self) -> str | None:
-        """The running collective, such as ``all_reduce ring 1152 B, #523, 0.4 s``; None between collectives."""
+        """The running collective, such as ``all_reduce ring 1152 B, #523, 0.4 s``; or None between collectives."""
         begun = self.begun
         return None if begun is None else f"{_words(begun)}, {perf_counter() - begun[4]:.1f} s"
 
     def last(self) -> str | None:
-        """The collective that ended last; None before the first."""
+        """The collective that ended last, or None before the first."""
         series = self._series
         begun = self._last if series is None else self._last_of(series)
         return None if begun is None else _words(begun)

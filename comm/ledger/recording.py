@@ -43,10 +43,10 @@ class Series:
     op: str
     algorithm: str
     phase: str
-    num_bytes: int  # of each tensor
+    num_bytes: int  # size of each tensor
     bytes_sent: int  # by this rank, for each that is done
     sites: Sequence[str]  # one per planned collective
-    first_number: int  # of the collective before the first of these
+    first_number: int  # number of the collective before the first of these
     progress: np.ndarray  # (2,) int64: the numbers of collectives begun and ended
     stamps_ns: np.ndarray  # (N, 2) int64: begin and end of each, on the clock of ``time.perf_counter``
 
@@ -60,7 +60,7 @@ class Series:
 
     @property
     def current(self) -> Begun | None:
-        """The running collective; None between collectives."""
+        """The running collective, or None between collectives."""
         num_begun = self.num_begun
         return self.nth(num_begun - 1) if num_begun > self.num_done else None
 

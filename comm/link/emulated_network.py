@@ -54,7 +54,7 @@ class NoEmulatedNetworkError(RuntimeError):
 class EmulatedNode:
     """One end of the link. ``interface`` is the one for gloo and NCCL."""
 
-    pid: int  # of the process that holds the namespace
+    pid: int  # process that holds the namespace
     address: str
     interface: str = WIRE
 

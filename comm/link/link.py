@@ -69,7 +69,7 @@ def _quantity(text: str, units: dict[str, float]) -> float | None:
 _PIECE_BYTES = 1 << 20
 _WAKE_BYTES, _WAKE_S = 16 << 10, 10e-3  # the least data that wakes a receiver: waking uses cores that packets need
 _WARM_UP_S = 0.3  # for the congestion window to open and the token bucket's initial credit to be used up
-_DEADLINE_S = 30.0  # of a single send or receive
+_DEADLINE_S = 30.0  # limit of a single send or receive
 
 
 def line_rate(

@@ -14,7 +14,7 @@ import msgspec
 _LENGTH = struct.Struct("<I")
 _ROUND_TRIPS, _SMALL_BYTES = 41, 64
 _FIRST_BYTES, _MOST_BYTES, _RATE_S = 16 << 10, 16 << 20, 0.1  # messages double until one takes this long
-_TIMEOUT_S = 10.0  # of each message
+_TIMEOUT_S = 10.0  # limit of each message
 
 
 class PairFacts(msgspec.Struct, frozen=True):
@@ -23,7 +23,7 @@ class PairFacts(msgspec.Struct, frozen=True):
     nodes: tuple[int, int]
     round_trip_s: float
     jitter_s: float
-    bytes_per_s: float  # of payload, one way
+    bytes_per_s: float  # payload, one way
 
     def __str__(self) -> str:
         first, second = self.nodes

@@ -23,7 +23,7 @@ from tightwire.comm.link.probe import PairFacts
 NAMESPACES, USER_SPACE = "namespaces", "user-space"
 NETWORK = "network"  # not emulated: between hosts, as probed at start
 EMULATIONS = ("auto", NAMESPACES, USER_SPACE)
-LEAST_SHARE = 0.9  # of the requested rate; a slower link is refused
+LEAST_SHARE = 0.9  # share of the requested rate; a slower link is refused
 
 _FULL_SHARE = 0.92  # nearly all of the rate that remains beside headers
 _TRIES = 6
@@ -43,7 +43,7 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float
     emulation: str
     reason: str = ""  # why namespaces are not used; empty if they are, or if user space was requested
-    pairs: tuple[PairFacts, ...] = ()  # of hosts
+    pairs: tuple[PairFacts, ...] = ()  # pairs of hosts
 
     @property
     def link(self) -> Link:

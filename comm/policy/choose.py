@@ -152,7 +152,7 @@ class Chooser:
         """Relative RMS error of one AllReduce on numbers like activations; 0 for a lossless one."""
         ranks = self._costs.setting.world_size
         if name == DROP:
-            return math.sqrt((ranks - 1) / ranks)  # of the parts of all ranks but this one, which are missing
+            return math.sqrt((ranks - 1) / ranks)  # the other ranks' parts are missing
         codecs = parse_all_reduce(name).codecs
         if name not in self._errors:
             self._errors[name] = relative_rms_error(codecs[0], codecs[-1], ranks) if codecs else 0.0

@@ -27,8 +27,8 @@ class LinkCost(NamedTuple):
 
     call: float
     coded_call: float  # added for an algorithm that encodes
-    round: float  # of one-shot, two-shot and flash, which are one kernel where memory is shared
-    message_round: float  # of algorithms that always send messages
+    round: float  # a round of one-shot, two-shot and flash, which are one kernel where memory is shared
+    message_round: float  # a round of algorithms that always send messages
     mib: float
     native_round: float
     native_mib: float

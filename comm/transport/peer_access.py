@@ -35,7 +35,7 @@ def host_identity() -> str:
 
 
 def why_unusable(exchange: FactExchange, device: torch.device) -> str | None:
-    """Return why these ranks cannot sum through each other's GPU memory, according to CUDA; None when they can."""
+    """Return why these ranks cannot sum through each other's GPU memory, according to CUDA, or None when they can."""
     objection = _own_objection(exchange.world_size, device)
     uuid = "" if objection else str(torch.cuda.get_device_properties(device).uuid)
     facts = exchange.share("gpu", f"{host_identity()}\n{uuid}".encode())
@@ -105,7 +105,7 @@ _REPEATS = 5
 class PeerCheck(NamedTuple):
     ok: bool
     detail: str
-    gb_per_s: float | None  # of the copy engine, one direction; None when wrong values arrived
+    gb_per_s: float | None  # rate of the copy engine, one direction; None when wrong values arrived
 
 
 def claimed_peers() -> list[tuple[int, int]]:

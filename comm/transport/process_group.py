@@ -54,7 +54,7 @@ class ProcessGroupTransport(Transport):
         self.bytes_sent = 0
         self.fused: FusedAllReduce | None = None
         self.device, self.timeout_s = device, timeout_s
-        self.ledger = Ledger() if ledger is None else ledger  # of the group: describes the running collective
+        self.ledger = Ledger() if ledger is None else ledger  # describes the running collective of the group
         self._group, self._notes = process_group, notes
         self._check: Callable[[], None] = lambda: None
         self._others = [(rank + i) % world_size for i in range(1, world_size)]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # the parent process checks the secret and does not import to
     from tightwire.comm.transport.store_notes import FactExchange
 
 _HELLO, _MAGIC, _NONCE_BYTES = struct.Struct(">8sIII"), b"TWsocket", 16
-_PROOF_BYTES = 32  # of SHA-256
+_PROOF_BYTES = 32  # size of a SHA-256 digest
 _STRANGER_S = 5.0  # the longest wait for the hello of a connection that may be a stranger's
 _MIN_SECRET_BYTES = 16
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux

@@ -49,7 +49,7 @@ class FactExchange:
 
 
 _POLL_S = 0.02
-_GRACE_SHARE = 0.2  # of a collective's deadline
+_GRACE_SHARE = 0.2  # share of a collective's deadline
 
 
 class Note(msgspec.Struct, frozen=True):

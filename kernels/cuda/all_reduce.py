@@ -30,7 +30,7 @@ from tightwire.kernels.cuda.launch import launch
 from tightwire.kernels.cuda.numbers import ANY, ROWS, Tiling, make_tiling
 from tightwire.kernels.spec.block_format import BlockFormat
 
-_ALIGNMENT = 128  # of slots, in bytes
+_ALIGNMENT = 128  # alignment of slots, in bytes
 # Numbers per block and iteration: few for short messages, which would not occupy all blocks otherwise.
 _SHORT_ELEMS, _LONG_ELEMS = 1024, 4096
 
@@ -45,8 +45,8 @@ class PeerBuffers:
 
     addresses: Tensor  # (W,) int64 on the kernels' device: where this process maps each process's buffer
     rank: int
-    send_bytes: int  # of a send buffer; the buffer for the sums holds a W-th of it
-    num_blocks: int  # of every launch; at most as many as the device runs at once
+    send_bytes: int  # size of a send buffer; the buffer for the sums holds a W-th of it
+    num_blocks: int  # blocks of every launch; at most as many as the device runs at once
     failure: Tensor
     memory: object  # keeps the addresses valid
 

@@ -26,12 +26,12 @@ class AttentionShape:
     heads: int
     kv_heads: int
     per_kv_head: int
-    skipped_heads: int  # of the first group
+    skipped_heads: int  # heads of the first group that this rank lacks
     head_dim: int
-    width: int  # of a row: head_dim, padded
+    width: int  # numbers of a row: head_dim, padded
     page: int  # tokens per block
-    rows: int  # of a tile
-    keys: int  # of a key tile
+    rows: int  # rows of a tile
+    keys: int  # keys of a key tile
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from tightwire.kernels.cuda.numbers import INTERPRETED, narrowed, raw, widened
 from tightwire.kernels.spec.packed import PackedMatrix
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
-_ROWS = tl.constexpr(16)  # of a tile: the minimum of matrix units
+_ROWS = tl.constexpr(16)  # rows of a tile: the minimum of matrix units
 _OUTPUTS = tl.constexpr(32)
 _HALF = tl.constexpr(16)  # numbers of a group that share bytes with the other sixteen, and the depth of one product
 

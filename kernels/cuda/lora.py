@@ -16,7 +16,7 @@ from tightwire.kernels.cuda.launch import launch
 from tightwire.kernels.cuda.numbers import INTERPRETED, narrowed, raw, widened
 from tightwire.kernels.spec.lora import PANEL_OUTPUTS, AdapterSite
 
-_ROWS = tl.constexpr(16)  # of a tile: the minimum of matrix units
+_ROWS = tl.constexpr(16)  # rows of a tile: the minimum of matrix units
 _RANKS = tl.constexpr(16)  # outputs of A in a tile, and the depth of one product with B
 _DEPTH = tl.constexpr(64)
 _OUTPUTS = tl.constexpr(PANEL_OUTPUTS)

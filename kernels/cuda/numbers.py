@@ -22,7 +22,7 @@ NOTHING, ROWS, ANY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # has at least 8 for every thread, which is one vector load of 16-bit numbers.
 _PROGRAM_ELEMS = 4096
 _TILE_ELEMS = 1024
-_PLAIN_ELEMS = 128  # of a row without a format
+_PLAIN_ELEMS = 128  # numbers of a row without a format
 
 
 @dataclass(frozen=True, slots=True)

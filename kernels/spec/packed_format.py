@@ -18,7 +18,7 @@ Source: block_q8_0, block_q4_0 and block_q4_1 of llama.cpp, ggml/src/ggml-common
 from dataclasses import dataclass
 
 GROUP_ELEMS = 32
-INTERLEAVED_ROWS = 16  # of an interleaved matrix (packed_int8)
+INTERLEAVED_ROWS = 16  # rows of an interleaved matrix (packed_int8) that lie side by side
 
 
 @dataclass(frozen=True, slots=True)
