@@ -20,7 +20,7 @@ def choose_hosts(
 ) -> Hosts:
     """One host if ``place`` is None, else node 0 or another node of several. ``ranks``: those on this host.
 
-    ``link``: an emulated network of one host. ValueError: one of this host's ports is taken, or the secret cannot be read.
+    ``link``: an emulated network of one host. ValueError: the secret cannot be read.
     """
     if place is None:
         return Alone(ranks, link, listener)

@@ -96,6 +96,7 @@ class Head(Side):
 
         ValueError: refused. LostError: one is missing, or a port cannot be reached.
         """
+        self._hold_ports()
         listener = listen(self._place.master, self._place.port)
         self._server = await accept_channels(
             listener, lambda channel: self._start(asyncio.create_task(self._take(channel)))

@@ -68,6 +68,7 @@ class Member(Side):
 
     async def join(self) -> None:
         """Connect to node 0 and wait for the other nodes. LostError: node 0 does not answer in time."""
+        self._hold_ports()
         self._channel = channel = await self._connect()
         await introduce(channel, self._joining.hello(), self._joining.secret)
         self._start(asyncio.create_task(self._beat()), asyncio.create_task(self._listen(channel)))

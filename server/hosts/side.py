@@ -44,11 +44,7 @@ class Side:
 
     def __init__(self, joining: Joining) -> None:
         self._joining, self._place, self._listener = joining, joining.place, joining.listener
-        # Rank 0's store listens on node 0's first port already.
-        ports = [port for port in joining.hello().ports if self._place.node or port != self._place.store_port]
-        self._held = [listen(self._place.address, port) for port in ports]
-        for held in self._held:
-            answer_probes(held)
+        self._held: list[socket.socket] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._ending: asyncio.Task[None] | None = None
         self._last_moment: threading.Timer | None = None
@@ -107,6 +103,13 @@ class Side:
         while True:
             self._tell(Beat())
             await asyncio.sleep(_BEAT_S)
+
+    def _hold_ports(self) -> None:
+        """Listen where this node's ranks will, and answer probes there. ValueError: a port is taken."""
+        for port in self._joining.hello().ports:
+            if self._place.node or port != self._place.store_port:  # where rank 0's store listens already
+                self._held.append(listen(self._place.address, port))
+                answer_probes(self._held[-1])
 
     def _free_ports(self) -> None:
         for held in self._held:

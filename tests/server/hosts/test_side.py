@@ -2,12 +2,15 @@
 
 import asyncio
 import os
+import socket
 import sys
 from subprocess import run
 
+import pytest
 from helpers.server.hosts import Told, free_ports, joining, until
 
 from tightwire.server.hosts.head import Head
+from tightwire.server.hosts.member import Member
 
 
 async def test_a_failure_of_a_background_task_ends_the_server() -> None:
@@ -26,8 +29,10 @@ async def test_a_failure_of_a_background_task_ends_the_server() -> None:
 
 _STUCK = """
 import asyncio, time
+import pytest
 from helpers.server.hosts import Told, free_ports, joining
 from tightwire.server.hosts.head import Head
+from tightwire.server.hosts.member import Member
 
 async def main():
     head = Head(joining(0, free_ports(6), Told()))
@@ -55,3 +60,14 @@ async def test_an_orderly_end_calls_the_last_moment_off() -> None:
     assert head._last_moment is not None
     head._last_moment.join(1)
     assert not head._last_moment.is_alive()
+
+
+async def test_a_taken_port_is_a_refusal_of_joining() -> None:
+    port = free_ports(6)
+    member = Member(joining(1, port, Told()))
+    with (
+        socket.create_server(("127.0.0.1", port + 4)),
+        pytest.raises(ValueError, match=f"listen on 127.0.0.1:{port + 4}"),
+    ):
+        await member.join()
+    await member.close()
