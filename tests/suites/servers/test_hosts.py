@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 import time
 from collections import defaultdict
@@ -119,7 +120,9 @@ def test_two_hosts_answer_as_one_for_each_algorithm_and_a_lost_host_ends_the_oth
         assert home["status"] == "ready: this is node 1; send requests to node 0 at 10.0.0.1"
         second.process.send_signal(signal.SIGKILL)
         assert first.wait_exit(30) == 1
-        assert "node 1 (10.0.0.2): lost: it closed the connection (last known: rank 0: " in first.log
+        # The kernel resets the connection if the killed process had not read all.
+        lost = r"node 1 \(10\.0\.0\.2\): lost: it (closed|broke) the connection.* \(last known: rank 0: "
+        assert re.search(lost, first.log), first.log
 
 
 def test_different_options_are_refused_by_node_on_both_hosts(
