@@ -110,7 +110,7 @@ class ApiError(Exception):
         return MessagesErrorBody(ErrorDetail(self.message, kind, self.param, self.code))
 
     def response(self, path: str) -> Response:
-        """``path``: of the request; it decides the form of the body."""
+        """``path``: the path of the request, which decides the form of the body."""
         of_messages = path.startswith(_ANTHROPIC_PATHS)
         return json_response(self.messages_body() if of_messages else self.body(), self.status, self.headers)
 

@@ -18,7 +18,7 @@ _MAX_NAME = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedAdapter:
-    """One version of an adapter. ``digest``: of its files, for the fingerprint of answers."""
+    """One version of an adapter. ``digest``: a digest of its files, for the fingerprint of answers."""
 
     id: int
     name: str

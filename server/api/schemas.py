@@ -192,7 +192,7 @@ class GenerationBody(SamplingBody):
     """The fields that completions and chat completions share."""
 
     text_param: ClassVar[str]  # the field with the prompt, for error messages
-    default_tokens: ClassVar[int | None] = None  # of an answer without max_tokens; None: what fits the context
+    default_tokens: ClassVar[int | None] = None  # an answer's limit without max_tokens; None: what fits the context
 
     max_tokens: TokenCount | None = Field(
         None,
@@ -226,7 +226,7 @@ class GenerationBody(SamplingBody):
     @property
     @abstractmethod
     def num_logprobs(self) -> int | None:
-        """How many most likely tokens to report for each token; None: no logprobs."""
+        """The number of most likely tokens to report for each token, or None without logprobs."""
 
 
 class CompletionBody(GenerationBody):

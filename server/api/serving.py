@@ -43,7 +43,7 @@ class ModelInfo:
         return self.name, *self.other_names
 
     def adapter(self, name: str | None) -> ServedAdapter | None:
-        """The adapter that a request's ``model`` names; None: the base model."""
+        """The adapter that a request's ``model`` names, or None for the base model."""
         return None if name is None else self.adapters.by_name.get(name)
 
     def fingerprint(self, policy: str | None = None, adapter: ServedAdapter | None = None) -> str:

@@ -171,7 +171,7 @@ class CallReader:
 
 
 class _OpenCall:
-    """The text of one JSON object so far. ``sent``: where the part of ``raw`` ends that was sent; None: nothing was."""
+    """The text of one JSON object so far. ``sent``: the end of the part of ``raw`` that was sent, or None before anything was."""
 
     def __init__(self) -> None:
         self.raw = ""
@@ -223,7 +223,7 @@ def _possible_start(text: str) -> int:
 
 
 def _parse_python(text: str) -> list[tuple[str, dict[str, Any]]] | None:
-    """Names and arguments of ``[f(a=1), g()]``; None: it is not a complete list of calls with literal arguments."""
+    """Names and arguments of ``[f(a=1), g()]``, or None if it is no complete list of calls with literal arguments."""
     try:
         found = ast.parse(text, mode="eval").body
         if not isinstance(found, ast.List):

@@ -82,7 +82,7 @@ class Timing(Struct, frozen=True):
 class CommTotals(CommCount, frozen=True, array_like=False):
     """Collectives of one kind on rank 0.
 
-    ``exact_bytes``: what they would have sent with nothing quantized. ``message_bytes``: of the tensors given to them.
+    ``exact_bytes``: the bytes with nothing quantized. ``message_bytes``: the bytes of the tensors given to them.
     ``seconds`` includes waiting for slower ranks; ``codec_seconds``: encoding and decoding (null: inside a fused kernel).
     """
 

@@ -265,7 +265,7 @@ def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready])
 
 
 def _joined(choices: list[str]) -> str:
-    """The choices in one line; where their times have the same source, such as "(predicted)", it is said once at the end."""
+    """One line with the choices; the source of their times, such as "(predicted)", is named once at the end if they share it."""
     source = choices[-1][choices[-1].rfind(" (") :]
     if source.endswith(")") and all(choice.endswith(source) for choice in choices):
         return "; ".join(choice.removesuffix(source) for choice in choices) + source

@@ -27,7 +27,7 @@ class ToolUse(Struct, tag_field="type", tag="tool_use"):
 
 
 class MessageUsage(Struct, frozen=True):
-    """``input_tokens``: those that were computed for this request; the others were found in the prefix cache."""
+    """``input_tokens``: the prompt tokens computed for this request; the others were found in the prefix cache."""
 
     input_tokens: int
     output_tokens: int

@@ -271,7 +271,7 @@ class ResponsesBody(AdaptedBody):
         return self.tool_choice["type"] if isinstance(self.tool_choice, dict) else ""
 
     def _chat_choice(self) -> str:
-        """In the form of ``ToolChoice``."""
+        """The choice in the form of ``ToolChoice``."""
         if self._choice_type == "function":
             return "=" + self.tool_choice["name"]
         return self.tool_choice["mode"] if self._choice_type == "allowed_tools" else self.tool_choice

@@ -49,7 +49,7 @@ class Engine:
         adapters: AdapterTable | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``limits``: of each replica. ``plan_ahead``: launch each step before waiting for the previous one; with one replica only."""
+        """``limits``: the limits of each replica. ``plan_ahead``: launch each step before waiting for the previous one; with one replica only."""
         if plan_ahead and num_replicas > 1:
             raise ValueError(f"steps of {num_replicas} replicas cannot be planned ahead")
         self._runner, self._rules, self._drafter, self._clock = runner, rules, drafter, clock

@@ -87,7 +87,7 @@ class NewTokens:
         """``row``: the first row of logits that chooses a token for it."""
         self.chunk, self.row = chunk, row
         self.token_ids: list[int] = []
-        self.num_forced = 0  # the last of them, which the grammar left no choice about and no logits chose
+        self.num_forced = 0  # how many tokens at the end were forced by the grammar, without logits
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: str | None = None
         self.broken = False  # the logits are not finite, so no token can be chosen
@@ -140,7 +140,7 @@ class LaunchedStep:
     """``choice`` holds one token for each of ``new``; steps that score prompts or check drafts have ``logits_RV`` instead."""
 
     def __init__(self, chunks: Sequence[Chunk], forward_pass: Download) -> None:
-        """``chunks``: in the order of the rows of logits. ``forward_pass``: done when the forward pass is."""
+        """``chunks``: the chunks in the order of their rows of logits. ``forward_pass``: a future, done when the forward pass is."""
         self.forward_pass = forward_pass
         self.choice: Choice | None = None
         self.logits_RV: Tensor | None = None

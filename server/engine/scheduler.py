@@ -4,13 +4,13 @@ docs/serving.md describes the order. Running sequences are older than waiting on
 because the pool holds the longest possible sequence; so it finishes, and no sequence starves. Drafted tokens take the
 budget and blocks that the others leave.
 
-Sequences of different AllReduce policies never share a step; policies with work take turns, one step each. When every
-step reads keys and values from the host (``max_step_blocks``), the youngest sequences skip a step, and those that need
-one token leave enough blocks for the oldest one if it is behind.
+Sequences of different AllReduce policies never share a step; policies with work take turns, one step each. With the KV
+cache on the host, a step can hold only ``max_step_blocks`` blocks: the youngest sequences sit it out, and if the oldest
+is still catching up, decoding sequences leave room for it.
 
-A step planned ahead drafts nothing and preempts nobody, because a sequence about to end may free its blocks. Blocks of
-an ended sequence are free at once, even if the running step still writes to them: the next holder writes and reads
-later.
+A step planned ahead preempts nobody: a sequence about to end may free enough blocks. It drafts nothing, because the
+tokens that a draft would follow are not known yet. Blocks of an ended sequence are free at once, even if the running
+step still writes to them: the next holder writes and reads later.
 """
 
 from collections.abc import Hashable, Sequence
@@ -26,8 +26,7 @@ from tightwire.server.engine.sequences import Sequences
 from tightwire.server.engine.step_builder import Chunk, ScheduledStep, StepBuilder, make_step
 from tightwire.server.ipc.engine_stats import EngineCounters, ReplicaLoad
 
-# As a share of the larger of two loads: how much more work a replica may have than another because its prefix cache
-# holds the prompt. A cached prompt saves work once, while a running sequence slows its neighbours until it ends.
+# How much busier a replica may be, as a share of the larger load, and still win because it has cached the prompt. A cached prompt saves work once, while a running sequence slows its neighbours until it ends.
 _NEAR_SHARE = 0.25
 
 
@@ -198,7 +197,7 @@ class Replicas:
     def __init__(
         self, limits: Limits, num_replicas: int, drafter: NgramDrafter | None, counters: EngineCounters
     ) -> None:
-        """``limits``: of each replica. ``counters``: of all replicas together."""
+        """``limits``: the limits of each replica. ``counters``: the counters of all replicas together."""
         self._schedulers = [Scheduler(limits, drafter, counters) for _ in range(num_replicas)]
         self._num_planned = 0
 
@@ -242,7 +241,7 @@ class Replicas:
 
 
 def choose_replica(loads: Sequence[int], num_cached: Sequence[int]) -> int:
-    """Of the replicas with nearly the least load (known tokens left to compute), the one that has cached most of the prompt."""
+    """The replica that has cached most of the prompt, among those with nearly the least load (known tokens left to compute)."""
     least = min(loads)
     near = [replica for replica, load in enumerate(loads) if load - least <= _NEAR_SHARE * load]
     return max(near, key=lambda replica: (num_cached[replica], -loads[replica], -replica))

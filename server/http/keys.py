@@ -105,7 +105,7 @@ class KeyRing:
         return keys
 
     def _file_version(self) -> tuple[int, ...] | None:
-        """Numbers that differ after a change of the file; None: it cannot be found."""
+        """Numbers that differ after a change of the file, or None if it cannot be found."""
         if self._http.api_key_file is None:
             return None
         try:

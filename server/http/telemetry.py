@@ -30,7 +30,7 @@ class Telemetry:
     """Makes spans. Its exporter sends them in batches from a thread, and the last ones when the process exits."""
 
     def __init__(self, endpoint: str | None) -> None:
-        """``endpoint``: None: that of the OTEL_* variables."""
+        """``endpoint``: the collector's address; None takes that of the OTEL_* variables."""
         from opentelemetry import propagate, trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

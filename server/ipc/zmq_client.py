@@ -48,7 +48,7 @@ class ZmqEngineClient:
         first_rank: int = 0,
         on_report: Callable[[FromRank], None] = lambda message: None,
     ) -> None:
-        """``first_rank``: of this host's ranks; its report on collectives is shown."""
+        """``first_rank``: the first of this host's ranks, whose report on collectives is shown."""
         self._max_queued_requests = max_queued_requests
         self._first_rank, self._on_report = first_rank, on_report
         self.state = EngineState(phase=Phase.LOADING, reason="starting")

@@ -58,7 +58,7 @@ class Watch:
         node_of: Callable[[int], str] = lambda rank: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``pids``: by rank; 0 for a rank of another host. ``node_of``: the name of a rank's host; empty: there is one."""
+        """``pids``: the process of each rank; 0 for one of another host. ``node_of``: the name of a rank's host; empty if there is one."""
         self.serving = False
         self.reason: str | None = None
         self._rank_timeout_s = rank_timeout_s
@@ -157,7 +157,7 @@ class Watch:
             silent_s = now - rank.heard_s
             if silent_s > self._rank_timeout_s and rank.pid and state_of(rank.pid) in ("T", "t"):
                 return number, f"is stopped (SIGSTOP), silent for {silent_s:.1f} s, last seen at: {rank.doing}"
-            # Another host watches its own ranks, and knows of a silent one whether it is stopped.
+            # A remote rank's own host also watches it and can tell whether it was stopped, so give it time to report.
             if silent_s > limit + (0.0 if rank.pid else _OTHER_HOST_S):
                 return number, f"has been silent for {silent_s:.1f} s, last seen at: {rank.doing}"
         return None
