@@ -8,7 +8,7 @@ so every top-k or sort algorithm gives the same order.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tightwire.kernels.best_number import MAX_ID, best_keys, keys_of
 from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.model.transfer import upload
 
 _WEIGHT_BITS = 40
 _ID_BITS = 20
@@ -43,10 +44,31 @@ class Filters:
     top_k_R1: Tensor | None  # int64, 1 to V
     top_p_R1: Tensor | None  # float64
 
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> Self:
+        """The filters of rows of which all or none need sorting."""
+
+        def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
+            return upload(values, dtype, device)[:, None]
+
+        ranked = needs_sort(params[0], vocab_size)
+        top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
+        return cls(
+            temperature_R1=column([p.temperature for p in params], torch.float32),
+            min_p_R1=column([p.min_p for p in params], torch.float32) if any(p.min_p > 0 for p in params) else None,
+            top_k_R1=column(top_k, torch.int64) if ranked else None,
+            top_p_R1=column([p.top_p for p in params], torch.float64) if ranked else None,
+        )
+
     def rows(self, index: Tensor) -> "Filters":
         columns: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
         picked: dict[str, Any] = {name: None if column is None else column[index] for name, column in columns.items()}
         return Filters(**picked)
+
+
+def needs_sort(params: SamplingParams, vocab_size: int) -> bool:
+    """True if a filter depends on the order of the tokens."""
+    return params.top_p < 1.0 or 0 < params.top_k < vocab_size
 
 
 def mix_seed(seed: int) -> int:

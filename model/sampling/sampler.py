@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightwire.model.sampling.draw import MAX_VOCAB_SIZE, UNSETTLED, Filters, draw, mix_seed, uniforms
+from tightwire.model.sampling.draw import MAX_VOCAB_SIZE, UNSETTLED, Filters, draw, mix_seed, needs_sort, uniforms
 from tightwire.model.sampling.grammar import GrammarMasks
 from tightwire.model.sampling.logprobs import Scoring, TokenScore
 from tightwire.model.sampling.parameters import SamplingParams, SamplingRow
@@ -200,8 +200,8 @@ class _Batch:
         self.scored = upload(self.scored_rows, torch.int64, device) if self.scored_rows else None
         self.top_n = [params[r].logprobs or 0 for r in self.scored_rows]
         drawn = [r for r, p in enumerate(params) if not p.is_greedy]
-        in_order = [r for r in drawn if not self._needs_sort(params[r])]
-        ranked = [r for r in drawn if self._needs_sort(params[r])]
+        in_order = [r for r in drawn if not needs_sort(params[r], vocab_size)]
+        ranked = [r for r in drawn if needs_sort(params[r], vocab_size)]
         self.groups = [self._make_group(chosen, device) for chosen in (in_order, ranked) if chosen]
 
     def banned_at(self, positions_R: np.ndarray) -> list[tuple[int, int]]:
@@ -220,23 +220,9 @@ class _Batch:
             for token_id in word.ends_after(self.rows[r].token_ids[-num_seen:])
         ]
 
-    def _needs_sort(self, params: SamplingParams) -> bool:
-        return params.top_p < 1.0 or 0 < params.top_k < self._vocab_size
-
     def _make_group(self, chosen: list[int], device: torch.device) -> _DrawGroup:
         params = [self.rows[r].params for r in chosen]
-
-        def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
-            return upload(values, dtype, device)[:, None]
-
-        ranked = self._needs_sort(params[0])
-        top_k = [min(p.top_k, self._vocab_size) if p.top_k > 0 else self._vocab_size for p in params]
-        filters = Filters(
-            temperature_R1=column([p.temperature for p in params], torch.float32),
-            min_p_R1=column([p.min_p for p in params], torch.float32) if any(p.min_p > 0 for p in params) else None,
-            top_k_R1=column(top_k, torch.int64) if ranked else None,
-            top_p_R1=column([p.top_p for p in params], torch.float64) if ranked else None,
-        )
+        filters = Filters.of(params, self._vocab_size, device)
         index = None if len(chosen) == len(self.rows) else upload(chosen, torch.int64, device)
         return _DrawGroup(chosen, index, filters, np.array([mix_seed(p.seed) for p in params], np.uint64))
 
