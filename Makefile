@@ -3,6 +3,7 @@
 # make check     what `make test` begins with: ruff, pyright, import-linter, clang-format, house
 # make house     files and lines of each floor, and what breaks the layout's rules; installs nothing
 # make sanitize  the kernels' tests with checks of addresses and undefined behavior, about 90 s of CPU
+# make docs      the site of the documentation, in build/site
 # make gpu-test  the tests that need CUDA devices
 # make bench     this server beside those of vLLM, llama.cpp and transformers (bench/lab/peers/install.sh)
 # make clean     removes the environment and everything that was built
@@ -33,7 +34,7 @@ alone := $(or $(ARGS),$(shell grep -rl 'mark\.alone' tests --include=test_*.py))
 none_of_these := $(if $(ARGS),[ $$? -eq 5 ],false)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check house sanitize gpu-test bench clean
+.PHONY: help serve test check house docs sanitize gpu-test bench clean
 
 help:
 	@awk '/^#/ {sub(/^# ?/, ""); print; next} {exit}' $(firstword $(MAKEFILE_LIST))
@@ -66,6 +67,11 @@ sanitize: $(installed_dev)
 	  tests/model/test_decode_program_fuzz.py tests/suites/comm/test_shared_sums_fuzz.py \
 	  --ignore tests/kernels/cpu/test_build.py --ignore tests/kernels/cpu/test_library.py \
 	  -m "not gpu and not multi_gpu and not alone" -k "not interpreter" $(ARGS)
+
+# README.md, docs/ and what they link to as a site. Nothing is fetched.
+docs: $(installed_dev)
+	$(bin)/python tools/docs_site.py
+	@echo "open build/site/index.html, or: $(PYTHON) -m http.server --directory build/site"
 
 gpu-test: $(installed_dev)
 	$(pytest) -m "gpu or multi_gpu" $(ARGS)
