@@ -94,7 +94,7 @@ def stray_tests(tree: Tree) -> Iterator[str]:
         if name == path.stem or place in UNMIRRORED:
             continue
         folder = tree.root / MIRRORED.get(place, place) / Path(*path.parts[2:-1])
-        stems = [file.stem for file in folder.iterdir()] if folder.is_dir() else []
+        stems = [file.stem.strip("_") for file in folder.iterdir()] if folder.is_dir() else []
         if not any(name == stem or name.startswith(f"{stem}_") for stem in stems):
             yield f"{path} mirrors no file: give it a file's name, or move it to tests/suites"
 

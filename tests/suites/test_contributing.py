@@ -1,18 +1,16 @@
 """The examples of CONTRIBUTING.md work as they are written: a test with the harness, and a new AllReduce."""
 
+import importlib.util
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from harness import run_in_process
 from torch import Tensor
 
-from tightwire.comm.all_reduce import entry, names
+from tightwire.comm.all_reduce import names
 from tightwire.comm.all_reduce.registry import ALL_REDUCE, make_all_reduce, parse_all_reduce
 from tightwire.comm.group.group import Group
 
@@ -20,31 +18,28 @@ PAGE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
 TEST, ROW, FILE = re.findall(r"<!-- run by tests/suites/test_contributing.py -->\n```python\n(.*?)```", PAGE, re.DOTALL)
 
 
-def _run(text: str, name: str) -> dict[str, Any]:
-    """The names of a module with this text."""
-    module = ModuleType(name)
-    sys.modules[name] = module
-    exec(compile(text, f"CONTRIBUTING.md: {name}", "exec"), module.__dict__)
-    return module.__dict__
+def _imported(text: str, name: str, folder: Path) -> ModuleType:
+    """A module with this text."""
+    (folder / f"{name}.py").write_text(text)
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
-def relay(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def relay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """The example's name, with its row and its file in place."""
-    row = eval(ROW, {"Entry": entry.Entry})
+    row = _imported(f"from tightwire.comm.all_reduce.entry import Entry\n\nROW = {ROW}", "row", tmp_path).ROW
     monkeypatch.setitem(names.NAMES, row.name, row)
-    monkeypatch.setitem(ALL_REDUCE, row.name, _run(FILE, row.module)["ENTRY"])
-    yield row.name
-    del sys.modules[row.module]
+    monkeypatch.setitem(ALL_REDUCE, row.name, _imported(FILE, "relay", tmp_path).ENTRY)
+    return row.name
 
 
-def test_the_example_of_a_test_passes() -> None:
-    test = _run(TEST, "example_test")["test_every_rank_holds_the_sum"]
-    try:
-        for world_size in (1, 2, 3):
-            test(world_size)
-    finally:
-        del sys.modules["example_test"]
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_example_of_a_test_passes(world_size: int, tmp_path: Path) -> None:
+    _imported(TEST, "example_test", tmp_path).test_every_rank_holds_the_sum(world_size)
 
 
 def _inputs(world_size: int) -> list[Tensor]:

@@ -65,13 +65,17 @@ def test_a_file_may_not_be_too_long(name: str, tmp_path: Path) -> None:
         ("tests/comm/codec/conftest.py", False),
         ("tests/suites/comm/test_stress.py", False),
         ("tests/package/test_sizes.py", False),
+        ("tests/package/test_main.py", False),
         ("tests/comm/codec/test_code.py", True),
         ("tests/comm/gone/test_codec.py", True),
         ("tests/test_codec.py", True),
     ],
 )
 def test_a_test_mirrors_a_file_or_is_a_suite(test: str, is_stray: bool, tmp_path: Path) -> None:
-    tree = _tree(tmp_path, {"comm/codec/codec.py": GOOD, "src/tightwire/sizes.py": GOOD, test: ""})
+    tree = _tree(
+        tmp_path,
+        {"comm/codec/codec.py": GOOD, "src/tightwire/sizes.py": GOOD, "src/tightwire/__main__.py": GOOD, test: ""},
+    )
     expected = [f"{test} mirrors no file: give it a file's name, or move it to tests/suites"] if is_stray else []
     assert list(house.faults(tree)) == expected
 
