@@ -40,6 +40,7 @@ help:
 	@awk '/^#/ {sub(/^# ?/, ""); print; next} {exit}' $(firstword $(MAKEFILE_LIST))
 
 serve: $(installed)
+	@echo "For tightwire in another terminal:  . $(CURDIR)/$(VENV)/bin/activate" >&2
 	@exec $(bin)/tightwire serve $(MODEL) --tp $(TP) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: check
@@ -79,7 +80,7 @@ gpu-test: $(installed_dev)
 # `tightwire serve` beside the servers of vLLM, llama.cpp and transformers that bench/lab/peers/install.sh installed.
 bench: $(installed)
 	$(bin)/tightwire pull
-	$(bin)/tightwire bench peers $(ARGS)
+	$(bin)/tightwire bench lab peers $(ARGS)
 
 clean:
 	rm -rf $(VENV) kernels/cpu/built build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis

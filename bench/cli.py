@@ -7,6 +7,7 @@ from typing import Any
 
 from tightwire.server.cli.explain import COMM_GROUPS, at_least_two_ranks
 from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
+from tightwire.suggest import suggest
 
 _MAX_TUNE_SECONDS = 3600.0
 _QUALITY_TOKENS = 4096
@@ -14,34 +15,48 @@ _QUALITY_TOKENS = 4096
 # Verb -> ("module below tightwire.bench:NAMEBench", one line of help). The class NAMEOptions in the file `options` of the same
 # folder has its options, and imports no torch.
 VERBS: dict[str, tuple[str, str]] = {
-    "answers": ("lab.answers.bench:AnswersBench", "compare servers' answers with the model in float32"),
     "comm": ("comm.bench:CommBench", "time and check every AllReduce by message size"),
     "compare": ("compare.bench:CompareBench", "compare two results of one bench; exit code 1 for a regression"),
     "kernels": ("kernels.bench:KernelBench", "time codecs on one core or one GPU"),
-    "peers": ("lab.peers.run:PeersBench", "compare with other servers: vLLM, llama.cpp, transformers"),
     "quality": ("quality.bench:QualityBench", "measure the accuracy that a quantized AllReduce costs"),
-    "roofline": ("lab.peers.roofline:RooflineBench", "profile steps and serving against the device's own rates"),
     "serve": ("serve.bench:ServeBench", "put load on a running server: TTFT, TPOT, throughput"),
     "stream": ("stream.bench:StreamBench", "time steps with streamed weights"),
-    "structured": ("lab.structured.bench:StructuredBench", "check and time constrained answers of a running server"),
     "train": ("train.bench:TrainBench", "time training steps between emulated nodes"),
     "ttft": ("ttft.bench:TtftBench", "compare AllReduces on one server by time to first token"),
 }
+LAB: dict[str, tuple[str, str]] = {
+    "answers": ("lab.answers.bench:AnswersBench", "compare servers' answers with the model in float32"),
+    "peers": ("lab.peers.run:PeersBench", "compare with other servers: vLLM, llama.cpp, transformers"),
+    "roofline": ("lab.peers.roofline:RooflineBench", "profile steps and serving against the device's own rates"),
+    "structured": ("lab.structured.bench:StructuredBench", "check and time constrained answers of a running server"),
+}
+_LAB_HELP = "the project's own experiments; `tightwire bench lab --help` lists them"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the bench."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if args[:1] == ["lab"]:
+        return _main("bench lab", LAB, args[1:])
+    if args and args[0] in LAB:
+        sys.stderr.write(
+            f"tightwire bench: {args[0]} is one of the project's own experiments: `tightwire bench lab {args[0]}`\n"
+        )
+        return 2
+    return _main("bench", VERBS, args)
+
+
+def _main(command: str, verbs: dict[str, tuple[str, str]], args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
-        sys.stdout.write(_usage())
+        sys.stdout.write(_usage(command, verbs))
         return 0 if args else 2
     verb, *rest = args
-    if verb not in VERBS:
-        sys.stderr.write(f"tightwire bench: unknown bench {verb!r}; choose one of {', '.join(VERBS)}\n")
+    if verb not in verbs:
+        sys.stderr.write(f"tightwire {command}: unknown bench {verb!r}{suggest(verb, verbs)}\n")
         return 2
-    module, _, name = VERBS[verb][0].partition(":")
+    module, _, name = verbs[verb][0].partition(":")
     options_type = _load(f"{module.rpartition('.')[0]}.options", name.removesuffix("Bench") + "Options")
-    options = options_type.from_argv(rest, verb=verb)
+    options = options_type.from_argv(rest, verb=f"{command} {verb}".removeprefix("bench "))
     return _load(module, name)(options).run()
 
 
@@ -83,16 +98,23 @@ def tune(argv: Sequence[str]) -> int:
         num_tokens = getattr(args, "tokens", _QUALITY_TOKENS)
         if num_tokens < 1:
             parser.error(f"--tokens must be 1 or more, got {num_tokens}")
-        return _load("quality.accuracy", "run")(at_least_two_ranks(config), num_tokens)
+        from tightwire.bench.quality.accuracy import run as measure_accuracy
+
+        return measure_accuracy(at_least_two_ranks(config), num_tokens)
     if not 1 <= args.seconds <= _MAX_TUNE_SECONDS:
         parser.error(f"--seconds must be 1 to {_MAX_TUNE_SECONDS:g} seconds, got {args.seconds:g}")
-    return _load("tune", "run")(at_least_two_ranks(config), args.seconds, allow_busy=args.allow_busy)
+    from tightwire.bench.tune import run
+
+    return run(at_least_two_ranks(config), args.seconds, allow_busy=args.allow_busy)
 
 
 def _load(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"tightwire.bench.{module}"), name)
 
 
-def _usage() -> str:
-    lines = [f"  {verb:10} {help}" for verb, (_, help) in VERBS.items()]
-    return "\n".join(["usage: tightwire bench VERB [options]", "", *lines, "", "VERB --help explains its options\n"])
+def _usage(command: str, verbs: dict[str, tuple[str, str]]) -> str:
+    shown = {name: text for name, (_, text) in verbs.items()} | ({"lab": _LAB_HELP} if verbs is VERBS else {})
+    lines = [f"  {verb:10} {text}" for verb, text in sorted(shown.items())]
+    return "\n".join(
+        [f"usage: tightwire {command} VERB [options]", "", *lines, "", "VERB --help explains its options\n"]
+    )

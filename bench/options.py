@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 
 from tightwire.bench.report.result_files import check_label
 from tightwire.comm.link.link import Link
-from tightwire.server.config.flags import convert
+from tightwire.server.config.flags import convert, parse_flags
 from tightwire.sizes import format_bytes, parse_bytes
 
 TRANSPORTS = ("auto", "shared-memory", "sockets", "process-group", "peer-memory")
@@ -76,7 +76,7 @@ class OutputOptions:
             prog=f"tightwire bench {verb}", description=f"{cls.description} {LAST_LINE}", allow_abbrev=False
         )
         add_flags(parser, cls)
-        given = parser.parse_args(argv)
+        given = parse_flags(parser, argv)
         try:
             return cls(**given_options(given, cls))
         except ValueError as error:

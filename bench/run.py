@@ -36,6 +36,7 @@ class Bench(ABC, Generic[_Options]):
     """
 
     verb: ClassVar[str]
+    of_lab: ClassVar[bool] = False  # a verb of `tightwire bench lab`
     version: ClassVar[int] = 2  # of the result's layout
     metrics: ClassVar[tuple[Metric, ...]] = ()
     columns: ClassVar[tuple[Column, ...]] = ()  # of the CSV file, which has a row for each cell
@@ -116,7 +117,8 @@ class Bench(ABC, Generic[_Options]):
         }
 
     def say(self, text: str) -> None:
-        sys.stderr.write(f"tightwire bench {self.verb}: {text}\n")
+        lab = "lab " if self.of_lab else ""
+        sys.stderr.write(f"tightwire bench {lab}{self.verb}: {text}\n")
 
     def print(self, *lines: str, style: str | None = None) -> None:
         """Print lines of text, with the progress bar hidden."""

@@ -1,1 +1,1 @@
-"""The project's own laboratory: benches against other servers, float32 answers and rooflines. Start at peers/run."""
+"""The project's own experiments, ``tightwire bench lab``: other servers, float32 answers, rooflines, JSON. Start at peers/run."""

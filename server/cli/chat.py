@@ -22,6 +22,7 @@ from tightwire.server.cli.remote import (
     first_choice,
     parse_event,
 )
+from tightwire.server.config.flags import parse_flags
 
 _READ_TIMEOUT_S = 300.0  # longest silence within an answer
 _HELP = "/reset starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer\n"
@@ -103,7 +104,7 @@ def _texts(response: httpx.Response) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0; 1 if the server cannot be used; 2 for invalid options."""
-    given = _parser().parse_args(argv)
+    given = parse_flags(_parser(), sys.argv[2:] if argv is None else argv)
     try:
         remote = connect(given.url, model=given.model, api_key=given.api_key)
         conversation = Conversation(

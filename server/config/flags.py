@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tightwire.comm.all_reduce.names import split_all_reduce_names
+from tightwire.server.config.foreign_flags import ours
 from tightwire.server.config.serve import GROUPS, ServeConfig, option_fields
 from tightwire.sizes import format_bytes, parse_bytes
 from tightwire.suggest import suggest
@@ -50,11 +51,7 @@ def parse(
     parser: argparse.ArgumentParser, argv: Sequence[str], groups: Sequence[str] = ALL_GROUPS
 ) -> tuple[ServeConfig, argparse.Namespace]:
     """The options, and all arguments including those the caller added. Invalid ones exit with code 2."""
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        see_help = f"; `{parser.prog} --help` lists the flags"
-        flags = [flag for action in parser._actions for flag in action.option_strings]
-        parser.error(f"unknown argument {unknown[0]!r}{suggest(unknown[0].split('=')[0], flags, see_help)}")
+    args = parse_flags(parser, argv)
     if _MODEL_ARGUMENT in args:
         if "model" in args:
             parser.error(f"two models given: {args.model_argument} and --model {args.model}")
@@ -70,6 +67,23 @@ def parse(
         return make_config(values), args
     except ValueError as error:
         parser.error(str(error))
+
+
+def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """All arguments. Unknown ones exit with code 2, and name the flag that was probably meant."""
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    for word in argv:  # first, because argparse reads `-hf` as `-h`
+        flag = word.split("=")[0]
+        if flag not in known and (text := ours(flag, known)) is not None:
+            parser.error(f"unknown argument {flag!r}{text}")
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flag = unknown[0].split("=")[0]
+        hint = suggest(flag, known, f"; `{parser.prog} --help` lists the flags")
+        if flag in ("--" + name.replace("_", "-") for name in option_fields()):
+            hint = "; it is a flag of `tightwire serve`"
+        parser.error(f"unknown argument {unknown[0]!r}{hint}")
+    return args
 
 
 def refuse_serving_flags(parser: argparse.ArgumentParser, config: ServeConfig) -> None:

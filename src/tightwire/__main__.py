@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 import tightwire
+from tightwire.suggest import suggest
 
 # Verb -> ("module:function", one line of help). The function takes the remaining arguments and returns an exit code.
 VERBS = {
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"tightwire {tightwire.__version__}\n")
         return 0
     if verb not in VERBS:
-        sys.stderr.write(f"tightwire: unknown verb {verb!r}; choose one of {', '.join(VERBS)}\n")
+        sys.stderr.write(f"tightwire: unknown verb {verb!r}{suggest(verb, VERBS)}\n")
         return 2
     module, function = VERBS[verb][0].split(":")
     try:

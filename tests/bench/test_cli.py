@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from tightwire.__main__ import VERBS as TIGHTWIRE_VERBS
-from tightwire.bench.cli import VERBS, main
+from tightwire.bench.cli import LAB, VERBS, main
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -18,7 +18,7 @@ def test_every_verb_explains_its_options(verb: str, capsys: pytest.CaptureFixtur
 
 def test_an_unknown_bench_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["swim"]) == 2
-    assert "unknown bench 'swim'; choose one of answers, comm, compare, kernels" in capsys.readouterr().err
+    assert "unknown bench 'swim'; known are comm, compare, kernels" in capsys.readouterr().err
     assert main(["--help"]) == 0
     assert "serve" in capsys.readouterr().out
 
@@ -28,6 +28,7 @@ def test_help_and_wrong_options_import_no_torch() -> None:
     asked = [[verb, "--help"] for verb in TIGHTWIRE_VERBS if verb != "bench"] + [
         ["bench", verb, "--help"] for verb in VERBS
     ]
+    asked += [["bench", "lab", verb, "--help"] for verb in LAB]
     asked += [["bench", "comm", "--algorithms", "rign"], ["bench", "ttft", "--tp", "1"], ["tune", "--seconds", "0"]]
     program = f"""
 import contextlib, io, sys
@@ -39,3 +40,41 @@ for argv in {asked}:
     assert "torch" not in sys.modules, argv
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("verb", LAB)
+def test_the_projects_own_experiments_are_under_lab(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["lab", verb, "--help"])
+    assert caught.value.code == 0 and f"tightwire bench lab {verb}" in capsys.readouterr().out
+    assert main([verb]) == 2
+    assert f"`tightwire bench lab {verb}`" in capsys.readouterr().err
+    assert main(["lab", "--help"]) == 0
+    assert f"  {verb} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["tft"], "unknown bench 'tft'; did you mean 'ttft'?"),
+        (["lab", "peer"], "unknown bench 'peer'; did you mean 'peers'?"),
+    ],
+)
+def test_a_misspelled_bench_is_suggested(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["ttft", "--port", "1"], "unknown argument '--port'; it is a flag of `tightwire serve`"),
+        (["ttft", "--tensor-parallel-size", "2"], "vLLM's --tensor-parallel-size is --tp"),
+        (["comm", "--rank", "2"], "did you mean '--ranks'?"),
+    ],
+)
+def test_an_unknown_flag_of_a_bench_names_the_one_meant(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2 and words in capsys.readouterr().err

@@ -55,7 +55,7 @@ def test_flags_are_values_of_the_fields_types() -> None:
         (["p", "--style", "dive"], "must be one of crawl, butterfly, got 'dive'"),
         (["p", "--depth", "deep"], "must be a number, got 'deep'"),
         (["p", "--label", "../mine"], "--label begins the names of files"),
-        (["p", "--lap", "3"], "unrecognized arguments: --lap"),
+        (["p", "--lap", "3"], "unknown argument '--lap'; did you mean '--laps'?"),
     ],
 )
 def test_wrong_values_end_the_program_with_their_reason(

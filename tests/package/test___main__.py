@@ -60,7 +60,10 @@ def test_help_lists_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_verb_is_told_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sevre"]) == 2
     error = capsys.readouterr().err
-    assert "'sevre'" in error and all(verb in error for verb in VERBS)
+    assert error == "tightwire: unknown verb 'sevre'; did you mean 'serve'?\n"
+    assert main(["swim"]) == 2
+    error = capsys.readouterr().err
+    assert "'swim'" in error and all(verb in error for verb in VERBS)
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS))

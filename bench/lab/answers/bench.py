@@ -1,4 +1,4 @@
-"""``tightwire bench answers``: how near the answers of running servers are to the model in float32.
+"""``tightwire bench lab answers``: how near the answers of running servers are to the model in float32.
 
 The reference is transformers in float32, which answers each prompt greedily. Each server gets the prompt with the first
 k tokens of that answer, for several k, and returns its 20 most probable next tokens. All servers compute the same
@@ -38,6 +38,7 @@ class AnswersBench(Bench[AnswersOptions]):
     """Exit codes: 0; 1 where a server fails; 2 for a model that cannot be opened."""
 
     verb = "answers"
+    of_lab = True
     metrics = (Metric(name="kl", unit="nats", better="nearer", worse="farther"),)
     columns = (
         Column("server", "name"),

@@ -1,4 +1,4 @@
-"""The options of ``tightwire bench answers``."""
+"""The options of ``tightwire bench lab answers``."""
 
 from dataclasses import dataclass
 from typing import ClassVar

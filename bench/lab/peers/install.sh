@@ -1,5 +1,5 @@
 #!/bin/sh
-# Install peers into a folder, each where `tightwire bench peers` looks for it.
+# Install peers into a folder, each where `tightwire bench lab peers` looks for it.
 #
 #   bench/lab/peers/install.sh DIR [vllm] [transformers] [llama.cpp]      (all three if none is named)
 #

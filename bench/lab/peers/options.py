@@ -1,4 +1,4 @@
-"""The options of ``tightwire bench peers`` and ``tightwire bench roofline``."""
+"""The options of ``tightwire bench lab peers`` and ``tightwire bench lab roofline``."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Draws time to first token against the wire's rate from results of ``tightwire bench peers --nnodes``.
+"""Draws time to first token against the wire's rate from results of ``tightwire bench lab peers --nnodes``.
 
 python bench/lab/peers/plot_hosts.py OUT.svg RESULT.json RESULT.json ...
 """

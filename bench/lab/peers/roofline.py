@@ -1,4 +1,4 @@
-"""``tightwire bench roofline``: profiles a step and `tightwire serve` against the device's own rates, and against transformers.
+"""``tightwire bench lab roofline``: profiles a step and `tightwire serve` against the device's own rates, and against transformers.
 
 First it measures copies and matrix products on the idle device. Then it times the parts of a prompt and of generated tokens
 (``layer_parts``). Then one server gets three loads from `tightwire bench serve`: short prompts one by one, whose later tokens
@@ -55,6 +55,7 @@ class RooflineBench(Bench[RooflineOptions]):
     """Exit codes: 0, 1 when a server or transformers failed, 2 for bad options, 130 after Ctrl-C."""
 
     verb = "roofline"
+    of_lab = True
     metrics = (Metric(name="seconds", unit="ms", scale=1e3),)
     columns = (Column("load", "name"), *_PART_COLUMNS[1:], _TOKENS)
     failures = ((ModelError, 1), (ServerFailedError, 1), (LocalRankError, 1))

@@ -1,4 +1,4 @@
-"""``tightwire bench peers``: measures other servers beside `tightwire serve` on the same weights, prompts and machine.
+"""``tightwire bench lab peers``: measures other servers beside `tightwire serve` on the same weights, prompts and machine.
 
 It starts all servers, checks their answers, then puts the same load on one after the other, in random order, round by
 round, with `tightwire bench serve`. A server that does not start, answers wrongly or fails is reported and left out.
@@ -73,6 +73,7 @@ class PeersBench(Bench[PeersOptions]):
     """Exit codes: 0, 1 when no server could be measured, 2 for bad options, 130 after Ctrl-C (measured rounds are kept)."""
 
     verb = "peers"
+    of_lab = True
     metrics = report.METRICS
     columns = report.CSV_COLUMNS
     failures = ((ValueError, 2), (ModelError, 2))

@@ -1,4 +1,4 @@
-"""``tightwire bench structured``: asks a running server for JSON of many schemas at temperature 1.
+"""``tightwire bench lab structured``: asks a running server for JSON of many schemas at temperature 1.
 
 Each round asks for a part of the schemas, then for as many tokens to the same prompts without a schema. Every answer is
 checked with jsonschema-rs. Masks are timed afterwards: the server's own code follows each answer's tokens in this process.
@@ -41,6 +41,7 @@ class StructuredBench(Bench[StructuredOptions]):
     """Exit codes: 0; 1 where an answer is not valid or the server fails; 2 for a model that cannot be opened."""
 
     verb = "structured"
+    of_lab = True
     metrics = (Metric(name="tokens_per_s", unit="tokens/s", better="faster", worse="slower"),)
     columns = (
         Column("arm", "name"),

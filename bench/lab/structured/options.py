@@ -1,4 +1,4 @@
-"""The options of ``tightwire bench structured``."""
+"""The options of ``tightwire bench lab structured``."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""`bench peers` with fake servers: equal prompts for all, wrong and dead servers are reported, no process is left."""
+"""`bench lab peers` with fake servers: equal prompts for all, wrong and dead servers are reported, no process is left."""
 
 import json
 from pathlib import Path

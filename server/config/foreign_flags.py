@@ -1,0 +1,76 @@
+"""A table of vLLM's and llama.cpp's flags: what Tightwire calls each, or where its value comes from here."""
+
+from collections.abc import Iterable
+
+# A value that begins with a dash is our flag; any other is a sentence.
+VLLM = {
+    "--tensor-parallel-size": "--tp",
+    "-tp": "--tp",
+    "--data-parallel-size": "--dp",
+    "-dp": "--dp",
+    "--enable-lora": "leave it out: --lora NAME=FOLDER or --lora-dir FOLDER is enough",
+    "--lora-modules": "--lora",
+    "--gpu-memory-utilization": "give bytes instead: --device-memory 20GiB, or --kv-cache-memory 4GiB",
+    "--kv-cache-memory-bytes": "--kv-cache-memory",
+    "--cpu-offload-gb": "use --weights stream, which keeps in host memory what the device does not hold",
+    "--enforce-eager": "--no-cuda-graphs",
+    "--enable-prefix-caching": "--prefix-cache",
+    "--no-enable-prefix-caching": "use --prefix-cache none",
+    "--enable-chunked-prefill": "leave it out: prompts longer than --max-num-batched-tokens are always computed in chunks",
+    "--speculative-config": "use --speculation ngram",
+    "--distributed-executor-backend": "leave it out: `tightwire serve` starts its ranks",
+    "--disable-custom-all-reduce": "use --allreduce native",
+    "--load-format": "leave it out: the format is read from the files; random weights are --model random:SHAPE",
+    "--tokenizer": "leave it out: the tokenizer is the model's own",
+    "--trust-remote-code": "leave it out: no code of a model is run",
+    "--root-path": "leave it out",
+    "--allowed-origins": "--cors-origin",
+}
+LLAMA_CPP = {
+    "-m": "--model",
+    "-hf": "--model",
+    "-hfr": "--model",
+    "--hf-repo": "--model",
+    "-a": "--served-model-name",
+    "--alias": "--served-model-name",
+    "-c": "--max-model-len",
+    "--ctx-size": "--max-model-len",
+    "-np": "--max-num-seqs",
+    "--parallel": "--max-num-seqs",
+    "-b": "--max-num-batched-tokens",
+    "--batch-size": "--max-num-batched-tokens",
+    "-ub": "--max-num-batched-tokens",
+    "--ubatch-size": "--max-num-batched-tokens",
+    "-n": "--max-tokens",
+    "--n-predict": "--max-tokens",
+    "-p": "give the prompt without a flag",
+    "--prompt": "give the prompt without a flag",
+    "--temp": "--temperature",
+    "-s": "--seed",
+    "-ts": "--tp-split",
+    "--tensor-split": "--tp-split",
+    "-ngl": "use --device cuda; layers that do not fit stream (--stream-layers N)",
+    "--gpu-layers": "use --device cuda; layers that do not fit stream (--stream-layers N)",
+    "--n-gpu-layers": "use --device cuda; layers that do not fit stream (--stream-layers N)",
+    "-t": "leave it out: the cores are shared among the ranks of --tp",
+    "--threads": "leave it out: the cores are shared among the ranks of --tp",
+    "--lora-scaled": "--lora",
+    "--ssl-key-file": "--ssl-keyfile",
+    "--ssl-cert-file": "--ssl-certfile",
+    "-sys": "--system",
+    "--system-prompt": "--system",
+    "--rpc": "start the same command on each host, with --nnodes, --node-rank and --master-addr",
+    "--jinja": "leave it out: the model's chat template is always used",
+}
+OWNERS = {"vLLM": VLLM, "llama.cpp": LLAMA_CPP}
+
+
+def ours(flag: str, known: Iterable[str]) -> str | None:
+    """The end of a message about another program's ``flag``; None: no such flag. ``known``: the flags of the verb."""
+    for owner, table in OWNERS.items():
+        if (text := table.get(flag)) is not None and text.startswith("-"):
+            where = "" if text in known else " of `tightwire serve`"
+            return f"; {owner}'s {flag} is {text}{where}"
+        if text is not None:
+            return f", which is {owner}'s; {text}"
+    return None
