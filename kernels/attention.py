@@ -14,6 +14,9 @@ def paged_attention(
     sequences: PackedSequences,
     scale: float,
     groups: HeadGroups | None = None,
+    *,
+    window: int = 0,
+    cap: float = 0.0,
 ) -> Tensor:
     """Attend from this step's packed queries to each sequence's cached tokens, this step's included.
 
@@ -21,6 +24,8 @@ def paged_attention(
 
     Args:
         q_THE: (T, H, E); may be a view as long as E is contiguous. The result is contiguous.
+        window: a row attends to this many tokens, its own included; 0: to all up to its own.
+        cap: scores become ``cap * tanh(score / cap)``; 0: they do not.
         groups: the query heads that share each KV head; by default H is a multiple of K, and groups are equal.
     Raises:
         ValueError: shapes, dtypes or (on CPU) lengths and block numbers that do not match.
@@ -28,6 +33,7 @@ def paged_attention(
     if q_THE.is_cuda:  # imported on first use: a CPU host need not have Triton
         from tightwire.kernels.cuda import attention as triton
 
-        return triton.paged_attention(q_THE, k_cache_NKPE, v_cache_NKPE, sequences, scale, groups)
+        given = q_THE, k_cache_NKPE, v_cache_NKPE, sequences, scale, groups
+        return triton.paged_attention(*given, window=window, cap=cap)
     attention = paged_attention_cpu if available() else paged_attention_reference
-    return attention(q_THE, k_cache_NKPE, v_cache_NKPE, sequences, scale, groups)
+    return attention(q_THE, k_cache_NKPE, v_cache_NKPE, sequences, scale, groups, window=window, cap=cap)

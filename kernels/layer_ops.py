@@ -5,11 +5,14 @@ A row's bits depend on that row alone. Shapes, dtypes and layouts that do not ma
 
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from tightwire.kernels.cpu.library import available
 from tightwire.kernels.cpu.rows import add_rms_norm_cpu, rms_norm_cpu, rotate_and_cache_cpu, swiglu_cpu
 from tightwire.kernels.spec.layer_ops import (
+    HeadNorms,
+    NormForm,
     add_rms_norm_reference,
     check_rotation,
     rms_norm_reference,
@@ -18,18 +21,29 @@ from tightwire.kernels.spec.layer_ops import (
 )
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm(x_TD: Tensor, weight_D: Tensor, form: NormForm) -> Tensor:
     """``rms_norm_reference``, equal to it except for the order of the float32 sum over D; in the dtype of the weight."""
     if x_TD.is_cuda:
-        return _triton().rms_norm(x_TD, weight_D, eps)
-    return (rms_norm_cpu if available() else rms_norm_reference)(x_TD, weight_D, eps)
+        return _triton().rms_norm(x_TD, weight_D, form)
+    return (rms_norm_cpu if available() else rms_norm_reference)(x_TD, weight_D, form)
 
 
-def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``add_rms_norm_reference`` in one pass: the normalized sum and the sum itself, both new tensors."""
+def add_rms_norm(
+    x_TD: Tensor,
+    residual_TD: Tensor,
+    weight_D: Tensor | None,
+    form: NormForm,
+    x_weight_D: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``add_rms_norm_reference`` in one pass: the normalized sum and the sum itself, both new tensors.
+
+    ``dtype``: of the first result, if there is no ``weight``; weights have one dtype.
+    """
     if x_TD.is_cuda:
-        return _triton().add_rms_norm(x_TD, residual_TD, weight_D, eps)
-    return (add_rms_norm_cpu if available() else add_rms_norm_reference)(x_TD, residual_TD, weight_D, eps)
+        return _triton().add_rms_norm(x_TD, residual_TD, weight_D, form, x_weight_D, dtype)
+    add = add_rms_norm_cpu if available() else add_rms_norm_reference
+    return add(x_TD, residual_TD, weight_D, form, x_weight_D, dtype)
 
 
 def check_slots(slot_T: Tensor, num_slots: int) -> None:
@@ -45,14 +59,17 @@ def rotate_and_cache(
     k_cache_NKPE: Tensor,
     v_cache_NKPE: Tensor,
     slot_T: Tensor,
+    norms: HeadNorms | None = None,
     *,
     slots_are_checked: bool = False,
 ) -> Tensor:
     """Rotate queries and keys, store keys and values at their slots, give the queries: the reference, bit for bit.
 
+    With ``norms`` equal to it but for the order of their sums; they may be stored in ``qkv``.
+
     Args:
         qkv_THE: (T, H + 2 K, E) query heads, key heads, value heads; may be a view as long as E is contiguous.
-        cos_TE, sin_TE: (T, E/2) float32.
+        cos_TE, sin_TE: (T, N) float32; the first 2 N numbers of a head are rotated.
         k_cache_NKPE, v_cache_NKPE: (N, K, P, E) in qkv's dtype, written in place.
         slot_T: (T,) int32, block * P + offset within the block. On a GPU slots are not checked, and a negative one marks
             a padding row: nothing is stored.
@@ -63,19 +80,19 @@ def rotate_and_cache(
         ValueError: shapes or dtypes that do not match, or (on CPU) a slot outside the cache.
     """
     if qkv_THE.is_cuda:
-        return _triton().rotate_and_cache(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
+        return _triton().rotate_and_cache(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T, norms)
     check_rotation(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
     if not slots_are_checked:
         check_slots(slot_T, k_cache_NKPE.shape[0] * k_cache_NKPE.shape[2])
     rotate = rotate_and_cache_cpu if available() else rotate_and_cache_reference
-    return rotate(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
+    return rotate(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T, norms)
 
 
-def swiglu(gate_up_T2F: Tensor) -> Tensor:
+def swiglu(gate_up_T2F: Tensor, *, gelu: bool = False) -> Tensor:
     """``swiglu_reference``, within a few units in the last place of float32 before it rounds; contiguous."""
     if gate_up_T2F.is_cuda:
-        return _triton().swiglu(gate_up_T2F)
-    return (swiglu_cpu if available() else swiglu_reference)(gate_up_T2F)
+        return _triton().swiglu(gate_up_T2F, gelu=gelu)
+    return (swiglu_cpu if available() else swiglu_reference)(gate_up_T2F, gelu=gelu)
 
 
 def _triton() -> ModuleType:

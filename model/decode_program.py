@@ -21,9 +21,14 @@ from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.adapters.product import SITES, AdapterProducts
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.layers import finish, norm_form
 from tightwire.model.layout import Shard
+from tightwire.model.rope import Angles
 from tightwire.model.step import Batch
 from tightwire.model.weights.source import LayerWeights
+
+# Fields of both ``LayerWeights`` and ``tw_layer``.
+_NORMS = ("attention_norm", "mlp_norm", "attention_update_norm", "mlp_update_norm", "q_norm", "k_norm")
 
 
 class DecodeProgram:
@@ -38,12 +43,12 @@ class DecodeProgram:
         config: LlamaConfig,
         shard: Shard,
         cache: CacheSource,
-        angles: tuple[Tensor, Tensor],
+        angles: Sequence[Angles],
         adapters: AdapterProducts | None = None,
     ) -> None:
-        """``angles``: cosine and sine (S, E/2) of every position."""
-        cos_SE, sin_SE = angles
+        """``angles``: each layer's rotary tables."""
         self._config, self._shard, self._cache, self._adapters = config, shard, cache, adapters
+        self._form = norm_form(config)
         self._angles = angles  # kept alive: the program holds their addresses
         self._placed: list[LayerWeights | None] = [None] * config.num_layers
         self._placed_keys: list[Tensor | None] = [None] * config.num_layers  # values always move together with keys
@@ -69,17 +74,24 @@ class DecodeProgram:
                 "mlp_size": len(shard.mlp_columns),
                 "kind": NUMBER_KIND[cache.dtype],
                 "sum_kind": NUMBER_KIND[torch.float32],
+                "half": angles[0][0].shape[1],
+                "norms_whole": config.qk_norm == "projection",
+                "gelu": config.activation == "gelu_tanh",
                 "eps": config.norm_eps,
-                "scale_log2": config.head_dim**-0.5 * LOG2_E,
-                "cos": cos_SE.data_ptr(),
-                "sin": sin_SE.data_ptr(),
-                "angle_stride": cos_SE.stride(0) * cos_SE.element_size(),
+                "scale_log2": config.scale * LOG2_E,
+                "cap_log2": config.score_cap * LOG2_E,
+                "norm_offset": config.norm_offset,
+                "residual_scale": config.residual_scale,
+                "angle_stride": angles[0][0].stride(0) * angles[0][0].element_size(),
                 "num_blocks": cache.num_blocks,
                 "tokens_per_block": cache.block_size,
                 "cache_block_stride": cache.block_stride * cache.dtype.itemsize,
             },
         )
-        self._num_positions = len(cos_SE)
+        for index, (cos_SE, sin_SE) in enumerate(angles):
+            layer = self._layers[index]
+            layer.cos, layer.sin, layer.window = cos_SE.data_ptr(), sin_SE.data_ptr(), config.window_of(index)
+        self._num_positions = len(angles[0][0])
         self._make_buffers(1)
 
     def begin(self, residual_TD: Tensor, batch: Batch) -> Self:
@@ -135,7 +147,9 @@ class DecodeProgram:
         keys_NKPE, values_NKPE = self._cache.layer(index)
         if self._placed[index] is not weights:
             self._placed[index] = weights
-            layer.attention_norm, layer.mlp_norm = weights.attention_norm.data_ptr(), weights.mlp_norm.data_ptr()
+            for name in _NORMS:
+                norm: Tensor | None = getattr(weights, name)
+                setattr(layer, name, 0 if norm is None else norm.data_ptr())
             layer.qkv = _matrix(weights.qkv, weights.qkv_bias)
             layer.attention_out = _matrix(weights.attention_out, weights.attention_out_bias)
             layer.gate_up = _matrix(weights.gate_up, weights.gate_up_bias)
@@ -150,8 +164,8 @@ class DecodeProgram:
     def mlp(self, index: int, update_TD: Tensor) -> Tensor:
         return self._run_parts(2 * index + 1, 2 * index + 2, update_TD)
 
-    def finish(self, update_TD: Tensor) -> Tensor:
-        return self.residual_TD + update_TD
+    def finish(self, update_TD: Tensor, last_norm: Tensor | None) -> Tensor:
+        return finish(self.residual_TD, update_TD, last_norm, self._form)
 
     def run_layers(self, span: range, update_TD: Tensor | None) -> Tensor:
         """Run these layers without sums between them; see ``Layers.attention``. Returns the last MLP's result."""

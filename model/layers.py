@@ -1,19 +1,23 @@
 """``Layers``, one pass's computation between the ranks' sums, and the one that runs kernel by kernel."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from tightwire.kernels.attention import paged_attention
 from tightwire.kernels.layer_ops import add_rms_norm, check_slots, rms_norm, rotate_and_cache, swiglu
 from tightwire.kernels.linear import linear
 from tightwire.kernels.spec.attention import PackedSequences
+from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm
 from tightwire.kernels.spec.lora import AdapterRows
 from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.adapters.product import AdapterProducts
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard
+from tightwire.model.rope import Angles
 from tightwire.model.step import Batch
 from tightwire.model.weights.source import LayerWeights
 
@@ -38,9 +42,22 @@ class Layers(Protocol):
         """Compute layer ``index``'s norm and MLP."""
         ...
 
-    def finish(self, update_TD: Tensor) -> Tensor:
-        """Return (T, D) hidden states before the final norm."""
+    def finish(self, update_TD: Tensor, last_norm: Tensor | None) -> Tensor:
+        """Return (T, D) hidden states before the final norm. ``last_norm``: of the last update."""
         ...
+
+
+def norm_form(config: LlamaConfig) -> NormForm:
+    """Return what the model's norms have in common."""
+    return NormForm(config.norm_eps, config.norm_offset, config.residual_scale)
+
+
+def finish(residual_TD: Tensor, update_TD: Tensor, last_norm: Tensor | None, form: NormForm) -> Tensor:
+    """Return the residual with the last update added; ``last_norm``: the update's norm."""
+    if last_norm is None and form.scale == 1.0:
+        return residual_TD + update_TD
+    dtype = residual_TD.dtype if last_norm is None else last_norm.dtype
+    return add_rms_norm(update_TD, residual_TD, None, form, last_norm, dtype)[1]
 
 
 class EagerLayers:
@@ -51,12 +68,12 @@ class EagerLayers:
         config: LlamaConfig,
         shard: Shard,
         cache: CacheSource,
-        angles: tuple[Tensor, Tensor],
+        angles: Sequence[Angles],
         batch: Batch,
         residual_TD: Tensor,
         adapters: AdapterProducts | None = None,
     ) -> None:
-        """``angles``: cosine and sine (S, E/2) of every position. ``residual_TD``: the embeddings; sums have its dtype."""
+        """``angles``: each layer's rotary tables. ``residual_TD``: the embeddings; sums have its dtype."""
         self._config, self._shard, self._cache, self._batch = config, shard, cache, batch
         self._adapters = adapters
         self._adapted = None if batch.adapters_T is None else AdapterRows.of(batch.adapters_T)
@@ -64,7 +81,9 @@ class EagerLayers:
             batch.query_start_B1, batch.context_lens_B, batch.block_tables_BM, batch.num_decode_rows
         )
         self._head_groups = shard.head_groups(config.heads_per_kv_head)
-        self._cos_TE, self._sin_TE = (angle_SE[batch.positions_T] for angle_SE in angles)
+        self._form, self._gelu = norm_form(config), config.activation == "gelu_tanh"
+        rows = {id(table): (table[0][batch.positions_T], table[1][batch.positions_T]) for table in angles}
+        self._angles = [rows[id(table)] for table in angles]
         self._placed: dict[int, LayerWeights] = {}
         self.residual_TD = residual_TD
         if cache.device.type == "cpu":
@@ -74,39 +93,63 @@ class EagerLayers:
         self._placed[index] = weights
 
     def attention(self, index: int, update_TD: Tensor | None) -> Tensor:
-        """Only rank 0 has the bias, so the sum over the ranks adds it once."""
-        batch, head_dim, num_decode = self._batch, self._config.head_dim, self._batch.num_decode_rows
+        return self.attend(index, self.project(index, update_TD))
+
+    def project(self, index: int, update_TD: Tensor | None) -> Tensor:
+        """Compute the layer's norm and return its queries, keys and values, (T, H + 2 K, E)."""
         weights = self._placed[index]
-        x_TD = self._normed(update_TD, weights.attention_norm)
-        qkv_TO = linear(x_TD, weights.qkv, weights.qkv_bias, num_decode_rows=num_decode)
+        x_TD = self._normed(update_TD, weights.attention_norm, weights.attention_update_norm)
+        qkv_TO = linear(x_TD, weights.qkv, weights.qkv_bias, num_decode_rows=self._batch.num_decode_rows)
         self._adapt("qkv", index, x_TD, qkv_TO)
-        qkv_THE = qkv_TO.view(-1, self._shard.local_heads + 2 * self._shard.local_kv_heads, head_dim)
+        return qkv_TO.view(-1, self._shard.local_heads + 2 * self._shard.local_kv_heads, self._config.head_dim)
+
+    def square_sums(self, qkv_THE: Tensor) -> Tensor:
+        """Return (T, 2) float32, the squares of this rank's queries and keys, summed; heads on two ranks count once."""
+        num_heads = self._shard.local_heads
+        first_key = num_heads + self._shard.shares_first_kv_head(self._config.heads_per_kv_head)
+        keys = slice(first_key, num_heads + self._shard.local_kv_heads)
+        parts = qkv_THE[:, :num_heads], qkv_THE[:, keys]
+        return torch.stack([part.flatten(1).float().square().sum(1) for part in parts], dim=1)
+
+    def attend(self, index: int, qkv_THE: Tensor, mean_squares_T2: Tensor | None = None) -> Tensor:
+        """Compute attention and its output projection. ``mean_squares``: of all ranks' queries and keys.
+
+        Only rank 0 has the bias, so the sum over the ranks adds it once.
+        """
+        config, weights, norms = self._config, self._placed[index], None
+        if weights.q_norm is not None and weights.k_norm is not None:
+            whole = config.qk_norm == "projection"
+            norms = HeadNorms(weights.q_norm, weights.k_norm, self._form, whole, mean_squares_T2)
         keys_NKPE, values_NKPE = self._cache.layer(index)  # waits for a transfer; as late as possible
-        placed = keys_NKPE, values_NKPE, batch.slots_T
-        q_THE = rotate_and_cache(qkv_THE, self._cos_TE, self._sin_TE, *placed, slots_are_checked=True)
-        mixed_THE = paged_attention(q_THE, keys_NKPE, values_NKPE, self._sequences, head_dim**-0.5, self._head_groups)
+        placed = keys_NKPE, values_NKPE, self._batch.slots_T
+        cos_TE, sin_TE = self._angles[index]
+        q_THE = rotate_and_cache(qkv_THE, cos_TE, sin_TE, *placed, norms, slots_are_checked=True)
+        given = q_THE, keys_NKPE, values_NKPE, self._sequences, config.scale, self._head_groups
+        mixed_THE = paged_attention(*given, window=config.window_of(index), cap=config.score_cap)
         mixed_TF = mixed_THE.flatten(1)
         partial_TD = self._row_parallel(mixed_TF, weights.attention_out, weights.attention_out_bias)
         return self._adapt("attention_out", index, mixed_TF, partial_TD)
 
     def mlp(self, index: int, update_TD: Tensor) -> Tensor:
         weights = self._placed[index]
-        x_TD = self._normed(update_TD, weights.mlp_norm)
+        x_TD = self._normed(update_TD, weights.mlp_norm, weights.mlp_update_norm)
         num_decode = self._batch.num_decode_rows
         gate_up_TF = linear(x_TD, weights.gate_up, weights.gate_up_bias, num_decode_rows=num_decode)
-        gated_TF = swiglu(self._adapt("gate_up", index, x_TD, gate_up_TF))
+        gated_TF = swiglu(self._adapt("gate_up", index, x_TD, gate_up_TF), gelu=self._gelu)
         partial_TD = self._row_parallel(gated_TF, weights.down, weights.down_bias)
         return self._adapt("down", index, gated_TF, partial_TD)
 
-    def finish(self, update_TD: Tensor) -> Tensor:
-        return self.residual_TD + update_TD
+    def finish(self, update_TD: Tensor, last_norm: Tensor | None) -> Tensor:
+        return finish(self.residual_TD, update_TD, last_norm, self._form)
 
-    def _normed(self, update_TD: Tensor | None, norm: Tensor) -> Tensor:
+    def _normed(self, update_TD: Tensor | None, norm: Tensor | None, update_norm: Tensor | None) -> Tensor:
         """Add the update to the residual, and return the norm of the sum."""
-        eps = self._config.norm_eps
         if update_TD is None:
-            return rms_norm(self.residual_TD, norm, eps)
-        normed_TD, self.residual_TD = add_rms_norm(update_TD, self.residual_TD, norm, eps)
+            return (
+                self.residual_TD.to(self._cache.dtype) if norm is None else rms_norm(self.residual_TD, norm, self._form)
+            )
+        given = update_TD, self.residual_TD, norm, self._form, update_norm, self._cache.dtype
+        normed_TD, self.residual_TD = add_rms_norm(*given)
         return normed_TD
 
     def _adapt(self, site: str, index: int, x_TD: Tensor, out_TO: Tensor) -> Tensor:

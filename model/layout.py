@@ -38,6 +38,10 @@ class Shard:
     def local_kv_heads(self) -> int:
         return len(self.kv_heads)
 
+    def shares_first_kv_head(self, heads_per_kv_head: int) -> bool:
+        """Return True if the rank before keeps this rank's first KV head too."""
+        return self.query_heads.start % heads_per_kv_head != 0
+
     def head_groups(self, heads_per_kv_head: int) -> HeadGroups:
         """Return the groups of this rank's query heads that share a KV head."""
         skipped = self.query_heads.start % heads_per_kv_head

@@ -34,9 +34,9 @@ from tightwire.model.adapters.product import AdapterProducts
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.decode_program import DecodeProgram
-from tightwire.model.layers import EagerLayers, Layers
+from tightwire.model.layers import EagerLayers, Layers, norm_form
 from tightwire.model.parallel import RowSums, TensorParallel
-from tightwire.model.rope import rope_table
+from tightwire.model.rope import rope_tables
 from tightwire.model.step import Batch
 from tightwire.model.weights.source import WeightSource
 
@@ -57,7 +57,7 @@ class Llama:
     ) -> None:
         self._config, self._parallel, self.weights, self.cache = config, parallel, weights, cache
         self.adapters = adapters
-        self._angles = rope_table(config, max_positions, cache.device)
+        self._angles = rope_tables(config, max_positions, cache.device)
         on_cpu = cache.device.type == "cpu"
         # Dtype of partial sums and residual. In 16 bits, rounding the residual costs the most accuracy.
         self._residual_dtype = torch.float32 if on_cpu else parallel.sum_dtype or cache.dtype
@@ -73,7 +73,11 @@ class Llama:
         if cache.layers_at_a_time is not None:
             self._spans = [range(layer, layer + 1) for layer in range(config.num_layers)]
         self._program = None
-        if on_cpu and available():
+        # A norm of all heads together needs a sum over the ranks in the midst of attention, which the program does not make.
+        self._sums_squares = config.qk_norm == "projection" and parallel.num_ranks > 1
+        sizes = [config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim]
+        self._projection_sizes = torch.tensor(sizes, dtype=torch.float32, device=cache.device)
+        if on_cpu and available() and not self._sums_squares:
             self._program = DecodeProgram(config, parallel.shard, cache, self._angles, adapters)
 
     @torch.inference_mode()
@@ -122,14 +126,19 @@ class Llama:
                 self.weights.release(index)
                 self.cache.release(index)
         assert update_TD is not None, "a model has at least one layer"
-        return layers.finish(update_TD)
+        return layers.finish(update_TD, self.weights.outer.last_update_norm)
 
     def _run_layer(
         self, index: int, layers: Layers, batch: Batch, update_TD: Tensor | None, feedback: Feedback
     ) -> Generator[Collective, Tensor, Tensor]:
         """Run one layer, and return the update after its MLP."""
         attention_sums, mlp_sums = self._sums[batch.policy][index]
-        partial_TD = layers.attention(index, update_TD)
+        if self._sums_squares and isinstance(layers, EagerLayers):
+            qkv_THE = layers.project(index, update_TD)
+            squares_T2 = yield partial(self._parallel.sum_small, layers.square_sums(qkv_THE), "qk_norm", batch.phase)
+            partial_TD = layers.attend(index, qkv_THE, squares_T2 / self._projection_sizes)
+        else:
+            partial_TD = layers.attention(index, update_TD)
         update_TD = yield self._sum(partial_TD, attention_sums, batch, feedback)
         dropped = None
         if attention_sums is not None:
@@ -161,8 +170,12 @@ class Llama:
         return None if kernel_sums is None else (kernel_sums, [row_sums.label for row_sums in known])
 
     def _embed(self, batch: Batch) -> Tensor:
-        table = self.weights.outer.embedding
-        return self._parallel.embed(table, batch.token_ids_T, batch.policy, batch.phase, self._residual_dtype)
+        table, scale = self.weights.outer.embedding, self._config.embedding_scale
+        residual_TD = self._parallel.embed(table, batch.token_ids_T, batch.policy, batch.phase, self._residual_dtype)
+        if scale == 1.0:
+            return residual_TD
+        # Rounded to the weights' dtype, as in the models' own code.
+        return residual_TD.mul_(torch.tensor(scale, dtype=self.cache.dtype).item())
 
     @torch.inference_mode()
     def last_chosen(self, chosen_R: Tensor | None, num: int, phase: str) -> Tensor:
@@ -171,17 +184,20 @@ class Llama:
 
     @torch.inference_mode()
     def logits(self, hidden_RD: Tensor, num_candidates: int = 0, phase: str = "") -> Tensor | None:
-        """Return (R, V) float32 on rank 0, None elsewhere; see ``TensorParallel.logits``."""
-        outer = self.weights.outer
-        normed_RD = rms_norm(hidden_RD, outer.final_norm, self._config.norm_eps)
-        return self._parallel.logits(normed_RD, outer.head, num_candidates, phase)
+        """Return (R, V) float32 on rank 0, None elsewhere; see ``TensorParallel.gather_logits``."""
+        return self._parallel.gather_logits(self.local_logits(hidden_RD), num_candidates, phase)
 
     @torch.inference_mode()
     def local_logits(self, hidden_RD: Tensor) -> Tensor:
         """Return this rank's columns, (R, local_V) float32."""
-        outer = self.weights.outer
-        normed_RD = rms_norm(hidden_RD, outer.final_norm, self._config.norm_eps)
-        return linear(normed_RD, outer.head, out_dtype=torch.float32)
+        outer, config = self.weights.outer, self._config
+        normed_RD = rms_norm(hidden_RD, outer.final_norm, norm_form(config))
+        local_RV = linear(normed_RD, outer.head, out_dtype=torch.float32)
+        if config.logits_divisor != 1.0:
+            local_RV.div_(config.logits_divisor)
+        if config.logits_cap:
+            local_RV.div_(config.logits_cap).tanh_().mul_(config.logits_cap)
+        return local_RV
 
 
 def _call(collective: Collective) -> Callable[[], Tensor]:

@@ -9,15 +9,18 @@ from typing import Any
 import torch
 
 from tightwire.model.checkpoint.catalog import CATALOG, Progress, pull
-from tightwire.model.checkpoint.config import LlamaConfig, config_from_hf
+from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.checkpoint.gguf import GgufFile, GgufReader, config_from_gguf
+from tightwire.model.checkpoint.gguf import GgufFile, GgufReader
+from tightwire.model.checkpoint.gguf_config import config_from_gguf
 from tightwire.model.checkpoint.header import RANDOM, RANDOM_SHAPES, check_name, only_gguf, random_config, read_json
+from tightwire.model.checkpoint.hf_config import config_from_hf
 from tightwire.model.checkpoint.quantization import parse_quantization
 from tightwire.model.checkpoint.quantized import QuantizedReader
 from tightwire.model.checkpoint.random import RandomReader
-from tightwire.model.checkpoint.reader import EMBEDDING, CheckpointReader, check_tensors, expected_tensors
+from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.checkpoint.safetensors import SafetensorsReader
+from tightwire.model.checkpoint.tensors import EMBEDDING, check_tensors, expected_tensors, with_parts
 from tightwire.model.checkpoint.whole_folder import is_partial
 from tightwire.model.text.gguf_tokenizer import tokenizer_from_gguf
 from tightwire.model.text.tokenizer import (
@@ -111,7 +114,7 @@ def formats_of(checkpoint: Checkpoint, quantization: str) -> WeightFormats:
 def _open_gguf(path: Path) -> Checkpoint:
     file = GgufFile(path)
     config = config_from_gguf(file)
-    reader = GgufReader(file, config)
+    reader = with_parts(GgufReader(file, config), config)
     check_tensors(reader, config)
     return Checkpoint(
         name=path.stem,
@@ -133,7 +136,8 @@ def _open_folder(folder: Path) -> Checkpoint:
     plain = SafetensorsReader(folder)
     stated = read_json(folder / "config.json")
     quantization = parse_quantization(stated)
-    reader = plain if quantization is None else QuantizedReader(plain, quantization)
+    quantized = None if quantization is None else QuantizedReader(plain, quantization)
+    reader = with_parts(quantized or plain, config)
     check_tensors(reader, config)
     if not (stated.get("dtype") or stated.get("torch_dtype")):
         config = replace(config, dtype=plain.dtype_name(EMBEDDING))
@@ -143,7 +147,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         config=config,
         reader=lambda: reader,
         tokenizer=lambda: _folder_tokenizer(folder, config),
-        note=reader.describe() if isinstance(reader, QuantizedReader) else "",
+        note="" if quantized is None else quantized.describe(),
         generation=_generation(folder),
     )
 

@@ -21,7 +21,6 @@ from tightwire.comm.collectives.one_rank import broadcast, gather_to_root
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import Routes, kernel_sums
 from tightwire.comm.protocols import AllReduce, KernelSums
-from tightwire.kernels.linear import linear
 from tightwire.kernels.packed import embedding
 from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.layout import Layout
@@ -77,7 +76,7 @@ class TensorParallel:
         self, group: Group, layout: Layout, routes: Routes | None, sum_dtype: torch.dtype | None = None
     ) -> None:
         """``routes``: None for a single rank. ``sum_dtype``: dtype in which partial sums are sent; None keeps their own."""
-        self.shard = layout.shards[group.rank]
+        self.shard, self.num_ranks = layout.shards[group.rank], group.world_size
         self.sum_dtype = sum_dtype
         self._group = group
         self._layout = layout
@@ -145,6 +144,11 @@ class TensorParallel:
         prompt_TD = self._sum(sums.prompt, partial_TD[num_decode_rows:], "prefill", sums.label, feedback)
         return torch.cat([generated_TD, prompt_TD])
 
+    def sum_small(self, x: Tensor, site: str, phase: str) -> Tensor:
+        """Return the exact sum of all ranks' small tensors, in the ranks' order. Cost: W - 1 times its bytes a rank."""
+        gathered = all_gather(self._group, x.contiguous(), phase=phase, site=site)
+        return torch.stack(gathered).sum(0)
+
     def _sum(
         self, all_reduce: AllReduce | None, partial_TD: Tensor, phase: str, label: str, feedback: Feedback | None
     ) -> Tensor:
@@ -163,15 +167,12 @@ class TensorParallel:
         }
         return found.pop() if len(found) == 1 else None
 
-    def logits(
-        self, hidden_RD: Tensor, local_head_VD: Matrix, num_candidates: int = 0, phase: str = ""
-    ) -> Tensor | None:
-        """Return (R, V) float32 on rank 0, None on the others.
+    def gather_logits(self, local_RV: Tensor, num_candidates: int = 0, phase: str = "") -> Tensor | None:
+        """Return (R, V) float32 on rank 0, None on the others, from each rank's columns.
 
         ``num_candidates``: keep at least this many of each row's largest logits; with several ranks the others may
         become minus infinity. 0: keep all. Cost: an all-gather of 4 R max_vocab_rows or 8 R num_candidates bytes.
         """
-        local_RV = linear(hidden_RD, local_head_VD, out_dtype=torch.float32)
         if self._group.world_size == 1:
             return local_RV
         if candidates_pay(num_candidates, [len(shard.vocab_rows) for shard in self._layout.shards]):

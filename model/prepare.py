@@ -19,8 +19,8 @@ import torch
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.protocols import Moved
 from tightwire.model.buffers import page_aligned
-from tightwire.model.checkpoint.config import config_to_hf
 from tightwire.model.checkpoint.errors import ModelError, PrepareError
+from tightwire.model.checkpoint.hf_config import config_to_hf
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.checkpoint.whole_folder import whole_folder
 from tightwire.model.layout import Layout, make_layout

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tightwire.model.checkpoint.config import config_from_hf
-from tightwire.model.checkpoint.reader import expected_tensors
+from tightwire.model.checkpoint.hf_config import config_from_hf
+from tightwire.model.checkpoint.tensors import expected_tensors
 from tightwire.model.sampling.parameters import BannedText
 from tightwire.model.text.tokenizer import (
     BOS,

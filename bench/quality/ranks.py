@@ -19,6 +19,7 @@ from tightwire.comm.policy.routes import Routes, make_candidates
 from tightwire.kernels.layer_ops import rms_norm
 from tightwire.kernels.packed import dequantize
 from tightwire.model.cache.kv_cache import KVCache
+from tightwire.model.layers import norm_form
 from tightwire.model.layout import make_layout
 from tightwire.model.llama import Llama
 from tightwire.model.open import Checkpoint
@@ -157,7 +158,7 @@ class ThreadRanks:
             policy=arm,
         )
         hidden_TD = self._on_ranks(lambda rank: self._models[arm][rank].forward(batch))[0]
-        normed_TD = rms_norm(hidden_TD, self._final_norm_D, self._config.norm_eps)
+        normed_TD = rms_norm(hidden_TD, self._final_norm_D, norm_form(self._config))
         return normed_TD.view(num_sequences, length, -1)
 
     def _on_ranks(self, call: Callable[[int], _Result]) -> list[_Result]:

@@ -27,11 +27,14 @@ def paged_attention_cpu(
     sequences: PackedSequences,
     scale: float,
     groups: HeadGroups | None = None,
+    *,
+    window: int = 0,
+    cap: float = 0.0,
 ) -> Tensor:
     """``attention.paged_attention`` for CPU tensors. Cost: about 12 us of Python per call, then the kernels."""
     groups = groups or even_groups(q_THE, k_cache_NKPE)
-    if not scale > 0:
-        raise ValueError(f"attention needs a positive scale, got {scale}")
+    if not scale > 0 or window < 0 or not cap >= 0:
+        raise ValueError(f"attention needs a positive scale, window and cap (or 0), got {scale}, {window} and {cap}")
     query_start_B1, context_lens_B, block_table_BM, _ = sequences
     check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, groups)
     num_tokens, num_heads, head_dim = q_THE.shape
@@ -67,6 +70,8 @@ def paged_attention_cpu(
             groups.skipped_heads,
             head_dim,
             scale * LOG2_E,
+            cap * LOG2_E,
+            window,
         ),
     )
     rows = min(tile_tokens, num_tokens) * groups.heads_per_kv_head

@@ -1,4 +1,4 @@
-"""Kernels that pass over rows once on CPU: RMS norm, rotary embedding with cache writes, and SwiGLU.
+"""Kernels that pass over rows once on CPU: RMS norm, rotary embedding with cache writes, and SwiGLU or GeGLU.
 
 Each checks its tensors and makes one call of native/rows.cpp in place of several torch operations, each of which costs a
 microsecond before it computes anything.
@@ -9,22 +9,34 @@ from torch import Tensor
 
 from tightwire.kernels.cpu.library import struct
 from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_rows
+from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm
 
 _DTYPES = ", ".join(map(str, NUMBER_KIND))
 
 
-def rms_norm_cpu(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm_cpu(x_TD: Tensor, weight_D: Tensor, form: NormForm) -> Tensor:
     _check_norm(x_TD, x_TD, weight_D)
     out_TD = torch.empty(x_TD.shape, dtype=weight_D.dtype)
-    _norm(out_TD, None, x_TD, None, weight_D, eps)
+    _norm(out_TD, None, x_TD, None, weight_D, form, None)
     return out_TD
 
 
-def add_rms_norm_cpu(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    _check_norm(x_TD, residual_TD, weight_D)
-    out_TD = torch.empty(x_TD.shape, dtype=weight_D.dtype)
+def add_rms_norm_cpu(
+    x_TD: Tensor,
+    residual_TD: Tensor,
+    weight_D: Tensor | None,
+    form: NormForm,
+    x_weight_D: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    for weight in (weight_D, x_weight_D):
+        if weight is not None:
+            _check_norm(x_TD, residual_TD, weight)
+    out_TD = torch.empty(x_TD.shape, dtype=dtype if weight_D is None else weight_D.dtype)
+    if x_weight_D is not None and x_weight_D.dtype != out_TD.dtype:
+        raise ValueError(f"rms_norm needs weights of one dtype, got {out_TD.dtype} and {x_weight_D.dtype}")
     sum_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype)
-    _norm(out_TD, sum_TD, x_TD, residual_TD, weight_D, eps)
+    _norm(out_TD, sum_TD, x_TD, residual_TD, weight_D, form, x_weight_D)
     return out_TD, sum_TD
 
 
@@ -46,7 +58,15 @@ def _check_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
         )
 
 
-def _norm(out: Tensor, total: Tensor | None, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> None:
+def _norm(
+    out: Tensor,
+    total: Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    form: NormForm,
+    x_weight: Tensor | None,
+) -> None:
     num_tokens, size = x.shape
     number_bytes = x.element_size()
     arguments = (
@@ -54,19 +74,26 @@ def _norm(out: Tensor, total: Tensor | None, x: Tensor, residual: Tensor | None,
         0 if total is None else total.data_ptr(),
         x.data_ptr(),
         0 if residual is None else residual.data_ptr(),
-        weight.data_ptr(),
+        0 if weight is None else weight.data_ptr(),
         x.stride(0) * number_bytes,
         0 if residual is None else residual.stride(0) * number_bytes,
         size,
-        NUMBER_KIND[weight.dtype],
+        NUMBER_KIND[out.dtype],
         NUMBER_KIND[x.dtype],
-        eps,
+        *form,
+        0 if x_weight is None else x_weight.data_ptr(),
     )
     run_on_rows("tw_norm", struct("tw_norm_args", arguments), num_tokens, size)
 
 
 def rotate_and_cache_cpu(
-    qkv_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor
+    qkv_THE: Tensor,
+    cos_TE: Tensor,
+    sin_TE: Tensor,
+    k_cache_NKPE: Tensor,
+    v_cache_NKPE: Tensor,
+    slot_T: Tensor,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     num_tokens, num_all_heads, head_dim = qkv_THE.shape
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
@@ -81,15 +108,38 @@ def rotate_and_cache_cpu(
         k_cache_NKPE.stride(0) * number_bytes,
         num_heads,
         num_kv_heads,
-        head_dim // 2,
+        cos_TE.shape[1],
+        head_dim,
         tokens_per_block,
         NUMBER_KIND[qkv_THE.dtype],
+        (0, 0, 0, 0, 0.0, 0.0) if norms is None else _head_norms(norms, qkv_THE, num_heads, num_kv_heads),
     )
     run_on_rows("tw_rotate_and_cache", struct("tw_rotate_args", arguments), num_tokens, num_all_heads * head_dim)
     return q_THE
 
 
-def swiglu_cpu(gate_up_T2F: Tensor) -> Tensor:
+def _head_norms(norms: HeadNorms, qkv_THE: Tensor, num_heads: int, num_kv_heads: int) -> tuple[int | float, ...]:
+    """Return the fields of ``tw_head_norms``."""
+    num_tokens, _, head_dim = qkv_THE.shape
+    squares_T2 = norms.mean_squares_T2
+    wanted = [(head_dim * count if norms.whole else head_dim,) for count in (num_heads, num_kv_heads)]
+    got = [tuple(weight.shape) for weight in (norms.q_norm, norms.k_norm)]
+    dtypes = {norms.q_norm.dtype, norms.k_norm.dtype, qkv_THE.dtype}
+    if got != wanted or len(dtypes) > 1 or not all(weight.is_contiguous() for weight in norms[:2]):
+        raise ValueError(
+            f"norms of q and k need contiguous weights of {wanted[0][0]} and {wanted[1][0]} numbers in {qkv_THE.dtype}; got "
+            f"{got[0]} {norms.q_norm.dtype} and {got[1]} {norms.k_norm.dtype}"
+        )
+    if squares_T2 is not None and (
+        squares_T2.shape != (num_tokens, 2) or squares_T2.dtype != torch.float32 or not squares_T2.is_contiguous()
+    ):
+        raise ValueError(f"mean squares must be ({num_tokens}, 2) float32, contiguous; got {tuple(squares_T2.shape)}")
+    squares = 0 if squares_T2 is None else squares_T2.data_ptr()
+    form = norms.form
+    return norms.q_norm.data_ptr(), norms.k_norm.data_ptr(), squares, int(norms.whole), form.eps, form.offset
+
+
+def swiglu_cpu(gate_up_T2F: Tensor, *, gelu: bool = False) -> Tensor:
     num_tokens, columns = gate_up_T2F.shape
     if columns % 2 or gate_up_T2F.dtype not in NUMBER_KIND or gate_up_T2F.stride(1) != 1:
         raise ValueError(
@@ -98,6 +148,7 @@ def swiglu_cpu(gate_up_T2F: Tensor) -> Tensor:
         )
     out_TF = torch.empty((num_tokens, columns // 2), dtype=gate_up_T2F.dtype)
     row_stride = gate_up_T2F.stride(0) * gate_up_T2F.element_size()
-    arguments = (out_TF.data_ptr(), gate_up_T2F.data_ptr(), row_stride, columns // 2, NUMBER_KIND[gate_up_T2F.dtype])
+    kind = NUMBER_KIND[gate_up_T2F.dtype]
+    arguments = (out_TF.data_ptr(), gate_up_T2F.data_ptr(), row_stride, columns // 2, kind, int(gelu))
     run_on_rows("tw_swiglu", struct("tw_swiglu_args", arguments), num_tokens, columns)
     return out_TF

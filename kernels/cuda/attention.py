@@ -30,6 +30,9 @@ def paged_attention(
     sequences: PackedSequences,
     scale: float,
     groups: HeadGroups | None = None,
+    *,
+    window: int = 0,
+    cap: float = 0.0,
 ) -> Tensor:
     """Compute ``attention.paged_attention`` for CUDA tensors, without waiting for the device.
 
@@ -41,7 +44,7 @@ def paged_attention(
     num_tokens, num_decode_rows = len(q_THE), sequences.num_decode_rows
     _check(q_THE, k_cache_NKPE, scale, num_decode_rows, groups.heads_per_kv_head)
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
-    arguments = q_THE, k_cache_NKPE, v_cache_NKPE, sequences, scale * _LOG2_E, groups, out_THE
+    arguments = q_THE, k_cache_NKPE, v_cache_NKPE, sequences, scale * _LOG2_E, groups, out_THE, window, cap * _LOG2_E
     if num_decode_rows:
         attend_decode_rows(*arguments)
     if num_decode_rows < num_tokens:

@@ -50,6 +50,8 @@ def attend_decode_rows(
     scale_log2: float,
     groups: HeadGroups,
     out_THE: Tensor,
+    window: int = 0,
+    cap_log2: float = 0.0,
     *,
     scratch_bytes: int = _SCRATCH_BYTES,
 ) -> None:
@@ -71,7 +73,16 @@ def attend_decode_rows(
     sum_TSHE, stat_TSH2 = _scratch(q_THE, rows_at_once, max_chunks)
     rows, keys = padded(per_kv_head, 16), keys_at_once(width, q_THE.dtype)
     shape = AttentionShape(
-        num_heads, num_kv_heads, per_kv_head, groups.skipped_heads, head_dim, width, tokens_per_block, rows, keys
+        num_heads,
+        num_kv_heads,
+        per_kv_head,
+        groups.skipped_heads,
+        head_dim,
+        width,
+        tokens_per_block,
+        rows,
+        keys,
+        cap_log2,
     )
     tensors = q_THE, k_cache_NKPE, v_cache_NKPE, block_table_BM, out_THE, sum_TSHE, stat_TSH2
     lengths = query_start_B1, context_lens_B, len(context_lens_B)
@@ -79,7 +90,7 @@ def attend_decode_rows(
     for first_row in range(0, num_rows, rows_at_once):
         round_rows = min(rows_at_once, num_rows - first_row)
         num_programs = round_rows * num_kv_heads * sharing
-        given = *tensors, *lengths, first_row, sharing, max_chunks, *strides, scale_log2
+        given = *tensors, *lengths, first_row, sharing, max_chunks, *strides, scale_log2, window
         launch(
             _attend_chunks, num_programs, q_THE.device, *given, shape, CHUNK_KEYS, max_chunks > 1, num_stages=NUM_STAGES
         )
@@ -114,7 +125,9 @@ def _keys_of_row(row, query_start, context_lens, num_seqs):
     return seq, tl.load(context_lens + seq) - (tl.load(query_start + seq + 1) - row) + 1
 
 
-@triton.jit(do_not_specialize=["num_seqs", "first_row", "sharing", "max_chunks", "table_stride", "scale_log2"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "first_row", "sharing", "max_chunks", "table_stride", "scale_log2", "window"]
+)
 def _attend_chunks(
     q,
     k_cache,
@@ -134,6 +147,7 @@ def _attend_chunks(
     q_head_stride,
     block_stride,
     scale_log2,
+    window,
     shape: tl.constexpr,
     CHUNK: tl.constexpr,
     PARTIAL: tl.constexpr,
@@ -160,9 +174,12 @@ def _attend_chunks(
     for chunk in range(share, tl.maximum(tl.cdiv(num_keys, CHUNK), 1), sharing):
         state = no_keys(shape)
         end = tl.minimum(chunk * CHUNK + CHUNK, num_keys)
-        for first in range(chunk * CHUNK, end, shape.keys):
+        begin = chunk * CHUNK
+        if window > 0:
+            begin = tl.maximum(begin, tl.maximum(num_keys - window, 0) // shape.keys * shape.keys)
+        for first in range(begin, end, shape.keys):
             state = attend_keys(
-                q_RE, state, caches, blocks, head_place, scale_log2, first, end, position_R, shape, False
+                q_RE, state, caches, blocks, head_place, scale_log2, first, end, position_R, window, shape, False
             )
         maximum_R, total_R, sum_RE = state
         if PARTIAL:

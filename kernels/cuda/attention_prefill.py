@@ -40,6 +40,8 @@ def attend_prefill_rows(
     scale_log2: float,
     groups: HeadGroups,
     out_THE: Tensor,
+    window: int = 0,
+    cap_log2: float = 0.0,
 ) -> None:
     """Compute the rows after the decode rows into ``out_THE``; one launch."""
     query_start_B1, context_lens_B, block_table_BM, first_row = sequences
@@ -50,15 +52,24 @@ def attend_prefill_rows(
     rows, keys, num_warps = tile_sizes(width, per_kv_head, q_THE.dtype)
     num_tiles = (num_tokens - first_row) // (rows // per_kv_head) + num_seqs
     shape = AttentionShape(
-        num_heads, num_kv_heads, per_kv_head, groups.skipped_heads, head_dim, width, tokens_per_block, rows, keys
+        num_heads,
+        num_kv_heads,
+        per_kv_head,
+        groups.skipped_heads,
+        head_dim,
+        width,
+        tokens_per_block,
+        rows,
+        keys,
+        cap_log2,
     )
     tensors = q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, out_THE
     strides = block_table_BM.stride(0), *q_THE.stride()[:2], k_cache_NKPE.stride(0)
-    given = *tensors, num_tiles, num_seqs, first_row, *strides, scale_log2, shape
+    given = *tensors, num_tiles, num_seqs, first_row, *strides, scale_log2, window, shape
     launch(_attend_tile, num_tiles * num_kv_heads, q_THE.device, *given, num_warps=num_warps)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_seqs", "first_row", "table_stride", "scale_log2"])
+@triton.jit(do_not_specialize=["num_tiles", "num_seqs", "first_row", "table_stride", "scale_log2", "window"])
 def _attend_tile(
     q,
     k_cache,
@@ -75,6 +86,7 @@ def _attend_tile(
     q_head_stride,
     block_stride,
     scale_log2,
+    window,
     shape: tl.constexpr,
 ):
     QUERIES: tl.constexpr = shape.rows // shape.per_kv_head
@@ -104,10 +116,18 @@ def _attend_tile(
     whole_end = (position + 1) // shape.keys * shape.keys  # key tiles before it are seen by the first row, so by all
     caches = k_cache, v_cache, block_stride
     state = no_keys(shape)
-    for first in range(0, whole_end, shape.keys):
-        state = attend_keys(q_RE, state, caches, blocks, head_place, scale_log2, first, end, position_R, shape, True)
+    begin = 0
+    if window > 0:  # every key tile needs a mask
+        begin = tl.maximum(position + 1 - window, 0) // shape.keys * shape.keys
+        whole_end = begin
+    for first in range(begin, whole_end, shape.keys):
+        state = attend_keys(
+            q_RE, state, caches, blocks, head_place, scale_log2, first, end, position_R, window, shape, True
+        )
     for first in range(whole_end, end, shape.keys):
-        state = attend_keys(q_RE, state, caches, blocks, head_place, scale_log2, first, end, position_R, shape, False)
+        state = attend_keys(
+            q_RE, state, caches, blocks, head_place, scale_log2, first, end, position_R, window, shape, False
+        )
     _, total_R, sum_RE = state
     out_place_R = (token_R.to(tl.int64) * shape.heads + head_R) * shape.head_dim
     mixed_RE = narrowed(sum_RE / total_R[:, None], out.dtype.element_ty)

@@ -32,6 +32,7 @@ class AttentionShape:
     page: int  # tokens per block
     rows: int  # rows of a tile
     keys: int  # keys of a key tile
+    cap_log2: float  # scores become cap * tanh(score / cap), in units of base-2 exponents; 0: they do not
 
 
 @triton.jit
@@ -84,6 +85,7 @@ def attend_keys(
     first,
     end,
     position_R,
+    window,
     shape: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
@@ -91,7 +93,7 @@ def attend_keys(
 
     ``caches`` are those of keys and of values, and their block stride. ``blocks`` is the sequence's row of the block table,
     ``head_place`` the KV head's offset in a block. WHOLE: no key is masked. Otherwise keys from ``end`` on are not read;
-    they may be NaN.
+    they may be NaN. ``window``: a row attends to so many keys, its own included; 0: to all.
     """
     maximum_R, total_R, sum_RE = state
     k_cache, v_cache, block_stride = caches
@@ -110,8 +112,15 @@ def attend_keys(
     place_NE = place_N[:, None] + dim_E[None, :]
     k_NE = load_operand(k_cache, place_NE, mask_NE)
     score_RN = tl.dot(q_RE, tl.trans(k_NE), input_precision="ieee")
+    if shape.cap_log2 > 0:
+        score_RN = score_RN * scale_log2
+        score_RN = shape.cap_log2 - 2 * shape.cap_log2 / (tl.exp(score_RN * (2 / shape.cap_log2)) + 1)
+        scale_log2 = scale_log2 * 0 + 1.0
     if not WHOLE:
-        score_RN = tl.where(key_N[None, :] <= position_R[:, None], score_RN, _HIDDEN)
+        seen_RN = key_N[None, :] <= position_R[:, None]
+        if window > 0:
+            seen_RN = seen_RN & (position_R[:, None] - key_N[None, :] < window)
+        score_RN = tl.where(seen_RN, score_RN, _HIDDEN)
     risen_R = tl.maximum(maximum_R, tl.max(score_RN, 1) * scale_log2)
     weight_RN = tl.exp2(tl.fma(score_RN, scale_log2, -risen_R[:, None]))
     shrink_R = tl.exp2(maximum_R - risen_R)

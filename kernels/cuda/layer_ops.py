@@ -10,29 +10,40 @@ from torch import Tensor
 
 from tightwire.kernels.cuda.launch import launch, padded
 from tightwire.kernels.cuda.numbers import narrowed, raw, widened
-from tightwire.kernels.spec.layer_ops import check_rotation
+from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, check_rotation
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_ROW_ELEMS = 1 << 16  # a row is held in the registers of one program
 # Each of 128 threads rotates eight pairs: a vector of 16-bit numbers from either half of a head.
 _ROTATED_PAIRS = 1024
+_GELU_FIRST = tl.constexpr(-1.5957691216057308)  # -2 sqrt(2 / pi)
+_GELU_THIRD = tl.constexpr(-0.07135481627260025)  # that times 0.044715
 _GATED_ELEMS = 1024  # a vector of eight 16-bit numbers for each of 128 threads
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm(x_TD: Tensor, weight_D: Tensor, form: NormForm) -> Tensor:
     """Compute ``layer_ops.rms_norm_reference``; only the order of the float32 sum over D and the root's last bit differ."""
     _check_norm(x_TD, x_TD, weight_D)
     out_TD = torch.empty(x_TD.shape, dtype=weight_D.dtype, device=x_TD.device)
-    _normalize(x_TD, x_TD, weight_D, out_TD, out_TD, eps, adds=False)
+    _normalize(x_TD, None, weight_D, None, out_TD, out_TD, form)
     return out_TD
 
 
-def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x_TD: Tensor,
+    residual_TD: Tensor,
+    weight_D: Tensor | None,
+    form: NormForm,
+    x_weight_D: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
     """Compute ``layer_ops.add_rms_norm_reference``: the normalized sum and the sum itself, both new tensors."""
-    _check_norm(x_TD, residual_TD, weight_D)
-    out_TD = torch.empty(x_TD.shape, dtype=weight_D.dtype, device=x_TD.device)
+    for weight in (weight_D, x_weight_D):
+        if weight is not None:
+            _check_norm(x_TD, residual_TD, weight)
+    out_TD = torch.empty(x_TD.shape, dtype=dtype if weight_D is None else weight_D.dtype, device=x_TD.device)
     sum_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-    _normalize(x_TD, residual_TD, weight_D, out_TD, sum_TD, eps, adds=True)
+    _normalize(x_TD, residual_TD, weight_D, x_weight_D, out_TD, sum_TD, form)
     return out_TD, sum_TD
 
 
@@ -57,54 +68,120 @@ def _check_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
 
 
 def _normalize(
-    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, *, adds: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    x_weight: Tensor | None,
+    out: Tensor,
+    total: Tensor,
+    form: NormForm,
 ) -> None:
     num_rows, size = x.shape
-    if num_rows:
-        given = x, residual, weight, out, total, x.stride(0), residual.stride(0), size, eps
-        launch(_rms_norm_row, num_rows, x.device, *given, adds, triton.next_power_of_2(size))
+    if not num_rows:
+        return
+    tensors = [
+        x if each is None else each for each in (residual, weight, x_weight)
+    ]  # those that are missing are not read
+    given = x, *tensors, out, total, x.stride(0), tensors[0].stride(0), size, *form
+    uses = residual is not None, weight is not None, x_weight is not None, triton.next_power_of_2(size)
+    launch(_rms_norm_row, num_rows, x.device, *given, *uses)
 
 
-@triton.jit(do_not_specialize=["eps"])
+@triton.jit(do_not_specialize=["eps", "offset", "scale"])
 def _rms_norm_row(
-    x, residual, weight, out, total, x_stride, residual_stride, size, eps, ADDS: tl.constexpr, PLACES: tl.constexpr
+    x,
+    residual,
+    weight,
+    x_weight,
+    out,
+    total,
+    x_stride,
+    residual_stride,
+    size,
+    eps,
+    offset,
+    scale,
+    ADDS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    X_WEIGHTED: tl.constexpr,
+    PLACES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PLACES)
     kept = place < size
     value = widened(tl.load(raw(x) + row * x_stride + place, mask=kept, other=0))
+    if X_WEIGHTED:
+        root = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(value * value, 0) / size + eps))
+        value = value * root * (widened(tl.load(raw(x_weight) + place, mask=kept, other=0)) + offset)
     if ADDS:
-        value += widened(tl.load(raw(residual) + row * residual_stride + place, mask=kept, other=0))
+        value = value * scale + widened(tl.load(raw(residual) + row * residual_stride + place, mask=kept, other=0))
         stored = narrowed(value, total.dtype.element_ty)
         tl.store(raw(total) + row * size + place, stored, mask=kept)
         value = widened(stored)
-    mean = tl.sum(value * value, 0) / size
-    factor = widened(tl.load(raw(weight) + place, mask=kept, other=0))
-    normed = value * tl.div_rn(1.0, tl.sqrt_rn(mean + eps)) * factor
-    tl.store(raw(out) + row * size + place, narrowed(normed, out.dtype.element_ty), mask=kept)
+    if WEIGHTED:
+        root = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(value * value, 0) / size + eps))
+        value = value * root * (widened(tl.load(raw(weight) + place, mask=kept, other=0)) + offset)
+    tl.store(raw(out) + row * size + place, narrowed(value, out.dtype.element_ty), mask=kept)
 
 
 def rotate_and_cache(
-    qkv_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor
+    qkv_THE: Tensor,
+    cos_TE: Tensor,
+    sin_TE: Tensor,
+    k_cache_NKPE: Tensor,
+    v_cache_NKPE: Tensor,
+    slot_T: Tensor,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Compute ``layer_ops.rotate_and_cache`` for CUDA tensors. The returned queries are contiguous."""
+    """Compute ``layer_ops.rotate_and_cache`` for CUDA tensors. The returned queries are contiguous.
+
+    Norms of all heads together are applied in a pass before; those of each head while it is rotated.
+    """
     check_rotation(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
     num_tokens, num_all_heads, head_dim = qkv_THE.shape
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
     num_heads = num_all_heads - 2 * num_kv_heads
+    if norms is not None and norms.whole:
+        qkv_THE, norms = norm_projections(qkv_THE, num_heads, num_kv_heads, norms), None
     q_THE = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv_THE.dtype, device=qkv_THE.device)
     pairs = padded(head_dim // 2)
     heads_at_once = min(padded(num_all_heads), max(1, _ROTATED_PAIRS // pairs))
     if num_tokens:
-        tensors = qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T, q_THE
+        q_norm, k_norm, form = (qkv_THE, qkv_THE, NormForm(0.0)) if norms is None else norms[:3]
+        tensors = qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T, q_THE, q_norm, k_norm
         strides = *qkv_THE.stride()[:2], cos_TE.stride(0), sin_TE.stride(0), k_cache_NKPE.stride(0)
-        sizes = num_heads, num_kv_heads, head_dim // 2, tokens_per_block, heads_at_once, pairs
+        turned = cos_TE.shape[1]
+        sizes = (
+            num_heads,
+            num_kv_heads,
+            head_dim // 2,
+            turned,
+            tokens_per_block,
+            heads_at_once,
+            pairs,
+            norms is not None,
+        )
         num_programs = num_tokens * -(-num_all_heads // heads_at_once)
-        launch(_rotate_and_cache_heads, num_programs, qkv_THE.device, *tensors, *strides, *sizes)
+        given = *tensors, *strides, form.eps, form.offset
+        launch(_rotate_and_cache_heads, num_programs, qkv_THE.device, *given, *sizes)
     return q_THE
 
 
-@triton.jit
+def norm_projections(qkv_THE: Tensor, num_heads: int, num_kv_heads: int, norms: HeadNorms) -> Tensor:
+    """Return a copy of qkv whose queries and keys are normalized, each over all heads together."""
+    parts = qkv_THE[:, :num_heads], qkv_THE[:, num_heads : num_heads + num_kv_heads]
+    weights, means_T2 = (norms.q_norm, norms.k_norm), norms.mean_squares_T2
+    normed_THE = qkv_THE.clone()
+    for column, (part_THE, weight) in enumerate(zip(parts, weights, strict=True)):
+        x_TX = part_THE.flatten(1).float()
+        mean_T1 = x_TX.square().mean(1, keepdim=True) if means_T2 is None else means_T2[:, column : column + 1]
+        x_TX = x_TX * torch.rsqrt(mean_T1 + norms.form.eps) * (weight.float() + norms.form.offset)
+        first = column * num_heads
+        normed_THE[:, first : first + part_THE.shape[1]] = x_TX.view(part_THE.shape).to(qkv_THE.dtype)
+    return normed_THE
+
+
+@triton.jit(do_not_specialize=["eps", "offset"])
 def _rotate_and_cache_heads(
     qkv,
     cos,
@@ -113,56 +190,85 @@ def _rotate_and_cache_heads(
     v_cache,
     slots,
     q_out,
+    q_norm,
+    k_norm,
     token_stride,
     head_stride,
     cos_stride,
     sin_stride,
     block_stride,
+    eps,
+    offset,
     NUM_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    TURNED: tl.constexpr,
     PAGE: tl.constexpr,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
+    NORMED: tl.constexpr,
 ):
-    """Rotate the queries and keys among HEADS of one token's heads, and store each head."""
+    """Normalize and rotate the queries and keys among HEADS of one token's heads, and store each head.
+
+    The first TURNED pairs of numbers are TURNED apart; the others, which are not rotated, HALF.
+    """
     PARTS: tl.constexpr = (NUM_HEADS + 2 * KV_HEADS + HEADS - 1) // HEADS
     dtype: tl.constexpr = qkv.dtype.element_ty
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     head_H = tl.program_id(0) % PARTS * HEADS + tl.arange(0, HEADS)
     pair_E = tl.arange(0, PAIRS)
+    if TURNED == HALF:  # places that follow each other load in vectors
+        first_E = pair_E
+        second_E = pair_E + HALF
+    else:
+        first_E = tl.where(pair_E < TURNED, pair_E, pair_E + TURNED)
+        second_E = tl.where(pair_E < TURNED, pair_E + TURNED, pair_E + HALF)
     there_HE = (head_H < NUM_HEADS + 2 * KV_HEADS)[:, None] & (pair_E < HALF)[None, :]
-    source_HE = raw(qkv) + token * token_stride + head_H[:, None] * head_stride + pair_E[None, :]
-    first_HE = widened(tl.load(source_HE, mask=there_HE, other=0))
-    second_HE = widened(tl.load(source_HE + HALF, mask=there_HE, other=0))
-    cos_HE = tl.load(cos + token * cos_stride + pair_E, mask=pair_E < HALF, other=0)[None, :]
-    sin_HE = tl.load(sin + token * sin_stride + pair_E, mask=pair_E < HALF, other=0)[None, :]
+    source_H = raw(qkv) + token * token_stride + head_H * head_stride
+    first_HE = widened(tl.load(source_H[:, None] + first_E[None, :], mask=there_HE, other=0))
+    second_HE = widened(tl.load(source_H[:, None] + second_E[None, :], mask=there_HE, other=0))
+    turns_H1 = (head_H < NUM_HEADS + KV_HEADS)[:, None]
+    if NORMED:
+        squares_H = tl.sum(first_HE * first_HE + second_HE * second_HE, 1)
+        root_H1 = tl.div_rn(1.0, tl.sqrt_rn(squares_H / (2 * HALF) + eps))[:, None]
+        is_q_H1 = (head_H < NUM_HEADS)[:, None]
+        inside_E = pair_E < HALF
+        first_q_E = widened(tl.load(raw(q_norm) + first_E, mask=inside_E, other=0))[None, :]
+        first_k_E = widened(tl.load(raw(k_norm) + first_E, mask=inside_E, other=0))[None, :]
+        second_q_E = widened(tl.load(raw(q_norm) + second_E, mask=inside_E, other=0))[None, :]
+        second_k_E = widened(tl.load(raw(k_norm) + second_E, mask=inside_E, other=0))[None, :]
+        first_normed_HE = first_HE * root_H1 * (tl.where(is_q_H1, first_q_E, first_k_E) + offset)
+        second_normed_HE = second_HE * root_H1 * (tl.where(is_q_H1, second_q_E, second_k_E) + offset)
+        first_HE = tl.where(turns_H1, widened(narrowed(first_normed_HE, dtype)), first_HE)
+        second_HE = tl.where(turns_H1, widened(narrowed(second_normed_HE, dtype)), second_HE)
+    cos_HE = tl.load(cos + token * cos_stride + pair_E, mask=pair_E < TURNED, other=1)[None, :]
+    sin_HE = tl.load(sin + token * sin_stride + pair_E, mask=pair_E < TURNED, other=0)[None, :]
 
     turned_first_HE = first_HE * cos_HE - second_HE * sin_HE
     turned_second_HE = second_HE * cos_HE + first_HE * sin_HE
-    turns_H1 = (head_H < NUM_HEADS + KV_HEADS)[:, None]
     first_HE = narrowed(tl.where(turns_H1, turned_first_HE, first_HE), dtype)
     second_HE = narrowed(tl.where(turns_H1, turned_second_HE, second_HE), dtype)
 
     is_q_HE = there_HE & (head_H < NUM_HEADS)[:, None]
-    q_HE = raw(q_out) + ((token * NUM_HEADS + head_H) * 2 * HALF)[:, None] + pair_E[None, :]
-    tl.store(q_HE, first_HE, mask=is_q_HE)
-    tl.store(q_HE + HALF, second_HE, mask=is_q_HE)
+    q_H = raw(q_out) + (token * NUM_HEADS + head_H) * 2 * HALF
+    tl.store(q_H[:, None] + first_E[None, :], first_HE, mask=is_q_HE)
+    tl.store(q_H[:, None] + second_E[None, :], second_HE, mask=is_q_HE)
 
     slot = tl.load(slots + token)
     kv_head_H = (head_H - NUM_HEADS) % KV_HEADS
     place_H = (slot // PAGE).to(tl.int64) * block_stride + (kv_head_H * PAGE + slot % PAGE) * 2 * HALF
-    place_HE = place_H[:, None] + pair_E[None, :]
+    first_place_HE = place_H[:, None] + first_E[None, :]
+    second_place_HE = place_H[:, None] + second_E[None, :]
     cached_HE = there_HE & (head_H >= NUM_HEADS)[:, None] & (slot >= 0)
     is_k_HE = cached_HE & turns_H1
-    tl.store(raw(k_cache) + place_HE, first_HE, mask=is_k_HE)
-    tl.store(raw(k_cache) + place_HE + HALF, second_HE, mask=is_k_HE)
+    tl.store(raw(k_cache) + first_place_HE, first_HE, mask=is_k_HE)
+    tl.store(raw(k_cache) + second_place_HE, second_HE, mask=is_k_HE)
     is_v_HE = cached_HE & (head_H >= NUM_HEADS + KV_HEADS)[:, None]
-    tl.store(raw(v_cache) + place_HE, first_HE, mask=is_v_HE)
-    tl.store(raw(v_cache) + place_HE + HALF, second_HE, mask=is_v_HE)
+    tl.store(raw(v_cache) + first_place_HE, first_HE, mask=is_v_HE)
+    tl.store(raw(v_cache) + second_place_HE, second_HE, mask=is_v_HE)
 
 
-def swiglu(gate_up_T2F: Tensor) -> Tensor:
+def swiglu(gate_up_T2F: Tensor, *, gelu: bool = False) -> Tensor:
     """Compute ``layer_ops.swiglu_reference``; silu loses some digits for large negative gates, where it is nearly 0."""
     num_tokens, columns = gate_up_T2F.shape
     if columns % 2 or gate_up_T2F.dtype not in _NUMBERS or gate_up_T2F.stride(1) != 1:
@@ -174,13 +280,13 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
     out_TF = torch.empty((num_tokens, width), dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
     parts = -(-width // _GATED_ELEMS)
     if out_TF.numel():
-        given = gate_up_T2F, out_TF, gate_up_T2F.stride(0), width, parts, _GATED_ELEMS
+        given = gate_up_T2F, out_TF, gate_up_T2F.stride(0), width, parts, _GATED_ELEMS, gelu
         launch(_swiglu_part, num_tokens * parts, out_TF.device, *given)
     return out_TF
 
 
 @triton.jit
-def _swiglu_part(gate_up, out, row_stride, width, parts, PLACES: tl.constexpr):
+def _swiglu_part(gate_up, out, row_stride, width, parts, PLACES: tl.constexpr, GELU: tl.constexpr):
     row = (tl.program_id(0) // parts).to(tl.int64)
     place = tl.program_id(0) % parts * PLACES + tl.arange(0, PLACES)
     kept = place < width
@@ -188,5 +294,6 @@ def _swiglu_part(gate_up, out, row_stride, width, parts, PLACES: tl.constexpr):
     dtype: tl.constexpr = out.dtype.element_ty
     gate = widened(tl.load(gates + place, mask=kept, other=0))
     up = widened(tl.load(gates + width + place, mask=kept, other=0))
-    silu = tl.div_rn(gate, 1.0 + tl.exp(-gate))
-    tl.store(raw(out) + row * width + place, narrowed(silu * up, dtype), mask=kept)
+    exponent = gate * (_GELU_FIRST + _GELU_THIRD * (gate * gate)) if GELU else -gate
+    active = tl.div_rn(gate, 1.0 + tl.exp(exponent))
+    tl.store(raw(out) + row * width + place, narrowed(active * up, dtype), mask=kept)

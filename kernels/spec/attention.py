@@ -99,8 +99,11 @@ def paged_attention_reference(
     sequences: PackedSequences,
     scale: float,
     groups: HeadGroups | None = None,
+    *,
+    window: int = 0,
+    cap: float = 0.0,
 ) -> Tensor:
-    """``softmax(q k^T * scale) v`` per sequence. Cost: T * H * S scores, S the sum of all context lengths."""
+    """``softmax(q k^T * scale) v`` per sequence; see ``attention.paged_attention``. Cost: T * H * S scores, S the sum of all context lengths."""
     query_start_B1, context_lens_B, block_table_BM, _ = sequences
     per_kv_head, skipped_heads = groups or even_groups(q_THE, k_cache_NKPE)
     kv_head_H = (torch.arange(q_THE.shape[1], device=q_THE.device) + skipped_heads) // per_kv_head
@@ -115,8 +118,15 @@ def paged_attention_reference(
     k_HSE = k_cache_NKPE[block_S, :, offset_S].transpose(0, 1)[kv_head_H]
     v_HSE = v_cache_NKPE[block_S, :, offset_S].transpose(0, 1)[kv_head_H]
     visible_TS = (query_seq_T[:, None] == key_seq_S) & (query_pos_T[:, None] >= key_pos_S)
+    if window:
+        visible_TS &= query_pos_T[:, None] - key_pos_S < window
 
     q_HTE = q_THE.transpose(0, 1)
+    if cap:
+        score_HTS = (q_HTE.float() @ k_HSE.float().transpose(1, 2)) * scale
+        score_HTS = (cap * torch.tanh(score_HTS / cap)).masked_fill(~visible_TS, float("-inf"))
+        weight_HTS = score_HTS.softmax(-1).to(v_HSE.dtype)
+        return (weight_HTS @ v_HSE).transpose(0, 1).to(q_THE.dtype).contiguous()
     out_1HTE = F.scaled_dot_product_attention(q_HTE[None], k_HSE[None], v_HSE[None], attn_mask=visible_TS, scale=scale)
     return out_1HTE[0].transpose(0, 1).contiguous()
 

@@ -1,5 +1,7 @@
 """Normalization, rotation, activation and matrix product in torch: what the kernels of a layer must compute."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,42 +13,96 @@ from tightwire.kernels.spec.packed_int8 import linear_int8_reference
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """``weight * (x / sqrt(mean(x^2) + eps))`` in float32, rounded once to the dtype of the weight."""
+class NormForm(NamedTuple):
+    """What RMS norms of a model have in common."""
+
+    eps: float
+    offset: float = 0.0  # added to the weights
+    scale: float = 1.0  # of what ``add_rms_norm`` adds to the residual
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of q and k before their rotation."""
+
+    q_norm: Tensor  # (E,), or (H E,) if the heads have one norm together
+    k_norm: Tensor
+    form: NormForm
+    whole: bool = False  # one norm of all heads together
+    mean_squares_T2: Tensor | None = None  # float32, of all ranks' heads of q and of k; None: those given are all
+
+
+def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, form: NormForm) -> Tensor:
+    """``(weight + offset) * (x / sqrt(mean(x^2) + eps))`` in float32, rounded once to the dtype of the weight."""
+    return _normed(x_TD, weight_D, form).to(weight_D.dtype)
+
+
+def _normed(x_TD: Tensor, weight_D: Tensor, form: NormForm, mean_T1: Tensor | None = None) -> Tensor:
     x32_TD = x_TD.float()
-    scale_T1 = torch.rsqrt(x32_TD.square().mean(-1, keepdim=True) + eps)
-    return (x32_TD * scale_T1 * weight_D.float()).to(weight_D.dtype)
+    mean_T1 = x32_TD.square().mean(-1, keepdim=True) if mean_T1 is None else mean_T1
+    return x32_TD * torch.rsqrt(mean_T1 + form.eps) * (weight_D.float() + form.offset)
 
 
-def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``s = x + residual``; returns ``(rms_norm(s), s)``."""
-    sum_TD = x_TD + residual_TD
-    return rms_norm_reference(sum_TD, weight_D, eps), sum_TD
+def add_rms_norm_reference(
+    x_TD: Tensor,
+    residual_TD: Tensor,
+    weight_D: Tensor | None,
+    form: NormForm,
+    x_weight_D: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``s = scale * x + residual``; returns ``(rms_norm(s), s)``.
+
+    With ``x_weight`` x is normalized first. Without ``weight`` the first result is s, rounded to ``dtype``.
+    """
+    if x_weight_D is not None:
+        x_TD = _normed(x_TD, x_weight_D, form).to(x_TD.dtype)
+    sum_TD = x_TD * form.scale + residual_TD
+    return (sum_TD.to(dtype) if weight_D is None else rms_norm_reference(sum_TD, weight_D, form)), sum_TD
 
 
 def apply_rope_reference(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """``x * cos + rotate_half(x) * sin`` in float32, rounded once to the dtype of x. Angles: (T, E/2) float32."""
+    """``x * cos + rotate_half(x) * sin`` in float32, rounded once to the dtype of x.
+
+    Angles are (T, N) float32 and rotate the first 2 N numbers of each head.
+    """
     cos_T1E, sin_T1E = cos_TE.unsqueeze(1), sin_TE.unsqueeze(1)
-    first, second = x_THE.float().chunk(2, dim=-1)
+    turned = 2 * cos_TE.shape[1]
+    first, second = x_THE[..., :turned].float().chunk(2, dim=-1)
     rotated_THE = torch.cat((first * cos_T1E - second * sin_T1E, second * cos_T1E + first * sin_T1E), dim=-1)
-    return rotated_THE.to(x_THE.dtype)
+    return torch.cat((rotated_THE.to(x_THE.dtype), x_THE[..., turned:]), dim=-1)
+
+
+def _head_norm(x_THE: Tensor, weight: Tensor, norms: HeadNorms, column: int) -> Tensor:
+    x_TX, mean_T1 = (x_THE.flatten(1) if norms.whole else x_THE), None
+    if norms.mean_squares_T2 is not None:
+        mean_T1 = norms.mean_squares_T2[:, column : column + 1]
+    return _normed(x_TX, weight, norms.form, mean_T1).view(x_THE.shape).to(x_THE.dtype)
 
 
 def rotate_and_cache_reference(
-    qkv_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor
+    qkv_THE: Tensor,
+    cos_TE: Tensor,
+    sin_TE: Tensor,
+    k_cache_NKPE: Tensor,
+    v_cache_NKPE: Tensor,
+    slot_T: Tensor,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """``apply_rope_reference`` of queries and keys, then ``write_kv_reference``."""
+    """The norms of queries and keys, ``apply_rope_reference`` of both, then ``write_kv_reference``."""
     num_kv_heads = k_cache_NKPE.shape[1]
     num_heads = qkv_THE.shape[1] - 2 * num_kv_heads
     q_THE, k_TKE, v_TKE = torch.split(qkv_THE, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if norms is not None:
+        q_THE, k_TKE = _head_norm(q_THE, norms.q_norm, norms, 0), _head_norm(k_TKE, norms.k_norm, norms, 1)
     write_kv_reference(apply_rope_reference(k_TKE, cos_TE, sin_TE), v_TKE, k_cache_NKPE, v_cache_NKPE, slot_T)
     return apply_rope_reference(q_THE, cos_TE, sin_TE)
 
 
-def swiglu_reference(gate_up_T2F: Tensor) -> Tensor:
-    """``silu(gate) * up`` in float32, rounded once; gate is the first half of the columns."""
+def swiglu_reference(gate_up_T2F: Tensor, *, gelu: bool = False) -> Tensor:
+    """``silu(gate) * up``, or with gelu by tanh, in float32, rounded once; gate is the first half of the columns."""
     gate_TF, up_TF = gate_up_T2F.float().chunk(2, dim=-1)
-    return (F.silu(gate_TF) * up_TF).to(gate_up_T2F.dtype)
+    active_TF = F.gelu(gate_TF, approximate="tanh") if gelu else F.silu(gate_TF)
+    return (active_TF * up_TF).to(gate_up_T2F.dtype)
 
 
 def linear_reference(
@@ -67,7 +123,9 @@ def check_rotation(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cac
     num_tokens, num_all_heads, head_dim = qkv.shape
     _, num_kv_heads, tokens_per_block, cache_dim = k_cache.shape
     fits = head_dim % 2 == 0 and cache_dim == head_dim and num_all_heads > 2 * num_kv_heads
-    same_rows = cos.shape == sin.shape == (num_tokens, head_dim // 2) and slots.shape == (num_tokens,)
+    same_rows = cos.shape == sin.shape == (num_tokens, min(cos.shape[1], head_dim // 2)) and slots.shape == (
+        num_tokens,
+    )
     caches = [(cache.shape, cache.dtype, cache.stride()[1:]) for cache in (k_cache, v_cache)]
     wanted = k_cache.shape, qkv.dtype, (tokens_per_block * head_dim, head_dim, 1)
     types = cos.dtype, sin.dtype, slots.dtype, qkv.dtype in _NUMBERS
@@ -82,6 +140,6 @@ def check_rotation(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cac
         got = "; ".join(f"{name} {tuple(x.shape)} {x.dtype} {x.stride()}" for name, x in named.items())
         raise ValueError(
             "rotate_and_cache needs qkv (T, H + 2 K, E) with E even, in one of "
-            f"{', '.join(map(str, _NUMBERS))}; cos and sin (T, E/2) float32; caches (N, K, P, E) of qkv's dtype and one "
+            f"{', '.join(map(str, _NUMBERS))}; cos and sin (T, E/2 or less) float32; caches (N, K, P, E) of qkv's dtype and one "
             f"layout; slots (T,) int32; and contiguous heads, angles, cache blocks and slots; got {got}"
         )

@@ -18,8 +18,8 @@ from torch import Tensor
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.header import read_json
-from tightwire.model.checkpoint.reader import expected_tensors
 from tightwire.model.checkpoint.safetensors import SafetensorsReader
+from tightwire.model.checkpoint.tensors import expected_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tightwire.model.checkpoint.catalog import CATALOG, cached_path, is_cached
-from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling, config_from_hf
+from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
 from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.hf_config import config_from_hf
 from tightwire.model.checkpoint.whole_folder import is_partial
 
 RANDOM = "random:"
@@ -125,7 +126,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _gguf_sizes(path: Path) -> Sizes | None:
-    names = ("llama.attention.head_count", "llama.context_length")
+    names = (".attention.head_count", ".context_length")
     try:
         scalars = _gguf_scalars(path, names)
         return Sizes(*(scalars[name] for name in names))
@@ -134,7 +135,7 @@ def _gguf_sizes(path: Path) -> Sizes | None:
 
 
 def _gguf_scalars(path: Path, names: tuple[str, ...]) -> dict[str, int]:
-    """The scalars ``names`` of the header, read up to the last of them: the tokenizer's long arrays come later."""
+    """The scalars whose keys end in ``names``, read up to the last of them: the tokenizer's long arrays come later."""
     scalars: dict[str, int] = {}
     with path.open("rb") as file:
 
@@ -152,8 +153,9 @@ def _gguf_scalars(path: Path, names: tuple[str, ...]) -> dict[str, int]:
         _magic, _version, _num_tensors, num_fields = (read(form) for form in ("I", "I", "Q", "Q"))
         for _ in range(num_fields):
             key, kind = file.read(read("Q")).decode(), read("I")
-            if key in names:
-                scalars[key] = read(_SCALARS[kind])
+            name = key[key.find(".") :]  # behind the architecture
+            if name in names:
+                scalars[name] = read(_SCALARS[kind])
             else:
                 skip(kind)
             if len(scalars) == len(names):

@@ -9,7 +9,8 @@ from torch import Tensor
 from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.checkpoint.reader import expected_tensors, growth_of, row_chunks, store_rows
+from tightwire.model.checkpoint.reader import growth_of, row_chunks, store_rows
+from tightwire.model.checkpoint.tensors import expected_tensors
 
 # Llama's initialization, which keeps activations in range at any depth.
 _STD = 0.02
@@ -21,7 +22,7 @@ class RandomReader:
 
     def __init__(self, config: LlamaConfig, seed: int) -> None:
         self._shapes = dict(expected_tensors(config))
-        self._seed = seed
+        self._seed, self._norm_offset = seed, config.norm_offset
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self._shapes:
@@ -34,7 +35,7 @@ class RandomReader:
     def read_into(self, out: Matrix, name: str, *, rows: range, columns: range | None = None) -> None:
         shape = self.shape(name)
         if isinstance(out, Tensor) and name.endswith("norm.weight"):
-            out.fill_(1.0)
+            out.fill_(1.0 - self._norm_offset)
             return
         key = zlib.crc32(name.encode()) ^ (self._seed * 0x9E3779B1 % _INT32)
         is_bias = len(shape) == 1  # computed as the first column of a matrix

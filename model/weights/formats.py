@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix
 from tightwire.kernels.spec.packed_format import GROUP_ELEMS, PACKED_FORMATS, Q4_1, Q8_0, PackedFormat
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.checkpoint.reader import EMBEDDING, FINAL_NORM, HEAD, CheckpointReader
+from tightwire.model.checkpoint.reader import CheckpointReader
+from tightwire.model.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD, NORMS
 from tightwire.model.layout import Layout, Shard, make_layout
 
 
@@ -35,6 +36,8 @@ def outer_tensors(config: LlamaConfig, shard: Shard) -> dict[str, Fused]:
     """Return tensors by field of ``OuterWeights``. A head that is tied to the embedding is omitted."""
     every = range(config.hidden_size)
     tensors = {"embedding": Fused(((EMBEDDING, shard.vocab_rows),), every), "final_norm": Fused(((FINAL_NORM, every),))}
+    if (last := NORMS[config.norms].get("mlp_result")) is not None:
+        tensors["last_update_norm"] = Fused(((f"model.layers.{config.num_layers - 1}.{last}.weight", every),))
     if not config.tied_embeddings:
         tensors["head"] = Fused(((HEAD, shard.vocab_rows),), every)
     return tensors
@@ -52,20 +55,32 @@ def layer_tensors(config: LlamaConfig, shard: Shard, index: int) -> dict[str, Fu
     columns = shard.mlp_columns
     qkv = {"q_proj": query, "k_proj": kv, "v_proj": kv}
     matrices = {
-        "qkv": ({attention + name: rows for name, rows in qkv.items()}, every, config.attention_bias),
-        "attention_out": ({attention + "o_proj": every}, query, config.attention_bias and shard.rank == 0),
+        "qkv": ({attention + name: rows for name, rows in qkv.items()}, every, config.qkv_bias),
+        "attention_out": ({attention + "o_proj": every}, query, config.output_bias and shard.rank == 0),
         "gate_up": ({mlp + "gate_proj": columns, mlp + "up_proj": columns}, every, config.mlp_bias),
         "down": ({mlp + "down_proj": every}, columns, config.mlp_bias and shard.rank == 0),
     }
-    tensors = {
-        "attention_norm": Fused(((prefix + "input_layernorm.weight", every),)),
-        "mlp_norm": Fused(((prefix + "post_attention_layernorm.weight", every),)),
-    }
+    tensors = {key: Fused(((f"{name}.weight", every),)) for key, name in _norms(config, index)}
+    if config.qk_norm != "none":
+        of_head = range(config.head_dim) if config.qk_norm == "heads" else None
+        tensors["q_norm"] = Fused(((attention + "q_norm.weight", of_head or query),))
+        tensors["k_norm"] = Fused(((attention + "k_norm.weight", of_head or kv),))
     for key, (parts, inputs, has_bias) in matrices.items():
         tensors[key] = Fused(tuple((name + ".weight", rows) for name, rows in parts.items()), inputs)
         if has_bias:
             tensors[key + "_bias"] = Fused(tuple((name + ".bias", rows) for name, rows in parts.items()))
     return tensors
+
+
+def _norms(config: LlamaConfig, index: int) -> Iterator[tuple[str, str]]:
+    """Yield the layer's norms: their fields and names. That of the last MLP's sum is an outer tensor."""
+    names = NORMS[config.norms]
+    if "mlp_result" in names and index:
+        yield "attention_update_norm", f"model.layers.{index - 1}.{names['mlp_result']}"
+    here = {"attention_norm": "attention_norm", "mlp_update_norm": "attention_result", "mlp_norm": "mlp_norm"}
+    for name, role in here.items():
+        if role in names:
+            yield name, f"model.layers.{index}.{names[role]}"
 
 
 def all_tensors(config: LlamaConfig, shard: Shard) -> Iterator[Fused]:

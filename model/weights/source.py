@@ -17,12 +17,18 @@ class LayerWeights:
     Fused matrices (``fused``) hold this rank's rows in the order named, so one matrix product serves all of them.
     """
 
-    attention_norm: Tensor  # (D,)
+    # Norms are (D,); None where the model has none. Those of updates apply to the sum of the result before, as it is
+    # added to the residual: before attention to that of the previous layer's MLP.
+    attention_update_norm: Tensor | None = None
+    attention_norm: Tensor | None = None
+    mlp_update_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+    q_norm: Tensor | None = None  # (E,), or this rank's rows of the projection
+    k_norm: Tensor | None = None
     qkv: Matrix  # (local_H*E + 2*local_K*E, D): q rows, then k, then v
     qkv_bias: Tensor | None = None
     attention_out: Matrix  # (D, local_H*E)
     attention_out_bias: Tensor | None = None  # (D,); only on rank 0, so the sum over the ranks adds it once
-    mlp_norm: Tensor  # (D,)
     gate_up: Matrix  # (2*local_F, D): gate rows, then up
     gate_up_bias: Tensor | None = None
     down: Matrix  # (D, local_F)
@@ -40,6 +46,7 @@ class OuterWeights:
 
     embedding: Matrix  # (local_V, D)
     final_norm: Tensor  # (D,)
+    last_update_norm: Tensor | None = None  # (D,), of the last MLP's sum
     head: Matrix  # (local_V, D); the embedding itself when tied
 
     @classmethod

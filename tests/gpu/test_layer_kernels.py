@@ -5,7 +5,12 @@ import torch
 
 from tightwire.kernels.layer_ops import add_rms_norm, rotate_and_cache, swiglu
 from tightwire.kernels.linear import linear
-from tightwire.kernels.spec.layer_ops import add_rms_norm_reference, rotate_and_cache_reference, swiglu_reference
+from tightwire.kernels.spec.layer_ops import (
+    NormForm,
+    add_rms_norm_reference,
+    rotate_and_cache_reference,
+    swiglu_reference,
+)
 from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference, quantize
 from tightwire.kernels.spec.packed_format import PACKED_FORMATS
 
@@ -53,8 +58,8 @@ def test_norm(dtype: torch.dtype, device: torch.device) -> None:
         torch.randn(300, 4096).to(dtype),
         torch.randn(4096).to(dtype),
     )
-    got, total = add_rms_norm(x.to(device), residual.to(device), weight.to(device), 1e-5)
-    want, want_total = add_rms_norm_reference(x, residual, weight, 1e-5)
+    got, total = add_rms_norm(x.to(device), residual.to(device), weight.to(device), NormForm(1e-5))
+    want, want_total = add_rms_norm_reference(x, residual, weight, NormForm(1e-5))
     assert torch.equal(total.cpu(), want_total)
     units = 2 * torch.finfo(dtype).eps + 4096 * torch.finfo(torch.float32).eps
     assert ((got.cpu().double() - want.double()).abs() <= units * want.double().abs()).all()

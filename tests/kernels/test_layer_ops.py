@@ -11,6 +11,7 @@ from torch import Tensor
 from tightwire.comm.group.group import Group
 from tightwire.kernels.layer_ops import add_rms_norm, rms_norm, rotate_and_cache, swiglu
 from tightwire.kernels.spec.layer_ops import (
+    NormForm,
     add_rms_norm_reference,
     rms_norm_reference,
     rotate_and_cache_reference,
@@ -40,9 +41,9 @@ def test_norm_matches_the_reference(dtype: torch.dtype, num_tokens: int, size: i
     weight = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype)
     residual = x.flip(0) * 3
 
-    _assert_norm_close(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
-    normed, total = add_rms_norm(x, residual, weight, 1e-5)
-    want_normed, want_total = add_rms_norm_reference(x, residual, weight, 1e-5)
+    _assert_norm_close(rms_norm(x, weight, NormForm(1e-5)), rms_norm_reference(x, weight, NormForm(1e-5)))
+    normed, total = add_rms_norm(x, residual, weight, NormForm(1e-5))
+    want_normed, want_total = add_rms_norm_reference(x, residual, weight, NormForm(1e-5))
     assert torch.equal(total, want_total) and total.dtype == x.dtype and normed.dtype == dtype
     _assert_norm_close(normed, want_normed)
 
@@ -52,10 +53,10 @@ def test_norm_a_row_does_not_depend_on_the_others(dtype: torch.dtype, num_thread
     x = torch.randn(700, 576).to(dtype)
     weight = torch.randn(576).to(dtype)
     num_threads(2)
-    whole = rms_norm(x, weight, 1e-6)
+    whole = rms_norm(x, weight, NormForm(1e-6))
     num_threads(1)
     for row in (0, 1, 350, 699):
-        assert torch.equal(rms_norm(x[row : row + 1], weight, 1e-6)[0], whole[row])
+        assert torch.equal(rms_norm(x[row : row + 1], weight, NormForm(1e-6))[0], whole[row])
 
 
 def test_norm_a_view_is_read_without_a_copy_and_not_changed() -> None:
@@ -63,13 +64,13 @@ def test_norm_a_view_is_read_without_a_copy_and_not_changed() -> None:
     before = wide.clone()
     x = wide[:, 10:60]
     weight = torch.ones(50)
-    assert torch.equal(rms_norm(x, weight, 1e-5), rms_norm(x.contiguous(), weight, 1e-5))
-    assert torch.equal(add_rms_norm(x, x, weight, 1e-5)[1], x * 2)
+    assert torch.equal(rms_norm(x, weight, NormForm(1e-5)), rms_norm(x.contiguous(), weight, NormForm(1e-5)))
+    assert torch.equal(add_rms_norm(x, x, weight, NormForm(1e-5))[1], x * 2)
     assert torch.equal(wide, before)
 
 
 def test_norm_no_rows() -> None:
-    assert rms_norm(torch.zeros(0, 8), torch.ones(8), 1e-5).shape == (0, 8)
+    assert rms_norm(torch.zeros(0, 8), torch.ones(8), NormForm(1e-5)).shape == (0, 8)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_norm_no_rows() -> None:
 )
 def test_norm_arguments_that_do_not_match_are_refused(x: torch.Tensor, weight: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        rms_norm(x, weight, 1e-5)
+        rms_norm(x, weight, NormForm(1e-5))
 
 
 def _assert_swiglu_close(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -250,4 +251,4 @@ def test_rotation_in_the_interpreter(check: Callable[[Group], None], interpreted
 
 def test_rows_without_numbers_are_empty() -> None:
     x_TD = torch.zeros(2, 0)
-    assert rms_norm(x_TD, torch.zeros(0), 1e-5).shape == swiglu(x_TD).shape == (2, 0)
+    assert rms_norm(x_TD, torch.zeros(0), NormForm(1e-5)).shape == swiglu(x_TD).shape == (2, 0)

@@ -24,7 +24,7 @@ from tightwire.model.cache.kv_cache import KVCache
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layers import EagerLayers
 from tightwire.model.layout import Shard, make_layout
-from tightwire.model.rope import rope_table
+from tightwire.model.rope import rope_tables
 from tightwire.model.step import Batch
 from tightwire.model.weights.source import LayerWeights
 
@@ -181,7 +181,7 @@ def _assert_same_bits(got: Tensor, want: Tensor) -> None:
 
 def _run_eagerly(case: _Case, cache: KVCache) -> list[Tensor]:
     """The result of each part. There is one rank, so a part's result is the sum."""
-    angles = rope_table(case.config, case.config.max_positions, cache.device)
+    angles = rope_tables(case.config, case.config.max_positions, cache.device)
     layers = EagerLayers(case.config, case.shard, cache, angles, case.batch, case.residual_TD.clone())
     results: list[Tensor] = []
     for index, weights in enumerate(case.layers):
@@ -192,7 +192,7 @@ def _run_eagerly(case: _Case, cache: KVCache) -> list[Tensor]:
 
 
 def _run_program(case: _Case, cache: KVCache, together: bool) -> tuple[Tensor, Tensor]:
-    angles = rope_table(case.config, case.config.max_positions, cache.device)
+    angles = rope_tables(case.config, case.config.max_positions, cache.device)
     program = decode_program.DecodeProgram(case.config, case.shard, cache, angles)
     program.begin(case.residual_TD.clone(), case.batch)
     for index, weights in enumerate(case.layers):
@@ -242,8 +242,8 @@ def test_near_the_references(seed: int, monkeypatch: pytest.MonkeyPatch) -> None
     def linear(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, num_decode_rows: int, **out: Any) -> Tensor:
         return layer_ops.linear_reference(x_TD, weight_OD, bias_O, **out)
 
-    def rotate_and_cache(*tensors: Tensor, slots_are_checked: bool) -> Tensor:
-        return layer_ops.rotate_and_cache_reference(*tensors)  # pyright: ignore[reportCallIssue]
+    def rotate_and_cache(*given: Any, slots_are_checked: bool) -> Tensor:
+        return layer_ops.rotate_and_cache_reference(*given)
 
     for name in ("rms_norm", "add_rms_norm", "swiglu"):
         monkeypatch.setattr(layers_file, name, getattr(layer_ops, f"{name}_reference"))

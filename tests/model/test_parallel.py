@@ -20,7 +20,7 @@ from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
 from tightwire.comm.policy.rules import Policy
 from tightwire.kernels.linear import linear
-from tightwire.model.checkpoint.config import config_from_hf
+from tightwire.model.checkpoint.hf_config import config_from_hf
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.parallel import LogitsGather, TensorParallel

@@ -6,7 +6,7 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
-from tightwire.model.rope import rope_table
+from tightwire.model.rope import rope_tables
 
 _LLAMA3 = RopeScaling(
     kind="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
@@ -53,7 +53,7 @@ def test_equals_transformers(scaling: RopeScaling, theirs: dict[str, object], he
         )
     )
 
-    cos_SE, sin_SE = rope_table(config, 20000, torch.device("cpu"))
+    cos_SE, sin_SE = rope_tables(config, 20000, torch.device("cpu"))[0]
     their_cos, their_sin = reference(torch.zeros(1, 20000, 1), torch.arange(20000)[None])
 
     assert torch.equal(cos_SE, their_cos[0, :, : head_dim // 2])

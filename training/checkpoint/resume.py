@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 import tightwire
-from tightwire.model.checkpoint.config import LlamaConfig, config_to_hf
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.hf_config import config_to_hf
 from tightwire.training.checkpoint.files import FlatShard, keys_in, read_chunks
 from tightwire.training.checkpoint.folders import OtherRunError, read_description
 from tightwire.training.checkpoint.state import (

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tightwire.model.checkpoint.config import LlamaConfig, config_to_hf
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.hf_config import config_to_hf
 from tightwire.model.checkpoint.whole_folder import check_place, whole_folder
 from tightwire.model.text.tokenizer import Tokenizer
 

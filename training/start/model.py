@@ -14,8 +14,9 @@ from transformers import LlamaConfig as HfConfig
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tightwire.model.checkpoint.config import LlamaConfig, config_from_hf, config_to_hf
+from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.hf_config import config_from_hf, config_to_hf
 from tightwire.model.checkpoint.random import RandomReader
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.open import open_checkpoint

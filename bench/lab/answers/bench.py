@@ -21,9 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tightwire.bench.lab.answers.options import AnswersOptions
 from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench
-from tightwire.model.checkpoint.config import config_to_hf
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.checkpoint.reader import expected_tensors
+from tightwire.model.checkpoint.hf_config import config_to_hf
+from tightwire.model.checkpoint.tensors import expected_tensors
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.cli.remote import Remote, RemoteError, connect, error_text

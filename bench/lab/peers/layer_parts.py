@@ -26,7 +26,8 @@ from tightwire.comm.group.group import Group
 from tightwire.kernels.spec.attention import PackedSequences
 from tightwire.model import layers, llama
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
-from tightwire.model.checkpoint.config import LlamaConfig, config_to_hf
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.hf_config import config_to_hf
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.parallel import TensorParallel

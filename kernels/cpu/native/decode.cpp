@@ -4,8 +4,8 @@
 // and checks the arguments, costs as much again. Here they follow each other over buffers that stay. A layer has two parts,
 // because ranks sum after each:
 //
-//     part 2l      norm (with the sum before it), q k v, rotation, cache, attention, output projection
-//     part 2l + 1  norm (with the sum before it), gate and up, SwiGLU, down projection
+//     part 2l      norm (with the sum before it), q k v, their norms, rotation, cache, attention, output projection
+//     part 2l + 1  norm (with the sum before it), gate and up, SwiGLU or GeGLU, down projection
 //
 // Where those sums are one-shots over shared memory the program makes them too.
 //
@@ -35,8 +35,8 @@ void run_phase(tw_phase *phase, int64_t num_items, Work work) {
     }
 }
 
-// normed = rms_norm(residual); with an update, residual += update first.
-void norm(const tw_decode_program &program, tw_phase *phase, address weight, address update) {
+// normed = rms_norm(residual); with an update, residual += update first, which may have a norm of its own.
+void norm(const tw_decode_program &program, tw_phase *phase, address weight, address update_weight, address update) {
     const int64_t stride = program.hidden_size * size_of(program.sum_kind);
     tw_norm_args args = {
         .out = program.normed,
@@ -50,6 +50,9 @@ void norm(const tw_decode_program &program, tw_phase *phase, address weight, add
         .kind = program.kind,
         .sum_kind = program.sum_kind,
         .eps = program.eps,
+        .offset = program.norm_offset,
+        .scale = program.residual_scale,
+        .x_weight = update ? update_weight : 0,
     };
     run_phase(phase, program.num_rows, [&](int64_t row) { tw_norm(&args, row, row + 1); });
 }
@@ -116,8 +119,8 @@ void rotate(const tw_decode_program &program, tw_phase *phase, const tw_layer &l
         tw_rotate_args args = {
             .queries = program.rotated + row * program.num_heads * head_bytes,
             .qkv = program.qkv + row * qkv_stride,
-            .cos = program.cos + angles,
-            .sin = program.sin + angles,
+            .cos = layer.cos + angles,
+            .sin = layer.sin + angles,
             .k_cache = layer.k_cache,
             .v_cache = layer.v_cache,
             .slots = program.slots + sizeof(int32_t) * row,
@@ -128,9 +131,16 @@ void rotate(const tw_decode_program &program, tw_phase *phase, const tw_layer &l
             .cache_block_stride = program.cache_block_stride,
             .num_heads = program.num_heads,
             .num_kv_heads = program.num_kv_heads,
-            .half = program.head_dim / 2,
+            .half = program.half,
+            .head_dim = program.head_dim,
             .tokens_per_block = program.tokens_per_block,
             .kind = program.kind,
+            .norms = {.q_weight = layer.q_norm,
+                      .k_weight = layer.k_norm,
+                      .mean_squares = 0,
+                      .whole = program.norms_whole,
+                      .eps = program.eps,
+                      .offset = program.norm_offset},
         };
         tw_rotate_and_cache(&args, 0, 1);
     });
@@ -160,6 +170,8 @@ void attend(const tw_decode_program &program, tw_phase *phase, const tw_layer &l
         .skipped_heads = program.skipped_heads,
         .head_dim = program.head_dim,
         .scale_log2 = program.scale_log2,
+        .cap_log2 = program.cap_log2,
+        .window = layer.window,
     };
     run_phase(phase, program.num_tiles * program.num_kv_heads, [&](int64_t item) { tw_attend(&args, item, item + 1); });
 }
@@ -168,7 +180,7 @@ void run_attention(const tw_decode_program &program, int64_t index, tw_phase *ph
     const tw_layer &layer = program.layers[index];
     const int64_t mixed_size = program.num_heads * program.head_dim;
     const int64_t qkv_size = mixed_size + 2 * program.num_kv_heads * program.head_dim;
-    norm(program, &phases[0], layer.attention_norm, update);
+    norm(program, &phases[0], layer.attention_norm, layer.attention_update_norm, update);
     multiply(program, &phases[1], QKV, index, layer.qkv, program.normed, program.hidden_size, program.qkv, qkv_size,
              program.kind);
     rotate(program, &phases[2], layer);
@@ -180,7 +192,7 @@ void run_attention(const tw_decode_program &program, int64_t index, tw_phase *ph
 void run_mlp(const tw_decode_program &program, int64_t index, tw_phase *phases, address update) {
     const tw_layer &layer = program.layers[index];
     const int64_t width = program.mlp_size;
-    norm(program, &phases[5], layer.mlp_norm, update);
+    norm(program, &phases[5], layer.mlp_norm, layer.mlp_update_norm, update);
     multiply(program, &phases[6], GATE_UP, index, layer.gate_up, program.normed, program.hidden_size, program.gate_up,
              2 * width, program.kind);
     tw_swiglu_args args = {
@@ -189,6 +201,7 @@ void run_mlp(const tw_decode_program &program, int64_t index, tw_phase *phases, 
         .row_stride = 2 * width * size_of(program.kind),
         .width = width,
         .kind = program.kind,
+        .gelu = program.gelu,
     };
     run_phase(&phases[7], program.num_rows, [&](int64_t row) { tw_swiglu(&args, row, row + 1); });
     multiply(program, &phases[8], DOWN, index, layer.down, program.gated, width, program.partial, program.hidden_size,

@@ -26,28 +26,39 @@ TW_API void tw_run(tw_kernel kernel, const void *arguments, int64_t num_items, i
 
 // --- rows.cpp: one pass per row -------------------------------------------------------------------------------------
 
-// out = rms_norm(x + residual) * weight, total = x + residual; without a residual `total` and `residual` are 0. `out` and
-// `weight` are of `kind`; x, residual and total are of `sum_kind`: float32 or `kind`.
+// total = scale * x + residual, out = rms_norm(total) * (offset + weight); without a residual `total` and `residual` are 0, and
+// x is normalized. With `x_weight`, x becomes rms_norm(x) * (offset + x_weight) first; without `weight`, out = total. `out` and
+// weights are of `kind`; x, residual and total are of `sum_kind`: float32 or `kind`.
 typedef struct {
     address out, total, x, residual, weight;
     int64_t x_stride, residual_stride, size, kind, sum_kind;
-    double eps;
+    double eps, offset, scale;
+    address x_weight;
 } tw_norm_args;
 TW_API void tw_norm(const void *norm_args, int64_t start, int64_t stop);
 
-// Rotate the query and key heads of qkv (T, H + 2 K, 2 half), write queries to `queries` (T, H, 2 half), and keys and values to
-// their slots of the caches (N, K, P, 2 half). Cosines and sines are (T, half) float32, slots int32 and inside the caches.
+// RMS norms of q and k. Without weights (0) there are none. They apply to each head, or, if `whole`, to all heads together, whose
+// mean squares (T, 2) float32 are given, or 0: those of the row's own heads.
+typedef struct {
+    address q_weight, k_weight, mean_squares;
+    int64_t whole;
+    double eps, offset;
+} tw_head_norms;
+// Rotate the first 2 half numbers of the query and key heads of qkv (T, H + 2 K, E), write queries to `queries` (T, H, E), and keys
+// and values to their slots of the caches (N, K, P, E). Cosines and sines are (T, half) float32, slots int32 and inside the caches.
+// With norms, the queries and keys of qkv are overwritten.
 typedef struct {
     address queries, qkv, cos, sin, k_cache, v_cache, slots;
     int64_t token_stride, head_stride, cos_stride, sin_stride, cache_block_stride;
-    int64_t num_heads, num_kv_heads, half, tokens_per_block, kind;
+    int64_t num_heads, num_kv_heads, half, head_dim, tokens_per_block, kind;
+    tw_head_norms norms;
 } tw_rotate_args;
 TW_API void tw_rotate_and_cache(const void *rotate_args, int64_t start, int64_t stop);
 
-// out (T, width) = silu(gate) * up of rows [gate, up].
+// out (T, width) = silu(gate) * up of rows [gate, up], or gelu(gate) * up, by tanh.
 typedef struct {
     address out, gate_up;
-    int64_t row_stride, width, kind;
+    int64_t row_stride, width, kind, gelu;
 } tw_swiglu_args;
 TW_API void tw_swiglu(const void *swiglu_args, int64_t start, int64_t stop);
 
@@ -113,12 +124,14 @@ typedef struct {
 TW_API int64_t tw_plan_tiles(tw_plan_args *plan);
 
 // Items are (tile, KV head) pairs in the order of `tiles`. `out` is contiguous and of q's `kind`; the caches are (N, K, P, E),
-// each block contiguous. The first `skipped_heads` query heads of the first KV head are not in q.
+// each block contiguous. The first `skipped_heads` query heads of the first KV head are not in q. A row attends to the last
+// `window` keys up to its own, or to all (0). Scores become cap * tanh(score / cap) unless `cap_log2`, cap * log2(e), is 0.
 typedef struct {
     address out, q, k_cache, v_cache, query_start, context_lens, block_table, tiles;
     int64_t q_token_stride, q_head_stride, kind, cache_block_stride, cache_kind, table_stride, tokens_per_block;
     int64_t num_heads, num_kv_heads, heads_per_kv_head, skipped_heads, head_dim;
-    double scale_log2;
+    double scale_log2, cap_log2;
+    int64_t window;
 } tw_attend_args;
 TW_API void tw_attend(const void *attend_args, int64_t start, int64_t stop);
 
@@ -228,8 +241,11 @@ typedef struct {
     int64_t stride, kind;
     address bias;
 } tw_matrix;
+// Norms are 0 where there are none: of each part's input, of the sum before it, and of q and k. `cos` and `sin` are (positions,
+// rotated numbers / 2) float32.
 typedef struct {
-    address attention_norm, mlp_norm, k_cache, v_cache;
+    address attention_norm, mlp_norm, attention_update_norm, mlp_update_norm, q_norm, k_norm, cos, sin, k_cache, v_cache;
+    int64_t window;
     tw_matrix qkv, attention_out, gate_up, down;
 } tw_layer;
 // The next item that a thread may draw, how many threads came and left, and how many items of adapters' A products are done. A
@@ -244,8 +260,8 @@ typedef struct {
     tw_phase *phases;
     int64_t hidden_size, num_heads, num_kv_heads, heads_per_kv_head, skipped_heads, head_dim, mlp_size;
     int64_t kind, sum_kind;  // of partial sums and the residual: `sum_kind`; of all else: `kind`
-    double eps, scale_log2;
-    address cos, sin;  // (positions, E / 2) float32
+    int64_t half, norms_whole, gelu;  // as in tw_rotate_args, tw_head_norms and tw_swiglu_args
+    double eps, scale_log2, cap_log2, norm_offset, residual_scale;
     int64_t angle_stride, num_blocks, tokens_per_block, cache_block_stride;
     // Buffers, contiguous: normed (T, D), qkv (T, (H + 2 K) E), rotated (T, H, E), mixed (T, H, E), gate_up (T, 2 F),
     // gated (T, F); partial (T, D) is the result of a part.

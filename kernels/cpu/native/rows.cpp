@@ -1,4 +1,4 @@
-// Kernels that pass over rows once: RMS norm, rotary embedding with cache writes, SwiGLU, row copies, best numbers.
+// Kernels that pass over rows once: RMS norm, rotary embedding with cache writes, SwiGLU and GeGLU, row copies, best numbers.
 #include "kernels.h"
 #include "numbers.h"
 
@@ -6,50 +6,91 @@ namespace {
 
 // --- RMS norm -------------------------------------------------------------------------------------------------------
 
-// Sums are of kind Wide, weight and result of kind Number.
+// 1 / sqrt(mean square + eps), in float64, rounded once.
+INLINE F32 inverse_root(double mean_square, double eps) { return splat((float)(1.0 / __builtin_sqrt(mean_square + eps))); }
+
+template <class Number>
+F32 squares_of(const char *source, int64_t size, F32 squares = splat(0.0f)) {
+    for (int64_t at = 0; at < size; at += LANES) {
+        F32 value = load_numbers<Number>(source + Number::size * at, size - at);
+        squares = fma(value, value, squares);
+    }
+    return squares;
+}
+
+// Sums are of kind Wide, weights and result of kind Number.
 template <class Wide, class Number>
 void norm_rows(const tw_norm_args &args, int64_t start, int64_t stop) {
     const int64_t size = args.size, bytes = Wide::size;
-    const char *weight = (const char *)args.weight;
+    const char *weight = (const char *)args.weight, *x_weight = (const char *)args.x_weight;
+    const F32 offset = splat((float)args.offset), x_scale = splat((float)args.scale);
     for (int64_t row = start; row < stop; row++) {
         const char *source = (const char *)args.x + row * args.x_stride;
         F32 squares = splat(0.0f);
         if (args.total) {
             char *total = (char *)args.total + row * size * bytes;
             const char *residual = (const char *)args.residual + row * args.residual_stride;
+            F32 root = splat(1.0f);
+            if (x_weight) root = inverse_root(sum_lanes(squares_of<Wide>(source, size)) / (double)size, args.eps);
             for (int64_t at = 0; at < size; at += LANES) {
                 F32 a = load_numbers<Wide>(source + bytes * at, size - at);
                 F32 b = load_numbers<Wide>(residual + bytes * at, size - at);
-                F32 value = Wide::rounded(a + b);
+                if (x_weight) a = a * root * (load_numbers<Number>(x_weight + Number::size * at, size - at) + offset);
+                F32 value = Wide::rounded(a * x_scale + b);
                 store_rounded<Wide>(total + bytes * at, value, size - at);
                 squares = fma(value, value, squares);
             }
             source = total;
         } else {
-            for (int64_t at = 0; at < size; at += LANES) {
-                F32 value = load_numbers<Wide>(source + bytes * at, size - at);
-                squares = fma(value, value, squares);
-            }
+            squares = squares_of<Wide>(source, size);
         }
-        // In float64, rounded once.
-        F32 scale = splat((float)(1.0 / __builtin_sqrt(sum_lanes(squares) / (double)size + args.eps)));
+        const F32 scale = inverse_root(sum_lanes(squares) / (double)size, args.eps);
         char *out = (char *)args.out + row * size * Number::size;
         for (int64_t at = 0; at < size; at += LANES) {
-            F32 normed = load_numbers<Wide>(source + bytes * at, size - at) * scale;
-            F32 factor = load_numbers<Number>(weight + Number::size * at, size - at);
-            store_rounded<Number>(out + Number::size * at, normed * factor, size - at);
+            F32 value = load_numbers<Wide>(source + bytes * at, size - at);
+            if (weight) value = value * scale * (load_numbers<Number>(weight + Number::size * at, size - at) + offset);
+            store_rounded<Number>(out + Number::size * at, value, size - at);
         }
     }
 }
 
 // --- rotary embedding and cache writes ------------------------------------------------------------------------------
 
+// RMS norm of `count` heads in place; `mean_square`: of all of them, or null.
+template <class Number>
+void norm_heads(const tw_rotate_args &args, char *heads, int64_t count, address weight, const float *mean_square) {
+    const int64_t size = args.head_dim, head_bytes = size * Number::size;
+    const tw_head_norms &norms = args.norms;
+    const F32 offset = splat((float)norms.offset);
+    F32 squares = splat(0.0f);
+    if (norms.whole && !mean_square)
+        for (int64_t head = 0; head < count; head++) squares = squares_of<Number>(heads + head * args.head_stride, size, squares);
+    const double mean = mean_square ? (double)*mean_square : sum_lanes(squares) / (double)(count * size);
+    F32 root = inverse_root(mean, norms.eps);
+    for (int64_t head = 0; head < count; head++) {
+        char *own = heads + head * args.head_stride;
+        const char *factors = (const char *)weight + (norms.whole ? head * head_bytes : 0);
+        if (!norms.whole) root = inverse_root(sum_lanes(squares_of<Number>(own, size)) / (double)size, norms.eps);
+        for (int64_t at = 0; at < size; at += LANES) {
+            F32 value = load_numbers<Number>(own + Number::size * at, size - at) * root;
+            F32 factor = load_numbers<Number>(factors + Number::size * at, size - at) + offset;
+            store_rounded<Number>(own + Number::size * at, value * factor, size - at);
+        }
+    }
+}
+
 template <class Number>
 void rotate_rows(const tw_rotate_args &args, int64_t start, int64_t stop) {
-    const int64_t half = args.half, bytes = Number::size, head_bytes = 2 * half * bytes;
+    const int64_t half = args.half, bytes = Number::size, head_bytes = args.head_dim * bytes;
     const int64_t num_rotated = args.num_heads + args.num_kv_heads, page = args.tokens_per_block * head_bytes;
     for (int64_t token = start; token < stop; token++) {
-        const char *heads = (const char *)args.qkv + token * args.token_stride;
+        char *heads = (char *)args.qkv + token * args.token_stride;
+        if (args.norms.q_weight) {
+            const float *squares = args.norms.mean_squares ? (const float *)args.norms.mean_squares + 2 * token : nullptr;
+            char *key_heads = heads + args.num_heads * args.head_stride;
+            norm_heads<Number>(args, heads, args.num_heads, args.norms.q_weight, squares);
+            norm_heads<Number>(args, key_heads, args.num_kv_heads, args.norms.k_weight, squares ? squares + 1 : nullptr);
+        }
         const char *cosines = (const char *)args.cos + token * args.cos_stride;
         const char *sines = (const char *)args.sin + token * args.sin_stride;
         const int64_t slot = ((const int32_t *)args.slots)[token];
@@ -70,17 +111,23 @@ void rotate_rows(const tw_rotate_args &args, int64_t start, int64_t stop) {
                 store_rounded<Number>(target + bytes * half, second * cos + first * sin, count);
             }
         }
+        const int64_t turned = 2 * half * bytes;
+        for (int64_t head = 0; turned < head_bytes && head < num_rotated; head++) {
+            const int64_t kv_head = head - args.num_heads;
+            char *target = kv_head < 0 ? queries + head * head_bytes : keys + kv_head * page;
+            memcpy(target + turned, heads + head * args.head_stride + turned, head_bytes - turned);
+        }
         for (int64_t head = 0; head < args.num_kv_heads; head++)
             memcpy(values + head * page, heads + (num_rotated + head) * args.head_stride, head_bytes);
     }
 }
 
-// --- SwiGLU ---------------------------------------------------------------------------------------------------------
+// --- SwiGLU, GeGLU ---------------------------------------------------------------------------------------------------------
 
 template <class Number>
 void swiglu_rows(const tw_swiglu_args &args, int64_t start, int64_t stop) {
     const int64_t width = args.width, bytes = Number::size;
-    const F32 one = splat(1.0f);
+    const F32 one = splat(1.0f), gelu_first = splat(-1.5957691216057308f), gelu_third = splat(-0.071354816272f);
     for (int64_t row = start; row < stop; row++) {
         const char *gates = (const char *)args.gate_up + row * args.row_stride;
         char *out = (char *)args.out + row * width * bytes;
@@ -88,10 +135,11 @@ void swiglu_rows(const tw_swiglu_args &args, int64_t start, int64_t stop) {
             prefetch<2>(gates + bytes * at + 1024), prefetch<2>(gates + bytes * (width + at) + 1024);
             F32 gate = load_numbers<Number>(gates + bytes * at, width - at);
             F32 up = load_numbers<Number>(gates + bytes * (width + at), width - at);
-            F32 e[] = {splat(0.0f) - gate};
+            // gelu(x) = x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3))), silu(x) = x / (1 + exp(-x)).
+            F32 e[] = {args.gelu ? gate * (gelu_first + gelu_third * (gate * gate)) : splat(0.0f) - gate};
             exp(e);
-            F32 silu = gate / (one + e[0]);
-            store_rounded<Number>(out + bytes * at, silu * up, width - at);
+            F32 active = gate / (one + e[0]);
+            store_rounded<Number>(out + bytes * at, active * up, width - at);
         }
     }
 }

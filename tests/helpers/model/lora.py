@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.checkpoint.reader import expected_tensors
+from tightwire.model.checkpoint.tensors import expected_tensors
 
 ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

@@ -10,9 +10,10 @@ import torch
 from gguf.quants import quantize
 from tiny import tiny_config, tiny_tensors
 
-from tightwire.model.checkpoint.config import LlamaConfig, config_from_hf
-from tightwire.model.checkpoint.gguf import llama3_divisor
-from tightwire.model.checkpoint.reader import gguf_name
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.gguf_rope import llama3_divisor
+from tightwire.model.checkpoint.hf_config import config_from_hf
+from tightwire.model.checkpoint.tensors import gguf_name
 from tightwire.model.text.tokenizer import BOS_ID, CHAT_TEMPLATE, byte_backend
 
 # gguf-py decodes these but cannot make them; a test takes random blocks of them instead.
@@ -28,7 +29,7 @@ def make_tiny_gguf(path: Path, quant: str = "F32", *, seed: int = 0, **overrides
     config = config_from_hf(raw_config)
     writer = gguf.GGUFWriter(path, "llama")
     _write_sizes(writer, config)
-    _write_tokenizer(writer, config)
+    write_tokenizer(writer, config)
     kind = gguf.GGMLQuantizationType[quant]
     generator = np.random.default_rng(seed)
     for name, tensor in tiny_tensors(raw_config, seed).items():
@@ -90,7 +91,7 @@ def _write_sizes(writer: gguf.GGUFWriter, config: LlamaConfig) -> None:
         writer.add_rope_scaling_factor(config.rope_scaling.factor)
 
 
-def _write_tokenizer(writer: gguf.GGUFWriter, config: LlamaConfig) -> None:
+def write_tokenizer(writer: gguf.GGUFWriter, config: LlamaConfig) -> None:
     backend = byte_backend(config.vocab_size)
     tokens = [backend.id_to_token(i) or "" for i in range(config.vocab_size)]
     special = set(backend.get_added_tokens_decoder())

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tightwire.model.checkpoint.reader import expected_tensors
+from tightwire.model.checkpoint.tensors import expected_tensors
 from tightwire.model.open import Checkpoint
 
 

@@ -6,11 +6,11 @@ from helpers.kernels.interpreted import InterpretedRank, needs_triton
 from torch import Tensor
 
 from tightwire.comm.group.group import Group
-from tightwire.kernels.spec.layer_ops import add_rms_norm_reference, rms_norm_reference, swiglu_reference
+from tightwire.kernels.spec.layer_ops import NormForm, add_rms_norm_reference, rms_norm_reference, swiglu_reference
 
 pytestmark = needs_triton
 
-EPS = 1e-5
+EPS = NormForm(1e-5)
 
 
 def _check_norm(group: Group) -> None:

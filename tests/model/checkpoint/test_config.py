@@ -14,9 +14,10 @@ from tiny import VARIANTS, tiny_config
 from transformers import AutoConfig
 from transformers import LlamaConfig as HfConfig
 
-from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling, config_from_hf, config_to_hf
+from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.header import RANDOM_SHAPES
+from tightwire.model.checkpoint.hf_config import config_from_hf, config_to_hf
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.weights.formats import layer_tensors
@@ -38,7 +39,7 @@ def test_reads_what_transformers_reads(variant: str) -> None:
     assert ours.mlp_size == theirs.intermediate_size
     assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.tied_embeddings == theirs.tie_word_embeddings
-    assert (ours.attention_bias, ours.mlp_bias) == (theirs.attention_bias, theirs.mlp_bias)
+    assert (ours.qkv_bias, ours.output_bias, ours.mlp_bias) == (*[theirs.attention_bias] * 2, theirs.mlp_bias)
     assert ours.rope_theta == (theirs.rope_parameters or {}).get("rope_theta")
 
 
@@ -101,10 +102,19 @@ def test_dtype_under_both_names(key: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM is not supported; supported: LlamaForCausalLM"),
-        ({"architectures": None, "model_type": "bert"}, "model_type 'bert'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' is not supported; supported: default, linear"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        (
+            {"architectures": ["GptOssForCausalLM"]},
+            "GptOssForCausalLM is not supported; supported families: Llama, Mistral",
+        ),
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM with a mixture of experts is not supported"),
+        ({"architectures": ["XForCausalLM"], "num_experts": 8}, "XForCausalLM with a mixture of experts"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "with images or sound is not supported"),
+        ({"architectures": ["FalconH1ForCausalLM"], "mamba_d_state": 16}, "with recurrent layers"),
+        ({"architectures": None, "model_type": "bert"}, "model_type 'bert' with an encoder"),
+        ({"rope_scaling": {"rope_type": "xpos", "factor": 2.0}}, "'xpos' is not supported; supported: default, linear"),
+        ({"rope_scaling": {"type": "dynamic"}}, "'dynamic' lacks 'factor'"),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window is not supported"),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.2}, "rotates 3 of a head's 16 numbers"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported; supported: silu"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),

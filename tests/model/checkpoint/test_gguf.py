@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import VARIANTS, tiny_config, tiny_tensors
 
-from tightwire.model.checkpoint.config import RopeScaling, config_from_hf
+from tightwire.model.checkpoint.config import RopeScaling
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.checkpoint.gguf import GgufFile, config_from_gguf
-from tightwire.model.checkpoint.reader import expected_tensors, gguf_name
+from tightwire.model.checkpoint.gguf import GgufFile
+from tightwire.model.checkpoint.gguf_config import config_from_gguf
+from tightwire.model.checkpoint.hf_config import config_from_hf
+from tightwire.model.checkpoint.tensors import expected_tensors, gguf_name
 from tightwire.model.open import open_checkpoint
 
 TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"]
@@ -167,9 +169,11 @@ def metadata_only(path: Path, arch: str = "llama", **values: str | int) -> GgufF
 
 def test_other_architectures_and_kinds_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    with pytest.raises(ModelError, match="architecture 'qwen2' is not supported; supported: llama"):
-        config_from_gguf(metadata_only(path, "qwen2"))
-    with pytest.raises(ModelError, match="mixture-of-experts"):
+    with pytest.raises(ModelError, match="architecture 'gpt2' is not supported; supported families: Llama"):
+        config_from_gguf(metadata_only(path, "gpt2"))
+    with pytest.raises(ModelError, match="'qwen3moe' with a mixture of experts is not supported"):
+        config_from_gguf(metadata_only(path, "qwen3moe"))
+    with pytest.raises(ModelError, match="with a mixture of experts"):
         config_from_gguf(metadata_only(path, llama__expert_count=8))
     with pytest.raises(ModelError, match="one of several parts"):
         metadata_only(path, split__count=3)

@@ -12,7 +12,7 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.header import RANDOM_SHAPES
 from tightwire.model.checkpoint.random import RandomReader
-from tightwire.model.checkpoint.reader import expected_tensors
+from tightwire.model.checkpoint.tensors import expected_tensors
 from tightwire.model.layout import make_layout
 
 CONFIG = LlamaConfig(
@@ -24,7 +24,8 @@ CONFIG = LlamaConfig(
     mlp_size=300,
     vocab_size=500,
     max_positions=64,
-    attention_bias=True,
+    qkv_bias=True,
+    output_bias=True,
 )
 DOWN = "model.layers.1.mlp.down_proj.weight"
 

@@ -13,7 +13,8 @@ from tiny import tiny_config
 from torch import Tensor
 
 from tightwire.comm.group.group import Group
-from tightwire.model.checkpoint.config import config_from_hf
+from tightwire.kernels.linear import linear
+from tightwire.model.checkpoint.hf_config import config_from_hf
 from tightwire.model.layout import make_layout
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.sampling.draw import (
@@ -268,7 +269,7 @@ def _logits(group: Group, num_candidates: int) -> tuple[Tensor | None, int]:
     hidden_RD = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
     rows = parallel.shard.vocab_rows
     head_VD = torch.randn(config.vocab_size, 64, generator=torch.Generator().manual_seed(2))[rows.start : rows.stop]
-    return parallel.logits(hidden_RD, head_VD, num_candidates), group.bytes_sent
+    return parallel.gather_logits(linear(hidden_RD, head_VD, out_dtype=torch.float32), num_candidates), group.bytes_sent
 
 
 @pytest.mark.parametrize("num_candidates", [1, 7])

@@ -15,7 +15,7 @@ from tightwire.kernels.spec.packed import Matrix, PackedMatrix
 from tightwire.kernels.spec.packed_format import PACKED_FORMATS, Q4_1, Q8_0
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.checkpoint.reader import EMBEDDING, HEAD, expected_tensors
+from tightwire.model.checkpoint.tensors import EMBEDDING, HEAD, expected_tensors
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats, weight_bytes

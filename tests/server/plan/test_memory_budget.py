@@ -9,7 +9,7 @@ import pytest
 
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.random import RandomReader
-from tightwire.model.checkpoint.reader import expected_tensors
+from tightwire.model.checkpoint.tensors import expected_tensors
 from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import WeightFormats, choose_formats, weight_bytes
 from tightwire.server.config.flags import make_config
@@ -59,7 +59,9 @@ def total(budget: MemoryBudget) -> int:
     return sum(rank.fixed + rank.block * budget.num_blocks for rank in budget.ranks)
 
 
-@pytest.mark.parametrize("model", [MODEL, replace(MODEL, tied_embeddings=False, attention_bias=True, mlp_bias=True)])
+@pytest.mark.parametrize(
+    "model", [MODEL, replace(MODEL, tied_embeddings=False, qkv_bias=True, output_bias=True, mlp_bias=True)]
+)
 def test_one_rank_holds_every_tensor_of_the_model(model: LlamaConfig) -> None:
     numbers = 0
     for _, shape in expected_tensors(model):
@@ -70,7 +72,7 @@ def test_one_rank_holds_every_tensor_of_the_model(model: LlamaConfig) -> None:
     assert weight_bytes(model, make_layout(model, 1).shards[0], PLAIN, 1) == numbers
 
 
-@pytest.mark.parametrize("model", [MODEL, replace(MODEL, attention_bias=True, mlp_bias=True)])
+@pytest.mark.parametrize("model", [MODEL, replace(MODEL, qkv_bias=True, output_bias=True, mlp_bias=True)])
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_the_ranks_hold_the_model_together(tp: int, model: LlamaConfig) -> None:
     whole = weight_bytes(model, make_layout(model, 1).shards[0], PLAIN, 1)

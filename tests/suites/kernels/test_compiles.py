@@ -131,8 +131,10 @@ def test_all_reduce(codecs: tuple[str, str] | None, capability: int) -> None:
 def test_norm(adds: bool) -> None:
     from tightwire.kernels.cuda.layer_ops import _rms_norm_row
 
-    types = dict.fromkeys(("x", "residual", "weight", "out", "total"), "*bf16")
-    ptx = _ptx(_rms_norm_row, H100, {**types, "eps": "fp32"}, {"ADDS": adds, "PLACES": 4096})
+    types: dict[str, str] = dict.fromkeys(("x", "residual", "weight", "x_weight", "out", "total"), "*bf16")
+    types |= dict.fromkeys(("eps", "offset", "scale"), "fp32")
+    constants = {"ADDS": adds, "WEIGHTED": True, "X_WEIGHTED": adds, "PLACES": 4096}
+    ptx = _ptx(_rms_norm_row, H100, types, constants)
     assert "approx" not in ptx and "fma" not in ptx and "sqrt.rn" in ptx
 
 
@@ -144,6 +146,7 @@ ATTENTION_TYPES = {
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
 
+@pytest.mark.parametrize("cap_log2", [0.0, 72.0])
 @pytest.mark.parametrize(
     ("capability", "dtype", "head_dim", "per_kv_head"),
     [
@@ -156,7 +159,7 @@ TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"
         (L40, torch.float32, 64, 3),
     ],
 )
-def test_attention(capability: int, dtype: torch.dtype, head_dim: int, per_kv_head: int) -> None:
+def test_attention(capability: int, dtype: torch.dtype, head_dim: int, per_kv_head: int, cap_log2: float) -> None:
     """Both kernels load keys and values ahead, find room in shared memory, and multiply 16-bit numbers in matrix units."""
     from tightwire.kernels.cuda import attention_decode as decode
     from tightwire.kernels.cuda import attention_prefill as prefill
@@ -166,9 +169,9 @@ def test_attention(capability: int, dtype: torch.dtype, head_dim: int, per_kv_he
     types = {**ATTENTION_TYPES, **dict.fromkeys(("q", "k_cache", "v_cache", "out"), TYPES[dtype])}
     sizes = 8 * per_kv_head, 8, per_kv_head, 0, head_dim, width, 16
     rows, keys, num_warps = prefill.tile_sizes(width, per_kv_head, dtype)
-    shape = AttentionShape(*sizes, rows, keys)
+    shape = AttentionShape(*sizes, rows, keys, cap_log2)
     tile = _compiled(prefill._attend_tile, capability, types, {"shape": shape}, num_warps=num_warps)
-    shape = AttentionShape(*sizes, 16, decode.keys_at_once(width, dtype))
+    shape = AttentionShape(*sizes, 16, decode.keys_at_once(width, dtype), cap_log2)
     constants = {"shape": shape, "CHUNK": decode.CHUNK_KEYS, "PARTIAL": True}
     chunks = _compiled(decode._attend_chunks, capability, types, constants, num_stages=decode.NUM_STAGES)
     for kernel, unit in ((tile, "wgmma" if capability == H100 else "mma.sync"), (chunks, "mma.sync")):
@@ -183,30 +186,34 @@ def test_attention_of_one_chunk_and_the_merge_of_several() -> None:
     from tightwire.kernels.cuda.attention_tiles import AttentionShape
 
     types = {**ATTENTION_TYPES, **dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")}
-    shape = AttentionShape(32, 8, 4, 0, head_dim=128, width=128, page=16, rows=16, keys=32)
+    shape = AttentionShape(32, 8, 4, 0, head_dim=128, width=128, page=16, rows=16, keys=32, cap_log2=0.0)
     chunk = {"shape": shape, "CHUNK": CHUNK_KEYS, "PARTIAL": False}
     assert "st.global.v4" in _ptx(_attend_chunks, A100, types, chunk)
     merged = {"shape": shape, "CHUNK": CHUNK_KEYS, "AT_ONCE": 16}
     assert "ld.global.v4" in _ptx(_merge_chunks, H100, types, merged)
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rotation_and_cache(dtype: torch.dtype) -> None:
+def test_rotation_and_cache(dtype: torch.dtype, normed: bool) -> None:
     """Nothing is fused, or a sum would round once where the reference rounds twice; 16-bit numbers move in vectors."""
     from tightwire.kernels.cuda.layer_ops import _rotate_and_cache_heads
 
-    types = {**dict.fromkeys(("qkv", "k_cache", "v_cache", "q_out"), TYPES[dtype]), "slots": "*i32"}
+    names = "qkv", "k_cache", "v_cache", "q_out", "q_norm", "k_norm"
+    types = {**dict.fromkeys(names, TYPES[dtype]), "slots": "*i32", "eps": "fp32", "offset": "fp32"}
     types |= dict.fromkeys(("cos", "sin"), "*fp32")
-    constants = {"NUM_HEADS": 32, "KV_HEADS": 8, "HALF": 64, "PAGE": 16, "HEADS": 16, "PAIRS": 64}
+    constants = {"NUM_HEADS": 32, "KV_HEADS": 8, "HALF": 64, "TURNED": 64, "PAGE": 16, "HEADS": 16, "PAIRS": 64}
+    constants["NORMED"] = normed
     ptx = _ptx(_rotate_and_cache_heads, H100, types, constants)
     assert "fma" not in ptx and "ftz" not in ptx
     assert "ld.global.v4" in ptx and "st.global.v4" in ptx
 
 
-def test_swiglu() -> None:
+@pytest.mark.parametrize("gelu", [False, True])
+def test_swiglu(gelu: bool) -> None:
     from tightwire.kernels.cuda.layer_ops import _swiglu_part
 
-    ptx = _ptx(_swiglu_part, A100, {"gate_up": "*bf16", "out": "*bf16"}, {"PLACES": 1024})
+    ptx = _ptx(_swiglu_part, A100, {"gate_up": "*bf16", "out": "*bf16"}, {"PLACES": 1024, "GELU": gelu})
     assert "div.full" not in ptx and "div.rn" in ptx
     assert "ld.global.v4" in ptx and "st.global.v4" in ptx
 

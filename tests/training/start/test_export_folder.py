@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tightwire.model.checkpoint.reader import expected_tensors
+from tightwire.model.checkpoint.tensors import expected_tensors
 from tightwire.model.open import open_checkpoint
 from tightwire.training.config.tree import ModelConfig, ShapeConfig
 from tightwire.training.start.export import export_folder

@@ -7,6 +7,8 @@
 //     2. new maximum; multiply the sums by 2^(old - new); p = 2^(score - new)
 //     3. widen 64 values, sums += p @ v
 //
+// With a window it begins with the first block of keys that its first token sees; with a cap, scores are capped before 2.
+//
 // With AVX512-BF16 bfloat16 is not widened: two numbers are multiplied and added at once, neighbours of a row for the
 // scores, and two keys that follow each other for the values. Scores are scaled after their product then, and p is
 // rounded to bfloat16 for step 3, as attention on GPUs does.
@@ -70,15 +72,17 @@ void add_values(const Buffers &buffers, const Chunk &chunk, int64_t depth) {
         multiply<LANES, ACCUMULATE, IN_PAIRS>(product);
 }
 
-// Keys that a tile visits together: `width` were read, all or half of a block. The tile's first token sees `visible` of them.
+// Keys that a tile visits together: `width` were read, all or half of a block. The tile's first token sees `visible` of them, but
+// those more than `window` before the last.
 struct Keys {
-    int64_t width, visible, depth;
+    int64_t width, visible, window, depth;
     bool first;
 };
 
 // One step of the online softmax for some rows.
 template <bool IN_PAIRS>
-void attend_rows(const Buffers &buffers, const Rows &rows, const Keys &keys, int64_t first_row, float scale) {
+void attend_rows(const Buffers &buffers, const Rows &rows, const Keys &keys, int64_t first_row, float scale,
+                 float cap) {
     const int64_t left = rows.num_rows - first_row, padded = buffers.padded;
     Chunk chunk;
     chunk.first_row = first_row, chunk.num_rows = left < CHUNK ? left : CHUNK;
@@ -89,8 +93,15 @@ void attend_rows(const Buffers &buffers, const Rows &rows, const Keys &keys, int
     else
         multiply<KEYS / 2, false, IN_PAIRS>(product);
     float *maxima = buffers.maxima + first_row, highest[CHUNK];
-    for (int64_t row = 0; row < chunk.num_rows; row++)
-        highest[row] = mask_scores(buffers.scores + KEYS * row, keys.visible + (first_row + row) / rows.num_heads);
+    if (cap > 0.0f) {
+        for (int64_t row = 0; row < chunk.num_rows; row++)
+            cap_scores(buffers.scores + KEYS * row, IN_PAIRS ? scale : 1.0f, cap);
+        scale = 1.0f;
+    }
+    for (int64_t row = 0; row < chunk.num_rows; row++) {
+        const int64_t visible = keys.visible + (first_row + row) / rows.num_heads;
+        highest[row] = mask_scores(buffers.scores + KEYS * row, keys.window ? visible - keys.window : 0, visible);
+    }
     raise_maxima(maxima, highest, IN_PAIRS ? scale : 1.0f, chunk);
     for (int64_t row = 0; row < chunk.num_rows; row++)
         soften<IN_PAIRS>(buffers.scores + KEYS * row, buffers.lane_sums + LANES * (first_row + row), maxima[row],
@@ -114,10 +125,11 @@ void attend_tile(const tw_attend_args &args, const tw_tile &tile, int64_t kv_hea
     const Buffers buffers = make_buffers(rows.num_rows, args.head_dim);
     with_kind(args.kind, [&](auto number) { read_queries<decltype(number), IN_PAIRS>(args, rows, buffers); });
 
-    CacheWalk walk(args, tile.seq, kv_head);
-    const int64_t num_keys = first_position + tile.num_tokens;
+    const int64_t num_keys = first_position + tile.num_tokens, num_before = first_position + 1 - args.window;
+    const int64_t begin = args.window && num_before > 0 ? num_before / KEYS * KEYS : 0;
+    CacheWalk walk(args, tile.seq, kv_head, begin);
     const int64_t depth = IN_PAIRS ? buffers.padded / 2 : args.head_dim;
-    for (int64_t first_key = 0; first_key < num_keys; first_key += KEYS) {
+    for (int64_t first_key = begin; first_key < num_keys; first_key += KEYS) {
         const int64_t left = num_keys - first_key, width = left > KEYS / 2 ? KEYS : KEYS / 2;
         for (int key = 0; key < width; key += LANES) {
             if constexpr (IN_PAIRS)
@@ -129,9 +141,9 @@ void attend_tile(const tw_attend_args &args, const tw_tile &tile, int64_t kv_hea
                     read_keys<decltype(number)>(args, walk, left - key, buffers, buffers.keys_t + key, values);
                 });
         }
-        const Keys keys = {width, first_position + 1 - first_key, depth, first_key == 0};
+        const Keys keys = {width, first_position + 1 - first_key, args.window, depth, first_key == begin};
         for (int64_t row = 0; row < rows.num_rows; row += CHUNK)
-            attend_rows<IN_PAIRS>(buffers, rows, keys, row, (float)args.scale_log2);
+            attend_rows<IN_PAIRS>(buffers, rows, keys, row, (float)args.scale_log2, (float)args.cap_log2);
     }
     with_kind(args.kind, [&](auto number) { write_results<decltype(number)>(args, rows, buffers); });
 }

@@ -91,12 +91,12 @@ struct CacheWalk {
     int64_t block_stride, head_offset, token_bytes, tokens_per_block;
     int64_t index, in_block;  // of the next position
 
-    CacheWalk(const tw_attend_args &args, int64_t seq, int64_t kv_head) {
+    CacheWalk(const tw_attend_args &args, int64_t seq, int64_t kv_head, int64_t first_key) {
         blocks = (const int32_t *)(args.block_table + seq * args.table_stride);
         block_stride = args.cache_block_stride, tokens_per_block = args.tokens_per_block;
         token_bytes = args.head_dim * size_of(args.cache_kind);
         head_offset = kv_head * tokens_per_block * token_bytes;
-        index = in_block = 0;
+        index = first_key / tokens_per_block, in_block = first_key % tokens_per_block;
     }
     // Bytes from the start of a cache to the next position's numbers.
     int64_t next() {

@@ -11,8 +11,20 @@ struct Chunk {
     float shrink[CHUNK];  // 2^(old maximum - new maximum) of each row
 };
 
-// Masks a row's scores from `visible` on, and returns the largest.
-INLINE float mask_scores(float *scores, int64_t visible) {
+// Scores of a row, times `factor`, become cap * tanh(score / cap).
+INLINE void cap_scores(float *scores, float factor, float cap) {
+    UNROLL for (int i = 0; i < KEYS / LANES; i++) {
+        F32 e[] = {load(scores + LANES * i) * splat(2.0f * factor / cap)};
+        exp(e);
+        store(scores + LANES * i, splat(cap) - splat(2.0f * cap) / (e[0] + splat(1.0f)));
+    }
+}
+
+constexpr float LOWEST = -1e30f;  // the largest score of a row that sees none: finite, because inf - inf is not a number
+
+// Masks a row's scores before `first` and from `visible` on, and returns the largest.
+INLINE float mask_scores(float *scores, int64_t first, int64_t visible) {
+    for (int64_t key = 0; key < first && key < KEYS; key++) scores[key] = MINUS_INFINITY;
     F32 high[KEYS / LANES];
     UNROLL for (int i = 0; i < KEYS / LANES; i++) {
         high[i] = load(scores + LANES * i);
@@ -21,7 +33,8 @@ INLINE float mask_scores(float *scores, int64_t visible) {
             store(scores + LANES * i, high[i]);
         }
     }
-    return max_lanes(maximum(maximum(high[0], high[1]), maximum(high[2], high[3])));
+    const float highest = max_lanes(maximum(maximum(high[0], high[1]), maximum(high[2], high[3])));
+    return first > 0 && highest < LOWEST ? LOWEST : highest;
 }
 
 // The step's new maxima; a NaN stays.

@@ -1,0 +1,115 @@
+"""Reads the metadata of a .gguf as ``LlamaConfig``."""
+
+from typing import Any
+
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.gguf import GgufFile
+from tightwire.model.checkpoint.gguf_rope import GgufKeys, rope_from_gguf, shortest_float
+from tightwire.model.families import FAMILIES, SUPPORTED, Family, unsupported_feature
+
+_DTYPES = {"F32": "float32", "F16": "float16"}  # other types are served as bfloat16
+# End-of-turn tokens of known chat formats. Older files list only the end-of-document token.
+_END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end_of_text|>", "<end_of_turn>", "<|end|>")
+
+
+def config_from_gguf(file: GgufFile) -> LlamaConfig:
+    """Read sizes, rope and token ids; raises ModelError for anything that is missing or not supported."""
+    try:
+        return _config_from_gguf(file)
+    except ModelError:
+        raise
+    except (TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise ModelError(f"{file.path}: its metadata is damaged: {error}") from None
+
+
+def _config_from_gguf(file: GgufFile) -> LlamaConfig:
+    family = _family(file)
+    keys = GgufKeys(file, family.gguf)
+    heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
+    embedding = file.tensors.get("token_embd.weight")
+    query = file.tensors.get("blk.0.attn_q.weight") or file.tensors.get("blk.0.attn_qkv.weight")
+    if embedding is None:
+        raise ModelError(f"{file.path}: tensor token_embd.weight is missing")
+    fields: dict[str, Any] = {
+        "family": family.name,
+        "num_layers": keys.size("block_count"),
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": keys.size("attention.head_count_kv", heads),
+        "head_dim": (head_dim := keys.size("attention.key_length", hidden // heads)),
+        "mlp_size": keys.size("feed_forward_length"),
+        "vocab_size": embedding.shape[0],  # some files' own count omits the padding
+        "max_positions": keys.size("context_length"),
+        "norm_eps": shortest_float(keys.get("attention.layer_norm_rms_epsilon", 1e-5)),
+        "tied_embeddings": "output.weight" not in file.tensors,
+        "mlp_bias": _has_bias(file, "ffn_gate", "ffn_up", "ffn_down"),
+        **_attention_biases(file, family),
+    }
+    if keys.size("attention.value_length", head_dim) != head_dim:
+        raise ModelError(f"{file.path}: {keys.arch}.attention.value_length differs from head size {head_dim}")
+    for name, key in family.keys.items():
+        if key.gguf is not None and (value := keys.get(key.gguf)):
+            fields[name] = shortest_float(value) ** key.power
+    fields |= _windows(keys, family, fields["num_layers"])
+    fields |= rope_from_gguf(file, keys, family, head_dim)
+    fields |= {name: value(fields) for name, value in family.gguf_fixed.items() if name not in fields}
+    fields |= {name: value(fields) if callable(value) else value for name, value in family.fixed.items()}
+    return LlamaConfig(
+        **fields,
+        dtype=_DTYPES.get(query.kind.name if query else "", "bfloat16"),
+        bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
+        eos_token_ids=_eos_token_ids(file),
+    )
+
+
+def _family(file: GgufFile) -> Family:
+    """Return the entry of the table. ModelError: there is none, with the feature that is missing."""
+    arch = str(file.get("general.architecture"))
+    feature = unsupported_feature(arch, lambda key: bool(file.get(f"{arch}.{key}")))
+    families = [family for family in FAMILIES if family.gguf == arch]
+    if feature or not families:
+        raise ModelError(
+            f"{file.path}: architecture {arch!r}{feature} is not supported; supported families: {SUPPORTED}"
+        )
+    # OLMo 3 has OLMo 2's architecture, and a window.
+    with_window = [family for family in families if family.full_every > 1]
+    has_window = bool(file.get(f"{arch}.attention.sliding_window"))
+    return with_window[0] if has_window and with_window else families[0]
+
+
+def _windows(keys: GgufKeys, family: Family, num_layers: int) -> dict[str, Any]:
+    """Return the layers with a window, and those without rotary embedding; files do not say which, as in llama.cpp."""
+    layers, found = range(num_layers), dict[str, Any]()
+    if family.nope_every:
+        found["nope"] = tuple(layer for layer in layers if (layer + 1) % family.nope_every == 0)
+    if family.full_every and (window := keys.get("attention.sliding_window")):
+        every = family.full_every
+        found |= {"window": int(window), "sliding": tuple(i for i in layers if every == 1 or (i + 1) % every)}
+    return found
+
+
+def _attention_biases(file: GgufFile, family: Family) -> dict[str, bool]:
+    qkv, output = _has_bias(file, "attn_q", "attn_k", "attn_v"), _has_bias(file, "attn_output")
+    if qkv != output and "output_bias" in family.keys:
+        named = "attn_q, attn_k and attn_v" if qkv else "attn_output"
+        raise ModelError(
+            f"{file.path}: only {named} have a bias, which no {family.name} model has; supported: all of attn_q, attn_k, "
+            "attn_v, attn_output"
+        )
+    return {"qkv_bias": qkv, "output_bias": output}
+
+
+def _has_bias(file: GgufFile, *names: str) -> bool:
+    present = [name for name in names if f"blk.0.{name}.bias" in file.tensors]
+    if present and len(present) != len(names):
+        raise ModelError(f"{file.path}: only {', '.join(present)} have a bias; supported: all of {', '.join(names)}")
+    return bool(present)
+
+
+def _eos_token_ids(file: GgufFile) -> tuple[int, ...]:
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ids = [file.get(f"tokenizer.ggml.{key}") for key in keys]
+    tokens = file.get("tokenizer.ggml.tokens", [])
+    ids += [tokens.index(token) for token in _END_OF_TURN if token in tokens]
+    return tuple(dict.fromkeys(int(i) for i in ids if i is not None))

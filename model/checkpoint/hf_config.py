@@ -1,0 +1,173 @@
+"""Reads a Hugging Face config.json as ``LlamaConfig``, and writes one."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.hf_rope import rope_from_hf, rope_to_hf
+from tightwire.model.checkpoint.quantization import parse_quantization
+from tightwire.model.families import FAMILIES, SUPPORTED, Family, unsupported_feature
+
+_DTYPES = ("float32", "bfloat16", "float16")
+# Names in a config.json of sizes, which are checked.
+_SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_positions": "max_position_embeddings",
+}
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> LlamaConfig:
+    """Read a config.json, and the generation_config.json beside it if there is one.
+
+    Missing keys get transformers' defaults. End tokens of both files apply, generation's first, because instruct models
+    often list the end-of-turn token only there. Raises ModelError: unsupported family, rope kind, activation or
+    quantization, or a missing or invalid size.
+    """
+    try:
+        family = _family(config)
+        return _config_from_hf({**family.defaults, **config}, generation or {}, family)
+    except ModelError:
+        raise
+    except (TypeError, ValueError, AttributeError, OverflowError, ArithmeticError) as error:
+        raise ModelError(f"config.json: a value has the wrong type or is invalid: {error}") from None
+
+
+def _config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any], family: Family) -> LlamaConfig:
+    _refuse_unsupported(config, family)
+    fields: dict[str, Any] = {**_sizes(config), "family": family.name}
+    fields["norm_eps"] = float(config.get("rms_norm_eps", 1e-6))
+    fields["tied_embeddings"] = bool(config.get("tie_word_embeddings", False))
+    for name, key in family.keys.items():
+        value = config.get(key.hf or "")
+        if value is not None:
+            fields[name] = value if isinstance(value, bool) else float(value) ** key.power
+    fields |= _windows(config, family, fields)
+    fields |= rope_from_hf(config, family, fields)
+    fields |= {name: value(fields) if callable(value) else value for name, value in family.fixed.items()}
+    dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    if dtype not in _DTYPES:
+        raise ModelError(f"config.json: dtype {dtype!r} is not supported; supported: {', '.join(_DTYPES)}")
+    return LlamaConfig(
+        **fields,
+        dtype=dtype,
+        bos_token_id=next(iter(_ids("bos_token_id", config.get("bos_token_id"))), None),
+        eos_token_ids=_ids("eos_token_id", generation.get("eos_token_id"), config.get("eos_token_id")),
+    )
+
+
+def _family(config: Mapping[str, Any]) -> Family:
+    """Return the entry of the table. ModelError: there is none, with the feature that is missing."""
+    architectures, model_type = config.get("architectures") or [], config.get("model_type")
+    for family in FAMILIES:
+        if family.architecture in architectures or (not architectures and model_type == family.model_type):
+            return family
+    found = ", ".join(map(str, architectures)) or f"model_type {model_type!r}"
+    feature = unsupported_feature(found, lambda key: bool(config.get(key)))
+    raise ModelError(f"config.json: {found}{feature} is not supported; supported families: {SUPPORTED}")
+
+
+def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
+    parse_quantization(config)
+    wanted = family.fixed.get("activation", "silu")
+    activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if _ACTIVATIONS.get(activation) != wanted:
+        supported = next(name for name, own in _ACTIVATIONS.items() if own == wanted)
+        raise ModelError(f"config.json: activation {activation!r} is not supported; supported: {supported}")
+    for key in ("use_sliding_window", "use_bidirectional_attention"):
+        if config.get(key):
+            raise ModelError(f"config.json: {key} is not supported; supported: false")
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    kv_heads = _size(config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ModelError(
+            f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+        )
+    if config.get("head_dim") is None and hidden % heads:
+        raise ModelError(f"config.json: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+    defaults = {"num_kv_heads": heads, "head_dim": hidden // heads, "max_positions": 2048}
+    sizes = {name: _size(config, key, defaults.get(name)) for name, key in _SIZES.items()}
+    if sizes["head_dim"] % 2:
+        raise ModelError(f"config.json: head_dim={sizes['head_dim']} is odd; rotary embeddings rotate pairs")
+    return sizes
+
+
+def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise ModelError(f"config.json: {key} is missing")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"config.json: {key} must be a whole number above 0, got {value!r}")
+    return value
+
+
+def _windows(config: Mapping[str, Any], family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layers with a window, and those without rotary embedding."""
+    layers = range(fields["num_layers"])
+    flags = config.get("no_rope_layers")  # despite its name 1 stands for a layer with rotary embedding
+    if flags is None and family.nope_every:
+        every = config.get("no_rope_layer_interval") or family.nope_every
+        flags = [(layer + 1) % every for layer in layers]
+    found: dict[str, Any] = {}
+    if family.nope_every and flags is not None:
+        found["nope"] = tuple(layer for layer in layers if not flags[layer])
+    if family.full_every and config.get("sliding_window"):
+        types = config.get("layer_types") or _layer_types(layers, config, family)
+        window, sliding = _size(config, "sliding_window"), tuple(layer for layer in layers if types[layer] == _SLIDING)
+        if sliding:
+            found |= {"window": window, "sliding": sliding}
+    return found
+
+
+def _layer_types(layers: range, config: Mapping[str, Any], family: Family) -> list[str]:
+    every = config.get("sliding_window_pattern") or family.full_every
+    return [_FULL if every > 1 and (layer + 1) % every == 0 else _SLIDING for layer in layers]
+
+
+def _ids(key: str, *values: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Return all ids in order, without duplicates."""
+    ids: list[int] = []
+    for value in values:
+        ids += [value] if isinstance(value, int) else list(value or ())
+    if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
+        raise ModelError(f"config.json: {key} must be a token id or a list of them, got {ids}")
+    return tuple(dict.fromkeys(ids))
+
+
+def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
+    """Return the object of a config.json. ``config_from_hf`` reads it back unchanged, and transformers accepts it."""
+    family = config.entry
+    activation = next(name for name, own in _ACTIVATIONS.items() if own == config.activation)
+    exported: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    exported |= {"hidden_act": activation, "hidden_activation": activation}
+    exported |= {key: getattr(config, name) for name, key in _SIZES.items()}
+    exported |= {"rms_norm_eps": config.norm_eps, "tie_word_embeddings": config.tied_embeddings}
+    exported |= {"torch_dtype": config.dtype, "bos_token_id": config.bos_token_id}
+    for name, key in family.keys.items():
+        value = getattr(config, name)
+        if name == "score_scale":
+            value = config.scale
+        if key.hf is not None:
+            exported[key.hf] = value if isinstance(value, bool) or not value else value ** (1 / key.power)
+    layers = range(config.num_layers)
+    if family.full_every:
+        exported["sliding_window"] = config.window or None
+        exported["layer_types"] = [_SLIDING if layer in config.sliding else _FULL for layer in layers]
+    if family.nope_every:
+        exported["no_rope_layers"] = [int(layer not in config.nope) for layer in layers]
+    exported |= rope_to_hf(config)
+    if config.eos_token_ids:
+        exported["eos_token_id"] = list(config.eos_token_ids)
+    return exported

@@ -1,0 +1,121 @@
+"""Reads and writes the rotary embedding of a config.json, in the spellings of transformers 4 and 5."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tightwire.model.checkpoint.config import ROPE_KINDS, LlamaConfig, RopeScaling
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.families import Family
+
+# Parts of ``rope_parameters`` where layers with a window rotate otherwise.
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def rope_from_hf(config: Mapping[str, Any], family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return theta, scaling and width, from ``rope_theta`` and ``rope_scaling`` or transformers 5's ``rope_parameters``."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    found: dict[str, Any] = {}
+    if _FULL in rope:
+        local_theta = (rope.get(_SLIDING) or {}).get("rope_theta")
+        if local_theta and "local_rope_theta" in family.keys:
+            found["local_rope_theta"] = float(local_theta)
+        rope = rope[_FULL] or {}
+    found["rope_theta"] = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        found["rotary_dim"] = _rotary_dim(partial, family, fields["head_dim"])
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if "short_factor" in rope:
+        kind = "longrope"  # early files of Phi-3 say su or yarn
+    try:
+        found["rope_scaling"] = _scaling("none" if kind == "default" else kind, rope, config, fields["max_positions"])
+    except KeyError as error:
+        raise ModelError(f"config.json: rope scaling {kind!r} lacks {error.args[0]!r}") from None
+    return found
+
+
+def _rotary_dim(share: float, family: Family, head_dim: int) -> int:
+    if not family.partial_rotary:
+        raise ModelError(
+            f"config.json: partial_rotary_factor {share} is not supported for {family.name}; supported: 1.0"
+        )
+    rotary_dim = int(head_dim * share)
+    if rotary_dim % 2 or not 0 < rotary_dim < head_dim:
+        raise ModelError(
+            f"config.json: partial_rotary_factor {share} rotates {rotary_dim} of a head's {head_dim} numbers; supported: "
+            "an even number of them"
+        )
+    return rotary_dim
+
+
+def _scaling(kind: str, rope: Mapping[str, Any], config: Mapping[str, Any], max_positions: int) -> RopeScaling:
+    if kind == "none":
+        return RopeScaling()
+    if kind not in ROPE_KINDS:
+        raise ModelError(
+            f"config.json: rope scaling {kind!r} is not supported; supported: default, {', '.join(ROPE_KINDS[1:])}"
+        )
+    original = "original_max_position_embeddings"
+    given: dict[str, Any] = {"kind": kind}
+    if kind in ("linear", "dynamic", "llama3"):
+        given["factor"] = float(rope["factor"])
+    if kind == "llama3":
+        given |= {name: float(rope[name]) for name in ("low_freq_factor", "high_freq_factor")}
+    if kind in ("llama3", "yarn", "longrope"):
+        given["original_max_positions"] = int(rope.get(original) or config.get(original) or max_positions)
+    if kind in ("yarn", "longrope"):
+        ratio = max_positions / given["original_max_positions"]
+        given["factor"] = factor = float(rope.get("factor") or ratio)
+        given["attention_factor"] = float(rope.get("attention_factor") or _attention_factor(kind, factor, given, rope))
+    if kind == "yarn":
+        given |= {"beta_fast": float(rope.get("beta_fast") or 32), "beta_slow": float(rope.get("beta_slow") or 1)}
+        given["truncate"] = bool(rope.get("truncate", True))
+    if kind == "longrope":
+        given |= {f"{name}s": tuple(map(float, rope[name])) for name in ("short_factor", "long_factor")}
+    return RopeScaling(**given)
+
+
+def _attention_factor(kind: str, factor: float, given: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(given["original_max_positions"])) if factor > 1 else 1.0
+    mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    return (
+        yarn_attention(factor, mscale) / yarn_attention(factor, of_all) if mscale and of_all else yarn_attention(factor)
+    )
+
+
+def yarn_attention(factor: float, mscale: float = 1.0) -> float:
+    """Return YaRN's factor of cosines and sines. Source: arXiv 2309.00071, section 3.4."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rope_to_hf(config: LlamaConfig) -> dict[str, Any]:
+    """Return the keys of a config.json from which ``rope_from_hf`` reads the same."""
+    rope, written = _scaling_to_hf(config.rope_scaling), {"rope_theta": config.rope_theta}
+    if config.rotary_dim:
+        # A little more, because rounding down must give the same number again.
+        written["partial_rotary_factor"] = (config.rotary_dim + 0.25) / config.head_dim
+    if config.local_rope_theta is not None:
+        local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
+        return {"rope_parameters": {_FULL: {"rope_type": "default", **(rope or {}), **written}, _SLIDING: local}}
+    if rope is not None and config.rope_scaling.kind == "longrope":
+        written["original_max_position_embeddings"] = config.rope_scaling.original_max_positions
+    return {**written, "rope_scaling": rope}
+
+
+def _scaling_to_hf(scaling: RopeScaling) -> dict[str, Any] | None:
+    if scaling.kind == "none":
+        return None
+    rope: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind in ("llama3", "yarn", "longrope"):
+        rope["original_max_position_embeddings"] = scaling.original_max_positions
+    if scaling.kind == "llama3":
+        rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    if scaling.kind in ("yarn", "longrope"):
+        rope["attention_factor"] = scaling.attention_factor
+    if scaling.kind == "yarn":
+        rope |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
+    if scaling.kind == "longrope":
+        rope |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
+    return rope

@@ -1,0 +1,159 @@
+"""Names and shapes of a model's tensors, in Hugging Face's names, and the reader of those that files keep stacked."""
+
+import re
+from collections.abc import Iterator
+
+from tightwire.kernels.spec.packed import Matrix
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.reader import CheckpointReader
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
+# By the places of norms: the tensors of a layer's norms, by their fields in ``LayerWeights``. A result's norm is used when
+# the result is added to the residual.
+NORMS = {
+    "before": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "after": {"attention_result": "post_attention_layernorm", "mlp_result": "post_feedforward_layernorm"},
+    "both": {
+        "attention_norm": "input_layernorm",
+        "attention_result": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_result": "post_feedforward_layernorm",
+    },
+}
+_GGUF_NORMS = {
+    "attention_norm": "attn_norm",
+    "attention_result": "post_attention_norm",
+    "mlp_norm": "ffn_norm",
+    "mlp_result": "post_ffw_norm",
+}
+_GGUF_OUTER = {EMBEDDING: "token_embd.weight", FINAL_NORM: "output_norm.weight", HEAD: "output.weight"}
+_GGUF_LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_GGUF_BY_NORMS = {
+    places: _GGUF_LAYER | {name: _GGUF_NORMS[role] for role, name in roles.items()} for places, roles in NORMS.items()
+}
+
+
+def gguf_name(hf_name: str, norms: str = "before") -> str | None:
+    """Return e.g. ``blk.3.ffn_up.weight`` for ``model.layers.3.mlp.up_proj.weight``; None if there is no such name.
+
+    ``norms``: the places of the model's norms.
+    """
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(\w+)", hf_name)
+    own_name = None if match is None else _GGUF_BY_NORMS[norms].get(match[2])
+    if match is None or own_name is None:
+        return _GGUF_OUTER.get(hf_name)
+    return f"blk.{match[1]}.{own_name}.{match[3]}"
+
+
+def expected_tensors(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield every tensor that the model needs, with its unsplit shape; stacked ones as their parts."""
+    hidden = config.hidden_size
+    yield EMBEDDING, (config.vocab_size, hidden)
+    for index in range(config.num_layers):
+        for name, shape in _layer_tensors(config):
+            yield f"model.layers.{index}.{name}", shape
+    yield FINAL_NORM, (hidden,)
+    if not config.tied_embeddings:
+        yield HEAD, (config.vocab_size, hidden)
+
+
+def _layer_tensors(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, mlp = config.hidden_size, config.mlp_size
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    for name in NORMS[config.norms].values():
+        yield f"{name}.weight", (hidden,)
+    if config.qk_norm != "none":
+        by_head = config.qk_norm == "heads"
+        yield "self_attn.q_norm.weight", (config.head_dim if by_head else query,)
+        yield "self_attn.k_norm.weight", (config.head_dim if by_head else kv,)
+    matrices = {
+        "self_attn.q_proj": (query, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv, hidden, config.qkv_bias),
+        "mlp.gate_proj": (mlp, hidden, config.mlp_bias),
+        "mlp.up_proj": (mlp, hidden, config.mlp_bias),
+        "self_attn.o_proj": (hidden, query, config.output_bias),
+        "mlp.down_proj": (hidden, mlp, config.mlp_bias),
+    }
+    for name, (rows, columns, has_bias) in matrices.items():
+        yield f"{name}.weight", (rows, columns)
+        if has_bias:
+            yield f"{name}.bias", (rows,)
+
+
+def check_tensors(reader: CheckpointReader, config: LlamaConfig) -> None:
+    """Raise ModelError if a tensor is missing, has another shape, or has an unsupported type."""
+    for name, want in expected_tensors(config):
+        found = reader.shape(name)
+        if found != want:
+            raise ModelError(f"tensor {name} has shape {found}, but the model's configuration requires {want}")
+
+
+def part_places(config: LlamaConfig) -> dict[str, tuple[str, range]]:
+    """Return the places of parts of stacked tensors: by the part's name in a layer, the file's name and the rows."""
+    rows = {name.removesuffix(".weight"): shape[0] for name, shape in _layer_tensors(config)}
+    places: dict[str, tuple[str, range]] = {}
+    for stacked, parts in config.entry.stacked.items():
+        start = 0
+        for part in parts:
+            places[part] = stacked, range(start, start + rows[part])
+            start += rows[part]
+    return places
+
+
+class PartsReader:
+    """``CheckpointReader`` that also finds the parts of stacked tensors by their own names."""
+
+    def __init__(self, reader: CheckpointReader, config: LlamaConfig) -> None:
+        self._reader, self._places = reader, part_places(config)
+        self._stacked_rows: dict[str, int] = {}
+        for stacked, rows in self._places.values():
+            self._stacked_rows[stacked] = max(rows.stop, self._stacked_rows.get(stacked, 0))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        stored, stacked, rows = self._find(name)
+        shape = self._reader.shape(stored)
+        if rows is None:
+            return shape
+        if shape[0] != self._stacked_rows[stacked]:
+            raise ModelError(
+                f"tensor {stored} has {shape[0]} rows, but the model's configuration requires {self._stacked_rows[stacked]}"
+            )
+        return (len(rows), *shape[1:])
+
+    def stored_as(self, name: str) -> str:
+        return self._reader.stored_as(self._find(name)[0])
+
+    def read_into(self, out: Matrix, name: str, *, rows: range, columns: range | None = None) -> None:
+        stored, _, part = self._find(name)
+        start = 0 if part is None else part.start
+        self._reader.read_into(out, stored, rows=range(rows.start + start, rows.stop + start), columns=columns)
+
+    def _find(self, name: str) -> tuple[str, str, range | None]:
+        """Return the name in the file, and the stacked tensor and its rows; None: it is stored by itself."""
+        match = re.fullmatch(r"(model\.layers\.\d+)\.(.+)\.(\w+)", name)
+        if match is None or match[2] not in self._places:
+            return name, "", None
+        stacked, rows = self._places[match[2]]
+        return f"{match[1]}.{stacked}.{match[3]}", stacked, rows
+
+
+def with_parts(reader: CheckpointReader, config: LlamaConfig) -> CheckpointReader:
+    """Return the reader, or a ``PartsReader`` over it for a family that stacks tensors."""
+    return PartsReader(reader, config) if config.entry.stacked else reader

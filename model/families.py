@@ -1,0 +1,240 @@
+"""The table of model families: what their layers compute, and how their files name it. A new family is one entry here.
+
+An entry says which fields of ``LlamaConfig``, the one description that all kernels follow, differ from Llama's. Nothing
+else asks for a family by name. Imports no torch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Key(NamedTuple):
+    """Where files keep a field: the keys of config.json and of GGUF (without the architecture); None: not at all."""
+
+    hf: str | None
+    gguf: str | None = None
+    power: float = 1.0  # the field is the file's number to this power
+
+
+Fields = Mapping[str, Any]  # of ``LlamaConfig``, those read so far
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """One entry. ``fixed``: fields with one value in all models, or computed from the others."""
+
+    name: str
+    architecture: str  # of config.json
+    model_type: str
+    gguf: str  # architecture of GGUF files
+    gguf_permuted: bool = False  # llama.cpp interleaves the halves of q's and k's heads
+    keys: Mapping[str, Key] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    gguf_fixed: Mapping[str, Callable[[Fields], Any]] = field(default_factory=dict)  # what GGUF files leave out
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that a config.json may leave out
+    # Of so many layers the last one attends to all tokens and the others to a window; 1: all have the window; 0: none has.
+    full_every: int = 0
+    nope_every: int = 0  # of so many layers the last one has no rotary embedding; 0: all have one
+    partial_rotary: bool = False  # ``partial_rotary_factor`` may be below 1
+    # Matrices that files keep stacked by rows: the file's name, and the names of its parts in order.
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+_ATTENTION_BIAS = {"qkv_bias": Key("attention_bias"), "output_bias": Key("attention_bias")}
+_BIASES = {**_ATTENTION_BIAS, "mlp_bias": Key("mlp_bias")}
+_MISTRAL = {"max_position_embeddings": 131072}
+_OLMO: Mapping[str, Any] = {"norms": "after", "qk_norm": "projection"}
+_GEMMA: Mapping[str, Any] = {
+    "norms": "both",
+    "norm_offset": 1.0,
+    "activation": "gelu_tanh",
+    "embedding_scale": lambda fields: fields["hidden_size"] ** 0.5,
+}
+_GEMMA_KEYS = {
+    **_ATTENTION_BIAS,
+    "score_scale": Key("query_pre_attn_scalar", power=-0.5),
+    "score_cap": Key("attn_logit_softcapping", "attn_logit_softcapping"),
+    "logits_cap": Key("final_logit_softcapping", "final_logit_softcapping"),
+}
+_GEMMA_DEFAULTS: Mapping[str, Any] = {
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+
+
+def _largest_gemma_scale(num_layers: int) -> Callable[[Fields], float]:
+    """Return llama.cpp's scale of scores: only the largest model, known by its layers, has another size than its heads."""
+
+    def scale(fields: Fields) -> float:
+        is_largest = fields["num_layers"] == num_layers
+        return (fields["hidden_size"] / fields["num_heads"] if is_largest else fields["head_dim"]) ** -0.5
+
+    return scale
+
+
+# Of families with one GGUF architecture, files are read as the first one.
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        name="Llama",
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        gguf="llama",
+        gguf_permuted=True,
+        keys=_BIASES,
+    ),
+    Family(
+        name="Mistral",
+        architecture="MistralForCausalLM",
+        model_type="mistral",
+        gguf="llama",
+        gguf_permuted=True,
+        defaults=_MISTRAL,
+        full_every=1,
+    ),
+    Family(
+        name="Ministral",
+        architecture="MinistralForCausalLM",
+        model_type="ministral",
+        gguf="llama",
+        gguf_permuted=True,
+        defaults=_MISTRAL,
+        full_every=1,
+    ),
+    Family(
+        name="Qwen2",
+        architecture="Qwen2ForCausalLM",
+        model_type="qwen2",
+        gguf="qwen2",
+        fixed={"qkv_bias": True},
+        defaults={"max_position_embeddings": 32768},
+    ),
+    Family(
+        name="Qwen3",
+        architecture="Qwen3ForCausalLM",
+        model_type="qwen3",
+        gguf="qwen3",
+        keys=_ATTENTION_BIAS,
+        fixed={"qk_norm": "heads"},
+        defaults={"head_dim": 128, "max_position_embeddings": 32768},
+    ),
+    Family(
+        name="SmolLM3",
+        architecture="SmolLM3ForCausalLM",
+        model_type="smollm3",
+        gguf="smollm3",
+        gguf_permuted=True,
+        keys=_BIASES,
+        defaults={"rope_theta": 2000000.0, "tie_word_embeddings": True, "max_position_embeddings": 32768},
+        nope_every=4,
+    ),
+    Family(
+        name="Granite",
+        architecture="GraniteForCausalLM",
+        model_type="granite",
+        gguf="granite",
+        gguf_permuted=True,
+        keys={
+            **_BIASES,
+            "embedding_scale": Key("embedding_multiplier", "embedding_scale"),
+            "residual_scale": Key("residual_multiplier", "residual_scale"),
+            "score_scale": Key("attention_multiplier", "attention.scale"),
+            "logits_divisor": Key("logits_scaling", "logit_scale"),
+        },
+        # Without the key, transformers multiplies scores by 1.
+        defaults={"attention_multiplier": 1.0},
+    ),
+    Family(
+        name="Phi-3",
+        architecture="Phi3ForCausalLM",
+        model_type="phi3",
+        gguf="phi3",
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+        full_every=1,
+        partial_rotary=True,
+        stacked={
+            "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+        },
+    ),
+    Family(
+        name="OLMo 2",
+        architecture="Olmo2ForCausalLM",
+        model_type="olmo2",
+        gguf="olmo2",
+        keys=_ATTENTION_BIAS,
+        fixed=_OLMO,
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    Family(
+        name="OLMo 3",
+        architecture="Olmo3ForCausalLM",
+        model_type="olmo3",
+        gguf="olmo2",
+        keys=_ATTENTION_BIAS,
+        # Frequencies are stretched in layers without a window only.
+        fixed={**_OLMO, "local_rope_theta": lambda fields: fields["rope_theta"]},
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096},
+        full_every=4,
+    ),
+    Family(
+        name="Gemma 2",
+        architecture="Gemma2ForCausalLM",
+        model_type="gemma2",
+        gguf="gemma2",
+        keys=_GEMMA_KEYS,
+        fixed=_GEMMA,
+        gguf_fixed={"score_scale": _largest_gemma_scale(46)},
+        defaults={**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        full_every=2,
+    ),
+    Family(
+        name="Gemma 3",
+        architecture="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        gguf="gemma3",
+        keys={**_GEMMA_KEYS, "local_rope_theta": Key("rope_local_base_freq", "rope.freq_base_swa")},
+        fixed={**_GEMMA, "qk_norm": "heads"},
+        gguf_fixed={"score_scale": _largest_gemma_scale(62), "local_rope_theta": lambda fields: 10000.0},
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0,
+            "max_position_embeddings": 131072,
+        },
+        full_every=6,
+    ),
+)
+SUPPORTED = ", ".join(family.name for family in FAMILIES)
+
+
+def family_named(name: str) -> Family:
+    """Return the entry with this name."""
+    return next(family for family in FAMILIES if family.name == name)
+
+
+# Words in the name of an architecture, and keys of its configuration, that show a feature without support.
+_FEATURES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("images or sound", ("ConditionalGeneration", "Vision", "VL", "Audio", "clip"), ("vision_config", "audio_config")),
+    (
+        "a mixture of experts",
+        ("Moe", "MoE", "moe", "Mixtral", "mixtral", "Jamba"),
+        ("num_experts", "num_local_experts", "n_routed_experts", "expert_count"),
+    ),
+    ("recurrent layers", ("Mamba", "mamba", "Hybrid", "hybrid", "Rwkv", "rwkv"), ("mamba_d_state", "ssm.state_size")),
+    ("an encoder", ("Bert", "bert", "T5", "t5", "Encoder", "Bart"), ("is_encoder_decoder",)),
+)
+
+
+def unsupported_feature(architecture: str, has: Callable[[str], bool]) -> str:
+    """Return the feature of a model that is not supported, such as `` with a mixture of experts``; empty if unknown.
+
+    ``has``: True for a key of its configuration with a value other than zero.
+    """
+    for feature, words, keys in _FEATURES:
+        if any(word in architecture for word in words) or any(has(key) for key in keys):
+            return f" with {feature}"
+    return ""
