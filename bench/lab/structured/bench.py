@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +18,6 @@ from jsonschema_rs import ValidationError, validator_for
 from prometheus_client.parser import text_string_to_metric_families
 
 from tightwire.bench.lab.structured.options import StructuredOptions
-from tightwire.bench.lab.structured.schemas import Schema, make_schemas
 from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.model.checkpoint.errors import ModelError
@@ -26,6 +26,9 @@ from tightwire.model.sampling.grammar import GrammarMasks, make_grammar
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.cli.remote import Remote, RemoteError, ask, connect
 
+Schema = dict[str, Any]
+
+_SCHEMAS = Path(__file__).with_name("schemas.jsonl")
 _TIMEOUT_S = 900.0
 _COUNTERS = ("tightwire_forced_tokens_total", "tightwire_generation_tokens_total")
 
@@ -58,7 +61,7 @@ class StructuredBench(Bench[StructuredOptions]):
     def measure(self) -> None:
         options = self.options
         checkpoint = open_checkpoint(options.model)
-        schemas = make_schemas(options.schemas, options.seed)
+        schemas = read_schemas(options.schemas)
         remote = connect(options.url, api_key=options.api_key)
         with self.progress:
             answers = asyncio.run(self._measure(remote, schemas))
@@ -121,6 +124,11 @@ class StructuredBench(Bench[StructuredOptions]):
             cell[name] = cell.get(name, 0) + count
         cell["tokens_per_s"] = cell["tokens"] / cell["seconds"]
         return answers
+
+
+def read_schemas(count: int) -> list[Schema]:
+    """The first schemas of the bench's file: varied features, bounded so that an answer at temperature 1 ends."""
+    return [json.loads(line) for line in _SCHEMAS.read_text(encoding="utf-8").splitlines()[:count]]
 
 
 async def _ask_for(

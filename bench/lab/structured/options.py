@@ -5,6 +5,8 @@ from typing import ClassVar
 
 from tightwire.bench.options import OutputOptions, option
 
+NUM_SCHEMAS = 200
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOptions(OutputOptions):
@@ -15,9 +17,13 @@ class StructuredOptions(OutputOptions):
     url: str = option("http://127.0.0.1:8000", "address of the server", metavar="URL")
     model: str = option("smollm2-135m", "the model that it serves, as `tightwire serve` takes it", metavar="MODEL")
     api_key: str | None = option(None, "sent as a Bearer token", metavar="KEY")
-    schemas: int = option(200, "schemas, made from --seed", least=1)
+    schemas: int = option(NUM_SCHEMAS, f"the first of {NUM_SCHEMAS} schemas", least=1)
     rounds: int = option(4, "parts of the schemas; each is asked with the schemas, then without", least=1)
     concurrency: int = option(1, "requests in flight", least=1)
     temperature: float = option(1.0, "sampling temperature", metavar="T", least=0)
     max_tokens: int = option(1500, "longest answer; a longer one is cut, and counts as not valid", least=1)
-    seed: int = option(25, "seed of the schemas and of sampling", least=0)
+    seed: int = option(25, "seed of sampling", least=0)
+
+    def __post_init__(self) -> None:
+        if self.schemas > NUM_SCHEMAS:
+            raise ValueError(f"--schemas must be at most {NUM_SCHEMAS}, got {self.schemas}")

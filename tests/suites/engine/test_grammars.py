@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from helpers.server.fake_runner import FakeRunner
+from helpers.server.made_up_schemas import make_schemas
 from jsonschema_rs import validator_for
 
-from tightwire.bench.lab.structured.schemas import make_schemas
 from tightwire.model.sampling.grammar import GrammarMasks, make_grammar
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler

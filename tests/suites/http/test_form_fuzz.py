@@ -6,8 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-
-from tightwire.bench.lab.structured.schemas import make_schemas
+from helpers.server.made_up_schemas import make_schemas
 
 pytest.importorskip("llguidance")
 

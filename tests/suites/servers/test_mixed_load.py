@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 from helpers.model.lora import make_adapter
+from helpers.server.made_up_schemas import make_schemas
 from helpers.server.server_process import ServerProcess, get, wait_until
 from jsonschema_rs import validator_for
 from openai import AsyncOpenAI
 from tiny import make_tiny
 
-from tightwire.bench.lab.structured.schemas import make_schemas
 from tightwire.model.open import open_checkpoint
 
 pytest.importorskip("llguidance")

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from helpers.server.fake_engine import FakeEngine, app_for, says, serve
+from helpers.server.made_up_schemas import make_schemas
 from tiny import make_tiny
 
 from tightwire.bench.cli import main
@@ -17,13 +18,21 @@ def _run(engine: FakeEngine, folder: Path, capsys: pytest.CaptureFixture[str]) -
     with serve(app_for(engine)) as url:
         arguments = ["--url", url, "--model", str(model), "--schemas", "4", "--rounds", "2"]
         arguments += ["--max-tokens", "20", "--output", str(folder)]
-        status = main(["structured", *arguments])
+        status = main(["lab", "structured", *arguments])
     return status, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_the_schemas_are_the_first_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Path(bench.__file__).with_name("schemas.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == make_schemas(200, seed=25)
+    with pytest.raises(SystemExit):
+        main(["lab", "structured", "--schemas", "201"])
+    assert "--schemas must be at most 200, got 201" in capsys.readouterr().err
 
 
 @pytest.fixture(autouse=True)
 def _one_schema(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "make_schemas", lambda count, seed: [{"enum": ["yes", "no"]}] * count)
+    monkeypatch.setattr(bench, "read_schemas", lambda count: [{"enum": ["yes", "no"]}] * count)
 
 
 def test_one_run_measures_validity_masks_and_both_speeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
