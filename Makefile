@@ -40,7 +40,7 @@ help:
 	@awk '/^#/ {sub(/^# ?/, ""); print; next} {exit}' $(firstword $(MAKEFILE_LIST))
 
 serve: $(installed)
-	@echo "For tightwire in another terminal:  . $(CURDIR)/$(VENV)/bin/activate" >&2
+	@echo "For tightwire in another terminal:  . $(abspath $(bin))/activate" >&2
 	@exec $(bin)/tightwire serve $(MODEL) --tp $(TP) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: check

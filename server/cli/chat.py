@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 import httpx
 
+from tightwire.server.cli.progress import Speed
 from tightwire.server.cli.remote import (
     Remote,
     RemoteError,
@@ -22,6 +23,7 @@ from tightwire.server.cli.remote import (
     first_choice,
     parse_event,
 )
+from tightwire.server.cli.start import say
 from tightwire.server.config.flags import parse_flags
 
 _READ_TIMEOUT_S = 300.0  # longest silence within an answer
@@ -40,6 +42,7 @@ class Conversation:
     temperature: float | None = None
     max_tokens: int | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
+    num_tokens: int | None = None  # of the last answer, if the server says it
 
     def reset(self) -> None:
         self.turns.clear()
@@ -48,6 +51,7 @@ class Conversation:
         """Send ``text``; yields the answer. Keeps a partial one; removes a question without any. Raises RemoteError."""
         self.turns.append({"role": "user", "content": text})
         parts: list[str] = []
+        self.num_tokens = None
         try:
             for part in self._stream():
                 parts.append(part)
@@ -65,6 +69,7 @@ class Conversation:
             "model": self.remote.model,
             "messages": [*system, *self.turns],
             "stream": True,
+            "stream_options": {"include_usage": True},
             **{name: value for name, value in options.items() if value is not None},
         }
 
@@ -80,31 +85,32 @@ class Conversation:
                 if response.status_code != 200:
                     response.read()
                     raise RemoteError(f"the server answered {response.status_code}: {error_text(response)}")
-                yield from _texts(response)
+                yield from self._texts(response)
         except httpx.ReadTimeout as error:
             raise RemoteError(f"no more of the answer within {_READ_TIMEOUT_S:g} s") from error
         except httpx.HTTPError as error:
             raise RemoteError(f"lost the server at {self.remote.base} ({describe(error)})") from error
 
-
-def _texts(response: httpx.Response) -> Iterator[str]:
-    decoder = SseDecoder()
-    finished = False
-    for chunk in response.iter_bytes():
-        for data in decoder.feed(chunk):
-            if data == "[DONE]":
-                return
-            choice = first_choice(parse_event(data)) or {}
-            finished = finished or bool(choice.get("finish_reason"))
-            if text := choice_text(choice):
-                yield text
-    if not finished:
-        raise RemoteError("the server closed the connection before the answer was complete")
+    def _texts(self, response: httpx.Response) -> Iterator[str]:
+        decoder = SseDecoder()
+        finished = False
+        for chunk in response.iter_bytes():
+            for data in decoder.feed(chunk):
+                if data == "[DONE]":
+                    return
+                event = parse_event(data)
+                self.num_tokens = (event.get("usage") or {}).get("completion_tokens", self.num_tokens)
+                choice = first_choice(event) or {}
+                finished = finished or bool(choice.get("finish_reason"))
+                if text := choice_text(choice):
+                    yield text
+        if not finished:
+            raise RemoteError("the server closed the connection before the answer was complete")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0; 1 if the server cannot be used; 2 for invalid options."""
-    given = parse_flags(_parser(), sys.argv[2:] if argv is None else argv)
+    given = parse_flags(_parser(), sys.argv[1:] if argv is None else argv)
     try:
         remote = connect(given.url, model=given.model, api_key=given.api_key)
         conversation = Conversation(
@@ -162,12 +168,15 @@ def _talk(conversation: Conversation) -> int:
 
 def _show_answer(conversation: Conversation, line: str, out: TextIO) -> None:
     # Closing the iterator after Ctrl-C also ends the request, so the server stops generating.
-    answer = conversation.answer(line)
+    answer, speed = conversation.answer(line), Speed()
     try:
         for part in answer:
+            speed.count(1)
             out.write(part.translate(_PRINTABLE))
             out.flush()
-        out.write("\n\n")
+        out.write("\n")
+        out.flush()
+        say(f"({speed.describe(conversation.num_tokens)})\n")
     except KeyboardInterrupt:
         out.write(" ...\n(stopped)\n\n")
     except RemoteError as error:

@@ -20,6 +20,7 @@ class AnswerOptions:
 
     max_tokens: int = option(128, "tokens to add", metavar="N")
     temperature: float = option(0.0, "0: always the most likely token", metavar="T")
+    chat: bool = option(False, "send PROMPT as a user's message, in the model's chat template")
     lora: str | None = option(None, "answer with this LoRA adapter, a folder that PEFT wrote", metavar="FOLDER")
 
     def __post_init__(self) -> None:
@@ -33,7 +34,7 @@ def generate(argv: Sequence[str]) -> int:
     parser = make_parser(
         "generate", "Continue one prompt on the terminal, without a server.", _GROUPS, argument="PROMPT"
     )
-    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; no chat template is applied")
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; with --chat, a message")
     add_flags(parser, {own.name: own for own in fields(AnswerOptions)})
     config, args = parse(parser, argv, _GROUPS)
     refuse_serving_flags(parser, config)
@@ -56,7 +57,13 @@ def generate(argv: Sequence[str]) -> int:
             from tightwire.server.cli import offline
         try:
             return offline.generate(
-                config, ranks, progress, args.prompt, max_tokens=answer.max_tokens, temperature=answer.temperature
+                config,
+                ranks,
+                progress,
+                args.prompt,
+                max_tokens=answer.max_tokens,
+                temperature=answer.temperature,
+                chat=answer.chat,
             )
         except KeyboardInterrupt:
             return 130

@@ -8,7 +8,8 @@ from typing import TextIO
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.api.detokenize import Detokenizer, TokenTable
-from tightwire.server.cli.progress import Progress
+from tightwire.server.cli.progress import Progress, Speed
+from tightwire.server.cli.start import say
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.ipc.engine_client import EngineUnavailableError
 from tightwire.server.ipc.messages import AddRequest
@@ -24,11 +25,12 @@ def generate(
     *,
     max_tokens: int,
     temperature: float,
+    chat: bool = False,
     out: TextIO = sys.stdout,
 ) -> int:
     """Continue ``prompt``. Exit code 0; 2 if refused, 1 if a rank is lost."""
     try:
-        asyncio.run(_generate(config, ranks, progress, prompt, max_tokens, temperature, out))
+        asyncio.run(_generate(config, ranks, progress, prompt, max_tokens, temperature, chat, out))
     except ValueError as refusal:
         progress.say(f"tightwire generate: {refusal}")
         return 2
@@ -47,13 +49,14 @@ async def _generate(
     prompt: str,
     max_tokens: int,
     temperature: float,
+    chat: bool,
     out: TextIO,
 ) -> None:
     async with RankedEngine(config, ranks, progress) as engine:
         _, decision, tokenizer = await engine.start()
         request = AddRequest(
             id="generate",
-            prompt_token_ids=_encode(tokenizer, prompt, max_tokens, decision.plan.max_model_len),
+            prompt_token_ids=_encode(tokenizer, prompt, chat, max_tokens, decision.plan.max_model_len),
             params=SamplingParams(
                 max_tokens=max_tokens,
                 temperature=temperature,
@@ -63,12 +66,12 @@ async def _generate(
         )
         await engine.wait_ready()
         progress.close()
-        await engine.guard(_print_answer(engine, request, tokenizer, out))
+        await engine.guard(_print_answer(engine, request, tokenizer, out, after_text=not chat))
         await engine.stop()
 
 
-def _encode(tokenizer: Tokenizer, prompt: str, max_tokens: int, max_model_len: int) -> list[int]:
-    ids = tokenizer.encode(prompt)
+def _encode(tokenizer: Tokenizer, prompt: str, chat: bool, max_tokens: int, max_model_len: int) -> list[int]:
+    ids = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
     if not ids:
         raise ValueError("the prompt has no tokens; give at least one word")
     room = max_model_len - len(ids)
@@ -85,12 +88,17 @@ def _encode(tokenizer: Tokenizer, prompt: str, max_tokens: int, max_model_len: i
     return ids
 
 
-async def _print_answer(engine: RankedEngine, request: AddRequest, tokenizer: Tokenizer, out: TextIO) -> None:
-    detokenizer = Detokenizer(TokenTable(tokenizer.backend), after_text=True)
+async def _print_answer(
+    engine: RankedEngine, request: AddRequest, tokenizer: Tokenizer, out: TextIO, *, after_text: bool
+) -> None:
+    detokenizer = Detokenizer(TokenTable(tokenizer.backend), after_text=after_text)
+    speed = Speed()
     async for output in engine.client.submit([request]):
         if output.finish_reason == "error":
             raise ValueError(output.message)
         out.writelines(detokenizer.push(token_id) for token_id in output.token_ids)
         out.flush()
+        speed.count(len(output.token_ids))
     out.write(detokenizer.flush() + "\n")
     out.flush()
+    say(speed.describe())

@@ -115,3 +115,22 @@ class Progress:
     def _tick_until_closed(self) -> None:
         while not self._closed.wait(_TICK_S):
             self.tick(time.monotonic())
+
+
+class Speed:
+    """The pace of one answer, from the moment it was asked for."""
+
+    def __init__(self) -> None:
+        self._begun_s, self._first_s, self._last_s, self._num_tokens = time.monotonic(), 0.0, 0.0, 0
+
+    def count(self, num_tokens: int) -> None:
+        """Note tokens that have just arrived."""
+        self._last_s = time.monotonic() - self._begun_s
+        self._first_s = self._first_s if self._num_tokens else self._last_s
+        self._num_tokens += num_tokens
+
+    def describe(self, num_tokens: int | None = None) -> str:
+        """One line. ``num_tokens``: as the server counted them, where a part of a stream may hold several."""
+        tokens = self._num_tokens if num_tokens is None else num_tokens
+        rate = f", {(tokens - 1) / (self._last_s - self._first_s):.1f} tokens/s" if self._last_s > self._first_s else ""
+        return f"{tokens} token{'' if tokens == 1 else 's'}{rate}, first after {1e3 * self._first_s:.0f} ms"

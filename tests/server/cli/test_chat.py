@@ -47,7 +47,7 @@ def test_only_given_options_and_a_low_temperature_are_sent(monkeypatch: pytest.M
     with running(FakeServer()) as fake:
         assert main(["--url", fake.url + "/v1/"]) == 0
 
-    assert fake.bodies[0].keys() == {"model", "messages", "stream", "temperature"}
+    assert fake.bodies[0].keys() == {"model", "messages", "stream", "temperature", "stream_options"}
 
 
 def test_escape_sequences_of_a_model_do_not_reach_the_terminal(

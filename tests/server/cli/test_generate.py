@@ -1,6 +1,7 @@
 """`tightwire generate` from outside: refusals, the text of two ranks, Ctrl-C."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -70,3 +71,12 @@ def test_an_interrupted_generate_ends_with_130_and_no_traceback(tmp_path: Path) 
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 130
         assert b"Traceback" not in process.stderr.read()
+
+
+def test_chat_sends_a_message_and_the_speed_goes_to_standard_error(model: Path) -> None:
+    given = ("--model", str(model), "--dtype", "float32", "--max-tokens", "6")
+    plain, chat = tightwire("generate", "hello", *given), tightwire("generate", "hello", "--chat", *given)
+    assert (plain.returncode, chat.returncode) == (0, 0), chat.stderr
+    assert plain.stdout != chat.stdout
+    for done in (plain, chat):
+        assert re.search(r"^6 tokens, [0-9.]+ tokens/s, first after [0-9]+ ms$", done.stderr, re.MULTILINE), done.stderr
