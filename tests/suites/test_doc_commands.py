@@ -1,0 +1,149 @@
+"""Every command in the fenced and indented blocks of README, CONTRIBUTING and docs/ is one that the programs accept.
+
+What "run" means here: ``tightwire`` lines go through the parser of their verb, which checks names, values and how options fit, and
+nothing is started or measured (``train`` with --dry-run; `my.yaml` stands for an example); ``make`` lines are expanded by ``make -n``; the paths of pytest lines must exist; the body of a curl
+line is answered by the application over a scripted engine, which has one model and one AllReduce, whatever the line names. The examples of Python in README and examples/ run in ``servers/``. A
+block of other commands stands behind ``<!-- not run: REASON -->``.
+"""
+
+import argparse
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import httpx
+import pytest
+from helpers.server.fake_engine import FakeEngine, app_for
+
+from tightwire.__main__ import main
+from tightwire.bench import cli
+from tightwire.server.config import flags
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "tests" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+_FENCED = re.compile(r"((?:<!--[^\n]*-->\n)?)```sh\n(.*?)```", re.DOTALL)
+_INDENTED = re.compile(r"((?:<!--[^\n]*-->\n\n?)?)((?:^ {4}[^\n]*\n)+)", re.MULTILINE)
+_FIRST_WORDS = (
+    "for",
+    "tightwire",
+    "make",
+    "curl",
+    "sudo",
+    "ip",
+    "docker",
+    "helm",
+    "kubectl",
+    "python",
+    "torchrun",
+    ".venv/bin/python",
+    "pip",
+)
+_NOT_RUN = re.compile(r"<!-- not run: .{10,} -->")
+
+
+class Command(NamedTuple):
+    page: str
+    text: str
+
+
+def _commands(page: Path) -> Iterator[Command]:
+    text = page.read_text()
+    blocks = [found.groups() for found in _FENCED.finditer(text)]
+    indented = [found.groups() for found in _INDENTED.finditer(re.sub(r"```.*?```", "", text, flags=re.DOTALL))]
+    blocks += [(mark, block) for mark, block in indented if block.split()[0] in _FIRST_WORDS]
+    for mark, block in blocks:
+        if not _NOT_RUN.match(mark):
+            for line in block.replace("\\\n", " ").splitlines():
+                if shlex.split(line, comments=True):
+                    yield Command(page.relative_to(ROOT).as_posix(), " ".join(line.split()))
+
+
+COMMANDS = list(dict.fromkeys(command for page in PAGES for command in _commands(page)))
+
+
+class _ParsedError(Exception):
+    """The parser of a verb accepts the arguments; nothing was started."""
+
+
+def _stop() -> NoReturn:
+    raise _ParsedError
+
+
+def _parse(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> None:
+    verb, *rest = argv
+    if verb == "bench":
+        load = cli._load
+        monkeypatch.setattr(
+            cli, "_load", lambda module, name: _stop() if name.endswith("Bench") else load(module, name)
+        )
+        with pytest.raises(_ParsedError):
+            main(argv)
+        return
+    if verb == "train":
+        assert main(["train", *("pretrain-10m" if word == "my.yaml" else word for word in rest), "--dry-run"]) == 0
+        return
+    if verb == "serve":
+        flags.parse(flags.make_parser("serve", "Serve."), rest)
+        return
+    original = argparse.ArgumentParser.parse_known_args
+
+    def stop(self: argparse.ArgumentParser, *args: Any, **named: Any) -> NoReturn:
+        _, unknown = original(self, *args, **named)
+        assert not unknown, f"unknown: {unknown}"
+        _stop()
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
+    with pytest.raises(_ParsedError):
+        main(argv)
+
+
+def _expand(words: list[str]) -> None:
+    subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, capture_output=True, timeout=60)
+
+
+async def _post(words: list[str]) -> httpx.Response:
+    url = next(word for word in words if "localhost" in word or "127.0.0.1" in word)
+    body = {**json.loads(words[words.index("-d") + 1]), "model": "tiny"}
+    if "tightwire" in body:
+        body["tightwire"]["allreduce"] = "native"
+    transport = httpx.ASGITransport(app=app_for(FakeEngine()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+        return await client.post(url[url.index("/v1") :], json=body)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}: {command.text[:60]}")
+async def test_a_command_is_accepted(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.split(command.text, comments=True)
+    words = words[1:] if words[0] == "sudo" else words
+    match words:
+        case ["tightwire", *argv]:
+            _parse(monkeypatch, argv)
+        case ["torchrun", *_]:
+            _parse(monkeypatch, words[words.index("tightwire") + 1 :])
+        case ["make", *_]:
+            _expand(words)
+        case [".venv/bin/python", "-m", "pytest", *rest]:
+            assert all((ROOT / word).exists() for word in rest if word.startswith("tests"))
+        case ["python", "-m", module, *_]:
+            assert importlib.util.find_spec(module)
+        case ["curl", *_]:
+            response = await _post(words)
+            assert response.status_code == 200, response.text
+        case _:
+            pytest.fail(f"{command.page}: nothing runs this; put <!-- not run: REASON --> before its block")
+
+
+def test_blocks_are_found_and_marks_have_reasons() -> None:
+    assert {"README.md", "CONTRIBUTING.md", "docs/training.md"} <= {command.page for command in COMMANDS}
+    marks = [mark for page in PAGES for mark in re.findall(r"<!-- not run.*?-->", page.read_text())]
+    assert all(_NOT_RUN.fullmatch(mark) for mark in marks)
