@@ -70,7 +70,7 @@ def test_divergence_counts_what_is_not_reported_as_one_token() -> None:
 
 
 def test_a_server_that_does_not_answer_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["answers", "--servers", "mine=http://127.0.0.1:9"]) == 1
+    assert cli.main(["lab", "answers", "--servers", "mine=http://127.0.0.1:9"]) == 1
     error = json.loads(capsys.readouterr().out)["error"]
     assert "127.0.0.1:9" in error and "--servers" in error and "--url" not in error
 
@@ -78,7 +78,7 @@ def test_a_server_that_does_not_answer_ends_the_run(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("servers", ["http://127.0.0.1:8000", "mine=127.0.0.1:8000", "=http://127.0.0.1:8000"])
 def test_a_server_needs_a_name_and_a_url(servers: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
-        cli.main(["answers", "--servers", servers])
+        cli.main(["lab", "answers", "--servers", servers])
     assert exit.value.code == 2
     assert "takes NAME=URL" in capsys.readouterr().err
 

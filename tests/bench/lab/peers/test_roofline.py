@@ -47,7 +47,7 @@ def test_the_parts_of_a_step_are_those_of_the_layers(tmp_path: Path, capsys: pyt
     config, prompt_len = open_checkpoint(str(model)).config, 32
 
     argv = [str(model), "--tp", "2", "--device", "cpu", "--prompt-len", str(prompt_len), "--crowd", "3"]
-    assert cli.main(["roofline", *argv, "--no-server", "--no-peer"]) == 0
+    assert cli.main(["lab", "roofline", *argv, "--no-server", "--no-peer"]) == 0
 
     cells = {cell["name"]: cell for cell in json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]}
     prompt = {

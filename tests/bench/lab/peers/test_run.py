@@ -18,7 +18,7 @@ def test_every_server_gets_the_same_prompts_and_faulty_ones_are_named(
 ) -> None:
     with running(FakeServer()) as one, running(FakeServer()) as two, running(FakeServer(answer=["no"])) as wrong:
         servers = f"one={one.url},two={two.url},wrong={wrong.url},dead=http://127.0.0.1:9"
-        status = cli.main(["peers", "--servers", servers, *_SHORT, "--output", str(tmp_path)])
+        status = cli.main(["lab", "peers", "--servers", servers, *_SHORT, "--output", str(tmp_path)])
 
     printed = capsys.readouterr().out.splitlines()
     result = json.loads(printed[-1])
@@ -38,7 +38,7 @@ def test_every_server_gets_the_same_prompts_and_faulty_ones_are_named(
 
 
 def test_without_any_server_the_exit_code_is_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["peers", "--servers", "dead=http://127.0.0.1:9", *_SHORT]) == 1
+    assert cli.main(["lab", "peers", "--servers", "dead=http://127.0.0.1:9", *_SHORT]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["error"] == "no server could be measured"
 
 
@@ -65,7 +65,7 @@ def test_an_interrupted_run_keeps_its_rounds(
     monkeypatch.setattr(run, "bench_serve", interrupted_in_round_two)
     with running(FakeServer()) as one:
         options = ["--servers", f"one={one.url}", *_SHORT, "--rounds", "2", "--output", str(tmp_path)]
-        status = cli.main(["peers", *options])
+        status = cli.main(["lab", "peers", *options])
 
     printed = capsys.readouterr().out.splitlines()
     result = json.loads(printed[-1])
@@ -88,7 +88,9 @@ def test_no_round_starts_that_would_end_after_the_time_limit(
     monkeypatch.setattr(run, "bench_serve", half_a_minute)
     monkeypatch.setattr(run.time, "perf_counter", lambda: now_s)
     with running(FakeServer()) as one:
-        status = cli.main(["peers", "--servers", f"one={one.url}", *_SHORT, "--rounds", "9", "--time-limit", "100"])
+        status = cli.main(
+            ["lab", "peers", "--servers", f"one={one.url}", *_SHORT, "--rounds", "9", "--time-limit", "100"]
+        )
 
     printed = capsys.readouterr().out.splitlines()
     assert (status, json.loads(printed[-1])["rounds"]) == (0, 3)
@@ -132,7 +134,7 @@ def test_a_tightwire_arm_has_its_flags_in_its_name(tmp_path: Path) -> None:
 )
 def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        status = cli.main(["peers", "--servers", "a=http://127.0.0.1:9", *options])
+        status = cli.main(["lab", "peers", "--servers", "a=http://127.0.0.1:9", *options])
     except SystemExit as error:
         status = error.code
     assert status == 2
