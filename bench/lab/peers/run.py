@@ -205,7 +205,7 @@ class PeersBench(Bench[PeersOptions]):
                 self._leave_out(peer, str(error))
 
     def _run_round(self, number: int, folder: Path) -> None:
-        """Put the load on every server once, in random order, with the same prompts, which no other round has."""
+        """Put the load on every server once, in random order, with the same prompts but for their first words."""
         order, options = self._running, self.options
         self._random.shuffle(order)
         for peer in order:
