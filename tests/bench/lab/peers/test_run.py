@@ -27,7 +27,8 @@ def test_every_server_gets_the_same_prompts_and_faulty_ones_are_named(
     assert faults["one"] is None and faults["two"] is None
     assert "greedy answers are not those" in faults["wrong"]
     assert "does not answer" in faults["dead"]
-    assert [body["prompt"] for body in one.bodies] == [body["prompt"] for body in two.bodies]
+    ends = [[body["prompt"].split()[4:] for body in server.bodies] for server in (one, two)]
+    assert ends[0] == ends[1], "all but the first words, which no prefix cache may know"
     measured = {(cell["server"], cell["concurrency"], *cell["medians"]) for cell in result["cells"]}
     metrics = ("ttft_s", "tpot_s", "output_tokens_per_s")
     assert measured == {(name, count, *metrics) for name in ("one", "two") for count in (1, 2)}
