@@ -13,6 +13,7 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf import GgufFile, GgufReader
 from tightwire.model.checkpoint.gguf_config import config_from_gguf
+from tightwire.model.checkpoint.gguf_header import plain_stem
 from tightwire.model.checkpoint.header import RANDOM, RANDOM_SHAPES, check_name, only_gguf, random_config, read_json
 from tightwire.model.checkpoint.hf_config import config_from_hf
 from tightwire.model.checkpoint.quantization import parse_quantization
@@ -117,8 +118,8 @@ def _open_gguf(path: Path) -> Checkpoint:
     reader = with_parts(GgufReader(file, config), config)
     check_tensors(reader, config)
     return Checkpoint(
-        name=path.stem,
-        location=str(path.absolute()),
+        name=plain_stem(file.path),
+        location=str(file.path.absolute()),
         config=config,
         reader=lambda: reader,
         tokenizer=lambda: tokenizer_from_gguf(file, config),

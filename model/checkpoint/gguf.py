@@ -1,25 +1,23 @@
 """Reads a .gguf file: metadata, the table of tensors, and slices of tensors as packed blocks or dequantized."""
 
-import struct
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
-from gguf.gguf_reader import GGUFReader
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.checkpoint.reader import WeightFile, growth_of, row_chunks, store_rows
+from tightwire.model.checkpoint.gguf_header import GgufHeader, split_parts
+from tightwire.model.checkpoint.reader import WeightFile, growth_of, refuse_pointer, row_chunks, store_rows
 from tightwire.model.checkpoint.tensors import gguf_name
 
-_STRINGS = [GGUFValueType.ARRAY, GGUFValueType.STRING]
-_LENGTH = struct.Struct("<Q")
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
@@ -32,80 +30,90 @@ _QUANTIZED = (
     GGMLQuantizationType.Q4_K,
     GGMLQuantizationType.Q6_K,
 )
+# Places in a block of the float16 scale, and of the minimum behind it.
+_SCALES = {"Q8_0": (0, 1), "Q4_0": (0, 1), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208, 1)}
 # Bytes of memory that dequantization needs per quantized byte, temporaries included; limits the size of a piece.
 _DEQUANTIZED_GROWTH = 16
 
 
 class GgufTensor(NamedTuple):
-    """A tensor's place in the file. ``shape`` is row-major: (rows, columns), the reverse of the file's order."""
+    """A tensor's place in one file. ``shape`` is row-major: (rows, columns), the reverse of the file's order."""
 
     name: str
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
     offset: int
-
-
-class _Header(GGUFReader):
-    """The library's reader, except that arrays are not decoded: SmolLM2's tokens and merges take it two seconds."""
-
-    def _get_field_parts(
-        self, orig_offs: int, raw_type: int
-    ) -> tuple[int, list[npt.NDArray[Any]], list[int], list[GGUFValueType]]:
-        if raw_type != GGUFValueType.ARRAY:
-            return super()._get_field_parts(orig_offs, raw_type)
-        data = self.data.data
-        item_type, count = struct.unpack_from("<IQ", data, orig_offs)
-        kind, start = GGUFValueType(item_type), orig_offs + 12
-        if kind == GGUFValueType.STRING:
-            end = start
-            for _ in range(count):
-                end += 8 + _LENGTH.unpack_from(data, end)[0]
-            items = self.data[start:end]
-        else:
-            items = self._get(start, self.gguf_scalar_to_np[kind], count)
-            end = start + count * items.itemsize
-        if end > len(self.data):
-            raise ValueError("an array reaches beyond the end of the file")
-        return end - orig_offs, [items], [0], [GGUFValueType.ARRAY, kind]
+    file: WeightFile
 
 
 class GgufFile:
-    """A .gguf file and its parsed header."""
+    """A .gguf file with its parsed header, or all parts of a split one. ``path``: the file, or its first part."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self.file = WeightFile(path)
-            with np.errstate(all="raise"):
-                self._header = _Header(path)
-            if self._header.byte_order != "I":
-                raise ValueError("its numbers are big-endian")
-        except OSError as error:
-            raise ModelError(f"{path}: cannot be opened: {error.strerror}") from None
-        except (struct.error, ValueError, TypeError, LookupError, ArithmeticError, MemoryError) as error:
-            raise ModelError(f"{path}: not a GGUF file, or truncated or damaged: {error}; download it again") from None
-        self.tensors = {
-            tensor.name: GgufTensor(
-                tensor.name, tuple(reversed(tensor.shape.tolist())), tensor.tensor_type, tensor.data_offset
+        """``path``: the file, or any of the parts."""
+        parts = split_parts(path)
+        self.path = parts[0]
+        absent = [part.name for part in parts if not part.is_file()]
+        if absent and len(parts) > 1:
+            raise ModelError(
+                f"{path}: {len(absent)} of its {len(parts)} parts are missing in {path.parent}: {', '.join(absent[:9])}"
             )
-            for tensor in self._header.tensors
-        }
-        if int(self.get("split.count", 1)) > 1:
-            raise ModelError(f"{path}: is one of several parts; join them first with llama-gguf-split --merge")
+        self.tensors: dict[str, GgufTensor] = {}
+        headers = [self._read_part(part, len(parts)) for part in parts]
+        self._header = headers[0]
+        stated = self.get("split.tensors.count")
+        if stated is not None and stated != len(self.tensors):
+            raise ModelError(f"{self.path}: its parts have {len(self.tensors)} tensors, and it states {stated}")
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a scalar, a string, or an array as a list; ``default`` if the key is absent."""
-        field = self._header.fields.get(key)
-        if field is None:
-            return default
-        if field.types != _STRINGS:
-            return field.contents()
-        data, strings, start = field.parts[field.data[0]].tobytes(), [], 0
-        while start < len(data):
-            stop = start + 8 + _LENGTH.unpack_from(data, start)[0]
-            strings.append(data[start + 8 : stop].decode(errors="replace"))
-            start = stop
-        return strings
+        return self._header.get(key, default)
+
+    def _read_part(self, path: Path, num_parts: int) -> GgufHeader:
+        """Add a file's tensors."""
+        try:
+            file = WeightFile(path)
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be opened: {error.strerror}") from None
+        refuse_pointer(file)
+        try:
+            header = GgufHeader(file.data)
+            for tensor in _checked_places(header, file):
+                if tensor.name in self.tensors:
+                    raise ValueError(f"tensor {tensor.name} stands in it twice")
+                self.tensors[tensor.name] = tensor
+        except ValueError as error:
+            raise ModelError(f"{path}: not a GGUF file, or truncated or damaged: {error}; download it again") from None
+        count = header.get("split.count", 1) or 1
+        if count != num_parts:
+            raise ModelError(
+                f"{path}: states split.count {count}, and by its name it is one of {num_parts}; parts are named "
+                "NAME-00001-of-00003.gguf, and all must be of one model"
+            )
+        return header
+
+
+def _checked_places(header: GgufHeader, file: WeightFile) -> list[GgufTensor]:
+    """Return the tensors in the order in which they lie in the file; ValueError unless each has bytes of its own."""
+    found: list[GgufTensor] = []
+    end = 0
+    for place in sorted(header.tensors, key=lambda place: place.offset):
+        try:
+            kind = GGMLQuantizationType(place.kind)
+        except ValueError:
+            raise ValueError(f"tensor {place.name} has the unknown type {place.kind}") from None
+        block_elems, block_bytes = GGML_QUANT_SIZES[kind]
+        if 0 in place.dims or place.dims[0] % block_elems:
+            raise ValueError(
+                f"tensor {place.name} has rows of {place.dims[0]} numbers, in {kind.name}, of {place.dims}"
+            )
+        if place.offset < end:
+            raise ValueError(f"tensor {place.name} overlaps {found[-1].name}")
+        end = place.offset + math.prod(place.dims) // block_elems * block_bytes
+        if end > file.size:
+            raise ValueError(f"tensor {place.name} should end at {end}, and the file ends at {file.size}")
+        found.append(GgufTensor(place.name, tuple(reversed(place.dims)), kind, place.offset, file))
+    return found
 
 
 class GgufReader:
@@ -114,6 +122,7 @@ class GgufReader:
     def __init__(self, file: GgufFile, config: LlamaConfig) -> None:
         self._file = file
         self._config = config
+        self._checked: set[tuple[str, range]] = set()
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensor(name).shape
@@ -151,7 +160,7 @@ class GgufReader:
         if kind in _PLAIN:
             row_shape, dtype = tensor.shape[1:], _PLAIN[kind]
             start = tensor.offset + rows.start * int(np.prod(row_shape)) * dtype.itemsize
-            piece = self._file.file.numbers(start, (len(rows), *row_shape), dtype)
+            piece = tensor.file.numbers(start, (len(rows), *row_shape), dtype)
             return piece if columns is None else piece[:, columns.start : columns.stop]
         return _dequantize(self._raw_rows(tensor, rows), kind, columns)
 
@@ -165,7 +174,11 @@ class GgufReader:
 
     def _raw_rows(self, tensor: GgufTensor, rows: range) -> npt.NDArray[np.uint8]:
         row_bytes = self._bytes_per_row(tensor)
-        return self._file.file.rows(tensor.offset + rows.start * row_bytes, len(rows), row_bytes)
+        raw = tensor.file.rows(tensor.offset + rows.start * row_bytes, len(rows), row_bytes)
+        if (tensor.name, rows) not in self._checked:  # streamed layers are read again and again
+            self._check_scales(tensor, raw)
+            self._checked.add((tensor.name, rows))
+        return raw
 
     def _tensor(self, name: str) -> GgufTensor:
         own_name = gguf_name(name, self._config.norms)
@@ -178,11 +191,25 @@ class GgufReader:
                 f"{self._file.path}: tensor {tensor.name} has quantization type {tensor.kind.name}, which is not supported; "
                 f"supported: {supported}"
             )
+        if tensor.kind not in _PLAIN and len(tensor.shape) == 1:
+            raise ModelError(
+                f"{self._file.path}: vector {tensor.name} is quantized as {tensor.kind.name}; supported: floats"
+            )
         return tensor
 
     def _bytes_per_row(self, tensor: GgufTensor) -> int:
         block_elems, block_bytes = GGML_QUANT_SIZES[tensor.kind]
         return tensor.shape[-1] // block_elems * block_bytes if len(tensor.shape) > 1 else block_bytes
+
+    def _check_scales(self, tensor: GgufTensor, raw_OB: npt.NDArray[np.uint8]) -> None:
+        """Raise ModelError if a block has a scale or minimum that is infinite or no number."""
+        at, count = _SCALES[tensor.kind.name]
+        blocks_NB = raw_OB.reshape(-1, GGML_QUANT_SIZES[tensor.kind][1])
+        if not np.isfinite(np.ascontiguousarray(blocks_NB[:, at : at + 2 * count]).view(np.float16)).all():
+            raise ModelError(
+                f"{tensor.file.path}: tensor {tensor.name} has scales that are infinite or no numbers; the file is damaged, or "
+                "was quantized from damaged weights: download it again"
+            )
 
 
 def _dequantize(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType, columns: range | None) -> Tensor:

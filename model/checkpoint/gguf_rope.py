@@ -87,7 +87,7 @@ def _numbers(file: GgufFile, name: str, rotary_dim: int) -> list[float]:
     tensor = file.tensors[name]
     if tensor.kind.name != "F32" or tensor.shape != (rotary_dim // 2,):
         raise ModelError(f"{file.path}: {name} has an unexpected type or shape {tensor.shape}")
-    return file.file.numbers(tensor.offset, tensor.shape, torch.float32).tolist()
+    return tensor.file.numbers(tensor.offset, tensor.shape, torch.float32).tolist()
 
 
 def _longrope(file: GgufFile, keys: GgufKeys, rotary_dim: int) -> RopeScaling:

@@ -3,13 +3,14 @@
 import difflib
 import json
 import re
-import struct
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tightwire.model.checkpoint.catalog import CATALOG, cached_path, is_cached
 from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
 from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.gguf_header import GgufHeader, split_parts
 from tightwire.model.checkpoint.hf_config import config_from_hf
 from tightwire.model.checkpoint.whole_folder import is_partial
 
@@ -30,10 +31,6 @@ RANDOM_SHAPES = {
     "llama-3-8b": LlamaConfig(num_layers=32, hidden_size=4096, num_heads=32, mlp_size=14336, **_SHORT),
     "llama-3-70b": LlamaConfig(num_layers=80, hidden_size=8192, num_heads=64, mlp_size=28672, **_SHORT),
 }
-
-# The scalars of a GGUF header by type number; 8 is a string, 9 an array.
-_SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_STRING, _ARRAY = 8, 9
 
 
 class Sizes(NamedTuple):
@@ -99,12 +96,12 @@ def random_config(shape: str) -> LlamaConfig:
 
 
 def only_gguf(folder: Path) -> Path | None:
-    """The .gguf file of a folder without config.json; None for a folder with one. Raises ModelError: not exactly one."""
+    """The .gguf file of a folder without config.json, or its first part; None for a folder with one. Raises ModelError: not exactly one."""
     if (folder / "config.json").is_file():
         return None
     ggufs = sorted(folder.glob("*.gguf"))
-    if len(ggufs) == 1:
-        return ggufs[0]
+    if len(firsts := {split_parts(path)[0] for path in ggufs}) == 1:
+        return firsts.pop()
     found = (
         f"several .gguf files, name one: {', '.join(path.name for path in ggufs[:5])}" if ggufs else "no .gguf either"
     )
@@ -128,36 +125,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def _gguf_sizes(path: Path) -> Sizes | None:
     names = (".attention.head_count", ".context_length")
     try:
-        scalars = _gguf_scalars(path, names)
-        return Sizes(*(scalars[name] for name in names))
-    except (OSError, KeyError, ValueError, struct.error):
+        with split_parts(path)[0].open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+            scalars = GgufHeader.scalars(data, names)
+        return Sizes(*(int(scalars[name]) for name in names))
+    except (OSError, KeyError, ValueError, TypeError):
         return None  # opening the file reads all of its header, and says what is wrong with it
-
-
-def _gguf_scalars(path: Path, names: tuple[str, ...]) -> dict[str, int]:
-    """The scalars whose keys end in ``names``, read up to the last of them: the tokenizer's long arrays come later."""
-    scalars: dict[str, int] = {}
-    with path.open("rb") as file:
-
-        def read(form: str) -> Any:
-            return struct.unpack("<" + form, file.read(struct.calcsize("<" + form)))[0]
-
-        def skip(kind: int) -> None:
-            if kind == _ARRAY:
-                kind, count = read("I"), read("Q")
-                for _ in range(count):
-                    skip(kind)
-            else:
-                file.seek(read("Q") if kind == _STRING else struct.calcsize("<" + _SCALARS[kind]), 1)
-
-        _magic, _version, _num_tensors, num_fields = (read(form) for form in ("I", "I", "Q", "Q"))
-        for _ in range(num_fields):
-            key, kind = file.read(read("Q")).decode(), read("I")
-            name = key[key.find(".") :]  # behind the architecture
-            if name in names:
-                scalars[name] = read(_SCALARS[kind])
-            else:
-                skip(kind)
-            if len(scalars) == len(names):
-                break
-    return scalars

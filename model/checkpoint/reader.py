@@ -106,6 +106,12 @@ class WeightFile:
             os.close(fd)
 
 
+def refuse_pointer(file: WeightFile) -> None:
+    """Raise ModelError for the small file that git-lfs leaves in place of a large one."""
+    if bytes(file.data[:7]) == b"version":
+        raise ModelError(f"{file.path}: is a git-lfs pointer, not the weights; fetch them with 'git lfs pull'")
+
+
 def row_chunks(rows: range, row_bytes: int, *, multiple_of: int = 1) -> Iterator[range]:
     """Yield pieces of ``rows`` of about ``CHUNK_BYTES``; all but the last have a multiple of ``multiple_of`` rows."""
     step = max(1, CHUNK_BYTES // max(1, row_bytes) // multiple_of) * multiple_of

@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 
 from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.gguf_header import split_parts
 from tightwire.sizes import format_bytes
 
 PIECE_BYTES = 1 << 20
@@ -29,7 +30,7 @@ class FileFacts(msgspec.Struct, frozen=True):
 
 
 class ModelFiles(msgspec.Struct, frozen=True):
-    """The files of a model: one, or those of a folder. ``error``: why there are none."""
+    """The files of a model: one, the parts of one, or those of a folder. ``error``: why there are none."""
 
     files: list[FileFacts]
     is_folder: bool
@@ -57,7 +58,7 @@ def list_files(path: Path | None) -> ModelFiles:
     if path is None:
         return ModelFiles([], False, "node 0 has no file of this model")
     try:
-        found = sorted(filter(_is_of_model, path.iterdir())) if path.is_dir() else [path]
+        found = sorted(filter(_is_of_model, path.iterdir())) if path.is_dir() else split_parts(path)
         files = [FileFacts(file.name, file.stat().st_size, _sha256(file)) for file in found]
     except OSError as error:
         return ModelFiles([], False, f"node 0 cannot read {path}: {error.strerror}")
@@ -73,7 +74,7 @@ def read_piece(path: Path, files: ModelFiles, name: str, offset: int) -> bytes:
     """A piece of one of ``files`` of the model at ``path``; empty for another file."""
     if name not in {file.name for file in files.files}:
         return b""
-    with (path / name if files.is_folder else path).open("rb") as file:
+    with (path / name if files.is_folder else path.with_name(name)).open("rb") as file:
         file.seek(offset)
         return file.read(PIECE_BYTES)
 

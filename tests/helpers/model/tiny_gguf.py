@@ -20,14 +20,15 @@ from tightwire.model.text.tokenizer import BOS_ID, CHAT_TEMPLATE, byte_backend
 _NOT_QUANTIZABLE = ("Q4_K", "Q6_K", "Q5_K", "Q2_K")
 
 
-def make_tiny_gguf(path: Path, quant: str = "F32", *, seed: int = 0, **overrides: Any) -> Path:
+def make_tiny_gguf(path: Path, quant: str = "F32", *, seed: int = 0, part_tensors: int = 0, **overrides: Any) -> Path:
     """Write the tiny model of ``overrides`` (keys of config.json) as ``path``; matrices in ``quant``, vectors F32.
 
     Rows must be whole blocks: hidden and MLP sizes multiples of 32, or of 256 for the K types.
+    ``part_tensors``: split into parts of so many tensors, and return the first one's path; 0: one file.
     """
     raw_config = tiny_config(**overrides)
     config = config_from_hf(raw_config)
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, "llama", split_max_tensors=part_tensors)
     _write_sizes(writer, config)
     write_tokenizer(writer, config)
     kind = gguf.GGMLQuantizationType[quant]
@@ -49,7 +50,7 @@ def make_tiny_gguf(path: Path, quant: str = "F32", *, seed: int = 0, **overrides
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return path if path.is_file() else min(path.parent.glob(f"{path.stem}-*.gguf"))
 
 
 def interleave(rows: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -17,9 +17,10 @@ from tightwire.model.checkpoint.config import RopeScaling
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf import GgufFile
 from tightwire.model.checkpoint.gguf_config import config_from_gguf
+from tightwire.model.checkpoint.header import read_sizes
 from tightwire.model.checkpoint.hf_config import config_from_hf
 from tightwire.model.checkpoint.tensors import expected_tensors, gguf_name
-from tightwire.model.open import open_checkpoint
+from tightwire.model.open import fingerprint, open_checkpoint
 
 TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"]
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -175,10 +176,47 @@ def test_other_architectures_and_kinds_are_refused(tmp_path: Path) -> None:
         config_from_gguf(metadata_only(path, "qwen3moe"))
     with pytest.raises(ModelError, match="with a mixture of experts"):
         config_from_gguf(metadata_only(path, llama__expert_count=8))
-    with pytest.raises(ModelError, match="one of several parts"):
+    with pytest.raises(ModelError, match=r"m\.gguf: states split\.count 3, and by its name it is one of 1"):
         metadata_only(path, split__count=3)
     with pytest.raises(ModelError, match=r"attention\.head_count is missing"):
         config_from_gguf(metadata_only(path))
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> list[Path]:
+    """A model in three parts, as llama.cpp's converter writes them."""
+    make_tiny_gguf(tmp_path / "m.gguf", "Q8_0", part_tensors=9)
+    return sorted(tmp_path.iterdir())
+
+
+def test_a_split_file_is_the_same_model_by_any_part_or_its_folder(parts: list[Path], tmp_path: Path) -> None:
+    assert [part.name for part in parts] == [f"m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    whole = open_checkpoint(str(make_tiny_gguf(tmp_path / "whole.gguf", "Q8_0")))
+    (tmp_path / "whole.gguf").rename(tmp_path / "whole")
+    for model in (*parts, tmp_path):
+        checkpoint = open_checkpoint(str(model))
+        assert (checkpoint.name, checkpoint.path, checkpoint.config) == ("m", parts[0], whole.config)
+        assert fingerprint(checkpoint) == fingerprint(whole)
+        assert checkpoint.tokenizer().vocab_size == whole.tokenizer().vocab_size
+        assert read_sizes(str(model)) == (whole.config.num_heads, whole.config.max_positions)
+
+
+def test_missing_and_foreign_parts_are_named(parts: list[Path], tmp_path: Path) -> None:
+    data = parts[1].read_bytes()
+    parts[1].unlink()
+    for model in (parts[0], parts[2], tmp_path):
+        with pytest.raises(ModelError, match=r"1 of its 3 parts are missing in .*: m-00002-of-00003\.gguf"):
+            open_checkpoint(str(model))
+    key, u16 = b"split.count", struct.pack("<I", 2)
+    assert data.count(key + u16 + b"\x03\x00") == 1
+    parts[1].write_bytes(data.replace(key + u16 + b"\x03\x00", key + u16 + b"\x04\x00"))
+    with pytest.raises(
+        ModelError, match=r"m-00002-of-00003\.gguf: states split\.count 4, and by its name it is one of 3"
+    ):
+        open_checkpoint(str(parts[0]))
+    parts[1].write_bytes(parts[0].read_bytes())
+    with pytest.raises(ModelError, match=r"m-00002-of-00003\.gguf: .* tensor .* stands in it twice"):
+        open_checkpoint(str(parts[0]))
 
 
 def test_a_rope_kind_that_is_not_supported(tmp_path: Path) -> None:

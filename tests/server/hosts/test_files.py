@@ -95,3 +95,14 @@ async def test_hidden_files_are_not_copied_and_files_elsewhere_are_refused(model
 def test_the_share_that_is_copied_counts_the_files_before(model: Path) -> None:
     files = list_files(model)
     assert [files.share("config.json", 0), files.share("model.safetensors", 124)] == [0.0, 0.5]
+
+
+async def test_all_parts_of_a_split_file_are_copied(model: Path) -> None:
+    for number in (1, 2):
+        (model / f"m-0000{number}-of-00002.gguf").write_bytes(bytes([number]) * 150)
+    node_0 = Node0(model / "m-00001-of-00002.gguf")
+    copy = await fetch_files(node_0.files, node_0.ask, lambda *_: None)
+    assert copy.name == "m-00001-of-00002.gguf" and copy.read_bytes() == bytes([1]) * 150
+    assert copy.with_name("m-00002-of-00002.gguf").read_bytes() == bytes([2]) * 150
+    (model / "m-00002-of-00002.gguf").unlink()
+    assert "cannot read" in list_files(model / "m-00001-of-00002.gguf").error
