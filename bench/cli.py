@@ -12,23 +12,71 @@ from tightwire.suggest import suggest
 _MAX_TUNE_SECONDS = 3600.0
 _QUALITY_TOKENS = 4096
 
-# Verb -> ("module below tightwire.bench:NAMEBench", one line of help). The class NAMEOptions in the file `options` of the same
-# folder has its options, and imports no torch.
-VERBS: dict[str, tuple[str, str]] = {
-    "comm": ("comm.bench:CommBench", "time and check every AllReduce by message size"),
-    "compare": ("compare.bench:CompareBench", "compare two results of one bench; exit code 1 for a regression"),
-    "kernels": ("kernels.bench:KernelBench", "time codecs on one core or one GPU"),
-    "quality": ("quality.bench:QualityBench", "measure the accuracy that a quantized AllReduce costs"),
-    "serve": ("serve.bench:ServeBench", "put load on a running server: TTFT, TPOT, throughput"),
-    "stream": ("stream.bench:StreamBench", "time steps with streamed weights"),
-    "train": ("train.bench:TrainBench", "time training steps between emulated nodes"),
-    "ttft": ("ttft.bench:TtftBench", "compare AllReduces on one server by time to first token"),
+# Verb -> ("module:class" of the options, which imports no torch, "module:class" of the bench, one line of help).
+Verbs = dict[str, tuple[str, str, str]]
+VERBS: Verbs = {
+    "comm": (
+        "tightwire.bench.comm.options:CommOptions",
+        "tightwire.bench.comm.bench:CommBench",
+        "time and check every AllReduce by message size",
+    ),
+    "compare": (
+        "tightwire.bench.compare.options:CompareOptions",
+        "tightwire.bench.compare.bench:CompareBench",
+        "compare two results of one bench; exit code 1 for a regression",
+    ),
+    "kernels": (
+        "tightwire.bench.kernels.options:KernelOptions",
+        "tightwire.bench.kernels.bench:KernelBench",
+        "time codecs on one core or one GPU",
+    ),
+    "quality": (
+        "tightwire.bench.quality.options:QualityOptions",
+        "tightwire.bench.quality.bench:QualityBench",
+        "measure the accuracy that a quantized AllReduce costs",
+    ),
+    "serve": (
+        "tightwire.bench.serve.options:ServeOptions",
+        "tightwire.bench.serve.bench:ServeBench",
+        "put load on a running server: TTFT, TPOT, throughput",
+    ),
+    "stream": (
+        "tightwire.bench.stream.options:StreamOptions",
+        "tightwire.bench.stream.bench:StreamBench",
+        "time steps with streamed weights",
+    ),
+    "train": (
+        "tightwire.bench.train.options:TrainOptions",
+        "tightwire.bench.train.bench:TrainBench",
+        "time training steps between emulated nodes",
+    ),
+    "ttft": (
+        "tightwire.bench.ttft.options:TtftOptions",
+        "tightwire.bench.ttft.bench:TtftBench",
+        "compare AllReduces on one server by time to first token",
+    ),
 }
-LAB: dict[str, tuple[str, str]] = {
-    "answers": ("lab.answers.bench:AnswersBench", "compare servers' answers with the model in float32"),
-    "peers": ("lab.peers.run:PeersBench", "compare with other servers: vLLM, llama.cpp, transformers"),
-    "roofline": ("lab.peers.roofline:RooflineBench", "profile steps and serving against the device's own rates"),
-    "structured": ("lab.structured.bench:StructuredBench", "check and time constrained answers of a running server"),
+LAB: Verbs = {
+    "answers": (
+        "tightwire.bench.lab.answers.options:AnswersOptions",
+        "tightwire.bench.lab.answers.bench:AnswersBench",
+        "compare servers' answers with the model in float32",
+    ),
+    "peers": (
+        "tightwire.bench.lab.peers.options:PeersOptions",
+        "tightwire.bench.lab.peers.run:PeersBench",
+        "compare with other servers: vLLM, llama.cpp, transformers",
+    ),
+    "roofline": (
+        "tightwire.bench.lab.peers.options:RooflineOptions",
+        "tightwire.bench.lab.peers.roofline:RooflineBench",
+        "profile steps and serving against the device's own rates",
+    ),
+    "structured": (
+        "tightwire.bench.lab.structured.options:StructuredOptions",
+        "tightwire.bench.lab.structured.bench:StructuredBench",
+        "check and time constrained answers of a running server",
+    ),
 }
 _LAB_HELP = "the project's own experiments; `tightwire bench lab --help` lists them"
 
@@ -46,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _main("bench", VERBS, args)
 
 
-def _main(command: str, verbs: dict[str, tuple[str, str]], args: list[str]) -> int:
+def _main(command: str, verbs: Verbs, args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         sys.stdout.write(_usage(command, verbs))
         return 0 if args else 2
@@ -54,10 +102,9 @@ def _main(command: str, verbs: dict[str, tuple[str, str]], args: list[str]) -> i
     if verb not in verbs:
         sys.stderr.write(f"tightwire {command}: unknown bench {verb!r}{suggest(verb, verbs)}\n")
         return 2
-    module, _, name = verbs[verb][0].partition(":")
-    options_type = _load(f"{module.rpartition('.')[0]}.options", name.removesuffix("Bench") + "Options")
-    options = options_type.from_argv(rest, verb=f"{command} {verb}".removeprefix("bench "))
-    return _load(module, name)(options).run()
+    options, bench, _ = verbs[verb]
+    given = load(options).from_argv(rest, verb=f"{command} {verb}".removeprefix("bench "))
+    return load(bench)(given).run()
 
 
 def tune(argv: Sequence[str]) -> int:
@@ -108,12 +155,14 @@ def tune(argv: Sequence[str]) -> int:
     return run(at_least_two_ranks(config), args.seconds, allow_busy=args.allow_busy)
 
 
-def _load(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(f"tightwire.bench.{module}"), name)
+def load(entry: str) -> Any:
+    """The class that an entry of the tables names."""
+    module, _, name = entry.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
-def _usage(command: str, verbs: dict[str, tuple[str, str]]) -> str:
-    shown = {name: text for name, (_, text) in verbs.items()} | ({"lab": _LAB_HELP} if verbs is VERBS else {})
+def _usage(command: str, verbs: Verbs) -> str:
+    shown = {name: text for name, (*_, text) in verbs.items()} | ({"lab": _LAB_HELP} if verbs is VERBS else {})
     lines = [f"  {verb:10} {text}" for verb, text in sorted(shown.items())]
     return "\n".join(
         [f"usage: tightwire {command} VERB [options]", "", *lines, "", "VERB --help explains its options\n"]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class GroupPlan:
 
 
 @contextmanager
-def open_ranks(options: RankOptions, preload: Sequence[str] = ()) -> Iterator[tuple[LocalRanks, dict[str, Any]]]:
+def open_ranks(options: RankOptions, preload: Sequence[ModuleType] = ()) -> Iterator[tuple[LocalRanks, dict[str, Any]]]:
     """The running ranks, and facts about their transport and link for the result.
 
     ``preload``: modules that are imported once for all ranks of this process. Raises ValueError if this machine does not
@@ -76,7 +77,7 @@ def open_ranks(options: RankOptions, preload: Sequence[str] = ()) -> Iterator[tu
                 options.ranks,
                 partial(open_group, plan),
                 silence_s=silence_after(options.timeout_s),
-                preload=(registry.__name__, *preload),
+                preload=(registry, *preload),
             )
         )
         if plan.peer_memory and not all(has for _, has in ranks.stream(_has_peer_memory)):

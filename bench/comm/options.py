@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tightwire.bench.options import TRANSPORTS, OutputOptions, RankOptions, option, parse_sizes
+from tightwire.bench.options import TRANSPORTS, OutputOptions, RankOptions, parse_sizes
 from tightwire.comm.all_reduce.names import (
     all_reduce_names,
     describe_all_reduce_names,
@@ -11,6 +11,7 @@ from tightwire.comm.all_reduce.names import (
     split_name,
 )
 from tightwire.comm.link.link import Link, parse_link
+from tightwire.server.config.option import option
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _DEFAULT_SIZES = tuple(8192 * 4**power for power in range(6))  # 8 KiB to 8 MiB
@@ -36,7 +37,7 @@ class CommOptions(OutputOptions):
         (), f"{describe_all_reduce_names()} (default: all whose name needs no codec)", parse=split_all_reduce_names
     )
     sizes: tuple[int, ...] = option(
-        _DEFAULT_SIZES, "bytes of a message before it is encoded", metavar="SIZE,SIZE", parse=parse_sizes, least=4
+        _DEFAULT_SIZES, "bytes of a message before it is encoded", metavar="BYTES,BYTES", parse=parse_sizes, least=4
     )
     ranks: int = option(2, "number of processes, one thread each", least=2)
     dtype: str = option("bfloat16", "data type of the numbers", choices=_DTYPES)

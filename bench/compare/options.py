@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from tightwire.bench.options import REQUIRED, OutputOptions, option
+from tightwire.bench.options import OutputOptions
+from tightwire.server.config.option import REQUIRED, option
 
 _DESCRIPTION = """Compare two results of one bench: for every cell the ratio B / A of medians, its bootstrap 95 % interval
 from the raw samples, and a verdict. Exit code 0: no regression; 1: a deciding metric is worse and its whole interval is

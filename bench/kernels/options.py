@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tightwire.bench.options import OutputOptions, option, parse_sizes
+from tightwire.bench.options import OutputOptions, parse_sizes
 from tightwire.comm.codec.codec_names import parse_format
+from tightwire.server.config.option import option
 
 _CODECS = ("int8", "int6", "int5", "int4", "int4-had", "int3-sym", "fp8")
 
@@ -18,7 +19,7 @@ class KernelOptions(OutputOptions):
     sizes: tuple[int, ...] = option(
         (),
         "bytes of numbers to encode (default: 64KiB to 64MiB; on a CPU to 16MiB)",
-        metavar="SIZE,SIZE",
+        metavar="BYTES,BYTES",
         parse=parse_sizes,
         least=4,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tightwire.bench.options import OutputOptions, option
+from tightwire.bench.options import OutputOptions
 from tightwire.comm.all_reduce.names import (
     describe_all_reduce_names,
     main_preset_names,
@@ -17,6 +17,7 @@ from tightwire.comm.all_reduce.names import (
 )
 from tightwire.comm.policy.rules import read_policy_file
 from tightwire.model.weights import QUANTIZATIONS, WEIGHT_CODECS
+from tightwire.server.config.option import option
 
 POLICY = "policy:"  # an arm that uses a policy file
 WEIGHTS = "weights:"  # an arm with exact sums and encoded weights

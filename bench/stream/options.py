@@ -1,12 +1,12 @@
 """Options of ``tightwire bench stream``, and the arms that they name."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from tightwire.bench.options import OutputOptions, option, parse_integers, parse_names
+from tightwire.bench.options import OutputOptions
 from tightwire.comm.all_reduce.names import split_name
 from tightwire.model.weights import LEAST_STREAMED, WEIGHT_CODECS, WeightPlan, spread
+from tightwire.server.config.option import option
 from tightwire.sizes import parse_bytes
 
 ROUNDS = 3  # in which all passes of an arm take turns
@@ -43,10 +43,6 @@ class Arm:
         )
 
 
-def _unique(parse: Callable[[str], tuple[Any, ...]]) -> Callable[[str], tuple[Any, ...]]:
-    return lambda text: tuple(dict.fromkeys(parse(text)))
-
-
 def _parse_rate(text: str) -> int:
     if text == "none":
         return 0
@@ -66,20 +62,19 @@ class StreamOptions(OutputOptions):
         ("host", "disk"),
         "where layers come from. host: memory; disk: a folder prepared for the run, next to the results; files: the checkpoint's "
         "own, without a codec",
-        parse=_unique(parse_names),
+        unique=True,
     )
-    codecs: tuple[str, ...] = option(
-        ("none", "int8", "int4"), "codecs of the streamed layers", parse=_unique(parse_names)
-    )
+    codecs: tuple[str, ...] = option(("none", "int8", "int4"), "codecs of the streamed layers", unique=True)
     rates: tuple[int, ...] = option(
         (),
         "bytes/s to which each rank's source is throttled, such as none,100MB,1GB (default: none)",
         metavar="BYTES,BYTES",
-        parse=_unique(lambda text: tuple(map(_parse_rate, text.split(",")))),
+        parse=lambda text: tuple(map(_parse_rate, text.split(","))),
+        unique=True,
         default_factory=lambda: (0,),
     )
-    tp: tuple[int, ...] = option((1, 2), "numbers of ranks", parse=_unique(parse_integers), least=1)
-    batches: tuple[int, ...] = option((1, 8, 32), "sequences in a decode step", parse=_unique(parse_integers), least=1)
+    tp: tuple[int, ...] = option((1, 2), "numbers of ranks", unique=True, least=1)
+    batches: tuple[int, ...] = option((1, 8, 32), "sequences in a decode step", unique=True, least=1)
     context: int = option(64, "tokens of each sequence", least=2)
     stream_layers: int | None = option(None, "stream N layers, spread evenly (default: all)", least=LEAST_STREAMED)
     dtype: str = option("bfloat16", "of activations", choices=("bfloat16", "float16", "float32"))

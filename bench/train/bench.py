@@ -111,7 +111,7 @@ class TrainBench(Bench[TrainOptions]):
             link=link,
             timeout_s=5 * options.timeout_s,
         )
-        with tempfile.TemporaryDirectory() as folder, open_ranks(chosen, [measure.__name__]) as (ranks, joined):
+        with tempfile.TemporaryDirectory() as folder, open_ranks(chosen, (measure,)) as (ranks, joined):
             facts = joined["link"] or {}
             if "why" in facts:
                 raise ValueError(f"the link cannot be emulated here: {facts['why']}")

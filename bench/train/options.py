@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from tightwire.bench.options import OutputOptions, option, parse_names
+from tightwire.bench.options import OutputOptions
 from tightwire.comm.link.link import parse_link
+from tightwire.server.config.option import option
 
 _ADAMW = {"name": "adamw", "lr": 1e-3}
 _SGD = {"name": "sgd", "lr": 1e-2, "weight_decay": 0.0}
@@ -70,10 +71,6 @@ def model_values(model: str) -> dict[str, Any]:
     return {"shape": {**MODELS[model], **_VOCABULARY}} if model in MODELS else {"start": model}
 
 
-def _parse_unique(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(parse_names(text)))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOptions(OutputOptions):
     description: ClassVar[str] = (
@@ -87,12 +84,12 @@ class TrainOptions(OutputOptions):
         ("50mbit", "200mbit", "1gbit"),
         "links between the nodes, emulated one after the other; needs root",
         metavar="RATE,RATE",
-        parse=_parse_unique,
+        unique=True,
     )
     arms: tuple[str, ...] = option(
         ("zero3", "zero++", "hybrid", "dgc", "top-k", "ddp", "fsdp2"),
         f"ways to train: {', '.join(ARMS)}",
-        parse=_parse_unique,
+        unique=True,
     )
     sequences: int = option(4, "sequences of each rank in a step", least=1)
     sequence_tokens: int = option(128, "tokens of a sequence", least=2)

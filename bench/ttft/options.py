@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Self
 
-from tightwire.bench.options import LAST_LINE, OutputOptions, add_flags, given_options, option
+from tightwire.bench.options import LAST_LINE, OutputOptions
 from tightwire.comm.all_reduce.names import describe_all_reduce_names, split_all_reduce_names, split_name
-from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
+from tightwire.server.config.flags import add_flags, make_options, make_parser, parse, refuse_serving_flags
+from tightwire.server.config.option import flag_of, option
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import ServeConfig, option_fields
 
@@ -92,22 +93,19 @@ class TtftOptions(OutputOptions):
     def from_argv(cls, argv: Sequence[str], *, verb: str) -> Self:
         """The options include those of the server."""
         parser = make_parser(f"bench {verb}", f"{cls.description} {LAST_LINE}", GROUPS)
-        add_flags(parser.add_argument_group("bench", "AllReduces, prompts and repeats."), cls)
+        add_flags(parser.add_argument_group("bench", "AllReduces, prompts and repeats."), cls.fields())
         flags = {word.partition("=")[0] for word in argv}
         argv = argv if flags & {"--tp", "--config"} else ["--tp", str(_RANKS), *argv]
         config, given = parse(parser, argv, GROUPS)
         refuse_serving_flags(parser, config)
         for name in _OURS:
             if name in given:
-                parser.error(f"--{name.replace('_', '-')} is not for this bench; name AllReduces with --algorithms")
+                parser.error(f"{flag_of(name)} is not for this bench; name AllReduces with --algorithms")
         if "prefix_cache" in given:
             parser.error(
                 "--prefix-cache is not for this bench, which computes every prompt; use `tightwire bench serve`"
             )
-        try:
-            return cls(config=config, **given_options(given, cls))
-        except ValueError as error:
-            parser.error(str(error))
+        return make_options(cls, parser, given, config=config)
 
 
 def is_policy(name: str) -> bool:
@@ -130,7 +128,7 @@ def to_argv(config: ServeConfig, groups: Sequence[str], leave_out: Collection[st
 
 
 def _flag(name: str, value: object) -> list[str]:
-    flag = "--" + name.replace("_", "-")
+    flag = flag_of(name)
     if isinstance(value, bool):
         return [flag if value else f"--no-{flag.removeprefix('--')}"]
     if isinstance(value, (tuple, list)):

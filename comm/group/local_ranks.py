@@ -18,10 +18,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any, Self
 
 import torch
 
+from tightwire.comm.group import group as group_module
 from tightwire.comm.group.group import Group
 from tightwire.kernels.cpu.allocator import keep_freed_memory
 
@@ -49,7 +51,7 @@ def silence_after(timeout_s: float) -> float:
 class LocalRanks:
     """Processes of ``world_size`` ranks, each with the group that ``open_group(rank)`` returns there.
 
-    The fork server imports the modules in ``preload`` once, in the first call of a process. Raises LocalRankError if a
+    The fork server imports the modules in ``preload`` once for all ranks, in the first call of a process. Raises LocalRankError if a
     rank does not open its group within ``silence_s``.
     """
 
@@ -59,12 +61,12 @@ class LocalRanks:
         open_group: Callable[[int], Group],
         *,
         silence_s: float = 60.0,
-        preload: Sequence[str] = (),
+        preload: Sequence[ModuleType] = (),
     ) -> None:
         self.world_size = world_size
         self._silence_s = silence_s
         context = multiprocessing.get_context("forkserver")  # imports torch once, and forks no threads
-        context.set_forkserver_preload([Group.__module__, *preload])
+        context.set_forkserver_preload([module.__name__ for module in (group_module, *preload)])  # it takes names
         self._pipes: list[Connection] = []
         self._processes = []
         try:

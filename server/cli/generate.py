@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from tightwire.server.cli.progress import START_STAGES, Progress
 from tightwire.server.cli.start import check_machine, interrupts_end_at_once, refuse, start_ranks
-from tightwire.server.config.flags import add_flags, make_parser, parse, refuse_serving_flags
+from tightwire.server.config.flags import add_flags, make_options, make_parser, parse, refuse_serving_flags
 from tightwire.server.config.lora import AdapterOptions
-from tightwire.server.config.option import option, require
+from tightwire.server.config.option import option, options_of, require
 from tightwire.server.plan.setting import refuse_wrong_model
 
 _GROUPS = ("model", "parallel", "engine", "weights", "timeouts")
@@ -35,13 +35,10 @@ def generate(argv: Sequence[str]) -> int:
         "generate", "Continue one prompt on the terminal, without a server.", _GROUPS, argument="PROMPT"
     )
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; with --chat, a message")
-    add_flags(parser, {own.name: own for own in fields(AnswerOptions)})
+    add_flags(parser, options_of(AnswerOptions))
     config, args = parse(parser, argv, _GROUPS)
     refuse_serving_flags(parser, config)
-    try:
-        answer = AnswerOptions(**{own.name: vars(args)[own.name] for own in fields(AnswerOptions) if own.name in args})
-    except ValueError as error:
-        parser.error(str(error))
+    answer = make_options(AnswerOptions, parser, args)
     if answer.lora is not None:
         config = replace(config, adapters=AdapterOptions(lora=(f"lora={answer.lora}",)))
     with ExitStack() as stack:

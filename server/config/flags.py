@@ -1,21 +1,24 @@
-"""Derives flags and YAML keys from the fields of ``config``. A flag overrides the file, and the file the default."""
+"""Derives flags and YAML keys from declared options. A flag overrides the file, and the file the default."""
 
 import argparse
 import contextlib
+import math
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import Field
+from dataclasses import MISSING, Field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, TypeVar
 
-from tightwire.comm.all_reduce.names import split_all_reduce_names
 from tightwire.server.config.foreign_flags import ours
+from tightwire.server.config.option import REQUIRED, flag_of, options_of
 from tightwire.server.config.serve import GROUPS, ServeConfig, option_fields
-from tightwire.sizes import format_bytes, parse_bytes
+from tightwire.sizes import format_bytes
 from tightwire.suggest import suggest
 
 Fields = Mapping[str, Field[Any]]
+_Options = TypeVar("_Options")
 
 ALL_GROUPS = tuple(GROUPS)
 _MODEL_ARGUMENT = "model_argument"  # the model without its flag: `tightwire serve MODEL`
@@ -80,7 +83,7 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpars
     if unknown:
         flag = unknown[0].split("=")[0]
         hint = suggest(flag, known, f"; `{parser.prog} --help` lists the flags")
-        if flag in ("--" + name.replace("_", "-") for name in option_fields()):
+        if flag in map(flag_of, option_fields()):
             hint = "; it is a flag of `tightwire serve`"
         parser.error(f"unknown argument {unknown[0]!r}{hint}")
     return args
@@ -102,17 +105,32 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
     return ServeConfig(**{group: cls(**by_group[group]) for group, cls in GROUPS.items()})
 
 
-def add_flags(parser: argparse._ActionsContainer, fields: Fields) -> None:
-    """Add one argument per field. Arguments not given are absent from the result, so that a file can set them."""
-    for name, field in fields.items():
-        kind, choices = _kind(field)[0], field.metadata["choices"]
-        given: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-        if kind is not bool:
-            metavar = field.metadata["metavar"] or (None if choices else kind.__name__.upper())
-            given = {"type": _flag_type(field), "choices": choices or None, "metavar": metavar}
-        if field.metadata.get("repeated"):
-            given |= {"action": _Append, "nargs": field.metadata["nargs"]}
-        parser.add_argument("--" + name.replace("_", "-"), help=_help(field), default=argparse.SUPPRESS, **given)
+def add_flags(parser: argparse._ActionsContainer, options: Fields) -> None:
+    """Add one argument per option. Arguments not given are absent from the result, so that a file can set them."""
+    for name, field in options.items():
+        flag = field.metadata["flag"] or flag_of(name)
+        given: dict[str, Any] = {"help": _help(field), "default": argparse.SUPPRESS}
+        if flag.startswith("-"):
+            given |= {"dest": name, "required": field.default is REQUIRED and field.default_factory is MISSING}
+        if _kind(field)[0] is bool:
+            given["action"] = argparse.BooleanOptionalAction
+        else:
+            given |= {"type": _flag_type(field), "choices": field.metadata["choices"] or None}
+            given |= {"metavar": _metavar(field), "nargs": field.metadata["nargs"], "const": field.metadata["const"]}
+        if field.metadata["repeated"]:
+            given["action"] = _Append
+        parser.add_argument(flag, **given)
+
+
+def make_options(
+    cls: type[_Options], parser: argparse.ArgumentParser, args: argparse.Namespace, **others: Any
+) -> _Options:
+    """The options of ``cls`` in ``args``, and other fields. What it refuses ends the program with exit code 2."""
+    given = vars(args)
+    try:
+        return cls(**{name: given[name] for name in options_of(cls) if name in given}, **others)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 class _Append(argparse.Action):
@@ -157,62 +175,82 @@ def read_yaml(path: Path, fields: Fields) -> dict[str, Any]:
 
 def convert(field: Field[Any], value: object) -> Any:
     """A flag's text or a YAML value, converted to the field's annotated type; ValueError if that is not possible."""
-    kind, optional = _kind(field)
+    (kind, element, optional), metadata = _kind(field), field.metadata
     if value is None and optional:
         return None
-    if (parse := field.metadata.get("parse")) is not None:
-        return value if isinstance(value, kind) else parse(str(value))
-    choices = field.metadata["choices"]
-    if choices and value not in choices:
-        raise ValueError(f"must be one of {', '.join(choices)}, got {value!r}")
-    if kind is int and field.metadata["metavar"] == "BYTES" and isinstance(value, str):
-        return parse_bytes(value)
-    if kind is not tuple:
-        return _plain(kind, value)
-    texts = str in typing.get_args(field.type)
-    if isinstance(value, str) and field.metadata.get("repeated"):
-        value = [value]
-    elif isinstance(value, str):
-        value = split_all_reduce_names(value) if texts else value.split(",")
-    parts = value if isinstance(value, (list, tuple)) else [value]
-    if texts and not all(isinstance(part, str) and part for part in parts):
-        raise _wrong(
-            "names with commas between",
-            next(part for part in parts if not part or not isinstance(part, str)),
-        )
-    return tuple(_plain(str if texts else float, part) for part in parts)
+    if metadata["choices"] and value not in metadata["choices"]:
+        raise ValueError(f"must be one of {', '.join(metadata['choices'])}, got {value!r}")
+    if metadata["parse"] is not None and (isinstance(value, str) or kind not in (*_KINDS, tuple)):
+        value = metadata["parse"](str(value))
+    elif kind is tuple and isinstance(value, str) and not metadata["repeated"]:
+        value = [part.strip() for part in value.split(",")]
+    if kind is tuple:
+        value = _parts(element, value if isinstance(value, (list, tuple)) else [value])
+        value = tuple(dict.fromkeys(value)) if metadata["unique"] else value
+    elif kind in _KINDS:
+        value = _plain(kind, value, _KINDS[kind])
+    for number in value if isinstance(value, tuple) else (value,):
+        _check_limits(number, metadata["least"], metadata["above"])
+    return value
 
 
-_KIND_NAMES: dict[type, str] = {
+_KINDS: dict[type, str] = {
     str: "text (in quotes)",
     bool: "true or false",
     int: "a whole number",
     float: "a number",
+    Path: "a path",
 }
+_ELEMENTS: dict[type, str] = {str: "names", int: "whole numbers", float: "numbers"}
+_METAVARS: dict[type, str] = {str: "NAME", int: "N", float: "X", Path: "PATH"}
 
 
-def _plain(kind: type, value: object) -> Any:
-    """``value`` as ``kind``. Text is read as a number; a bool is not one, and a fraction is no int."""
-    if kind not in (int, float):
+def _parts(element: type, values: Sequence[object]) -> tuple[Any, ...]:
+    if element not in _ELEMENTS:
+        return tuple(values)  # as ``parse`` made them
+    want = f"{_ELEMENTS[element]} with commas between"
+    if "" in values:
+        raise _wrong(want, "")
+    return tuple(_plain(element, part, want) for part in values)
+
+
+def _plain(kind: type, value: object, want: str) -> Any:
+    """``value`` as ``kind``. Text is read as a number or path; a bool is no number, and a fraction is no int."""
+    if kind in (str, bool):
         if isinstance(value, kind):
             return value
-    elif isinstance(value, str) or (isinstance(value, (int, kind)) and not isinstance(value, bool)):
-        with contextlib.suppress(ValueError):
+    elif isinstance(value, (str, int, kind)) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, TypeError):
             return kind(value)
-    raise _wrong(_KIND_NAMES[kind], value)
+    raise _wrong(want, value)
+
+
+def _check_limits(value: Any, least: float | None, above: float | None) -> None:
+    if least is not None and not value >= least:
+        raise ValueError(f"must be at least {least:g}, got {value:g}")
+    if above is not None and not above < value < math.inf:
+        raise ValueError(f"must be above {above:g}, got {value:g}")
 
 
 def _wrong(want: str, value: object) -> ValueError:
     return ValueError(f"must be {want}, got {value!r}")
 
 
-def _kind(field: Field[Any]) -> tuple[type, bool]:
-    """The plain type of a field's annotation (``int`` for ``int | None``), and whether None is allowed."""
-    assert not isinstance(field.type, str), "config modules do not postpone annotations"
-    members = typing.get_args(field.type) if typing.get_origin(field.type) is not tuple else ()
-    optional = type(None) in members
-    kind = next(member for member in members if member is not type(None)) if optional else field.type
-    return typing.get_origin(kind) or kind, optional
+def _kind(field: Field[Any]) -> tuple[type, Any, bool]:
+    """A field's type (``int`` for ``int | None``), the type of its elements if it is a tuple, and whether None is allowed."""
+    assert not isinstance(field.type, str), "modules of options do not postpone annotations"
+    members = typing.get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
+    kind = next(member for member in members if member is not NoneType)
+    return typing.get_origin(kind) or kind, next(iter(typing.get_args(kind)), None), NoneType in members
+
+
+def _metavar(field: Field[Any]) -> str | None:
+    """The placeholder in --help; None: argparse shows the choices or the positional argument's name."""
+    metadata, (kind, element, _) = field.metadata, _kind(field)
+    if metadata["metavar"] or metadata["choices"] or metadata["flag"][:1] not in ("", "-"):
+        return metadata["metavar"] or None
+    one = _METAVARS.get(element if kind is tuple else kind)
+    return f"{one},{one}" if kind is tuple and one else one
 
 
 def _flag_type(field: Field[Any]) -> typing.Callable[[str], Any]:
@@ -226,9 +264,16 @@ def _flag_type(field: Field[Any]) -> typing.Callable[[str], Any]:
 
 
 def _help(field: Field[Any]) -> str:
-    """The field's help text with its default, unless that is None."""
+    """The field's help text with its default, unless that is None or empty."""
     text = field.metadata["help"].replace("%", "%%")
     default: Any = field.default
-    if default in (None, ()):
+    if default in (None, (), MISSING):
         return text
-    return f"{text} (default: {format_bytes(default) if field.metadata['metavar'] == 'BYTES' else default})"
+    values = default if isinstance(default, tuple) else (default,)
+    return f"{text} (default: {','.join(_show(value, field.metadata['metavar']) for value in values)})"
+
+
+def _show(value: object, metavar: str) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return format_bytes(value) if isinstance(value, int) and "BYTES" in metavar else str(value)

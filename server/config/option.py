@@ -1,40 +1,73 @@
-"""Declares one option of a group, with its default and help text, and refuses invalid values."""
+"""Declares options as the fields of a frozen dataclass, with default, help text and limits, and refuses invalid values.
 
-from collections.abc import Callable
-from dataclasses import field
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class CommOptions:
+        ranks: int = option(2, "number of processes", least=2)
+
+``flags`` makes the flags of such a class, and reads them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, field, fields
 from typing import Any
 
 MAX_SECONDS = 1e6  # eleven days: no clock or timer overflows at such a deadline
+REQUIRED: Any = MISSING  # as the default of an ``option`` that must be given
 
 
 def option(
     default: Any,
     help: str,
-    choices: tuple[str, ...] = (),
+    choices: Sequence[str] = (),
     metavar: str = "",
     *,
+    parse: Callable[[str], Any] | None = None,
+    flag: str = "",
+    least: float | None = None,
+    above: float | None = None,
+    unique: bool = False,
     repeated: bool = False,
     nargs: str | None = None,
-    parse: Callable[[str], Any] | None = None,
+    const: Any = None,
+    default_factory: Callable[[], Any] | None = None,
 ) -> Any:
     """Declare an option.
 
-    ``repeated``: the flag may be given several times, and a YAML file may have a list. ``nargs``: argparse's, for a flag that
-    takes several values. ``parse``: the function that makes the value from its text.
+    Args:
+        help: shown with the default; where that is None or (), the text says what happens without the flag.
+        metavar: the placeholder in --help; by default that of the field's type. With BYTES in it, --help shows numbers as sizes.
+        parse: makes the value from its text. Without it the field's type does: str, int, float, bool, Path, or a tuple of str,
+            int or float, separated by commas.
+        flag: by default the field's name with dashes. Without leading dashes it is a positional argument.
+        least, above: limits of a number, or of each number of a tuple; ``above`` also refuses infinity.
+        unique: keeps each value of a tuple once.
+        repeated: the flag may be given several times, and a YAML file may have a list.
+        nargs, const: argparse's, for a flag that takes several values, and for the value of a flag without an argument.
+        default_factory: makes the default of each run; ``default`` is then ignored.
     """
-    metadata = {"help": help, "choices": choices, "metavar": metavar} | {
-        "repeated": repeated,
-        "nargs": nargs,
-        "parse": parse,
-    }
+    if const is not None or (flag and not flag.startswith("-") and default is not REQUIRED):
+        nargs = "?"
+    metadata = {"help": help, "choices": tuple(choices), "metavar": metavar, "parse": parse, "flag": flag}
+    metadata |= {"least": least, "above": above, "unique": unique}
+    metadata |= {"repeated": repeated, "nargs": nargs, "const": const}
+    if default_factory is not None:
+        return field(default_factory=default_factory, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def options_of(cls: type) -> dict[str, Field[Any]]:
+    """The fields of a dataclass that are options, by name."""
+    return {own.name: own for own in fields(cls) if "help" in own.metadata}
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def require(ok: bool, name: str, value: object, want: str) -> None:
     """Raise ValueError unless ``ok``: names the option's flag, its ``value`` and what it must be."""
     if not ok:
-        flag = "--" + name.replace("_", "-")
-        raise ValueError(f"{flag} must be {want}, got {value!r}")
+        raise ValueError(f"{flag_of(name)} must be {want}, got {value!r}")
 
 
 def require_seconds(name: str, value: float) -> None:

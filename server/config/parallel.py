@@ -3,11 +3,11 @@
 import math
 from dataclasses import dataclass
 
-from tightwire.comm.all_reduce.names import describe_all_reduce_names
+from tightwire.comm.all_reduce.names import describe_all_reduce_names, split_all_reduce_names
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import EMULATIONS, USER_SPACE
 from tightwire.comm.policy.error_budget import ErrorBudget, parse_error_budget
-from tightwire.server.config.option import option, require
+from tightwire.server.config.option import flag_of, option, require
 
 _MAX_RANKS = 64  # each rank imports torch before the model can say how many ranks it supports
 POLICY_PREFIX = "policy:"  # of a name that stands for a policy file
@@ -49,7 +49,7 @@ class ParallelOptions:
     allreduce_extra: tuple[str, ...] = option(
         (),
         'more names as for --allreduce, that a request may choose with "tightwire": {"allreduce": "NAME"} in its body',
-        metavar="NAME,NAME",
+        parse=split_all_reduce_names,
     )
     transport: str = option(
         "auto",
@@ -140,7 +140,7 @@ class ParallelOptions:
         file = next((name for name in (self.allreduce, *self.allreduce_extra) if name.startswith(POLICY_PREFIX)), None)
         for name in ("allreduce_decode", "comm_error_budget") if file else ():
             if (value := getattr(self, name)) is not None:
-                flag = "--" + name.replace("_", "-")
+                flag = flag_of(name)
                 raise ValueError(
                     f"{flag} {value} and {file} both choose the AllReduce; leave one of them out, or put the choice of {flag} "
                     "into the file's rules"

@@ -10,6 +10,7 @@ from tightwire.server.config.lora import AdapterOptions
 from tightwire.server.config.option import option, require, require_seconds
 from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.weights import WeightOptions
+from tightwire.sizes import parse_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +82,7 @@ class EngineOptions:
         None,
         "bytes of KV cache over all ranks, such as 2GiB; default: enough for --max-num-seqs, but at most a share of memory",
         metavar="BYTES",
+        parse=parse_bytes,
     )
     kv_offload: bool = option(
         False,

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 
 from tightwire.model.weights import WEIGHT_CODECS
 from tightwire.server.config.option import option, require
+from tightwire.sizes import parse_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +41,10 @@ class WeightOptions:
         ("latency", "throughput"),
     )
     device_memory: int | None = option(
-        None, "most memory that a rank may use, such as 4GiB; default: all free memory", metavar="BYTES"
+        None,
+        "most memory that a rank may use, such as 4GiB; default: all free memory",
+        metavar="BYTES",
+        parse=parse_bytes,
     )
 
     def __post_init__(self) -> None:

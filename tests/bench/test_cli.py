@@ -1,10 +1,11 @@
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 
 from tightwire.__main__ import VERBS as TIGHTWIRE_VERBS
-from tightwire.bench.cli import LAB, VERBS, main
+from tightwire.bench.cli import LAB, VERBS, load, main
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -14,6 +15,14 @@ def test_every_verb_explains_its_options(verb: str, capsys: pytest.CaptureFixtur
 
     assert caught.value.code == 0
     assert f"tightwire bench {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", [*VERBS, *LAB])
+def test_the_tables_name_the_options_and_the_bench_of_each_verb(verb: str) -> None:
+    options, bench, _ = (VERBS | LAB)[verb]
+
+    assert load(bench).verb == verb
+    assert get_args(load(bench).__orig_bases__[0]) == (load(options),)
 
 
 def test_an_unknown_bench_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:

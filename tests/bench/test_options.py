@@ -3,14 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from tightwire.bench.options import REQUIRED, OutputOptions, option, parse_integers, parse_sizes
+from tightwire.bench.options import OutputOptions, parse_sizes
+from tightwire.server.config.option import REQUIRED, option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwimOptions(OutputOptions):
     pool: Path = option(REQUIRED, "where", flag="pool")
-    laps: tuple[int, ...] = option((1, 4), "how many", metavar="N,N", parse=parse_integers, least=1)
-    sizes: tuple[int, ...] = option((1 << 20,), "of towels", metavar="SIZE", parse=parse_sizes)
+    laps: tuple[int, ...] = option((1, 4), "how many", metavar="N,N", least=1)
+    sizes: tuple[int, ...] = option((1 << 20,), "of towels", metavar="BYTES", parse=parse_sizes)
     depth: float | None = option(None, "in metres (any)", metavar="M")
     style: str = option("crawl", "100% style", choices=("crawl", "butterfly"))
     heated: bool | None = option(None, "warm water (as the pool is)")
@@ -51,7 +52,7 @@ def test_flags_are_values_of_the_fields_types() -> None:
         (["p", "--timeout", "0"], "argument --timeout: must be above 0, got 0"),
         (["p", "--timeout", "inf"], "argument --timeout: must be above 0, got inf"),
         (["p", "--style", "butterfly", "--depth", "0"], "--style butterfly needs water"),
-        (["p", "--laps", "1,x"], "argument --laps: expected whole numbers separated by commas"),
+        (["p", "--laps", "1,x"], "argument --laps: must be whole numbers with commas between, got 'x'"),
         (["p", "--style", "dive"], "must be one of crawl, butterfly, got 'dive'"),
         (["p", "--depth", "deep"], "must be a number, got 'deep'"),
         (["p", "--label", "../mine"], "--label begins the names of files"),

@@ -82,10 +82,8 @@ def _stop() -> NoReturn:
 def _parse(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> None:
     verb, *rest = argv
     if verb == "bench":
-        load = cli._load
-        monkeypatch.setattr(
-            cli, "_load", lambda module, name: _stop() if name.endswith("Bench") else load(module, name)
-        )
+        load = cli.load
+        monkeypatch.setattr(cli, "load", lambda entry: _stop() if entry.endswith("Bench") else load(entry))
         with pytest.raises(_ParsedError):
             main(argv)
         return

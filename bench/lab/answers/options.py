@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tightwire.bench.options import REQUIRED, OutputOptions, option
+from tightwire.bench.options import OutputOptions
+from tightwire.server.config.option import REQUIRED, option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from tightwire.bench.lab.peers.arms import ARMS, DEFAULT_ARMS
-from tightwire.bench.options import OutputOptions, option
+from tightwire.bench.options import OutputOptions
+from tightwire.server.config.option import option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +62,6 @@ class RooflineOptions(OutputOptions):
     output_len: int = option(64, "tokens to generate", least=4)
     crowd: int = option(8, "requests in flight", least=1)
     batched_tokens: int = option(2048, "--max-num-batched-tokens of the server", least=1)
-    server: bool = option(True, "start a server and measure it too (default: yes)")
-    peer: bool = option(True, "measure transformers too (default: yes)")
+    server: bool = option(True, "start a server and measure it too")
+    peer: bool = option(True, "measure transformers too")
     start_timeout: float = option(240.0, "longest start of the server, and run of transformers", metavar="S", above=0)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tightwire.bench.options import OutputOptions, option
+from tightwire.bench.options import OutputOptions
+from tightwire.server.config.option import option
 
 NUM_SCHEMAS = 200
 
