@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.model.paged_batch import attend
 
+from tightwire.kernels.attention import paged_attention
 from tightwire.kernels.spec.attention import HeadGroups, paged_attention_reference
 
 DEVICES = [
@@ -29,6 +30,18 @@ def test_reference_equals_a_loop_over_sequences(
     got = _reference(q.to(device), [tensor.to(device) for tensor in rest], scale).cpu()
 
     assert got.shape == want.shape
+    assert ((got.double() - want).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("function", [paged_attention_reference, paged_attention])
+@pytest.mark.parametrize("window", [0, 1, 20, 64, 100])
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_windows_and_caps(
+    function: Callable[..., Any], window: int, cap: float, paged_batch: Callable[..., Any]
+) -> None:
+    batch = paged_batch(query_lens=(1, 1, 90, 33), context_lens=(200, 64, 300, 33), window=window, cap=cap)
+    want, bound = batch.expected()
+    got = attend(*batch.arguments(), function=function, window=window, cap=cap)
     assert ((got.double() - want).abs() <= bound).all()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from tightwire.comm.group.group import Group
 from tightwire.kernels.layer_ops import add_rms_norm, rms_norm, rotate_and_cache, swiglu
 from tightwire.kernels.spec.layer_ops import (
+    HeadNorms,
     NormForm,
     add_rms_norm_reference,
     rms_norm_reference,
@@ -179,6 +180,100 @@ def _check_interpreted(group: Group) -> None:
     for shape in SHAPES:
         for dtype in DTYPES:
             _assert_the_references_bits(triton_ops.rotate_and_cache, shape, dtype)
+
+
+def _norm_of_heads(shape: tuple[int, ...], dtype: torch.dtype, whole: bool, given: bool) -> HeadNorms:
+    num_tokens, num_heads, num_kv_heads, head_dim, _ = shape
+    generator = torch.Generator().manual_seed(1)
+    sizes = [head_dim * (count if whole else 1) for count in (num_heads, num_kv_heads)]
+    q_norm, k_norm = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
+    squares = torch.rand(num_tokens, 2, generator=generator) + 0.5 if given else None
+    return HeadNorms(q_norm, k_norm, NormForm(1e-6, offset=1.0), whole, squares)
+
+
+def _assert_close_with_norms(function: Callable[..., Tensor], whole: bool, given: bool) -> None:
+    """The order of sums may change how a number rounds, before and after it is rotated."""
+    for shape in SHAPES:
+        for dtype in DTYPES:
+            qkv, cos, sin, caches, slots = _inputs(shape, dtype)
+            norms = _norm_of_heads(shape, dtype, whole, given)
+            got_caches, want_caches = caches(), caches()
+            want = rotate_and_cache_reference(qkv, cos, sin, *want_caches, slots, norms)
+            got = function(qkv.clone(), cos, sin, *got_caches, slots, norms)
+            unit = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 2)
+            for mine, other in zip((got, *got_caches), (want, *want_caches), strict=True):
+                assert ((mine.float() - other.float()).abs() <= unit * other.float().abs().max()).all()
+
+
+_NORMS = [(False, False), (True, False), (True, True)]
+
+
+@pytest.mark.parametrize(("whole", "given"), _NORMS)
+def test_norms_of_heads_on_a_cpu(whole: bool, given: bool) -> None:
+    _assert_close_with_norms(rotate_and_cache, whole, given)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_part_of_each_head_is_rotated(dtype: torch.dtype) -> None:
+    _assert_a_part_is_rotated(rotate_and_cache, dtype)
+
+
+def _assert_a_part_is_rotated(function: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    for shape, turned in (((3, 9, 3, 64, 16), 24), ((5, 8, 1, 80, 32), 1)):
+        qkv, cos, sin, caches, slots = _inputs(shape, dtype)
+        cos, sin, got_caches, want_caches = cos[:, :turned], sin[:, :turned], caches(), caches()
+        got = function(qkv, cos, sin, *got_caches, slots)
+        assert torch.equal(got, rotate_and_cache_reference(qkv, cos, sin, *want_caches, slots))
+        assert torch.equal(got[..., 2 * turned :], qkv[:, : got.shape[1], 2 * turned :])
+        assert all(map(torch.equal, got_caches, want_caches))
+
+
+def _check_forms_interpreted(group: Group) -> None:
+    from tightwire.kernels.cuda import layer_ops as triton_ops
+
+    for whole, given in _NORMS:
+        _assert_close_with_norms(triton_ops.rotate_and_cache, whole, given)
+    for dtype in DTYPES:
+        _assert_a_part_is_rotated(triton_ops.rotate_and_cache, dtype)
+        _assert_norm_forms(triton_ops.add_rms_norm, dtype)
+        _assert_geglu(triton_ops.swiglu, dtype)
+
+
+@needs_triton
+def test_forms_of_families_in_the_interpreter(interpreted: InterpretedRank) -> None:
+    interpreted(_check_forms_interpreted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_forms_of_families_on_a_cpu(dtype: torch.dtype) -> None:
+    _assert_norm_forms(add_rms_norm, dtype)
+    _assert_geglu(swiglu, dtype)
+
+
+def _assert_geglu(function: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    """Near x sigmoid(2 y) in float64, which is x (1 + tanh y) / 2: that loses digits of negative gates."""
+    gate_up = (torch.randn(5, 300, generator=torch.Generator().manual_seed(2)) * 3).to(dtype)
+    got, x = function(gate_up, gelu=True), gate_up[:, :150].double()
+    want = x * torch.sigmoid((8 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)) * gate_up[:, 150:].double()
+    unit = 128 * torch.finfo(torch.float32).eps + (torch.finfo(dtype).eps if dtype != torch.float32 else 0)
+    smallest = 1e-35 + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert ((got.double() - want).abs() <= unit * want.abs() + smallest).all()
+    assert torch.allclose(swiglu_reference(gate_up, gelu=True).double(), want, atol=1e-4, rtol=unit)
+
+
+def _assert_norm_forms(function: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype) -> None:
+    """Norms of what is added, factors of it, weights less 1, and sums that are not normalized."""
+    generator = torch.Generator().manual_seed(3)
+    x, residual = torch.randn(2, 5, 100, generator=generator)
+    weight, x_weight = torch.randn(2, 100, generator=generator).to(dtype)
+    form = NormForm(1e-6, offset=1.0, scale=0.25)
+    for own, of_x in ((weight, x_weight), (weight, None), (None, x_weight), (None, None)):
+        got = function(x, residual, own, form, of_x, dtype)
+        want = add_rms_norm_reference(x, residual, own, form, of_x, dtype)
+        for mine, other in zip(got, want, strict=True):
+            assert mine.dtype == other.dtype
+            unit = 2 * torch.finfo(mine.dtype).eps
+            assert ((mine.float() - other.float()).abs() <= unit * (1 + other.float().abs()) * 4).all()
 
 
 def _check_padding(group: Group) -> None:

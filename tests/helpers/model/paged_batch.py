@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +21,11 @@ def attend(
     num_decode_rows: int = 0,
     groups: HeadGroups | None = None,
     function: Callable[..., Tensor] = paged_attention,
+    **form: Any,
 ) -> Tensor:
     """``function`` of the flat ``PagedBatch.arguments``."""
     start, lens, table, scale = sequences_and_scale
-    return function(q, k_cache, v_cache, PackedSequences(start, lens, table, num_decode_rows), scale, groups)  # pyright: ignore[reportArgumentType]
+    return function(q, k_cache, v_cache, PackedSequences(start, lens, table, num_decode_rows), scale, groups, **form)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(kw_only=True)
@@ -38,6 +40,8 @@ class PagedBatch:
     tokens_per_block: int = 16
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    window: int = 0
+    cap: float = 0.0
     garbage: float = float("nan")  # what slots hold that no sequence has written
     q_rows: list[Tensor] = field(init=False)  # per sequence (context, H, E): queries of all its tokens
     keys: list[Tensor] = field(init=False)  # per sequence (context, K, E)
@@ -94,7 +98,7 @@ class PagedBatch:
         outs, bounds = [], []
         eps = torch.finfo(torch.float32).eps
         for weights, sizes, values in self._sequences():
-            off = (2 * (self.head_dim + 4) * sizes.amax(-1) + len(values) + 20) * eps
+            off = (2 * (self.head_dim + 4) * sizes.amax(-1) + len(values) + 20 + 8 * self.cap) * eps
             outs.append(torch.einsum("hts,she->the", weights, values))
             bounds.append(off.T[..., None] * torch.einsum("hts,she->the", weights, values.abs()))
         return torch.cat(outs), torch.cat(bounds)
@@ -122,5 +126,10 @@ class PagedBatch:
             k = self.keys[seq].double().repeat_interleave(per_kv_head, 1)
             v = self.values[seq].double().repeat_interleave(per_kv_head, 1)
             hidden = torch.arange(length) > torch.arange(length - count, length)[:, None]
-            weights = torch.einsum("the,she->hts", q, k).masked_fill(hidden, float("-inf")).softmax(-1)
+            if self.window:
+                hidden |= torch.arange(length) <= torch.arange(length - count, length)[:, None] - self.window
+            scores = torch.einsum("the,she->hts", q, k)
+            if self.cap:
+                scores = self.cap * torch.tanh(scores / self.cap)
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
             yield weights, torch.einsum("the,she->hts", q.abs(), k.abs()).masked_fill(hidden, 0.0), v

@@ -101,6 +101,19 @@ def test_neighbours_change_no_bit(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_of_a_prompt_with_a_window_change_no_bit(dtype: torch.dtype, paged_batch: Callable[..., Any]) -> None:
+    """Tiles begin at other keys, and rows see nothing of their first ones."""
+    form = {"window": 50, "cap": 3.0}
+    whole = attend(*paged_batch(query_lens=(200,), context_lens=(200,), dtype=dtype).arguments(), **form)
+    for first, count in ((60, 1), (63, 2), (100, 100), (199, 1)):
+        batch = paged_batch(query_lens=(200,), context_lens=(200,), dtype=dtype)
+        q, k_cache, v_cache, _, _, table, scale = batch.arguments()
+        start, lens = torch.tensor([0, count]).int(), torch.tensor([first + count]).int()
+        got = attend(q[first : first + count], k_cache, v_cache, start, lens, table, scale, **form)
+        assert torch.equal(got, whole[first : first + count])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (3, 3), (2, 1), (5, 1)])
 @pytest.mark.parametrize("chunks", [(1,) * 200, (7,) * 28 + (4,), (64, 64, 64, 8), (199, 1), (1, 199)])
 def test_chunks_of_a_prompt_change_no_bit(

@@ -42,15 +42,18 @@ def _rows_multiplied_alone() -> Iterator[None]:
         yield
 
 
-def _attend(arguments: tuple[Any, ...], num_decode_rows: int = 0, groups: HeadGroups | None = None) -> Tensor:
+def _attend(
+    arguments: tuple[Any, ...], num_decode_rows: int = 0, groups: HeadGroups | None = None, **form: Any
+) -> Tensor:
     from tightwire.kernels.cuda.attention import paged_attention
 
-    return attend(*arguments, num_decode_rows=num_decode_rows, groups=groups, function=paged_attention)
+    return attend(*arguments, num_decode_rows=num_decode_rows, groups=groups, function=paged_attention, **form)
 
 
 def _assert_close(batch: PagedBatch, num_decode_rows: int) -> None:
     want, bound = batch.expected()
-    got = _attend(batch.arguments(), num_decode_rows)
+    form = {"window": batch.window, "cap": batch.cap}
+    got = _attend(batch.arguments(), num_decode_rows, **form)
     assert got.dtype == batch.dtype and got.is_contiguous()
     if batch.dtype != torch.float32:
         bound = bound + batch.rounding_of_weights()
@@ -63,6 +66,12 @@ def _check_mixed(group: Group) -> None:
     _assert_close(PagedBatch(**MIXED, **ONE_KV_HEAD), NUM_DECODE)
     for dtype in DTYPES[1:]:
         _assert_close(PagedBatch(**MIXED, dtype=dtype), NUM_DECODE)
+
+
+def _check_windows_and_caps(group: Group) -> None:
+    for window, cap in ((1, 0.0), (20, 2.0), (300, 0.0), (0, 2.0)):
+        _assert_close(PagedBatch(**MIXED, **ONE_KV_HEAD, window=window, cap=cap), NUM_DECODE)
+    _assert_close(PagedBatch(**MIXED, dtype=torch.bfloat16, window=40, cap=5.0), NUM_DECODE)
 
 
 @_rows_multiplied_alone()
@@ -236,3 +245,7 @@ def test_in_the_interpreter(check: Any, interpreted: InterpretedRank) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_random_batches(dtype: torch.dtype, interpreted: InterpretedRank) -> None:
     interpreted(_check_random_batches, dtype)
+
+
+def test_windows_and_caps(interpreted: InterpretedRank) -> None:
+    interpreted(_check_windows_and_caps)
