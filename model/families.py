@@ -90,7 +90,7 @@ FAMILIES: tuple[Family, ...] = (
         name="Mistral",
         architecture="MistralForCausalLM",
         model_type="mistral",
-        gguf="llama",
+        gguf="mistral3",  # of newer files; older ones say llama
         gguf_permuted=True,
         defaults=_MISTRAL,
         full_every=1,
@@ -225,6 +225,7 @@ _FEATURES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("num_experts", "num_local_experts", "n_routed_experts", "expert_count"),
     ),
     ("recurrent layers", ("Mamba", "mamba", "Hybrid", "hybrid", "Rwkv", "rwkv"), ("mamba_d_state", "ssm.state_size")),
+    ("temperatures of attention", (), ("attention.temperature_scale",)),
     ("an encoder", ("Bert", "bert", "T5", "t5", "Encoder", "Bart"), ("is_encoder_decoder",)),
 )
 

@@ -19,12 +19,12 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.header import read_json
 from tightwire.model.checkpoint.safetensors import SafetensorsReader
-from tightwire.model.checkpoint.tensors import expected_tensors
+from tightwire.model.checkpoint.tensors import StackedParts, stored_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
-_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
 # Fields that do not change how the adapter is applied, or that are read here. Any other field must be off.
 _HARMLESS = {
     *("auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "lora_dropout", "megatron_core"),
@@ -50,6 +50,7 @@ class AdapterFile:
 
     folder: Path
     modules: Mapping[str, tuple[int, float]]
+    parts: StackedParts
     reader: SafetensorsReader
 
     @property
@@ -59,14 +60,18 @@ class AdapterFile:
 
     def has(self, module: str) -> bool:
         """True for a module such as ``model.layers.0.self_attn.q_proj`` that the adapter changes."""
-        return module in self.modules
+        return self.parts.find(module)[0] in self.modules
 
     def read(self, module: str, rows: range, columns: range) -> tuple[Tensor, Tensor]:
         """Return A (rank, columns) and B (rows, rank) times the scale, both float32. ModelError: they cannot be read."""
+        module, part = self.parts.find(module)
+        start = 0 if part is None else part.start
         rank, scale = self.modules[module]
         a_RD, b_OR = torch.empty(rank, len(columns)), torch.empty(len(rows), rank)
         self.reader.read_into(a_RD, f"{_PREFIX}{module}.lora_A.weight", rows=range(rank), columns=columns)
-        self.reader.read_into(b_OR, f"{_PREFIX}{module}.lora_B.weight", rows=rows)
+        self.reader.read_into(
+            b_OR, f"{_PREFIX}{module}.lora_B.weight", rows=range(rows.start + start, rows.stop + start)
+        )
         return a_RD, b_OR * scale
 
 
@@ -85,7 +90,7 @@ def open_adapter(folder: Path, config: LlamaConfig, max_rank: int | None = None)
         raise ModelError(f"adapter {folder}: {error}") from None
     except (TypeError, ValueError, AttributeError, OverflowError, RecursionError, re.error) as error:
         raise ModelError(f"{path}: a value has the wrong type or is invalid: {error}") from None
-    adapter = AdapterFile(folder=folder, modules=modules, reader=reader)
+    adapter = AdapterFile(folder=folder, modules=modules, parts=StackedParts(config), reader=reader)
     if max_rank is not None and adapter.rank > max_rank:
         raise ModelError(
             f"adapter {folder}: its rank is {adapter.rank}, and slots have room for {max_rank}; start the server with "
@@ -121,7 +126,7 @@ def _modules(
     settings: Mapping[str, Any], reader: SafetensorsReader, config: LlamaConfig
 ) -> dict[str, tuple[int, float]]:
     """Rank and scale of each module, from the file's tensors, all of which must be known and complete."""
-    shapes = {name.removesuffix(".weight"): shape for name, shape in expected_tensors(config) if len(shape) == 2}
+    shapes = {name.removesuffix(".weight"): shape for name, shape in stored_tensors(config).items() if len(shape) == 2}
     halves: dict[str, set[str]] = {}
     for name in reader.names():
         match = _TENSOR.fullmatch(name)

@@ -154,13 +154,15 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
     exported |= {"hidden_act": activation, "hidden_activation": activation}
     exported |= {key: getattr(config, name) for name, key in _SIZES.items()}
     exported |= {"rms_norm_eps": config.norm_eps, "tie_word_embeddings": config.tied_embeddings}
-    exported |= {"torch_dtype": config.dtype, "bos_token_id": config.bos_token_id}
+    exported |= {"torch_dtype": config.dtype, "bos_token_id": config.bos_token_id, "pad_token_id": None}
     for name, key in family.keys.items():
         value = getattr(config, name)
         if name == "score_scale":
             value = config.scale
+        if key.power != 1.0:
+            value = round(value ** (1 / key.power))
         if key.hf is not None:
-            exported[key.hf] = value if isinstance(value, bool) or not value else value ** (1 / key.power)
+            exported[key.hf] = value or (None if isinstance(value, float) else value)
     layers = range(config.num_layers)
     if family.full_every:
         exported["sliding_window"] = config.window or None

@@ -105,53 +105,61 @@ def check_tensors(reader: CheckpointReader, config: LlamaConfig) -> None:
             raise ModelError(f"tensor {name} has shape {found}, but the model's configuration requires {want}")
 
 
-def part_places(config: LlamaConfig) -> dict[str, tuple[str, range]]:
-    """Return the places of parts of stacked tensors: by the part's name in a layer, the file's name and the rows."""
-    rows = {name.removesuffix(".weight"): shape[0] for name, shape in _layer_tensors(config)}
-    places: dict[str, tuple[str, range]] = {}
-    for stacked, parts in config.entry.stacked.items():
-        start = 0
-        for part in parts:
-            places[part] = stacked, range(start, start + rows[part])
-            start += rows[part]
-    return places
+class StackedParts:
+    """The places of parts in the tensors that a family's files keep stacked by rows."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        rows = {name.removesuffix(".weight"): shape[0] for name, shape in _layer_tensors(config)}
+        self._places: dict[str, tuple[str, range]] = {}
+        for stacked, parts in config.entry.stacked.items():
+            stop = 0
+            for part in parts:
+                start, stop = stop, stop + rows[part]
+                self._places[part] = stacked, range(start, stop)
+
+    def find(self, name: str) -> tuple[str, range | None]:
+        """Return the name in the file of a tensor or module, and its rows there; None: it is stored by itself."""
+        match = re.fullmatch(r"(model\.layers\.\d+)\.(.+?)(\.weight|\.bias)?", name)
+        if match is None or match[2] not in self._places:
+            return name, None
+        stacked, rows = self._places[match[2]]
+        return f"{match[1]}.{stacked}{match[3] or ''}", rows
+
+
+def stored_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors by the names in Hugging Face files, parts of stacked ones together."""
+    parts, shapes = StackedParts(config), dict[str, tuple[int, ...]]()
+    for name, shape in expected_tensors(config):
+        stored, rows = parts.find(name)
+        before = shapes[stored][0] if rows is not None and stored in shapes else 0
+        shapes[stored] = (before + shape[0], *shape[1:])
+    return shapes
 
 
 class PartsReader:
     """``CheckpointReader`` that also finds the parts of stacked tensors by their own names."""
 
     def __init__(self, reader: CheckpointReader, config: LlamaConfig) -> None:
-        self._reader, self._places = reader, part_places(config)
-        self._stacked_rows: dict[str, int] = {}
-        for stacked, rows in self._places.values():
-            self._stacked_rows[stacked] = max(rows.stop, self._stacked_rows.get(stacked, 0))
+        self._reader, self._parts, self._shapes = reader, StackedParts(config), stored_tensors(config)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        stored, stacked, rows = self._find(name)
+        stored, rows = self._parts.find(name)
         shape = self._reader.shape(stored)
         if rows is None:
             return shape
-        if shape[0] != self._stacked_rows[stacked]:
+        if shape != self._shapes[stored]:
             raise ModelError(
-                f"tensor {stored} has {shape[0]} rows, but the model's configuration requires {self._stacked_rows[stacked]}"
+                f"tensor {stored} has shape {shape}, but the model's configuration requires {self._shapes[stored]}"
             )
         return (len(rows), *shape[1:])
 
     def stored_as(self, name: str) -> str:
-        return self._reader.stored_as(self._find(name)[0])
+        return self._reader.stored_as(self._parts.find(name)[0])
 
     def read_into(self, out: Matrix, name: str, *, rows: range, columns: range | None = None) -> None:
-        stored, _, part = self._find(name)
+        stored, part = self._parts.find(name)
         start = 0 if part is None else part.start
         self._reader.read_into(out, stored, rows=range(rows.start + start, rows.stop + start), columns=columns)
-
-    def _find(self, name: str) -> tuple[str, str, range | None]:
-        """Return the name in the file, and the stacked tensor and its rows; None: it is stored by itself."""
-        match = re.fullmatch(r"(model\.layers\.\d+)\.(.+)\.(\w+)", name)
-        if match is None or match[2] not in self._places:
-            return name, "", None
-        stacked, rows = self._places[match[2]]
-        return f"{match[1]}.{stacked}.{match[3]}", stacked, rows
 
 
 def with_parts(reader: CheckpointReader, config: LlamaConfig) -> CheckpointReader:

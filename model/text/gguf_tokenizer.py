@@ -13,10 +13,17 @@ from tightwire.model.text.tokenizer import Tokenizer
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "\u2581"
 
-# Llama 3's split of text into words before BPE. Source: tokenizer.json of meta-llama/Meta-Llama-3-8B.
-_LLAMA3_REGEX = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+# Splits of text into words before BPE. Source: tokenizer.json of Meta-Llama-3-8B, Qwen2-7B and Mistral-Nemo.
+_WORD_REGEX = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
+)
+_LLAMA3_REGEX = _WORD_REGEX.replace("DIGITS", r"\p{N}{1,3}")
+_QWEN_REGEX = _WORD_REGEX.replace("DIGITS", r"\p{N}")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN_REGEX = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -24,26 +31,30 @@ def _gpt2_words() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
 
-def _smollm_words() -> pre_tokenizers.PreTokenizer:
+def _digit_words() -> pre_tokenizers.PreTokenizer:
     """Return GPT-2's split into words, with every digit a separate word."""
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_words()])
 
 
-def _llama3_words() -> pre_tokenizers.PreTokenizer:
-    words = pre_tokenizers.Split(Regex(_LLAMA3_REGEX), behavior="isolated", invert=False)
-    return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+def _regex_words(regex: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
+    def words() -> pre_tokenizers.PreTokenizer:
+        cut = pre_tokenizers.Split(Regex(regex), behavior="isolated", invert=False)
+        return pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+    return words
 
 
 # Keys: ``tokenizer.ggml.pre``, llama.cpp's name of the pre-tokenizer.
 _WORDS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    "default": _gpt2_words,
-    "gpt-2": _gpt2_words,
-    "smollm": _smollm_words,
-    "llama-bpe": _llama3_words,
-    "llama-v3": _llama3_words,
-    "llama3": _llama3_words,
+    **dict.fromkeys(("default", "gpt-2", "olmo"), _gpt2_words),
+    **dict.fromkeys(("smollm", "refact", "starcoder"), _digit_words),
+    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3", "smaug-bpe", "dbrx"), _regex_words(_LLAMA3_REGEX)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _regex_words(_QWEN_REGEX)),
+    "tekken": _regex_words(_TEKKEN_REGEX),
 }
 _LLAMA3_NAMES = ("llama-bpe", "llama-v3", "llama3")
+_WHOLE_WORDS = (*_LLAMA3_NAMES, "tekken")  # a word that is a token is not merged from its parts
+_NORMALIZED = ("qwen2", "deepseek-r1-qwen")  # to NFC
 
 
 def tokenizer_from_gguf(file: GgufFile, config: LlamaConfig) -> Tokenizer:
@@ -78,7 +89,9 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Backend:
         )
     merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges", [])]
     vocab = {token: index for index, token in enumerate(tokens)}
-    backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre_tokenizer in _LLAMA3_NAMES))
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre_tokenizer in _WHOLE_WORDS))
+    if pre_tokenizer in _NORMALIZED:
+        backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _WORDS[pre_tokenizer]()
     backend.decoder = decoders.ByteLevel()
     return backend

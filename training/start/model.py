@@ -10,9 +10,7 @@ import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
-from transformers import LlamaConfig as HfConfig
-from transformers import LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
@@ -98,19 +96,23 @@ def config_of(config: ModelConfig) -> LlamaConfig:
     return _new_config(config.shape, _given_tokenizer(config).vocab_size)
 
 
-def build_model(config: LlamaConfig, *, device: torch.device, frozen: Iterable[str] = ()) -> LlamaForCausalLM:
+def build_model(config: LlamaConfig, *, device: torch.device, frozen: Iterable[str] = ()) -> PreTrainedModel:
     """Build the modules with parameters on the meta device, for the engine to replace.
 
     ``frozen``: name patterns of parameters that need no gradient. Raises ValueError: one matches nothing, or all are frozen.
     """
-    hf = HfConfig(
-        **{key: value for key, value in config_to_hf(config).items() if key not in ("architectures", "model_type")}
-    )
-    hf._attn_implementation = "sdpa"
+    hf = AutoConfig.for_model(**config_to_hf(config))
     with torch.device("meta"):
-        model = LlamaForCausalLM(hf)
-    # Rotary tables are computed from the configuration and are in no checkpoint, so they need real memory here.
-    model.model.rotary_emb = LlamaRotaryEmbedding(hf).to(device)
+        # torch's fused attention has no cap of scores.
+        attention = "eager" if config.score_cap else "sdpa"
+        model: Any = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, attn_implementation=attention)
+    # Rotary tables and scales are computed from the configuration and are in no checkpoint, so they need real memory here.
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+    for name, buffer in [each for each in model.named_buffers() if each[1].is_meta]:
+        assert name.endswith(".embed_scale"), name
+        model.get_submodule(name.rpartition(".")[0]).embed_scale = buffer.new_tensor(
+            config.embedding_scale, device=device
+        )
     names = [name for name, _ in model.named_parameters()]
     for pattern in frozen:
         matching = fnmatch.filter(names, pattern)

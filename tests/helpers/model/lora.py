@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.checkpoint.tensors import expected_tensors
+from tightwire.model.checkpoint.tensors import stored_tensors
 
 ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -30,7 +30,7 @@ def make_adapter(
     """Write an adapter whose answers differ clearly from the base model's. ``ranks``: of targets with another rank."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
-    for name, shape in expected_tensors(config):
+    for name, shape in stored_tensors(config).items():
         module = name.removesuffix(".weight")
         target = module.rpartition(".")[2]
         if target not in targets or not name.endswith(".weight"):

@@ -7,7 +7,8 @@ import pytest
 import torch
 from harness import run_in_process
 from helpers.comm.fixed_policy import fixed_policy, make_arms
-from helpers.model.lora import make_adapter, merge_adapter
+from helpers.model.family_models import make_family_folder
+from helpers.model.lora import ALL_TARGETS, make_adapter, merge_adapter
 from tiny import VARIANTS, make_tiny
 from torch import Tensor
 
@@ -16,6 +17,8 @@ from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.model.adapters.peft import open_adapter
 from tightwire.model.adapters.product import AdapterRoom, adapter_bytes
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
+from tightwire.model.checkpoint.tensors import stored_tensors
+from tightwire.model.families import family_named
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
@@ -105,6 +108,29 @@ def test_an_adapter_answers_as_the_merged_model(variant: str, tmp_path: Path) ->
         ):
             assert torch.allclose(got, want, rtol=1e-4, atol=1e-4)
             assert (got - plain).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", ["Phi-3", "Gemma 3", "OLMo 2"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_adapter_of_another_family(family: str, num_ranks: int, tmp_path: Path) -> None:
+    """Of matrices that its files keep stacked, and beside norms of results."""
+    model = make_family_folder(family_named(family), tmp_path / "model")
+    config = open_checkpoint(str(model)).config
+    targets = (*ALL_TARGETS, "qkv_proj", "gate_up_proj")
+    targets = [name for name in targets if any(f".{name}." in tensor for tensor in stored_tensors(config))]
+    adapter = make_adapter(tmp_path / "adapter", config, targets=targets)
+    merged = merge_adapter(model, adapter, tmp_path / "merged")
+    got = run_in_process(num_ranks, _answers, model, adapter)[0]
+    for adapted, want, plain in zip(got, _answers(None, merged), _answers(None, model), strict=True):
+        assert torch.allclose(adapted, want, rtol=1e-4, atol=1e-4)
+        assert (adapted - plain).abs().max() > 0.1
+
+
+def _answers(group: Group | None, model: Path, adapter: Path | None = None) -> list[Tensor]:
+    runner = _runner(model, [adapter] if adapter else (), group=group)
+    slots = [0 if adapter else -1]
+    steps = [_execute(runner, slots, 20, 20), _execute(runner, slots, 1, 21)]
+    return [step for step in steps if step is not None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -150,6 +150,23 @@ def test_sentencepiece_special_tokens(tmp_path: Path) -> None:
     assert tokenizer.decode([0, 1, 2]) == ""
 
 
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("qwen2", ["I", "'M", "Ġ", "1", "2", "Ġx", "=y", ";ĊĊ", "Ġ", "Ġok", "CamelCase"]),
+        ("dbrx", ["I", "'M", "Ġ", "12", "Ġx", "=y", ";ĊĊ", "Ġ", "Ġok", "CamelCase"]),
+        ("tekken", ["I", "'M", "Ġ", "1", "2", "Ġx", "=y", ";ĊĊ", "Ġ", "Ġok", "Camel", "Case"]),
+        ("refact", ["I", "'", "M", "Ġ", "1", "2", "Ġx", "=", "y", ";", "ĊĊĠ", "Ġok", "CamelCase"]),
+    ],
+)
+def test_word_cutting_of_families(pre: str, words: list[str], tmp_path: Path) -> None:
+    tokenizer = tokenizer_from_gguf(write_metadata(tmp_path / "m.gguf", "gpt2", pre=pre), CONFIG)
+    assert tokenizer.backend.pre_tokenizer is not None
+    texts = "I'M 12 x=y;\n\n  ok", "CamelCase"
+    cut = [word for text in texts for word, _ in tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)]
+    assert cut == words
+
+
 def test_llama3_word_cutting(tmp_path: Path) -> None:
     tokenizer = tokenizer_from_gguf(write_metadata(tmp_path / "m.gguf", "gpt2", pre="llama-bpe"), CONFIG)
     assert tokenizer.backend.pre_tokenizer is not None
@@ -161,7 +178,7 @@ def test_llama3_word_cutting(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "pre", "named"),
     [
-        ("gpt2", "qwen2", "pre-tokenizer 'qwen2' is not supported; supported: default, gpt-2, llama-bpe"),
+        ("gpt2", "gpt-4o", "pre-tokenizer 'gpt-4o' is not supported; supported: dbrx, deepseek-r1-qwen, default"),
         ("t5", None, "tokenizer model 't5' is not supported; supported: gpt2, llama"),
     ],
 )
