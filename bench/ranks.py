@@ -16,7 +16,7 @@ import torch
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.bench.options import RankOptions
-from tightwire.comm.all_reduce import registry
+from tightwire.comm.all_reduce import make
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.local_ranks import LocalRanks, fd_path, silence_after
 from tightwire.comm.group.nodes import join_nodes, throttle_group
@@ -77,7 +77,7 @@ def open_ranks(options: RankOptions, preload: Sequence[ModuleType] = ()) -> Iter
                 options.ranks,
                 partial(open_group, plan),
                 silence_s=silence_after(options.timeout_s),
-                preload=(registry, *preload),
+                preload=(make, *preload),
             )
         )
         if plan.peer_memory and not all(has for _, has in ranks.stream(_has_peer_memory)):

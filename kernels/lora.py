@@ -1,4 +1,4 @@
-"""Adds the low-rank adapters of a step's rows to a matrix product; ``spec.adapters`` has the reference."""
+"""Adds the low-rank adapters of a step's rows to a matrix product; ``spec.lora`` has the reference."""
 
 from types import ModuleType
 

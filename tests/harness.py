@@ -154,7 +154,7 @@ class Ranks:
         # The whole group's segment, then each node's.
         self._segment_fds = [make_segment(size, chunk_bytes or CHUNK_BYTES) for size in sizes if shared_memory]
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "tightwire.comm.group.nodes", "tightwire.comm.all_reduce.registry"])
+        context.set_forkserver_preload(["torch", "tightwire.comm.group.nodes", "tightwire.comm.all_reduce.make"])
         self._folder = tempfile.TemporaryDirectory(prefix="tightwire-ranks-")
         self._pipes: list[Connection] = []
         self.processes = []

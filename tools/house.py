@@ -23,7 +23,7 @@ MAX_FOLDER_FILES, MAX_FILE_LINES = 20, 480
 MIRRORED = {"package": "src/tightwire"}  # folders of tests whose names differ from what they test
 UNMIRRORED = ("contracts", "deploy", "gpu", "suites")
 # The only files that name modules as text: the tables of verbs, and the registry of AllReduces.
-MODULE_TABLES = ("src/tightwire/__main__.py", "bench/cli.py", "comm/all_reduce/names.py", "comm/all_reduce/registry.py")
+MODULE_TABLES = ("src/tightwire/__main__.py", "bench/cli.py", "comm/all_reduce/names.py", "comm/all_reduce/make.py")
 MODULE_TEXT = re.compile(r"[a-z_]\w*(\.[a-z_]\w*)+(:[A-Za-z_]\w*)?")
 QUESTIONS = ("What", "Where", "Whether", "How", "Why", "Which", "Who", "Whence", "When")
 

@@ -14,7 +14,7 @@ from tightwire.bench.ranks import open_ranks
 from tightwire.bench.report.page import Item
 from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench, BenchFailedError
-from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.local_ranks import LocalRankError
 from tightwire.comm.link.link import Link

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import AllReduce
 from tightwire.comm.transport.emulated import WeightlessTransport

@@ -17,7 +17,7 @@ from tightwire.bench.quality.report import make_rows
 from tightwire.bench.quality.setting import Setting, make_setting
 from tightwire.bench.report.console import make_console, progress_bar
 from tightwire.bench.report.table import Column, Table, print_table
-from tightwire.comm.all_reduce.registry import parse_all_reduce
+from tightwire.comm.all_reduce.make import parse_all_reduce
 from tightwire.comm.policy.accuracy import AccuracyFile, Loss, write_accuracy
 from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.model.checkpoint.config import LlamaConfig

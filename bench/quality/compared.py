@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tightwire.bench.quality.options import SPEC, is_compared
-from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import AllReduce

@@ -23,7 +23,7 @@ from tightwire.bench.quality.measure import sqnr_db
 from tightwire.bench.quality.options import is_compared
 from tightwire.bench.quality.setting import LOSSY_SITES
 from tightwire.bench.report.plot import Plot, make_log, series_color, svg
-from tightwire.comm.all_reduce.registry import parse_all_reduce
+from tightwire.comm.all_reduce.make import parse_all_reduce
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

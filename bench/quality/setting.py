@@ -18,7 +18,7 @@ from tightwire.bench.quality.compared import compared
 from tightwire.bench.quality.items import ROW_TOKENS, TaskItem, digest, make_items
 from tightwire.bench.quality.options import INT8_ACTIVATIONS, POLICY, WEIGHTS, QualityOptions, check_name, is_compared
 from tightwire.bench.text import read_text
-from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.group.group import in_process_groups
 from tightwire.comm.policy.rules import (
     DROP,

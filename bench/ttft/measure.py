@@ -20,7 +20,7 @@ from tightwire.bench.text import Passages
 from tightwire.bench.ttft.facts import ServerFacts
 from tightwire.bench.ttft.options import AUTO, TtftOptions
 from tightwire.bench.ttft.proof import SITES, ArmPolicy, Cell
-from tightwire.comm.all_reduce.registry import parse_all_reduce
+from tightwire.comm.all_reduce.make import parse_all_reduce
 from tightwire.comm.ledger.ledger import Count
 from tightwire.comm.policy.rules import DROP
 from tightwire.model.text.prose import english_text

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from tightwire.comm.all_reduce.entry import ELEM_BYTES
-from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.group.nodes import in_process_node_groups
 from tightwire.comm.ledger.ledger import Count
 from tightwire.comm.policy.rules import DROP

@@ -15,7 +15,7 @@ from operator import itemgetter
 import msgspec
 
 from tightwire.comm.all_reduce.entry import NODE_ORDER, RANK_ORDER
-from tightwire.comm.all_reduce.registry import lossless_names, lossy_names, parse_all_reduce
+from tightwire.comm.all_reduce.make import lossless_names, lossy_names, parse_all_reduce
 from tightwire.comm.codec.error_bounds import relative_rms_error
 from tightwire.comm.policy.accuracy import Accuracy
 from tightwire.comm.policy.cost import CostModel, size_grid

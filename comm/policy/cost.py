@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from tightwire.comm.all_reduce.entry import Setting, Work
-from tightwire.comm.all_reduce.registry import parse_all_reduce
+from tightwire.comm.all_reduce.make import parse_all_reduce
 from tightwire.comm.link.link import Link
 
 _MIB = 1 << 20

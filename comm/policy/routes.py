@@ -6,9 +6,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from tightwire.comm.all_reduce.entry import Setting
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.all_reduce.names import NAMES
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
-from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.choose import Chooser, PolicyRequest

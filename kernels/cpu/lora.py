@@ -14,7 +14,7 @@ _SHRINK_OUTPUTS = 16  # of an item of tw_adapter_shrink
 
 
 def add_adapters_cpu(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int, rows: AdapterRows) -> None:
-    """``adapters.add_adapters`` for CPU tensors. Cost: about 15 us of Python per call, then the kernels."""
+    """``kernels.lora.add_adapters`` for CPU tensors. Cost: about 15 us of Python per call, then the kernels."""
     runs_S3 = rows.runs_S3
     if runs_S3 is None or not len(runs_S3):
         return

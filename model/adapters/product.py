@@ -69,7 +69,7 @@ class AdapterProducts:
             site.set_rank(entry, 0)
 
     def add(self, name: str, layer: int, x_TD: Tensor, out_TO: Tensor, rows: AdapterRows) -> None:
-        """Add to ``out`` the adapters' products at the site ``name`` of a layer; see ``kernels.adapters``."""
+        """Add to ``out`` the adapters' products at the site ``name`` of a layer; see ``kernels.lora``."""
         add_adapters(out_TO, x_TD, self.sites[name], layer, rows)
 
     def _read(self, a_PD: Tensor, adapter: AdapterFile, fused: Fused, parts: list[slice]) -> Tensor:

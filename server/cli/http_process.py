@@ -21,7 +21,7 @@ from tightwire.server.cli.progress import Progress
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.http.app import make_app, run_server
-from tightwire.server.http.body import check_fields
+from tightwire.server.http.check_body import check_fields
 from tightwire.server.http.listener import url_of
 from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ipc.messages import Ready

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tightwire.comm.all_reduce.entry import Setting
-from tightwire.comm.all_reduce.registry import parse_all_reduce
+from tightwire.comm.all_reduce.make import parse_all_reduce
 from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.accuracy import Accuracy, read_accuracy

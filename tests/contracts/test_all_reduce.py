@@ -19,8 +19,8 @@ import torch
 from harness import Over, Runner
 from torch import Tensor
 
+from tightwire.comm.all_reduce.make import make_all_reduce, parse_all_reduce
 from tightwire.comm.all_reduce.names import all_reduce_names, preset_names
-from tightwire.comm.all_reduce.registry import make_all_reduce, parse_all_reduce
 from tightwire.comm.group.group import Group
 from tightwire.kernels.spec.block_format import PLANES
 

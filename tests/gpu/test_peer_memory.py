@@ -16,7 +16,7 @@ from harness import run_ranks
 from torch import Tensor
 from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.transport.peer_access import why_unusable

@@ -14,7 +14,7 @@ from tiny import make_tiny, tiny_config
 from torch import Tensor
 
 from tightwire.comm.all_reduce.entry import Setting
-from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel

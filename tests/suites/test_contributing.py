@@ -11,7 +11,7 @@ from harness import run_in_process
 from torch import Tensor
 
 from tightwire.comm.all_reduce import names
-from tightwire.comm.all_reduce.registry import ALL_REDUCE, make_all_reduce, parse_all_reduce
+from tightwire.comm.all_reduce.make import ALL_REDUCE, make_all_reduce, parse_all_reduce
 from tightwire.comm.group.group import Group
 
 PAGE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()

@@ -34,10 +34,10 @@ from tightwire.training.engine.flat_parameters import (
     copy_into_shard,
     cut_shard,
 )
+from tightwire.training.engine.gathered_weights import Trace, Weights, make_shards
 from tightwire.training.engine.gradients import GradientCompressor, Gradients
 from tightwire.training.engine.hooks import Hooks, MicroBatch
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.weights import Trace, Weights, make_shards
 from tightwire.training.ranks.groups import TrainGroups, shard_group
 
 

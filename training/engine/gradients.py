@@ -22,8 +22,8 @@ from tightwire.comm.group.nodes import run_leg
 from tightwire.comm.lane import Lane
 from tightwire.model.buffers import BufferPool
 from tightwire.training.engine.flat_parameters import NORMS, Bucket, BucketPlan, FlatParameter, ParamSpan
+from tightwire.training.engine.gathered_weights import PATIENCE, Trace
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.weights import PATIENCE, Trace
 from tightwire.training.ranks.groups import shard_group
 
 NUM_BUFFERS = 2

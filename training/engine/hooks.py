@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tightwire.training.engine.flat_parameters import Bucket, BucketPlan, ParamSpan, Use
 from tightwire.training.engine.gates import gate_inputs, gate_outputs, needs_gradient, weight
+from tightwire.training.engine.gathered_weights import Weights
 from tightwire.training.engine.gradients import Gradients
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.weights import Weights
 
 
 class MicroBatch:

@@ -10,7 +10,7 @@ from tightwire.server.api.serving import Serving
 from tightwire.server.api.tools import check_tools
 from tightwire.server.dialects.messages_answer import MessagesDialect, TokenCount
 from tightwire.server.dialects.messages_request import CountTokensBody
-from tightwire.server.http.body import read_body
+from tightwire.server.http.check_body import read_body
 from tightwire.server.http.routes.openai import answer
 from tightwire.server.ipc.engine_client import Phase
 

@@ -6,7 +6,7 @@ from tightwire.server.api.bodies import ModelCard, ModelDeleted
 from tightwire.server.api.errors import invalid, json_response
 from tightwire.server.api.schemas import LoadAdapterBody, UnloadAdapterBody
 from tightwire.server.api.serving import Serving
-from tightwire.server.http.body import read_body
+from tightwire.server.http.check_body import read_body
 
 
 def adapters_router(serving: Serving) -> APIRouter:

@@ -15,7 +15,7 @@ from tightwire.server.api.schemas import DetokenizeBody, TokenizeBody
 from tightwire.server.api.serving import ServedModel, Serving
 from tightwire.server.api.trace import RequestTrace
 from tightwire.server.dialects.responses_answer import ResponsesDialect
-from tightwire.server.http.body import read_body
+from tightwire.server.http.check_body import read_body
 from tightwire.server.ipc.engine_client import Phase
 
 

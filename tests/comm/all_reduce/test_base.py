@@ -4,8 +4,8 @@ import pytest
 import torch
 from harness import run_in_process
 
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.all_reduce.names import all_reduce_names
-from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import Group
 
 

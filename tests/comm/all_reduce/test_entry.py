@@ -6,11 +6,11 @@ import pytest
 import torch
 from harness import run_in_process
 
-from tightwire.comm.all_reduce import registry
+from tightwire.comm.all_reduce import make
 from tightwire.comm.all_reduce.entry import Entry, Setting, Work
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.all_reduce.names import NAMES, all_reduce_names, describe_all_reduce_names
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
-from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.all_reduce.self_test import self_test
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
@@ -28,7 +28,7 @@ ENTRY = Entry(name="toy", make=ToyAllReduce, work=lambda setting, num_bytes: Wor
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for table in (NAMES, registry.ALL_REDUCE):
+    for table in (NAMES, make.ALL_REDUCE):
         monkeypatch.setitem(table, "toy", ENTRY)
     yield
 

@@ -10,8 +10,8 @@ import torch
 from harness import run_in_process
 from torch import Tensor
 
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.all_reduce.names import preset_names, split_name
-from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.codec.codec import Carried, Codec, Feedback, parse_codec
 from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.comm.protocols import Transport

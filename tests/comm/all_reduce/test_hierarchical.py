@@ -5,7 +5,7 @@ import torch
 from harness import run_in_process
 from torch import Tensor
 
-from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.group.group import Group
 
 

@@ -8,8 +8,8 @@ from pkgutil import iter_modules
 
 from tightwire.comm import all_reduce
 from tightwire.comm.all_reduce.entry import Entry
+from tightwire.comm.all_reduce.make import ALL_REDUCE
 from tightwire.comm.all_reduce.names import NAMES, main_preset_names, preset_names, split_all_reduce_names
-from tightwire.comm.all_reduce.registry import ALL_REDUCE
 
 _WRITTEN_IN_THE_TABLE = [field.name for field in fields(Entry)][: [f.name for f in fields(Entry)].index("make")]
 

@@ -14,7 +14,7 @@ import torch
 from harness import Ranks, run_ranks
 from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.errors import CommError
 from tightwire.comm.group import group as groups
 from tightwire.comm.group.group import Group, open_process_group

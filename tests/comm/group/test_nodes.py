@@ -13,7 +13,7 @@ from harness import Ranks, run_in_process, run_ranks
 from helpers.comm.in_process_partition import in_process_partition
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.collectives.all_gather import all_gather
 from tightwire.comm.errors import CommError, PeerLostError
 from tightwire.comm.group.group import Group

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tightwire.comm.all_reduce.entry import Setting
-from tightwire.comm.all_reduce.registry import parse_all_reduce
+from tightwire.comm.all_reduce.make import parse_all_reduce
 from tightwire.comm.policy.accuracy import Accuracy, Loss
 from tightwire.comm.policy.choose import Chooser, PolicyRequest, Verdict
 from tightwire.comm.policy.cost import CostModel, size_grid

@@ -3,8 +3,8 @@
 import pytest
 
 from tightwire.comm.all_reduce.entry import Setting
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.all_reduce.names import all_reduce_names
-from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import in_process_groups
 from tightwire.comm.group.nodes import in_process_node_groups
 from tightwire.comm.link.link import Link

@@ -7,7 +7,7 @@ import torch
 from harness import run_in_process, run_ranks, with_throttle
 from helpers.comm.fixed_policy import fixed_policy, make_arms, make_routes
 
-from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.comm.policy.routes import SizedAllReduce, auto_all_reduce, kernel_sums
 from tightwire.comm.policy.rules import Choice, Policy, Rule

@@ -7,7 +7,7 @@ import pytest
 import torch
 from harness import run_in_process
 
-from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.errors import PeerLostError
 from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.comm.group.nodes import held_rate, throttle_group

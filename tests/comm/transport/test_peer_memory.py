@@ -15,8 +15,8 @@ import torch
 from helpers.kernels.interpreted import InterpretedRanks, needs_triton
 from torch import Tensor
 
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.all_reduce.names import split_name
-from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.errors import CollectiveTimeoutError
 from tightwire.comm.group.group import Group

@@ -14,7 +14,7 @@ import torch
 from harness import RankFailedError, Ranks, run_ranks
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, PeerLostError
 from tightwire.comm.group.group import Group, open_process_group

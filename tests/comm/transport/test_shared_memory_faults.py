@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import Ranks
 
-from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.errors import CollectiveMismatchError, CollectiveTimeoutError, CommError, PeerLostError
 from tightwire.comm.group.group import Group
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport

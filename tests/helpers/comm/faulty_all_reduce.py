@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.all_reduce.two_shot import TwoShotAllReduce
 from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.group.group import Group

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.group.group import Group
 
 ALGORITHMS = ("one-shot", "two-shot", "auto") * 6 + ("ring", "flash:none,none")

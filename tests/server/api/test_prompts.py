@@ -15,7 +15,7 @@ from tightwire.server.api.generation import Prompt
 from tightwire.server.api.prompts import check_options, make_sequences, run_off_loop
 from tightwire.server.api.schemas import CompletionBody
 from tightwire.server.api.serving import ModelHolder, ModelInfo, ServedModel
-from tightwire.server.http.body import check_fields
+from tightwire.server.http.check_body import check_fields
 
 
 def _model(info: ModelInfo = INFO) -> ServedModel:

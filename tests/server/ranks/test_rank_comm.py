@@ -9,7 +9,7 @@ from harness import run_in_process
 from helpers.comm.fixed_policy import fixed_policy
 from torch import Tensor
 
-from tightwire.comm.all_reduce import registry
+from tightwire.comm.all_reduce import make
 from tightwire.comm.all_reduce.entry import Entry
 from tightwire.comm.all_reduce.names import NAMES
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
@@ -32,7 +32,7 @@ class BrokenAllReduce(OneShotAllReduce):
 
 @pytest.fixture(autouse=True)
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    for table in (NAMES, registry.ALL_REDUCE):
+    for table in (NAMES, make.ALL_REDUCE):
         monkeypatch.setitem(table, "broken", Entry(name="broken", make=BrokenAllReduce))
 
 

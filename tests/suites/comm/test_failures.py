@@ -13,8 +13,8 @@ import torch
 from harness import RankFailedError, Ranks, run_in_process
 from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.all_reduce.names import plain_names
-from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, PeerLostError, name_ranks
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.topology import Topology

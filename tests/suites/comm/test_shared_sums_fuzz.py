@@ -12,7 +12,7 @@ from harness import Ranks
 from helpers.fuzz import fuzz_seeds
 from torch import Tensor
 
-from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.group.group import Group
 from tightwire.comm.transport.segment import why_unusable
 

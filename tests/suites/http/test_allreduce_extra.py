@@ -10,7 +10,7 @@ import pytest
 from helpers.server.server_process import ServerProcess, get
 from tiny import make_tiny
 
-from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.group.group import in_process_groups
 
 _LOSSY, _INT8 = "flash:int4-g64,int8-g64", "flash:int8-g64,int8-g64"

@@ -16,7 +16,7 @@ from harness import Ranks, run_ranks
 from helpers.comm.fixed_policy import fixed_policy, make_arms
 from tiny import make_tiny
 
-from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.errors import CollectiveMismatchError, CollectiveTimeoutError, CommError, PeerLostError
 from tightwire.comm.group.group import Group
 from tightwire.comm.ledger.recording import Event

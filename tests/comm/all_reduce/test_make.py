@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from tightwire.comm.all_reduce.names import NAMES, all_reduce_names, describe_all_reduce_names
-from tightwire.comm.all_reduce.registry import (
+from tightwire.comm.all_reduce.make import (
     make_all_reduce,
     parse_all_reduce,
 )
+from tightwire.comm.all_reduce.names import NAMES, all_reduce_names, describe_all_reduce_names
 from tightwire.comm.group.group import in_process_groups
 
 PRESETS = NAMES["flash"].presets
