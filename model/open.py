@@ -14,8 +14,17 @@ from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf import GgufFile, GgufReader
 from tightwire.model.checkpoint.gguf_config import config_from_gguf
 from tightwire.model.checkpoint.gguf_header import plain_stem
-from tightwire.model.checkpoint.header import RANDOM, RANDOM_SHAPES, check_name, only_gguf, random_config, read_json
+from tightwire.model.checkpoint.header import (
+    RANDOM,
+    RANDOM_SHAPES,
+    check_name,
+    only_gguf,
+    random_config,
+    read_json,
+    split_repo_id,
+)
 from tightwire.model.checkpoint.hf_config import config_from_hf
+from tightwire.model.checkpoint.hub import fetch_folder, fetch_gguf
 from tightwire.model.checkpoint.quantization import parse_quantization
 from tightwire.model.checkpoint.quantized import QuantizedReader
 from tightwire.model.checkpoint.random import RandomReader
@@ -38,9 +47,6 @@ from tightwire.model.text.tokenizer import (
 from tightwire.model.weights.formats import WeightFormats, choose_formats
 from tightwire.model.weights.prepared.blob_file import MANIFEST
 from tightwire.model.weights.prepared.folder import Prepared, open_prepared
-
-_HUB_SMALL_FILES = ["*.json", "tokenizer*", "*.jinja"]
-_HUB_WEIGHTS = ["model.safetensors", "model-*.safetensors"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +72,7 @@ def open_checkpoint(model: str, seed: int = 0, *, progress: Progress = lambda fr
     """Find the model and check its headers; raises ModelError if it is not found, damaged or not supported.
 
     ``model``: ``smollm2-135m``, a folder with config.json and safetensors, a prepared folder, a .gguf file (or a folder
-    with one), a Hugging Face repo id, or ``random:SHAPE`` with a known shape or the path of a config.json. ``seed``: of
+    with one), each also in parts, a Hugging Face repo id (``owner/name``, for a GGUF ``owner/name:Q4_K_M``), or ``random:SHAPE`` with a known shape or the path of a config.json. ``seed``: of
     random weights. ``progress``: called with the share of a known model downloaded, 0 to 1.
     """
     check_name(model)
@@ -81,7 +87,10 @@ def open_checkpoint(model: str, seed: int = 0, *, progress: Progress = lambda fr
         raise ModelError(f"{path}: is not a .gguf file; for safetensors give the folder that also holds config.json")
     if path.is_dir():
         return _open_folder(path)
-    return replace(_open_folder(_fetch_repo(model)), name=model)
+    repo_id, quantization = split_repo_id(model)
+    if quantization:
+        return replace(_open_gguf(fetch_gguf(repo_id, quantization)), name=model)
+    return replace(_open_folder(fetch_folder(repo_id, _folder_config)), name=model)
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -205,25 +214,3 @@ def _open_random(model: str, seed: int) -> Checkpoint:
             eos_token_ids=config.eos_token_ids,
         ),
     )
-
-
-def _fetch_repo(repo_id: str) -> Path:
-    """Fetch the repo into the hub's cache, small files first, so an unsupported model fails before its weights load."""
-    # Imported here because it takes 0.3 s and most models are local.
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        folder = Path(snapshot_download(repo_id, allow_patterns=_HUB_SMALL_FILES))
-        _folder_config(folder)
-        return Path(snapshot_download(repo_id, allow_patterns=[*_HUB_SMALL_FILES, *_HUB_WEIGHTS]))
-    except ModelError:
-        raise
-    except Exception as error:  # noqa: BLE001 - network, hub and disk raise different types
-        reason = " ".join(str(error).split())[:400] or type(error).__name__
-        if isinstance(error, (LocalEntryNotFoundError, ConnectionError)):
-            reason = f"the Hugging Face Hub ({constants.ENDPOINT}) was not reached and its cache has no such repo"
-        raise ModelError(
-            f"{repo_id!r} is no folder here, and the repo of that name was not fetched: {reason}; give a folder with config.json "
-            f"and safetensors, a .gguf file, or a name: {', '.join(sorted(CATALOG))}"
-        ) from None

@@ -15,7 +15,7 @@ from tightwire.model.checkpoint.hf_config import config_from_hf
 from tightwire.model.checkpoint.whole_folder import is_partial
 
 RANDOM = "random:"
-_REPO_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+_REPO_ID = re.compile(r"(\w[\w.-]*/[\w.-]+)(?::([\w.-]+))?")
 _LLAMA3 = {"num_kv_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0, "norm_eps": 1e-5}
 _SHORT = {"head_dim": 128, "max_positions": 8192, **_LLAMA3}
 _LONG = {
@@ -42,23 +42,31 @@ class Sizes(NamedTuple):
 
 def check_name(model: str) -> None:
     """Raise ModelError unless this can be a known name, file, folder, repo id or ``random:SHAPE``. Imports no torch."""
-    is_repo_id = _REPO_ID.fullmatch(model) is not None and not model.endswith(".gguf")
-    if is_repo_id or model in CATALOG or model.startswith(RANDOM) or Path(model).expanduser().exists():
+    if _is_repo_id(model) or model in CATALOG or model.startswith(RANDOM) or Path(model).expanduser().exists():
         return
     close = difflib.get_close_matches(model.lower(), CATALOG, n=1)
     meant = f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(sorted(CATALOG))};"
     raise ModelError(
         f"no such model: {model!r} is neither a file nor a folder; {meant} "
-        f"a Hugging Face repo id looks like owner/name; random weights: {RANDOM}SHAPE, such as {RANDOM}llama-3.2-1b"
+        f"a Hugging Face repo id looks like owner/name, or owner/name:Q4_K_M for a GGUF; random weights: {RANDOM}SHAPE, such as {RANDOM}llama-3.2-1b"
     )
+
+
+def _is_repo_id(model: str) -> bool:
+    return _REPO_ID.fullmatch(model) is not None and not model.endswith(".gguf")
+
+
+def split_repo_id(model: str) -> tuple[str, str]:
+    """The repo id, and the quantization behind its colon or an empty text."""
+    repo_id, _, quantization = model.partition(":")
+    return repo_id, quantization
 
 
 def has_copy(model: str) -> bool:
     """False for a known name that is not in the cache, and for a file or folder that is not there."""
     if model in CATALOG:
         return is_cached(model)
-    is_repo_id = _REPO_ID.fullmatch(model) is not None and not model.endswith(".gguf")
-    return is_repo_id or model.startswith(RANDOM) or Path(model).expanduser().exists()
+    return _is_repo_id(model) or model.startswith(RANDOM) or Path(model).expanduser().exists()
 
 
 def read_sizes(model: str) -> Sizes | None:

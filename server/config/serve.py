@@ -18,7 +18,9 @@ class ModelOptions:
     """The model, its number format and its device."""
 
     model: str = option(
-        "smollm2-135m", "a known name, a Hugging Face folder or repo id, a .gguf file, or random:SHAPE", metavar="MODEL"
+        "smollm2-135m",
+        "a known name, a Hugging Face folder or repo id (OWNER/NAME:Q4_K_M for a GGUF), a .gguf file, or random:SHAPE",
+        metavar="MODEL",
     )
     served_model_name: tuple[str, ...] = option(
         (),

@@ -7,16 +7,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
 from helpers.model.tiny_gguf import make_tiny_gguf
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny, tiny_config
 
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.checkpoint.header import RANDOM_SHAPES
+from tightwire.model.checkpoint.header import RANDOM_SHAPES, check_name, has_copy, read_sizes
 from tightwire.model.open import fingerprint, open_checkpoint
 from tightwire.model.text.tokenizer import BOS_ID, EOS_ID
 
@@ -129,16 +131,22 @@ class FakeHub:
     """Stands for ``snapshot_download``: copies the allowed files of one folder, and remembers what was asked."""
 
     def __init__(self, source: Path, target: Path) -> None:
-        self.source, self.target = source, target
-        self.patterns: list[list[str]] = []
+        self.source, self.target, self.is_online = source, target, True
 
-    def __call__(self, repo_id: str, *, allow_patterns: list[str]) -> str:
-        self.patterns.append(allow_patterns)
+    def __call__(self, repo_id: str, *, allow_patterns: list[str], local_files_only: bool = False) -> str:
+        if not (self.is_online or self.target.is_dir()):
+            raise LocalEntryNotFoundError("nothing in the cache")
         self.target.mkdir(exist_ok=True)
-        for pattern in allow_patterns:
+        for pattern in allow_patterns if self.is_online and not local_files_only else ():
             for path in self.source.glob(pattern):
                 shutil.copy(path, self.target / path.name)
         return str(self.target)
+
+    def info(self, repo_id: str, *, timeout: float) -> SimpleNamespace:
+        """Stands for ``model_info``."""
+        if not self.is_online:
+            raise ConnectionError("Name or service not known")
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=path.name) for path in self.source.iterdir()])
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -175,6 +183,66 @@ def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(ModelError, match=re.escape(message)):
         open_checkpoint("owner/tiny")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    """A repo of GGUF files in two quantizations, one of them split, and a vision projector."""
+    hub = FakeHub(tmp_path / "remote", tmp_path / "local")
+    hub.source.mkdir()
+    make_tiny_gguf(hub.source / "Tiny-Q8_0.gguf", "Q8_0", part_tensors=9)
+    make_tiny_gguf(hub.source / "tiny.q4_1.gguf", "Q4_1")
+    make_tiny_gguf(hub.source / "Tiny-UD-Q4_1.gguf", "Q4_1")
+    (hub.source / "mmproj-F16.gguf").write_bytes(b"GGUF")
+    (hub.source / "README.md").write_bytes(b"not wanted")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    monkeypatch.setattr(huggingface_hub, "model_info", hub.info)
+    return hub
+
+
+@pytest.mark.parametrize(
+    ("quantization", "files"),
+    [
+        ("Q8_0", [f"Tiny-Q8_0-0000{part}-of-00003.gguf" for part in (1, 2, 3)]),
+        ("Q4_1", ["tiny.q4_1.gguf"]),
+        ("ud-q4_1", ["Tiny-UD-Q4_1.gguf"]),
+    ],
+)
+def test_a_gguf_by_repo_id_and_quantization(hub: FakeHub, quantization: str, files: list[str]) -> None:
+    model = f"owner/tiny:{quantization}"
+    check_name(model)
+    assert has_copy(model) and read_sizes(model) is None
+    checkpoint = open_checkpoint(model)
+    assert (checkpoint.name, checkpoint.path) == (model, hub.target / files[0])
+    assert sorted(path.name for path in hub.target.iterdir()) == files
+    hub.is_online = False
+    assert open_checkpoint(model).config == checkpoint.config
+
+
+def test_what_a_repo_of_ggufs_has_is_listed(hub: FakeHub) -> None:
+    forms = "owner/tiny:Q8_0, owner/tiny:UD-Q4_1, owner/tiny:q4_1"
+    with pytest.raises(
+        ModelError,
+        match=f"^owner/tiny has no .gguf file in Q4_K_M; download one and give its path, or name one as {forms}$",
+    ):
+        open_checkpoint("owner/tiny:Q4_K_M")
+    with pytest.raises(ModelError, match=f"^owner/tiny has no safetensors but GGUF files; name one as {forms}$"):
+        open_checkpoint("owner/tiny")
+    make_tiny_gguf(hub.source / "other-Q8_0.gguf", "Q8_0")
+    with pytest.raises(
+        ModelError, match=r"several .gguf files in Q8_0: Tiny-Q8_0-00001-of-00003.gguf, other-Q8_0.gguf"
+    ):
+        open_checkpoint("owner/tiny:Q8_0")
+    hub.is_online = False
+    with pytest.raises(ModelError, match="'owner/tiny' is no folder here.*was not reached"):
+        open_checkpoint("owner/tiny:Q8_0")
+
+
+def test_a_repo_without_ggufs_has_no_quantization(hub: FakeHub) -> None:
+    for path in hub.source.glob("*iny*"):
+        path.unlink()
+    with pytest.raises(ModelError, match="owner/tiny has no .gguf file, so no Q4_K_M; leave out :Q4_K_M"):
+        open_checkpoint("owner/tiny:Q4_K_M")
 
 
 def test_transformers_is_not_needed(tmp_path: Path) -> None:

@@ -45,7 +45,10 @@ class ShapeConfig(Section):
 class ModelConfig(Section):
     """The model to train, its tokenizer and its computing dtype."""
 
-    start: str = Field(default="", description="a folder, repo id, .gguf, known name, random:SHAPE; or use `shape`")
+    start: str = Field(
+        default="",
+        description="a folder, repo id (OWNER/NAME, OWNER/NAME:Q4_K_M), .gguf, known name, random:SHAPE; or use `shape`",
+    )
     shape: ShapeConfig | None = None
     tokenizer: str = Field(default="", description="of a new model: bytes (default), bpe:SIZE (trained), or a model")
     compute_dtype: Literal["float32", "bfloat16"] = Field(

@@ -2,16 +2,14 @@
 
 import importlib.util
 import os
-import re
 from collections.abc import Mapping
 
 from tightwire.comm.group.topology import Topology
-from tightwire.model.checkpoint.catalog import CATALOG
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.header import check_name
 from tightwire.training.checkpoint.folders import find_checkpoint
 from tightwire.training.config.tree import LogConfig, TrainConfig
 from tightwire.training.data.documents import RunData
-
-_REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def find_topology(environment: Mapping[str, str], nodes: int | None) -> Topology:
@@ -46,13 +44,11 @@ def missing_packages(config: LogConfig) -> dict[str, str]:
 
 
 def _check_start(start: str) -> None:
-    if not start or start in CATALOG or start.startswith("random:") or os.path.exists(os.path.expanduser(start)):
-        return
-    if start.endswith(".gguf") or not _REPO_ID.fullmatch(start):
-        raise ValueError(
-            f"model.start: {start!r} is neither a file nor a folder, nor a known name ({', '.join(sorted(CATALOG))}), a Hugging "
-            "Face repo id (owner/name) or random:SHAPE"
-        )
+    try:
+        if start:
+            check_name(start)
+    except ModelError as error:
+        raise ValueError(f"model.start: {error}") from None
 
 
 def _check_run_folder(config: TrainConfig) -> None:

@@ -23,7 +23,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ("override", "words"),
     [
         ("run=TMP/text.txt/run", "run: .*text.txt is not a folder in which you may create files"),
-        ("model={start: smollm3}", "model.start: 'smollm3' is neither a file nor a folder, nor a known name"),
+        ("model={start: smollm3}", "model.start: no such model: 'smollm3' is neither a file nor a folder"),
         ("data.files=[none.txt]", "no file matches none.txt .*or english-prose"),
         ("data.files=[TMP/empty.txt]", "data.files: there is no document in .*empty.txt"),
     ],
