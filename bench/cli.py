@@ -3,10 +3,12 @@
 import importlib
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tightwire.server.cli.explain import COMM_GROUPS, at_least_two_ranks
-from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
+from tightwire.server.config.flags import add_flags, make_options, make_parser, parse, refuse_serving_flags
+from tightwire.server.config.option import option, options_of, require
 from tightwire.suggest import suggest
 
 _MAX_TUNE_SECONDS = 3600.0
@@ -107,6 +109,27 @@ def _main(command: str, verbs: Verbs, args: list[str]) -> int:
     return load(bench)(given).run()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneOptions:
+    """The flags of ``tune`` alone."""
+
+    seconds: float = option(60.0, "approximate time of all measurements", metavar="S")
+    allow_busy: bool = option(False, "measure and keep the times although other programs use the machine")
+    quality: bool = option(
+        False,
+        "instead of times, measure what quantized AllReduces cost this model in KL and perplexity with --tp ranks, for "
+        "--comm-error-budget kl=X",
+    )
+    tokens: int | None = option(
+        None, f"with --quality: tokens of prose to measure on (default: {_QUALITY_TOKENS})", least=1
+    )
+
+    def __post_init__(self) -> None:
+        require(1 <= self.seconds <= _MAX_TUNE_SECONDS, "seconds", self.seconds, f"1 to {_MAX_TUNE_SECONDS:g} seconds")
+        if self.tokens is not None and not self.quality:
+            raise ValueError("--tokens is for --quality; --seconds limits the measurement of times")
+
+
 def tune(argv: Sequence[str]) -> int:
     """``tightwire tune``: exit code 0, 1 if a measurement failed or the file cannot be written, 2 if refused."""
     parser = make_parser(
@@ -115,44 +138,17 @@ def tune(argv: Sequence[str]) -> int:
         "`serve` reads the results.",
         COMM_GROUPS,
     )
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, metavar="S", help="approximate time of all measurements (default: 60)"
-    )
-    parser.add_argument(
-        "--allow-busy",
-        action="store_true",
-        default=False,
-        help="measure and keep the times although other programs use the machine",
-    )
-    parser.add_argument(
-        "--quality",
-        action="store_true",
-        default=False,
-        help="instead of times, measure what quantized AllReduces cost this model in KL and perplexity with --tp ranks, for "
-        "--comm-error-budget kl=X",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        metavar="N",
-        help=f"with --quality: tokens of prose to measure on (default: {_QUALITY_TOKENS})",
-    )
+    add_flags(parser, options_of(TuneOptions))
     config, args = parse(parser, argv, COMM_GROUPS)
     refuse_serving_flags(parser, config)
-    if not args.quality and "tokens" in args:
-        parser.error("--tokens is for --quality; --seconds limits the measurement of times")
-    if args.quality:
-        num_tokens = getattr(args, "tokens", _QUALITY_TOKENS)
-        if num_tokens < 1:
-            parser.error(f"--tokens must be 1 or more, got {num_tokens}")
+    options = make_options(TuneOptions, parser, args)
+    if options.quality:
         from tightwire.bench.quality.accuracy import run as measure_accuracy
 
-        return measure_accuracy(at_least_two_ranks(config), num_tokens)
-    if not 1 <= args.seconds <= _MAX_TUNE_SECONDS:
-        parser.error(f"--seconds must be 1 to {_MAX_TUNE_SECONDS:g} seconds, got {args.seconds:g}")
+        return measure_accuracy(at_least_two_ranks(config), options.tokens or _QUALITY_TOKENS)
     from tightwire.bench.tune import run
 
-    return run(at_least_two_ranks(config), args.seconds, allow_busy=args.allow_busy)
+    return run(at_least_two_ranks(config), options.seconds, allow_busy=options.allow_busy)
 
 
 def load(entry: str) -> Any:

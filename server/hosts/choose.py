@@ -4,6 +4,7 @@ from tightwire import __version__
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.transport.socket_join import read_secret
 from tightwire.kernels.cpu.library import level
+from tightwire.server.config.option import flag_of
 from tightwire.server.config.serve import ServeConfig, option_fields
 from tightwire.server.hosts.alone import Alone
 from tightwire.server.hosts.head import Head
@@ -39,7 +40,7 @@ def choose_hosts(
 def facts_of(config: ServeConfig) -> dict[str, str]:
     """The options that must be equal on all nodes, by flag, as text."""
     return {
-        "--" + name.replace("_", "-"): str(getattr(getattr(config, group), name))
+        flag_of(name): str(getattr(getattr(config, group), name))
         for name, (group, _) in option_fields().items()
         if group != "http" and name not in _MAY_DIFFER
     }

@@ -190,11 +190,20 @@ def test_reasons_are_readable_in_a_narrow_terminal(
     assert "\u2026" not in shown and {"one-shot", "chosen:", "fastest", "lossless"} <= set(shown.split())
 
 
-def test_seconds_must_be_in_range(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--seconds", "0"], "--seconds must be 1 to 3600 seconds, got 0"),
+        (["--quality", "--tokens", "0"], "--tokens: must be at least 1, got 0"),
+        (["--tokens", "5"], "--tokens is for --quality; --seconds limits the measurement of times"),
+        (["--second", "5"], "unknown argument '--second'; did you mean '--seconds'?"),
+    ],
+)
+def test_wrong_options_of_tune_are_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
-        main(["tune", "--seconds", "0"])
+        main(["tune", *argv])
     assert exit.value.code == 2
-    assert "must be 1 to 3600 seconds" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
 def test_an_algorithm_with_a_wrong_answer_is_recorded_as_wrong() -> None:

@@ -220,7 +220,7 @@ def test_an_output_that_cannot_be_written_is_found_before_measuring(
     [
         (["--concurrency", "0"], "must be at least 1, got 0"),
         (["--concurrency", "1.5"], "whole numbers"),
-        (["--request-rate", "a"], "numbers separated by commas"),
+        (["--request-rate", "a"], "numbers with commas between"),
         (["--request-rate", "nan"], "must be above 0, got nan"),
         (["--concurrency", "1,2", "--num-requests", "1,2,3"], "one for each of the 2 loads"),
         (["--concurrency", "1", "--request-rate", "1"], "not allowed with"),
