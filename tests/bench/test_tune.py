@@ -176,7 +176,7 @@ def test_an_unwritable_cache_is_refused_before_measuring(
     (tmp_path / "cache").write_text("a file where a folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tune_module, "measure_all", lambda plan: pytest.fail("measured"))
-    assert main(["tune", *flags(model)]) == 1
+    assert main(["tune", *flags(model, "--allow-busy")]) == 1
     assert "cannot be written (Not a directory)" in (err := capsys.readouterr().err) and "XDG_CACHE_HOME" in err
 
 
@@ -230,7 +230,7 @@ def test_an_algorithm_with_a_wrong_answer_is_recorded_as_wrong() -> None:
 
 def test_ctrl_c_leaves_no_file_and_no_process(model: Path, tmp_path: Path) -> None:
     tuning = subprocess.Popen(
-        [sys.executable, "-m", "tightwire", "tune", *flags(model, "--seconds", "600")],
+        [sys.executable, "-m", "tightwire", "tune", *flags(model, "--seconds", "600", "--allow-busy")],
         env={**os.environ, "PYTHONPATH": str(_SOURCE), "XDG_CACHE_HOME": str(tmp_path)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

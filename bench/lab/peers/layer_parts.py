@@ -166,9 +166,8 @@ def _rotation(args: Sequence[Any], result: Tensor) -> tuple[int, int]:
     return 2 * args[0].nbytes, 0
 
 
-_Kernel = tuple[
-    Any, str, str, _Cost
-]  # the module or class that the model finds it in, its name there, its part, its cost
+# The module or class that the model finds it in, its name there, its part, its cost.
+_Kernel = tuple[Any, str, str, _Cost]
 _KERNELS: tuple[_Kernel, ...] = (
     (TensorParallel, "embed", "embedding", lambda args, result: (2 * result.nbytes, 0)),
     (layers, "linear", "products", _product),
@@ -179,7 +178,8 @@ _KERNELS: tuple[_Kernel, ...] = (
     (layers, "rotate_and_cache", "rope, cache write", _rotation),
     (layers, "swiglu", "SwiGLU", _each_once),
     (TensorParallel, "sum_rows", _SUMS, _each_once),
-    (TensorParallel, "logits", "logits", _product),
+    (llama, "linear", "logits", _product),
+    (TensorParallel, "gather_logits", "logits", lambda args, result: (0, 0)),
 )
 
 

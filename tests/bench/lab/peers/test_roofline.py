@@ -7,6 +7,7 @@ from tiny import make_tiny
 from tightwire.bench import cli
 from tightwire.bench.lab.peers.options import RooflineOptions
 from tightwire.bench.lab.peers.roofline import bytes_of_token, summarize
+from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 
 
@@ -59,6 +60,8 @@ def test_the_parts_of_a_step_are_those_of_the_layers(tmp_path: Path, capsys: pyt
     }
     elems = config.num_layers * config.layer_matrix_elems
     assert prompt["products"]["flops"] == 2 * prompt_len * elems // 2  # of one rank
+    num_columns = len(make_layout(config, 2).shards[0].vocab_rows)
+    assert prompt["logits"]["flops"] == 2 * num_columns * config.hidden_size  # of the last token
     assert prompt["sums over ranks"]["calls"] == 2 * config.num_layers
     assert cells["3 tokens at once: products"]["flops"] == 2 * 3 * elems // 2
     assert cells["a generated token: whole step, as served"]["seconds"] > 0
