@@ -36,11 +36,17 @@ class Report(Struct, frozen=True):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0, or 1 for a problem or a failed probe."""
+    """Returns 0, 1 for a problem or a failed probe, or 2 for a model that is not supported."""
     parser = argparse.ArgumentParser(
         prog="tightwire doctor",
         description="Examine this machine's devices, links and memory, test peer access, measure the speed of a small model, "
         "and suggest options.",
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="say what this model is, its formats, its memory and a bound of its speed here instead; fetched if it is not here",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--verbose", action="store_true", help="show every fact, and what is missing")
@@ -59,12 +65,31 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--timeout-s must be more than 0 and at most 3600 seconds, got {args.timeout_s:g}")
     if args.tp < 1:
         parser.error(f"--tp must be at least 1, got {args.tp}")
+    if args.model is not None:
+        return _examine_model(args.model, as_json=args.json)
     report = examine(args.timeout_s, args.tp)
     if args.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+        _write_json(report)
     else:
         show(report, Console(highlight=False), verbose=args.verbose)
     return 0 if report.ok else 1
+
+
+def _examine_model(model: str, *, as_json: bool) -> int:
+    from tightwire.bench.doctor.model import describe_model, examine_model  # imports torch
+
+    found = examine_model(model)
+    if as_json:
+        _write_json(found)
+    elif found.unsupported:
+        sys.stderr.write(f"tightwire doctor: {found.unsupported}\n")
+    else:
+        sys.stdout.writelines(f"{line}\n" for line in describe_model(found))
+    return 2 if found.unsupported else 0
+
+
+def _write_json(report: Struct) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
 
 
 def examine(limit_s: float, tp: int) -> Report:

@@ -1,0 +1,158 @@
+"""``tightwire doctor MODEL``: what the model is, how it would be kept in memory, and a bound of its speed here."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from msgspec import Struct
+
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.tensors import EMBEDDING, HEAD, expected_tensors
+from tightwire.model.layout import make_layout
+from tightwire.model.open import formats_of, open_checkpoint
+from tightwire.model.weights import EVERYTHING_RESIDENT
+from tightwire.model.weights.formats import WeightFormats, check_split
+from tightwire.server.config.limits import BLOCK_SIZE
+from tightwire.server.config.serve import EngineOptions, ServeConfig
+from tightwire.server.plan.devices import num_cores
+from tightwire.server.plan.rank_bytes import MemoryInputs, rank_bytes
+from tightwire.server.plan.setting import decide_setting
+from tightwire.sizes import format_bytes
+
+_KINDS = {".self_attn.": "attention", ".mlp.": "MLP", EMBEDDING: "embedding", HEAD: "head"}
+_CONTEXT = 8192
+_TPS = (1, 2, 4)
+_READ_S, _READ_BYTES = 0.6, 256 << 20  # larger than any cache
+
+
+class Kind(Struct, frozen=True):
+    """Matrices of one kind: how many are stored and kept in which format, and their bytes in memory."""
+
+    name: str
+    stored: dict[str, int] = {}
+    in_memory: dict[str, int] = {}
+    num_bytes: int = 0
+
+
+class RankMemory(Struct, frozen=True):
+    """Memory of the largest of ``tp`` ranks; ``problem``: why the model cannot be cut into so many."""
+
+    tp: int
+    weights_bytes: int = 0
+    cache_bytes: int = 0
+    problem: str = ""
+
+
+class ModelReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The output of ``--json``. ``tokens_per_s`` is a bound: the measured read rate divided by ``token_bytes``."""
+
+    model: str
+    unsupported: str = ""  # the reason; the rest is then empty
+    family: str = ""
+    num_parameters: int = 0
+    context: int = 0
+    note: str = ""  # of a checkpoint that is quantized
+    kinds: list[Kind] = []
+    rank_context: int = 0  # tokens of ``cache_bytes``
+    ranks: list[RankMemory] = []
+    token_bytes: int = 0
+    read_bytes_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+
+
+def examine_model(model: str) -> ModelReport:
+    """Open the model, which fetches one that is not here, and measure how fast memory is read."""
+    try:
+        checkpoint = open_checkpoint(model)
+        checkpoint.tokenizer()
+        config, formats = checkpoint.config, formats_of(checkpoint, "auto")
+        decided = decide_setting(ServeConfig(), config)
+    except ValueError as error:
+        return ModelReport(model=model, unsupported=str(error))
+    device, context = decided.setting.device, min(_CONTEXT, config.max_positions)
+    kinds = _kinds(config, formats, decided.dtype)
+    # Of an embedding that is not the head, a token reads one row.
+    token_bytes = sum(kind.num_bytes for kind in kinds if kind.name != "embedding" or config.tied_embeddings)
+    rate = measure_read_rate(device)
+    return ModelReport(
+        model=checkpoint.name,
+        family=config.family,
+        num_parameters=sum(math.prod(shape) for _, shape in expected_tensors(config)),
+        context=config.max_positions,
+        note=checkpoint.note,
+        kinds=kinds,
+        rank_context=context,
+        ranks=[_rank_memory(config, formats, tp, decided.dtype, device, context) for tp in _TPS],
+        token_bytes=token_bytes,
+        read_bytes_per_s=rate,
+        tokens_per_s=rate / token_bytes,
+    )
+
+
+def measure_read_rate(device: str) -> float:
+    """Return bytes a second at which all usable cores, or the first GPU, sum a large tensor; the best of some passes."""
+    torch.set_num_threads(num_cores())
+    numbers_N = torch.ones(_READ_BYTES // 4, device=device)
+    best_s, end = math.inf, time.perf_counter() + _READ_S
+    while (start := time.perf_counter()) < end:
+        numbers_N.sum().item()
+        best_s = min(best_s, time.perf_counter() - start)
+    return _READ_BYTES / best_s
+
+
+def _rank_memory(
+    config: LlamaConfig, formats: WeightFormats, tp: int, dtype: str, device: str, context: int
+) -> RankMemory:
+    try:
+        layout = make_layout(config, tp)
+        check_split(layout, config, formats)
+    except ValueError as error:
+        return RankMemory(tp, problem=str(error))
+    inputs = MemoryInputs(
+        model=config, layout=layout, options=EngineOptions(), pools=(), dtype=dtype, formats=formats, device=device
+    )
+    largest = max(rank_bytes(inputs, EVERYTHING_RESIDENT), key=lambda rank: rank.weights + rank.block)
+    return RankMemory(tp, largest.weights, largest.block * math.ceil(context / BLOCK_SIZE))
+
+
+def _kinds(config: LlamaConfig, formats: WeightFormats, dtype: str) -> list[Kind]:
+    found: dict[str, Kind] = {}
+    for name, shape in expected_tensors(config):
+        kind = next((kind for part, kind in _KINDS.items() if part in name), None)
+        if kind is None or len(shape) < 2:
+            continue
+        packed, own = formats.packed.get(name), found.get(kind, Kind(kind))
+        row_bytes = getattr(torch, dtype).itemsize * shape[1] if packed is None else packed.row_bytes(shape[1])
+        found[kind] = Kind(
+            kind,
+            Counter(own.stored) + Counter([formats.plain[name] if packed is None else packed.name]),
+            Counter(own.in_memory) + Counter([dtype if packed is None else packed.name]),
+            own.num_bytes + shape[0] * row_bytes,
+        )
+    return list(found.values())
+
+
+def describe_model(report: ModelReport) -> Iterator[str]:
+    """Yield the lines of a screen."""
+    yield f"{report.model}: {report.family}, {report.num_parameters / 1e6:,.0f} million parameters, context {report.context}"
+    if report.note:
+        yield f"quantized as {report.note}"
+    rows = [["", "stored as", "in memory as", "bytes"]]
+    for kind in report.kinds:
+        names = [", ".join(f"{num} {name}" for name, num in found.items()) for found in (kind.stored, kind.in_memory)]
+        rows.append([kind.name, *names, format_bytes(kind.num_bytes)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    if all(kind.name != "head" for kind in report.kinds):
+        yield "the head is the embedding"
+    yield f"a rank's memory with a context of {report.rank_context} tokens:"
+    for rank in report.ranks:
+        total = format_bytes(rank.weights_bytes + rank.cache_bytes)
+        parts = f"weights {format_bytes(rank.weights_bytes)} + cache {format_bytes(rank.cache_bytes)} = {total}"
+        yield f"  --tp {rank.tp}  {rank.problem or parts}"
+    yield (
+        f"at most {report.tokens_per_s:.3g} tokens/s here for one request: a token reads {format_bytes(report.token_bytes)}, and "
+        f"memory is read at {report.read_bytes_per_s / 1e9:.1f} GB/s (a bound, just measured; computing takes time too)"
+    )

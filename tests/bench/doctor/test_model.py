@@ -1,0 +1,69 @@
+"""``tightwire doctor MODEL``: formats, memory by the plan's own rules, a bound of the speed, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.model.tiny_gguf import make_tiny_gguf
+from tiny import make_tiny, tiny_config
+
+from tightwire.bench.doctor import cli
+from tightwire.bench.doctor import model as doctor
+from tightwire.model.layout import make_layout
+from tightwire.model.open import formats_of, open_checkpoint
+from tightwire.model.weights.formats import weight_bytes
+
+
+@pytest.fixture(autouse=True)
+def read_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "measure_read_rate", lambda device: 1e9)
+
+
+def test_a_packed_model_on_one_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_tiny_gguf(tmp_path / "tiny.gguf", "Q4_1", num_attention_heads=2, num_key_value_heads=2, head_dim=32)
+    assert cli.main([str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("tiny: Llama, ") and len(lines) < 25
+    assert any(line.split()[:5] == ["attention", "8", "Q4_1", "8", "Q4_1"] for line in lines)
+    assert any("--tp 4  cannot split 2 query heads over 4 ranks" in line for line in lines)
+    assert "tokens/s here for one request" in lines[-1] and "1.0 GB/s (a bound" in lines[-1]
+
+
+def test_its_numbers_are_the_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_tiny_gguf(tmp_path / "tiny.gguf", "Q8_0", head_dim=32)
+    assert cli.main([str(path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    checkpoint = open_checkpoint(str(path))
+    config, formats = checkpoint.config, formats_of(checkpoint, "auto")
+    for rank in report["ranks"]:
+        layout = make_layout(config, rank["tp"])
+        assert rank["weights_bytes"] == max(weight_bytes(config, shard, formats, 2) for shard in layout.shards)
+    kv_heads = max(shard.local_kv_heads for shard in make_layout(config, 2).shards)
+    tokens = report["rank_context"]
+    assert tokens == config.max_positions
+    assert report["ranks"][1]["cache_bytes"] == 2 * 2 * kv_heads * config.head_dim * config.num_layers * tokens
+    kinds = {kind["name"]: kind for kind in report["kinds"]}
+    assert report["token_bytes"] == sum(kind["num_bytes"] for kind in report["kinds"]) - (
+        0 if config.tied_embeddings else kinds["embedding"]["num_bytes"]
+    )
+    assert report["tokens_per_s"] == 1e9 / report["token_bytes"]
+
+
+def test_floats_are_stored_and_kept_as_they_are_served(tmp_path: Path) -> None:
+    kinds = {kind.name: kind for kind in doctor.examine_model(str(make_tiny(tmp_path / "m"))).kinds}
+    assert kinds["MLP"].stored == {"F32": 6} and kinds["MLP"].in_memory == {"bfloat16": 6}
+
+
+def test_what_is_not_supported_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_tiny(tmp_path / "m")
+    (folder / "config.json").write_text(json.dumps(tiny_config(architectures=["MixtralForCausalLM"])))
+    assert cli.main([str(folder)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and "mixture of experts" in captured.err
+    assert cli.main([str(folder), "--json"]) == 2
+    assert "mixture of experts" in json.loads(capsys.readouterr().out)["unsupported"]
+
+
+def test_the_read_rate_is_measured_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert 1e8 < doctor.measure_read_rate("cpu") < 1e13
