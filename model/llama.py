@@ -74,10 +74,10 @@ class Llama:
             self._spans = [range(layer, layer + 1) for layer in range(config.num_layers)]
         self._program = None
         # A norm of all heads together needs a sum over the ranks in the midst of attention, which the program does not make.
-        self._sums_squares = config.qk_norm == "projection" and parallel.num_ranks > 1
+        self.sums_squares = config.qk_norm == "projection" and parallel.num_ranks > 1
         sizes = [config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim]
         self._projection_sizes = torch.tensor(sizes, dtype=torch.float32, device=cache.device)
-        if on_cpu and available() and not self._sums_squares:
+        if on_cpu and available() and not self.sums_squares:
             self._program = DecodeProgram(config, parallel.shard, cache, self._angles, adapters)
 
     @torch.inference_mode()
@@ -133,7 +133,7 @@ class Llama:
     ) -> Generator[Collective, Tensor, Tensor]:
         """Run one layer, and return the update after its MLP."""
         attention_sums, mlp_sums = self._sums[batch.policy][index]
-        if self._sums_squares and isinstance(layers, EagerLayers):
+        if self.sums_squares and isinstance(layers, EagerLayers):
             qkv_THE = layers.project(index, update_TD)
             squares_T2 = yield partial(self._parallel.sum_small, layers.square_sums(qkv_THE), "qk_norm", batch.phase)
             partial_TD = layers.attend(index, qkv_THE, squares_T2 / self._projection_sizes)

@@ -75,6 +75,7 @@ class _Draw:
             vocab_size=64,
             max_positions=400,
         )
+        config = self._described(config)
         world_size = draw.randint(1, min(3, num_heads))
         shard = draw.choice(make_layout(config, world_size).shards)
         block_size = draw.choice((1, 2, 8, 16, 17, 32))
@@ -89,6 +90,27 @@ class _Draw:
         layers = [self._layer(config, shard) for _ in range(config.num_layers)]
         residual_TD = self._numbers(len(context_lens), config.hidden_size)
         return _Case(config, shard, self._dtype, layers, cache, batch, residual_TD, self._int8_activations)
+
+    def _described(self, config: LlamaConfig) -> LlamaConfig:
+        """What the layers compute: often Llama's, else anything."""
+        draw = self._random
+        if draw.random() < 0.3:
+            return config
+        return replace(
+            config,
+            norms=draw.choice(("before", "after", "both")),
+            qk_norm=draw.choice(("none", "heads", "projection")),
+            norm_offset=draw.choice((0.0, 1.0)),
+            activation=draw.choice(("silu", "gelu_tanh")),
+            score_scale=draw.choice((0.0, 0.1)),
+            score_cap=draw.choice((0.0, 4.0)),
+            residual_scale=draw.choice((1.0, 0.3)),
+            rotary_dim=draw.choice((0, 2)),
+            local_rope_theta=draw.choice((None, 500.0)),
+            window=(window := draw.choice((0, 1, 30, 64, 150))),
+            sliding=tuple(layer for layer in range(3) if window and draw.random() < 0.6),
+            nope=tuple(layer for layer in range(3) if draw.random() < 0.2),
+        )
 
     def _batch(self, context_lens: list[int], counts: list[int], num_blocks: int, block_size: int) -> Batch:
         draw, order = self._random, torch.randperm(num_blocks, generator=self._generator).tolist()
@@ -128,17 +150,26 @@ class _Draw:
         hidden, mixed, mlp = config.hidden_size, shard.local_heads * config.head_dim, len(shard.mlp_columns)
         qkv = mixed + 2 * shard.local_kv_heads * config.head_dim
         return LayerWeights(
-            attention_norm=1 + self._vector(hidden) / 4,
+            **self._norms(config, shard),
             qkv=self._matrix(qkv, hidden),
             qkv_bias=self._bias(qkv),
             attention_out=self._matrix(hidden, mixed),
             attention_out_bias=self._bias(hidden),
-            mlp_norm=1 + self._vector(hidden) / 4,
             gate_up=self._matrix(2 * mlp, hidden),
             gate_up_bias=self._bias(2 * mlp),
             down=self._matrix(hidden, mlp),
             down_bias=self._bias(hidden),
         )
+
+    def _norms(self, config: LlamaConfig, shard: Shard) -> dict[str, Tensor]:
+        head_dim, whole = config.head_dim, config.qk_norm == "projection"
+        names = [("attention_norm", "mlp_norm")] * (config.norms != "after")
+        names += [("attention_update_norm", "mlp_update_norm")] * (config.norms != "before")
+        sizes = {name: config.hidden_size for pair in names for name in pair}
+        if config.qk_norm != "none":
+            sizes["q_norm"] = head_dim * (shard.local_heads if whole else 1)
+            sizes["k_norm"] = head_dim * (shard.local_kv_heads if whole else 1)
+        return {name: 1 - config.norm_offset + self._vector(size) / 4 for name, size in sizes.items()}
 
     def _matrix(self, num_outputs: int, num_inputs: int) -> Matrix:
         """Packed or plain; what no format can pack is plain."""

@@ -19,10 +19,10 @@ from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.checkpoint.hf_config import config_from_hf, config_to_hf
 from tightwire.model.families import FAMILIES, family_named
 from tightwire.model.layout import make_layout
-from tightwire.model.open import open_checkpoint
+from tightwire.model.open import formats_of, open_checkpoint
+from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.step import make_plan
 from tightwire.model.weights import WeightPlan
-from tightwire.model.weights.formats import choose_formats
 
 _BLOCK_SIZE, _NUM_BLOCKS, _PROMPT, _NUM_TOKENS = 16, 4, 33, 12
 _every_family = pytest.mark.parametrize("family", [family.name for family in FAMILIES])
@@ -60,7 +60,7 @@ def _ours(
     routes = make_arms({"fixed": fixed_policy("one-shot")}, group) if group.world_size > 1 else None
     runner = build_runner(
         checkpoint.config,
-        checkpoint.reader(),
+        checkpoint.prepared or checkpoint.reader(),
         make_layout(checkpoint.config, group.world_size),
         RankGroups(group, routes=routes),
         RunnerOptions(
@@ -68,7 +68,7 @@ def _ours(
             max_model_len=_BLOCK_SIZE * _NUM_BLOCKS,
             num_blocks=_NUM_BLOCKS,
             block_size=_BLOCK_SIZE,
-            formats=choose_formats(checkpoint.reader(), checkpoint.config, "auto"),
+            formats=formats_of(checkpoint, "auto"),
             **options,
         ),
     )
@@ -98,7 +98,7 @@ def _assert_close(got: Tensor | None, want: Tensor) -> None:
 
 
 @_every_family
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 def test_tokens_and_logits_of_transformers(family: str, num_ranks: int, folders) -> None:
     tokens, want = _theirs(folders(family))
     _assert_close(run_in_process(num_ranks, _ours, str(folders(family)), tokens[:-1])[0], want)
@@ -132,6 +132,22 @@ def test_a_gguf_is_the_same_model(family: str, folders, tmp_path: Path) -> None:
         pytest.skip(f"its files say {family_named(family).gguf}, as Llama's do")
     tokens, want = _theirs(folders(family))
     _assert_close(_ours(in_process_groups(1)[0], str(path), tokens[:-1]), want)
+
+
+@_every_family
+def test_a_prepared_folder_is_the_same_model(family: str, folders, tmp_path: Path) -> None:
+    path = make_family_gguf(family_named(family), folders(family), tmp_path / "m.gguf")
+    prepare(open_checkpoint(str(path)), tmp_path / "prepared", PrepareOptions(tp=2, dtype="float32"))
+    tokens = list(range(3, 3 + _PROMPT + _NUM_TOKENS))
+    prepared, stored = (run_in_process(2, _ours, str(each), tokens)[0] for each in (tmp_path / "prepared", path))
+    assert prepared is not None and stored is not None
+    assert torch.equal(prepared, stored)
+
+
+def test_the_docs_name_every_family() -> None:
+    """In the table that shows how each is tested."""
+    rows = (Path(__file__).parents[2] / "docs" / "models.md").read_text().splitlines()
+    assert [row.split("|")[1].strip() for row in rows if row.startswith("| ")][1:] == [each.name for each in FAMILIES]
 
 
 @_every_family
