@@ -64,6 +64,11 @@ LAB: Verbs = {
         "tightwire.bench.lab.answers.bench:AnswersBench",
         "compare servers' answers with the model in float32",
     ),
+    "code": (
+        "tightwire.bench.lab.code.options:CodeOptions",
+        "tightwire.bench.lab.code.bench:CodeBench",
+        "let a running server solve HumanEval's problems, by AllReduce",
+    ),
     "peers": (
         "tightwire.bench.lab.peers.options:PeersOptions",
         "tightwire.bench.lab.peers.run:PeersBench",

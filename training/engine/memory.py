@@ -21,7 +21,7 @@ import torch
 
 from tightwire.comm.codec.codec import Codec
 from tightwire.training.config.sharding import GroupShape
-from tightwire.training.engine import gradients, weights
+from tightwire.training.engine import gathered_weights, gradients
 from tightwire.training.engine.flat_parameters import Bucket, BucketPlan, FlatParameter
 from tightwire.training.engine.options import EngineOptions
 
@@ -32,8 +32,8 @@ _META = torch.device("meta")
 def engine_memory(plan: BucketPlan, options: EngineOptions, *, num_nodes: int, ranks_per_node: int) -> dict[str, int]:
     """Bytes by purpose."""
     shape = options.sharding.shard_group(num_nodes, ranks_per_node)
-    shards = weights.make_shards(plan, options, _META)
-    weight_pools = {place.pool for place in weights.make_buffers(plan, options, shards, _META) if place.pool}
+    shards = gathered_weights.make_shards(plan, options, _META)
+    weight_pools = {place.pool for place in gathered_weights.make_buffers(plan, options, shards, _META) if place.pool}
     places = gradients.make_buffers(plan, options, _META).values()
     return {
         "main_shards": sum(shard.main.nbytes for shard in shards.values()),
@@ -43,8 +43,8 @@ def engine_memory(plan: BucketPlan, options: EngineOptions, *, num_nodes: int, r
         "gradient_buffers": sum(
             buffer.memory.nbytes for pool in {place.pool for place in places} for buffer in pool.buffers
         ),
-        "node_copy": sum(weights.node_copy_bytes(options, plan, shape.num_nodes).values()),
-        "gather_room": weights.room_bytes(plan, options, shape),
+        "node_copy": sum(gathered_weights.node_copy_bytes(options, plan, shape.num_nodes).values()),
+        "gather_room": gathered_weights.room_bytes(plan, options, shape),
     }
 
 

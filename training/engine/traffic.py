@@ -18,7 +18,7 @@ from tightwire.comm.collectives.gather_shards import gather_across_bytes, gather
 from tightwire.comm.collectives.qgz import hierarchical_bytes
 from tightwire.comm.collectives.reduce_scatter import reduce_scatter_bytes
 from tightwire.training.config.sharding import GroupShape
-from tightwire.training.engine import gradients, weights
+from tightwire.training.engine import gathered_weights, gradients
 from tightwire.training.engine.flat_parameters import EMBEDDING, Bucket, BucketPlan, FlatParameter
 from tightwire.training.engine.options import EngineOptions
 
@@ -83,16 +83,16 @@ def gathers_per_step(block: int, num_blocks: int, num_buffers: int, first_backwa
 def _gathers(
     plan: BucketPlan, options: EngineOptions, bucket: Bucket, ranks: GroupShape, accumulation: int, first: bool
 ) -> Iterator[Flow]:
-    codec = weights.gather_codec(options, bucket, ranks.world_size)
+    codec = gathered_weights.gather_codec(options, bucket, ranks.world_size)
     for flat_param in bucket.flat_params:
         once = 1 if flat_param.trainable or first else 0
         calls = once
-        if weights.alternates(options, bucket) and bucket.block is not None:
+        if gathered_weights.alternates(options, bucket) and bucket.block is not None:
             calls = gathers_per_step(
                 bucket.block, len(plan.blocks), options.num_buffers, first_backward_block(plan), accumulation
             )
-        wire = weights.shard_wire_bytes(flat_param, ranks.world_size, codec, options.compute_dtype)
-        if not weights.in_two_legs(options, bucket, ranks):
+        wire = gathered_weights.shard_wire_bytes(flat_param, ranks.world_size, codec, options.compute_dtype)
+        if not gathered_weights.in_two_legs(options, bucket, ranks):
             sent, between = gather_shards_bytes(ranks.world_size, wire), (ranks.num_nodes - 1) * ranks.per_node * wire
             yield Flow("gather", "all_gather", flat_param.name, calls, wire, sent, between)
             continue

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tightwire.training.engine import gradients, weights
+from tightwire.training.engine import gathered_weights, gradients
 from tightwire.training.engine.flat_parameters import EMBEDDING, Bucket, BucketPlan
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.traffic import Flow
@@ -67,7 +67,7 @@ def _gathers(plan: BucketPlan, options: EngineOptions, flows: Sequence[Flow], ra
             continue
         assert bucket.block is not None
         # A shared buffer is free once its previous block is done; an unshared one is requested one block earlier.
-        before = bucket.block - ahead - (not weights.alternates(options, bucket))
+        before = bucket.block - ahead - (not gathered_weights.alternates(options, bucket))
         after = f"forward {before if is_explicit else bucket.block - 1}"
         yield Task(f"gather {bucket.block}", _GATHER, (after,), *calls[bucket.number][0])
     for bucket in reversed(plan.blocks):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from tightwire.comm.lane import Lane
 from tightwire.model.buffers import BufferConflictError, BufferPool, PoolBuffer
 from tightwire.training.config.sharding import SHARDINGS
-from tightwire.training.engine import gradients, weights
+from tightwire.training.engine import gathered_weights, gradients
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
 
@@ -71,7 +71,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, *, gather: Delay, reduce: Delay) 
         return run
 
     for name in ("gather_shards", "gather_over_nodes", "gather_inside"):
-        monkeypatch.setattr(weights, name, after(gather, getattr(weights, name)))
+        monkeypatch.setattr(gathered_weights, name, after(gather, getattr(gathered_weights, name)))
     monkeypatch.setattr(gradients, "reduce_scatter", after(reduce, gradients.reduce_scatter))
 
 
@@ -180,7 +180,9 @@ def test_a_missing_wait_for_a_gather_breaks_c1(monkeypatch: pytest.MonkeyPatch) 
     watched = Watched()
     pool = without_wait_to_use(watched, "gather", "blocks.0")
 
-    events = train_with(monkeypatch, weights, pool, watched, gather=lambda: watched.until("compute", "blocks.0"))
+    events = train_with(
+        monkeypatch, gathered_weights, pool, watched, gather=lambda: watched.until("compute", "blocks.0")
+    )
 
     with pytest.raises(OrderError, match="C1"):
         check_trace(events)
@@ -190,7 +192,9 @@ def test_a_missing_wait_for_computing_breaks_c2(monkeypatch: pytest.MonkeyPatch)
     watched = Watched()
     pool = without_wait_to_fill(watched, "compute", "blocks.0")
 
-    events = train_with(monkeypatch, weights, pool, watched, compute=lambda: watched.until("gather", "blocks.2"))
+    events = train_with(
+        monkeypatch, gathered_weights, pool, watched, compute=lambda: watched.until("gather", "blocks.2")
+    )
 
     with pytest.raises(OrderError, match="C2"):
         check_trace(events)
