@@ -19,7 +19,7 @@ _QUERY = (
     *("index", "name", "pci.bus_id", "memory.total", "driver_version"),
     *("pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max", "pstate"),
 )
-_CHILD = (sys.executable, "-m", __name__)
+_CHILD = (sys.executable, "-m", __name__)  # this file as a program; its last lines say what it does
 
 
 class Gpu(Struct, frozen=True):

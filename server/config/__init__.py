@@ -1,1 +1,1 @@
-"""The options of `serve` and the flags derived from them. Start with `serve`."""
+"""How a verb declares its options, and the options of `serve`. Start with `option`; the flags follow from it in `flags`."""
