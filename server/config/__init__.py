@@ -1,1 +1,1 @@
-"""How a verb declares its options, and the options of `serve`. Start with `option`; the flags follow from it in `flags`."""
+"""Declares what a verb can be told: `option` and the flags that follow from it, and the options of `serve`. Start with `option`."""

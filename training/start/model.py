@@ -108,7 +108,7 @@ def build_model(config: LlamaConfig, *, device: torch.device, frozen: Iterable[s
         model: Any = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, attn_implementation=attention)
     # Rotary tables and scales are computed from the configuration and are in no checkpoint, so they need real memory here.
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
-    for name, buffer in [each for each in model.named_buffers() if each[1].is_meta]:
+    for name, buffer in [each for each in model.named_buffers() if each[1].device.type != device.type]:
         assert name.endswith(".embed_scale"), name
         model.get_submodule(name.rpartition(".")[0]).embed_scale = buffer.new_tensor(
             config.embedding_scale, device=device

@@ -26,6 +26,7 @@ def test_logits_of_transformers(family: str, tmp_path: Path) -> None:
     }
     start = StartingModel(**given)
     model = build_model(start.config, device=torch.device("cpu"))
+    assert all(buffer.is_meta for _, buffer in build_model(start.config, device=torch.device("meta")).named_buffers())
     stored = load_file(folder / "model.safetensors")
 
     for name, _ in list(model.named_parameters()):
