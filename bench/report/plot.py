@@ -72,10 +72,7 @@ def series_color(number: int) -> str:
 
 def plot_settings() -> dict[Any, Any]:
     """matplotlib's settings for every plot of the project."""
-    text, line = (
-        ("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"),
-        ("axes.edgecolor", "grid.color"),
-    )
+    texts = ("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor")
     return {
         "font.size": 10.5,
         "svg.fonttype": "none",  # text stays text
@@ -84,8 +81,8 @@ def plot_settings() -> dict[Any, Any]:
         "axes.spines.top": False,
         "axes.spines.right": False,
         "legend.frameon": False,
-        **dict.fromkeys(text, color("text")),
-        **dict.fromkeys((*line, "xtick.color", "ytick.color"), color("line")),
+        **dict.fromkeys(texts, color("text")),
+        **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), color("line")),
     }
 
 
@@ -99,7 +96,6 @@ def lines(
     dashed: Callable[[str], bool] = lambda series: False,
     ticks: bool = False,
     log_x: bool = True,
-    log_y: bool = True,
     joined: bool = True,
     note: str = "",
 ) -> Plot:
@@ -120,11 +116,8 @@ def lines(
                 label = _short(str(name))
                 axes.plot(xs, ys, label=label, color=series_color(number), marker=marker, markersize=5, linestyle=style)
         if log_x:
-            make_log(axes, "x")
-        if log_y:
-            make_log(axes, "y")
-        else:
-            axes.set_ylim(bottom=0)
+            _make_log(axes, "x")
+        _make_log(axes, "y")
         if ticks:
             labels = {x.scaled(row): x.text(row) for row in known}
             axes.set_xticks(list(labels), list(labels.values()))
@@ -153,21 +146,18 @@ def bars(
     return Plot(title=title, draw=draw, note=note, height_inches=1.6 + 0.34 * len(rows))
 
 
-def svg(*plots: Plot) -> str:
-    """Draw plots side by side, with one legend below; a single plot has no title."""
+def svg(plot: Plot) -> str:
+    """Draw the plot with its legend below; its title is the page's to show."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({**plot_settings(), "svg.hashsalt": plots[0].title}):
-        figure = Figure(figsize=(5.6 * len(plots), max(plot.height_inches for plot in plots)), layout="constrained")
-        for axes, plot in zip(figure.subplots(1, len(plots), squeeze=False)[0], plots, strict=True):
-            plot.draw(axes)
-            if len(plots) > 1:
-                axes.set_title(plot.title, fontsize=10.5)
-        handles, names = figure.axes[0].get_legend_handles_labels()
+    with matplotlib.rc_context({**plot_settings(), "svg.hashsalt": plot.title}):
+        figure = Figure(figsize=(5.6, plot.height_inches), layout="constrained")
+        axes = figure.subplots()
+        plot.draw(axes)
+        handles, names = axes.get_legend_handles_labels()
         if names:  # matplotlib warns of an empty legend
-            chars = _LEGEND_CHARS * len(plots)
-            columns = min(4 * len(plots), max(1, chars // max(len(name) + 3 for name in names)))
+            columns = min(4, max(1, _LEGEND_CHARS // max(len(name) + 3 for name in names)))
             figure.legend(handles, names, loc="outside lower center", ncols=columns, fontsize=9.5)
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -189,7 +179,7 @@ def _short(name: str) -> str:
     return f"{kind}:{PurePath(path).stem}" if colon and "/" in path else name
 
 
-def make_log(axes: "Axes", which: str) -> None:
+def _make_log(axes: "Axes", which: str) -> None:
     """A log scale with 1, 2, 5, 10, ... written out, as far as there is room."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tightwire.bench.report.plot import Plot, bars, colors, lines, series_color, svg
+from tightwire.bench.report.plot import bars, colors, lines, series_color, svg
 from tightwire.bench.report.table import Column
 
 ROWS = [
@@ -66,12 +66,3 @@ def test_axes_have_plain_numbers() -> None:
     text = svg(lines("Plain", rows, by="name", x=Column("x", "x", ",g"), y=Column("y", "y", "g")))
 
     assert ">100<" in text and ">1,000<" in text and ">0.01<" in text and "mathdefault" not in text
-
-
-def test_plots_side_by_side_have_titles_and_one_legend() -> None:
-    def draw(axes: object) -> None:
-        axes.plot([1, 2], [3, 4], label="curve", color=series_color(0))  # pyright: ignore
-
-    text = svg(Plot(title="left", draw=draw), Plot(title="right", draw=draw))
-
-    assert ">left<" in text and ">right<" in text and text.count(">curve<") == 1
