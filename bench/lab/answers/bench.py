@@ -16,14 +16,14 @@ from typing import Any
 import httpx
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tightwire.bench.lab.answers.options import AnswersOptions
 from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.hf_config import config_to_hf
-from tightwire.model.checkpoint.tensors import expected_tensors
+from tightwire.model.checkpoint.tensors import stored_tensors
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.cli.remote import Remote, RemoteError, connect, error_text
@@ -104,18 +104,19 @@ def read_prompts(tokenizer: Tokenizer, num_prompts: int) -> dict[str, list[int]]
     return prompts
 
 
-def float32_model(checkpoint: Checkpoint) -> LlamaForCausalLM:
+def float32_model(checkpoint: Checkpoint) -> PreTrainedModel:
     """The checkpoint in transformers, unpacked to float32: 4 bytes of memory for each weight."""
     config, reader = checkpoint.config, checkpoint.reader()
-    model = LlamaForCausalLM(LlamaConfig.from_dict(config_to_hf(config))).float().eval()
+    theirs = AutoConfig.for_model(**config_to_hf(config))
+    model = AutoModelForCausalLM.from_config(theirs, dtype=torch.float32).eval()
     tensors = model.state_dict()
-    for name, _ in expected_tensors(config):
+    for name in stored_tensors(config):
         reader.read_into(tensors[name], name, rows=range(len(tensors[name])))
     return model
 
 
 @torch.inference_mode()
-def answer(model: LlamaForCausalLM, prompt: str, prompt_ids: Sequence[int], num_tokens: int) -> Answer:
+def answer(model: PreTrainedModel, prompt: str, prompt_ids: Sequence[int], num_tokens: int) -> Answer:
     """The model's greedy answer; no end token stops it."""
     token_ids: list[int] = []
     rows, past, inputs = [], None, torch.tensor([list(prompt_ids)])

@@ -185,13 +185,12 @@ _KERNELS: tuple[_Kernel, ...] = (
 
 def time_transformers(group: Group, config: LlamaConfig, prompt_len: int, output_len: int) -> Iterator[float]:
     """Seconds of a token that transformers generates: random weights, one sequence, static cache, compiled."""
-    from transformers import LlamaConfig as HFConfig
-    from transformers import LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.set_num_threads(num_cores())
     torch.set_default_dtype(torch.bfloat16)
     with group.device:
-        model: Any = LlamaForCausalLM(HFConfig(**config_to_hf(config))).eval()
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_to_hf(config))).eval()
     model.forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
     prompt = torch.ones(1, prompt_len, dtype=torch.long, device=group.device)
     options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "cache_implementation": "static"}
