@@ -1,7 +1,8 @@
 """Opens a model by known name, folder, .gguf, repo id or random weights; reads only headers."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -123,9 +124,10 @@ def formats_of(checkpoint: Checkpoint, quantization: str) -> WeightFormats:
 
 def _open_gguf(path: Path) -> Checkpoint:
     file = GgufFile(path)
-    config = config_from_gguf(file)
-    reader = with_parts(GgufReader(file, config), config)
-    check_tensors(reader, config)
+    with _naming(file.path):
+        config = config_from_gguf(file)
+        reader = with_parts(GgufReader(file, config), config)
+        check_tensors(reader, config)
     return Checkpoint(
         name=plain_stem(file.path),
         location=str(file.path.absolute()),
@@ -145,10 +147,11 @@ def _open_folder(folder: Path) -> Checkpoint:
     config = _folder_config(folder)
     plain = SafetensorsReader(folder)
     stated = read_json(folder / "config.json")
-    quantization = parse_quantization(stated)
-    quantized = None if quantization is None else QuantizedReader(plain, quantization)
-    reader = with_parts(quantized or plain, config)
-    check_tensors(reader, config)
+    with _naming(folder):
+        quantization = parse_quantization(stated)
+        quantized = None if quantization is None else QuantizedReader(plain, quantization)
+        reader = with_parts(quantized or plain, config)
+        check_tensors(reader, config)
     if not (stated.get("dtype") or stated.get("torch_dtype")):
         config = replace(config, dtype=plain.dtype_name(EMBEDDING))
     return Checkpoint(
@@ -188,7 +191,19 @@ def _folder_tokenizer(folder: Path, config: LlamaConfig) -> Tokenizer:
 
 
 def _folder_config(folder: Path) -> LlamaConfig:
-    return config_from_hf(read_json(folder / "config.json"), _generation(folder))
+    with _naming(folder):
+        return config_from_hf(read_json(folder / "config.json"), _generation(folder))
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let errors begin with the file or folder unless they name it."""
+    try:
+        yield
+    except ModelError as error:
+        if str(path) in str(error):
+            raise
+        raise ModelError(f"{path}: {error}") from None
 
 
 def _generation(folder: Path) -> dict[str, Any]:

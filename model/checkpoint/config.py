@@ -1,5 +1,6 @@
 """``LlamaConfig``: the description of one model, its sizes and what its layers compute."""
 
+import math
 from dataclasses import dataclass, field
 
 from tightwire.model.families import Family, family_named
@@ -83,6 +84,11 @@ class LlamaConfig:
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
                 "grouped-query attention needs equal groups"
             )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings rotate pairs")
+        for name, least in (("rope_theta", math.ulp(0.0)), ("norm_eps", 0.0)):
+            if not least <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number above 0, got {getattr(self, name)}")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")

@@ -15,7 +15,14 @@ from tightwire.kernels.spec.packed import Matrix, PackedMatrix
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf_header import GgufHeader, split_parts
-from tightwire.model.checkpoint.reader import WeightFile, growth_of, refuse_pointer, row_chunks, store_rows
+from tightwire.model.checkpoint.reader import (
+    WeightFile,
+    check_finite,
+    growth_of,
+    refuse_pointer,
+    row_chunks,
+    store_rows,
+)
 from tightwire.model.checkpoint.tensors import gguf_name
 
 _PLAIN = {
@@ -31,7 +38,14 @@ _QUANTIZED = (
     GGMLQuantizationType.Q6_K,
 )
 # Places in a block of the float16 scale, and of the minimum behind it.
-_SCALES = {"Q8_0": (0, 1), "Q4_0": (0, 1), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208, 1)}
+_SCALES = {
+    **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS"), (0, 1)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 2),
+    "Q3_K": (108, 1),
+    "Q6_K": (208, 1),
+    "MXFP4": (0, 0),
+}
 # Bytes of memory that dequantization needs per quantized byte, temporaries included; limits the size of a piece.
 _DEQUANTIZED_GROWTH = 16
 
@@ -147,6 +161,8 @@ class GgufReader:
             wanted = range(max(chunk.start, rows.start), min(chunk.stop, rows.stop))
             piece = piece[wanted.start - chunk.start : wanted.stop - chunk.start]
             start = wanted.start - rows.start
+            if piece.dim() == 1:
+                check_finite(piece, tensor.file.path, tensor.name)
             if name.endswith("norm.weight") and self._config.norm_offset:
                 piece = piece - self._config.norm_offset  # llama.cpp adds it
             if own_blocks:
@@ -205,11 +221,8 @@ class GgufReader:
         """Raise ModelError if a block has a scale or minimum that is infinite or no number."""
         at, count = _SCALES[tensor.kind.name]
         blocks_NB = raw_OB.reshape(-1, GGML_QUANT_SIZES[tensor.kind][1])
-        if not np.isfinite(np.ascontiguousarray(blocks_NB[:, at : at + 2 * count]).view(np.float16)).all():
-            raise ModelError(
-                f"{tensor.file.path}: tensor {tensor.name} has scales that are infinite or no numbers; the file is damaged, or "
-                "was quantized from damaged weights: download it again"
-            )
+        scales = np.ascontiguousarray(blocks_NB[:, at : at + 2 * count]).view(np.float16)
+        check_finite(torch.from_numpy(scales), tensor.file.path, tensor.name)
 
 
 def _dequantize(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType, columns: range | None) -> Tensor:

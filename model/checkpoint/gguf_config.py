@@ -33,7 +33,7 @@ def _config_from_gguf(file: GgufFile) -> LlamaConfig:
         raise ModelError(f"{file.path}: tensor token_embd.weight is missing")
     fields: dict[str, Any] = {
         "family": family.name,
-        "num_layers": keys.size("block_count"),
+        "num_layers": keys.size("block_count", most=len(file.tensors)),
         "hidden_size": hidden,
         "num_heads": heads,
         "num_kv_heads": keys.size("attention.head_count_kv", heads),
@@ -58,8 +58,8 @@ def _config_from_gguf(file: GgufFile) -> LlamaConfig:
     return LlamaConfig(
         **fields,
         dtype=_DTYPES.get(query.kind.name if query else "", "bfloat16"),
-        bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=_eos_token_ids(file),
+        bos_token_id=next(iter(_token_ids(file, fields["vocab_size"], "bos_token_id")), None),
+        eos_token_ids=_eos_token_ids(file, fields["vocab_size"]),
     )
 
 
@@ -107,9 +107,16 @@ def _has_bias(file: GgufFile, *names: str) -> bool:
     return bool(present)
 
 
-def _eos_token_ids(file: GgufFile) -> tuple[int, ...]:
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ids = [file.get(f"tokenizer.ggml.{key}") for key in keys]
+def _eos_token_ids(file: GgufFile, vocab_size: int) -> tuple[int, ...]:
+    ids = _token_ids(file, vocab_size, "eos_token_id", "eot_token_id", "eom_token_id")
     tokens = file.get("tokenizer.ggml.tokens", [])
     ids += [tokens.index(token) for token in _END_OF_TURN if token in tokens]
-    return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
+    return tuple(dict.fromkeys(ids))
+
+
+def _token_ids(file: GgufFile, vocab_size: int, *names: str) -> list[int]:
+    found = {f"tokenizer.ggml.{name}": file.get(f"tokenizer.ggml.{name}") for name in names}
+    for key, value in found.items():
+        if value is not None and not (isinstance(value, int) and 0 <= value < vocab_size):
+            raise ModelError(f"{file.path}: {key} must be a token below {vocab_size}, got {value!r}")
+    return [value for value in found.values() if value is not None]

@@ -24,17 +24,18 @@ class GgufKeys:
     def get(self, key: str, default: Any = None) -> Any:
         return self._file.get(f"{self.arch}.{key}", default)
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """Return a whole number above 0, the same for all layers; else ModelError."""
+    def size(self, key: str, default: int | None = None, *, most: int = 1 << 31) -> int:
+        """Return a whole number from 1 to ``most``, the same for all layers; else ModelError."""
         value: Any = self.get(key, default)
         if isinstance(value, list):
             if len(set(value)) != 1:
                 raise ModelError(
-                    f"{self._file.path}: {self.arch}.{key} differs between layers, which is not supported: {value}"
+                    f"{self._file.path}: {self.arch}.{key} differs between layers, which is not supported: {value[:9]}"
                 )
             value = value[0]
-        if not isinstance(value, int) or value < 1:
-            raise ModelError(f"{self._file.path}: {self.arch}.{key} is {'missing' if value is None else f'{value!r}'}")
+        if not isinstance(value, int) or not 1 <= value <= most:
+            found = "missing" if value is None else f"{value!r}; possible: 1 to {most}"
+            raise ModelError(f"{self._file.path}: {self.arch}.{key} is {found}")
         return value
 
 

@@ -123,7 +123,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in ``path``; raises a ModelError that names the file."""
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path}: is not a JSON object")

@@ -9,6 +9,7 @@ from tightwire.model.checkpoint.hf_rope import rope_from_hf, rope_to_hf
 from tightwire.model.checkpoint.quantization import parse_quantization
 from tightwire.model.families import FAMILIES, SUPPORTED, Family, unsupported_feature
 
+_MOST_LAYERS = 1000
 _DTYPES = ("float32", "bfloat16", "float16")
 # Names in a config.json of sizes, which are checked.
 _SIZES = {
@@ -98,8 +99,8 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
         raise ModelError(f"config.json: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
     defaults = {"num_kv_heads": heads, "head_dim": hidden // heads, "max_positions": 2048}
     sizes = {name: _size(config, key, defaults.get(name)) for name, key in _SIZES.items()}
-    if sizes["head_dim"] % 2:
-        raise ModelError(f"config.json: head_dim={sizes['head_dim']} is odd; rotary embeddings rotate pairs")
+    if sizes["num_layers"] > _MOST_LAYERS:
+        raise ModelError(f"config.json: num_hidden_layers is {sizes['num_layers']}; possible: 1 to {_MOST_LAYERS}")
     return sizes
 
 

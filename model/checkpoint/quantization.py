@@ -43,7 +43,9 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
     stated = config.get("quantization_config")
     if not stated:
         return None
-    method = stated.get("quant_method", "unknown")
+    if not isinstance(stated, Mapping):
+        raise ModelError(f"config.json: quantization_config must be an object, got {stated!r:.80}")
+    method = str(stated.get("quant_method", "unknown"))
     if method not in _PARSERS:
         raise ModelError(f"config.json: the checkpoint is quantized by {method!r}; supported: {_SUPPORTED}")
     found = _PARSERS[method](stated)

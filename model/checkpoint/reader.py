@@ -106,6 +106,15 @@ class WeightFile:
             os.close(fd)
 
 
+def check_finite(numbers: Tensor, path: Path, name: str) -> None:
+    """Raise ModelError if a vector, or scales of blocks, are infinite or no numbers: every answer would be garbage."""
+    if not bool(numbers.isfinite().all()):
+        raise ModelError(
+            f"{path}: tensor {name} has scales or vectors that are infinite or no numbers; the file is damaged, or was made from damaged "
+            "weights: download it again"
+        )
+
+
 def refuse_pointer(file: WeightFile) -> None:
     """Raise ModelError for the small file that git-lfs leaves in place of a large one."""
     if bytes(file.data[:7]) == b"version":

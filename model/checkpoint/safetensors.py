@@ -14,7 +14,14 @@ from torch import Tensor
 from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.header import read_json
-from tightwire.model.checkpoint.reader import WeightFile, growth_of, refuse_pointer, row_chunks, store_rows
+from tightwire.model.checkpoint.reader import (
+    WeightFile,
+    check_finite,
+    growth_of,
+    refuse_pointer,
+    row_chunks,
+    store_rows,
+)
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _CODES = {"I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
@@ -79,11 +86,15 @@ class SafetensorsReader:
         if _takes_as_stored(out, dtype, (len(rows), *row_shape), columns):
             out_B = out.view(-1).view(torch.uint8).numpy()
             entry.file.read_into(out_B, entry.offset + rows.start * row_bytes)
+            if out.dim() == 1:
+                check_finite(out, entry.file.path, name)
             return
         for chunk in row_chunks(rows, row_bytes * growth_of(out)):
             part = entry.file.numbers(entry.offset + chunk.start * row_bytes, (len(chunk), *row_shape), dtype)
             if columns is not None:
                 part = part[:, columns.start : columns.stop]
+            if part.dim() == 1:
+                check_finite(part, entry.file.path, name)
             store_rows(out, chunk.start - rows.start, part, name)
 
     def _found(self, name: str) -> _Entry:
@@ -120,10 +131,13 @@ def _files(folder: Path) -> list[Path]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelError(f"{index}: has no weight_map")
-        paths = [folder / shard for shard in sorted(set(weight_map.values()))]
+        names = sorted({str(name) for name in weight_map.values()})
+        if elsewhere := [name for name in names if Path(name).name != name]:
+            raise ModelError(f"{index}: its weight_map names files outside the folder: {', '.join(elsewhere[:3])}")
+        paths = [folder / name for name in names]
         missing = [path.name for path in paths if not path.is_file()]
         if missing:
-            raise ModelError(f"{folder}: {len(missing)} of {len(paths)} shards are missing: {', '.join(missing)}")
+            raise ModelError(f"{folder}: {len(missing)} of {len(paths)} shards are missing: {', '.join(missing[:9])}")
         return paths
     if (single := folder / _SINGLE).is_file():
         return [single]

@@ -58,10 +58,30 @@ _NORMALIZED = ("qwen2", "deepseek-r1-qwen")  # to NFC
 
 
 def tokenizer_from_gguf(file: GgufFile, config: LlamaConfig) -> Tokenizer:
-    """Build the tokenizer; raises ModelError for an unsupported tokenizer model or pre-tokenizer."""
+    """Build the tokenizer; raises ModelError for an unsupported tokenizer model or pre-tokenizer, or damaged keys."""
+    try:
+        return _tokenizer_from_gguf(file, config)
+    except ModelError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the library raises no narrower type
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"{file.path}: its tokenizer is damaged (tokenizer.ggml tokens, merges or types): {reason}"
+        ) from None
+
+
+def _tokenizer_from_gguf(file: GgufFile, config: LlamaConfig) -> Tokenizer:
     tokens: list[str] = file.get("tokenizer.ggml.tokens", [])
     if not tokens:
         raise ModelError(f"{file.path}: has no tokenizer (tokenizer.ggml.tokens is missing)")
+    types: list[int] = file.get("tokenizer.ggml.token_type", [])
+    template = file.get("tokenizer.chat_template")
+    if len(tokens) > config.vocab_size or len(types) not in (0, len(tokens)):
+        raise ModelError(
+            f"{file.path}: has {len(tokens)} tokens with {len(types)} types in its tokenizer, and an embedding of {config.vocab_size}"
+        )
+    if not isinstance(template, str | None):
+        raise ModelError(f"{file.path}: tokenizer.chat_template is {template!r}, and should be text")
     kind = file.get("tokenizer.ggml.model")
     if kind == "gpt2":
         backend = _byte_level(file, tokens)
@@ -69,12 +89,12 @@ def tokenizer_from_gguf(file: GgufFile, config: LlamaConfig) -> Tokenizer:
         backend = _sentencepiece(file, tokens)
     else:
         raise ModelError(f"{file.path}: tokenizer model {kind!r} is not supported; supported: gpt2, llama")
-    _add_special(backend, tokens, file.get("tokenizer.ggml.token_type", []))
+    _add_special(backend, tokens, types)
     special_tokens = _special_texts(file, tokens)
     _add_bos_and_eos(backend, file, special_tokens)
     return Tokenizer(
         backend,
-        chat_template=file.get("tokenizer.chat_template"),
+        chat_template=template,
         special_tokens=special_tokens,
         bos_token_id=config.bos_token_id,
         eos_token_ids=config.eos_token_ids,

@@ -26,7 +26,7 @@ TEXTS = [
     " ",
 ]
 CONFIG = LlamaConfig(
-    num_layers=1, hidden_size=4, num_heads=1, num_kv_heads=1, head_dim=4, mlp_size=4, vocab_size=4, max_positions=4
+    num_layers=1, hidden_size=4, num_heads=1, num_kv_heads=1, head_dim=4, mlp_size=4, vocab_size=300, max_positions=4
 )
 
 
