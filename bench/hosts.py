@@ -31,6 +31,15 @@ class Sent(NamedTuple):
         return Sent(self.bytes - before.bytes, self.frames - before.frames)
 
 
+def read_sent(counters: str) -> Sent:
+    """The totals of an emulated wire from the text of a /proc/net/dev; RuntimeError without such an interface."""
+    for line in counters.splitlines():
+        name, _, fields = line.partition(":")
+        if name.strip() == WIRE:
+            return Sent(*map(int, fields.split()[_BYTES : _FRAMES + 1]))
+    raise RuntimeError("this process is not on an emulated node")
+
+
 class EmulatedHosts:
     """``num_hosts`` hosts from construction to ``close``. ValueError: not possible here, or ``link`` has a latency."""
 
@@ -90,10 +99,7 @@ class EmulatedHosts:
 
     def sent(self) -> Sent:
         """The totals of host 0's interface, with the headers of all layers."""
-        lines = Path(f"/proc/{self._network.nodes[0].pid}/net/dev").read_text().splitlines()
-        counters = next(line for line in lines if line.strip().startswith(f"{WIRE}:"))
-        fields = counters.partition(":")[2].split()
-        return Sent(int(fields[_BYTES]), int(fields[_FRAMES]))
+        return read_sent(Path(f"/proc/{self._network.nodes[0].pid}/net/dev").read_text())
 
     def facts(self) -> dict[str, Any]:
         """The link as ``GET /comm`` describes an emulated one, with its measured rate."""

@@ -13,10 +13,10 @@ from rich.console import Console
 from tightwire.bench.quality.measure import Measured, make_pool, measure_arms
 from tightwire.bench.quality.options import QualityOptions
 from tightwire.bench.quality.ranks import ranks_of
-from tightwire.bench.quality.report import make_rows
+from tightwire.bench.quality.report import COLUMNS, make_rows
 from tightwire.bench.quality.setting import Setting, make_setting
 from tightwire.bench.report.console import make_console, progress_bar
-from tightwire.bench.report.table import Column, Table, print_table
+from tightwire.bench.report.table import Table, print_table
 from tightwire.comm.all_reduce.make import parse_all_reduce
 from tightwire.comm.policy.accuracy import AccuracyFile, Loss, write_accuracy
 from tightwire.model.checkpoint.catalog import cache_folder
@@ -27,13 +27,7 @@ from tightwire.server.plan.comm_decision import policy_requests
 from tightwire.server.plan.devices import num_cores
 
 _WINDOW = 512  # tokens
-_COLUMNS = (
-    Column("algorithm", "algorithm"),
-    Column("share of bytes", "bytes_share", ".1%"),
-    Column("KL, nats", "kl_mean", ".2g"),
-    Column("perplexity +%", "perplexity_delta", "+.2f", 100),
-    Column("±", "perplexity_delta_reach", ".2f", 100),
-)
+_SHOWN = ("algorithm", "bytes_share", "perplexity_delta", "perplexity_delta_reach", "kl_mean")
 
 
 def run(config: ServeConfig, num_tokens: int) -> int:
@@ -69,7 +63,8 @@ def measure(setting: Setting, num_ranks: int, console: Console) -> Path:
                 progress.advance(task)
     rows, facts = make_rows(measured, setting.arms, setting), setting.facts()
     title = f"{facts['model']} with {num_ranks} ranks: {facts['tokens']:,} tokens of {facts['text']}"
-    print_table(console, Table(title=title, columns=_COLUMNS, rows=rows))
+    columns = [column for column in COLUMNS if column.key in _SHOWN]
+    print_table(console, Table(title=title, columns=columns, rows=rows))
     file = AccuracyFile(
         model=facts["model"],
         world_size=num_ranks,

@@ -17,7 +17,6 @@ from torch import Tensor
 from tightwire.bench.quality.compared import compared
 from tightwire.bench.quality.items import ROW_TOKENS, TaskItem, digest, make_items
 from tightwire.bench.quality.options import INT8_ACTIVATIONS, POLICY, WEIGHTS, QualityOptions, check_name, is_compared
-from tightwire.bench.text import read_text
 from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.group.group import in_process_groups
 from tightwire.comm.policy.rules import (
@@ -221,6 +220,14 @@ class Setting:
             "items": len(self.items),
             "items_digest": digest(self.items) if self.items else None,
         }
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; raises ValueError if it cannot be read or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from None
 
 
 def make_setting(options: QualityOptions) -> Setting:

@@ -41,14 +41,11 @@ class ProgressLines(Progress):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self._next_line = 0.0
-        self._first: dict[TaskID, tuple[float, float]] = {}  # when the total became known, and what was done then
         self._estimated: set[TaskID] = set()
 
-    def reset(self, task_id: TaskID, **changes: Any) -> None:
-        self._first.pop(task_id, None)
-        super().reset(task_id, **changes)
-
     def update(self, task_id: TaskID, **changes: Any) -> None:
+        if self._tasks[task_id].total is None and changes.get("total") is not None:
+            self.reset(task_id)  # its rate is that of the time with a known total
         super().update(task_id, **changes)
         self._print_when_due(task_id)
 
@@ -59,7 +56,7 @@ class ProgressLines(Progress):
     def _print_when_due(self, task_id: TaskID) -> None:
         now, task = time.monotonic(), self._tasks[task_id]
         self._next_line = self._next_line or now + _LINE_SECONDS
-        left = self._left(task, now)
+        left = _left(task)
         if now < self._next_line and (left is None or task_id in self._estimated):
             return
         self._next_line = now + _LINE_SECONDS
@@ -69,15 +66,13 @@ class ProgressLines(Progress):
         elapsed = describe_seconds(task.elapsed or 0)
         self.console.print(f"{task.description}{done}, {elapsed}{after}", markup=False, soft_wrap=True)
 
-    def _left(self, task: Task, now: float) -> float | None:
-        """Seconds until ``task`` is complete, at the rate since its total has been known, or None while it is too early to say."""
-        if task.total is None:
-            return None
-        began, at_first = self._first.setdefault(task.id, (now, task.completed))
-        done = task.completed - at_first
-        if now - began < _LEAST_SECONDS or done < max(1.0, _LEAST_SHARE * task.total):
-            return None
-        return (now - began) / done * (task.total - task.completed)
+
+def _left(task: Task) -> float | None:
+    """Seconds until ``task`` is complete, at its rate so far, or None while it is too early to say."""
+    elapsed = task.elapsed or 0.0
+    if task.total is None or elapsed < _LEAST_SECONDS or task.completed < max(1.0, _LEAST_SHARE * task.total):
+        return None
+    return elapsed / task.completed * (task.total - task.completed)
 
 
 def progress_bar() -> Progress:

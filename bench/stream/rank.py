@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from tightwire.bench.ranks import gather_numbers
 from tightwire.bench.stream.options import StreamOptions
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import Routes, make_candidates
@@ -103,9 +104,8 @@ def greedy_tokens(runner: ModelRunner, group: Group, prompt: Sequence[int], num_
     for _ in range(num_tokens):
         new = tokens[-1:] if len(tokens) > len(prompt) else tokens
         logits_RV = runner.execute(make_step(new, [len(new)], [len(tokens)], is_decode=len(new) == 1))
-        best = torch.zeros(1, dtype=torch.int64) if logits_RV is None else logits_RV[-1:].argmax(-1).cpu()
-        gathered = group.transport.gather(best.to(group.device).view(torch.uint8))
-        tokens.append(int(gathered[0].view(torch.int64)))
+        best = 0 if logits_RV is None else int(logits_RV[-1].argmax())
+        tokens.append(int(gather_numbers(group, [best])[0][0]))
     return tokens[len(prompt) :]
 
 

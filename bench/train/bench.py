@@ -17,7 +17,6 @@ from tightwire.bench.report.table import Metric
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.bench.train import measure, report
 from tightwire.bench.train.options import ARMS, TrainOptions
-from tightwire.bench.train.setup import open_model
 from tightwire.comm.group.local_ranks import LocalRankError, LocalRanks
 from tightwire.comm.link.link import Link, parse_link
 from tightwire.comm.link.wire import LinkTooFastError
@@ -44,7 +43,7 @@ class TrainBench(Bench[TrainOptions]):
 
     def measure(self) -> None:
         options = self.options
-        llama = open_model(options.model, options.seed).config
+        llama = measure.open_model(options.model, options.seed).config
         checks = report.Checks(models=report.model_arms(options, llama), dtype=options.dtype)
         parameters = plan_buckets(build_model(llama, device=torch.device("cpu")), 1).num_parameters
         self.facts = {name: getattr(options, name) for name in _SHOWN}

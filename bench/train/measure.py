@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -17,23 +18,52 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tightwire.bench.ranks import gather_numbers
-from tightwire.bench.train.options import ARMS, TINY, TrainOptions
+from tightwire.bench.train.options import ARMS, TINY, TrainOptions, model_values
 from tightwire.bench.train.ranks import grown_by, open_groups, open_torch, reset_peak, sent_by_node
-from tightwire.bench.train.setup import config_of_arm, open_model
 from tightwire.comm.group.group import Group
+from tightwire.comm.group.topology import Topology
 from tightwire.kernels.cpu.allocator import return_freed_memory
 from tightwire.training.config.optimizer import OptimizerConfig
+from tightwire.training.config.tree import ModelConfig, TrainConfig
+from tightwire.training.engine.options import EngineOptions, engine_options
 from tightwire.training.estimate.step_time import Computing, Rates
 from tightwire.training.optimizer import make_optimizer
 from tightwire.training.ranks.groups import TrainGroups
 from tightwire.training.run.setup import make_trained
-from tightwire.training.start.model import StartingModel, build_model
+from tightwire.training.start.model import StartingModel, build_model, open_starting_model
 
 _MAX_NORM = 1.0  # of gradients
 _CHECKED_STEPS = 3
 _SETTLE_S = 0.1
 _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 20  # per rank, of the collectives that show latency and rate
 _TRIES = 3
+
+
+def open_model(model: str, seed: int) -> StartingModel:
+    """Raises ModelError: there is no such model."""
+    values = ModelConfig.model_validate(model_values(model))
+    return open_starting_model(values, seed=seed, keep_in=Path(), texts=lambda: ())
+
+
+def config_of_arm(options: TrainOptions, name: str) -> tuple[TrainConfig, EngineOptions]:
+    """The training configuration of an engine's arm. Raises ValueError: the arm does not fit these ranks."""
+    config = TrainConfig.model_validate(
+        {
+            "run": "bench",
+            "device": "cpu",
+            "model": {**model_values(options.model), "compute_dtype": options.dtype},
+            "data": {"files": ["-"], "sequence_tokens": options.sequence_tokens},  # tokens are random, no file is read
+            "batch": {"sequences": options.sequences * options.world_size, "micro_sequences": options.sequences},
+            "optimizer": ARMS[name].optimizer,
+            "parallel": {**ARMS[name].parallel, "timeout_s": options.timeout_s},
+        }
+    )
+    how = engine_options(config)
+    try:
+        config.check_ranks(Topology(0, options.world_size, num_nodes=options.nodes))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return config, how
 
 
 class Trainee(ABC):

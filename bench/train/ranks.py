@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
+from tightwire.bench.hosts import read_sent
 from tightwire.bench.train.options import TrainOptions
 from tightwire.comm.group.group import Group, make_loop_threads_batch
 from tightwire.comm.group.topology import Topology
@@ -124,11 +125,7 @@ def _status_bytes(key: str) -> int:
     return next(int(words[1]) * 1024 for words in lines if words[0] == f"{key}:")
 
 
-def sent_by_node(text: str | None = None) -> int:
-    """Payload bytes of all processes in this network namespace since it was created. ``text``: the content of /proc/net/dev."""
-    for line in (Path("/proc/net/dev").read_text() if text is None else text).splitlines():
-        name, colon, counts = line.partition(":")
-        if colon and name.strip() == WIRE:
-            num_bytes, num_packets = map(int, counts.split()[8:10])
-            return num_bytes - _HEADER_BYTES * num_packets
-    raise RuntimeError("this process is not on an emulated node")
+def sent_by_node() -> int:
+    """Payload bytes of all processes in this network namespace since it was created."""
+    sent = read_sent(Path("/proc/net/dev").read_text())
+    return sent.bytes - _HEADER_BYTES * sent.frames

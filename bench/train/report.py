@@ -10,9 +10,8 @@ from tightwire.bench.report.page import Item
 from tightwire.bench.report.plot import lines
 from tightwire.bench.report.statistics import describe
 from tightwire.bench.report.table import Column, Row, Table
-from tightwire.bench.train.measure import Checked, Timed, Wired
+from tightwire.bench.train.measure import Checked, Timed, Wired, config_of_arm
 from tightwire.bench.train.options import ARMS, TrainOptions
-from tightwire.bench.train.setup import config_of_arm
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.link import parse_link
 from tightwire.model.checkpoint.config import LlamaConfig

@@ -16,7 +16,6 @@ import httpx
 from tightwire.bench.client import BenchClient, Prompt
 from tightwire.bench.hosts import EmulatedHosts, Sent
 from tightwire.bench.run import BenchFailedError
-from tightwire.bench.text import Passages
 from tightwire.bench.ttft.facts import ServerFacts
 from tightwire.bench.ttft.options import AUTO, TtftOptions
 from tightwire.bench.ttft.proof import SITES, ArmPolicy, Cell
@@ -108,6 +107,25 @@ def make_turns(cells: Sequence[Cell], arms: Sequence[Arm], rounds: int, seed: in
     for number in range(rounds):
         for cell in source.sample(list(cells), len(cells)):
             yield [Turn(cell=cell, arm=arm, round=number) for arm in source.sample(list(arms), len(arms))]
+
+
+class Passages:
+    """Passages of one tokenized text. No two begin at the same token, so none repeats the prefix of another."""
+
+    def __init__(self, token_ids: Sequence[int], *, seed: int = 0) -> None:
+        self._token_ids = list(token_ids)
+        self._starts = random.Random(seed).sample(range(len(self._token_ids)), len(self._token_ids))
+
+    def take(self, num_tokens: int) -> list[int]:
+        """``num_tokens`` consecutive ids from a start that was not used before; raises ValueError if there is none left."""
+        for start in self._starts:
+            if start + num_tokens <= len(self._token_ids):
+                self._starts.remove(start)
+                return self._token_ids[start : start + num_tokens]
+        raise ValueError(
+            f"the text has {len(self._token_ids)} tokens and no unused start left for a passage of {num_tokens}; "
+            "give a longer text"
+        )
 
 
 class Measurement:

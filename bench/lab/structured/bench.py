@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -178,19 +179,10 @@ async def _counters(http: httpx.AsyncClient, remote: Remote) -> dict[str, float]
     return {name: found[name] for name in _COUNTERS}
 
 
-@dataclass
-class _Row:
-    """An answer as far as it has been followed."""
-
-    params: SamplingParams
-    stop_ids: frozenset[int]
-    token_ids: list[int]
-    num_prompt_tokens: int = 0
-
-
 def _time_masks(masks: GrammarMasks, grammar: str, token_ids: Sequence[int]) -> list[float]:
     """Microseconds of CPU time for each mask that the server computed for this answer."""
-    row = _Row(SamplingParams(max_tokens=len(token_ids), grammar=grammar), frozenset(), [])
+    params = SamplingParams(max_tokens=len(token_ids), grammar=grammar)
+    row: Any = SimpleNamespace(params=params, stop_ids=frozenset(), token_ids=[], num_prompt_tokens=0)
     masks.forced(row)
     taken: list[float] = []
     while len(row.token_ids) < len(token_ids):

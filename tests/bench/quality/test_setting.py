@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import make_tiny
 
-from tightwire.bench.quality.setting import make_windows
+from tightwire.bench.quality.setting import make_windows, read_text
 from tightwire.model.open import open_checkpoint
 from tightwire.model.text.tokenizer import Tokenizer
 
@@ -43,3 +43,11 @@ def test_scored_rows_are_followed_by_their_next_ids(tokenizer: Tokenizer) -> Non
 def test_a_short_text_says_how_short(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match=r"the text has 1000 tokens, but 30 windows of 40 need 1200; .* --tokens 1000"):
         make_windows(tokenizer, TEXT, num_tokens=1200, window=40)
+
+
+def test_the_error_names_an_unreadable_file(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes("caf\xe9".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin cannot be read as UTF-8 text: .*0xe9"):
+        read_text(tmp_path / "latin")
+    with pytest.raises(ValueError, match="missing cannot be read as UTF-8 text: .*No such file"):
+        read_text(tmp_path / "missing")

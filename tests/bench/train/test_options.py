@@ -3,8 +3,8 @@
 import pytest
 
 from tightwire.bench import cli
+from tightwire.bench.train.measure import config_of_arm
 from tightwire.bench.train.options import ARMS, MODELS, TrainOptions
-from tightwire.bench.train.setup import config_of_arm
 
 
 def parse(*argv: str) -> TrainOptions:

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from tightwire.bench.compare.results import read_result
+from tightwire.bench.hosts import Sent
+from tightwire.bench.train import ranks
 from tightwire.bench.train.bench import TrainBench
-from tightwire.bench.train.measure import Checked, Timed, Wired
+from tightwire.bench.train.measure import Checked, Timed, Wired, open_model
 from tightwire.bench.train.options import ARMS, TrainOptions
-from tightwire.bench.train.ranks import sent_by_node
 from tightwire.bench.train.report import ArmModel, Checks, LinkCells, fault_texts, model_arms
-from tightwire.bench.train.setup import open_model
 from tightwire.training.estimate.step_time import Computing, Rates
 
 _ARMS = ("zero3", "zero++", "hybrid", "dgc", "ddp")
@@ -112,12 +112,6 @@ def test_a_result_has_a_page_and_can_be_compared(models: dict[str, ArmModel], tm
     assert next(tmp_path.glob("*.csv")).read_text().startswith("link,arm,seconds.p50,")
 
 
-def test_payload_of_a_node_excludes_headers() -> None:
-    text = "Inter-|   Receive\n face |bytes\n    lo: 1 1 0 0 0 0 0 0 9 9 0 0\n wire0: 1 1 0 0 0 0 0 0 10066 3 0 0 0 0 0 0\n"
-
-    assert sent_by_node(text) == 10066 - 3 * 66
-
-
-def test_bytes_of_a_node_are_unknown_outside_an_emulated_node() -> None:
-    with pytest.raises(RuntimeError, match="not on an emulated node"):
-        sent_by_node("    lo: 1 1 0 0 0 0 0 0 9 9 0 0\n")
+def test_payload_of_a_node_excludes_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "read_sent", lambda counters: Sent(10066, 3))
+    assert ranks.sent_by_node() == 10066 - 3 * 66

@@ -6,11 +6,10 @@ import pytest
 from helpers.training.training_ranks import run_groups
 
 from tightwire.bench.train.bench import TrainBench
-from tightwire.bench.train.measure import EngineTrainee, draw_tokens
+from tightwire.bench.train.measure import EngineTrainee, draw_tokens, open_model
 from tightwire.bench.train.options import TrainOptions
 from tightwire.bench.train.ranks import Switch, detachable
 from tightwire.bench.train.report import Checks, model_arms
-from tightwire.bench.train.setup import open_model
 from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
 
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
+from tightwire.bench.train.measure import open_model
 from tightwire.bench.train.options import TrainOptions
 from tightwire.bench.train.report import model_arms
-from tightwire.bench.train.setup import open_model
 from tightwire.training.estimate.step import StepModel
 from tightwire.training.estimate.step_time import Computing, Rates, Task, predict_step, simulate
 
