@@ -30,13 +30,7 @@ _PLAIN = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
-_QUANTIZED = (
-    GGMLQuantizationType.Q8_0,
-    GGMLQuantizationType.Q4_0,
-    GGMLQuantizationType.Q4_1,
-    GGMLQuantizationType.Q4_K,
-    GGMLQuantizationType.Q6_K,
-)
+_QUANTIZED = tuple(GGMLQuantizationType[name] for name in ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"))
 # Places in a block of the float16 scale, and of the minimum behind it.
 _SCALES = {
     **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS"), (0, 1)),
@@ -192,7 +186,10 @@ class GgufReader:
         row_bytes = self._bytes_per_row(tensor)
         raw = tensor.file.rows(tensor.offset + rows.start * row_bytes, len(rows), row_bytes)
         if (tensor.name, rows) not in self._checked:  # streamed layers are read again and again
-            self._check_scales(tensor, raw)
+            at, count = _SCALES[tensor.kind.name]
+            blocks_NB = raw.reshape(-1, GGML_QUANT_SIZES[tensor.kind][1])
+            scales = np.ascontiguousarray(blocks_NB[:, at : at + 2 * count]).view(np.float16)
+            check_finite(torch.from_numpy(scales), tensor.file.path, tensor.name)
             self._checked.add((tensor.name, rows))
         return raw
 
@@ -216,13 +213,6 @@ class GgufReader:
     def _bytes_per_row(self, tensor: GgufTensor) -> int:
         block_elems, block_bytes = GGML_QUANT_SIZES[tensor.kind]
         return tensor.shape[-1] // block_elems * block_bytes if len(tensor.shape) > 1 else block_bytes
-
-    def _check_scales(self, tensor: GgufTensor, raw_OB: npt.NDArray[np.uint8]) -> None:
-        """Raise ModelError if a block has a scale or minimum that is infinite or no number."""
-        at, count = _SCALES[tensor.kind.name]
-        blocks_NB = raw_OB.reshape(-1, GGML_QUANT_SIZES[tensor.kind][1])
-        scales = np.ascontiguousarray(blocks_NB[:, at : at + 2 * count]).view(np.float16)
-        check_finite(torch.from_numpy(scales), tensor.file.path, tensor.name)
 
 
 def _dequantize(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType, columns: range | None) -> Tensor:
