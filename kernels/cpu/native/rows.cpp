@@ -64,7 +64,8 @@ void norm_heads(const tw_rotate_args &args, char *heads, int64_t count, address 
     const F32 offset = splat((float)norms.offset);
     F32 squares = splat(0.0f);
     if (norms.whole && !mean_square)
-        for (int64_t head = 0; head < count; head++) squares = squares_of<Number>(heads + head * args.head_stride, size, squares);
+        for (int64_t head = 0; head < count; head++)
+            squares = squares_of<Number>(heads + head * args.head_stride, size, squares);
     const double mean = mean_square ? (double)*mean_square : sum_lanes(squares) / (double)(count * size);
     F32 root = inverse_root(mean, norms.eps);
     for (int64_t head = 0; head < count; head++) {

@@ -81,8 +81,7 @@ struct Keys {
 
 // One step of the online softmax for some rows.
 template <bool IN_PAIRS>
-void attend_rows(const Buffers &buffers, const Rows &rows, const Keys &keys, int64_t first_row, float scale,
-                 float cap) {
+void attend_rows(const Buffers &buffers, const Rows &rows, const Keys &keys, int64_t first_row, float scale, float cap) {
     const int64_t left = rows.num_rows - first_row, padded = buffers.padded;
     Chunk chunk;
     chunk.first_row = first_row, chunk.num_rows = left < CHUNK ? left : CHUNK;
