@@ -218,7 +218,11 @@ def family_named(name: str) -> Family:
 
 # Words in the name of an architecture, and keys of its configuration, that show a feature without support.
 _FEATURES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("images or sound", ("ConditionalGeneration", "Vision", "VL", "vl", "Audio", "clip"), ("vision_config", "audio_config")),
+    (
+        "images or sound",
+        ("ConditionalGeneration", "Vision", "VL", "vl", "Audio", "clip"),
+        ("vision_config", "audio_config"),
+    ),
     (
         "a mixture of experts",
         ("Moe", "MoE", "moe", "Mixtral", "mixtral", "Jamba"),
