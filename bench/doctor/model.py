@@ -72,6 +72,7 @@ def examine_model(model: str) -> ModelReport:
     except ValueError as error:
         return ModelReport(model=model, unsupported=str(error))
     device, context = decided.setting.device, min(_CONTEXT, config.max_positions)
+    tps = _TPS if checkpoint.prepared is None else (checkpoint.prepared.tp,)
     kinds = _kinds(config, formats, decided.dtype)
     # Of an embedding that is not the head, a token reads one row.
     token_bytes = sum(kind.num_bytes for kind in kinds if kind.name != "embedding" or config.tied_embeddings)
@@ -84,7 +85,7 @@ def examine_model(model: str) -> ModelReport:
         note=checkpoint.note,
         kinds=kinds,
         rank_context=context,
-        ranks=[_rank_memory(config, formats, tp, decided.dtype, device, context) for tp in _TPS],
+        ranks=[_rank_memory(config, formats, tp, decided.dtype, device, context) for tp in tps],
         token_bytes=token_bytes,
         read_bytes_per_s=rate,
         tokens_per_s=rate / token_bytes,
@@ -136,7 +137,7 @@ def _kinds(config: LlamaConfig, formats: WeightFormats, dtype: str) -> list[Kind
 
 def describe_model(report: ModelReport) -> Iterator[str]:
     """Yield the lines of a screen."""
-    yield f"{report.model}: {report.family}, {report.num_parameters / 1e6:,.0f} million parameters, context {report.context}"
+    yield f"{report.model}: {report.family}, {report.num_parameters / 1e6:,.1f} million parameters, context {report.context}"
     if report.note:
         yield f"quantized as {report.note}"
     rows = [["", "stored as", "in memory as", "bytes"]]

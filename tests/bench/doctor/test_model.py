@@ -11,6 +11,7 @@ from tightwire.bench.doctor import cli
 from tightwire.bench.doctor import model as doctor
 from tightwire.model.layout import make_layout
 from tightwire.model.open import formats_of, open_checkpoint
+from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.weights.formats import weight_bytes
 
 
@@ -52,6 +53,12 @@ def test_its_numbers_are_the_plans(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_floats_are_stored_and_kept_as_they_are_served(tmp_path: Path) -> None:
     kinds = {kind.name: kind for kind in doctor.examine_model(str(make_tiny(tmp_path / "m"))).kinds}
     assert kinds["MLP"].stored == {"F32": 6} and kinds["MLP"].in_memory == {"bfloat16": 6}
+
+
+def test_a_prepared_folder_has_its_own_number_of_ranks(tmp_path: Path) -> None:
+    job = PrepareOptions(tp=2, dtype="float32")
+    prepare(open_checkpoint(str(make_tiny(tmp_path / "m"))), tmp_path / "out", job)
+    assert [rank.tp for rank in doctor.examine_model(str(tmp_path / "out")).ranks] == [2]
 
 
 def test_what_is_not_supported_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
