@@ -43,7 +43,7 @@ class Family:
 
 _ATTENTION_BIAS = {"qkv_bias": Key("attention_bias"), "output_bias": Key("attention_bias")}
 _BIASES = {**_ATTENTION_BIAS, "mlp_bias": Key("mlp_bias")}
-_MISTRAL = {"max_position_embeddings": 131072}
+_MISTRAL: Any = {"gguf_permuted": True, "defaults": {"max_position_embeddings": 131072}, "full_every": 1}
 _OLMO: Mapping[str, Any] = {"norms": "after", "qk_norm": "projection"}
 _GEMMA: Mapping[str, Any] = {
     "norms": "both",
@@ -91,19 +91,9 @@ FAMILIES: tuple[Family, ...] = (
         architecture="MistralForCausalLM",
         model_type="mistral",
         gguf="mistral3",  # of newer files; older ones say llama
-        gguf_permuted=True,
-        defaults=_MISTRAL,
-        full_every=1,
+        **_MISTRAL,
     ),
-    Family(
-        name="Ministral",
-        architecture="MinistralForCausalLM",
-        model_type="ministral",
-        gguf="llama",
-        gguf_permuted=True,
-        defaults=_MISTRAL,
-        full_every=1,
-    ),
+    Family(name="Ministral", architecture="MinistralForCausalLM", model_type="ministral", gguf="llama", **_MISTRAL),
     Family(
         name="Qwen2",
         architecture="Qwen2ForCausalLM",
