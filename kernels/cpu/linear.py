@@ -1,6 +1,6 @@
 """Matrix products on CPU whose rows do not depend on how many there are, and unpacking of packed weights.
 
-The host of native/linear.cpp. torch's product reads the weights at half the memory's speed when there are few rows, and in
+The host of native/linear. torch's product reads the weights at half the memory's speed when there are few rows, and in
 float32 it gives a row other bits when it is alone. Here an output's bits depend on its row of x and its row of weights only,
 not on the number of rows or threads.
 
@@ -22,8 +22,8 @@ from tightwire.kernels.spec.packed_format import GROUP_ELEMS, INTERLEAVED_ROWS, 
 # One thread multiplies with this many weights (with eight rows, or waiting for memory with fewer) in about 100 us.
 _WORK_PER_THREAD = 1 << 20
 
-# Added to the kind of a packed format (native/packed.h), and the smallest such kind.
-_INT8, _INTERLEAVED, _INT8_KINDS = 3, 6, 6
+# Bits of the kind of a packed format (native/linear/formats.h).
+_INT8, _INTERLEAVED = 32, 64
 
 
 def linear_cpu(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -35,7 +35,7 @@ def linear_cpu(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype
     out_TO = torch.empty((num_tokens, num_outputs), dtype=out_dtype)
     in_pairs = x_TD.dtype == torch.bfloat16 and has_pairs()
     weight, weight_stride, weight_kind = matrix_integers(weight_OD)
-    if weight_kind >= _INT8_KINDS:
+    if weight_kind & _INT8:
         x_TD = _quantize_rows(x_TD)
     elif not in_pairs:
         x_TD = x_TD.float()
@@ -76,7 +76,7 @@ def matrix_integers(weight_OD: Matrix) -> tuple[int, int, int]:
     if isinstance(weight_OD, PackedMatrix):
         kind = weight_OD.format.kind
         if weight_OD.format.int8_activations:
-            kind += _INTERLEAVED if weight_OD.interleaved else _INT8
+            kind |= _INT8 | _INTERLEAVED if weight_OD.interleaved else _INT8
         return weight_OD.blocks_OB.data_ptr(), weight_OD.blocks_OB.stride(0), kind
     return weight_OD.data_ptr(), weight_OD.stride(0) * weight_OD.element_size(), NUMBER_KIND[weight_OD.dtype]
 

@@ -1,4 +1,4 @@
-"""Packed matrices: weights in 8 or 4 bits, made from floats and converted back.
+"""Packed matrices: weights in 2 to 8 bits, made from floats and converted back.
 
 The layout is ``packed_format``'s. ``linear`` multiplies with such a matrix, ``kernels.packed`` converts rows to floats fast.
 """
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tightwire.kernels.spec.packed_format import GROUP_ELEMS, INTERLEAVED_ROWS, PackedFormat
+from tightwire.kernels.spec.packed_format import GROUP_ELEMS, INTERLEAVED_ROWS, Q4_0, Q4_1, Q8_0, PackedFormat
+from tightwire.kernels.spec.packed_parts import parts_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +33,7 @@ class PackedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.blocks_OB.shape[0], self.blocks_OB.shape[1] // self.format.block_bytes * GROUP_ELEMS
+        return self.blocks_OB.shape[0], self.blocks_OB.shape[1] // self.format.block_bytes * self.format.block_elems
 
     @property
     def device(self) -> torch.device:
@@ -68,6 +69,7 @@ def quantize(x_OD: Tensor, packed: PackedFormat) -> PackedMatrix:
     Raises:
         ValueError: rows that are not whole groups, or numbers that are not finite or too large for a float16 scale.
     """
+    assert packed.kind in (Q8_0.kind, Q4_0.kind, Q4_1.kind), packed
     packed.row_bytes(x_OD.shape[1])
     x_OGN = x_OD.float().unflatten(1, (-1, GROUP_ELEMS))
     if packed.has_minimum:
@@ -104,23 +106,16 @@ def _float16_at_least(x: Tensor) -> Tensor:
 
 def dequantize_reference(matrix: PackedMatrix, dtype: torch.dtype) -> Tensor:
     """(O, D): the numbers of the blocks, computed in float32, rounded once to ``dtype``."""
-    codes_OGN, scale_OG1, minimum_OG1 = block_parts(matrix)
-    x_OGN = scale_OG1 * codes_OGN
-    if minimum_OG1 is not None:
-        x_OGN = x_OGN + minimum_OG1
-    return x_OGN.flatten(1).to(dtype)
+    codes_OSN, scale_OS1, minimum_OS1 = block_parts(matrix)
+    x_OSN = scale_OS1 * codes_OSN
+    if minimum_OS1 is not None:
+        x_OSN = x_OSN + minimum_OS1
+    return x_OSN.flatten(1).to(dtype)
 
 
 def block_parts(matrix: PackedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes (O, G, 32), around zero in formats without a minimum, scales (O, G, 1) and minima, all float32."""
+    """Codes (O, S, ``scale_elems``) without bias, scales (O, S, 1) and minima (O, S, 1), all float32."""
     assert not matrix.interleaved
-    packed = matrix.format
-    blocks_OGB = matrix.blocks_OB.unflatten(1, (-1, packed.block_bytes))
-    scale_OG1 = blocks_OGB[..., :2].contiguous().view(torch.float16).float()
-    codes_OGB = blocks_OGB[..., packed.header_bytes :]
-    if packed.bits == 8:
-        return codes_OGB.view(torch.int8).float(), scale_OG1, None
-    codes_OGN = torch.cat([codes_OGB & 15, codes_OGB >> 4], -1).float()
-    if not packed.has_minimum:
-        return codes_OGN - 8, scale_OG1, None
-    return codes_OGN, scale_OG1, blocks_OGB[..., 2:4].contiguous().view(torch.float16).float()
+    blocks_OGB = matrix.blocks_OB.unflatten(1, (-1, matrix.format.block_bytes))
+    codes, scale, minimum = parts_of(blocks_OGB, matrix.format)
+    return codes.flatten(1, 2), scale.flatten(1, 2), None if minimum is None else minimum.flatten(1, 2)

@@ -1,23 +1,38 @@
-"""The byte layout of packed matrices: groups of 32 numbers along a row, each with its own scale, as in GGUF files.
+"""The byte layout of packed matrices: blocks of numbers along a row, each with its own scales, as in GGUF files.
 
-A row of D numbers, D a multiple of 32, is D / 32 blocks without gaps, and rows follow without gaps. A block is
+A row of D numbers is D / 32 blocks of 32 numbers, or D / 256 superblocks of 256, without gaps, and rows follow without gaps.
+Bytes in memory are those of the file. A number is
 
-    Q8_0  34 bytes: scale float16; 32 codes int8                                          x = scale code
-    Q4_0  18 bytes: scale float16; 16 bytes of two codes each                             x = scale (code - 8)
-    Q4_1  20 bytes: scale float16; minimum float16; 16 bytes of two codes each            x = scale code + minimum
+    x = scale code + minimum
 
-Of two codes in byte i, number i has the lower half and number 16 + i the upper, so that sixteen lanes widen sixteen bytes
-and then mask or shift, and nothing moves between lanes.
+where ``scale_elems`` numbers share a scale and a minimum (0 in most formats). In superblocks these are a float16 times an
+integer of 4 to 8 bits. Codes have a bias taken off, or are looked up in a table of sixteen integers:
 
-x is computed in float32. A product of scale and code is exact there (11 and 8 bits), so Q4_1 rounds once, when the minimum
-is added, fused or not; the others do not round.
+             bytes  before and behind the codes                  code                     scale, minimum
+    Q8_0        34  d                                            int8                     d
+    Q4_0        18  d                                            4 bits - 8               d
+    Q4_1        20  d, m                                         4 bits                   d, m
+    Q5_0        22  d                                            5 bits - 16              d
+    Q5_1        24  d, m                                         5 bits                   d, m
+    IQ4_NL      18  d                                            table of 4 bits          d
+    MXFP4       17  exponent e, 8 bits                           table of 4 bits          2^(e - 128)
+    Q2_K        84  16 x 8 bits (s, t); behind: d, m             2 bits                   d s, -m t
+    Q3_K       110  behind: 16 x 6 bits s, d                     3 bits - 4               d (s - 32)
+    Q4_K       144  d, m, 8 x 12 bits (s, t)                     4 bits                   d s, -m t
+    Q5_K       176  d, m, 8 x 12 bits (s, t)                     5 bits                   d s, -m t
+    Q6_K       210  behind: 16 x int8 s, d                       6 bits - 32              d s
+    IQ4_XS     136  d, 8 x 6 bits s                              table of 4 bits          d (s - 32)
 
-Source: block_q8_0, block_q4_0 and block_q4_1 of llama.cpp, ggml/src/ggml-common.h.
+x is computed in float32. Scales and products of scale and code are exact there (at most 24 bits), so x is rounded once, when
+a minimum is added, fused or not; without one it is not rounded.
+
+Source: ggml/src/ggml-common.h of llama.cpp, and dequantize_row_* of ggml-quants.c; ``packed_parts`` reads the bits.
 """
 
 from dataclasses import dataclass
 
 GROUP_ELEMS = 32
+SUPERBLOCK_ELEMS = 256
 INTERLEAVED_ROWS = 16  # rows of an interleaved matrix (packed_int8) that lie side by side
 
 
@@ -27,27 +42,40 @@ class PackedFormat:
 
     name: str
     kind: int  # its integer in kernels, where plain numbers have 0 to 2
-    bits: int
+    bits: int  # of a code
+    block_bytes: int
+    head_bytes: int = 2  # before the words of four bytes that the rest consists of, but for floats behind them
+    floats_at: int = 0  # where the float16 d is in a block, and m behind it
+    block_elems: int = GROUP_ELEMS
+    scale_elems: int = GROUP_ELEMS
     has_minimum: bool = False
     int8_activations: bool = False  # products round activations to 8 bits (packed_int8); the bytes are the same
 
-    @property
-    def header_bytes(self) -> int:
-        """Scale and minimum, in front of the codes."""
-        return 4 if self.has_minimum else 2
-
-    @property
-    def block_bytes(self) -> int:
-        return self.header_bytes + GROUP_ELEMS * self.bits // 8
-
     def row_bytes(self, num_columns: int) -> int:
-        """Bytes of a row; ValueError if it is not whole groups."""
-        if num_columns % GROUP_ELEMS:
-            raise ValueError(f"{self.name} packs rows of whole groups of {GROUP_ELEMS} numbers, got {num_columns}")
-        return num_columns // GROUP_ELEMS * self.block_bytes
+        """Bytes of a row; ValueError if it is not whole blocks."""
+        if num_columns % self.block_elems:
+            raise ValueError(f"{self.name} packs rows of whole blocks of {self.block_elems} numbers, got {num_columns}")
+        return num_columns // self.block_elems * self.block_bytes
 
 
-Q8_0 = PackedFormat("Q8_0", kind=3, bits=8)
-Q4_0 = PackedFormat("Q4_0", kind=4, bits=4)
-Q4_1 = PackedFormat("Q4_1", kind=5, bits=4, has_minimum=True)
-PACKED_FORMATS = {packed.name: packed for packed in (Q8_0, Q4_0, Q4_1)}
+_SUPER = {"block_elems": SUPERBLOCK_ELEMS}
+
+Q8_0 = PackedFormat("Q8_0", 3, bits=8, block_bytes=34)
+Q4_0 = PackedFormat("Q4_0", 4, bits=4, block_bytes=18)
+Q4_1 = PackedFormat("Q4_1", 5, bits=4, block_bytes=20, head_bytes=4, has_minimum=True)
+Q5_0 = PackedFormat("Q5_0", 6, bits=5, block_bytes=22)
+Q5_1 = PackedFormat("Q5_1", 7, bits=5, block_bytes=24, head_bytes=4, has_minimum=True)
+IQ4_NL = PackedFormat("IQ4_NL", 8, bits=4, block_bytes=18)
+MXFP4 = PackedFormat("MXFP4", 9, bits=4, block_bytes=17, head_bytes=1)
+Q2_K = PackedFormat(
+    "Q2_K", 10, bits=2, block_bytes=84, head_bytes=0, floats_at=80, scale_elems=16, has_minimum=True, **_SUPER
+)
+Q3_K = PackedFormat("Q3_K", 11, bits=3, block_bytes=110, head_bytes=0, floats_at=108, scale_elems=16, **_SUPER)
+Q4_K = PackedFormat("Q4_K", 12, bits=4, block_bytes=144, head_bytes=4, has_minimum=True, **_SUPER)
+Q5_K = PackedFormat("Q5_K", 13, bits=5, block_bytes=176, head_bytes=4, has_minimum=True, **_SUPER)
+Q6_K = PackedFormat("Q6_K", 14, bits=6, block_bytes=210, head_bytes=0, floats_at=208, scale_elems=16, **_SUPER)
+IQ4_XS = PackedFormat("IQ4_XS", 15, bits=4, block_bytes=136, head_bytes=4, **_SUPER)
+PACKED_FORMATS = {
+    packed.name: packed
+    for packed in (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS)
+}

@@ -1,12 +1,12 @@
 """Reference of the product of packed weights with activations in 8 bits, and of interleaved rows.
 
-Activations are rounded to integers in groups of 32, those of the weights' blocks: scale = max |x| / 127 in float32, and
-code = x * (127 / max |x|), rounded to nearest even. A group's products of codes are added exactly, and
+Activations are rounded to integers in groups of 32: scale = max |x| / 127 in float32, and code = x * (127 / max |x|), rounded
+to nearest even. The products of codes whose weights share a scale (32 or 16 of them) are added exactly, and
 
     sum <- fma(dot of the codes, weight scale * activation scale, sum)
-    sum <- fma(weight minimum, activation scale * sum of the activation codes, sum)     if the weights have a minimum
+    sum <- fma(weight minimum, activation scale * sum of the activation codes, sum)     if the weights have minima
 
-group after group, in float32. A bias is added at the end, and the result rounded once.
+one scale after the other, in float32. A bias is added at the end, and the result rounded once.
 
 A group whose largest magnitude is at most 1e-30 counts as zero; one with an infinite number or a NaN has scale NaN.
 
@@ -38,30 +38,44 @@ def linear_int8_reference(
 ) -> Tensor:
     """``x @ weight.T + bias`` with activations in 8 bits, in the dtype of x or ``out_dtype``."""
     codes_TGN, scale_TG = quantize_activations(x_TD)
-    term_TG = scale_TG * codes_TGN.sum(-1)
-    weight_codes_OGN, weight_scale_OG1, minimum_OG1 = block_parts(weight)
+    weight_codes_OSN, weight_scale_OS1, minimum_OS1 = block_parts(weight)
+    part_elems = weight.format.scale_elems
+    codes_TSN = codes_TGN.flatten(1).unflatten(1, (-1, part_elems))
+    scale_TS = scale_TG.repeat_interleave(GROUP_ELEMS // part_elems, 1)
+    term_TS = scale_TS * codes_TSN.sum(-1)
     sum_TO = torch.zeros(len(x_TD), weight.shape[0])
-    for group in range(codes_TGN.shape[1]):
-        dot_TO = codes_TGN[:, group] @ weight_codes_OGN[:, group].T  # integers below 2^24 are exact in float32
-        scale_TO = scale_TG[:, group, None] * weight_scale_OG1[:, group, 0]
+    for part in range(codes_TSN.shape[1]):
+        dot_TO = codes_TSN[:, part] @ weight_codes_OSN[:, part].T  # integers below 2^24 are exact in float32
+        scale_TO = scale_TS[:, part, None] * weight_scale_OS1[:, part, 0]
         sum_TO = _fma(dot_TO, scale_TO, sum_TO)
-        if minimum_OG1 is not None:
-            sum_TO = _fma(minimum_OG1[:, group, 0], term_TG[:, group, None], sum_TO)
+        if minimum_OS1 is not None:
+            sum_TO = _fma(minimum_OS1[:, part, 0], term_TS[:, part, None], sum_TO)
     if bias_O is not None:
         sum_TO = sum_TO + bias_O.float()
     return sum_TO.to(out_dtype or x_TD.dtype)
 
 
 def interleave_reference(weight: PackedMatrix) -> PackedMatrix:
-    """A copy with each full 16 rows as one tile a group: scales, minima, then words of codes. Other rows stay."""
+    """A copy with each full 16 rows as one tile a block, in which pieces of the rows' blocks are side by side.
+
+    Pieces are words of four bytes, but for the floats and other bytes before and behind them, which are pieces of two or one.
+    The 32 fifth bits of a Q5_0 or Q5_1 block become bit i // 4 of byte i % 4. Other rows stay.
+    """
     packed, blocks = weight.format, weight.blocks_OB
     whole = len(blocks) // INTERLEAVED_ROWS * INTERLEAVED_ROWS
-    # (panels, rows, groups, block bytes) to (panels, groups, pieces, rows, piece bytes)
+    # (panels, rows, blocks, bytes) to (panels, blocks, pieces, rows, piece bytes)
     blocks_PRGB = blocks[:whole].unflatten(1, (-1, packed.block_bytes)).unflatten(0, (-1, INTERLEAVED_ROWS))
-    header_PRGB, codes_PRGB = blocks_PRGB.tensor_split([packed.header_bytes], -1)
+    if packed.name in ("Q5_0", "Q5_1"):
+        blocks_PRGB, at = blocks_PRGB.clone(), packed.head_bytes
+        bits = blocks_PRGB[..., at : at + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1
+        spread = bits.flatten(-2).unflatten(-1, (8, 4)).mT << torch.arange(8, dtype=torch.uint8)
+        blocks_PRGB[..., at : at + 4] = spread.sum(-1, dtype=torch.uint8)
+    words_stop = packed.floats_at or packed.block_bytes
+    head, words, tail = blocks_PRGB.tensor_split([packed.head_bytes, words_stop], -1)
     parts = [
         part_PRGB.unflatten(-1, (-1, piece_bytes)).permute(0, 2, 3, 1, 4).flatten(2)
-        for part_PRGB, piece_bytes in ((header_PRGB, 2), (codes_PRGB, 4))
+        for part_PRGB, piece_bytes in ((head, min(2, packed.head_bytes)), (words, 4), (tail, 2))
+        if part_PRGB.shape[-1]
     ]
     tiles = torch.cat(parts, -1).reshape(whole, blocks.shape[1])
     return PackedMatrix(torch.cat([tiles, blocks[whole:]]), packed, interleaved=True)

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.kernels.packed_blocks import any_blocks, common_blocks
 
 from tightwire.kernels.cpu.library import available
 from tightwire.kernels.cpu.linear import interleave_cpu
 from tightwire.kernels.linear import linear
 from tightwire.kernels.packed import dequantize, embedding
 from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference, quantize
-from tightwire.kernels.spec.packed_format import PACKED_FORMATS, Q4_0, Q4_1, Q8_0, PackedFormat
+from tightwire.kernels.spec.packed_format import PACKED_FORMATS, Q4_1, PackedFormat
 from tightwire.kernels.spec.packed_int8 import interleave_reference, linear_int8_reference, quantize_activations
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs the compiled kernels")
@@ -43,10 +44,9 @@ def test_the_bits_are_those_of_the_reference(packed: PackedFormat, seed: int) ->
     draw = random.Random(f"{packed.name} {seed}")
     num_outputs, num_groups = draw.choice([1, 5, 16, 17, 48, 64, 67, 130]), draw.choice([1, 2, 3, 18])
     num_tokens, dtype = draw.choice([1, 2, 3, 5, 7, 12, 13, 31]), draw.choice(DTYPES)
-    weight = quantize(_random(num_outputs, 32 * num_groups, seed=seed) * 10 ** draw.uniform(-3, 2), packed)
-    blocks_OGB = weight.blocks_OB.unflatten(1, (num_groups, -1))
-    blocks_OGB[..., packed.header_bytes :].random_(0, 256, generator=torch.Generator().manual_seed(seed))
-    x = (_random(num_tokens, 32 * num_groups, seed=seed + 1) * 10 ** draw.uniform(-4, 3)).to(dtype)
+    num_groups = min(num_groups, 3) if packed.block_elems > 32 else num_groups
+    weight = common_blocks(packed, num_outputs, num_groups * packed.block_elems, seed)
+    x = (_random(num_tokens, weight.shape[1], seed=seed + 1) * 10 ** draw.uniform(-4, 3)).to(dtype)
     x[-1, :32] = 0
     x[0, 3] = draw.choice([1e-40, 1.0, float("nan"), float("inf"), -float("inf")])
     for bias in (None, _random(num_outputs, dtype=dtype, seed=seed)):
@@ -58,21 +58,22 @@ def test_the_bits_are_those_of_the_reference(packed: PackedFormat, seed: int) ->
     )
 
 
-@pytest.mark.parametrize("packed", [Q8_0, Q4_0], ids=["Q8_0", "Q4_0"])
+@each_format
 def test_the_largest_codes_do_not_overflow(packed: PackedFormat) -> None:
-    packed = replace(packed, int8_activations=True)
-    blocks_OGB = quantize(torch.ones(16, 64), packed).blocks_OB.unflatten(1, (2, -1))
-    x = torch.ones(2, 64)
+    weight = common_blocks(packed, 16, 2 * packed.block_elems)
+    x = torch.ones(2, weight.shape[1])
     x[1] = -1
+    kept = weight.blocks_OB.unflatten(1, (2, -1))[:, :, packed.floats_at : packed.floats_at + 4].clone()
     for code in (0x80, 0x7F, 0xFF, 0x00):
-        blocks_OGB[..., packed.header_bytes :] = code
-        weight = PackedMatrix(blocks_OGB.flatten(1), packed)
+        weight.blocks_OB.fill_(code)
+        blocks_OGB = weight.blocks_OB.unflatten(1, (2, -1))
+        blocks_OGB[:, :, packed.floats_at : packed.floats_at + 4] = kept  # the floats, and in some formats codes
         _assert_same(linear(x, _interleaved(weight)), linear_int8_reference(x, weight, None))
 
 
 @each_format
 def test_interleaving_moves_bytes_as_the_reference_does(packed: PackedFormat) -> None:
-    weight = quantize(_random(70, 96), packed)
+    weight = any_blocks(packed, 70, 3 * packed.block_elems)
     interleaved = _interleaved(weight)
     assert interleaved.interleaved and interleaved.nbytes == weight.nbytes
     assert torch.equal(interleaved.blocks_OB, interleave_reference(weight).blocks_OB)
@@ -81,7 +82,7 @@ def test_interleaving_moves_bytes_as_the_reference_does(packed: PackedFormat) ->
 @each_format
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_interleaved_rows_are_unpacked_and_looked_up(packed: PackedFormat, dtype: torch.dtype) -> None:
-    weight = quantize(_random(70, 96), packed)
+    weight = any_blocks(packed, 70, 3 * packed.block_elems)
     interleaved, plain = _interleaved(weight), dequantize_reference(weight, dtype)
     assert torch.equal(dequantize(interleaved, dtype), plain)
     assert torch.equal(dequantize(interleaved.rows(16, 48), dtype), plain[16:48])
@@ -115,7 +116,8 @@ def test_no_rows() -> None:
 @each_format
 def test_the_error_is_that_of_eight_bits(packed: PackedFormat) -> None:
     """Each activation is within half a step of its code, so an output is within that times the weights' magnitudes."""
-    weight, x = quantize(_random(64, 576), packed), _random(8, 576, seed=1)
+    weight = common_blocks(packed, 64, 576 if packed.block_elems == 32 else 512)
+    x = _random(8, weight.shape[1], seed=1)
     codes, scale = quantize_activations(x)
     assert codes.abs().amax() <= 127
     plain = dequantize_reference(weight, torch.float64)

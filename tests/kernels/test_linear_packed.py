@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.kernels.packed_blocks import common_blocks, each_format
 
 from tightwire.kernels import linear as linear_module
 from tightwire.kernels.cpu.library import has_pairs
@@ -12,11 +13,9 @@ from tightwire.kernels.linear import linear
 from tightwire.kernels.packed import dequantize
 from tightwire.kernels.spec.layer_ops import linear_reference
 from tightwire.kernels.spec.packed import PackedMatrix, quantize
-from tightwire.kernels.spec.packed_format import PACKED_FORMATS, Q4_1, PackedFormat
+from tightwire.kernels.spec.packed_format import Q4_1, Q6_K, PackedFormat
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-each_format = pytest.mark.parametrize("packed", list(PACKED_FORMATS.values()), ids=list(PACKED_FORMATS))
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -37,7 +36,8 @@ def _unpacked_product(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor 
 def test_the_bits_are_those_of_the_unpacked_product(
     packed: PackedFormat, dtype: torch.dtype, num_outputs: int, num_inputs: int
 ) -> None:
-    weight = quantize(_random(num_outputs, num_inputs), packed)
+    weight = common_blocks(packed, num_outputs, num_inputs // 32 * packed.block_elems)
+    num_inputs = weight.shape[1]
     for bias in (None, _random(num_outputs, dtype=dtype, seed=1)):
         for num_tokens in (1, 2, 3, 5, 70):
             x = _random(num_tokens, num_inputs, dtype=dtype, seed=2)
@@ -48,7 +48,7 @@ def test_the_bits_are_those_of_the_unpacked_product(
 @each_format
 def test_rows_wider_than_one_unpacked_piece(packed: PackedFormat) -> None:
     for num_inputs in (4096, 1 << 17):
-        weight = quantize(_random(9, num_inputs), packed)
+        weight = common_blocks(packed, 9, num_inputs)
         x = _random(5, num_inputs, seed=1)
         assert torch.equal(linear(x, weight), _unpacked_product(x, weight, None))
 
@@ -67,10 +67,12 @@ def test_no_rows() -> None:
 
 
 def test_a_slice_of_rows_and_columns_is_read_without_a_copy() -> None:
-    weight = quantize(_random(80, 160), Q4_1)
-    part = PackedMatrix(weight.blocks_OB[10:70, 20:80], Q4_1)
-    x = _random(3, 96, seed=1)
-    assert torch.equal(linear(x, part), linear(x, dequantize(weight, torch.float32)[10:70, 32:128]))
+    for packed in (Q4_1, Q6_K):
+        elems, block_bytes = packed.block_elems, packed.block_bytes
+        weight = common_blocks(packed, 80, 5 * elems)
+        part = PackedMatrix(weight.blocks_OB[10:70, block_bytes : 4 * block_bytes], packed)
+        x = _random(3, 3 * elems, seed=1)
+        assert torch.equal(linear(x, part), linear(x, dequantize(weight, torch.float32)[10:70, elems : 4 * elems]))
 
 
 @pytest.mark.parametrize("units", ["matrix", "vector", "none"])

@@ -3,30 +3,21 @@
 import re
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize as gguf_dequantize
+from helpers.kernels.packed_blocks import any_blocks, each_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightwire.kernels.packed import dequantize, embedding
 from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference, quantize
-from tightwire.kernels.spec.packed_format import GROUP_ELEMS, PACKED_FORMATS, Q4_0, Q4_1, Q8_0, PackedFormat
+from tightwire.kernels.spec.packed_format import PACKED_FORMATS, Q4_0, Q4_1, Q8_0, PackedFormat
 
-FORMATS = list(PACKED_FORMATS.values())
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
-each_format = pytest.mark.parametrize("packed", FORMATS, ids=list(PACKED_FORMATS))
-
-
-def any_blocks(packed: PackedFormat, num_rows: int, num_groups: int, seed: int = 0) -> PackedMatrix:
-    """Random bytes: every code, and scales and minima of all sizes and signs, but none that is infinite or NaN."""
-    generator = np.random.default_rng(seed)
-    blocks = generator.integers(0, 256, (num_rows, num_groups, packed.block_bytes), dtype=np.uint8)
-    blocks[..., 1 : packed.header_bytes : 2] &= 0xBF  # an exponent below the one of infinity
-    return PackedMatrix(torch.from_numpy(blocks).flatten(1), packed)
+each_made_format = pytest.mark.parametrize("packed", [Q8_0, Q4_0, Q4_1], ids=["Q8_0", "Q4_0", "Q4_1"])
 
 
 def scales_of(matrix: PackedMatrix) -> torch.Tensor:
@@ -38,8 +29,8 @@ def scales_of(matrix: PackedMatrix) -> torch.Tensor:
 @each_format
 def test_blocks_are_those_of_gguf(packed: PackedFormat) -> None:
     kind = GGMLQuantizationType[packed.name]
-    assert GGML_QUANT_SIZES[kind] == (GROUP_ELEMS, packed.block_bytes)
-    matrix = any_blocks(packed, 40, 5)
+    assert GGML_QUANT_SIZES[kind] == (packed.block_elems, packed.block_bytes)
+    matrix = any_blocks(packed, 40, 5 * packed.block_elems)
     want = torch.from_numpy(gguf_dequantize(matrix.blocks_OB.numpy(), kind))
     assert torch.equal(dequantize_reference(matrix, torch.float32), want)
 
@@ -47,14 +38,14 @@ def test_blocks_are_those_of_gguf(packed: PackedFormat) -> None:
 @each_format
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernel_unpacks_as_the_reference(packed: PackedFormat, dtype: torch.dtype) -> None:
-    matrix = any_blocks(packed, 37, 3)
+    matrix = any_blocks(packed, 37, 3 * packed.block_elems)
     got = dequantize(matrix, dtype)
     assert got.dtype == dtype and torch.equal(got, dequantize_reference(matrix, dtype))
     some = PackedMatrix(matrix.blocks_OB[3:20:2, packed.block_bytes :], packed)  # rows with gaps between
-    assert torch.equal(dequantize(some, dtype), got[3:20:2, GROUP_ELEMS:])
+    assert torch.equal(dequantize(some, dtype), got[3:20:2, packed.block_elems :])
 
 
-@each_format
+@each_made_format
 @settings(deadline=None, max_examples=100)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -88,7 +79,7 @@ def test_quantized_numbers_are_within_half_a_scale(
     assert (scale <= reach * (1 + 2 * half) + tiny).all()
 
 
-@each_format
+@each_made_format
 def test_packing_unpacked_numbers_again_loses_nothing(packed: PackedFormat) -> None:
     """Codes from end to end and numbers that are exact: nothing is lost a second time."""
     codes = torch.arange(32).float().clamp_max(14) - 7  # -7 to 7
@@ -97,7 +88,7 @@ def test_packing_unpacked_numbers_again_loses_nothing(packed: PackedFormat) -> N
     assert torch.equal(dequantize(quantize(once, packed), torch.float32), once)
 
 
-@each_format
+@each_made_format
 @pytest.mark.parametrize("value", [0.0, 1.5, -1.5, 1e-8, -1e-8])
 def test_groups_of_one_number(packed: PackedFormat, value: float) -> None:
     x_OD = torch.full((2, 64), value)
@@ -106,7 +97,7 @@ def test_groups_of_one_number(packed: PackedFormat, value: float) -> None:
     assert ((dequantize(matrix, torch.float32) - x_OD).abs() <= bound * (1 + 2**-20)).all()
 
 
-@each_format
+@each_made_format
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e30])
 def test_numbers_too_large_for_a_scale_are_refused(packed: PackedFormat, value: float) -> None:
     x_OD = torch.zeros(2, 64)
@@ -116,7 +107,7 @@ def test_numbers_too_large_for_a_scale_are_refused(packed: PackedFormat, value: 
 
 
 def test_rows_without_whole_groups_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"Q8_0 packs rows of whole groups of 32 numbers, got 40"):
+    with pytest.raises(ValueError, match=r"Q8_0 packs rows of whole blocks of 32 numbers, got 40"):
         quantize(torch.zeros(2, 40), Q8_0)
     with pytest.raises(ValueError, match="got 8"):
         Q4_1.row_bytes(8)
@@ -128,13 +119,28 @@ def test_sizes() -> None:
     matrix = quantize(torch.zeros(3, 96), Q4_1)
     assert matrix.shape == (3, 96) and matrix.nbytes == 3 * 3 * 20
     assert matrix.rows(1, 3).shape == (2, 96)
-    assert [packed.row_bytes(64) for packed in FORMATS] == [68, 36, 40]
+    bits = {name: 8 * packed.row_bytes(256) / 256 for name, packed in PACKED_FORMATS.items()}
+    assert bits == {
+        "Q8_0": 8.5,
+        "Q4_0": 4.5,
+        "Q4_1": 5.0,
+        "Q5_0": 5.5,
+        "Q5_1": 6.0,
+        "IQ4_NL": 4.5,
+        "MXFP4": 4.25,
+        "Q2_K": 2.625,
+        "Q3_K": 3.4375,
+        "Q4_K": 4.5,
+        "Q5_K": 5.5,
+        "Q6_K": 6.5625,
+        "IQ4_XS": 4.25,
+    }
 
 
 @each_format
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_embedding_unpacks_the_rows_it_needs(packed: PackedFormat, dtype: torch.dtype) -> None:
-    table = any_blocks(packed, 50, 2)
+    table = any_blocks(packed, 50, 2 * packed.block_elems)
     ids = torch.tensor([7, 0, 49, 7], dtype=torch.int32)
     assert torch.equal(embedding(ids, table, dtype), dequantize_reference(table, dtype)[ids])
     plain = dequantize_reference(table, dtype)
@@ -142,6 +148,6 @@ def test_embedding_unpacks_the_rows_it_needs(packed: PackedFormat, dtype: torch.
 
 
 def test_many_rows_are_unpacked_on_several_threads(num_threads: Callable[[int], None]) -> None:
-    matrix = any_blocks(Q4_1, 3000, 4)
+    matrix = any_blocks(Q4_1, 3000, 128)
     num_threads(3)
     assert torch.equal(dequantize(matrix, torch.bfloat16), dequantize_reference(matrix, torch.bfloat16))

@@ -15,7 +15,7 @@
 //
 // A row gets the same bits as from the kernels called one by one.
 #include "lora.h"
-#include "linear.h"
+#include "linear/linear.h"
 #include "numbers.h"
 #include "shared_sums.h"
 

@@ -69,7 +69,7 @@ TW_API void tw_copy_runs(address target, address source, address runs, int64_t n
 // One sortable int64 key for each row's best number (candidates of greedy sampling).
 TW_API void tw_best_keys(address keys, address x, int64_t stride, int64_t num_rows, int64_t num_columns, int64_t first_id);
 
-// --- linear.cpp: matrix products ------------------------------------------------------------------------------------
+// --- linear: matrix products ----------------------------------------------------------------------------------------
 
 // out (T, O) = x (T, D) @ weight (O, D)^T + bias. Items are outputs, drawn in panels of tw_panel(). `x` is bfloat16 if
 // `in_pairs`, else float32, or quantized rows if the weight's kind is an integer kind; `out` is of `kind`.
@@ -90,7 +90,7 @@ typedef struct {
 } tw_unpack_args;
 TW_API void tw_unpack(const void *unpack_args, int64_t start, int64_t stop);
 
-// --- int8_activations.cpp: products of packed weights with activations in 8 bits --------------------------------------------------
+// --- linear: packed weights with activations in 8 bits --------------------------------------------------------------------
 
 // Rows of `kind` as groups of tw_activation_group_bytes(), which tw_linear multiplies with integer kinds of weights.
 typedef struct {

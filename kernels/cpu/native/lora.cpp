@@ -3,7 +3,7 @@
 // Both products sum in float32, each output in one fixed order, so a row has the same bits with any other rows.
 #include "lora.h"
 
-#include "linear.h"
+#include "linear/linear.h"
 
 namespace {
 

@@ -2,7 +2,7 @@
 #pragma once
 #include "vec.h"
 
-// Values that Python passes for a dtype; packed formats follow behind (packed.h).
+// Values that Python passes for a dtype; packed formats follow behind (linear/formats.h).
 enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 #if defined(__AVX512BF16__)

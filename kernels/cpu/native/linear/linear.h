@@ -1,7 +1,7 @@
 // Matrix products inside other kernels.
 #pragma once
-#include "kernels.h"
-#include "numbers.h"
+#include "../kernels.h"
+#include "../numbers.h"
 
 // Outputs that a thread takes at a time.
 constexpr int64_t PANEL = WIDE ? 64 : 32;

@@ -1,7 +1,7 @@
 // Products of packed weights with activations in 8 bits.
 #pragma once
-#include "kernels.h"
-#include "numbers.h"
+#include "../kernels.h"
+#include "../numbers.h"
 
 // The bias of up to sixteen outputs from `first` on; not called without a bias.
 INLINE F32 load_bias(const tw_linear_args &args, int64_t first, int64_t count) {
@@ -11,9 +11,7 @@ INLINE F32 load_bias(const tw_linear_args &args, int64_t first, int64_t count) {
     });
 }
 
-// tw_linear for an integer kind of weights (packed.h). `x` holds rows of tw_quantize_rows.
+// tw_linear for an integer kind of weights (formats.h). `x` holds rows of tw_quantize_rows.
 void multiply_int8(const tw_linear_args &args, int64_t start, int64_t stop);
 // Contiguous rows of `kind` as tw_quantize_rows makes them, in scratch memory of this thread. Sets `stride`.
 const char *quantize_rows(const char *x, int64_t num_rows, int64_t depth, int64_t kind, int64_t *stride);
-// The blocks of the row in `lane` of an interleaved panel.
-void read_interleaved_row(char *blocks, const char *panel, int64_t kind, int64_t lane, int64_t num_groups);

@@ -1,0 +1,277 @@
+// Products of packed weights with activations in 8 bits (kernels/spec/packed_int8.py).
+//
+// Each group of 32 activations is rounded to int8 codes with one float32 scale. Sixteen outputs are multiplied together: their
+// weights lie side by side, so that an int32 lane adds up one output, and four activations are broadcast to all lanes. A
+// group's integer sum is exact; it is converted and added by one fused multiply-add, in the order of the groups. So the bits
+// do not depend on the instructions, the shape of a tile, or the number of rows.
+#include "int8_activations.h"
+
+#include "../parallel.h"
+#include "interleaved.h"
+
+namespace {
+
+typedef int8_t Int8Reg __attribute__((vector_size(4 * REG_LANES)));
+typedef int8_t NarrowReg __attribute__((vector_size(REG_LANES)));
+
+// Largest magnitudes up to this count as zero: 127 divided by them must be finite.
+constexpr float TINY = 1e-30f;
+// From so many rows on the CPU's own prefetchers are late, and memory is asked for so far ahead; with fewer they are faster alone.
+constexpr int ROWS_TO_PREFETCH = 8;
+constexpr int64_t AHEAD_BYTES = 2048;
+constexpr int TALLEST = WIDE ? 12 : 2;  // rows of a tile
+
+// A group of one row's activations, in a cache line. `terms` (scale * sum of codes, for weights with a minimum) and `minus_sums` (for
+// codes with an offset) are those of the first half, the second half, and all.
+struct ActivationGroup {
+    int8_t codes[GROUP];
+    float scale, terms[3];
+    int32_t minus_sums[3], unused;
+};
+
+// --- activations ------------------------------------------------------------------------------------------------------
+
+template <class Number>
+void quantize_group(ActivationGroup *group, const char *source) {
+    F32 x[2] = {Number::load(source), Number::load(source + Number::size * LANES)};
+    const F32 zero = splat(0.0f);
+    float most = max_lanes(maximum(maximum(x[0], zero - x[0]), maximum(x[1], zero - x[1])));
+    // Infinity minus itself is NaN too: such a group makes all outputs NaN.
+    const bool finite = mask_of(is_nan(x[0] - x[0]) | is_nan(x[1] - x[1])) == 0;
+    const float inverse = finite && most > TINY ? 127.0f / most : 0.0f;
+    group->scale = !finite ? __builtin_nanf("") : most > TINY ? most / 127.0f : 0.0f;
+    int32_t sums[3] = {};
+    for (int half = 0; half < 2; half++) {
+        F32 scaled = finite ? x[half] * splat(inverse) : zero;
+        I32 codes = bits_of(scaled + splat(ROUND_TO_INTEGER)) - bits_of(splat(ROUND_TO_INTEGER));
+        sums[half] = (int32_t)sum_lanes(to_float(codes));
+        for (int i = 0; i < REGS; i++) {
+            NarrowReg narrow = __builtin_convertvector(codes.reg[i], NarrowReg);
+            memcpy(group->codes + LANES * half + REG_LANES * i, &narrow, sizeof narrow);
+        }
+    }
+    sums[2] = sums[0] + sums[1];
+    for (int i = 0; i < 3; i++) group->terms[i] = group->scale * (float)sums[i], group->minus_sums[i] = -sums[i];
+}
+
+// --- integer sums -----------------------------------------------------------------------------------------------------
+
+// Four codes for each of a register's lanes: those `at` numbers behind `number` and the next, with a sign if the format has no offset.
+template <class Format>
+INLINE Int8Reg load_weights(TileSource source, unsigned number, unsigned at) {
+    UintReg codes = read_codes<Format, 0x01010101>(number, at, [&](unsigned place) { return source.word(place); });
+    if constexpr (Format::fifths_at > 0) codes |= (source.word(Format::fifths_at) >> ((number + at) / 4) & 0x01010101) << 4;
+    if constexpr (Format::table != nullptr) codes = look_up<Format>(codes);
+    return (Int8Reg)codes;
+}
+
+INLINE int32_t load_int(const void *source) {
+    int32_t value;
+    memcpy(&value, source, sizeof value);
+    return value;
+}
+INLINE IntReg broadcast(const void *source) { return IntReg{} + load_int(source); }
+
+// A sum begins with `start`, adds a word with `step` and is exact after `finish`. `minus_sum`: of the activations' codes.
+template <class Format>
+struct IntegerDot {
+    static constexpr bool has_sign = Format::Low::bits == 8 || Format::table != nullptr;
+    static constexpr int bits = Format::Low::bits + Format::High::bits + (Format::fifths_at > 0);
+    // What multiplication of codes adds to that of the codes less the offset.
+    static IntReg correction(const int32_t *minus_sum) {
+        if constexpr (Format::offset == 0) return IntReg{};
+        return broadcast(minus_sum) * Format::offset;
+    }
+#if defined(__AVX512VNNI__)
+    // The first factor has no sign, so weights with one get 128 added.
+    static IntReg start(const int32_t *minus_sum) {
+        if constexpr (has_sign) return broadcast(minus_sum) * 128;
+        return correction(minus_sum);
+    }
+    static Int8Reg load(TileSource source, unsigned number, unsigned at) {
+        Int8Reg weights = load_weights<Format>(source, number, at);
+        if constexpr (has_sign) return weights ^ (int8_t)0x80;
+        return weights;
+    }
+    static IntReg step(IntReg sum, Int8Reg weights, const void *activations) {
+        return (IntReg)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(load_int(activations)));
+    }
+    static IntReg finish(IntReg sum, const int32_t *) { return sum; }
+#elif defined(__x86_64__)
+    // Pairs of products are added in 16 bits. Eight pairs of four-bit codes stay below 2^15, so these are added on in 16 bits; one
+    // of longer codes does, if a sign is moved from the weights to the activations.
+    static constexpr bool stays_short = bits <= 4 && !has_sign;
+    static IntReg start(const int32_t *) { return IntReg{}; }
+    static Int8Reg load(TileSource source, unsigned number, unsigned at) { return load_weights<Format>(source, number, at); }
+    static IntReg step(IntReg sum, Int8Reg weights, const void *activations) {
+        IntReg codes = broadcast(activations);
+#if defined(__AVX512F__)
+        if constexpr (stays_short)
+            return (IntReg)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)weights, (__m512i)codes));
+        if constexpr (has_sign) {
+            __mmask64 negative = _mm512_movepi8_mask((__m512i)weights);
+            codes = (IntReg)_mm512_mask_sub_epi8((__m512i)codes, negative, _mm512_setzero_si512(), (__m512i)codes);
+            weights = (Int8Reg)_mm512_abs_epi8((__m512i)weights);
+        }
+        __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, (__m512i)codes);
+        return (IntReg)_mm512_add_epi32((__m512i)sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+#else
+        if constexpr (stays_short)
+            return (IntReg)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)weights, (__m256i)codes));
+        if constexpr (has_sign) {
+            codes = (IntReg)_mm256_sign_epi8((__m256i)codes, (__m256i)weights);
+            weights = (Int8Reg)_mm256_abs_epi8((__m256i)weights);
+        }
+        __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, (__m256i)codes);
+        return (IntReg)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#endif
+    }
+    static IntReg finish(IntReg sum, const int32_t *minus_sum) {
+        if constexpr (stays_short) {
+#if defined(__AVX512F__)
+            sum = (IntReg)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
+#else
+            sum = (IntReg)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
+#endif
+        }
+        return sum + correction(minus_sum);
+    }
+#else
+    static IntReg start(const int32_t *minus_sum) { return correction(minus_sum); }
+    static Int8Reg load(TileSource source, unsigned number, unsigned at) { return load_weights<Format>(source, number, at); }
+    static IntReg step(IntReg sum, Int8Reg weights, const void *activations) {
+        int8x16_t codes = vreinterpretq_s8_s32((int32x4_t)broadcast(activations));
+#if defined(__ARM_FEATURE_DOTPROD)
+        return (IntReg)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, codes);
+#else
+        int16x8_t low = vmull_s8(vget_low_s8((int8x16_t)weights), vget_low_s8(codes));
+        int16x8_t high = vmull_s8(vget_high_s8((int8x16_t)weights), vget_high_s8(codes));
+        return sum + (IntReg)vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
+#endif
+    }
+    static IntReg finish(IntReg sum, const int32_t *) { return sum; }
+#endif
+};
+
+// --- products ---------------------------------------------------------------------------------------------------------
+
+// Adds to `sums` the products with a part of a group: numbers from `number` on of the tile's blocks, the activations of `groups`.
+template <int ROWS, class Format>
+INLINE void add_part(FloatReg (&sums)[ROWS][REGS], const char *tile, const ActivationGroup *const *groups, unsigned number) {
+    using Dot = IntegerDot<Format>;
+    constexpr unsigned part_elems = GROUP / Format::num_parts;
+    const unsigned in_group = number % GROUP, half = Format::num_parts == 2 ? in_group / part_elems : 2;
+    IntReg dots[ROWS][REGS];
+    UNROLL for (int row = 0; row < ROWS; row++) UNROLL
+        for (int reg = 0; reg < REGS; reg++) dots[row][reg] = Dot::start(groups[row]->minus_sums + half);
+    UNROLL for (unsigned at = 0; at < part_elems; at += 4) UNROLL
+        for (int reg = 0; reg < REGS; reg++) {
+            Int8Reg weights = Dot::load(TileSource{tile, reg}, number + at / LANES * LANES, at % LANES);
+            UNROLL for (int row = 0; row < ROWS; row++)
+                dots[row][reg] = Dot::step(dots[row][reg], weights, groups[row]->codes + in_group + at);
+        }
+    UNROLL for (int reg = 0; reg < REGS; reg++) {
+        const TileSource source = {tile, reg};
+        const FloatReg scale = Format::scale(source, number / part_elems);
+        FloatReg minimum = {};
+        if constexpr (Format::has_minimum) minimum = Format::minimum(source, number / part_elems);
+        UNROLL for (int row = 0; row < ROWS; row++) {
+            const IntReg exact = Dot::finish(dots[row][reg], groups[row]->minus_sums + half);
+            FloatReg &sum = sums[row][reg];
+            sum = fma_reg(__builtin_convertvector(exact, FloatReg), scale * splat_reg(groups[row]->scale), sum);
+            if constexpr (Format::has_minimum) sum = fma_reg(minimum, splat_reg(groups[row]->terms[half]), sum);
+        }
+    }
+}
+
+// out (ROWS, 16) = activations (ROWS, groups) @ panel^T.
+template <int ROWS, class Format>
+__attribute__((noinline)) void multiply_tile(float *out, const char *x, int64_t x_stride, const char *tile,
+                                             int64_t num_groups) {
+    constexpr int64_t tile_bytes = LANES * Format::num_bytes;
+    FloatReg sums[ROWS][REGS] = {};
+    // The CPU's prefetchers lose the track of superblocks, whose fields are far apart.
+    constexpr bool prefetches = ROWS >= ROWS_TO_PREFETCH || Format::num_groups > 1;
+    const char *ahead = tile + (Format::num_groups > 1 ? 2 * tile_bytes : AHEAD_BYTES);
+    for (int64_t at = 0; at < num_groups; tile += tile_bytes) {
+        for (unsigned group = 0; group < Format::num_groups; group++, at++, ahead += tile_bytes / Format::num_groups) {
+            if constexpr (prefetches) UNROLL
+                for (int line = 0; line < tile_bytes / Format::num_groups; line += 64) prefetch(ahead + line);
+            const ActivationGroup *groups[ROWS];
+            UNROLL for (int row = 0; row < ROWS; row++)
+                groups[row] = (const ActivationGroup *)(x + x_stride * row) + at;
+            add_part<ROWS, Format>(sums, tile, groups, GROUP * group);
+            if constexpr (Format::num_parts == 2) add_part<ROWS, Format>(sums, tile, groups, GROUP * group + GROUP / 2);
+        }
+    }
+    memcpy(out, sums, sizeof sums);
+}
+
+template <class Format>
+int64_t multiply_rows(float *out, const char *x, int64_t x_stride, int64_t rows, const char *panel, int64_t num_groups) {
+    if (WIDE && rows >= 12) return multiply_tile<WIDE ? 12 : 1, Format>(out, x, x_stride, panel, num_groups), 12;
+    if (WIDE && rows >= 8) return multiply_tile<WIDE ? 8 : 1, Format>(out, x, x_stride, panel, num_groups), 8;
+    if (WIDE && rows >= 4) return multiply_tile<WIDE ? 4 : 1, Format>(out, x, x_stride, panel, num_groups), 4;
+    if (rows >= 2) return multiply_tile<2, Format>(out, x, x_stride, panel, num_groups), 2;
+    return multiply_tile<1, Format>(out, x, x_stride, panel, num_groups), 1;
+}
+
+template <class Format>
+void multiply_panel(const tw_linear_args &args, int64_t first, int64_t num_outputs) {
+    const int64_t num_groups = args.num_inputs / GROUP, num_blocks = num_groups / Format::num_groups;
+    const char *panel = (const char *)args.weight + args.weight_stride * first;
+    if (!is_interleaved(args.weight_kind) || num_outputs < LANES) {
+        char *scratch = (char *)thread_scratch(WIDENED_WEIGHTS, LANES * Format::num_bytes * num_blocks / 4 + 1);
+        interleave_rows<Format>(scratch, panel, args.weight_stride, num_outputs, num_blocks);
+        panel = scratch;
+    }
+    const F32 bias = args.bias ? load_bias(args, first, num_outputs) : splat(0.0f);
+    int64_t step;
+    for (int64_t token = 0; token < args.num_tokens; token += step) {
+        alignas(64) float sums[TALLEST * LANES];
+        const char *x = (const char *)args.x + args.x_stride * token;
+        step = multiply_rows<Format>(sums, x, args.x_stride, args.num_tokens - token, panel, num_groups);
+        with_kind(args.kind, [&](auto number) {
+            using Number = decltype(number);
+            for (int64_t row = 0; row < step; row++) {
+                F32 value = load(sums + LANES * row);
+                if (args.bias) value = value + bias;
+                char *out = (char *)args.out + Number::size * ((token + row) * args.num_outputs + first);
+                store_numbers<Number>(out, value, num_outputs);
+            }
+        });
+    }
+}
+
+}  // namespace
+
+void tw_quantize_rows(const void *quantize_args, int64_t start, int64_t stop) {
+    const tw_quantize_args &args = *(const tw_quantize_args *)quantize_args;
+    with_kind(args.kind, [&](auto number) {
+        using Number = decltype(number);
+        for (int64_t row = start; row < stop; row++) {
+            const char *source = (const char *)args.x + args.x_stride * row;
+            ActivationGroup *groups = (ActivationGroup *)args.out + args.num_groups * row;
+            for (int64_t group = 0; group < args.num_groups; group++)
+                quantize_group<Number>(groups + group, source + Number::size * GROUP * group);
+        }
+    });
+}
+
+int64_t tw_activation_group_bytes(void) { return sizeof(ActivationGroup); }
+
+const char *quantize_rows(const char *x, int64_t num_rows, int64_t depth, int64_t kind, int64_t *stride) {
+    const int64_t groups = depth / GROUP;
+    *stride = sizeof(ActivationGroup) * groups;
+    char *rows = (char *)thread_scratch(PREPARED_ROWS, *stride * num_rows / 4);
+    tw_quantize_args args = {(address)rows, (address)x, depth * size_of(kind), kind, groups};
+    tw_quantize_rows(&args, 0, num_rows);
+    return rows;
+}
+
+void multiply_int8(const tw_linear_args &args, int64_t start, int64_t stop) {
+    with_packed(args.weight_kind, [&](auto format) {
+        for (int64_t first = start; first < stop; first += LANES)
+            multiply_panel<decltype(format)>(args, first, stop - first < LANES ? stop - first : LANES);
+    });
+}

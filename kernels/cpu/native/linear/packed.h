@@ -1,0 +1,193 @@
+// Numbers of packed blocks as float32, or as bfloat16 in pairs.
+//
+// They are made by the same instructions wherever they are used, so a product has the same bits whether its weights are unpacked
+// before or on the way.
+#pragma once
+#include "formats.h"
+
+// The fields of a block as numbers.
+struct BlockSource {
+    const char *block;
+
+    uint32_t byte(int at) const { return (uint8_t)block[at]; }
+    float half(int at) const {
+#if defined(__x86_64__)
+        // As an integer: a float16 alone goes through a register with a false dependency.
+        return _mm_cvtph_ps(_mm_cvtsi32_si128((int32_t)load_bits(block + at, 2)))[0];
+#else
+        __fp16 value;
+        memcpy(&value, block + at, sizeof value);
+        return (float)value;
+#endif
+    }
+    static float float_of_bits(uint32_t bits) { return float_of(bits); }
+};
+
+// Scales and minima of all parts of a block.
+template <class Format>
+struct Scales {
+    alignas(64) float scales[LANES], minima[LANES];
+
+    explicit Scales(const char *block) {
+        const BlockSource source = {block};
+        if constexpr (Format::num_groups == 1) {
+            scales[0] = Format::scale(source, 0);
+            if constexpr (Format::has_minimum) minima[0] = Format::minimum(source, 0);
+        } else {
+            I32 scale, minimum;
+            Format::integers(block, scale, minimum);
+            store(scales, to_float(scale) * splat(source.half(Format::floats_at)));
+            if constexpr (Format::has_minimum) store(minima, to_float(minimum) * splat(-source.half(Format::floats_at + 2)));
+        }
+    }
+};
+
+// Codes of a group, a byte each.
+typedef uint8_t Codes __attribute__((vector_size(GROUP)));
+typedef uint16_t CodePairs __attribute__((vector_size(GROUP)));  // for shifts: no CPU shifts bytes
+
+constexpr uint64_t EIGHT_BITS = 0x8040201008040201, FIFTH_BITS[] = {EIGHT_BITS, EIGHT_BITS, EIGHT_BITS, EIGHT_BITS};
+
+// A plane's codes of a group, `up` bits further up.
+template <class P>
+INLINE Codes plane_codes(const char *block, unsigned group, int up) {
+    CodePairs stored;
+    const int shift = P::shift(GROUP * group);
+    const uint8_t mask = ((1 << P::bits) - 1) << up;
+    if constexpr (P::in_run == GROUP && P::bits == 4) {  // the second half is in the same bytes
+#if defined(__x86_64__)
+        const __m128i bytes = _mm_loadu_si128((const __m128i *)(block + P::place(GROUP * group)));
+        stored = (CodePairs)_mm256_inserti128_si256(_mm256_castsi128_si256(bytes), _mm_srli_epi16(bytes, 4), 1);
+#else
+        for (int half = 0; half < 2; half++) memcpy((char *)&stored + LANES * half, block + P::place(GROUP * group), LANES);
+        for (int i = GROUP / 4; i < GROUP / 2; i++) stored[i] >>= 4;
+#endif
+        return (Codes)stored & mask;
+    }
+    memcpy(&stored, block + P::place(GROUP * group), GROUP);
+    if constexpr (P::bits == 8) return (Codes)stored;
+    return (Codes)(shift > up ? stored >> (shift - up) : stored << (up - shift)) & mask;
+}
+template <class Format>
+INLINE Codes group_codes(const char *block, unsigned group) {
+    Codes codes = plane_codes<typename Format::Low>(block, group, 0);
+    if constexpr (Format::High::bits > 0) codes |= plane_codes<typename Format::High>(block, group, Format::Low::bits);
+    if constexpr (Format::fifths_at > 0) {
+        const uint32_t fifths = load_bits(block + Format::fifths_at, 4);
+#if defined(__AVX512F__)
+        codes = (Codes)_mm256_mask_add_epi8((__m256i)codes, fifths, (__m256i)codes, _mm256_set1_epi8(16));
+#else
+        Codes bits, spread;  // each byte of the fifth bits eight times
+        memcpy(&bits, FIFTH_BITS, sizeof bits);
+#if defined(__AVX2__)
+        const __m256i bytes = _mm256_setr_epi64x(0, EACH_BYTE, 2 * EACH_BYTE, 3 * EACH_BYTE);
+        spread = (Codes)_mm256_shuffle_epi8(_mm256_set1_epi32((int32_t)fifths), bytes);
+#else
+        for (int i = 0; i < GROUP; i++) spread[i] = fifths >> i / 8 * 8;
+#endif
+        codes |= (Codes)((spread & bits) == bits) & 16;
+#endif
+    }
+    return codes;
+}
+
+// REG_LANES bytes as lanes, with a sign or below 128.
+INLINE IntReg load_bytes(const char *bytes) {
+#if defined(__AVX512F__)
+    return (IntReg)_mm512_maskz_cvtepi8_epi32(0xFFFF, _mm_loadu_si128((const __m128i *)bytes));
+#elif defined(__AVX2__)
+    return (IntReg)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)bytes));
+#else
+    IntReg lanes;
+    for (int lane = 0; lane < REG_LANES; lane++) lanes[lane] = (int8_t)bytes[lane];
+    return lanes;
+#endif
+}
+// The codes of a register, `at` codes from the start.
+INLINE IntReg code_lanes(Codes codes, int at) {
+#if defined(__x86_64__)
+    const __m256i all = (__m256i)codes;
+    const __m128i half = at < LANES ? _mm256_castsi256_si128(all) : _mm256_extracti128_si256(all, 1);
+#if defined(__AVX512F__)
+    return (IntReg)_mm512_maskz_cvtepi8_epi32(0xFFFF, half);
+#else
+    return (IntReg)_mm256_cvtepi8_epi32(at % LANES ? _mm_srli_si128(half, 8) : half);
+#endif
+#else
+    return load_bytes((const char *)&codes + at);
+#endif
+}
+
+// Calls `work(at, numbers)` for each register of a group, `at` numbers from its start.
+template <class Format, class Work>
+INLINE void with_group(const char *block, const Scales<Format> &scales, unsigned group, Work work) {
+    using Low = typename Format::Low;
+    auto scaled = [&](int at, IntReg integers) {
+        const int part = (GROUP * group + at) / (GROUP / Format::num_parts);
+        const FloatReg numbers = __builtin_convertvector(integers, FloatReg), scale = splat_reg(scales.scales[part]);
+        if constexpr (Format::has_minimum)
+            work(at, fma_reg(numbers, scale, splat_reg(scales.minima[part])));
+        else
+            work(at, numbers * scale);
+    };
+    const char *stored = block + Low::place(GROUP * group);
+    if constexpr (Low::bits == 8) {
+        UNROLL for (int at = 0; at < GROUP; at += REG_LANES)
+            scaled(at, load_bytes(stored + at));
+    } else if constexpr (!WIDE && Low::in_run == GROUP && !Format::fifths_at && Format::table == nullptr) {
+        // On narrow registers it is cheaper to widen both halves together.
+        UNROLL for (int at = 0; at < LANES; at += REG_LANES) {
+            const IntReg both = load_bytes(stored + at);
+            scaled(at, (both & 15) - Format::offset), scaled(LANES + at, (both >> 4 & 15) - Format::offset);
+        }
+    } else {
+        Codes codes = group_codes<Format>(block, group);
+        if constexpr (Format::table != nullptr) codes = look_up<Format>(codes);
+        codes -= Format::offset;
+        UNROLL for (int at = 0; at < GROUP; at += REG_LANES)
+            scaled(at, code_lanes(codes, at));
+    }
+}
+
+#if defined(__AVX512BF16__)
+// The 32 numbers of a group rounded to bfloat16, in order.
+template <class Format>
+INLINE __m512i group_pairs(const char *block, const Scales<Format> &scales, unsigned group) {
+    constexpr int bits = Format::Low::bits + Format::High::bits + (Format::fifths_at > 0);
+    FloatReg numbers[2];
+    if constexpr (Format::num_parts == 1 && bits <= 5) {
+        // All numbers of such codes are computed once, then looked up: the lookup takes five bits.
+        UNROLL for (int upper = 0; upper < 2; upper++) {
+            UintReg codes = (UintReg)lane_numbers().reg[0] + (bits == 5 ? 16 * upper : 0);
+            if constexpr (Format::table != nullptr) codes = (UintReg)((IntReg)(look_up<Format>(codes) << 24) >> 24);
+            numbers[upper] = __builtin_convertvector((IntReg)codes - Format::offset, FloatReg);
+            if constexpr (Format::has_minimum)
+                numbers[upper] = fma_reg(numbers[upper], splat_reg(scales.scales[group]), splat_reg(scales.minima[group]));
+            else
+                numbers[upper] = numbers[upper] * splat_reg(scales.scales[group]);
+        }
+        const __m512i table = (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
+        return _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16((__m256i)group_codes<Format>(block, group)), table);
+    }
+    with_group(block, scales, group, [&](int at, FloatReg those) { numbers[at / LANES] = those; });
+    return (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
+}
+#endif
+
+// Groups that follow each other, whole blocks of them, as float32, or as bfloat16 if `PAIR`.
+template <class Format, bool PAIR>
+INLINE void unpack_groups(char *target, const char *source, int64_t num_groups) {
+    for (; num_groups > 0; num_groups -= Format::num_groups, source += Format::num_bytes) {
+        const Scales<Format> scales(source);
+        if constexpr (PAIR) {
+#if defined(__AVX512BF16__)
+            for (unsigned group = 0; group < Format::num_groups; group++, target += 2 * GROUP)
+                _mm512_storeu_si512(target, group_pairs(source, scales, group));
+#endif
+        } else {
+            for (unsigned group = 0; group < Format::num_groups; group++, target += 4 * GROUP)
+                with_group(source, scales, group,
+                           [&](int at, FloatReg numbers) { memcpy(target + 4 * at, &numbers, sizeof numbers); });
+        }
+    }
+}

@@ -1,0 +1,156 @@
+// Tiles of a matrix product: cells of a few rows and columns that stay in registers, and the products of their lanes.
+#pragma once
+#include "../numbers.h"
+
+namespace {
+
+constexpr int LINE_BYTES = 64;
+
+// --- products of a step of REG_LANES lanes ----------------------------------------------------------------------------
+
+// float32 inputs with weights of Number, widened: one number a lane.
+template <class Number>
+struct SingleDot {
+    static constexpr int64_t width = LANES, a_bytes = 4, b_bytes = Number::size;
+    static FloatReg load_a(const char *source) {
+        FloatReg value;
+        memcpy(&value, source, sizeof value);
+        return value;
+    }
+    static FloatReg load_b(const char *source) {
+        if constexpr (Number::kind == FLOAT32) return load_a(source);
+#if defined(__AVX512F__)
+        __m256i half = _mm256_loadu_si256((const __m256i *)source);
+        if constexpr (Number::kind == FLOAT16) return (FloatReg)_mm512_cvtph_ps(half);
+        return (FloatReg)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+#elif defined(__AVX2__)
+        __m128i half = _mm_loadu_si128((const __m128i *)source);
+        if constexpr (Number::kind == FLOAT16) return (FloatReg)_mm256_cvtph_ps(half);
+        return (FloatReg)_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
+#else
+        if constexpr (Number::kind == FLOAT16) return (FloatReg)vcvt_f32_f16(vld1_f16((const float16_t *)source));
+        return (FloatReg)vshll_n_u16(vld1_u16((const uint16_t *)source), 16);
+#endif
+    }
+    static FloatReg step(FloatReg a, FloatReg b, FloatReg sum) { return fma_reg(a, b, sum); }
+};
+
+#if defined(__AVX512BF16__)
+// bfloat16 inputs and weights: two numbers a lane.
+struct PairDot {
+    static constexpr int64_t width = 2 * LANES, a_bytes = 2, b_bytes = 2;
+    static FloatReg load_a(const char *source) { return SingleDot<Float32>::load_a(source); }
+    static FloatReg load_b(const char *source) { return SingleDot<Float32>::load_a(source); }
+    static FloatReg step(FloatReg a, FloatReg b, FloatReg sum) {
+        return (FloatReg)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+    }
+};
+#endif
+
+// --- sums over lanes ------------------------------------------------------------------------------------------------
+
+#define SHUFFLE __builtin_shufflevector
+// Registers whose lanes are sums of two lanes of a (first half) and of b (second half).
+template <int HALF>
+INLINE FloatReg add_halves(FloatReg a, FloatReg b) {
+#if defined(__AVX512F__)
+    if constexpr (HALF == 8)
+        return SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    if constexpr (HALF == 4)
+        return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+               SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    if constexpr (HALF == 2)
+        return SHUFFLE(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+               SHUFFLE(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+    return SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#elif defined(__AVX2__)
+    if constexpr (HALF == 4) return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+    if constexpr (HALF == 2) return SHUFFLE(a, b, 0, 1, 4, 5, 8, 9, 12, 13) + SHUFFLE(a, b, 2, 3, 6, 7, 10, 11, 14, 15);
+    return SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14) + SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+#else
+    if constexpr (HALF == 2) return SHUFFLE(a, b, 0, 1, 4, 5) + SHUFFLE(a, b, 2, 3, 6, 7);
+    return SHUFFLE(a, b, 0, 2, 4, 6) + SHUFFLE(a, b, 1, 3, 5, 7);
+#endif
+}
+
+template <int COUNT, int HALF>
+INLINE void fold_registers(FloatReg *values) {
+    if constexpr (HALF > 0) {
+        constexpr int LEFT = COUNT > 1 ? COUNT / 2 : 1;
+        UNROLL for (int i = 0; i < LEFT; i++)
+            values[i] = add_halves<HALF>(values[2 * i], values[COUNT > 1 ? 2 * i + 1 : 0]);
+        fold_registers<LEFT, HALF / 2>(values);
+    }
+}
+
+// out[i] = the sum over the lanes of cell i, each in the same tree: lanes 8 apart, then 4, 2, 1.
+template <int CELLS>
+INLINE void sum_cells(const FloatReg (*cells)[REGS], float *out) {
+    UNROLL for (int first = 0; first < CELLS; first += REG_LANES) {
+        constexpr int COUNT = CELLS > REG_LANES ? REG_LANES : CELLS > 8 ? 16 : CELLS > 4 ? 8 : CELLS > 2 ? 4 : CELLS;
+        FloatReg values[COUNT];
+        UNROLL for (int i = 0; i < COUNT; i++) {
+            const FloatReg *cell = cells[first + i < CELLS ? first + i : first];
+            if constexpr (REGS == 4)
+                values[i] = (cell[0] + cell[2]) + (cell[1] + cell[3]);
+            else if constexpr (REGS == 2)
+                values[i] = cell[0] + cell[1];
+            else
+                values[i] = cell[0];
+        }
+        fold_registers<COUNT, REG_LANES / 2>(values);
+        memcpy(out + first, &values[0], 4 * (CELLS - first < REG_LANES ? CELLS - first : REG_LANES));
+    }
+}
+
+// --- tiles ----------------------------------------------------------------------------------------------------------
+
+// c (ROWS, COLS) = a (ROWS, depth) @ b (COLS, depth)^T, all strides in bytes. Asks for the rows of b that come AHEAD tiles
+// later, into the cache of LEVEL.
+template <int ROWS, int COLS, class Dot, int AHEAD, int LEVEL>
+__attribute__((noinline)) void multiply_tile(char *c, int64_t c_stride, const char *a, int64_t a_stride, const char *b,
+                                             int64_t b_stride, int64_t depth) {
+    FloatReg sums[ROWS * COLS][REGS] = {};
+    constexpr int64_t part = Dot::width / REGS;  // inputs of a register
+    constexpr int lines = COLS * Dot::width * Dot::b_bytes / LINE_BYTES;
+    const char *ahead = b + b_stride * (AHEAD * COLS);
+    const int64_t rest = depth % Dot::width, whole = depth - rest;
+    for (int64_t at = 0; at < whole; at += Dot::width) {
+        if constexpr (AHEAD > 0) UNROLL
+            for (int line = 0; line < lines; line++) prefetch<LEVEL>(ahead + COLS * Dot::b_bytes * at + LINE_BYTES * line);
+        UNROLL for (int reg = 0; reg < REGS; reg++) {
+            FloatReg inputs[ROWS];
+            UNROLL for (int row = 0; row < ROWS; row++)
+                inputs[row] = Dot::load_a(a + a_stride * row + Dot::a_bytes * (at + part * reg));
+            UNROLL for (int column = 0; column < COLS; column++) {
+                FloatReg weights = Dot::load_b(b + b_stride * column + Dot::b_bytes * (at + part * reg));
+                UNROLL for (int row = 0; row < ROWS; row++) {
+                    FloatReg &sum = sums[row * COLS + column][reg];
+                    sum = Dot::step(inputs[row], weights, sum);
+                }
+            }
+        }
+    }
+    if (rest) {
+        char a_rest[ROWS][Dot::width * Dot::a_bytes] = {}, b_rest[COLS][Dot::width * Dot::b_bytes] = {};
+        UNROLL for (int row = 0; row < ROWS; row++)
+            memcpy(a_rest[row], a + a_stride * row + Dot::a_bytes * whole, Dot::a_bytes * rest);
+        UNROLL for (int column = 0; column < COLS; column++)
+            memcpy(b_rest[column], b + b_stride * column + Dot::b_bytes * whole, Dot::b_bytes * rest);
+        UNROLL for (int reg = 0; reg < REGS; reg++) UNROLL
+            for (int row = 0; row < ROWS; row++) UNROLL
+                for (int column = 0; column < COLS; column++) {
+                    FloatReg &sum = sums[row * COLS + column][reg];
+                    sum = Dot::step(Dot::load_a(a_rest[row] + Dot::a_bytes * part * reg),
+                                    Dot::load_b(b_rest[column] + Dot::b_bytes * part * reg), sum);
+                }
+    }
+    float out[ROWS * COLS];
+    sum_cells<ROWS * COLS>(sums, out);
+    UNROLL for (int row = 0; row < ROWS; row++)
+        memcpy(c + c_stride * row, out + COLS * row, 4 * COLS);
+}
+
+}  // namespace
