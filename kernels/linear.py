@@ -16,7 +16,7 @@ from tightwire.kernels.cpu.linear_widened import (
 )
 from tightwire.kernels.packed import dequantize
 from tightwire.kernels.spec.layer_ops import linear_reference
-from tightwire.kernels.spec.packed import Matrix, PackedMatrix
+from tightwire.kernels.spec.packed import Matrix, PackedMatrix, StackedMatrix, Weight
 
 # Numbers of packed weights that are unpacked at a time for torch's product: little memory next to a model.
 _UNPACKED_ELEMS = 1 << 22
@@ -24,7 +24,7 @@ _UNPACKED_ELEMS = 1 << 22
 
 def linear(
     x_TD: Tensor,
-    weight_OD: Matrix,
+    weight_OD: Weight,
     bias_O: Tensor | None = None,
     *,
     num_decode_rows: int | None = None,
@@ -49,6 +49,12 @@ def linear(
     Raises:
         ValueError: on CPU, shapes or dtypes that do not match, or rows that are not contiguous.
     """
+    if isinstance(weight_OD, StackedMatrix):
+        sizes = [part.shape[0] for part in weight_OD.parts]
+        biases = [None] * len(sizes) if bias_O is None else bias_O.split(sizes)
+        each = zip(weight_OD.parts, biases, strict=True)
+        products = [linear(x_TD, *part, num_decode_rows=num_decode_rows, out_dtype=out_dtype) for part in each]
+        return torch.cat(products, 1)
     on_cpu = x_TD.device.type == "cpu"
     if not on_cpu and isinstance(weight_OD, Tensor):
         return _torch_product(x_TD, weight_OD, bias_O, out_dtype or x_TD.dtype)

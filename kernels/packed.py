@@ -7,13 +7,15 @@ from torch import Tensor
 from tightwire.kernels.cpu.library import available
 from tightwire.kernels.cpu.linear import interleave_cpu, unpack_cpu
 from tightwire.kernels.cpu.run import NUMBER_KIND
-from tightwire.kernels.spec.packed import Matrix, PackedMatrix, dequantize_reference
+from tightwire.kernels.spec.packed import Matrix, PackedMatrix, StackedMatrix, Weight, dequantize_reference
 
 
-def dequantize(matrix: Matrix, dtype: torch.dtype) -> Tensor:
+def dequantize(matrix: Weight, dtype: torch.dtype) -> Tensor:
     """``dequantize_reference``, to the bit but for a NaN's; of a plain matrix, the conversion."""
     if isinstance(matrix, Tensor):
         return matrix.to(dtype)
+    if isinstance(matrix, StackedMatrix):
+        return torch.cat([dequantize(part, dtype) for part in matrix.parts])
     if matrix.device.type != "cpu" or dtype not in NUMBER_KIND or not available():
         return dequantize_reference(matrix, dtype)
     return unpack_cpu(matrix, dtype)
@@ -31,6 +33,10 @@ def embedding(token_ids_T: Tensor, table_VD: Matrix, dtype: torch.dtype) -> Tens
     return F.embedding(token_ids_T, table_VD).to(dtype)
 
 
-def interleave(matrix: PackedMatrix) -> PackedMatrix:
-    """The same matrix with its rows interleaved in place, if it is on a CPU with compiled kernels; else as it is."""
+def interleave(matrix: Weight) -> Weight:
+    """The same matrix: interleaved in place if it is for activations in 8 bits, on a CPU with compiled kernels; else as it is."""
+    if isinstance(matrix, StackedMatrix):
+        return StackedMatrix(tuple(part for part in map(interleave, matrix.parts) if isinstance(part, PackedMatrix)))
+    if isinstance(matrix, Tensor) or not matrix.format.int8_activations:
+        return matrix
     return interleave_cpu(matrix) if matrix.device.type == "cpu" and available() else matrix

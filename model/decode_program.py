@@ -13,11 +13,11 @@ from torch import Tensor
 from tightwire.comm.protocols import KernelSums
 from tightwire.kernels.cpu.attention import LOG2_E, Tiles, cut_into_tiles
 from tightwire.kernels.cpu.library import ffi, lib, struct
-from tightwire.kernels.cpu.linear import matrix_integers, useful_threads
+from tightwire.kernels.cpu.linear import useful_threads, weight_parts
 from tightwire.kernels.cpu.lora import native_site
 from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_items
 from tightwire.kernels.spec.lora import AdapterRows
-from tightwire.kernels.spec.packed import Matrix
+from tightwire.kernels.spec.packed import Weight
 from tightwire.model.adapters.product import SITES, AdapterProducts
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -237,9 +237,10 @@ def _part_sizes(config: LlamaConfig, shard: Shard) -> list[int]:
     return [config.hidden_size * (2 * heads + 2 * kv_heads) * config.head_dim, config.hidden_size * 3 * mlp_size]
 
 
-def _matrix(weight_OD: Matrix, bias_O: Tensor | None) -> tuple[int, int, int, int]:
+def _matrix(weight_OD: Weight, bias_O: Tensor | None) -> tuple[list[tuple[int, int, int, int]], int, int]:
     """The fields of ``tw_matrix``."""
-    return *matrix_integers(weight_OD), 0 if bias_O is None else bias_O.data_ptr()
+    parts = weight_parts(weight_OD)
+    return parts, len(parts), 0 if bias_O is None else bias_O.data_ptr()
 
 
 def _check_rows(what: str, rows_TD: Tensor, like_TD: Tensor) -> None:

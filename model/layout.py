@@ -14,7 +14,7 @@ from tightwire.kernels.spec.attention import HeadGroups
 from tightwire.model.checkpoint.config import LlamaConfig, check_ranks
 
 # MLP columns are split in multiples of this: 32 packed weights share a scale, and 32 numbers of 16 bits fill a cache
-# line. Plain weights are cut in the same places, so the split does not depend on the formats.
+# line. Plain weights are cut in the same places; superblocks of 256 numbers need larger units.
 _COLUMN_UNIT = 32
 _VOCAB_UNIT = 16
 
@@ -59,16 +59,23 @@ class Layout:
         return max(len(shard.vocab_rows) for shard in self.shards)
 
 
-def make_layout(config: LlamaConfig, world_size: int, shares: Sequence[float] | None = None) -> Layout:
+def make_layout(
+    config: LlamaConfig,
+    world_size: int,
+    shares: Sequence[float] | None = None,
+    *,
+    units: tuple[int, int] = (_COLUMN_UNIT, _COLUMN_UNIT),
+) -> Layout:
     """Split ``config`` over ``world_size`` ranks in proportion to ``shares`` (default: equal).
 
+    ``units``: attention outputs and MLP columns that should stay together (``WeightFormats.column_units``).
     Raises ValueError: more ranks than query heads, MLP columns or vocabulary rows, or not one positive share per rank.
     """
     shares = _normalized(config, world_size, shares)
-    heads = _split_heads(config, shares)
+    heads = _split_heads(config, shares, units[0])
     if config.mlp_size < world_size:
         raise ValueError(f"cannot split {config.mlp_size} MLP columns over {world_size} ranks")
-    columns = _ranges(_apportion(config.mlp_size, shares, unit=_COLUMN_UNIT, at_least=1))
+    columns = _ranges(_apportion(config.mlp_size, shares, unit=units[1], at_least=1))
     if config.vocab_size < world_size:
         raise ValueError(f"cannot split {config.vocab_size} vocabulary rows over {world_size} ranks")
     rows = _ranges(_apportion(config.vocab_size, shares, unit=_VOCAB_UNIT, at_least=1))
@@ -89,7 +96,7 @@ def _normalized(config: LlamaConfig, world_size: int, shares: Sequence[float] | 
     return [share / sum(shares) for share in shares]
 
 
-def _split_heads(config: LlamaConfig, shares: list[float]) -> list[tuple[range, range]]:
+def _split_heads(config: LlamaConfig, shares: list[float], unit: int) -> list[tuple[range, range]]:
     """Return each rank's query heads and KV heads, both contiguous and in rank order.
 
     No rank gets more KV heads than in a split by whole groups, because the rank with the most limits the cache length.
@@ -99,11 +106,11 @@ def _split_heads(config: LlamaConfig, shares: list[float]) -> list[tuple[range, 
     heads = range(config.num_heads + 1)
     whole = [head for head in heads if head % config.heads_per_kv_head == 0]
     # Prefer cuts that packed columns allow, unless whole groups are faster. Plain weights are cut in the same places.
-    aligned = [head for head in heads if head * config.head_dim % _COLUMN_UNIT == 0 or head in (0, config.num_heads)]
+    aligned = [head for head in heads if head * config.head_dim % unit == 0 or head in (0, config.num_heads)]
     least_whole = _HeadCuts(config, shares, whole).least_cost
     for places in (aligned, sorted({*aligned, *whole}), heads):
         cuts = _HeadCuts(config, shares, places)
-        if cuts.least_cost < math.inf and cuts.least_cost <= least_whole:
+        if cuts.least_cost < math.inf and (cuts.least_cost <= least_whole or unit > _COLUMN_UNIT):
             return cuts.best()
     raise AssertionError("heads can always be cut, in whole groups or each group among some ranks")
 

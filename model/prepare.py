@@ -23,9 +23,9 @@ from tightwire.model.checkpoint.errors import ModelError, PrepareError
 from tightwire.model.checkpoint.hf_config import config_to_hf
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.checkpoint.whole_folder import whole_folder
-from tightwire.model.layout import Layout, make_layout
+from tightwire.model.layout import Layout
 from tightwire.model.open import Checkpoint
-from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats
+from tightwire.model.weights.formats import WeightFormats, choose_formats, split_model
 from tightwire.model.weights.load import CheckpointStore
 from tightwire.model.weights.packed_layer import PackedModel, pack_model
 from tightwire.model.weights.prepared.blob_file import (
@@ -123,9 +123,8 @@ def read_back(folder: Path, manifest: Manifest, progress: Progress) -> list[str]
 
 def _plan(checkpoint: Checkpoint, options: PrepareOptions) -> _Job:
     config, reader, codec = checkpoint.config, checkpoint.reader(), parse_codec(options.codec)
-    layout = make_layout(config, options.tp, options.shares)
     formats = choose_formats(reader, config, options.quantization)
-    check_split(layout, config, formats)
+    layout = split_model(config, formats, options.tp, options.shares)
     dtype: torch.dtype = getattr(torch, options.dtype)
     ranks = tuple(pack_model(config, shard, formats, dtype, codec) for shard in layout.shards)
     check_codec(options.codec, ranks[0].stored, formats)

@@ -10,10 +10,9 @@ from msgspec import Struct
 
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.tensors import EMBEDDING, HEAD, expected_tensors
-from tightwire.model.layout import make_layout
 from tightwire.model.open import formats_of, open_checkpoint
 from tightwire.model.weights import EVERYTHING_RESIDENT
-from tightwire.model.weights.formats import WeightFormats, check_split
+from tightwire.model.weights.formats import WeightFormats, split_model
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import EngineOptions, ServeConfig
 from tightwire.server.plan.devices import num_cores
@@ -107,8 +106,7 @@ def _rank_memory(
     config: LlamaConfig, formats: WeightFormats, tp: int, dtype: str, device: str, context: int
 ) -> RankMemory:
     try:
-        layout = make_layout(config, tp)
-        check_split(layout, config, formats)
+        layout = split_model(config, formats, tp)
     except ValueError as error:
         return RankMemory(tp, problem=str(error))
     inputs = MemoryInputs(

@@ -20,13 +20,12 @@ from tightwire.kernels.layer_ops import rms_norm
 from tightwire.kernels.packed import dequantize
 from tightwire.model.cache.kv_cache import KVCache
 from tightwire.model.layers import norm_form
-from tightwire.model.layout import make_layout
 from tightwire.model.llama import Llama
 from tightwire.model.open import Checkpoint
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.step import Batch
 from tightwire.model.weights import EVERYTHING_RESIDENT, LEAST_STREAMED, WeightPlan
-from tightwire.model.weights.formats import WeightFormats
+from tightwire.model.weights.formats import WeightFormats, split_model
 from tightwire.model.weights.load import CheckpointStore, load_weights
 from tightwire.model.weights.source import WeightSource
 
@@ -71,7 +70,7 @@ class ThreadRanks:
         self.world_size, self.num_layers = world_size, checkpoint.config.num_layers
         self._checkpoint, self._config, self._max_tokens = checkpoint, checkpoint.config, max_tokens
         self._dtype, self._device, self._formats = dtype, torch.device("cpu"), formats or WeightFormats()
-        self._layout = make_layout(checkpoint.config, world_size)
+        self._layout = split_model(checkpoint.config, self._formats, world_size)
         self._blocks_each = -(-max_tokens // _BLOCK_SIZE)
         self._groups = in_process_groups(world_size, timeout_s=_TIMEOUT_S)
         self._pool = ThreadPoolExecutor(world_size, "rank", initializer=torch.set_num_threads, initargs=(1,))

@@ -32,11 +32,10 @@ from tightwire.comm.policy.rules import (
     read_policy_file,
 )
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.text.prose import ENGLISH_NAME, english_text
 from tightwire.model.text.tokenizer import Tokenizer
-from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats
+from tightwire.model.weights.formats import WeightFormats, choose_formats, split_model
 
 LOSSLESS = "two-shot"  # adds in float32 in rank order and rounds once, as `auto` does on CPUs
 EXACT = "exact"
@@ -239,7 +238,7 @@ def make_setting(options: QualityOptions) -> Setting:
     if max(options.world_sizes) > config.num_heads:
         raise ValueError(f"--world-sizes must be at most {config.num_heads}, the number of the model's query heads")
     for world_size in options.world_sizes:
-        check_split(make_layout(config, world_size), config, formats)
+        split_model(config, formats, world_size)
     if options.window > config.max_positions:
         raise ValueError(f"--window {options.window} exceeds the model's {config.max_positions} positions")
     arms = tuple(make_arm(name, config) for name in options.algorithms)

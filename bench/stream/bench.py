@@ -26,7 +26,7 @@ from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.weights import LEAST_STREAMED, WEIGHT_CODECS
-from tightwire.model.weights.formats import check_split, choose_formats
+from tightwire.model.weights.formats import choose_formats, split_model
 from tightwire.model.weights.packed_layer import pack_model, weight_codec
 from tightwire.model.weights.residency import check_codec
 from tightwire.server.plan.devices import num_cores
@@ -111,7 +111,7 @@ class StreamBench(Bench[StreamOptions]):
         options, config = self.options, checkpoint.config
         formats = choose_formats(checkpoint.reader(), config, options.quantization)
         for tp in options.tp:
-            check_split(make_layout(config, tp), config, formats)
+            split_model(config, formats, tp)
         whole, dtype = make_layout(config, 1).shards[0], getattr(torch, options.dtype)
         for codec in options.codecs:
             check_codec(codec, pack_model(config, whole, formats, dtype, weight_codec(codec)).stored, formats)

@@ -12,12 +12,11 @@ from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import Routes, make_candidates
 from tightwire.comm.policy.rules import one_for_all
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
-from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.step import StepPlan, make_plan
 from tightwire.model.weights import WeightPlan
-from tightwire.model.weights.formats import choose_formats
+from tightwire.model.weights.formats import choose_formats, split_model
 from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.residency import WeightSizes
 
@@ -31,8 +30,8 @@ class Rank:
     def __init__(self, group: Group, options: StreamOptions, checkpoint: Checkpoint) -> None:
         self.group, self.options = group, options
         self._checkpoint, self._config = checkpoint, checkpoint.config
-        self._layout = make_layout(self._config, group.world_size)
         self._formats = choose_formats(checkpoint.reader(), self._config, options.quantization)
+        self._layout = split_model(self._config, self._formats, group.world_size)
         self._dtype: torch.dtype = getattr(torch, options.dtype)
         self._routes = one_all_reduce(options.all_reduce, group) if group.world_size > 1 else None
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tightwire.kernels.cpu.library import has_pairs, lib, struct
 from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_items, run_on_rows
-from tightwire.kernels.spec.packed import Matrix, PackedMatrix
+from tightwire.kernels.spec.packed import Matrix, PackedMatrix, StackedMatrix, Weight
 from tightwire.kernels.spec.packed_format import GROUP_ELEMS, INTERLEAVED_ROWS, PACKED_FORMATS
 
 # One thread multiplies with this many weights (with eight rows, or waiting for memory with fewer) in about 100 us.
@@ -79,6 +79,12 @@ def matrix_integers(weight_OD: Matrix) -> tuple[int, int, int]:
             kind |= _INT8 | _INTERLEAVED if weight_OD.interleaved else _INT8
         return weight_OD.blocks_OB.data_ptr(), weight_OD.blocks_OB.stride(0), kind
     return weight_OD.data_ptr(), weight_OD.stride(0) * weight_OD.element_size(), NUMBER_KIND[weight_OD.dtype]
+
+
+def weight_parts(weight: Weight) -> list[tuple[int, int, int, int]]:
+    """The fields of each ``tw_matrix_part``."""
+    parts = weight.parts if isinstance(weight, StackedMatrix) else (weight,)
+    return [(*matrix_integers(part), part.shape[0]) for part in parts]
 
 
 def useful_threads(num_rows: int, num_weights: int) -> int:

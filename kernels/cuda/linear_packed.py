@@ -4,6 +4,8 @@ They are meant for decode rows, whose products are limited by reading the weight
 result, one block of the weights' rows at a time.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -12,11 +14,52 @@ from torch import Tensor
 from tightwire.kernels.cuda.launch import launch
 from tightwire.kernels.cuda.numbers import INTERPRETED, narrowed, raw, widened
 from tightwire.kernels.spec.packed import PackedMatrix
+from tightwire.kernels.spec.packed_parts import IQ4_TABLE
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS = tl.constexpr(16)  # rows of a tile: the minimum of matrix units
 _OUTPUTS = tl.constexpr(32)
-_HALF = tl.constexpr(16)  # numbers of a group that share bytes with the other sixteen, and the depth of one product
+_HALF = tl.constexpr(16)  # numbers that are unpacked together, and the depth of one product
+# The table's sixteen bytes as two words.
+_IQ4_LOW, _IQ4_HIGH = (
+    tl.constexpr(int.from_bytes(bytes(number & 255 for number in IQ4_TABLE[first : first + 8]), "little", signed=True))
+    for first in (0, 8)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """Where a block's codes are, a constant of the compiled kernel.
+
+    A plane's codes are the lowest bits of ``run`` bytes, then their next bits, and so on, then the next bytes (``packed_parts``).
+    """
+
+    at: int
+    run: int
+    bits: int = 4
+    high_at: int = 0
+    high_run: int = 0
+    high_bits: int = 0
+    fifths_at: int = 0  # four bytes of fifth bits
+    offset: int = 0
+    table: bool = False
+
+
+_FIELDS = {
+    "Q8_0": _Fields(2, 32, bits=8),
+    "Q4_0": _Fields(2, 16, offset=8),
+    "Q4_1": _Fields(4, 16),
+    "Q5_0": _Fields(6, 16, fifths_at=2, offset=16),
+    "Q5_1": _Fields(8, 16, fifths_at=4),
+    "IQ4_NL": _Fields(2, 16, table=True),
+    "MXFP4": _Fields(1, 16, table=True),
+    "Q2_K": _Fields(16, 32, bits=2),
+    "Q3_K": _Fields(32, 32, bits=2, high_at=0, high_run=32, high_bits=1, offset=4),
+    "Q4_K": _Fields(16, 32),
+    "Q5_K": _Fields(48, 32, high_at=16, high_run=32, high_bits=1),
+    "Q6_K": _Fields(0, 64, high_at=128, high_run=32, high_bits=2, offset=32),
+    "IQ4_XS": _Fields(8, 16, table=True),
+}
 
 
 def linear_packed(
@@ -28,10 +71,13 @@ def linear_packed(
     out_TO = torch.empty(num_rows, num_outputs, dtype=out_dtype or x_TD.dtype, device=x_TD.device)
     num_programs = -(-num_rows // _ROWS.value) * -(-num_outputs // _OUTPUTS.value)
     if num_programs:
-        blocks = weight_OD.blocks_OB
-        given = x_TD, blocks, blocks.view(torch.float16), x_TD if bias_O is None else bias_O, out_TO
+        blocks, packed = weight_OD.blocks_OB, weight_OD.format
+        halves = blocks if packed.name == "MXFP4" else blocks.view(torch.float16)
+        given = x_TD, blocks, halves, x_TD if bias_O is None else bias_O, out_TO
         sizes = num_rows, num_outputs, depth, x_TD.stride(0), blocks.stride(0)
-        launch(_packed_product, num_programs, x_TD.device, *given, *sizes, weight_OD.format, bias_O is not None)
+        launch(
+            _packed_product, num_programs, x_TD.device, *given, *sizes, packed, _FIELDS[packed.name], bias_O is not None
+        )
     return out_TO
 
 
@@ -61,6 +107,7 @@ def _packed_product(
     x_stride,
     row_bytes,
     PACKED: tl.constexpr,
+    FIELDS: tl.constexpr,
     BIASED: tl.constexpr,
 ):
     """Compute one tile. ``halves`` is a float16 view of ``blocks``; scales and minima have even addresses."""
@@ -70,36 +117,97 @@ def _packed_product(
     kept_R1, kept_O1 = (row_R < num_rows)[:, None], (output_O < num_outputs)[:, None]
     place_1H = tl.arange(0, _HALF)[None, :]
     x_RH = raw(x) + row_R.to(tl.int64)[:, None] * x_stride + place_1H
-    block_O1 = output_O.to(tl.int64)[:, None] * row_bytes
+    start_O1 = output_O.to(tl.int64)[:, None] * row_bytes
     dtype: tl.constexpr = x.dtype.element_ty
     total_RO = tl.zeros((_ROWS, _OUTPUTS), tl.float32)
-    for _ in range(0, depth, 2 * _HALF):
-        codes_OH = blocks + block_O1 + PACKED.header_bytes + place_1H
-        bytes_OH = tl.load(codes_OH, mask=kept_O1, other=0)
-        if PACKED.bits == 8:
-            low_OH = bytes_OH.to(tl.int8, bitcast=True).to(tl.float32)
-            high_OH = tl.load(codes_OH + _HALF, mask=kept_O1, other=0).to(tl.int8, bitcast=True).to(tl.float32)
-        else:
-            offset: tl.constexpr = 0 if PACKED.has_minimum else 8
-            low_OH = ((bytes_OH & 15).to(tl.int32) - offset).to(tl.float32)
-            high_OH = ((bytes_OH >> 4).to(tl.int32) - offset).to(tl.float32)
-        scale_O1 = tl.load(halves + block_O1 // 2, mask=kept_O1, other=0).to(tl.float32)
-        low_OH *= scale_O1
-        high_OH *= scale_O1
+    for start in range(0, depth, _HALF):
+        number = start % PACKED.block_elems
+        block_O1 = start_O1 + start // PACKED.block_elems * PACKED.block_bytes
+        codes_OH = _codes(blocks + block_O1, number, kept_O1, PACKED, FIELDS).to(tl.float32)
+        scale_O1, minimum_O1 = _scales(blocks, halves, block_O1, number // PACKED.scale_elems, kept_O1, PACKED)
+        codes_OH *= scale_O1
         if PACKED.has_minimum:
-            minimum_O1 = tl.load(halves + block_O1 // 2 + 1, mask=kept_O1, other=0).to(tl.float32)
-            low_OH += minimum_O1
-            high_OH += minimum_O1
-        total_RO = _add_product(tl.load(x_RH, mask=kept_R1, other=0), low_OH, total_RO, dtype)
-        total_RO = _add_product(tl.load(x_RH + _HALF, mask=kept_R1, other=0), high_OH, total_RO, dtype)
-        x_RH += 2 * _HALF
-        block_O1 += PACKED.block_bytes
+            codes_OH += minimum_O1
+        total_RO = _add_product(tl.load(x_RH + start, mask=kept_R1, other=0), codes_OH, total_RO, dtype)
     if BIASED:
         total_RO += widened(tl.load(raw(bias) + output_O, mask=output_O < num_outputs, other=0))[None, :]
     place_RO = row_R.to(tl.int64)[:, None] * num_outputs + output_O[None, :]
     tl.store(
         raw(out) + place_RO, narrowed(total_RO, out.dtype.element_ty), mask=kept_R1 & (output_O < num_outputs)[None, :]
     )
+
+
+@triton.jit
+def _plane(block_O1, number, kept_O1, at, run: tl.constexpr, bits: tl.constexpr):
+    """Sixteen codes of a plane from ``number`` on, int32."""
+    in_run: tl.constexpr = run * 8 // bits
+    place = at + number // in_run * run + number % run
+    bytes_OH = tl.load(block_O1 + place + tl.arange(0, _HALF)[None, :], mask=kept_O1, other=0).to(tl.int32)
+    return bytes_OH >> (bits * (number % in_run // run)) & ((1 << bits) - 1)
+
+
+@triton.jit
+def _codes(block_O1, number, kept_O1, PACKED: tl.constexpr, FIELDS: tl.constexpr):
+    """Sixteen codes from ``number`` on, less the offset or looked up, int32."""
+    codes_OH = _plane(block_O1, number, kept_O1, FIELDS.at, FIELDS.run, FIELDS.bits)
+    if FIELDS.high_bits > 0:
+        high_OH = _plane(block_O1, number, kept_O1, FIELDS.high_at, FIELDS.high_run, FIELDS.high_bits)
+        codes_OH |= high_OH << FIELDS.bits
+    if FIELDS.fifths_at > 0:
+        lane_1H = number + tl.arange(0, _HALF)[None, :]
+        fifths_OH = tl.load(block_O1 + FIELDS.fifths_at + lane_1H // 8, mask=kept_O1, other=0).to(tl.int32)
+        codes_OH |= (fifths_OH >> (lane_1H % 8) & 1) << 4
+    if FIELDS.table:
+        if PACKED.name == "MXFP4":  # a sign, two bits of exponent and one of mantissa, twice the number
+            exponent_OH, last_OH = codes_OH >> 1 & 3, codes_OH & 1
+            size_OH = tl.where(exponent_OH == 0, last_OH, (2 | last_OH) << tl.maximum(exponent_OH - 1, 0))
+            codes_OH = tl.where(codes_OH >= 8, -size_OH, size_OH)
+        else:
+            words_OH = tl.where(codes_OH < 8, _IQ4_LOW, _IQ4_HIGH)
+            codes_OH = (words_OH >> (8 * (codes_OH % 8)).to(tl.int64)).to(tl.int8).to(tl.int32)
+    if FIELDS.bits == 8:
+        codes_OH = codes_OH.to(tl.int8).to(tl.int32)
+    return codes_OH - FIELDS.offset
+
+
+@triton.jit
+def _byte(blocks, place_O1, kept_O1):
+    return tl.load(blocks + place_O1, mask=kept_O1, other=0).to(tl.int32)
+
+
+@triton.jit
+def _scales(blocks, halves, block_O1, part, kept_O1, PACKED: tl.constexpr):
+    """Scale and minimum (or scale again) of a part of a block, float32."""
+    if PACKED.name == "MXFP4":
+        exponent_O1 = _byte(blocks, block_O1, kept_O1)
+        bits_O1 = tl.where(exponent_O1 < 2, 0x200000 << tl.minimum(exponent_O1, 1), (exponent_O1 - 1) << 23)
+        scale_O1 = bits_O1.to(tl.float32, bitcast=True)
+    else:
+        scale_O1 = tl.load(halves + (block_O1 + PACKED.floats_at) // 2, mask=kept_O1, other=0).to(tl.float32)
+    minimum_O1 = scale_O1
+    if PACKED.has_minimum:
+        minimum_O1 = tl.load(halves + (block_O1 + PACKED.floats_at) // 2 + 1, mask=kept_O1, other=0).to(tl.float32)
+    if PACKED.name == "Q2_K":
+        both_O1 = _byte(blocks, block_O1 + part, kept_O1)
+        scale_O1 *= (both_O1 & 15).to(tl.float32)
+        minimum_O1 *= -(both_O1 >> 4).to(tl.float32)
+    elif PACKED.name == "Q3_K":
+        low_O1 = _byte(blocks, block_O1 + 96 + part % 8, kept_O1) >> (4 * (part // 8)) & 15
+        high_O1 = _byte(blocks, block_O1 + 104 + part % 4, kept_O1) >> (2 * (part // 4)) & 3
+        scale_O1 *= ((low_O1 | high_O1 << 4) - 32).to(tl.float32)
+    elif PACKED.name == "Q6_K":
+        scale_O1 *= _byte(blocks, block_O1 + 192 + part, kept_O1).to(tl.int8).to(tl.float32)
+    elif PACKED.name == "IQ4_XS":
+        low_O1 = _byte(blocks, block_O1 + 4 + part // 2, kept_O1) >> (4 * (part % 2)) & 15
+        high_O1 = _byte(blocks, block_O1 + 2 + part // 4, kept_O1) >> (2 * (part % 4)) & 3
+        scale_O1 *= ((low_O1 | high_O1 << 4) - 32).to(tl.float32)
+    elif PACKED.name == "Q4_K" or PACKED.name == "Q5_K":
+        first_O1 = _byte(blocks, block_O1 + 4 + part % 4, kept_O1)
+        second_O1 = _byte(blocks, block_O1 + 8 + part % 4, kept_O1)
+        rest_O1 = _byte(blocks, block_O1 + 12 + part % 4, kept_O1)
+        scale_O1 *= tl.where(part < 4, first_O1 & 63, (rest_O1 & 15) | (first_O1 >> 6) << 4).to(tl.float32)
+        minimum_O1 *= -tl.where(part < 4, second_O1 & 63, (rest_O1 >> 4) | (second_O1 >> 6) << 4).to(tl.float32)
+    return scale_O1, minimum_O1
 
 
 @triton.jit

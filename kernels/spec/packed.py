@@ -58,6 +58,32 @@ class PackedMatrix:
 Matrix = Tensor | PackedMatrix
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedMatrix:
+    """(O, D): the rows of several packed matrices of one width, each in its own format."""
+
+    parts: tuple[PackedMatrix, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def rows(self, first: int, stop: int) -> PackedMatrix:
+        """A view of some rows of one part."""
+        for part in self.parts:
+            if first < len(part.blocks_OB):
+                return part.rows(first, stop)
+            first, stop = first - len(part.blocks_OB), stop - len(part.blocks_OB)
+        raise IndexError(f"rows {first} to {stop} behind the last part")
+
+
+Weight = Matrix | StackedMatrix
+
+
 def quantize(x_OD: Tensor, packed: PackedFormat) -> PackedMatrix:
     """Each group's numbers as the nearest codes under the narrowest scale that reaches them all.
 

@@ -58,8 +58,6 @@ class PackedFormat:
         return num_columns // self.block_elems * self.block_bytes
 
 
-_SUPER = {"block_elems": SUPERBLOCK_ELEMS}
-
 Q8_0 = PackedFormat("Q8_0", 3, bits=8, block_bytes=34)
 Q4_0 = PackedFormat("Q4_0", 4, bits=4, block_bytes=18)
 Q4_1 = PackedFormat("Q4_1", 5, bits=4, block_bytes=20, head_bytes=4, has_minimum=True)
@@ -68,13 +66,25 @@ Q5_1 = PackedFormat("Q5_1", 7, bits=5, block_bytes=24, head_bytes=4, has_minimum
 IQ4_NL = PackedFormat("IQ4_NL", 8, bits=4, block_bytes=18)
 MXFP4 = PackedFormat("MXFP4", 9, bits=4, block_bytes=17, head_bytes=1)
 Q2_K = PackedFormat(
-    "Q2_K", 10, bits=2, block_bytes=84, head_bytes=0, floats_at=80, scale_elems=16, has_minimum=True, **_SUPER
+    "Q2_K",
+    10,
+    bits=2,
+    block_bytes=84,
+    head_bytes=0,
+    floats_at=80,
+    scale_elems=16,
+    has_minimum=True,
+    block_elems=SUPERBLOCK_ELEMS,
 )
-Q3_K = PackedFormat("Q3_K", 11, bits=3, block_bytes=110, head_bytes=0, floats_at=108, scale_elems=16, **_SUPER)
-Q4_K = PackedFormat("Q4_K", 12, bits=4, block_bytes=144, head_bytes=4, has_minimum=True, **_SUPER)
-Q5_K = PackedFormat("Q5_K", 13, bits=5, block_bytes=176, head_bytes=4, has_minimum=True, **_SUPER)
-Q6_K = PackedFormat("Q6_K", 14, bits=6, block_bytes=210, head_bytes=0, floats_at=208, scale_elems=16, **_SUPER)
-IQ4_XS = PackedFormat("IQ4_XS", 15, bits=4, block_bytes=136, head_bytes=4, **_SUPER)
+Q3_K = PackedFormat(
+    "Q3_K", 11, bits=3, block_bytes=110, head_bytes=0, floats_at=108, scale_elems=16, block_elems=SUPERBLOCK_ELEMS
+)
+Q4_K = PackedFormat("Q4_K", 12, bits=4, block_bytes=144, head_bytes=4, has_minimum=True, block_elems=SUPERBLOCK_ELEMS)
+Q5_K = PackedFormat("Q5_K", 13, bits=5, block_bytes=176, head_bytes=4, has_minimum=True, block_elems=SUPERBLOCK_ELEMS)
+Q6_K = PackedFormat(
+    "Q6_K", 14, bits=6, block_bytes=210, head_bytes=0, floats_at=208, scale_elems=16, block_elems=SUPERBLOCK_ELEMS
+)
+IQ4_XS = PackedFormat("IQ4_XS", 15, bits=4, block_bytes=136, head_bytes=4, block_elems=SUPERBLOCK_ELEMS)
 PACKED_FORMATS = {
     packed.name: packed
     for packed in (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS)

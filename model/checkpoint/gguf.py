@@ -12,6 +12,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix
+from tightwire.kernels.spec.packed_format import PACKED_FORMATS
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf_header import GgufHeader, split_parts
@@ -30,7 +31,7 @@ _PLAIN = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
-_QUANTIZED = tuple(GGMLQuantizationType[name] for name in ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"))
+_QUANTIZED = tuple(GGMLQuantizationType[name] for name in PACKED_FORMATS)
 # Places in a block of the float16 scale, and of the minimum behind it.
 _SCALES = {
     **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS"), (0, 1)),
@@ -41,7 +42,7 @@ _SCALES = {
     "MXFP4": (0, 0),
 }
 # Bytes of memory that dequantization needs per quantized byte, temporaries included; limits the size of a piece.
-_DEQUANTIZED_GROWTH = 16
+_DEQUANTIZED_GROWTH = 32
 
 
 class GgufTensor(NamedTuple):

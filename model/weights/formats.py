@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tightwire.kernels.spec.packed import Matrix, PackedMatrix
+from torch import Tensor
+
+from tightwire.kernels.spec.packed import Weight
 from tightwire.kernels.spec.packed_format import GROUP_ELEMS, PACKED_FORMATS, Q4_1, Q8_0, PackedFormat
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.reader import CheckpointReader
@@ -93,7 +95,7 @@ def all_tensors(config: LlamaConfig, shard: Shard) -> Iterator[Fused]:
 def read_tensors(
     reader: CheckpointReader,
     tensors: Mapping[str, Fused],
-    into: Mapping[str, Matrix],
+    into: Mapping[str, Weight],
     moved: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
     """Read each field of ``tensors`` into its matrix of ``into``; ``moved`` gets each part's bytes after its read."""
@@ -101,7 +103,7 @@ def read_tensors(
         out, start = into[key], 0
         for name, rows in fused.parts:
             stop = start + len(rows)
-            part = out.rows(start, stop) if isinstance(out, PackedMatrix) else out[start:stop]
+            part = out[start:stop] if isinstance(out, Tensor) else out.rows(start, stop)
             reader.read_into(part, name, rows=rows, columns=fused.columns)
             moved(part.nbytes)
             start = stop
@@ -120,8 +122,23 @@ class WeightFormats:
     packed: Mapping[str, PackedFormat] = field(default_factory=dict)
     plain: Mapping[str, str] = field(default_factory=dict)  # plain matrices' types in the checkpoint
 
-    def of(self, fused: Fused) -> PackedFormat | None:
-        return self.packed.get(fused.names[0])  # all parts have one format
+    def of(self, fused: Fused) -> tuple[tuple[int, PackedFormat], ...]:
+        """Return runs of rows and their formats; empty if the matrix is plain. Either all parts are packed or none is."""
+        runs: list[tuple[int, PackedFormat]] = []
+        for name, rows in fused.parts:
+            if (packed := self.packed.get(name)) is not None:
+                joined = runs.pop()[0] if runs and runs[-1][1] == packed else 0
+                runs.append((joined + len(rows), packed))
+        return tuple(runs)
+
+    @property
+    def column_units(self) -> tuple[int, int]:
+        """The numbers that only a cut between them may part: of the attention's output projection, and of the MLP's."""
+        sizes = [
+            [packed.block_elems for name, packed in self.packed.items() if name.endswith(f".{end}.weight")]
+            for end in ("o_proj", "down_proj")
+        ]
+        return max(sizes[0], default=GROUP_ELEMS), max(sizes[1], default=GROUP_ELEMS)
 
     @property
     def has_int8_activations(self) -> bool:
@@ -159,48 +176,72 @@ def choose_formats(reader: CheckpointReader, config: LlamaConfig, quantization: 
         if fused.columns is None:
             continue
         stored = {name: reader.stored_as(name) for name in fused.names}
-        chosen = None if quantization == "none" else _choose(fused, sorted(set(stored.values())), quantization)
-        if chosen is None:
-            plain |= stored
-        else:
-            packed |= dict.fromkeys(fused.names, chosen)
+        chosen = {} if quantization == "none" else _choose(fused, stored, quantization)
+        packed |= chosen
+        plain |= {} if chosen else stored
     return WeightFormats(packed, plain)
 
 
-def _choose(fused: Fused, stored: Sequence[str], quantization: str) -> PackedFormat | None:
+def _choose(fused: Fused, stored: Mapping[str, str], quantization: str) -> dict[str, PackedFormat]:
+    """Return the format of each part of a fused matrix, or none: the parts become plain numbers."""
     assert fused.columns is not None
-    kept = PACKED_FORMATS.get(stored[0]) if len(stored) == 1 else None
+    kept = {name: PACKED_FORMATS[kind] for name, kind in stored.items() if kind in PACKED_FORMATS}
     if quantization == "auto":
-        return kept  # None also if parts differ, because one product reads one format
+        return kept if len(kept) == len(stored) else {}  # one product reads plain numbers or packed ones
     asked = QUANTIZED_AS[quantization]
     made = _TABLE_FORMAT if fused.names[0] in (EMBEDDING, HEAD) else asked
-    if kept is not None and kept.bits in (made.bits, asked.bits):
+    if len(kept) == len(stored) and all(own.bits in (made.bits, asked.bits) for own in kept.values()):
         return kept
-    if any(name in PACKED_FORMATS for name in stored):
+    if kept:
         raise ValueError(
-            f"--quantization {quantization}: the file holds {', '.join(fused.names)} in {' and '.join(stored)}, and quantizing "
-            "twice loses accuracy twice; use auto (as the file holds them), none (expanded), or an unquantized file"
+            f"--quantization {quantization}: the file holds {', '.join(fused.names)} in {' and '.join(sorted(set(stored.values())))}, "
+            "and quantizing twice loses accuracy twice; use auto (as the file holds them), none (expanded), or an unquantized file"
         )
     if len(fused.columns) % GROUP_ELEMS:
         raise ValueError(
             f"--quantization {quantization}: rows of {fused.names[0]} have {len(fused.columns)} numbers, which are not "
             f"whole groups of {GROUP_ELEMS}; use --quantization none"
         )
-    return made
+    return dict.fromkeys(stored, made)
 
 
-def check_split(layout: Layout, config: LlamaConfig, formats: WeightFormats) -> None:
-    """Raise ValueError unless the layout cuts packed rows between groups."""
+def split_model(
+    config: LlamaConfig, formats: WeightFormats, world_size: int, shares: Sequence[float] | None = None
+) -> Layout:
+    """Return ``make_layout`` with columns cut between the blocks of these formats; raises ValueError if that is impossible."""
+    layout = make_layout(config, world_size, shares, units=formats.column_units)
+    _check_split(layout, config, formats)
+    return layout
+
+
+def describe_cuts(layout: Layout, config: LlamaConfig, shares: Sequence[float] | None) -> str:
+    """Say for the log what superblocks change in the split; empty if nothing."""
+    freely = make_layout(config, len(layout.shards), shares)
+    changed = []
+    for what, sizes in (
+        ("query heads", [[shard.local_heads for shard in each.shards] for each in (layout, freely)]),
+        ("MLP columns", [[len(shard.mlp_columns) for shard in each.shards] for each in (layout, freely)]),
+    ):
+        if sizes[0] != sizes[1]:
+            own, other = (", ".join(map(str, each)) for each in sizes)
+            changed.append(f"{what} {own} instead of {other}")
+    return f"columns are cut between superblocks of 256 numbers: {' and '.join(changed)}" if changed else ""
+
+
+def _check_split(layout: Layout, config: LlamaConfig, formats: WeightFormats) -> None:
+    """Raise ValueError unless the layout cuts packed rows between blocks."""
     for shard in layout.shards:
         for fused in all_tensors(config, shard):
-            packed, columns = formats.of(fused), fused.columns
-            if packed is None or columns is None or (columns.start % GROUP_ELEMS == columns.stop % GROUP_ELEMS == 0):
-                continue
-            raise ValueError(
-                f"cannot split {fused.names[0]} in {packed.name} over {len(layout.shards)} ranks: rank {shard.rank} would get "
-                f"columns {columns.start} to {columns.stop}, and groups of {GROUP_ELEMS} numbers share a scale; use another "
-                "--tp or --tp-split, or --quantization none"
-            )
+            columns = fused.columns or range(0)
+            for _, packed in formats.of(fused):
+                unit = packed.block_elems
+                if columns.start % unit == columns.stop % unit == 0:
+                    continue
+                raise ValueError(
+                    f"cannot split {fused.names[0]} in {packed.name} over {len(layout.shards)} ranks: rank {shard.rank} would "
+                    f"get columns {columns.start} to {columns.stop}, and blocks of {unit} numbers share a scale; use another "
+                    "--tp or --tp-split, or --quantization none"
+                )
 
 
 def weight_bytes(config: LlamaConfig, shard: Shard, formats: WeightFormats, elem_bytes: int) -> int:
@@ -208,5 +249,6 @@ def weight_bytes(config: LlamaConfig, shard: Shard, formats: WeightFormats, elem
     total = 0
     for fused in all_tensors(config, shard):
         packed, width = formats.of(fused), 1 if fused.columns is None else len(fused.columns)
-        total += fused.num_rows * (elem_bytes * width if packed is None else packed.row_bytes(width))
+        plain = 0 if packed else fused.num_rows * elem_bytes * width
+        total += plain + sum(rows * each.row_bytes(width) for rows, each in packed)
     return total

@@ -11,7 +11,7 @@ from tightwire.comm.codec.codec import prepare_codecs
 from tightwire.comm.group.nodes import PartitionPeers
 from tightwire.comm.protocols import Moved
 from tightwire.kernels.packed import interleave
-from tightwire.kernels.spec.packed import Matrix, PackedMatrix
+from tightwire.kernels.spec.packed import Weight
 from tightwire.model.buffers import page_aligned
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
@@ -86,12 +86,9 @@ def load_weights(
     return weights
 
 
-def _interleaved(tensors: Mapping[str, Matrix]) -> dict[str, Matrix]:
-    """Interleave packed matrices in place that are multiplied with activations in 8 bits: those products are fastest."""
-    return {
-        name: interleave(tensor) if isinstance(tensor, PackedMatrix) and tensor.format.int8_activations else tensor
-        for name, tensor in tensors.items()
-    }
+def _interleaved(tensors: Mapping[str, Weight]) -> dict[str, Weight]:
+    """Interleave matrices in place that are multiplied with activations in 8 bits: those products are fastest."""
+    return {name: interleave(tensor) for name, tensor in tensors.items()}
 
 
 class _Loading:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.protocols import Moved
-from tightwire.kernels.spec.packed import Matrix, PackedMatrix
+from tightwire.kernels.spec.packed import PackedMatrix, StackedMatrix, Weight
 from tightwire.kernels.spec.packed_format import PackedFormat
 from tightwire.model.buffers import PAGE_BYTES
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -35,7 +35,7 @@ class Place:
     offset: int
     num_bytes: int
     shape: tuple[int, ...]
-    packed: PackedFormat | None
+    formats: tuple[tuple[int, PackedFormat], ...]  # of rows that follow each other; none: plain numbers
     codec: Codec
 
     def of(self, buffer: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class PackedLayer:
     def is_plain(self) -> bool:
         return all(place.codec.exact for place in self.places.values())
 
-    def tensors(self, buffer: Tensor) -> dict[str, Matrix]:
+    def tensors(self, buffer: Tensor) -> dict[str, Weight]:
         """Return views of the tensors in a buffer for this layer; ValueError if it is encoded."""
         if not self.is_plain:
             raise ValueError("an encoded layer has no tensors; decode it first")
@@ -91,10 +91,15 @@ class PackedLayer:
         for field, place in self.places.items():
             yield place, plain.places[field].of(whole), place.of(own)
 
-    def _view(self, place: Place, buffer: Tensor) -> Matrix:
+    def _view(self, place: Place, buffer: Tensor) -> Weight:
         own = place.of(buffer)
-        if place.packed is not None:
-            return PackedMatrix(own.view(place.shape[0], -1), place.packed)
+        if place.formats:
+            pieces = own.split([rows * packed.row_bytes(place.shape[1]) for rows, packed in place.formats])
+            parts = [
+                PackedMatrix(piece.view(rows, -1), packed)
+                for piece, (rows, packed) in zip(pieces, place.formats, strict=True)
+            ]
+            return parts[0] if len(parts) == 1 else StackedMatrix(tuple(parts))
         return own.view(self.dtype).view(place.shape)
 
 
@@ -130,9 +135,9 @@ def pack_tensors(
     offset = 0
     for field, fused in tensors.items():
         packed = formats.of(fused)
-        own = codec if packed is None and fused.columns is not None else _PLAIN
-        if packed is not None:
-            num_bytes = fused.shape[0] * packed.row_bytes(fused.shape[1])
+        own = codec if not packed and fused.columns is not None else _PLAIN
+        if packed:
+            num_bytes = sum(rows * each.row_bytes(fused.shape[1]) for rows, each in packed)
         else:
             num_bytes = own.wire_bytes(prod(fused.shape), dtype.itemsize)
         places[field] = Place(offset, num_bytes, fused.shape, packed, own)

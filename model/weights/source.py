@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from tightwire.kernels.spec.packed import Matrix
+from tightwire.kernels.spec.packed import Matrix, Weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,11 +25,11 @@ class LayerWeights:
     mlp_norm: Tensor | None = None
     q_norm: Tensor | None = None  # (E,), or this rank's rows of the projection
     k_norm: Tensor | None = None
-    qkv: Matrix  # (local_H*E + 2*local_K*E, D): q rows, then k, then v
+    qkv: Weight  # (local_H*E + 2*local_K*E, D): q rows, then k, then v
     qkv_bias: Tensor | None = None
     attention_out: Matrix  # (D, local_H*E)
     attention_out_bias: Tensor | None = None  # (D,); only on rank 0, so the sum over the ranks adds it once
-    gate_up: Matrix  # (2*local_F, D): gate rows, then up
+    gate_up: Weight  # (2*local_F, D): gate rows, then up
     gate_up_bias: Tensor | None = None
     down: Matrix  # (D, local_F)
     down_bias: Tensor | None = None  # (D,); only on rank 0

@@ -12,9 +12,9 @@ from tightwire.comm.policy.rules import Policy
 from tightwire.model.adapters.product import AdapterRoom
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.layout import Layout, make_layout
+from tightwire.model.layout import Layout
 from tightwire.model.open import Checkpoint, fingerprint, formats_of, open_checkpoint
-from tightwire.model.weights.formats import WeightFormats, check_split
+from tightwire.model.weights.formats import WeightFormats, describe_cuts, split_model
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.comm_decision import (
     CommDecision,
@@ -165,8 +165,8 @@ def decide(
     ``model_id``: the fingerprint of the model, to find what quantized sums cost it.
     """
     parallel = config.parallel
-    layout = make_layout(model, parallel.tp, parallel.tp_split)
-    check_split(layout, model, formats)
+    layout = split_model(model, formats, parallel.tp, parallel.tp_split)
+    cuts = describe_cuts(layout, model, parallel.tp_split)
     sums = decide_sums(config, model, link, model_id)
     decided, comm = sums.decided, sums.comm
     setting, dtype = decided.setting, decided.dtype
@@ -217,7 +217,12 @@ def decide(
         budget=budget,
         formats=formats,
         comm=comm,
-        notes=(*weights.notes, *describe_offload(budget, inputs), *_placement(config, setting.device, budget)),
+        notes=(
+            *([cuts] if cuts else []),
+            *weights.notes,
+            *describe_offload(budget, inputs),
+            *_placement(config, setting.device, budget),
+        ),
     )
 
 

@@ -29,11 +29,11 @@ from tightwire.model.adapters.peft import open_adapter
 from tightwire.model.adapters.product import AdapterRoom
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.cache.kv_cache import OffloadedCache
-from tightwire.model.layout import Layout, make_layout
+from tightwire.model.layout import Layout
 from tightwire.model.open import Checkpoint, formats_of, open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.grammar import GrammarMasks
-from tightwire.model.weights.formats import WeightFormats
+from tightwire.model.weights.formats import WeightFormats, split_model
 from tightwire.model.weights.residency import WeightSizes
 from tightwire.model.weights.streamed import StreamedWeights
 from tightwire.server.config.limits import BLOCK_SIZE
@@ -56,8 +56,8 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
     plan, engine = work.plan, work.config.engine
     with reporter.stage("open"):
         checkpoint = open_checkpoint(work.location, work.config.model.seed)
-        layout = make_layout(checkpoint.config, work.config.parallel.tp, work.config.parallel.tp_split)
         formats = formats_of(checkpoint, work.config.model.quantization)
+        layout = split_model(checkpoint.config, formats, work.config.parallel.tp, work.config.parallel.tp_split)
         if plan.activations == "int8":
             formats = formats.with_int8_activations()
     with reporter.stage("join"):

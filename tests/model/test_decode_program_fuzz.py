@@ -6,18 +6,20 @@
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from helpers.fuzz import fuzz_seeds
+from helpers.kernels.packed_blocks import common_blocks
 from torch import Tensor
 
 from tightwire.kernels.cpu.library import available
 from tightwire.kernels.cpu.linear import interleave_cpu
 from tightwire.kernels.spec import attention, layer_ops
-from tightwire.kernels.spec.packed import Matrix, quantize
-from tightwire.kernels.spec.packed_format import GROUP_ELEMS, PACKED_FORMATS
+from tightwire.kernels.spec.packed import Matrix, PackedMatrix, StackedMatrix, Weight, quantize
+from tightwire.kernels.spec.packed_format import PACKED_FORMATS, Q4_0, Q4_1, Q8_0, PackedFormat
 from tightwire.model import decode_program
 from tightwire.model import layers as layers_file
 from tightwire.model.cache.kv_cache import KVCache
@@ -151,11 +153,11 @@ class _Draw:
         qkv = mixed + 2 * shard.local_kv_heads * config.head_dim
         return LayerWeights(
             **self._norms(config, shard),
-            qkv=self._matrix(qkv, hidden),
+            qkv=self._stack(qkv, hidden),
             qkv_bias=self._bias(qkv),
             attention_out=self._matrix(hidden, mixed),
             attention_out_bias=self._bias(hidden),
-            gate_up=self._matrix(2 * mlp, hidden),
+            gate_up=self._stack(2 * mlp, hidden),
             gate_up_bias=self._bias(2 * mlp),
             down=self._matrix(hidden, mlp),
             down_bias=self._bias(hidden),
@@ -171,13 +173,31 @@ class _Draw:
             sizes["k_norm"] = head_dim * (shard.local_kv_heads if whole else 1)
         return {name: 1 - config.norm_offset + self._vector(size) / 4 for name, size in sizes.items()}
 
-    def _matrix(self, num_outputs: int, num_inputs: int) -> Matrix:
+    def _stack(self, num_outputs: int, num_inputs: int) -> Weight:
+        """A matrix, or packed parts of up to three formats."""
+        cuts = sorted(
+            self._random.sample(range(1, num_outputs), min(self._random.choice((0, 0, 1, 2)), num_outputs - 1))
+        )
+        edges = pairwise((0, *cuts, num_outputs))
+        parts = [self._matrix(stop - start, num_inputs, plain=not cuts) for start, stop in edges]
+        packed = [part for part in parts if isinstance(part, PackedMatrix)]
+        if len(packed) == len(parts) > 1:
+            return StackedMatrix(tuple(packed))
+        return self._matrix(num_outputs, num_inputs)
+
+    def _matrix(self, num_outputs: int, num_inputs: int, *, plain: bool = True) -> Matrix:
         """Packed or plain; what no format can pack is plain."""
         weight_OD = self._numbers(num_outputs, num_inputs) * num_inputs**-0.5
-        packed = self._random.choice((None, *PACKED_FORMATS.values()))
-        if packed is None or num_inputs % GROUP_ELEMS:
+        fitting = [packed for packed in PACKED_FORMATS.values() if num_inputs % packed.block_elems == 0]
+        choices: list[PackedFormat | None] = [*fitting]
+        packed = self._random.choice([*choices, None] if plain or not fitting else choices)
+        if packed is None:
             return weight_OD.to(self._dtype)
-        matrix = quantize(weight_OD, replace(packed, int8_activations=self._int8_activations))
+        if packed in (Q8_0, Q4_0, Q4_1):
+            matrix = quantize(weight_OD, packed)
+        else:
+            matrix = common_blocks(packed, num_outputs, num_inputs, self._random.getrandbits(32))
+        matrix = replace(matrix, format=replace(packed, int8_activations=self._int8_activations))
         interleaves = self._random.random() < 0.7 and self._int8_activations and self._may_interleave
         return interleave_cpu(matrix) if interleaves else matrix
 
@@ -270,8 +290,11 @@ def test_near_the_references(seed: int, monkeypatch: pytest.MonkeyPatch) -> None
     case = _Draw(seed, may_interleave=False).case()  # the references read no interleaved matrix
     got, _ = _run_program(case, _copy(case), together=True)
 
-    def linear(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, num_decode_rows: int, **out: Any) -> Tensor:
-        return layer_ops.linear_reference(x_TD, weight_OD, bias_O, **out)
+    def linear(x_TD: Tensor, weight_OD: Weight, bias_O: Tensor | None, num_decode_rows: int, **out: Any) -> Tensor:
+        parts = weight_OD.parts if isinstance(weight_OD, StackedMatrix) else (weight_OD,)
+        biases = [None] * len(parts) if bias_O is None else bias_O.split([part.shape[0] for part in parts])
+        each = zip(parts, biases, strict=True)
+        return torch.cat([layer_ops.linear_reference(x_TD, *part, **out) for part in each], 1)
 
     def rotate_and_cache(*given: Any, slots_are_checked: bool) -> Tensor:
         return layer_ops.rotate_and_cache_reference(*given)

@@ -28,14 +28,13 @@ from tightwire.model import layers, llama
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.hf_config import config_to_hf
-from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.step import Batch
-from tightwire.model.weights.formats import choose_formats
+from tightwire.model.weights.formats import choose_formats, split_model
 from tightwire.server.plan.devices import num_cores
 from tightwire.server.plan.numa import bind_rank
 
@@ -72,7 +71,8 @@ def measure_parts(
     torch.set_num_threads(threads)
     bind_rank(group.rank, group.world_size, threads, numa=True)
     checkpoint = open_checkpoint(model)
-    layout = make_layout(checkpoint.config, group.world_size)
+    formats = choose_formats(checkpoint.reader(), checkpoint.config, quantization)
+    layout = split_model(checkpoint.config, formats, group.world_size)
     routes = one_all_reduce(all_reduce, group) if group.world_size > 1 else None
     longest = max(load.tokens for load in loads)
     options = RunnerOptions(
@@ -80,7 +80,7 @@ def measure_parts(
         max_model_len=longest,
         num_blocks=max(load.sequences * -(-load.tokens // BLOCK_SIZE) for load in loads),
         block_size=BLOCK_SIZE,
-        formats=choose_formats(checkpoint.reader(), checkpoint.config, quantization),
+        formats=formats,
     )
     with closing(
         build_runner(checkpoint.config, checkpoint.reader(), layout, RankGroups(group, routes=routes), options)

@@ -68,11 +68,11 @@ void multiply(const tw_decode_program &program, tw_phase *phase, Site site, int6
     tw_linear_args args = {
         .out = out,
         .x = 0,
-        .weight = matrix.data,
-        .bias = matrix.bias,
+        .weight = 0,
+        .bias = 0,
         .x_stride = 0,
-        .weight_stride = matrix.stride,
-        .weight_kind = matrix.kind,
+        .weight_stride = 0,
+        .weight_kind = 0,
         .num_tokens = program.num_rows,
         .num_outputs = num_outputs,
         .num_inputs = num_inputs,
@@ -91,7 +91,10 @@ void multiply(const tw_decode_program &program, tw_phase *phase, Site site, int6
         .out_kind = out_kind,
     };
     const int64_t num_shrinks = adapters.num_runs ? shrink_items(adapters) : 0;
-    run_phase(phase, num_shrinks + (num_outputs + PANEL - 1) / PANEL, [&](int64_t item) {
+    const auto panels_of = [](const tw_matrix_part &part) { return (part.num_outputs + PANEL - 1) / PANEL; };
+    int64_t num_panels = 0;
+    for (int64_t i = 0; i < matrix.num_parts; i++) num_panels += panels_of(matrix.parts[i]);
+    run_phase(phase, num_shrinks + num_panels, [&](int64_t item) {
         if (item < num_shrinks) {
             tw_adapter_shrink(&adapters, item, item + 1);
             __atomic_fetch_add(&phase->num_shrunk, 1, __ATOMIC_RELEASE);
@@ -99,11 +102,17 @@ void multiply(const tw_decode_program &program, tw_phase *phase, Site site, int6
         }
         // Each thread prepares all rows for itself: that costs less than waiting for another.
         if (!args.x)
-            args.x =
-                (address)prepare_rows((const char *)x, program.num_rows, num_inputs, program.kind, matrix.kind, &args.x_stride);
-        const int64_t start = PANEL * (item - num_shrinks), stop = start + PANEL < num_outputs ? start + PANEL : num_outputs;
+            args.x = (address)prepare_rows((const char *)x, program.num_rows, num_inputs, program.kind, matrix.parts[0].kind,
+                                           &args.x_stride);
+        const tw_matrix_part *part = matrix.parts;
+        int64_t panel = item - num_shrinks, first = 0;  // output of the part
+        for (; panel >= panels_of(*part); part++) panel -= panels_of(*part), first += part->num_outputs;
+        const int64_t begin = PANEL * panel, end = begin + PANEL < part->num_outputs ? begin + PANEL : part->num_outputs;
+        const int64_t start = first + begin, stop = first + end;
         if (num_shrinks) prefetch_expand(adapters, start, stop);
-        tw_linear(&args, start, stop);
+        args.weight = part->data, args.weight_stride = part->stride, args.weight_kind = part->kind;
+        args.out = out + size_of(out_kind) * first, args.bias = matrix.bias ? matrix.bias + size_of(program.kind) * first : 0;
+        tw_linear(&args, begin, end);
         if (!num_shrinks) return;
         for (Patience patience; __atomic_load_n(&phase->num_shrunk, __ATOMIC_ACQUIRE) < num_shrinks;) patience.wait();
         tw_adapter_expand(&adapters, start, stop);

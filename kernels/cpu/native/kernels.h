@@ -238,7 +238,11 @@ TW_API void tw_adapter_expand(const void *adapter_args, int64_t start, int64_t s
 // A weight and its bias (or 0) as tw_linear takes them.
 typedef struct {
     address data;
-    int64_t stride, kind;
+    int64_t stride, kind, num_outputs;
+} tw_matrix_part;
+typedef struct {
+    tw_matrix_part parts[3];  // rows that follow each other: all plain, all packed, or all for activations in 8 bits
+    int64_t num_parts;
     address bias;
 } tw_matrix;
 // Norms are 0 where there are none: of each part's input, of the sum before it, and of q and k. `cos` and `sin` are (positions,

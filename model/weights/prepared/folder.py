@@ -19,8 +19,8 @@ from tightwire.kernels.spec.packed_format import PACKED_FORMATS
 from tightwire.model.buffers import page_aligned
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
-from tightwire.model.layout import Layout, make_layout
-from tightwire.model.weights.formats import WeightFormats
+from tightwire.model.layout import Layout
+from tightwire.model.weights.formats import WeightFormats, split_model
 from tightwire.model.weights.packed_layer import LayerFiles, PackedModel, pack_model
 from tightwire.model.weights.prepared.blob_file import (
     MAKE_AGAIN,
@@ -84,6 +84,7 @@ class Prepared:
     manifest: Manifest
     config: LlamaConfig
     layout: Layout
+    stored: WeightFormats
     int8_activations: bool = False  # multiply packed matrices with activations in 8 bits
 
     @property
@@ -104,9 +105,7 @@ class Prepared:
 
     @property
     def formats(self) -> WeightFormats:
-        packed = {name: PACKED_FORMATS[kind] for name, kind in self.manifest.packed.items()}
-        formats = WeightFormats(packed, self.manifest.plain)
-        return formats.with_int8_activations() if self.int8_activations else formats
+        return self.stored.with_int8_activations() if self.int8_activations else self.stored
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -126,8 +125,9 @@ def open_prepared(folder: Path, config: LlamaConfig) -> Prepared:
     """Check the manifest against ``config``, and the files' sizes; raises ModelError. Reads no weights."""
     manifest = read_manifest(folder)
     try:
-        layout = make_layout(config, manifest.tp, manifest.shares)
-        prepared = Prepared(folder, manifest, config, layout)
+        formats = WeightFormats({name: PACKED_FORMATS[kind] for name, kind in manifest.packed.items()}, manifest.plain)
+        layout = split_model(config, formats, manifest.tp, manifest.shares)
+        prepared = Prepared(folder, manifest, config, layout, formats)
         for rank, written in enumerate(manifest.ranks):
             wanted = [blob.num_bytes for blob in prepared.packed(rank).blobs]
             if written.shard != cuts_of(layout.shards[rank]) or [b.num_bytes for b in written.blobs] != wanted:

@@ -22,13 +22,14 @@ def any_blocks(packed: PackedFormat, num_rows: int, num_columns: int, seed: int 
 
 
 def common_blocks(packed: PackedFormat, num_rows: int, num_columns: int, seed: int = 0) -> PackedMatrix:
-    """``any_blocks`` with numbers of the size of a model's weights, a few thousandths to a few ones."""
+    """``any_blocks`` with numbers of the size of a model's weights, some hundredths."""
     matrix = any_blocks(packed, num_rows, num_columns, seed)
     blocks = matrix.blocks_OB.unflatten(1, (-1, packed.block_bytes))
     if packed.name == "MXFP4":
         blocks[..., 0] = blocks[..., 0] % 4 + 120
     for at in _floats_of(packed):
-        blocks[..., at + 1] = (blocks[..., at + 1] & 0x83) | 0x10  # 2^-11 to 2^-10, either sign
+        size = 0x10 if packed.block_elems == 32 else 0x04  # from 2^-11 or 2^-14 on, either sign
+        blocks[..., at + 1] = (blocks[..., at + 1] & 0x83) | size
     return matrix
 
 

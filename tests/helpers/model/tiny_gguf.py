@@ -1,5 +1,6 @@
 """The tiny Llama as a .gguf, written the way llama.cpp's converter writes one."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from gguf.quants import quantize
 from tiny import tiny_config, tiny_tensors
 
+from tightwire.kernels.spec.packed_format import PACKED_FORMATS
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.gguf_rope import llama3_divisor
 from tightwire.model.checkpoint.hf_config import config_from_hf
@@ -17,11 +19,21 @@ from tightwire.model.checkpoint.tensors import gguf_name
 from tightwire.model.text.tokenizer import BOS_ID, CHAT_TEMPLATE, byte_backend
 
 # gguf-py decodes these but cannot make them; a test takes random blocks of them instead.
-_NOT_QUANTIZABLE = ("Q4_K", "Q6_K", "Q5_K", "Q2_K")
+_NOT_QUANTIZABLE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ2_S")
 
 
-def make_tiny_gguf(path: Path, quant: str = "F32", *, seed: int = 0, part_tensors: int = 0, **overrides: Any) -> Path:
+def make_tiny_gguf(
+    path: Path,
+    quant: str = "F32",
+    *,
+    seed: int = 0,
+    others: Mapping[str, str] | None = None,
+    part_tensors: int = 0,
+    **overrides: Any,
+) -> Path:
     """Write the tiny model of ``overrides`` (keys of config.json) as ``path``; matrices in ``quant``, vectors F32.
+
+    ``others``: types of the matrices whose names have such a part (``attn_v``).
 
     Rows must be whole blocks: hidden and MLP sizes multiples of 32, or of 256 for the K types.
     ``part_tensors``: split into parts of so many tensors, and return the first one's path; 0: one file.
@@ -31,16 +43,17 @@ def make_tiny_gguf(path: Path, quant: str = "F32", *, seed: int = 0, part_tensor
     writer = gguf.GGUFWriter(path, "llama", split_max_tensors=part_tensors)
     _write_sizes(writer, config)
     write_tokenizer(writer, config)
-    kind = gguf.GGMLQuantizationType[quant]
     generator = np.random.default_rng(seed)
     for name, tensor in tiny_tensors(raw_config, seed).items():
         own_name = gguf_name(name)
         assert own_name is not None
         if ".q_proj." in name or ".k_proj." in name:
             tensor = interleave(tensor, config.head_dim)
+        kinds = [kind for part, kind in (others or {}).items() if part in own_name]
+        kind = gguf.GGMLQuantizationType[kinds[0] if kinds else quant]
         if tensor.dim() == 1:
             writer.add_tensor(own_name, tensor.numpy())
-        elif quant in _NOT_QUANTIZABLE:
+        elif kind.name in _NOT_QUANTIZABLE:
             writer.add_tensor(own_name, random_blocks(generator, tuple(tensor.shape), kind), raw_dtype=kind)
         else:
             writer.add_tensor(own_name, quantize(tensor.contiguous().numpy(), kind), raw_dtype=kind)
@@ -65,12 +78,9 @@ def random_blocks(
     """Any bytes are a valid block; only the fp16 scales are set to something finite."""
     block_elems, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = generator.integers(0, 256, (*shape[:-1], shape[-1] // block_elems, block_bytes), dtype=np.uint8)
-    scale = np.frombuffer(np.float16(0.002).tobytes(), np.uint8)
-    if kind == gguf.GGMLQuantizationType.Q6_K:
-        blocks[..., -2:] = scale
-    else:
-        blocks[..., 0:2] = scale
-        blocks[..., 2:4] = scale
+    packed = PACKED_FORMATS.get(kind.name)
+    for at in (packed.floats_at, packed.floats_at + 2)[: 1 + packed.has_minimum] if packed else (0, 2):
+        blocks[..., at : at + 2] = np.frombuffer(np.float16(0.0005).tobytes(), np.uint8)
     return blocks.reshape(*shape[:-1], -1)
 
 

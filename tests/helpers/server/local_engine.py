@@ -19,14 +19,13 @@ from tightwire.comm.policy.rules import Policy
 from tightwire.model.adapters.peft import open_adapter
 from tightwire.model.adapters.product import AdapterRoom
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
-from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.step import StepPlan, make_plan
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
-from tightwire.model.weights.formats import check_split, choose_formats
+from tightwire.model.weights.formats import choose_formats, split_model
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.engine import Engine
@@ -84,9 +83,8 @@ def local_engine(
     cache is offloaded, and steps have at most so many blocks. ``adapters``: folders; ids count from 1, and a slot stays free.
     """
     config = checkpoint.config
-    layout = make_layout(config, tp, shares)
     formats = choose_formats(checkpoint.reader(), config, quantization)
-    check_split(layout, config, formats)
+    layout = split_model(config, formats, tp, shares)
     num_blocks = num_blocks or 4 * -(-max_model_len // block_size)
     worlds = in_process_groups(tp * dp) if dp > 1 else []
     ledgers = [world.ledger for world in worlds] or [Ledger() for _ in range(tp)]

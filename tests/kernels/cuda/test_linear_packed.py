@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.kernels.interpreted import InterpretedRank, needs_triton
+from helpers.kernels.packed_blocks import common_blocks
 
 from tightwire.comm.group.group import Group
 from tightwire.kernels.spec.packed import dequantize_reference, quantize
@@ -16,16 +17,16 @@ def _check(group: Group) -> None:
 
     generator = torch.Generator().manual_seed(0)
     for packed in PACKED_FORMATS.values():
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            for num_rows, num_outputs, depth in ((1, 33, 64), (17, 5, 32)):
-                x = torch.randn(num_rows, depth + 3, generator=generator).to(dtype)[:, :depth]
-                weight = quantize(torch.randn(num_outputs, depth, generator=generator), packed)
-                bias = torch.randn(num_outputs, generator=generator).to(dtype)
-                for added in (None, bias):
-                    _assert_close(linear_packed(x, weight, added), x, dequantize_reference(weight, dtype), added)
-                unrounded = linear_packed(x, weight, None, torch.float32)
-                assert unrounded.dtype == torch.float32
-                _assert_close(unrounded, x, dequantize_reference(weight, dtype), None)
+        for dtype, num_rows, num_outputs in ((torch.float32, 1, 33), (torch.bfloat16, 17, 5), (torch.float16, 2, 5)):
+            depth = 2 * packed.block_elems if num_rows == 1 else packed.block_elems
+            x = torch.randn(num_rows, depth + 3, generator=generator).to(dtype)[:, :depth]
+            weight = common_blocks(packed, num_outputs, depth)
+            bias = torch.randn(num_outputs, generator=generator).to(dtype)
+            for added in (None, bias):
+                _assert_close(linear_packed(x, weight, added), x, dequantize_reference(weight, dtype), added)
+            unrounded = linear_packed(x, weight, None, torch.float32)
+            assert unrounded.dtype == torch.float32
+            _assert_close(unrounded, x, dequantize_reference(weight, dtype), None)
 
 
 def _assert_close(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

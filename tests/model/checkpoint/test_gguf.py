@@ -2,6 +2,7 @@
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -23,7 +24,12 @@ from tightwire.model.checkpoint.tensors import expected_tensors, gguf_name
 from tightwire.model.open import fingerprint, open_checkpoint
 
 TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"]
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def reference(path: Path) -> dict[str, torch.Tensor]:
@@ -121,8 +127,8 @@ def test_unknown_rope_divisors_are_refused(tmp_path: Path) -> None:
 
 
 def test_unsupported_quantization_is_named(tmp_path: Path) -> None:
-    path = make_tiny_gguf(tmp_path / "m.gguf", "Q5_K", **WIDE)
-    with pytest.raises(ModelError, match="quantization type Q5_K, which is not supported; supported: F32, F16"):
+    path = make_tiny_gguf(tmp_path / "m.gguf", "IQ2_S", **WIDE)
+    with pytest.raises(ModelError, match="quantization type IQ2_S, which is not supported; supported: F32, F16"):
         open_checkpoint(str(path))
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.model.loading import load_resident
 
-from tightwire.kernels.spec.packed import Matrix
+from tightwire.kernels.spec.packed import Weight
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.header import RANDOM_SHAPES
@@ -63,7 +63,7 @@ def test_ranks_hold_parts_of_one_model() -> None:
     assert torch.equal(torch.cat(queries), _plain(alone.layer(0).qkv)[: sum(query_rows)])
 
 
-def _plain(matrix: Matrix) -> torch.Tensor:
+def _plain(matrix: Weight) -> torch.Tensor:
     assert isinstance(matrix, torch.Tensor)
     return matrix
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +12,14 @@ from helpers.model.tiny_gguf import make_tiny_gguf
 from tiny import make_tiny
 
 from tightwire.kernels.packed import dequantize
-from tightwire.kernels.spec.packed import Matrix, PackedMatrix
+from tightwire.kernels.spec.packed import Matrix, PackedMatrix, StackedMatrix
 from tightwire.kernels.spec.packed_format import PACKED_FORMATS, Q4_1, Q8_0
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.tensors import EMBEDDING, HEAD, expected_tensors
-from tightwire.model.layout import make_layout
+from tightwire.model.layout import Layout, make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
-from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats, weight_bytes
+from tightwire.model.weights.formats import WeightFormats, choose_formats, describe_cuts, split_model, weight_bytes
 from tightwire.model.weights.source import ResidentWeights
 
 CPU = torch.device("cpu")
@@ -60,7 +61,7 @@ def matrices(config: LlamaConfig = CONFIG) -> set[str]:
     return {name for name, shape in expected_tensors(config) if len(shape) == 2}
 
 
-@pytest.mark.parametrize("stored", ["F32", "BF16", "Q4_K", "random"])
+@pytest.mark.parametrize("stored", ["F32", "BF16", "random"])
 @pytest.mark.parametrize("quantization", ["auto", "none"])
 def test_plain_matrices_stay_plain(stored: str, quantization: str) -> None:
     formats = choose_formats(Header(stored), CONFIG, quantization)
@@ -73,8 +74,8 @@ def test_packed_matrices_stay_packed_unless_expanded(stored: str) -> None:
     assert not choose_formats(Header(stored), CONFIG, "none").packed
 
 
-@pytest.mark.parametrize("stored", ["F16", "random", "Q6_K"])
-def test_floats_and_superblocks_are_quantized_and_tables_get_8_bits(stored: str) -> None:
+@pytest.mark.parametrize("stored", ["F16", "random"])
+def test_floats_are_quantized_and_tables_get_8_bits(stored: str) -> None:
     formats = choose_formats(Header(stored), CONFIG, "int8")
     assert formats.packed == dict.fromkeys(matrices(), Q8_0)
     tables = {EMBEDDING: Q8_0, HEAD: Q8_0}
@@ -84,10 +85,10 @@ def test_floats_and_superblocks_are_quantized_and_tables_get_8_bits(stored: str)
 
 
 def test_matrices_packed_in_as_many_bits_stay_as_they_are() -> None:
-    header = Header("Q4_0", {EMBEDDING: "Q8_0", HEAD: "Q6_K"})
+    header = Header("Q4_0", {EMBEDDING: "Q8_0", HEAD: "F16", V_PROJ: "Q4_1"})
     formats = choose_formats(header, CONFIG, "int4")
     assert formats.packed[Q_PROJ].name == "Q4_0" and formats.packed[EMBEDDING] == formats.packed[HEAD] == Q8_0
-    assert formats.name == "Q4_0+Q8_0"
+    assert formats.name == "Q4_0+Q8_0+Q4_1"
 
 
 @pytest.mark.parametrize(
@@ -114,12 +115,18 @@ def test_rows_without_whole_groups_are_refused_by_name() -> None:
         choose_formats(Header("F32"), replace(CONFIG, hidden_size=72), "int8")
 
 
-def test_parts_of_different_formats_are_expanded_and_described_so() -> None:
+def test_parts_keep_their_own_formats_unless_one_is_plain() -> None:
     formats = choose_formats(Header("Q4_1", {V_PROJ: "Q8_0", HEAD: "Q6_K"}), CONFIG, "auto")
+    assert (formats.packed[Q_PROJ].name, formats.packed[V_PROJ].name, formats.packed[HEAD].name) == (
+        "Q4_1",
+        "Q8_0",
+        "Q6_K",
+    )
+    assert formats.describe("bfloat16") == f"weight matrices: {NUM_MATRICES - 2} in Q4_1; 1 in Q6_K; 1 in Q8_0"
+    formats = choose_formats(Header("Q4_1", {V_PROJ: "F16"}), CONFIG, "auto")
     assert Q_PROJ not in formats.packed and V_PROJ not in formats.packed
     assert formats.describe("bfloat16") == (
-        f"weight matrices: {NUM_MATRICES - 4} in Q4_1; 2 in bfloat16, expanded from Q4_1; "
-        "1 in bfloat16, expanded from Q6_K; 1 in bfloat16, expanded from Q8_0"
+        f"weight matrices: {NUM_MATRICES - 3} in Q4_1; 2 in bfloat16, expanded from Q4_1; 1 in bfloat16"
     )
 
 
@@ -132,7 +139,7 @@ def test_the_description_of_plain_weights_is_short() -> None:
 @pytest.mark.parametrize(
     ("config", "world_size", "message"),
     [
-        (CONFIG, 4, r"o_proj.weight in Q4_1 over 4 ranks: rank 0 would get columns 0 to 16, and groups of 32"),
+        (CONFIG, 4, r"o_proj.weight in Q4_1 over 4 ranks: rank 0 would get columns 0 to 16, and blocks of 32"),
         (
             replace(CONFIG, head_dim=32, mlp_size=96),
             4,
@@ -141,18 +148,35 @@ def test_the_description_of_plain_weights_is_short() -> None:
     ],
 )
 def test_a_cut_through_a_group_is_refused_by_name(config: LlamaConfig, world_size: int, message: str) -> None:
-    layout = make_layout(config, world_size)
-    check_split(layout, config, WeightFormats())
+    split_model(config, WeightFormats(), world_size)
     with pytest.raises(ValueError, match=message):
-        check_split(layout, config, choose_formats(Header("Q4_1"), config, "auto"))
+        split_model(config, choose_formats(Header("Q4_1"), config, "auto"), world_size)
 
 
-def load(checkpoint: Checkpoint, formats: WeightFormats, world_size: int) -> list[ResidentWeights]:
-    config = checkpoint.config
-    layout = make_layout(config, world_size)
-    check_split(layout, config, formats)
+SUPER = replace(CONFIG, hidden_size=1536, num_heads=12, num_kv_heads=2, head_dim=128, mlp_size=19 * 256)
+
+
+def test_columns_are_cut_between_superblocks() -> None:
+    """In formats with groups of 32 the split is as even as can be; superblocks move its cuts, and the log says so."""
+    groups = choose_formats(Header("Q5_0"), SUPER, "auto")
+    superblocks = choose_formats(Header("Q4_K"), SUPER, "auto")
+    assert (groups.column_units, superblocks.column_units) == ((32, 32), (256, 256))
+    for world_size, heads, columns in ((2, [6, 6], [2560, 2304]), (4, [4, 2, 4, 2], [1280, 1280, 1280, 1024])):
+        layout = split_model(SUPER, superblocks, world_size)
+        assert [shard.local_heads for shard in layout.shards] == heads
+        assert [len(shard.mlp_columns) for shard in layout.shards] == columns
+        assert "MLP columns " + ", ".join(map(str, columns)) + " instead of" in describe_cuts(layout, SUPER, None)
+        assert describe_cuts(split_model(SUPER, groups, world_size), SUPER, None) == ""
+
+
+def test_more_ranks_than_superblocks_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"o_proj.weight in Q4_K over 8 ranks: .* blocks of 256 numbers share a scale"):
+        split_model(SUPER, choose_formats(Header("Q4_K"), SUPER, "auto"), 8)
+
+
+def load(checkpoint: Checkpoint, formats: WeightFormats, layout: Layout) -> list[ResidentWeights]:
     return [
-        load_resident(checkpoint.reader(), config, shard, dtype=torch.float32, formats=formats)
+        load_resident(checkpoint.reader(), checkpoint.config, shard, dtype=torch.float32, formats=formats)
         for shard in layout.shards
     ]
 
@@ -165,17 +189,30 @@ def numbers_of(weights: ResidentWeights) -> dict[str, torch.Tensor]:
     return {name: dequantize(matrix, torch.float32) for name, matrix in fields.items()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("quant", sorted(PACKED_FORMATS))
 def test_a_file_s_blocks_are_the_numbers_that_it_expands_to(quant: str, world_size: int, tmp_path: Path) -> None:
     """Slices of every rank, query and key rows put in order."""
-    checkpoint = open_checkpoint(str(make_tiny_gguf(tmp_path / "m.gguf", quant, head_dim=32)))
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 256, "num_attention_heads": 4}
+    checkpoint = open_checkpoint(str(make_tiny_gguf(tmp_path / "m.gguf", quant, **sizes)))
     formats = choose_formats(checkpoint.reader(), checkpoint.config, "auto")
-    kept, expanded = load(checkpoint, formats, world_size), load(checkpoint, WeightFormats(), world_size)
+    assert set(formats.packed.values()) == {PACKED_FORMATS[quant]} and not formats.plain
+    layout = split_model(checkpoint.config, formats, world_size)
+    kept, expanded = (load(checkpoint, each, layout) for each in (formats, WeightFormats()))
     for packed, plain in zip(kept, expanded, strict=True):
         for name, numbers in numbers_of(packed).items():
             owner = plain.outer if name in ("embedding", "head") else plain.layer(1)
             assert torch.equal(numbers, getattr(owner, name)), name
+
+
+def test_parts_of_different_formats_are_stacked(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(make_tiny_gguf(tmp_path / "m.gguf", "Q4_1", others={"attn_v": "Q8_0"})))
+    formats = choose_formats(checkpoint.reader(), checkpoint.config, "auto")
+    layout = split_model(checkpoint.config, formats, 1)
+    (kept,), (expanded,) = load(checkpoint, formats, layout), load(checkpoint, WeightFormats(), layout)
+    qkv = kept.layer(1).qkv
+    assert isinstance(qkv, StackedMatrix) and [part.format.name for part in qkv.parts] == ["Q4_1", "Q8_0"]
+    assert torch.equal(dequantize(qkv, torch.float32), dequantize(expanded.layer(1).qkv, torch.float32))
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -191,7 +228,7 @@ def test_ranks_quantize_parts_of_one_model(model: str, quantization: str, tmp_pa
         name = str(made)
     checkpoint = open_checkpoint(name)
     formats = choose_formats(checkpoint.reader(), checkpoint.config, quantization)
-    (alone,), parts = load(checkpoint, formats, 1), load(checkpoint, formats, 2)
+    (alone,), parts = (load(checkpoint, formats, make_layout(checkpoint.config, tp)) for tp in (1, 2))
     whole, halves = numbers_of(alone), [numbers_of(part) for part in parts]
     for name, dim in (("attention_out", 1), ("down", 1), ("embedding", 0), ("head", 0)):
         assert torch.equal(torch.cat([half[name] for half in halves], dim), whole[name]), name
@@ -203,9 +240,8 @@ def test_bytes_are_those_of_weight_bytes(world_size: int, quantization: str, tmp
     checkpoint = open_checkpoint(str(make_tiny(tmp_path, attention_bias=True, mlp_bias=True)))
     config = checkpoint.config
     formats = choose_formats(checkpoint.reader(), config, quantization)
-    for shard, weights in zip(
-        make_layout(config, world_size).shards, load(checkpoint, formats, world_size), strict=True
-    ):
+    layout = make_layout(config, world_size)
+    for shard, weights in zip(layout.shards, load(checkpoint, formats, layout), strict=True):
         values = [getattr(layer, name) for layer in weights.layers for name in layer.__slots__]
         values += [weights.outer.embedding, weights.outer.final_norm, weights.outer.head]
         total = sum(value.nbytes for value in values if value is not None)
@@ -224,4 +260,4 @@ def test_a_tensor_that_cannot_be_quantized_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"tensor model.layers.1.mlp.up_proj.weight cannot be quantized: Q8_0 stores scales"
     ):
-        load(checkpoint, formats, 1)
+        load(checkpoint, formats, make_layout(checkpoint.config, 1))
