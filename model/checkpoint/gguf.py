@@ -32,15 +32,6 @@ _PLAIN = {
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
 _QUANTIZED = tuple(GGMLQuantizationType[name] for name in PACKED_FORMATS)
-# Places in a block of the float16 scale, and of the minimum behind it.
-_SCALES = {
-    **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS"), (0, 1)),
-    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
-    "Q2_K": (80, 2),
-    "Q3_K": (108, 1),
-    "Q6_K": (208, 1),
-    "MXFP4": (0, 0),
-}
 # Bytes of memory that dequantization needs per quantized byte, temporaries included; limits the size of a piece.
 _DEQUANTIZED_GROWTH = 32
 
@@ -187,9 +178,10 @@ class GgufReader:
         row_bytes = self._bytes_per_row(tensor)
         raw = tensor.file.rows(tensor.offset + rows.start * row_bytes, len(rows), row_bytes)
         if (tensor.name, rows) not in self._checked:  # streamed layers are read again and again
-            at, count = _SCALES[tensor.kind.name]
-            blocks_NB = raw.reshape(-1, GGML_QUANT_SIZES[tensor.kind][1])
-            scales = np.ascontiguousarray(blocks_NB[:, at : at + 2 * count]).view(np.float16)
+            packed = PACKED_FORMATS[tensor.kind.name]
+            count = 0 if packed.name == "MXFP4" else 1 + packed.has_minimum
+            blocks_NB = raw.reshape(-1, packed.block_bytes)[:, packed.floats_at :]
+            scales = np.ascontiguousarray(blocks_NB[:, : 2 * count]).view(np.float16)
             check_finite(torch.from_numpy(scales), tensor.file.path, tensor.name)
             self._checked.add((tensor.name, rows))
         return raw
