@@ -44,7 +44,6 @@ class GgufHeader:
         self._data = data
         self._at = 0
         self._values: dict[str, _Value] = {}
-        self.tensors: list[TensorPlace] = []
         for key, value in self._keys():
             if key in self._values:
                 raise ValueError(f"key {key} stands in it twice")
@@ -54,10 +53,9 @@ class GgufHeader:
             raise ValueError(f"general.alignment must be a power of two, got {alignment!r}")
         tensors = [self._tensor() for _ in range(self._num_tensors)]
         start = -(-self._at // alignment) * alignment
-        for tensor in tensors:
-            if tensor.offset % alignment:
-                raise ValueError(f"tensor {tensor.name} begins at {tensor.offset}, which is no multiple of {alignment}")
-            self.tensors.append(tensor._replace(offset=start + tensor.offset))
+        if wrong := [tensor for tensor in tensors if tensor.offset % alignment]:
+            raise ValueError(f"tensor {wrong[0].name} begins at {wrong[0].offset}, which is no multiple of {alignment}")
+        self.tensors = [tensor._replace(offset=start + tensor.offset) for tensor in tensors]
 
     @classmethod
     def scalars(cls, data: mmap | bytes, endings: tuple[str, ...]) -> dict[str, Any]:
@@ -87,8 +85,7 @@ class GgufHeader:
         if version not in _VERSIONS:
             raise ValueError(f"its version is {version}; supported: {', '.join(map(str, _VERSIONS))}")
         self._num_tensors, num_keys = self._scalar("Q"), self._scalar("Q")
-        for what, count in (("tensors", self._num_tensors), ("keys", num_keys)):
-            self._check_room(count * 12, f"{count} {what}")
+        self._check_room(12 * (self._num_tensors + num_keys), f"{num_keys} keys and {self._num_tensors} tensors")
         for _ in range(num_keys):
             key = self._string()
             kind = self._scalar("I")

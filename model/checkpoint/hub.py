@@ -13,7 +13,7 @@ _SMALL_FILES = ["*.json", "tokenizer*", "*.jinja"]
 _WEIGHTS = ["model.safetensors", "model-*.safetensors"]
 _TIMEOUT_S = 20.0  # for a repo's list of files
 # A quantization at the end of a file's name, such as Q4_K_M, UD-Q4_K_XL, IQ4_XS, BF16.
-_QUANTIZATION = re.compile(r"(?:^|[-.])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32))$", re.IGNORECASE)
+_QUANTIZATION = re.compile(r"(?:^|[-.])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|FP?16|FP?32))$", re.IGNORECASE)
 
 
 def fetch_folder(repo_id: str, check: Callable[[Path], object]) -> Path:
@@ -38,11 +38,7 @@ def fetch_gguf(repo_id: str, quantization: str) -> Path:
         ggufs = _ggufs(repo_id)
         if not ggufs:
             raise ModelError(f"{repo_id} has no .gguf file, so no {quantization}; leave out :{quantization}")
-        named = re.compile(rf"(.*[-.])?{re.escape(quantization)}", re.IGNORECASE)
-        found = [first for first in ggufs if named.fullmatch(plain_stem(Path(first)))]
-        # Of Q4_K_XL and UD-Q4_K_XL, which end alike, the one with this very name.
-        exact = [first for first in found if _quantization_of(first).lower() == quantization.lower()]
-        found = exact or found
+        found = [first for first in ggufs if _quantization_of(first).lower() == quantization.lower()]
         if len(found) != 1:
             what = (
                 f"several .gguf files in {quantization}: {', '.join(found)}"
