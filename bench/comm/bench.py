@@ -23,8 +23,6 @@ from tightwire.comm.protocols import AllReduce
 
 
 class CommBench(Bench[CommOptions]):
-    """Exit codes: 0, 1 for a wrong answer or a rank that failed, 2 for bad options, 130 after Ctrl-C."""
-
     verb = "comm"
     metrics = (Metric(name="seconds", unit="us", scale=1e6),)
     failures = ((LocalRankError, 1), (ValueError, 1))

@@ -7,7 +7,7 @@ the ranks' digests against each other and counted bytes against the formula; eac
 import hashlib
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -97,7 +97,8 @@ class _Size:
         inputs = [_numbers(plan, size, rank).to(group.device) for rank in range(group.world_size)]
         self._x = inputs[group.rank]
         self._inputs = inputs if group.rank == 0 else []
-        self._exact = _exact_sum(inputs) if group.rank == 0 else None
+        # A sum in float64 rounds at 2**-53 of it, far below any algorithm's bound.
+        self._exact = sum(inputs[1:], inputs[0].double()) if group.rank == 0 else None
         self._first: dict[str, Tensor] = {}
         # The same on all ranks: they must call the same algorithm at the same time.
         self._order = random.Random(f"{plan.seed}/{size}/order")
@@ -153,13 +154,6 @@ def _numbers(plan: MeasurePlan, size: int, rank: int) -> Tensor:
     dtype: torch.dtype = getattr(torch, plan.dtype)
     source = torch.Generator().manual_seed((plan.seed * 1_000_003 + size) * 64 + rank)
     return torch.randn(size // dtype.itemsize, generator=source).to(dtype)
-
-
-def _exact_sum(inputs: Sequence[Tensor]) -> Tensor:
-    total = inputs[0].double()
-    for x in inputs[1:]:
-        total += x  # a wider sum rounds at 2**-53 of it, far below any algorithm's bound
-    return total
 
 
 def _share(error: Tensor, bound: Tensor) -> float:

@@ -27,8 +27,6 @@ _NOTE = (
 
 
 class CompareBench(Bench[CompareOptions]):
-    """Exit codes: 0 without a regression, 1 with one or where B failed, 2 for what cannot be compared, 130 after Ctrl-C."""
-
     verb = "compare"
     version = 1
     columns = (*_COLUMNS, Column("paired", "paired"), Column("regression", "regression"))

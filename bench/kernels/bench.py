@@ -27,8 +27,6 @@ _COLUMNS = (
 
 
 class KernelBench(Bench[KernelOptions]):
-    """Exit codes: 0, 1 for a wrong answer, 2 for bad options, 130 after Ctrl-C."""
-
     verb = "kernels"
     metrics = (Metric(name="seconds", unit="us", scale=1e6),)
     columns = (Column("name", "name"), Column("size", "size", format_bytes), *_COLUMNS)

@@ -22,8 +22,6 @@ from tightwire.server.plan.devices import num_cores
 
 
 class QualityBench(Bench[QualityOptions]):
-    """Exit codes: 0, 1 if the run failed, 2 for bad options, 130 after Ctrl-C."""
-
     verb = "quality"
     metrics = tuple(Metric(name=name, unit="nats", better="better", worse="worse") for name in ("kl", "nll"))
     columns = report.CSV_COLUMNS

@@ -121,18 +121,13 @@ def _texts(tokenizer: Tokenizer) -> dict[str, str]:
 
 def batches(items: Sequence[TaskItem], num_rows: int) -> Iterator[tuple[list[TaskItem], Tensor]]:
     """Items with their rows, (R, ROW_TOKENS): as many as fit into ``num_rows``, but at least one."""
-    batch: list[TaskItem] = []
+    groups: list[list[TaskItem]] = [[]]
     for item in items:
-        if batch and sum(len(each.rows_RL) for each in batch) + len(item.rows_RL) > num_rows:
-            yield batch, _rows(batch)
-            batch = []
-        batch.append(item)
-    if batch:
-        yield batch, _rows(batch)
-
-
-def _rows(batch: Sequence[TaskItem]) -> Tensor:
-    return torch.tensor([row for item in batch for row in item.rows_RL])
+        if groups[-1] and sum(len(each.rows_RL) for each in (*groups[-1], item)) > num_rows:
+            groups.append([])
+        groups[-1].append(item)
+    for group in filter(None, groups):
+        yield group, torch.tensor([row for item in group for row in item.rows_RL])
 
 
 @torch.inference_mode()

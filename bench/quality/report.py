@@ -54,7 +54,7 @@ def make_rows(measured: Measured, arms: Sequence[Arm], setting: Setting) -> list
     """Rows in the arms' order. Values not yet measured are None; no rows before the first batch of windows."""
     if not measured.scores:
         return []
-    rows = []
+    lossless, rows = _bytes(replace(exact_arm(), float32_sums=False), measured, setting), []
     for arm in arms:
         sent, nll, kl = _bytes(arm, measured, setting), *_window_means(measured.scores[arm.name], setting)
         row = {
@@ -62,7 +62,7 @@ def make_rows(measured: Measured, arms: Sequence[Arm], setting: Setting) -> list
             "world_size": measured.world_size,
             "algorithm": arm.name,
             "bytes_per_token": sent,
-            "bytes_share": sent / _lossless_bytes(measured, setting),
+            "bytes_share": sent / lossless,
             **_distances(measured.scores[arm.name], measured.scores[EXACT], setting),
             "sqnr_db": _sqnr(measured, arm, setting.config.num_layers),
             **_item_accuracy(measured, arm),
@@ -85,11 +85,6 @@ def _item_accuracy(measured: Measured, arm: Arm) -> dict[str, float | None]:
 def _bytes(arm: Arm, measured: Measured, setting: Setting) -> float:
     window, elem_bytes = setting.options.window, arm.sum_dtype(setting.dtype).itemsize
     return bytes_per_token(arm, setting.config, measured.world_size, window, elem_bytes)
-
-
-def _lossless_bytes(measured: Measured, setting: Setting) -> float:
-    """Bytes per token of a lossless sum in --dtype."""
-    return _bytes(replace(exact_arm(), float32_sums=False), measured, setting)
 
 
 def _window_means(scores: Scores, setting: Setting) -> tuple[Floats, Floats]:

@@ -27,8 +27,6 @@ _CSV_KEYS = (
 
 
 class ServeBench(Bench[ServeOptions]):
-    """Exit codes: 0, 1 when there is nothing usable or a load was cut short, 2 for bad options, 130 after Ctrl-C."""
-
     verb = "serve"
     metrics = (
         *(Metric(name=name, unit="ms", scale=1e3) for name in ("ttft_s", "tpot_s", "e2e_s")),

@@ -14,8 +14,8 @@ import torch
 
 from tightwire.bench.options import RankOptions
 from tightwire.bench.ranks import open_ranks
-from tightwire.bench.report.page import Item
-from tightwire.bench.report.table import Metric
+from tightwire.bench.report.page import Item, Text
+from tightwire.bench.report.table import Metric, Table
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.bench.stream import report
 from tightwire.bench.stream.measure import Answered, measure
@@ -35,8 +35,6 @@ _SHOWN = ("model", "device", "threads", "all_reduce", "context", "seed")
 
 
 class StreamBench(Bench[StreamOptions]):
-    """Exit codes: 0, 1 for a wrong answer or a failed rank, 2 for bad options, 130 after Ctrl-C."""
-
     verb = "stream"
     metrics = (Metric(name="step", unit="ms", scale=1e3),)
     columns = report.CSV_COLUMNS
@@ -50,7 +48,9 @@ class StreamBench(Bench[StreamOptions]):
         return [row for cells in self._groups for row in cells.rows()]
 
     def sections(self, result: Mapping[str, Any]) -> list[Item]:
-        return report.make_sections(result["cells"])
+        rows, columns = result["cells"], [*report.ARM_COLUMNS, *report.CELL_COLUMNS]
+        table = Table(title="All cells", columns=columns, rows=rows, note=report.LEGEND)
+        return [Text(title="Findings", lines=[report.verdict(rows)]), table]
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
         return "Streamed weights", report.describe_setting(self.facts)
@@ -89,7 +89,9 @@ class StreamBench(Bench[StreamOptions]):
                 blocks[event.arm] += 1
                 self.progress.update(task, completed=blocks.total())
                 if blocks[event.arm] == each:
-                    self.print_table(report.arm_table(cells.rows(event.arm)))
+                    rows = cells.rows(event.arm)
+                    title = f"{rows[0]['arm']}, tp {tp}"
+                    self.print_table(Table(columns=report.CELL_COLUMNS, rows=rows, title=title))
                     self.keep()
 
     @contextmanager

@@ -20,7 +20,7 @@ from tightwire.model.weights.formats import choose_formats, split_model
 from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.residency import WeightSizes
 
-BLOCK_SIZE = 16
+_BLOCK_SIZE = 16
 _LEAST_LEN = 512  # room for greedy texts
 
 
@@ -33,7 +33,10 @@ class Rank:
         self._formats = choose_formats(checkpoint.reader(), self._config, options.quantization)
         self._layout = split_model(self._config, self._formats, group.world_size)
         self._dtype: torch.dtype = getattr(torch, options.dtype)
-        self._routes = one_all_reduce(options.all_reduce, group) if group.world_size > 1 else None
+        self._routes = None
+        if group.world_size > 1:
+            policy = one_for_all(options.all_reduce)
+            self._routes = Routes([(options.all_reduce, policy)], make_candidates([policy], group))
 
     @property
     def num_layers(self) -> int:
@@ -45,7 +48,7 @@ class Rank:
 
     def build(self, plan: WeightPlan, prepared: Prepared | None = None) -> ModelRunner:
         longest = max(self.options.context, _LEAST_LEN)
-        each = -(-self.options.context // BLOCK_SIZE)
+        each = -(-self.options.context // _BLOCK_SIZE)
         return build_runner(
             self._config,
             prepared or self._checkpoint.reader(),
@@ -54,8 +57,8 @@ class Rank:
             RunnerOptions(
                 dtype=self._dtype,
                 max_model_len=longest,
-                num_blocks=max(-(-longest // BLOCK_SIZE), each * max(self.options.batches)),
-                block_size=BLOCK_SIZE,
+                num_blocks=max(-(-longest // _BLOCK_SIZE), each * max(self.options.batches)),
+                block_size=_BLOCK_SIZE,
                 formats=self._formats,
                 weight_plan=plan,
                 fetch_timeout_s=self.options.timeout_s,
@@ -91,12 +94,6 @@ class Rank:
             torch.cuda.synchronize(self.group.device)
 
 
-def one_all_reduce(name: str, group: Group) -> Routes:
-    """The AllReduce ``name`` for every message."""
-    policy = one_for_all(name)
-    return Routes([(name, policy)], make_candidates([policy], group))
-
-
 def greedy_tokens(runner: ModelRunner, group: Group, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """The greedy continuation of ``prompt``, the same on every rank."""
     tokens = list(prompt)
@@ -111,7 +108,7 @@ def greedy_tokens(runner: ModelRunner, group: Group, prompt: Sequence[int], num_
 def make_step(
     token_ids: Sequence[int] | np.ndarray, query_lens: Sequence[int], context_lens: Sequence[int], *, is_decode: bool
 ) -> StepPlan:
-    widest = -(-max(context_lens) // BLOCK_SIZE)
+    widest = -(-max(context_lens) // _BLOCK_SIZE)
     return make_plan(
         token_ids=token_ids,
         query_lens=query_lens,

@@ -5,17 +5,16 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from tightwire.bench.report.page import Item, Text
 from tightwire.bench.report.statistics import describe
-from tightwire.bench.report.table import Column, Row, Table
+from tightwire.bench.report.table import Column, Row
 from tightwire.bench.stream.measure import Answered, Event, Timed
 from tightwire.bench.stream.options import Arm
 
 _NEAR, _HIDDEN = 0.1, 0.95  # the verdict counts cells this near to the bound, and with this much overlap
 _FETCH, _COMPUTE = Column("fetch ms", "fetch_s", ",.1f", 1e3), Column("compute ms", "compute_s", ",.1f", 1e3)
 _STEP = Column("step ms", "step_s", ",.1f", 1e3)
-_ARM_COLUMNS = (Column("weights", "arm"), Column("tp", "tp", "d"))
-_CELL_COLUMNS = (
+ARM_COLUMNS = (Column("weights", "arm"), Column("tp", "tp", "d"))
+CELL_COLUMNS = (
     Column("step", "load"),
     _FETCH,
     Column("GB/s", "bytes_per_s", ".3f", 1e-9),
@@ -27,12 +26,12 @@ _CELL_COLUMNS = (
     Column("tokens/s", "tokens_per_s", ",.1f"),
 )
 CSV_COLUMNS = (
-    *_ARM_COLUMNS,
+    *ARM_COLUMNS,
     *(Column(key, key) for key in ("source", "io", "codec", "rate_bytes_per_s", "bytes_per_step", "bound_by")),
-    *_CELL_COLUMNS,
+    *CELL_COLUMNS,
     Column("same_tokens", "same_tokens"),
 )
-_LEGEND = (
+LEGEND = (
     "Medians of passes, each on its slowest rank. GB/s are of one rank, from source to buffer, decoded. The bound is the longer of "
     "fetch (all streamed layers fetched, nothing computed) and compute (the same step with resident weights), measured in turns "
     "with the step in the same processes. /bound is step / bound. The buffers hold two layers, so where fetch and compute are about equal a step is longer than either. Overlap is (fetch + compute - "
@@ -105,11 +104,6 @@ class Cells:
         }
 
 
-def arm_table(rows: Sequence[Row]) -> Table:
-    title = f"{rows[0]['arm']}, tp {rows[0]['tp']}"
-    return Table(columns=_CELL_COLUMNS, rows=rows, title=title)
-
-
 def describe_setting(facts: Mapping[str, Any]) -> str:
     layers = f"{facts['stream_layers']} of {facts['num_layers']} layers streamed"
     threads = "1 thread" if facts["threads"] == 1 else f"{facts['threads']} threads"
@@ -124,11 +118,3 @@ def verdict(rows: Sequence[Row]) -> str:
     near = sum(row["over_bound"] <= 1 + _NEAR for row in rows)
     hidden = sum(row["overlap"] >= _HIDDEN for row in rows)
     return f"{near} of {len(rows)} cells are within {_NEAR:.0%} of the bound; {hidden} hide {_HIDDEN:.0%} or more."
-
-
-def make_sections(rows: Sequence[dict[str, Any]]) -> list[Item]:
-    columns = [*_ARM_COLUMNS, *_CELL_COLUMNS]
-    return [
-        Text(title="Findings", lines=[verdict(rows)]),
-        Table(title="All cells", columns=columns, rows=rows, note=_LEGEND),
-    ]

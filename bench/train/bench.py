@@ -27,8 +27,6 @@ _SHOWN = ("model", "dtype", "nodes", "ranks_per_node", "sequences", "sequence_to
 
 
 class TrainBench(Bench[TrainOptions]):
-    """Exit codes: 0, 1 for a wrong result or a rank that failed, 2 for bad options, 130 after Ctrl-C."""
-
     verb = "train"
     metrics = (
         Metric(name="step_s", unit="ms", scale=1e3),

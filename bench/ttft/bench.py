@@ -28,8 +28,6 @@ _START_TIMEOUT_S = 1800.0  # weights may have to be fetched, or read from a slow
 
 
 class TtftBench(Bench[TtftOptions]):
-    """Exit codes: 0, 1 for a wrong AllReduce or a server that failed, 2 for bad options, 130 after Ctrl-C or SIGTERM."""
-
     verb = "ttft"
     metrics = (
         Metric(name="ttft_ratio"),

@@ -105,7 +105,8 @@ class Proof:
         """Every AllReduce of a request that shares its steps with no other."""
         whole, rest = divmod(prompt_len, self.step_tokens)
         chunks = [self.step_tokens] * whole + [rest] * bool(rest)
-        parts = [("prefill", rows) for chunk in chunks for rows in self._message_rows(chunk)]
+        cuts = [(cut_row(chunk) if self.overlap else 0, chunk) for chunk in chunks]
+        parts = [("prefill", rows) for cut, chunk in cuts for rows in (cut, chunk - cut) if rows]
         for phase, rows in [*parts, *[("decode", 1)] * (output_len - 1)]:
             size = rows * self.row_bytes
             yield Message(policy.algorithm("embed", 0, "prefill", size), phase, size)
@@ -113,11 +114,6 @@ class Proof:
                 for site in SITES:
                     if (name := policy.algorithm(site, layer, phase, size)) != DROP:
                         yield Message(name, phase, size)
-
-    def _message_rows(self, num_rows: int) -> list[int]:
-        """The rows of each message of a step with ``num_rows`` prompt rows."""
-        row = cut_row(num_rows) if self.overlap else 0
-        return [row, num_rows - row] if row else [num_rows]
 
     def _shared_faults(self, policy: ArmPolicy, cell: Cell, output_len: int, sums: Sequence[Count]) -> list[str]:
         faults: list[str] = []

@@ -39,7 +39,9 @@ def make_rows(measured: Measured) -> list[dict[str, Any]]:
 def _row(measured: Measured, cell: Cell, arm: Arm) -> dict[str, Any]:
     turns = measured.of(cell, arm)
     requests = [request for turn in turns for request in turn.requests]
-    parts = {part: _median_part(requests, part) for part in _PARTS}
+    measured_parts = {part: [request.parts.get(part) for request in requests] for part in _PARTS}
+    known = {part: [value for value in values if value is not None] for part, values in measured_parts.items()}
+    parts = {part: statistics.median(values) if values else None for part, values in known.items()}
     row = {
         "name": f"{arm.name}, {cell.prompt_len} tokens, {cell.concurrency} at a time",
         "samples": _samples(measured, cell, arm),
@@ -134,12 +136,6 @@ def _ratio(measured: Measured, cell: Cell, arm: Arm, of: str) -> dict[str, Any] 
         return None
     base, own = ([turn.mean(of) for turn in measured.of(cell, each)] for each in (measured.baseline, arm))
     return asdict(compare(base, own, paired=True, seed=measured.seed))
-
-
-def _median_part(requests: Sequence[Request], part: str) -> float | None:
-    """The median of a part of TTFT, or None where the server does not measure it."""
-    values = [value for request in requests if (value := request.parts.get(part)) is not None]
-    return statistics.median(values) if values else None
 
 
 def recommend(measured: Measured, options: TtftOptions) -> list[dict[str, Any]]:

@@ -35,8 +35,6 @@ _LEAST_PROBABILITY = 1e-12  # of the rest, which rounding of the reported number
 
 
 class AnswersBench(Bench[AnswersOptions]):
-    """Exit codes: 0; 1 where a server fails; 2 for a model that cannot be opened."""
-
     verb = "answers"
     of_lab = True
     metrics = (Metric(name="kl", unit="nats", better="nearer", worse="farther"),)

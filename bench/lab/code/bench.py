@@ -38,8 +38,6 @@ class Problem:
 
 
 class CodeBench(Bench[CodeOptions]):
-    """Exit codes: 0; 1 where the server fails; 2 for a file without problems."""
-
     verb = "code"
     of_lab = True
     metrics = (Metric(name="solved", worse_is_higher=False, better="better", worse="worse"),)

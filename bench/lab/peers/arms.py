@@ -52,7 +52,7 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 class Setup:
     model: str  # the model argument of `tightwire serve`
     gguf: Path
-    weights: Path  # the folder that convert_weights.py fills
+    weights: Path  # the folder that ``run`` fills
     peers: Path
     num_threads: int
     torch_dtype: str = "bfloat16"

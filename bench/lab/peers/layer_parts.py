@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightwire.bench.stream.rank import BLOCK_SIZE, make_step, one_all_reduce
+from tightwire.bench.stream.measure import bind_rank
+from tightwire.bench.stream.options import StreamOptions
+from tightwire.bench.stream.rank import Rank, make_step
 from tightwire.comm.group.group import Group
 from tightwire.kernels.spec.attention import PackedSequences
 from tightwire.model import layers, llama
-from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.hf_config import config_to_hf
 from tightwire.model.open import open_checkpoint
@@ -34,9 +35,8 @@ from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.step import Batch
-from tightwire.model.weights.formats import choose_formats, split_model
+from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.server.plan.devices import num_cores
-from tightwire.server.plan.numa import bind_rank
 
 WHOLE = "whole step, as served"
 _SUMS = "sums over ranks"
@@ -67,25 +67,17 @@ def measure_parts(
     group: Group, model: str, quantization: str, all_reduce: str, loads: Sequence[StepShape]
 ) -> Iterator[tuple[StepShape, dict[str, Part]]]:
     """Time the parts of every load, in bfloat16. Runs on every rank."""
-    threads = max(1, num_cores() // group.world_size)
-    torch.set_num_threads(threads)
-    bind_rank(group.rank, group.world_size, threads, numa=True)
-    checkpoint = open_checkpoint(model)
-    formats = choose_formats(checkpoint.reader(), checkpoint.config, quantization)
-    layout = split_model(checkpoint.config, formats, group.world_size)
-    routes = one_all_reduce(all_reduce, group) if group.world_size > 1 else None
-    longest = max(load.tokens for load in loads)
-    options = RunnerOptions(
-        dtype=torch.bfloat16,
-        max_model_len=longest,
-        num_blocks=max(load.sequences * -(-load.tokens // BLOCK_SIZE) for load in loads),
-        block_size=BLOCK_SIZE,
-        formats=formats,
+    options = StreamOptions(
+        quantization=quantization,
+        all_reduce=all_reduce,
+        threads=max(1, num_cores() // group.world_size),
+        context=max(load.tokens for load in loads),
+        batches=(max(load.sequences for load in loads),),
     )
-    with closing(
-        build_runner(checkpoint.config, checkpoint.reader(), layout, RankGroups(group, routes=routes), options)
-    ) as runner:
-        timed = [kernel for kernel in _KERNELS if kernel[2] != _SUMS or routes is not None]
+    bind_rank(group, options)
+    checkpoint = open_checkpoint(model)
+    with closing(Rank(group, options, checkpoint).build(EVERYTHING_RESIDENT)) as runner:
+        timed = [kernel for kernel in _KERNELS if kernel[2] != _SUMS or group.world_size > 1]
         for load in loads:
             yield load, _measure(runner, checkpoint.config, timed, load)
 

@@ -13,44 +13,37 @@ import gguf
 import numpy as np
 from gguf.quants import quantize
 
-_LAYERS, _HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM, _MLP, _CONTEXT = 16, 1024, 8, 4, 128, 2816, 8192
+_LAYERS, _HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM, _MLP = 16, 1024, 8, 4, 128, 2816
 _KIND = gguf.GGMLQuantizationType.Q4_1
 _STD = 0.02
 
 
 def write(source: Path, target: Path) -> None:
     writer, random = gguf.GGUFWriter(target, "llama"), np.random.default_rng(0)
-    writer.add_block_count(_LAYERS)
-    writer.add_context_length(_CONTEXT)
-    writer.add_embedding_length(_HIDDEN)
-    writer.add_feed_forward_length(_MLP)
-    writer.add_head_count(_HEADS)
-    writer.add_head_count_kv(_KV_HEADS)
-    writer.add_rope_dimension_count(_HEAD_DIM)
+    num_tokens = _copy_tokenizer(source, writer)
+    for add, number in (
+        *((writer.add_block_count, _LAYERS), (writer.add_context_length, 8192), (writer.add_vocab_size, num_tokens)),
+        *((writer.add_embedding_length, _HIDDEN), (writer.add_feed_forward_length, _MLP)),
+        *((writer.add_head_count, _HEADS), (writer.add_head_count_kv, _KV_HEADS)),
+        *((writer.add_rope_dimension_count, _HEAD_DIM), (writer.add_file_type, gguf.LlamaFileType.MOSTLY_Q4_1)),
+    ):
+        add(number)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(100000.0)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_1)
-    num_tokens = _copy_tokenizer(source, writer)
-    writer.add_vocab_size(num_tokens)
-
-    def matrix(name: str, rows: int, columns: int) -> None:
-        values = random.standard_normal((rows, columns), np.float32) * _STD
-        writer.add_tensor(f"{name}.weight", quantize(values, _KIND), raw_dtype=_KIND)
-
-    def norm(name: str) -> None:
-        writer.add_tensor(f"{name}.weight", np.ones(_HIDDEN, np.float32))
-
-    matrix("token_embd", num_tokens, _HIDDEN)  # also the output's
-    norm("output_norm")
+    query, key = _HEADS * _HEAD_DIM, _KV_HEADS * _HEAD_DIM
+    matrices = {"attn_q": (query, _HIDDEN), "attn_k": (key, _HIDDEN), "attn_v": (key, _HIDDEN)}
+    matrices |= {"attn_output": (_HIDDEN, query), "ffn_gate": (_MLP, _HIDDEN), "ffn_up": (_MLP, _HIDDEN)}
+    matrices |= {"ffn_down": (_HIDDEN, _MLP)}
+    shapes = {"token_embd": (num_tokens, _HIDDEN), "output_norm": (_HIDDEN,)}  # the embedding is also the head
     for layer in (f"blk.{number}" for number in range(_LAYERS)):
-        norm(f"{layer}.attn_norm")
-        norm(f"{layer}.ffn_norm")
-        for name, heads in (("q", _HEADS), ("k", _KV_HEADS), ("v", _KV_HEADS)):
-            matrix(f"{layer}.attn_{name}", heads * _HEAD_DIM, _HIDDEN)
-        matrix(f"{layer}.attn_output", _HIDDEN, _HEADS * _HEAD_DIM)
-        matrix(f"{layer}.ffn_gate", _MLP, _HIDDEN)
-        matrix(f"{layer}.ffn_up", _MLP, _HIDDEN)
-        matrix(f"{layer}.ffn_down", _HIDDEN, _MLP)
+        shapes |= {f"{layer}.{name}": (_HIDDEN,) for name in ("attn_norm", "ffn_norm")}
+        shapes |= {f"{layer}.{name}": shape for name, shape in matrices.items()}
+    for name, shape in shapes.items():
+        if len(shape) == 1:
+            writer.add_tensor(f"{name}.weight", np.ones(shape, np.float32))
+        else:
+            values = quantize(random.standard_normal(shape, np.float32) * _STD, _KIND)
+            writer.add_tensor(f"{name}.weight", values, raw_dtype=_KIND)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

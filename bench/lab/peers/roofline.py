@@ -52,8 +52,6 @@ _LEGEND = (
 
 
 class RooflineBench(Bench[RooflineOptions]):
-    """Exit codes: 0, 1 when a server or transformers failed, 2 for bad options, 130 after Ctrl-C."""
-
     verb = "roofline"
     of_lab = True
     metrics = (Metric(name="seconds", unit="ms", scale=1e3),)
@@ -65,6 +63,7 @@ class RooflineBench(Bench[RooflineOptions]):
         options = self.options
         checkpoint = open_checkpoint(options.model)
         rates = measure_rates(_device_of(options))
+        torch.cuda.empty_cache()  # the server, another process, needs the memory
         model = {"model": options.model, "tp": options.tp, "quantization": options.quantization}
         self.facts = {**model, "device": _device_of(options), **rates}
         copies, products = rates["copy_bytes_per_s"] / 1e9, rates["product_flops"] / 1e12
@@ -114,25 +113,14 @@ class RooflineBench(Bench[RooflineOptions]):
 
 def measure_rates(device: str) -> dict[str, float]:
     """Bytes a second read and written by a copy, and FLOP/s of bfloat16 products (on a CPU of float32, if that is faster)."""
-    rates = {"copy_bytes_per_s": _copy_rate(device), "product_flops": _product_rate(device)}
-    if device == "cuda":
-        torch.cuda.empty_cache()  # the server, another process, needs the memory
-    return rates
-
-
-def _copy_rate(device: str) -> float:
-    source = torch.zeros((4 << 30) if device == "cuda" else (1 << 29), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / _least_s(lambda: target.copy_(source), device)
-
-
-def _product_rate(device: str) -> float:
-    size, dtypes = (8192, [torch.bfloat16]) if device == "cuda" else (2048, [torch.bfloat16, torch.float32])
-    rates: list[float] = []
-    for dtype in dtypes:
+    is_cuda = device == "cuda"
+    source = torch.zeros((4 << 30) if is_cuda else (1 << 29), dtype=torch.uint8, device=device)
+    copy_s = _least_s(partial(torch.empty_like(source).copy_, source), device)
+    size, product_s = (8192 if is_cuda else 2048), list[float]()
+    for dtype in [torch.bfloat16] if is_cuda else [torch.bfloat16, torch.float32]:
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-        rates.append(2 * size**3 / _least_s(partial(torch.matmul, a, b), device))
-    return max(rates)
+        product_s.append(_least_s(partial(torch.matmul, a, b), device))
+    return {"copy_bytes_per_s": 2 * source.numel() / copy_s, "product_flops": 2 * size**3 / min(product_s)}
 
 
 def _least_s(work: Callable[[], object], device: str) -> float:

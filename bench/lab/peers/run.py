@@ -8,7 +8,6 @@ README.md says how to install the peers.
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +16,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tightwire.bench.hosts import EmulatedHosts
 from tightwire.bench.lab.peers import report
@@ -30,9 +31,9 @@ from tightwire.bench.server_process import ServerFailedError, ServerProcess
 from tightwire.kernels.cpu.linear_widened import torch_has_bfloat16_products
 from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.tensors import expected_tensors
 from tightwire.model.open import open_checkpoint
-
-_CONVERT = Path(__file__).resolve().with_name("convert_weights.py")
+from tightwire.training.start.export import export_folder
 
 
 @dataclass(kw_only=True)
@@ -70,8 +71,6 @@ class Peer:
 
 
 class PeersBench(Bench[PeersOptions]):
-    """Exit codes: 0, 1 when no server could be measured, 2 for bad options, 130 after Ctrl-C (measured rounds are kept)."""
-
     verb = "peers"
     of_lab = True
     metrics = report.METRICS
@@ -264,15 +263,25 @@ def _make_setup(options: PeersOptions, hosts: EmulatedHosts | None) -> Setup:
 
 
 def _convert(setup: Setup) -> None:
-    """Write the weights in the formats of the peers unless they exist."""
-    if (setup.weights / "hf").exists():
+    """Write the folder that vLLM and transformers read, in bfloat16, unless it exists.
+
+    `transformers serve` has no ``ignore_eos``, so the folder names no end token: every answer runs to its full length.
+    """
+    folder = setup.weights / "hf"
+    generation = folder / "generation_config.json"  # written last
+    if generation.exists():
         return
     sys.stderr.write(f"converting {setup.gguf.name} for the peers, in {setup.weights}\n")
-    python = setup.peers / "transformers" / "bin" / "python"
-    try:
-        subprocess.run([str(python), str(_CONVERT), str(setup.gguf), str(setup.weights)], check=True, stdout=sys.stderr)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise ValueError(
-            f"cannot convert the weights for the peers ({error}); this needs the transformers peer: "
-            f"bench/lab/peers/install.sh {setup.peers} transformers"
-        ) from error
+    checkpoint, dtype = open_checkpoint(setup.model), torch.bfloat16
+    reader = checkpoint.reader()
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, shape in expected_tensors(checkpoint.config):
+            tensor = torch.empty(shape, dtype=dtype)
+            reader.read_into(tensor, name, rows=range(shape[0]))
+            yield name, tensor
+
+    tokenizer = checkpoint.tokenizer()
+    if error := export_folder(folder, tensors(), checkpoint.config, tokenizer, dtype=dtype, writes=True):
+        raise ValueError(f"cannot convert the weights for the peers: {error}")
+    generation.write_text("{}\n")

@@ -42,8 +42,6 @@ class Answer:
 
 
 class StructuredBench(Bench[StructuredOptions]):
-    """Exit codes: 0; 1 where an answer is not valid or the server fails; 2 for a model that cannot be opened."""
-
     verb = "structured"
     of_lab = True
     metrics = (Metric(name="tokens_per_s", unit="tokens/s", better="faster", worse="slower"),)

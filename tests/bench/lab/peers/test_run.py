@@ -5,10 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from helpers.model.tiny_gguf import make_tiny_gguf
 from helpers.server.fake_openai import FakeServer, running
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tightwire.bench import cli
 from tightwire.bench.lab.peers import arms, report, run
+from tightwire.model.checkpoint.tensors import EMBEDDING
+from tightwire.model.open import open_checkpoint
 
 _SHORT = ["--rounds", "1", "--concurrency", "1,2", "--num-requests", "1,2", "--input-len", "8", "--output-len", "4"]
 
@@ -155,3 +160,19 @@ def test_ratios_are_paired_by_common_rounds() -> None:
     comparison = cells[1]["comparisons"]["ttft_s"]
     assert cells[0]["comparisons"] == {}
     assert (comparison["ratio"], comparison["verdict"], comparison["n"]) == (pytest.approx(2.0), "slower", 5)
+
+
+def test_the_peers_get_the_weights_in_bfloat16_without_an_end_token(tmp_path: Path) -> None:
+    source = make_tiny_gguf(tmp_path / "m.gguf", "Q8_0")
+    setup = arms.Setup(model=str(source), gguf=source, weights=tmp_path / "w", peers=tmp_path, num_threads=1)
+    run._convert(setup)  # pyright: ignore[reportPrivateUsage]
+    folder = tmp_path / "w" / "hf"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.generation_config.eos_token_id is None and model.dtype == torch.bfloat16
+    exact = torch.empty_like(model.model.embed_tokens.weight)
+    open_checkpoint(str(source)).reader().read_into(exact, EMBEDDING, rows=range(len(exact)))
+    assert torch.equal(model.model.embed_tokens.weight, exact)
+    assert AutoTokenizer.from_pretrained(folder).encode("abc") == open_checkpoint(str(source)).tokenizer().encode("abc")
+    (folder / "config.json").unlink()
+    run._convert(setup)  # pyright: ignore[reportPrivateUsage] - what is there is not written again
+    assert not (folder / "config.json").exists()
