@@ -4,7 +4,7 @@ from torch import Tensor
 
 from tightwire.kernels.cpu.attention import paged_attention_cpu
 from tightwire.kernels.cpu.library import available
-from tightwire.kernels.spec.attention import HeadGroups, PackedSequences, paged_attention_reference
+from tightwire.kernels.spec.attention import HeadGroups, KeyBias, PackedSequences, paged_attention_reference
 
 
 def paged_attention(
@@ -17,6 +17,7 @@ def paged_attention(
     *,
     window: int = 0,
     cap: float = 0.0,
+    key_bias: KeyBias | None = None,
 ) -> Tensor:
     """Attend from this step's packed queries to each sequence's cached tokens, this step's included.
 
@@ -26,14 +27,15 @@ def paged_attention(
         q_THE: (T, H, E); may be a view as long as E is contiguous. The result is contiguous.
         window: a row attends to this many tokens, its own included; 0: to all up to its own.
         cap: scores become ``cap * tanh(score / cap)``; 0: they do not.
+        key_bias: of keys that were cached without it.
         groups: the query heads that share each KV head; by default H is a multiple of K, and groups are equal.
     Raises:
         ValueError: shapes, dtypes or (on CPU) lengths and block numbers that do not match.
     """
+    given = q_THE, k_cache_NKPE, v_cache_NKPE, sequences, scale, groups
     if q_THE.is_cuda:  # imported on first use: a CPU host need not have Triton
         from tightwire.kernels.cuda import attention as triton
 
-        given = q_THE, k_cache_NKPE, v_cache_NKPE, sequences, scale, groups
-        return triton.paged_attention(*given, window=window, cap=cap)
+        return triton.paged_attention(*given, window=window, cap=cap, key_bias=key_bias)
     attention = paged_attention_cpu if available() else paged_attention_reference
-    return attention(q_THE, k_cache_NKPE, v_cache_NKPE, sequences, scale, groups, window=window, cap=cap)
+    return attention(*given, window=window, cap=cap, key_bias=key_bias)

@@ -70,7 +70,8 @@ def rotate_and_cache(
     Args:
         qkv_THE: (T, H + 2 K, E) query heads, key heads, value heads; may be a view as long as E is contiguous.
         cos_TE, sin_TE: (T, N) float32; the first 2 N numbers of a head are rotated.
-        k_cache_NKPE, v_cache_NKPE: (N, K, P, E) in qkv's dtype, written in place.
+        k_cache_NKPE, v_cache_NKPE: (N, K, P, E), written in place: what qkv's dtype holds, in the caches' format; then keys and
+            values of qkv may change.
         slot_T: (T,) int32, block * P + offset within the block. On a GPU slots are not checked, and a negative one marks
             a padding row: nothing is stored.
         slots_are_checked: the caller has called ``check_slots``, once for all layers of a step.

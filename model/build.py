@@ -44,7 +44,8 @@ class RankGroups:
 class RunnerOptions:
     """Sizes and modes of one rank's runner."""
 
-    dtype: torch.dtype  # of activations, cache and plain weights
+    dtype: torch.dtype  # of activations and plain weights
+    kv_dtype: torch.dtype | None = None  # of keys and values in the cache; None: ``dtype``
     # Of messages of partial sums; None: float32 on a CPU, ``dtype`` on CUDA. Given on CUDA, the residual has it too; on a
     # CPU the residual is always float32.
     sum_dtype: torch.dtype | None = None
@@ -110,7 +111,7 @@ def build_runner(
 
 
 def _make_cache(config: LlamaConfig, shard: Shard, options: RunnerOptions, device: torch.device) -> CacheSource:
-    given: dict[str, Any] = {name: getattr(options, name) for name in ("num_blocks", "block_size", "dtype")}
+    given: dict[str, Any] = {name: getattr(options, name) for name in ("num_blocks", "block_size", "dtype", "kv_dtype")}
     if options.buffer_blocks is None:
         return KVCache(config, shard, **given, device=device)
     moving = {"buffer_blocks": options.buffer_blocks, "timeout_s": options.fetch_timeout_s}

@@ -15,10 +15,11 @@ from tightwire.kernels.cpu.attention import LOG2_E, Tiles, cut_into_tiles
 from tightwire.kernels.cpu.library import ffi, lib, struct
 from tightwire.kernels.cpu.linear import useful_threads, weight_parts
 from tightwire.kernels.cpu.lora import native_site
-from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_items
+from tightwire.kernels.cpu.run import CACHE_KIND, NUMBER_KIND, run_on_items
 from tightwire.kernels.spec.lora import AdapterRows
 from tightwire.kernels.spec.packed import Weight
 from tightwire.model.adapters.product import SITES, AdapterProducts
+from tightwire.model.cache.key_bias import KeyBiases
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layers import finish, norm_form
@@ -44,11 +45,12 @@ class DecodeProgram:
         shard: Shard,
         cache: CacheSource,
         angles: Sequence[Angles],
+        key_biases: KeyBiases,
         adapters: AdapterProducts | None = None,
     ) -> None:
         """``angles``: each layer's rotary tables."""
         self._config, self._shard, self._cache, self._adapters = config, shard, cache, adapters
-        self._form = norm_form(config)
+        self._form, self._key_biases = norm_form(config), key_biases
         self._angles = angles  # kept alive: the program holds their addresses
         self._placed: list[LayerWeights | None] = [None] * config.num_layers
         self._placed_keys: list[Tensor | None] = [None] * config.num_layers  # values always move together with keys
@@ -74,6 +76,7 @@ class DecodeProgram:
                 "mlp_size": len(shard.mlp_columns),
                 "kind": NUMBER_KIND[cache.dtype],
                 "sum_kind": NUMBER_KIND[torch.float32],
+                "cache_kind": CACHE_KIND[cache.kv_dtype],
                 "half": angles[0][0].shape[1],
                 "norms_whole": config.qk_norm == "projection",
                 "gelu": config.activation == "gelu_tanh",
@@ -85,7 +88,7 @@ class DecodeProgram:
                 "angle_stride": angles[0][0].stride(0) * angles[0][0].element_size(),
                 "num_blocks": cache.num_blocks,
                 "tokens_per_block": cache.block_size,
-                "cache_block_stride": cache.block_stride * cache.dtype.itemsize,
+                "cache_block_stride": cache.block_stride_bytes,
             },
         )
         for index, (cos_SE, sin_SE) in enumerate(angles):
@@ -150,7 +153,8 @@ class DecodeProgram:
             for name in _NORMS:
                 norm: Tensor | None = getattr(weights, name)
                 setattr(layer, name, 0 if norm is None else norm.data_ptr())
-            layer.qkv = _matrix(weights.qkv, weights.qkv_bias)
+            bias_O, key_bias = self._key_biases.split(index, weights.qkv_bias)
+            layer.qkv, layer.key_bias = _matrix(weights.qkv, bias_O), 0 if key_bias is None else key_bias[0].data_ptr()
             layer.attention_out = _matrix(weights.attention_out, weights.attention_out_bias)
             layer.gate_up = _matrix(weights.gate_up, weights.gate_up_bias)
             layer.down = _matrix(weights.down, weights.down_bias)

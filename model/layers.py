@@ -14,6 +14,7 @@ from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm
 from tightwire.kernels.spec.lora import AdapterRows
 from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.adapters.product import AdapterProducts
+from tightwire.model.cache.key_bias import KeyBiases
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard
@@ -69,13 +70,14 @@ class EagerLayers:
         shard: Shard,
         cache: CacheSource,
         angles: Sequence[Angles],
+        key_biases: KeyBiases,
         batch: Batch,
         residual_TD: Tensor,
         adapters: AdapterProducts | None = None,
     ) -> None:
         """``angles``: each layer's rotary tables. ``residual_TD``: the embeddings; sums have its dtype."""
         self._config, self._shard, self._cache, self._batch = config, shard, cache, batch
-        self._adapters = adapters
+        self._adapters, self._key_biases = adapters, key_biases
         self._adapted = None if batch.adapters_T is None else AdapterRows.of(batch.adapters_T)
         self._sequences = PackedSequences(
             batch.query_start_B1, batch.context_lens_B, batch.block_tables_BM, batch.num_decode_rows
@@ -99,7 +101,8 @@ class EagerLayers:
         """Compute the layer's norm and return its queries, keys and values, (T, H + 2 K, E)."""
         weights = self._placed[index]
         x_TD = self._normed(update_TD, weights.attention_norm, weights.attention_update_norm)
-        qkv_TO = linear(x_TD, weights.qkv, weights.qkv_bias, num_decode_rows=self._batch.num_decode_rows)
+        bias_O, _ = self._key_biases.split(index, weights.qkv_bias)
+        qkv_TO = linear(x_TD, weights.qkv, bias_O, num_decode_rows=self._batch.num_decode_rows)
         self._adapt("qkv", index, x_TD, qkv_TO)
         return qkv_TO.view(-1, self._shard.local_heads + 2 * self._shard.local_kv_heads, self._config.head_dim)
 
@@ -125,7 +128,9 @@ class EagerLayers:
         cos_TE, sin_TE = self._angles[index]
         q_THE = rotate_and_cache(qkv_THE, cos_TE, sin_TE, *placed, norms, slots_are_checked=True)
         given = q_THE, keys_NKPE, values_NKPE, self._sequences, config.scale, self._head_groups
-        mixed_THE = paged_attention(*given, window=config.window_of(index), cap=config.score_cap)
+        _, key_bias = self._key_biases.split(index, weights.qkv_bias)
+        window, cap = config.window_of(index), config.score_cap
+        mixed_THE = paged_attention(*given, window=window, cap=cap, key_bias=key_bias)
         mixed_TF = mixed_THE.flatten(1)
         partial_TD = self._row_parallel(mixed_TF, weights.attention_out, weights.attention_out_bias)
         return self._adapt("attention_out", index, mixed_TF, partial_TD)

@@ -31,6 +31,7 @@ from tightwire.kernels.cpu.library import available
 from tightwire.kernels.layer_ops import rms_norm
 from tightwire.kernels.linear import linear
 from tightwire.model.adapters.product import AdapterProducts
+from tightwire.model.cache.key_bias import KeyBiases
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.decode_program import DecodeProgram
@@ -58,6 +59,7 @@ class Llama:
         self._config, self._parallel, self.weights, self.cache = config, parallel, weights, cache
         self.adapters = adapters
         self._angles = rope_tables(config, max_positions, cache.device)
+        self._key_biases = KeyBiases(config, parallel.shard, cache, self._angles)
         on_cpu = cache.device.type == "cpu"
         # Dtype of partial sums and residual. In 16 bits, rounding the residual costs the most accuracy.
         self._residual_dtype = torch.float32 if on_cpu else parallel.sum_dtype or cache.dtype
@@ -78,7 +80,7 @@ class Llama:
         sizes = [config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim]
         self._projection_sizes = torch.tensor(sizes, dtype=torch.float32, device=cache.device)
         if on_cpu and available() and not self.sums_squares:
-            self._program = DecodeProgram(config, parallel.shard, cache, self._angles, adapters)
+            self._program = DecodeProgram(config, parallel.shard, cache, self._angles, self._key_biases, adapters)
 
     @torch.inference_mode()
     def forward(self, *parts: Batch, lane: Lane | None = None) -> Tensor:
@@ -108,7 +110,7 @@ class Llama:
         """
         residual_TD = yield partial(self._embed, batch)
         if program is None:
-            given = self.cache, self._angles, batch, residual_TD, self.adapters
+            given = self.cache, self._angles, self._key_biases, batch, residual_TD, self.adapters
             layers = EagerLayers(self._config, self._parallel.shard, *given)
         else:
             layers = program.begin(residual_TD, batch)

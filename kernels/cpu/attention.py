@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.cpu.library import lib, struct
-from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_items
-from tightwire.kernels.spec.attention import HeadGroups, PackedSequences, check_attention, even_groups
+from tightwire.kernels.cpu.run import CACHE_KIND, NUMBER_KIND, run_on_items
+from tightwire.kernels.spec.attention import HeadGroups, KeyBias, PackedSequences, check_attention, even_groups
 
 LOG2_E = 1 / math.log(2)
 
@@ -30,13 +30,15 @@ def paged_attention_cpu(
     *,
     window: int = 0,
     cap: float = 0.0,
+    key_bias: KeyBias | None = None,
 ) -> Tensor:
     """``attention.paged_attention`` for CPU tensors. Cost: about 12 us of Python per call, then the kernels."""
     groups = groups or even_groups(q_THE, k_cache_NKPE)
     if not scale > 0 or window < 0 or not cap >= 0:
         raise ValueError(f"attention needs a positive scale, window and cap (or 0), got {scale}, {window} and {cap}")
     query_start_B1, context_lens_B, block_table_BM, _ = sequences
-    check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, groups)
+    given = q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM
+    check_attention(*given, groups, key_bias)
     num_tokens, num_heads, head_dim = q_THE.shape
     num_blocks, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
     tile_tokens = max(1, ROWS // groups.heads_per_kv_head)
@@ -61,7 +63,7 @@ def paged_attention_cpu(
             head_stride * q_bytes,
             NUMBER_KIND[q_THE.dtype],
             k_cache_NKPE.stride(0) * k_cache_NKPE.element_size(),
-            NUMBER_KIND[k_cache_NKPE.dtype],
+            CACHE_KIND[k_cache_NKPE.dtype],
             block_table_BM.stride(0) * 4,
             tokens_per_block,
             num_heads,
@@ -72,6 +74,7 @@ def paged_attention_cpu(
             scale * LOG2_E,
             cap * LOG2_E,
             window,
+            (0, 0, 0, 0) if key_bias is None else _key_bias(key_bias, context_lens_B),
         ),
     )
     rows = min(tile_tokens, num_tokens) * groups.heads_per_kv_head
@@ -80,6 +83,15 @@ def paged_attention_cpu(
     max_threads = min(num_items, 1 + multiplications // _WORK_PER_THREAD)
     run_on_items("tw_attend", arguments, num_items, 1, max_threads)
     return out_THE
+
+
+def _key_bias(key_bias: KeyBias, context_lens_B: Tensor) -> tuple[int, int, int, int]:
+    """Return the fields of ``tw_key_bias``."""
+    num_positions, half = key_bias.cos_SN.shape
+    if len(context_lens_B) and num_positions < (longest := int(context_lens_B.max())):
+        raise ValueError(f"a bias of keys needs cosines of {longest} positions, got {num_positions}")
+    bias_KE, cos_SN, sin_SN = key_bias
+    return bias_KE.data_ptr(), cos_SN.data_ptr(), sin_SN.data_ptr(), half
 
 
 class Tiles(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.cpu.library import struct
-from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_rows
+from tightwire.kernels.cpu.run import CACHE_KIND, NUMBER_KIND, run_on_rows
 from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm
 
 _DTYPES = ", ".join(map(str, NUMBER_KIND))
@@ -105,13 +105,14 @@ def rotate_and_cache_cpu(
         *(stride * number_bytes for stride in qkv_THE.stride()[:2]),
         cos_TE.stride(0) * 4,
         sin_TE.stride(0) * 4,
-        k_cache_NKPE.stride(0) * number_bytes,
+        k_cache_NKPE.stride(0) * k_cache_NKPE.element_size(),
         num_heads,
         num_kv_heads,
         cos_TE.shape[1],
         head_dim,
         tokens_per_block,
         NUMBER_KIND[qkv_THE.dtype],
+        CACHE_KIND[k_cache_NKPE.dtype],
         (0, 0, 0, 0, 0.0, 0.0) if norms is None else _head_norms(norms, qkv_THE, num_heads, num_kv_heads),
     )
     run_on_rows("tw_rotate_and_cache", struct("tw_rotate_args", arguments), num_tokens, num_all_heads * head_dim)

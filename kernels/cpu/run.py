@@ -12,6 +12,7 @@ from tightwire.kernels.cpu.library import ffi, lib, load
 # How a tensor's numbers are stored, for kernels (native/numbers.h).
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 NUMBER_KIND = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+CACHE_KIND = {**NUMBER_KIND, torch.int8: -1}  # of a KV cache
 
 # Work of the row kernels worth another thread (about 80 us), and the least to give it at a time (20 us).
 _ELEMS_PER_THREAD, _ELEMS_AT_ONCE = 1 << 16, 1 << 14

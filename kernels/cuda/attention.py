@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tightwire.kernels.cuda.attention_decode import attend_decode_rows
 from tightwire.kernels.cuda.attention_prefill import attend_prefill_rows
-from tightwire.kernels.spec.attention import HeadGroups, PackedSequences, check_attention, even_groups
+from tightwire.kernels.spec.attention import HeadGroups, KeyBias, PackedSequences, check_attention, even_groups
 
 _LOG2_E = 1 / math.log(2)
 _MAX_HEAD_DIM = 256
@@ -33,6 +33,7 @@ def paged_attention(
     *,
     window: int = 0,
     cap: float = 0.0,
+    key_bias: KeyBias | None = None,
 ) -> Tensor:
     """Compute ``attention.paged_attention`` for CUDA tensors, without waiting for the device.
 
@@ -40,11 +41,22 @@ def paged_attention(
     Raises ValueError if shapes, dtypes or strides do not match, or heads are too large for the kernels.
     """
     groups = groups or even_groups(q_THE, k_cache_NKPE)
-    check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, *sequences[:3], groups)
+    check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, *sequences[:3], groups, key_bias)
     num_tokens, num_decode_rows = len(q_THE), sequences.num_decode_rows
-    _check(q_THE, k_cache_NKPE, scale, num_decode_rows, groups.heads_per_kv_head)
+    _check(q_THE, scale, num_decode_rows, groups.heads_per_kv_head)
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
-    arguments = q_THE, k_cache_NKPE, v_cache_NKPE, sequences, scale * _LOG2_E, groups, out_THE, window, cap * _LOG2_E
+    arguments = (
+        q_THE,
+        k_cache_NKPE,
+        v_cache_NKPE,
+        sequences,
+        scale * _LOG2_E,
+        groups,
+        out_THE,
+        window,
+        cap * _LOG2_E,
+        key_bias,
+    )
     if num_decode_rows:
         attend_decode_rows(*arguments)
     if num_decode_rows < num_tokens:
@@ -52,10 +64,8 @@ def paged_attention(
     return out_THE
 
 
-def _check(q_THE: Tensor, k_cache_NKPE: Tensor, scale: float, num_decode_rows: int, per_kv_head: int) -> None:
+def _check(q_THE: Tensor, scale: float, num_decode_rows: int, per_kv_head: int) -> None:
     num_tokens, _, head_dim = q_THE.shape
-    if k_cache_NKPE.dtype != q_THE.dtype:
-        raise ValueError(f"attention on a GPU needs q in the caches' {k_cache_NKPE.dtype}, got {q_THE.dtype}")
     if head_dim > _MAX_HEAD_DIM or per_kv_head > _MAX_HEADS_PER_KV_HEAD:
         raise ValueError(
             f"attention on a GPU supports heads of at most {_MAX_HEAD_DIM} numbers and {_MAX_HEADS_PER_KV_HEAD} query heads "

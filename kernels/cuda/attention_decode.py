@@ -17,13 +17,14 @@ from tightwire.kernels.cuda.attention_tiles import (
     LOWEST,
     AttentionShape,
     attend_keys,
+    load_bias,
     load_operand,
     no_keys,
     sequence_of,
 )
 from tightwire.kernels.cuda.launch import launch, padded
 from tightwire.kernels.cuda.numbers import narrowed, raw
-from tightwire.kernels.spec.attention import HeadGroups, PackedSequences
+from tightwire.kernels.spec.attention import HeadGroups, KeyBias, PackedSequences
 
 # A chunk's partial sums cost 8 E bytes a query head to write and read, against 4 E CHUNK_KEYS of keys and values in 16
 # bits: 3 percent with four heads a KV head. Eight KV heads fill an H200 once over with 4096 tokens of one sequence.
@@ -33,6 +34,7 @@ _MERGED_AT_ONCE = 16  # chunks
 # Triton uses them for the block table's entries, the keys and values that depend on those, and the arithmetic: with 5, two
 # key tiles are in flight, in 38 KiB of shared memory; with 3 and 4, one.
 NUM_STAGES = 5
+BIASED_STAGES = 3  # with a bias of keys, whose cosines and sines are loaded ahead too, 8 bytes a number
 
 # A program without work costs about a nanosecond, a missing one an idle processor: several for each of them.
 _PROGRAMS_PER_PROCESSOR = 16
@@ -52,6 +54,7 @@ def attend_decode_rows(
     out_THE: Tensor,
     window: int = 0,
     cap_log2: float = 0.0,
+    key_bias: KeyBias | None = None,
     *,
     scratch_bytes: int = _SCRATCH_BYTES,
 ) -> None:
@@ -71,7 +74,8 @@ def attend_decode_rows(
     wanted = _PROGRAMS_PER_PROCESSOR * _num_processors(q_THE.device)
     sharing = min(max_chunks, -(-wanted // (rows_at_once * num_kv_heads)))
     sum_TSHE, stat_TSH2 = _scratch(q_THE, rows_at_once, max_chunks)
-    rows, keys = padded(per_kv_head, 16), keys_at_once(width, q_THE.dtype)
+    rows, keys = padded(per_kv_head, 16), keys_at_once(width, (q_THE if key_bias else k_cache_NKPE).dtype)
+    num_stages = BIASED_STAGES if key_bias else NUM_STAGES
     shape = AttentionShape(
         num_heads,
         num_kv_heads,
@@ -83,8 +87,19 @@ def attend_decode_rows(
         rows,
         keys,
         cap_log2,
+        k_cache_NKPE.shape[3],
+        0 if key_bias is None else key_bias.cos_SN.shape[1],
     )
-    tensors = q_THE, k_cache_NKPE, v_cache_NKPE, block_table_BM, out_THE, sum_TSHE, stat_TSH2
+    tensors = (
+        q_THE,
+        k_cache_NKPE,
+        v_cache_NKPE,
+        *(key_bias or 3 * [q_THE]),
+        block_table_BM,
+        out_THE,
+        sum_TSHE,
+        stat_TSH2,
+    )
     lengths = query_start_B1, context_lens_B, len(context_lens_B)
     strides = block_table_BM.stride(0), *q_THE.stride()[:2], k_cache_NKPE.stride(0)
     for first_row in range(0, num_rows, rows_at_once):
@@ -92,7 +107,7 @@ def attend_decode_rows(
         num_programs = round_rows * num_kv_heads * sharing
         given = *tensors, *lengths, first_row, sharing, max_chunks, *strides, scale_log2, window
         launch(
-            _attend_chunks, num_programs, q_THE.device, *given, shape, CHUNK_KEYS, max_chunks > 1, num_stages=NUM_STAGES
+            _attend_chunks, num_programs, q_THE.device, *given, shape, CHUNK_KEYS, max_chunks > 1, num_stages=num_stages
         )
         if max_chunks > 1:
             given = sum_TSHE, stat_TSH2, out_THE, *lengths, first_row, max_chunks
@@ -132,6 +147,9 @@ def _attend_chunks(
     q,
     k_cache,
     v_cache,
+    bias,
+    cos,
+    sin,
     block_table,
     out,
     sums,
@@ -170,7 +188,9 @@ def _attend_chunks(
 
     blocks = block_table + seq.to(tl.int64) * table_stride
     caches = k_cache, v_cache, block_stride
-    head_place = kv_head * (shape.page * shape.head_dim)
+    head_place = kv_head * shape.head_numbers
+    bias_pair = load_bias(bias, kv_head, shape) if shape.turned > 0 else (0, 0)
+    turning = bias_pair, cos, sin
     for chunk in range(share, tl.maximum(tl.cdiv(num_keys, CHUNK), 1), sharing):
         state = no_keys(shape)
         end = tl.minimum(chunk * CHUNK + CHUNK, num_keys)
@@ -178,9 +198,8 @@ def _attend_chunks(
         if window > 0:
             begin = tl.maximum(begin, tl.maximum(num_keys - window, 0) // shape.keys * shape.keys)
         for first in range(begin, end, shape.keys):
-            state = attend_keys(
-                q_RE, state, caches, blocks, head_place, scale_log2, first, end, position_R, window, shape, False
-            )
+            places = blocks, head_place, scale_log2, first, end, position_R, window
+            state = attend_keys(q_RE, state, caches, *places, turning, shape, q.dtype.element_ty, False)
         maximum_R, total_R, sum_RE = state
         if PARTIAL:
             scratch_R = (place.to(tl.int64) * max_chunks + chunk) * shape.heads + head_R

@@ -12,10 +12,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightwire.kernels.cuda.attention_tiles import AttentionShape, attend_keys, load_operand, no_keys, sequence_of
-from tightwire.kernels.cuda.launch import launch, padded
+from tightwire.kernels.cuda.attention_tiles import (
+    AttentionShape,
+    attend_keys,
+    load_bias,
+    load_operand,
+    no_keys,
+    sequence_of,
+)
+from tightwire.kernels.cuda.launch import NUM_STAGES, launch, padded
 from tightwire.kernels.cuda.numbers import narrowed, raw
-from tightwire.kernels.spec.attention import HeadGroups, PackedSequences
+from tightwire.kernels.spec.attention import HeadGroups, KeyBias, PackedSequences
+
+BIASED_STAGES = 1  # with a bias of keys: two tiles of cosines and sines in flight need too much shared memory
 
 
 def tile_sizes(width: int, heads_per_kv_head: int, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -42,6 +51,7 @@ def attend_prefill_rows(
     out_THE: Tensor,
     window: int = 0,
     cap_log2: float = 0.0,
+    key_bias: KeyBias | None = None,
 ) -> None:
     """Compute the rows after the decode rows into ``out_THE``; one launch."""
     query_start_B1, context_lens_B, block_table_BM, first_row = sequences
@@ -62,11 +72,15 @@ def attend_prefill_rows(
         rows,
         keys,
         cap_log2,
+        k_cache_NKPE.shape[3],
+        0 if key_bias is None else key_bias.cos_SN.shape[1],
     )
-    tensors = q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, out_THE
+    biases = key_bias or 3 * [q_THE]
+    tensors = q_THE, k_cache_NKPE, v_cache_NKPE, *biases, query_start_B1, context_lens_B, block_table_BM, out_THE
     strides = block_table_BM.stride(0), *q_THE.stride()[:2], k_cache_NKPE.stride(0)
     given = *tensors, num_tiles, num_seqs, first_row, *strides, scale_log2, window, shape
-    launch(_attend_tile, num_tiles * num_kv_heads, q_THE.device, *given, num_warps=num_warps)
+    num_stages = BIASED_STAGES if key_bias else NUM_STAGES
+    launch(_attend_tile, num_tiles * num_kv_heads, q_THE.device, *given, num_warps=num_warps, num_stages=num_stages)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_seqs", "first_row", "table_stride", "scale_log2", "window"])
@@ -74,6 +88,9 @@ def _attend_tile(
     q,
     k_cache,
     v_cache,
+    bias,
+    cos,
+    sin,
     query_start,
     context_lens,
     block_table,
@@ -112,7 +129,9 @@ def _attend_tile(
     q_RE = load_operand(q, q_place_R[:, None] + dim_E[None, :], kept_RE)
 
     blocks = block_table + seq.to(tl.int64) * table_stride
-    head_place = kv_head * (shape.page * shape.head_dim)
+    head_place = kv_head * shape.head_numbers
+    bias_pair = load_bias(bias, kv_head, shape) if shape.turned > 0 else (0, 0)
+    turning = bias_pair, cos, sin
     whole_end = (position + 1) // shape.keys * shape.keys  # key tiles before it are seen by the first row, so by all
     caches = k_cache, v_cache, block_stride
     state = no_keys(shape)
@@ -121,13 +140,11 @@ def _attend_tile(
         begin = tl.maximum(position + 1 - window, 0) // shape.keys * shape.keys
         whole_end = begin
     for first in range(begin, whole_end, shape.keys):
-        state = attend_keys(
-            q_RE, state, caches, blocks, head_place, scale_log2, first, end, position_R, window, shape, True
-        )
+        places = blocks, head_place, scale_log2, first, end, position_R, window
+        state = attend_keys(q_RE, state, caches, *places, turning, shape, q.dtype.element_ty, True)
     for first in range(whole_end, end, shape.keys):
-        state = attend_keys(
-            q_RE, state, caches, blocks, head_place, scale_log2, first, end, position_R, window, shape, False
-        )
+        places = blocks, head_place, scale_log2, first, end, position_R, window
+        state = attend_keys(q_RE, state, caches, *places, turning, shape, q.dtype.element_ty, False)
     _, total_R, sum_RE = state
     out_place_R = (token_R.to(tl.int64) * shape.heads + head_R) * shape.head_dim
     mixed_RE = narrowed(sum_RE / total_R[:, None], out.dtype.element_ty)

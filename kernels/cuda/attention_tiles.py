@@ -33,6 +33,13 @@ class AttentionShape:
     rows: int  # rows of a tile
     keys: int  # keys of a key tile
     cap_log2: float  # scores become cap * tanh(score / cap), in units of base-2 exponents; 0: they do not
+    stored: int = 0  # numbers of a token's head in the cache; 0: head_dim
+    turned: int = 0  # pairs of numbers of a key's bias that are rotated; 0: there is no bias
+
+    @property
+    def head_numbers(self) -> int:
+        """Numbers of one KV head in a block."""
+        return self.page * (self.stored or self.head_dim)
 
 
 @triton.jit
@@ -66,6 +73,49 @@ def load_operand(source, places, mask):
 
 
 @triton.jit
+def _load_stored(source, places, mask, dtype: tl.constexpr):
+    """Load numbers of the cache's type as operands of ``dtype``."""
+    if source.dtype.element_ty == dtype:
+        stored = load_operand(source, places, mask)
+    else:
+        other = tl.load(raw(source) + places) if mask is None else tl.load(raw(source) + places, mask=mask, other=0)
+        stored = _rounded_operand(widened(other), dtype)
+    return stored
+
+
+@triton.jit
+def _load_scales(source, places, mask):
+    """Load the bfloat16 scales at ``places``, in bytes, of an int8 cache as float32."""
+    pointers = (source + places).to(tl.pointer_type(tl.int16), bitcast=True)
+    return widened(tl.load(pointers, mask=mask, other=0))
+
+
+@triton.jit
+def load_bias(bias, kv_head, shape: tl.constexpr):
+    """Return a head's (E,) bias, and what turns with it: of each rotated number the other of its pair, with its sign."""
+    dim_E = tl.arange(0, shape.width)
+    kept_E = dim_E < shape.head_dim
+    other_E = tl.where(dim_E < shape.turned, dim_E + shape.turned, dim_E - shape.turned)
+    place = bias + kv_head * shape.head_dim
+    own_E = tl.load(place + dim_E, mask=kept_E, other=0.0)
+    paired_E = tl.load(place + other_E, mask=kept_E & (dim_E < 2 * shape.turned), other=0.0)
+    return own_E, tl.where(dim_E < shape.turned, -paired_E, paired_E)
+
+
+@triton.jit
+def _turned_bias(bias, key_N, mask_N, shape: tl.constexpr):
+    """Return (N, E), the bias of keys turned to their positions."""
+    pair, cos, sin = bias
+    own_E, paired_E = pair
+    dim_E = tl.arange(0, shape.width)
+    place_NE = (key_N * shape.turned)[:, None] + (dim_E % shape.turned)[None, :]
+    mask_NE = mask_N[:, None] & (dim_E < 2 * shape.turned)[None, :]
+    cos_NE = tl.load(cos + place_NE, mask=mask_NE, other=1.0)
+    sin_NE = tl.load(sin + place_NE, mask=mask_NE, other=0.0)
+    return own_E[None, :] * cos_NE + paired_E[None, :] * sin_NE
+
+
+@triton.jit
 def _rounded_operand(x, dtype: tl.constexpr):
     """Round float32 to ``dtype``, in a type that ``tl.dot`` takes."""
     if INTERPRETED:
@@ -86,23 +136,28 @@ def attend_keys(
     end,
     position_R,
     window,
+    bias,
     shape: tl.constexpr,
+    dtype: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """Return a tile's state after the key tile at ``first``. A row attends to keys up to its own position.
 
     ``caches`` are those of keys and of values, and their block stride. ``blocks`` is the sequence's row of the block table,
     ``head_place`` the KV head's offset in a block. WHOLE: no key is masked. Otherwise keys from ``end`` on are not read;
-    they may be NaN. ``window``: a row attends to so many keys, its own included; 0: to all.
+    they may be NaN. ``window``: a row attends to so many keys, its own included; 0: to all. ``bias``: of keys, by
+    ``load_bias``, then its cosines and sines. ``dtype``: of products.
     """
     maximum_R, total_R, sum_RE = state
     k_cache, v_cache, block_stride = caches
-    dtype: tl.constexpr = k_cache.dtype.element_ty
+    INT8: tl.constexpr = k_cache.dtype.element_ty == tl.int8
     key_N = first + tl.arange(0, shape.keys)
     dim_E = tl.arange(0, shape.width)
     index_N = blocks + key_N // shape.page
     block_N = tl.load(index_N) if WHOLE else tl.load(index_N, mask=key_N < end, other=0)
-    place_N = block_N.to(tl.int64) * block_stride + head_place + key_N % shape.page * shape.head_dim
+    head_N = block_N.to(tl.int64) * block_stride + head_place
+    place_N = head_N + key_N % shape.page * shape.head_dim
+    scale_N = head_N + shape.page * shape.head_dim + key_N % shape.page * 2  # of int8 caches
     if not WHOLE:
         mask_NE = (key_N < end)[:, None] & (dim_E < shape.head_dim)[None, :]
     elif shape.head_dim < shape.width:
@@ -110,8 +165,14 @@ def attend_keys(
     else:
         mask_NE = None
     place_NE = place_N[:, None] + dim_E[None, :]
-    k_NE = load_operand(k_cache, place_NE, mask_NE)
+    k_NE = _load_stored(k_cache, place_NE, mask_NE, dtype)
+    k_scale_N = _load_scales(k_cache, scale_N, key_N < end) if INT8 else None
+    if shape.turned > 0:
+        k_NE = k_NE.to(tl.float32) if k_scale_N is None else k_NE.to(tl.float32) * k_scale_N[:, None]
+        k_NE = _rounded_operand(k_NE + _turned_bias(bias, key_N, key_N < end, shape), dtype)
     score_RN = tl.dot(q_RE, tl.trans(k_NE), input_precision="ieee")
+    if INT8 and shape.turned == 0:
+        score_RN = score_RN * k_scale_N[None, :]
     if shape.cap_log2 > 0:
         score_RN = score_RN * scale_log2
         score_RN = shape.cap_log2 - 2 * shape.cap_log2 / (tl.exp(score_RN * (2 / shape.cap_log2)) + 1)
@@ -125,7 +186,9 @@ def attend_keys(
     weight_RN = tl.exp2(tl.fma(score_RN, scale_log2, -risen_R[:, None]))
     shrink_R = tl.exp2(maximum_R - risen_R)
     total_R = total_R * shrink_R + tl.sum(weight_RN, 1)
-    v_NE = load_operand(v_cache, place_NE, mask_NE)
+    v_NE = _load_stored(v_cache, place_NE, mask_NE, dtype)
+    if INT8:
+        weight_RN = weight_RN * _load_scales(v_cache, scale_N, key_N < end)[None, :]
     sum_RE = tl.dot(_rounded_operand(weight_RN, dtype), v_NE, sum_RE * shrink_R[:, None], input_precision="ieee")
     return risen_R, total_R, sum_RE
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tightwire.kernels.cuda.launch import launch, padded
-from tightwire.kernels.cuda.numbers import narrowed, raw, widened
+from tightwire.kernels.cuda.numbers import bf16_above, from_bf16, narrowed, raw, widened
 from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, check_rotation
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
@@ -18,6 +18,7 @@ _MAX_ROW_ELEMS = 1 << 16  # a row is held in the registers of one program
 _ROTATED_PAIRS = 1024
 _GELU_FIRST = tl.constexpr(-1.5957691216057308)  # -2 sqrt(2 / pi)
 _GELU_THIRD = tl.constexpr(-0.07135481627260025)  # that times 0.044715
+_TO_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer in the low bits
 _GATED_ELEMS = 1024  # a vector of eight 16-bit numbers for each of 128 threads
 
 
@@ -139,7 +140,7 @@ def rotate_and_cache(
     """
     check_rotation(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
     num_tokens, num_all_heads, head_dim = qkv_THE.shape
-    _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
+    _, num_kv_heads, tokens_per_block, stored = k_cache_NKPE.shape
     num_heads = num_all_heads - 2 * num_kv_heads
     if norms is not None and norms.whole:
         qkv_THE, norms = norm_projections(qkv_THE, num_heads, num_kv_heads, norms), None
@@ -157,6 +158,7 @@ def rotate_and_cache(
             head_dim // 2,
             turned,
             tokens_per_block,
+            stored,
             heads_at_once,
             pairs,
             norms is not None,
@@ -204,6 +206,7 @@ def _rotate_and_cache_heads(
     HALF: tl.constexpr,
     TURNED: tl.constexpr,
     PAGE: tl.constexpr,
+    STORED: tl.constexpr,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
     NORMED: tl.constexpr,
@@ -256,16 +259,45 @@ def _rotate_and_cache_heads(
 
     slot = tl.load(slots + token)
     kv_head_H = (head_H - NUM_HEADS) % KV_HEADS
-    place_H = (slot // PAGE).to(tl.int64) * block_stride + (kv_head_H * PAGE + slot % PAGE) * 2 * HALF
+    base_H = (slot // PAGE).to(tl.int64) * block_stride + kv_head_H * (PAGE * STORED)
+    place_H = base_H + slot % PAGE * (2 * HALF)
     first_place_HE = place_H[:, None] + first_E[None, :]
     second_place_HE = place_H[:, None] + second_E[None, :]
     cached_HE = there_HE & (head_H >= NUM_HEADS)[:, None] & (slot >= 0)
     is_k_HE = cached_HE & turns_H1
+    is_v_HE = cached_HE & (head_H >= NUM_HEADS + KV_HEADS)[:, None]
+    stored_dtype: tl.constexpr = k_cache.dtype.element_ty
+    if stored_dtype == tl.int8:
+        first_HE, second_HE, scale_H = _quantized(widened(first_HE), widened(second_HE))
+        scale_place_H = base_H + (PAGE * 2 * HALF + slot % PAGE * 2)
+        is_v_H = (head_H >= NUM_HEADS + KV_HEADS) & (head_H < NUM_HEADS + 2 * KV_HEADS) & (slot >= 0)
+        is_k_H = (head_H >= NUM_HEADS) & (head_H < NUM_HEADS + KV_HEADS) & (slot >= 0)
+        tl.store((k_cache + scale_place_H).to(tl.pointer_type(tl.int16), bitcast=True), scale_H, mask=is_k_H)
+        tl.store((v_cache + scale_place_H).to(tl.pointer_type(tl.int16), bitcast=True), scale_H, mask=is_v_H)
+    elif stored_dtype != dtype:
+        first_HE = narrowed(widened(first_HE), stored_dtype)
+        second_HE = narrowed(widened(second_HE), stored_dtype)
     tl.store(raw(k_cache) + first_place_HE, first_HE, mask=is_k_HE)
     tl.store(raw(k_cache) + second_place_HE, second_HE, mask=is_k_HE)
-    is_v_HE = cached_HE & (head_H >= NUM_HEADS + KV_HEADS)[:, None]
     tl.store(raw(v_cache) + first_place_HE, first_HE, mask=is_v_HE)
     tl.store(raw(v_cache) + second_place_HE, second_HE, mask=is_v_HE)
+
+
+@triton.jit
+def _quantized(first_HE, second_HE):
+    """Return codes of both halves of heads, and (H,) int16 bits of their scales, as ``spec.int8_heads`` defines them."""
+    first_bits_HE = first_HE.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    second_bits_HE = second_HE.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest_H = tl.max(tl.maximum(first_bits_HE, second_bits_HE), 1)
+    finite_H = largest_H < 0x7F800000
+    size_H = tl.where(finite_H, largest_H, 0).to(tl.float32, bitcast=True)
+    least_H = tl.div_rn(size_H, tl.full(size_H.shape, 127.0, tl.float32))
+    bits_H = bf16_above(tl.maximum(least_H, 2.0**-126))
+    inverse_H = tl.div_rn(tl.full(largest_H.shape, 1.0, tl.float32), from_bf16(bits_H))
+    kept_H1 = tl.where(finite_H, 0xFF, 0)[:, None]
+    first_HE = (first_HE * inverse_H[:, None] + _TO_WHOLE).to(tl.int32, bitcast=True) & kept_H1
+    second_HE = (second_HE * inverse_H[:, None] + _TO_WHOLE).to(tl.int32, bitcast=True) & kept_H1
+    return first_HE.to(tl.int8), second_HE.to(tl.int8), tl.where(finite_H, bits_H, 0x7FC0).to(tl.int16)
 
 
 def swiglu(gate_up_T2F: Tensor, *, gelu: bool = False) -> Tensor:

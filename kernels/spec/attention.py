@@ -1,6 +1,7 @@
 """Paged attention in torch, its argument checks, and the writer of the KV cache.
 
-The cache of one layer is two tensors (N blocks, K heads, P tokens per block, E). A sequence owns the blocks in its row of
+The cache of one layer is two tensors (N blocks, K heads, P tokens per block, E), or in 8 bits (N, K, P, E + 2) with the
+layout of ``int8_heads``. A sequence owns the blocks in its row of
 the block table, in that order; token i of a sequence is in slot ``block_table[i // P] * P + i % P``. Slots that no
 sequence has written may hold anything, NaN included.
 """
@@ -10,6 +11,8 @@ from typing import NamedTuple, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tightwire.kernels.spec.int8_heads import cache_width, parts_of, quantize_heads_reference
 
 NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,30 +42,46 @@ class PackedSequences(NamedTuple):
     num_decode_rows: int = 0  # decode rows come first; no sequence has rows of both kinds
 
 
+class KeyBias(NamedTuple):
+    """A bias of keys that the cache lacks: attention turns it to each key's position and adds it."""
+
+    bias_KE: Tensor  # float32, before its rotation
+    cos_SN: Tensor  # float32, of every position; the first 2 N numbers of a head are rotated
+    sin_SN: Tensor
+
+
 def even_groups(q_THE: Tensor, k_cache_NKPE: Tensor) -> HeadGroups:
     return HeadGroups(q_THE.shape[1] // k_cache_NKPE.shape[1], 0)
 
 
 def check_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, lens: Tensor, table: Tensor, groups: HeadGroups
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    start: Tensor,
+    lens: Tensor,
+    table: Tensor,
+    groups: HeadGroups,
+    key_bias: KeyBias | None = None,
 ) -> None:
     """Raise ValueError unless shapes, dtypes, strides and devices are those that the kernels need."""
     shape, strides = k_cache.shape, k_cache.stride()
-    _, num_kv_heads, tokens_per_block, head_dim = shape
+    _, num_kv_heads, tokens_per_block, width = shape
+    head_dim = q.shape[2]
     per_kv_head, skipped = groups
     in_groups = 0 <= skipped < per_kv_head and -(-(skipped + q.shape[1]) // per_kv_head) == num_kv_heads
-    if not in_groups or q.shape[2] != head_dim or v_cache.shape != shape:
+    if not in_groups or cache_width(head_dim, k_cache.dtype) != width or v_cache.shape != shape:
         raise ValueError(
-            "attention needs q (T, H, E), caches (N, K, P, E) and as many groups of query heads as KV heads; got q "
+            "attention needs q (T, H, E), caches (N, K, P, E), or of int8 (N, K, P, E + 2), and as many groups of query heads as KV heads; got q "
             f"{tuple(q.shape)} in groups of {per_kv_head} without the first {skipped}, caches {tuple(shape)} and "
             f"{tuple(v_cache.shape)}"
         )
-    if q.dtype not in NUMBERS or k_cache.dtype not in NUMBERS or v_cache.dtype != k_cache.dtype:
+    if q.dtype not in NUMBERS or k_cache.dtype not in (*NUMBERS, torch.int8) or v_cache.dtype != k_cache.dtype:
         raise ValueError(
-            f"attention supports {', '.join(map(str, NUMBERS))}, the same for both caches; "
+            f"attention supports {', '.join(map(str, NUMBERS))}, for caches also torch.int8, the same for both; "
             f"got q {q.dtype}, caches {k_cache.dtype} and {v_cache.dtype}"
         )
-    if q.stride(2) != 1 or strides[1:] != (tokens_per_block * head_dim, head_dim, 1) or v_cache.stride() != strides:
+    if q.stride(2) != 1 or strides[1:] != (tokens_per_block * width, width, 1) or v_cache.stride() != strides:
         raise ValueError(
             "attention needs contiguous heads, contiguous cache blocks, and caches of the same layout; "
             f"got strides q {q.stride()}, caches {strides} and {v_cache.stride()}"
@@ -73,7 +92,11 @@ def check_attention(
             f"for {num_seqs} rows of the block table attention needs {num_seqs + 1} query starts and {num_seqs} "
             f"context lengths; got {start.shape[0]} and {lens.shape[0]}"
         )
-    devices = {tensor.device for tensor in (q, k_cache, v_cache, start, lens, table)}
+    if key_bias is not None and k_cache.dtype != torch.int8:
+        raise ValueError(f"a bias of keys is added to caches in torch.int8, got {k_cache.dtype}")
+    if key_bias is not None:
+        check_key_bias(key_bias, num_kv_heads, head_dim)
+    devices = {tensor.device for tensor in (q, k_cache, v_cache, start, lens, table, *(key_bias or ()))}
     if len(devices) > 1 or any(index.dtype != torch.int32 or index.stride(-1) != 1 for index in (start, lens, table)):
         raise ValueError(
             "attention needs its index tensors in int32, contiguous, and all tensors on one device; got "
@@ -81,15 +104,30 @@ def check_attention(
         )
 
 
+def check_key_bias(key_bias: KeyBias, num_kv_heads: int, head_dim: int) -> None:
+    """Raise ValueError unless the tensors are as ``KeyBias`` says."""
+    bias, cos, sin = key_bias
+    fits = bias.shape == (num_kv_heads, head_dim) and cos.shape == sin.shape and 0 < 2 * cos.shape[1] <= head_dim
+    if not fits or any(each.dtype != torch.float32 or not each.is_contiguous() for each in key_bias):
+        raise ValueError(
+            f"a bias of keys is ({num_kv_heads}, {head_dim}) with cosines and sines (S, {head_dim // 2} or less), contiguous "
+            f"float32; got {', '.join(f'{tuple(each.shape)} {each.dtype}' for each in key_bias)}"
+        )
+
+
 def write_kv_reference(
     k_TKE: Tensor, v_TKE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor
 ) -> None:
-    """Store this step's keys and values at their slots (block * P + offset within the block)."""
+    """Store this step's keys and values at their slots (block * P + offset within the block), in the caches' format."""
     tokens_per_block = k_cache_NKPE.shape[2]
     block_T = torch.div(slot_T, tokens_per_block, rounding_mode="floor").long()
     offset_T = (slot_T % tokens_per_block).long()
-    k_cache_NKPE[block_T, :, offset_T] = k_TKE
-    v_cache_NKPE[block_T, :, offset_T] = v_TKE
+    for x_TKE, cache in ((k_TKE, k_cache_NKPE), (v_TKE, v_cache_NKPE)):
+        if cache.dtype == torch.int8:
+            for part, stored in zip(parts_of(cache), quantize_heads_reference(x_TKE), strict=True):
+                part[block_T, :, offset_T] = stored
+        else:
+            cache[block_T, :, offset_T] = x_TKE.to(cache.dtype)
 
 
 def paged_attention_reference(
@@ -102,6 +140,7 @@ def paged_attention_reference(
     *,
     window: int = 0,
     cap: float = 0.0,
+    key_bias: KeyBias | None = None,
 ) -> Tensor:
     """``softmax(q k^T * scale) v`` per sequence; see ``attention.paged_attention``. Cost: T * H * S scores, S the sum of all context lengths."""
     query_start_B1, context_lens_B, block_table_BM, _ = sequences
@@ -115,20 +154,42 @@ def paged_attention_reference(
 
     block_S = block_table_BM[key_seq_S, key_pos_S // tokens_per_block].long()
     offset_S = key_pos_S % tokens_per_block
-    k_HSE = k_cache_NKPE[block_S, :, offset_S].transpose(0, 1)[kv_head_H]
-    v_HSE = v_cache_NKPE[block_S, :, offset_S].transpose(0, 1)[kv_head_H]
+    k_SKE, v_SKE = (_read(cache, block_S, offset_S) for cache in (k_cache_NKPE, v_cache_NKPE))
+    if key_bias is not None:
+        k_SKE = k_SKE.float() + turned_bias(key_bias, key_pos_S)
+    k_HSE, v_HSE = (x_SKE.transpose(0, 1)[kv_head_H] for x_SKE in (k_SKE, v_SKE))
     visible_TS = (query_seq_T[:, None] == key_seq_S) & (query_pos_T[:, None] >= key_pos_S)
     if window:
         visible_TS &= query_pos_T[:, None] - key_pos_S < window
 
     q_HTE = q_THE.transpose(0, 1)
+    if len({q_HTE.dtype, k_HSE.dtype, v_HSE.dtype}) > 1:
+        q_HTE, k_HSE, v_HSE = q_HTE.float(), k_HSE.float(), v_HSE.float()
     if cap:
         score_HTS = (q_HTE.float() @ k_HSE.float().transpose(1, 2)) * scale
         score_HTS = (cap * torch.tanh(score_HTS / cap)).masked_fill(~visible_TS, float("-inf"))
         weight_HTS = score_HTS.softmax(-1).to(v_HSE.dtype)
         return (weight_HTS @ v_HSE).transpose(0, 1).to(q_THE.dtype).contiguous()
     out_1HTE = F.scaled_dot_product_attention(q_HTE[None], k_HSE[None], v_HSE[None], attn_mask=visible_TS, scale=scale)
-    return out_1HTE[0].transpose(0, 1).contiguous()
+    return out_1HTE[0].transpose(0, 1).to(q_THE.dtype).contiguous()
+
+
+def _read(cache_NKPE: Tensor, block_S: Tensor, offset_S: Tensor) -> Tensor:
+    """Return (S, K, E) numbers of the cache, float32 if it is in 8 bits."""
+    if cache_NKPE.dtype != torch.int8:
+        return cache_NKPE[block_S, :, offset_S]
+    codes, scales = (part[block_S, :, offset_S].float() for part in parts_of(cache_NKPE))
+    return codes * scales.unsqueeze(-1)
+
+
+def turned_bias(key_bias: KeyBias, position_S: Tensor) -> Tensor:
+    """Return (S, K, E), the bias rotated to each position."""
+    bias_KE, cos_SN, sin_SN = key_bias
+    cos_S1N, sin_S1N = cos_SN[position_S].unsqueeze(1), sin_SN[position_S].unsqueeze(1)
+    turned = 2 * cos_SN.shape[1]
+    first, second = bias_KE[:, :turned].chunk(2, dim=-1)
+    rest_SKE = bias_KE[:, turned:].expand(len(position_S), -1, -1)
+    return torch.cat((first * cos_S1N - second * sin_S1N, second * cos_S1N + first * sin_S1N, rest_SKE), dim=-1)
 
 
 def _sequence_and_position(lens_B: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightwire.kernels.spec.attention import write_kv_reference
+from tightwire.kernels.spec.int8_heads import cache_width
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix, dequantize_reference
 from tightwire.kernels.spec.packed_int8 import linear_int8_reference
 
@@ -121,14 +122,14 @@ def linear_reference(
 def check_rotation(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     """Raise ValueError unless these are the tensors of ``rotate_and_cache``. Slots are not read."""
     num_tokens, num_all_heads, head_dim = qkv.shape
-    _, num_kv_heads, tokens_per_block, cache_dim = k_cache.shape
-    fits = head_dim % 2 == 0 and cache_dim == head_dim and num_all_heads > 2 * num_kv_heads
+    _, num_kv_heads, tokens_per_block, width = k_cache.shape
+    fits = head_dim % 2 == 0 and width == cache_width(head_dim, k_cache.dtype) and num_all_heads > 2 * num_kv_heads
     same_rows = cos.shape == sin.shape == (num_tokens, min(cos.shape[1], head_dim // 2)) and slots.shape == (
         num_tokens,
     )
     caches = [(cache.shape, cache.dtype, cache.stride()[1:]) for cache in (k_cache, v_cache)]
-    wanted = k_cache.shape, qkv.dtype, (tokens_per_block * head_dim, head_dim, 1)
-    types = cos.dtype, sin.dtype, slots.dtype, qkv.dtype in _NUMBERS
+    wanted = k_cache.shape, k_cache.dtype, (tokens_per_block * width, width, 1)
+    types = cos.dtype, sin.dtype, slots.dtype, qkv.dtype in _NUMBERS and k_cache.dtype in (*_NUMBERS, torch.int8)
     last = qkv.stride(2), cos.stride(1), sin.stride(1), slots.stride(0)
     if (
         not (fits and same_rows and caches == [wanted] * 2)
@@ -140,6 +141,6 @@ def check_rotation(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cac
         got = "; ".join(f"{name} {tuple(x.shape)} {x.dtype} {x.stride()}" for name, x in named.items())
         raise ValueError(
             "rotate_and_cache needs qkv (T, H + 2 K, E) with E even, in one of "
-            f"{', '.join(map(str, _NUMBERS))}; cos and sin (T, E/2 or less) float32; caches (N, K, P, E) of qkv's dtype and one "
+            f"{', '.join(map(str, _NUMBERS))}; cos and sin (T, E/2 or less) float32; caches (N, K, P, E), or of int8 (N, K, P, E + 2), of one "
             f"layout; slots (T,) int32; and contiguous heads, angles, cache blocks and slots; got {got}"
         )

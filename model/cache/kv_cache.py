@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.row_runs import copy_runs
+from tightwire.kernels.spec.int8_heads import cache_width, head_bytes
 from tightwire.model.buffers import BufferPool, page_aligned
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import CacheError
@@ -29,8 +30,9 @@ class CacheSource(ABC):
 
     num_blocks: int  # that the tables returned by ``begin`` can refer to
     block_size: int
-    block_stride: int  # elements between consecutive blocks, in keys and in values, the same in every layer
-    dtype: torch.dtype
+    block_stride_bytes: int  # between consecutive blocks, in keys and in values, the same in every layer
+    dtype: torch.dtype  # of activations
+    kv_dtype: torch.dtype  # of keys and values; int8 has scales (``kernels.spec.int8_heads``)
     device: torch.device
     layers_at_a_time: int | None = None  # that a pass may hold; None: all
 
@@ -40,13 +42,18 @@ class CacheSource(ABC):
 
     @abstractmethod
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values, each (N, local_K, P, E); raises CacheError if they do not arrive in time."""
+        """Return keys and values, each (N, local_K, P, E), in int8 (N, local_K, P, E + 2); raises CacheError if they do not arrive in time."""
 
     def release(self, index: int) -> None:
         """End a pass's use of the layer."""
 
     def close(self) -> None:
         """Stop the threads that fetch layers, if there are any. May be called twice."""
+
+
+def layer_block_bytes(config: LlamaConfig, shard: Shard, block_size: int, kv_dtype: torch.dtype) -> int:
+    """Return the bytes of a block's keys and values in one layer."""
+    return 2 * shard.local_kv_heads * block_size * head_bytes(config.head_dim, kv_dtype)
 
 
 class KVCache(CacheSource):
@@ -64,13 +71,16 @@ class KVCache(CacheSource):
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
         device: torch.device,
     ) -> None:
-        """Allocate the whole cache. On a CPU, pages take no physical memory until they are first written."""
-        shape = (config.num_layers, num_blocks, shard.local_kv_heads, block_size, config.head_dim)
-        keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        """Allocate the whole cache, by default in ``dtype``. On a CPU, pages take no physical memory until they are first written."""
         self.num_blocks, self.block_size, self.dtype, self.device = num_blocks, block_size, dtype, device
-        self.block_stride = keys.stride(1)
+        self.kv_dtype = kv_dtype or dtype
+        width = cache_width(config.head_dim, self.kv_dtype)
+        shape = (config.num_layers, num_blocks, shard.local_kv_heads, block_size, width)
+        keys, values = (torch.empty(shape, dtype=self.kv_dtype, device=device) for _ in range(2))
+        self.block_stride_bytes = keys.stride(1) * keys.itemsize
         self._layers = tuple(zip(keys.unbind(), values.unbind(), strict=True))
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
@@ -119,20 +129,21 @@ class OffloadedCache(CacheSource):
         buffer_blocks: int,
         block_size: int,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
         device: torch.device,
         timeout_s: float,
     ) -> None:
         """``buffer_blocks``: the most that one step may need. ``timeout_s``: longest wait for a layer without a byte."""
-        block_shape = (2, shard.local_kv_heads, block_size, config.head_dim)
-        block_bytes = dtype.itemsize * torch.Size(block_shape).numel()
         self.num_blocks, self.block_size, self.dtype, self.device = buffer_blocks, block_size, dtype, device
-        self.block_stride = block_bytes // dtype.itemsize
+        self.kv_dtype = stored = kv_dtype or dtype
+        block_shape = (2, shard.local_kv_heads, block_size, cache_width(config.head_dim, stored))
+        self.block_stride_bytes = block_bytes = layer_block_bytes(config, shard, block_size, stored)
         self._block_bytes, self._timeout_s, self._num_layers = block_bytes, timeout_s, config.num_layers
         memory = page_aligned(config.num_layers * num_blocks * block_bytes, torch.device("cpu"))
         self._pinned = _Pinned(memory) if device.type == "cuda" else None
-        self._host = memory.view(dtype).view(config.num_layers, num_blocks, *block_shape)
+        self._host = memory.view(stored).view(config.num_layers, num_blocks, *block_shape)
         self.pool = BufferPool(NUM_BUFFERS, buffer_blocks * block_bytes, device, saves=True, traced=True)
-        self._blocks = [buffer.memory.view(dtype).view(buffer_blocks, *block_shape) for buffer in self.pool.buffers]
+        self._blocks = [buffer.memory.view(stored).view(buffer_blocks, *block_shape) for buffer in self.pool.buffers]
         self._keys_and_values = [(blocks[:, 0], blocks[:, 1]) for blocks in self._blocks]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._users: dict[int, tuple[int, int]] = {}  # layer in use -> number of passes, buffer

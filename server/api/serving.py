@@ -28,6 +28,7 @@ class ModelInfo:
     policies: tuple[str, ...] = ("native",)  # the AllReduce policies that a request may name, the server's own first
     transport: str = "none"
     dtype: str = ""
+    kv_dtype: str = ""  # of the KV cache
     sum_dtype: str = ""  # of the messages of partial sums
     weights: str = ""  # their packed formats, such as Q4_1+Q8_0; empty: not packed
     activations: str = "float"  # inputs of products with packed weights: float or int8
@@ -55,12 +56,14 @@ class ModelInfo:
         own = self.policies[0]
         allreduce = (own if policy is None else policy) + self.allreduce.removeprefix(own)
         activations = "int8-activations" if self.activations == "int8" else ""
+        cache = f"{self.kv_dtype}-cache" if self.kv_dtype not in ("", self.dtype) else ""
         sums = f"{self.sum_dtype}-sums" if self.tp > 1 and self.sum_dtype else ""
         parts = [
             "tightwire",
             f"tp{self.tp}",
             allreduce,
             self.dtype,
+            cache,
             sums,
             self.weights,
             activations,

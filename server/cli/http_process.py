@@ -122,6 +122,7 @@ class _Server:
             policies=decision.plan.policy_names,
             transport=decision.plan.transport,
             dtype=decision.plan.dtype,
+            kv_dtype=decision.plan.kv_dtype,
             sum_dtype=decision.plan.sum_dtype,
             weights=decision.formats.name,
             activations=decision.plan.activations,
@@ -247,7 +248,7 @@ def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready])
         *(f"{need} in {name}" for name, need in budget.needs()),
         f"weights {format_bytes(sum(rank.weight_bytes for rank in ready.values()))}",
     ]
-    memory.append(f"KV cache for {num_tokens} tokens{' of each replica' if info.dp > 1 else ''}")
+    memory.append(f"{plan.kv_dtype} KV cache for {num_tokens} tokens{' of each replica' if info.dp > 1 else ''}")
     if plan.adapters is not None:
         memory.append(f"adapters {', '.join(adapter.name for adapter in plan.adapters.loaded) or 'none yet'}")
     if plan.weights.streamed:

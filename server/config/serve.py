@@ -32,7 +32,7 @@ class ModelOptions:
     device: str = option("auto", "where ranks run; auto takes CUDA when there is one", ("auto", "cpu", "cuda"))
     dtype: str = option(
         "auto",
-        "number format of activations, the KV cache, and weights that are not packed; auto: the checkpoint's (on a CPU: "
+        "number format of activations, weights that are not packed, and (see --kv-cache-dtype) the KV cache; auto: the checkpoint's (on a CPU: "
         "bfloat16)",
         ("auto", "float32", "bfloat16", "float16"),
     )
@@ -86,6 +86,11 @@ class EngineOptions:
         metavar="BYTES",
         parse=parse_bytes,
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "number format of keys and values. int8: half the memory of bfloat16, with a scale for each head and token; auto: --dtype",
+        ("auto", "float32", "bfloat16", "int8"),
+    )
     kv_offload: bool = option(
         False,
         "keep the KV cache in host memory, for a cache that is too large for the device. A layer's keys and values are copied "
@@ -107,6 +112,10 @@ class EngineOptions:
         "the text. The answer does not change (on a CPU, to the bit), and is faster where it repeats its prompt",
         ("none", "ngram"),
     )
+
+    def kv_dtype(self, dtype: str) -> str:
+        """The number format of the KV cache, for activations in ``dtype``."""
+        return dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     def __post_init__(self) -> None:
         for own in fields(self):

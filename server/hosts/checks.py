@@ -11,7 +11,16 @@ from tightwire.server.hosts.channel import Hello, open_channel
 from tightwire.server.plan.rank_setup import RunPlan
 
 CONNECT_S = 3.0
-_EQUAL = ("device", "dtype", "sum_dtype", "activations", "weights", "overlap", "plan_ahead")  # of the nodes' plans
+_EQUAL = (
+    "device",
+    "dtype",
+    "kv_dtype",
+    "sum_dtype",
+    "activations",
+    "weights",
+    "overlap",
+    "plan_ahead",
+)  # of the nodes' plans
 
 
 def name_node(hello: Hello) -> str:

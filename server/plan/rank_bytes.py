@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from tightwire.model.adapters.product import AdapterRoom, adapter_bytes
-from tightwire.model.cache.kv_cache import NUM_BUFFERS
+from tightwire.model.cache.kv_cache import NUM_BUFFERS, layer_block_bytes
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Layout, Shard
 from tightwire.model.weights import WeightPlan
@@ -91,7 +91,7 @@ def _rank_bytes(
 ) -> RankBytes:
     """The memory of the rank with ``shard``. ``num_gathered``: replicas whose logits this rank gathers."""
     model, options = inputs.model, inputs.options
-    layer_block = 2 * shard.local_kv_heads * BLOCK_SIZE * model.head_dim * inputs.elem_bytes
+    layer_block = layer_block_bytes(model, shard, BLOCK_SIZE, getattr(torch, options.kv_dtype(inputs.dtype)))
     return RankBytes(
         weights=num_weight_bytes,
         activations=_activation_bytes(inputs, shard, max_parts, num_gathered),

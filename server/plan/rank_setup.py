@@ -63,6 +63,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     device: str  # cpu or cuda
     dtype: str
+    kv_dtype: str = "bfloat16"  # of keys and values in the cache
     sum_dtype: str = "float32"  # of the messages of partial sums
     activations: str = "float"  # inputs of products with packed weights: float or int8
     allreduce: str  # as requested; ``policies`` holds the algorithms

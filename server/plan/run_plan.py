@@ -194,6 +194,7 @@ def decide(
     plan = RunPlan(
         device=setting.device,
         dtype=dtype,
+        kv_dtype=config.engine.kv_dtype(dtype),
         sum_dtype=setting.dtype,
         activations=activations,
         allreduce=describe_request(parallel),

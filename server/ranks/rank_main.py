@@ -282,6 +282,7 @@ def _load(
         groups,
         RunnerOptions(
             dtype=getattr(torch, plan.dtype),
+            kv_dtype=getattr(torch, plan.kv_dtype),
             sum_dtype=getattr(torch, plan.sum_dtype),
             max_model_len=plan.max_model_len,
             num_blocks=plan.num_blocks,

@@ -8,7 +8,7 @@ import torch
 from helpers.model.paged_batch import attend
 
 from tightwire.kernels.attention import paged_attention
-from tightwire.kernels.spec.attention import HeadGroups, paged_attention_reference
+from tightwire.kernels.spec.attention import HeadGroups, KeyBias, paged_attention_reference, turned_bias
 
 DEVICES = [
     "cpu",
@@ -58,6 +58,42 @@ def test_reference_of_heads_that_begin_and_end_inside_a_group(
     assert ((got.double() - want[:, first:stop]).abs() <= bound[:, first:stop]).all()
 
 
+@pytest.mark.parametrize("bias", [0.0, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_caches_in_8_bits(dtype: torch.dtype, bias: float, paged_batch: Callable[..., Any]) -> None:
+    """Kernel and reference compute attention to what the caches hold, and NaN that no sequence has written is not read."""
+    for head_dim in (64, 24):
+        lens = {"query_lens": (5, 1, 17, 1), "context_lens": (40, 164, 33, 1)}
+        batch = paged_batch(dtype=dtype, head_dim=head_dim, **lens)
+        arguments, key_bias = batch.in_8_bits(bias)
+        want, bound = batch.expected()
+        if dtype != torch.float32:
+            bound = bound + batch.rounding_of_weights() + batch.rounding_of_keys()
+            bound = bound + (want.abs() + bound) * torch.finfo(dtype).eps
+        for function in (paged_attention, paged_attention_reference):
+            got = attend(*arguments, function=function, key_bias=key_bias)
+            assert ((got.double() - want).abs() <= bound).all()
+
+
+def test_a_large_bias_of_keys_costs_no_accuracy(paged_batch: Callable[..., Any]) -> None:
+    """Cached without it, keys have the steps that they have without a bias; with it, every code has its step."""
+    lens = {"query_lens": (1,), "context_lens": (100,)}
+    plain, biased, together = (paged_batch(**lens) for _ in range(3))
+    errors = []
+    for batch, bias in ((plain, 0.0), (biased, 100.0)):
+        exact = [keys.clone() for keys in batch.keys]
+        arguments, key_bias = batch.in_8_bits(bias)
+        got = attend(*arguments, key_bias=key_bias)
+        positions = torch.arange(100)
+        batch.keys = [keys if key_bias is None else keys + turned_bias(key_bias, positions) for keys in exact]
+        errors.append((got.double() - batch.expected()[0]).abs().mean())
+    together.keys = biased.keys
+    want, _ = together.expected()
+    arguments, _ = together.in_8_bits()
+    cached_with_it = (attend(*arguments).double() - want).abs().mean()
+    assert errors[1] < 4 * errors[0] < cached_with_it
+
+
 def _reference(q: torch.Tensor, rest: list[torch.Tensor], scale: float) -> torch.Tensor:
     k_cache, v_cache, start, lens, table = rest
     return attend(q, k_cache, v_cache, start, lens, table, scale, function=paged_attention_reference)
@@ -74,7 +110,7 @@ def test_attention_refuses_arguments_that_do_not_match(paged_batch: Callable[...
         (0, q[:, :, :32], "as many groups of query heads as KV heads"),
         (0, q[:, :8], "as many groups of query heads as KV heads"),
         (0, q.double(), "attention supports torch.float32, torch.bfloat16, torch.float16"),
-        (1, k_cache.half(), "the same for both caches"),
+        (1, k_cache.half(), "the same for both"),
         (1, k_cache.transpose(1, 2).contiguous().transpose(1, 2), "contiguous cache blocks"),
         (3, start.long(), "int32"),
         (3, start[:-1], "3 query starts"),
@@ -92,6 +128,21 @@ def test_attention_refuses_arguments_that_do_not_match(paged_batch: Callable[...
     for groups in (HeadGroups(3, 3), HeadGroups(3, 1), HeadGroups(4, -1), HeadGroups(5, 0)):
         with pytest.raises(ValueError, match="as many groups of query heads as KV heads"):
             attend(*fits, groups=groups)
+
+
+def test_biases_of_keys_that_do_not_match_are_refused(paged_batch: Callable[..., Any]) -> None:
+    batch = paged_batch(query_lens=(3, 1), context_lens=(20, 9))
+    plain, (arguments, key_bias) = batch.arguments(), batch.in_8_bits(1.0)
+    assert key_bias is not None
+    bias, cos, sin = key_bias
+    for given, wrong, message in (
+        (plain, key_bias, "caches in torch.int8, got torch.float32"),
+        (arguments, KeyBias(bias[:2], cos, sin), r"a bias of keys is \(3, 64\)"),
+        (arguments, KeyBias(bias.double(), cos, sin), "contiguous float32"),
+        (arguments, KeyBias(bias, cos[:, :0], sin[:, :0]), "32 or less"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attend(*given, key_bias=wrong)
 
 
 def test_attention_of_no_rows(paged_batch: Callable[..., Any]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tightwire.comm.group.group import Group
 from tightwire.kernels.layer_ops import add_rms_norm, rms_norm, rotate_and_cache, swiglu
+from tightwire.kernels.spec.int8_heads import cache_width
 from tightwire.kernels.spec.layer_ops import (
     HeadNorms,
     NormForm,
@@ -159,19 +160,43 @@ def _inputs(
     return wide[:, 1:], angles.cos(), angles.sin(), lambda: (cache.clone(), cache.clone()), slots
 
 
-def _assert_the_references_bits(function: Callable[..., Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _assert_the_references_bits(
+    function: Callable[..., Tensor], shape: tuple[int, ...], dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> None:
+    """Caches of another dtype hold what qkv's dtype does, rounded; in 8 bits a head with NaN, infinity or zeros too."""
     qkv, cos, sin, caches, slots = _inputs(shape, dtype)
     got_caches, want_caches = caches(), caches()
-    got = function(qkv, cos, sin, *got_caches, slots)
-    want = rotate_and_cache_reference(qkv, cos, sin, *want_caches, slots)
+    if kv_dtype is not None:
+        empty = torch.zeros(*got_caches[0].shape[:3], cache_width(qkv.shape[2], kv_dtype), dtype=kv_dtype)
+        got_caches, want_caches = (empty.clone(), empty.clone()), (empty.clone(), empty.clone())
+        if len(qkv) > 2:
+            qkv[0, -1, 0], qkv[1, -1, -1], qkv[2, -1] = torch.nan, -torch.inf, 0.0
+    want = rotate_and_cache_reference(qkv.clone(), cos, sin, *want_caches, slots)
+    got = function(qkv.clone(), cos, sin, *got_caches, slots)
     assert torch.equal(got, want), f"{shape} {dtype}"
-    assert all(map(torch.equal, got_caches, want_caches)), f"{shape} {dtype}"
+    for mine, other in zip(got_caches, want_caches, strict=True):
+        assert torch.equal(mine.nan_to_num(), other.nan_to_num()), f"{shape} {dtype} {kv_dtype}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rotation_on_a_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     _assert_the_references_bits(rotate_and_cache, shape, dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_caches_of_another_dtype_on_a_cpu(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        _assert_the_references_bits(rotate_and_cache, shape, dtype, kv_dtype)
+
+
+def _check_other_caches(group: Group) -> None:
+    from tightwire.kernels.cuda import layer_ops as triton_ops
+
+    for dtype in DTYPES:
+        for kv_dtype in (torch.int8, torch.float32, torch.bfloat16):
+            _assert_the_references_bits(triton_ops.rotate_and_cache, SHAPES[0], dtype, kv_dtype)
 
 
 def _check_interpreted(group: Group) -> None:
@@ -299,7 +324,7 @@ def _assert_refusals(function: Callable[..., Tensor]) -> None:
         ((qkv, cos, sin, k_cache, v_cache, slots.long()), "slots (3,) torch.int64"),
         (
             (qkv, cos, sin, k_cache, v_cache.transpose(1, 2).contiguous().transpose(1, 2), slots),
-            "of qkv's dtype and one layout",
+            "of one layout",
         ),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -339,7 +364,7 @@ def test_rotation_turns_pairs_half_a_head_apart() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("check", [_check_interpreted, _check_padding, _check_refusals])
+@pytest.mark.parametrize("check", [_check_interpreted, _check_other_caches, _check_padding, _check_refusals])
 def test_rotation_in_the_interpreter(check: Callable[[Group], None], interpreted: InterpretedRank) -> None:
     interpreted(check)
 

@@ -18,10 +18,12 @@ from torch import Tensor
 from tightwire.kernels.cpu.library import available
 from tightwire.kernels.cpu.linear import interleave_cpu
 from tightwire.kernels.spec import attention, layer_ops
+from tightwire.kernels.spec.int8_heads import parts_of
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix, StackedMatrix, Weight, quantize
 from tightwire.kernels.spec.packed_format import PACKED_FORMATS, Q4_0, Q4_1, Q8_0, PackedFormat
 from tightwire.model import decode_program
 from tightwire.model import layers as layers_file
+from tightwire.model.cache.key_bias import KeyBiases
 from tightwire.model.cache.kv_cache import KVCache
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layers import EagerLayers
@@ -35,7 +37,7 @@ pytestmark = pytest.mark.skipif(not available(), reason="needs the compiled kern
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HEAD_DIMS = (2, 6, 8, 10, 16, 32, 40, 64, 80, 96, 128, 160)
 # The references add in other orders and round packed weights to the dtype, so a result differs by some roundings. Of 600 cases
-# the largest relative error was 4.5e-6 in float32, 0.7 eps in bfloat16 and 1.3 eps in float16. With activations in 8 bits,
+# the largest relative error was 4.5e-6 in float32, 0.7 eps in bfloat16 and 1.3 eps in float16. With activations or keys in 8 bits,
 # where a rounding may move a code by a step, it was 0.016.
 _FLOAT32_BOUND, _ROUNDINGS, _INT8_BOUND = 1e-4, 8, 1 / 16
 
@@ -84,9 +86,9 @@ class _Draw:
         context_lens = [draw.choice((1, 16, 65, draw.randint(1, 200))) for _ in range(draw.randint(1, 40))]
         counts = [-(-length // block_size) for length in context_lens]
         num_blocks = sum(counts) + draw.randint(0, 3)
-        cache = KVCache(
-            config, shard, num_blocks=num_blocks, block_size=block_size, dtype=self._dtype, device=torch.device("cpu")
-        )
+        kv_dtype = draw.choice((None, None, torch.int8, torch.int8, *_DTYPES))
+        sizes = {"num_blocks": num_blocks, "block_size": block_size}
+        cache = KVCache(config, shard, **sizes, dtype=self._dtype, kv_dtype=kv_dtype, device=torch.device("cpu"))
         batch = self._batch(context_lens, counts, num_blocks, block_size)
         self._fill(cache, config, batch)
         layers = [self._layer(config, shard) for _ in range(config.num_layers)]
@@ -140,13 +142,17 @@ class _Draw:
     def _fill(self, cache: KVCache, config: LlamaConfig, batch: Batch) -> None:
         """Keys and values of earlier tokens; NaN where no sequence has written."""
         for index in range(config.num_layers):
-            for numbers_NKPE in cache.layer(index):
-                numbers_NKPE.fill_(torch.nan)
-                for length, table_M in zip(batch.context_lens_B.tolist(), batch.block_tables_BM, strict=True):
-                    position_S = torch.arange(length - 1)
-                    block_S, offset_S = table_M[position_S // cache.block_size].long(), position_S % cache.block_size
-                    shape = (length - 1, *numbers_NKPE.shape[1:2], config.head_dim)
-                    numbers_NKPE[block_S, :, offset_S] = self._numbers(*shape).to(self._dtype)
+            layer = cache.layer(index)
+            for numbers_NKPE in layer:
+                parts_of(numbers_NKPE)[1].fill_(torch.nan) if numbers_NKPE.dtype == torch.int8 else numbers_NKPE.fill_(
+                    torch.nan
+                )
+            for length, table_M in zip(batch.context_lens_B.tolist(), batch.block_tables_BM, strict=True):
+                position_S = torch.arange(length - 1)
+                slot_S = table_M[position_S // cache.block_size] * cache.block_size + position_S % cache.block_size
+                shape = (length - 1, layer[0].shape[1], config.head_dim)
+                k_SKE, v_SKE = (self._numbers(*shape).to(self._dtype) for _ in range(2))
+                attention.write_kv_reference(k_SKE, v_SKE, *layer, slot_S)
 
     def _layer(self, config: LlamaConfig, shard: Shard) -> LayerWeights:
         hidden, mixed, mlp = config.hidden_size, shard.local_heads * config.head_dim, len(shard.mlp_columns)
@@ -218,6 +224,7 @@ def _copy(case: _Case) -> KVCache:
         num_blocks=case.cache.num_blocks,
         block_size=case.cache.block_size,
         dtype=case.dtype,
+        kv_dtype=case.cache.kv_dtype,
         device=torch.device("cpu"),
     )
     for index in range(case.config.num_layers):
@@ -233,7 +240,8 @@ def _assert_same_bits(got: Tensor, want: Tensor) -> None:
 def _run_eagerly(case: _Case, cache: KVCache) -> list[Tensor]:
     """The result of each part. There is one rank, so a part's result is the sum."""
     angles = rope_tables(case.config, case.config.max_positions, cache.device)
-    layers = EagerLayers(case.config, case.shard, cache, angles, case.batch, case.residual_TD.clone())
+    biases = KeyBiases(case.config, case.shard, cache, angles)
+    layers = EagerLayers(case.config, case.shard, cache, angles, biases, case.batch, case.residual_TD.clone())
     results: list[Tensor] = []
     for index, weights in enumerate(case.layers):
         layers.place(index, weights)
@@ -244,7 +252,8 @@ def _run_eagerly(case: _Case, cache: KVCache) -> list[Tensor]:
 
 def _run_program(case: _Case, cache: KVCache, together: bool) -> tuple[Tensor, Tensor]:
     angles = rope_tables(case.config, case.config.max_positions, cache.device)
-    program = decode_program.DecodeProgram(case.config, case.shard, cache, angles)
+    biases = KeyBiases(case.config, case.shard, cache, angles)
+    program = decode_program.DecodeProgram(case.config, case.shard, cache, angles, biases)
     program.begin(case.residual_TD.clone(), case.batch)
     for index, weights in enumerate(case.layers):
         program.place(index, weights)
@@ -305,5 +314,6 @@ def test_near_the_references(seed: int, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(layers_file, "paged_attention", attention.paged_attention_reference)
     monkeypatch.setattr(layers_file, "linear", linear)
     *_, want, _ = _run_eagerly(case, _copy(case))
-    bound = max(_FLOAT32_BOUND, _ROUNDINGS * torch.finfo(case.dtype).eps, _INT8_BOUND * case.has_int8_activations)
+    in_8_bits = case.has_int8_activations or case.cache.kv_dtype == torch.int8
+    bound = max(_FLOAT32_BOUND, _ROUNDINGS * torch.finfo(case.dtype).eps, _INT8_BOUND * in_8_bits)
     assert (got - want).norm() < bound * want.norm()

@@ -1,6 +1,6 @@
 """Each family of the table answers as transformers does, on one rank and split, from a folder and from a .gguf."""
 
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,21 @@ def test_generated_rows_have_the_bits_of_prompt_rows_and_of_streamed_layers(
     else:
         bound = 16 * torch.finfo(dtype).eps * want.abs().max()
         assert (by_program - want).abs().max() < bound and (one_by_one - want).abs().max() < bound
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Gemma 3", "OLMo 2"])
+def test_a_cache_in_8_bits_on_any_number_of_ranks(family: str, folders) -> None:
+    """A head's codes do not depend on the ranks; the bound is about twice what these tiny models need."""
+    tokens, want = _theirs(folders(family))
+    first, *others = (
+        run_in_process(ranks, partial(_ours, kv_dtype=torch.int8), str(folders(family)), tokens[:-1])[0]
+        for ranks in (1, 2, 3)
+    )
+    assert first is not None and (first - want).norm() < 0.02 * want.norm()
+    for other in others:
+        assert other is not None and (first - other).norm() < 0.02 * want.norm()
+    one_by_one = _ours(in_process_groups(1)[0], str(folders(family)), tokens[:-1], generated=False, kv_dtype=torch.int8)
+    assert one_by_one is not None and torch.equal(first, one_by_one)
 
 
 @_every_family

@@ -144,6 +144,7 @@ void rotate(const tw_decode_program &program, tw_phase *phase, const tw_layer &l
             .head_dim = program.head_dim,
             .tokens_per_block = program.tokens_per_block,
             .kind = program.kind,
+            .cache_kind = program.cache_kind,
             .norms = {.q_weight = layer.q_norm,
                       .k_weight = layer.k_norm,
                       .mean_squares = 0,
@@ -170,7 +171,7 @@ void attend(const tw_decode_program &program, tw_phase *phase, const tw_layer &l
         .q_head_stride = head_bytes,
         .kind = program.kind,
         .cache_block_stride = program.cache_block_stride,
-        .cache_kind = program.kind,
+        .cache_kind = program.cache_kind,
         .table_stride = program.table_stride,
         .tokens_per_block = program.tokens_per_block,
         .num_heads = program.num_heads,
@@ -181,6 +182,7 @@ void attend(const tw_decode_program &program, tw_phase *phase, const tw_layer &l
         .scale_log2 = program.scale_log2,
         .cap_log2 = program.cap_log2,
         .window = layer.window,
+        .key_bias = {.bias = layer.key_bias, .cos = layer.cos, .sin = layer.sin, .half = program.half},
     };
     run_phase(phase, program.num_tiles * program.num_kv_heads, [&](int64_t item) { tw_attend(&args, item, item + 1); });
 }

@@ -45,12 +45,12 @@ typedef struct {
     double eps, offset;
 } tw_head_norms;
 // Rotate the first 2 half numbers of the query and key heads of qkv (T, H + 2 K, E), write queries to `queries` (T, H, E), and keys
-// and values to their slots of the caches (N, K, P, E). Cosines and sines are (T, half) float32, slots int32 and inside the caches.
-// With norms, the queries and keys of qkv are overwritten.
+// and values to their slots of the caches (N, K, P, E) of `cache_kind`. Cosines and sines are (T, half) float32, slots int32 and
+// inside the caches. With norms, or if the kinds differ, the queries and keys of qkv are overwritten.
 typedef struct {
     address queries, qkv, cos, sin, k_cache, v_cache, slots;
     int64_t token_stride, head_stride, cos_stride, sin_stride, cache_block_stride;
-    int64_t num_heads, num_kv_heads, half, head_dim, tokens_per_block, kind;
+    int64_t num_heads, num_kv_heads, half, head_dim, tokens_per_block, kind, cache_kind;
     tw_head_norms norms;
 } tw_rotate_args;
 TW_API void tw_rotate_and_cache(const void *rotate_args, int64_t start, int64_t stop);
@@ -123,6 +123,11 @@ typedef struct {
 // Returns -1, or the first sequence whose lengths or blocks are impossible (num_seqs: the queries do not cover the rows).
 TW_API int64_t tw_plan_tiles(tw_plan_args *plan);
 
+// What keys lack in the cache: a bias (K, E) to be turned to each position by cosines and sines (positions, half), all float32.
+typedef struct {
+    address bias, cos, sin;
+    int64_t half;
+} tw_key_bias;
 // Items are (tile, KV head) pairs in the order of `tiles`. `out` is contiguous and of q's `kind`; the caches are (N, K, P, E),
 // each block contiguous. The first `skipped_heads` query heads of the first KV head are not in q. A row attends to the last
 // `window` keys up to its own, or to all (0). Scores become cap * tanh(score / cap) unless `cap_log2`, cap * log2(e), is 0.
@@ -132,6 +137,7 @@ typedef struct {
     int64_t num_heads, num_kv_heads, heads_per_kv_head, skipped_heads, head_dim;
     double scale_log2, cap_log2;
     int64_t window;
+    tw_key_bias key_bias;  // its `bias` may be 0
 } tw_attend_args;
 TW_API void tw_attend(const void *attend_args, int64_t start, int64_t stop);
 
@@ -248,7 +254,8 @@ typedef struct {
 // Norms are 0 where there are none: of each part's input, of the sum before it, and of q and k. `cos` and `sin` are (positions,
 // rotated numbers / 2) float32.
 typedef struct {
-    address attention_norm, mlp_norm, attention_update_norm, mlp_update_norm, q_norm, k_norm, cos, sin, k_cache, v_cache;
+    address attention_norm, mlp_norm, attention_update_norm, mlp_update_norm, q_norm, k_norm, cos, sin, k_cache, v_cache,
+        key_bias;
     int64_t window;
     tw_matrix qkv, attention_out, gate_up, down;
 } tw_layer;
@@ -263,7 +270,7 @@ typedef struct {
     const tw_layer *layers;
     tw_phase *phases;
     int64_t hidden_size, num_heads, num_kv_heads, heads_per_kv_head, skipped_heads, head_dim, mlp_size;
-    int64_t kind, sum_kind;           // of partial sums and the residual: `sum_kind`; of all else: `kind`
+    int64_t kind, sum_kind, cache_kind;  // of partial sums and the residual: `sum_kind`; of all else but the cache: `kind`
     int64_t half, norms_whole, gelu;  // as in tw_rotate_args, tw_head_norms and tw_swiglu_args
     double eps, scale_log2, cap_log2, norm_offset, residual_scale;
     int64_t angle_stride, num_blocks, tokens_per_block, cache_block_stride;

@@ -2,8 +2,9 @@
 #pragma once
 #include "vec.h"
 
-// Values that Python passes for a dtype; packed formats follow behind (linear/formats.h).
-enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+// Values that Python passes for a dtype; packed formats follow behind (linear/formats.h). INT8_HEADS: of KV caches alone
+// (attention/int8_heads.h).
+enum Kind : int64_t { INT8_HEADS = -1, FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 #if defined(__AVX512BF16__)
 constexpr bool PAIRS = true;  // bfloat16 is multiplied in pairs: AVX512-BF16

@@ -1,6 +1,6 @@
 // Kernels that pass over rows once: RMS norm, rotary embedding with cache writes, SwiGLU and GeGLU, row copies, best numbers.
+#include "attention/int8_heads.h"
 #include "kernels.h"
-#include "numbers.h"
 
 namespace {
 
@@ -80,17 +80,40 @@ void norm_heads(const tw_rotate_args &args, char *heads, int64_t count, address 
     }
 }
 
+// Heads of one token to `slot` of a cache of another kind.
+template <class Number>
+void store_heads(const tw_rotate_args &args, const char *heads, address cache, int64_t slot) {
+    const int64_t size = args.head_dim, in_block = slot % args.tokens_per_block;
+    const int64_t page = args.tokens_per_block * cache_head_bytes(args.cache_kind, size);
+    char *block = (char *)cache + slot / args.tokens_per_block * args.cache_block_stride;
+    for (int64_t head = 0; head < args.num_kv_heads; head++, heads += args.head_stride, block += page) {
+        if (args.cache_kind == INT8_HEADS) {
+            char *scales = block + args.tokens_per_block * size;
+            quantize_head<Number>(heads, size, block + in_block * size, scales + in_block * SCALE_BYTES);
+            continue;
+        }
+        with_kind(args.cache_kind, [&](auto number) {
+            using Stored = decltype(number);
+            for (int64_t at = 0; at < size; at += LANES) {
+                const F32 value = load_numbers<Number>(heads + Number::size * at, size - at);
+                store_rounded<Stored>(block + Stored::size * (in_block * size + at), value, size - at);
+            }
+        });
+    }
+}
+
 template <class Number>
 void rotate_rows(const tw_rotate_args &args, int64_t start, int64_t stop) {
+    const bool converts = args.cache_kind != args.kind;
     const int64_t half = args.half, bytes = Number::size, head_bytes = args.head_dim * bytes;
-    const int64_t num_rotated = args.num_heads + args.num_kv_heads, page = args.tokens_per_block * head_bytes;
+    const int64_t num_rotated = args.num_heads + args.num_kv_heads;
+    const int64_t page = converts ? args.head_stride : args.tokens_per_block * head_bytes;
     for (int64_t token = start; token < stop; token++) {
         char *heads = (char *)args.qkv + token * args.token_stride;
         if (args.norms.q_weight) {
             const float *squares = args.norms.mean_squares ? (const float *)args.norms.mean_squares + 2 * token : nullptr;
-            char *key_heads = heads + args.num_heads * args.head_stride;
             norm_heads<Number>(args, heads, args.num_heads, args.norms.q_weight, squares);
-            norm_heads<Number>(args, key_heads, args.num_kv_heads, args.norms.k_weight, squares ? squares + 1 : nullptr);
+            norm_heads<Number>(args, heads + args.num_heads * args.head_stride, args.num_kv_heads, args.norms.k_weight, squares ? squares + 1 : nullptr);
         }
         const char *cosines = (const char *)args.cos + token * args.cos_stride;
         const char *sines = (const char *)args.sin + token * args.sin_stride;
@@ -98,7 +121,8 @@ void rotate_rows(const tw_rotate_args &args, int64_t start, int64_t stop) {
         const int64_t place =
             slot / args.tokens_per_block * args.cache_block_stride + slot % args.tokens_per_block * head_bytes;
         char *queries = (char *)args.queries + token * args.num_heads * head_bytes;
-        char *keys = (char *)args.k_cache + place, *values = (char *)args.v_cache + place;
+        char *key_heads = heads + args.num_heads * args.head_stride;
+        char *keys = converts ? key_heads : (char *)args.k_cache + place, *values = (char *)args.v_cache + place;
         for (int64_t at = 0; at < half; at += LANES) {
             const int64_t count = half - at;
             F32 cos = load_numbers<Float32>(cosines + 4 * at, count), sin = load_numbers<Float32>(sines + 4 * at, count);
@@ -113,10 +137,15 @@ void rotate_rows(const tw_rotate_args &args, int64_t start, int64_t stop) {
             }
         }
         const int64_t turned = 2 * half * bytes;
-        for (int64_t head = 0; turned < head_bytes && head < num_rotated; head++) {
+        for (int64_t head = 0; turned < head_bytes && head < (converts ? args.num_heads : num_rotated); head++) {
             const int64_t kv_head = head - args.num_heads;
             char *target = kv_head < 0 ? queries + head * head_bytes : keys + kv_head * page;
             memcpy(target + turned, heads + head * args.head_stride + turned, head_bytes - turned);
+        }
+        if (converts) {
+            store_heads<Number>(args, key_heads, args.k_cache, slot);
+            store_heads<Number>(args, key_heads + args.num_kv_heads * args.head_stride, args.v_cache, slot);
+            continue;
         }
         for (int64_t head = 0; head < args.num_kv_heads; head++)
             memcpy(values + head * page, heads + (num_rotated + head) * args.head_stride, head_bytes);

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.attention import paged_attention
-from tightwire.kernels.spec.attention import HeadGroups, PackedSequences
+from tightwire.kernels.spec.attention import HeadGroups, KeyBias, PackedSequences, turned_bias
+from tightwire.kernels.spec.int8_heads import SCALE_BYTES, parts_of, quantize_heads_reference
 
 Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]
 
@@ -86,6 +87,33 @@ class PagedBatch:
         caches = k_cache[:, kept].contiguous(), v_cache[:, kept].contiguous()
         return (q[:, first:stop], *caches, *rest), HeadGroups(per_kv, first % per_kv)  # pyright: ignore[reportReturnType]
 
+    def in_8_bits(self, bias: float = 0.0) -> tuple[Arguments, KeyBias | None]:
+        """``arguments`` with caches in int8. ``keys`` and ``values`` become what they hold, with a turned bias of that size."""
+        q, *caches, start, context, table, scale = self.arguments()
+        coded = [torch.empty(*cache.shape[:3], self.head_dim + SCALE_BYTES, dtype=torch.int8) for cache in caches]
+        for cache, target in zip(caches, coded, strict=True):
+            for part, stored in zip(parts_of(target), quantize_heads_reference(cache), strict=True):
+                part.copy_(stored)
+        self.keys, self.values = ([_decoded(x) for x in numbers] for numbers in (self.keys, self.values))
+        arguments = q, *coded, start, context, table, scale
+        if not bias:
+            return arguments, None  # pyright: ignore[reportReturnType]
+        half = self.head_dim // 4  # half of a head's numbers are rotated
+        bias_KE = bias * torch.randn(self.num_kv_heads, self.head_dim, generator=torch.Generator().manual_seed(1))
+        angles_SN = torch.arange(max(self.context_lens))[:, None] * 10000.0 ** (-torch.arange(half) / half)
+        key_bias = KeyBias(bias_KE, angles_SN.cos(), angles_SN.sin())
+        self.keys = [keys + turned_bias(key_bias, torch.arange(len(keys))) for keys in self.keys]
+        return arguments, key_bias  # pyright: ignore[reportReturnType]
+
+    def rounding_of_keys(self) -> Tensor:
+        """How far rounding keys and values to a 16-bit dtype may move the result: half a unit of each."""
+        half = torch.finfo(self.dtype).eps / 2
+        outs = []
+        for weights, sizes, values in self._sequences():
+            off_HT = half * (2 * sizes.amax(-1) + 1)
+            outs.append(off_HT.T[..., None] * torch.einsum("hts,she->the", weights, values.abs()))
+        return torch.cat(outs)
+
     def queries(self) -> Tensor:
         return torch.cat([q[len(q) - count :] for q, count in zip(self.q_rows, self.query_lens, strict=True)])
 
@@ -133,3 +161,8 @@ class PagedBatch:
                 scores = self.cap * torch.tanh(scores / self.cap)
             weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
             yield weights, torch.einsum("the,she->hts", q.abs(), k.abs()).masked_fill(hidden, 0.0), v
+
+
+def _decoded(x: Tensor) -> Tensor:
+    codes, scales = quantize_heads_reference(x)
+    return codes.float() * scales.float().unsqueeze(-1)

@@ -62,6 +62,7 @@ def local_engine(
     shares: Sequence[float] | None = None,
     all_reduce: str | Policy | Mapping[str, Policy] = "one-shot",
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     quantization: str = "auto",
     max_model_len: int = 2048,
     num_blocks: int | None = None,
@@ -101,6 +102,7 @@ def local_engine(
             ),
             RunnerOptions(
                 dtype=dtype,
+                kv_dtype=kv_dtype,
                 max_model_len=max_model_len,
                 num_blocks=num_blocks,
                 block_size=block_size,

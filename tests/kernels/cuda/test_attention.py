@@ -205,6 +205,22 @@ def _check_far_scores(group: Group) -> None:
     _assert_close(batch, NUM_DECODE)
 
 
+def _check_8_bits(group: Group) -> None:
+    """Within rounding of what the caches hold, with and without a bias of keys; decode rows and prompts."""
+    from tightwire.kernels.cuda.attention import paged_attention
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for bias in (0.0, 30.0):
+            batch = PagedBatch(**MIXED, dtype=dtype)
+            arguments, key_bias = batch.in_8_bits(bias)
+            want, bound = batch.expected()
+            got = attend(*arguments, num_decode_rows=NUM_DECODE, function=paged_attention, key_bias=key_bias)
+            if dtype != torch.float32:
+                bound = bound + batch.rounding_of_weights() + batch.rounding_of_keys()
+                bound = bound + (want.abs() + bound) * torch.finfo(dtype).eps
+            assert bool(((got.double() - want).abs() <= bound).all())
+
+
 def _check_refusals(group: Group) -> None:
     fits = PagedBatch(query_lens=(3, 1), context_lens=(20, 9)).arguments()
     q, k_cache, v_cache, start, lens, table, scale = fits
@@ -212,7 +228,6 @@ def _check_refusals(group: Group) -> None:
     one = torch.ones(1, dtype=torch.int32)
     for arguments, num_decode_rows, message in (
         ((q[:, :, :32], *fits[1:]), 0, "as many groups of query heads as KV heads"),
-        ((q.half(), *fits[1:]), 0, "needs q in the caches' torch.float32, got torch.float16"),
         ((q, k_cache, v_cache, start, lens, table.long(), scale), 0, "int32"),
         (fits, 5, "0 to 4 decode rows"),
         ((*fits[:-1], 0.0), 0, "a scale above 0"),
@@ -233,6 +248,7 @@ def _check_refusals(group: Group) -> None:
         _check_unread,
         _check_padding,
         _check_far_scores,
+        _check_8_bits,
         _check_refusals,
         _check_parts_of_groups,
     ],

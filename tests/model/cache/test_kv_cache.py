@@ -92,6 +92,11 @@ LOADS: dict[str, tuple[int, dict[str, Any]]] = {
     "three ranks, preempted": (38, {"num_blocks": 45, "tp": 3, "max_num_batched_tokens": 64}),
     "speculation": (100, {"drafter": NgramDrafter(max_tokens=4, longest=3, shortest=1)}),
     "speculation in little": (26, {"drafter": NgramDrafter(max_tokens=9, longest=3, shortest=1)}),
+    "8 bits, preempted": (
+        45,
+        {"num_blocks": 45, "max_num_seqs": 8, "max_num_batched_tokens": 24, "kv_dtype": torch.int8},
+    ),
+    "8 bits on two ranks": (100, {"tp": 2, "kv_dtype": torch.int8, "prefix_cache": "all"}),
     "halves in turns": (100, {"tp": 2, "overlap": True}),
     "parts": (100, {"tp": 2, "most_rows": 32}),
     "planned ahead, preempted": (45, {"num_blocks": 45, "plan_ahead": True, "max_num_batched_tokens": 64}),

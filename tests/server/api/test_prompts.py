@@ -77,6 +77,8 @@ def test_options_behind_the_policy_are_in_every_fingerprint() -> None:
     assert info.fingerprint("two-shot") == "tightwire-tp2-two-shot+decode=ring-bfloat16"
     packed = replace(info, weights="Q4_1+Q8_0")
     assert packed.fingerprint("two-shot") == "tightwire-tp2-two-shot+decode=ring-bfloat16-Q4_1+Q8_0"
+    coded = replace(packed, kv_dtype="int8")
+    assert coded.fingerprint() == "tightwire-tp2-flash-int8+decode=ring-bfloat16-int8-cache-Q4_1+Q8_0"
     rounded = replace(packed, activations="int8", kernels="v3")
     assert rounded.fingerprint() == "tightwire-tp2-flash-int8+decode=ring-bfloat16-Q4_1+Q8_0-int8-activations-v3"
 

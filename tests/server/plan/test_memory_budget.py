@@ -13,6 +13,7 @@ from tightwire.model.checkpoint.tensors import expected_tensors
 from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import WeightFormats, choose_formats, weight_bytes
 from tightwire.server.config.flags import make_config
+from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import EngineOptions
 from tightwire.server.plan.memory_budget import MemoryBudget, NotEnoughMemoryError, make_budget
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool
@@ -53,6 +54,16 @@ def test_packed_weights_leave_more_to_the_cache() -> None:
     layers, table = 16 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 2048 * 8192), 128_256 * 2048
     assert saved == layers * (64 - 20) // 32 + table * (64 - 34) // 32
     assert made["int4"].num_blocks > made["plain"].num_blocks
+
+
+def test_a_cache_in_8_bits_holds_nearly_twice_the_tokens() -> None:
+    pools = [Pool(name="host memory", available_bytes=8 * GIB, ranks=range(1))]
+    blocks = {}
+    for name in ("auto", "bfloat16", "int8", "float32"):
+        made = make_budget(inputs(pools, options=EngineOptions(kv_cache_dtype=name, kv_cache_memory=GIB)))
+        assert made.ranks[0].block == 16 * 2 * 8 * BLOCK_SIZE * {"int8": 66, "float32": 256}.get(name, 128)
+        blocks[name] = made.num_blocks
+    assert blocks["auto"] == blocks["bfloat16"] and blocks["int8"] > 1.9 * blocks["auto"] > 3.6 * blocks["float32"]
 
 
 def total(budget: MemoryBudget) -> int:

@@ -140,7 +140,7 @@ def test_norm(adds: bool) -> None:
 
 ATTENTION_TYPES = {
     **dict.fromkeys(("query_start", "context_lens", "block_table"), "*i32"),
-    **dict.fromkeys(("sums", "stats"), "*fp32"),
+    **dict.fromkeys(("sums", "stats", "bias", "cos", "sin"), "*fp32"),
     "scale_log2": "fp32",
 }
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
@@ -180,6 +180,29 @@ def test_attention(capability: int, dtype: torch.dtype, head_dim: int, per_kv_he
         assert (unit in ptx) == (dtype != torch.float32) and "tf32" not in ptx
 
 
+@pytest.mark.parametrize("turned", [0, 64])
+@pytest.mark.parametrize("capability", [H100, L40])
+def test_attention_of_int8_caches(capability: int, turned: int) -> None:
+    """Codes become 16-bit numbers of the matrix units, which fit shared memory also with a bias of keys."""
+    from tightwire.kernels.cuda import attention_decode as decode
+    from tightwire.kernels.cuda import attention_prefill as prefill
+    from tightwire.kernels.cuda.attention_tiles import AttentionShape
+
+    types = {**ATTENTION_TYPES, **dict.fromkeys(("k_cache", "v_cache"), "*i8"), **dict.fromkeys(("q", "out"), "*bf16")}
+    sizes, last = (32, 8, 4, 0, 128, 128, 16), (0.0, 130, turned)
+    rows, keys, num_warps = prefill.tile_sizes(128, 4, torch.bfloat16)
+    shape = AttentionShape(*sizes, rows, keys, *last)
+    stages = (prefill.BIASED_STAGES, decode.BIASED_STAGES) if turned else (3, decode.NUM_STAGES)
+    tile = _compiled(
+        prefill._attend_tile, capability, types, {"shape": shape}, num_warps=num_warps, num_stages=stages[0]
+    )
+    keys = decode.keys_at_once(128, torch.bfloat16 if turned else torch.int8)
+    constants = {"shape": AttentionShape(*sizes, 16, keys, *last), "CHUNK": decode.CHUNK_KEYS, "PARTIAL": True}
+    chunks = _compiled(decode._attend_chunks, capability, types, constants, num_stages=stages[1])
+    for kernel in (tile, chunks):
+        assert kernel.metadata.shared <= SHARED_BYTES[capability] and "mma" in kernel.asm["ptx"]
+
+
 def test_attention_of_one_chunk_and_the_merge_of_several() -> None:
     from tightwire.kernels.cuda.attention_decode import CHUNK_KEYS, _attend_chunks, _merge_chunks
     from tightwire.kernels.cuda.attention_tiles import AttentionShape
@@ -201,11 +224,23 @@ def test_rotation_and_cache(dtype: torch.dtype, normed: bool) -> None:
     names = "qkv", "k_cache", "v_cache", "q_out", "q_norm", "k_norm"
     types = {**dict.fromkeys(names, TYPES[dtype]), "slots": "*i32", "eps": "fp32", "offset": "fp32"}
     types |= dict.fromkeys(("cos", "sin"), "*fp32")
-    constants = {"NUM_HEADS": 32, "KV_HEADS": 8, "HALF": 64, "TURNED": 64, "PAGE": 16, "HEADS": 16, "PAIRS": 64}
+    constants = {
+        "NUM_HEADS": 32,
+        "KV_HEADS": 8,
+        "HALF": 64,
+        "TURNED": 64,
+        "PAGE": 16,
+        "STORED": 128,
+        "HEADS": 16,
+        "PAIRS": 64,
+    }
     constants["NORMED"] = normed
     ptx = _ptx(_rotate_and_cache_heads, H100, types, constants)
     assert "fma" not in ptx and "ftz" not in ptx
     assert "ld.global.v4" in ptx and "st.global.v4" in ptx
+    types |= dict.fromkeys(("k_cache", "v_cache"), "*i8")
+    ptx = _ptx(_rotate_and_cache_heads, H100, types, constants | {"STORED": 130})
+    assert "fma" not in ptx and "ftz" not in ptx and "div.rn" in ptx
 
 
 @pytest.mark.parametrize("gelu", [False, True])

@@ -3,7 +3,7 @@
 // A tile is up to 96 query rows: some tokens of one sequence, times the query heads of one KV head. So a block of keys is
 // read once for all of them. A tile walks its keys in blocks of 64 from position 0 with an online softmax:
 //
-//     1. widen 64 keys, transpose them, scores = q @ k^T             (q was multiplied by scale * log2(e))
+//     1. widen 64 keys (in 8 bits also add their bias), transpose them, scores = q @ k^T             (q was multiplied by scale * log2(e))
 //     2. new maximum; multiply the sums by 2^(old - new); p = 2^(score - new)
 //     3. widen 64 values, sums += p @ v
 //
@@ -131,14 +131,16 @@ void attend_tile(const tw_attend_args &args, const tw_tile &tile, int64_t kv_hea
     for (int64_t first_key = begin; first_key < num_keys; first_key += KEYS) {
         const int64_t left = num_keys - first_key, width = left > KEYS / 2 ? KEYS : KEYS / 2;
         for (int key = 0; key < width; key += LANES) {
+            float *keys_t = buffers.keys_t + key, *values = buffers.values + buffers.padded * (IN_PAIRS ? key / 2 : key);
+            auto read = [&](auto number) {
+                read_keys<decltype(number)>(args, walk, kv_head, left - key, buffers, keys_t, values);
+            };
             if constexpr (IN_PAIRS)
-                read_keys_in_pairs(args, walk, left - key, buffers, buffers.keys_t + key,
-                                   buffers.values + buffers.padded * key / 2);
+                read_keys_in_pairs(args, walk, kv_head, left - key, buffers, keys_t, values);
+            else if (args.cache_kind == INT8_HEADS)
+                read(Codes());
             else
-                with_kind(args.cache_kind, [&](auto number) {
-                    float *values = buffers.values + buffers.padded * key;
-                    read_keys<decltype(number)>(args, walk, left - key, buffers, buffers.keys_t + key, values);
-                });
+                with_kind(args.cache_kind, read);
         }
         const Keys keys = {width, first_position + 1 - first_key, args.window, depth, first_key == begin};
         for (int64_t row = 0; row < rows.num_rows; row += CHUNK)
@@ -150,7 +152,7 @@ void attend_tile(const tw_attend_args &args, const tw_tile &tile, int64_t kv_hea
 
 void tw_attend(const void *attend_args, int64_t start, int64_t stop) {
     const tw_attend_args &args = *(const tw_attend_args *)attend_args;
-    const bool in_pairs = PAIRS && args.kind == BFLOAT16 && args.cache_kind == BFLOAT16;
+    const bool in_pairs = PAIRS && args.kind == BFLOAT16 && (args.cache_kind == BFLOAT16 || args.cache_kind == INT8_HEADS);
     for (int64_t item = start; item < stop; item++) {
         const tw_tile &tile = ((const tw_tile *)args.tiles)[item / args.num_kv_heads];
         const int64_t kv_head = item % args.num_kv_heads;

@@ -1,6 +1,7 @@
 // One tile's memory, and the keys and values that are read into it from the cache.
 #pragma once
 #include "../parallel.h"
+#include "int8_heads.h"
 #include "products.h"
 
 namespace {
@@ -85,6 +86,11 @@ void widen(const char *source, int64_t count, float *target) {
         store(target + at, load_numbers<Number>(source + Number::size * at, count - at));
 }
 
+// A position, and the bytes from the start of a cache to its numbers and, in 8 bits, to their scale.
+struct Place {
+    int64_t position, numbers, scale;
+};
+
 // Walks one sequence's keys and values in the cache, position by position.
 struct CacheWalk {
     const int32_t *blocks;
@@ -94,15 +100,16 @@ struct CacheWalk {
     CacheWalk(const tw_attend_args &args, int64_t seq, int64_t kv_head, int64_t first_key) {
         blocks = (const int32_t *)(args.block_table + seq * args.table_stride);
         block_stride = args.cache_block_stride, tokens_per_block = args.tokens_per_block;
-        token_bytes = args.head_dim * size_of(args.cache_kind);
-        head_offset = kv_head * tokens_per_block * token_bytes;
+        token_bytes = args.cache_kind == INT8_HEADS ? args.head_dim : args.head_dim * size_of(args.cache_kind);
+        head_offset = kv_head * tokens_per_block * cache_head_bytes(args.cache_kind, args.head_dim);
         index = first_key / tokens_per_block, in_block = first_key % tokens_per_block;
     }
-    // Bytes from the start of a cache to the next position's numbers.
-    int64_t next() {
-        const int64_t offset = blocks[index] * block_stride + head_offset + in_block * token_bytes;
+    Place next() {
+        const int64_t head = blocks[index] * block_stride + head_offset;
+        const Place place = {index * tokens_per_block + in_block, head + in_block * token_bytes,
+                             head + tokens_per_block * token_bytes + in_block * SCALE_BYTES};
         if (++in_block == tokens_per_block) in_block = 0, index++;
-        return offset;
+        return place;
     }
 };
 
@@ -115,20 +122,66 @@ void copy_row(const char *source, int64_t count, int64_t padded, char *target) {
     memcpy(target + 2 * whole, source + 2 * whole, 2 * (count - whole));
 }
 
+// A head of codes as numbers, and zeros up to `padded`.
+template <class Out>
+INLINE void decode_head(const char *cache, const Place &place, int64_t size, int64_t padded, char *target) {
+    const F32 scale = load_scale(cache + place.scale);
+    for (int64_t at = 0; at < padded; at += LANES)
+        Out::store_rounded(target + Out::size * at, load_numbers<Codes>(cache + place.numbers + at, size - at) * scale);
+}
+
+// The same of a key, and its bias turned to its position.
+template <class Out>
+INLINE void decode_biased(const tw_attend_args &args, const Place &place, int64_t kv_head, int64_t padded, char *target) {
+    const tw_key_bias &added = args.key_bias;
+    const int64_t half = added.half, size = args.head_dim;
+    const char *codes = (const char *)args.k_cache + place.numbers, *bias = (const char *)added.bias + 4 * kv_head * size;
+    const char *cosines = (const char *)(added.cos + 4 * place.position * half);
+    const char *sines = (const char *)(added.sin + 4 * place.position * half);
+    const F32 scale = load_scale((const char *)args.k_cache + place.scale);
+    if (size < padded) memset(target + Out::size * size, 0, Out::size * (padded - size));
+    for (int64_t at = 0; at < half; at += LANES) {
+        const int64_t left = half - at, second = half + at;
+        const F32 cos = load_numbers<Float32>(cosines + 4 * at, left), sin = load_numbers<Float32>(sines + 4 * at, left);
+        const F32 a = load_numbers<Float32>(bias + 4 * at, left), b = load_numbers<Float32>(bias + 4 * second, left);
+        const F32 x = load_numbers<Codes>(codes + at, left) * scale, y = load_numbers<Codes>(codes + second, left) * scale;
+        store_rounded<Out>(target + Out::size * at, x + (a * cos - b * sin), left);
+        store_rounded<Out>(target + Out::size * second, y + (b * cos + a * sin), left);
+    }
+    for (int64_t at = 2 * half; at < size; at += LANES) {
+        const F32 x = load_numbers<Codes>(codes + at, size - at) * scale;
+        store_rounded<Out>(target + Out::size * at, x + load_numbers<Float32>(bias + 4 * at, size - at), size - at);
+    }
+}
+
+// A position's key and value as rows of Out.
+template <class Out>
+INLINE void decode_codes(const tw_attend_args &args, const Place &place, int64_t kv_head, int64_t padded, char *key, char *value) {
+    if (args.key_bias.bias)
+        decode_biased<Out>(args, place, kv_head, padded, key);
+    else
+        decode_head<Out>((const char *)args.k_cache, place, args.head_dim, padded, key);
+    decode_head<Out>((const char *)args.v_cache, place, args.head_dim, padded, value);
+}
+
 // The next sixteen keys, of which `count` exist, into columns of `keys_t`, and their values into rows of `values`.
 template <class Number>
-void read_keys(const tw_attend_args &args, CacheWalk &walk, int64_t count, const Buffers &buffers, float *keys_t,
-               float *values) {
+void read_keys(const tw_attend_args &args, CacheWalk &walk, int64_t kv_head, int64_t count, const Buffers &buffers,
+               float *keys_t, float *values) {
     const int64_t padded = buffers.padded;
     for (int key = 0; key < LANES; key++) {
         float *row = buffers.staged + padded * key, *value_row = values + padded * key;
-        if (key < count) {
-            const int64_t offset = walk.next();
-            widen<Number>((const char *)args.k_cache + offset, args.head_dim, row);
-            widen<Number>((const char *)args.v_cache + offset, args.head_dim, value_row);
-        } else {
+        if (key >= count) {
             memset(row, 0, 4 * padded);
             memset(value_row, 0, 4 * padded);
+            continue;
+        }
+        const Place place = walk.next();
+        if constexpr (Number::size == 1) {
+            decode_codes<Float32>(args, place, kv_head, padded, (char *)row, (char *)value_row);
+        } else {
+            widen<Number>((const char *)args.k_cache + place.numbers, args.head_dim, row);
+            widen<Number>((const char *)args.v_cache + place.numbers, args.head_dim, value_row);
         }
     }
     for (int64_t at = 0; at < padded; at += LANES) transpose(buffers.staged + at, padded, keys_t + KEYS * at, KEYS);
@@ -136,17 +189,21 @@ void read_keys(const tw_attend_args &args, CacheWalk &walk, int64_t count, const
 
 // The same of bfloat16 numbers in pairs: two neighbours of a key, and for values two keys that follow each other. Staged
 // first, key and value in one row: transposing in place takes longer, because memory is read out of order.
-[[maybe_unused]] void read_keys_in_pairs(const tw_attend_args &args, CacheWalk &walk, int64_t count, const Buffers &buffers,
-                                         float *keys_t, float *values) {
+[[maybe_unused]] void read_keys_in_pairs(const tw_attend_args &args, CacheWalk &walk, int64_t kv_head, int64_t count,
+                                         const Buffers &buffers, float *keys_t, float *values) {
     const int64_t padded = buffers.padded, value_at = 2 * padded;
     for (int key = 0; key < LANES; key++) {
         char *row = (char *)(buffers.staged + padded * key);
-        if (key < count) {
-            const int64_t offset = walk.next();
-            copy_row((const char *)args.k_cache + offset, args.head_dim, padded, row);
-            copy_row((const char *)args.v_cache + offset, args.head_dim, padded, row + value_at);
-        } else {
+        if (key >= count) {
             memset(row, 0, 4 * padded);
+            continue;
+        }
+        const Place place = walk.next();
+        if (args.cache_kind == INT8_HEADS) {
+            decode_codes<BFloat16>(args, place, kv_head, padded, row, row + value_at);
+        } else {
+            copy_row((const char *)args.k_cache + place.numbers, args.head_dim, padded, row);
+            copy_row((const char *)args.v_cache + place.numbers, args.head_dim, padded, row + value_at);
         }
     }
     for (int64_t at = 0; at < padded / 2; at += LANES) transpose(buffers.staged + at, padded, keys_t + KEYS * at, KEYS);
