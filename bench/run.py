@@ -28,11 +28,9 @@ _Options = TypeVar("_Options", bound=OutputOptions)
 
 
 class Bench(ABC, Generic[_Options]):
-    """One run of a bench. A subclass measures, and says what the columns of its table and its plots are.
+    """One run of a bench; ``bench.report`` says what a subclass and its cells are.
 
-    A cell is plain data with a ``name`` and ``samples``: for each metric a list of raw values, in which None is a missing
-    value. ``bench compare`` reads ``metrics``, ``pairing_keys``, ``cells[].name``, ``cells[].samples`` and, where a cell has them,
-    ``batch``, ``requested`` and ``failed`` (see ``bench.compare.results``).
+    ``bench compare`` reads ``metrics``, ``pairing_keys`` and each cell's ``name``, ``samples``, ``batch``, ``requested``, ``failed``.
     """
 
     verb: ClassVar[str]

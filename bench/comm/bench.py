@@ -1,8 +1,4 @@
-"""``tightwire bench comm``: times every AllReduce between processes of this machine, and checks every result.
-
-Other bits on another rank or in a later call, an error above the algorithm's bound, or sent bytes that differ from its formula
-fail the run. With ``--link`` each time is compared with bytes / rate + computing alone.
-"""
+"""``tightwire bench comm``: times every AllReduce between processes of this machine; a wrong result fails the run."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

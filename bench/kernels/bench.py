@@ -1,7 +1,4 @@
-"""``tightwire bench kernels``: GB/s of codecs and of a copy of memory, on one core or one GPU.
-
-The answer of every timed configuration is compared with a reference; a wrong one fails the run.
-"""
+"""``tightwire bench kernels``: GB/s of codecs and of a copy of memory, on one core or one GPU; a wrong answer fails the run."""
 
 import statistics
 from collections.abc import Mapping

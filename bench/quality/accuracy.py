@@ -1,7 +1,6 @@
 """``tightwire tune --quality``: measures what quantized AllReduces cost a model, and writes the figures for ``serve``.
 
-Ranks are threads on this machine's CPU. Cost: one forward pass of all tokens for the exact model and one for each name, and
-the memory of all ranks' weights.
+Ranks are threads of this process. Cost: a forward pass of all tokens for the exact model and each name, all ranks' weights.
 """
 
 import sys

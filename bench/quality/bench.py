@@ -1,7 +1,6 @@
 """``tightwire bench quality``: measures the accuracy cost of quantized AllReduces; finds the cheapest within a budget.
 
-Every arm is compared with the exact model of the same number of ranks: same shards, same dtype, lossless sums. An
-interrupted run keeps its measurements.
+Every arm is compared with the exact model of the same number of ranks: same shards, same dtype, lossless sums.
 """
 
 from collections.abc import Mapping

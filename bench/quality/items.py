@@ -1,12 +1,8 @@
 """Task accuracy: cloze and multiple-choice items made from prose, code and chat, answered by every arm.
 
-Two items of three are cloze: the model must give each token of the last word, which has occurred in the context before, greedily.
-The third is multiple choice: of four continuations of a context, the true one must be the likeliest; the others are from other
-places of the same text. Texts come from Python's installation: its language reference as prose and, in the model's
-chat template, as answers to questions; and source code. Items are the same for the same tokenizer and version of Python. No search
-for codecs uses these texts.
-
-Cost: two rows of ``ROW_TOKENS`` for each item and arm.
+Two items of three are cloze: the model must give each token of the last word, which has occurred before, greedily. The third is
+multiple choice: the true one of four continuations must be the likeliest; the others are from other places of the same text.
+Texts are Python's own reference and source code, the same for a version of Python; no search for codecs uses them.
 """
 
 import hashlib

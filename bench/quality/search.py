@@ -2,11 +2,9 @@
 
 KL grows with the square of a small disturbance. Assuming that disturbances of different places are independent, the KL
 of a mix is the sum over places of sensitivity times noise power. A place's sensitivity comes from a pass that quantizes
-only that place; one pass measures the noise power of all codecs at all places. The chosen mix is then measured like any
-other arm, on other windows. Codecs with error feedback correct each other's errors, which no prediction knows.
-
-With ``--search kl=X`` the mix is the one with the fewest bytes within it, and sums after attention may also be dropped
-(``comm.policy.rules.DROP``), which costs no bytes and no round. Their KL is measured, layer by layer.
+only that place; one pass measures the noise power of all codecs at all places. Codecs with error feedback correct each
+other's errors, which no prediction knows. With ``--search kl=X`` the mix has the fewest bytes within it, and may drop sums
+after attention, whose KL is measured layer by layer.
 
 Cost: about 2 x layers + 2 forward passes over the calibration windows, then 3 x layers + 2.
 """
@@ -50,10 +48,7 @@ class Offer:
 def find_mix(
     setting: Setting, ranks: ThreadRanks, pool: ThreadPoolExecutor, show: Callable[[str], None]
 ) -> tuple[PolicyFile, dict[str, Any]]:
-    """The best mix on the calibration windows as a policy file, and facts. ValueError: every mix exceeds the bytes.
-
-    With ``--search kl=X``, that of the fewest bytes within the KL.
-    """
+    """The best mix on the calibration windows as a policy file, and facts. ValueError: every mix exceeds the bytes."""
     options, config, elem_bytes = setting.options, setting.config, setting.dtype.itemsize
     assert options.search is not None
     show("search: noise of each layer")

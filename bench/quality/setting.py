@@ -81,10 +81,8 @@ def exact_arm() -> Arm:
 def make_arm(name: str, config: LlamaConfig) -> Arm:
     """Make an arm that sums prompt rows as ``serve --allreduce NAME`` does.
 
-    Decode rows and embeddings are exact unless a policy file (``policy:FILE``) says otherwise. ``activations:int8``
-    sums exactly and multiplies packed weights with activations in 8 bits. ``weights:CODEC`` stands for
-    ``--weight-codec CODEC``. Raises ValueError if the AllReduce is unknown or needs several nodes, or a file is for
-    another model.
+    Decode rows and embeddings are exact unless a policy file says otherwise; all sums are, in arms of weights and activations.
+    Raises ValueError if the AllReduce is unknown or needs several nodes, or a file is for another model.
     """
     check_name(name)
     if name.startswith(WEIGHTS):

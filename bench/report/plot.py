@@ -1,8 +1,4 @@
-"""Plots in the colors of the playground, light or dark as the reader's screen is; only drawing imports matplotlib.
-
-A plot is a value with a function that draws it; ``lines`` and ``bars`` make plots from rows and columns. matplotlib takes
-half a second to import and belongs to the ``bench`` extra.
-"""
+"""Plots in the colors of the playground, light or dark as the reader's screen is; only drawing imports matplotlib."""
 
 import io
 import re

@@ -1,7 +1,4 @@
-"""Measures how much of the CPU other processes used before and during a measurement (Linux).
-
-A median does not show another process that was busy all the time; the kernel's counters do.
-"""
+"""Measures how much of the CPU other processes used before and during a measurement, which no median shows (Linux)."""
 
 import os
 import resource
@@ -58,5 +55,5 @@ def _busy_s() -> float:
 
 
 def _process_s(pid: int) -> float:
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")

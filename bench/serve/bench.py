@@ -101,7 +101,10 @@ class ServeBench(Bench[ServeOptions]):
         else:
             await self._send(client, run, prompts, run.load.name)
             if run.stopped is None and run.samples[-1].error:
-                run.stopped = self._why_unreachable()
+                try:  # the server may have died too late for many failures in a row
+                    connect(self.options.url, model=self.options.model, api_key=self.options.api_key)
+                except RemoteError as error:
+                    run.stopped = str(error)
         self._close(run, self.options.output_len if self.options.ignore_eos else None)
 
     async def _send(self, client: BenchClient, run: LoadRun, prompts: Sequence[Prompt], name: str) -> None:
@@ -119,11 +122,3 @@ class ServeBench(Bench[ServeOptions]):
             self.note(text)
         self.print("")
         self.keep()
-
-    def _why_unreachable(self) -> str | None:
-        """The reason why the server does not answer, or None; it may have died too late for many failures in a row."""
-        try:
-            connect(self.options.url, model=self.options.model, api_key=self.options.api_key)
-        except RemoteError as error:
-            return str(error)
-        return None

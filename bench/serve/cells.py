@@ -29,6 +29,8 @@ def summarize(run: LoadRun, expected_generated: int | None = None) -> dict[str, 
     counted = all(sample.usage for sample in ok)
     seconds = run.duration_s or math.inf
     in_flight = sum(sample.e2e_s or 0.0 for sample in ok) / seconds
+    latencies = {name: [value for sample in ok if (value := getattr(sample, name)) is not None] for name in LATENCIES}
+    latencies["itl_s"] = [gap for gaps in latencies["itl_s"] for gap in gaps]
     return {
         "name": run.load.name,
         "concurrency": run.load.concurrency,
@@ -45,7 +47,7 @@ def summarize(run: LoadRun, expected_generated: int | None = None) -> dict[str, 
         "output_tokens_per_s": num_generated / seconds,
         "total_tokens_per_s": (num_prompt + num_generated) / seconds if counted else None,
         "mean_in_flight": in_flight,
-        **{name: describe(_latencies(ok, name)) or None for name in LATENCIES},
+        **{name: describe(values) or None for name, values in latencies.items()},
         "errors": dict(Counter(sample.error for sample in run.samples if sample.error).most_common()),
         "doubts": doubts(run, expected_generated),
         # Requests that are in flight together share the server's steps, so their times are not independent.
@@ -53,12 +55,6 @@ def summarize(run: LoadRun, expected_generated: int | None = None) -> dict[str, 
         "samples": _samples_by_index(run.samples),
         "raw": [{**asdict(sample), "tpot_s": sample.tpot_s} for sample in run.samples],
     }
-
-
-def _latencies(samples: Sequence[Sample], name: str) -> list[float]:
-    """Seconds; a request has one TTFT and many gaps."""
-    values = [value for sample in samples if (value := getattr(sample, name)) is not None]
-    return [gap for gaps in values for gap in gaps] if name == "itl_s" else values
 
 
 def _samples_by_index(samples: Sequence[Sample]) -> dict[str, list[float | None]]:

@@ -1,7 +1,6 @@
 """Sends prompts to a server: n at a time (closed loop), or at a rate (open loop, Poisson arrivals).
 
-In a closed loop each of n clients waits for its answer before it asks again. In an open loop clients do not wait for each
-other, so the queue grows without bound when the server is too slow.
+In an open loop clients do not wait for each other, so the queue grows without bound when the server is too slow.
 """
 
 import asyncio

@@ -1,10 +1,8 @@
 """Measures the arms of ``bench stream`` on one rank, each in random turns with resident weights.
 
-There are three kinds of passes: ``compute``, a step with resident weights; ``fetch``, every streamed layer taken and released
-at once, without computing; ``step``, a step with streamed weights. They take turns in short blocks, so that a drift of the
-machine affects all alike. Before a block the buffers are full; its first pass, which finds two layers ready, is not timed.
-Without a codec, greedy tokens must be those of resident weights, and the buffers' whole trace must keep their order; otherwise
-the rank raises.
+Kinds of passes: ``compute``, a step with resident weights; ``fetch``, every streamed layer taken and released at once, without
+computing; ``step``, a step with streamed weights. They take turns in short blocks, so that a drift of the machine affects all
+alike. Before a block the buffers are full; its first pass, which finds two layers ready, is not timed.
 """
 
 import random
@@ -36,9 +34,8 @@ _PROMPT, _GREEDY_TOKENS = range(3, 15), 12
 class Answered:
     """Facts of an arm before it is timed, with the bytes of a step on the rank that fetches most.
 
-    ``same_tokens``: the share of greedy tokens before the first that differs from resident weights'. ``io``: how a prepared
-    folder is read, ``direct`` (around the page cache) or ``dropped`` (the cache is dropped before each pass, where direct
-    reads do not work); empty for other sources.
+    ``same_tokens``: the share of greedy tokens before the first that differs from resident weights'. ``io``: a prepared folder is
+    read ``direct`` (around the page cache), or ``dropped`` where that does not work (from it, dropped before each pass).
     """
 
     arm: Arm

@@ -92,10 +92,8 @@ class TtftBench(Bench[TtftOptions]):
         if self._measurement is None:
             return result | {"recommended": []}
         measured = self._measurement.measured
-        return result | {
-            "recommended": [] if error else report.recommend(measured, self.options),
-            "comm": measured.comm,
-        }
+        recommended = [] if error else report.recommend(measured, self.options)
+        return result | {"recommended": recommended, "comm": measured.comm}
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
         link = report.describe_link((result.get("comm") or {}).get("link"))

@@ -161,8 +161,7 @@ class Measurement:
     async def run(self, remote: Remote) -> AsyncIterator[None]:
         """Measure everything; yields whenever there are new results to keep.
 
-        Raises BenchFailedError for a wrong AllReduce or wrong bytes, RequestFailedError and RemoteError if the server
-        failed, ValueError if the text has too few prompts of these lengths.
+        Raises BenchFailedError for a wrong AllReduce, RequestFailedError, RemoteError, ValueError for too short a text.
         """
         measured, rounds = self.measured, self._options.repeats
         async with AsyncExitStack() as stack:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from tightwire.comm.all_reduce.entry import ELEM_BYTES
 from tightwire.comm.all_reduce.make import make_all_reduce
@@ -30,14 +30,6 @@ class Cell:
 
     def __str__(self) -> str:
         return f"{self.prompt_len} prompt tokens, {self.concurrency} at a time"
-
-
-class Message(NamedTuple):
-    """One AllReduce of the model."""
-
-    algorithm: str
-    phase: str
-    message_bytes: int
 
 
 class ArmPolicy:
@@ -101,19 +93,19 @@ class Proof:
             if seen.get(key) != expected.get(key)
         ]
 
-    def messages(self, policy: ArmPolicy, prompt_len: int, output_len: int) -> Iterator[Message]:
-        """Every AllReduce of a request that shares its steps with no other."""
+    def messages(self, policy: ArmPolicy, prompt_len: int, output_len: int) -> Iterator[tuple[str, str, int]]:
+        """Algorithm, phase and bytes of every AllReduce of a request that shares its steps with no other."""
         whole, rest = divmod(prompt_len, self.step_tokens)
         chunks = [self.step_tokens] * whole + [rest] * bool(rest)
         cuts = [(cut_row(chunk) if self.overlap else 0, chunk) for chunk in chunks]
         parts = [("prefill", rows) for cut, chunk in cuts for rows in (cut, chunk - cut) if rows]
         for phase, rows in [*parts, *[("decode", 1)] * (output_len - 1)]:
             size = rows * self.row_bytes
-            yield Message(policy.algorithm("embed", 0, "prefill", size), phase, size)
+            yield policy.algorithm("embed", 0, "prefill", size), phase, size
             for layer in range(self.num_layers):
                 for site in SITES:
                     if (name := policy.algorithm(site, layer, phase, size)) != DROP:
-                        yield Message(name, phase, size)
+                        yield name, phase, size
 
     def _shared_faults(self, policy: ArmPolicy, cell: Cell, output_len: int, sums: Sequence[Count]) -> list[str]:
         faults: list[str] = []

@@ -4,8 +4,8 @@ import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 from tightwire.bench.report.page import Item, Text
 from tightwire.bench.report.plot import bars
@@ -163,9 +163,8 @@ def recommend(measured: Measured, options: TtftOptions) -> list[dict[str, Any]]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Gain:
-    """An arm whose TTFT is certainly shorter, against another one, over all cells."""
+class _Gain(NamedTuple):
+    """An arm against another one over all cells."""
 
     ttft: Comparison
     tpot: Comparison
@@ -179,12 +178,9 @@ class _Gain:
 
 
 def _gain(measured: Measured, base: Arm, arm: Arm) -> _Gain | None:
-    found = _Gain(
-        *(
-            compare(_by_round(measured, base, of), _by_round(measured, arm, of), paired=True, seed=measured.seed)
-            for of in ("ttft_s", "tpot_s")
-        )
-    )
+    """The gain where the TTFT is certainly shorter."""
+    sides = [(_by_round(measured, base, of), _by_round(measured, arm, of)) for of in ("ttft_s", "tpot_s")]
+    found = _Gain(*(compare(*each, paired=True, seed=measured.seed) for each in sides))
     return found if found.ttft.verdict == "faster" else None
 
 

@@ -1,9 +1,8 @@
 """``tightwire bench lab answers``: how near the answers of running servers are to the model in float32.
 
-The reference is transformers in float32, which answers each prompt greedily. Each server gets the prompt with the first
-k tokens of that answer, for several k, and returns its 20 most probable next tokens. All servers compute the same
-contexts, so one deviation does not spread. The result is KL(reference || server) over those tokens, and over the rest
-as one: a lower bound of the divergence over the whole vocabulary.
+Each server gets a prompt with the first k tokens of transformers' greedy answer in float32, for several k, and returns its 20
+most probable next tokens, so one deviation does not spread. The result is KL(reference || server) over those tokens, and
+over the rest as one: a lower bound of the divergence over the whole vocabulary.
 """
 
 import math

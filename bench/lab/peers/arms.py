@@ -1,8 +1,6 @@
 """Defines the servers that ``run`` compares: the command that starts each one, and its special needs.
 
-Peers use the same weights in bfloat16, or in float32 on CPUs without bfloat16 products, where torch's bfloat16 products
-are many times slower. ``install.sh`` puts the programs into one folder (``--peers``). Every server may use all cores of
-this process.
+``install.sh`` puts the programs into one folder (``--peers``). Every server may use all cores of this process.
 """
 
 import ctypes.util

@@ -1,10 +1,7 @@
 """Times the parts of a step on one rank: each kernel that the model calls, on the model's own weights and cache.
 
-A step is timed as the server runs it, then again with timers around the kernels. A CPU server computes the layers of a decode
-step in one call of a compiled program, which has no timers, so its parts are those of the same kernels called one by one; the
-row ``whole step, as served`` is the program's time.
-
-On a GPU the host waits after every kernel, so short kernels also show the time of a launch.
+A step is timed as the server runs it, then again kernel by kernel with timers; a CPU serves a decode step as one compiled
+program without timers. On a GPU the host waits after every kernel, so short kernels also show the time of a launch.
 """
 
 import time

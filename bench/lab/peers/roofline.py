@@ -1,9 +1,6 @@
 """``tightwire bench lab roofline``: profiles a step and `tightwire serve` against the device's own rates, and against transformers.
 
-First it measures copies and matrix products on the idle device. Then it times the parts of a prompt and of generated tokens
-(``layer_parts``). Then one server gets three loads from `tightwire bench serve`: short prompts one by one, whose later tokens
-each read all weights once; long prompts, whose first token needs all products; and many requests at once. At last
-transformers generates with random weights of the same shape, a static cache and torch.compile.
+README.md says what is measured: copies and products, the parts of a step (``layer_parts``), a server, and transformers.
 """
 
 import signal

@@ -1,8 +1,6 @@
 """``tightwire bench lab peers``: measures other servers beside `tightwire serve` on the same weights, prompts and machine.
 
-It starts all servers, checks their answers, then puts the same load on one after the other, in random order, round by
-round, with `tightwire bench serve`. A server that does not start, answers wrongly or fails is reported and left out.
-README.md says how to install the peers.
+README.md says how to install the peers and what a round is. A server that fails is reported and left out.
 """
 
 import os

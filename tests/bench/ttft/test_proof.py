@@ -85,4 +85,4 @@ def test_where_halves_take_turns_each_has_messages_of_its_own() -> None:
     proof = replace(PROOF, num_layers=1, step_tokens=150, overlap=True)
     messages = list(proof.messages(TWO_SHOT, 190, 2))
     # 150 rows are cut at 64; the other 40, and the generated one, are not worth it.
-    assert [message.message_bytes // 128 for message in messages] == [64] * 3 + [86] * 3 + [40] * 3 + [1] * 3
+    assert [num_bytes // 128 for _, _, num_bytes in messages] == [64] * 3 + [86] * 3 + [40] * 3 + [1] * 3

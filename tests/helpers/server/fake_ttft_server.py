@@ -89,10 +89,10 @@ class FakeTtftServer(FakeServer):
     def _run(self, arm: str, prompt_len: int, output_len: int) -> None:
         """Count one request that has its steps to itself."""
         policy = ArmPolicy(self.extra.get(arm, lines(OWN)))
-        for message in self.proof.messages(policy, prompt_len, output_len):
+        for name, phase, num_bytes in self.proof.messages(policy, prompt_len, output_len):
             lies = self.runs_instead is not None and len(self.bodies) > self.runs_instead_from
-            algorithm = self.runs_instead or "" if lies else message.algorithm
-            sent = self.proof.sent_bytes(algorithm, message.message_bytes)
-            totals = self._counts.setdefault((algorithm, message.phase), [0, 0, 0])
-            for place, amount in enumerate((1, message.message_bytes, sent)):
+            algorithm = self.runs_instead or "" if lies else name
+            sent = self.proof.sent_bytes(algorithm, num_bytes)
+            totals = self._counts.setdefault((algorithm, phase), [0, 0, 0])
+            for place, amount in enumerate((1, num_bytes, sent)):
                 totals[place] += amount
