@@ -24,6 +24,7 @@ WEIGHTS = "weights:"  # an arm with exact sums and encoded weights
 INT8_ACTIVATIONS = (
     "activations:int8"  # an arm with exact sums; packed weights are multiplied with activations in 8 bits
 )
+KV_CACHES = ("kv:int8", "kv:bfloat16", "kv:float32")  # arms with exact sums and a KV cache in that dtype
 SPEC = "spec:"  # an arm with a format of another project, for comparison; no server offers it
 _COMPARED = re.compile(SPEC + r"(amd-int[46](-rows)?|uniform-int[2-8])")
 _BUDGET = re.compile(r"(kl)=([0-9.eE+-]+)|(ppl)=([0-9.eE+-]+)%")
@@ -85,7 +86,7 @@ def is_compared(name: str) -> bool:
 def check_name(name: str) -> None:
     """Raise ValueError if ``name`` is not a valid arm, as far as this can be checked without a model."""
     codecs = [f"{WEIGHTS}{codec}" for codec in WEIGHT_CODECS if codec != "none"]
-    if name in (*codecs, INT8_ACTIVATIONS) or is_compared(name):
+    if name in (*codecs, INT8_ACTIVATIONS, *KV_CACHES) or is_compared(name):
         return
     if name.startswith(SPEC):
         raise ValueError(
@@ -114,7 +115,8 @@ class QualityOptions(OutputOptions):
     algorithms: tuple[str, ...] = option(
         _ALGORITHMS,
         f"what to measure: {describe_all_reduce_names()}, {POLICY}FILE, {WEIGHTS}int8 or {WEIGHTS}int4 (weights encoded as by "
-        f"`serve --weight-codec`), {INT8_ACTIVATIONS} (in products with the layers' packed weights), {SPEC}amd-int6, "
+        f"`serve --weight-codec`), {INT8_ACTIVATIONS} (in products with the layers' packed weights), {KV_CACHES[0]} "
+        f"(--kv-cache-dtype), {SPEC}amd-int6, "
         f"{SPEC}amd-int4, {SPEC}uniform-intB (formats to compare with, that no server sends)",
         parse=split_all_reduce_names,
     )
@@ -165,7 +167,7 @@ class QualityOptions(OutputOptions):
     def __post_init__(self) -> None:
         for name in (*self.algorithms, *([self.search] if self.search and self.search_kl is None else [])):
             check_name(name)
-        if self.search is not None and self.search.startswith((WEIGHTS, INT8_ACTIVATIONS, SPEC)):
+        if self.search is not None and self.search.startswith((WEIGHTS, INT8_ACTIVATIONS, *KV_CACHES, SPEC)):
             raise ValueError(f"--search {self.search}: a mix consists of AllReduces; name an AllReduce")
         for flag, values in (("--algorithms", self.algorithms), ("--world-sizes", self.world_sizes)):
             if not values or len(set(values)) < len(values):

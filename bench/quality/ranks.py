@@ -78,17 +78,8 @@ class ThreadRanks:
         self._stack.callback(self._pool.shutdown)
         for group in self._groups:
             self._stack.callback(group.close)
-        self._caches = [
-            KVCache(
-                self._config,
-                shard,
-                num_blocks=num_sequences * self._blocks_each,
-                block_size=_BLOCK_SIZE,
-                dtype=dtype,
-                device=self._device,
-            )
-            for shard in self._layout.shards
-        ]
+        self._caches: dict[torch.dtype | None, list[KVCache]] = {}  # by ``Arm.kv_dtype``, in rank order
+        self._num_blocks = num_sequences * self._blocks_each
         self._weights: dict[tuple[str, bool], list[WeightSource]] = {}  # by ``Arm.weights``, in rank order
         outers = [weights.outer for weights in self._weights_of(PLAIN_WEIGHTS)]
         self._final_norm_D = outers[0].final_norm
@@ -97,20 +88,33 @@ class ThreadRanks:
 
     def set_arms(self, arms: Sequence[Arm], make_routes: MakeRoutes = plain_routes) -> None:
         """Set the arms, which passes select by index; ValueError if a codec cannot encode the weights."""
-        kinds = [(arm.weights, arm.sum_dtype(self._dtype)) for arm in arms]
+        kinds = [(arm.weights, arm.sum_dtype(self._dtype), arm.kv_dtype) for arm in arms]
         made = {kind: self._make_models(arms, *kind, make_routes) for kind in set(kinds)}
         self._models = [made[kind] for kind in kinds]
 
     def _make_models(
-        self, arms: Sequence[Arm], kind: tuple[str, bool], sum_dtype: torch.dtype, make_routes: MakeRoutes
+        self,
+        arms: Sequence[Arm],
+        kind: tuple[str, bool],
+        sum_dtype: torch.dtype,
+        kv_dtype: torch.dtype | None,
+        make_routes: MakeRoutes,
     ) -> list[Llama]:
         weights = self._weights_of(kind)
+        if kv_dtype not in self._caches:
+            sizes = {"num_blocks": self._num_blocks, "block_size": _BLOCK_SIZE, "dtype": self._dtype}
+            made = [
+                KVCache(self._config, each, **sizes, kv_dtype=kv_dtype, device=self._device)
+                for each in self._layout.shards
+            ]
+            self._caches[kv_dtype] = made
+        caches = self._caches[kv_dtype]
         return self._on_ranks(
             lambda rank: Llama(
                 self._config,
                 TensorParallel(self._groups[rank], self._layout, make_routes(arms, self._groups[rank]), sum_dtype),
                 weights[rank],
-                self._caches[rank],
+                caches[rank],
                 self._max_tokens,
             )
         )

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from tightwire.bench.quality.compared import compared
 from tightwire.bench.quality.items import ROW_TOKENS, TaskItem, digest, make_items
-from tightwire.bench.quality.options import INT8_ACTIVATIONS, POLICY, WEIGHTS, QualityOptions, check_name, is_compared
+from tightwire.bench.quality.options import (
+    INT8_ACTIVATIONS,
+    KV_CACHES,
+    POLICY,
+    WEIGHTS,
+    QualityOptions,
+    check_name,
+    is_compared,
+)
 from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.group.group import in_process_groups
 from tightwire.comm.policy.rules import (
@@ -52,6 +60,7 @@ class Arm:
     name: str
     policy: Policy
     weight_codec: str = "none"  # as ``serve --weight-codec`` sets it for the layers' matrices
+    kv_dtype: torch.dtype | None = None  # of the KV cache; None: --dtype
     int8_activations: bool = False  # in products with the layers' packed matrices
     # Messages are float32, as ``serve`` sends them through memory; else in --dtype, as it sends them over a wire.
     float32_sums: bool = False
@@ -81,12 +90,14 @@ def exact_arm() -> Arm:
 def make_arm(name: str, config: LlamaConfig) -> Arm:
     """Make an arm that sums prompt rows as ``serve --allreduce NAME`` does.
 
-    Decode rows and embeddings are exact unless a policy file says otherwise; all sums are, in arms of weights and activations.
-    Raises ValueError if the AllReduce is unknown or needs several nodes, or a file is for another model.
+    Decode rows and embeddings are exact unless a policy file says otherwise; all sums are, in arms of weights, activations and
+    caches. Raises ValueError if the AllReduce is unknown or needs several nodes, or a file is for another model.
     """
     check_name(name)
     if name.startswith(WEIGHTS):
         return replace(exact_arm(), name=name, weight_codec=name.removeprefix(WEIGHTS))
+    if name in KV_CACHES:
+        return replace(exact_arm(), name=name, kv_dtype=getattr(torch, name.partition(":")[2]))
     if name == INT8_ACTIVATIONS:
         return replace(exact_arm(), name=name, int8_activations=True)
     if name.startswith(POLICY):

@@ -59,6 +59,16 @@ def test_activations_in_eight_bits(tmp_path: Path, capsys: pytest.CaptureFixture
     assert 0 < int8["kl_mean"] < 0.01 and result["choice"]["algorithm"] == "one-shot"
 
 
+def test_caches_in_eight_bits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--world-sizes", "2", "--dtype", "float32", "--algorithms", "kv:float32,kv:int8", "--budget", "kl=10"]
+    status, result, _ = bench(model, *SMALL, *argv, capsys=capsys)
+
+    assert status == 0 and result["error"] is None
+    exact, int8 = result["cells"]
+    assert (int8["algorithm"], exact["kl_max"]) == ("kv:int8", 0)
+    assert 0 < int8["kl_mean"] < 0.01 and result["choice"] is None  # no AllReduce was measured
+
+
 def test_a_run_with_a_mix(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy = tmp_path / "mix.json"
     names = "one-shot,flash-int8-plain,flash-int6-plain,flash:int4-had,int4-had"
