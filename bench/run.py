@@ -56,10 +56,7 @@ class Bench(ABC, Generic[_Options]):
 
     @abstractmethod
     def measure(self) -> None:
-        """Measure and print everything; append cells to ``measured``, and call ``keep`` after each round.
-
-        Raises BenchFailedError, or one of ``failures``, if the result is wrong or not complete.
-        """
+        """Measure and print everything, ``keep`` each round; BenchFailedError or a ``failure``: it is wrong or not complete."""
 
     def cells(self) -> list[dict[str, Any]]:
         return self.measured

@@ -39,10 +39,7 @@ def size_table(rows: Sequence[Row]) -> Table:
 
 
 class Cells:
-    """``rows``: the cells of one group of ranks, in the order in which they were measured.
-
-    ``link`` is between the nodes; ``link_bytes_per_s`` is its measured rate, for the prediction.
-    """
+    """``rows``: the cells of one group of ranks, in the order in which they were measured, over ``link`` if there is one."""
 
     def __init__(self, world_size: int, *, link: str | None = None, link_bytes_per_s: float | None = None) -> None:
         self._world_size = world_size

@@ -42,8 +42,7 @@ class CompareBench(Bench[CompareOptions]):
             raise ValueError(f"no cell has {' or '.join(metric.name for metric in metrics)} in both results")
         self.facts = {
             "kind": a.kind,
-            "a": {"path": str(a.path), "label": a.raw.get("label")},
-            "b": {"path": str(b.path), "label": b.raw.get("label")},
+            **{side: {"path": str(of.path), "label": of.raw.get("label")} for side, of in (("a", a), ("b", b))},
             "tolerance": options.tolerance,
             "deciding": [metric.name for metric in metrics if metric.decides],
             "differences": differences(a, b),

@@ -1,7 +1,4 @@
-"""The operations that ``bench kernels`` times: each has its own memory, the bytes it moves, and a check of its answer.
-
-Every arm has several sets of buffers and uses another one in each call, so that the data of a call is not in a cache.
-"""
+"""The operations that ``bench kernels`` times: each has its own memory, the bytes it moves, and a check of its answer."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -92,6 +89,7 @@ def _arm(
     expected: Callable[[], Tensor],
 ) -> Arm:
     """``source``: a tensor or a list of them; ``expected``: the output of one run that starts from ones."""
+    # Each call uses another set of buffers, so that its data is not in a cache.
     sets = [
         ([x.clone() for x in source] if isinstance(source, list) else source.clone(), target.clone())
         for _ in range(max(1, min(_MAX_SETS, _SETS_BYTES // max(1, moved_bytes))))

@@ -1,7 +1,4 @@
-"""``tightwire bench quality``: measures the accuracy cost of quantized AllReduces; finds the cheapest within a budget.
-
-Every arm is compared with the exact model of the same number of ranks: same shards, same dtype, lossless sums.
-"""
+"""``tightwire bench quality``: measures the accuracy cost of quantized AllReduces; finds the cheapest within a budget."""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor

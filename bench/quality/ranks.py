@@ -71,7 +71,6 @@ class ThreadRanks:
         self._checkpoint, self._config, self._max_tokens = checkpoint, checkpoint.config, max_tokens
         self._dtype, self._device, self._formats = dtype, torch.device("cpu"), formats or WeightFormats()
         self._layout = split_model(checkpoint.config, self._formats, world_size)
-        self._blocks_each = -(-max_tokens // _BLOCK_SIZE)
         self._groups = in_process_groups(world_size, timeout_s=_TIMEOUT_S)
         self._pool = ThreadPoolExecutor(world_size, "rank", initializer=torch.set_num_threads, initargs=(1,))
         self._stack = ExitStack()
@@ -79,7 +78,7 @@ class ThreadRanks:
         for group in self._groups:
             self._stack.callback(group.close)
         self._caches: dict[torch.dtype | None, list[KVCache]] = {}  # by ``Arm.kv_dtype``, in rank order
-        self._num_blocks = num_sequences * self._blocks_each
+        self._num_blocks = num_sequences * -(-max_tokens // _BLOCK_SIZE)
         self._weights: dict[tuple[str, bool], list[WeightSource]] = {}  # by ``Arm.weights``, in rank order
         outers = [weights.outer for weights in self._weights_of(PLAIN_WEIGHTS)]
         self._final_norm_D = outers[0].final_norm

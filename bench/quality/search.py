@@ -56,10 +56,9 @@ def find_mix(
     noise = measure_noise(ranks, setting, numbers, [make_arm(name, config) for name in CANDIDATES])
     sensitivities = _sensitivities(setting, ranks, pool, noise, show)
     budget = options.search_kl
-    drops = [] if budget is None else [("o_proj", layer) for layer in range(config.num_layers)]
     drop_arms = {
-        place: one_algorithm_arm(f"no sum, {place[0]} of layer {place[1]}", DROP, (place[1],), place[0])
-        for place in drops
+        ("o_proj", layer): one_algorithm_arm(f"no sum, o_proj of layer {layer}", DROP, (layer,), "o_proj")
+        for layer in range(0 if budget is None else config.num_layers)
     }
     dropped = _mean_kl(setting, ranks, pool, drop_arms, show)
     sent = {
@@ -165,10 +164,7 @@ def _improve(
     price: Callable[[Offer], float],
     loss: Callable[[Offer], float],
 ) -> dict[Place, Offer]:
-    """Repeat the change of one place that lowers the loss most for its price and costs at most what is left of ``spare``.
-
-    This greedy algorithm is optimal except for what remains of ``spare``.
-    """
+    """Repeat the change of one place that lowers the loss most for its price and costs at most what is left of ``spare``."""
 
     def gains() -> Iterator[tuple[float, Place, Offer]]:
         for place, own in offers.items():

@@ -1,7 +1,6 @@
 """Generated prompts of a given length by the server's own count.
 
-A prefix cache answers a repeated prompt many times faster, so each prompt is used once, and random prompts share no
-beginning, within a run or between two runs, also of the same seed: their first words are drawn anew in each run.
+A prefix cache answers a repeated prompt many times faster, so each is used once, and first words are drawn anew in each run.
 """
 
 import random

@@ -1,7 +1,4 @@
-"""``tightwire bench stream``: compares steps with streamed weights with the time of fetching and of computing.
-
-The run fails if an arm without a codec generates other tokens than resident weights, or if a buffer is used out of order.
-"""
+"""``tightwire bench stream``: compares steps with streamed weights with the time of fetching and of computing."""
 
 import tempfile
 from collections import Counter

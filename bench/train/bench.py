@@ -1,7 +1,4 @@
-"""Runs ``tightwire bench train``: compares engine steps between emulated nodes with torch, byte formulas and a prediction.
-
-The run fails if losses differ from those of an exact sum, or bytes differ from the formula.
-"""
+"""Runs ``tightwire bench train``: compares engine steps between emulated nodes with torch, byte formulas and a prediction."""
 
 import tempfile
 from collections.abc import Iterator, Mapping

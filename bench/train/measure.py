@@ -191,7 +191,7 @@ class Checked:
 
 
 class Wired(NamedTuple):
-    """Bytes without headers that the node which sends most sent in one step."""
+    """Bytes without headers of the node that sends most in one step."""
 
     arm: str
     payload_bytes: int

@@ -5,6 +5,7 @@ most probable next tokens, so one deviation does not spread. The result is KL(re
 over the rest as one: a lower bound of the divergence over the whole vocabulary.
 """
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from tightwire.model.checkpoint.hf_config import config_to_hf
 from tightwire.model.checkpoint.tensors import stored_tensors
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.text.tokenizer import Tokenizer
-from tightwire.server.cli.remote import Remote, RemoteError, connect, error_text
+from tightwire.server.cli.remote import Remote, RemoteError, ask, connect
 
 _PROMPTS = Path(__file__).with_name("prompts.txt")
 _TOP = 20  # tokens that a server reports; the limit of most
@@ -169,6 +170,11 @@ def summary(name: str, compared: Sequence[Compared]) -> dict[str, Any]:
     }
 
 
+async def _ask(remote: Remote, body: Mapping[str, Any]) -> dict[str, Any]:
+    async with httpx.AsyncClient(headers=dict(remote.headers), timeout=600, trust_env=remote.trust_env) as http:
+        return await ask(http, f"{remote.base}/completions", body)
+
+
 def _next_tokens(remote: Remote, prompt_ids: list[int]) -> dict[int, float]:
     body = {
         "model": remote.model,
@@ -179,19 +185,8 @@ def _next_tokens(remote: Remote, prompt_ids: list[int]) -> dict[int, float]:
         "return_tokens_as_token_ids": True,  # vLLM's name
         "n_probs": _TOP,  # llama.cpp's
     }
-    try:
-        response = httpx.post(
-            f"{remote.base}/completions",
-            json=body,
-            headers=dict(remote.headers),
-            timeout=remote.timeout(600),
-            trust_env=remote.trust_env,
-        )
-    except httpx.HTTPError as error:
-        raise RemoteError(f"{remote.base} does not answer: {error!r}") from None
-    if response.status_code != 200:
-        raise RemoteError(f"{remote.base} answers {response.status_code}: {error_text(response)}")
-    logprobs = response.json()["choices"][0].get("logprobs")
+    answer = asyncio.run(_ask(remote, body))
+    logprobs = answer["choices"][0].get("logprobs")
     if not logprobs:
         raise RemoteError(f"{remote.base} reports no log probabilities; start it with support for logprobs={_TOP}")
     if "content" in logprobs:

@@ -60,15 +60,12 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
-    """One server. ``command`` may contain ``{port}``; without a command the server already runs at ``url``.
-
-    ``others``: its commands on the other hosts.
-    """
+    """One server. ``command`` may contain ``{port}``; without a command the server already runs at ``url``."""
 
     name: str
     numbers: str  # the type that it multiplies in
     command: tuple[str, ...] = ()
-    others: tuple[tuple[str, ...], ...] = ()
+    others: tuple[tuple[str, ...], ...] = ()  # its commands on the other hosts
     url: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     health: str = "/health"
@@ -109,10 +106,7 @@ def tightwire(setup: Setup, found: re.Match[str]) -> Arm:
 
 
 def vllm(setup: Setup, ranks: int, split: str = "tensor") -> Arm:
-    """Divides the cores evenly among the ranks; vLLM would bind one thread to every core of the machine.
-
-    With a rank on each of several hosts, ``--nnodes``. ``split``: tensor or pipeline.
-    """
+    """Divides the cores evenly among the ranks; vLLM would bind a thread to every core. ``split``: tensor or pipeline."""
     hosts = setup.hosts if ranks > 1 else None
     if hosts and hosts.num_hosts != ranks:
         raise ValueError(f"vLLM runs one rank on each host; give --nnodes {ranks}, or vllm-tp{hosts.num_hosts}")

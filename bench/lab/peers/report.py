@@ -38,10 +38,7 @@ CSV_COLUMNS = (
 
 
 def summarize(peers: Sequence[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
-    """One cell for each server and concurrency. ``samples`` holds the median of each round.
-
-    ``comparisons`` is server / first server by metric, paired by round; empty for the first server itself.
-    """
+    """One cell for each server and concurrency, with each round's median and the ratios to the first server by metric."""
     cells: list[dict[str, Any]] = []
     for peer in peers:
         for concurrency in dict.fromkeys(load["concurrency"] for turn in peer["turns"] for load in turn["loads"]):
@@ -54,16 +51,13 @@ def summarize(peers: Sequence[dict[str, Any]], seed: int) -> list[dict[str, Any]
                     found = compare(*pairs, paired=True, seed=seed, worse_is_higher=metric.worse_is_higher)
                     comparisons[metric.name] = asdict(found)
             samples = {name: list(values.values()) for name, values in rounds.items() if values}
-            cells.append(
-                {
-                    "name": f"{peer['name']}, {concurrency} in flight",
-                    "server": peer["name"],
-                    "concurrency": concurrency,
-                    "medians": {name: statistics.median(values) for name, values in samples.items()},
-                    "comparisons": comparisons,
-                    "samples": samples,
-                }
-            )
+            medians = {name: statistics.median(values) for name, values in samples.items()}
+            cell = {
+                "name": f"{peer['name']}, {concurrency} in flight",
+                "server": peer["name"],
+                "concurrency": concurrency,
+            }
+            cells.append({**cell, "medians": medians, "comparisons": comparisons, "samples": samples})
     return cells
 
 

@@ -163,25 +163,13 @@ def part_rows(load: str, parts: dict[str, Part], rates: dict[str, float]) -> lis
         if name == WHOLE:
             part.num_bytes, part.flops = (sum(row[key] for row in rows) for key in ("bytes", "flops"))
             total_s = sum(row["seconds"] for row in rows)
-            rows.append(
-                {"name": f"{load}: sum of the parts", "part": "sum of the parts", "seconds": total_s, "samples": {}}
-            )
+            rows.append({"part": "sum of the parts", "seconds": total_s, "samples": {}})
         copy_s, product_s = part.num_bytes / rates["copy_bytes_per_s"], part.flops / rates["product_flops"]
-        seconds = median(part.seconds)
-        rows.append(
-            {
-                "name": f"{load}: {name}",
-                "part": name,
-                "seconds": seconds,
-                "share": max(copy_s, product_s) / seconds,
-                "rate": "copies" if copy_s > product_s else "products",
-                "calls": part.calls,
-                "bytes": part.num_bytes,
-                "flops": part.flops,
-                "samples": {"seconds": part.seconds},
-            }
-        )
-    return rows
+        seconds, rate = median(part.seconds), "copies" if copy_s > product_s else "products"
+        row = {"part": name, "seconds": seconds, "share": max(copy_s, product_s) / seconds, "rate": rate}
+        row |= {"calls": part.calls, "bytes": part.num_bytes, "flops": part.flops}
+        rows.append({**row, "samples": {"seconds": part.seconds}})
+    return [{"name": f"{load}: {row['part']}", **row} for row in rows]
 
 
 def bytes_of_token(checkpoint: Checkpoint, quantization: str) -> int:
@@ -212,10 +200,5 @@ def summarize(
 
 
 def _served(name: str, seconds: float, least_s: float, rate: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "seconds": seconds,
-        "share": least_s / seconds,
-        "rate": rate,
-        "samples": {"seconds": [seconds]},
-    }
+    row = {"name": name, "seconds": seconds, "share": least_s / seconds, "rate": rate}
+    return {**row, "samples": {"seconds": [seconds]}}

@@ -1,7 +1,6 @@
-"""``tightwire bench lab structured``: asks a running server for JSON of many schemas at temperature 1.
+"""``tightwire bench lab structured``: asks a running server for JSON of many schemas, and for as many tokens without.
 
-Each round asks for a part of the schemas, then for as many tokens to the same prompts without a schema. Every answer is
-checked with jsonschema-rs. Masks are timed afterwards: the server's own code follows each answer's tokens in this process.
+Masks are timed afterwards: the server's own code follows each answer's tokens in this process.
 """
 
 import asyncio
