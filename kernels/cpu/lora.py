@@ -8,7 +8,7 @@ from torch import Tensor
 from tightwire.kernels.cpu.library import ffi, lib, struct
 from tightwire.kernels.cpu.linear import useful_threads
 from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_items
-from tightwire.kernels.spec.lora import AdapterRows, AdapterSite
+from tightwire.kernels.spec.lora import AdapterRows, AdapterSite, check_adapters
 
 _SHRINK_OUTPUTS = 16  # of an item of tw_adapter_shrink
 
@@ -18,7 +18,7 @@ def add_adapters_cpu(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int
     runs_S3 = rows.runs_S3
     if runs_S3 is None or not len(runs_S3):
         return
-    _check(out_TO, x_TD, site, rows)
+    check_adapters(out_TO, x_TD, site, rows.slots_T)
     native = native_site(site)
     if not native.most_width:
         return
@@ -55,14 +55,3 @@ def native_site(site: AdapterSite) -> Any:
         sizes = site.num_inputs, site.num_parts, site.part_stops, NUMBER_KIND[site.a_NX.dtype], most_width
         site.native = struct("tw_adapter_site", (slots, *sizes)), slots  # both are kept alive
     return site.native[0]
-
-
-def _check(out: Tensor, x: Tensor, site: AdapterSite, rows: AdapterRows) -> None:
-    shapes = (len(rows.slots_T), site.part_stops[-1]), (len(rows.slots_T), site.num_inputs)
-    if (out.shape, x.shape) != shapes or x.dtype != site.a_NX.dtype or out.dtype not in (x.dtype, torch.float32):
-        raise ValueError(
-            f"adapters need out {shapes[0]} and x {shapes[1]} in {site.a_NX.dtype}, out perhaps in torch.float32; "
-            f"got {tuple(out.shape)} {out.dtype} and {tuple(x.shape)} {x.dtype}"
-        )
-    if not (out.is_contiguous() and x.is_contiguous()):
-        raise ValueError(f"adapters need contiguous out and x; got strides {out.stride()} and {x.stride()}")

@@ -9,13 +9,11 @@ from torch import Tensor
 
 from tightwire.kernels.cpu.library import struct
 from tightwire.kernels.cpu.run import CACHE_KIND, NUMBER_KIND, run_on_rows
-from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm
-
-_DTYPES = ", ".join(map(str, NUMBER_KIND))
+from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, check_gates, check_norm
 
 
 def rms_norm_cpu(x_TD: Tensor, weight_D: Tensor, form: NormForm) -> Tensor:
-    _check_norm(x_TD, x_TD, weight_D)
+    check_norm(x_TD, x_TD, weight_D)
     out_TD = torch.empty(x_TD.shape, dtype=weight_D.dtype)
     _norm(out_TD, None, x_TD, None, weight_D, form, None)
     return out_TD
@@ -31,31 +29,13 @@ def add_rms_norm_cpu(
 ) -> tuple[Tensor, Tensor]:
     for weight in (weight_D, x_weight_D):
         if weight is not None:
-            _check_norm(x_TD, residual_TD, weight)
+            check_norm(x_TD, residual_TD, weight)
     out_TD = torch.empty(x_TD.shape, dtype=dtype if weight_D is None else weight_D.dtype)
     if x_weight_D is not None and x_weight_D.dtype != out_TD.dtype:
         raise ValueError(f"rms_norm needs weights of one dtype, got {out_TD.dtype} and {x_weight_D.dtype}")
     sum_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype)
     _norm(out_TD, sum_TD, x_TD, residual_TD, weight_D, form, x_weight_D)
     return out_TD, sum_TD
-
-
-def _check_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
-    if residual.shape != x.shape or weight.shape[0] != x.shape[1] or x.stride(1) != 1 or residual.stride(1) != 1:
-        raise ValueError(
-            "rms_norm needs x and residual (T, D) with contiguous rows and weight (D,); "
-            f"got {tuple(x.shape)}, {tuple(residual.shape)} and {tuple(weight.shape)}"
-        )
-    if (
-        weight.dtype not in NUMBER_KIND
-        or x.dtype not in (torch.float32, weight.dtype)
-        or residual.dtype != x.dtype
-        or weight.stride(0) != 1
-    ):
-        raise ValueError(
-            f"rms_norm needs weight in one of {_DTYPES}, x and residual in that dtype or in torch.float32; "
-            f"got {weight.dtype}, {x.dtype} and {residual.dtype}"
-        )
 
 
 def _norm(
@@ -141,12 +121,8 @@ def _head_norms(norms: HeadNorms, qkv_THE: Tensor, num_heads: int, num_kv_heads:
 
 
 def swiglu_cpu(gate_up_T2F: Tensor, *, gelu: bool = False) -> Tensor:
+    check_gates(gate_up_T2F)
     num_tokens, columns = gate_up_T2F.shape
-    if columns % 2 or gate_up_T2F.dtype not in NUMBER_KIND or gate_up_T2F.stride(1) != 1:
-        raise ValueError(
-            f"swiglu needs (T, 2F) with contiguous rows in one of {_DTYPES}; "
-            f"got {tuple(gate_up_T2F.shape)} {gate_up_T2F.dtype} with strides {gate_up_T2F.stride()}"
-        )
     out_TF = torch.empty((num_tokens, columns // 2), dtype=gate_up_T2F.dtype)
     row_stride = gate_up_T2F.stride(0) * gate_up_T2F.element_size()
     kind = NUMBER_KIND[gate_up_T2F.dtype]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tightwire.kernels.cuda.launch import launch, padded
 from tightwire.kernels.cuda.numbers import bf16_above, from_bf16, narrowed, raw, widened
-from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, check_rotation
+from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, check_gates, check_norm, check_rotation
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_ROW_ELEMS = 1 << 16  # a row is held in the registers of one program
@@ -24,7 +24,7 @@ _GATED_ELEMS = 1024  # a vector of eight 16-bit numbers for each of 128 threads
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, form: NormForm) -> Tensor:
     """Compute ``layer_ops.rms_norm_reference``; only the order of the float32 sum over D and the root's last bit differ."""
-    _check_norm(x_TD, x_TD, weight_D)
+    check_norm(x_TD, x_TD, weight_D)
     out_TD = torch.empty(x_TD.shape, dtype=weight_D.dtype, device=x_TD.device)
     _normalize(x_TD, None, weight_D, None, out_TD, out_TD, form)
     return out_TD
@@ -41,31 +41,11 @@ def add_rms_norm(
     """Compute ``layer_ops.add_rms_norm_reference``: the normalized sum and the sum itself, both new tensors."""
     for weight in (weight_D, x_weight_D):
         if weight is not None:
-            _check_norm(x_TD, residual_TD, weight)
+            check_norm(x_TD, residual_TD, weight)
     out_TD = torch.empty(x_TD.shape, dtype=dtype if weight_D is None else weight_D.dtype, device=x_TD.device)
     sum_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     _normalize(x_TD, residual_TD, weight_D, x_weight_D, out_TD, sum_TD, form)
     return out_TD, sum_TD
-
-
-def _check_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
-    if residual.shape != x.shape or weight.shape != x.shape[1:] or x.stride(1) != 1 or residual.stride(1) != 1:
-        raise ValueError(
-            "rms_norm needs x and residual (T, D) with contiguous rows and weight (D,); "
-            f"got {tuple(x.shape)}, {tuple(residual.shape)} and {tuple(weight.shape)}"
-        )
-    if (
-        weight.dtype not in _NUMBERS
-        or x.dtype not in (torch.float32, weight.dtype)
-        or residual.dtype != x.dtype
-        or weight.stride(0) != 1
-    ):
-        raise ValueError(
-            f"rms_norm needs weight in one of {', '.join(map(str, _NUMBERS))}, x and residual in that dtype or in "
-            f"torch.float32; got {weight.dtype}, {x.dtype} and {residual.dtype}"
-        )
-    if x.shape[1] > _MAX_ROW_ELEMS:
-        raise ValueError(f"rms_norm takes rows of at most {_MAX_ROW_ELEMS} numbers, got {x.shape[1]}")
 
 
 def _normalize(
@@ -78,6 +58,8 @@ def _normalize(
     form: NormForm,
 ) -> None:
     num_rows, size = x.shape
+    if size > _MAX_ROW_ELEMS:
+        raise ValueError(f"rms_norm takes rows of at most {_MAX_ROW_ELEMS} numbers, got {size}")
     if not num_rows:
         return
     tensors = [
@@ -302,12 +284,8 @@ def _quantized(first_HE, second_HE):
 
 def swiglu(gate_up_T2F: Tensor, *, gelu: bool = False) -> Tensor:
     """Compute ``layer_ops.swiglu_reference``; silu loses some digits for large negative gates, where it is nearly 0."""
+    check_gates(gate_up_T2F)
     num_tokens, columns = gate_up_T2F.shape
-    if columns % 2 or gate_up_T2F.dtype not in _NUMBERS or gate_up_T2F.stride(1) != 1:
-        raise ValueError(
-            f"swiglu needs (T, 2F) with contiguous rows in one of {', '.join(map(str, _NUMBERS))}; "
-            f"got {tuple(gate_up_T2F.shape)} {gate_up_T2F.dtype} with strides {gate_up_T2F.stride()}"
-        )
     width = columns // 2
     out_TF = torch.empty((num_tokens, width), dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
     parts = -(-width // _GATED_ELEMS)

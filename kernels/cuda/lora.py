@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tightwire.kernels.cuda.launch import launch
 from tightwire.kernels.cuda.numbers import INTERPRETED, narrowed, raw, widened
-from tightwire.kernels.spec.lora import PANEL_OUTPUTS, AdapterSite
+from tightwire.kernels.spec.lora import PANEL_OUTPUTS, AdapterSite, check_adapters
 
 _ROWS = tl.constexpr(16)  # rows of a tile: the minimum of matrix units
 _RANKS = tl.constexpr(16)  # outputs of A in a tile, and the depth of one product with B
@@ -25,7 +25,7 @@ _NO_SLOT = tl.constexpr(1 << 30)
 
 def add_adapters(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int, slots_T: Tensor) -> None:
     """Compute ``add_adapters_reference`` but for the order of the float32 sums; ``slots_T`` is on the GPU."""
-    _check(out_TO, x_TD, site, slots_T)
+    check_adapters(out_TO, x_TD, site, slots_T)
     num_rows, num_outputs = out_TO.shape
     max_rank = site.b_NX.shape[1] // (site.num_layers * num_outputs)
     width = site.num_parts * max_rank
@@ -40,17 +40,6 @@ def add_adapters(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int, sl
     sizes = num_rows, width, num_outputs, first, second, third, layer, site.b_NX.stride(0)
     given = slots_T, site.ranks_N, shrunk_TR, site.b_NX, out_TO
     launch(_expand, row_tiles * -(-num_outputs // _OUTPUTS.value), x_TD.device, *given, *sizes, site.num_parts)
-
-
-def _check(out: Tensor, x: Tensor, site: AdapterSite, slots: Tensor) -> None:
-    shapes = (len(slots), site.part_stops[-1]), (len(slots), site.num_inputs)
-    if (out.shape, x.shape) != shapes or x.dtype != site.a_NX.dtype or out.dtype not in (x.dtype, torch.float32):
-        raise ValueError(
-            f"adapters need out {shapes[0]} and x {shapes[1]} in {site.a_NX.dtype}, out perhaps in torch.float32; "
-            f"got {tuple(out.shape)} {out.dtype} and {tuple(x.shape)} {x.dtype}"
-        )
-    if not (out.is_contiguous() and x.is_contiguous()):
-        raise ValueError(f"adapters need contiguous out and x; got strides {out.stride()} and {x.stride()}")
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from tightwire.kernels.spec.packed import Matrix, PackedMatrix, dequantize_refer
 from tightwire.kernels.spec.packed_int8 import linear_int8_reference
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
+_NAMES = ", ".join(map(str, _NUMBERS))
 
 
 class NormForm(NamedTuple):
@@ -141,6 +142,30 @@ def check_rotation(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cac
         got = "; ".join(f"{name} {tuple(x.shape)} {x.dtype} {x.stride()}" for name, x in named.items())
         raise ValueError(
             "rotate_and_cache needs qkv (T, H + 2 K, E) with E even, in one of "
-            f"{', '.join(map(str, _NUMBERS))}; cos and sin (T, E/2 or less) float32; caches (N, K, P, E), or of int8 (N, K, P, E + 2), of one "
+            f"{_NAMES}; cos and sin (T, E/2 or less) float32; caches (N, K, P, E), or of int8 (N, K, P, E + 2), of one "
             f"layout; slots (T,) int32; and contiguous heads, angles, cache blocks and slots; got {got}"
+        )
+
+
+def check_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
+    """Raise ValueError unless these are tensors of ``rms_norm`` (with x as the residual) or ``add_rms_norm``."""
+    if residual.shape != x.shape or weight.shape != x.shape[1:] or x.stride(1) != 1 or residual.stride(1) != 1:
+        raise ValueError(
+            "rms_norm needs x and residual (T, D) with contiguous rows and weight (D,); "
+            f"got {tuple(x.shape)}, {tuple(residual.shape)} and {tuple(weight.shape)}"
+        )
+    fits = weight.dtype in _NUMBERS and x.dtype in (torch.float32, weight.dtype) and residual.dtype == x.dtype
+    if not fits or weight.stride(0) != 1:
+        raise ValueError(
+            f"rms_norm needs weight in one of {_NAMES}, x and residual in that dtype or in torch.float32; "
+            f"got {weight.dtype}, {x.dtype} and {residual.dtype}"
+        )
+
+
+def check_gates(gate_up: Tensor) -> None:
+    """Raise ValueError unless this is the tensor of ``swiglu``."""
+    if gate_up.shape[1] % 2 or gate_up.dtype not in _NUMBERS or gate_up.stride(1) != 1:
+        raise ValueError(
+            f"swiglu needs (T, 2F) with contiguous rows in one of {_NAMES}; "
+            f"got {tuple(gate_up.shape)} {gate_up.dtype} with strides {gate_up.stride()}"
         )

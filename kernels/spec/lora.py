@@ -125,3 +125,15 @@ def add_adapters_reference(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, laye
         for part, columns in enumerate(site.parts):
             added = shrunk_TR[:, part * rank : (part + 1) * rank] @ b_RO[:, columns]
             out_TO[own, columns] = (out_TO[own, columns].float() + added).to(out_TO.dtype)
+
+
+def check_adapters(out: Tensor, x: Tensor, site: AdapterSite, slots: Tensor) -> None:
+    """Raise ValueError unless these are tensors of ``add_adapters``."""
+    shapes = (len(slots), site.part_stops[-1]), (len(slots), site.num_inputs)
+    if (out.shape, x.shape) != shapes or x.dtype != site.a_NX.dtype or out.dtype not in (x.dtype, torch.float32):
+        raise ValueError(
+            f"adapters need out {shapes[0]} and x {shapes[1]} in {site.a_NX.dtype}, out perhaps in torch.float32; "
+            f"got {tuple(out.shape)} {out.dtype} and {tuple(x.shape)} {x.dtype}"
+        )
+    if not (out.is_contiguous() and x.is_contiguous()):
+        raise ValueError(f"adapters need contiguous out and x; got strides {out.stride()} and {x.stride()}")

@@ -30,6 +30,7 @@ Source: ggml/src/ggml-common.h of llama.cpp, and dequantize_row_* of ggml-quants
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 GROUP_ELEMS = 32
 SUPERBLOCK_ELEMS = 256
@@ -65,26 +66,14 @@ Q5_0 = PackedFormat("Q5_0", 6, bits=5, block_bytes=22)
 Q5_1 = PackedFormat("Q5_1", 7, bits=5, block_bytes=24, head_bytes=4, has_minimum=True)
 IQ4_NL = PackedFormat("IQ4_NL", 8, bits=4, block_bytes=18)
 MXFP4 = PackedFormat("MXFP4", 9, bits=4, block_bytes=17, head_bytes=1)
-Q2_K = PackedFormat(
-    "Q2_K",
-    10,
-    bits=2,
-    block_bytes=84,
-    head_bytes=0,
-    floats_at=80,
-    scale_elems=16,
-    has_minimum=True,
-    block_elems=SUPERBLOCK_ELEMS,
-)
-Q3_K = PackedFormat(
-    "Q3_K", 11, bits=3, block_bytes=110, head_bytes=0, floats_at=108, scale_elems=16, block_elems=SUPERBLOCK_ELEMS
-)
-Q4_K = PackedFormat("Q4_K", 12, bits=4, block_bytes=144, head_bytes=4, has_minimum=True, block_elems=SUPERBLOCK_ELEMS)
-Q5_K = PackedFormat("Q5_K", 13, bits=5, block_bytes=176, head_bytes=4, has_minimum=True, block_elems=SUPERBLOCK_ELEMS)
-Q6_K = PackedFormat(
-    "Q6_K", 14, bits=6, block_bytes=210, head_bytes=0, floats_at=208, scale_elems=16, block_elems=SUPERBLOCK_ELEMS
-)
-IQ4_XS = PackedFormat("IQ4_XS", 15, bits=4, block_bytes=136, head_bytes=4, block_elems=SUPERBLOCK_ELEMS)
+_superblock = partial(PackedFormat, block_elems=SUPERBLOCK_ELEMS)
+_floats_behind = partial(_superblock, head_bytes=0, scale_elems=16)
+Q2_K = _floats_behind("Q2_K", 10, bits=2, block_bytes=84, floats_at=80, has_minimum=True)
+Q3_K = _floats_behind("Q3_K", 11, bits=3, block_bytes=110, floats_at=108)
+Q4_K = _superblock("Q4_K", 12, bits=4, block_bytes=144, head_bytes=4, has_minimum=True)
+Q5_K = _superblock("Q5_K", 13, bits=5, block_bytes=176, head_bytes=4, has_minimum=True)
+Q6_K = _floats_behind("Q6_K", 14, bits=6, block_bytes=210, floats_at=208)
+IQ4_XS = _superblock("IQ4_XS", 15, bits=4, block_bytes=136, head_bytes=4)
 PACKED_FORMATS = {
     packed.name: packed
     for packed in (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS)

@@ -41,43 +41,14 @@ def _fields(plane: Tensor, bits: int, run: int) -> Tensor:
     return (plane.unflatten(-1, (-1, 1, run)) >> shifts & (1 << bits) - 1).flatten(-3)
 
 
-def _q8_0(block: Tensor) -> _Parts:
-    return block[..., 2:].to(torch.int8), None, None
-
-
-def _q4_0(block: Tensor) -> _Parts:
-    return _fields(block[..., 2:], 4, 16) - 8, None, None
-
-
-def _q4_1(block: Tensor) -> _Parts:
-    return _fields(block[..., 4:], 4, 16), None, None
-
-
 def _five_bits(block: Tensor) -> Tensor:
     """Of four bytes of fifth bits in order, then sixteen of low bits."""
     fifth = block[..., :4, None] >> torch.arange(8, dtype=block.dtype) & 1
     return _fields(block[..., 4:], 4, 16) | fifth.flatten(-2) << 4
 
 
-def _q5_0(block: Tensor) -> _Parts:
-    return _five_bits(block[..., 2:]) - 16, None, None
-
-
-def _q5_1(block: Tensor) -> _Parts:
-    return _five_bits(block[..., 4:]), None, None
-
-
-def _iq4_nl(block: Tensor) -> _Parts:
-    return torch.tensor(IQ4_TABLE)[_fields(block[..., 2:], 4, 16)], None, None
-
-
-def _mxfp4(block: Tensor) -> _Parts:
-    return torch.tensor(MXFP4_TABLE)[_fields(block[..., 1:], 4, 16)], None, None
-
-
-def _q2_k(block: Tensor) -> _Parts:
-    integers = block[..., :16]
-    return _fields(block[..., 16:80], 2, 32), integers & 15, integers >> 4
+def _from_table(table: tuple[int, ...], plane: Tensor) -> Tensor:
+    return torch.tensor(table)[_fields(plane, 4, 16)]
 
 
 def _q3_k(block: Tensor) -> _Parts:
@@ -95,14 +66,6 @@ def _twelve_bytes(block: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def _q4_k(block: Tensor) -> _Parts:
-    return _fields(block[..., 16:], 4, 32), *_twelve_bytes(block)
-
-
-def _q5_k(block: Tensor) -> _Parts:
-    return _fields(block[..., 48:], 4, 32) | _fields(block[..., 16:48], 1, 32) << 4, *_twelve_bytes(block)
-
-
 def _q6_k(block: Tensor) -> _Parts:
     low, high = _fields(block[..., :128], 4, 64), _fields(block[..., 128:192], 2, 32)
     return (low | high << 4) - 32, block[..., 192:208].to(torch.int8), None
@@ -111,21 +74,24 @@ def _q6_k(block: Tensor) -> _Parts:
 def _iq4_xs(block: Tensor) -> _Parts:
     low = _fields(block[..., 4:8], 4, 1)
     high = _fields(block[..., 2:4], 2, 1)
-    return torch.tensor(IQ4_TABLE)[_fields(block[..., 8:], 4, 16)], (low | high << 4) - 32, None
+    return _from_table(IQ4_TABLE, block[..., 8:]), (low | high << 4) - 32, None
 
 
 _READERS: dict[str, Callable[[Tensor], _Parts]] = {
-    "Q8_0": _q8_0,
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "IQ4_NL": _iq4_nl,
-    "MXFP4": _mxfp4,
-    "Q2_K": _q2_k,
+    "Q8_0": lambda block: (block[..., 2:].to(torch.int8), None, None),
+    "Q4_0": lambda block: (_fields(block[..., 2:], 4, 16) - 8, None, None),
+    "Q4_1": lambda block: (_fields(block[..., 4:], 4, 16), None, None),
+    "Q5_0": lambda block: (_five_bits(block[..., 2:]) - 16, None, None),
+    "Q5_1": lambda block: (_five_bits(block[..., 4:]), None, None),
+    "IQ4_NL": lambda block: (_from_table(IQ4_TABLE, block[..., 2:]), None, None),
+    "MXFP4": lambda block: (_from_table(MXFP4_TABLE, block[..., 1:]), None, None),
+    "Q2_K": lambda block: (_fields(block[..., 16:80], 2, 32), block[..., :16] & 15, block[..., :16] >> 4),
     "Q3_K": _q3_k,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
+    "Q4_K": lambda block: (_fields(block[..., 16:], 4, 32), *_twelve_bytes(block)),
+    "Q5_K": lambda block: (
+        _fields(block[..., 48:], 4, 32) | _fields(block[..., 16:48], 1, 32) << 4,
+        *_twelve_bytes(block),
+    ),
     "Q6_K": _q6_k,
     "IQ4_XS": _iq4_xs,
 }
