@@ -87,9 +87,8 @@ def build_runner(
     model = Llama(config, parallel, weights, cache, options.max_model_len, adapters)
     graphs = None
     moving = bool(plan.streamed) or options.buffer_blocks is not None or model.sums_squares
-    if (
-        options.graphs_up_to and replica.device.type == "cuda" and not moving
-    ):  # a graph fixes each layer's address, and makes sums of rows only
+    # A graph fixes each layer's address, and makes sums of rows only.
+    if options.graphs_up_to and replica.device.type == "cuda" and not moving:
         graphs = DecodeGraphs(
             model.forward,
             sizes=graph_sizes(options.graphs_up_to),

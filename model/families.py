@@ -17,6 +17,15 @@ class Key(NamedTuple):
     power: float = 1.0  # the field is the file's number to this power
 
 
+class Names(NamedTuple):
+    """What a family is called: by us, in ``architectures`` and ``model_type`` of config.json, and in GGUF files."""
+
+    name: str
+    architecture: str
+    model_type: str
+    gguf: str
+
+
 Fields = Mapping[str, Any]  # of ``LlamaConfig``, those read so far
 
 
@@ -24,10 +33,7 @@ Fields = Mapping[str, Any]  # of ``LlamaConfig``, those read so far
 class Family:
     """One entry. ``fixed``: fields with one value in all models, or computed from the others."""
 
-    name: str
-    architecture: str  # of config.json
-    model_type: str
-    gguf: str  # architecture of GGUF files
+    names: Names
     gguf_permuted: bool = False  # llama.cpp interleaves the halves of q's and k's heads
     keys: Mapping[str, Key] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -78,54 +84,32 @@ def _largest_gemma_scale(num_layers: int) -> Callable[[Fields], float]:
 
 # Of families with one GGUF architecture, files are read as the first one.
 FAMILIES: tuple[Family, ...] = (
+    Family(names=Names("Llama", "LlamaForCausalLM", "llama", "llama"), gguf_permuted=True, keys=_BIASES),
     Family(
-        name="Llama",
-        architecture="LlamaForCausalLM",
-        model_type="llama",
-        gguf="llama",
-        gguf_permuted=True,
-        keys=_BIASES,
-    ),
-    Family(
-        name="Mistral",
-        architecture="MistralForCausalLM",
-        model_type="mistral",
-        gguf="mistral3",  # of newer files; older ones say llama
+        names=Names("Mistral", "MistralForCausalLM", "mistral", "mistral3"),  # of newer files; older ones say llama
         **_MISTRAL,
     ),
-    Family(name="Ministral", architecture="MinistralForCausalLM", model_type="ministral", gguf="llama", **_MISTRAL),
+    Family(names=Names("Ministral", "MinistralForCausalLM", "ministral", "llama"), **_MISTRAL),
     Family(
-        name="Qwen2",
-        architecture="Qwen2ForCausalLM",
-        model_type="qwen2",
-        gguf="qwen2",
+        names=Names("Qwen2", "Qwen2ForCausalLM", "qwen2", "qwen2"),
         fixed={"qkv_bias": True},
         defaults={"max_position_embeddings": 32768},
     ),
     Family(
-        name="Qwen3",
-        architecture="Qwen3ForCausalLM",
-        model_type="qwen3",
-        gguf="qwen3",
+        names=Names("Qwen3", "Qwen3ForCausalLM", "qwen3", "qwen3"),
         keys=_ATTENTION_BIAS,
         fixed={"qk_norm": "heads"},
         defaults={"head_dim": 128, "max_position_embeddings": 32768},
     ),
     Family(
-        name="SmolLM3",
-        architecture="SmolLM3ForCausalLM",
-        model_type="smollm3",
-        gguf="smollm3",
+        names=Names("SmolLM3", "SmolLM3ForCausalLM", "smollm3", "smollm3"),
         gguf_permuted=True,
         keys=_BIASES,
         defaults={"rope_theta": 2000000.0, "tie_word_embeddings": True, "max_position_embeddings": 32768},
         nope_every=4,
     ),
     Family(
-        name="Granite",
-        architecture="GraniteForCausalLM",
-        model_type="granite",
-        gguf="granite",
+        names=Names("Granite", "GraniteForCausalLM", "granite", "granite"),
         gguf_permuted=True,
         keys={
             **_BIASES,
@@ -138,10 +122,7 @@ FAMILIES: tuple[Family, ...] = (
         defaults={"attention_multiplier": 1.0},
     ),
     Family(
-        name="Phi-3",
-        architecture="Phi3ForCausalLM",
-        model_type="phi3",
-        gguf="phi3",
+        names=Names("Phi-3", "Phi3ForCausalLM", "phi3", "phi3"),
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
         full_every=1,
         partial_rotary=True,
@@ -151,19 +132,13 @@ FAMILIES: tuple[Family, ...] = (
         },
     ),
     Family(
-        name="OLMo 2",
-        architecture="Olmo2ForCausalLM",
-        model_type="olmo2",
-        gguf="olmo2",
+        names=Names("OLMo 2", "Olmo2ForCausalLM", "olmo2", "olmo2"),
         keys=_ATTENTION_BIAS,
         fixed=_OLMO,
         defaults={"rms_norm_eps": 1e-5},
     ),
     Family(
-        name="OLMo 3",
-        architecture="Olmo3ForCausalLM",
-        model_type="olmo3",
-        gguf="olmo2",
+        names=Names("OLMo 3", "Olmo3ForCausalLM", "olmo3", "olmo2"),
         keys=_ATTENTION_BIAS,
         # Frequencies are stretched in layers without a window only.
         fixed={**_OLMO, "local_rope_theta": lambda fields: fields["rope_theta"]},
@@ -171,10 +146,7 @@ FAMILIES: tuple[Family, ...] = (
         full_every=4,
     ),
     Family(
-        name="Gemma 2",
-        architecture="Gemma2ForCausalLM",
-        model_type="gemma2",
-        gguf="gemma2",
+        names=Names("Gemma 2", "Gemma2ForCausalLM", "gemma2", "gemma2"),
         keys=_GEMMA_KEYS,
         fixed=_GEMMA,
         gguf_fixed={"score_scale": _largest_gemma_scale(46)},
@@ -182,10 +154,7 @@ FAMILIES: tuple[Family, ...] = (
         full_every=2,
     ),
     Family(
-        name="Gemma 3",
-        architecture="Gemma3ForCausalLM",
-        model_type="gemma3_text",
-        gguf="gemma3",
+        names=Names("Gemma 3", "Gemma3ForCausalLM", "gemma3_text", "gemma3"),
         keys={**_GEMMA_KEYS, "local_rope_theta": Key("rope_local_base_freq", "rope.freq_base_swa")},
         fixed={**_GEMMA, "qk_norm": "heads"},
         gguf_fixed={"score_scale": _largest_gemma_scale(62), "local_rope_theta": lambda fields: 10000.0},
@@ -198,12 +167,12 @@ FAMILIES: tuple[Family, ...] = (
         full_every=6,
     ),
 )
-SUPPORTED = ", ".join(family.name for family in FAMILIES)
+SUPPORTED = ", ".join(family.names.name for family in FAMILIES)
 
 
 def family_named(name: str) -> Family:
     """Return the entry with this name."""
-    return next(family for family in FAMILIES if family.name == name)
+    return next(family for family in FAMILIES if family.names.name == name)
 
 
 # Words in the name of an architecture, and keys of its configuration, that show a feature without support.

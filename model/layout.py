@@ -71,7 +71,11 @@ def make_layout(
     ``units``: attention outputs and MLP columns that should stay together (``WeightFormats.column_units``).
     Raises ValueError: more ranks than query heads, MLP columns or vocabulary rows, or not one positive share per rank.
     """
-    shares = _normalized(config, world_size, shares)
+    check_ranks(config.num_heads, world_size)
+    shares = [1.0] * world_size if shares is None else list(shares)
+    if len(shares) != world_size or min(shares) <= 0:
+        raise ValueError(f"--tp-split needs {world_size} numbers above 0, one per rank, got {shares}")
+    shares = [share / sum(shares) for share in shares]
     heads = _split_heads(config, shares, units[0])
     if config.mlp_size < world_size:
         raise ValueError(f"cannot split {config.mlp_size} MLP columns over {world_size} ranks")
@@ -86,14 +90,6 @@ def make_layout(
             for rank, ((query, kv), mlp, vocab) in parts
         )
     )
-
-
-def _normalized(config: LlamaConfig, world_size: int, shares: Sequence[float] | None) -> list[float]:
-    check_ranks(config.num_heads, world_size)
-    shares = [1.0] * world_size if shares is None else list(shares)
-    if len(shares) != world_size or min(shares) <= 0:
-        raise ValueError(f"--tp-split needs {world_size} numbers above 0, one per rank, got {shares}")
-    return [share / sum(shares) for share in shares]
 
 
 def _split_heads(config: LlamaConfig, shares: list[float], unit: int) -> list[tuple[range, range]]:

@@ -77,10 +77,7 @@ class TensorParallel:
     ) -> None:
         """``routes``: None for a single rank. ``sum_dtype``: dtype in which partial sums are sent; None keeps their own."""
         self.shard, self.num_ranks = layout.shards[group.rank], group.world_size
-        self.sum_dtype = sum_dtype
-        self._group = group
-        self._layout = layout
-        self._routes = routes
+        self.sum_dtype, self._group, self._layout, self._routes = sum_dtype, group, layout, routes
         self.num_policies = 1 if routes is None else len(routes.policies)
         self._embedding_sums = [
             None if routes is None else routes.all_reduce("embed", 0, "prefill", policy)
@@ -176,7 +173,11 @@ class TensorParallel:
         if self._group.world_size == 1:
             return local_RV
         if candidates_pay(num_candidates, [len(shard.vocab_rows) for shard in self._layout.shards]):
-            return self._logits_of_candidates(local_RV, num_candidates, phase)
+            keys_RC = best_candidates(local_RV, num_candidates, self.shard.vocab_rows.start)
+            gathered = all_gather(self._group, keys_RC.contiguous(), phase=phase, site="logits")
+            if self._group.rank != 0:
+                return None
+            return scatter_candidates(torch.cat(gathered, dim=1), self._layout.shards[-1].vocab_rows.stop)
         padding = self._layout.max_vocab_rows - local_RV.shape[1]
         padded_RV = F.pad(local_RV, (0, padding)).contiguous()
         gathered = all_gather(self._group, padded_RV, phase=phase, site="logits")
@@ -184,13 +185,6 @@ class TensorParallel:
             return None
         parts = [part[:, : len(s.vocab_rows)] for part, s in zip(gathered, self._layout.shards, strict=True)]
         return torch.cat(parts, dim=1)
-
-    def _logits_of_candidates(self, local_RV: Tensor, num_candidates: int, phase: str) -> Tensor | None:
-        keys_RC = best_candidates(local_RV, num_candidates, self.shard.vocab_rows.start)
-        gathered = all_gather(self._group, keys_RC.contiguous(), phase=phase, site="logits")
-        if self._group.rank != 0:
-            return None
-        return scatter_candidates(torch.cat(gathered, dim=1), self._layout.shards[-1].vocab_rows.stop)
 
 
 class _Rows(NamedTuple):

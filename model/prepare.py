@@ -165,7 +165,7 @@ def _write_ranks(job: _Job, folder: Path, files: dict[str, str], progress: Progr
             writer.append(own.read_outer(_CPU, moved), moved)
         for layer in range(config.num_layers):
             for writer, own in both:
-                buffer = page_aligned(own.packed(layer).num_bytes, _CPU)
+                buffer = page_aligned(own.stored[layer].num_bytes, _CPU)
                 writer.append(own.pack(layer, buffer, moved), moved)
         for writer in writers:
             writer.sync()

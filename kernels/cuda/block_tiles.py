@@ -11,16 +11,7 @@ import triton
 import triton.language as tl
 
 from tightwire.kernels.cuda.block_sections import load_bf16, load_codes, store_bits, store_plane
-from tightwire.kernels.cuda.numbers import (
-    ANY,
-    NOTHING,
-    bf16_above,
-    bf16_below,
-    from_bf16,
-    narrowed,
-    raw,
-    widened,
-)
+from tightwire.kernels.cuda.numbers import ANY, NOTHING, bf16_above, bf16_below, from_bf16, narrowed, raw, widened
 from tightwire.kernels.spec import block_format
 
 MIN_SCALE = tl.constexpr(block_format.MIN_SCALE)
@@ -156,13 +147,7 @@ def _store_lost(carried, group_B, tiles, decoded, kept_B):
 
 @triton.jit
 def _decode(
-    source,
-    group_B,
-    num_groups,
-    fmt: tl.constexpr,
-    rotated: tl.constexpr,
-    num_tiles: tl.constexpr,
-    beyond: tl.constexpr,
+    source, group_B, num_groups, fmt: tl.constexpr, rotated: tl.constexpr, num_tiles: tl.constexpr, beyond: tl.constexpr
 ):
     """Read groups ``group_B`` of the message at ``source`` (bytes) as float32 tiles, which stay rotated if ``rotated``."""
     own: tl.constexpr = len(fmt.plane_bits)

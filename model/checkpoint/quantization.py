@@ -130,10 +130,4 @@ def _blocks(sizes: object) -> tuple[int, int] | None:
     return int(sizes[0]), int(sizes[1])
 
 
-_PARSERS = {
-    "awq": _awq,
-    "gptq": _gptq,
-    "compressed-tensors": _compressed_tensors,
-    "fp8": _fp8,
-    "fbgemm_fp8": _fp8,
-}
+_PARSERS = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors, "fp8": _fp8, "fbgemm_fp8": _fp8}

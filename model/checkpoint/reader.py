@@ -64,13 +64,18 @@ class WeightFile:
     """Reads slices of a file's bytes. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file; raises OSError."""
+        """Open the file. ModelError: it cannot be opened, or is the small file that git-lfs leaves in place of a large one."""
         self.path = path
-        with path.open("rb") as file:
-            self.size = path.stat().st_size
-            # Only the header is read through the map.
-            self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
-            self._fd = os.dup(file.fileno())
+        try:
+            with path.open("rb") as file:
+                self.size = path.stat().st_size
+                # Only the header is read through the map.
+                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
+                self._fd = os.dup(file.fileno())
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be opened: {error.strerror or error}") from None
+        if bytes(self.data[:7]) == b"version":
+            raise ModelError(f"{path}: is a git-lfs pointer, not the weights; fetch them with 'git lfs pull'")
         self._scratch = threading.local()
 
     def rows(self, offset: int, num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
@@ -113,12 +118,6 @@ def check_finite(numbers: Tensor, path: Path, name: str) -> None:
             f"{path}: tensor {name} has scales or vectors that are infinite or no numbers; the file is damaged, or was made from damaged "
             "weights: download it again"
         )
-
-
-def refuse_pointer(file: WeightFile) -> None:
-    """Raise ModelError for the small file that git-lfs leaves in place of a large one."""
-    if bytes(file.data[:7]) == b"version":
-        raise ModelError(f"{file.path}: is a git-lfs pointer, not the weights; fetch them with 'git lfs pull'")
 
 
 def row_chunks(rows: range, row_bytes: int, *, multiple_of: int = 1) -> Iterator[range]:

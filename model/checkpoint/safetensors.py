@@ -14,14 +14,7 @@ from torch import Tensor
 from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.header import read_json
-from tightwire.model.checkpoint.reader import (
-    WeightFile,
-    check_finite,
-    growth_of,
-    refuse_pointer,
-    row_chunks,
-    store_rows,
-)
+from tightwire.model.checkpoint.reader import WeightFile, check_finite, growth_of, row_chunks, store_rows
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _CODES = {"I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
@@ -147,16 +140,11 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
+    file = WeightFile(path)
     try:
-        file = WeightFile(path)
-        refuse_pointer(file)
         with safe_open(path, framework="pt"):  # checks the header against the file
             start = 8 + int.from_bytes(file.data[:8], "little")
             infos = json.loads(bytes(file.data[8:start]))
-    except ModelError:
-        raise
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be opened: {error.strerror or error}") from None
     except Exception as error:  # noqa: BLE001 - the library raises no narrower type
         raise ModelError(
             f"{path}: truncated, or its safetensors header is damaged: {error}; download it again"

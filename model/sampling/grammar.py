@@ -28,9 +28,8 @@ _MAX_COMPILED = 64  # grammars kept for later requests
 MAX_GRAMMAR_CHARS = 256 << 10
 _STACK_BYTES = 512 << 20
 _MAX_GBNF_CHARS = 32 << 10  # the conversion to Lark is Python, and takes time with the square of the number of rules
-_MAX_LEXER_FUEL = (
-    80_000  # size of all regular expressions; 5000 enum values have 60,000. Compiling a larger one may take minutes
-)
+# Size of all regular expressions; 5000 enum values have 60,000. Compiling a larger one may take minutes.
+_MAX_LEXER_FUEL = 80_000
 _ASCII_CLASSES = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[\t-\r ]"}
 _ASCII_CLASSES |= {name.upper(): "[^" + ascii_class[1:] for name, ascii_class in _ASCII_CLASSES.items()}
 _stack_lock = threading.Lock()

@@ -65,9 +65,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: Annotated[tuple[int, ...], Needs.BEST_LOGITS] = ()
     min_tokens: Annotated[int, Needs.ALL_LOGITS] = 0  # stop tokens are banned before this many tokens
     ignore_eos: Annotated[bool, Needs.BEST_LOGITS] = False
-    allowed_token_ids: Annotated[tuple[int, ...] | None, Needs.ALL_LOGITS] = (
-        None  # all others are banned; None: all allowed
-    )
+    # All others are banned; None: all are allowed.
+    allowed_token_ids: Annotated[tuple[int, ...] | None, Needs.ALL_LOGITS] = None
     bad_words: Annotated[tuple[BannedText, ...], Needs.TOKENS] = ()
     # The text of an llguidance grammar that the output follows; empty: none.
     grammar: Annotated[str, Needs.TOKENS] = ""

@@ -1,7 +1,5 @@
 """Reads a tokenizer from GGUF metadata: byte-level BPE (``gpt2``) or SentencePiece BPE (``llama``)."""
 
-from collections.abc import Callable
-
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
@@ -27,30 +25,22 @@ _TEKKEN_REGEX = (
 )
 
 
-def _gpt2_words() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+def _split_by(regex: str) -> pre_tokenizers.PreTokenizer:
+    cut = pre_tokenizers.Split(Regex(regex), behavior="isolated", invert=False)
+    return pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _digit_words() -> pre_tokenizers.PreTokenizer:
-    """Return GPT-2's split into words, with every digit a separate word."""
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_words()])
-
-
-def _regex_words(regex: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
-    def words() -> pre_tokenizers.PreTokenizer:
-        cut = pre_tokenizers.Split(Regex(regex), behavior="isolated", invert=False)
-        return pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-    return words
-
-
+_GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 # Keys: ``tokenizer.ggml.pre``, llama.cpp's name of the pre-tokenizer.
-_WORDS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    **dict.fromkeys(("default", "gpt-2", "olmo"), _gpt2_words),
-    **dict.fromkeys(("smollm", "refact", "starcoder"), _digit_words),
-    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3", "smaug-bpe", "dbrx"), _regex_words(_LLAMA3_REGEX)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _regex_words(_QWEN_REGEX)),
-    "tekken": _regex_words(_TEKKEN_REGEX),
+_WORDS: dict[str, pre_tokenizers.PreTokenizer] = {
+    **dict.fromkeys(("default", "gpt-2", "olmo"), _GPT2),
+    **dict.fromkeys(
+        ("smollm", "refact", "starcoder"),
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2]),
+    ),
+    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3", "smaug-bpe", "dbrx"), _split_by(_LLAMA3_REGEX)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _split_by(_QWEN_REGEX)),
+    "tekken": _split_by(_TEKKEN_REGEX),
 }
 _LLAMA3_NAMES = ("llama-bpe", "llama-v3", "llama3")
 _WHOLE_WORDS = (*_LLAMA3_NAMES, "tekken")  # a word that is a token is not merged from its parts
@@ -112,7 +102,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Backend:
     backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre_tokenizer in _WHOLE_WORDS))
     if pre_tokenizer in _NORMALIZED:
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = _WORDS[pre_tokenizer]()
+    backend.pre_tokenizer = _WORDS[pre_tokenizer]
     backend.decoder = decoders.ByteLevel()
     return backend
 

@@ -147,10 +147,6 @@ def _read_backend(folder: Path) -> Backend:
         backend.no_truncation()
         backend.no_padding()
         return backend
-    return _convert_with_transformers(folder)
-
-
-def _convert_with_transformers(folder: Path) -> Backend:
     try:
         from transformers import AutoTokenizer
 

@@ -18,13 +18,7 @@ from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.layout import Shard
 from tightwire.model.weights import WeightPlan
-from tightwire.model.weights.formats import (
-    Fused,
-    WeightFormats,
-    layer_tensors,
-    outer_tensors,
-    read_tensors,
-)
+from tightwire.model.weights.formats import Fused, WeightFormats, layer_tensors, outer_tensors, read_tensors
 from tightwire.model.weights.packed_layer import (
     HostStore,
     LayerFiles,
@@ -147,7 +141,7 @@ class CheckpointStore(LayerFiles):
     name = "the checkpoint's files"
 
     def __init__(self, reader: CheckpointReader, config: LlamaConfig, shard: Shard, model: PackedModel) -> None:
-        self.model = model
+        super().__init__(model)
         self._reader = reader
         self._outer = outer_tensors(config, shard)
         self._layers = [layer_tensors(config, shard, layer) for layer in range(config.num_layers)]

@@ -163,12 +163,9 @@ class LayerStore(ABC):
     """
 
     name: str  # in messages, such as ``host memory`` or a file
+    stored: Sequence[PackedLayer]  # the form in which ``read`` returns each layer
     has_memory = False  # ``read`` returns the store's own memory, and ``into`` may be empty
     device = torch.device("cpu")  # of the bytes that ``read`` returns
-
-    @abstractmethod
-    def packed(self, layer: int) -> PackedLayer:
-        """Return the form in which ``read`` returns the layer."""
 
     @abstractmethod
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
@@ -192,10 +189,9 @@ class LayerStore(ABC):
 class LayerFiles(LayerStore):
     """A ``LayerStore`` over files, read in any order; a read that fails raises ModelError or WeightsError."""
 
-    model: PackedModel  # the forms of the rank's tensors
-
-    def packed(self, layer: int) -> PackedLayer:
-        return self.model.stored[layer]
+    def __init__(self, model: PackedModel) -> None:
+        """``model``: the forms of the rank's tensors."""
+        self.model, self.stored = model, model.stored
 
     @abstractmethod
     def read_outer(self, device: torch.device, moved: Moved) -> Tensor:
@@ -214,10 +210,7 @@ class HostStore(LayerStore):
 
     def __init__(self, stored: Sequence[PackedLayer], layers: dict[int, Tensor]) -> None:
         """``layers``: the streamed layers by number."""
-        self._stored, self._layers = stored, layers
-
-    def packed(self, layer: int) -> PackedLayer:
-        return self._stored[layer]
+        self.stored, self._layers = stored, layers
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
         moved(self._layers[layer].nbytes)
@@ -232,17 +225,14 @@ class ThrottledStore(LayerStore):
 
     def __init__(self, store: LayerStore, bytes_per_s: float) -> None:
         self._store, self._bytes_per_s = store, bytes_per_s
-        self.has_memory, self.device = store.has_memory, store.device
+        self.stored, self.has_memory, self.device = store.stored, store.has_memory, store.device
         self.name = f"{store.name} at {bytes_per_s / 1e6:g} MB/s"
         self.others_late, self.stop, self.close = store.others_late, store.stop, store.close
         self._free_at_s = 0.0  # when the emulated link finishes all requested bytes
 
-    def packed(self, layer: int) -> PackedLayer:
-        return self._store.packed(layer)
-
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
         begin_s = max(self._free_at_s, time.perf_counter() - _BURST_S)
-        self._free_at_s = begin_s + self._store.packed(layer).num_bytes / self._bytes_per_s
+        self._free_at_s = begin_s + self.stored[layer].num_bytes / self._bytes_per_s
         result = self._store.read(layer, into, moved)
         while (left_s := self._free_at_s - time.perf_counter()) > 0:
             time.sleep(min(left_s, 0.1))

@@ -66,21 +66,18 @@ class PartitionStore(LayerStore):
 
         ``peers`` are closed with the store; ``codec`` is that of ``stored``.
         """
-        self._stored, self._plain, self._kept = stored, plain, dict(kept)
+        self.stored, self._plain, self._kept = stored, plain, dict(kept)
         self._peers, self._codec = peers, codec
         self.name = f"the parts that ranks {', '.join(map(str, peers.at.inside))} keep"
         self.device, self.has_memory = peers.inside.device, peers.inside.world_size == 1
         self._late: dict[int, tuple[float, float]] = {}
-
-    def packed(self, layer: int) -> PackedLayer:
-        return self._stored[layer]
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
         kept, inside = self._kept[layer], self._peers.inside
         if self.has_memory:
             moved(kept.nbytes)
             return kept
-        cut, exact = (PartitionCut(form[layer].num_bytes, inside.world_size) for form in (self._stored, self._plain))
+        cut, exact = (PartitionCut(form[layer].num_bytes, inside.world_size) for form in (self.stored, self._plain))
         part, tail = kept[: cut.part_bytes], kept[cut.part_bytes :]
         self._await_others(layer)
         moved(0)  # the transfer starts now

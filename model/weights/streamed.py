@@ -96,7 +96,7 @@ class StreamedWeights(WeightSource):
     @property
     def pass_bytes(self) -> int:
         """Stored bytes streamed in every pass."""
-        return sum(self.store.packed(layer).num_bytes for layer in self._order)
+        return sum(self.store.stored[layer].num_bytes for layer in self._order)
 
     def flow(self) -> Flow:
         fetcher = self.fetcher
@@ -157,8 +157,8 @@ class LayerFetcher:
         self.num_layers = self.num_bytes = 0  # fetched since the start; bytes as stored
         self.fetch_s = 0.0  # excludes waits for other ranks; on CUDA ends when the copies are queued
         self._moved: Moved = lambda num_bytes: self.pool.moved()
-        stored_bytes = max(store.packed(layer).num_bytes for layer in order)
-        encoded = any(not store.packed(layer).is_plain for layer in order)
+        stored_bytes = max(store.stored[layer].num_bytes for layer in order)
+        encoded = any(not store.stored[layer].is_plain for layer in order)
         self._copies = store.device.type != device.type
         self._stream, self._read_stream = _make_stream(device), _make_stream(store.device)
         self._threads = [threading.Thread(target=self._fetch, name="tightwire-weights", daemon=True)]
@@ -209,12 +209,12 @@ class LayerFetcher:
                     self.pool.filled(layer)
                     self.fetch_s += time.perf_counter() - start_s - self.late_since(layer, start_s)
                     self.num_layers += 1
-                    self.num_bytes += self.store.packed(layer).num_bytes
+                    self.num_bytes += self.store.stored[layer].num_bytes
         except BaseException as error:  # noqa: BLE001 - raised in the pass that waits for a layer
             self.pool.close(error)
 
     def _bring(self, layer: int, buffer: PoolBuffer) -> None:
-        plain, stored = self._plain[layer], self.store.packed(layer)
+        plain, stored = self._plain[layer], self.store.stored[layer]
         if self.read_pool is None:
             target = buffer.memory[: stored.num_bytes]
             source = self.store.read(layer, target, self._moved)
@@ -238,7 +238,7 @@ class LayerFetcher:
         try:
             with torch.inference_mode(), _queue(self._read_stream):
                 for layer in cycle(self._order):
-                    buffer = self.read_pool.fill(layer).memory[: self.store.packed(layer).num_bytes]
+                    buffer = self.read_pool.fill(layer).memory[: self.store.stored[layer].num_bytes]
                     self._arrived[layer] = self.store.read(layer, buffer, self._moved)
                     self.read_pool.filled(layer)
         except BaseException as error:  # noqa: BLE001 - raised in the pass that waits for a layer

@@ -25,7 +25,7 @@ from tightwire.model.step import make_plan
 from tightwire.model.weights import WeightPlan
 
 _BLOCK_SIZE, _NUM_BLOCKS, _PROMPT, _NUM_TOKENS = 16, 4, 33, 12
-_every_family = pytest.mark.parametrize("family", [family.name for family in FAMILIES])
+_every_family = pytest.mark.parametrize("family", [family.names.name for family in FAMILIES])
 
 
 @pytest.fixture(scope="session")
@@ -144,7 +144,7 @@ def test_a_cache_in_8_bits_on_any_number_of_ranks(family: str, folders) -> None:
 def test_a_gguf_is_the_same_model(family: str, folders, tmp_path: Path) -> None:
     path = make_family_gguf(family_named(family), folders(family), tmp_path / "m.gguf")
     if open_checkpoint(str(path)).config.family != family:
-        pytest.skip(f"its files say {family_named(family).gguf}, as Llama's do")
+        pytest.skip(f"its files say {family_named(family).names.gguf}, as Llama's do")
     tokens, want = _theirs(folders(family))
     _assert_close(_ours(in_process_groups(1)[0], str(path), tokens[:-1]), want)
 
@@ -162,7 +162,9 @@ def test_a_prepared_folder_is_the_same_model(family: str, folders, tmp_path: Pat
 def test_the_docs_name_every_family() -> None:
     """In the table that shows how each is tested."""
     rows = (Path(__file__).parents[2] / "docs" / "models.md").read_text().splitlines()
-    assert [row.split("|")[1].strip() for row in rows if row.startswith("| ")][1:] == [each.name for each in FAMILIES]
+    assert [row.split("|")[1].strip() for row in rows if row.startswith("| ")][1:] == [
+        each.names.name for each in FAMILIES
+    ]
 
 
 @_every_family

@@ -46,7 +46,7 @@ class DiskStore(LayerFiles):
         self, path: Path, model: PackedModel, blobs: RankFile, *, direct: bool, patience_s: float = 1.0
     ) -> None:
         """``model``: the forms of the tensors in the file. ``direct``, ``patience_s``: see ``BlobFile``."""
-        self.model = model
+        super().__init__(model)
         self._outer, self._blobs = blobs.outer, blobs.layers
         self._unchecked = set(range(len(blobs.layers)))
         self._file = BlobFile(path, direct=direct, patience_s=patience_s)
@@ -138,7 +138,12 @@ def open_prepared(folder: Path, config: LlamaConfig) -> Prepared:
             "with `tightwire prepare`"
         ) from None
     for path, written in zip(prepared.paths, manifest.ranks, strict=True):
-        _check_size(path, written.num_bytes)
+        try:
+            found = path.stat().st_size
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read: {error.strerror}; {MAKE_AGAIN}") from None
+        if found != written.num_bytes:
+            raise ModelError(f"{path}: is {found} bytes long, and {written.num_bytes} were written; {MAKE_AGAIN}")
     return prepared
 
 
@@ -166,12 +171,3 @@ def find_damage(folder: Path, manifest: Manifest, moved: Moved = lambda num_byte
                     read_blob(file, blob, f"layer {index - 1}" if index else _OUTER, scratch, moved, hashlib.sha256())
                 except WeightsError as error:
                     yield str(error)
-
-
-def _check_size(path: Path, num_bytes: int) -> None:
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}; {MAKE_AGAIN}") from None
-    if found != num_bytes:
-        raise ModelError(f"{path}: is {found} bytes long, and {num_bytes} were written; {MAKE_AGAIN}")

@@ -65,8 +65,8 @@ _OWN: dict[str, dict[str, Any]] = {
 
 def make_family_folder(family: Family, folder: Path, **changes: Any) -> Path:
     """Write a float32 model of the family as transformers writes it."""
-    settings = {**_SIZES, **_OWN.get(family.name, {}), **changes}
-    config = AutoConfig.for_model(family.model_type, **settings)
+    settings = {**_SIZES, **_OWN.get(family.names.name, {}), **changes}
+    config = AutoConfig.for_model(family.names.model_type, **settings)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
@@ -90,7 +90,7 @@ def make_family_gguf(family: Family, folder: Path, path: Path) -> Path:
     from safetensors.torch import load_file
 
     config = config_from_hf(read_json(folder / "config.json"))
-    writer = gguf.GGUFWriter(path, family.gguf)
+    writer = gguf.GGUFWriter(path, family.names.gguf)
     _write_sizes(writer, config, family)
     write_tokenizer(writer, config)
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -113,7 +113,7 @@ def make_family_gguf(family: Family, folder: Path, path: Path) -> Path:
 
 
 def _write_sizes(writer: gguf.GGUFWriter, config: LlamaConfig, family: Family) -> None:
-    arch = family.gguf
+    arch = family.names.gguf
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden_size)

@@ -132,7 +132,7 @@ def test_encoded_weights_are_the_same_however_many_are_streamed(checkpoint: Chec
     for tp in (1, 2):
         with local_engine(checkpoint, tp=tp, weight_plan=plan_for(6, "host", codec)) as local:
             answers.append(continue_prompts(local.engine, PROMPTS, max_tokens=12))
-            assert all(not weights.store.packed(0).is_plain for weights in streamed_of(local))
+            assert all(not weights.store.stored[0].is_plain for weights in streamed_of(local))
     if codec == "int4":
         assert answers[0] != exact
 
@@ -144,10 +144,7 @@ class _Jittery(LayerStore):
 
     def __init__(self, store: LayerStore, delays: list[float]) -> None:
         self._store, self._delays = store, delays
-        self.close = store.close
-
-    def packed(self, layer: int) -> PackedLayer:
-        return self._store.packed(layer)
+        self.stored, self.close = store.stored, store.close
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
         time.sleep(self._delays[layer % len(self._delays)])

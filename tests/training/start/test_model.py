@@ -14,7 +14,7 @@ from tightwire.model.open import open_checkpoint
 from tightwire.training.start.model import StartingModel, build_model
 
 
-@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
+@pytest.mark.parametrize("family", [family.names.name for family in FAMILIES])
 def test_logits_of_transformers(family: str, tmp_path: Path) -> None:
     folder = make_family_folder(family_named(family), tmp_path, num_hidden_layers=2, layer_types=None)
     checkpoint = open_checkpoint(str(folder))
