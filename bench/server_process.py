@@ -24,10 +24,7 @@ class ServerFailedError(Exception):
 
 
 class ServerProcess:
-    """A server process from construction to ``stop``; ``{port}`` in ``command`` becomes a free port.
-
-    ``others``: commands of the same server on other hosts, which start and end with it; each has a log next to ``log``.
-    """
+    """A server from construction to ``stop``; ``{port}`` becomes a free port. ``others``: its commands on other hosts."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], *, log: Path, others: Sequence[Sequence[str]] = ()

@@ -63,10 +63,7 @@ class Cells:
         return [f"{row['algorithm']} at {row['size']} bytes: {fault}" for row in self.rows for fault in row["faults"]]
 
     def _row(self, cell: Sequence[Outcome], native_s: float | None) -> dict[str, Any]:
-        """``algbw`` is the message's bytes over its time, ``busbw`` that times 2 (N-1)/N, what a ring would send.
-
-        ``predicted_s`` is the bytes that a rank sends over the link's rate, plus the time of computing alone.
-        """
+        """``algbw`` is the message's bytes over its time, ``busbw`` that times 2 (N-1)/N, what a ring would send."""
         first, samples = cell[0], _samples(cell)
         seconds = median(samples)
         wire_bytes = max(outcome.wire_bytes for outcome in cell)  # of the rank that sends most

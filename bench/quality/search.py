@@ -192,10 +192,7 @@ def arm_policy_file(setting: Setting, arm: Arm, rows: Sequence[Mapping[str, Any]
 def make_policy_file(
     setting: Setting, algorithms: Mapping[Place, str], reason: str, origin: Mapping[str, Any]
 ) -> PolicyFile:
-    """Make a policy file for prompt rows, and for all rows where a sum is dropped.
-
-    ``made_for`` names its model and text; ``serve`` compares the sizes.
-    """
+    """Make a policy file for prompt rows, and for all rows where a sum is dropped."""
     layers: dict[tuple[str, str], list[int]] = {}
     for (site, layer), algorithm in algorithms.items():
         layers.setdefault((site, algorithm), []).append(layer)

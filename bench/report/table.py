@@ -118,15 +118,12 @@ def _fitting(table: Table, width: int) -> tuple[list[Column], list[Column]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """One kind of sample in ``cell["samples"][name]``; ``scale`` turns a sample into ``unit``.
-
-    ``decides``: a regression of it fails ``bench compare`` unless ``--metric`` names others.
-    """
+    """One kind of sample in ``cell["samples"][name]``; ``scale`` turns a sample into ``unit``."""
 
     name: str
     unit: str = ""
     scale: float = 1.0
     worse_is_higher: bool = True
-    decides: bool = True
+    decides: bool = True  # a regression of it fails ``bench compare`` unless ``--metric`` names others
     better: str = "faster"  # the words of a verdict
     worse: str = "slower"

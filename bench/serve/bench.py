@@ -1,7 +1,6 @@
 """``tightwire bench serve``: puts load on a running server and measures it as its clients would.
 
-Steps: reach the server, fit prompts to the requested length by the server's own count, then for each load warm up, measure,
-print and write files. Results are kept when the server dies and after Ctrl-C.
+Results are kept when the server dies and after Ctrl-C.
 """
 
 import asyncio

@@ -26,10 +26,7 @@ _HEADER_BYTES = 14 + 20 + 32  # per packet, acknowledgements too: Ethernet, IPv4
 
 @dataclass(slots=True)
 class Switch:
-    """Turns the messages of all groups of a rank off, which leaves a step's computing.
-
-    Results of detached steps are wrong: each message from another rank is replaced by this rank's own data.
-    """
+    """Turns the messages of all groups of a rank off, which leaves a step's computing; its results are then wrong."""
 
     is_detached: bool = False
 

@@ -1,8 +1,4 @@
-"""Proves which AllReduce ran: compares the counters with the policy and with the algorithms' byte formulas.
-
-An arm that silently ran another algorithm, or sent other bytes than its codec makes, fails the bench: the counters of rank 0
-are compared after every turn.
-"""
+"""Proves after every turn which AllReduce ran: compares rank 0's counters with the policy and with the byte formulas."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
