@@ -60,7 +60,8 @@ def linear(
         return _torch_product(x_TD, weight_OD, bias_O, out_dtype or x_TD.dtype)
     if on_cpu and not available():
         return linear_reference(x_TD, weight_OD, bias_O, out_dtype)
-    one_product = on_cpu and (x_TD.dtype != torch.bfloat16 or _has_int8_activations(weight_OD))
+    in_int8 = isinstance(weight_OD, PackedMatrix) and weight_OD.format.int8_activations
+    one_product = on_cpu and (x_TD.dtype != torch.bfloat16 or in_int8)
     if num_decode_rows is None or num_decode_rows >= len(x_TD) or one_product:
         return _single_product(x_TD, weight_OD, bias_O, out_dtype)
     if num_decode_rows == 0:
@@ -68,10 +69,6 @@ def linear(
     few, block = x_TD[:num_decode_rows], x_TD[num_decode_rows:]
     products = _single_product(few, weight_OD, bias_O, out_dtype), _block_product(block, weight_OD, bias_O, out_dtype)
     return torch.cat(products)
-
-
-def _has_int8_activations(weight_OD: Matrix) -> bool:
-    return isinstance(weight_OD, PackedMatrix) and weight_OD.format.int8_activations
 
 
 def _single_product(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:

@@ -54,7 +54,8 @@ class DecodeProgram:
         self._angles = angles  # kept alive: the program holds their addresses
         self._placed: list[LayerWeights | None] = [None] * config.num_layers
         self._placed_keys: list[Tensor | None] = [None] * config.num_layers  # values always move together with keys
-        self._weights_per_part = _part_sizes(config, shard) * config.num_layers
+        attention = config.hidden_size * 2 * (shard.local_heads + shard.local_kv_heads) * config.head_dim
+        self._weights_per_part = [attention, config.hidden_size * 3 * len(shard.mlp_columns)] * config.num_layers
         num_phases = config.num_layers * lib.TW_PHASES_PER_LAYER
         self._phases = torch.empty(num_phases * ffi.sizeof("tw_phase"), dtype=torch.uint8)
         self._layers: Any = ffi.new(f"tw_layer[{config.num_layers}]")
@@ -233,12 +234,6 @@ class DecodeProgram:
             setattr(self._program, name, buffer.data_ptr())
         self._partial_TD = self._buffers["partial"]
         self._total_TD = torch.empty_like(self._partial_TD)
-
-
-def _part_sizes(config: LlamaConfig, shard: Shard) -> list[int]:
-    """Return the number of weights in each of a layer's two parts."""
-    heads, kv_heads, mlp_size = shard.local_heads, shard.local_kv_heads, len(shard.mlp_columns)
-    return [config.hidden_size * (2 * heads + 2 * kv_heads) * config.head_dim, config.hidden_size * 3 * mlp_size]
 
 
 def _matrix(weight_OD: Weight, bias_O: Tensor | None) -> tuple[list[tuple[int, int, int, int]], int, int]:

@@ -71,8 +71,11 @@ class ModelRunner:
     def _run_layers(self, plan: StepPlan, chosen_R: Tensor | None) -> Tensor | None:
         """Return (T, D) after the last layer; None if the plan has no tokens."""
         if not plan.token_ids:
-            if self.lockstep:
-                self._fetch_every_layer()
+            for span in self.weights.spans if self.lockstep else ():  # fetch and release every layer without computing
+                for index in span:
+                    self.weights.layer(index)
+                for index in span:
+                    self.weights.release(index)
             return None
         arrays = self.cache.begin(StepArrays.from_plan(plan, self.cache.block_size))
         num_chosen = num_deferred(arrays.token_ids_T)
@@ -81,14 +84,6 @@ class ModelRunner:
             return self._graphs.run(arrays, plan.policy, chosen_R)
         parts = [self._batch(part, plan.policy, chosen_R) for part in self._parts(arrays)]
         return self._model.forward(*parts, lane=self._lane if len(parts) > 1 else None)
-
-    def _fetch_every_layer(self) -> None:
-        """Fetch and release every layer without computing."""
-        for span in self.weights.spans:
-            for index in span:
-                self.weights.layer(index)
-            for index in span:
-                self.weights.release(index)
 
     def _parts(self, arrays: StepArrays) -> Sequence[StepArrays]:
         """Return the step, or its parts: of at most ``most_rows`` rows, or two halves for the lane."""

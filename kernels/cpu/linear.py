@@ -16,8 +16,9 @@ from torch import Tensor
 
 from tightwire.kernels.cpu.library import has_pairs, lib, struct
 from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_items, run_on_rows
+from tightwire.kernels.spec.layer_ops import check_linear
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix, StackedMatrix, Weight
-from tightwire.kernels.spec.packed_format import GROUP_ELEMS, INTERLEAVED_ROWS, PACKED_FORMATS
+from tightwire.kernels.spec.packed_format import GROUP_ELEMS, INTERLEAVED_ROWS
 
 # One thread multiplies with this many weights (with eight rows, or waiting for memory with fewer) in about 100 us.
 _WORK_PER_THREAD = 1 << 20
@@ -29,7 +30,7 @@ _INT8, _INTERLEAVED = 32, 64
 def linear_cpu(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
     """``linear.linear`` for CPU tensors; see there."""
     out_dtype, bias_dtype = out_dtype or x_TD.dtype, x_TD.dtype
-    _check(x_TD, weight_OD, bias_O)
+    check_linear(x_TD, weight_OD, bias_O)
     num_tokens, num_inputs = x_TD.shape
     num_outputs = weight_OD.shape[0]
     out_TO = torch.empty((num_tokens, num_outputs), dtype=out_dtype)
@@ -90,31 +91,6 @@ def weight_parts(weight: Weight) -> list[tuple[int, int, int, int]]:
 def useful_threads(num_rows: int, num_weights: int) -> int:
     """The number of threads worth waking to multiply rows with weights, of one matrix or of several."""
     return 1 + num_weights * (num_rows + 7) // 8 // _WORK_PER_THREAD
-
-
-def _check(x: Tensor, weight: Matrix, bias: Tensor | None) -> None:
-    if x.shape[1] != weight.shape[1] or (bias is not None and bias.shape[0] != weight.shape[0]):
-        raise ValueError(
-            "linear needs x (T, D), weight (O, D) and bias (O,) or None; "
-            f"got {tuple(x.shape)}, {tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}"
-        )
-    stored = weight.format.name if isinstance(weight, PackedMatrix) else weight.dtype
-    if (
-        x.dtype not in NUMBER_KIND
-        or stored not in (x.dtype, *PACKED_FORMATS)
-        or (bias is not None and bias.dtype != x.dtype)
-    ):
-        raise ValueError(
-            f"linear needs x, weight (unless packed) and bias in one of {', '.join(map(str, NUMBER_KIND))}; "
-            f"got {x.dtype}, {stored} and {None if bias is None else bias.dtype}"
-        )
-    if weight.device != x.device or (bias is not None and bias.device != x.device):
-        raise ValueError(
-            f"linear needs x, weight and bias on one device; x is on {x.device}, the weight on {weight.device}"
-        )
-    strides = weight.blocks_OB.stride() if isinstance(weight, PackedMatrix) else weight.stride()
-    if x.stride(1) != 1 or strides[1] != 1 or (bias is not None and bias.stride(0) != 1):
-        raise ValueError(f"linear needs contiguous rows; got strides {x.stride()} and {strides}")
 
 
 def unpack_cpu(matrix: PackedMatrix, dtype: torch.dtype, indices_T: Tensor | None = None) -> Tensor:

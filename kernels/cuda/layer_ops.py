@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tightwire.kernels.cuda.launch import launch, padded
 from tightwire.kernels.cuda.numbers import bf16_above, from_bf16, narrowed, raw, widened
-from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, check_gates, check_norm, check_rotation
+from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, check_gates, check_norm, check_rotation, head_norm
 
 _MAX_ROW_ELEMS = 1 << 16  # a row is held in the registers of one program
 # Each of 128 threads rotates eight pairs: a vector of 16-bit numbers from either half of a head.
@@ -152,15 +152,10 @@ def rotate_and_cache(
 
 def norm_projections(qkv_THE: Tensor, num_heads: int, num_kv_heads: int, norms: HeadNorms) -> Tensor:
     """Return a copy of qkv whose queries and keys are normalized, each over all heads together."""
-    parts = qkv_THE[:, :num_heads], qkv_THE[:, num_heads : num_heads + num_kv_heads]
-    weights, means_T2 = (norms.q_norm, norms.k_norm), norms.mean_squares_T2
+    q, k = slice(num_heads), slice(num_heads, num_heads + num_kv_heads)
     normed_THE = qkv_THE.clone()
-    for column, (part_THE, weight) in enumerate(zip(parts, weights, strict=True)):
-        x_TX = part_THE.flatten(1).float()
-        mean_T1 = x_TX.square().mean(1, keepdim=True) if means_T2 is None else means_T2[:, column : column + 1]
-        x_TX = x_TX * torch.rsqrt(mean_T1 + norms.form.eps) * (weight.float() + norms.form.offset)
-        first = column * num_heads
-        normed_THE[:, first : first + part_THE.shape[1]] = x_TX.view(part_THE.shape).to(qkv_THE.dtype)
+    normed_THE[:, q] = head_norm(qkv_THE[:, q], norms.q_norm, norms, 0)
+    normed_THE[:, k] = head_norm(qkv_THE[:, k], norms.k_norm, norms, 1)
     return normed_THE
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tightwire.kernels.cuda.launch import launch
 from tightwire.kernels.cuda.numbers import INTERPRETED, narrowed, raw, widened
+from tightwire.kernels.spec.layer_ops import check_linear
 from tightwire.kernels.spec.packed import PackedMatrix
 from tightwire.kernels.spec.packed_parts import IQ4_TABLE
 
-_NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS = tl.constexpr(16)  # rows of a tile: the minimum of matrix units
 _OUTPUTS = tl.constexpr(32)
 _HALF = tl.constexpr(16)  # numbers that are unpacked together, and the depth of one product
@@ -66,7 +66,7 @@ def linear_packed(
     x_TD: Tensor, weight_OD: PackedMatrix, bias_O: Tensor | None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """Compute ``linear.linear_reference`` in ``out_dtype``, by default x's; only the order of the float32 sum differs."""
-    _check(x_TD, weight_OD, bias_O)
+    check_linear(x_TD, weight_OD, bias_O)
     (num_rows, depth), num_outputs = x_TD.shape, weight_OD.shape[0]
     out_TO = torch.empty(num_rows, num_outputs, dtype=out_dtype or x_TD.dtype, device=x_TD.device)
     num_programs = -(-num_rows // _ROWS.value) * -(-num_outputs // _OUTPUTS.value)
@@ -79,19 +79,6 @@ def linear_packed(
             _packed_product, num_programs, x_TD.device, *given, *sizes, packed, _FIELDS[packed.name], bias_O is not None
         )
     return out_TO
-
-
-def _check(x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> None:
-    if x.shape[1] != weight.shape[1] or (bias is not None and bias.shape != weight.shape[:1]) or x.stride(1) != 1:
-        raise ValueError(
-            "linear needs x (T, D) with contiguous rows, weight (O, D) and bias (O,) or None; "
-            f"got {tuple(x.shape)}, {weight.shape} and {None if bias is None else tuple(bias.shape)}"
-        )
-    if x.dtype not in _NUMBERS or (bias is not None and (bias.dtype != x.dtype or bias.stride(0) != 1)):
-        raise ValueError(
-            f"linear needs x and bias in one of {', '.join(map(str, _NUMBERS))}; "
-            f"got {x.dtype} and {None if bias is None else bias.dtype}"
-        )
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from torch import Tensor
 from tightwire.kernels.spec.attention import write_kv_reference
 from tightwire.kernels.spec.int8_heads import cache_width
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix, dequantize_reference
+from tightwire.kernels.spec.packed_format import PACKED_FORMATS
 from tightwire.kernels.spec.packed_int8 import linear_int8_reference
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
@@ -74,7 +75,8 @@ def apply_rope_reference(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tenso
     return torch.cat((rotated_THE.to(x_THE.dtype), x_THE[..., turned:]), dim=-1)
 
 
-def _head_norm(x_THE: Tensor, weight: Tensor, norms: HeadNorms, column: int) -> Tensor:
+def head_norm(x_THE: Tensor, weight: Tensor, norms: HeadNorms, column: int) -> Tensor:
+    """The queries (column 0) or keys (1), normalized, in their dtype."""
     x_TX, mean_T1 = (x_THE.flatten(1) if norms.whole else x_THE), None
     if norms.mean_squares_T2 is not None:
         mean_T1 = norms.mean_squares_T2[:, column : column + 1]
@@ -95,7 +97,7 @@ def rotate_and_cache_reference(
     num_heads = qkv_THE.shape[1] - 2 * num_kv_heads
     q_THE, k_TKE, v_TKE = torch.split(qkv_THE, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if norms is not None:
-        q_THE, k_TKE = _head_norm(q_THE, norms.q_norm, norms, 0), _head_norm(k_TKE, norms.k_norm, norms, 1)
+        q_THE, k_TKE = head_norm(q_THE, norms.q_norm, norms, 0), head_norm(k_TKE, norms.k_norm, norms, 1)
     write_kv_reference(apply_rope_reference(k_TKE, cos_TE, sin_TE), v_TKE, k_cache_NKPE, v_cache_NKPE, slot_T)
     return apply_rope_reference(q_THE, cos_TE, sin_TE)
 
@@ -169,3 +171,29 @@ def check_gates(gate_up: Tensor) -> None:
             f"swiglu needs (T, 2F) with contiguous rows in one of {_NAMES}; "
             f"got {tuple(gate_up.shape)} {gate_up.dtype} with strides {gate_up.stride()}"
         )
+
+
+def check_linear(x: Tensor, weight: Matrix, bias: Tensor | None) -> None:
+    """Raise ValueError unless these are tensors of ``linear``: all on one device, x and bias of one dtype."""
+    if x.shape[1] != weight.shape[1] or (bias is not None and bias.shape[0] != weight.shape[0]):
+        raise ValueError(
+            "linear needs x (T, D), weight (O, D) and bias (O,) or None; "
+            f"got {tuple(x.shape)}, {tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}"
+        )
+    stored = weight.format.name if isinstance(weight, PackedMatrix) else weight.dtype
+    if (
+        x.dtype not in _NUMBERS
+        or stored not in (x.dtype, *PACKED_FORMATS)
+        or (bias is not None and bias.dtype != x.dtype)
+    ):
+        raise ValueError(
+            f"linear needs x, weight (unless packed) and bias in one of {_NAMES}; "
+            f"got {x.dtype}, {stored} and {None if bias is None else bias.dtype}"
+        )
+    if weight.device != x.device or (bias is not None and bias.device != x.device):
+        raise ValueError(
+            f"linear needs x, weight and bias on one device; x is on {x.device}, the weight on {weight.device}"
+        )
+    strides = weight.blocks_OB.stride() if isinstance(weight, PackedMatrix) else weight.stride()
+    if x.stride(1) != 1 or strides[1] != 1 or (bias is not None and bias.stride(0) != 1):
+        raise ValueError(f"linear needs contiguous rows; got strides {x.stride()} and {strides}")

@@ -125,16 +125,13 @@ def _windows(config: Mapping[str, Any], family: Family, fields: Mapping[str, Any
     if family.nope_every and flags is not None:
         found["nope"] = tuple(layer for layer in layers if not flags[layer])
     if family.full_every and config.get("sliding_window"):
-        types = config.get("layer_types") or _layer_types(layers, config, family)
+        every = config.get("sliding_window_pattern") or family.full_every
+        by_pattern = [_FULL if every > 1 and (layer + 1) % every == 0 else _SLIDING for layer in layers]
+        types = config.get("layer_types") or by_pattern
         window, sliding = _size(config, "sliding_window"), tuple(layer for layer in layers if types[layer] == _SLIDING)
         if sliding:
             found |= {"window": window, "sliding": sliding}
     return found
-
-
-def _layer_types(layers: range, config: Mapping[str, Any], family: Family) -> list[str]:
-    every = config.get("sliding_window_pattern") or family.full_every
-    return [_FULL if every > 1 and (layer + 1) % every == 0 else _SLIDING for layer in layers]
 
 
 def _ids(key: str, *values: int | Sequence[int] | None) -> tuple[int, ...]:

@@ -90,7 +90,9 @@ class Sampler:
         """
         if logits_RV.shape != (len(rows), self._vocab_size):
             raise ValueError(f"expected logits ({len(rows)}, {self._vocab_size}), got {tuple(logits_RV.shape)}")
-        batch = self._prepared(rows)
+        if self._batch is None or list(map(id, self._batch.rows)) != list(map(id, rows)):
+            self._batch = _Batch(list(rows), self._vocab_size, self._device)
+        batch = self._batch
         positions_R = np.array([len(row.token_ids) - row.num_prompt_tokens for row in rows], np.uint64)
         processed_RV = self._processed(logits_RV, batch, positions_R)
         best_R, greedy_R = processed_RV.max(-1)  # the first of equal logits, so the lowest id
@@ -122,11 +124,6 @@ class Sampler:
             self.grammars.release(row)
         if self._batch is not None and any(row is held for held in self._batch.rows):
             self._batch = None
-
-    def _prepared(self, rows: Sequence[SamplingRow]) -> "_Batch":
-        if self._batch is None or list(map(id, self._batch.rows)) != list(map(id, rows)):
-            self._batch = _Batch(list(rows), self._vocab_size, self._device)
-        return self._batch
 
     def _processed(self, logits_RV: Tensor, batch: "_Batch", positions_R: np.ndarray) -> Tensor:
         """Return logits after bias, bans and penalties; the same tensor if there are none."""

@@ -48,7 +48,7 @@ def _check_refusals(group: Group) -> None:
         linear_packed(torch.zeros(2, 32), weight, None)
     with pytest.raises(ValueError, match=r"and \(2,\)"):
         linear_packed(torch.zeros(2, 64), weight, torch.zeros(2))
-    with pytest.raises(ValueError, match=r"got torch.float32 and torch.float16"):
+    with pytest.raises(ValueError, match="got torch.float32, Q8_0 and torch.float16"):
         linear_packed(torch.zeros(2, 64), quantize(torch.zeros(3, 64), Q8_0), torch.zeros(3).half())
 
 
