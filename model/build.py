@@ -14,8 +14,8 @@ from tightwire.model.adapters.product import AdapterProducts, AdapterRoom
 from tightwire.model.cache.kv_cache import CacheSource, KVCache, OffloadedCache
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.reader import CheckpointReader
+from tightwire.model.decoder import Llama
 from tightwire.model.layout import Layout, Shard
-from tightwire.model.llama import Llama
 from tightwire.model.parallel import LogitsGather, TensorParallel
 from tightwire.model.runner import DecodeGraphs, ModelRunner, cuda_capture, graph_sizes
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan

@@ -22,7 +22,7 @@ from tightwire.model.adapters.product import SITES, AdapterProducts
 from tightwire.model.cache.key_bias import KeyBiases
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.layers import finish, norm_form
+from tightwire.model.layer_kernels import finish, norm_form
 from tightwire.model.layout import Shard
 from tightwire.model.rope import Angles
 from tightwire.model.step import Batch

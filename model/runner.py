@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tightwire.comm.lane import Lane
 from tightwire.comm.ledger.ledger import Ledger
-from tightwire.model.llama import Llama
+from tightwire.model.decoder import Llama
 from tightwire.model.parallel import LogitsGather
 from tightwire.model.step import Batch, StepArrays, StepPlan, cut, cut_row, cut_up, ints, num_deferred, resolve_deferred
 from tightwire.model.transfer import overwrite, upload

@@ -19,8 +19,8 @@ from tightwire.comm.policy.routes import Routes, make_candidates
 from tightwire.kernels.layer_ops import rms_norm
 from tightwire.kernels.packed import dequantize
 from tightwire.model.cache.kv_cache import KVCache
-from tightwire.model.layers import norm_form
-from tightwire.model.llama import Llama
+from tightwire.model.decoder import Llama
+from tightwire.model.layer_kernels import norm_form
 from tightwire.model.open import Checkpoint
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.step import Batch

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tightwire.kernels.cpu.library import has_pairs, lib, struct
 from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_items, run_on_rows
+from tightwire.kernels.spec.gguf_blocks import GROUP_ELEMS, INTERLEAVED_ROWS
 from tightwire.kernels.spec.layer_ops import check_linear
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix, StackedMatrix, Weight
-from tightwire.kernels.spec.packed_format import GROUP_ELEMS, INTERLEAVED_ROWS
 
 # One thread multiplies with this many weights (with eight rows, or waiting for memory with fewer) in about 100 us.
 _WORK_PER_THREAD = 1 << 20

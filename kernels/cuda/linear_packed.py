@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tightwire.kernels.cuda.launch import launch
 from tightwire.kernels.cuda.numbers import INTERPRETED, narrowed, raw, widened
+from tightwire.kernels.spec.gguf_block_parts import IQ4_TABLE
 from tightwire.kernels.spec.layer_ops import check_linear
 from tightwire.kernels.spec.packed import PackedMatrix
-from tightwire.kernels.spec.packed_parts import IQ4_TABLE
 
 _ROWS = tl.constexpr(16)  # rows of a tile: the minimum of matrix units
 _OUTPUTS = tl.constexpr(32)
@@ -31,7 +31,7 @@ _IQ4_LOW, _IQ4_HIGH = (
 class _Fields:
     """Where a block's codes are, a constant of the compiled kernel.
 
-    A plane's codes are the lowest bits of ``run`` bytes, then their next bits, and so on, then the next bytes (``packed_parts``).
+    A plane's codes are the lowest bits of ``run`` bytes, then their next bits, and so on, then the next bytes (``gguf_block_parts``).
     """
 
     at: int

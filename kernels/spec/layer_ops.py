@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightwire.kernels.spec.attention import write_kv_reference
+from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.kernels.spec.int8_heads import cache_width
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix, dequantize_reference
-from tightwire.kernels.spec.packed_format import PACKED_FORMATS
 from tightwire.kernels.spec.packed_int8 import linear_int8_reference
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,6 +1,6 @@
 """Packed matrices: weights in 2 to 8 bits, made from floats and converted back.
 
-The layout is ``packed_format``'s. ``linear`` multiplies with such a matrix, ``kernels.packed`` converts rows to floats fast.
+The layout is ``gguf_blocks``'s. ``linear`` multiplies with such a matrix, ``kernels.packed`` converts rows to floats fast.
 """
 
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tightwire.kernels.spec.packed_format import GROUP_ELEMS, INTERLEAVED_ROWS, Q4_0, Q4_1, Q8_0, PackedFormat
-from tightwire.kernels.spec.packed_parts import parts_of
+from tightwire.kernels.spec.gguf_block_parts import parts_of
+from tightwire.kernels.spec.gguf_blocks import GROUP_ELEMS, INTERLEAVED_ROWS, Q4_0, Q4_1, Q8_0, PackedFormat
 
 
 @dataclass(frozen=True, slots=True, eq=False)

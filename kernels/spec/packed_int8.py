@@ -16,8 +16,8 @@ Source: quantize_row_q8_1 and ggml_vec_dot_q4_1_q8_1 of llama.cpp, which add in 
 import torch
 from torch import Tensor
 
+from tightwire.kernels.spec.gguf_blocks import GROUP_ELEMS, INTERLEAVED_ROWS
 from tightwire.kernels.spec.packed import PackedMatrix, block_parts
-from tightwire.kernels.spec.packed_format import GROUP_ELEMS, INTERLEAVED_ROWS
 
 _TINY = 1e-30
 

@@ -11,8 +11,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix
-from tightwire.kernels.spec.packed_format import PACKED_FORMATS
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf_header import GgufHeader, split_parts

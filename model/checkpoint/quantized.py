@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tightwire.kernels.spec.gguf_blocks import GROUP_ELEMS, Q4_0, Q4_1, Q8_0, PackedFormat
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix
-from tightwire.kernels.spec.packed_format import GROUP_ELEMS, Q4_0, Q4_1, Q8_0, PackedFormat
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.quantization import Quantization
 from tightwire.model.checkpoint.reader import growth_of, row_chunks, store_rows

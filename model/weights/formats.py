@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from tightwire.kernels.spec.gguf_blocks import GROUP_ELEMS, PACKED_FORMATS, Q4_1, Q8_0, PackedFormat
 from tightwire.kernels.spec.packed import Weight
-from tightwire.kernels.spec.packed_format import GROUP_ELEMS, PACKED_FORMATS, Q4_1, Q8_0, PackedFormat
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD, NORMS

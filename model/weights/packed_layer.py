@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.protocols import Moved
+from tightwire.kernels.spec.gguf_blocks import PackedFormat
 from tightwire.kernels.spec.packed import PackedMatrix, StackedMatrix, Weight
-from tightwire.kernels.spec.packed_format import PackedFormat
 from tightwire.model.buffers import PAGE_BYTES
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard

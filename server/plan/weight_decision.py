@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import torch
 
-from tightwire.kernels.spec.packed_format import GROUP_ELEMS
+from tightwire.kernels.spec.gguf_blocks import GROUP_ELEMS
 from tightwire.model.weights import EVERYTHING_RESIDENT, LEAST_STREAMED, WEIGHT_CODECS, WeightPlan, spread
 from tightwire.model.weights.formats import QUANTIZED_AS
 from tightwire.model.weights.packed_layer import pack_model, weight_codec

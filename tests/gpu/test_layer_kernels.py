@@ -5,6 +5,7 @@ import torch
 
 from tightwire.kernels.layer_ops import add_rms_norm, rotate_and_cache, swiglu
 from tightwire.kernels.linear import linear
+from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.kernels.spec.layer_ops import (
     NormForm,
     add_rms_norm_reference,
@@ -12,7 +13,6 @@ from tightwire.kernels.spec.layer_ops import (
     swiglu_reference,
 )
 from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference, quantize
-from tightwire.kernels.spec.packed_format import PACKED_FORMATS
 
 pytestmark = pytest.mark.gpu
 

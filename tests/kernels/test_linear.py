@@ -8,8 +8,8 @@ import torch
 from tightwire.kernels import linear as linear_module
 from tightwire.kernels.cpu import linear_widened
 from tightwire.kernels.linear import linear
+from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS, PackedFormat
 from tightwire.kernels.spec.packed import quantize
-from tightwire.kernels.spec.packed_format import PACKED_FORMATS, PackedFormat
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

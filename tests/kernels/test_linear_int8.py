@@ -12,8 +12,8 @@ from tightwire.kernels.cpu.library import available
 from tightwire.kernels.cpu.linear import interleave_cpu
 from tightwire.kernels.linear import linear
 from tightwire.kernels.packed import dequantize, embedding
+from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS, Q4_1, PackedFormat
 from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference, quantize
-from tightwire.kernels.spec.packed_format import PACKED_FORMATS, Q4_1, PackedFormat
 from tightwire.kernels.spec.packed_int8 import interleave_reference, linear_int8_reference, quantize_activations
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs the compiled kernels")

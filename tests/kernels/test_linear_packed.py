@@ -11,9 +11,9 @@ from tightwire.kernels import linear as linear_module
 from tightwire.kernels.cpu.library import has_pairs
 from tightwire.kernels.linear import linear
 from tightwire.kernels.packed import dequantize
+from tightwire.kernels.spec.gguf_blocks import Q4_1, Q6_K, PackedFormat
 from tightwire.kernels.spec.layer_ops import linear_reference
 from tightwire.kernels.spec.packed import PackedMatrix, quantize
-from tightwire.kernels.spec.packed_format import Q4_1, Q6_K, PackedFormat
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

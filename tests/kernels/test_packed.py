@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightwire.kernels.packed import dequantize, embedding
+from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS, Q4_0, Q4_1, Q8_0, PackedFormat
 from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference, quantize
-from tightwire.kernels.spec.packed_format import PACKED_FORMATS, Q4_0, Q4_1, Q8_0, PackedFormat
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -18,15 +18,15 @@ from torch import Tensor
 from tightwire.kernels.cpu.library import available
 from tightwire.kernels.cpu.linear import interleave_cpu
 from tightwire.kernels.spec import attention, layer_ops
+from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS, Q4_0, Q4_1, Q8_0, PackedFormat
 from tightwire.kernels.spec.int8_heads import parts_of
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix, StackedMatrix, Weight, quantize
-from tightwire.kernels.spec.packed_format import PACKED_FORMATS, Q4_0, Q4_1, Q8_0, PackedFormat
 from tightwire.model import decode_program
-from tightwire.model import layers as layers_file
+from tightwire.model import layer_kernels as layers_file
 from tightwire.model.cache.key_bias import KeyBiases
 from tightwire.model.cache.kv_cache import KVCache
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.layers import EagerLayers
+from tightwire.model.layer_kernels import EagerLayers
 from tightwire.model.layout import Shard, make_layout
 from tightwire.model.rope import rope_tables
 from tightwire.model.step import Batch

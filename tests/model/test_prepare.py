@@ -23,8 +23,8 @@ from tightwire.kernels.spec.packed import Matrix, PackedMatrix
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.cache.kv_cache import KVCache
 from tightwire.model.checkpoint.errors import ModelError, PrepareError
+from tightwire.model.decoder import Llama
 from tightwire.model.layout import make_layout
-from tightwire.model.llama import Llama
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.prepare import PrepareOptions, prepare

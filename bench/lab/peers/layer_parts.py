@@ -23,7 +23,7 @@ from tightwire.bench.stream.options import StreamOptions
 from tightwire.bench.stream.rank import Rank, make_step
 from tightwire.comm.group.group import Group
 from tightwire.kernels.spec.attention import PackedSequences
-from tightwire.model import layers, llama
+from tightwire.model import decoder, layer_kernels
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.hf_config import config_to_hf
 from tightwire.model.open import open_checkpoint
@@ -159,15 +159,15 @@ def _rotation(args: Sequence[Any], result: Tensor) -> tuple[int, int]:
 _Kernel = tuple[Any, str, str, _Cost]
 _KERNELS: tuple[_Kernel, ...] = (
     (TensorParallel, "embed", "embedding", lambda args, result: (2 * result.nbytes, 0)),
-    (layers, "linear", "products", _product),
-    (layers, "paged_attention", "attention", _attention),
-    (layers, "add_rms_norm", "norm", _each_once),
-    (layers, "rms_norm", "norm", _each_once),
-    (llama, "rms_norm", "norm", _each_once),
-    (layers, "rotate_and_cache", "rope, cache write", _rotation),
-    (layers, "swiglu", "SwiGLU", _each_once),
+    (layer_kernels, "linear", "products", _product),
+    (layer_kernels, "paged_attention", "attention", _attention),
+    (layer_kernels, "add_rms_norm", "norm", _each_once),
+    (layer_kernels, "rms_norm", "norm", _each_once),
+    (decoder, "rms_norm", "norm", _each_once),
+    (layer_kernels, "rotate_and_cache", "rope, cache write", _rotation),
+    (layer_kernels, "swiglu", "SwiGLU", _each_once),
     (TensorParallel, "sum_rows", _SUMS, _each_once),
-    (llama, "linear", "logits", _product),
+    (decoder, "linear", "logits", _product),
     (TensorParallel, "gather_logits", "logits", lambda args, result: (0, 0)),
 )
 

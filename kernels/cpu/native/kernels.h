@@ -271,7 +271,7 @@ typedef struct {
     tw_phase *phases;
     int64_t hidden_size, num_heads, num_kv_heads, heads_per_kv_head, skipped_heads, head_dim, mlp_size;
     int64_t kind, sum_kind, cache_kind;  // of partial sums and the residual: `sum_kind`; of all else but the cache: `kind`
-    int64_t half, norms_whole, gelu;  // as in tw_rotate_args, tw_head_norms and tw_swiglu_args
+    int64_t half, norms_whole, gelu;     // as in tw_rotate_args, tw_head_norms and tw_swiglu_args
     double eps, scale_log2, cap_log2, norm_offset, residual_scale;
     int64_t angle_stride, num_blocks, tokens_per_block, cache_block_stride;
     // Buffers, contiguous: normed (T, D), qkv (T, (H + 2 K) E), rotated (T, H, E), mixed (T, H, E), gate_up (T, 2 F),

@@ -113,7 +113,8 @@ void rotate_rows(const tw_rotate_args &args, int64_t start, int64_t stop) {
         if (args.norms.q_weight) {
             const float *squares = args.norms.mean_squares ? (const float *)args.norms.mean_squares + 2 * token : nullptr;
             norm_heads<Number>(args, heads, args.num_heads, args.norms.q_weight, squares);
-            norm_heads<Number>(args, heads + args.num_heads * args.head_stride, args.num_kv_heads, args.norms.k_weight, squares ? squares + 1 : nullptr);
+            norm_heads<Number>(args, heads + args.num_heads * args.head_stride, args.num_kv_heads, args.norms.k_weight,
+                               squares ? squares + 1 : nullptr);
         }
         const char *cosines = (const char *)args.cos + token * args.cos_stride;
         const char *sines = (const char *)args.sin + token * args.sin_stride;

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.protocols import Moved
-from tightwire.kernels.spec.packed_format import PACKED_FORMATS
+from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.model.buffers import page_aligned
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError, WeightsError

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS, PackedFormat
 from tightwire.kernels.spec.packed import PackedMatrix
-from tightwire.kernels.spec.packed_format import PACKED_FORMATS, PackedFormat
 
 each_format = pytest.mark.parametrize("packed", list(PACKED_FORMATS.values()), ids=list(PACKED_FORMATS))
 

@@ -11,7 +11,7 @@ import torch
 from gguf.quants import quantize
 from tiny import tiny_config, tiny_tensors
 
-from tightwire.kernels.spec.packed_format import PACKED_FORMATS
+from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.gguf_rope import llama3_divisor
 from tightwire.model.checkpoint.hf_config import config_from_hf

@@ -6,8 +6,8 @@ from helpers.kernels.interpreted import InterpretedRank, needs_triton
 from helpers.kernels.packed_blocks import common_blocks
 
 from tightwire.comm.group.group import Group
+from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS, Q4_1, Q8_0
 from tightwire.kernels.spec.packed import dequantize_reference, quantize
-from tightwire.kernels.spec.packed_format import PACKED_FORMATS, Q4_1, Q8_0
 
 pytestmark = needs_triton
 

@@ -7,8 +7,8 @@ import torch
 from helpers.model.quantized_folders import SCHEMES, make_quantized
 from safetensors.torch import load_file, save_file
 
+from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference
-from tightwire.kernels.spec.packed_format import PACKED_FORMATS
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.open import open_checkpoint
 

@@ -12,8 +12,8 @@ from helpers.model.tiny_gguf import make_tiny_gguf
 from tiny import make_tiny
 
 from tightwire.kernels.packed import dequantize
+from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS, Q4_1, Q8_0
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix, StackedMatrix
-from tightwire.kernels.spec.packed_format import PACKED_FORMATS, Q4_1, Q8_0
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.tensors import EMBEDDING, HEAD, expected_tensors

@@ -264,7 +264,7 @@ def test_swiglu(gelu: bool) -> None:
 def test_packed_product(name: str, dtype: torch.dtype, capability: int) -> None:
     """Sixteen-bit numbers are multiplied in matrix units, float32 not, as they would round it."""
     from tightwire.kernels.cuda.linear_packed import _packed_product
-    from tightwire.kernels.spec.packed_format import PACKED_FORMATS
+    from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 
     types = {**dict.fromkeys(("x", "bias", "out"), TYPES[dtype]), "blocks": "*u8", "halves": "*fp16"}
     ptx = _ptx(_packed_product, capability, types, {"PACKED": PACKED_FORMATS[name], "BIASED": True})

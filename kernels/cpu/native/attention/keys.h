@@ -156,7 +156,8 @@ INLINE void decode_biased(const tw_attend_args &args, const Place &place, int64_
 
 // A position's key and value as rows of Out.
 template <class Out>
-INLINE void decode_codes(const tw_attend_args &args, const Place &place, int64_t kv_head, int64_t padded, char *key, char *value) {
+INLINE void decode_codes(const tw_attend_args &args, const Place &place, int64_t kv_head, int64_t padded, char *key,
+                         char *value) {
     if (args.key_bias.bias)
         decode_biased<Out>(args, place, kv_head, padded, key);
     else

@@ -1,4 +1,4 @@
-// Packed weights (kernels/spec/packed_format.py): where the codes, scales and minima of a block are.
+// Packed weights (kernels/spec/gguf_blocks.py): where the codes, scales and minima of a block are.
 //
 // A Source has the fields at places of a block: `word` of four bytes, `pair` of two and `byte`, and float16 `half`. TileSource has those
 // of a register of interleaved blocks (interleaved.h), and BlockSource those of one.
@@ -207,7 +207,7 @@ INLINE auto with_packed(int64_t kind, Work work) {
         case 14: return work(Q6_K());
         case 15: return work(IQ4_XS());
     }
-    __builtin_trap();  // packed_format.py has no other kinds
+    __builtin_trap();  // gguf_blocks.py has no other kinds
 }
 
 // --- codes ------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 // Interleaved rows: sixteen packed rows as tiles, in which each piece of their blocks lies row beside row.
 #pragma once
-#include "packed.h"
+#include "unpack.h"
 
 namespace {
 

@@ -15,7 +15,7 @@
 
 #include "../parallel.h"
 #include "int8_activations.h"
-#include "packed.h"
+#include "unpack.h"
 #include "tiles.h"
 
 namespace {

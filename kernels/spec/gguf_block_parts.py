@@ -1,11 +1,11 @@
-"""Codes, scales and minima of packed blocks, read bit by bit: the meaning of the bytes of ``packed_format``."""
+"""Codes, scales and minima of packed blocks, read bit by bit: the meaning of the bytes of ``gguf_blocks``."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from tightwire.kernels.spec.packed_format import PackedFormat
+from tightwire.kernels.spec.gguf_blocks import PackedFormat
 
 IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4_TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)

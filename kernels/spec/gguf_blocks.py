@@ -26,7 +26,7 @@ integer of 4 to 8 bits. Codes have a bias taken off, or are looked up in a table
 x is computed in float32. Scales and products of scale and code are exact there (at most 24 bits), so x is rounded once, when
 a minimum is added, fused or not; without one it is not rounded.
 
-Source: ggml/src/ggml-common.h of llama.cpp, and dequantize_row_* of ggml-quants.c; ``packed_parts`` reads the bits.
+Source: ggml/src/ggml-common.h of llama.cpp, and dequantize_row_* of ggml-quants.c; ``gguf_block_parts`` reads the bits.
 """
 
 from dataclasses import dataclass

@@ -35,7 +35,7 @@ from tightwire.model.cache.key_bias import KeyBiases
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.decode_program import DecodeProgram
-from tightwire.model.layers import EagerLayers, Layers, norm_form
+from tightwire.model.layer_kernels import EagerLayers, Layers, norm_form
 from tightwire.model.parallel import RowSums, TensorParallel
 from tightwire.model.rope import rope_tables
 from tightwire.model.step import Batch
