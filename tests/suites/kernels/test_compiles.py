@@ -256,18 +256,25 @@ def test_swiglu(gelu: bool) -> None:
     ("name", "dtype", "capability"),
     [
         ("Q8_0", torch.bfloat16, A100),
-        ("Q4_0", torch.float16, L40),
-        ("Q4_1", torch.bfloat16, H100),
         ("Q4_1", torch.float32, L40),
+        ("Q5_1", torch.float16, L40),
+        ("Q2_K", torch.bfloat16, A100),
+        ("Q3_K", torch.float16, L40),
+        ("Q4_K", torch.bfloat16, H100),
+        ("Q6_K", torch.float32, H100),
+        ("IQ4_XS", torch.bfloat16, H100),
+        ("MXFP4", torch.float16, A100),
     ],
 )
 def test_packed_product(name: str, dtype: torch.dtype, capability: int) -> None:
     """Sixteen-bit numbers are multiplied in matrix units, float32 not, as they would round it."""
-    from tightwire.kernels.cuda.linear_packed import _packed_product
+    from tightwire.kernels.cuda.linear_packed import _FIELDS, _packed_product
     from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 
     types = {**dict.fromkeys(("x", "bias", "out"), TYPES[dtype]), "blocks": "*u8", "halves": "*fp16"}
-    ptx = _ptx(_packed_product, capability, types, {"PACKED": PACKED_FORMATS[name], "BIASED": True})
+    ptx = _ptx(
+        _packed_product, capability, types, {"PACKED": PACKED_FORMATS[name], "FIELDS": _FIELDS[name], "BIASED": True}
+    )
     assert ("mma.sync" in ptx) == (dtype != torch.float32) and "tf32" not in ptx
 
 
