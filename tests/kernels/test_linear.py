@@ -4,12 +4,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from helpers.kernels.packed_blocks import common_blocks
 
 from tightwire.kernels import linear as linear_module
 from tightwire.kernels.cpu import linear_widened
 from tightwire.kernels.linear import linear
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS, PackedFormat
-from tightwire.kernels.spec.packed import quantize
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -96,8 +96,8 @@ def test_no_rows() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("packed", [None, *PACKED_FORMATS.values()])
 def test_linear_in_float32_is_the_same_sum_not_rounded(dtype: torch.dtype, packed: PackedFormat | None) -> None:
-    x, plain = _random(5, 96, dtype=dtype), _random(70, 96, dtype=torch.float32, seed=1)
-    weight = plain.to(dtype) if packed is None else quantize(plain, packed)
+    x = _random(5, 256, dtype=dtype)
+    weight = _random(70, 256, dtype=dtype, seed=1) if packed is None else common_blocks(packed, 70, 256)
     bias = _random(70, 1, dtype=dtype, seed=2)[:, 0].contiguous()
     for given in (None, bias):
         got = linear(x, weight, given, out_dtype=torch.float32)
