@@ -24,10 +24,10 @@ from tightwire.server.hosts.place import HostPlace, listen
 from tightwire.server.ipc.channels import make_address
 from tightwire.server.plan.devices import num_cores
 from tightwire.server.plan.rank_setup import RankIdentity, RankWork
-from tightwire.server.ranks import worker
 from tightwire.server.ranks.parent_death import die_with_parent, ignore_terminal_signals
 
-WORKER = (sys.executable, "-m", worker.__name__)
+# Not imported here: it imports torch, and the ranks must start before that.
+WORKER = (sys.executable, "-m", f"{__package__}.worker")
 # The store resolves the names of clients, and warns where there is no DNS.
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")

@@ -69,3 +69,10 @@ def _wait_for_main(pid: int) -> None:
     while not children.read_text().strip():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+
+
+def test_ranks_can_start_before_torch_is_imported() -> None:
+    """The parent takes a second to import it, and the ranks import it meanwhile."""
+    code = "import sys, tightwire.server.cli.start, tightwire.server.ranks.processes; sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
