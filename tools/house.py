@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (("bench",), ("server", "training"), ("model",), ("comm",), ("kernels",))  # from the top down
 # Lines of Python and C++. A feature that does not fit makes room first: the numbers do not follow the code.
 BUDGET = {"bench": 11_000, "server": 16_400, "training": 8_400, "model": 9_000, "comm": 7_800, "kernels": 10_000}
-MAX_FOLDER_FILES, MAX_FILE_LINES = 20, 480
+MAX_FOLDER_FILES, MAX_FILE_LINES = 20, 400
 MIRRORED = {"package": "src/tightwire"}  # folders of tests whose names differ from what they test
 UNMIRRORED = ("contracts", "deploy", "gpu", "suites")
 # The only files that name modules as text: the tables of verbs, and the registry of AllReduces.
