@@ -5,6 +5,7 @@ import contextlib
 import os
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ class Joining:
         return Hello(place.node, place.address, place.interface, place.listens(self.ranks), self.facts)
 
 
-class Side:
+class Side(ABC):
     """One node of several. Sends beats, and holds this node's ports until its ranks take them."""
 
     def __init__(self, joining: Joining) -> None:
@@ -73,9 +74,9 @@ class Side:
     def _closing(self) -> bool:
         return self._ending is not None
 
+    @abstractmethod
     def _channels(self) -> Sequence[Channel]:
         """The connections to the other nodes."""
-        raise NotImplementedError
 
     def _tell(self, message: Message) -> None:
         for channel in self._channels():
