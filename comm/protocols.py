@@ -90,6 +90,10 @@ class Transport(Protocol):
         """One ring step: send ``buf`` to rank + 1, return the ``recv_bytes`` (by default as many) that rank - 1 sent."""
         ...
 
+    def deliver(self, parts: Sequence[Tensor], recv_bytes: Sequence[int]) -> list[Tensor]:
+        """Send ``parts[i]`` to rank i, each of any length; entry i of the result has the ``recv_bytes[i]`` from rank i."""
+        ...
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The library's sum (gloo, NCCL), a new tensor."""
         ...

@@ -49,6 +49,10 @@ class ThrottledTransport:
         self._carry(buf.numel() if self.world_size > 1 else 0)
         return self._transport.shift(buf, recv_bytes)
 
+    def deliver(self, parts: Sequence[Tensor], recv_bytes: Sequence[int]) -> list[Tensor]:
+        self._carry(sum(part.numel() for part in parts) - parts[self.rank].numel())
+        return self._transport.deliver(parts, recv_bytes)
+
     def all_reduce(self, x: Tensor) -> Tensor:
         hops = 2 * (self.world_size - 1)
         self._carry(hops * x.numel() // self.world_size * x.element_size(), rounds=hops)
@@ -95,6 +99,9 @@ class WeightlessTransport:
 
     def shift(self, buf: Tensor, recv_bytes: int | None = None) -> Tensor:
         return _sized(buf, buf.numel() if recv_bytes is None else recv_bytes)
+
+    def deliver(self, parts: Sequence[Tensor], recv_bytes: Sequence[int]) -> list[Tensor]:
+        return [_sized(part, size) for part, size in zip(parts, recv_bytes, strict=True)]
 
     def all_reduce(self, x: Tensor) -> Tensor:
         raise ValueError(

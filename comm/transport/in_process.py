@@ -95,6 +95,12 @@ class InProcessTransport:
         self.bytes_sent += buf.numel() if self.world_size > 1 else 0
         return self._depart(received)
 
+    def deliver(self, parts: Sequence[Tensor], recv_bytes: Sequence[int]) -> list[Tensor]:
+        received = self.exchange(parts)
+        got = [part.numel() for part in received]
+        assert got == list(recv_bytes), f"rank {self.rank} expected {list(recv_bytes)} bytes and got {got}"
+        return received
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums in rank order; counts the bytes of a library's ring, as the other transports do for ``native``."""
         result = sum_in_rank_order(self._swap(x, "all_reduce"))

@@ -25,7 +25,7 @@ from tightwire.comm.transport.store_notes import FailureNotes, Note
 _TIME_SPENT = re.compile(r", [0-9.]+ s$")  # at the end of a description of a running collective
 _MAX_TAG = (1 << 31) - 1
 _PIECE_BYTES = 8 << 20  # the part of a long gather, to each rank, between two progress reports
-_SIZED_BY_RANK = ("sparse_all_gather",)  # collectives whose message size may differ by rank
+_SIZED_BY_RANK = ("sparse_all_gather", "deliver")  # collectives whose message size may differ by rank
 
 
 class TransferError(RuntimeError):
@@ -167,6 +167,11 @@ class GlooTransport(ProcessGroupTransport):
         self._send_recv([(after, buf)], [(before, received)])
         return received
 
+    def deliver(self, parts: Sequence[Tensor], recv_bytes: Sequence[int]) -> list[Tensor]:
+        received = [part if peer == self.rank else part.new_empty(recv_bytes[peer]) for peer, part in enumerate(parts)]
+        self._swap(parts, received)
+        return received
+
     def barrier(self) -> None:
         sent_before = self.bytes_sent
         self.gather(torch.zeros(1, dtype=torch.uint8))
@@ -250,6 +255,12 @@ class NcclTransport(ProcessGroupTransport):
         incoming[before] = buf.numel() if recv_bytes is None else recv_bytes
         received = self._all_to_all(buf, outgoing, incoming)[before]
         self.bytes_sent += buf.numel()
+        return received
+
+    def deliver(self, parts: Sequence[Tensor], recv_bytes: Sequence[int]) -> list[Tensor]:
+        outgoing = [part.numel() for part in parts]
+        received = self._all_to_all(torch.cat(list(parts)), outgoing, list(recv_bytes))
+        self.bytes_sent += sum(outgoing) - outgoing[self.rank]
         return received
 
     def barrier(self) -> None:

@@ -14,7 +14,7 @@ change an element's sum.
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -30,6 +30,9 @@ from tightwire.comm.transport.shared_board import BARRIER, EXCHANGE, FLASH, GATH
 from tightwire.kernels.cpu.library import ffi, lib, struct
 from tightwire.kernels.cpu.run import NUMBER_KIND
 from tightwire.kernels.cpu.shared_sums import DONE, call_word
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 
 class SharedMemoryTransport(SharedTurns):
@@ -98,11 +101,17 @@ class SharedMemoryTransport(SharedTurns):
         self.bytes_sent += buf.numel()
         return received
 
+    def deliver(self, parts: Sequence[Tensor], recv_bytes: Sequence[int]) -> list[Tensor]:
+        return self._by_library(self._library.deliver, parts, recv_bytes)
+
     def all_reduce(self, x: Tensor) -> Tensor:
+        return self._by_library(self._library.all_reduce, x)
+
+    def _by_library(self, call: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         self.board.announce()
         sent_before = self._library.bytes_sent
         try:
-            result = self._library.all_reduce(x)
+            result = call(*args, **kwargs)
         except CommError as error:
             self._failure = type(error)(f"{error} Last collectives: {self.board.last_collectives()}", error.ranks)
             self.close()

@@ -77,6 +77,20 @@ def _check_shift(group: Group) -> None:
     assert group.transport.bytes_sent - before == 8 + rank
 
 
+def _check_deliver(group: Group) -> None:
+    rank, num_ranks = group.rank, group.world_size
+    for length in (
+        lambda i, j: 5 * i + 3 * j,
+        lambda i, j: 40 if j == i + 1 else 0,
+    ):  # any lengths; to the next rank only
+        before = group.transport.bytes_sent
+        with group.recorded("deliver", "direct", rank):
+            parts = [_message(rank, peer, length(rank, peer)) for peer in range(num_ranks)]
+            received = group.transport.deliver(parts, [length(peer, rank) for peer in range(num_ranks)])
+        assert all(torch.equal(got, _message(i, rank, length(i, rank))) for i, got in enumerate(received))
+        assert group.transport.bytes_sent - before == sum(part.numel() for part in parts) - len(parts[rank])
+
+
 def _check_ownership(group: Group) -> None:
     """A sender may overwrite its buffer at once, a receiver what it received."""
     for turn in range(20):
@@ -104,5 +118,13 @@ def test_moves_and_counts_bytes(over: str, world_size: int) -> None:
 
 
 def _check_all(group: Group) -> None:
-    for check in (_check_exchange, _check_gather, _check_memory, _check_shift, _check_ownership, _check_barrier):
+    for check in (
+        _check_exchange,
+        _check_gather,
+        _check_memory,
+        _check_shift,
+        _check_deliver,
+        _check_ownership,
+        _check_barrier,
+    ):
         check(group)
