@@ -14,6 +14,9 @@ from tightwire.kernels.spec.layer_ops import (
     HeadNorms,
     NormForm,
     add_rms_norm_reference,
+    check_add_norm,
+    check_gates,
+    check_norm,
     check_rotation,
     rms_norm_reference,
     rotate_and_cache_reference,
@@ -23,6 +26,7 @@ from tightwire.kernels.spec.layer_ops import (
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, form: NormForm) -> Tensor:
     """``rms_norm_reference``, equal to it except for the order of the float32 sum over D; in the dtype of the weight."""
+    check_norm(x_TD, x_TD, weight_D)
     if x_TD.is_cuda:
         return _triton().rms_norm(x_TD, weight_D, form)
     return (rms_norm_cpu if available() else rms_norm_reference)(x_TD, weight_D, form)
@@ -40,6 +44,7 @@ def add_rms_norm(
 
     ``dtype``: of the first result, if there is no ``weight``; weights have one dtype.
     """
+    check_add_norm(x_TD, residual_TD, weight_D, x_weight_D, dtype)
     if x_TD.is_cuda:
         return _triton().add_rms_norm(x_TD, residual_TD, weight_D, form, x_weight_D, dtype)
     add = add_rms_norm_cpu if available() else add_rms_norm_reference
@@ -80,9 +85,9 @@ def rotate_and_cache(
     Raises:
         ValueError: shapes or dtypes that do not match, or (on CPU) a slot outside the cache.
     """
+    check_rotation(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T, norms)
     if qkv_THE.is_cuda:
         return _triton().rotate_and_cache(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T, norms)
-    check_rotation(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
     if not slots_are_checked:
         check_slots(slot_T, k_cache_NKPE.shape[0] * k_cache_NKPE.shape[2])
     rotate = rotate_and_cache_cpu if available() else rotate_and_cache_reference
@@ -91,6 +96,7 @@ def rotate_and_cache(
 
 def swiglu(gate_up_T2F: Tensor, *, gelu: bool = False) -> Tensor:
     """``swiglu_reference``, within a few units in the last place of float32 before it rounds; contiguous."""
+    check_gates(gate_up_T2F)
     if gate_up_T2F.is_cuda:
         return _triton().swiglu(gate_up_T2F, gelu=gelu)
     return (swiglu_cpu if available() else swiglu_reference)(gate_up_T2F, gelu=gelu)

@@ -91,7 +91,7 @@ class Llama:
         while the next is computed; None: sums and computation do not overlap.
         """
         start = _call if lane is None else lambda collective: lane.start(collective).wait
-        program = self._program if len(parts) == 1 and parts[0].is_decode else None
+        program = self._program if len(parts) == 1 and parts[0].phase == "decode" else None
         passes = [self._pass(part, program) for part in parts]
         results = [start(next(layers)) for layers in passes]
         hidden: list[Tensor] = []

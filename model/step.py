@@ -49,14 +49,13 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return len(self.logit_rows) // _INT_BYTES
 
     @property
-    def is_decode(self) -> bool:
-        """True when no row belongs to a prompt."""
-        return self.num_decode_rows == self.num_rows
-
-    @property
     def phase(self) -> str:
-        """The ledger's phase. A step with any prompt row sends large messages, so it counts as prefill."""
-        return "decode" if self.is_decode else "prefill"
+        return phase_of(self.num_decode_rows, self.num_rows)
+
+
+def phase_of(num_decode_rows: int, num_rows: int) -> str:
+    """Return the ledger's phase of a step. One with any prompt row sends large messages, so it counts as prefill."""
+    return "decode" if num_decode_rows == num_rows else "prefill"
 
 
 def make_plan(
@@ -197,14 +196,8 @@ class Batch:
     adapters_T: Tensor | None = None  # the slot of each row's adapter or -1; None: no row has one
 
     @property
-    def is_decode(self) -> bool:
-        """True when no row belongs to a prompt."""
-        return self.num_decode_rows == len(self.token_ids_T)
-
-    @property
     def phase(self) -> str:
-        """The ledger's phase of sums over all rows."""
-        return "decode" if self.is_decode else "prefill"
+        return phase_of(self.num_decode_rows, len(self.token_ids_T))
 
 
 def num_deferred(token_ids_T: np.ndarray) -> int:

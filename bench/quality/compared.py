@@ -1,4 +1,4 @@
-"""AllReduces with formats of ``kernels.spec.compared_formats`` on both legs, for ``bench quality`` only: ``spec:NAME``.
+"""AllReduces with formats of ``compared_formats`` on both legs, for ``bench quality`` only: ``spec:NAME``.
 
 Each rank gets the others' numbers exactly and computes both legs, so what it sends are not the bytes of the format.
 """
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tightwire.bench.quality.compared_formats import AmdFormat, uniform
 from tightwire.bench.quality.options import SPEC, is_compared
 from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import AllReduce
-from tightwire.kernels.spec.compared_formats import AmdFormat, uniform
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tightwire.kernels.cuda.launch import launch, padded
 from tightwire.kernels.cuda.numbers import bf16_above, from_bf16, narrowed, raw, widened
-from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, check_gates, check_norm, check_rotation, head_norm
+from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, head_norm
 
 _MAX_ROW_ELEMS = 1 << 16  # a row is held in the registers of one program
 # Each of 128 threads rotates eight pairs: a vector of 16-bit numbers from either half of a head.
@@ -23,7 +23,6 @@ _GATED_ELEMS = 1024  # a vector of eight 16-bit numbers for each of 128 threads
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, form: NormForm) -> Tensor:
     """Compute ``layer_ops.rms_norm_reference``; only the order of the float32 sum over D and the root's last bit differ."""
-    check_norm(x_TD, x_TD, weight_D)
     out_TD = torch.empty(x_TD.shape, dtype=weight_D.dtype, device=x_TD.device)
     _normalize(x_TD, None, weight_D, None, out_TD, out_TD, form)
     return out_TD
@@ -38,9 +37,6 @@ def add_rms_norm(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``layer_ops.add_rms_norm_reference``: the normalized sum and the sum itself, both new tensors."""
-    for weight in (weight_D, x_weight_D):
-        if weight is not None:
-            check_norm(x_TD, residual_TD, weight)
     out_TD = torch.empty(x_TD.shape, dtype=dtype if weight_D is None else weight_D.dtype, device=x_TD.device)
     sum_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     _normalize(x_TD, residual_TD, weight_D, x_weight_D, out_TD, sum_TD, form)
@@ -119,7 +115,6 @@ def rotate_and_cache(
 
     Norms of all heads together are applied in a pass before; those of each head while it is rotated.
     """
-    check_rotation(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
     num_tokens, num_all_heads, head_dim = qkv_THE.shape
     _, num_kv_heads, tokens_per_block, stored = k_cache_NKPE.shape
     num_heads = num_all_heads - 2 * num_kv_heads
@@ -278,7 +273,6 @@ def _quantized(first_HE, second_HE):
 
 def swiglu(gate_up_T2F: Tensor, *, gelu: bool = False) -> Tensor:
     """Compute ``layer_ops.swiglu_reference``; silu loses some digits for large negative gates, where it is nearly 0."""
-    check_gates(gate_up_T2F)
     num_tokens, columns = gate_up_T2F.shape
     width = columns // 2
     out_TF = torch.empty((num_tokens, width), dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)

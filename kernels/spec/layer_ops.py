@@ -122,8 +122,10 @@ def linear_reference(
     return F.linear(x_TD.float(), weight_OD.float(), None if bias_O is None else bias_O.float()).to(out_dtype)
 
 
-def check_rotation(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Raise ValueError unless these are the tensors of ``rotate_and_cache``. Slots are not read."""
+def check_rotation(
+    qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, norms: HeadNorms | None
+) -> None:
+    """Raise ValueError unless these are the arguments of ``rotate_and_cache``. Slots are not read."""
     num_tokens, num_all_heads, head_dim = qkv.shape
     _, num_kv_heads, tokens_per_block, width = k_cache.shape
     fits = head_dim % 2 == 0 and width == cache_width(head_dim, k_cache.dtype) and num_all_heads > 2 * num_kv_heads
@@ -147,10 +149,41 @@ def check_rotation(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cac
             f"{_NAMES}; cos and sin (T, E/2 or less) float32; caches (N, K, P, E), or of int8 (N, K, P, E + 2), of one "
             f"layout; slots (T,) int32; and contiguous heads, angles, cache blocks and slots; got {got}"
         )
+    if norms is not None:
+        _check_head_norms(norms, qkv, num_all_heads - 2 * num_kv_heads, num_kv_heads)
+
+
+def _check_head_norms(norms: HeadNorms, qkv: Tensor, num_heads: int, num_kv_heads: int) -> None:
+    num_tokens, _, head_dim = qkv.shape
+    squares_T2 = norms.mean_squares_T2
+    wanted = [(head_dim * count if norms.whole else head_dim,) for count in (num_heads, num_kv_heads)]
+    got = [tuple(weight.shape) for weight in (norms.q_norm, norms.k_norm)]
+    dtypes = {norms.q_norm.dtype, norms.k_norm.dtype, qkv.dtype}
+    if got != wanted or len(dtypes) > 1 or not all(weight.is_contiguous() for weight in norms[:2]):
+        raise ValueError(
+            f"norms of q and k need contiguous weights of {wanted[0][0]} and {wanted[1][0]} numbers in {qkv.dtype}; got "
+            f"{got[0]} {norms.q_norm.dtype} and {got[1]} {norms.k_norm.dtype}"
+        )
+    if squares_T2 is not None and (
+        squares_T2.shape != (num_tokens, 2) or squares_T2.dtype != torch.float32 or not squares_T2.is_contiguous()
+    ):
+        raise ValueError(f"mean squares must be ({num_tokens}, 2) float32, contiguous; got {tuple(squares_T2.shape)}")
+
+
+def check_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, x_weight: Tensor | None, dtype: torch.dtype | None
+) -> None:
+    """Raise ValueError unless these are the arguments of ``add_rms_norm``."""
+    for each in (weight, x_weight):
+        if each is not None:
+            check_norm(x, residual, each)
+    out_dtype = dtype if weight is None else weight.dtype
+    if x_weight is not None and x_weight.dtype != out_dtype:
+        raise ValueError(f"rms_norm needs weights of one dtype, got {out_dtype} and {x_weight.dtype}")
 
 
 def check_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
-    """Raise ValueError unless these are tensors of ``rms_norm`` (with x as the residual) or ``add_rms_norm``."""
+    """Raise ValueError unless these are tensors of ``rms_norm``, with x as the residual."""
     if residual.shape != x.shape or weight.shape != x.shape[1:] or x.stride(1) != 1 or residual.stride(1) != 1:
         raise ValueError(
             "rms_norm needs x and residual (T, D) with contiguous rows and weight (D,); "

@@ -313,7 +313,7 @@ def _check_padding(group: Group) -> None:
     assert all(map(torch.equal, got_caches, want_caches))
 
 
-def _assert_refusals(function: Callable[..., Tensor]) -> None:
+def test_tensors_that_do_not_match_are_refused() -> None:
     qkv, cos, sin, caches, slots = _inputs((3, 9, 3, 64, 16), torch.bfloat16)
     k_cache, v_cache = caches()
     for arguments, message in (
@@ -328,19 +328,43 @@ def _assert_refusals(function: Callable[..., Tensor]) -> None:
         ),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
-            function(*arguments)
-    nothing = function(qkv[:0], cos[:0], sin[:0], k_cache, v_cache, slots[:0])
-    assert nothing.shape == (0, 9, 64)
+            rotate_and_cache(*arguments)
 
 
-def _check_refusals(group: Group) -> None:
+def _assert_nothing_is_rotated(function: Callable[..., Tensor]) -> None:
+    qkv, cos, sin, caches, slots = _inputs((3, 9, 3, 64, 16), torch.bfloat16)
+    assert function(qkv[:0], cos[:0], sin[:0], *caches(), slots[:0]).shape == (0, 9, 64)
+
+
+def test_no_tokens_on_a_cpu() -> None:
+    _assert_nothing_is_rotated(rotate_and_cache)
+
+
+def _check_no_tokens(group: Group) -> None:
     from tightwire.kernels.cuda import layer_ops as triton_ops
 
-    _assert_refusals(triton_ops.rotate_and_cache)
+    _assert_nothing_is_rotated(triton_ops.rotate_and_cache)
 
 
-def test_tensors_that_do_not_match_are_refused_on_a_cpu() -> None:
-    _assert_refusals(rotate_and_cache)
+def test_norms_of_heads_that_do_not_match_are_refused() -> None:
+    shape = (3, 9, 3, 64, 16)
+    qkv, cos, sin, caches, slots = _inputs(shape, torch.bfloat16)
+    norms = _norm_of_heads(shape, torch.bfloat16, whole=True, given=True)
+    assert norms.mean_squares_T2 is not None
+    for wrong, message in (
+        (norms._replace(whole=False), "need contiguous weights of 64 and 64 numbers in torch.bfloat16; got (576,)"),
+        (norms._replace(k_norm=norms.k_norm.float()), "and (192,) torch.float32"),
+        (norms._replace(mean_squares_T2=norms.mean_squares_T2[:2]), "mean squares must be (3, 2) float32"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            rotate_and_cache(qkv, cos, sin, *caches(), slots, wrong)
+
+
+def test_norm_weights_of_two_dtypes_are_refused() -> None:
+    x, half, single = torch.zeros(2, 8), torch.ones(8).half(), torch.ones(8)
+    for weight, x_weight, dtype in ((half, single, None), (None, half, torch.float32)):
+        with pytest.raises(ValueError, match="weights of one dtype, got"):
+            add_rms_norm(x, x, weight, NormForm(1e-5), x_weight, dtype)
 
 
 @pytest.mark.parametrize("slot", [-1, 128])
@@ -364,7 +388,7 @@ def test_rotation_turns_pairs_half_a_head_apart() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("check", [_check_interpreted, _check_other_caches, _check_padding, _check_refusals])
+@pytest.mark.parametrize("check", [_check_interpreted, _check_other_caches, _check_padding, _check_no_tokens])
 def test_rotation_in_the_interpreter(check: Callable[[Group], None], interpreted: InterpretedRank) -> None:
     interpreted(check)
 

@@ -96,7 +96,7 @@ def _measure(
         one: dict[str, Part] = defaultdict(Part)
         _timed(one[WHOLE], _each_once, runner.execute, wait)(plan)
         with ExitStack() as stack:
-            stack.enter_context(patch.object(Batch, "is_decode", False))  # the layers run kernel by kernel
+            stack.enter_context(patch.object(Batch, "phase", "prefill"))  # the layers run kernel by kernel
             for owner, attribute, name, cost in kernels:
                 timer = _timed(one[name], cost, getattr(owner, attribute), wait)
                 stack.enter_context(patch.object(owner, attribute, timer))

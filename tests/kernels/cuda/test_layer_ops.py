@@ -41,10 +41,6 @@ def _assert_norm_close(out: torch.Tensor, want: torch.Tensor) -> None:
 def _check_norm_refusals(group: Group) -> None:
     from tightwire.kernels.cuda import layer_ops
 
-    with pytest.raises(ValueError, match="contiguous rows"):
-        layer_ops.rms_norm(torch.ones(4, 6).t(), torch.ones(4), EPS)
-    with pytest.raises(ValueError, match="in one of"):
-        layer_ops.rms_norm(torch.ones(4, 6).half(), torch.ones(6), EPS)
     with pytest.raises(ValueError, match="at most 65536"):
         layer_ops.rms_norm(torch.ones(1, 65537), torch.ones(65537), EPS)
 
@@ -53,7 +49,7 @@ def test_norm_in_the_interpreter(interpreted: InterpretedRank) -> None:
     interpreted(_check_norm)
 
 
-def test_norm_arguments_that_do_not_match_are_refused(interpreted: InterpretedRank) -> None:
+def test_norm_of_rows_that_are_too_long_is_refused(interpreted: InterpretedRank) -> None:
     interpreted(_check_norm_refusals)
 
 
@@ -94,21 +90,5 @@ def _check_swiglu(group: Group) -> None:
     assert swiglu(torch.zeros(0, 8)).shape == (0, 4)
 
 
-def _check_swiglu_refusals(group: Group) -> None:
-    from tightwire.kernels.cuda.layer_ops import swiglu
-
-    for gate_up, message in (
-        (torch.zeros(2, 7), "swiglu needs"),
-        (torch.zeros(8, 2).T, "contiguous rows"),
-        (torch.zeros(2, 8, dtype=torch.float64), "torch.float16; got"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            swiglu(gate_up)
-
-
 def test_swiglu_in_the_interpreter(interpreted: InterpretedRank) -> None:
     interpreted(_check_swiglu)
-
-
-def test_swiglu_arguments_that_do_not_match_are_refused(interpreted: InterpretedRank) -> None:
-    interpreted(_check_swiglu_refusals)

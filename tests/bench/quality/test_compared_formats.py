@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from tightwire.kernels.spec.compared_formats import AmdFormat, uniform
+from tightwire.bench.quality.compared_formats import AmdFormat, uniform
 
 BITS = pytest.mark.parametrize("bits", [4, 6])
 
