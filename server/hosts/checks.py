@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import msgspec
 
 from tightwire.comm.link.probe import PairFacts, measure_pair
-from tightwire.server.hosts.channel import Hello, open_channel
+from tightwire.server.hosts.channel import open_channel
+from tightwire.server.hosts.messages import Hello
 from tightwire.server.plan.rank_setup import RunPlan
 
 CONNECT_S = 3.0

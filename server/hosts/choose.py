@@ -6,11 +6,10 @@ from tightwire.comm.transport.socket_join import read_secret
 from tightwire.kernels.cpu.library import level
 from tightwire.server.config.option import flag_of
 from tightwire.server.config.serve import ServeConfig, option_fields
-from tightwire.server.hosts.alone import Alone
+from tightwire.server.hosts.base import Hosts, Listener
 from tightwire.server.hosts.head import Head
 from tightwire.server.hosts.member import Member
 from tightwire.server.hosts.place import HostPlace
-from tightwire.server.hosts.protocols import Hosts, Listener
 from tightwire.server.hosts.side import Joining
 
 _MAY_DIFFER = {"node_rank", "master_addr", "interface", "join_timeout_s", "comm_secret_file", "model", "stream_from"}
@@ -24,7 +23,7 @@ def choose_hosts(
     ``link``: an emulated network of one host. ValueError: the secret cannot be read.
     """
     if place is None:
-        return Alone(ranks, link, listener)
+        return Hosts(ranks, link, listener)
     joining = Joining(
         place,
         ranks,

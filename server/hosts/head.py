@@ -16,31 +16,8 @@ import msgspec
 
 from tightwire.comm.link.wire import LinkFacts, network_facts
 from tightwire.model.open import Checkpoint
-from tightwire.server.hosts.channel import (
-    AskStop,
-    Channel,
-    End,
-    Exited,
-    Hello,
-    LostError,
-    Measure,
-    Measured,
-    Message,
-    Network,
-    Offer,
-    Opened,
-    Piece,
-    Probe,
-    Probed,
-    Report,
-    Run,
-    Serving,
-    Table,
-    WantModel,
-    WantPiece,
-    accept_channels,
-    meet,
-)
+from tightwire.server.hosts import messages
+from tightwire.server.hosts.channel import Channel, LostError, accept_channels, meet
 from tightwire.server.hosts.checks import (
     measure,
     merge_plans,
@@ -51,18 +28,17 @@ from tightwire.server.hosts.checks import (
 from tightwire.server.hosts.files import ModelFiles, list_files, read_piece
 from tightwire.server.hosts.place import joined, keep_probe, listen
 from tightwire.server.hosts.side import SHOW_S, Joining, Side, model_facts
-from tightwire.server.ipc.messages import FromRank
 from tightwire.server.plan.rank_setup import RunPlan
 
 
 @dataclass(slots=True)
 class _Node:
-    hello: Hello
+    hello: messages.Hello
     channel: Channel
     failures: list[str] | None = None  # of its probe
-    measured: Measured | None = None
+    measured: messages.Measured | None = None
     copied: float | None = None  # the share of the model that it has got from here
-    opened: Opened | None = None
+    opened: messages.Opened | None = None
 
     def describe(self) -> str:
         name = name_node(self.hello)
@@ -75,8 +51,7 @@ class Head(Side):
     """Node 0: waits for the others, compares them, and tells them what to run."""
 
     def __init__(self, joining: Joining) -> None:
-        super().__init__(joining)
-        self.watched = range(joining.place.num_nodes * len(joining.ranks))
+        super().__init__(joining, range(joining.place.num_nodes * len(joining.ranks)))
         self._own = joining.hello()
         self._nodes: dict[int, _Node] = {}
         self._changed = asyncio.Event()
@@ -107,7 +82,7 @@ class Head(Side):
         self._joined = True
         targets = {node: (known.hello.address, known.hello.ports) for node, known in self._nodes.items()}
         targets[0] = (self._own.address, self._own.ports)
-        self._tell(Probe(targets))
+        self._tell(messages.Probe(targets))
         failures = await probe(0, targets)
         await self._until(lambda: [node for node in others if self._nodes[node].failures is None], "tried the ports")
         failures += [failure for known in self._nodes.values() for failure in known.failures or ()]
@@ -117,14 +92,14 @@ class Head(Side):
             )
         self.link = await self._measure({node: (at, ports[-1]) for node, (at, ports) in targets.items() if node})
         keep_probe(self.link)
-        self._tell(Network(self.link))
+        self._tell(messages.Network(self.link))
 
     async def _measure(self, targets: dict[int, tuple[str, int]]) -> LinkFacts:
         """Let one node after the other measure the network, so that no measurement disturbs another."""
         pairs, failures = await measure(0, targets)
         for number in sorted(targets)[:-1]:
             node = self._nodes[number]
-            node.channel.send(Measure(targets))
+            node.channel.send(messages.Measure(targets))
             await self._until(lambda number=number, node=node: [] if node.measured else [number], "probed the network")
             assert node.measured is not None, "awaited"
             pairs += node.measured.pairs
@@ -132,9 +107,6 @@ class Head(Side):
         if failures:
             raise LostError("; ".join(failures))
         return network_facts(pairs)
-
-    async def find_model(self, model: str, show: Callable[[str, float], None]) -> str:
-        return model
 
     async def agree(self, checkpoint: Checkpoint, plan: RunPlan) -> RunPlan:
         """Give the model to nodes that have no copy, and wait until all nodes have opened the same one."""
@@ -151,7 +123,7 @@ class Head(Side):
             if reason := objection_to(hello, self._own, self._place.num_nodes):
                 raise ValueError(reason.replace("start the same command", "give the same model"))
         merged = merge_plans(plans)
-        self._tell(Run(merged))
+        self._tell(messages.Run(merged))
         self._free_ports()
         return merged
 
@@ -163,36 +135,32 @@ class Head(Side):
             for rank, address in enumerate(local)
         ]
 
-    def relay(self, message: FromRank) -> None:
-        return
-
-    def relay_exit(self, rank: int, code: int) -> None:
-        return
-
     def note_ready(self) -> None:
-        self._tell(Serving())
+        self._tell(messages.Serving())
         self._listener.note_serving()
 
     def ask_stop(self) -> None:
         self._listener.note_stop(name_node(self._own))
 
-    async def _send_model(self, node: _Node, message: WantModel | WantPiece) -> None:
+    async def _send_model(self, node: _Node, message: messages.WantModel | messages.WantPiece) -> None:
         """Answer a node without a copy; the first question waits until this node has opened its own."""
         self._sent_s = time.monotonic()
         path = await asyncio.shield(self._path)
         if self._files is None:
             self._files = asyncio.create_task(asyncio.to_thread(list_files, path))
         files = await asyncio.shield(self._files)
-        if isinstance(message, WantModel):
-            node.channel.send(Offer(files))
+        if isinstance(message, messages.WantModel):
+            node.channel.send(messages.Offer(files))
         elif path is not None:
             node.copied = files.share(message.name, message.offset)
-            node.channel.send(Piece(await asyncio.to_thread(read_piece, path, files, message.name, message.offset)))
+            node.channel.send(
+                messages.Piece(await asyncio.to_thread(read_piece, path, files, message.name, message.offset))
+            )
 
     def _channels(self) -> list[Channel]:
         return [node.channel for node in self._nodes.values()]
 
-    async def _end(self, end: End) -> None:
+    async def _end(self, end: messages.End) -> None:
         if self._server is not None:
             self._server.close()
         await super()._end(end)
@@ -217,7 +185,7 @@ class Head(Side):
             table = f"{count} {waited_s:.0f} s of {limit_s:g} s"
             if waited_s >= SHOW_S:
                 self._listener.show(table)
-                self._tell(Table(table))
+                self._tell(messages.Table(table))
             # Not `asyncio.wait_for`: in Python 3.11 it ignores a cancellation at the moment of the change.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SHOW_S):
@@ -270,23 +238,23 @@ class Head(Side):
             del self._nodes[node.hello.node]  # it may start again
             self._changed.set()
 
-    def _hear(self, node: _Node, message: Message) -> None:
+    def _hear(self, node: _Node, message: messages.Message) -> None:
         listener = self._listener
-        if isinstance(message, Report):
+        if isinstance(message, messages.Report):
             listener.hear(message.message)
-        elif isinstance(message, Exited):
+        elif isinstance(message, messages.Exited):
             listener.note_exit(message.rank, message.code)
-        elif isinstance(message, AskStop):
+        elif isinstance(message, messages.AskStop):
             listener.note_stop(name_node(node.hello))
-        elif isinstance(message, End):
+        elif isinstance(message, messages.End):
             if self._joined:
                 listener.note_end(name_node(node.hello), message.code, message.reason)
-        elif isinstance(message, Probed):
+        elif isinstance(message, messages.Probed):
             node.failures = message.failures
-        elif isinstance(message, Measured):
+        elif isinstance(message, messages.Measured):
             node.measured = message
-        elif isinstance(message, WantModel | WantPiece):
+        elif isinstance(message, messages.WantModel | messages.WantPiece):
             self._start(asyncio.create_task(self._send_model(node, message)))
-        elif isinstance(message, Opened):
+        elif isinstance(message, messages.Opened):
             node.opened = message
         self._changed.set()

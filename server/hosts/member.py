@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -10,29 +10,8 @@ import msgspec
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.model.checkpoint.header import has_copy
 from tightwire.model.open import Checkpoint
-from tightwire.server.hosts.channel import (
-    AskStop,
-    Channel,
-    End,
-    Exited,
-    LostError,
-    Measure,
-    Measured,
-    Network,
-    Offer,
-    Opened,
-    Piece,
-    Probe,
-    Probed,
-    Report,
-    Run,
-    Serving,
-    Table,
-    WantModel,
-    WantPiece,
-    introduce,
-    open_channel,
-)
+from tightwire.server.hosts import messages
+from tightwire.server.hosts.channel import Channel, LostError, introduce, open_channel
 from tightwire.server.hosts.checks import CONNECT_S, measure, probe, why_unreachable
 from tightwire.server.hosts.files import fetch_files
 from tightwire.server.hosts.place import joined
@@ -48,7 +27,7 @@ class _Told:
     """What node 0 has told a member so far."""
 
     run: asyncio.Future[RunPlan] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    model: asyncio.Queue[Offer | Piece] = field(default_factory=asyncio.Queue)
+    model: asyncio.Queue[messages.Offer | messages.Piece] = field(default_factory=asyncio.Queue)
     network: asyncio.Future[LinkFacts] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -56,8 +35,7 @@ class Member(Side):
     """Any other node: connects to node 0, and relays what its ranks report."""
 
     def __init__(self, joining: Joining) -> None:
-        super().__init__(joining)
-        self.watched = joining.ranks
+        super().__init__(joining, joining.ranks)
         self.refusal = f"this is node {self._place.node}; send requests to node 0 at {self._place.master}"
         self._channel: Channel | None = None
         self._told = _Told()
@@ -80,38 +58,35 @@ class Member(Side):
             return model
 
         async def ask(name: str, offset: int) -> bytes:
-            self._tell(WantPiece(name, offset))
+            self._tell(messages.WantPiece(name, offset))
             answer = await self._told.model.get()
-            return answer.data if isinstance(answer, Piece) else b""
+            return answer.data if isinstance(answer, messages.Piece) else b""
 
-        self._tell(WantModel())
+        self._tell(messages.WantModel())
         offer = await self._told.model.get()
-        assert isinstance(offer, Offer), "the answer to WantModel"
+        assert isinstance(offer, messages.Offer), "the answer to WantModel"
         return str(await fetch_files(offer.model, ask, show))
 
     async def agree(self, checkpoint: Checkpoint, plan: RunPlan) -> RunPlan:
-        self._tell(Opened(model_facts(checkpoint), plan))
+        self._tell(messages.Opened(model_facts(checkpoint), plan))
         agreed = await self._told.run
         self._free_ports()
         return agreed
-
-    def inboxes(self, local: Sequence[str]) -> Sequence[str]:
-        return local
 
     def relay(self, message: FromRank) -> None:
         if isinstance(message, Heartbeat):
             message = msgspec.structs.replace(message, latencies=[])
         if isinstance(message, Stage | Ready | Heartbeat | Failed):
-            self._tell(Report(message))
+            self._tell(messages.Report(message))
 
     def relay_exit(self, rank: int, code: int) -> None:
-        self._tell(Exited(rank, code))
+        self._tell(messages.Exited(rank, code))
 
     def note_ready(self) -> None:
         """Wait for node 0 to say that the ranks of all nodes are ready."""
 
     def ask_stop(self) -> None:
-        self._tell(AskStop())
+        self._tell(messages.AskStop())
 
     def _channels(self) -> list[Channel]:
         return [] if self._channel is None else [self._channel]
@@ -138,21 +113,21 @@ class Member(Side):
         try:
             while True:
                 message = await channel.receive(self._joining.silence_s)
-                if isinstance(message, Table):
+                if isinstance(message, messages.Table):
                     listener.show(message.text)
-                elif isinstance(message, Probe):
-                    self._tell(Probed(await probe(self._place.node, message.targets)))
-                elif isinstance(message, Measure):
-                    self._tell(Measured(*await measure(self._place.node, message.targets)))
-                elif isinstance(message, Network):
+                elif isinstance(message, messages.Probe):
+                    self._tell(messages.Probed(await probe(self._place.node, message.targets)))
+                elif isinstance(message, messages.Measure):
+                    self._tell(messages.Measured(*await measure(self._place.node, message.targets)))
+                elif isinstance(message, messages.Network):
                     self._told.network.set_result(message.link)
-                elif isinstance(message, Offer | Piece):
+                elif isinstance(message, messages.Offer | messages.Piece):
                     self._told.model.put_nowait(message)
-                elif isinstance(message, Run):
+                elif isinstance(message, messages.Run):
                     self._told.run.set_result(message.plan)
-                elif isinstance(message, Serving):
+                elif isinstance(message, messages.Serving):
                     listener.note_serving()
-                elif isinstance(message, End):
+                elif isinstance(message, messages.End):
                     if message.code == 0:
                         listener.note_stop(self._head)
                     else:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tightwire.comm.link.probe import answer_probes
-from tightwire.comm.link.wire import LinkFacts
 from tightwire.model.open import Checkpoint, fingerprint
-from tightwire.server.hosts.channel import Beat, Channel, End, Hello, Message
+from tightwire.server.hosts.base import Hosts, Listener
+from tightwire.server.hosts.channel import Channel
+from tightwire.server.hosts.messages import Beat, End, Hello, Message
 from tightwire.server.hosts.place import HostPlace, listen
-from tightwire.server.hosts.protocols import Listener
 
 SHOW_S = 1.0  # between reports of who has joined
 _BEAT_S = 1.0
@@ -40,17 +40,16 @@ class Joining:
         return Hello(place.node, place.address, place.interface, place.listens(self.ranks), self.facts)
 
 
-class Side(ABC):
+class Side(Hosts, ABC):
     """One node of several. Sends beats, and holds this node's ports until its ranks take them."""
 
-    def __init__(self, joining: Joining) -> None:
-        self._joining, self._place, self._listener = joining, joining.place, joining.listener
+    def __init__(self, joining: Joining, watched: range) -> None:
+        super().__init__(watched, None, joining.listener)
+        self._joining, self._place = joining, joining.place
         self._held: list[socket.socket] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._ending: asyncio.Task[None] | None = None
         self._last_moment: threading.Timer | None = None
-        self.refusal = ""
-        self.link: LinkFacts | None = None  # known after ``join``
 
     def node_of(self, rank: int) -> str:
         return f"node {rank // len(self._joining.ranks)}"

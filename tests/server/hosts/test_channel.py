@@ -6,7 +6,8 @@ import socket
 import pytest
 from helpers.server.hosts import until
 
-from tightwire.server.hosts.channel import Channel, End, LostError, Table, accept_channels, open_channel
+from tightwire.server.hosts.channel import Channel, LostError, accept_channels, open_channel
+from tightwire.server.hosts.messages import End, Table
 
 
 async def test_a_silent_host_is_lost_within_its_deadline() -> None:

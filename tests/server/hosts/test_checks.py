@@ -4,8 +4,8 @@ import msgspec
 import pytest
 from helpers.server.hosts import PLAN, free_ports
 
-from tightwire.server.hosts.channel import Hello
 from tightwire.server.hosts.checks import merge_plans, objection_to, probe
+from tightwire.server.hosts.messages import Hello
 
 
 async def test_a_port_that_cannot_be_reached_is_named() -> None:

@@ -4,12 +4,12 @@ from pathlib import Path
 
 from helpers.server.hosts import PLAN, Told, tiny_checkpoint
 
-from tightwire.server.hosts.alone import Alone
+from tightwire.server.hosts.base import Hosts
 
 
 async def test_the_engine_hears_at_once_what_other_hosts_would_tell(tmp_path: Path) -> None:
     told = Told()
-    alone = Alone(range(2), None, told)
+    alone = Hosts(range(2), None, told)
     await alone.join()
     assert await alone.find_model("smollm2-135m", lambda *_: None) == "smollm2-135m"
     assert await alone.agree(tiny_checkpoint(tmp_path), PLAN) is PLAN
@@ -26,5 +26,5 @@ async def test_the_engine_hears_at_once_what_other_hosts_would_tell(tmp_path: Pa
 
 
 def test_no_host_is_named_and_all_ranks_are_watched() -> None:
-    alone = Alone(range(3), None, Told())
+    alone = Hosts(range(3), None, Told())
     assert (alone.watched, alone.node_of(2), alone.refusal) == (range(3), "", "")
