@@ -32,7 +32,6 @@ from tightwire.model.checkpoint.random import RandomReader
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.checkpoint.safetensors import SafetensorsReader
 from tightwire.model.checkpoint.tensors import EMBEDDING, check_tensors, expected_tensors, with_parts
-from tightwire.model.checkpoint.whole_folder import is_partial
 from tightwire.model.text.gguf_tokenizer import tokenizer_from_gguf
 from tightwire.model.text.tokenizer import (
     BOS,
@@ -48,6 +47,7 @@ from tightwire.model.text.tokenizer import (
 from tightwire.model.weights.formats import WeightFormats, choose_formats
 from tightwire.model.weights.prepared.blob_file import MANIFEST
 from tightwire.model.weights.prepared.folder import Prepared, open_prepared
+from tightwire.whole_folder import is_partial
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

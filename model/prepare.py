@@ -22,7 +22,6 @@ from tightwire.model.buffers import page_aligned
 from tightwire.model.checkpoint.errors import ModelError, PrepareError
 from tightwire.model.checkpoint.hf_config import config_to_hf
 from tightwire.model.checkpoint.reader import CheckpointReader
-from tightwire.model.checkpoint.whole_folder import whole_folder
 from tightwire.model.layout import Layout
 from tightwire.model.open import Checkpoint
 from tightwire.model.weights.formats import WeightFormats, choose_formats, split_model
@@ -39,6 +38,7 @@ from tightwire.model.weights.prepared.blob_file import (
 )
 from tightwire.model.weights.prepared.folder import find_damage
 from tightwire.model.weights.residency import check_codec
+from tightwire.whole_folder import whole_folder
 
 _CPU = torch.device("cpu")
 _GENERATION = "generation_config.json"

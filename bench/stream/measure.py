@@ -15,9 +15,9 @@ import torch
 
 from tightwire.bench.ranks import gather_numbers
 from tightwire.bench.stream.options import ROUNDS, Arm, StreamOptions
+from tightwire.bench.stream.order import OrderCheck
 from tightwire.bench.stream.rank import Rank, greedy_tokens
 from tightwire.comm.group.group import Group
-from tightwire.model.buffers import OrderCheck
 from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights import EVERYTHING_RESIDENT

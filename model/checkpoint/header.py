@@ -12,7 +12,7 @@ from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf_header import GgufHeader, split_parts
 from tightwire.model.checkpoint.hf_config import config_from_hf
-from tightwire.model.checkpoint.whole_folder import is_partial
+from tightwire.whole_folder import is_partial
 
 RANDOM = "random:"
 _REPO_ID = re.compile(r"(\w[\w.-]*/[\w.-]+)(?::([\w.-]+))?")

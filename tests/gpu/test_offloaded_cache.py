@@ -10,9 +10,9 @@ from tiny import make_tiny
 from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
+from tightwire.bench.stream.order import OrderCheck
 from tightwire.comm.group.group import open_process_group
 from tightwire.comm.group.topology import Topology
-from tightwire.model.buffers import OrderCheck
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.cache.kv_cache import OffloadedCache
 from tightwire.model.layout import make_layout

@@ -8,19 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tightwire.model.buffers import BufferConflictError, BufferEvent, BufferPool, OrderCheck, page_aligned
+from tightwire.bench.stream.order import OrderCheck
+from tightwire.model.buffers import BufferConflictError, BufferPool, page_aligned
 
 CPU = torch.device("cpu")
 
 
 def pool_of(num_buffers: int = 2) -> BufferPool:
     return BufferPool(num_buffers, 64, CPU, traced=True)
-
-
-def trace(text: str) -> list[BufferEvent]:
-    """``fill 3 0`` a line: kind, owner, buffer."""
-    lines = [line.split() for line in text.strip().splitlines()]
-    return [BufferEvent(float(i), kind, int(owner), int(buffer)) for i, (kind, owner, buffer) in enumerate(lines)]
 
 
 @pytest.mark.parametrize("num_buffers", [1, 2, 3])
@@ -99,78 +94,6 @@ def test_what_is_out_of_turn_is_refused() -> None:
         pool.filled(2)
 
 
-GOOD: str = """
-fill 3 0
-filled 3 0
-fill 4 1
-use 3 0
-filled 4 1
-release 3 0
-fill 5 0
-use 4 1
-release 4 1
-"""
-
-
-def test_an_orderly_trace_passes() -> None:
-    OrderCheck().check(trace(GOOD))
-
-
-@pytest.mark.parametrize(
-    ("line", "condition"),
-    [("filled 3 0", "C1"), ("use 3 0", "C1"), ("release 3 0", "C2"), ("use 4 1", "C1"), ("filled 4 1", "C1")],
-)
-def test_a_trace_that_lacks_any_one_wait_is_found_out(line: str, condition: str) -> None:
-    lines = [kept for kept in GOOD.strip().splitlines() if kept != line]
-    with pytest.raises(BufferConflictError, match=condition):
-        OrderCheck().check(trace("\n".join(lines)))
-
-
-SAVED: str = """
-fill 3 0
-filled 3 0
-fill 4 1
-use 3 0
-filled 4 1
-release 3 0
-use 4 1
-save 3 0
-release 4 1
-saved 3 0
-fill 5 0
-save 4 1
-saved 4 1
-fill 4 1
-"""
-
-
-def test_an_orderly_trace_with_saves_passes() -> None:
-    OrderCheck(saves=True).check(trace(SAVED))
-
-
-@pytest.mark.parametrize(
-    ("line", "condition"),
-    [
-        ("filled 3 0", "C1"),
-        ("use 3 0", "C1"),
-        ("release 3 0", "C1"),  # saved while it is worked with
-        ("save 3 0", "C1"),
-        ("saved 3 0", "C2"),
-        ("use 4 1", "C1"),
-        ("saved 4 1", "C2"),
-    ],
-)
-def test_a_trace_with_saves_that_lacks_any_one_wait_is_found_out(line: str, condition: str) -> None:
-    lines = [kept for kept in SAVED.strip().splitlines() if kept != line]
-    with pytest.raises(BufferConflictError, match=condition):
-        OrderCheck(saves=True).check(trace("\n".join(lines)))
-
-
-def test_a_piece_fetched_before_it_was_saved_is_found_out() -> None:
-    with pytest.raises(BufferConflictError, match="C3: buffer 1 was filled for 3 after its 'save' in buffer 0"):
-        OrderCheck(saves=True).check(trace("fill 3 0\nfilled 3 0\nuse 3 0\nrelease 3 0\nsave 3 0\nfill 3 1"))
-
-
 @pytest.mark.parametrize("num_buffers", [1, 2, 3])
 def test_what_was_done_to_a_piece_is_saved_whatever_the_delays(num_buffers: int) -> None:
     """Thirty rounds over five pieces, each made one larger every time."""
@@ -216,11 +139,6 @@ def test_who_waits_to_save_gets_what_closed_the_pool() -> None:
         pool.save(0)
     with pytest.raises(BufferConflictError, match="0 has no buffer that is saving: buffer 0 is filling for 0"):
         pool.saved(0)
-
-
-def test_a_slot_filled_before_its_release_is_found_out() -> None:
-    with pytest.raises(BufferConflictError, match="C2: buffer 0 was filled for 5 after 'use' of 3"):
-        OrderCheck().check(trace("fill 3 0\nfilled 3 0\nuse 3 0\nfill 5 0"))
 
 
 def test_buffers_begin_at_a_page() -> None:

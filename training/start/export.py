@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.hf_config import config_to_hf
-from tightwire.model.checkpoint.whole_folder import check_place, whole_folder
 from tightwire.model.text.tokenizer import Tokenizer
+from tightwire.whole_folder import check_place, whole_folder
 
 _FILE_BYTES = 4_000_000_000
 _INDEX = "model.safetensors.index.json"

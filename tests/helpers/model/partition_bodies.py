@@ -14,10 +14,10 @@ from helpers.comm.fixed_policy import fixed_policy, make_arms
 from torch import Tensor
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
+from tightwire.bench.stream.order import OrderCheck
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.nodes import PartitionPeers, PartitionPlace, join_partition
 from tightwire.comm.group.topology import Topology
-from tightwire.model.buffers import OrderCheck
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint

@@ -16,7 +16,8 @@ from helpers.server.local_engine import LocalEngine, continue_prompts, local_eng
 from tiny import make_tiny
 from torch import Tensor
 
-from tightwire.model.buffers import BufferConflictError, BufferEvent, BufferPool, OrderCheck, PoolBuffer
+from tightwire.bench.stream.order import OrderCheck
+from tightwire.model.buffers import BufferConflictError, BufferEvent, BufferPool, PoolBuffer
 from tightwire.model.cache import kv_cache
 from tightwire.model.cache.kv_cache import OffloadedCache, gather_blocks, runs_of
 from tightwire.model.checkpoint.errors import CacheError

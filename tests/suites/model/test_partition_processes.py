@@ -15,10 +15,10 @@ from helpers.model.partition_bodies import Work, World, build, compute_as_proces
 from helpers.model.partition_checks import NUM_LAYERS, PROMPTS, check_bytes, check_logits, plan_for
 from tiny import make_tiny
 
+from tightwire.bench.stream.order import OrderCheck
 from tightwire.comm.errors import CommError
 from tightwire.comm.group.group import Group
 from tightwire.comm.transport.segment import make_segment
-from tightwire.model.buffers import OrderCheck
 from tightwire.model.weights.streamed import StreamedWeights
 
 pytestmark = pytest.mark.alone

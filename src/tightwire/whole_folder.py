@@ -14,8 +14,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tightwire.model.checkpoint.errors import ModelError
-
 _PARTIAL = ".partial-"
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
@@ -34,7 +32,7 @@ def whole_folder(
     """Yield an empty folder to fill. The end of the block syncs and renames it to ``out``; an exception removes it.
 
     ``check_replaced``: called with ``out`` if it exists and is not empty; raises if it must not be replaced. ``say``:
-    called with a line about each leftover that was removed. Raises ModelError: ``out`` cannot be created here, or
+    called with a line about each leftover that was removed. Raises ValueError: ``out`` cannot be created here, or
     another process is creating it.
     """
     out = Path(os.path.realpath(out))
@@ -54,18 +52,18 @@ def whole_folder(
 
 
 def check_place(out: Path, check_replaced: Callable[[Path], object]) -> None:
-    """Raise ModelError if ``whole_folder`` cannot create ``out`` here."""
+    """Raise ValueError if ``whole_folder`` cannot create ``out`` here."""
     if not out.parent.is_dir():
-        raise ModelError(f"{out}: the folder {out.parent} does not exist; create it first")
+        raise ValueError(f"{out}: the folder {out.parent} does not exist; create it first")
     if out.is_dir():
         if os.path.ismount(out):
-            raise ModelError(f"{out}: is a mount point; give a folder inside it, such as {out / 'model'}")
+            raise ValueError(f"{out}: is a mount point; give a folder inside it, such as {out / 'model'}")
         if any(out.iterdir()):
             check_replaced(out)
     elif os.path.lexists(out):
-        raise ModelError(f"{out}: exists and is not a folder; give another name")
+        raise ValueError(f"{out}: exists and is not a folder; give another name")
     if not os.access(out.parent, os.W_OK | os.X_OK):
-        raise ModelError(f"{out.parent}: is not writable; choose another folder")
+        raise ValueError(f"{out.parent}: is not writable; choose another folder")
 
 
 def _remove_leftovers(out: Path, say: Callable[[str], object]) -> None:
@@ -79,7 +77,7 @@ def _remove_leftovers(out: Path, say: Callable[[str], object]) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ModelError(
+            raise ValueError(
                 f"{out}: is being written by another process, in {path.name}; wait for it, or give another name"
             ) from None
         else:

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tightwire.model.checkpoint import whole_folder as module
-from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.checkpoint.whole_folder import is_partial, whole_folder
+from tightwire import whole_folder as module
+from tightwire.whole_folder import is_partial, whole_folder
 
 
 def refuse(folder: Path) -> None:
-    raise ModelError("not to be replaced")
+    raise ValueError("not to be replaced")
 
 
 def fill(folder: Path, text: str = "new") -> None:
@@ -49,14 +48,14 @@ def test_an_empty_folder_is_used_and_a_full_one_is_not(tmp_path: Path) -> None:
     out.mkdir()
     with whole_folder(out, check_replaced=refuse) as folder:
         fill(folder)
-    with pytest.raises(ModelError, match="not to be replaced"), whole_folder(out, check_replaced=refuse):
+    with pytest.raises(ValueError, match="not to be replaced"), whole_folder(out, check_replaced=refuse):
         pytest.fail("refused before anything is made")
     assert names(tmp_path) == ["out"]
 
 
 def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(ModelError, match="not to be replaced"), whole_folder(out, check_replaced=refuse) as folder:
+    with pytest.raises(ValueError, match="not to be replaced"), whole_folder(out, check_replaced=refuse) as folder:
         fill(folder)
         out.mkdir()
         fill(out, "of another")
@@ -111,7 +110,7 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with whole_folder(out, check_replaced=refuse) as folder:
         fill(folder)
-        with pytest.raises(ModelError, match="is being written by another process"):
+        with pytest.raises(ValueError, match="is being written by another process"):
             whole_folder(out, check_replaced=refuse).__enter__()
         with whole_folder(tmp_path / "other", check_replaced=refuse) as other:
             fill(other)
@@ -136,14 +135,14 @@ def test_files_named_alike_are_left_alone(tmp_path: Path) -> None:
 )
 def test_places_that_are_refused(tmp_path: Path, place: str, message: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ValueError, match=message):
         whole_folder(tmp_path / place, check_replaced=refuse).__enter__()
     assert names(tmp_path) == ["file"]
 
 
 def test_an_unwritable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.os, "access", lambda path, mode: False)  # root may write everywhere
-    with pytest.raises(ModelError, match="is not writable; choose another folder"):
+    with pytest.raises(ValueError, match="is not writable; choose another folder"):
         whole_folder(tmp_path / "out", check_replaced=refuse).__enter__()
 
 
