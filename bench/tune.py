@@ -22,6 +22,7 @@ from tightwire.bench.report.console import make_console, paused, progress_bar
 from tightwire.bench.report.quiet import OthersWatch
 from tightwire.bench.report.table import print_table
 from tightwire.comm.all_reduce.entry import Setting
+from tightwire.comm.group.host import num_cores
 from tightwire.comm.group.local_ranks import LocalRankError
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
@@ -31,7 +32,6 @@ from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.model.open import open_checkpoint
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.comm_decision import policy_requests
-from tightwire.server.plan.devices import num_cores
 from tightwire.server.plan.setting import decide_setting
 
 _LOOK_S = 1.5  # for a look at the load before the measurement

@@ -8,10 +8,10 @@ from pathlib import Path
 from msgspec import Struct
 
 from tightwire.bench.report.environment import describe_environment
+from tightwire.comm.group.host import available_host_bytes, num_cores
+from tightwire.comm.group.numa import describe_numbers, read_numa_nodes
 from tightwire.comm.transport.segment import why_unusable
 from tightwire.kernels.cpu.library import level
-from tightwire.server.plan.devices import available_host_bytes, num_cores
-from tightwire.server.plan.numa import describe_numbers, read_numa_nodes
 from tightwire.sizes import format_bytes
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from msgspec import Struct
 
+from tightwire.comm.group.host import num_cores
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.tensors import EMBEDDING, HEAD, expected_tensors
 from tightwire.model.open import formats_of, open_checkpoint
@@ -15,7 +16,6 @@ from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.model.weights.formats import WeightFormats, split_model
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import EngineOptions, ServeConfig
-from tightwire.server.plan.devices import num_cores
 from tightwire.server.plan.rank_bytes import MemoryInputs, rank_bytes
 from tightwire.server.plan.setting import decide_setting
 from tightwire.sizes import format_bytes

@@ -13,8 +13,8 @@ from tightwire.bench.quality.setting import MIX, PLAIN_WEIGHTS, Arm, Setting, fi
 from tightwire.bench.report.page import Item
 from tightwire.bench.report.table import Metric
 from tightwire.bench.run import Bench, BenchFailedError
+from tightwire.comm.group.host import num_cores
 from tightwire.comm.policy.rules import PolicyFile, write_policy_file
-from tightwire.server.plan.devices import num_cores
 
 
 class QualityBench(Bench[QualityOptions]):

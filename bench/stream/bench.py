@@ -17,6 +17,7 @@ from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.bench.stream import report
 from tightwire.bench.stream.measure import Answered, measure
 from tightwire.bench.stream.options import ROUNDS, Arm, StreamOptions
+from tightwire.comm.group.host import num_cores
 from tightwire.comm.group.local_ranks import LocalRankError
 from tightwire.model.checkpoint.errors import PrepareError
 from tightwire.model.layout import make_layout
@@ -26,7 +27,6 @@ from tightwire.model.weights import LEAST_STREAMED, WEIGHT_CODECS
 from tightwire.model.weights.formats import choose_formats, split_model
 from tightwire.model.weights.packed_layer import pack_model, weight_codec
 from tightwire.model.weights.residency import check_codec
-from tightwire.server.plan.devices import num_cores
 
 _SHOWN = ("model", "device", "threads", "all_reduce", "context", "seed")
 

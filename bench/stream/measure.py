@@ -17,6 +17,7 @@ from tightwire.bench.ranks import gather_numbers
 from tightwire.bench.stream.options import ROUNDS, Arm, StreamOptions
 from tightwire.bench.stream.order import OrderCheck
 from tightwire.bench.stream.rank import Rank, greedy_tokens
+from tightwire.comm.group import numa
 from tightwire.comm.group.group import Group
 from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
@@ -24,7 +25,6 @@ from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.model.weights.prepared.blob_file import BlobFile, reads_direct
 from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.streamed import StreamedWeights
-from tightwire.server.plan import numa
 
 _IDLE_POLL_S = 0.001
 _PROMPT, _GREEDY_TOKENS = range(3, 15), 12

@@ -1,1 +1,1 @@
-"""Ranks, nodes and how they find each other. Start with `group`."""
+"""Ranks, nodes, how they find each other, and their places on the cores and memory of a host. Start with `group`."""

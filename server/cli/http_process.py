@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tightwire.comm.group.numa import describe_numbers
 from tightwire.kernels.cpu.library import level
 from tightwire.server.api.errors import ApiError
 from tightwire.server.api.lora import Adapters, ServedAdapter
@@ -27,7 +28,6 @@ from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ipc.messages import Ready
 from tightwire.server.plan.comm_decision import describe_choices
 from tightwire.server.plan.devices import process_age_s
-from tightwire.server.plan.numa import describe_numbers
 from tightwire.server.plan.rank_setup import PlannedAdapter, rank_name
 from tightwire.server.plan.run_plan import Decision
 from tightwire.server.ranks.processes import Ranks

@@ -7,6 +7,7 @@ from pathlib import Path
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.make import parse_all_reduce
 from tightwire.comm.codec.codec import Feedback
+from tightwire.comm.group.host import num_cores
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.accuracy import Accuracy, read_accuracy
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
@@ -19,7 +20,6 @@ from tightwire.model.layout import make_layout
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.ipc.messages import CommChoice
-from tightwire.server.plan.devices import num_cores
 from tightwire.sizes import format_bytes
 
 

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import msgspec
 
+from tightwire.comm.group.host import available_host_bytes
+from tightwire.comm.group.numa import describe_placement, read_numa_nodes
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.choose import PolicyRequest
 from tightwire.comm.policy.rules import Policy
@@ -22,10 +24,9 @@ from tightwire.server.plan.comm_decision import (
     describe_request,
     policy_requests,
 )
-from tightwire.server.plan.devices import CudaDevice, available_host_bytes
+from tightwire.server.plan.devices import CudaDevice
 from tightwire.server.plan.lora import describe_adapters, plan_adapters
 from tightwire.server.plan.memory_budget import MemoryBudget, describe_offload
-from tightwire.server.plan.numa import describe_placement, read_numa_nodes
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool
 from tightwire.server.plan.rank_setup import NamedPolicy, RunPlan
 from tightwire.server.plan.setting import (

@@ -16,13 +16,13 @@ from typing import IO, Self
 import msgspec
 
 import tightwire
+from tightwire.comm.group.host import num_cores
 from tightwire.comm.link.emulated_network import EmulatedNode
 from tightwire.comm.link.wire import Wire
 from tightwire.comm.transport.segment import make_segment, why_unusable
 from tightwire.kernels.cpu.library import available
 from tightwire.server.hosts.place import HostPlace, listen
 from tightwire.server.ipc.channels import make_address
-from tightwire.server.plan.devices import num_cores
 from tightwire.server.plan.rank_setup import RankIdentity, RankWork
 from tightwire.server.ranks.parent_death import die_with_parent, ignore_terminal_signals
 

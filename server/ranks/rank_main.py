@@ -21,6 +21,7 @@ from tightwire.comm.group.nodes import (
     join_partition,
     throttle_group,
 )
+from tightwire.comm.group.numa import RankPlace, bind_rank
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.wire import LinkFacts, refuse_too_fast
 from tightwire.comm.transport.socket_join import SocketOptions, read_secret
@@ -39,7 +40,6 @@ from tightwire.model.weights.streamed import StreamedWeights
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.ipc.channels import Inboxes
 from tightwire.server.ipc.messages import Ready
-from tightwire.server.plan.numa import RankPlace, bind_rank
 from tightwire.server.plan.rank_setup import RankIdentity, RankWork
 from tightwire.server.ranks.rank_comm import check_comm
 from tightwire.server.ranks.rank_loop import Follower, Leader

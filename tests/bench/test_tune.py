@@ -19,10 +19,10 @@ from tightwire.bench.comm.cells import Cells
 from tightwire.bench.comm.measure import Outcome
 from tightwire.bench.report.quiet import OthersWatch
 from tightwire.comm.all_reduce.entry import Setting
+from tightwire.comm.group.host import num_cores
 from tightwire.comm.policy.rules import FileRule, PolicyFile, write_policy_file
 from tightwire.comm.policy.tune_file import read_tuned, this_host, tune_path
 from tightwire.server.config.flags import make_config
-from tightwire.server.plan.devices import num_cores
 
 _SOURCE = Path(__file__).parents[2] / "src"
 

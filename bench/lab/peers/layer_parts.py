@@ -22,6 +22,7 @@ from tightwire.bench.stream.measure import bind_rank
 from tightwire.bench.stream.options import StreamOptions
 from tightwire.bench.stream.rank import Rank, make_step
 from tightwire.comm.group.group import Group
+from tightwire.comm.group.host import num_cores
 from tightwire.kernels.spec.attention import PackedSequences
 from tightwire.model import decoder, layer_kernels
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -33,7 +34,6 @@ from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.step import Batch
 from tightwire.model.weights import EVERYTHING_RESIDENT
-from tightwire.server.plan.devices import num_cores
 
 WHOLE = "whole step, as served"
 _SUMS = "sums over ranks"

@@ -8,7 +8,7 @@ from helpers.server.stream_bench_bodies import bind_and_look
 from tightwire.bench.options import RankOptions
 from tightwire.bench.ranks import open_ranks
 from tightwire.bench.stream.options import StreamOptions
-from tightwire.server.plan.devices import num_cores
+from tightwire.comm.group.host import num_cores
 
 EVERYWHERE = tuple(sorted(os.sched_getaffinity(0)))
 

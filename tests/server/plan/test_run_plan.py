@@ -10,6 +10,7 @@ import pytest
 from helpers.model.tiny_gguf import make_tiny_gguf
 
 from tightwire.comm.all_reduce.entry import Setting
+from tightwire.comm.group.host import num_cores
 from tightwire.comm.policy.error_budget import ErrorBudget
 from tightwire.comm.policy.rules import FileRule, Policy, PolicyFile, write_policy_file
 from tightwire.comm.policy.tune_file import Measured, Point, this_host, tune_path, write_tuned
@@ -21,7 +22,7 @@ from tightwire.server.config.flags import make_config
 from tightwire.server.config.limits import MAX_SCORED_ROWS
 from tightwire.server.config.serve import EngineOptions, ServeConfig
 from tightwire.server.plan import run_plan, setting
-from tightwire.server.plan.devices import CudaDevice, num_cores
+from tightwire.server.plan.devices import CudaDevice
 
 GIB = 1 << 30
 MODEL = LlamaConfig(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tightwire.server.plan.devices import core_order, deal, num_cores
+from tightwire.comm.group.host import core_order, deal, num_cores
 
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # numbers of the system call; glibc has no wrapper
 _PREFERRED, _INTERLEAVE = 1, 3  # MPOL_* of linux/mempolicy.h

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tightwire.server.plan import numa
-from tightwire.server.plan.numa import NumaNode, describe_numbers, describe_placement, place_ranks, read_numa_nodes
+from tightwire.comm.group import numa
+from tightwire.comm.group.numa import NumaNode, describe_numbers, describe_placement, place_ranks, read_numa_nodes
 
 _SOURCE = Path(numa.__file__).parents[3]
 GIB = 1 << 30
@@ -91,7 +91,7 @@ def _bound(rank: int, num_ranks: int, num_threads: int) -> object:
     """The cores that a new process gets, and where its next thread may run."""
     return _run(
         "import json, os, threading\n"
-        "from tightwire.server.plan.numa import bind_rank\n"
+        "from tightwire.comm.group.numa import bind_rank\n"
         f"place, seen = bind_rank({rank}, {num_ranks}, {num_threads}, numa=True), []\n"
         "thread = threading.Thread(target=lambda: seen.extend(os.sched_getaffinity(0)))\n"
         "thread.start()\n"
@@ -115,7 +115,7 @@ def test_ranks_keep_to_cores_of_their_own() -> None:
 def test_pages_written_later_follow_the_policy_also_in_other_threads(nodes: tuple[int, ...], policy: str) -> None:
     pages = _run(
         "import ctypes, json, mmap, threading\n"
-        "from tightwire.server.plan import numa\n"
+        "from tightwire.comm.group import numa\n"
         f"agreed, found = numa._set_memory_policy({nodes}), []\n"
         "def write():\n"
         "    memory = mmap.mmap(-1, 1 << 24)\n"
