@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Self
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import httpx
@@ -23,7 +24,7 @@ from tightwire.server.cli.remote import (
     body_text,
     choice_text,
     describe,
-    environment_proxy,
+    error_text,
     first_choice,
     parse_event,
 )
@@ -176,3 +177,26 @@ def _count(counts: Any, name: str) -> int:
     """0 if a peer omits the count or sends it in another form."""
     number = counts.get(name) if isinstance(counts, dict) else None
     return number if isinstance(number, int) else 0
+
+
+def environment_proxy(url: str) -> str | None:
+    """The environment's proxy for ``url``, as httpx finds it."""
+    parsed = httpx.URL(url)
+    proxies = getproxies()
+    return None if proxy_bypass(parsed.host) else proxies.get(parsed.scheme, proxies.get("all"))
+
+
+async def ask(
+    http: httpx.AsyncClient, url: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
+) -> dict[str, Any]:
+    """The JSON response of ``url``: to a POST of ``body``, or to a GET. RemoteError: no answer, or not status 200."""
+    limit = http.timeout if timeout_s is None else timeout_s
+    route = httpx.URL(url).path
+    try:
+        request = http.get(url, timeout=limit) if body is None else http.post(url, json=body, timeout=limit)
+        response = await request
+    except httpx.HTTPError as error:
+        raise RemoteError(f"{route}: {describe(error)}") from error
+    if response.status_code != 200:
+        raise RemoteError(f"{route} answered {response.status_code}: {error_text(response)}")
+    return response.json()

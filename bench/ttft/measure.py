@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tightwire.bench.client import BenchClient, Prompt
+from tightwire.bench.client import BenchClient, Prompt, ask
 from tightwire.bench.hosts import EmulatedHosts, Sent
 from tightwire.bench.run import BenchFailedError
 from tightwire.bench.ttft.facts import ServerFacts
@@ -23,7 +23,7 @@ from tightwire.comm.all_reduce.make import parse_all_reduce
 from tightwire.comm.ledger.ledger import Count
 from tightwire.comm.policy.rules import DROP
 from tightwire.model.text.prose import english_text
-from tightwire.server.cli.remote import Remote, ask
+from tightwire.server.cli.remote import Remote
 
 _WARM_UPS = 2  # turns of each arm in each cell
 _TIMEOUT_S = 1800.0  # of one request: a long prompt over a slow wire takes minutes

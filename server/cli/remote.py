@@ -5,7 +5,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
@@ -78,13 +77,6 @@ def is_loopback(url: str) -> bool:
         return False
 
 
-def environment_proxy(url: str) -> str | None:
-    """The environment's proxy for ``url``, as httpx finds it."""
-    parsed = httpx.URL(url)
-    proxies = getproxies()
-    return None if proxy_bypass(parsed.host) else proxies.get(parsed.scheme, proxies.get("all"))
-
-
 def connect(url: str, *, model: str | None = None, api_key: str | None = None, flag: str = "--url") -> Remote:
     """Ask the server for its models, and choose one. ``flag``: the option that named it, for errors. RemoteError: no answer, a refused key, not ready, or no such model."""
     base = api_base(url, flag)
@@ -98,22 +90,6 @@ def connect(url: str, *, model: str | None = None, api_key: str | None = None, f
             f"no server answers at {base} ({describe(error)}); start one with `tightwire serve`, or name it with {flag}"
         ) from error
     return Remote(base=base, model=_choose_model(response, model, base, flag), headers=headers)
-
-
-async def ask(
-    http: httpx.AsyncClient, url: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
-) -> dict[str, Any]:
-    """The JSON response of ``url``: to a POST of ``body``, or to a GET. RemoteError: no answer, or not status 200."""
-    limit = http.timeout if timeout_s is None else timeout_s
-    route = httpx.URL(url).path
-    try:
-        request = http.get(url, timeout=limit) if body is None else http.post(url, json=body, timeout=limit)
-        response = await request
-    except httpx.HTTPError as error:
-        raise RemoteError(f"{route}: {describe(error)}") from error
-    if response.status_code != 200:
-        raise RemoteError(f"{route} answered {response.status_code}: {error_text(response)}")
-    return response.json()
 
 
 def _choose_model(response: httpx.Response, wanted: str | None, base: str, flag: str) -> str:

@@ -89,7 +89,7 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
 
 def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from tightwire.model.checkpoint.whole_folder import whole_folder\n"
+        "import os, signal, sys; from pathlib import Path; from tightwire.whole_folder import whole_folder\n"
         "with whole_folder(Path(sys.argv[1]), check_replaced=print): os.kill(os.getpid(), signal.SIGKILL)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

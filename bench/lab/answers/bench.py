@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tightwire.bench.client import ask
 from tightwire.bench.lab.answers.options import AnswersOptions
 from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench
@@ -26,7 +27,7 @@ from tightwire.model.checkpoint.hf_config import config_to_hf
 from tightwire.model.checkpoint.tensors import stored_tensors
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.text.tokenizer import Tokenizer
-from tightwire.server.cli.remote import Remote, RemoteError, ask, connect
+from tightwire.server.cli.remote import Remote, RemoteError, connect
 
 _PROMPTS = Path(__file__).with_name("prompts.txt")
 _TOP = 20  # tokens that a server reports; the limit of most

@@ -18,11 +18,12 @@ from typing import Any
 
 import httpx
 
+from tightwire.bench.client import ask
 from tightwire.bench.lab.code.options import OWN, CodeOptions
 from tightwire.bench.quality.items import accuracy
 from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench
-from tightwire.server.cli.remote import Remote, RemoteError, ask, connect
+from tightwire.server.cli.remote import Remote, RemoteError, connect
 
 _TIMEOUT_S = 900.0
 _RUN_S, _RUN_BYTES = 10, 1 << 30

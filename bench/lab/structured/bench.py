@@ -17,6 +17,7 @@ import numpy as np
 from jsonschema_rs import ValidationError, validator_for
 from prometheus_client.parser import text_string_to_metric_families
 
+from tightwire.bench.client import ask
 from tightwire.bench.lab.structured.options import StructuredOptions
 from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench, BenchFailedError
@@ -24,7 +25,7 @@ from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.open import open_checkpoint
 from tightwire.model.sampling.grammar import GrammarMasks, make_grammar
 from tightwire.model.sampling.parameters import SamplingParams
-from tightwire.server.cli.remote import Remote, RemoteError, ask, connect
+from tightwire.server.cli.remote import Remote, RemoteError, connect
 
 Schema = dict[str, Any]
 
