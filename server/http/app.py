@@ -23,10 +23,8 @@ from tightwire.server.http.keys import KeyRing
 from tightwire.server.http.middleware import EXPOSED_HEADERS, RequestScope, RequireKey
 from tightwire.server.http.openapi import make_page
 from tightwire.server.http.request_log import RequestLog
-from tightwire.server.http.routes.anthropic import anthropic_router
-from tightwire.server.http.routes.lora import adapters_router
+from tightwire.server.http.routes.api import api_router
 from tightwire.server.http.routes.observe import observe_router
-from tightwire.server.http.routes.openai import openai_router
 from tightwire.server.http.routes.pages import pages_router
 from tightwire.server.http.telemetry import Telemetry
 from tightwire.server.ipc.engine_client import EngineClient
@@ -64,9 +62,7 @@ def make_app(
         docs_url=None,  # FastAPI's page loads its program from another server; ours needs none
         redoc_url=None,
     )
-    app.include_router(openai_router(serving))
-    app.include_router(anthropic_router(serving))
-    app.include_router(adapters_router(serving))
+    app.include_router(api_router(serving))
     app.include_router(observe_router(serving))
     app.include_router(pages_router())
     app.openapi = functools.cache(lambda: make_page(app, http.needs_key))

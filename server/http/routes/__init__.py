@@ -1,1 +1,1 @@
-"""The HTTP routes, one router per file. Start with `openai`."""
+"""The HTTP routes, one router per file. Start with `api`."""

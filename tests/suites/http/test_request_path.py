@@ -145,6 +145,6 @@ async def test_a_request_and_a_step_walk_through_few_files_and_never_up(tmp_path
     request = http.of_server() | taking.of_server()
     assert len(request) <= MOST_FILES_OF_A_REQUEST, sorted(request)
     assert len(step.of_server()) <= MOST_FILES_OF_A_STEP, sorted(step.of_server())
-    assert {"server/http/routes/openai.py", "server/ranks/rank_loop.py"} <= http.files | taking.files
+    assert {"server/http/routes/api.py", "server/ranks/rank_loop.py"} <= http.files | taking.files
     assert {"server/engine/engine.py", "model/decoder.py"} <= step.files
     assert not http.calls_up | taking.calls_up | step.calls_up

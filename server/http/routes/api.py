@@ -1,26 +1,38 @@
-"""The routes of OpenAI's API, /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, and vLLM's /tokenize, /detokenize, /tokenizer_info."""
+"""The routes of OpenAI's and Anthropic's APIs, and vLLM's for tokens and LoRA adapters."""
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
+from tightwire.server.api import schemas
 from tightwire.server.api.answer import Answer, Dialect
-from tightwire.server.api.bodies import Detokenized, ModelCard, ModelList, Tokenized, TokenizerInfo
+from tightwire.server.api.bodies import Detokenized, ModelCard, ModelDeleted, ModelList, Tokenized, TokenizerInfo
 from tightwire.server.api.chat import ChatDialect, chat_token_ids
 from tightwire.server.api.completions import CompletionDialect
 from tightwire.server.api.errors import ApiError, invalid, json_response
 from tightwire.server.api.prompts import check_ids, check_model, check_options, make_sequences, run_off_loop
-from tightwire.server.api.schemas import DetokenizeBody, TokenizeBody
 from tightwire.server.api.serving import ServedModel, Serving
+from tightwire.server.api.tools import check_tools
 from tightwire.server.api.trace import RequestTrace
+from tightwire.server.dialects.messages_answer import MessagesDialect, TokenCount
+from tightwire.server.dialects.messages_request import CountTokensBody
 from tightwire.server.dialects.responses_answer import ResponsesDialect
 from tightwire.server.http.check_body import read_body
 from tightwire.server.ipc.engine_client import Phase
 
+_BodyT = TypeVar("_BodyT", bound=schemas.Body)
 
-def openai_router(serving: Serving) -> APIRouter:
+
+def api_router(serving: Serving) -> APIRouter:
     router = APIRouter()
+
+    async def read(request: Request, kind: type[_BodyT]) -> tuple[ServedModel, _BodyT]:
+        """The model and the request's body; for routes that a server which shuts down answers too."""
+        model = serving.require_model(Phase.DRAINING)
+        body = await read_body(request, kind, serving)
+        check_model(body.model, model.info)
+        return model, body
 
     @router.post("/v1/chat/completions", summary="Answer a conversation")
     async def chat(request: Request) -> Response:
@@ -39,6 +51,18 @@ def openai_router(serving: Serving) -> APIRouter:
     async def stored_responses(rest: str) -> Response:
         message = "this server stores no responses; send the whole conversation as input of POST /v1/responses"
         raise ApiError(404, message, code="not_stored")
+
+    @router.post("/v1/messages", summary="Answer a conversation, in the form of Anthropic's API")
+    async def messages(request: Request) -> Response:
+        return await answer(request, serving, MessagesDialect)
+
+    @router.post("/v1/messages/count_tokens", summary="Count the prompt tokens of a message")
+    async def count_tokens(request: Request) -> Response:
+        model, asked = await read(request, CountTokensBody)
+        chat = schemas.ChatBody.model_construct(**asked.chat_fields())
+        check_tools(chat.tools, chat.tool_choice)
+        tools = () if chat.tool_choice == "none" else chat.tools
+        return json_response(TokenCount(len(await chat_token_ids(model, chat.messages, chat, tools))))
 
     @router.get("/v1/models", summary="List the served model and its LoRA adapters")
     async def list_models() -> Response:
@@ -64,18 +88,14 @@ def openai_router(serving: Serving) -> APIRouter:
 
     @router.post("/tokenize", summary="Text to token ids")
     async def tokenize(request: Request) -> Response:
-        model = serving.require_model(Phase.DRAINING)
-        body = await read_body(request, TokenizeBody, serving)
-        check_model(body.model, model.info)
+        model, body = await read(request, schemas.TokenizeBody)
         ids = await _token_ids(body, model)
         names = [model.tokens.text_of(token_id) for token_id in ids] if body.return_token_strs else None
         return json_response(Tokenized(len(ids), model.info.max_model_len, ids, names))
 
     @router.post("/detokenize", summary="Token ids to text")
     async def detokenize(request: Request) -> Response:
-        model = serving.require_model(Phase.DRAINING)
-        body = await read_body(request, DetokenizeBody, serving)
-        check_model(body.model, model.info)
+        model, body = await read(request, schemas.DetokenizeBody)
         check_ids(body.tokens, model.info, "tokens")
         text = await run_off_loop(lambda: model.tokenizer.decode(body.tokens, False), len(body.tokens))
         return json_response(Detokenized(prompt=text))
@@ -83,6 +103,23 @@ def openai_router(serving: Serving) -> APIRouter:
     @router.get("/tokenizer_info", summary="The tokenizer's special tokens and chat template")
     async def tokenizer_info() -> Response:
         return json_response(TokenizerInfo.of(serving.require_model(Phase.DRAINING).tokenizer))
+
+    @router.post("/v1/load_lora_adapter", summary="Load a LoRA adapter of --lora-dir on all ranks")
+    async def load(request: Request) -> Response:
+        info = serving.require_model().info
+        body = await read_body(request, schemas.LoadAdapterBody, serving)
+        if body.lora_name in info.names:
+            raise invalid(f"{body.lora_name!r} is the base model's name", "lora_name")
+        options = serving.adapters
+        await info.adapters.load(serving.engine, options, body.lora_name, body.lora_path, replace=body.load_inplace)
+        return json_response(ModelCard.of_adapter(info, info.adapters.by_name[body.lora_name]))
+
+    @router.post("/v1/unload_lora_adapter", summary="Unload a LoRA adapter; requests that run finish with it")
+    async def unload(request: Request) -> Response:
+        info = serving.require_model().info
+        body = await read_body(request, schemas.UnloadAdapterBody, serving)
+        await info.adapters.unload(serving.engine, serving.adapters, body.lora_name)
+        return json_response(ModelDeleted(id=body.lora_name))
 
     return router
 
@@ -108,7 +145,7 @@ async def answer(request: Request, serving: Serving, dialect_type: type[Dialect[
     return await Answer(serving, dialect, sequences, trace).respond(request)
 
 
-async def _token_ids(body: TokenizeBody, model: ServedModel) -> list[int]:
+async def _token_ids(body: schemas.TokenizeBody, model: ServedModel) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either prompt or messages", param="prompt")
     if body.messages is not None:
