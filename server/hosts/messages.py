@@ -9,22 +9,19 @@ from tightwire.server.ipc.messages import Failed, Heartbeat, Ready, Stage
 from tightwire.server.plan.rank_setup import RunPlan
 
 
-class _Message(msgspec.Struct, frozen=True, tag=True): ...
-
-
-class Challenge(_Message):
+class Challenge(msgspec.Struct, frozen=True, tag=True):
     """Node 0's first message: a random number, for the proof that the node knows the shared secret."""
 
     nonce: str
 
 
-class Welcome(_Message):
+class Welcome(msgspec.Struct, frozen=True, tag=True):
     """Node 0's answer to ``Hello``: the proof that it knows the secret too."""
 
     proof: str
 
 
-class Hello(_Message):
+class Hello(msgspec.Struct, frozen=True, tag=True):
     """A node's first message. ``facts``: what must be equal on all nodes; ``ports``: where it listens for the others."""
 
     node: int
@@ -36,97 +33,97 @@ class Hello(_Message):
     proof: str = ""
 
 
-class Table(_Message):
+class Table(msgspec.Struct, frozen=True, tag=True):
     """Who has joined, in words."""
 
     text: str
 
 
-class Probe(_Message):
+class Probe(msgspec.Struct, frozen=True, tag=True):
     """All nodes have joined: connect to these addresses and ports, by node, and answer with ``Probed``."""
 
     targets: dict[int, tuple[str, list[int]]]
 
 
-class Probed(_Message):
+class Probed(msgspec.Struct, frozen=True, tag=True):
     failures: list[str]
 
 
-class Measure(_Message):
+class Measure(msgspec.Struct, frozen=True, tag=True):
     """Measure the network to these addresses and ports, by node, and answer with ``Measured``."""
 
     targets: dict[int, tuple[str, int]]
 
 
-class Measured(_Message):
+class Measured(msgspec.Struct, frozen=True, tag=True):
     pairs: list[PairFacts]
     failures: list[str]
 
 
-class Network(_Message):
+class Network(msgspec.Struct, frozen=True, tag=True):
     """The network between all nodes: the same facts decide on every node."""
 
     link: LinkFacts
 
 
-class WantModel(_Message):
+class WantModel(msgspec.Struct, frozen=True, tag=True):
     """The node has no copy of the model; node 0 answers with its ``ModelFiles``."""
 
 
-class Offer(_Message):
+class Offer(msgspec.Struct, frozen=True, tag=True):
     model: ModelFiles
 
 
-class WantPiece(_Message):
+class WantPiece(msgspec.Struct, frozen=True, tag=True):
     """Ask for the bytes of a file from ``offset`` on; node 0 answers with ``Piece``."""
 
     name: str
     offset: int
 
 
-class Piece(_Message):
+class Piece(msgspec.Struct, frozen=True, tag=True):
     data: bytes
 
 
-class Opened(_Message):
+class Opened(msgspec.Struct, frozen=True, tag=True):
     """The node has opened the model: its fingerprint, and the plan that the node's own memory allows."""
 
     facts: dict[str, str]
     plan: RunPlan
 
 
-class Run(_Message):
+class Run(msgspec.Struct, frozen=True, tag=True):
     """The plan for the ranks of all nodes."""
 
     plan: RunPlan
 
 
-class Report(_Message):
+class Report(msgspec.Struct, frozen=True, tag=True):
     """A message of one of the node's ranks."""
 
     message: Stage | Ready | Heartbeat | Failed
 
 
-class Exited(_Message):
+class Exited(msgspec.Struct, frozen=True, tag=True):
     """One of the node's ranks has ended; negative codes are signals."""
 
     rank: int
     code: int
 
 
-class Serving(_Message):
+class Serving(msgspec.Struct, frozen=True, tag=True):
     """All ranks of all nodes are ready."""
 
 
-class Beat(_Message):
+class Beat(msgspec.Struct, frozen=True, tag=True):
     """Shows that the sender is alive."""
 
 
-class AskStop(_Message):
+class AskStop(msgspec.Struct, frozen=True, tag=True):
     """A signal asks this node to stop; node 0 lets running requests finish, and then ends all nodes."""
 
 
-class End(_Message):
+class End(msgspec.Struct, frozen=True, tag=True):
     """The sender ends: exit code 0 after a signal, 1 after a failure, 2 after a refusal."""
 
     code: int
