@@ -95,8 +95,8 @@ def make_layout(
 def _split_heads(config: LlamaConfig, shares: list[float], unit: int) -> list[tuple[range, range]]:
     """Return each rank's query heads and KV heads, both contiguous and in rank order.
 
-    No rank gets more KV heads than in a split by whole groups, because the rank with the most limits the cache length.
-    Then counts, in this order: least work for the slowest rank, fewest duplicated KV heads, most even number of query
+    No rank gets more KV heads than in a split by whole groups, because the rank with the most limits the cache length;
+    one or two more where superblocks allow no other cut. Then counts, in this order: least work for the slowest rank, fewest duplicated KV heads, most even number of query
     heads; ties go to lower ranks.
     """
     heads = range(config.num_heads + 1)
@@ -104,20 +104,26 @@ def _split_heads(config: LlamaConfig, shares: list[float], unit: int) -> list[tu
     # Prefer cuts that packed columns allow, unless whole groups are faster. Plain weights are cut in the same places.
     aligned = [head for head in heads if head * config.head_dim % unit == 0 or head in (0, config.num_heads)]
     least_whole = _HeadCuts(config, shares, whole).least_cost
-    for places in (aligned, sorted({*aligned, *whole}), heads):
-        cuts = _HeadCuts(config, shares, places)
+    more_kv = (0, 1, 2) if unit > _COLUMN_UNIT else (0,)
+    choices = [(aligned, more) for more in more_kv] + [(sorted({*aligned, *whole}), 0), (heads, 0)]
+    for places, more in choices:
+        cuts = _HeadCuts(config, shares, places, more)
         if cuts.least_cost < math.inf and (cuts.least_cost <= least_whole or unit > _COLUMN_UNIT):
             return cuts.best()
     raise AssertionError("heads can always be cut, in whole groups or each group among some ranks")
 
 
 class _HeadCuts:
-    """All splits of the query heads with cuts at ``places``, in which each rank gets at least one head."""
+    """All splits of the query heads with cuts at ``places``, in which each rank gets at least one head.
 
-    def __init__(self, config: LlamaConfig, shares: list[float], places: Sequence[int]) -> None:
+    ``more_kv``: KV heads that a rank may have beyond those of a split by whole groups.
+    """
+
+    def __init__(self, config: LlamaConfig, shares: list[float], places: Sequence[int], more_kv: int = 0) -> None:
         self._per_kv, self._shares, self._places = config.heads_per_kv_head, shares, places
         self._end, num_kv = len(places) - 1, config.num_kv_heads
-        self._most_kv = 1 if len(shares) > num_kv else max(_apportion(num_kv, shares, unit=1, at_least=1))
+        by_groups = 1 if len(shares) > num_kv else max(_apportion(num_kv, shares, unit=1, at_least=1))
+        self._most_kv = by_groups + more_kv
         self.least_cost = self._least_cost()  # cost of the slowest rank in the best split; inf: there is no split
 
     def best(self) -> list[tuple[range, range]]:

@@ -1,30 +1,24 @@
 """Each family of the table answers as transformers does, on one rank and split, from a folder and from a .gguf."""
 
 from functools import cache, partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from harness import run_in_process
-from helpers.comm.fixed_policy import fixed_policy, make_arms
 from helpers.model.family_models import make_family_folder, make_family_gguf
+from helpers.model.rank_logits import PROMPT, rank_logits
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tightwire.comm.group.group import Group, in_process_groups
-from tightwire.model.build import RankGroups, RunnerOptions, build_runner
+from tightwire.comm.group.group import in_process_groups
 from tightwire.model.checkpoint.hf_config import config_from_hf, config_to_hf
 from tightwire.model.families import FAMILIES, family_named
-from tightwire.model.layout import make_layout
-from tightwire.model.open import formats_of, open_checkpoint
+from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare
-from tightwire.model.step import make_plan
 from tightwire.model.weights import WeightPlan
 
-_BLOCK_SIZE, _NUM_BLOCKS, _PROMPT, _NUM_TOKENS = 16, 4, 33, 12
+_NUM_TOKENS = 12  # after the prompt
 _every_family = pytest.mark.parametrize("family", [family.names.name for family in FAMILIES])
 
 
@@ -38,56 +32,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
 def _theirs(folder: Path) -> tuple[list[int], Tensor]:
     """transformers' greedy tokens, prompt included, and the logits at every position."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
-    tokens = torch.randint(3, 300, (1, _PROMPT), generator=torch.Generator().manual_seed(7))
+    tokens = torch.randint(3, 300, (1, PROMPT), generator=torch.Generator().manual_seed(7))
     with torch.inference_mode():
         for _ in range(_NUM_TOKENS):
             tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], dim=1)
         logits = model(tokens[:, :-1]).logits[0]
     return tokens[0].tolist(), logits
-
-
-def _ours(
-    group: Group,
-    location: str,
-    tokens: list[int],
-    dtype: torch.dtype = torch.float32,
-    *,
-    generated: bool = True,
-    **options: Any,
-) -> Tensor | None:
-    """The logits at every position: those of the prompt from two steps, the others token by token, as ``generated`` or not."""
-    checkpoint = open_checkpoint(location)
-    routes = make_arms({"fixed": fixed_policy("one-shot")}, group) if group.world_size > 1 else None
-    runner = build_runner(
-        checkpoint.config,
-        checkpoint.prepared or checkpoint.reader(),
-        make_layout(checkpoint.config, group.world_size),
-        RankGroups(group, routes=routes),
-        RunnerOptions(
-            dtype=dtype,
-            max_model_len=_BLOCK_SIZE * _NUM_BLOCKS,
-            num_blocks=_NUM_BLOCKS,
-            block_size=_BLOCK_SIZE,
-            formats=formats_of(checkpoint, "auto"),
-            **options,
-        ),
-    )
-    logits: list[Tensor] = []
-    cuts = [0, 20, _PROMPT, *range(_PROMPT + 1, len(tokens) + 1)]  # the prompt in two steps
-    for start, stop in pairwise(cuts):
-        plan = make_plan(
-            token_ids=tokens[start:stop],
-            query_lens=[stop - start],
-            context_lens=[stop],
-            block_tables=np.array([[2, 0, 3, 1]]),
-            num_decode_rows=int(generated and start >= _PROMPT),
-            logit_rows=range(stop - start),
-        )
-        made = runner.execute(plan)
-        if made is not None:
-            logits.append(made.clone())
-    runner.close()
-    return torch.cat(logits) if logits else None
 
 
 def _assert_close(got: Tensor | None, want: Tensor) -> None:
@@ -101,7 +51,7 @@ def _assert_close(got: Tensor | None, want: Tensor) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 def test_tokens_and_logits_of_transformers(family: str, num_ranks: int, folders) -> None:
     tokens, want = _theirs(folders(family))
-    _assert_close(run_in_process(num_ranks, _ours, str(folders(family)), tokens[:-1])[0], want)
+    _assert_close(run_in_process(num_ranks, rank_logits, str(folders(family)), tokens[:-1])[0], want)
 
 
 @_every_family
@@ -112,10 +62,10 @@ def test_generated_rows_have_the_bits_of_prompt_rows_and_of_streamed_layers(
     """In float32, as one kernel multiplies both; in 16 bits, where prompts may have another, as close as it rounds."""
     group, location = in_process_groups(1)[0], str(folders(family))
     tokens, want = _theirs(folders(family))
-    by_program = _ours(group, location, tokens[:-1], dtype)
+    by_program = rank_logits(group, location, tokens[:-1], dtype)
     plan = WeightPlan(source="stream", origin="host", streamed=(1, 2, 4, 5))
-    streamed = _ours(group, location, tokens[:-1], dtype, weight_plan=plan)
-    one_by_one = _ours(group, location, tokens[:-1], dtype, generated=False)
+    streamed = rank_logits(group, location, tokens[:-1], dtype, weight_plan=plan)
+    one_by_one = rank_logits(group, location, tokens[:-1], dtype, generated=False)
     assert by_program is not None and streamed is not None and one_by_one is not None
     assert torch.equal(by_program, streamed)
     if dtype == torch.float32:
@@ -130,13 +80,15 @@ def test_a_cache_in_8_bits_on_any_number_of_ranks(family: str, folders) -> None:
     """A head's codes do not depend on the ranks; the bound is about twice what these tiny models need."""
     tokens, want = _theirs(folders(family))
     first, *others = (
-        run_in_process(ranks, partial(_ours, kv_dtype=torch.int8), str(folders(family)), tokens[:-1])[0]
+        run_in_process(ranks, partial(rank_logits, kv_dtype=torch.int8), str(folders(family)), tokens[:-1])[0]
         for ranks in (1, 2, 3)
     )
     assert first is not None and (first - want).norm() < 0.02 * want.norm()
     for other in others:
         assert other is not None and (first - other).norm() < 0.02 * want.norm()
-    one_by_one = _ours(in_process_groups(1)[0], str(folders(family)), tokens[:-1], generated=False, kv_dtype=torch.int8)
+    one_by_one = rank_logits(
+        in_process_groups(1)[0], str(folders(family)), tokens[:-1], generated=False, kv_dtype=torch.int8
+    )
     assert one_by_one is not None and torch.equal(first, one_by_one)
 
 
@@ -146,15 +98,15 @@ def test_a_gguf_is_the_same_model(family: str, folders, tmp_path: Path) -> None:
     if open_checkpoint(str(path)).config.family != family:
         pytest.skip(f"its files say {family_named(family).names.gguf}, as Llama's do")
     tokens, want = _theirs(folders(family))
-    _assert_close(_ours(in_process_groups(1)[0], str(path), tokens[:-1]), want)
+    _assert_close(rank_logits(in_process_groups(1)[0], str(path), tokens[:-1]), want)
 
 
 @_every_family
 def test_a_prepared_folder_is_the_same_model(family: str, folders, tmp_path: Path) -> None:
     path = make_family_gguf(family_named(family), folders(family), tmp_path / "m.gguf")
     prepare(open_checkpoint(str(path)), tmp_path / "prepared", PrepareOptions(tp=2, dtype="float32"))
-    tokens = list(range(3, 3 + _PROMPT + _NUM_TOKENS))
-    prepared, stored = (run_in_process(2, _ours, str(each), tokens)[0] for each in (tmp_path / "prepared", path))
+    tokens = list(range(3, 3 + PROMPT + _NUM_TOKENS))
+    prepared, stored = (run_in_process(2, rank_logits, str(each), tokens)[0] for each in (tmp_path / "prepared", path))
     assert prepared is not None and stored is not None
     assert torch.equal(prepared, stored)
 

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf.quants import quantize
+from gguf.quants import dequantize, quantize
 from tiny import tiny_config, tiny_tensors
 
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
@@ -72,15 +72,28 @@ def interleave(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     return halves.swapaxes(1, 2).reshape(rows.shape).contiguous()
 
 
+# The mean of the codes of formats whose minima take it away.
+_MEAN_CODES = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
+
+
 def random_blocks(
     generator: np.random.Generator, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType
 ) -> npt.NDArray[np.uint8]:
-    """Any bytes are a valid block; only the fp16 scales are set to something finite."""
+    """Random bytes, of which any are valid; the float16 scales make numbers of the size that ``tiny_tensors`` have."""
     block_elems, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = generator.integers(0, 256, (*shape[:-1], shape[-1] // block_elems, block_bytes), dtype=np.uint8)
     packed = PACKED_FORMATS.get(kind.name)
-    for at in (packed.floats_at, packed.floats_at + 2)[: 1 + packed.has_minimum] if packed else (0, 2):
-        blocks[..., at : at + 2] = np.frombuffer(np.float16(0.0005).tobytes(), np.uint8)
+    floats_at = packed.floats_at if packed else 0
+
+    def set_scale(scale: float) -> None:
+        blocks[..., floats_at : floats_at + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+        if packed and packed.has_minimum:
+            minimum = np.float16(scale * _MEAN_CODES[kind.name])
+            blocks[..., floats_at + 2 : floats_at + 4] = np.frombuffer(minimum.tobytes(), np.uint8)
+
+    set_scale(2**-8)
+    size = dequantize(blocks.reshape(-1, block_bytes)[:64], kind).std()
+    set_scale(2**-8 * shape[-1] ** -0.5 / size)
     return blocks.reshape(*shape[:-1], -1)
 
 

@@ -169,6 +169,24 @@ def test_columns_are_cut_between_superblocks() -> None:
         assert describe_cuts(split_model(SUPER, groups, world_size), SUPER, None) == ""
 
 
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "kv_heads", "world_size", "cut"),
+    [
+        (28, 128, 4, 4, [8, 6, 8, 6]),  # Qwen2.5-7B: a group of 7 heads is 3.5 superblocks
+        (24, 128, 8, 8, [4, 2] * 4),  # Llama-3.2-3B: 1.5
+        (12, 64, 2, 2, [8, 4]),
+    ],
+)
+def test_superblocks_that_end_inside_groups_cost_a_kv_head_and_refuse_nothing(
+    heads: int, head_dim: int, kv_heads: int, world_size: int, cut: list[int]
+) -> None:
+    config = replace(SUPER, hidden_size=heads * head_dim, num_heads=heads, head_dim=head_dim, num_kv_heads=kv_heads)
+    layout = split_model(config, choose_formats(Header("Q4_K"), config, "auto"), world_size)
+    assert [shard.local_heads for shard in layout.shards] == cut
+    assert max(shard.local_kv_heads for shard in layout.shards) <= -(-kv_heads // world_size) + 1
+    assert "query heads " + ", ".join(map(str, cut)) in describe_cuts(layout, config, None)
+
+
 def test_more_ranks_than_superblocks_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"o_proj.weight in Q4_K over 8 ranks: .* blocks of 256 numbers share a scale"):
         split_model(SUPER, choose_formats(Header("Q4_K"), SUPER, "auto"), 8)
