@@ -9,8 +9,8 @@ from tightwire.model.checkpoint.gguf_rope import GgufKeys, rope_from_gguf, short
 from tightwire.model.families import FAMILIES, SUPPORTED, Family, unsupported_feature
 
 _DTYPES = {"F32": "float32", "F16": "float16"}  # other types are served as bfloat16
-# End-of-turn tokens of known chat formats. Older files list only the end-of-document token.
-_END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end_of_text|>", "<end_of_turn>", "<|end|>")
+# Tokens that end an answer in any family. A file lists one or some of its own.
+_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "<|end|>")
 
 
 def config_from_gguf(file: GgufFile) -> LlamaConfig:
@@ -110,7 +110,7 @@ def _has_bias(file: GgufFile, *names: str) -> bool:
 def _eos_token_ids(file: GgufFile, vocab_size: int) -> tuple[int, ...]:
     ids = _token_ids(file, vocab_size, "eos_token_id", "eot_token_id", "eom_token_id")
     tokens = file.get("tokenizer.ggml.tokens", [])
-    ids += [tokens.index(token) for token in _END_OF_TURN if token in tokens]
+    ids += [tokens.index(token) for token in _ENDS if token in tokens]
     return tuple(dict.fromkeys(ids))
 
 

@@ -11,7 +11,7 @@ from tightwire.model.text.tokenizer import Tokenizer
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "\u2581"
 
-# Splits of text into words before BPE. Source: tokenizer.json of Meta-Llama-3-8B, Qwen2-7B and Mistral-Nemo.
+# Splits of text into words before BPE. Source: tokenizer.json of Meta-Llama-3-8B, Qwen2-7B, Mistral-Nemo and Phi-4-mini.
 _WORD_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -19,10 +19,12 @@ _WORD_REGEX = (
 _LLAMA3_REGEX = _WORD_REGEX.replace("DIGITS", r"\p{N}{1,3}")
 _QWEN_REGEX = _WORD_REGEX.replace("DIGITS", r"\p{N}")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN_REGEX = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+_CASED_REGEX = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+ENDING|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*ENDING|DIGITS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_TEKKEN_REGEX = _CASED_REGEX.replace("ENDING", "").replace("DIGITS", r"\p{N}")
+_GPT4O_REGEX = _CASED_REGEX.replace("ENDING", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?").replace("DIGITS", r"\p{N}{1,3}")
 
 
 def _split_by(regex: str) -> pre_tokenizers.PreTokenizer:
@@ -41,6 +43,7 @@ _WORDS: dict[str, pre_tokenizers.PreTokenizer] = {
     **dict.fromkeys(("llama-bpe", "llama-v3", "llama3", "smaug-bpe", "dbrx"), _split_by(_LLAMA3_REGEX)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _split_by(_QWEN_REGEX)),
     "tekken": _split_by(_TEKKEN_REGEX),
+    "gpt-4o": _split_by(_GPT4O_REGEX),
 }
 _LLAMA3_NAMES = ("llama-bpe", "llama-v3", "llama3")
 _WHOLE_WORDS = (*_LLAMA3_NAMES, "tekken")  # a word that is a token is not merged from its parts

@@ -248,4 +248,4 @@ def test_embedded_model(smollm2_path: Path) -> None:
     assert config.rope_scaling == RopeScaling()
     assert config.tied_embeddings
     assert config.norm_eps == 1e-5
-    assert config.eos_token_ids == (2,)
+    assert config.eos_token_ids == (2, 0)  # the file's own <|im_end|>, and <|endoftext|>

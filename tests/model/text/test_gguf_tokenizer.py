@@ -41,7 +41,7 @@ def test_smollm2_known_ids(smollm2: Tokenizer) -> None:
     assert smollm2.encode("<|im_start|><|im_end|><|endoftext|>") == [1, 2, 0]
     assert smollm2.encode("12") == [*smollm2.encode("1"), *smollm2.encode("2")]
     assert smollm2.decode([1, 19556, 905, 2]) == "Hello world"
-    assert (smollm2.bos_token_id, smollm2.eos_token_ids) == (1, (2,))
+    assert (smollm2.bos_token_id, smollm2.eos_token_ids) == (1, (2, 0))
 
 
 def test_smollm2_text_round_trips(smollm2: Tokenizer) -> None:
@@ -156,6 +156,7 @@ def test_sentencepiece_special_tokens(tmp_path: Path) -> None:
         ("qwen2", ["I", "'M", "Ġ", "1", "2", "Ġx", "=y", ";ĊĊ", "Ġ", "Ġok", "CamelCase"]),
         ("dbrx", ["I", "'M", "Ġ", "12", "Ġx", "=y", ";ĊĊ", "Ġ", "Ġok", "CamelCase"]),
         ("tekken", ["I", "'M", "Ġ", "1", "2", "Ġx", "=y", ";ĊĊ", "Ġ", "Ġok", "Camel", "Case"]),
+        ("gpt-4o", ["I'M", "Ġ", "12", "Ġx", "=y", ";ĊĊ", "Ġ", "Ġok", "Camel", "Case"]),
         ("refact", ["I", "'", "M", "Ġ", "1", "2", "Ġx", "=", "y", ";", "ĊĊĠ", "Ġok", "CamelCase"]),
     ],
 )
@@ -178,7 +179,7 @@ def test_llama3_word_cutting(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "pre", "named"),
     [
-        ("gpt2", "gpt-4o", "pre-tokenizer 'gpt-4o' is not supported; supported: dbrx, deepseek-r1-qwen, default"),
+        ("gpt2", "falcon", "pre-tokenizer 'falcon' is not supported; supported: dbrx, deepseek-r1-qwen, default"),
         ("t5", None, "tokenizer model 't5' is not supported; supported: gpt2, llama"),
     ],
 )
