@@ -16,8 +16,8 @@ from tightwire.server.api.logprobs import ChatLogprobs, PromptLogprobs, chat_log
 from tightwire.server.api.prompts import run_off_loop
 from tightwire.server.api.schemas import ChatBody, Message, TemplateFields
 from tightwire.server.api.serving import ServedModel
-from tightwire.server.api.tool_calls import CallPiece, CallReader, Piece
-from tightwire.server.api.tools import Tool, check_tools, with_tool_prompt
+from tightwire.server.api.tool_calls import CallPiece, CallReader, Piece, openers_of, opens_thought
+from tightwire.server.api.tools import Tool, check_tools, shorten_ids, with_tool_prompt
 from tightwire.server.api.trace import TightwireExtra
 
 _OWN_VARIABLES = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}  # of chat templates
@@ -120,6 +120,8 @@ async def chat_token_ids(
     if listed or any(message["role"] == "tool" or "tool_calls" in message for message in plain):
         if model.tokenizer.template_writes_tools:
             ending["tools"] = listed or None
+            if "[TOOL_CALLS]" in (model.tokenizer.chat_template or ""):
+                shorten_ids(plain)
         else:
             _note_tool_prompt(model.info.name)
             plain = with_tool_prompt(plain, listed)
@@ -138,7 +140,7 @@ class ChatDialect(Dialect[ChatBody]):
         super().__init__(body, model)
         self._role = "assistant" if body.begins_message else body.messages[-1].role
         self._begun: set[int] = set()
-        self._has_tools = bool(body.tools) and body.tool_choice != "none"
+        self._thinks = False  # the prompt has begun what the model thinks
         self._readers: dict[int, CallReader] = {}  # by choice
 
     async def prompts(self) -> list[Prompt]:
@@ -151,6 +153,7 @@ class ChatDialect(Dialect[ChatBody]):
             check_tools(body.tools, body.tool_choice)
         tools = () if body.tool_choice == "none" else body.tools
         ids = await chat_token_ids(self.model, body.messages, body, tools)
+        self._thinks = body.may_call_tools and opens_thought(self.model.tokenizer, ids)
         return [Prompt(ids, after_text=body.continue_final_message)]
 
     def chunks(self, delta: Delta, usage: StreamUsage) -> Iterator[Struct]:
@@ -160,7 +163,7 @@ class ChatDialect(Dialect[ChatBody]):
             if isinstance(usage, Usage):
                 before = structs.replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)
             yield self.chunk([ChatChunkChoice(delta.index, ChatDelta(role=self._role, content=""))], before)
-        if not self._has_tools:
+        if not self.body.may_call_tools:
             yield from super().chunks(delta, usage)
             return
         logprobs: Any = self._logprobs(delta)
@@ -174,7 +177,7 @@ class ChatDialect(Dialect[ChatBody]):
 
     def pieces(self, delta: Delta) -> list[Piece]:
         """The next pieces of text and calls of this delta's choice. Call it with each delta in order."""
-        if not self._has_tools:
+        if not self.body.may_call_tools:
             return [delta.text] if delta.text else []
         if (reader := self._readers.get(delta.index)) is None:
             reader = self._readers[delta.index] = self._make_reader()
@@ -185,7 +188,7 @@ class ChatDialect(Dialect[ChatBody]):
 
     def choice(self, delta: Delta, logprobs: Logprobs, of_prompt: PromptLogprobs | UnsetType) -> ChatChoice:
         message, reason = ChatMessage(delta.text, self._role), delta.finish_reason or ""
-        if self._has_tools:
+        if self.body.may_call_tools:
             message = _message(self.pieces(delta), self._role)
             reason = _reason(reason, self._readers[delta.index])
         return ChatChoice(delta.index, message, reason, logprobs, of_prompt)
@@ -197,7 +200,13 @@ class ChatDialect(Dialect[ChatBody]):
         choice = self.body.tool_choice
         names = {tool.function.name for tool in self.body.tools}
         whole_call = choice[1:] if choice.startswith("=") else None
-        return CallReader(names, whole_call=whole_call, calls_only=self.body.demands_calls)
+        return CallReader(
+            names,
+            openers=openers_of(self.model.tokenizer),
+            thinks=self._thinks and not self.body.demands_calls,
+            whole_call=whole_call,
+            calls_only=self.body.demands_calls,
+        )
 
 
 def _call_delta(piece: CallPiece) -> CallDelta:

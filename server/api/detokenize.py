@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from tightwire.model.sampling.parameters import BannedText
 from tightwire.model.text.tokenizer import byte_characters
+from tightwire.server.api.tool_calls import CALL_TOKENS
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK = "\u2581"
@@ -32,7 +33,9 @@ class TokenTable:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.special = {id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special}
+        added = backend.get_added_tokens_decoder()
+        self.special = {id_ for id_, token in added.items() if token.special}
+        self.of_calls = {id_ for id_, token in added.items() if token.content in CALL_TOKENS}
         steps = _decoder_steps(backend)
         self.byte_level = [step["type"] for step in steps] == ["ByteLevel"]
         if not self.byte_level and steps[:3] != _SENTENCEPIECE[:3]:
@@ -107,10 +110,14 @@ class Detokenizer:
     """The text of one growing sequence. ``push`` each token, then ``flush`` once.
 
     ``after_text``: the sequence continues a text, so a leading space is kept; a SentencePiece ``decode`` drops it.
+    ``with_calls``: special tokens that belong to tool calls are text.
     """
 
-    def __init__(self, table: TokenTable, *, after_text: bool = False, skip_special: bool = True) -> None:
-        self._table, self._skip_special = table, skip_special
+    def __init__(
+        self, table: TokenTable, *, after_text: bool = False, skip_special: bool = True, with_calls: bool = False
+    ) -> None:
+        hidden = table.special if skip_special else set[int]()
+        self._table, self._hidden = table, hidden - table.of_calls if with_calls else hidden
         self._at_start = table.strips_space and not after_text
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._byte_run = bytearray()
@@ -119,7 +126,7 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
         raw = self._table.bytes_of(token_id)
-        if not raw or (self._skip_special and token_id in self._table.special):
+        if not raw or token_id in self._hidden:
             return ""
         if self._table.byte_level:
             return self._emit(self._utf8.decode(raw))

@@ -214,6 +214,11 @@ class GenerationBody(SamplingBody):
         return msgspec.convert(asked | decided, SamplingParams)
 
     @property
+    def may_call_tools(self) -> bool:
+        """True if an answer is searched for tool calls."""
+        return False
+
+    @property
     def has_form(self) -> bool:
         """True if a grammar constrains the answer."""
         return self.response_format is not None or self.structured_outputs is not None
@@ -313,6 +318,10 @@ class ChatBody(GenerationBody, TemplateFields):
         "auto", description="none, auto: the model decides, required: it calls one or more, or one tool by name."
     )
     parallel_tool_calls: bool = Field(True, description="With tool_choice required: several calls are allowed.")
+
+    @property
+    def may_call_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
 
     @property
     def demands_calls(self) -> bool:

@@ -1,19 +1,27 @@
 """Finds tool calls in the text of an answer, piece by piece.
 
-It reads the forms that Llama models write: ``<tool_call>`` with an object (Hermes) or a list of objects (SmolLM2), an object
-at the start or after ``<|python_tag|>`` (Llama 3), and ``[name(key=value)]`` at the start (Llama 3.2, "pythonic"). What is not a
-call of a known tool stays text.
+It reads ``<tool_call>`` with an object (Hermes, Qwen) or a list of objects (SmolLM2), an object at the start or after
+``<|python_tag|>`` (Llama 3), ``[TOOL_CALLS]`` with a list of objects or ``name[ARGS]`` and an object (Mistral), and
+``[name(key=value)]`` at the start (Llama 3.2, "pythonic"). What is not a call of a known tool stays text, and so does all that
+a model thinks between ``<think>`` and ``</think>``.
 """
 
 import ast
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-_OPENERS = ("<tool_call>", "<|python_tag|>")
+from tightwire.model.text.tokenizer import Tokenizer
+
+_MISTRAL = "[TOOL_CALLS]"
+_OPENERS = ("<tool_call>", "<|python_tag|>", _MISTRAL)
+CALL_TOKENS = (*_OPENERS, "[CALL_ID]", "[ARGS]")  # text of calls, although some tokenizers call them special
 _CLOSER = "</tool_call>"
-_BETWEEN = " \t\r\n,;[]"  # of two calls
+_THINK, _THINK_END = "<think>", "</think>"
+_BETWEEN = re.compile(r"(?:[\s,;\]}]|\[(?!T|\Z))*")  # two calls
+_NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
+_NAMED_CHARS = 200  # longer than a name and an id
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _PYTHONIC = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
 _MAYBE_PYTHONIC = re.compile(r"\[\s*([A-Za-z_][\w.]*\s*)?")
@@ -33,12 +41,22 @@ Piece = str | CallPiece
 class CallReader:
     """Splits one answer into text and calls. ``push`` each piece of text, then ``flush`` once."""
 
-    def __init__(self, names: Collection[str], *, whole_call: str | None = None, calls_only: bool = False) -> None:
-        """``names``: the known tools. ``whole_call``: the answer is the arguments of this tool and nothing else.
+    def __init__(
+        self,
+        names: Collection[str],
+        *,
+        openers: tuple[str, ...] = _OPENERS,
+        thinks: bool = False,
+        whole_call: str | None = None,
+        calls_only: bool = False,
+    ) -> None:
+        """``names``: the known tools. ``openers``: see ``openers_of``. ``thinks``: the prompt ends with ``<think>``.
 
-        ``calls_only``: a grammar demands calls, so text after one is the beginning of another that was cut off. It is dropped.
+        ``whole_call``: the answer is the arguments of this tool and nothing else. ``calls_only``: a grammar demands calls,
+        so text after one is the beginning of another that was cut off. It is dropped.
         """
         self._names, self._whole_call, self._calls_only = names, whole_call, calls_only
+        self._openers, self._thinks = openers, thinks
         self.num_calls = 0
         self._text = ""  # not read yet
         self._at_start = True
@@ -81,7 +99,11 @@ class CallReader:
     def _before_calls(self, at_end: bool) -> Iterator[Piece]:
         """Pass text on until something begins a call."""
         stripped = self._text.lstrip()
-        if self._at_start and not stripped:
+        self._thinks = self._thinks or (self._at_start and stripped.startswith(_THINK))
+        if self._thinks:
+            yield from self._thought(at_end)
+            return
+        if self._at_start and not at_end and _THINK.startswith(stripped):
             return
         if self._at_start and stripped[0] == "[" and not _is_json_list(stripped):
             if _PYTHONIC.match(stripped):
@@ -92,35 +114,53 @@ class CallReader:
         elif self._at_start and stripped[0] in "{[":
             self._in_calls, self._text, self._at_start = True, stripped, False
             return
-        found = [(at, opener) for opener in _OPENERS if (at := self._text.find(opener)) >= 0]
+        found = [(at, opener) for opener in self._openers if (at := self._text.find(opener)) >= 0]
         if found:
             at, self._skipped = min(found)
             if not self._is_blank_between(self._text[:at]):
                 yield self._text[:at]
             self._in_calls, self._text = True, self._text[at + len(self._skipped) :]
             return
-        ready = self._text[: len(self._text) - (0 if at_end else _possible_start(self._text))]
+        ready = self._text[: len(self._text) - (0 if at_end else _possible_start(self._text, self._openers))]
         if not self._is_blank_between(ready):
             yield ready
             self._text, self._at_start = self._text[len(ready) :], False
+
+    def _thought(self, at_end: bool) -> Iterator[Piece]:
+        """Pass on what the model thinks. The answer starts behind it."""
+        text, mark, rest = self._text.partition(_THINK_END)
+        held = 0 if mark or at_end else _possible_start(text, (_THINK_END,))
+        self._thinks, self._text = not mark, rest or text[len(text) - held :]
+        yield text[: len(text) - held] + mark
 
     def _is_blank_between(self, text: str) -> bool:
         """True if it is white space around calls, or may be."""
         return not text.strip() and (self._at_start or self.num_calls > 0)
 
     def _between_calls(self, at_end: bool) -> Iterator[Piece]:
-        rest = self._text.lstrip(_BETWEEN)
+        rest = _BETWEEN.sub("", self._text, count=1)
         skipped = self._skipped + self._text[: len(self._text) - len(rest)]
         if rest.startswith("{"):
             self._call, self._text, self._skipped = _OpenCall(), rest, skipped
         elif rest.startswith(_CLOSER):
             self._in_calls, self._text, self._skipped = False, rest.removeprefix(_CLOSER).lstrip(), ""
-        elif rest.startswith(_OPENERS):  # the next call without the end of the last one
-            self._skipped = next(opener for opener in _OPENERS if rest.startswith(opener))
+        elif rest.startswith(self._openers):  # the next call without the end of the last one
+            self._skipped = next(opener for opener in self._openers if rest.startswith(opener))
             self._text = rest.removeprefix(self._skipped)
-        elif at_end or not any(mark.startswith(rest) for mark in (_CLOSER, *_OPENERS)):
-            yield skipped + rest if self.num_calls == 0 else rest  # not a call; separators after a call are dropped
-            self._in_calls, self._text, self._skipped = False, "", ""
+        elif self._skipped == _MISTRAL and (head := _NAMED.match(rest)) and head[1] in self._names:
+            self._call, self._text, self._skipped = _OpenCall(sent=0), rest[head.end() :], ""
+            self.num_calls += 1
+            yield CallPiece(self.num_calls - 1, head[1], "")
+        elif at_end or not self._may_begin(rest):
+            self._in_calls, self._text, self._at_start = False, rest, False
+            if self.num_calls == 0:  # not a call; separators after a call are dropped
+                yield skipped
+            self._skipped = ""
+
+    def _may_begin(self, rest: str) -> bool:
+        """True if more text may make ``rest`` the beginning of a call or the end of one."""
+        is_name = self._skipped == _MISTRAL and "{" not in rest and len(rest) < _NAMED_CHARS
+        return is_name or any(mark.startswith(rest) for mark in (_CLOSER, *self._openers))
 
     def _continue_call(self, call: "_OpenCall") -> Iterator[Piece]:
         self._text = call.take(self._text)
@@ -171,11 +211,14 @@ class CallReader:
 
 
 class _OpenCall:
-    """The text of one JSON object so far. ``sent``: the end of the part of ``raw`` that was sent, or None before anything was."""
+    """The text of one JSON object so far. ``sent``: the end of the part of ``raw`` that was sent, or None before anything was.
 
-    def __init__(self) -> None:
+    An object that is made with ``sent=0`` is the arguments themselves.
+    """
+
+    def __init__(self, sent: int | None = None) -> None:
         self.raw = ""
-        self.sent: int | None = None
+        self.sent, self._is_arguments = sent, sent is not None
         self.is_complete = False
         self._depth, self._in_string, self._escaped = 0, False, False
         self._inner_end: int | None = None  # after the first value inside that is not a string or number
@@ -198,28 +241,44 @@ class _OpenCall:
                 if self._depth == 1 and self._inner_end is None:
                     self._inner_end = len(self.raw) + at + 1
                 if self._depth == 0:
-                    self.is_complete = True
-                    self.raw += text[: at + 1]
-                    return text[at + 1 :]
+                    return self._end(text, at + 1)
+            elif char == "<" and self._inner_end is not None and self._depth == 1:
+                return self._end(text, at)  # the call's own closing brace is missing
         self.raw += text
         return ""
 
+    def _end(self, text: str, at: int) -> str:
+        self.is_complete = True
+        self.raw += text[:at]
+        return text[at:]
+
     def arguments_end(self, start: int) -> int:
         """Where the arguments that begin before ``start`` end, as far as they are known."""
-        if self._inner_end is not None:
+        if self._inner_end is not None and not self._is_arguments:
             return max(start, self._inner_end)
         return len(self.raw)
+
+
+def openers_of(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the marks of calls that the model knows, from its chat template and its tokens; all where they name none."""
+    template, id_of = tokenizer.chat_template or "", tokenizer.backend.token_to_id
+    known = tuple(mark for mark in _OPENERS if mark in template or id_of(mark) is not None)
+    return known if known and tokenizer.template_writes_tools else _OPENERS
+
+
+def opens_thought(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
+    """True if the template has begun what the model thinks."""
+    return tokenizer.decode(prompt_ids[-8:], skip_special_tokens=False).rstrip().endswith(_THINK)
 
 
 def _is_json_list(text: str) -> bool:
     return re.match(r"\[\s*\{", text) is not None
 
 
-def _possible_start(text: str) -> int:
-    """The length of the longest end of ``text`` that begins an opener."""
-    most = max(map(len, _OPENERS)) - 1
-    sizes = range(min(len(text), most), 0, -1)
-    return next((size for size in sizes if any(opener.startswith(text[-size:]) for opener in _OPENERS)), 0)
+def _possible_start(text: str, marks: tuple[str, ...]) -> int:
+    """The length of the longest end of ``text`` that begins one of the marks."""
+    sizes = range(min(len(text), max(map(len, marks)) - 1), 0, -1)
+    return next((size for size in sizes if any(mark.startswith(text[-size:]) for mark in marks)), 0)
 
 
 def _parse_python(text: str) -> list[tuple[str, dict[str, Any]]] | None:

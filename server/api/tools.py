@@ -1,6 +1,7 @@
 """Tools of a chat: the fields of a request, the grammar of required calls, and the prompt of models without a tool template."""
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
@@ -151,6 +152,14 @@ def _moved(part: Any, root: str) -> Any:
     if isinstance(target := part.get("$ref"), str) and target.startswith("#"):
         moved["$ref"] = root + target[1:]
     return moved
+
+
+def shorten_ids(messages: list[dict[str, Any]]) -> None:
+    """Make the ids of calls and results nine letters and digits, as Mistral's templates demand: their last nine."""
+    for message in messages:
+        of_result = [(message, "tool_call_id")] if message["role"] == "tool" else []
+        for holder, key in (*of_result, *((call, "id") for call in message.get("tool_calls", ()))):
+            holder[key] = re.sub("[^A-Za-z0-9]", "", holder.get(key) or "")[-9:].rjust(9, "0")
 
 
 def with_tool_prompt(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import uvicorn
 from fastapi import FastAPI
+from tokenizers import AddedToken
 
 from tightwire.comm.ledger.ledger import Latency
 from tightwire.comm.ledger.recording import Event, RankEvents
@@ -42,10 +43,12 @@ VOCAB_SIZE = 304
 INFO = ModelInfo(name="tiny", max_model_len=256, vocab_size=VOCAB_SIZE, tp=2, created=1_700_000_000)
 
 
-def byte_tokenizer(*, chat: bool = True, template: str = CHAT_TEMPLATE) -> Tokenizer:
-    """One token per byte, so that tests can count tokens by looking at the text."""
+def byte_tokenizer(*, chat: bool = True, template: str = CHAT_TEMPLATE, special: Sequence[str] = ()) -> Tokenizer:
+    """One token per byte, so that tests can count tokens by looking at the text. ``special``: more special tokens."""
+    backend = byte_backend(VOCAB_SIZE)
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return Tokenizer(
-        byte_backend(VOCAB_SIZE),
+        backend,
         chat_template=template if chat else None,
         special_tokens={"bos_token": BOS},
         bos_token_id=BOS_ID,
@@ -226,10 +229,11 @@ def app_for(
     info: ModelInfo = INFO,
     adapters: AdapterOptions | None = None,
     template: str = CHAT_TEMPLATE,
+    special: Sequence[str] = (),
 ) -> FastAPI:
     holder = ModelHolder()
     if loaded:
-        holder.fill(info=info, tokenizer=byte_tokenizer(chat=chat, template=template))
+        holder.fill(info=info, tokenizer=byte_tokenizer(chat=chat, template=template, special=special))
     return make_app(engine=engine, holder=holder, http=http or HttpOptions(), adapters=adapters)
 
 

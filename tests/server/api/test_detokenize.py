@@ -78,6 +78,15 @@ def test_stream_equals_decode_for_any_ids(name: str, ids: list[int], skip: bool)
     assert text == backend.decode(ids, skip_special_tokens=skip)
 
 
+def test_special_tokens_of_tool_calls_are_text_where_tools_may_be_called() -> None:
+    backend = _byte_level()
+    backend.add_special_tokens(["[TOOL_CALLS]", "[ARGS]"])
+    table = TokenTable(backend)
+    ids = [backend.token_to_id(token) or 0 for token in ("[TOOL_CALLS]", "a", "<|end|>", "[ARGS]")]
+    assert "".join(_stream(table, ids)) == "a"
+    assert "".join(_stream(table, ids, with_calls=True)) == "[TOOL_CALLS]a[ARGS]"
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 @settings(deadline=None)
 @given(text=st.text(max_size=12))

@@ -1,21 +1,22 @@
 """Tool calls in the text of answers: every form, cut into pieces at every place, and texts that are not calls."""
 
 import json
+from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
-from tightwire.server.api.tool_calls import CallReader
+from tightwire.model.text.tokenizer import Tokenizer, byte_backend
+from tightwire.server.api.tool_calls import CallReader, openers_of, opens_thought
 
 NAMES = {"weather", "add", "geo.find"}
 PARIS = '{"city": "Paris {]\\" \\\\", "days": [1, {"a": 2}]}'
 PARIS_CALL = ("weather", json.loads(PARIS))
 
 
-def read(
-    text: str, size: int, *, whole_call: str | None = None, calls_only: bool = False
-) -> tuple[str, list[tuple[str, str]]]:
+def read(text: str, size: int, **options: Any) -> tuple[str, list[tuple[str, str]]]:
     """The text and the calls of an answer that comes in pieces of ``size`` characters."""
-    reader = CallReader(NAMES, whole_call=whole_call, calls_only=calls_only)
+    reader = CallReader(NAMES, **options)
     pieces = [piece for at in range(0, len(text), size) for piece in reader.push(text[at : at + size])] + reader.flush()
     calls: list[tuple[str, str]] = []
     for piece in pieces:
@@ -59,6 +60,48 @@ def read(
             ("weather", {"city": "Paris", "days": [1]}),
             ("geo.find", {"ok": True, "at": None}),
         ]),
+        # Mistral: a list, or names and arguments, with or without ids.
+        (
+            f'[TOOL_CALLS] [{{"name": "weather", "arguments": {PARIS}}}, {{"name": "add", "arguments": {{}}, "id": "a1b2c3d4e"}}]',
+            "",
+            [PARIS_CALL, ("add", {})],
+        ),
+        (f'Sure.[TOOL_CALLS][{{"name": "weather", "arguments": {PARIS}, "id": "a1b2c3d4e"}}]', "Sure.", [PARIS_CALL]),
+        (f"[TOOL_CALLS]weather[ARGS]{PARIS}", "", [PARIS_CALL]),
+        (f"Sure.[TOOL_CALLS]weather{PARIS}", "Sure.", [PARIS_CALL]),
+        (
+            f'[TOOL_CALLS]geo.find[CALL_ID]a1b2c3d4e[ARGS]{{"ok": 1}}[TOOL_CALLS]weather[CALL_ID]f5[ARGS]{PARIS}',
+            "",
+            [("geo.find", {"ok": 1}), PARIS_CALL],
+        ),
+        (f"[TOOL_CALLS]weather[ARGS]{PARIS} done", "done", [PARIS_CALL]),
+        ("[TOOL_CALLS]unknown[ARGS]{}", "[TOOL_CALLS]unknown[ARGS]{}", []),
+        ('[TOOL_CALLS]no[ARGS]{}[TOOL_CALLS]add[ARGS]{"a": 1}', "[TOOL_CALLS]no[ARGS]{}", [("add", {"a": 1})]),
+        ("[TOOL_CALLS]add[ARGS]a = 1", "[TOOL_CALLS]add[ARGS]a = 1", []),
+        ("[TOOL_CALLS]weather[AR", "[TOOL_CALLS]weather[AR", []),
+        ("[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
+        # Qwen: what it thinks is text, and so are calls in it.
+        (
+            '<think>\nI <tool_call>{"name": "add", "arguments": {}}</tool_call>?\n</think>\n\n'
+            + f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>',
+            '<think>\nI <tool_call>{"name": "add", "arguments": {}}</tool_call>?\n</think>',
+            [PARIS_CALL],
+        ),
+        ("<think>\n\n</think>\n\nHi <there>", "<think>\n\n</think>\n\nHi <there>", []),
+        ("<think>[add(a=1)] </thin", "<think>[add(a=1)] </thin", []),
+        ("<think> 1 </think>[add(a=1)]", "<think> 1 </think>", [("add", {"a": 1})]),
+        # Braces that are missing or too many, as small models write them.
+        (
+            f'<tool_call>{{"name": "weather", "arguments": {PARIS}\n</tool_call>\n'
+            + '<tool_call>{"name": "add", "arguments": {}}}\n</tool_call>',
+            "",
+            [PARIS_CALL, ("add", {})],
+        ),
+        (
+            '<tool_call>add(1)</tool_call><tool_call>{"name": "add", "arguments": {}}</tool_call>',
+            "<tool_call>add(1)</tool_call>",
+            [("add", {})],
+        ),
         ("Just text with { and [ and < and <tool.", "Just text with { and [ and < and <tool.", []),
         ('{"answer": [1, {"b": 2}]} and more', '{"answer": [1, {"b": 2}]} and more', []),
         ('[{"answer": 1}]', '[{"answer": 1}]', []),
@@ -97,3 +140,45 @@ def test_the_cut_off_beginning_of_another_required_call_is_no_text(cut: str, siz
 @pytest.mark.parametrize("size", [1, 1000])
 def test_a_named_tool_answers_with_its_arguments(size: int) -> None:
     assert read('{"a": 1}', size, whole_call="add") == ("", [("add", '{"a": 1}')])
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_prompt_may_have_begun_the_thinking(size: int) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    assert read(f"So {call}?\n</think>\n{call}", size, thinks=True) == (f"So {call}?\n</think>", [("add", "{}")])
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_marks_that_a_model_does_not_know_are_text(size: int) -> None:
+    call = '[TOOL_CALLS]add[ARGS]{"a": 1}'
+    assert read(call, size, openers=("<tool_call>",)) == (call, [])
+
+
+def _tokenizer(template: str, *tokens: str) -> Tokenizer:
+    backend = byte_backend(300)
+    backend.add_special_tokens([AddedToken(token, special=True) for token in tokens])
+    return Tokenizer(backend, chat_template=template, special_tokens={}, bos_token_id=None, eos_token_ids=())
+
+
+WRITES_TOOLS = "{{ tools }}{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "openers"),
+    [
+        (WRITES_TOOLS + "<tool_call>", (), {"<tool_call>"}),
+        (WRITES_TOOLS, ("[TOOL_CALLS]",), {"[TOOL_CALLS]"}),
+        (WRITES_TOOLS + "[TOOL_CALLS]", ("<|python_tag|>",), {"[TOOL_CALLS]", "<|python_tag|>"}),
+        (WRITES_TOOLS, (), {"<tool_call>", "[TOOL_CALLS]", "<|python_tag|>"}),
+        # A template that ignores tools gets a prompt that asks for <tool_call>.
+        ("{{ messages[0].content }}", ("[TOOL_CALLS]",), {"<tool_call>", "[TOOL_CALLS]", "<|python_tag|>"}),
+    ],
+)
+def test_template_and_tokens_choose_the_marks(template: str, tokens: tuple[str, ...], openers: set[str]) -> None:
+    assert set(openers_of(_tokenizer(template, *tokens))) == openers
+
+
+@pytest.mark.parametrize(("end", "thinks"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)])
+def test_the_end_of_a_prompt_says_whether_the_model_thinks(end: str, thinks: bool) -> None:
+    tokenizer = _tokenizer("", "<think>", "</think>")
+    assert opens_thought(tokenizer, tokenizer.encode("<|start|>assistant\n" + end)) is thinks

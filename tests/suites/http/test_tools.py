@@ -1,6 +1,7 @@
 """Tools through HTTP: required and named calls with the real sampler, calls that a model writes, the prompt, errors."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from helpers.server.sampling_engine import SamplingEngine
 from jsonschema_rs import validator_for
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from tightwire.model.text.tokenizer import CHAT_TEMPLATE
+from tightwire.model.text.tokenizer import CHAT_TEMPLATE, END_OF_TURN_ID
 
 CITY: dict[str, Any] = {
     "type": "object",
@@ -38,9 +39,11 @@ WRITTEN = 'Well. <tool_call>[{"name": "add", "arguments": {"a": 12}}, {"name": "
 TOOL_TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT_TEMPLATE
 
 
-async def post(engine: FakeEngine, *, template: str = TOOL_TEMPLATE, **fields: Any) -> httpx.Response:
+async def post(
+    engine: FakeEngine, *, template: str = TOOL_TEMPLATE, special: Sequence[str] = (), **fields: Any
+) -> httpx.Response:
     info = INFO if isinstance(engine, SamplingEngine) else replace(INFO, max_model_len=4096)
-    app = app_for(engine, info=info, template=template)
+    app = app_for(engine, info=info, template=template, special=special)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
         return await client.post(
             "/v1/chat/completions", json={"messages": [USER], "max_tokens": 180, "tools": TOOLS} | fields
@@ -111,6 +114,63 @@ async def test_calls_that_the_model_writes() -> None:
     assert [(call.function.name, call.function.arguments) for call in answer.message.tool_calls] == expected
     assert len({call.id for call in answer.message.tool_calls}) == 2
     assert await streamed(FakeEngine(script=says(WRITTEN))) == ("Well. ", expected, "tool_calls")
+
+
+MISTRAL = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+# As the templates of Mistral models print calls and results.
+MISTRAL_TEMPLATE = """{{ tools }}{% for message in messages %}{% if message.tool_calls is defined %}
+{%- for call in message.tool_calls %}{% if call.id|length != 9 %}{{ raise_exception('nine') }}{% endif %}
+{{- '[TOOL_CALLS]' + call.function.name + '[CALL_ID]' + call.id + '[ARGS]' + call.function.arguments|tojson }}{% endfor %}
+{%- elif message.role == 'tool' %}{{ '[' + message.tool_call_id + ']' + message.content }}
+{%- else %}{{ message.content }}{% endif %}{% endfor %}"""
+
+
+def says_tokens(text: str, special: Sequence[str]) -> FakeEngine:
+    """Says the text in the tokens of a tokenizer that has these special tokens."""
+    ids = byte_tokenizer(special=special).encode(text, add_special_tokens=False)
+    return FakeEngine(script=lambda request: [*ids, END_OF_TURN_ID])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'Well.[TOOL_CALLS]add[ARGS]{"a": 12}[TOOL_CALLS]add[CALL_ID]a1b2c3d4e[ARGS]{}',
+        'Well.[TOOL_CALLS] [{"name": "add", "arguments": {"a": 12}}, {"name": "add", "arguments": {}, "id": "a1b2c3d4e"}]',
+    ],
+)
+async def test_calls_after_special_tokens_are_found(text: str) -> None:
+    engine = says_tokens(text, MISTRAL)
+    calls = [("add", '{"a": 12}'), ("add", "{}")]
+    (answer,) = await whole(engine, special=MISTRAL)
+    assert answer.finish_reason == "tool_calls" and answer.message.content == "Well."
+    assert [(call.function.name, call.function.arguments) for call in answer.message.tool_calls or ()] == calls
+    assert await streamed(engine, special=MISTRAL) == ("Well.", calls, "tool_calls")
+    (answer,) = await whole(engine, special=MISTRAL, tool_choice="none")
+    assert "[TOOL_CALLS]" not in (answer.message.content or "")
+
+
+async def test_ids_are_as_long_as_a_mistral_template_demands() -> None:
+    engine = FakeEngine()
+    call = {"id": "call_00112233445566", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call, call | {"id": "b-1"}]},
+        {"role": "tool", "tool_call_id": "call_00112233445566", "content": "2"},
+        {"role": "tool", "tool_call_id": "b-1", "content": "3"},
+    ]
+    await whole(engine, messages=messages, template=MISTRAL_TEMPLATE)
+    prompt = byte_tokenizer().decode(engine.submitted[0].prompt_token_ids)
+    assert '[TOOL_CALLS]add[CALL_ID]233445566[ARGS]{"a": 1}[TOOL_CALLS]add[CALL_ID]0000000b1' in prompt
+    assert prompt.endswith("[233445566]2[0000000b1]3")
+
+
+async def test_calls_in_what_a_model_thinks_are_not_made() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    begun = TOOL_TEMPLATE + "<think>"
+    for template, text in ((TOOL_TEMPLATE, f"<think>{call}</think>"), (begun, f"{call}</think>")):
+        (answer,) = await whole(FakeEngine(script=says(text + call)), template=template)
+        assert answer.message.content == text and len(answer.message.tool_calls or ()) == 1
+        assert await streamed(FakeEngine(script=says(text)), template=template) == (text, [], "stop")
 
 
 async def test_without_calls_the_answer_is_as_ever() -> None:
