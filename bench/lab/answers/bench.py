@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,6 +31,7 @@ from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.cli.remote import Remote, RemoteError, connect
 
 _PROMPTS = Path(__file__).with_name("prompts.txt")
+_BATCH = 10  # prompts that transformers answers together
 _TOP = 20  # tokens that a server reports; the limit of most
 CLEAR_MARGIN = 0.05  # in logit: above it rounding must not change the first token
 _LEAST_PROBABILITY = 1e-12  # of the rest, which rounding of the reported numbers may make negative
@@ -45,6 +47,7 @@ class AnswersBench(Bench[AnswersOptions]):
         Column("first tokens equal, %", "first_equal", ".1f", 100),
         Column("where the margin is clear, %", "first_clear_equal", ".1f", 100),
         Column("all tokens equal, %", "equal", ".2f", 100),
+        Column("answers equal in all of them, %", "answers_equal", ".0f", 100),
         Column("contexts", "contexts", "d"),
     )
     failures = ((ModelError, 2), (RemoteError, 1))
@@ -60,9 +63,10 @@ class AnswersBench(Bench[AnswersOptions]):
         with self.progress:
             task = self.progress.add_task("transformers, float32", total=len(prompts))
             model, answers = float32_model(checkpoint), []
-            for text, ids in prompts.items():
-                answers.append(answer(model, text, ids, options.tokens))
-                self.progress.advance(task)
+            for start in range(0, len(prompts), _BATCH):
+                some = dict(islice(prompts.items(), start, start + _BATCH))
+                answers += answer(model, some, options.tokens)
+                self.progress.advance(task, len(some))
             del model
             for name, remote in servers.items():
                 task = self.progress.add_task(name, total=len(answers))
@@ -115,23 +119,40 @@ def float32_model(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def answer(model: PreTrainedModel, prompt: str, prompt_ids: Sequence[int], num_tokens: int) -> Answer:
-    """The model's greedy answer; no end token stops it."""
-    token_ids: list[int] = []
-    rows, past, inputs = [], None, torch.tensor([list(prompt_ids)])
+def answer(model: PreTrainedModel, prompts: Mapping[str, Sequence[int]], num_tokens: int) -> list[Answer]:
+    """The model's greedy answers, computed together; no end token stops one."""
+    longest = max(map(len, prompts.values()))
+    padding = [longest - len(ids) for ids in prompts.values()]
+    inputs = torch.tensor([[0] * pad + list(ids) for pad, ids in zip(padding, prompts.values(), strict=True)])
+    columns = torch.arange(longest + num_tokens)
+    mask = (columns >= torch.tensor(padding)[:, None]).long()
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    past, rows, tokens, stop = None, list[Tensor](), list[Tensor](), longest
     for _ in range(num_tokens):
-        output = model(inputs, past_key_values=past, use_cache=True, logits_to_keep=1)
-        past = output.past_key_values
-        rows.append(output.logits[0, -1].float().log_softmax(-1))
-        token_ids.append(int(rows[-1].argmax()))
-        inputs = torch.tensor([token_ids[-1:]])
-    return Answer(prompt, list(prompt_ids), token_ids, torch.stack(rows))
+        start = stop - inputs.shape[1]
+        output = model(
+            inputs,
+            past_key_values=past,
+            attention_mask=mask[:, :stop],
+            position_ids=positions[:, start:stop],
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        past, stop = output.past_key_values, stop + 1
+        rows.append(output.logits[:, -1].float().log_softmax(-1))
+        tokens.append(rows[-1].argmax(-1))
+        inputs = tokens[-1][:, None]
+    log_probs_NTV, tokens_NT = torch.stack(rows, 1), torch.stack(tokens, 1).tolist()
+    return [
+        Answer(text, list(ids), tokens_NT[n], log_probs_NTV[n].clone()) for n, (text, ids) in enumerate(prompts.items())
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
     """One context: the divergence, whether the most probable token is the reference's, and whether that one is clear."""
 
+    prompt: str
     position: int
     kl: float
     equal: bool
@@ -146,7 +167,7 @@ def compare(remote: Remote, reference: Answer, every: int) -> list[Compared]:
         own_V = reference.log_probs_TV[position]
         kl = divergence({token: float(own_V[token]) for token in theirs}, theirs)
         equal = max(theirs, key=theirs.__getitem__) == reference.token_ids[position]
-        found.append(Compared(position, kl, equal, reference.margin(position) > CLEAR_MARGIN))
+        found.append(Compared(reference.prompt, position, kl, equal, reference.margin(position) > CLEAR_MARGIN))
     return found
 
 
@@ -160,12 +181,14 @@ def divergence(p_logs: Mapping[int, float], q_logs: Mapping[int, float]) -> floa
 
 def summary(name: str, compared: Sequence[Compared]) -> dict[str, Any]:
     first = [each for each in compared if each.position == 0]
+    unequal = {each.prompt for each in compared if not each.equal}
     return {
         "name": name,
         "kl": fmean(each.kl for each in compared),
         "first_equal": fmean(each.equal for each in first),
         "first_clear_equal": fmean(each.equal for each in first if each.clear),
         "equal": fmean(each.equal for each in compared),
+        "answers_equal": 1 - len(unequal) / len(first),
         "contexts": len(compared),
         "samples": {"kl": [each.kl for each in compared]},
     }

@@ -17,6 +17,7 @@ from helpers.server.server_process import ServerProcess
 from tightwire.bench import cli
 from tightwire.bench.lab.answers.bench import (
     Answer,
+    Compared,
     answer,
     compare,
     divergence,
@@ -36,7 +37,7 @@ def references() -> Iterator[list[Answer]]:
     checkpoint = open_checkpoint("smollm2-135m")
     model = float32_model(checkpoint)
     prompts = read_prompts(checkpoint.tokenizer(), _PROMPTS)
-    yield [answer(model, text, ids, _TOKENS) for text, ids in prompts.items()]
+    yield answer(model, prompts, _TOKENS)
 
 
 # The uneven splits: nine query heads and three KV heads, of which two and four ranks share one.
@@ -67,6 +68,21 @@ def test_divergence_counts_what_is_not_reported_as_one_token() -> None:
     assert divergence(*logs) == pytest.approx(expected, abs=1e-6)
     assert divergence(logs[0], logs[0]) == 0
     assert divergence(*logs) <= float((p * (p / q).log()).sum())
+
+
+def test_answers_computed_together_are_those_of_each_alone(references: list[Answer]) -> None:
+    (alone,) = answer(float32_model(open_checkpoint("smollm2-135m")), {"": references[5].prompt_ids}, _TOKENS)
+    assert alone.token_ids == references[5].token_ids
+    assert (alone.log_probs_TV - references[5].log_probs_TV).abs().max() < 1e-3
+
+
+def test_an_answer_is_equal_if_all_its_tokens_are() -> None:
+    found = [
+        Compared(*each) for each in (("a", 0, 0.1, True, True), ("a", 1, 0.2, False, True), ("b", 0, 0.3, True, False))
+    ]
+    cell = summary("mine", found)
+    assert (cell["answers_equal"], cell["first_equal"], cell["contexts"]) == (0.5, 1, 3)
+    assert cell["equal"] == pytest.approx(2 / 3) and cell["kl"] == pytest.approx(0.2)
 
 
 def test_a_server_that_does_not_answer_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
