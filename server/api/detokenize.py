@@ -16,9 +16,10 @@ from tokenizers import Tokenizer as Backend
 
 from tightwire.model.sampling.parameters import BannedText
 from tightwire.model.text.tokenizer import byte_characters
-from tightwire.server.api.tool_calls import CALL_TOKENS
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Text of tool calls, although some tokenizers call them special.
+_OF_CALLS = ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 _SPACE_MARK = "\u2581"
 _SENTENCEPIECE = [
     {"type": "Replace", "pattern": {"String": _SPACE_MARK}, "content": " "},
@@ -35,7 +36,7 @@ class TokenTable:
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self.special = {id_ for id_, token in added.items() if token.special}
-        self.of_calls = {id_ for id_, token in added.items() if token.content in CALL_TOKENS}
+        self.of_calls = {id_ for id_, token in added.items() if token.content in _OF_CALLS}
         steps = _decoder_steps(backend)
         self.byte_level = [step["type"] for step in steps] == ["ByteLevel"]
         if not self.byte_level and steps[:3] != _SENTENCEPIECE[:3]:

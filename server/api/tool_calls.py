@@ -16,7 +16,6 @@ from tightwire.model.text.tokenizer import Tokenizer
 
 _MISTRAL = "[TOOL_CALLS]"
 _OPENERS = ("<tool_call>", "<|python_tag|>", _MISTRAL)
-CALL_TOKENS = (*_OPENERS, "[CALL_ID]", "[ARGS]")  # text of calls, although some tokenizers call them special
 _CLOSER = "</tool_call>"
 _THINK, _THINK_END = "<think>", "</think>"
 _BETWEEN = re.compile(r"(?:[\s,;\]}]|\[(?!T|\Z))*")  # two calls
