@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tightwire.comm.lane import Lane
 from tightwire.comm.ledger.ledger import Ledger
+from tightwire.kernels.transfer import overwrite, upload
 from tightwire.model.decoder import Llama
 from tightwire.model.parallel import LogitsGather
 from tightwire.model.step import Batch, StepArrays, StepPlan, cut, cut_row, cut_up, ints, num_deferred, resolve_deferred
-from tightwire.model.transfer import overwrite, upload
 
 
 class ModelRunner:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.best_number import MAX_ID, best_keys, keys_of
+from tightwire.kernels.transfer import upload
 from tightwire.model.sampling.parameters import SamplingParams
-from tightwire.model.transfer import upload
 
 _WEIGHT_BITS = 40
 _ID_BITS = 20

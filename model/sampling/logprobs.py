@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.best_number import MAX_ID, keys_of
-from tightwire.model.transfer import Download
+from tightwire.kernels.transfer import Download
 
 _CPU_ROWS = 8  # temporaries fit in the CPU cache
 _DEVICE_ROWS = 64  # about 60 MB of temporaries for 49152 tokens

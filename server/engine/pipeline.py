@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.ledger.ledger import Spent
+from tightwire.kernels.transfer import Download
 from tightwire.model.sampling.logprobs import TokenScore
 from tightwire.model.sampling.sampler import Choice, Sampler
 from tightwire.model.step import StepPlan, deferred_token
-from tightwire.model.transfer import Download
 from tightwire.server.engine.request import Reading, Request
 from tightwire.server.engine.scheduler import Replicas
 from tightwire.server.engine.step_builder import Chunk

@@ -15,7 +15,7 @@ Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, Field(gt=0, strict=True)]  # strict rejects `true`
 BYTES = "bytes"  # the byte tokenizer, which needs no file
 BPE = "bpe:"
-ENGLISH = "english-prose"  # names the text in ``model.text.prose``
+ENGLISH = "english-prose"  # names the text in ``training.data.prose``
 
 
 class Section(BaseModel):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tightwire.model.text.prose import english_files
 from tightwire.training.config.tree import ENGLISH, TrainConfig
+from tightwire.training.data.prose import english_files
 
 _HASH_BYTES = 8
 _MOST_NAMES = 3  # file names in an error message
