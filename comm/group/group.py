@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 from tightwire.comm.transport.socket_join import SocketOptions, connect_ranks, interface_address
 from tightwire.comm.transport.sockets import SocketTransport
 from tightwire.comm.transport.store_notes import FactExchange, FailureNotes
+
+_T = TypeVar("_T")
 
 _LOOPBACK = "127.0.0.1"
 # An address of a documentation network (RFC 5737). Connecting a UDP socket to it sends no packet.
@@ -153,7 +155,10 @@ def open_process_group(
                 own, make = (sockets if segment_fd is None else None), GlooTransport
                 open_gloo = partial(_make_gloo, topology, pair_store, timeout_s, address, lazy=own is not None)
                 # With our own sockets gloo does not connect yet, and ranks of one host always reach each other.
-                library = open_gloo() if own is not None or one_host else _within(join_s, open_gloo, rank)
+                if own is not None or one_host:
+                    library = open_gloo()
+                else:  # in another thread, because gloo waits for the kernel's 130 s when a port is blocked
+                    library = within(join_s, open_gloo, lambda: _gloo_is_late(rank, join_s))
                 if own is not None:
                     host = address.get("hostname") or _address_on(address["interface"], store)
                     make = partial(SocketTransport, *connect_ranks(joining, host, own, join_s))
@@ -221,9 +226,12 @@ def _make_gloo(topology: Topology, store: Store, timeout_s: float, address: dict
     return group
 
 
-def _within(timeout_s: float, make: Callable[[], Any], rank: int) -> Any:
-    """The result of ``make``, in another thread, because gloo waits for the kernel's 130 s when a port is blocked."""
-    made, failed = list[Any](), list[RuntimeError]()
+def within(timeout_s: float, make: Callable[[], _T], late: Callable[[], str]) -> _T:
+    """The result of ``make``, which runs in a thread that nobody awaits any longer after ``timeout_s``.
+
+    CommError: it is late; ``late`` gives the message.
+    """
+    made, failed = list[_T](), list[RuntimeError]()
 
     def run() -> None:
         try:
@@ -231,25 +239,26 @@ def _within(timeout_s: float, make: Callable[[], Any], rank: int) -> Any:
         except RuntimeError as error:
             failed.append(error)
 
-    thread = threading.Thread(target=run, daemon=True, name="gloo connects")
+    thread = threading.Thread(target=run, daemon=True, name="connects")
     thread.start()
     thread.join(timeout_s)
     if failed:
         raise failed[0]
     if not made:
-        raise CommError(
-            f"rank {rank}: gloo did not connect to all other hosts in {timeout_s:g} s. It listens on ports that the kernel chooses "
-            f"({_kernel_ports()}: sysctl net.ipv4.ip_local_port_range), so open these in the firewall, or let CPU ranks use our "
-            "own sockets (--transport sockets)"
-        )
+        raise CommError(late())
     return made[0]
 
 
-def _kernel_ports() -> str:
+def _gloo_is_late(rank: int, timeout_s: float) -> str:
     try:
-        return " to ".join(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+        ports = " to ".join(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except OSError:
-        return "unknown"
+        ports = "unknown"
+    return (
+        f"rank {rank}: gloo did not connect to all other hosts in {timeout_s:g} s. It listens on ports that the kernel chooses "
+        f"({ports}: sysctl net.ipv4.ip_local_port_range), so open these in the firewall, or let CPU ranks use our own sockets "
+        "(--transport sockets)"
+    )
 
 
 def _make_nccl(topology: Topology, store: Store, timeout_s: float) -> Any:

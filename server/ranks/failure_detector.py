@@ -11,12 +11,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Ready
+from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Ready, Stage
 from tightwire.server.plan.rank_setup import rank_name
 from tightwire.server.ranks.parent_death import state_of
 
 # A rank that imports libraries from a slow disk may hold the interpreter, and delay the heartbeat, for long.
 _LOADING_PATIENCE = 12
+# How long ranks may load without a part of a stage done, before the log says what each does.
+_SAY_STALLED_S = 60.0
+
 # If this clock jumps further, the parent itself was stopped and cannot judge the ranks' silence.
 _OWN_PAUSE_S = 3.0
 
@@ -67,6 +70,7 @@ class Watch:
         self._clock = clock
         self._last_check = clock()
         self._first_sign_s: float | None = None  # when the first exit or failure was seen
+        self._moved_s: float | None = None  # when a rank last did a part of a stage, after ``begin_loading``
         self._node_of = node_of
         self._ranks = {
             rank: _Rank(pid, clock(), Heartbeat(rank=rank, step=-1, doing="starting", busy_s=0.0))
@@ -90,6 +94,20 @@ class Watch:
         elif isinstance(message, Failed):
             self._ranks[message.rank].failed = message
             self._note_sign()
+
+        if isinstance(message, Stage | Ready) and self._moved_s is not None:
+            self._moved_s = self._clock()
+
+    def begin_loading(self) -> None:
+        """Record that the ranks have got their work."""
+        self._moved_s = self._clock()
+
+    def stalled(self) -> str | None:
+        """What each rank does if none has done a part of a stage for a minute; then again after another minute."""
+        if self.serving or self._moved_s is None or self._clock() - self._moved_s < _SAY_STALLED_S:
+            return None
+        self._moved_s = self._clock()
+        return f"no rank has come further for {_SAY_STALLED_S:.0f} s: {self.describe()}"
 
     def exited(self, rank: int, exit_code: int) -> None:
         self._ranks[rank].exit_code = exit_code

@@ -1,5 +1,6 @@
 """Runs one rank: joins the group, loads its part of the model, then enters ``rank_loop``. ``worker`` calls it."""
 
+import contextlib
 import resource
 import socket
 from collections.abc import Callable
@@ -10,9 +11,10 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistStoreError, HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.group.group import Group, open_process_group
+from tightwire.comm.errors import name_ranks
+from tightwire.comm.group.group import Group, open_process_group, within
 from tightwire.comm.group.nodes import (
     PartitionPeers,
     PartitionPlace,
@@ -45,8 +47,9 @@ from tightwire.server.ranks.rank_comm import check_comm
 from tightwire.server.ranks.rank_loop import Follower, Leader
 from tightwire.server.ranks.reporter import Reporter
 
-# Loading has no deadline, because a large model on a slow disk takes long; the parent ends it on failure.
-_LOAD_DEADLINE = timedelta(hours=24)
+# From one look at the ranks that have not loaded to the next. Loading has no deadline, because a large model on a slow disk
+# takes long; the parent ends it on failure.
+_SAY_AGAIN = timedelta(seconds=5)
 # Nor has a step that makes progress: the parent ends one that does not, and notices a lost rank at once.
 _STEP_DEADLINE_S = 24 * 3600.0
 
@@ -61,7 +64,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         if plan.activations == "int8":
             formats = formats.with_int8_activations()
     with reporter.stage("join"):
-        joining = _Joining(identity, work, _open_store(identity, work.config.timeouts.comm_timeout_s))
+        joining = _Joining(identity, work, _open_store(identity, work.config.hosts.join_timeout_s))
         world = joining.world()
         group = joining.replica(world)
         reporter.ledger = group.ledger
@@ -126,19 +129,27 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
 
 
 def _open_store(identity: RankIdentity, timeout_s: float) -> Store:
-    """The rendezvous store: in rank 0, on the socket its parent opened."""
+    """The rendezvous store: in rank 0, on the socket its parent opened. CommError: rank 0 does not answer there."""
     if identity.world_size == 1:
         if identity.store_fd is not None:
             socket.socket(fileno=identity.store_fd).close()  # unused with one rank
         return HashStore()
     listening: dict[str, Any] = {} if identity.store_fd is None else {"master_listen_fd": identity.store_fd}
-    return TCPStore(
-        identity.store_host,
-        identity.store_port,
-        is_master=bool(listening),
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        **listening,
+    host, port = identity.store_host, identity.store_port
+
+    def connect() -> Store:
+        return TCPStore(
+            host,
+            port,
+            is_master=bool(listening),
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            **listening,
+        )
+
+    # The socket listens before rank 0 answers on it, and torch waits for the first answer without a deadline.
+    return within(
+        timeout_s, connect, lambda: f"rank 0 did not answer rank {identity.rank} at {host}:{port} for {timeout_s:g} s"
     )
 
 
@@ -249,9 +260,12 @@ class _Joining:
 
     def await_others(self, reporter: Reporter, what: str) -> None:
         """Wait until all ranks have done ``what``; a collective would time out on a slow disk."""
-        reporter.begin(f"waiting for the other ranks to {what}")
         self.store.set(f"{what}/{self.identity.rank}", "")
-        self.store.wait([f"{what}/{rank}" for rank in range(self.identity.world_size)], _LOAD_DEADLINE)
+        keys = {rank: f"{what}/{rank}" for rank in range(self.identity.world_size)}
+        while missing := [rank for rank, key in keys.items() if not self.store.check([key])]:
+            reporter.begin(f"waiting for {name_ranks(missing)} to {what}")
+            with contextlib.suppress(DistStoreError):  # not all of them within this time
+                self.store.wait([keys[rank] for rank in missing], _SAY_AGAIN)
 
 
 def _refuse_unlike_transports(group: Group, world: Group) -> None:

@@ -141,6 +141,7 @@ class RankedEngine:
         self._ranks.hand_out(
             RankWork(location=checkpoint.location, config=self._config, plan=decision.plan, inboxes=inboxes)
         )
+        self._watch.begin_loading()
         return checkpoint, decision, await Background(checkpoint.tokenizer).result
 
     async def wait_ready(self) -> None:
@@ -249,6 +250,8 @@ class RankedEngine:
                 async with asyncio.timeout(_WATCH_PERIOD_S):
                     await self._trouble.wait()
                 await asyncio.sleep(_COLLECT_S)
+            if stalled := self._watch.stalled():
+                self._display.say(stalled)
             reason = self._watch.check()
             if reason is not None:
                 self._fail(RankFailedError(reason))

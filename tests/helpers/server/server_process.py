@@ -1,5 +1,6 @@
 """`tightwire serve` as a real process, for tests: start it, read its log, find its ranks, wait for its end."""
 
+import contextlib
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import httpx
 
 _SOURCE = Path(__file__).parents[3] / "src"
 START_S = 240.0  # a tiny model takes two seconds; a busy machine many times that
+_LOG_LINES = 300  # of a server that does not start, in the failure's message
 SERVE = (sys.executable, "-m", "tightwire", "serve")
 
 
@@ -30,7 +32,13 @@ class ServerProcess:
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(_SOURCE), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(_SOURCE),
+                "TMPDIR": str(folder),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONFAULTHANDLER": "1",
+            },
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -53,12 +61,28 @@ class ServerProcess:
         assert self.process.stderr is not None
         self._lines.extend(iter(self.process.stderr.readline, ""))
 
-    def wait_ready(self) -> str:
-        """Its URL, once the ready line is out."""
-        wait_until(lambda: "ready in" in self.log or self.process.poll() is not None, START_S)
-        found = re.search(r"ready in .* at (http://\S+\d)", self.log)
-        assert found, self.log
+    def wait_ready(self, *others: "ServerProcess", timeout_s: float = START_S) -> str:
+        """Its URL, once the ready line is out. ``others``: the servers on the other hosts, which it waits for."""
+        hosts, deadline = (self, *others), time.monotonic() + timeout_s
+        while not (found := re.search(r"ready in .* at (http://\S+\d)", self.log)):
+            late = time.monotonic() > deadline
+            if late or any(host.process.poll() is not None for host in hosts):
+                logs = [f"--- host {number} ---\n{host.last_words()}" for number, host in enumerate(hosts)]
+                raise AssertionError(
+                    "\n".join([f"not ready within {timeout_s:g} s" if late else "a host ended", *logs])
+                )
+            time.sleep(0.02)
         return found[1]
+
+    def last_words(self) -> str:
+        """End its processes, which write where their threads are, and return the end of the log."""
+        # Ranks first: they end with their parent.
+        for pid in (*self.ranks(), self.process.pid) if self.process.poll() is None else ():
+            with contextlib.suppress(ProcessLookupError, AssertionError):
+                os.kill(pid, signal.SIGABRT)
+                wait_until(lambda pid=pid: not is_alive(pid), 5.0)
+        self._reader.join(timeout=5)
+        return "".join(self._lines[-_LOG_LINES:])
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks, in the order they were started."""

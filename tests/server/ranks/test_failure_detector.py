@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tightwire.server.ipc.messages import Failed, Heartbeat, Ready
+from tightwire.server.ipc.messages import Failed, Heartbeat, Ready, Stage
 from tightwire.server.ranks.failure_detector import Watch
 
 
@@ -253,3 +253,24 @@ def test_a_rank_of_a_host_that_has_not_joined_is_not_silent_and_later_its_host_r
     assert watch.check() is None, "its own host knows more, and reports at 10 s"
     pass_time(watch, clock, 1.5, 0)
     assert (watch.check() or "").startswith("rank 1 (node 1) has been silent for 11")
+
+
+def test_ranks_that_come_no_further_are_described_once_a_minute(watch: Watch, clock: Clock) -> None:
+    watch.serving = False
+    beat(watch, 0, step=-1, doing="join")
+    beat(watch, 1, step=-1, doing="waiting for rank 0 to compile")
+    clock.now += 90
+    assert watch.stalled() is None, "they have no work yet"
+    watch.begin_loading()
+    clock.now += 50
+    watch.heard(Stage(rank=1, name="weights", fraction=0.5))
+    clock.now += 50
+    assert watch.stalled() is None
+    clock.now += 15
+    message = "no rank has come further for 60 s: rank 0: join; rank 1: waiting for rank 0 to compile"
+    assert [watch.stalled(), watch.stalled()] == [message, None]
+    clock.now += 61
+    assert watch.stalled() == message
+    watch.serving = True
+    clock.now += 61
+    assert watch.stalled() is None

@@ -35,7 +35,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(folder: Path, node: EmulatedNode, model: Path, *arguments: str) -> ServerProcess:
-    options = ("--port", "0", "--kv-cache-memory", "1MiB", "--nnodes", "2", "--master-addr", "10.0.0.1", *arguments)
+    options = ("--port", "0", "--kv-cache-memory", "1MiB", "--nnodes", "2", "--master-addr", "10.0.0.1")
+    options += ("--join-timeout-s", str(START_S / 2), *arguments)  # so that a host that waits says for which
     command = ("nsenter", f"--net=/proc/{node.pid}/ns/net", *SERVE)
     return ServerProcess(folder, str(model), *options, command=command)
 
@@ -102,7 +103,7 @@ def test_two_hosts_answer_as_one_for_each_algorithm_and_a_lost_host_ends_the_oth
         start(tmp_path / "b", nodes[1], model, "--node-rank", "1", *same) as second,
         start(tmp_path / "a", nodes[0], model, "--node-rank", "0", *same) as first,
     ):
-        url = first.wait_ready()
+        url = first.wait_ready(second)
         crowd = nodes[0].visit(lambda: texts(url, 64))
         assert crowd.keys() == alone.keys(), "64 requests, eight cancelled"
         assert all(crowd[kind] == alone[kind] for kind in alone if kind[1] in _BY_ROW)
@@ -150,7 +151,7 @@ def test_a_host_without_the_model_gets_it_and_loss_in_one_direction_ends_both_by
         start(tmp_path / "b", nodes[1], nowhere, "--node-rank", "1", *same) as second,
         start(tmp_path / "a", nodes[0], model, "--node-rank", "0", *same) as first,
     ):
-        url = first.wait_ready()
+        url = first.wait_ready(second)
         assert f"this host has no copy of {nowhere}; node 0 will send it" in second.log
         assert list((tmp_path / "cache").rglob("model.safetensors")), "kept for the next start"
         comm = nodes[0].visit(lambda: get(f"{url}/comm").json())

@@ -1,0 +1,54 @@
+"""What a starting rank does while another does not answer: it names the other, and does not wait for ever."""
+
+import socket
+import threading
+from datetime import timedelta
+from typing import Any, cast
+
+import pytest
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from tightwire.comm.errors import CommError
+from tightwire.server.config.serve import ServeConfig
+from tightwire.server.plan.rank_setup import RankIdentity
+from tightwire.server.ranks import rank_main
+from tightwire.server.ranks.reporter import Reporter
+
+
+def _identity(rank: int, port: int) -> RankIdentity:
+    names = {"to_parent": "", "inboxes": (), "reporter": "", "parent_pid": 0, "store_fd": None}
+    return RankIdentity(rank=rank, world_size=3, store_port=port, **names)
+
+
+def test_a_store_that_accepts_and_never_answers_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(CommError, match=f"rank 0 did not answer rank 1 at 127.0.0.1:{port} for 0.3 s"):
+            rank_main._open_store(_identity(1, port), 0.3)
+
+
+def test_a_rank_that_waits_says_for_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_main, "_SAY_AGAIN", timedelta(seconds=0.05))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    said: list[str] = []
+    told = threading.Condition()
+
+    class _Reporter:
+        def begin(self, doing: str) -> None:
+            with told:
+                said.append(doing)
+                told.notify()
+
+    def wait_for(doing: str) -> bool:
+        with told:
+            return told.wait_for(lambda: doing in said, 20)
+
+    joining = rank_main._Joining(_identity(1, 0), cast(Any, ServeConfig()), store)
+    waiting = threading.Thread(target=joining.await_others, args=(cast(Reporter, _Reporter()), "load"))
+    waiting.start()
+    assert wait_for("waiting for ranks 0 and 2 to load")
+    store.set("load/2", "")
+    assert wait_for("waiting for rank 0 to load")
+    store.set("load/0", "")
+    waiting.join(20)
+    assert not waiting.is_alive()
