@@ -28,6 +28,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
     return cache(lambda family: make_family_folder(family_named(family), tmp_path_factory.mktemp("family")))
 
 
+@pytest.fixture(scope="session")
+def wide_folders(tmp_path_factory: pytest.TempPathFactory):
+    """Models of eight query heads."""
+    sizes = {"hidden_size": 128, "intermediate_size": 288, "num_attention_heads": 8}
+    return cache(lambda family: make_family_folder(family_named(family), tmp_path_factory.mktemp("wide"), **sizes))
+
+
 @cache
 def _theirs(folder: Path) -> tuple[list[int], Tensor]:
     """transformers' greedy tokens, prompt included, and the logits at every position."""
@@ -52,6 +59,25 @@ def _assert_close(got: Tensor | None, want: Tensor) -> None:
 def test_tokens_and_logits_of_transformers(family: str, num_ranks: int, folders) -> None:
     tokens, want = _theirs(folders(family))
     _assert_close(run_in_process(num_ranks, rank_logits, str(folders(family)), tokens[:-1])[0], want)
+
+
+@_every_family
+@pytest.mark.parametrize("num_ranks", [4, 6, 7, 8])
+def test_many_ranks_share_kv_heads(family: str, num_ranks: int, wide_folders) -> None:
+    """Two KV heads of which each rank keeps one, and nine groups of MLP columns."""
+    tokens, want = _theirs(wide_folders(family))
+    _assert_close(run_in_process(num_ranks, rank_logits, str(wide_folders(family)), tokens[:-1])[0], want)
+
+
+@_every_family
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_16_bits_over_ranks_are_as_close_as_they_round(
+    family: str, dtype: torch.dtype, num_ranks: int, folders
+) -> None:
+    tokens, want = _theirs(folders(family))
+    got = run_in_process(num_ranks, rank_logits, str(folders(family)), tokens[:-1], dtype)[0]
+    assert got is not None and (got - want).abs().max() < 16 * torch.finfo(dtype).eps * want.abs().max()
 
 
 @_every_family
