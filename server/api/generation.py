@@ -63,12 +63,9 @@ class TokenSequence:
         self._body, self._tokens = body, tokens
         self._wants_tokens = (
             body.token_limit != 0
-        )  # 0: only the prompt is scored; the engine generates one token anyway
+        )  # if not, only the prompt is scored; the engine generates one token anyway
         self._detokenizer = Detokenizer(
-            tokens,
-            after_text=prompt.after_text,
-            skip_special=body.skip_special_tokens,
-            with_calls=body.may_call_tools,
+            tokens, after_text=prompt.after_text, skip_special=body.skip_special_tokens, with_calls=body.may_call_tools
         )
         self._stops = StopStrings(body.stop, include=body.include_stop_str_in_output)
         self._text_start = len(prompt.echo or "")

@@ -58,9 +58,7 @@ async def _generate(
             id="generate",
             prompt_token_ids=_encode(tokenizer, prompt, chat, max_tokens, decision.plan.max_model_len),
             params=SamplingParams(
-                max_tokens=max_tokens,
-                temperature=temperature,
-                seed=config.model.seed or secrets.randbits(63),
+                max_tokens=max_tokens, temperature=temperature, seed=config.model.seed or secrets.randbits(63)
             ),
             adapter=adapters.loaded[0].id if (adapters := decision.plan.adapters) else 0,
         )

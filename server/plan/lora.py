@@ -23,11 +23,7 @@ def plan_adapters(options: AdapterOptions, model: LlamaConfig) -> AdapterPlan | 
             )
     loaded = tuple(
         PlannedAdapter(
-            id=number,
-            slot=number - 1,
-            name=name,
-            folder=str(adapter.folder),
-            digest=adapter_digest(adapter.folder),
+            id=number, slot=number - 1, name=name, folder=str(adapter.folder), digest=adapter_digest(adapter.folder)
         )
         for number, (name, adapter) in enumerate(opened, start=1)
     )
