@@ -8,4 +8,5 @@ letter and the variable says ``local_``.
     S cached tokens              E head dim           C chunk
     D hidden size                F MLP width          G quantization group
     N cache blocks               P tokens per block   R rows of logits
+    L groups of layers           M blocks of a table
 """

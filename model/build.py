@@ -15,6 +15,7 @@ from tightwire.model.cache.kv_cache import CacheSource, KVCache, OffloadedCache
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.decoder import Llama
+from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.layout import Layout, Shard
 from tightwire.model.parallel import LogitsGather, TensorParallel
 from tightwire.model.runner import DecodeGraphs, ModelRunner, cuda_capture, graph_sizes
@@ -52,6 +53,7 @@ class RunnerOptions:
     max_model_len: int
     num_blocks: int
     block_size: int
+    groups: LayerGroups | None = None  # of a cache on the device; None: one, whose windows only mask
     buffer_blocks: int | None = None  # of each of two layers on the device, with the cache on the host; None: all
     formats: WeightFormats = field(default_factory=WeightFormats)  # a prepared folder has its own
     weight_plan: WeightPlan = EVERYTHING_RESIDENT
@@ -93,6 +95,7 @@ def build_runner(
             model.forward,
             sizes=graph_sizes(options.graphs_up_to),
             num_policies=parallel.num_policies,
+            num_groups=cache.groups.num,
             max_blocks=-(-options.max_model_len // options.block_size),
             device=replica.device,
             capture=cuda_capture(torch.cuda.graph_pool_handle()),
@@ -112,7 +115,7 @@ def build_runner(
 def _make_cache(config: LlamaConfig, shard: Shard, options: RunnerOptions, device: torch.device) -> CacheSource:
     given: dict[str, Any] = {name: getattr(options, name) for name in ("num_blocks", "block_size", "dtype", "kv_dtype")}
     if options.buffer_blocks is None:
-        return KVCache(config, shard, **given, device=device)
+        return KVCache(config, shard, **given, device=device, groups=options.groups)
     moving = {"buffer_blocks": options.buffer_blocks, "timeout_s": options.fetch_timeout_s}
     return OffloadedCache(config, shard, **given, **moving, device=device)
 

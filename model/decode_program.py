@@ -95,6 +95,7 @@ class DecodeProgram:
         for index, (cos_SE, sin_SE) in enumerate(angles):
             layer = self._layers[index]
             layer.cos, layer.sin, layer.window = cos_SE.data_ptr(), sin_SE.data_ptr(), config.window_of(index)
+            layer.group, _ = cache.groups.places[index]
         self._num_positions = len(angles[0][0])
         self._make_buffers(1)
 
@@ -108,19 +109,21 @@ class DecodeProgram:
             self._make_buffers(num_rows)
         _check_rows("the embeddings", residual_TD, self._partial_TD[:num_rows])
         _check_range("position", batch.positions_T, self._num_positions)
-        _check_range("slot", batch.slots_T, self._cache.num_blocks * self._cache.block_size)
-        lens = batch.query_start_B1, batch.context_lens_B, batch.block_tables_BM
-        tiles = cut_into_tiles(*lens, num_rows, 1, self._cache.num_blocks, self._cache.block_size)
+        _check_range("slot", batch.slots_LT.flatten(), self._cache.num_blocks * self._cache.block_size)
+        lens, sizes = (batch.query_start_B1, batch.context_lens_B), (self._cache.num_blocks, self._cache.block_size)
+        # The tiles are the same in every group; each table is checked.
+        tiles, *_ = (cut_into_tiles(*lens, table, num_rows, 1, *sizes) for table in batch.block_tables_LBM)
         self.residual_TD, self._step = residual_TD, (batch, tiles)
         self._phases.zero_()
         program.num_rows = num_rows
         program.residual = residual_TD.data_ptr()
         program.positions = batch.positions_T.data_ptr()
-        program.slots = batch.slots_T.data_ptr()
+        program.slots, program.group_slots_stride = batch.slots_LT.data_ptr(), batch.slots_LT.stride(0) * 4
         program.query_start = batch.query_start_B1.data_ptr()
         program.context_lens = batch.context_lens_B.data_ptr()
-        program.block_table = batch.block_tables_BM.data_ptr()
-        program.table_stride = batch.block_tables_BM.stride(0) * 4
+        tables_LBM = batch.block_tables_LBM
+        program.block_table = tables_LBM.data_ptr()
+        program.group_table_stride, program.table_stride = tables_LBM.stride(0) * 4, tables_LBM.stride(1) * 4
         program.tiles = tiles.tiles_W3.data_ptr()
         program.num_tiles = tiles.num_tiles
         if batch.adapters_T is not None:

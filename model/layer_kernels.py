@@ -79,9 +79,8 @@ class EagerLayers:
         self._config, self._shard, self._cache, self._batch = config, shard, cache, batch
         self._adapters, self._key_biases = adapters, key_biases
         self._adapted = None if batch.adapters_T is None else AdapterRows.of(batch.adapters_T)
-        self._sequences = PackedSequences(
-            batch.query_start_B1, batch.context_lens_B, batch.block_tables_BM, batch.num_decode_rows
-        )
+        lens = batch.query_start_B1, batch.context_lens_B
+        self._sequences = [PackedSequences(*lens, table, batch.num_decode_rows) for table in batch.block_tables_LBM]
         self._head_groups = shard.head_groups(config.heads_per_kv_head)
         self._form, self._gelu = norm_form(config), config.activation == "gelu_tanh"
         rows = {id(table): (table[0][batch.positions_T], table[1][batch.positions_T]) for table in angles}
@@ -89,7 +88,7 @@ class EagerLayers:
         self._placed: dict[int, LayerWeights] = {}
         self.residual_TD = residual_TD
         if cache.device.type == "cpu":
-            check_slots(batch.slots_T, cache.num_blocks * cache.block_size)
+            check_slots(batch.slots_LT.flatten(), cache.num_blocks * cache.block_size)
 
     def place(self, index: int, weights: LayerWeights) -> None:
         self._placed[index] = weights
@@ -124,10 +123,11 @@ class EagerLayers:
             whole = config.qk_norm == "projection"
             norms = HeadNorms(weights.q_norm, weights.k_norm, self._form, whole, mean_squares_T2)
         keys_NKPE, values_NKPE = self._cache.layer(index)  # waits for a transfer; as late as possible
-        placed = keys_NKPE, values_NKPE, self._batch.slots_T
+        group, _ = self._cache.groups.places[index]
+        placed = keys_NKPE, values_NKPE, self._batch.slots_LT[group]
         cos_TE, sin_TE = self._angles[index]
         q_THE = rotate_and_cache(qkv_THE, cos_TE, sin_TE, *placed, norms, slots_are_checked=True)
-        given = q_THE, keys_NKPE, values_NKPE, self._sequences, config.scale, self._head_groups
+        given = q_THE, keys_NKPE, values_NKPE, self._sequences[group], config.scale, self._head_groups
         _, key_bias = self._key_biases.split(index, weights.qkv_bias)
         window, cap = config.window_of(index), config.score_cap
         mixed_THE = paged_attention(*given, window=window, cap=cap, key_bias=key_bias)

@@ -77,7 +77,7 @@ class ModelRunner:
                 for index in span:
                     self.weights.release(index)
             return None
-        arrays = self.cache.begin(StepArrays.from_plan(plan, self.cache.block_size))
+        arrays = self.cache.begin(StepArrays.from_plan(plan, self.cache.block_size, self.cache.groups))
         num_chosen = num_deferred(arrays.token_ids_T)
         chosen_R = self._model.last_chosen(chosen_R, num_chosen, plan.phase) if num_chosen else None
         if self._graphs is not None and self._graphs.fits(arrays):
@@ -138,6 +138,7 @@ class DecodeGraphs:
         *,
         sizes: Sequence[int],
         num_policies: int,
+        num_groups: int,
         max_blocks: int,
         device: torch.device,
         capture: Capture,
@@ -147,7 +148,9 @@ class DecodeGraphs:
         self._sizes = sorted(sizes)
         # Largest first, so that the smaller graphs reuse its activation memory in the pool.
         self._graphs = {
-            (size, policy, adapted): _Graph(forward, (size, policy, adapted), max_blocks, device, capture, ledger)
+            (size, policy, adapted): _Graph(
+                forward, (size, policy, adapted), (num_groups, max_blocks), device, capture, ledger
+            )
             for size in reversed(self._sizes)
             for policy in range(num_policies)
             for adapted in ((False, True) if has_adapters else (False,))
@@ -172,15 +175,16 @@ class _Graph:
         self,
         forward: Callable[[Batch], Tensor],
         kind: tuple[int, int, bool],
-        max_blocks: int,
+        table_sizes: tuple[int, int],
         device: torch.device,
         capture: Capture,
         ledger: Ledger,
     ) -> None:
-        """``kind``: the number of rows, the policy, and True if rows have adapters."""
+        """``kind``: the number of rows, the policy, and True if rows have adapters. ``table_sizes``: groups, and blocks."""
         size, policy, adapted = kind
+        num_groups, max_blocks = table_sizes
         self._size, self._ledger = size, ledger
-        widths = (1, 1, 1, 1, 1, max_blocks)
+        widths = (1, 1, num_groups, 1, 1, num_groups * max_blocks)
         self._host = torch.zeros(size * sum(widths), dtype=torch.int32)
         self._device = torch.zeros_like(self._host, device=device)
         lengths = [size * width for width in widths]
@@ -189,10 +193,10 @@ class _Graph:
         batch = Batch(
             token_ids_T=token_ids,
             positions_T=positions,
-            slots_T=slots,
+            slots_LT=slots.view(num_groups, size),
             query_start_B1=torch.arange(size + 1, dtype=torch.int32, device=device),
             context_lens_B=context_lens,
-            block_tables_BM=tables.view(size, max_blocks),
+            block_tables_LBM=tables.view(num_groups, size, max_blocks),
             num_decode_rows=size,
             policy=policy,
             adapters_T=adapters if adapted else None,
@@ -211,12 +215,12 @@ class _Graph:
         token_ids, positions, slots, context_lens, adapters, tables = self._fields
         token_ids[:num_rows] = arrays.token_ids_T
         positions[:num_rows] = arrays.positions_T
-        slots[:num_rows] = arrays.slots_T
+        slots.reshape(-1, self._size)[:, :num_rows] = arrays.slots_LT
         context_lens[:num_rows] = arrays.context_lens_B
         if arrays.adapters_T is not None:
             adapters[:num_rows] = arrays.adapters_T
-        width = arrays.block_tables_BM.shape[1]
-        tables.reshape(self._size, -1)[:num_rows, :width] = arrays.block_tables_BM
+        num_groups, _, width = arrays.block_tables_LBM.shape
+        tables.reshape(num_groups, self._size, -1)[:, :num_rows, :width] = arrays.block_tables_LBM
         overwrite(self._device, self._host)
         if chosen_R is not None:
             self._token_ids_T.copy_(resolve_deferred(self._token_ids_T, chosen_R))

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from tightwire.model.layer_groups import LayerGroups
+
 _INT_BYTES = 4
 
 
@@ -28,7 +30,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     token_ids: bytes  # (T,) int32; a negative one is a deferred token (``deferred_token``)
     query_lens: bytes  # (B,) int32
     context_lens: bytes  # (B,) int32, tokens in the cache after this step
-    block_tables: bytes  # (B, max_blocks) int32, row-major, unused entries 0
+    # (B, max_blocks) int32, row-major, unused entries 0; with windows the entries of ``LayerGroups.held``, group after group
+    block_tables: bytes
     num_decode_rows: int  # the first rows are generated tokens, the others prompt tokens
     logit_rows: bytes  # (R,) int32 rows of T whose logits rank 0 needs; may be empty
     policy: int = 0  # index of the set of AllReduces for this step
@@ -116,17 +119,16 @@ class StepArrays:
 
     token_ids_T: np.ndarray
     positions_T: np.ndarray
-    slots_T: np.ndarray
+    slots_LT: np.ndarray
     query_start_B1: np.ndarray
     context_lens_B: np.ndarray
-    block_tables_BM: np.ndarray
+    block_tables_LBM: np.ndarray
     num_decode_rows: int
     adapters_T: np.ndarray | None = None  # the slot of each row's adapter or -1; None: no row has one
 
     @classmethod
-    def from_plan(cls, plan: StepPlan, block_size: int) -> Self:
+    def from_plan(cls, plan: StepPlan, block_size: int, groups: LayerGroups) -> Self:
         query_lens_B, context_lens_B = ints(plan.query_lens), ints(plan.context_lens)
-        block_tables_BM = ints(plan.block_tables).reshape(len(query_lens_B), -1)
         query_start_B1 = np.zeros(len(query_lens_B) + 1, dtype=np.int32)
         np.cumsum(query_lens_B, out=query_start_B1[1:])
         sequence_T = np.repeat(np.arange(len(query_lens_B)), query_lens_B)
@@ -134,11 +136,17 @@ class StepArrays:
         positions_T = (
             np.arange(query_start_B1[-1], dtype=np.int32) + (first_position_B - query_start_B1[:-1])[sequence_T]
         )
+        tables_LBM = ints(plan.block_tables)
+        if groups.num_sliding:
+            held_LBM = groups.held(first_position_B, context_lens_B, block_size)
+            tables_LBM, entries = np.zeros(held_LBM.shape, np.int32), tables_LBM
+            tables_LBM[held_LBM] = entries
+        tables_LBM = tables_LBM.reshape(groups.num, len(query_lens_B), -1)
         block, offset = positions_T // block_size, positions_T % block_size
-        slots_T = block_tables_BM[sequence_T, block] * block_size + offset
-        lens = query_start_B1, context_lens_B, block_tables_BM
+        slots_LT = np.ascontiguousarray(tables_LBM[:, sequence_T, block]) * block_size + offset
+        lens = query_start_B1, context_lens_B, tables_LBM
         adapters_T = ints(plan.adapters)[sequence_T] if plan.adapters else None
-        return cls(ints(plan.token_ids), positions_T, slots_T, *lens, plan.num_decode_rows, adapters_T)
+        return cls(ints(plan.token_ids), positions_T, slots_LT, *lens, plan.num_decode_rows, adapters_T)
 
     @property
     def has_one_token_each(self) -> bool:
@@ -160,15 +168,15 @@ def cut(step: StepArrays, row: int) -> tuple[StepArrays, StepArrays]:
     first = last - 1 if num_rows_after else last  # the sequence that is cut, or the next one
     context_lens_B = step.context_lens_B[:last].copy()
     context_lens_B[-1] -= num_rows_after
-    tables, num_decode = step.block_tables_BM, step.num_decode_rows
-    before = (np.minimum(starts[: last + 1], row), context_lens_B, tables[:last], min(num_decode, row))
+    tables, num_decode = step.block_tables_LBM, step.num_decode_rows
+    before = (np.minimum(starts[: last + 1], row), context_lens_B, tables[:, :last], min(num_decode, row))
     starts_after = np.maximum(starts[first:], row) - row
-    after = (starts_after, step.context_lens_B[first:], tables[first:], max(0, num_decode - row))
-    ids_T, positions_T, slots_T, adapters_T = step.token_ids_T, step.positions_T, step.slots_T, step.adapters_T
+    after = (starts_after, step.context_lens_B[first:], tables[:, first:], max(0, num_decode - row))
+    ids_T, positions_T, slots_LT, adapters_T = step.token_ids_T, step.positions_T, step.slots_LT, step.adapters_T
     adapters_before, adapters_after = (None, None) if adapters_T is None else (adapters_T[:row], adapters_T[row:])
     return (
-        StepArrays(ids_T[:row], positions_T[:row], slots_T[:row], *before, adapters_before),
-        StepArrays(ids_T[row:], positions_T[row:], slots_T[row:], *after, adapters_after),
+        StepArrays(ids_T[:row], positions_T[:row], slots_LT[:, :row], *before, adapters_before),
+        StepArrays(ids_T[row:], positions_T[row:], slots_LT[:, row:], *after, adapters_after),
     )
 
 
@@ -187,10 +195,10 @@ class Batch:
 
     token_ids_T: Tensor
     positions_T: Tensor
-    slots_T: Tensor  # cache slot of each row's key and value: block * P + offset
+    slots_LT: Tensor  # cache slot of each row's key and value: block * P + offset
     query_start_B1: Tensor  # the first row of each sequence, then T
     context_lens_B: Tensor
-    block_tables_BM: Tensor
+    block_tables_LBM: Tensor
     num_decode_rows: int  # decode rows come first; the others are prompt rows
     policy: int = 0  # index of the set of AllReduces
     adapters_T: Tensor | None = None  # the slot of each row's adapter or -1; None: no row has one

@@ -14,7 +14,6 @@ from tightwire.model.checkpoint.tensors import EMBEDDING, HEAD, expected_tensors
 from tightwire.model.open import formats_of, open_checkpoint
 from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.model.weights.formats import WeightFormats, split_model
-from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import EngineOptions, ServeConfig
 from tightwire.server.plan.rank_bytes import MemoryInputs, rank_bytes
 from tightwire.server.plan.setting import decide_setting
@@ -41,6 +40,7 @@ class RankMemory(Struct, frozen=True):
     tp: int
     weights_bytes: int = 0
     cache_bytes: int = 0
+    blocks: str = ""  # by kind of layer, for a model with windows
     problem: str = ""
 
 
@@ -113,7 +113,9 @@ def _rank_memory(
         model=config, layout=layout, options=EngineOptions(), pools=(), dtype=dtype, formats=formats, device=device
     )
     largest = max(rank_bytes(inputs, EVERYTHING_RESIDENT), key=lambda rank: rank.weights + rank.block)
-    return RankMemory(tp, largest.weights, largest.block * math.ceil(context / BLOCK_SIZE))
+    shape = inputs.cache_shape()
+    blocks = shape.describe(context) if shape.groups.num_sliding else ""
+    return RankMemory(tp, largest.weights, largest.block * shape.blocks(context), blocks)
 
 
 def _kinds(config: LlamaConfig, formats: WeightFormats, dtype: str) -> list[Kind]:
@@ -151,6 +153,7 @@ def describe_model(report: ModelReport) -> Iterator[str]:
         total = format_bytes(rank.weights_bytes + rank.cache_bytes)
         parts = f"weights {format_bytes(rank.weights_bytes)} + cache {format_bytes(rank.cache_bytes)} = {total}"
         yield f"  --tp {rank.tp}  {rank.problem or parts}"
+    yield from {rank.blocks for rank in report.ranks if rank.blocks}
     yield (
         f"at most {report.tokens_per_s:.3g} tokens/s here for one request: a token reads {format_bytes(report.token_bytes)}, and "
         f"memory is read at {report.read_bytes_per_s / 1e9:.1f} GB/s (a bound, just measured; computing takes time too)"

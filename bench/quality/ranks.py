@@ -152,10 +152,10 @@ class ThreadRanks:
         batch = Batch(
             token_ids_T=token_ids_BL.flatten().int(),
             positions_T=positions_BL.flatten().int(),
-            slots_T=(blocks_BL * _BLOCK_SIZE + positions_BL % _BLOCK_SIZE).flatten().int(),
+            slots_LT=(blocks_BL * _BLOCK_SIZE + positions_BL % _BLOCK_SIZE).view(1, -1).int(),
             query_start_B1=torch.arange(0, num_sequences * length + 1, length).int(),
             context_lens_B=torch.full((num_sequences,), length).int(),
-            block_tables_BM=tables_BM.int(),
+            block_tables_LBM=tables_BM.int()[None],
             num_decode_rows=0,
             policy=arm,
         )

@@ -9,7 +9,6 @@ from tightwire.comm.policy.choose import Chooser
 from tightwire.model.open import open_checkpoint
 from tightwire.model.weights.formats import choose_formats
 from tightwire.server.config.hosts import HostOptions
-from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.hosts.launcher import resolve_hosts
 from tightwire.server.plan.run_plan import decide
@@ -43,7 +42,7 @@ def find_facts(options: TtftOptions) -> ServerFacts:
             f"--prompt-lens {max(options.prompt_lens)} and --output-len {options.output_len} make {longest} tokens, but the "
             f"server's context is {plan.max_model_len}; lower them, or raise --max-model-len"
         )
-    blocks = max(options.concurrency) * -(-longest // BLOCK_SIZE)
+    blocks = max(options.concurrency) * decision.budget.shape.blocks(longest)
     if blocks > plan.num_blocks:
         raise ValueError(
             f"--concurrency {max(options.concurrency)} with {longest} tokens each needs {blocks} KV blocks, but there are "

@@ -151,6 +151,11 @@ def paged_attention_reference(
     query_lens_B = query_start_B1.diff()
     query_seq_T, query_pos_T = _sequence_and_position(query_lens_B)
     query_pos_T = query_pos_T + (context_lens_B - query_lens_B).long()[query_seq_T]
+    visible_TS = (query_seq_T[:, None] == key_seq_S) & (query_pos_T[:, None] >= key_pos_S)
+    if window:
+        visible_TS &= query_pos_T[:, None] - key_pos_S < window
+    seen_S = visible_TS.any(0)  # keys before the window have no blocks
+    visible_TS, key_seq_S, key_pos_S = visible_TS[:, seen_S], key_seq_S[seen_S], key_pos_S[seen_S]
 
     block_S = block_table_BM[key_seq_S, key_pos_S // tokens_per_block].long()
     offset_S = key_pos_S % tokens_per_block
@@ -158,9 +163,6 @@ def paged_attention_reference(
     if key_bias is not None:
         k_SKE = k_SKE.float() + turned_bias(key_bias, key_pos_S)
     k_HSE, v_HSE = (x_SKE.transpose(0, 1)[kv_head_H] for x_SKE in (k_SKE, v_SKE))
-    visible_TS = (query_seq_T[:, None] == key_seq_S) & (query_pos_T[:, None] >= key_pos_S)
-    if window:
-        visible_TS &= query_pos_T[:, None] - key_pos_S < window
 
     q_HTE = q_THE.transpose(0, 1)
     if len({q_HTE.dtype, k_HSE.dtype, v_HSE.dtype}) > 1:

@@ -17,6 +17,7 @@ from tightwire.kernels.spec.int8_heads import cache_width, head_bytes
 from tightwire.model.buffers import BufferPool, page_aligned
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import CacheError
+from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.layout import Shard
 from tightwire.model.step import StepArrays
 
@@ -28,6 +29,7 @@ class CacheSource(ABC):
     of a step may hold the same layer.
     """
 
+    groups: LayerGroups  # each has a block table
     num_blocks: int  # that the tables returned by ``begin`` can refer to
     block_size: int
     block_stride_bytes: int  # between consecutive blocks, in keys and in values, the same in every layer
@@ -59,7 +61,7 @@ def layer_block_bytes(config: LlamaConfig, shard: Shard, block_size: int, kv_dty
 class KVCache(CacheSource):
     """``CacheSource`` with all layers on the device.
 
-    A block holds the same tokens in every layer and on every rank. Attention kernels read one block of one head as a
+    A block holds the same tokens in every layer of a group and on every rank. Attention kernels read one block of one head as a
     unit, so the layout (N, K, P, E) keeps it contiguous.
     """
 
@@ -73,15 +75,17 @@ class KVCache(CacheSource):
         dtype: torch.dtype,
         kv_dtype: torch.dtype | None = None,
         device: torch.device,
+        groups: LayerGroups | None = None,
     ) -> None:
-        """Allocate the whole cache, by default in ``dtype``. On a CPU, pages take no physical memory until they are first written."""
+        """Allocate the whole cache, by default in ``dtype`` and for one group. On a CPU, pages take no physical memory until they are first written."""
         self.num_blocks, self.block_size, self.dtype, self.device = num_blocks, block_size, dtype, device
-        self.kv_dtype = kv_dtype or dtype
+        self.kv_dtype, self.groups = kv_dtype or dtype, groups or LayerGroups.of(config, bounded=False)
         width = cache_width(config.head_dim, self.kv_dtype)
-        shape = (config.num_layers, num_blocks, shard.local_kv_heads, block_size, width)
+        shape = (self.groups.num_layers, num_blocks, shard.local_kv_heads, block_size, width)
         keys, values = (torch.empty(shape, dtype=self.kv_dtype, device=device) for _ in range(2))
         self.block_stride_bytes = keys.stride(1) * keys.itemsize
-        self._layers = tuple(zip(keys.unbind(), values.unbind(), strict=True))
+        layers = tuple(zip(keys.unbind(), values.unbind(), strict=True))
+        self._layers = tuple(layers[number] for _, number in self.groups.places)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         return self._layers[index]
@@ -105,7 +109,7 @@ class _Moves(NamedTuple):
 
 
 class OffloadedCache(CacheSource):
-    """``CacheSource`` with all layers on the host, in pinned memory with CUDA.
+    """``CacheSource`` with all layers on the host, in pinned memory with CUDA. All are one group: windows only mask.
 
     Each of two device buffers has room for one layer's blocks of one step. While layer i is computed, a thread fetches
     the blocks of layer i + 1. Before it fills layer i's buffer for layer i + 2, it saves the blocks of layer i that got
@@ -135,6 +139,7 @@ class OffloadedCache(CacheSource):
     ) -> None:
         """``buffer_blocks``: the most that one step may need. ``timeout_s``: longest wait for a layer without a byte."""
         self.num_blocks, self.block_size, self.dtype, self.device = buffer_blocks, block_size, dtype, device
+        self.groups = LayerGroups.of(config, bounded=False)
         self.kv_dtype = stored = kv_dtype or dtype
         block_shape = (2, shard.local_kv_heads, block_size, cache_width(config.head_dim, stored))
         self.block_stride_bytes = block_bytes = layer_block_bytes(config, shard, block_size, stored)
@@ -252,17 +257,17 @@ class StepBlocks(NamedTuple):
 
 def gather_blocks(step: StepArrays, block_size: int) -> tuple[StepArrays, StepBlocks]:
     """Return the step with places instead of block numbers, and the step's blocks. Unused table entries become 0."""
-    tables_BM = step.block_tables_BM
+    tables_BM = step.block_tables_LBM[0]  # of the one group
     query_lens_B = np.diff(step.query_start_B1)
     needed_BM = _first_blocks(step.context_lens_B, tables_BM, block_size)
     blocks_N, places_U = np.unique(tables_BM[needed_BM], return_inverse=True)
     places_BM = np.zeros_like(tables_BM)
     places_BM[needed_BM] = places_U
     read_BM = _first_blocks(step.context_lens_B - query_lens_B, tables_BM, block_size)
-    block_T, offset_T = np.divmod(step.slots_T, block_size)
+    block_T, offset_T = np.divmod(step.slots_LT[0], block_size)
     place_T = np.searchsorted(blocks_N, block_T).astype(np.int32)
     blocks = StepBlocks(blocks_N, np.unique(places_BM[read_BM]), np.unique(place_T))
-    return replace(step, slots_T=place_T * block_size + offset_T, block_tables_BM=places_BM), blocks
+    return replace(step, slots_LT=(place_T * block_size + offset_T)[None], block_tables_LBM=places_BM[None]), blocks
 
 
 def runs_of(sources_I: np.ndarray, targets_I: np.ndarray) -> np.ndarray:

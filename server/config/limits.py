@@ -1,6 +1,8 @@
 """The limits of one engine: sequences, tokens and cache blocks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from tightwire.model.layer_groups import LayerGroups
 
 # Prompt rows per step whose logits are requested: 50 MB for a vocabulary of 49152, counted in the memory budget.
 MAX_SCORED_ROWS = 256
@@ -21,6 +23,8 @@ class Limits:
     max_drafting_seqs: int = 16  # a step with more sequences drafts no tokens
     prefix_cache: str = "prompts"  # what the prefix cache shares: none, prompts, or all (answers too)
     max_step_blocks: int | None = None  # distinct blocks of all sequences of a step; None: no limit
+    groups: LayerGroups = field(default_factory=LayerGroups)  # of layers, each with a block table; by default one
+    max_parts: int = 1  # parts of ``max_num_batched_tokens`` that a step may have
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -29,11 +33,24 @@ class Limits:
                 "running sequences could not all take a step"
             )
         num_blocks = min(self.num_blocks, self.max_step_blocks or self.num_blocks)
-        if (held := num_blocks * self.block_size) < self.max_model_len:
+        if (held := self.groups.most_tokens(num_blocks, self.max_step_tokens, self.block_size)) < self.max_model_len:
             raise ValueError(
                 f"a step holds {num_blocks} blocks of {self.block_size} = {held} tokens, less than one sequence of "
                 f"max_model_len={self.max_model_len}; set --max-model-len to at most {held}"
             )
 
+    @property
+    def max_step_tokens(self) -> int:
+        return self.max_num_batched_tokens * self.max_parts
+
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        """The entries of a sequence's block tables for its first tokens, those of freed blocks included."""
+        return self.groups.num * -(-num_tokens // self.block_size)
+
+    def blocks_held(self, num_tokens: int, num_computed: int) -> int:
+        """The blocks that a sequence holds when the tokens after ``num_computed`` up to ``num_tokens`` are computed."""
+        return self.blocks_for(num_tokens) - self.groups.num_sliding * self.first_block(num_computed)
+
+    def first_block(self, num_computed: int) -> int:
+        """The first block that layers with a window still read."""
+        return self.groups.first_block(num_computed, self.block_size)

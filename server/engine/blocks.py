@@ -1,9 +1,12 @@
 """The KV cache's blocks: allocation by number with a count of holders, and sharing of common prefixes.
 
 A free block marked as kept retains its content while other blocks can be allocated; then the least recently used one is
-evicted. A block's key is the entry number of the block before it plus its own tokens, compared in full, so no
-prompt can be crafted to match another's blocks. The first block's key also holds the AllReduce policy, the request's
-salt, because a client that times answers can detect earlier prompts, and the id of the LoRA adapter, which a reload changes.
+evicted. A block's key is a digest (BLAKE2b, 256 bits) of its tokens and the key of the block before it, so no prompt can be
+crafted to match another's blocks. The first block's key also holds the AllReduce policy, the request's salt, because a
+client that times answers can detect earlier prompts, and the id of the LoRA adapter, which a reload changes.
+
+Each group of layers has its own blocks. A prefix is cached if the groups without a window have all its blocks, and those with a
+window the blocks that the next token reads.
 
 Blocks of generated tokens are cached only if ``prefix_cache`` is "all" (docs/serving.md). A block is entered when the
 step that fills it is planned: each layer writes all keys and values of a step before it reads any.
@@ -11,8 +14,8 @@ step that fills it is planned: each layer writes all keys and values of a step b
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
-from itertools import count
+from collections.abc import Iterable
+from hashlib import blake2b
 
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.request import Request
@@ -81,58 +84,41 @@ class BlockPool:
         """True if it still has the content that was marked."""
         return bool(self._kept[block])
 
-    def spoil(self, blocks: Iterable[int]) -> None:
-        """Unmark these held blocks: others must not use their content."""
-        for block in blocks:
-            assert self._num_holders[block], "only a held block can be spoiled"
-            self._kept[block] = 0
-
 
 class PrefixCache:
-    """Entries for the cached blocks of one pool, at most one per block. Cost: about 0.3 kB per entry."""
+    """Entries for the cached blocks of one pool, at most one per block. Cost: about 0.3 kB per entry, 1 us per block of a prompt."""
 
     def __init__(self, pool: BlockPool, limits: Limits, counters: EngineCounters) -> None:
-        self._pool, self._block_size, self._counters = pool, limits.block_size, counters
+        self._pool, self._limits, self._counters = pool, limits, counters
+        self._block_size, self._groups = limits.block_size, limits.groups
         self._enabled, self._with_answers = limits.prefix_cache != "none", limits.prefix_cache == "all"
-        self._block_of: dict[Hashable, int] = {}
-        self._key_of: list[Hashable] = [None] * pool.num_blocks
-        self._entry_of = [0] * pool.num_blocks  # entry numbers, never used twice
-        self._numbers = count(1)
+        self._block_of: dict[tuple[bytes, int], int] = {}  # by key and group
+        self._key_of: list[tuple[bytes, int]] = [(b"", 0)] * pool.num_blocks
 
     def advance(self, request: Request) -> int:
         """Skip the cached tokens of ``request``, except the last token, whose logits are needed; returns how many."""
-        before, prefix = request.num_computed, request.prefix or _root(request)
-        for index in range(request.num_entered_blocks, self._num_shareable(request)):
-            block = self._find(self._key(request, index, prefix))
-            if block is None:
-                break
-            self._pool.share([block])
-            if index < len(request.blocks):
-                self._pool.free([request.blocks[index]])
-                request.blocks[index] = block
-            else:
-                request.blocks.append(block)
-            prefix = self._entry_of[block]
-            request.num_computed = (index + 1) * self._block_size
-            request.num_entered_blocks, request.prefix = index + 1, prefix
+        before, start, stop = request.num_computed, request.num_entered_blocks, self._find_end(request)
+        passed, size = self._limits.first_block(stop * self._block_size), self._groups.num
+        for index in range(start, stop):
+            key = self._key(request, index)
+            wanted = size if index >= passed else self._groups.num_full
+            found = [self._block_of[key, group] if group < wanted else -1 for group in range(size)]
+            self._pool.share(found[:wanted])
+            own = slice(index * size, (index + 1) * size)
+            self._pool.free(request.blocks[own])
+            request.blocks[own] = array("i", found)
+        if stop > start:
+            request.num_computed, request.num_entered_blocks = stop * self._block_size, stop
         return request.num_computed - before
 
     def num_cached(self, request: Request) -> int:
         """The number of tokens that ``advance`` would skip for ``request``, which has not started."""
-        prefix = _root(request)
-        for index in range(num_blocks := self._num_shareable(request)):
-            block = self._find(self._key(request, index, prefix))
-            if block is None:
-                return index * self._block_size
-            prefix = self._entry_of[block]
-        return num_blocks * self._block_size
+        return self._find_end(request) * self._block_size
 
-    def next_key(self, request: Request) -> Hashable:
+    def next_key(self, request: Request) -> bytes | None:
         """The key of the block that ``request`` computes next; None if it cannot be shared."""
         index = request.num_entered_blocks
-        if index >= self._num_shareable(request):
-            return None
-        return self._key(request, index, request.prefix or _root(request))
+        return self._key(request, index) if index < self._num_shareable(request) else None
 
     def count_query(self, request: Request) -> None:
         """Count a request that starts. ``count_hits`` counts its hits, now and later."""
@@ -151,16 +137,33 @@ class PrefixCache:
         if not self._enabled:
             return
         num_tokens = min(num_tokens, request.num_known if self._with_answers else request.num_prompt_tokens)
-        prefix = request.prefix or _root(request)
         for index in range(request.num_entered_blocks, num_tokens // self._block_size):
-            key = self._key(request, index, prefix)
-            block = self._find(key)
-            if block is None:
-                block = request.blocks[index]
-                self._enter(block, key)
-            prefix = self._entry_of[block]
+            blocks = request.blocks[index * self._groups.num : (index + 1) * self._groups.num]
+            for group, block in enumerate(blocks):
+                key = self._key(request, index), group
+                if block >= 0 and self._find(key) is None:
+                    self._enter(block, key)
             request.num_entered_blocks = index + 1
-        request.prefix = prefix
+
+    def forget(self, request: Request) -> None:
+        """Let others share none of the blocks of ``request``, nor those that it freed."""
+        for key in request.prefix_keys:
+            for group in range(self._groups.num):
+                self._block_of.pop((key, group), None)
+
+    def _find_end(self, request: Request) -> int:
+        """The number of blocks, from the first, of the longest prefix of ``request`` that it or the cache has."""
+        end, complete = request.num_entered_blocks, 0  # from block ``complete`` on, groups with a window have all
+        for index in range(end, self._num_shareable(request)):
+            key = self._key(request, index)
+            found = [self._find((key, group)) is not None for group in range(self._groups.num)]
+            if not all(found[: self._groups.num_full]):
+                break
+            if not all(found):
+                complete = index + 1
+            if complete <= self._limits.first_block((index + 1) * self._block_size):
+                end = index + 1
+        return end
 
     def _num_shareable(self, request: Request) -> int:
         """The number of blocks that ``request`` may take from others."""
@@ -171,22 +174,23 @@ class PrefixCache:
             num_tokens = min(num_tokens, request.num_prompt_tokens)
         return num_tokens // self._block_size
 
-    def _key(self, request: Request, index: int, prefix: Hashable) -> Hashable:
-        start = index * self._block_size
-        return prefix, array("i", request.token_ids[start : start + self._block_size]).tobytes()
+    def _key(self, request: Request, index: int) -> bytes:
+        keys = request.prefix_keys
+        if not keys:
+            keys.append(repr((request.policy, request.cache_salt, request.adapter)).encode())
+        while len(keys) <= index + 1:
+            start = (len(keys) - 1) * self._block_size
+            tokens = array("i", request.token_ids[start : start + self._block_size])
+            keys.append(blake2b(keys[-1] + tokens.tobytes(), digest_size=32).digest())
+        return keys[index + 1]
 
-    def _find(self, key: Hashable) -> int | None:
+    def _find(self, key: tuple[bytes, int]) -> int | None:
         block = self._block_of.get(key)
         return block if block is not None and self._pool.is_kept(block) else None
 
-    def _enter(self, block: int, key: Hashable) -> None:
+    def _enter(self, block: int, key: tuple[bytes, int]) -> None:
         old_key = self._key_of[block]
         if self._block_of.get(old_key) == block:
             del self._block_of[old_key]  # the block has been allocated again since
-        self._block_of[key] = block
-        self._key_of[block], self._entry_of[block] = key, next(self._numbers)
+        self._block_of[key], self._key_of[block] = block, key
         self._pool.keep(block)
-
-
-def _root(request: Request) -> Hashable:
-    return request.policy, request.cache_salt, request.adapter

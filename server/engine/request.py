@@ -1,7 +1,7 @@
 """Defines one sequence inside the engine, from arrival to last token, and the checks before it is accepted."""
 
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -26,7 +26,8 @@ class Request:
     """A sequence's tokens, how many of them are in the KV cache, and their blocks.
 
     ``token_ids``: the prompt, then the output, whose last token may be deferred (``model/step``). The first
-    ``num_computed`` have keys and values in ``blocks``, or will have once the launched steps are done.
+    ``num_computed`` have keys and values in ``blocks``, or will have once the launched steps are done: the first block of each
+    group of layers, then the second of each; -1 for one that was freed because no later token reads it.
     """
 
     id: str
@@ -46,8 +47,9 @@ class Request:
     blocks: "array[int]" = field(default_factory=lambda: array("i"))
     was_preempted: bool = False
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache before any preemption
-    num_entered_blocks: int = 0  # the number of ``blocks``, from the first, that are in the prefix cache
-    prefix: Hashable = None  # the prefix cache's entry of the last of them
+    num_passed_blocks: int = 0  # the number of blocks, from the first, that groups with a window have freed
+    num_entered_blocks: int = 0  # the number of blocks, from the first, that are in the prefix cache
+    prefix_keys: list[bytes] = field(default_factory=list)  # of its first blocks in the prefix cache
     token_bytes: bytearray = field(default_factory=bytearray)  # token_ids as int32, extended when a draft is made
     draft_limit: int = 0  # the longest useful draft, judged by the last one; 0: not known yet
     # Entries so far, the first None; None if not requested, or already sent.

@@ -71,7 +71,7 @@ class Scheduler:
                 for chunk in chunks:
                     if chunk.request.first_scheduled_s is None:
                         chunk.request.first_scheduled_s = now_s
-                return make_step(self._num_planned, chunks, policy)
+                return make_step(self._num_planned, chunks, self._limits, policy)
         return None
 
     def _turns(self) -> list[int]:
@@ -129,7 +129,7 @@ class Scheduler:
         leaders: list[Request] = []
         followers: list[Request] = []
         for request in prompts:
-            self.sequences.count_hits(request, self.sequences.prefixes.advance(request))
+            self.sequences.count_hits(request, self.sequences.advance(request))
             key = self.sequences.prefixes.next_key(request)
             (leaders if key is None or key not in started else followers).append(request)
             started.add(key)
@@ -160,7 +160,8 @@ class Scheduler:
         sequences, num_tokens = self.sequences, len(request.token_ids)
         # Leave one block for each sequence's next token, because blocks of rejected drafts are not returned.
         num_free = max(0, sequences.pool.num_free - len(sequences.running))
-        free_slots = (len(request.blocks) + num_free) * self._limits.block_size - num_tokens
+        num_blocks = (len(request.blocks) + num_free) // self._limits.groups.num
+        free_slots = num_blocks * self._limits.block_size - num_tokens
         # The last token of an answer is chosen, not computed.
         wanted = request.params.max_tokens - request.num_output_tokens - 1
         draft = drafter.draft(request, min(step.room_for_draft(request), free_slots, wanted))

@@ -1,5 +1,6 @@
 """Owns one replica's waiting and running sequences and their KV-cache blocks: admits, grows, preempts, removes."""
 
+from array import array
 from collections import deque
 
 from tightwire.server.config.limits import Limits
@@ -38,20 +39,20 @@ class Sequences:
         """Remove a sequence that ended; its blocks are free at once. ``spoiled``: others must not share them."""
         (self.running if request in self.running else self.waiting).remove(request)
         if spoiled:
-            self.pool.spoil(request.blocks)
+            self.prefixes.forget(request)
         else:
             self.prefixes.enter(request, request.num_computed)  # a block may have been filled by a deferred token
         self._free(request)
 
     def admit(self, policy: int) -> None:
         """Start waiting sequences of this policy, in order, while they fit."""
-        wanted = sum(self._blocks_soon(request) - len(request.blocks) for request in self.running)
+        wanted = sum(self._blocks_soon(request) - self._num_held(request) for request in self.running)
         while self.waiting and self.waiting[0].policy == policy and len(self.running) < self._limits.max_num_seqs:
             if self.running and wanted >= self.pool.num_free:
                 return
             request = self.waiting[0]
-            num_cached = self.prefixes.advance(request)
-            wanted += self._blocks_soon(request) - len(request.blocks)
+            num_cached = self.advance(request)
+            wanted += self._blocks_soon(request) - self._num_held(request)
             # A sequence that runs alone always fits.
             if self.running and (wanted > self.pool.num_free or not self._fits_in_a_step(request)):
                 self._free(request)
@@ -60,8 +61,15 @@ class Sequences:
             self.count_hits(request, num_cached)
             self.prefixes.count_query(request)
 
+    def advance(self, request: Request) -> int:
+        """Skip its tokens that the prefix cache has; returns how many."""
+        num_cached = self.prefixes.advance(request)
+        self._free_passed(request)
+        return num_cached
+
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Allocate blocks for its next tokens; False if too few are free."""
+        """Allocate blocks for its next tokens, and free those that they do not read; False if too few are free."""
+        self._free_passed(request)
         missing = self._limits.blocks_for(request.num_computed + num_tokens) - len(request.blocks)
         if missing > self.pool.num_free:
             return False
@@ -81,10 +89,21 @@ class Sequences:
             self.prefixes.count_hits(request, num_tokens)
 
     def _free(self, request: Request) -> None:
-        self.pool.free(reversed(request.blocks))  # so that the ends of cached prompts are evicted first
+        # Reversed, so that the ends of cached prompts are evicted first.
+        self.pool.free(block for block in reversed(request.blocks) if block >= 0)
         del request.blocks[:]
-        request.num_computed = 0
-        request.num_entered_blocks, request.prefix = 0, None
+        request.num_computed = request.num_passed_blocks = request.num_entered_blocks = 0
+
+    def _free_passed(self, request: Request) -> None:
+        groups, first = self._limits.groups, self._limits.first_block(request.num_computed)
+        for index in range(request.num_passed_blocks, first):
+            passed = slice(index * groups.num + groups.num_full, (index + 1) * groups.num)
+            self.pool.free(block for block in request.blocks[passed] if block >= 0)
+            request.blocks[passed] = array("i", [-1]) * groups.num_sliding
+            request.num_passed_blocks = index + 1
+
+    def _num_held(self, request: Request) -> int:
+        return len(request.blocks) - self._limits.groups.num_sliding * request.num_passed_blocks
 
     def _fits_in_a_step(self, request: Request) -> bool:
         """True if ``request`` and all running sequences can take part in one step, now and soon."""
@@ -92,10 +111,12 @@ class Sequences:
             return True
         together = [*self.running, request]
         blocks = {block for each in together for block in each.blocks}
-        growth = sum(self._blocks_soon(each) - len(each.blocks) for each in together)
+        growth = sum(self._blocks_soon(each) - self._num_held(each) for each in together)
         return len(blocks) + growth <= self._limits.max_step_blocks
 
     def _blocks_soon(self, request: Request) -> int:
         """The blocks that its tokens need, and one more: else a preempted sequence would return and soon be preempted again."""
-        num_tokens = len(request.token_ids) + self._limits.block_size
-        return max(len(request.blocks), self._limits.blocks_for(min(num_tokens, self._limits.max_model_len)))
+        limits = self._limits
+        num_tokens = min(len(request.token_ids) + limits.block_size, limits.max_model_len)
+        before = max(request.num_computed, num_tokens - limits.max_step_tokens)
+        return max(self._num_held(request), limits.blocks_held(num_tokens, before))

@@ -106,11 +106,12 @@ class StepBuilder:
             self._blocks.update(request.blocks[: self._limits.blocks_for(request.num_computed + num_tokens)])
 
 
-def make_step(index: int, chunks: list[Chunk], policy: int = 0) -> ScheduledStep:
+def make_step(index: int, chunks: list[Chunk], limits: Limits, policy: int = 0) -> ScheduledStep:
     """Pack the chunks into arrays, one sequence after the other."""
     token_ids: list[int] = []
     logit_rows: list[int] = []
-    block_tables = np.zeros((len(chunks), max(len(chunk.request.blocks) for chunk in chunks)), "<i4")
+    groups, most = limits.groups, max(len(chunk.request.blocks) for chunk in chunks)
+    tables_LBM = np.zeros((groups.num, len(chunks), most // groups.num), "<i4")
     for b, (request, start, end, scored, samples, draft) in enumerate(chunks):
         if scored:
             logit_rows.extend(range(len(token_ids) + scored.start - start, len(token_ids) + scored.stop - start))
@@ -118,13 +119,17 @@ def make_step(index: int, chunks: list[Chunk], policy: int = 0) -> ScheduledStep
         if samples:
             logit_rows.extend(range(len(token_ids) - 1, len(token_ids) + len(draft)))
             token_ids.extend(draft)
-        block_tables[b, : len(request.blocks)] = request.blocks
+        tables_LBM[:, b, : len(request.blocks) // groups.num] = np.reshape(request.blocks, (-1, groups.num)).T
+    ends_B = np.array([chunk.start + chunk.num_rows for chunk in chunks])
+    if groups.num_sliding:
+        held_LBM = groups.held(np.array([chunk.start for chunk in chunks]), ends_B, limits.block_size)
+        tables_LBM = tables_LBM[:, :, : held_LBM.shape[2]][held_LBM]
     plan = make_plan(
         index=index,
         token_ids=token_ids,
         query_lens=[chunk.num_rows for chunk in chunks],
-        context_lens=[chunk.start + chunk.num_rows for chunk in chunks],
-        block_tables=block_tables,
+        context_lens=ends_B,
+        block_tables=tables_LBM,
         num_decode_rows=sum(c.num_rows for c in chunks if c.start >= c.request.num_prompt_tokens),
         logit_rows=logit_rows,
         policy=policy,

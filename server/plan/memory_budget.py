@@ -12,7 +12,7 @@ from tightwire.model.checkpoint.config import check_context
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import EngineOptions
-from tightwire.server.plan.rank_bytes import MemoryInputs, Pool, RankBytes, rank_bytes
+from tightwire.server.plan.rank_bytes import CacheShape, MemoryInputs, Pool, RankBytes, rank_bytes
 from tightwire.server.plan.rank_setup import rank_name
 from tightwire.sizes import format_bytes
 
@@ -42,6 +42,7 @@ class MemoryBudget:
     max_model_len: int
     max_positions: int  # the context of the model, or --max-model-len
     room_tokens: int  # longest sequence the memory could hold, even if a smaller cache was requested
+    shape: CacheShape
     num_replicas: int = 1
     buffer_blocks: int | None = None  # for a cache on the host: blocks that fit in the device's buffers
     host: Pool | None = None  # the host's pool, if the cache is on the host and ranks are on devices
@@ -92,6 +93,8 @@ class MemoryBudget:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         lines += [f"{name}: {need}" for name, need in self.needs()]
+        if self.shape.groups.num_sliding and self.num_blocks:
+            lines.append(f"KV cache: {self.num_blocks} blocks; {self.shape.describe(self.max_model_len)}")
         if 0 < self.max_model_len < self.max_positions:
             lines.append(f"context: {self.max_model_len} of {self.max_positions} tokens, all that the KV cache holds")
         return "\n".join(lines)
@@ -108,7 +111,8 @@ def make_budget(
     """
     options, device, longest = inputs.options, inputs.device, inputs.options.max_model_len or inputs.model.max_positions
     check_context(inputs.model.max_positions, longest)
-    ranks, per_sequence = rank_bytes(inputs, plan), math.ceil(longest / BLOCK_SIZE)
+    ranks, shape = rank_bytes(inputs, plan), inputs.cache_shape(plan.max_parts)
+    per_sequence = shape.blocks(longest)
     block_bytes = sum(rank.block for rank in ranks)
     on_device = min(_fitting_blocks(ranks, pool) for pool in inputs.pools)  # with --kv-offload: blocks in the buffers
     device_share = _CACHE_SHARE["cuda" if options.kv_offload else device] if cache_share is None else cache_share
@@ -118,7 +122,7 @@ def make_budget(
         host, fitting = _host_pool(inputs, plan, ranks)
     elif cache_share is not None and not options.max_model_len:
         # Layers compete for this memory, so do not reserve the model's whole context.
-        least = min(per_sequence, math.ceil(LEAST_CONTEXT / BLOCK_SIZE))
+        least = min(per_sequence, shape.blocks(LEAST_CONTEXT))
     if options.kv_cache_memory is not None:
         num_blocks = options.kv_cache_memory // block_bytes
     else:
@@ -130,9 +134,10 @@ def make_budget(
         ranks=ranks,
         pools=tuple(inputs.pools),
         num_blocks=num_blocks,
-        max_model_len=longest if options.max_model_len else min(longest, step_blocks * BLOCK_SIZE),
+        max_model_len=longest if options.max_model_len else min(longest, shape.tokens(step_blocks)),
         max_positions=longest,
-        room_tokens=min(fitting, on_device) * BLOCK_SIZE,
+        room_tokens=shape.tokens(min(fitting, on_device)),
+        shape=shape,
         num_replicas=inputs.num_replicas,
         buffer_blocks=step_blocks if options.kv_offload else None,
         host=host,
@@ -219,7 +224,7 @@ def _smaller_steps(inputs: MemoryInputs, plan: WeightPlan) -> EngineOptions | No
 
 def _least_mib(budget: MemoryBudget, options: EngineOptions) -> str:
     """MiB that each rank of the most loaded pool needs for one sequence, and for the requested cache."""
-    num_blocks = math.ceil((options.max_model_len or 2) / BLOCK_SIZE)
+    num_blocks = budget.shape.blocks(options.max_model_len or 2)
     if options.kv_cache_memory is not None:
         num_blocks = max(num_blocks, options.kv_cache_memory // budget.block_bytes)
     needs = []
@@ -232,14 +237,11 @@ def _least_mib(budget: MemoryBudget, options: EngineOptions) -> str:
 
 def _check(budget: MemoryBudget, options: EngineOptions, fitting: int, share: float) -> None:
     """Raise if the budget is not feasible, and suggest a value that is. ``fitting``: blocks that memory holds."""
-    needed, where = (
-        math.ceil((options.max_model_len or 2) / BLOCK_SIZE),
-        " in host memory" if options.kv_offload else "",
-    )
-    problem = None
+    shape, least, where = budget.shape, options.max_model_len or 2, " in host memory" if options.kv_offload else ""
+    needed, least, problem = shape.blocks(least), math.ceil(least / BLOCK_SIZE) * BLOCK_SIZE, None
     if fitting < needed:
-        fix = f"--max-model-len {fitting * BLOCK_SIZE} fits" if fitting else "free some of it"
-        problem = f"one sequence of {needed * BLOCK_SIZE} tokens does not fit{where}; {fix}"
+        fix = f"--max-model-len {shape.tokens(fitting)} fits" if shape.tokens(fitting) else "free some of it"
+        problem = f"one sequence of {least} tokens does not fit{where}; {fix}"
     elif budget.num_blocks > fitting:
         best = max(int(fitting * share), needed) * budget.block_bytes
         # Rounded down to MiB, but not below 64 MiB, where rounding would waste a large share.
@@ -247,14 +249,14 @@ def _check(budget: MemoryBudget, options: EngineOptions, fitting: int, share: fl
         problem = f"the KV cache does not fit{where}; --kv-cache-memory {fix} fits"
     elif budget.num_blocks < needed:
         problem = (
-            f"--kv-cache-memory {format_bytes(options.kv_cache_memory or 0)} holds {budget.num_blocks * BLOCK_SIZE} tokens, "
-            f"less than one sequence of {needed * BLOCK_SIZE}; give at least "
+            f"--kv-cache-memory {format_bytes(options.kv_cache_memory or 0)} holds {shape.tokens(budget.num_blocks)} tokens, "
+            f"less than one sequence of {least}; give at least "
             f"--kv-cache-memory {(needed * budget.block_bytes >> 20) + 1}MiB, or a smaller --max-model-len"
         )
     elif budget.step_blocks < needed:
         problem = (
-            f"a buffer holds {budget.step_blocks * BLOCK_SIZE} tokens, less than one sequence of {needed * BLOCK_SIZE}; "
-            f"--max-model-len {budget.step_blocks * BLOCK_SIZE} fits"
+            f"a buffer holds {shape.tokens(budget.step_blocks)} tokens, less than one sequence of {least}; "
+            f"--max-model-len {shape.tokens(budget.step_blocks)} fits"
         )
     if problem:
         raise _refusal(budget, problem)

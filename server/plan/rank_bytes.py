@@ -8,6 +8,7 @@ import torch
 from tightwire.model.adapters.product import AdapterRoom, adapter_bytes
 from tightwire.model.cache.kv_cache import NUM_BUFFERS, layer_block_bytes
 from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.layout import Layout, Shard
 from tightwire.model.weights import WeightPlan
 from tightwire.model.weights.formats import WeightFormats, weight_bytes
@@ -26,6 +27,30 @@ class Pool:
     name: str
     available_bytes: int
     ranks: range
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """How many cache blocks sequences take. ``step_tokens``: the most that a step computes."""
+
+    groups: LayerGroups
+    step_tokens: int
+
+    def blocks(self, num_tokens: int) -> int:
+        """The most blocks of a sequence."""
+        return self.groups.most_blocks(num_tokens, self.step_tokens, BLOCK_SIZE)
+
+    def tokens(self, num_blocks: int) -> int:
+        """The longest sequence in so many blocks."""
+        return self.groups.most_tokens(num_blocks, self.step_tokens, BLOCK_SIZE)
+
+    def describe(self, num_tokens: int) -> str:
+        """The blocks of a sequence by kind of layer, for a model with windows."""
+        groups, full = self.groups, self.groups.num_full * -(-num_tokens // BLOCK_SIZE)
+        return (
+            f"a sequence of {num_tokens} tokens takes {full} for layers that attend to all tokens and at most "
+            f"{self.blocks(num_tokens) - full} for those with a window of {groups.window} (a block: {BLOCK_SIZE} tokens, {groups.num_layers} layers)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +73,11 @@ class MemoryInputs:
     def elem_bytes(self) -> int:
         return getattr(torch, self.dtype).itemsize
 
+    def cache_shape(self, max_parts: int = 1) -> CacheShape:
+        """The shape for steps of so many parts. A cache on the host is one group."""
+        groups = LayerGroups.of(self.model, bounded=not self.options.kv_offload)
+        return CacheShape(groups, self.options.max_num_batched_tokens * max_parts)
+
     def weight_sizes(self, codec: str = "none") -> list[WeightSizes]:
         """One for each rank of a replica."""
         dtype = getattr(torch, self.dtype)
@@ -61,7 +91,7 @@ class RankBytes:
     weights: int
     activations: int
     runtime: int
-    block: int  # in all layers
+    block: int  # in all layers of a group
     buffer: int = 0  # for a cache on the host: in the buffers on the device
     adapters: int = 0
     feedback: int = 0  # rounding errors that sums carry through a step
@@ -96,7 +126,7 @@ def _rank_bytes(
         weights=num_weight_bytes,
         activations=_activation_bytes(inputs, shard, max_parts, num_gathered),
         runtime=_RUNTIME_BYTES[inputs.device],
-        block=model.num_layers * layer_block,
+        block=inputs.cache_shape().groups.num_layers * layer_block,
         buffer=NUM_BUFFERS * layer_block if options.kv_offload else 0,
         adapters=adapter_bytes(model, shard, inputs.adapters, inputs.elem_bytes) if inputs.adapters else 0,
         feedback=inputs.feedback_elem_bytes * options.max_num_batched_tokens * model.hidden_size,

@@ -59,14 +59,24 @@ class Leader:
         self._context = zmq.Context()
         self._inbox = bind_receiver(self._context, inboxes.addresses[0])
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        least = options.max_num_batched_tokens
+        self._limits = Limits(
+            max_model_len=plan.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            num_blocks=plan.num_blocks,
+            block_size=BLOCK_SIZE,
+            prefix_cache=options.prefix_cache,
+            max_step_blocks=None if plan.buffer_blocks == plan.num_blocks else plan.buffer_blocks,
+            groups=runner.cache.groups,
+            max_parts=plan.weights.max_parts,
+        )
         self._runner = RankZeroRunner(
             runner,
             groups,
             reporter,
             [connect_sender(self._context, address, inboxes.secret) for address in inboxes.addresses[1:]],
             vocab_size=model.vocab_size,
-            step_size=StepSize(least, least * plan.weights.max_parts),
+            step_size=StepSize(options.max_num_batched_tokens, self._limits.max_step_tokens),
             num_replicas=plan.num_replicas,
         )
         self._rules = RequestRules(
@@ -78,15 +88,6 @@ class Leader:
         )
         self._plan_ahead, self._num_replicas = plan.plan_ahead, plan.num_replicas
         self._adapters, self._loader = plan.adapters, AdapterLoader(runner.adapters, model, reporter)
-        self._limits = Limits(
-            max_model_len=plan.max_model_len,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            num_blocks=plan.num_blocks,
-            block_size=BLOCK_SIZE,
-            prefix_cache=options.prefix_cache,
-            max_step_blocks=None if plan.buffer_blocks == plan.num_blocks else plan.buffer_blocks,
-        )
         drafts = options.speculation == "ngram"
         self._drafter = NgramDrafter(max_tokens=5, longest=4, shortest=2) if drafts else None
         self._sampler = Sampler(model.vocab_size, groups.replica.device, grammars)

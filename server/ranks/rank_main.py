@@ -32,6 +32,7 @@ from tightwire.model.adapters.peft import open_adapter
 from tightwire.model.adapters.product import AdapterRoom
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.cache.kv_cache import OffloadedCache
+from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.layout import Layout
 from tightwire.model.open import Checkpoint, formats_of, open_checkpoint
 from tightwire.model.runner import ModelRunner
@@ -225,7 +226,12 @@ class _Joining:
         joined_by_wire = self.work.plan.link is not None or self.work.config.hosts.several
         inside = identity.node_segment_fd if self._shares_memory or joined_by_wire else None
         group = join_nodes(
-            group, topology, store=self.store, interface=identity.interface, segment_fd=inside, sockets=self._sockets
+            group,
+            topology,
+            store=self.store,
+            interface=identity.interface,
+            segment_fd=inside,
+            sockets=self._sockets,
         )
         return group if identity.throttle is None else throttle_group(group, identity.throttle)
 
@@ -295,6 +301,7 @@ def _load(
             sum_dtype=getattr(torch, plan.sum_dtype),
             max_model_len=plan.max_model_len,
             num_blocks=plan.num_blocks,
+            groups=LayerGroups.of(checkpoint.config),
             buffer_blocks=plan.buffer_blocks,
             block_size=BLOCK_SIZE,
             formats=formats,

@@ -87,7 +87,7 @@ class _Draw:
         counts = [-(-length // block_size) for length in context_lens]
         num_blocks = sum(counts) + draw.randint(0, 3)
         kv_dtype = draw.choice((None, None, torch.int8, torch.int8, *_DTYPES))
-        sizes = {"num_blocks": num_blocks, "block_size": block_size}
+        sizes: dict[str, Any] = {"num_blocks": num_blocks, "block_size": block_size}
         cache = KVCache(config, shard, **sizes, dtype=self._dtype, kv_dtype=kv_dtype, device=torch.device("cpu"))
         batch = self._batch(context_lens, counts, num_blocks, block_size)
         self._fill(cache, config, batch)
@@ -132,10 +132,10 @@ class _Draw:
         return Batch(
             token_ids_T=torch.zeros(num_rows, dtype=torch.int32),
             positions_T=torch.tensor(positions, dtype=torch.int32),
-            slots_T=torch.tensor(slots, dtype=torch.int32),
+            slots_LT=torch.tensor([slots], dtype=torch.int32),
             query_start_B1=torch.arange(num_rows + 1, dtype=torch.int32),
             context_lens_B=torch.tensor(context_lens, dtype=torch.int32),
-            block_tables_BM=table_BM,
+            block_tables_LBM=table_BM[None],
             num_decode_rows=num_rows,
         )
 
@@ -147,7 +147,7 @@ class _Draw:
                 parts_of(numbers_NKPE)[1].fill_(torch.nan) if numbers_NKPE.dtype == torch.int8 else numbers_NKPE.fill_(
                     torch.nan
                 )
-            for length, table_M in zip(batch.context_lens_B.tolist(), batch.block_tables_BM, strict=True):
+            for length, table_M in zip(batch.context_lens_B.tolist(), batch.block_tables_LBM[0], strict=True):
                 position_S = torch.arange(length - 1)
                 slot_S = table_M[position_S // cache.block_size] * cache.block_size + position_S % cache.block_size
                 shape = (length - 1, layer[0].shape[1], config.head_dim)

@@ -25,12 +25,17 @@ class Model:
         self.batches.append(batch)
         self.ledger.begin("all_reduce", "one-shot", 100 * len(batch.token_ids_T), batch.phase)
         self.ledger.end(50 * len(batch.token_ids_T))
-        columns = (batch.token_ids_T, batch.positions_T, batch.slots_T, batch.context_lens_B)
-        return torch.cat([torch.stack(columns, 1), batch.block_tables_BM], 1) + 1000 * batch.policy
+        columns = (batch.token_ids_T, batch.positions_T, *batch.slots_LT, batch.context_lens_B)
+        return torch.cat([torch.stack(columns, 1), *batch.block_tables_LBM], 1) + 1000 * batch.policy
 
 
 def make_graphs(
-    model: Model, sizes: tuple[int, ...] = (1, 2, 4, 8), num_policies: int = 1, *, has_adapters: bool = False
+    model: Model,
+    sizes: tuple[int, ...] = (1, 2, 4, 8),
+    num_policies: int = 1,
+    *,
+    num_groups: int = 1,
+    has_adapters: bool = False,
 ) -> DecodeGraphs:
     def capture(run: Callable[[], Tensor]) -> Replay:
         run()
@@ -41,6 +46,7 @@ def make_graphs(
         model.forward,
         sizes=sizes,
         num_policies=num_policies,
+        num_groups=num_groups,
         max_blocks=_MAX_BLOCKS,
         device=torch.device("cpu"),
         capture=capture,
@@ -49,7 +55,7 @@ def make_graphs(
     )
 
 
-def step(num_rows: int, num_blocks: int = 3, seed: int = 0) -> StepArrays:
+def step(num_rows: int, num_blocks: int = 3, seed: int = 0, num_groups: int = 1) -> StepArrays:
     rng = np.random.default_rng(seed)
 
     def numbers(*shape: int) -> np.ndarray:
@@ -58,17 +64,17 @@ def step(num_rows: int, num_blocks: int = 3, seed: int = 0) -> StepArrays:
     return StepArrays(
         numbers(num_rows),
         numbers(num_rows),
-        numbers(num_rows),
+        numbers(num_groups, num_rows),
         np.arange(num_rows + 1, dtype=np.int32),
         numbers(num_rows),
-        numbers(num_rows, num_blocks),
+        numbers(num_groups, num_rows, num_blocks),
         num_rows,
     )
 
 
 def wanted(arrays: StepArrays, arm: int = 0) -> Tensor:
-    columns = (arrays.token_ids_T, arrays.positions_T, arrays.slots_T, arrays.context_lens_B)
-    return torch.from_numpy(np.concatenate([np.stack(columns, 1), arrays.block_tables_BM], 1)) + 1000 * arm
+    columns = (arrays.token_ids_T, arrays.positions_T, *arrays.slots_LT, arrays.context_lens_B)
+    return torch.from_numpy(np.concatenate([np.stack(columns, 1), *arrays.block_tables_LBM], 1)) + 1000 * arm
 
 
 def test_steps_of_every_size_get_their_own_results() -> None:
@@ -80,13 +86,20 @@ def test_steps_of_every_size_get_their_own_results() -> None:
         assert torch.equal(hidden[:, : 4 + 3], wanted(arrays))
 
 
+def test_each_group_of_layers_has_its_slots_and_its_table() -> None:
+    graphs = make_graphs(Model(), num_groups=3)
+    for num_rows in (8, 3):
+        arrays = step(num_rows, num_blocks=_MAX_BLOCKS, num_groups=3)
+        assert torch.equal(graphs.run(arrays, 0), wanted(arrays))
+
+
 def test_rows_beyond_the_step_become_padding_again() -> None:
     model = Model()
     graphs = make_graphs(model, sizes=(4,))
     graphs.run(step(4), 0)
     graphs.run(step(1, seed=1), 0)
     batch = model.batches[-1]
-    assert batch.slots_T[1:].tolist() == [-1] * 3
+    assert batch.slots_LT[:, 1:].tolist() == [[-1] * 3]
     assert (
         batch.context_lens_B[1:].tolist() == batch.positions_T[1:].tolist() == batch.token_ids_T[1:].tolist() == [0] * 3
     )

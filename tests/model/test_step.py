@@ -14,10 +14,10 @@ def make_step(query_lens: list[int], before: list[int], num_decode_rows: int = 0
     return StepArrays(
         token_ids_T=numbers,
         positions_T=numbers + 100,
-        slots_T=numbers + 200,
+        slots_LT=numbers[None] + 200,
         query_start_B1=np.cumsum([0, *query_lens], dtype=np.int32),
         context_lens_B=np.array(before, np.int32) + np.array(query_lens, np.int32),
-        block_tables_BM=np.arange(2 * num_seqs, dtype=np.int32).reshape(num_seqs, 2),
+        block_tables_LBM=np.arange(2 * num_seqs, dtype=np.int32).reshape(1, num_seqs, 2),
         num_decode_rows=num_decode_rows,
     )
 
@@ -26,7 +26,8 @@ def test_a_sequence_across_the_cut_continues_in_the_second_part() -> None:
     first, second = cut(make_step([1, 5, 2], [7, 3, 0], num_decode_rows=1), 4)
     assert first.query_start_B1.tolist() == [0, 1, 4] and first.context_lens_B.tolist() == [8, 6]
     assert second.query_start_B1.tolist() == [0, 2, 4] and second.context_lens_B.tolist() == [8, 2]
-    assert first.block_tables_BM.tolist() == [[0, 1], [2, 3]] and second.block_tables_BM.tolist() == [[2, 3], [4, 5]]
+    assert first.block_tables_LBM.tolist() == [[[0, 1], [2, 3]]]
+    assert second.block_tables_LBM.tolist() == [[[2, 3], [4, 5]]]
     assert (first.num_decode_rows, second.num_decode_rows) == (1, 0)
 
 
@@ -54,8 +55,8 @@ def test_every_row_keeps_its_position_and_context(sequences: list[tuple[int, int
         return
     row = 1 + int(where * (num_rows - 2))
     parts = cut(step, row)
-    for name in ("token_ids_T", "positions_T", "slots_T"):
-        assert np.concatenate([getattr(part, name) for part in parts]).tolist() == getattr(step, name).tolist()
+    for name in ("token_ids_T", "positions_T", "slots_LT"):
+        assert np.concatenate([getattr(part, name) for part in parts], axis=-1).tolist() == getattr(step, name).tolist()
     assert [seen for part in parts for seen in _seen(part)] == _seen(step)
 
 
@@ -64,7 +65,7 @@ def _seen(step: StepArrays) -> list[tuple[int, list[int]]]:
     assert step.query_start_B1[-1] == len(step.token_ids_T) and (np.diff(step.query_start_B1) > 0).all()
     seen = []
     for seq, (start, end) in enumerate(zip(step.query_start_B1, step.query_start_B1[1:], strict=False)):
-        blocks = step.block_tables_BM[seq].tolist()
+        blocks = step.block_tables_LBM[0, seq].tolist()
         seen += [(int(step.context_lens_B[seq]) - (int(end) - 1 - row), blocks) for row in range(start, end)]
     return seen
 
@@ -75,7 +76,7 @@ def test_cut_up_parts_are_small_and_join_to_the_step(query_lens: list[int], most
     step = make_step(query_lens, [2] * len(query_lens), num_decode_rows=num_decoding)
     parts = cut_up(step, most_rows)
     assert np.concatenate([part.token_ids_T for part in parts]).tolist() == step.token_ids_T.tolist()
-    assert np.concatenate([part.slots_T for part in parts]).tolist() == step.slots_T.tolist()
+    assert np.concatenate([part.slots_LT for part in parts], axis=1).tolist() == step.slots_LT.tolist()
     assert sum(part.num_decode_rows for part in parts) == parts[0].num_decode_rows == num_decoding
     assert all(len(part.token_ids_T) <= max(most_rows, num_decoding) for part in parts)
     assert parts[-1].context_lens_B[-1] == step.context_lens_B[-1]

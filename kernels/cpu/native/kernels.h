@@ -256,7 +256,7 @@ typedef struct {
 typedef struct {
     address attention_norm, mlp_norm, attention_update_norm, mlp_update_norm, q_norm, k_norm, cos, sin, k_cache, v_cache,
         key_bias;
-    int64_t window;
+    int64_t window, group;  // `group`: whose slots and block table the layer has
     tw_matrix qkv, attention_out, gate_up, down;
 } tw_layer;
 // The next item that a thread may draw, how many threads came and left, and how many items of adapters' A products are done. A
@@ -277,9 +277,9 @@ typedef struct {
     // Buffers, contiguous: normed (T, D), qkv (T, (H + 2 K) E), rotated (T, H, E), mixed (T, H, E), gate_up (T, 2 F),
     // gated (T, F); partial (T, D) is the result of a part.
     address normed, qkv, rotated, mixed, gate_up, gated, partial;
-    // The step: residual (T, D), to which each part's norm adds the sum before it; int32 positions and slots (T,);
-    // tiles of tw_plan_tiles of one token each.
-    int64_t num_rows, table_stride, num_tiles;
+    // The step: residual (T, D), to which each part's norm adds the sum before it; int32 positions (T,); slots and
+    // a block table for each group of layers; tiles of tw_plan_tiles of one token each.
+    int64_t num_rows, table_stride, num_tiles, group_slots_stride, group_table_stride;
     address residual, positions, slots, query_start, context_lens, block_table, tiles;
     // The rows with adapters, the adapters for qkv, attention_out, gate_up and down, and memory as in tw_adapter_args.
     int64_t num_adapter_runs;

@@ -1,18 +1,23 @@
 """``tightwire doctor MODEL``: formats, memory by the plan's own rules, a bound of the speed, and what is refused."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from helpers.model.family_models import make_family_folder
 from helpers.model.tiny_gguf import make_tiny_gguf
 from tiny import make_tiny, tiny_config
 
 from tightwire.bench.doctor import cli
 from tightwire.bench.doctor import model as doctor
+from tightwire.model.families import family_named
 from tightwire.model.layout import make_layout
 from tightwire.model.open import formats_of, open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.weights.formats import weight_bytes
+from tightwire.server.config.serve import EngineOptions
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +79,17 @@ def test_what_is_not_supported_is_named(tmp_path: Path, capsys: pytest.CaptureFi
 def test_the_read_rate_is_measured_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert 1e8 < doctor.measure_read_rate("cpu") < 1e13
+
+
+def test_blocks_are_shown_by_kind_of_layer_for_a_model_with_windows(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"max_position_embeddings": 8192, "sliding_window": 512}
+    make_family_folder(family_named("Gemma 3"), tmp_path, **sizes)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(make_tiny(tmp_path / "tiny") / name, tmp_path)
+    report = doctor.examine_model(str(tmp_path))
+    shown = "\n".join(doctor.describe_model(report))
+    assert shown.count("tokens takes 512 for layers that attend to all tokens and at most ") == 1
+    assert "for those with a window of 512 (a block: 16 tokens, 1 layers)" in shown
+    most = EngineOptions().max_num_batched_tokens + 512 + 62
+    blocks = 512 + 5 * min(512, -(-most // 16))
+    assert report.ranks[0].cache_bytes == blocks * 16 * 2 * 2 * 32 * 2

@@ -19,6 +19,7 @@ from tightwire.comm.policy.rules import Policy
 from tightwire.model.adapters.peft import open_adapter
 from tightwire.model.adapters.product import AdapterRoom
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
+from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.parameters import SamplingParams
@@ -76,17 +77,19 @@ def local_engine(
     most_rows: int | None = None,
     plan_ahead: bool = False,
     buffer_blocks: int | None = None,
+    bounded: bool = True,
     adapters: Sequence[Path] = (),
 ) -> Iterator[LocalEngine]:
     """An engine over ``dp`` replicas of ``tp`` ranks; followers run in threads until the block ends.
 
     ``all_reduce``: a name, a policy, or several policies by the names that requests ask for them. ``buffer_blocks``: the KV
-    cache is offloaded, and steps have at most so many blocks. ``adapters``: folders; ids count from 1, and a slot stays free.
+    cache is offloaded, and steps have at most so many blocks. ``bounded``: layers with a window free blocks. ``adapters``: folders; ids count from 1, and a slot stays free.
     """
     config = checkpoint.config
     formats = choose_formats(checkpoint.reader(), config, quantization)
     layout = split_model(config, formats, tp, shares)
-    num_blocks = num_blocks or 4 * -(-max_model_len // block_size)
+    layer_groups = LayerGroups.of(config, bounded=bounded and buffer_blocks is None)
+    num_blocks = num_blocks or 4 * layer_groups.num * -(-max_model_len // block_size)
     worlds = in_process_groups(tp * dp) if dp > 1 else []
     ledgers = [world.ledger for world in worlds] or [Ledger() for _ in range(tp)]
     groups = [group for d in range(dp) for group in in_process_groups(tp, ledgers=ledgers[d * tp : (d + 1) * tp])]
@@ -106,6 +109,7 @@ def local_engine(
                 max_model_len=max_model_len,
                 num_blocks=num_blocks,
                 block_size=block_size,
+                groups=layer_groups,
                 buffer_blocks=buffer_blocks,
                 formats=formats,
                 overlap=overlap,
@@ -136,6 +140,7 @@ def local_engine(
             block_size=block_size,
             prefix_cache=prefix_cache,
             max_step_blocks=buffer_blocks,
+            groups=layer_groups,
         )
         engine = Engine(
             runner=_LocalRunner(runners[0], inboxes, tp),

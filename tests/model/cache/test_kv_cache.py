@@ -316,10 +316,10 @@ def step_of(tables: list[list[int]], contexts: list[int], queries: list[int]) ->
     return StepArrays(
         token_ids_T=np.zeros(sum(queries), np.int32),
         positions_T=np.array(list(chain.from_iterable(positions)), np.int32),
-        slots_T=np.array(slots, np.int32),
+        slots_LT=np.array([slots], np.int32),
         query_start_B1=np.array([0, *np.cumsum(queries)], np.int32),
         context_lens_B=np.array(contexts, np.int32),
-        block_tables_BM=tables_BM,
+        block_tables_LBM=tables_BM[None],
         num_decode_rows=0,
     )
 
@@ -331,9 +331,9 @@ def test_blocks_of_the_step_are_numbered_from_zero_and_shared_ones_come_once() -
     assert blocks.blocks_N.tolist() == [2, 9, 30, 40]
     assert blocks.read_I.tolist() == [0, 1, 2]
     assert blocks.written_J.tolist() == [0, 3]
-    assert renamed.block_tables_BM.tolist() == [[1, 0, 0, 0], [1, 2, 3, 0]]
-    assert renamed.slots_T.tolist() == [0 * P + 1, 3 * P, 3 * P + 1]
-    assert renamed.slots_T.dtype == renamed.block_tables_BM.dtype == np.int32
+    assert renamed.block_tables_LBM.tolist() == [[[1, 0, 0, 0], [1, 2, 3, 0]]]
+    assert renamed.slots_LT.tolist() == [[0 * P + 1, 3 * P, 3 * P + 1]]
+    assert renamed.slots_LT.dtype == renamed.block_tables_LBM.dtype == np.int32
     assert renamed.positions_T is step.positions_T
 
 
@@ -341,7 +341,7 @@ def test_a_new_prompt_fetches_no_blocks() -> None:
     renamed, blocks = gather_blocks(step_of([[5, 3]], contexts=[7], queries=[7]), P)
     assert blocks.read_I.tolist() == []
     assert blocks.written_J.tolist() == [0, 1]
-    assert renamed.block_tables_BM.tolist() == [[1, 0]]
+    assert renamed.block_tables_LBM.tolist() == [[[1, 0]]]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -353,13 +353,13 @@ def test_renumbering_keeps_every_position(seed: int) -> None:
     tables = [[next(blocks) for _ in range(-(-c // P) + int(rng.integers(0, 2)))] for c in contexts]
     step = step_of(tables, contexts, queries)
     renamed, found = gather_blocks(step, P)
-    for table, new_table, context, query in zip(tables, renamed.block_tables_BM, contexts, queries, strict=True):
+    for table, new_table, context, query in zip(tables, renamed.block_tables_LBM[0], contexts, queries, strict=True):
         for position in range(context):
             assert found.blocks_N[new_table[position // P]] == table[position // P]
             if position < context - query:
                 assert new_table[position // P] in found.read_I
-    assert (found.blocks_N[renamed.slots_T // P] * P + renamed.slots_T % P == step.slots_T).all()
-    assert set(found.written_J.tolist()) == set((renamed.slots_T // P).tolist())
+    assert (found.blocks_N[renamed.slots_LT // P] * P + renamed.slots_LT % P == step.slots_LT).all()
+    assert set(found.written_J.tolist()) == set((renamed.slots_LT[0] // P).tolist())
     assert len(found.blocks_N) == sum(-(-c // P) for c in contexts)
 
 

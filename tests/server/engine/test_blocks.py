@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.blocks import BlockPool, PrefixCache
@@ -74,15 +75,6 @@ def test_a_shared_block_is_free_after_its_last_holder() -> None:
         pool.allocate(1)
 
 
-def test_a_spoiled_block_is_not_kept() -> None:
-    pool = BlockPool(1)
-    (block,) = pool.allocate(1)
-    pool.keep(block)
-    pool.spoil([block])
-    pool.free([block])
-    assert not pool.is_kept(block)
-
-
 def test_needs_a_block() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         BlockPool(0)
@@ -104,8 +96,8 @@ def test_random_owners_never_share() -> None:
 BLOCK = 4
 
 
-def make_scheduler(prefix_cache: str = "prompts", **changes: int) -> Scheduler:
-    values = {
+def make_scheduler(prefix_cache: str = "prompts", **changes: Any) -> Scheduler:
+    values: dict[str, Any] = {
         "max_model_len": 64,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 64,
@@ -322,3 +314,56 @@ def test_a_preempted_sequence_does_not_take_its_answer_from_a_prompt() -> None:
     scheduler.sequences.preempt(first)  # as a step does that is short of blocks
     starts = [shares(run(scheduler))["first"][0] for _ in range(2)]
     assert starts == [4, 6]  # the rest of its prompt, then its answer by the kernels of generated tokens
+
+
+# One group of layers without a window, and one with a window of 8 tokens.
+WINDOWED = LayerGroups(((0, 0), (1, 0)), 1, 1, 8)
+LONG: dict[str, Any] = {"max_model_len": 400, "max_num_batched_tokens": 48, "num_blocks": 300}
+
+
+def test_a_prefix_needs_the_last_window_of_blocks_only() -> None:
+    scheduler = make_scheduler(groups=WINDOWED, **LONG)
+    first = request(list(range(200)))
+    finish(scheduler, first, num_tokens=9)
+    second = request([*range(200), 500])
+    scheduler.sequences.add(second)
+    assert shares(run(scheduler)) == {"r": (200, 201)}
+    # Keys are read in tiles of 64, so from position 192 on.
+    assert [block < 0 for block in second.blocks[1::2]] == [True] * 48 + [False] * 3
+    assert scheduler.sequences.pool.num_used == 51 + 3
+
+
+def test_a_prefix_without_its_window_is_shorter() -> None:
+    scheduler = make_scheduler(groups=WINDOWED, **LONG)
+    finish(scheduler, request(list(range(200))), num_tokens=6)
+    prefixes = scheduler.sequences.prefixes
+    asked = request([*range(200), 500])
+    assert prefixes.num_cached(asked) == 200
+    for block, gone in ((48, 192), (40, 160), (32, 128), (47, 128), (31, 124)):
+        del prefixes._block_of[prefixes._key(asked, block), 1]
+        assert prefixes.num_cached(asked) == gone
+    del prefixes._block_of[prefixes._key(asked, 30), 0]
+    assert prefixes.num_cached(asked) == 120
+    scheduler.sequences.add(asked)
+    assert shares(run(scheduler)) == {"r": (120, 168)}
+
+
+def test_a_model_of_windows_only_finds_a_prefix_whose_beginning_is_gone() -> None:
+    few: dict[str, Any] = LONG | {"num_blocks": 50}
+    scheduler = make_scheduler(groups=LayerGroups(((0, 0),), 0, 1, 8), **few)
+    finish(scheduler, request(list(range(190))), num_tokens=5)
+    finish(scheduler, request(list(range(500, 530))))
+    asked = request([*range(190), 7])
+    assert scheduler.sequences.prefixes._find((scheduler.sequences.prefixes._key(asked, 0), 0)) is None
+    scheduler.sequences.add(asked)
+    assert shares(run(scheduler)) == {"r": (188, 191)}
+
+
+def test_what_a_broken_sequence_freed_is_not_shared_either() -> None:
+    scheduler = make_scheduler(groups=LayerGroups(((0, 0),), 0, 1, 8), **LONG)
+    broken = request(list(range(200)))
+    scheduler.sequences.add(broken)
+    for _ in range(5):
+        run(scheduler)
+    scheduler.sequences.remove(broken, spoiled=True)
+    assert scheduler.sequences.prefixes.num_cached(request([*range(200), 7])) == 0

@@ -1,11 +1,13 @@
 import time
 from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.step import ints
 from tightwire.server.config.limits import Limits
@@ -15,9 +17,15 @@ from tightwire.server.engine.step_builder import ScheduledStep
 from tightwire.server.ipc.messages import AddRequest
 
 
-def limits(*, prefix_cache: str = "none", max_step_blocks: int | None = None, **changes: int) -> Limits:
+def limits(*, prefix_cache: str = "none", max_step_blocks: int | None = None, **changes: Any) -> Limits:
     """Without a prefix cache, because all prompts of these tests share a prefix."""
-    values = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 64, "block_size": 4}
+    values: dict[str, Any] = {
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "num_blocks": 64,
+        "block_size": 4,
+    }
     return Limits(**(values | changes), prefix_cache=prefix_cache, max_step_blocks=max_step_blocks)
 
 
@@ -366,3 +374,41 @@ def test_recomputation_separates_prompt_and_decode_rows() -> None:
     assert first.plan.num_decode_rows == 0
     assert shares(second) == {"b": (7, 8), "a": (10, 13)}
     assert second.plan.num_decode_rows == 4
+
+
+def test_layers_with_a_window_hold_no_more_than_it() -> None:
+    """One group that keeps all blocks, and two that keep those of the window, of its first key tile, and of the step."""
+    groups = LayerGroups(((0, 0), (1, 0), (2, 0)), 1, 2, 30)
+    most = groups.most_blocks(400, 48, 4)
+    given: dict[str, Any] = {"max_model_len": 400, "max_num_batched_tokens": 48, "num_blocks": most, "max_num_seqs": 1}
+    scheduler = Scheduler(Limits(**given, block_size=4, groups=groups))
+    sequence = request(200, max_tokens=200)
+    scheduler.sequences.add(sequence)
+    peak = 0
+    while len(sequence.token_ids) < 400:
+        start = sequence.num_computed
+        step = run(scheduler)
+        first = max(0, start + 1 - 30) // 64 * 64 // 4
+        last = -(-sequence.num_computed // 4)
+        assert scheduler.sequences.pool.num_used == last + 2 * (last - first)
+        assert len(ints(step.plan.block_tables)) == last + 2 * (last - first)
+        peak = max(peak, last - first)
+    assert 30 / 4 <= peak <= -(-(30 + 48 + 62) // 4)
+    scheduler.sequences.remove(sequence)
+    assert scheduler.sequences.pool.num_used == 0
+
+
+def test_a_pool_smaller_than_a_longest_sequence_is_refused() -> None:
+    groups = LayerGroups(((0, 0), (1, 0), (2, 0)), 1, 2, 30)
+    given: dict[str, Any] = {
+        "max_model_len": 400,
+        "max_num_batched_tokens": 48,
+        "max_num_seqs": 1,
+        "block_size": 4,
+        "groups": groups,
+    }
+    most = groups.most_blocks(400, 48, 4)
+    with pytest.raises(
+        ValueError, match=f"holds {most - 1} blocks of 4 = 396 tokens, less than one sequence of max_model_len=400"
+    ):
+        Limits(**given, num_blocks=most - 1)

@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from tightwire.model.cache.kv_cache import KVCache
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.random import RandomReader
 from tightwire.model.checkpoint.tensors import expected_tensors
@@ -34,6 +36,22 @@ MODEL = LlamaConfig(
 )
 
 
+# Gemma 3 1B: 22 of 26 layers have a window.
+WINDOWED = LlamaConfig(
+    num_layers=26,
+    hidden_size=1152,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=256,
+    mlp_size=6912,
+    vocab_size=262_144,
+    max_positions=32_768,
+    tied_embeddings=True,
+    window=512,
+    sliding=tuple(layer for layer in range(26) if layer % 6 != 5),
+)
+
+
 def budget(gib: float, tp: int = 1, device: str = "cpu", **options: int) -> MemoryBudget:
     pools = [Pool(name="host memory", available_bytes=int(gib * GIB), ranks=range(tp))]
     if device == "cuda":
@@ -43,7 +61,8 @@ def budget(gib: float, tp: int = 1, device: str = "cpu", **options: int) -> Memo
 
 def inputs(pools: Sequence[Pool], tp: int = 1, **given: Any) -> MemoryInputs:
     default: dict[str, Any] = {"dtype": "bfloat16", "formats": PLAIN, "device": "cpu", "options": EngineOptions()}
-    return MemoryInputs(model=MODEL, layout=make_layout(MODEL, tp), pools=pools, **(default | given))
+    model = given.pop("model", MODEL)
+    return MemoryInputs(model=model, layout=make_layout(model, tp), pools=pools, **(default | given))
 
 
 def test_packed_weights_leave_more_to_the_cache() -> None:
@@ -209,3 +228,49 @@ def test_memory_below_the_runtime_is_refused_with_the_least_that_works(device: s
     budget(least / GIB, 2, device, **options)
     with pytest.raises(NotEnoughMemoryError):
         budget((least - ranks_of_a_pool * (2 << 20)) / GIB, 2, device, **options)
+
+
+def windowed(gib: float, model: LlamaConfig = WINDOWED, **options: Any) -> MemoryBudget:
+    pools = [Pool(name="host memory", available_bytes=int(gib * GIB), ranks=range(1))]
+    return make_budget(inputs(pools, model=model, options=make_config(options).engine))
+
+
+@pytest.mark.parametrize("tokens", [32_768, 20_000])
+def test_a_token_beyond_the_window_costs_the_layers_without_one(tokens: int) -> None:
+    """A block holds 4 layers: one group of layers without a window, and six with one, whose last has 2 layers."""
+    layer, step_tokens = 2 * 256 * 2 * BLOCK_SIZE, EngineOptions().max_num_batched_tokens
+    ring = -(-(512 + step_tokens + 62) // BLOCK_SIZE)
+    needed = -(-tokens // BLOCK_SIZE) + 6 * ring
+    made = windowed(8, max_model_len=tokens, kv_cache_memory=needed * 4 * layer)
+    assert made.ranks[0].block == 4 * layer and made.num_blocks == needed and made.max_model_len == tokens
+    with pytest.raises(NotEnoughMemoryError, match="less than one sequence"):
+        windowed(8, max_model_len=tokens, kv_cache_memory=(needed - 1) * 4 * layer)
+
+
+def test_the_plan_shows_blocks_by_kind_of_layer_and_the_tokens_that_follow() -> None:
+    given: dict[str, Any] = {"kv_cache_memory": 256 << 20, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+    bounded, masked = windowed(8, **given), windowed(8, replace(WINDOWED, window=0, sliding=()), **given)
+    assert masked.max_model_len == 10_080 and bounded.max_model_len == 32_768 < bounded.room_tokens
+    expected = (
+        "KV cache: 4096 blocks; a sequence of 32768 tokens takes 2048 for layers that attend to all tokens and at most 312 "
+        "for those with a window of 512 (a block: 16 tokens, 4 layers)"
+    )
+    assert expected in bounded.table() and "window" not in masked.table()
+
+
+def test_the_cache_takes_the_bytes_of_the_plan() -> None:
+    made = windowed(6)
+    groups, given = (
+        made.shape.groups,
+        {"num_blocks": made.num_blocks, "block_size": BLOCK_SIZE, "dtype": torch.bfloat16},
+    )
+    shard = make_layout(WINDOWED, 1).shards[0]
+    cache = KVCache(WINDOWED, shard, **given, device=torch.device("meta"), groups=groups)
+    storages = {id(tensor): tensor.nbytes for layer in range(26) for tensor in cache.layer(layer)}
+    assert len(storages) == 2 * 4, "layers of different groups share their memory"
+    assert sum(storages.values()) == made.cache_bytes(made.ranks[0])
+
+
+def test_windows_of_a_cache_on_the_host_only_mask() -> None:
+    made = windowed(8, kv_offload=True)
+    assert made.ranks[0].block == 26 * 2 * 256 * 2 * BLOCK_SIZE and made.shape.groups.num == 1
