@@ -24,14 +24,34 @@ class StagePlan(msgspec.Struct, frozen=True):
         return range(*self.layers[stage])
 
 
-def divide_layers(num_layers: int, shares: Sequence[float]) -> StagePlan:
-    """Divide the layers in proportion to ``shares``, one for each stage, at least one layer each; ValueError: too few layers."""
-    if len(shares) > num_layers:
+def divide_layers(
+    layers: int | Sequence[float], shares: Sequence[float], *, last: float = 0.0, most: Sequence[int] | None = None
+) -> StagePlan:
+    """Divide the layers so that the stage that takes longest takes least, and no stage is empty; ValueError: impossible.
+
+    ``layers``: their number, or the work of each. ``shares``: the stages' speeds. ``last``: work that the last stage has besides,
+    such as the head's. ``most``: the layers that each stage's memory holds. On a tie the first stages have more layers.
+    """
+    work = [1.0] * layers if isinstance(layers, int) else layers
+    num_layers, num_stages = len(work), len(shares)
+    if num_stages > num_layers:
         raise ValueError(
-            f"{num_layers} layers cannot be divided into {len(shares)} stages; give fewer --tp or --layout tensor"
+            f"{num_layers} layers cannot be divided into {num_stages} stages; give fewer --tp or --layout tensor"
         )
-    ends, total = [0], sum(shares)
-    for stage, share in enumerate(accumulate(shares), start=1):
-        least, most = ends[-1] + 1, num_layers - (len(shares) - stage)
-        ends.append(min(max(round(num_layers * share / total), least), most))
-    return StagePlan(tuple(pairwise(ends)))
+    ends = [0.0, *accumulate(work)]
+    # By the first layer of the last stages: the longest of them, and where they begin.
+    found = {num_layers: (last / shares[-1], (num_layers,))}
+    for stage in reversed(range(num_stages)):
+        behind, found = found, {}
+        for start in range(stage, num_layers) if stage else (0,):
+            options = [
+                (max((ends[stop] - ends[start] + last * (stop == num_layers)) / shares[stage], longest), -stop, cuts)
+                for stop, (longest, cuts) in behind.items()
+                if start < stop <= start + (num_layers if most is None else most[stage])
+            ]
+            if options:
+                longest, _, cuts = min(options)
+                found[start] = longest, (start, *cuts)
+    if 0 not in found:
+        raise ValueError(f"{num_layers} layers do not fit: the stages hold {', '.join(map(str, most or ()))}")
+    return StagePlan(tuple(pairwise(found[0][1])))

@@ -18,6 +18,9 @@ _LEAST_RATE, _MOST_LATENCY_S = 64e3 / 8, 1.0
 _EXAMPLES = "200mbit, 2.5gbit, 300MB/s or pcie3x4, or with a latency: 200mbit,latency=50us"
 
 
+ETHERNET_PAYLOAD = 0.945  # share of an Ethernet's rate that is left beside headers, preambles and gaps
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """The rate at which each node can send and receive at the same time, and the latency."""

@@ -114,6 +114,7 @@ class Chooser:
 
     def __init__(self, request: PolicyRequest, costs: CostModel, wrong: Mapping[str, str] | None = None) -> None:
         self._request, self._costs, self._wrong = request, costs, dict(wrong or {})
+        self.parts_us = costs.parts_us
         self._row_bytes = request.row_elems * costs.setting.elem_bytes
         self._errors: dict[str, float] = {}
         budgets = request.error_budget, request.kl_budget

@@ -95,6 +95,10 @@ class CostModel:
 
     def modelled_us(self, name: str, num_bytes: int) -> float:
         """The formula with the seeds' constants; computing as measured, if it was."""
+        return sum(self.parts_us(name, num_bytes))
+
+    def parts_us(self, name: str, num_bytes: int) -> tuple[float, float]:
+        """The two parts of ``modelled_us``: computing, and moving."""
         work = self._work(name, num_bytes)
         link, between = self._costs(name)
         kind = parse_all_reduce(name).rounds
@@ -104,8 +108,9 @@ class CostModel:
         moving_us += work.node_rounds * between.message_round + work.node_bytes / _MIB * between.mib
         row = self._computing.get(name)
         if row is None:
-            return moving_us + _computing_us(work, link, between)
-        return moving_us + _read_off(row, num_bytes, lambda size: _computing_us(self._work(name, size), link, between))
+            return _computing_us(work, link, between), moving_us
+        computing_us = _read_off(row, num_bytes, lambda size: _computing_us(self._work(name, size), link, between))
+        return computing_us, moving_us
 
     def _work(self, name: str, num_bytes: int) -> Work:
         parsed = parse_all_reduce(name)

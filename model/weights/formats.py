@@ -131,6 +131,14 @@ class WeightFormats:
                 runs.append((joined + len(rows), packed))
         return tuple(runs)
 
+    def num_bytes(self, fused: Fused, elem_bytes: int) -> int:
+        """Return the bytes of a fused tensor in memory; plain numbers take ``elem_bytes`` each."""
+        width = 1 if fused.columns is None else len(fused.columns)
+        return (
+            sum(rows * packed.row_bytes(width) for rows, packed in self.of(fused))
+            or fused.num_rows * elem_bytes * width
+        )
+
     @property
     def column_units(self) -> tuple[int, int]:
         """The numbers that only a cut between them may part: of the attention's output projection, and of the MLP's."""
@@ -246,9 +254,4 @@ def _check_split(layout: Layout, config: LlamaConfig, formats: WeightFormats) ->
 
 def weight_bytes(config: LlamaConfig, shard: Shard, formats: WeightFormats, elem_bytes: int) -> int:
     """Return the bytes of one rank's weights, norms and biases included; plain numbers take ``elem_bytes`` each."""
-    total = 0
-    for fused in all_tensors(config, shard):
-        packed, width = formats.of(fused), 1 if fused.columns is None else len(fused.columns)
-        plain = 0 if packed else fused.num_rows * elem_bytes * width
-        total += plain + sum(rows * each.row_bytes(width) for rows, each in packed)
-    return total
+    return sum(formats.num_bytes(fused, elem_bytes) for fused in all_tensors(config, shard))

@@ -1,15 +1,49 @@
 """Runs ``tightwire explain``: reads its flags, then imports what explains."""
 
+import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tightwire.comm.policy.error_budget import parse_error_budget
+from tightwire.comm.policy.schedule import HostRates, parse_rates
 from tightwire.server.cli.start import interrupts_end_at_once
-from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
+from tightwire.server.config.flags import add_flags, make_options, make_parser, parse, refuse_serving_flags
+from tightwire.server.config.option import option, options_of, require
 from tightwire.server.config.serve import ServeConfig
+from tightwire.sizes import parse_bytes
 
 COMM_GROUPS = ("model", "parallel", "engine")
 _GROUPS = (*COMM_GROUPS, "adapters")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedHosts:
+    """Predict every layout on hosts that need not be there."""
+
+    hosts: int | None = option(
+        None,
+        "first tokens, further tokens and memory by layout on N hosts, joined by --link 1gbit,latency=100us or --network",
+        least=2,
+    )
+    memory: tuple[int, ...] = option(
+        (),
+        "memory of a host, or of each with commas between: 16GiB,8GiB; default: not limited",
+        metavar="BYTES",
+        parse=lambda text: tuple(map(parse_bytes, text.split(","))),
+    )
+    host_speed: tuple[HostRates, ...] = option(
+        (),
+        "bytes that a host reads a second and operations of its products, such as 50GB/s,300GFLOP/s; given once, or once for each "
+        "host; default: those of this machine, measured in some seconds",
+        metavar="READ,FLOPS",
+        parse=lambda text: (parse_rates(text),),
+        repeated=True,
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "host_speed"):
+            num, want = len(getattr(self, name)), "one value, or one for each host, with --hosts N"
+            require(num in (0, self.hosts) or num == 1 and self.hosts is not None, name, f"{num} values", want)
 
 
 def explain(argv: Sequence[str]) -> int:
@@ -30,9 +64,22 @@ def explain(argv: Sequence[str]) -> int:
         action="store_true",
         help="between the hosts of the last server whose node 0 was here, as it probed them",
     )
-    config, args = parse(parser, argv, _GROUPS)
+    add_flags(parser.add_argument_group("hosts", PlannedHosts.__doc__), options_of(PlannedHosts))
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--hosts", default="")
+    num = early.parse_known_args(argv)[0].hosts
+    # One rank a host, so that the options of ranks are checked for as many.
+    config, args = parse(parser, [*argv, "--tp", num] if num else argv, _GROUPS)
     refuse_serving_flags(parser, config)
+    planned = make_options(PlannedHosts, parser, args)
+    if planned.hosts and ("link" in args) == ("network" in args):
+        parser.error("--hosts needs one of --link 1gbit,latency=100us and --network, which a server has probed")
     with interrupts_end_at_once():
+        if planned.hosts:
+            from tightwire.server.cli import planned_hosts
+
+            given = planned.hosts, planned.memory, planned.host_speed
+            return planned_hosts.run(config, *given, network="network" in args, as_json="json" in args)
         from tightwire.server.cli.explanation import run
 
         return run(at_least_two_ranks(config), "json" in args, "network" in args)

@@ -8,7 +8,7 @@ from tightwire.model.stages import StagePlan, divide_layers
     [
         (30, (1, 1), ((0, 15), (15, 30))),
         (30, (2, 1), ((0, 20), (20, 30))),
-        (5, (1, 1, 1), ((0, 2), (2, 3), (3, 5))),
+        (5, (1, 1, 1), ((0, 2), (2, 4), (4, 5))),
         (3, (100, 1, 1), ((0, 1), (1, 2), (2, 3))),
     ],
 )
@@ -25,3 +25,15 @@ def test_more_stages_than_layers_are_refused() -> None:
         ValueError, match="2 layers cannot be divided into 3 stages; give fewer --tp or --layout tensor"
     ):
         divide_layers(2, (1, 1, 1))
+
+
+def test_work_of_unlike_layers_and_of_the_head_is_divided_evenly() -> None:
+    assert divide_layers([1.0] * 30, (1, 1), last=10.0).layers == ((0, 20), (20, 30))
+    assert divide_layers([4.0, 1.0, 1.0, 1.0, 1.0], (1, 1)).layers == ((0, 1), (1, 5))
+    assert divide_layers([1.0] * 9, (1, 2), last=3.0).layers == ((0, 4), (4, 9))
+
+
+def test_stage_has_no_more_layers_than_its_memory_holds() -> None:
+    assert divide_layers(10, (1, 1, 1), most=(2, 4, 9)).layers == ((0, 2), (2, 6), (6, 10))
+    with pytest.raises(ValueError, match="10 layers do not fit: the stages hold 2, 4, 3"):
+        divide_layers(10, (1, 1, 1), most=(2, 4, 3))

@@ -1,0 +1,67 @@
+"""Rates of a host, and times of what takes turns: parts of a step whose sums overlap, chunks that pass stages.
+
+Imports no torch.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+FEW_ROWS = 16
+_STATED = re.compile(r"(\d+(?:\.\d+)?)gb/s,(\d+(?:\.\d+)?)(g|t)flop/s")
+_FEW_SHARE, _ATTENTION_SHARE = 0.6, 0.9  # of the rate of products with many rows, where only that is stated
+
+
+class HostRates(msgspec.Struct, frozen=True):
+    """Bytes that one row reads a second, and operations a second of products with few and many rows, and of attention."""
+
+    read: float
+    few_flops: float
+    many_flops: float
+    attention_flops: float
+
+    def __str__(self) -> str:
+        return f"{self.read / 1e9:.3g}GB/s,{self.many_flops / 1e9:.3g}GFLOP/s"
+
+    def seconds(self, num_bytes: float, flops: float, rows: float) -> float:
+        """Time of a product of ``flops`` a row with weights of ``num_bytes``."""
+        few, many = min(rows, FEW_ROWS) - 1, max(rows - FEW_ROWS, 0)
+        return num_bytes / self.read + flops * (few / self.few_flops + many / self.many_flops)
+
+
+def parse_rates(text: str) -> HostRates:
+    """Parse ``50GB/s,300GFLOP/s``: bytes read and operations of products a second. ValueError: another form."""
+    found = _STATED.fullmatch(text.lower().replace(" ", ""))
+    if found is None or not float(found[1]) or not float(found[2]):
+        raise ValueError(f"{text!r} is not a host's speed; write bytes read and operations a second: 50GB/s,300GFLOP/s")
+    flops = float(found[2]) * (1e9 if found[3] == "g" else 1e12)
+    return HostRates(float(found[1]) * 1e9, _FEW_SHARE * flops, flops, _ATTENTION_SHARE * flops)
+
+
+def overlapped_s(parts_s: Sequence[float], sums: Iterable[tuple[float, float]]) -> float:
+    """Seconds of a pass whose parts take turns: one is computed while the sums of the others are on the wire.
+
+    ``parts_s``: computing of each part between two sums. ``sums``: computing, on the same cores, and moving of each part's
+    sums. A part goes on when its sum has arrived, and the wire carries one sum after the other.
+    """
+    cores_s = wire_s = 0.0
+    ready_s = [0.0] * len(parts_s)
+    for adding_s, moving_s in sums:
+        for part, own_s in enumerate(parts_s):
+            computed_s = max(cores_s, ready_s[part]) + own_s
+            cores_s = computed_s + adding_s
+            wire_s = max(wire_s, computed_s) + moving_s
+            ready_s[part] = max(wire_s + adding_s / 2, cores_s)
+    return max(ready_s)
+
+
+def staged_s(chunks: Sequence[Sequence[float]], hops_s: Sequence[float]) -> float:
+    """Seconds until the last chunk leaves the last stage, by each chunk's seconds in each stage and on the way to the next."""
+    done_s, end_s = [0.0] * len(chunks[0]), 0.0
+    for stages_s, hop_s in zip(chunks, hops_s, strict=True):
+        arrival_s = 0.0
+        for stage, own_s in enumerate(stages_s):
+            end_s = done_s[stage] = max(done_s[stage], arrival_s) + own_s
+            arrival_s = end_s + hop_s
+    return end_s

@@ -1,0 +1,130 @@
+"""Prints what each layout would do on hosts that need not be there: ``tightwire explain MODEL --hosts N``."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle, islice
+
+import msgspec
+
+from tightwire.comm.link.link import ETHERNET_PAYLOAD, parse_link
+from tightwire.comm.link.probe import PairFacts
+from tightwire.comm.link.wire import LinkFacts, network_facts
+from tightwire.comm.policy.schedule import HostRates
+from tightwire.model.open import fingerprint, formats_of
+from tightwire.model.weights.formats import split_model
+from tightwire.server.config.hosts import HostOptions
+from tightwire.server.config.serve import ServeConfig
+from tightwire.server.hosts.launcher import resolve_hosts
+from tightwire.server.hosts.place import last_probe
+from tightwire.server.plan.host_rates import measure_rates
+from tightwire.server.plan.layout_table import CONTEXT, Row, choose_layout, compare_layouts, work_of
+from tightwire.server.plan.layout_times import CROWD, PROMPTS
+from tightwire.server.plan.rank_bytes import MemoryInputs
+from tightwire.server.plan.run_plan import decide_sums, open_model
+from tightwire.sizes import format_bytes
+
+_ALL_REDUCES = ("flash-int8", "flash-int4")  # beside that of --allreduce
+_ETHERNET_GBIT, _NUM_FASTER, _CABLE_S = (1, 2.5, 5, 10, 25, 40, 100, 200, 400), 2, 100e-6
+_LEAST_GAIN = 1.05
+_Table = Callable[[LinkFacts, int], list[Row]]  # (network, number of hosts)
+
+
+def run(
+    config: ServeConfig, num: int, memory: Sequence[int], rates: Sequence[HostRates], network: bool, as_json: bool
+) -> int:
+    """Print the table and what to change; exit code 0, or 2 for options that are refused.
+
+    ``memory``: none (not limited), one of all hosts, or one of each. ``rates``: the same; none: those of this machine.
+    ``network``: as the last server has probed it, instead of the options' link.
+    """
+    try:
+        link = last_probe() if network else _stated(config.parallel.link or "")
+        config, checkpoint = open_model(config)
+        model, split, model_id = checkpoint.config, config.parallel.tp_split, fingerprint(checkpoint)
+        formats = formats_of(checkpoint, config.model.quantization)
+        formats = formats.with_int8_activations() if config.model.activations == "int8" else formats
+
+        def inputs(num: int) -> MemoryInputs:
+            decided = decide_sums(_on(config, num), model).decided
+            options = {"options": config.engine, "pools": (), "formats": formats, "dtype": decided.dtype}
+            return MemoryInputs(
+                model=model, layout=split_model(model, formats, num, split), device=decided.setting.device, **options
+            )
+
+        rates = rates or (measure_rates(inputs(num), work_of(inputs(num))),)
+
+        def table(link: LinkFacts, num: int) -> list[Row]:
+            sums = decide_sums(_on(config, num), model, link, model_id)
+            assert sums.comm is not None, "several hosts"
+            hosts, elem_bytes = [*islice(cycle(rates), num)], sums.decided.setting.elem_bytes
+            choosers, room = sums.comm.choosers, [*islice(cycle(memory), num)]
+            return compare_layouts(inputs(num), hosts, link.link, choosers, elem_bytes, room, split)
+
+        rows = table(link, num)
+    except ValueError as error:
+        sys.stderr.write(f"tightwire explain: {error}\n")
+        return 2
+    alike = max(len(memory), len(rates)) < 2 and split is None
+    best, why, changes = None, "", list[str]()
+    try:
+        best, why = choose_layout(rows)
+        changes = list(_changes(table, link, num, best, 2 * num if alike and 2 * num <= model.num_heads else 0))
+    except ValueError as error:
+        why = str(error)
+    if as_json:
+        found = {"hosts": num, "link": link, "rates": rates, "layouts": rows, "best": best and best.name}
+        found |= {"why": why, "changes": changes}
+        sys.stdout.write(json.dumps(msgspec.to_builtins(found, str_keys=True)) + "\n")
+        return 0
+    context, mbit, us = min(CONTEXT, model.max_positions), 8e-6 * (link.measured_bytes_per_s or 0), 1e6 * link.latency_s
+    sys.stdout.write(
+        f"{checkpoint.name} on {num} hosts, predicted. Memory: weights, a cache of {context} tokens and working space.\n"
+        f"Rates of a host: {'; '.join(map(str, rates))}. Network: {mbit:.4g} Mbit/s of payload, {us:.0f} us one way.\n\n"
+    )
+    sys.stdout.writelines(f"{line}\n" for line in [*_lines(rows, best), "", f"best: {why}", *changes])
+    return 0
+
+
+def _stated(text: str) -> LinkFacts:
+    """The facts of a cable that is not there. ValueError: without a rate."""
+    link = parse_link(text)
+    if link.bytes_per_s is None:
+        raise ValueError(f"--link {text} has no rate; write it as 1gbit,latency=100us")
+    rate = link.bytes_per_s * (1.0 if "pcie" in link.name else ETHERNET_PAYLOAD)
+    return network_facts([PairFacts((0, 1), 2 * link.latency_s, 0.0, rate)])
+
+
+def _on(config: ServeConfig, num: int) -> ServeConfig:
+    """The options of a server on ``num`` hosts."""
+    extra = tuple(name for name in _ALL_REDUCES if name != config.parallel.allreduce)
+    parallel = replace(config.parallel, tp=num, link=None, allreduce_extra=extra)
+    hosts = HostOptions(nnodes=num, node_rank=0, master_addr="node-0")
+    return resolve_hosts(replace(config, hosts=hosts, parallel=parallel), {})[0]
+
+
+def _changes(table: _Table, link: LinkFacts, num: int, best: Row, more: int) -> Iterator[str]:
+    """What would make a request faster, and by how much. ``more``: hosts to try, or 0."""
+    latency, rate = f"latency={1e6 * link.latency_s:.1f}us", link.measured_bytes_per_s or 0.0
+    faster = [gbit for gbit in _ETHERNET_GBIT if ETHERNET_PAYLOAD * gbit * 1e9 / 8 > 1.2 * rate][:_NUM_FASTER]
+    others = [(f"{gbit:g} GbE", _stated(f"{gbit}gbit,{latency}"), num) for gbit in faster]
+    if link.latency_s > 2 * _CABLE_S:
+        others.append(("a cable (100 us)", msgspec.structs.replace(link, latency_s=_CABLE_S), num))
+    others += [(f"{more} hosts", link, more)] if more else []
+    for name, changed, hosts in others:
+        row, _ = choose_layout(table(changed, hosts))
+        if (gain := best.times.request_s / row.times.request_s) >= _LEAST_GAIN:
+            yield f"{name} would bring {gain:.1f}x, with {row.times.layout}"
+
+
+def _lines(rows: Sequence[Row], best: Row | None) -> Iterator[str]:
+    cells = [["", *(f"TTFT({length}) ms" for length in PROMPTS), "ms a token", f"tokens/s at {CROWD}", "memory a host"]]
+    for row in rows:
+        numbers = [f"{1e3 * row.times.ttft_s[length]:,.0f}" for length in PROMPTS]
+        numbers += [f"{1e3 * row.times.token_s:,.1f}", f"{row.times.crowd_tokens_per_s:,.0f}"]
+        memory = format_bytes(max(row.host_bytes)) + ("" if row.fits else ", does not fit")
+        cells.append([("* " if row is best else "  ") + row.name, *numbers, memory])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for name, *numbers in cells:
+        yield "  ".join([name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])])

@@ -1,0 +1,152 @@
+"""The layouts of a model on some hosts side by side: times, memory, and which one is best."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+import msgspec
+import torch
+
+from tightwire.comm.link.link import Link
+from tightwire.comm.policy.choose import Chooser
+from tightwire.comm.policy.schedule import HostRates
+from tightwire.model.cache.kv_cache import layer_block_bytes
+from tightwire.model.layout import make_layout
+from tightwire.model.stages import divide_layers
+from tightwire.model.weights import EVERYTHING_RESIDENT
+from tightwire.model.weights.formats import layer_tensors, outer_tensors
+from tightwire.server.config.limits import BLOCK_SIZE
+from tightwire.server.plan.layout_times import CROWD, REQUEST, Predictor, RowWork, Stages, Times, sums_of
+from tightwire.server.plan.rank_bytes import MemoryInputs, rank_bytes
+
+CONTEXT = 8192  # tokens of the KV cache in the memory of a host, or the model's context
+_PROMPT_ROWS = 256
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One layout. ``fits``: the memory of each host holds its ``host_bytes``."""
+
+    times: Times
+    stages: tuple[tuple[int, int], ...] = ()
+    host_bytes: tuple[int, ...]
+    fits: bool = True
+
+    @property
+    def name(self) -> str:
+        return ", ".join(filter(None, (self.times.layout, self.times.all_reduce)))
+
+
+def work_of(inputs: MemoryInputs) -> RowWork:
+    """The work of a row in the mean layer."""
+    model, outer = inputs.model, _outer_bytes(inputs)
+    return RowWork(
+        num_layers=model.num_layers,
+        row_elems=model.hidden_size,
+        layer_bytes=fmean(_layer_bytes(inputs)),
+        layer_flops=2 * model.layer_matrix_elems,
+        pair_flops=4 * model.num_heads * model.head_dim,
+        head_bytes=outer.get("head", outer["embedding"]),
+        head_flops=2 * model.vocab_size * model.hidden_size,
+    )
+
+
+def compare_layouts(
+    inputs: MemoryInputs,
+    rates: Sequence[HostRates],
+    link: Link,
+    choosers: Mapping[str, Chooser],
+    sum_elem_bytes: int,
+    room: Sequence[int] = (),
+    shares: Sequence[float] | None = None,
+) -> list[Row]:
+    """One host alone, then tensor by AllReduce, hybrid with the first AllReduce, and pipeline if it fits.
+
+    ``rates``, ``room``, ``shares``: of each host: its rates, its memory (empty: not limited), and its share of the work as stated
+    (None: tensors evenly, and stages by the rates).
+    """
+    model, work, num = inputs.model, work_of(inputs), len(rates)
+    parts = [share / sum(shares or [1.0] * num) for share in shares or [1.0] * num]
+    predictor = Predictor(work=work, hosts=rates, shares=parts, link=link)
+    sums = {name: sums_of(own, work.num_layers, model.hidden_size * sum_elem_bytes) for name, own in choosers.items()}
+    (name, first), context = next(iter(sums.items())), min(CONTEXT, model.max_positions)
+    alone = Predictor(work=work, hosts=rates[:1], shares=(1.0,), link=link).times("one host", "", None)
+    by_prompt = divide_layers(work.num_layers, shares or work.speeds(rates, _PROMPT_ROWS)).layers
+    found: list[tuple[Times, tuple[tuple[int, int], ...]]] = [(alone, ())]
+    found += [(predictor.times("tensor", name, own), ()) for name, own in sums.items()]
+    found.append((predictor.times("hybrid", name, first, by_prompt), by_prompt))
+    if by_token := _token_stages(inputs, rates, work, room, shares):
+        found.append((predictor.times("pipeline", "", None, by_token), by_token))
+    rows = []
+    for times, stages in found:
+        own = inputs if times is not alone else replace(inputs, layout=make_layout(model, 1))
+        needed = host_bytes(own, times.layout, stages, context)
+        fits = all(least <= most for least, most in zip(needed, room, strict=False))
+        rows.append(Row(times=times, stages=stages, host_bytes=tuple(needed), fits=fits))
+    return rows
+
+
+def choose_layout(rows: Sequence[Row]) -> tuple[Row, str]:
+    """The row of several hosts with the shortest request among the lossless ones that fit, and why. ValueError: none fits."""
+    lossless = [row for row in rows if row.times.all_reduce in ("", "auto") and row.times.layout != "one host"]
+    ranked = sorted((row for row in lossless if row.fits), key=lambda row: row.times.request_s)
+    if not ranked:
+        raise ValueError("no layout fits into the memory of the hosts")
+    best, *others = ranked
+    beside = [f"{row.times.layout} {row.times.request_s:.3g} s" for row in others]
+    beside += [f"{row.times.layout} does not fit" for row in lossless if not row.fits]
+    why = f"{best.times.layout}: {best.times.request_s:.3g} s for {REQUEST[0]} prompt tokens and {REQUEST[1]} more"
+    return best, f"{why} ({', '.join(beside)})" if beside else why
+
+
+def _token_stages(
+    inputs: MemoryInputs, rates: Sequence[HostRates], work: RowWork, room: Sequence[int], shares: Sequence[float] | None
+) -> tuple[tuple[int, int], ...]:
+    """The stages of a pipeline: by the time of a crowd's token, as far as the memory allows; none: it does not."""
+    sizes, rows, most = _layer_bytes(inputs), max(1, CROWD // len(rates)), None
+    if room:
+        largest = max(sizes) + _block_bytes(inputs) * -(-min(CONTEXT, inputs.model.max_positions) // BLOCK_SIZE)
+        ranks, outer = rank_bytes(inputs, EVERYTHING_RESIDENT), sum(_outer_bytes(inputs).values())
+        most = [(own - outer - rank.fixed + rank.weights) // largest for own, rank in zip(room, ranks, strict=True)]
+    layer_s, head_s = work.layer_s(rates[0], rows, 0), work.head_s(rates[0], rows)
+    each_s = [layer_s * size / work.layer_bytes for size in sizes]
+    try:
+        return divide_layers(each_s, shares or work.speeds(rates, rows), last=head_s, most=most).layers
+    except ValueError:
+        return ()
+
+
+def host_bytes(inputs: MemoryInputs, layout: str, stages: Stages, context: int) -> list[int]:
+    """The bytes of each host's rank with a KV cache of ``context`` tokens."""
+    model, outer, found = inputs.model, _outer_bytes(inputs), list[int]()
+    for rank, shard in zip(rank_bytes(inputs, EVERYTHING_RESIDENT), inputs.layout.shards, strict=True):
+        start, stop = stages[shard.rank] if stages else (0, 0)
+        weights, block = sum(_layer_bytes(inputs)[start:stop]), (stop - start) * _block_bytes(inputs)
+        if layout == "pipeline":
+            weights += outer["embedding"] if start == 0 else 0
+            weights += outer.get("head", outer["embedding"]) if stop == model.num_layers else 0
+        else:  # rows of whole matrices are the shard's too
+            tensors = [layer_tensors(model, shard, index) for index in range(start, stop)]
+            shared = [own[name] for own in tensors for name in ("qkv", "gate_up")]
+            weights += rank.weights - sum(inputs.formats.num_bytes(fused, inputs.elem_bytes) for fused in shared)
+            block += rank.block
+        found.append(rank.fixed - rank.weights + weights + -(-context // BLOCK_SIZE) * block)
+    return found
+
+
+def _layer_bytes(inputs: MemoryInputs) -> list[int]:
+    """The bytes of each whole layer."""
+    whole = make_layout(inputs.model, 1).shards[0]
+    layers = (layer_tensors(inputs.model, whole, index).values() for index in range(inputs.model.num_layers))
+    return [sum(inputs.formats.num_bytes(fused, inputs.elem_bytes) for fused in layer) for layer in layers]
+
+
+def _outer_bytes(inputs: MemoryInputs) -> dict[str, int]:
+    """The bytes of the whole embedding and head (if it is not the embedding), and of norms."""
+    tensors = outer_tensors(inputs.model, make_layout(inputs.model, 1).shards[0])
+    return {name: inputs.formats.num_bytes(fused, inputs.elem_bytes) for name, fused in tensors.items()}
+
+
+def _block_bytes(inputs: MemoryInputs) -> int:
+    """The bytes of a cache block in one layer with all heads."""
+    kv_dtype = getattr(torch, inputs.options.kv_dtype(inputs.dtype))
+    return layer_block_bytes(inputs.model, make_layout(inputs.model, 1).shards[0], BLOCK_SIZE, kv_dtype)

@@ -1,0 +1,173 @@
+"""Predicts first and further tokens by layout (docs/layouts.md) from hosts' rates, the work of a row and a link.
+
+A host computes R rows of a layer, each of which attends to C tokens, in
+
+    bytes / read + min(R - 1, 15) * flops / few + max(R - 16, 0) * flops / many + R * C * pair flops / attention
+
+Imports no torch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tightwire.comm.link.link import Link
+from tightwire.comm.policy.schedule import HostRates, overlapped_s, staged_s
+
+if TYPE_CHECKING:  # its codecs are torch's
+    from tightwire.comm.policy.choose import Chooser
+
+PROMPTS = (128, 512, 4096)
+CROWD, CROWD_PROMPT, CROWD_TOKENS = 16, 128, 64  # requests at once, tokens of each prompt and answer
+REQUEST = (512, 128)  # tokens of prompt and answer by which layouts are compared
+_STEP_ROWS, _PART_ROWS = 512, 64  # of a prompt's step, and of one that is computed in two parts
+_CHUNK_ROWS = (16, 32, 64, 128, 256, 512)
+_STEP_S, _HOP_S = 0.4e-3, 60e-6  # to plan a step and choose tokens; to hand a message to another host
+_RESIDUAL_BYTES = 4  # of a number of the hidden states between stages
+Stages = Sequence[tuple[int, int]]  # the first layer of each, and the one after its last
+Sums = Callable[[str, int], list[tuple[float, float]]]  # (phase, rows) -> seconds of computing and moving of each sum
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowWork:
+    """What computing one row takes. Operations are two for each multiplication."""
+
+    num_layers: int
+    row_elems: int  # of a hidden state
+    layer_bytes: float
+    layer_flops: float
+    pair_flops: float  # of attention, for each token that a row attends to, in one layer
+    head_bytes: float
+    head_flops: float
+
+    def layer_s(self, host: HostRates, rows: float, context: float) -> float:
+        attention_s = rows * context * self.pair_flops / host.attention_flops
+        return host.seconds(self.layer_bytes, self.layer_flops, rows) + attention_s
+
+    def speeds(self, hosts: Sequence[HostRates], rows: int) -> list[float]:
+        """The layers that each host computes a second."""
+        return [1 / self.layer_s(host, rows, rows) for host in hosts]
+
+    def head_s(self, host: HostRates, rows: float) -> float:
+        return host.seconds(self.head_bytes, self.head_flops, rows)
+
+
+class Times(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds to the first token by prompt length and of a further token, and tokens a second of ``CROWD`` requests."""
+
+    layout: str
+    all_reduce: str  # as requested; empty: nothing is summed
+    ttft_s: dict[int, float]
+    token_s: float
+    crowd_tokens_per_s: float
+
+    @property
+    def request_s(self) -> float:
+        return self.ttft_s[REQUEST[0]] + REQUEST[1] * self.token_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Predictor:
+    """Times of one model on ``hosts`` joined by ``link``. ``shares``: each host's part of every tensor; they add up to 1."""
+
+    work: RowWork
+    hosts: Sequence[HostRates]
+    shares: Sequence[float]
+    link: Link
+
+    def times(self, layout: str, all_reduce: str, sums: Sums | None, stages: Stages = ()) -> Times:
+        """``sums``: of tensor and hybrid; None on one host. ``stages``: of hybrid and pipeline."""
+        adding = sums or (lambda phase, rows: [(0.0, 0.0)] * self.work.num_layers)
+
+        def prompts_s(sizes: Sequence[int]) -> float:
+            return self._staged_s(sizes, stages) if stages else self._tensor_s(sizes, adding)
+
+        def token_s(rows: int) -> float:
+            return self._staged_token_s(rows, stages) if layout == "pipeline" else self._token_s(rows, adding)
+
+        crowd_s = prompts_s([CROWD_PROMPT] * CROWD) + CROWD_TOKENS * token_s(CROWD)
+        return Times(
+            layout=layout,
+            all_reduce=all_reduce,
+            ttft_s={length: prompts_s([length]) for length in PROMPTS},
+            token_s=token_s(1),
+            crowd_tokens_per_s=CROWD * CROWD_TOKENS / crowd_s,
+        )
+
+    def _slowest_s(self, work_s: Callable[[HostRates], float]) -> float:
+        return max(share * work_s(host) for share, host in zip(self.shares, self.hosts, strict=True))
+
+    def _answer_s(self) -> float:
+        """Candidates or token ids, some bytes, go to another host."""
+        return _HOP_S + self.link.latency_s if len(self.hosts) > 1 else 0.0
+
+    def _tensor_s(self, sizes: Sequence[int], sums: Sums) -> float:
+        work, total_s = self.work, self._answer_s() + self._slowest_s(lambda host: self.work.head_s(host, len(sizes)))
+        for rows, context in _steps(sizes, _STEP_ROWS):
+            num_parts = 2 if rows >= _PART_ROWS and len(self.hosts) > 1 else 1
+            part, adding = rows // num_parts, sums("prefill", rows // num_parts)
+            layer_s = self._slowest_s(partial(work.layer_s, rows=part, context=context))
+            total_s += _STEP_S + overlapped_s([work.num_layers * layer_s / len(adding)] * num_parts, adding)
+        return total_s
+
+    def _token_s(self, rows: int, sums: Sums) -> float:
+        work = self.work
+        own_s = self._slowest_s(
+            lambda host: work.num_layers * work.layer_s(host, rows, CROWD_PROMPT) + work.head_s(host, rows)
+        )
+        return _STEP_S + own_s + sum(map(sum, sums("decode", rows))) + self._answer_s()
+
+    def _stages_s(self, rows: float, context: float, stages: Stages) -> list[float]:
+        """Computing of each stage."""
+        each = zip(stages, self.hosts, strict=True)
+        return [_STEP_S + (stop - start) * self.work.layer_s(host, rows, context) for (start, stop), host in each]
+
+    def _hop_s(self, rows: float) -> float:
+        return _HOP_S + self.link.seconds(rows * self.work.row_elems * _RESIDUAL_BYTES)
+
+    def _staged_s(self, sizes: Sequence[int], stages: Stages) -> float:
+        """With the best size of chunks."""
+        largest, passes = min(_STEP_ROWS, sum(sizes)), list[float]()
+        for most in {largest, *(rows for rows in _CHUNK_ROWS if rows < largest)}:
+            steps = _steps(sizes, most)
+            chunks = [self._stages_s(*step, stages) for step in steps]
+            passes.append(staged_s(chunks, [self._hop_s(rows) for rows, _ in steps]))
+        return min(passes) + self.work.head_s(self.hosts[-1], len(sizes)) + self._answer_s()
+
+    def _staged_token_s(self, rows: int, stages: Stages) -> float:
+        """One token of each sequence, which pass the stages in groups."""
+        groups = min(rows, len(stages))
+        each_s = self._stages_s(rows / groups, CROWD_PROMPT, stages)
+        each_s[-1] += self.work.head_s(self.hosts[-1], rows / groups)
+        passing_s = sum(each_s) + (len(stages) - 1) * self._hop_s(rows / groups) + self._answer_s()
+        return max(groups * max(each_s), passing_s)
+
+
+def sums_of(chooser: "Chooser", num_layers: int, row_bytes: int) -> Sums:
+    """The sums of a step by the chooser's policy, in their order; that of the embedding comes first."""
+    policy = chooser.policy()
+    places = [("embed", 0), *((site, layer) for layer in range(num_layers) for site in ("o_proj", "down_proj"))]
+
+    @cache
+    def of(phase: str, rows: int) -> list[tuple[float, float]]:
+        found, size = [], rows * row_bytes
+        for site, layer in places:
+            choices = policy.choices(site, layer, phase)
+            choice = next(own for own in choices if own.up_to_bytes is None or size <= own.up_to_bytes)
+            computing_us, moving_us = chooser.parts_us(choice.algorithms[0], size)
+            found.append((computing_us / 1e6, moving_us / 1e6))
+        return found
+
+    return of
+
+
+def _steps(sizes: Sequence[int], most_rows: int) -> list[tuple[int, float]]:
+    """The steps of prompts: rows, and the tokens that a row attends to in the mean. Short prompts share a step."""
+    if len(sizes) > 1 and sizes[0] <= most_rows:
+        together = most_rows // sizes[0]
+        return [(sizes[0] * together, sizes[0] / 2)] * -(-len(sizes) // together)
+    starts = [(size, start) for size in sizes for start in range(0, size, most_rows)]
+    return [(rows, start + rows / 2) for size, start in starts for rows in (min(most_rows, size - start),)]

@@ -1,0 +1,31 @@
+"""Schedules whose times are known by hand."""
+
+import pytest
+
+from tightwire.comm.policy.schedule import overlapped_s, staged_s
+
+
+def test_one_part_waits_for_each_of_its_sums() -> None:
+    assert overlapped_s([2.0], [(0.0, 3.0)] * 4) == pytest.approx(4 * (2.0 + 3.0))
+
+
+def test_two_parts_take_the_longer_of_computing_and_the_wire() -> None:
+    slow_wire = overlapped_s([1.0, 1.0], [(0.0, 3.0)] * 50)
+    assert slow_wire == pytest.approx(50 * 2 * 3.0, rel=0.02)
+    fast_wire = overlapped_s([3.0, 3.0], [(0.0, 1.0)] * 50)
+    assert fast_wire == pytest.approx(50 * 2 * 3.0, rel=0.02)
+
+
+def test_adding_takes_the_cores_that_compute() -> None:
+    assert overlapped_s([3.0, 3.0], [(1.0, 1.0)] * 50) == pytest.approx(50 * 2 * 4.0, rel=0.02)
+
+
+def test_chunks_follow_each_other_through_the_stages() -> None:
+    chunks, stages, hop_s = 8, 3, 0.5
+    # The first chunk passes all stages and hops, then one chunk leaves the last stage after the other.
+    assert staged_s([[2.0] * stages] * chunks, [hop_s] * chunks) == pytest.approx((stages - 1) * 2.5 + chunks * 2.0)
+
+
+def test_slowest_stage_sets_the_pace() -> None:
+    assert staged_s([[1.0, 4.0, 1.0]] * 5, [0.0] * 5) == 1.0 + 5 * 4.0 + 1.0
+    assert staged_s([[2.0], [3.0]], [0.0, 0.0]) == 5.0
