@@ -7,6 +7,7 @@ import { Composer } from "./composer.js";
 import { again, ask, edit, loadTurns, saveTurns, showVersion, shownOf, toMessages, withAnswer } from "./conversation.js";
 import { save, toJson, toMarkdown } from "./export.js";
 import { Question, Reply } from "./message.js";
+import { takesRequests } from "./server.js";
 import { modelOf, policyOf, samplingOf } from "./settings.js";
 
 const EXAMPLES = ["What is the capital of France?", "Explain tensor parallelism in three sentences.", "Write a haiku about slow wires."];
@@ -37,7 +38,7 @@ export function Chat({ settings, server }) {
   const last = turns.at(-1);
   return html`
     <div class="log" ref=${log}>
-      ${turns.length === 0 && html`<${Empty} model=${model} onPick=${(text) => run(ask([], text))} />`}
+      ${turns.length === 0 && html`<${Empty} model=${model} disabled=${!takesRequests(server)} onPick=${(text) => run(ask([], text))} />`}
       ${turns.map((turn, index) =>
         turn.role === "user"
           ? html`<${Question} key=${index} text=${turn.text} busy=${isRunning} onEdit=${(text) => run(edit(turns, index, text))} />`
@@ -46,7 +47,7 @@ export function Chat({ settings, server }) {
       )}
     </div>
     <div class="foot">
-      <${Composer} label="Message" busy=${isRunning} disabled=${server.health?.status !== "ready"}
+      <${Composer} label="Message" busy=${isRunning} server=${server}
         onSend=${(text) => run(ask(turns, text))} onStop=${() => control.current.abort()} />
       <div class="tools">
         <span class="hint">Enter sends, Shift+Enter breaks the line, Esc stops</span>
@@ -75,12 +76,12 @@ function useFollowing(log, turns) {
   }, [turns]);
 }
 
-function Empty({ model, onPick }) {
+function Empty({ model, disabled, onPick }) {
   return html`
     <section class="empty">
       <h1>Talk to ${model || "the model"}</h1>
       <p>Each answer shows its speed, and where the time to its first token went.</p>
-      <ul>${EXAMPLES.map((text) => html`<li><button onClick=${() => onPick(text)}>${text}</button></li>`)}</ul>
+      <ul>${EXAMPLES.map((text) => html`<li><button disabled=${disabled} onClick=${() => onPick(text)}>${text}</button></li>`)}</ul>
     </section>
   `;
 }

@@ -24,7 +24,7 @@ export function Compare({ settings, server }) {
 
   useEffect(() => () => control.current?.abort(), []);
 
-  if (!server.comm) return html`<p class="note pad">Waiting for the server.</p>`;
+  if (!server.comm) return html`<p class="note pad">${server.refusal || "Waiting for the server."}</p>`;
   if (policies.length < 2) return html`<${OnePolicy} comm=${server.comm} />`;
 
   const names = [0, 1].map((side) => (policies.includes(chosen[side]) ? chosen[side] : policies[side]));
@@ -67,7 +67,7 @@ export function Compare({ settings, server }) {
             A long prompt shows the difference best: its messages are the largest.</p>`}
     </div>
     <div class="foot">
-      <${Composer} label="Prompt for both" busy=${isRunning} disabled=${server.health?.status !== "ready"} onSend=${run} onStop=${() => control.current.abort()} />
+      <${Composer} label="Prompt for both" busy=${isRunning} server=${server} onSend=${run} onStop=${() => control.current.abort()} />
       <div class="tools">
         <span class="hint">The bars share one scale</span>
         ${prompt && !isRunning && html`<button class="quiet" onClick=${() => run(prompt)}>Run again, in the other order</button>`}

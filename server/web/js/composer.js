@@ -1,11 +1,13 @@
 /** The field for the next message. Enter sends, Shift+Enter breaks the line, Escape stops an answer. */
 
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js";
+import { takesRequests } from "./server.js";
 
 const MOST_PX = 220; // then the field scrolls
 
-/** @param {{label: string, busy: boolean, disabled: boolean, onSend: (text: string) => void, onStop: () => void}} props */
-export function Composer({ label, busy, disabled, onSend, onStop }) {
+/** @param {{label: string, busy: boolean, server: import("./server.js").Server, onSend: (text: string) => void, onStop: () => void}} props */
+export function Composer({ label, busy, server, onSend, onStop }) {
+  const disabled = !takesRequests(server);
   const [text, setText] = useState("");
   const field = useRef(null);
 
@@ -37,7 +39,7 @@ export function Composer({ label, busy, disabled, onSend, onStop }) {
   return html`
     <form class="composer" onSubmit=${send}>
       <label class="hidden" for="message">${label}</label>
-      <textarea id="message" ref=${field} rows="1" placeholder=${label} value=${text} autofocus
+      <textarea id="message" ref=${field} rows="1" placeholder=${server.refusal || label} value=${text} autofocus disabled=${Boolean(server.refusal)}
         onInput=${(e) => setText(e.target.value)} onKeyDown=${onKeyDown}></textarea>
       ${busy
         ? html`<button type="button" onClick=${onStop} aria-keyshortcuts="Escape">Stop</button>`

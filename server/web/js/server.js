@@ -9,6 +9,7 @@ const GONE = { status: "gone", reason: "the server does not answer" };
 /**
  * @typedef {object} Server
  * @property {?{status: string, reason: string}} health null before the first answer; status "gone": no answer
+ * @property {string} refusal why a ready server takes no requests, such as that another node does; empty: it takes them
  * @property {string[]} models
  * @property {number} contextTokens the longest prompt and answer together
  * @property {?object} comm what GET /comm says; null before the server is ready
@@ -47,7 +48,7 @@ export function useServer(version) {
     if (isReady) readFacts().then((read) => read && setFacts(read));
   }, [isReady, version]);
 
-  return { health, ...facts };
+  return { health, refusal: (isReady && health.reason) || "", ...facts };
 }
 
 async function readFacts() {
@@ -59,6 +60,9 @@ async function readFacts() {
     throw error;
   }
 }
+
+/** @param {Server} server */
+export const takesRequests = (server) => server.health?.status === "ready" && !server.refusal;
 
 /** The names of the policies that a request may choose, the server's own first. @param {?object} comm */
 export const policiesOf = (comm) => (comm ? [ownPolicy(comm), ...Object.keys(comm.extra)] : []);

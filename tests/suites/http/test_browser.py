@@ -116,6 +116,16 @@ def visit(browser: Any, engine: FakeEngine) -> Open:
     return open_page
 
 
+def test_a_host_that_takes_no_requests_says_who_does(visit: Open, engine: FakeEngine) -> None:
+    reason = "this is node 1; send requests to node 0 at 10.0.0.1"
+    engine.state = EngineState(phase=Phase.READY, reason=reason)
+    with visit() as v:
+        v.see('.status[data-status="ready"]', reason)
+        assert v.see("#message").get_attribute("placeholder") == reason
+        assert v.page.is_disabled("#message")
+        assert all(button.is_disabled() for button in v.page.locator(".empty button, .composer button").all())
+
+
 def test_a_conversation_by_keyboard(visit: Open, engine: FakeEngine) -> None:
     engine.script = says("It is **Paris**, <b>not</b> Rome.")
     with visit() as v:
