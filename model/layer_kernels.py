@@ -40,7 +40,7 @@ class Layers(Protocol):
         ...
 
     def mlp(self, index: int, update_TD: Tensor) -> Tensor:
-        """Compute layer ``index``'s norm and MLP."""
+        """Compute layer ``index``'s norm and MLP; after the last one, rows that nobody needs may be 0."""
         ...
 
     def finish(self, update_TD: Tensor, last_norm: Tensor | None) -> Tensor:
@@ -132,16 +132,22 @@ class EagerLayers:
         window, cap = config.window_of(index), config.score_cap
         mixed_THE = paged_attention(*given, window=window, cap=cap, key_bias=key_bias)
         mixed_TF = mixed_THE.flatten(1)
-        partial_TD = self._row_parallel(mixed_TF, weights.attention_out, weights.attention_out_bias)
+        out = weights.attention_out, weights.attention_out_bias
+        partial_TD = self._row_parallel(mixed_TF, *out, self._batch.num_decode_rows)
         return self._adapt("attention_out", index, mixed_TF, partial_TD)
 
     def mlp(self, index: int, update_TD: Tensor) -> Tensor:
         weights = self._placed[index]
         x_TD = self._normed(update_TD, weights.mlp_norm, weights.mlp_update_norm)
-        num_decode = self._batch.num_decode_rows
+        num_decode, needed_R = self._batch.num_decode_rows, None
+        if index == self._config.num_layers - 1 and self._batch.needed is not None and self._adapted is None:
+            needed_R, num_decode = self._batch.needed
+            x_TD = x_TD[needed_R]
         gate_up_TF = linear(x_TD, weights.gate_up, weights.gate_up_bias, num_decode_rows=num_decode)
         gated_TF = swiglu(self._adapt("gate_up", index, x_TD, gate_up_TF), gelu=self._gelu)
-        partial_TD = self._row_parallel(gated_TF, weights.down, weights.down_bias)
+        partial_TD = self._row_parallel(gated_TF, weights.down, weights.down_bias, num_decode)
+        if needed_R is not None:
+            return torch.zeros_like(self.residual_TD, dtype=partial_TD.dtype).index_copy_(0, needed_R, partial_TD)
         return self._adapt("down", index, gated_TF, partial_TD)
 
     def finish(self, update_TD: Tensor, last_norm: Tensor | None) -> Tensor:
@@ -164,6 +170,5 @@ class EagerLayers:
             self._adapters.add(site, index, x_TD, out_TO, self._adapted)
         return out_TO
 
-    def _row_parallel(self, x_TF: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
-        dtype = self.residual_TD.dtype
-        return linear(x_TF, weight, bias, num_decode_rows=self._batch.num_decode_rows, out_dtype=dtype)
+    def _row_parallel(self, x_TF: Tensor, weight: Matrix, bias: Tensor | None, num_decode_rows: int) -> Tensor:
+        return linear(x_TF, weight, bias, num_decode_rows=num_decode_rows, out_dtype=self.residual_TD.dtype)

@@ -82,7 +82,11 @@ class ModelRunner:
         chosen_R = self._model.last_chosen(chosen_R, num_chosen, plan.phase) if num_chosen else None
         if self._graphs is not None and self._graphs.fits(arrays):
             return self._graphs.run(arrays, plan.policy, chosen_R)
-        parts = [self._batch(part, plan.policy, chosen_R) for part in self._parts(arrays)]
+        parts, first, rows_R = [], 0, ints(plan.logit_rows)
+        for part in self._parts(arrays):
+            own_R = rows_R[(rows_R >= first) & (rows_R < first + len(part.token_ids_T))] - first
+            parts.append(self._batch(part, plan.policy, chosen_R, own_R))
+            first += len(part.token_ids_T)
         return self._model.forward(*parts, lane=self._lane if len(parts) > 1 else None)
 
     def _parts(self, arrays: StepArrays) -> Sequence[StepArrays]:
@@ -94,7 +98,7 @@ class ModelRunner:
             return cut(arrays, row)
         return [arrays]
 
-    def _batch(self, arrays: StepArrays, policy: int, chosen_R: Tensor | None) -> Batch:
+    def _batch(self, arrays: StepArrays, policy: int, chosen_R: Tensor | None, needed_R: np.ndarray) -> Batch:
         tensors = {
             name: self._to_device(array)
             for name in arrays.__slots__
@@ -102,7 +106,8 @@ class ModelRunner:
         }
         if chosen_R is not None:
             tensors["token_ids_T"] = resolve_deferred(tensors["token_ids_T"], chosen_R)
-        return Batch(**tensors, num_decode_rows=arrays.num_decode_rows, policy=policy)
+        needed = self._to_device(needed_R).long(), int((needed_R < arrays.num_decode_rows).sum())
+        return Batch(**tensors, num_decode_rows=arrays.num_decode_rows, policy=policy, needed=needed)
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return upload(array, torch.int32, self._device)

@@ -202,6 +202,8 @@ class Batch:
     num_decode_rows: int  # decode rows come first; the others are prompt rows
     policy: int = 0  # index of the set of AllReduces
     adapters_T: Tensor | None = None  # the slot of each row's adapter or -1; None: no row has one
+    # The rows that are needed after the last layer, and how many of them are decode rows; None: all.
+    needed: tuple[Tensor, int] | None = None
 
     @property
     def phase(self) -> str:

@@ -12,12 +12,12 @@ from tiny import VARIANTS, make_tiny
 from torch import Tensor
 
 from tightwire.comm.group.group import in_process_groups
-from tightwire.model import decode_program
+from tightwire.model import decode_program, layer_kernels
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
-from tightwire.model.step import make_plan
+from tightwire.model.step import StepPlan, make_plan
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.formats import choose_formats
 
@@ -47,6 +47,12 @@ def _runner(
 
 def _execute(runner: ModelRunner, lens: Sequence[tuple[int, int]], num_decode: int, **changes: Any) -> Tensor:
     """Logits of all rows of sequences with (new tokens, context); the first ``num_decode`` sequences are generated."""
+    logits_TV = runner.execute(_plan(lens, num_decode, **changes))
+    assert logits_TV is not None
+    return logits_TV
+
+
+def _plan(lens: Sequence[tuple[int, int]], num_decode: int, **changes: Any) -> StepPlan:
     rng = np.random.default_rng(3)
     token_ids = [rng.integers(0, _VOCAB, new) for new, _ in lens]
     tables = np.arange(len(lens) * _MAX_BLOCKS).reshape(len(lens), _MAX_BLOCKS)
@@ -58,9 +64,7 @@ def _execute(runner: ModelRunner, lens: Sequence[tuple[int, int]], num_decode: i
         "num_decode_rows": sum(new for new, _ in lens[:num_decode]),
         "logit_rows": range(sum(new for new, _ in lens)),
     }
-    logits_TV = runner.execute(make_plan(**(values | changes)))
-    assert logits_TV is not None
-    return logits_TV
+    return make_plan(**(values | changes))
 
 
 @pytest.fixture
@@ -151,6 +155,22 @@ def test_threads_that_share_the_work_change_no_bit(dtype: torch.dtype, tmp_path:
     beside = _execute(runner, [*generated, (3, 3)], len(_CONTEXTS))[: len(_CONTEXTS)]
     for _ in range(50):
         assert torch.equal(_execute(runner, generated, len(_CONTEXTS)), beside)
+
+
+@pytest.mark.parametrize("logit_rows", [[1, 40], [40], [0, 1, 7]])
+def test_the_last_mlp_computes_the_rows_that_are_needed(
+    logit_rows: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    swiglu = layer_kernels.swiglu
+    monkeypatch.setattr(layer_kernels, "swiglu", lambda x, **form: counts.append(len(x)) or swiglu(x, **form))
+    lens = [(1, 9), (1, 20), (39, 39)]
+    runner = _runner(make_tiny(tmp_path), torch.bfloat16)
+    whole = _execute(runner, lens, 2)
+    some = _execute(runner, lens, 2, logit_rows=logit_rows)
+    assert torch.equal(some, whole[logit_rows])
+    assert counts == [41, 41, 41, len(logit_rows)]
+    assert runner.execute(_plan(lens, 2, logit_rows=[])) is None and counts[4:] == [41, 0]
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)

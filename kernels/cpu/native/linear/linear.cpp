@@ -9,8 +9,9 @@
 //     tile      the cells of a few rows and columns, in registers: multiply_tile
 //     block     columns that are multiplied with all rows at hand before the next ones
 //     panel     columns that a thread draws at a time, some blocks
+//     part      a run of inputs of a few widened columns
 //     group     32 inputs of a packed row, with a scale of their own
-//     widened   converted to float32 (or to bfloat16 pairs) in scratch memory
+//     widened   converted or unpacked to float32 (or to bfloat16 pairs) in scratch memory
 #include "linear.h"
 
 #include "../parallel.h"
@@ -28,8 +29,9 @@ constexpr int64_t BLOCK = WIDE ? 16 : 32;                   // columns multiplie
 constexpr int64_t MAX_ROWS = WIDE ? 32 : 96;                // rows at hand
 constexpr int64_t CACHE_BYTES = WIDE ? 96 << 10 : 1 << 22;  // of those rows
 constexpr int64_t WIDENED_FROM_ROWS = 24;                   // rows worth widening 16-bit weights for (not if WIDE)
-constexpr int64_t MAX_WIDENED = 1 << 16;                    // numbers of a widened block: the second-level cache
-constexpr int64_t MAX_UNPACKED = 1 << 17;                   // words of columns unpacked for all rows: half of such a cache
+constexpr int64_t MAX_WIDENED = WIDE ? 1 << 19 : 1 << 18;   // bytes of widened columns: half of the second-level cache
+constexpr int64_t PART_COLUMNS = 8, PART_BYTES = 2048;      // of widened columns: half of the nearest cache
+constexpr int64_t PART_ROWS = 60;                           // rows at hand with widened columns; a multiple of TALL
 constexpr int TILES_AHEAD = 2;                              // how far ahead memory is asked for
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -51,44 +53,73 @@ struct Block {
     int64_t x_stride, weight_stride, rows, columns, depth;
 };
 
-// The sums of a block, one tile after the other. `from_memory`: the weights are not in the cache yet; `prefetches`: fetch
-// those of the next block as well.
+// A tile of `rows` (TALL, 2 or 1) and COLS columns at a place of the block.
+template <int COLS, class Dot, int AHEAD, int LEVEL>
+INLINE void multiply_rows_of_tile(const Block &block, int64_t rows, int64_t row, int64_t column, Kept kept = {}) {
+    char *c = block.sums + 4 * PANEL * row + 4 * column;
+    const char *a = block.x + block.x_stride * row, *b = block.weights + block.weight_stride * column;
+    const int64_t c_stride = 4 * PANEL, a_stride = block.x_stride, b_stride = block.weight_stride;
+    if (rows == 1)
+        multiply_tile<1, COLS, Dot, AHEAD, LEVEL>(c, c_stride, a, a_stride, b, b_stride, block.depth, kept);
+    else if (rows == 2)
+        multiply_tile<2, COLS, Dot, AHEAD, LEVEL>(c, c_stride, a, a_stride, b, b_stride, block.depth, kept);
+    else
+        multiply_tile<TALL, COLS, Dot, AHEAD, LEVEL>(c, c_stride, a, a_stride, b, b_stride, block.depth, kept);
+}
+
+// The sums of a block, one tile after the other. `from_memory`: the weights are not in the cache yet.
 //
 // From memory a CPU with AVX-512 reads a line fastest, as its prefetchers expect it, so the first rows take columns one by
 // one: a Zen 4 core reads 24 GB/s so with one row, and 16 with four columns and prefetches. Rows that follow fetch the next
 // block meanwhile: 0.7 of the time for 12 to 32 rows.
 template <class Dot>
-void multiply_rows(const Block &block, bool from_memory, bool prefetches) {
-    constexpr int64_t c_stride = 4 * PANEL;
+void multiply_rows(const Block &block, bool from_memory) {
     constexpr int near = WIDE ? 0 : TILES_AHEAD, far = WIDE ? BLOCK / COLUMNS : TILES_AHEAD, far_level = WIDE ? 2 : 1;
-    const int64_t a_stride = block.x_stride, b_stride = block.weight_stride, depth = block.depth;
     int64_t step;
     for (int64_t row = 0; row < block.rows; row += step) {
         step = tile_rows(block.rows - row);
-        const char *a = block.x + a_stride * row;
         const int64_t width = step > 1 ? COLUMNS : SINGLE_COLUMNS;
         const int64_t whole = WIDE && from_memory && row == 0 ? 0 : block.columns / width * width;
-        for (int64_t at = 0; at < whole; at += width) {
-            char *c = block.sums + c_stride * row + 4 * at;
-            const char *b = block.weights + b_stride * at;
+        for (int64_t at = 0; at < whole; at += width)
             if (step == 1)
-                multiply_tile<1, SINGLE_COLUMNS, Dot, near, 1>(c, c_stride, a, a_stride, b, b_stride, depth);
-            else if (step == 2)
-                multiply_tile<2, COLUMNS, Dot, near, 1>(c, c_stride, a, a_stride, b, b_stride, depth);
-            else if (prefetches && row <= TALL)
-                multiply_tile<TALL, COLUMNS, Dot, far, far_level>(c, c_stride, a, a_stride, b, b_stride, depth);
+                multiply_rows_of_tile<SINGLE_COLUMNS, Dot, near, 1>(block, 1, row, at);
+            else if (step == TALL && row <= TALL)
+                multiply_rows_of_tile<COLUMNS, Dot, far, far_level>(block, TALL, row, at);
             else
-                multiply_tile<TALL, COLUMNS, Dot, near, 1>(c, c_stride, a, a_stride, b, b_stride, depth);
-        }
-        for (int64_t at = whole; at < block.columns; at++) {
-            char *c = block.sums + c_stride * row + 4 * at;
-            const char *b = block.weights + b_stride * at;
-            if (step == 1)
-                multiply_tile<1, 1, Dot, 0, 1>(c, c_stride, a, a_stride, b, b_stride, depth);
-            else if (step == 2)
-                multiply_tile<2, 1, Dot, 0, 1>(c, c_stride, a, a_stride, b, b_stride, depth);
-            else
-                multiply_tile<TALL, 1, Dot, 0, 1>(c, c_stride, a, a_stride, b, b_stride, depth);
+                multiply_rows_of_tile<COLUMNS, Dot, near, 1>(block, step, row, at);
+        for (int64_t at = whole; at < block.columns; at++) multiply_rows_of_tile<1, Dot, 0, 1>(block, step, row, at);
+    }
+}
+
+// The sums of a block with many rows, or of widened weights. What fits the nearest cache, a part of eight columns, is multiplied with
+// all rows before the next part, and cells are kept meanwhile: a Zen 5 core, which can do 550 GFLOP/s, does 470 to 490 so with 896 to
+// 4608 inputs, and 480 to 270 with all inputs at a time.
+template <class Dot>
+void multiply_in_parts(const Block &block) {
+    const int64_t num_parts = (Dot::b_bytes * block.depth + PART_BYTES - 1) / PART_BYTES;
+    const int64_t part_inputs = (block.depth + GROUP * num_parts - 1) / (GROUP * num_parts) * GROUP;
+    alignas(64) char cells[PART_ROWS * PART_COLUMNS * 4 * LANES];
+    for (int64_t column = 0; column < block.columns; column += PART_COLUMNS) {
+        const int64_t columns = least(PART_COLUMNS, block.columns - column), whole = columns / COLUMNS * COLUMNS;
+        for (int64_t begin = 0; begin < block.depth; begin += part_inputs) {
+            Block part = block;
+            part.sums += 4 * column, part.x += Dot::a_bytes * begin;
+            part.weights += block.weight_stride * column + Dot::b_bytes * begin;
+            part.depth = least(part_inputs, block.depth - begin);
+            char *cell = cells;
+            int64_t step;
+            for (int64_t row = 0; row < block.rows; row += step) {
+                step = tile_rows(block.rows - row);
+                for (int64_t at = 0, width; at < columns; at += width) {
+                    width = at < whole ? COLUMNS : 1;
+                    const Kept kept = {begin ? cell : nullptr, begin + part_inputs < block.depth ? cell : nullptr};
+                    cell += 4 * LANES * step * width;
+                    if (width == 1)
+                        multiply_rows_of_tile<1, Dot, 0, 1>(part, step, row, at, kept);
+                    else
+                        multiply_rows_of_tile<COLUMNS, Dot, 0, 1>(part, step, row, at, kept);
+                }
+            }
         }
     }
 }
@@ -126,16 +157,6 @@ __attribute__((noinline)) void multiply_packed(char *c, const char *x, const cha
     memcpy(c, out, 4 * COLS);
 }
 
-template <class Format, bool PAIR>
-void multiply_packed_columns(char *c, const char *x, const char *weights, int64_t stride, int64_t columns, int64_t groups) {
-    constexpr int AT_ONCE = 4;
-    const int64_t whole = columns / AT_ONCE * AT_ONCE;
-    for (int64_t at = 0; at < whole; at += AT_ONCE)
-        multiply_packed<AT_ONCE, Format, PAIR>(c + 4 * at, x, weights + stride * at, stride, groups);
-    for (int64_t at = whole; at < columns; at++)
-        multiply_packed<1, Format, PAIR>(c + 4 * at, x, weights + stride * at, stride, groups);
-}
-
 // --- a block of columns -----------------------------------------------------------------------------------------------
 
 template <class Number>
@@ -146,87 +167,103 @@ void widen_rows(char *target, int64_t target_stride, const char *source, int64_t
                   load_numbers<Number>(source + source_stride * row + Number::size * at, depth - at));
 }
 
-template <class Number>
-void multiply_widened(Block block) {
-    const int64_t stride = widened_stride(block.depth, false);
-    char *widened = (char *)thread_scratch(WIDENED_WEIGHTS, MAX_WIDENED);
-    widen_rows<Number>(widened, stride, block.weights, block.weight_stride, block.columns, block.depth);
-    block.weights = widened, block.weight_stride = stride;
-    multiply_rows<SingleDot<Float32>>(block, false, false);
-}
-
-template <class Format, class Dot>
-void multiply_packed_block(const Block &block) {
-    constexpr bool PAIR = Dot::a_bytes == 2;
-    const int64_t groups = block.depth / GROUP, stride = widened_stride(block.depth, PAIR), fitting = 4 * MAX_WIDENED / stride;
-    if (block.rows == 1 || fitting == 0) {
-        for (int64_t row = 0; row < block.rows; row++)
-            multiply_packed_columns<Format, PAIR>(block.sums + 4 * PANEL * row, block.x + block.x_stride * row, block.weights,
-                                                  block.weight_stride, block.columns, groups);
-        return;
-    }
-    char *widened = (char *)thread_scratch(WIDENED_WEIGHTS, MAX_WIDENED);
-    for (int64_t column = 0; column < block.columns; column += fitting) {
-        Block part = block;
-        part.sums += 4 * column, part.columns = least(fitting, block.columns - column);
-        for (int64_t at = 0; at < part.columns; at++)
-            unpack_groups<Format, PAIR>(widened + stride * at, block.weights + block.weight_stride * (column + at), groups);
-        part.weights = widened, part.weight_stride = stride;
-        multiply_rows<Dot>(part, false, false);
+// The sums of a panel of plain weights, a block after the other.
+template <class Dot>
+void multiply_plain(const Block &panel, int64_t kind) {
+    Block block = panel;
+    for (int64_t column = 0; column < panel.columns; column += BLOCK) {
+        block.sums = panel.sums + 4 * column, block.weights = panel.weights + panel.weight_stride * column;
+        block.columns = least(BLOCK, panel.columns - column);
+        const bool from_memory = column == 0 || block.rows <= TALL;  // no prefetch has asked for the first block
+        if constexpr (Dot::b_bytes == 2)
+            multiply_rows<Dot>(block, from_memory);
+        else
+            with_kind(kind, [&](auto number) { multiply_rows<SingleDot<decltype(number)>>(block, from_memory); });
     }
 }
 
-// `first`: the first block of its panel, whose weights no prefetch has asked for.
-void multiply_block(const Block &block, int64_t kind, bool in_pairs, bool first) {
-    const bool from_memory = first || block.rows <= TALL;
-#if defined(__AVX512BF16__)
-    if (in_pairs) {
-        if (!is_packed(kind)) return multiply_rows<PairDot>(block, from_memory, true);
-        return with_packed(kind, [&](auto format) { multiply_packed_block<decltype(format), PairDot>(block); });
-    }
-#else
-    (void)in_pairs;
-#endif
-    if (is_packed(kind))
-        return with_packed(kind, [&](auto format) { multiply_packed_block<decltype(format), SingleDot<Float32>>(block); });
-    const bool many = block.rows >= WIDENED_FROM_ROWS && block.columns * widened_stride(block.depth, false) <= 4 * MAX_WIDENED;
-    with_kind(kind, [&](auto number) {
-        using Number = decltype(number);
-        if constexpr (!WIDE && Number::kind != FLOAT32)
-            if (many) return multiply_widened<Number>(block);
-        multiply_rows<SingleDot<Number>>(block, from_memory, true);
+// The sums of a row with packed weights, unpacked on the way.
+template <class Dot>
+void multiply_packed_row(const Block &block, int64_t kind) {
+    with_packed(kind, [&](auto format) {
+        using Format = decltype(format);
+        constexpr bool PAIR = Dot::b_bytes == 2;
+        const int64_t groups = block.depth / GROUP, whole = block.columns / SINGLE_COLUMNS * SINGLE_COLUMNS;
+        for (int64_t at = 0, width; at < block.columns; at += width) {
+            width = at < whole ? SINGLE_COLUMNS : 1;
+            const auto multiply = width == 1 ? multiply_packed<1, Format, PAIR> : multiply_packed<SINGLE_COLUMNS, Format, PAIR>;
+            multiply(block.sums + 4 * at, block.x, block.weights + block.weight_stride * at, block.weight_stride, groups);
+        }
     });
 }
 
+// The block with its weights widened or unpacked in scratch memory.
+template <class Dot>
+Block widened(Block block, int64_t kind) {
+    const int64_t stride = widened_stride(block.depth, Dot::b_bytes == 2);
+    char *target = (char *)thread_scratch(WIDENED_WEIGHTS, stride / 4 * block.columns);
+    if (is_packed(kind))
+        with_packed(kind, [&](auto format) {
+            for (int64_t at = 0; at < block.columns; at++)
+                unpack_groups<decltype(format), Dot::b_bytes == 2>(
+                    target + stride * at, block.weights + block.weight_stride * at, block.depth / GROUP);
+        });
+    else
+        with_kind(kind, [&](auto number) {
+            widen_rows<decltype(number)>(target, stride, block.weights, block.weight_stride, block.columns, block.depth);
+        });
+    block.weights = target, block.weight_stride = stride;
+    return block;
+}
+
 // As many rows as are kept at hand, in turns of about as many each: a last turn of one row would be slow.
-int64_t rows_at_once(int64_t num_rows, int64_t row_bytes) {
-    const int64_t limit = most(TALL, least(MAX_ROWS, CACHE_BYTES / (row_bytes + 1)) / TALL * TALL);
+int64_t rows_at_once(int64_t num_rows, int64_t limit) {
     const int64_t turns = (num_rows + limit - 1) / limit;
     if (turns < 2) return limit;
     return (num_rows + turns * TALL - 1) / (turns * TALL) * TALL;
 }
 
-// --- interface ----------------------------------------------------------------------------------------------------------
-
-// Columns to unpack once for all rows, whole blocks of them; 0: weights are plain, or unpacked for each turn of rows.
-int64_t columns_to_unpack(const tw_linear_args &args, bool several_turns) {
-    if (!args.in_pairs || !is_packed(args.weight_kind) || !several_turns) return 0;
-    return least(PANEL, 4 * MAX_UNPACKED / widened_stride(args.num_inputs, true) / BLOCK * BLOCK);
+// Rounds the sums of a block, whose first row and column are `token` and `first` of the product, and writes them.
+void write_sums(const tw_linear_args &args, const Block &block, int64_t token, int64_t first) {
+    with_kind(args.kind, [&](auto number) {
+        using Number = decltype(number);
+        for (int64_t row = 0; row < block.rows; row++)
+            for (int64_t at = 0; at < block.columns; at += LANES) {
+                const int64_t count = block.columns - at;
+                F32 value = load(block.sums + 4 * (row * PANEL + at));
+                if (args.bias) value = value + load_bias(args, first + at, count);
+                store_numbers<Number>((char *)args.out + Number::size * ((token + row) * args.num_outputs + first + at), value,
+                                      count);
+            }
+    });
 }
 
-// Unpacks columns from `first` on to bfloat16, and returns the arguments with them as weights.
-tw_linear_args unpack_columns(const tw_linear_args &args, int64_t first, int64_t columns) {
-    const int64_t stride = widened_stride(args.num_inputs, true);
-    char *widened = (char *)thread_scratch(WIDENED_WEIGHTS, MAX_UNPACKED);
-    with_packed(args.weight_kind, [&](auto format) {
-        for (int64_t at = 0; at < columns; at++) {
-            const char *blocks = (const char *)args.weight + args.weight_stride * (first + at);
-            unpack_groups<decltype(format), true>(widened + stride * at, blocks, args.num_inputs / GROUP);
+template <class Dot>
+void multiply_outputs(const tw_linear_args &args, int64_t start, int64_t stop) {
+    const int64_t kind = args.weight_kind, num_tokens = args.num_tokens, depth = args.num_inputs;
+    const bool widens = is_packed(kind) ? num_tokens > 1 : !WIDE && kind != FLOAT32 && num_tokens >= WIDENED_FROM_ROWS;
+    const int64_t fitting = most(TALL, least(MAX_ROWS, CACHE_BYTES / (Dot::a_bytes * depth + 1)) / TALL * TALL);
+    const bool in_parts = widens || (Dot::b_bytes == 2 && num_tokens > PART_ROWS);
+    const int64_t at_once = rows_at_once(num_tokens, in_parts ? PART_ROWS : fitting);
+    int64_t step = PANEL;  // columns at a time: widened ones in the second-level cache, or in the nearest for few rows
+    if (widens && num_tokens <= at_once) step = BLOCK;
+    if (widens) step = most(PART_COLUMNS, least(step, MAX_WIDENED / widened_stride(depth, Dot::b_bytes == 2) & -PART_COLUMNS));
+    alignas(64) float sums[(MAX_ROWS > PART_ROWS ? MAX_ROWS : PART_ROWS) * PANEL];
+    for (int64_t first = start; first < stop; first += step) {
+        const char *weights = (const char *)args.weight + args.weight_stride * first;
+        Block block = {(char *)sums, nullptr, weights, args.x_stride, args.weight_stride, 0, least(step, stop - first), depth};
+        if (widens) block = widened<Dot>(block, kind);
+        for (int64_t token = 0; token < num_tokens; token += at_once) {
+            block.rows = least(at_once, num_tokens - token), block.x = (const char *)args.x + args.x_stride * token;
+            if (in_parts)
+                multiply_in_parts<Dot>(block);
+            else if (is_packed(kind))
+                multiply_packed_row<Dot>(block, kind);
+            else
+                multiply_plain<Dot>(block, kind);
+            write_sums(args, block, token, first);
         }
-    });
-    tw_linear_args unpacked = args;
-    unpacked.weight = (address)widened - stride * first, unpacked.weight_stride = stride, unpacked.weight_kind = BFLOAT16;
-    return unpacked;
+    }
 }
 
 }  // namespace
@@ -234,39 +271,10 @@ tw_linear_args unpack_columns(const tw_linear_args &args, int64_t first, int64_t
 void tw_linear(const void *linear_args, int64_t start, int64_t stop) {
     const tw_linear_args &args = *(const tw_linear_args *)linear_args;
     if (is_int8(args.weight_kind)) return multiply_int8(args, start, stop);
-    const int64_t at_once = rows_at_once(args.num_tokens, (args.in_pairs ? 2 : 4) * args.num_inputs);
-    alignas(64) float sums[MAX_ROWS * PANEL];
-    const int64_t unpacked = columns_to_unpack(args, args.num_tokens > at_once), step = unpacked ? unpacked : PANEL;
-    for (int64_t first = start; first < stop; first += step) {
-        const int64_t outputs = least(step, stop - first);
-        const tw_linear_args given = unpacked ? unpack_columns(args, first, outputs) : args;
-        for (int64_t token = 0; token < args.num_tokens; token += at_once) {
-            const int64_t rows = least(at_once, args.num_tokens - token);
-            const char *x = (const char *)args.x + args.x_stride * token;
-            for (int64_t column = 0; column < outputs; column += BLOCK) {
-                Block block = {(char *)(sums + column),
-                               x,
-                               (const char *)given.weight + given.weight_stride * (first + column),
-                               args.x_stride,
-                               given.weight_stride,
-                               rows,
-                               least(BLOCK, outputs - column),
-                               args.num_inputs};
-                multiply_block(block, given.weight_kind, args.in_pairs, column == 0);
-            }
-            with_kind(args.kind, [&](auto number) {
-                using Number = decltype(number);
-                for (int64_t row = 0; row < rows; row++)
-                    for (int64_t at = 0; at < outputs; at += LANES) {
-                        const int64_t place = Number::size * (first + at), count = outputs - at;
-                        F32 value = load(sums + row * PANEL + at);
-                        if (args.bias) value = value + load_bias(args, first + at, count);
-                        char *out = (char *)args.out + Number::size * (token + row) * args.num_outputs + place;
-                        store_numbers<Number>(out, value, count);
-                    }
-            });
-        }
-    }
+#if defined(__AVX512BF16__)
+    if (args.in_pairs) return multiply_outputs<PairDot>(args, start, stop);
+#endif
+    multiply_outputs<SingleDot<Float32>>(args, start, stop);
 }
 
 int64_t tw_panel(void) { return PANEL; }

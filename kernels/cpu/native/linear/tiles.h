@@ -107,12 +107,22 @@ INLINE void sum_cells(const FloatReg (*cells)[REGS], float *out) {
 
 // --- tiles ----------------------------------------------------------------------------------------------------------
 
+// Where a tile's cells are kept between parts of the depth: `before` this part (null: it is the first), and `after` it (null: the
+// last, whose sums go to c).
+struct Kept {
+    const char *before;
+    char *after;
+};
+
 // c (ROWS, COLS) = a (ROWS, depth) @ b (COLS, depth)^T, all strides in bytes. Asks for the rows of b that come AHEAD tiles
 // later, into the cache of LEVEL.
 template <int ROWS, int COLS, class Dot, int AHEAD, int LEVEL>
 __attribute__((noinline)) void multiply_tile(char *c, int64_t c_stride, const char *a, int64_t a_stride, const char *b,
-                                             int64_t b_stride, int64_t depth) {
-    FloatReg sums[ROWS * COLS][REGS] = {};
+                                             int64_t b_stride, int64_t depth, Kept kept = {nullptr, nullptr}) {
+    constexpr int64_t reg_bytes = sizeof(FloatReg);  // registers are copied one by one: see `load` in vec.h
+    FloatReg sums[ROWS * COLS][REGS];
+    UNROLL for (int i = 0; i < ROWS * COLS * REGS; i++)
+        sums[i / REGS][i % REGS] = kept.before ? SingleDot<Float32>::load_a(kept.before + reg_bytes * i) : FloatReg{};
     constexpr int64_t part = Dot::width / REGS;  // inputs of a register
     constexpr int lines = COLS * Dot::width * Dot::b_bytes / LINE_BYTES;
     const char *ahead = b + b_stride * (AHEAD * COLS);
@@ -146,6 +156,11 @@ __attribute__((noinline)) void multiply_tile(char *c, int64_t c_stride, const ch
                     sum = Dot::step(Dot::load_a(a_rest[row] + Dot::a_bytes * part * reg),
                                     Dot::load_b(b_rest[column] + Dot::b_bytes * part * reg), sum);
                 }
+    }
+    if (kept.after) {
+        UNROLL for (int i = 0; i < ROWS * COLS * REGS; i++)
+            memcpy(kept.after + reg_bytes * i, &sums[i / REGS][i % REGS], sizeof(FloatReg));
+        return;
     }
     float out[ROWS * COLS];
     sum_cells<ROWS * COLS>(sums, out);
