@@ -15,7 +15,7 @@ from tightwire.model.open import formats_of, open_checkpoint
 from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.model.weights.formats import WeightFormats, split_model
 from tightwire.server.config.serve import EngineOptions, ServeConfig
-from tightwire.server.plan.rank_bytes import MemoryInputs, rank_bytes
+from tightwire.server.plan.rank_bytes import CacheShape, MemoryInputs, rank_bytes
 from tightwire.server.plan.setting import decide_setting
 from tightwire.sizes import format_bytes
 
@@ -40,7 +40,6 @@ class RankMemory(Struct, frozen=True):
     tp: int
     weights_bytes: int = 0
     cache_bytes: int = 0
-    blocks: str = ""  # by kind of layer, for a model with windows
     problem: str = ""
 
 
@@ -55,6 +54,7 @@ class ModelReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     note: str = ""  # of a checkpoint that is quantized
     kinds: list[Kind] = []
     rank_context: int = 0  # tokens of ``cache_bytes``
+    blocks: str = ""  # of those, by kind of layer; empty without windows
     ranks: list[RankMemory] = []
     token_bytes: int = 0
     read_bytes_per_s: float = 0.0
@@ -84,6 +84,7 @@ def examine_model(model: str) -> ModelReport:
         note=checkpoint.note,
         kinds=kinds,
         rank_context=context,
+        blocks=CacheShape.of(config, EngineOptions()).describe(context),
         ranks=[_rank_memory(config, formats, tp, decided.dtype, device, context) for tp in tps],
         token_bytes=token_bytes,
         read_bytes_per_s=rate,
@@ -113,9 +114,7 @@ def _rank_memory(
         model=config, layout=layout, options=EngineOptions(), pools=(), dtype=dtype, formats=formats, device=device
     )
     largest = max(rank_bytes(inputs, EVERYTHING_RESIDENT), key=lambda rank: rank.weights + rank.block)
-    shape = inputs.cache_shape()
-    blocks = shape.describe(context) if shape.groups.num_sliding else ""
-    return RankMemory(tp, largest.weights, largest.block * shape.blocks(context), blocks)
+    return RankMemory(tp, largest.weights, largest.block * CacheShape.of(config, inputs.options).blocks(context))
 
 
 def _kinds(config: LlamaConfig, formats: WeightFormats, dtype: str) -> list[Kind]:
@@ -153,7 +152,8 @@ def describe_model(report: ModelReport) -> Iterator[str]:
         total = format_bytes(rank.weights_bytes + rank.cache_bytes)
         parts = f"weights {format_bytes(rank.weights_bytes)} + cache {format_bytes(rank.cache_bytes)} = {total}"
         yield f"  --tp {rank.tp}  {rank.problem or parts}"
-    yield from {rank.blocks for rank in report.ranks if rank.blocks}
+    if report.blocks:
+        yield f"  cache: {report.blocks}"
     yield (
         f"at most {report.tokens_per_s:.3g} tokens/s here for one request: a token reads {format_bytes(report.token_bytes)}, and "
         f"memory is read at {report.read_bytes_per_s / 1e9:.1f} GB/s (a bound, just measured; computing takes time too)"

@@ -23,6 +23,7 @@ from tightwire.server.hosts.launcher import resolve_hosts
 from tightwire.server.hosts.place import last_probe
 from tightwire.server.plan.comm_decision import CommDecision
 from tightwire.server.plan.lora import describe_adapters, plan_adapters
+from tightwire.server.plan.rank_bytes import CacheShape
 from tightwire.server.plan.run_plan import decide_sums, open_model
 from tightwire.server.plan.setting import requested_link
 from tightwire.sizes import format_bytes
@@ -66,8 +67,9 @@ def run(config: ServeConfig, as_json: bool, network: bool = False) -> int:
     else:
         console = Console(highlight=False)
         _show(console, decision, explained)
-        if adapters:
-            console.print(adapters, markup=False)
+        by_kind = CacheShape.of(model, config.engine).describe(config.engine.max_model_len or model.max_positions)
+        for line in filter(None, (adapters, by_kind and f"KV cache: {by_kind}")):
+            console.print(line, markup=False)
     return 0
 
 

@@ -93,8 +93,8 @@ class MemoryBudget:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         lines += [f"{name}: {need}" for name, need in self.needs()]
-        if self.shape.groups.num_sliding and self.num_blocks:
-            lines.append(f"KV cache: {self.num_blocks} blocks; {self.shape.describe(self.max_model_len)}")
+        if self.num_blocks and (by_kind := self.shape.describe(self.max_model_len)):
+            lines.append(f"KV cache: {self.num_blocks} blocks; {by_kind}")
         if 0 < self.max_model_len < self.max_positions:
             lines.append(f"context: {self.max_model_len} of {self.max_positions} tokens, all that the KV cache holds")
         return "\n".join(lines)
@@ -111,7 +111,7 @@ def make_budget(
     """
     options, device, longest = inputs.options, inputs.device, inputs.options.max_model_len or inputs.model.max_positions
     check_context(inputs.model.max_positions, longest)
-    ranks, shape = rank_bytes(inputs, plan), inputs.cache_shape(plan.max_parts)
+    ranks, shape = rank_bytes(inputs, plan), CacheShape.of(inputs.model, options, plan.max_parts)
     per_sequence = shape.blocks(longest)
     block_bytes = sum(rank.block for rank in ranks)
     on_device = min(_fitting_blocks(ranks, pool) for pool in inputs.pools)  # with --kv-offload: blocks in the buffers

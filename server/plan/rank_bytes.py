@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -36,6 +37,12 @@ class CacheShape:
     groups: LayerGroups
     step_tokens: int
 
+    @classmethod
+    def of(cls, model: LlamaConfig, options: EngineOptions, max_parts: int = 1) -> Self:
+        """The shape for steps of so many parts. A cache on the host is one group."""
+        groups = LayerGroups.of(model, bounded=not options.kv_offload)
+        return cls(groups, options.max_num_batched_tokens * max_parts)
+
     def blocks(self, num_tokens: int) -> int:
         """The most blocks of a sequence."""
         return self.groups.most_blocks(num_tokens, self.step_tokens, BLOCK_SIZE)
@@ -45,7 +52,9 @@ class CacheShape:
         return self.groups.most_tokens(num_blocks, self.step_tokens, BLOCK_SIZE)
 
     def describe(self, num_tokens: int) -> str:
-        """The blocks of a sequence by kind of layer, for a model with windows."""
+        """The blocks of a sequence by kind of layer; empty for a model without windows."""
+        if not self.groups.num_sliding:
+            return ""
         groups, full = self.groups, self.groups.num_full * -(-num_tokens // BLOCK_SIZE)
         return (
             f"a sequence of {num_tokens} tokens takes {full} for layers that attend to all tokens and at most "
@@ -72,11 +81,6 @@ class MemoryInputs:
     @property
     def elem_bytes(self) -> int:
         return getattr(torch, self.dtype).itemsize
-
-    def cache_shape(self, max_parts: int = 1) -> CacheShape:
-        """The shape for steps of so many parts. A cache on the host is one group."""
-        groups = LayerGroups.of(self.model, bounded=not self.options.kv_offload)
-        return CacheShape(groups, self.options.max_num_batched_tokens * max_parts)
 
     def weight_sizes(self, codec: str = "none") -> list[WeightSizes]:
         """One for each rank of a replica."""
@@ -126,7 +130,7 @@ def _rank_bytes(
         weights=num_weight_bytes,
         activations=_activation_bytes(inputs, shard, max_parts, num_gathered),
         runtime=_RUNTIME_BYTES[inputs.device],
-        block=inputs.cache_shape().groups.num_layers * layer_block,
+        block=CacheShape.of(model, options).groups.num_layers * layer_block,
         buffer=NUM_BUFFERS * layer_block if options.kv_offload else 0,
         adapters=adapter_bytes(model, shard, inputs.adapters, inputs.elem_bytes) if inputs.adapters else 0,
         feedback=inputs.feedback_elem_bytes * options.max_num_batched_tokens * model.hidden_size,

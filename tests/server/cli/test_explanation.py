@@ -1,0 +1,24 @@
+"""What ``tightwire explain`` says beside the AllReduces."""
+
+from pathlib import Path
+
+import pytest
+from helpers.model.family_models import make_family_folder
+
+from tightwire.model.families import family_named
+from tightwire.server.cli.explain import explain
+
+
+@pytest.mark.parametrize(("family", "times"), [("Gemma 3", 1), ("Llama", 0)])
+def test_blocks_by_kind_of_layer_of_a_model_with_windows(
+    family: str, times: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_family_folder(family_named(family), tmp_path)
+    flags = ["--tp", "2", "--max-model-len", "96", "--max-num-seqs", "16", "--max-num-batched-tokens", "16"]
+    assert explain([str(folder), *flags]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    line = (
+        "KV cache: a sequence of 96 tokens takes 6 for layers that attend to all tokens and at most 30 for those with a "
+        "window of 20 (a block: 16 tokens, 1 layers)"
+    )
+    assert shown.count(line) == shown.count("KV cache") == times
