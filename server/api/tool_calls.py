@@ -1,6 +1,6 @@
 """Finds tool calls in the text of an answer, piece by piece.
 
-It reads ``<tool_call>`` with an object (Hermes, Qwen) or a list of objects (SmolLM2), an object at the start or after
+It reads ``<tool_call>`` with an object (Hermes, Qwen) or a list of objects (SmolLM2), an object at the start, in a fence or after
 ``<|python_tag|>`` (Llama 3), ``[TOOL_CALLS]`` with a list of objects or ``name[ARGS]`` and an object (Mistral), and
 ``[name(key=value)]`` at the start (Llama 3.2, "pythonic"). What is not a call of a known tool stays text, and so does all that
 a model thinks between ``<think>`` and ``</think>``.
@@ -17,6 +17,7 @@ from tightwire.model.text.tokenizer import Tokenizer
 _MISTRAL = "[TOOL_CALLS]"
 _OPENERS = ("<tool_call>", "<|python_tag|>", _MISTRAL)
 _CLOSER = "</tool_call>"
+_FENCE, _FENCE_END = "```json", "```"  # around an object at the start, as Qwen2.5-Coder writes calls
 _THINK, _THINK_END = "<think>", "</think>"
 _BETWEEN = re.compile(r"(?:[\s,;\]}]|\[(?!T|\Z))*")  # two calls
 _NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
@@ -102,7 +103,11 @@ class CallReader:
         if self._thinks:
             yield from self._thought(at_end)
             return
-        if self._at_start and not at_end and _THINK.startswith(stripped):
+        if self._at_start and not at_end and (_THINK.startswith(stripped) or _FENCE.startswith(stripped)):
+            return
+        if self._at_start and stripped.startswith(_FENCE):
+            self._in_calls, self._text, self._at_start = True, stripped.removeprefix(_FENCE), False
+            self._skipped = _FENCE
             return
         if self._at_start and stripped[0] == "[" and not _is_json_list(stripped):
             if _PYTHONIC.match(stripped):
@@ -141,8 +146,8 @@ class CallReader:
         skipped = self._skipped + self._text[: len(self._text) - len(rest)]
         if rest.startswith("{"):
             self._call, self._text, self._skipped = _OpenCall(), rest, skipped
-        elif rest.startswith(_CLOSER):
-            self._in_calls, self._text, self._skipped = False, rest.removeprefix(_CLOSER).lstrip(), ""
+        elif closer := next((mark for mark in self._closers if rest.startswith(mark)), ""):
+            self._in_calls, self._text, self._skipped = False, rest.removeprefix(closer), ""
         elif rest.startswith(self._openers):  # the next call without the end of the last one
             self._skipped = next(opener for opener in self._openers if rest.startswith(opener))
             self._text = rest.removeprefix(self._skipped)
@@ -159,7 +164,12 @@ class CallReader:
     def _may_begin(self, rest: str) -> bool:
         """True if more text may make ``rest`` the beginning of a call or the end of one."""
         is_name = self._skipped == _MISTRAL and "{" not in rest and len(rest) < _NAMED_CHARS
-        return is_name or any(mark.startswith(rest) for mark in (_CLOSER, *self._openers))
+        return is_name or any(mark.startswith(rest) for mark in (*self._closers, *self._openers))
+
+    @property
+    def _closers(self) -> tuple[str, ...]:
+        """The marks that end calls. A fence around what is no call is text."""
+        return (_CLOSER, _FENCE_END) if self.num_calls else (_CLOSER,)
 
     def _continue_call(self, call: "_OpenCall") -> Iterator[Piece]:
         self._text = call.take(self._text)

@@ -90,6 +90,12 @@ def read(text: str, size: int, **options: Any) -> tuple[str, list[tuple[str, str
         ("<think>\n\n</think>\n\nHi <there>", "<think>\n\n</think>\n\nHi <there>", []),
         ("<think>[add(a=1)] </thin", "<think>[add(a=1)] </thin", []),
         ("<think> 1 </think>[add(a=1)]", "<think> 1 </think>", [("add", {"a": 1})]),
+        # Qwen2.5-Coder: a fence.
+        (f'```json\n{{\n  "name": "weather",\n  "arguments": {PARIS}\n}}\n```', "", [PARIS_CALL]),
+        (f'```json\n[{{"name": "weather", "arguments": {PARIS}}}]\n```\nDone.', "\nDone.", [PARIS_CALL]),
+        ('```json\n{"answer": 1}\n```\nDone.', '```json\n{"answer": 1}\n```\nDone.', []),
+        ("```json\n[1, 2]\n```", "```json\n[1, 2]\n```", []),
+        ("```python\nprint()\n```", "```python\nprint()\n```", []),
         # Braces that are missing or too many, as small models write them.
         (
             f'<tool_call>{{"name": "weather", "arguments": {PARIS}\n</tool_call>\n'
