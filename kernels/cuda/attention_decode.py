@@ -76,20 +76,7 @@ def attend_decode_rows(
     sum_TSHE, stat_TSH2 = _scratch(q_THE, rows_at_once, max_chunks)
     rows, keys = padded(per_kv_head, 16), keys_at_once(width, (q_THE if key_bias else k_cache_NKPE).dtype)
     num_stages = BIASED_STAGES if key_bias else NUM_STAGES
-    shape = AttentionShape(
-        num_heads,
-        num_kv_heads,
-        per_kv_head,
-        groups.skipped_heads,
-        head_dim,
-        width,
-        tokens_per_block,
-        rows,
-        keys,
-        cap_log2,
-        k_cache_NKPE.shape[3],
-        0 if key_bias is None else key_bias.cos_SN.shape[1],
-    )
+    shape = AttentionShape.of(q_THE, k_cache_NKPE, groups, (rows, keys), cap_log2, key_bias)
     tensors = (
         q_THE,
         k_cache_NKPE,

@@ -55,26 +55,12 @@ def attend_prefill_rows(
 ) -> None:
     """Compute the rows after the decode rows into ``out_THE``; one launch."""
     query_start_B1, context_lens_B, block_table_BM, first_row = sequences
-    num_tokens, num_heads, head_dim = q_THE.shape
-    _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
-    num_seqs, per_kv_head = len(context_lens_B), groups.heads_per_kv_head
+    num_tokens, _, head_dim = q_THE.shape
+    num_kv_heads, num_seqs, per_kv_head = k_cache_NKPE.shape[1], len(context_lens_B), groups.heads_per_kv_head
     width = padded(head_dim, 16)
     rows, keys, num_warps = tile_sizes(width, per_kv_head, q_THE.dtype)
     num_tiles = (num_tokens - first_row) // (rows // per_kv_head) + num_seqs
-    shape = AttentionShape(
-        num_heads,
-        num_kv_heads,
-        per_kv_head,
-        groups.skipped_heads,
-        head_dim,
-        width,
-        tokens_per_block,
-        rows,
-        keys,
-        cap_log2,
-        k_cache_NKPE.shape[3],
-        0 if key_bias is None else key_bias.cos_SN.shape[1],
-    )
+    shape = AttentionShape.of(q_THE, k_cache_NKPE, groups, (rows, keys), cap_log2, key_bias)
     biases = key_bias or 3 * [q_THE]
     tensors = q_THE, k_cache_NKPE, v_cache_NKPE, *biases, query_start_B1, context_lens_B, block_table_BM, out_THE
     strides = block_table_BM.stride(0), *q_THE.stride()[:2], k_cache_NKPE.stride(0)

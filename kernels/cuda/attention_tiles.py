@@ -9,11 +9,15 @@ row's state: the weights are 0 and the rescaling is 1.
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from tightwire.kernels.cuda.launch import padded
 from tightwire.kernels.cuda.numbers import INTERPRETED, narrowed, raw, widened
+from tightwire.kernels.spec.attention import HeadGroups, KeyBias
 
 LOWEST = tl.constexpr(-3.0e38)  # the maximum before any score: finite, because inf - inf is not 0
 _HIDDEN = tl.constexpr(float("-inf"))
@@ -35,6 +39,23 @@ class AttentionShape:
     cap_log2: float  # scores become cap * tanh(score / cap), in units of base-2 exponents; 0: they do not
     stored: int = 0  # numbers of a token's head in the cache; 0: head_dim
     turned: int = 0  # pairs of numbers of a key's bias that are rotated; 0: there is no bias
+
+    @classmethod
+    def of(
+        cls,
+        q_THE: Tensor,
+        k_cache_NKPE: Tensor,
+        groups: HeadGroups,
+        tile: tuple[int, int],
+        cap_log2: float,
+        key_bias: KeyBias | None,
+    ) -> Self:
+        """The shape for these tensors; ``tile``: its rows and keys."""
+        _, num_kv_heads, tokens_per_block, stored = k_cache_NKPE.shape
+        _, num_heads, head_dim = q_THE.shape
+        turned = 0 if key_bias is None else key_bias.cos_SN.shape[1]
+        heads = num_heads, num_kv_heads, *groups, head_dim, padded(head_dim, 16)
+        return cls(*heads, tokens_per_block, *tile, cap_log2, stored, turned)
 
     @property
     def head_numbers(self) -> int:
