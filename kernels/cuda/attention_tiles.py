@@ -53,9 +53,21 @@ class AttentionShape:
         """The shape for these tensors; ``tile``: its rows and keys."""
         _, num_kv_heads, tokens_per_block, stored = k_cache_NKPE.shape
         _, num_heads, head_dim = q_THE.shape
-        turned = 0 if key_bias is None else key_bias.cos_SN.shape[1]
-        heads = num_heads, num_kv_heads, *groups, head_dim, padded(head_dim, 16)
-        return cls(*heads, tokens_per_block, *tile, cap_log2, stored, turned)
+        rows, keys = tile
+        return cls(
+            num_heads,
+            num_kv_heads,
+            groups.heads_per_kv_head,
+            groups.skipped_heads,
+            head_dim,
+            padded(head_dim, 16),
+            tokens_per_block,
+            rows,
+            keys,
+            cap_log2,
+            stored,
+            0 if key_bias is None else key_bias.cos_SN.shape[1],
+        )
 
     @property
     def head_numbers(self) -> int:
