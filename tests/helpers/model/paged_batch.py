@@ -58,7 +58,10 @@ class PagedBatch:
         self.q_rows, self.keys, self.values = (list(column) for column in zip(*rows, strict=True))
 
     def arguments(self) -> Arguments:
-        """Queries, filled caches, query starts, context lengths, a table of shuffled blocks, and the scale."""
+        """Queries, filled caches, query starts, context lengths, a table of shuffled blocks, and the scale.
+
+        With a window the table names a block of garbage in place of those that no row reads.
+        """
         counts = [-(-length // self.tokens_per_block) for length in self.context_lens]
         num_blocks = sum(counts) + 3
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(self.seed)).int()
@@ -74,6 +77,9 @@ class PagedBatch:
                 block, offset = table[seq, position // self.tokens_per_block], position % self.tokens_per_block
                 k_cache[block, :, offset] = self.keys[seq][position]
                 v_cache[block, :, offset] = self.values[seq][position]
+            if self.window:  # blocks before the first row's window, and before the key tile where it begins, are gone
+                first_key = self.context_lens[seq] - self.query_lens[seq] + 1 - self.window
+                table[seq, : max(0, first_key) // 64 * 64 // self.tokens_per_block] = order[-1]
         lens = torch.tensor(self.query_lens, dtype=torch.int32)
         start = torch.cat([torch.zeros(1, dtype=torch.int32), lens.cumsum(0).int()])
         context = torch.tensor(self.context_lens, dtype=torch.int32)
