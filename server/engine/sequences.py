@@ -46,7 +46,7 @@ class Sequences:
 
     def admit(self, policy: int) -> None:
         """Start waiting sequences of this policy, in order, while they fit."""
-        wanted = sum(self._blocks_soon(request) - self._num_held(request) for request in self.running)
+        wanted = sum(self._blocks_soon(request) - self._num_held(request) for request in self.running if self.waiting)
         while self.waiting and self.waiting[0].policy == policy and len(self.running) < self._limits.max_num_seqs:
             if self.running and wanted >= self.pool.num_free:
                 return
@@ -95,7 +95,10 @@ class Sequences:
         request.num_computed = request.num_passed_blocks = request.num_entered_blocks = 0
 
     def _free_passed(self, request: Request) -> None:
-        groups, first = self._limits.groups, self._limits.first_block(request.num_computed)
+        groups = self._limits.groups
+        if not groups.num_sliding:
+            return
+        first = self._limits.first_block(request.num_computed)
         for index in range(request.num_passed_blocks, first):
             passed = slice(index * groups.num + groups.num_full, (index + 1) * groups.num)
             self.pool.free(block for block in request.blocks[passed] if block >= 0)

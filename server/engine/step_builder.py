@@ -110,8 +110,9 @@ def make_step(index: int, chunks: list[Chunk], limits: Limits, policy: int = 0) 
     """Pack the chunks into arrays, one sequence after the other."""
     token_ids: list[int] = []
     logit_rows: list[int] = []
-    groups, most = limits.groups, max(len(chunk.request.blocks) for chunk in chunks)
-    tables_LBM = np.zeros((groups.num, len(chunks), most // groups.num), "<i4")
+    groups, num_groups = limits.groups, limits.groups.num
+    most = max(len(chunk.request.blocks) for chunk in chunks) // num_groups
+    tables_LBM = np.zeros((num_groups, len(chunks), most), "<i4")
     for b, (request, start, end, scored, samples, draft) in enumerate(chunks):
         if scored:
             logit_rows.extend(range(len(token_ids) + scored.start - start, len(token_ids) + scored.stop - start))
@@ -119,7 +120,9 @@ def make_step(index: int, chunks: list[Chunk], limits: Limits, policy: int = 0) 
         if samples:
             logit_rows.extend(range(len(token_ids) - 1, len(token_ids) + len(draft)))
             token_ids.extend(draft)
-        tables_LBM[:, b, : len(request.blocks) // groups.num] = np.reshape(request.blocks, (-1, groups.num)).T
+        tables_LBM[:, b, : len(request.blocks) // num_groups] = (
+            np.frombuffer(request.blocks, "i4").reshape(-1, num_groups).T
+        )
     ends_B = np.array([chunk.start + chunk.num_rows for chunk in chunks])
     if groups.num_sliding:
         held_LBM = groups.held(np.array([chunk.start for chunk in chunks]), ends_B, limits.block_size)
