@@ -1,6 +1,6 @@
 # make serve     one command from a fresh clone to a served model
 # make test      every check and test that needs no GPU
-# make check     what `make test` begins with: ruff, pyright, import-linter, clang-format, house
+# make check     what `make test` begins with: ruff, pyright, import-linter, clang-format, house, docs/models.md
 # make house     files and lines of each floor, and what breaks the layout's rules; installs nothing
 # make sanitize  the kernels' tests with checks of addresses and undefined behavior, about 90 s of CPU
 # make docs      the site of the documentation, in build/site
@@ -55,6 +55,7 @@ check: $(installed_dev)
 	$(bin)/pyright
 	$(bin)/lint-imports
 	$(bin)/python tools/house.py
+	$(bin)/python tools/model_table.py --check
 
 # Files and lines of each floor, and everything that breaks the layout's rules (docs/architecture.md). Installs nothing.
 house:

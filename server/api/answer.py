@@ -77,8 +77,8 @@ class EventStream(StreamingResponse):
 
 
 def encode_frame(event: Struct) -> bytes:
-    """One event; its name is the struct's tag. JSON has no raw line break, so one ``data:`` line carries it."""
-    name = event.__struct_config__.tag
+    """One event; its name is the struct's tag or type. JSON has no raw line break, so one ``data:`` line carries it."""
+    name = event.__struct_config__.tag or getattr(event, "type", None)
     return (f"event: {name}\n".encode() if name else b"") + b"data: " + _encoder.encode(event) + b"\n\n"
 
 

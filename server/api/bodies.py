@@ -5,11 +5,11 @@ from typing import Any, Self
 from msgspec import UNSET, Struct, UnsetType
 
 from tightwire.model.text.tokenizer import TOKENIZER_CLASS, Tokenizer
-from tightwire.server.api.lora import ServedAdapter
 from tightwire.server.api.serving import ModelInfo
 from tightwire.server.api.trace import CommTotals
 from tightwire.server.ipc.engine_stats import ReplicaLoad
 from tightwire.server.ipc.messages import CommSetup
+from tightwire.server.plan.rank_setup import ServedAdapter
 
 
 class PromptTokensDetails(Struct, frozen=True):

@@ -37,10 +37,7 @@ _NO_ROUTE = "route_not_found"
 # Code and message for statuses of Starlette's router.
 _ROUTER_ERRORS = {
     404: (_NO_ROUTE, "there is no such route"),
-    405: (
-        "method_not_allowed",
-        "this route does not support this method; the Allow header lists the ones it supports",
-    ),
+    405: ("method_not_allowed", "this route does not support this method; the Allow header lists the ones it supports"),
 }
 
 # OpenAI's ``type`` for a status; any other 4xx is an invalid_request_error.

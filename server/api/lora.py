@@ -3,28 +3,16 @@
 import asyncio
 import contextlib
 import itertools
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from tightwire.model.adapters.peft import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from tightwire.server.api.errors import ApiError, invalid
 from tightwire.server.config.lora import AdapterOptions
 from tightwire.server.ipc.engine_client import EngineClient
+from tightwire.server.plan.rank_setup import ServedAdapter
 
 _MAX_NAME = 200
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServedAdapter:
-    """One version of an adapter. ``digest``: a digest of its files, for the fingerprint of answers."""
-
-    id: int
-    name: str
-    folder: str
-    digest: str
-    created: int = field(default_factory=lambda: int(time.time()))
 
 
 class Adapters:

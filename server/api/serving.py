@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.api.detokenize import TokenTable
 from tightwire.server.api.errors import unavailable
-from tightwire.server.api.lora import Adapters, ServedAdapter
+from tightwire.server.api.lora import Adapters
 from tightwire.server.api.metrics import Metrics
 from tightwire.server.config.lora import AdapterOptions
 from tightwire.server.config.serve import HttpOptions
 from tightwire.server.ipc.engine_client import EngineClient, EngineState, Phase
+from tightwire.server.plan.rank_setup import ServedAdapter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,8 @@ from tightwire.server.cli.remote import (
     parse_event,
 )
 from tightwire.server.cli.start import say
-from tightwire.server.config.flags import parse_flags
+from tightwire.server.config.flags import add_flags, make_options, parse_flags
+from tightwire.server.config.option import option, options_of
 
 _READ_TIMEOUT_S = 300.0  # longest silence within an answer
 _HELP = "/reset starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer\n"
@@ -33,14 +34,24 @@ _CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], None)
 _PRINTABLE = {code: to for code, to in _CONTROLS.items() if chr(code) not in "\n\t"}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatOptions:
+    """The flags of ``chat``."""
+
+    url: str = option("http://127.0.0.1:8000", "the server", metavar="URL")
+    model: str | None = option(None, "the model to talk to (the first one the server lists)", metavar="NAME")
+    api_key: str | None = option(None, "sent as a Bearer token", metavar="KEY")
+    system: str | None = option(None, "a system message that heads the conversation", metavar="TEXT")
+    temperature: float | None = option(0.2, "0: always the most likely token", metavar="T")
+    max_tokens: int | None = option(None, "longest answer (the server's default)", metavar="N")
+
+
 @dataclass(kw_only=True, slots=True)
 class Conversation:
     """The turns so far; asks the server for the next one."""
 
     remote: Remote
-    system: str | None = None
-    temperature: float | None = None
-    max_tokens: int | None = None
+    options: ChatOptions
     turns: list[dict[str, str]] = field(default_factory=list)
     num_tokens: int | None = None  # of the last answer, if the server says it
 
@@ -63,8 +74,9 @@ class Conversation:
                 self.turns.pop()
 
     def _body(self) -> dict[str, Any]:
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        options = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        given = self.options
+        system = [{"role": "system", "content": given.system}] if given.system else []
+        options = {"temperature": given.temperature, "max_tokens": given.max_tokens}
         return {
             "model": self.remote.model,
             "messages": [*system, *self.turns],
@@ -110,12 +122,13 @@ class Conversation:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0; 1 if the server cannot be used; 2 for invalid options."""
-    given = parse_flags(_parser(), sys.argv[1:] if argv is None else argv)
+    description = "Chat in the terminal with a running server."
+    parser = argparse.ArgumentParser(prog="tightwire chat", description=description, epilog=_HELP)
+    add_flags(parser, options_of(ChatOptions))
+    given = make_options(ChatOptions, parser, parse_flags(parser, sys.argv[1:] if argv is None else argv))
     try:
         remote = connect(given.url, model=given.model, api_key=given.api_key)
-        conversation = Conversation(
-            remote=remote, system=given.system, temperature=given.temperature, max_tokens=given.max_tokens
-        )
+        conversation = Conversation(remote=remote, options=given)
         if sys.stdin.isatty():
             return _talk(conversation)
         return _answer_lines(conversation, sys.stdin)
@@ -124,21 +137,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tightwire chat", description="Chat in the terminal with a running server.", epilog=_HELP
-    )
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
-    parser.add_argument("--model", metavar="NAME", help="the model to talk to (the first one the server lists)")
-    parser.add_argument("--api-key", metavar="KEY", help="sent as a Bearer token")
-    parser.add_argument("--system", metavar="TEXT", help="a system message that heads the conversation")
-    parser.add_argument(
-        "--temperature", type=float, default=0.2, metavar="T", help="0: always the most likely token (%(default)s)"
-    )
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (the server's default)")
-    return parser
 
 
 def _talk(conversation: Conversation) -> int:

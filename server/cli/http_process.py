@@ -15,7 +15,7 @@ from typing import Any
 from tightwire.comm.group.numa import describe_numbers
 from tightwire.kernels.cpu.library import level
 from tightwire.server.api.errors import ApiError
-from tightwire.server.api.lora import Adapters, ServedAdapter
+from tightwire.server.api.lora import Adapters
 from tightwire.server.api.schemas import SamplingBody
 from tightwire.server.api.serving import ModelHolder, ModelInfo
 from tightwire.server.cli.progress import Progress
@@ -28,7 +28,7 @@ from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ipc.messages import Ready
 from tightwire.server.plan.comm_decision import describe_choices
 from tightwire.server.plan.devices import process_age_s
-from tightwire.server.plan.rank_setup import PlannedAdapter, rank_name
+from tightwire.server.plan.rank_setup import rank_name
 from tightwire.server.plan.run_plan import Decision
 from tightwire.server.ranks.processes import Ranks
 from tightwire.server.ranks.ranked_engine import RankedEngine, RankFailedError
@@ -128,7 +128,7 @@ class _Server:
             activations=decision.plan.activations,
             kernels=level() if decision.plan.device == "cpu" else "",
             default_seed=options.seed,
-            adapters=Adapters([_served(adapter) for adapter in planned.loaded] if planned else ()),
+            adapters=Adapters(planned.loaded if planned else ()),
         )
         if taken := next(filter(info.adapter, info.names), None):
             raise ValueError(f"--lora {taken}: the base model has this name; give another, or --served-model-name")
@@ -206,10 +206,6 @@ class _Server:
         elif now - self._first_signal_s > _SAME_SIGNAL_S:
             self._ranks.kill()
             os._exit(128 + number)
-
-
-def _served(adapter: PlannedAdapter) -> ServedAdapter:
-    return ServedAdapter(id=adapter.id, name=adapter.name, folder=adapter.folder, digest=adapter.digest)
 
 
 def _sampling(generation: Mapping[str, Any]) -> dict[str, float]:

@@ -3,13 +3,12 @@
 import asyncio
 import secrets
 import sys
-from typing import TextIO
 
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.api.detokenize import Detokenizer, TokenTable
 from tightwire.server.cli.progress import Progress, Speed
-from tightwire.server.cli.start import say
+from tightwire.server.cli.start import AnswerOptions, say
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.ipc.engine_client import EngineUnavailableError
 from tightwire.server.ipc.messages import AddRequest
@@ -17,20 +16,10 @@ from tightwire.server.ranks.processes import Ranks
 from tightwire.server.ranks.ranked_engine import RankedEngine, RankFailedError
 
 
-def generate(
-    config: ServeConfig,
-    ranks: Ranks,
-    progress: Progress,
-    prompt: str,
-    *,
-    max_tokens: int,
-    temperature: float,
-    chat: bool = False,
-    out: TextIO = sys.stdout,
-) -> int:
-    """Continue ``prompt``. Exit code 0; 2 if refused, 1 if a rank is lost."""
+def generate(config: ServeConfig, ranks: Ranks, progress: Progress, answer: AnswerOptions) -> int:
+    """Continue the prompt. Exit code 0; 2 if refused, 1 if a rank is lost."""
     try:
-        asyncio.run(_generate(config, ranks, progress, prompt, max_tokens, temperature, chat, out))
+        asyncio.run(_generate(config, ranks, progress, answer))
     except ValueError as refusal:
         progress.say(f"tightwire generate: {refusal}")
         return 2
@@ -42,36 +31,28 @@ def generate(
     return 0
 
 
-async def _generate(
-    config: ServeConfig,
-    ranks: Ranks,
-    progress: Progress,
-    prompt: str,
-    max_tokens: int,
-    temperature: float,
-    chat: bool,
-    out: TextIO,
-) -> None:
+async def _generate(config: ServeConfig, ranks: Ranks, progress: Progress, answer: AnswerOptions) -> None:
     async with RankedEngine(config, ranks, progress) as engine:
         _, decision, tokenizer = await engine.start()
         request = AddRequest(
             id="generate",
-            prompt_token_ids=_encode(tokenizer, prompt, chat, max_tokens, decision.plan.max_model_len),
+            prompt_token_ids=_encode(tokenizer, answer, decision.plan.max_model_len),
             params=SamplingParams(
-                max_tokens=max_tokens,
-                temperature=temperature,
+                max_tokens=answer.max_tokens,
+                temperature=answer.temperature,
                 seed=config.model.seed or secrets.randbits(63),
             ),
             adapter=adapters.loaded[0].id if (adapters := decision.plan.adapters) else 0,
         )
         await engine.wait_ready()
         progress.close()
-        await engine.guard(_print_answer(engine, request, tokenizer, out, after_text=not chat))
+        await engine.guard(_print_answer(engine, request, tokenizer, after_text=not answer.chat))
         await engine.stop()
 
 
-def _encode(tokenizer: Tokenizer, prompt: str, chat: bool, max_tokens: int, max_model_len: int) -> list[int]:
-    ids = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
+def _encode(tokenizer: Tokenizer, answer: AnswerOptions, max_model_len: int) -> list[int]:
+    messages = [{"role": "user", "content": answer.prompt}]
+    ids = tokenizer.encode_chat(messages) if answer.chat else tokenizer.encode(answer.prompt)
     if not ids:
         raise ValueError("the prompt has no tokens; give at least one word")
     room = max_model_len - len(ids)
@@ -80,19 +61,17 @@ def _encode(tokenizer: Tokenizer, prompt: str, chat: bool, max_tokens: int, max_
             f"the prompt has {len(ids)} tokens, and the context holds {max_model_len} for prompt and answer; "
             f"shorten it to at most {max_model_len - 1}"
         )
-    if max_tokens > room:
+    if answer.max_tokens > room:
         raise ValueError(
-            f"{len(ids)} prompt tokens and --max-tokens {max_tokens} exceed the context of {max_model_len}; "
+            f"{len(ids)} prompt tokens and --max-tokens {answer.max_tokens} exceed the context of {max_model_len}; "
             f"shorten the prompt or ask for at most {room}"
         )
     return ids
 
 
-async def _print_answer(
-    engine: RankedEngine, request: AddRequest, tokenizer: Tokenizer, out: TextIO, *, after_text: bool
-) -> None:
+async def _print_answer(engine: RankedEngine, request: AddRequest, tokenizer: Tokenizer, *, after_text: bool) -> None:
     detokenizer = Detokenizer(TokenTable(tokenizer.backend), after_text=after_text)
-    speed = Speed()
+    speed, out = Speed(), sys.stdout
     async for output in engine.client.submit([request]):
         if output.finish_reason == "error":
             raise ValueError(output.message)

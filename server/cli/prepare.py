@@ -4,30 +4,26 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tightwire.model.weights import WEIGHT_CODECS
 from tightwire.server.cli.start import interrupts_end_at_once
 from tightwire.server.config.flags import add_flags, fields_of, parse
 
-_GROUPS = ("model", "parallel")
-_OPTIONS = ("tp", "tp_split", "dtype", "quantization", "seed")
+_GROUPS = ("model", "parallel", "weights")
+_OPTIONS = ("tp", "tp_split", "dtype", "quantization", "weight_codec", "seed")
 
 
 def prepare(argv: Sequence[str]) -> int:
     """``tightwire prepare``: the folder's path on standard output. Exit code 1: disk error or damage, 2: refused."""
     parser = _make_parser()
     config, args = parse(parser, argv, _GROUPS)
-    if args.check and (args.out is not None or set(vars(args)) & {*_OPTIONS, "weight_codec", "force"}):
+    if args.check and (args.out is not None or set(vars(args)) & {*_OPTIONS, "force"}):
         parser.error("--check takes only the prepared folder: tightwire prepare --check OUT")
     if not args.check and args.out is None:
         parser.error("the following arguments are required: OUT")
-    given = vars(args)
     with interrupts_end_at_once():
         from tightwire.server.cli import prepared_folder
     if args.check:
         return prepared_folder.check(Path(args.model))
-    return prepared_folder.run(
-        config, given["out"], weight_codec=given.get("weight_codec", "none"), force=given.get("force", False)
-    )
+    return prepared_folder.run(config, args.out, force="force" in args)
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -43,12 +39,6 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("out", nargs="?", default=None, type=Path, metavar="OUT", help="the folder to write")
     options = fields_of(_GROUPS)
     add_flags(parser, {name: options[name] for name in _OPTIONS})
-    parser.add_argument(
-        "--weight-codec",
-        choices=tuple(WEIGHT_CODECS),
-        help="codec of the layers' unpacked matrices on disk; they are decoded after the transfer, so it saves transferred "
-        "bytes, not memory (default: none)",
-    )
     parser.add_argument(
         "--force", action="store_true", help="replace an existing prepared folder once the new one is complete"
     )

@@ -20,7 +20,7 @@ from tightwire.server.plan.setting import choose_dtype
 from tightwire.sizes import format_bytes
 
 
-def run(config: ServeConfig, out: Path, *, weight_codec: str = "none", force: bool = False) -> int:
+def run(config: ServeConfig, out: Path, *, force: bool = False) -> int:
     """Make the folder ``out``. Exit code 0; 2 if refused, 1 after a disk error, 130 and 143 after a signal."""
 
     def work(progress: Progress) -> None:
@@ -35,7 +35,7 @@ def run(config: ServeConfig, out: Path, *, weight_codec: str = "none", force: bo
             shares=config.parallel.tp_split,
             dtype=choose_dtype(config.model, checkpoint.config, device),
             quantization=config.model.quantization,
-            codec=WEIGHT_CODECS[weight_codec],
+            codec=WEIGHT_CODECS[config.weights.weight_codec],
         )
         manifest = make_folder(checkpoint, out, options, force=force, progress=progress.stage, say=progress.say)
         progress.close()

@@ -5,18 +5,34 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import open_wire
 from tightwire.kernels.cpu.library import available
 from tightwire.server.cli.progress import Progress
+from tightwire.server.config.option import REQUIRED, option, require
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.hosts.place import HostPlace
 from tightwire.server.plan.setting import refuse_early
 
 if TYPE_CHECKING:
     from tightwire.server.ranks.processes import Ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerOptions:
+    """The arguments of ``generate`` alone."""
+
+    prompt: str = option(REQUIRED, "the text to continue; with --chat, a message", metavar="PROMPT", flag="prompt")
+    max_tokens: int = option(128, "tokens to add", metavar="N", least=1)
+    temperature: float = option(0.0, "0: always the most likely token", metavar="T", least=0)
+    chat: bool = option(False, "send PROMPT as a user's message, in the model's chat template")
+    lora: str | None = option(None, "answer with this LoRA adapter, a folder that PEFT wrote", metavar="FOLDER")
+
+    def __post_init__(self) -> None:
+        require(self.lora != "", "lora", self.lora, "left out, or not empty")
 
 
 @contextlib.contextmanager

@@ -27,8 +27,8 @@ class WeightOptions:
     )
     weight_codec: str = option(
         "none",
-        "codec of the unpacked matrices of streamed layers, in storage and during the transfer; a prepared folder has its "
-        "own",
+        "codec of the unpacked matrices of streamed layers, in storage and during the transfer: it saves transferred bytes, not "
+        "memory. A prepared folder keeps the one that it was made with",
         tuple(WEIGHT_CODECS),
     )
     stream_layers: int | None = option(

@@ -6,15 +6,17 @@ stream, so the two never differ.
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from msgspec import Struct, UnsetType
+from pydantic import ConfigDict
 
 from tightwire.server.api.answer import StreamUsage
 from tightwire.server.api.bodies import Usage
 from tightwire.server.api.chat import ChatDialect
 from tightwire.server.api.errors import ApiError
+from tightwire.server.api.fields import Fields
 from tightwire.server.api.generation import Delta
 from tightwire.server.api.schemas import PROGRESS, ChatBody, Message, SamplingBody, StreamOptions, TextPart
 from tightwire.server.api.serving import ServedModel
@@ -26,6 +28,21 @@ from tightwire.server.api.trace import TightwireExtra
 _TEXT = -1  # in place of a call's number
 
 
+class OtherTool(Fields):
+    """A tool whose schema or execution is the API's own, such as web_search. It is ignored, and the response header says so."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: str
+
+
+def other_tools(tools: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    """Path and name of each tool that is ignored."""
+    for index, tool in enumerate(tools):
+        if isinstance(tool, OtherTool):
+            yield f"tools[{index}].{tool.type}", tool.type
+
+
 class AdaptedBody(SamplingBody):
     """A request body that has the meaning of a chat's."""
 
@@ -34,8 +51,8 @@ class AdaptedBody(SamplingBody):
         """The chat that this body asks for. Raises ApiError 400."""
 
     @abstractmethod
-    def tool_indexes(self) -> list[int]:
-        """The place in ``tools`` of each function that the chat got."""
+    def functions(self) -> Mapping[int, Any]:
+        """The tools that the answer may call, by their place in ``tools``."""
 
     def ignored_values(self) -> Iterator[tuple[str, str]]:
         if self.tightwire.progress:
@@ -84,7 +101,7 @@ class AdaptedDialect(ChatDialect):
 
     def __init__(self, asked: AdaptedBody, model: ServedModel) -> None:
         super().__init__(asked.to_chat(), model)
-        self._tool_indexes = asked.tool_indexes()
+        self._tool_indexes = list(asked.functions())
         self._open: int | None = None  # the number of the open part's call
         self.num_calls = 0
         self.finish_reason = ""

@@ -4,14 +4,15 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, Tag
+from pydantic import BeforeValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from tightwire.server.api.errors import invalid
 from tightwire.server.api.fields import Fields, told_apart
 from tightwire.server.api.schemas import UNSUPPORTED_EXTENSIONS, Body, ChatBody, Message, Stop
 from tightwire.server.api.structured import Schema
-from tightwire.server.dialects.adapted import AdaptedBody, add_call, chat_tool, schema_format, text_message
+from tightwire.server.dialects import adapted
+from tightwire.server.dialects.adapted import OtherTool, other_tools, text_message
 
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mcp_servers": (([],), "this server calls no MCP servers"),
@@ -103,16 +104,8 @@ class CustomTool(Fields):
     cache_control: Any = None
 
 
-class ServerTool(Fields):
-    """A tool whose schema or execution is Anthropic's. It is ignored, and the response header says so."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    type: str
-
-
 _Tool = Annotated[
-    Annotated[CustomTool, Tag("~custom")] | Annotated[ServerTool, Tag("~other")],
+    Annotated[CustomTool, Tag("~custom")] | Annotated[OtherTool, Tag("~other")],
     told_apart(lambda tool: "custom" if tool.get("type") in (None, "custom") else "other", "objects with a name"),
 ]
 
@@ -146,9 +139,7 @@ class ConversationFields(Body):
 
     def ignored_values(self) -> Iterator[tuple[str, str]]:
         yield from super().ignored_values()
-        for index, tool in enumerate(self.tools):
-            if isinstance(tool, ServerTool):
-                yield f"tools[{index}].{tool.type}", tool.type
+        yield from other_tools(self.tools)
 
     def chat_fields(self) -> dict[str, Any]:
         """The chat's fields that these make. Raises ApiError 400."""
@@ -162,7 +153,9 @@ class ConversationFields(Body):
         last = messages[-1]
         return {
             "messages": messages,
-            "tools": [chat_tool(tool.name, tool.description, tool.input_schema) for tool in self.functions().values()],
+            "tools": [
+                adapted.chat_tool(tool.name, tool.description, tool.input_schema) for tool in self.functions().values()
+            ],
             "tool_choice": choices[chosen.type],
             "parallel_tool_calls": not chosen.disable_parallel_tool_use,
             "continue_final_message": last.role == "assistant" and not last.tool_calls and bool(last.content),
@@ -184,7 +177,7 @@ class ConversationFields(Body):
                 _add_text(messages, turn.role, texts)
             for block in turn.content:
                 if isinstance(block, ToolUseBlock):
-                    add_call(messages, block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+                    adapted.add_call(messages, block.id, block.name, json.dumps(block.input, ensure_ascii=False))
         if len(messages) == num_system:
             raise invalid("messages is empty: no message has text, a tool_use or a tool_result", "messages")
         return messages
@@ -205,7 +198,7 @@ class CountTokensBody(ConversationFields):
     unsupported: ClassVar[Any] = {}
 
 
-class MessagesBody(ConversationFields, AdaptedBody):
+class MessagesBody(ConversationFields, adapted.AdaptedBody):
     """``thinking`` and ``cache_control`` are ignored; cached prefixes are found without them."""
 
     unsupported: ClassVar[Any] = UNSUPPORTED
@@ -214,14 +207,11 @@ class MessagesBody(ConversationFields, AdaptedBody):
     stop_sequences: Stop = Field(default_factory=list)
     output_config: OutputConfig | None = Field(None, description="The form of the answer.")
 
-    def tool_indexes(self) -> list[int]:
-        return list(self.functions())
-
     def to_chat(self) -> ChatBody:
         form = self.output_config.format if self.output_config is not None else None
         return self.make_chat(
             **self.chat_fields(),
             max_tokens=self.max_tokens,
             stop=self.stop_sequences,
-            response_format=schema_format(form.schema_) if form is not None else None,
+            response_format=adapted.schema_format(form.schema_) if form is not None else None,
         )

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -107,40 +107,23 @@ class ResponseBody(Struct, kw_only=True):
     tightwire: TightwireExtra | UnsetType = UNSET
 
 
-class Event(Struct, tag_field="type"):
+class Event(Struct):
     """``sequence_number`` counts the events of a stream from 0."""
 
     sequence_number: int
 
 
 class ResponseEvent(Event):
+    type: Literal[
+        "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
+    ]
     response: ResponseBody
 
 
-class Created(ResponseEvent, tag="response.created"): ...
-
-
-class InProgress(ResponseEvent, tag="response.in_progress"): ...
-
-
-class Completed(ResponseEvent, tag="response.completed"): ...
-
-
-class Incomplete(ResponseEvent, tag="response.incomplete"): ...
-
-
-class Failed(ResponseEvent, tag="response.failed"): ...
-
-
 class ItemEvent(Event):
+    type: Literal["response.output_item.added", "response.output_item.done"]
     output_index: int
     item: OutputMessage | OutputCall
-
-
-class ItemAdded(ItemEvent, tag="response.output_item.added"): ...
-
-
-class ItemDone(ItemEvent, tag="response.output_item.done"): ...
 
 
 class InItemEvent(Event):
@@ -154,34 +137,29 @@ class InTextEvent(InItemEvent):
 
 class PartEvent(InTextEvent):
     part: OutputText
+    type: Literal["response.content_part.added", "response.content_part.done"]
 
 
-class PartAdded(PartEvent, tag="response.content_part.added"): ...
-
-
-class PartDone(PartEvent, tag="response.content_part.done"): ...
-
-
-class TextDelta(InTextEvent, tag="response.output_text.delta"):
+class TextDelta(InTextEvent, tag_field="type", tag="response.output_text.delta"):
     delta: str
     logprobs: list[ChatLogprob]
 
 
-class TextDone(InTextEvent, tag="response.output_text.done"):
+class TextDone(InTextEvent, tag_field="type", tag="response.output_text.done"):
     text: str
     logprobs: list[ChatLogprob]
 
 
-class ArgumentsDelta(InItemEvent, tag="response.function_call_arguments.delta"):
+class ArgumentsDelta(InItemEvent, tag_field="type", tag="response.function_call_arguments.delta"):
     delta: str
 
 
-class ArgumentsDone(InItemEvent, tag="response.function_call_arguments.done"):
+class ArgumentsDone(InItemEvent, tag_field="type", tag="response.function_call_arguments.done"):
     name: str
     arguments: str
 
 
-class ErrorEvent(Event, tag="error"):
+class ErrorEvent(Event, tag_field="type", tag="error"):
     """``error`` makes OpenAI's clients raise; the other fields are the event's own."""
 
     code: str | None
@@ -190,9 +168,11 @@ class ErrorEvent(Event, tag="error"):
     error: ErrorDetail
 
 
-EVENTS = (
-    *(Created, InProgress, Completed, Incomplete, Failed, ItemAdded, ItemDone, PartAdded, PartDone),
-    *(TextDelta, TextDone, ArgumentsDelta, ArgumentsDone, ErrorEvent),
+EVENTS = (ResponseEvent, ItemEvent, PartEvent, TextDelta, TextDone, ArgumentsDelta, ArgumentsDone, ErrorEvent)
+# Fields of a request that its response repeats.
+_REPEATED = (
+    *("instructions", "tool_choice", "parallel_tool_calls", "temperature", "top_p", "presence_penalty"),
+    *("frequency_penalty", "max_output_tokens", "metadata", "safety_identifier", "prompt_cache_key"),
 )
 
 
@@ -218,35 +198,25 @@ class ResponsesDialect(AdaptedDialect):
             created_at=created,
             model=self.model_name,
             output=[],
-            instructions=asked.instructions,
             text={"format": {"type": "text"}} | text,
             tools=[
                 {**dict.fromkeys(("description", "parameters", "strict")), **tool.model_dump()} for tool in functions
             ],
-            tool_choice=asked.tool_choice,
-            parallel_tool_calls=asked.parallel_tool_calls,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            presence_penalty=asked.presence_penalty,
-            frequency_penalty=asked.frequency_penalty,
             top_logprobs=asked.top_logprobs or 0,
-            max_output_tokens=asked.max_output_tokens,
-            metadata=asked.metadata,
-            safety_identifier=asked.safety_identifier,
-            prompt_cache_key=asked.prompt_cache_key,
+            **{name: getattr(asked, name) for name in _REPEATED},
         )
         self._num_events = 0
         self._logprobs_to_send: list[ChatLogprob] = []
 
     def begin(self, usage: Usage) -> Iterator[Struct]:
-        yield Created(sequence_number=self._count(), response=self._response)
-        yield InProgress(sequence_number=self._count(), response=self._response)
+        yield ResponseEvent(self._count(), "response.created", self._response)
+        yield ResponseEvent(self._count(), "response.in_progress", self._response)
 
     def open_text(self) -> Iterator[Struct]:
         message = OutputMessage(new_call_id("msg"), [])
         yield from self._add(message)
         message.content.append(OutputText("", [], []))
-        yield PartAdded(**self._place(), part=message.content[0])
+        yield PartEvent(**self._place(), part=message.content[0], type="response.content_part.added")
 
     def open_call(self, name: str) -> Iterator[Struct]:
         return self._add(OutputCall(new_call_id("fc"), new_call_id("call"), name))
@@ -270,8 +240,8 @@ class ResponsesDialect(AdaptedDialect):
         else:
             part = item.content[0]
             yield TextDone(**self._place(), text=part.text, logprobs=part.logprobs)
-            yield PartDone(**self._place(), part=part)
-        yield ItemDone(sequence_number=self._count(), output_index=self._index, item=item)
+            yield PartEvent(**self._place(), part=part, type="response.content_part.done")
+        yield ItemEvent(self._count(), "response.output_item.done", self._index, item)
 
     def finished(self, usage: Usage, extra: TightwireExtra | UnsetType) -> ResponseBody:
         if not self._response.output:  # clients expect a message, even an empty one
@@ -283,16 +253,14 @@ class ResponsesDialect(AdaptedDialect):
         if not self._response.output:
             yield from self._empty_message()
         response = self._end(usage, extra)
-        kind = Completed if response.status == "completed" else Incomplete
-        yield kind(sequence_number=self._count(), response=response)
+        completed = response.status == "completed"
+        yield ResponseEvent(self._count(), "response.completed" if completed else "response.incomplete", response)
 
     def failure(self, error: ApiError, usage: Usage) -> Iterator[Struct]:
         detail = error.body().error
         self._response.status, self._response.error = "failed", Failure("server_error", error.message)
-        yield Failed(sequence_number=self._count(), response=self._response)
-        yield ErrorEvent(
-            sequence_number=self._count(), code=detail.code, message=detail.message, param=detail.param, error=detail
-        )
+        yield ResponseEvent(self._count(), "response.failed", self._response)
+        yield ErrorEvent(self._count(), detail.code, detail.message, detail.param, detail)
 
     def take_logprobs(self, delta: Delta) -> None:
         if self.body.num_logprobs is not None:
@@ -320,7 +288,7 @@ class ResponsesDialect(AdaptedDialect):
 
     def _add(self, item: OutputMessage | OutputCall) -> Iterator[Struct]:
         self._response.output.append(item)
-        yield ItemAdded(sequence_number=self._count(), output_index=self._index, item=item)
+        yield ItemEvent(self._count(), "response.output_item.added", self._index, item)
 
     def _place(self) -> dict[str, Any]:
         """The fields of an event inside the last item."""

@@ -3,14 +3,15 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, Tag
+from pydantic import BeforeValidator, Field, Tag
 
 from tightwire.server.api.errors import invalid
 from tightwire.server.api.fields import Fields, refusal, told_apart
 from tightwire.server.api.schemas import UNSUPPORTED_EXTENSIONS, ChatBody, Message, NumLogprobs, Stop, StreamOptions
 from tightwire.server.api.structured import ResponseFormat, Schema
 from tightwire.server.api.tools import Name
-from tightwire.server.dialects.adapted import AdaptedBody, add_call, chat_tool, schema_format, text_message
+from tightwire.server.dialects import adapted
+from tightwire.server.dialects.adapted import OtherTool, other_tools, text_message
 
 _STATELESS = "this server stores no responses; send the whole conversation as input"
 _IN_CHAT = "it is a field of chat completions; in this API use "
@@ -144,14 +145,6 @@ class FunctionTool(Fields):
     strict: bool | None = Field(None, description="Repeated in the response; demanded calls follow the schema anyway.")
 
 
-class OtherTool(Fields):
-    """A tool that OpenAI's servers run, such as web_search. It is ignored, and the response header says so."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    type: str
-
-
 AnyTool = Annotated[
     Annotated[FunctionTool, Tag("~function")] | Annotated[OtherTool, Tag("~other")],
     told_apart(lambda tool: "function" if tool.get("type") == "function" else "other", "objects with a type"),
@@ -198,7 +191,7 @@ _Choice = Annotated[
 _Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 
-class ResponsesBody(AdaptedBody):
+class ResponsesBody(adapted.AdaptedBody):
     """``store`` is always false. ``reasoning``, ``truncation`` and ``service_tier`` are ignored."""
 
     unsupported: ClassVar[Any] = UNSUPPORTED
@@ -222,20 +215,14 @@ class ResponsesBody(AdaptedBody):
 
     def ignored_values(self) -> Iterator[tuple[str, str]]:
         yield from super().ignored_values()
-        for index, tool in enumerate(self.tools):
-            if isinstance(tool, OtherTool):
-                yield f"tools[{index}].{tool.type}", tool.type
+        yield from other_tools(self.tools)
 
     def functions(self) -> dict[int, FunctionTool]:
-        """The functions that the answer may call, by their place in ``tools``."""
         functions = {index: tool for index, tool in enumerate(self.tools) if isinstance(tool, FunctionTool)}
         if self._choice_type == "allowed_tools":
             names = [tool.get("name") for tool in self.tool_choice["tools"] if tool.get("type") == "function"]
             functions = {index: tool for index, tool in functions.items() if tool.name in names}
         return functions
-
-    def tool_indexes(self) -> list[int]:
-        return list(self.functions())
 
     def to_chat(self) -> ChatBody:
         functions = self.functions().values()
@@ -245,7 +232,7 @@ class ResponsesBody(AdaptedBody):
             max_tokens=self.max_output_tokens,
             stop=self.stop,
             response_format=self._format(),
-            tools=[chat_tool(tool.name, tool.description, tool.parameters) for tool in functions],
+            tools=[adapted.chat_tool(tool.name, tool.description, tool.parameters) for tool in functions],
             tool_choice=self._chat_choice(),
             parallel_tool_calls=self.parallel_tool_calls,
             logprobs=wants_logprobs,
@@ -259,7 +246,7 @@ class ResponsesBody(AdaptedBody):
             if isinstance(item, InputMessage):
                 messages.append(text_message(item.role, *_texts(item.content)))
             elif isinstance(item, CallItem):
-                add_call(messages, item.call_id, item.name, item.arguments)
+                adapted.add_call(messages, item.call_id, item.name, item.arguments)
             elif isinstance(item, CallOutputItem):
                 messages.append(text_message("tool", *_texts(item.output), call_id=item.call_id))
         if len(messages) == num_instructions:
@@ -284,5 +271,5 @@ class ResponsesBody(AdaptedBody):
             message = "text.format.schema belongs to the type json_schema, and that type needs it"
             raise invalid(message, "text.format.schema")
         if given.schema_ is not None:
-            return schema_format(given.schema_)
+            return adapted.schema_format(given.schema_)
         return ResponseFormat.model_construct(type=given.type)

@@ -12,16 +12,8 @@ from tightwire.server.hosts.messages import Hello
 from tightwire.server.plan.rank_setup import RunPlan
 
 CONNECT_S = 3.0
-_EQUAL = (
-    "device",
-    "dtype",
-    "kv_dtype",
-    "sum_dtype",
-    "activations",
-    "weights",
-    "overlap",
-    "plan_ahead",
-)  # of the nodes' plans
+# Fields of the nodes' plans.
+_EQUAL = ("device", "dtype", "kv_dtype", "sum_dtype", "activations", "weights", "overlap", "plan_ahead")
 
 
 def name_node(hello: Hello) -> str:

@@ -18,13 +18,7 @@ from tightwire.comm.link.wire import LinkFacts, network_facts
 from tightwire.model.open import Checkpoint
 from tightwire.server.hosts import messages
 from tightwire.server.hosts.channel import Channel, LostError, accept_channels, meet
-from tightwire.server.hosts.checks import (
-    measure,
-    merge_plans,
-    name_node,
-    objection_to,
-    probe,
-)
+from tightwire.server.hosts.checks import measure, merge_plans, name_node, objection_to, probe
 from tightwire.server.hosts.files import ModelFiles, list_files, read_piece
 from tightwire.server.hosts.place import joined, keep_probe, listen
 from tightwire.server.hosts.side import SHOW_S, Joining, Side, model_facts

@@ -50,9 +50,8 @@ def _note_ignored(path: str, name: str, kind: type[Body], serving: Serving) -> N
         message = f"unknown field {_shown(path)!r}, which this server's --strict-fields refuses{hint}"
         raise invalid(message, _shown(path), "unknown_parameter")
     logged.add(field)
-    level = (
-        logging.INFO if is_label else logging.WARNING
-    )  # many clients send labels; another name may be a typing error
+    # Many clients send labels; another name may be a typing error.
+    level = logging.INFO if is_label else logging.WARNING
     _log.log(level, "ignored the field %r of a request (logged once per field)%s", _shown(field), hint)
 
 

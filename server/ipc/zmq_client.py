@@ -9,7 +9,6 @@ import zmq.asyncio
 
 from tightwire.comm.ledger.ledger import Latency
 from tightwire.comm.ledger.recording import RankEvents
-from tightwire.server.ipc.adapter_loads import AdapterLoads
 from tightwire.server.ipc.channels import bind_receiver, connect_sender
 from tightwire.server.ipc.engine_client import EngineState, EngineUnavailableError, Phase, QueueFullError
 from tightwire.server.ipc.engine_stats import EngineStats
@@ -29,7 +28,7 @@ from tightwire.server.ipc.messages import (
     ToEngine,
     UnloadAdapter,
 )
-from tightwire.server.ipc.recordings import Recordings
+from tightwire.server.ipc.rank_answers import AdapterLoads, Recordings
 
 _Inbox = asyncio.Queue[Output | None]  # None: the engine is dead; ``state`` has the reason
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from tightwire.model.adapters.peft import adapter_digest, open_adapter
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.server.config.lora import AdapterOptions
-from tightwire.server.plan.rank_setup import AdapterPlan, PlannedAdapter
+from tightwire.server.plan.rank_setup import AdapterPlan, ServedAdapter
 from tightwire.sizes import format_bytes
 
 
@@ -22,13 +22,7 @@ def plan_adapters(options: AdapterOptions, model: LlamaConfig) -> AdapterPlan | 
                 f"--max-lora-rank {max_rank}: the adapter {name!r} has rank {adapter.rank}; give at least that"
             )
     loaded = tuple(
-        PlannedAdapter(
-            id=number,
-            slot=number - 1,
-            name=name,
-            folder=str(adapter.folder),
-            digest=adapter_digest(adapter.folder),
-        )
+        ServedAdapter(id=number, name=name, folder=str(adapter.folder), digest=adapter_digest(adapter.folder))
         for number, (name, adapter) in enumerate(opened, start=1)
     )
     return AdapterPlan(num_slots=options.num_slots, max_rank=max_rank, loaded=loaded)

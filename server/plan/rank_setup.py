@@ -1,5 +1,7 @@
 """The two lines of JSON that a rank process reads from standard input: its identity, then its work."""
 
+import time
+
 import msgspec
 
 from tightwire.comm.link.link import Link
@@ -40,14 +42,19 @@ class NamedPolicy(msgspec.Struct, frozen=True):
     library_policy: Policy | None = None  # used if peer memory is unavailable; None: refuse to start
 
 
-class PlannedAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """A LoRA adapter that every rank loads at start."""
+class ServedAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """One version of a LoRA adapter. ``digest``: a digest of its files, for the fingerprint of answers."""
 
     id: int
-    slot: int
     name: str
     folder: str
     digest: str
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
+
+    @property
+    def slot(self) -> int:
+        """The slot of an adapter that every rank loads at start."""
+        return self.id - 1
 
 
 class AdapterPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +62,7 @@ class AdapterPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     num_slots: int
     max_rank: int
-    loaded: tuple[PlannedAdapter, ...] = ()
+    loaded: tuple[ServedAdapter, ...] = ()
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):

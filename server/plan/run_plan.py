@@ -18,12 +18,7 @@ from tightwire.model.layout import Layout
 from tightwire.model.open import Checkpoint, fingerprint, formats_of, open_checkpoint
 from tightwire.model.weights.formats import WeightFormats, describe_cuts, split_model
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.plan.comm_decision import (
-    CommDecision,
-    decide_comm,
-    describe_request,
-    policy_requests,
-)
+from tightwire.server.plan.comm_decision import CommDecision, decide_comm, describe_request, policy_requests
 from tightwire.server.plan.devices import CudaDevice
 from tightwire.server.plan.lora import describe_adapters, plan_adapters
 from tightwire.server.plan.memory_budget import MemoryBudget, describe_offload
@@ -93,11 +88,7 @@ class Decision:
 
 
 def prepare(
-    config: ServeConfig,
-    display: Display,
-    *,
-    stopped: Callable[[], bool] = lambda: False,
-    link: LinkFacts | None = None,
+    config: ServeConfig, display: Display, *, stopped: Callable[[], bool] = lambda: False, link: LinkFacts | None = None
 ) -> tuple[Checkpoint, Decision]:
     """Find the model, fetch it if necessary, and decide how to run it. ValueError: the model or an option is refused.
 

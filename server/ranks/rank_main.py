@@ -226,12 +226,7 @@ class _Joining:
         joined_by_wire = self.work.plan.link is not None or self.work.config.hosts.several
         inside = identity.node_segment_fd if self._shares_memory or joined_by_wire else None
         group = join_nodes(
-            group,
-            topology,
-            store=self.store,
-            interface=identity.interface,
-            segment_fd=inside,
-            sockets=self._sockets,
+            group, topology, store=self.store, interface=identity.interface, segment_fd=inside, sockets=self._sockets
         )
         return group if identity.throttle is None else throttle_group(group, identity.throttle)
 

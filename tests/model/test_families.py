@@ -28,6 +28,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
     return cache(lambda family: make_family_folder(family_named(family), tmp_path_factory.mktemp("family")))
 
 
+@pytest.fixture(scope="session")
+def wide_folders(tmp_path_factory: pytest.TempPathFactory):
+    """Models of eight query heads."""
+    sizes = {"hidden_size": 128, "intermediate_size": 288, "num_attention_heads": 8}
+    return cache(lambda family: make_family_folder(family_named(family), tmp_path_factory.mktemp("wide"), **sizes))
+
+
 @cache
 def _theirs(folder: Path) -> tuple[list[int], Tensor]:
     """transformers' greedy tokens, prompt included, and the logits at every position."""
@@ -52,6 +59,25 @@ def _assert_close(got: Tensor | None, want: Tensor) -> None:
 def test_tokens_and_logits_of_transformers(family: str, num_ranks: int, folders) -> None:
     tokens, want = _theirs(folders(family))
     _assert_close(run_in_process(num_ranks, rank_logits, str(folders(family)), tokens[:-1])[0], want)
+
+
+@_every_family
+@pytest.mark.parametrize("num_ranks", [4, 6, 7, 8])
+def test_many_ranks_share_kv_heads(family: str, num_ranks: int, wide_folders) -> None:
+    """Two KV heads of which each rank keeps one, and nine groups of MLP columns."""
+    tokens, want = _theirs(wide_folders(family))
+    _assert_close(run_in_process(num_ranks, rank_logits, str(wide_folders(family)), tokens[:-1])[0], want)
+
+
+@_every_family
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_16_bits_over_ranks_are_as_close_as_they_round(
+    family: str, dtype: torch.dtype, num_ranks: int, folders
+) -> None:
+    tokens, want = _theirs(folders(family))
+    got = run_in_process(num_ranks, rank_logits, str(folders(family)), tokens[:-1], dtype)[0]
+    assert got is not None and (got - want).abs().max() < 16 * torch.finfo(dtype).eps * want.abs().max()
 
 
 @_every_family
@@ -92,11 +118,13 @@ def test_a_cache_in_8_bits_on_any_number_of_ranks(family: str, folders) -> None:
     assert one_by_one is not None and torch.equal(first, one_by_one)
 
 
-@_every_family
+# A file that says llama is read as one.
+@pytest.mark.parametrize(
+    "family", [each.names.name for each in FAMILIES if each is FAMILIES[0] or each.names.gguf != "llama"]
+)
 def test_a_gguf_is_the_same_model(family: str, folders, tmp_path: Path) -> None:
     path = make_family_gguf(family_named(family), folders(family), tmp_path / "m.gguf")
-    if open_checkpoint(str(path)).config.family != family:
-        pytest.skip(f"its files say {family_named(family).names.gguf}, as Llama's do")
+    assert open_checkpoint(str(path)).config.family == family
     tokens, want = _theirs(folders(family))
     _assert_close(rank_logits(in_process_groups(1)[0], str(path), tokens[:-1]), want)
 
@@ -112,11 +140,10 @@ def test_a_prepared_folder_is_the_same_model(family: str, folders, tmp_path: Pat
 
 
 def test_the_docs_name_every_family() -> None:
-    """In the table that shows how each is tested."""
-    rows = (Path(__file__).parents[2] / "docs" / "models.md").read_text().splitlines()
-    assert [row.split("|")[1].strip() for row in rows if row.startswith("| ")][1:] == [
-        each.names.name for each in FAMILIES
-    ]
+    """In the table of models."""
+    table, _, _ = (Path(__file__).parents[2] / "docs" / "models.md").read_text().partition("\n\n- ")
+    rows = [row for row in table.splitlines() if row.startswith("| ")]
+    assert [row.split("|")[1].strip() for row in rows][1:] == [each.names.name for each in FAMILIES]
 
 
 @_every_family

@@ -19,12 +19,11 @@ from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.nodes import PartitionPeers, PartitionPlace, join_partition
 from tightwire.comm.group.topology import Topology
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
-from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.step import StepPlan, make_plan
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
-from tightwire.model.weights.formats import WeightFormats, choose_formats
+from tightwire.model.weights.formats import choose_formats, split_model
 from tightwire.model.weights.streamed import StreamedWeights
 
 _BLOCK_SIZE, _NUM_BLOCKS = 16, 8
@@ -103,12 +102,12 @@ def open_peers(world: World, rank: int) -> PartitionPeers:
 def build(replica: Group, peers: PartitionPeers | None, work: Work) -> ModelRunner:
     checkpoint = open_checkpoint(work.location)
     prepared = checkpoint.prepared
-    reader = checkpoint.reader() if prepared is None else None
     config = checkpoint.config
+    formats = prepared.formats if prepared else choose_formats(checkpoint.reader(), config, work.quantization)
     return build_runner(
         config,
         prepared or checkpoint.reader(),
-        make_layout(config, replica.world_size),
+        split_model(config, formats, replica.world_size),
         RankGroups(
             replica,
             routes=make_arms({"fixed": fixed_policy("one-shot")}, replica) if replica.world_size > 1 else None,
@@ -119,7 +118,7 @@ def build(replica: Group, peers: PartitionPeers | None, work: Work) -> ModelRunn
             max_model_len=_BLOCK_SIZE * _NUM_BLOCKS,
             num_blocks=_NUM_BLOCKS,
             block_size=_BLOCK_SIZE,
-            formats=WeightFormats() if reader is None else choose_formats(reader, config, work.quantization),
+            formats=formats,
             weight_plan=work.plan,
         ),
     )

@@ -11,10 +11,9 @@ from helpers.model.partition_bodies import Done, Work, World, compute, expect
 
 from tightwire.comm.group.group import in_process_groups
 from tightwire.comm.group.nodes import PartitionPlace
-from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.weights import EVERYTHING_RESIDENT, WEIGHT_CODECS, WeightPlan, spread
-from tightwire.model.weights.formats import choose_formats
+from tightwire.model.weights.formats import choose_formats, split_model
 from tightwire.model.weights.load import CheckpointStore
 from tightwire.model.weights.packed_layer import LayerFiles, PackedLayer
 from tightwire.model.weights.partition_store import PartitionCut
@@ -91,7 +90,9 @@ def open_files(work: Work, shard: int, tp: int) -> LayerFiles:
     config, reader = checkpoint.config, checkpoint.reader()
     formats = choose_formats(reader, config, work.quantization)
     dtype = getattr(torch, work.dtype)
-    return CheckpointStore.for_plan(reader, config, make_layout(config, tp).shards[shard], work.plan, dtype, formats)
+    return CheckpointStore.for_plan(
+        reader, config, split_model(config, formats, tp).shards[shard], work.plan, dtype, formats
+    )
 
 
 def pass_bytes(layers: Sequence[PackedLayer], at: PartitionPlace, plan: WeightPlan, num_gathered: int) -> int:

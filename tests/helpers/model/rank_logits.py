@@ -1,5 +1,6 @@
 """Logits of a model at every position, from a rank that builds its runner as a server's rank does."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -34,6 +35,8 @@ def rank_logits(
     """
     checkpoint = open_checkpoint(location)
     formats, prepared = formats_of(checkpoint, "auto"), checkpoint.prepared
+    if prepared:
+        prepared = replace(prepared, int8_activations=int8)
     layout = prepared.layout if prepared else split_model(checkpoint.config, formats, group.world_size)
     routes = make_arms({"fixed": fixed_policy("one-shot")}, group) if group.world_size > 1 else None
     runner = build_runner(

@@ -68,7 +68,7 @@ def test_check_finds_damage(tmp_path: Path, model: Path, capsys: pytest.CaptureF
     ("arguments", "message"),
     [
         (["MODEL"], "the following arguments are required: OUT"),
-        (["MODEL", "OUT", "--weight-codec", "int3"], "invalid choice: 'int3'"),
+        (["MODEL", "OUT", "--weight-codec", "int3"], "--weight-codec: must be one of none, int8, int4, got 'int3'"),
         (["MODEL", "OUT", "--tp", "0"], "--tp must be 1 to 64, got 0"),
         (["MODEL", "OUT", "--tp", "2", "--tp-split", "1"], "--tp-split must be one number for each of the 2 ranks"),
         (["MODEL", "OUT", "--forse"], "unknown argument '--forse'; did you mean '--force'?"),

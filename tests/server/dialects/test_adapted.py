@@ -7,7 +7,8 @@ import httpx
 import pytest
 from helpers.server.fake_engine import INFO, FakeEngine, app_for
 
-from tightwire.server.api.lora import Adapters, ServedAdapter
+from tightwire.server.api.lora import Adapters
+from tightwire.server.plan.rank_setup import ServedAdapter
 
 BODIES = {
     "/v1/responses": {"input": "Hi", "max_output_tokens": 3},

@@ -6,8 +6,9 @@ import httpx
 import pytest
 from helpers.server.fake_engine import INFO, FakeEngine, app_for
 
-from tightwire.server.api.lora import Adapters, ServedAdapter
+from tightwire.server.api.lora import Adapters
 from tightwire.server.config.lora import AdapterOptions
+from tightwire.server.plan.rank_setup import ServedAdapter
 
 
 def _client(engine: FakeEngine, folder: Path | None, loaded: tuple[str, ...] = ()) -> httpx.AsyncClient:

@@ -7,7 +7,7 @@ import pytest
 from tightwire.comm.ledger.recording import Event
 from tightwire.server.ipc.engine_client import EngineUnavailableError, RankSilentError, RecordingBusyError
 from tightwire.server.ipc.messages import Record, Recorded
-from tightwire.server.ipc.recordings import Recordings
+from tightwire.server.ipc.rank_answers import Recordings
 
 
 class Asked(list[Record]):

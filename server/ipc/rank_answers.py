@@ -1,0 +1,127 @@
+"""Questions of the HTTP process that every rank answers: recordings of collectives, and loads of LoRA adapters."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+
+from tightwire.comm.ledger.recording import Event, RankEvents
+from tightwire.server.ipc.engine_client import (
+    AdapterRefusedError,
+    EngineUnavailableError,
+    RankSilentError,
+    RecordingBusyError,
+)
+from tightwire.server.ipc.messages import AdapterLoaded, LoadAdapter, Record, Recorded, UnloadAdapter
+
+# Wait after the recording's end: threads of the rank may hold the interpreter and delay its reporter for long.
+_RECORD_PATIENCE_S = 10.0
+# Ranks load between two steps, which may take long, from a disk that may be slow.
+_LOAD_PATIENCE_S = 300.0
+
+
+class _Answers:
+    """The ranks that have not answered yet, and the end of the wait for them."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._missing = set(range(num_ranks))
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def wait(self, timeout_s: float, did_not: str) -> None:
+        """Wait for all. RankSilentError: who ``did_not`` answer in time; the error given to ``fail``."""
+        try:
+            await asyncio.wait_for(self._over, timeout_s)
+        except TimeoutError:
+            missing = ", ".join(f"rank {rank}" for rank in sorted(self._missing))
+            raise RankSilentError(f"{missing} did not {did_not}; /health shows the state of the ranks") from None
+
+    def heard(self, rank: int) -> None:
+        self._missing.discard(rank)
+        if not self._missing and not self._over.done():
+            self._over.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        if not self._over.done():
+            self._over.set_exception(error)
+
+
+class Recordings:
+    """``ask`` sends to all ranks' reporters; call ``heard`` with each part they send."""
+
+    def __init__(self, num_ranks: int, ask: Callable[[Record], None], patience_s: float = _RECORD_PATIENCE_S) -> None:
+        self._num_ranks, self._ask, self._patience_s = num_ranks, ask, patience_s
+        self._ids = itertools.count()
+        self._current: _Recording | None = None
+
+    async def record(self, seconds: float) -> list[RankEvents]:
+        """See ``EngineClient.record_collectives``."""
+        if self._current is not None:
+            raise RecordingBusyError(
+                f"another client is recording the collectives, for {self._current.asked.seconds:g} s in all; try again when "
+                "that has ended"
+            )
+        recording = self._current = _Recording(Record(id=next(self._ids), seconds=seconds), self._num_ranks)
+        try:
+            self._ask(recording.asked)
+            late = f"send what it recorded within {self._patience_s:g} s after its {seconds:g} s"
+            await recording.answers.wait(seconds + self._patience_s, late)
+        finally:
+            self._current = None
+        return [
+            RankEvents(rank=rank, clock=recording.clocks[rank], events=events)
+            for rank, events in enumerate(recording.events)
+        ]
+
+    def heard(self, part: Recorded) -> None:
+        """Add a part. Parts of an abandoned recording are ignored."""
+        recording = self._current
+        if recording is None or recording.asked.id != part.id:
+            return
+        recording.events[part.rank].extend(part.events)
+        if part.last:
+            recording.clocks[part.rank] = part.clock
+            recording.answers.heard(part.rank)
+
+    def fail(self, reason: str) -> None:
+        """End the recording with an error: the engine died."""
+        if self._current is not None:
+            self._current.answers.fail(EngineUnavailableError(reason))
+
+
+class _Recording:
+    def __init__(self, asked: Record, num_ranks: int) -> None:
+        self.asked, self.answers = asked, _Answers(num_ranks)
+        self.events: list[list[Event]] = [[] for _ in range(num_ranks)]
+        self.clocks: dict[int, str] = {}
+
+
+class AdapterLoads:
+    """``send`` sends to rank 0; call ``heard`` with each rank's answer."""
+
+    def __init__(self, num_ranks: int, send: Callable[[LoadAdapter | UnloadAdapter], None]) -> None:
+        self._num_ranks, self._send = num_ranks, send
+        self._waiting: dict[int, _Answers] = {}
+
+    async def load(self, adapter: int, folder: str) -> None:
+        """See ``EngineClient.load_adapter``. A load that fails on one rank is undone on all."""
+        answers = self._waiting[adapter] = _Answers(self._num_ranks)
+        try:
+            self._send(LoadAdapter(id=adapter, folder=folder))
+            await answers.wait(_LOAD_PATIENCE_S, f"load the adapter within {_LOAD_PATIENCE_S:g} s")
+        except BaseException:
+            self._send(UnloadAdapter(id=adapter))
+            raise
+        finally:
+            del self._waiting[adapter]
+
+    def heard(self, answer: AdapterLoaded) -> None:
+        """Note a rank's answer. Answers to abandoned loads are ignored."""
+        if (answers := self._waiting.get(answer.id)) is None:
+            return
+        if answer.refusal:
+            answers.fail(AdapterRefusedError(answer.refusal))
+        answers.heard(answer.rank)
+
+    def fail(self, reason: str) -> None:
+        """End all loads with an error: the engine died."""
+        for answers in self._waiting.values():
+            answers.fail(EngineUnavailableError(reason))
