@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tightwire.comm.codec.codec import parse_codec
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import PartitionPeers
 from tightwire.comm.lane import Lane
@@ -17,14 +18,17 @@ from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.decoder import Llama
 from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.layout import Layout, Shard
-from tightwire.model.parallel import LogitsGather, TensorParallel
+from tightwire.model.parallel import LogitsGather, StageWire, TensorParallel
+from tightwire.model.prompt_stages import PromptStages
 from tightwire.model.runner import DecodeGraphs, ModelRunner, cuda_capture, graph_sizes
+from tightwire.model.stages import StagePlan
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.load import CheckpointStore, load_weights
 from tightwire.model.weights.packed_layer import LayerFiles
 from tightwire.model.weights.prepared.folder import Prepared
-from tightwire.model.weights.source import WeightSource
+from tightwire.model.weights.source import ResidentWeights, WeightSource
+from tightwire.model.weights.stage import load_stage
 
 # Share of the fetch timeout spent on retries of a read. The read must fail before the pass that waits for it times out,
 # because its error names the cause.
@@ -38,6 +42,7 @@ class RankGroups:
     replica: Group  # the ranks that the model is split over
     routes: Routes | None = None  # their AllReduces; None for a replica of one rank
     world: Group | None = None  # the ranks of all replicas; None: there is one replica
+    stages: Group | None = None  # the replica's ranks again, with connections of their own, for prompts in stages
     peers: PartitionPeers | None = None  # share this shard's partitioned weights; closed with the runner
 
 
@@ -61,6 +66,8 @@ class RunnerOptions:
     overlap: bool = False  # on CPU, compute one half of a prefill step while the ranks sum the other half
     most_rows: int | None = None  # prefill steps with more rows are computed in parts
     graphs_up_to: int = 0  # on CUDA, capture decode steps of up to this many rows; the same on all ranks
+    stages: StagePlan | None = None  # prompts pass these, one on each rank; None: all ranks compute prompts together
+    stage_codec: str = "none"  # of hidden states between stages
     adapters: AdapterRoom | None = None  # room for LoRA adapters; None: there are none
 
 
@@ -109,7 +116,27 @@ def build_runner(
         most_rows=options.most_rows,
         logits_gather=None if world is None else LogitsGather(world, layout),
         lockstep=plan.source == "partition",
+        stages=_make_stages(config, source, layout, groups, options, model) if options.stages else None,
     )
+
+
+def _make_stages(
+    config: LlamaConfig,
+    source: CheckpointReader | Prepared,
+    layout: Layout,
+    groups: RankGroups,
+    options: RunnerOptions,
+    model: Llama,
+) -> PromptStages:
+    """Load the whole layers of this rank's stage. ValueError: the weights are not all resident, or a prepared folder's."""
+    group, plan, weights = groups.stages, options.stages, model.weights
+    if isinstance(source, Prepared) or not isinstance(weights, ResidentWeights) or group is None or plan is None:
+        raise ValueError("prompts in stages need a checkpoint whose layers are all resident, and a group of the stages")
+    shard, layers = layout.shards[group.rank], plan.of(group.rank)
+    given = source, config, shard, layers, options.formats, options.dtype
+    stage = load_stage(*given, weights.layers, weights.outer)
+    wire = StageWire(group, parse_codec(options.stage_codec))
+    return PromptStages(config, layout, plan, wire, stage, model.cache, options.max_model_len)
 
 
 def _make_cache(config: LlamaConfig, shard: Shard, options: RunnerOptions, device: torch.device) -> CacheSource:

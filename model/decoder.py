@@ -64,6 +64,7 @@ class Llama:
         # Dtype of partial sums and residual. In 16 bits, rounding the residual costs the most accuracy.
         self._residual_dtype = torch.float32 if on_cpu else parallel.sum_dtype or cache.dtype
         # By policy and layer: the sums after attention and after the MLP.
+        self.num_policies = parallel.num_policies
         self._sums = [
             [
                 (parallel.row_sums("o_proj", layer, policy), parallel.row_sums("down_proj", layer, policy))
@@ -183,6 +184,19 @@ class Llama:
     def last_chosen(self, chosen_R: Tensor | None, num: int, phase: str) -> Tensor:
         """Return (num,) int32 on every rank; see ``TensorParallel.last_chosen``."""
         return self._parallel.last_chosen(chosen_R, num, phase)
+
+    def norm_after(self, layers: range) -> Tensor | None:
+        """Return the norm of the update that the last of ``layers`` makes, if the model has one."""
+        if layers.stop == self._config.num_layers:
+            return self.weights.outer.last_update_norm
+        norm = self.weights.layer(layers.stop).attention_update_norm
+        self.weights.release(layers.stop)
+        return norm
+
+    @torch.inference_mode()
+    def share_rows(self, rows_RD: Tensor | None, num_rows: int) -> Tensor:
+        """Return on every rank the hidden states of the last stage's rows; see ``TensorParallel.share_rows``."""
+        return self._parallel.share_rows(rows_RD, num_rows, self._config.hidden_size)
 
     @torch.inference_mode()
     def logits(self, hidden_RD: Tensor, num_candidates: int = 0, phase: str = "") -> Tensor | None:

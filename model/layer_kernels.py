@@ -101,9 +101,10 @@ class EagerLayers:
         weights = self._placed[index]
         x_TD = self._normed(update_TD, weights.attention_norm, weights.attention_update_norm)
         bias_O, _ = self._key_biases.split(index, weights.qkv_bias)
-        qkv_TO = linear(x_TD, weights.qkv, bias_O, num_decode_rows=self._batch.num_decode_rows)
-        self._adapt("qkv", index, x_TD, qkv_TO)
-        return qkv_TO.view(-1, self._shard.local_heads + 2 * self._shard.local_kv_heads, self._config.head_dim)
+        qkv_TO = self.column_parallel("qkv", index, x_TD, bias_O, self._batch.num_decode_rows)
+        return self._adapt("qkv", index, x_TD, qkv_TO).view(
+            -1, self._shard.local_heads + 2 * self._shard.local_kv_heads, self._config.head_dim
+        )
 
     def square_sums(self, qkv_THE: Tensor) -> Tensor:
         """Return (T, 2) float32, the squares of this rank's queries and keys, summed; heads on two ranks count once."""
@@ -143,7 +144,7 @@ class EagerLayers:
         if index == self._config.num_layers - 1 and self._batch.needed is not None and self._adapted is None:
             needed_R, num_decode = self._batch.needed
             x_TD = x_TD[needed_R]
-        gate_up_TF = linear(x_TD, weights.gate_up, weights.gate_up_bias, num_decode_rows=num_decode)
+        gate_up_TF = self.column_parallel("gate_up", index, x_TD, weights.gate_up_bias, num_decode)
         gated_TF = swiglu(self._adapt("gate_up", index, x_TD, gate_up_TF), gelu=self._gelu)
         partial_TD = self._row_parallel(gated_TF, weights.down, weights.down_bias, num_decode)
         if needed_R is not None:
@@ -169,6 +170,10 @@ class EagerLayers:
             assert self._adapters is not None, "a step with adapters, and none were loaded"
             self._adapters.add(site, index, x_TD, out_TO, self._adapted)
         return out_TO
+
+    def column_parallel(self, site: str, index: int, x_TD: Tensor, bias_O: Tensor | None, num_decode: int) -> Tensor:
+        """Multiply with the matrix ``site`` of the layer, whose rows are split over the ranks."""
+        return linear(x_TD, getattr(self._placed[index], site), bias_O, num_decode_rows=num_decode)
 
     def _row_parallel(self, x_TF: Tensor, weight: Matrix, bias: Tensor | None, num_decode_rows: int) -> Tensor:
         return linear(x_TF, weight, bias, num_decode_rows=num_decode_rows, out_dtype=self.residual_TD.dtype)

@@ -92,6 +92,11 @@ def make_layout(
     )
 
 
+def whole_shard(config: LlamaConfig) -> Shard:
+    """Return the shard of a rank that holds the whole model."""
+    return make_layout(config, 1).shards[0]
+
+
 def _split_heads(config: LlamaConfig, shares: list[float], unit: int) -> list[tuple[range, range]]:
     """Return each rank's query heads and KV heads, both contiguous and in rank order.
 

@@ -6,6 +6,7 @@ partial sum, and an AllReduce adds these, twice per layer. The embedding and the
 Source: Megatron-LM, arXiv 1909.08053, section 3.
 """
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tightwire.comm.codec.codec import Feedback, as_bytes
+from tightwire.comm.codec.codec import Codec, Feedback, as_bytes
 from tightwire.comm.collectives.all_gather import all_gather
+from tightwire.comm.collectives.deliver import deliver
 from tightwire.comm.collectives.one_rank import broadcast, gather_to_root
 from tightwire.comm.group.group import Group
+from tightwire.comm.lane import Lane, Pending
 from tightwire.comm.policy.routes import Routes, kernel_sums
 from tightwire.comm.protocols import AllReduce, KernelSums
 from tightwire.kernels.packed import embedding
@@ -120,6 +123,12 @@ class TensorParallel:
             given = "none" if chosen_R is None else len(chosen_R)
             raise ValueError(f"the plan has {num} deferred tokens, but the last step chose {given}")
         return broadcast(self._group, chosen_R[:num], phase=phase, site="chosen")
+
+    def share_rows(self, rows_RD: Tensor | None, num_rows: int, hidden_size: int) -> Tensor:
+        """Return on every rank (R, D) float32 hidden states that the last rank has. Cost: it sends 4 R D bytes to each other."""
+        if rows_RD is None:
+            rows_RD = torch.empty(num_rows, hidden_size, dtype=torch.float32, device=self._group.device)
+        return broadcast(self._group, rows_RD, self.num_ranks - 1, phase="prefill", site="last stage")
 
     def sum_rows(
         self, partial_TD: Tensor, sums: RowSums | None, feedback: Feedback | None = None, *, num_decode_rows: int
@@ -248,3 +257,49 @@ class LogitsGather:
             return scatter_candidates(torch.cat(keys, dim=1), self._vocab_rows[-1].stop)
         parts = [message.view(torch.float32).view(replica.num_rows, -1) for message in messages]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+class StageWire:
+    """Moves hidden states and KV heads between the stages, one per rank, in a thread beside computing.
+
+    ``group``: the ranks in the order of their stages, with connections and a ledger of its own. All ranks call the same
+    methods in the same order.
+    """
+
+    def __init__(self, group: Group, codec: Codec) -> None:
+        """``codec``: of hidden states."""
+        self.group, self._codec = group, codec
+        self._lane = Lane("stages", group.device, ledger=group.ledger)
+
+    def close(self) -> None:
+        self._lane.close()
+
+    def send_on(self, own_TD: Tensor | None, recv_shape: tuple[int, int] | None) -> Pending:
+        """Send hidden states to the next stage; the result are those of the stage before, (T, D) float32.
+
+        None: nothing to send, or to receive; the result is then empty. Cost: the codec's bytes.
+        """
+        rank, ranks = self.group.rank, range(self.group.world_size)
+        own = own_TD if own_TD is None else own_TD.contiguous()  # the caller computes on, with other memory
+
+        def move() -> Tensor:
+            ledger, codec = self.group.ledger, self._codec
+            with ledger.coding_if(not codec.exact):
+                encoded = torch.empty(0, dtype=torch.uint8) if own is None else codec.encode(own.view(-1))
+            num_bytes = 0 if recv_shape is None else codec.wire_bytes(math.prod(recv_shape), _FLOAT_BYTES)
+            parts = [encoded if peer == rank + 1 else encoded[:0] for peer in ranks]
+            sizes = [num_bytes if peer == rank - 1 else 0 for peer in ranks]
+            received = deliver(self.group, "hidden-state", parts, sizes, phase="prefill", site=f"stage {rank}")
+            if recv_shape is None:
+                return torch.empty(0)
+            with ledger.coding_if(not codec.exact):
+                return codec.decode(received[rank - 1], math.prod(recv_shape), torch.float32).view(recv_shape)
+
+        return self._lane.start(move)
+
+    def hand_over(self, parts: Sequence[Tensor], recv_bytes: Sequence[int]) -> Pending:
+        """Send each other rank the keys and values that it decodes with, as bytes; the result are theirs, concatenated."""
+        site = f"stage {self.group.rank}"
+        return self._lane.start(
+            lambda: torch.cat(deliver(self.group, "kv-heads", parts, recv_bytes, phase="prefill", site=site))
+        )

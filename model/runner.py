@@ -13,7 +13,19 @@ from tightwire.comm.ledger.ledger import Ledger
 from tightwire.kernels.transfer import overwrite, upload
 from tightwire.model.decoder import Llama
 from tightwire.model.parallel import LogitsGather
-from tightwire.model.step import Batch, StepArrays, StepPlan, cut, cut_row, cut_up, ints, num_deferred, resolve_deferred
+from tightwire.model.prompt_stages import PromptStages
+from tightwire.model.step import (
+    Batch,
+    StepArrays,
+    StepPlan,
+    cut,
+    cut_row,
+    cut_up,
+    ints,
+    num_deferred,
+    resolve_deferred,
+    split_prompts,
+)
 
 
 class ModelRunner:
@@ -28,6 +40,7 @@ class ModelRunner:
         most_rows: int | None = None,
         logits_gather: LogitsGather | None = None,
         lockstep: bool = False,
+        stages: PromptStages | None = None,
     ) -> None:
         """
         Args:
@@ -35,18 +48,21 @@ class ModelRunner:
             lane: sums one half of a prefill step while the other is computed; None: steps are not halved.
             most_rows: prefill steps with more rows are computed in parts; None: always in one part.
             logits_gather: gathers from all replicas; None: there is one replica.
+            stages: prompts pass them; None: all ranks compute prompts together.
             lockstep: all replicas stream weights together, so a replica with an empty plan fetches the layers too.
         """
         self._model, self._graphs, self._lane = model, graphs, lane
         self._most_rows = most_rows
         self.weights, self.cache, self.adapters = model.weights, model.cache, model.adapters
-        self.logits_gather, self.lockstep = logits_gather, lockstep
+        self.logits_gather, self.lockstep, self.stages = logits_gather, lockstep, stages
         self._device = model.cache.device
 
     def close(self) -> None:
         """Stop the threads that fetch weights, keys and values. May be called twice."""
         self.weights.close()
         self.cache.close()
+        if self.stages is not None:
+            self.stages.close()
 
     def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
         """Run one forward pass; on CUDA the host does not wait for it.
@@ -56,6 +72,8 @@ class ModelRunner:
         ``plan.num_candidates`` all but the largest may be minus infinity. With ``plan.gather_sizes`` the rows are those
         of all replicas.
         """
+        if self.stages is not None:
+            return self._execute_staged(plan, self.stages)
         hidden_TD = self._run_layers(plan, chosen_R)
         rows_R = ints(plan.logit_rows)
         if plan.gather_sizes:
@@ -77,17 +95,47 @@ class ModelRunner:
                 for index in span:
                     self.weights.release(index)
             return None
-        arrays = self.cache.begin(StepArrays.from_plan(plan, self.cache.block_size, self.cache.groups))
+        return self._run_arrays(StepArrays.from_plan(plan, self.cache.block_size, self.cache.groups), plan, chosen_R)
+
+    def _run_arrays(self, step: StepArrays, plan: StepPlan, chosen_R: Tensor | None) -> Tensor:
+        arrays = self.cache.begin(step)
         num_chosen = num_deferred(arrays.token_ids_T)
         chosen_R = self._model.last_chosen(chosen_R, num_chosen, plan.phase) if num_chosen else None
         if self._graphs is not None and self._graphs.fits(arrays):
             return self._graphs.run(arrays, plan.policy, chosen_R)
+        policy = plan.policy % self._model.num_policies  # later ones are these again, with prompts in another way
         parts, first, rows_R = [], 0, ints(plan.logit_rows)
         for part in self._parts(arrays):
             own_R = rows_R[(rows_R >= first) & (rows_R < first + len(part.token_ids_T))] - first
-            parts.append(self._batch(part, plan.policy, chosen_R, own_R))
+            parts.append(self._batch(part, policy, chosen_R, own_R))
             first += len(part.token_ids_T)
         return self._model.forward(*parts, lane=self._lane if len(parts) > 1 else None)
+
+    def _execute_staged(self, plan: StepPlan, stages: PromptStages) -> Tensor | None:
+        """Compute decode rows with all ranks and this rank's chunk of prompt rows; results are those of ``execute``."""
+        together = StepArrays.from_plan(plan, self.cache.block_size, self.cache.groups) if plan.token_ids else None
+        entering = None
+        if plan.staged and together is not None:
+            together, entering = split_prompts(together)
+        stages.begin(plan, entering)
+        hidden_TD = None if together is None else self._run_arrays(together, plan, None)
+        rows_R, num_rows = ints(plan.logit_rows), 0 if together is None else len(together.token_ids_T)
+        leaving_R = rows_R[rows_R >= num_rows] - num_rows
+        leaving_TD = stages.run(
+            lambda arrays: self._batch(arrays, 0, None, leaving_R),
+            self._model.norm_after(stages.layers),
+            completes=bool(len(leaving_R)),
+        )
+        if not len(rows_R):
+            return None
+        parts = []
+        if hidden_TD is not None and len(rows_R) > len(leaving_R):
+            parts.append(hidden_TD[self._to_device(rows_R[rows_R < num_rows])])
+        if len(leaving_R):
+            own_RD = None if leaving_TD is None else leaving_TD[self._to_device(leaving_R)]
+            parts.append(self._model.share_rows(own_RD, len(leaving_R)))
+        phase = "prefill" if len(leaving_R) else plan.phase
+        return self._model.logits(torch.cat(parts), plan.num_candidates, phase)
 
     def _parts(self, arrays: StepArrays) -> Sequence[StepArrays]:
         """Return the step, or its parts: of at most ``most_rows`` rows, or two halves for the lane."""

@@ -9,6 +9,9 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
+# Keys and values of a chunk are in the ordinary cache of all ranks at most this many steps after it entered.
+MAX_LATE_STEPS = 64
+
 
 class StagePlan(msgspec.Struct, frozen=True):
     """The layers of each stage. One rank computes a stage, so a stage has the number of its rank."""

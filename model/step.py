@@ -40,6 +40,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     # if only the first replica has rows.
     gather_sizes: bytes = b""
     adapters: bytes = b""  # (B,) int32, the slot of each sequence's adapter or -1; empty if no sequence has one
+    # Prompt rows pass the stages, one each step, and the rows of ``logit_rows`` after the decode rows are those of the
+    # chunk that leaves the last stage in this step. False: all ranks compute all rows together.
+    staged: bool = False
+    awaits: int = 0  # decode rows read keys and values of chunks that entered in this step, or before
+    rewritten: bytes = b""  # (X,) int32, blocks given to other sequences, in which chunks on their way write no more
 
     @property
     def num_rows(self) -> int:
@@ -73,13 +78,16 @@ def make_plan(
     policy: int = 0,
     num_candidates: int = 0,
     adapters: ArrayLike | None = None,
+    staged: bool = False,
+    awaits: int = 0,
+    rewritten: ArrayLike = (),
 ) -> StepPlan:
     """Make a plan from arrays; ``ints`` unpacks the plan's bytes."""
     tokens, queries, contexts, tables = map(_packed, (token_ids, query_lens, context_lens, block_tables))
     rows, slots = _packed(logit_rows), b"" if adapters is None else _packed(adapters)
-    return StepPlan(
-        index, tokens, queries, contexts, tables, num_decode_rows, rows, policy, num_candidates, adapters=slots
-    )
+    given = index, tokens, queries, contexts, tables, num_decode_rows, rows, policy, num_candidates
+    stages = {"staged": staged, "awaits": awaits, "rewritten": _packed(rewritten)}
+    return StepPlan(*given, adapters=slots, **stages)
 
 
 def idle_plan(index: int) -> StepPlan:
@@ -187,6 +195,14 @@ def cut_up(step: StepArrays, most_rows: int) -> list[StepArrays]:
         part, step = cut(step, row)
         parts.append(part)
     return [*parts, step]
+
+
+def split_prompts(step: StepArrays) -> tuple[StepArrays | None, StepArrays | None]:
+    """Return the decode rows and the prompt rows of a step; None for either that it has not."""
+    num_decode = step.num_decode_rows
+    if num_decode in (0, len(step.token_ids_T)):
+        return (step, None) if num_decode else (None, step)
+    return cut(step, num_decode)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -131,9 +131,13 @@ def _explain(group: Group, nodes: NodeGroups, leg: Group, error: CommError) -> C
     return renumbered(error, ranks, where, group.rank, group.world_size, culprits)
 
 
-def throttle_group(group: Group, link: Link) -> Group:
-    """Return ``group`` with ``link`` emulated on its own transport and on the transport across nodes."""
-    slow = replace(group, transport=ThrottledTransport(group.transport, link))
+def throttle_group(group: Group, link: Link, beside: Group | None = None) -> Group:
+    """Return ``group`` with ``link`` emulated on its own transport and on the transport across nodes.
+
+    ``beside``: a throttled group of this rank, whose bytes take the same link.
+    """
+    of_link = beside.transport if beside and isinstance(beside.transport, ThrottledTransport) else None
+    slow = replace(group, transport=ThrottledTransport(group.transport, link, of_link))
     if slow.nodes is None:
         return slow
     across = slow.nodes.across

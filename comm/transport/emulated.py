@@ -23,11 +23,13 @@ class ThrottledTransport:
     arrived. ``fused`` is None, because a fused AllReduce would bypass the link.
     """
 
-    def __init__(self, transport: Transport, link: Link) -> None:
+    def __init__(self, transport: Transport, link: Link, beside: "ThrottledTransport | None" = None) -> None:
+        """``beside``: another group's throttled transport of this rank, whose bytes take the same link."""
         self.rank, self.world_size = transport.rank, transport.world_size
         self.fused: FusedAllReduce | None = None
         self._transport, self._link = transport, link
-        self._free_at = 0.0  # when the link has sent everything it was given
+        # When the link has sent everything it was given: one number.
+        self._free_at = [0.0] if beside is None else beside._free_at
 
     @property
     def bytes_sent(self) -> int:
@@ -67,8 +69,8 @@ class ThrottledTransport:
 
     def _carry(self, num_bytes: int, rounds: int = 1) -> None:
         rate = self._link.bytes_per_s
-        self._free_at = max(self._free_at, time.perf_counter()) + (num_bytes / rate if rate else 0.0)
-        _wait_until(self._free_at + rounds * self._link.latency_s)
+        self._free_at[0] = free_at = max(self._free_at[0], time.perf_counter()) + (num_bytes / rate if rate else 0.0)
+        _wait_until(free_at + rounds * self._link.latency_s)
 
 
 def _wait_until(moment: float) -> None:

@@ -11,7 +11,7 @@ from tightwire.kernels.spec.packed import Weight
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD, NORMS
-from tightwire.model.layout import Layout, Shard, make_layout
+from tightwire.model.layout import Layout, Shard, make_layout, whole_shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def choose_formats(reader: CheckpointReader, config: LlamaConfig, quantization: 
     """
     packed: dict[str, PackedFormat] = {}
     plain: dict[str, str] = {}
-    for fused in all_tensors(config, make_layout(config, 1).shards[0]):
+    for fused in all_tensors(config, whole_shard(config)):
         if fused.columns is None:
             continue
         stored = {name: reader.stored_as(name) for name in fused.names}

@@ -22,6 +22,8 @@ class Limits:
     max_scored_rows: int = MAX_SCORED_ROWS
     max_drafting_seqs: int = 16  # a step with more sequences drafts no tokens
     prefix_cache: str = "prompts"  # what the prefix cache shares: none, prompts, or all (answers too)
+    num_stages: int = 1  # that prompts pass; 1: all ranks compute prompts together
+    num_policies: int = 1  # the prompts of later ones are computed by all ranks together
     max_step_blocks: int | None = None  # distinct blocks of all sequences of a step; None: no limit
     groups: LayerGroups = field(default_factory=LayerGroups)  # of layers, each with a block table; by default one
     max_parts: int = 1  # parts of ``max_num_batched_tokens`` that a step may have

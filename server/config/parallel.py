@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from tightwire.comm.all_reduce.names import describe_all_reduce_names, split_all_reduce_names
+from tightwire.comm.codec.codec_names import has_feedback, parse_format
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import EMULATIONS, USER_SPACE
 from tightwire.comm.policy.error_budget import ErrorBudget, parse_error_budget
@@ -26,6 +27,17 @@ class ParallelOptions:
     )
     tp_split: tuple[float, ...] | None = option(
         None, "relative shares of work per rank, for devices of different speed, such as 2,1", metavar="A,B"
+    )
+    layout: str = option(
+        "auto",
+        "what crosses the wire. tensor: partial sums, in prompts and in tokens; hybrid: hidden states between stages in prompts "
+        "(each rank computes whole layers, and holds them besides its part of all layers), partial sums in tokens; auto: tensor",
+        ("auto", "tensor", "hybrid"),
+    )
+    stage_codec: str = option(
+        "none",
+        "codec of the hidden states between stages: none, which loses nothing, int8, int4-g32, ...",
+        metavar="CODEC",
     )
     allreduce: str = option(
         "auto",
@@ -104,6 +116,7 @@ class ParallelOptions:
         self._check_nodes()
         self._check_link()
         self._check_policies()
+        self._check_stages()
         if self.tp_split is not None:
             require(
                 len(self.tp_split) == self.tp, "tp_split", self.tp_split, f"one number for each of the {self.tp} ranks"
@@ -111,6 +124,17 @@ class ParallelOptions:
             require(
                 all(0 < share < math.inf for share in self.tp_split), "tp_split", self.tp_split, "finite and above 0"
             )
+
+    def _check_stages(self) -> None:
+        layouts = "auto", "tensor", "hybrid"
+        require(self.layout in layouts, "layout", self.layout, f"one of {', '.join(layouts)}")
+        try:
+            parse_format(self.stage_codec)
+        except ValueError as error:
+            raise ValueError(f"--stage-codec: {error}") from None
+        require(not has_feedback(self.stage_codec), "stage_codec", self.stage_codec, "a codec without -ef")
+        hybrid = self.layout == "hybrid" or self.stage_codec == "none"
+        require(hybrid, "stage_codec", self.stage_codec, "given with --layout hybrid, whose stages send hidden states")
 
     @property
     def num_ranks(self) -> int:

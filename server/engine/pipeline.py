@@ -280,7 +280,7 @@ class StepPipeline:
         for chunk in step.chunks:
             chunk.request.at_first_step = chunk.request.at_first_step or begun
             chunk.request.num_computed = chunk.end
-        constrained = [chunk.request for chunk in step.chunks if chunk.samples and chunk.request.params.grammar]
+        constrained = [chunk.request for chunk in step.results if chunk.samples and chunk.request.params.grammar]
         if constrained:
             assert self._sampler.grammars is not None
             self._sampler.grammars.begin(constrained)
@@ -292,7 +292,7 @@ class StepPipeline:
             logits_RV = torch.empty((0, 0))
         self._counters.num_steps += 1
         self._counters.num_steps_ahead += last is not None
-        launched = LaunchedStep(step.chunks, Download([logits_RV[:0]]))
+        launched = LaunchedStep(step.results, Download([logits_RV[:0]]))
         if not launched.is_simple:
             launched.logits_RV = logits_RV
         elif launched.new:

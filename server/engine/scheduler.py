@@ -24,6 +24,7 @@ from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.request import Request
 from tightwire.server.engine.sequences import Sequences
 from tightwire.server.engine.step_builder import Chunk, ScheduledStep, StepBuilder, make_step
+from tightwire.server.engine.under_way import ChunksUnderWay
 from tightwire.server.ipc.engine_stats import EngineCounters, ReplicaLoad
 
 # How much busier a replica may be, as a share of the larger load, and still win because it has cached the prompt. A cached prompt saves work once, while a running sequence slows its neighbours until it ends.
@@ -46,6 +47,7 @@ class Scheduler:
         self._limits, self._drafter = limits, drafter
         self._last_policy = 0
         self._num_planned = 0
+        self._under_way = ChunksUnderWay(limits) if limits.num_stages > 1 else None
 
     def may_draft(self, num_seqs: int) -> bool:
         """True if a step of this many sequences may hold drafts."""
@@ -67,12 +69,26 @@ class Scheduler:
             chunks = self._fill(policy, ahead).chunks()
             if chunks:  # empty if the youngest found no block, and the head of the queue did not fit
                 self._last_policy = policy
-                self._num_planned += 1
                 for chunk in chunks:
                     if chunk.request.first_scheduled_s is None:
                         chunk.request.first_scheduled_s = now_s
-                return make_step(self._num_planned, chunks, self._limits, policy)
-        return None
+                return self._make(chunks, policy)
+        return self._make([], 0) if self._under_way else None
+
+    def _make(self, chunks: list[Chunk], policy: int) -> ScheduledStep:
+        self._num_planned += 1
+        stages = None
+        if self._under_way is not None:
+            stages = self._under_way.advance(self._num_planned, chunks, staged=self._is_staged(policy))
+        return make_step(self._num_planned, chunks, self._limits, policy, stages)
+
+    def _is_staged(self, policy: int) -> bool:
+        """True if prompts of this policy pass the stages."""
+        return self._under_way is not None and policy < self._limits.num_policies
+
+    def _may_run(self, request: Request, policy: int) -> bool:
+        """True if a step of ``policy`` may have tokens of ``request``; its decode rows wait for its prompt."""
+        return request.policy == policy and (request.in_prompt or request.ready_at <= self._num_planned + 1)
 
     def _turns(self) -> list[int]:
         """The policies that may have work, in the order of their turns."""
@@ -83,7 +99,7 @@ class Scheduler:
 
     def _fill(self, policy: int, ahead: bool) -> StepBuilder:
         step = StepBuilder(self._limits, self.step_tokens, ahead=ahead)
-        running = [request for request in self.sequences.running if request.policy == policy]
+        running = [request for request in self.sequences.running if self._may_run(request, policy)]
         if running and _is_behind(running[0]):
             step.reserve(running[0])
         for request in [request for request in running if not _is_behind(request)]:
@@ -92,9 +108,14 @@ class Scheduler:
         self.sequences.admit(policy)  # never one just preempted: it freed fewer blocks than it would need
         # Besides prompts: sequences just admitted with all but their last token in the prefix cache.
         rest = [
-            request for request in self.sequences.running if request.policy == policy and request not in step.tokens
+            request
+            for request in self.sequences.running
+            if self._may_run(request, policy) and request not in step.tokens
         ]
-        self._fill_with_prompts([request for request in rest if request.num_to_compute], step)
+        prompts = [request for request in rest if request.num_to_compute]
+        if prompts and self._under_way is not None and self._is_staged(policy):
+            step.budget = min(step.budget, self._under_way.chunk_rows(prompts[0].num_prompt_tokens))
+        self._fill_with_prompts(prompts, step)
         if self._drafter is not None and not ahead and self.may_draft(len(step.tokens)):
             for request in step.tokens:
                 self._draft(request, step, self._drafter)
@@ -186,10 +207,11 @@ def _short_ones(prompts: Sequence[Request], budget: int) -> dict[Request, int]:
 
 
 class WorldStep(NamedTuple):
-    """One plan for each replica, and the sequences' chunks in the order of all plans' rows, replica after replica."""
+    """One plan for each replica, and what ``ScheduledStep`` has, replica after replica."""
 
     plans: list[StepPlan]
     chunks: list[Chunk]
+    results: list[Chunk]
 
 
 class Replicas:
@@ -228,7 +250,10 @@ class Replicas:
             self._num_planned += 1
             together = {"index": self._num_planned, "gather_sizes": gather_sizes(plans)}
             plans = [msgspec.structs.replace(plan, **together) for plan in plans]
-        return WorldStep(plans, [chunk for step in steps if step for chunk in step.chunks])
+        made = [step for step in steps if step]
+        return WorldStep(
+            plans, [chunk for step in made for chunk in step.chunks], [chunk for step in made for chunk in step.results]
+        )
 
     def loads(self) -> list[ReplicaLoad]:
         return [scheduler.sequences.load for scheduler in self._schedulers]

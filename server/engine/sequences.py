@@ -93,6 +93,7 @@ class Sequences:
         self.pool.free(block for block in reversed(request.blocks) if block >= 0)
         del request.blocks[:]
         request.num_computed = request.num_passed_blocks = request.num_entered_blocks = 0
+        request.epoch += 1
 
     def _free_passed(self, request: Request) -> None:
         groups = self._limits.groups

@@ -26,10 +26,24 @@ class Chunk(NamedTuple):
 
 
 class ScheduledStep(NamedTuple):
-    """``chunks`` are in the order of the plan's rows; each has len(scored) + samples + len(draft) rows of logits."""
+    """``chunks`` are in the order of the plan's rows, ``results`` those whose logits it makes, in the order of these.
+
+    Each has len(scored) + samples + len(draft) rows of logits. Both are the same unless prompts pass stages.
+    """
 
     plan: StepPlan
     chunks: list[Chunk]
+    results: list[Chunk]
+
+
+class StagedStep(NamedTuple):
+    """What a step of several stages has besides its chunks; the fields of ``StepPlan`` with these names."""
+
+    num_together: int  # chunks, the first ones, that all ranks compute together
+    leaving: list[tuple[Chunk, int]]  # chunks that leave the last stage, with their first row among those that leave
+    staged: bool
+    awaits: int
+    rewritten: list[int]
 
 
 class StepBuilder:
@@ -106,20 +120,19 @@ class StepBuilder:
             self._blocks.update(request.blocks[: self._limits.blocks_for(request.num_computed + num_tokens)])
 
 
-def make_step(index: int, chunks: list[Chunk], limits: Limits, policy: int = 0) -> ScheduledStep:
-    """Pack the chunks into arrays, one sequence after the other."""
+def make_step(
+    index: int, chunks: list[Chunk], limits: Limits, policy: int = 0, stages: StagedStep | None = None
+) -> ScheduledStep:
+    """Pack the chunks into arrays, one sequence after the other. ``stages``: None if prompts pass none."""
     token_ids: list[int] = []
-    logit_rows: list[int] = []
+    first_rows: list[int] = []
     groups, num_groups = limits.groups, limits.groups.num
-    most = max(len(chunk.request.blocks) for chunk in chunks) // num_groups
+    most = max((len(chunk.request.blocks) for chunk in chunks), default=0) // num_groups
     tables_LBM = np.zeros((num_groups, len(chunks), most), "<i4")
-    for b, (request, start, end, scored, samples, draft) in enumerate(chunks):
-        if scored:
-            logit_rows.extend(range(len(token_ids) + scored.start - start, len(token_ids) + scored.stop - start))
+    for b, (request, start, end, _, _, draft) in enumerate(chunks):
+        first_rows.append(len(token_ids))
         token_ids.extend(request.token_ids[start:end])
-        if samples:
-            logit_rows.extend(range(len(token_ids) - 1, len(token_ids) + len(draft)))
-            token_ids.extend(draft)
+        token_ids.extend(draft)
         tables_LBM[:, b, : len(request.blocks) // num_groups] = (
             np.frombuffer(request.blocks, "i4").reshape(-1, num_groups).T
         )
@@ -127,6 +140,13 @@ def make_step(index: int, chunks: list[Chunk], limits: Limits, policy: int = 0) 
     if groups.num_sliding:
         held_LBM = groups.held(np.array([chunk.start for chunk in chunks]), ends_B, limits.block_size)
         tables_LBM = tables_LBM[:, :, : held_LBM.shape[2]][held_LBM]
+    results, staged = list(zip(chunks, first_rows, strict=True)), {}
+    if stages is not None:
+        num_rows = sum(chunk.num_rows for chunk in chunks[: stages.num_together])
+        results = results[: stages.num_together] + [(chunk, num_rows + row) for chunk, row in stages.leaving]
+        staged = {name: getattr(stages, name) for name in ("staged", "awaits", "rewritten")}
+    logit_rows = [row for chunk, first in results for row in _logit_rows(chunk, first)]
+    result_chunks = [chunk for chunk, _ in results]
     plan = make_plan(
         index=index,
         token_ids=token_ids,
@@ -136,10 +156,20 @@ def make_step(index: int, chunks: list[Chunk], limits: Limits, policy: int = 0) 
         num_decode_rows=sum(c.num_rows for c in chunks if c.start >= c.request.num_prompt_tokens),
         logit_rows=logit_rows,
         policy=policy,
-        num_candidates=_candidates_needed(chunks),
+        num_candidates=_candidates_needed(result_chunks),
         adapters=_adapter_slots(chunks),
+        **staged,
     )
-    return ScheduledStep(plan, chunks)
+    return ScheduledStep(plan, chunks, result_chunks)
+
+
+def _logit_rows(chunk: Chunk, first_row: int) -> list[int]:
+    """The rows whose logits are needed, of a chunk whose rows begin at ``first_row``."""
+    _, start, end, scored, samples, draft = chunk
+    rows = [first_row + position - start for position in scored]
+    if samples:
+        rows += range(first_row + end - start - 1, first_row + end - start + len(draft))
+    return rows
 
 
 def _make_chunk(request: Request, num_tokens: int, draft: Sequence[int]) -> Chunk:
@@ -152,7 +182,7 @@ def _make_chunk(request: Request, num_tokens: int, draft: Sequence[int]) -> Chun
 def _adapter_slots(chunks: Sequence[Chunk]) -> list[int] | None:
     """The slot of each sequence's adapter; None if no sequence has one."""
     slots = [chunk.request.adapter_slot for chunk in chunks]
-    return slots if max(slots) >= 0 else None
+    return slots if max(slots, default=-1) >= 0 else None
 
 
 def _candidates_needed(chunks: Sequence[Chunk]) -> int:

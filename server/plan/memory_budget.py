@@ -111,7 +111,8 @@ def make_budget(
     """
     options, device, longest = inputs.options, inputs.device, inputs.options.max_model_len or inputs.model.max_positions
     check_context(inputs.model.max_positions, longest)
-    ranks, shape = rank_bytes(inputs, plan), CacheShape.of(inputs.model, options, plan.max_parts)
+    ranks = rank_bytes(inputs, plan)
+    shape = CacheShape.of(inputs.model, options, plan.max_parts, bounded=inputs.stages is None)
     per_sequence = shape.blocks(longest)
     block_bytes = sum(rank.block for rank in ranks)
     on_device = min(_fitting_blocks(ranks, pool) for pool in inputs.pools)  # with --kv-offload: blocks in the buffers

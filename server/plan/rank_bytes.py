@@ -10,10 +10,12 @@ from tightwire.model.adapters.product import AdapterRoom, adapter_bytes
 from tightwire.model.cache.kv_cache import NUM_BUFFERS, layer_block_bytes
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layer_groups import LayerGroups
-from tightwire.model.layout import Layout, Shard
+from tightwire.model.layout import Layout, Shard, whole_shard
+from tightwire.model.stages import StagePlan
 from tightwire.model.weights import WeightPlan
 from tightwire.model.weights.formats import WeightFormats, weight_bytes
 from tightwire.model.weights.residency import WeightSizes
+from tightwire.model.weights.stage import stage_bytes
 from tightwire.server.config.limits import BLOCK_SIZE, MAX_SCORED_ROWS
 from tightwire.server.config.serve import EngineOptions
 
@@ -38,9 +40,9 @@ class CacheShape:
     step_tokens: int
 
     @classmethod
-    def of(cls, model: LlamaConfig, options: EngineOptions, max_parts: int = 1) -> Self:
-        """The shape for steps of so many parts. A cache on the host is one group."""
-        groups = LayerGroups.of(model, bounded=not options.kv_offload)
+    def of(cls, model: LlamaConfig, options: EngineOptions, max_parts: int = 1, *, bounded: bool = True) -> Self:
+        """The shape for steps of so many parts. A cache on the host is one group, and one that is not ``bounded``."""
+        groups = LayerGroups.of(model, bounded=bounded and not options.kv_offload)
         return cls(groups, options.max_num_batched_tokens * max_parts)
 
     def blocks(self, num_tokens: int) -> int:
@@ -76,6 +78,7 @@ class MemoryInputs:
     num_replicas: int = 1
     adapters: AdapterRoom | None = None  # room for LoRA adapters
     host_bytes: int = 0  # free on the host; on a CPU, the pool's own
+    stages: StagePlan | None = None  # of prompts: each rank holds the whole layers of one besides its shard
     feedback_elem_bytes: int = 0  # of rounding errors that sums carry, for each number of a step's messages
 
     @property
@@ -113,6 +116,12 @@ def rank_bytes(inputs: MemoryInputs, plan: WeightPlan) -> tuple[RankBytes, ...]:
         weights = [
             weight_bytes(inputs.model, shard, inputs.formats, inputs.elem_bytes) for shard in inputs.layout.shards
         ]
+    if (stages := inputs.stages) is not None:
+        given = inputs.formats, inputs.elem_bytes
+        weights = [
+            own + stage_bytes(inputs.model, shard, stages.of(shard.rank), *given)
+            for own, shard in zip(weights, inputs.layout.shards, strict=True)
+        ]
     return tuple(
         _rank_bytes(inputs, shard, num_bytes, plan.max_parts, inputs.num_replicas if replica == shard.rank == 0 else 0)
         for replica in range(inputs.num_replicas)
@@ -125,12 +134,17 @@ def _rank_bytes(
 ) -> RankBytes:
     """The memory of the rank with ``shard``. ``num_gathered``: replicas whose logits this rank gathers."""
     model, options = inputs.model, inputs.options
-    layer_block = layer_block_bytes(model, shard, BLOCK_SIZE, getattr(torch, options.kv_dtype(inputs.dtype)))
+    kv_dtype = getattr(torch, options.kv_dtype(inputs.dtype))
+    layer_block = layer_block_bytes(model, shard, BLOCK_SIZE, kv_dtype)
+    of_stage = 0
+    if inputs.stages is not None:  # all KV heads of its layers
+        every = layer_block_bytes(model, whole_shard(model), BLOCK_SIZE, kv_dtype)
+        of_stage = len(inputs.stages.of(shard.rank)) * every
     return RankBytes(
         weights=num_weight_bytes,
         activations=_activation_bytes(inputs, shard, max_parts, num_gathered),
         runtime=_RUNTIME_BYTES[inputs.device],
-        block=CacheShape.of(model, options).groups.num_layers * layer_block,
+        block=CacheShape.of(model, options, bounded=inputs.stages is None).groups.num_layers * layer_block + of_stage,
         buffer=NUM_BUFFERS * layer_block if options.kv_offload else 0,
         adapters=adapter_bytes(model, shard, inputs.adapters, inputs.elem_bytes) if inputs.adapters else 0,
         feedback=inputs.feedback_elem_bytes * options.max_num_batched_tokens * model.hidden_size,
@@ -147,6 +161,7 @@ def _activation_bytes(inputs: MemoryInputs, shard: Shard, max_parts: int, num_ga
     num_tokens, num_rows = options.max_num_batched_tokens, options.max_num_seqs + MAX_SCORED_ROWS
     if inputs.device == "cuda" and options.cuda_graphs and not options.kv_offload:
         num_tokens += options.max_num_seqs
-    layer = elem * num_tokens * (4 * model.hidden_size + 3 * len(shard.mlp_columns))
+    num_columns = len(shard.mlp_columns) if inputs.stages is None else model.mlp_size
+    layer = elem * num_tokens * (4 * model.hidden_size + 3 * num_columns)
     layer += elem * (max_parts - 1) * options.max_num_batched_tokens * 3 * model.hidden_size
     return layer + 4 * num_rows * (3 * num_gathered * model.vocab_size or 2 * len(shard.vocab_rows))

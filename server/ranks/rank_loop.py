@@ -69,6 +69,8 @@ class Leader:
             max_step_blocks=None if plan.buffer_blocks == plan.num_blocks else plan.buffer_blocks,
             groups=runner.cache.groups,
             max_parts=plan.weights.max_parts,
+            num_stages=1 if plan.stages is None else plan.stages.num_stages,
+            num_policies=len(plan.policies),
         )
         self._runner = RankZeroRunner(
             runner,

@@ -70,6 +70,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         group = joining.replica(world)
         reporter.ledger = group.ledger
         link = joining.measured_link(group)
+        stages = joining.stages(group)
     runner: ModelRunner | None = None
     try:
         place = RankPlace()
@@ -86,7 +87,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
                 world=world,
             )
         with reporter.stage("weights") as progress:
-            groups = RankGroups(group, routes=comm.routes, world=world, peers=joining.peers())
+            groups = RankGroups(group, routes=comm.routes, world=world, stages=stages, peers=joining.peers())
             runner = _load(checkpoint, layout, formats, groups, work, progress)
         sources = (runner.weights, runner.cache)
         pools = [source.pool for source in sources if isinstance(source, StreamedWeights | OffloadedCache)]
@@ -124,9 +125,9 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
     finally:
         if runner is not None:
             runner.close()
-        group.close()
-        if world is not None:
-            world.close()
+        for each in (group, world, stages):
+            if each is not None:
+                each.close()
 
 
 def _open_store(identity: RankIdentity, timeout_s: float) -> Store:
@@ -230,6 +231,22 @@ class _Joining:
         )
         return group if identity.throttle is None else throttle_group(group, identity.throttle)
 
+    def stages(self, sums: Group) -> Group | None:
+        """The ranks as stages of prompts, whose messages travel beside those of ``sums`` on connections of their own."""
+        if self.work.plan.stages is None:
+            return None
+        group = open_process_group(
+            Topology(self.identity.rank, self.identity.world_size),
+            store=self.store,
+            device=self.device,
+            timeout_s=_STEP_DEADLINE_S,  # a stage waits for whole steps of the one before
+            join_timeout_s=self.work.config.timeouts.comm_timeout_s,
+            name="stages",
+            interface=self.identity.interface,
+            sockets=self._sockets,
+        )
+        return group if self.identity.throttle is None else throttle_group(group, self.identity.throttle, sums)
+
     def peers(self) -> PartitionPeers | None:
         """The ranks that share this one's partitioned weights."""
         if self.work.plan.weights.source != "partition":
@@ -296,7 +313,7 @@ def _load(
             sum_dtype=getattr(torch, plan.sum_dtype),
             max_model_len=plan.max_model_len,
             num_blocks=plan.num_blocks,
-            groups=LayerGroups.of(checkpoint.config),
+            groups=LayerGroups.of(checkpoint.config, bounded=plan.stages is None),
             buffer_blocks=plan.buffer_blocks,
             block_size=BLOCK_SIZE,
             formats=formats,
@@ -304,6 +321,8 @@ def _load(
             fetch_timeout_s=work.config.timeouts.comm_timeout_s,
             most_rows=engine.max_num_batched_tokens if plan.weights.max_parts > 1 else None,
             overlap=plan.overlap,
+            stages=plan.stages,
+            stage_codec=plan.stage_codec,
             graphs_up_to=engine.max_num_seqs if engine.cuda_graphs else 0,
             adapters=AdapterRoom(plan.adapters.num_slots, plan.adapters.max_rank) if plan.adapters else None,
         ),

@@ -53,8 +53,9 @@ class RankZeroRunner:
         self._runner, self._group, self._reporter = runner, groups.replica, reporter
         self._followers, self._num_replicas = followers, num_replicas
         self._vocab_size, self._step_size = vocab_size, step_size
-        # The group that shares layers has a ledger of its own.
-        self._ledgers = [self._group.ledger, *([] if groups.peers is None else [groups.peers.inside.ledger])]
+        # The groups that share layers, and that pass prompts from stage to stage, have ledgers of their own.
+        beside = [groups.stages, None if groups.peers is None else groups.peers.inside]
+        self._ledgers = [self._group.ledger, *(group.ledger for group in beside if group is not None)]
         self._encoder = msgspec.msgpack.Encoder()
         self._warm_up_counts: dict[tuple[str, str, str], Count] = {}
         self._streamed = runner.weights if isinstance(runner.weights, StreamedWeights) else None

@@ -2,10 +2,11 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from harness import run_in_process
+from harness import run_in_process, run_threads
 
 from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.errors import PeerLostError
@@ -129,3 +130,12 @@ def test_an_all_reduce_adds_this_ranks_own_numbers(name: str, rank: int) -> None
     assert total.shape == (1000,) and bool(total.isfinite().all()) and alone.bytes_sent == 0
     if name == "one-shot":
         assert torch.equal(total, torch.full((1000,), 3.0))
+
+
+def test_transports_of_one_rank_share_its_link() -> None:
+    link, alone = parse_link("10MB/s"), WeightlessTransport(0, 2)
+    first = ThrottledTransport(alone, link)
+    second, buf = ThrottledTransport(alone, link, first), torch.zeros(NUM_BYTES, dtype=torch.uint8)
+    start_s = time.perf_counter()
+    run_threads([partial(transport.gather, buf) for transport in (first, second)])
+    assert time.perf_counter() - start_s >= 2 * NUM_BYTES / 10e6

@@ -24,6 +24,7 @@ from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler
+from tightwire.model.stages import StagePlan
 from tightwire.model.step import StepPlan, make_plan
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.formats import choose_formats, split_model
@@ -79,29 +80,36 @@ def local_engine(
     buffer_blocks: int | None = None,
     bounded: bool = True,
     adapters: Sequence[Path] = (),
+    stages: StagePlan | None = None,
+    stage_codec: str = "none",
 ) -> Iterator[LocalEngine]:
     """An engine over ``dp`` replicas of ``tp`` ranks; followers run in threads until the block ends.
 
     ``all_reduce``: a name, a policy, or several policies by the names that requests ask for them. ``buffer_blocks``: the KV
     cache is offloaded, and steps have at most so many blocks. ``bounded``: layers with a window free blocks. ``adapters``: folders; ids count from 1, and a slot stays free.
+    ``stages``: prompts pass these, one on each rank; a request whose policy is the name and "/tensor" does without.
     """
     config = checkpoint.config
     formats = choose_formats(checkpoint.reader(), config, quantization)
     layout = split_model(config, formats, tp, shares)
-    layer_groups = LayerGroups.of(config, bounded=bounded and buffer_blocks is None)
+    layer_groups = LayerGroups.of(config, bounded=bounded and buffer_blocks is None and stages is None)
     num_blocks = num_blocks or 4 * layer_groups.num * -(-max_model_len // block_size)
     worlds = in_process_groups(tp * dp) if dp > 1 else []
     ledgers = [world.ledger for world in worlds] or [Ledger() for _ in range(tp)]
     groups = [group for d in range(dp) for group in in_process_groups(tp, ledgers=ledgers[d * tp : (d + 1) * tp])]
     policy = fixed_policy(all_reduce) if isinstance(all_reduce, str) else all_reduce
     arms = policy if isinstance(policy, Mapping) else {"fixed": policy}
+    stage_groups = in_process_groups(tp) if stages else [None] * tp
     runners = [
         build_runner(
             config,
             checkpoint.reader(),
             layout,
             RankGroups(
-                group, routes=make_arms(arms, group) if tp > 1 else None, world=worlds[number] if worlds else None
+                group,
+                routes=make_arms(arms, group) if tp > 1 else None,
+                world=worlds[number] if worlds else None,
+                stages=stage_groups[number % tp],
             ),
             RunnerOptions(
                 dtype=dtype,
@@ -116,6 +124,8 @@ def local_engine(
                 weight_plan=weight_plan,
                 most_rows=most_rows,
                 adapters=AdapterRoom(len(adapters) + 1, 16) if adapters else None,
+                stages=stages,
+                stage_codec=stage_codec,
             ),
         )
         for number, group in enumerate(groups)
@@ -141,6 +151,8 @@ def local_engine(
             prefix_cache=prefix_cache,
             max_step_blocks=buffer_blocks,
             groups=layer_groups,
+            num_stages=stages.num_stages if stages else 1,
+            num_policies=len(arms),
         )
         engine = Engine(
             runner=_LocalRunner(runners[0], inboxes, tp),
@@ -149,7 +161,7 @@ def local_engine(
             rules=RequestRules(
                 vocab_size=config.vocab_size,
                 max_model_len=max_model_len,
-                policies=tuple(arms),
+                policies=(*arms, *(f"{name}/tensor" for name in arms if stages)),
                 eos_token_ids=frozenset(config.eos_token_ids),
             ),
             drafter=drafter,

@@ -126,6 +126,29 @@ def test_two_hosts_answer_as_one_for_each_algorithm_and_a_lost_host_ends_the_oth
         assert re.search(lost, first.log), first.log
 
 
+@pytest.mark.alone
+def test_prompts_pass_two_hosts_in_stages_and_a_stopped_host_ends_both(
+    network: EmulatedNetwork, model: Path, tmp_path: Path
+) -> None:
+    same, nodes = ("--tp", "2", "--layout", "hybrid", "--allreduce-extra", ",".join(_ALGORITHMS)), network.nodes
+    with ServerProcess(tmp_path / "one", str(model), "--port", "0", "--kv-cache-memory", "1MiB", *same) as one:
+        alone = texts(one.wait_ready(), 1)
+        assert one.end() == 0
+    with (
+        start(tmp_path / "b", nodes[1], model, "--node-rank", "1", *same) as second,
+        start(tmp_path / "a", nodes[0], model, "--node-rank", "0", *same) as first,
+    ):
+        url = first.wait_ready()
+        crowd = nodes[0].visit(lambda: texts(url, 64))
+        assert all(crowd[kind] == alone[kind] for kind in alone if kind[1] in _BY_ROW), "64 requests, eight cancelled"
+        rows = nodes[0].visit(lambda: get(f"{url}/comm").json())["counters"]
+        assert {row["algorithm"] for row in rows if row["op"] == "deliver"} == {"hidden-state", "kv-heads"}
+        second.process.send_signal(signal.SIGSTOP)
+        assert first.wait_exit(30) == 1
+        assert "node 1 (10.0.0.2)" in first.log
+        second.process.send_signal(signal.SIGCONT)
+
+
 def test_different_options_are_refused_by_node_on_both_hosts(
     network: EmulatedNetwork, model: Path, tmp_path: Path
 ) -> None:

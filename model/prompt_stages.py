@@ -1,0 +1,237 @@
+"""Prompts in stages (``--layout hybrid``): one rank's part of the chunks that pass from stage to stage.
+
+In each step a chunk of prompt rows enters the first stage, and every chunk under way passes one stage: in step t rank s
+computes the whole layers of its stage for the chunk of step t - s. It sends the hidden states to the next rank, and to each
+other rank the keys and values that this one decodes with. Messages travel beside the computing of later steps, in one
+order on all ranks. Keys and values of a step follow the hidden states of the next step, for which a stage waits; but
+they go at once when a prompt is complete, because its tokens need them.
+
+A rank's stage has a cache of all KV heads of its layers, with the block numbers of the ordinary cache, which has the
+rank's own heads of all layers and which decode rows read.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tightwire.comm.lane import Pending
+from tightwire.kernels.spec.int8_heads import head_bytes
+from tightwire.model.cache.head_rows import put_rows, take_rows
+from tightwire.model.cache.key_bias import KeyBiases
+from tightwire.model.cache.kv_cache import CacheSource, KVCache
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.layer_groups import LayerGroups
+from tightwire.model.layer_kernels import EagerLayers
+from tightwire.model.layout import Layout, whole_shard
+from tightwire.model.parallel import StageWire
+from tightwire.model.rope import rope_tables
+from tightwire.model.stages import MAX_LATE_STEPS, StagePlan
+from tightwire.model.step import Batch, StepArrays, StepPlan, ints
+from tightwire.model.weights.stage import StageWeights, WholeLayer
+
+ToBatch = Callable[[StepArrays], Batch]
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """The prompt rows of one step on their way."""
+
+    step: int
+    arrays: StepArrays  # rows that must not be written any more have slots in the cache's last block
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.arrays.token_ids_T)
+
+    @property
+    def slots_T(self) -> np.ndarray:
+        return self.arrays.slots_LT[0]  # all layers are one group
+
+
+@dataclass(slots=True, eq=False)
+class _HandOver:
+    """Keys and values that all ranks send each other after one step. ``pending``: None until the messages are started."""
+
+    chunks: list[tuple[int, _Chunk]]  # every rank with its chunk, in order
+    parts: list[Tensor]
+    recv_bytes: list[int]
+    pending: Pending | None = None
+
+    def serves(self, step: int) -> bool:
+        """True if a chunk of ``step`` or before is in it."""
+        return any(chunk.step <= step for _, chunk in self.chunks)
+
+
+class StageLayers(EagerLayers):
+    """``Layers`` with whole layers, whose column-parallel matrices are in two parts."""
+
+    def use(self, index: int, layer: WholeLayer) -> None:
+        """Compute layer ``index`` with these weights."""
+        self.place(index, layer.weights)
+        self._joined = layer.joined
+
+    def column_parallel(self, site: str, index: int, x_TD: Tensor, bias_O: Tensor | None, num_decode: int) -> Tensor:
+        joined = self._joined.get(site)
+        if joined is None:
+            return super().column_parallel(site, index, x_TD, bias_O, num_decode)
+        return joined.multiply(x_TD, bias_O)
+
+
+class PromptStages:
+    """The chunks under way, and this rank's stage. Call ``begin``, before decode rows are computed, and ``run`` in each step."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layout: Layout,
+        plan: StagePlan,
+        wire: StageWire,
+        weights: StageWeights,
+        cache: CacheSource,
+        max_positions: int,
+    ) -> None:
+        """``cache``: the ordinary cache, of this rank's KV heads in all layers."""
+        self._config, self._plan, self.wire, self._weights = config, plan, wire, weights
+        self._rank, self.layers = wire.group.rank, plan.of(wire.group.rank)
+        self._heads = [shard.kv_heads for shard in layout.shards]
+        self._whole, self._decode_cache = whole_shard(config), cache
+        self._cache = KVCache(
+            config,
+            self._whole,
+            num_blocks=cache.num_blocks + 1,  # the last block takes the rows that nobody reads
+            block_size=cache.block_size,
+            dtype=cache.dtype,
+            kv_dtype=cache.kv_dtype,
+            device=cache.device,
+            groups=LayerGroups(tuple((0, max(layer - self.layers.start, 0)) for layer in range(self.layers.stop))),
+        )
+        self._angles = rope_tables(config, max_positions, cache.device)
+        self._key_biases = KeyBiases(config, self._whole, self._cache, self._angles)
+        self._under_way: deque[_Chunk | None] = deque([None] * plan.num_stages, plan.num_stages)
+        self._hidden: Pending | None = None  # for the chunk that this rank computes next
+        self._hand_overs: deque[_HandOver] = deque()  # oldest first; only the last one may not have been started
+        self._head_bytes = head_bytes(config.head_dim, cache.kv_dtype)  # of a token
+
+    def close(self) -> None:
+        self.wire.close()
+
+    def begin(self, plan: StepPlan, entering: StepArrays | None) -> None:
+        """Begin a step: every chunk moves to the next stage. ``entering``: the prompt rows of this step.
+
+        Writes arrived keys and values to the ordinary cache, and waits for those that this step's decode rows need.
+        """
+        if len(rewritten := ints(plan.rewritten)):
+            self._abandon(rewritten)
+        self._under_way.appendleft(None if entering is None else _Chunk(plan.index, entering))
+        needed = max(plan.awaits, plan.index - MAX_LATE_STEPS)
+        if self._hand_overs and self._hand_overs[-1].serves(needed):
+            self._start_hand_over()
+        while self._hand_overs:
+            oldest = self._hand_overs[0]
+            if oldest.pending is None or not (oldest.pending.done.done() or oldest.serves(needed)):
+                return
+            self._store(self._hand_overs.popleft())
+
+    @torch.inference_mode()
+    def run(self, to_batch: ToBatch, next_norm: Tensor | None, *, completes: bool) -> Tensor | None:
+        """Compute this rank's chunk; return (T, D) hidden states of the chunk that leaves the last stage, on its rank.
+
+        ``next_norm``: the norm of the last update, which is in the layer after this stage. ``completes``: the chunk that
+        leaves completes a prompt.
+        """
+        chunk, hidden_TD = self._under_way[self._rank], None
+        if chunk is not None:
+            hidden_TD = self._compute(chunk, to_batch(chunk.arrays), next_norm)
+        self._send_on(hidden_TD)
+        self._start_hand_over()
+        if any(self._under_way):
+            self._hand_overs.append(self._prepare_hand_over(chunk))
+        if completes:
+            self._start_hand_over()
+        return hidden_TD if self._rank == self._plan.num_stages - 1 else None
+
+    def _compute(self, chunk: _Chunk, batch: Batch, next_norm: Tensor | None) -> Tensor:
+        if self._rank == 0:
+            residual_TD = self._weights.embed(batch.token_ids_T, torch.float32)
+            if self._config.embedding_scale != 1.0:  # rounded to the weights' dtype, as in the models' own code
+                residual_TD.mul_(torch.tensor(self._config.embedding_scale, dtype=self._cache.dtype).item())
+        else:
+            assert self._hidden is not None, "a chunk comes from the stage before"
+            residual_TD = self._hidden.wait()
+        layers = StageLayers(self._config, self._whole, self._cache, self._angles, self._key_biases, batch, residual_TD)
+        update_TD: Tensor | None = None
+        for index in self.layers:
+            layers.use(index, self._weights.layers[index])
+            update_TD = layers.mlp(index, layers.attention(index, update_TD))
+        assert update_TD is not None, "a stage has at least one layer"
+        return layers.finish(update_TD, next_norm)
+
+    def _send_on(self, hidden_TD: Tensor | None) -> None:
+        """Start to send this rank's hidden states, and to receive those of the chunk that it computes in the next step."""
+        last = self._plan.num_stages - 1
+        self._hidden = None
+        if any(list(self._under_way)[:last]):
+            coming = self._under_way[self._rank - 1] if self._rank else None
+            shape = None if coming is None else (coming.num_rows, self._config.hidden_size)
+            self._hidden = self.wire.send_on(None if self._rank == last else hidden_TD, shape)
+
+    def _prepare_hand_over(self, chunk: _Chunk | None) -> _HandOver:
+        """Copy the keys and values of ``chunk`` that this stage has computed for the other ranks."""
+        num_stages, own = self._plan.num_stages, self._rank
+        parts, sizes = [torch.empty(0, dtype=torch.uint8)] * num_stages, [0] * num_stages
+        if chunk is not None:
+            layers = [self._cache.layer(layer) for layer in self.layers]
+            rows_LCTKE = take_rows(layers, torch.from_numpy(chunk.slots_T))
+            for rank, heads in enumerate(self._heads):
+                part = rows_LCTKE[:, :, :, heads.start : heads.stop].contiguous()
+                if rank == own:
+                    self._write(chunk, own, part)
+                else:
+                    parts[rank] = part.view(-1).view(torch.uint8)
+        chunks = [(rank, each) for rank, each in enumerate(self._under_way) if each is not None]
+        for rank, each in chunks:
+            sizes[rank] = 0 if rank == own else self._bytes_from(rank, each)
+        return _HandOver(chunks, parts, sizes)
+
+    def _start_hand_over(self) -> None:
+        """Start the messages of the last hand-over, unless they are under way."""
+        if self._hand_overs and (last := self._hand_overs[-1]).pending is None:
+            last.pending = self.wire.hand_over(last.parts, last.recv_bytes)
+            last.parts = []
+
+    def _bytes_from(self, rank: int, chunk: _Chunk) -> int:
+        """Return the bytes of this rank's KV heads of a chunk in the layers of stage ``rank``."""
+        num_heads = 2 * len(self._plan.of(rank)) * len(self._heads[self._rank])
+        return num_heads * chunk.num_rows * self._head_bytes
+
+    def _store(self, arrived: _HandOver) -> None:
+        assert arrived.pending is not None
+        data, start = arrived.pending.wait(), 0
+        for rank, chunk in arrived.chunks:
+            if rank != self._rank:
+                stop = start + self._bytes_from(rank, chunk)
+                shape = len(self._plan.of(rank)), 2, chunk.num_rows, len(self._heads[self._rank]), -1
+                self._write(chunk, rank, data[start:stop].view(self._cache.kv_dtype).view(shape))
+                start = stop
+
+    def _write(self, chunk: _Chunk, stage: int, rows_LCTKE: Tensor) -> None:
+        """Write this rank's KV heads of a chunk in the layers of ``stage`` to the ordinary cache."""
+        slots = chunk.slots_T
+        written = slots < self._decode_cache.num_blocks * self._decode_cache.block_size
+        layers = [self._decode_cache.layer(layer) for layer in self._plan.of(stage)]
+        if not written.all():
+            rows_LCTKE = rows_LCTKE[:, :, torch.from_numpy(written)]
+        put_rows(layers, torch.from_numpy(slots[written]), rows_LCTKE)
+
+    def _abandon(self, blocks: np.ndarray) -> None:
+        """Let no chunk under way write to these blocks any more: its sequence has ended, and others have them."""
+        arriving = [chunk for hand_over in self._hand_overs for _, chunk in hand_over.chunks]
+        for chunk in {each for each in (*self._under_way, *arriving) if each is not None}:
+            size, slots = self._cache.block_size, chunk.slots_T
+            nowhere = self._decode_cache.num_blocks * size
+            changed = np.where(np.isin(slots // size, blocks), np.int32(nowhere), slots)
+            chunk.arrays = replace(chunk.arrays, slots_LT=changed[None])

@@ -1,0 +1,162 @@
+"""The whole layers of a rank's stage, beside its shard of all layers (``--layout hybrid``).
+
+Rows of q, k, v, gate and up that the shard has are not held twice: the product with the whole matrix is the shard's and
+that with the other rows, put in order. The output and down projections, whose columns are split, are held whole too. So
+a prompt's row has the bits of one rank alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tightwire.kernels.linear import linear
+from tightwire.kernels.packed import embedding, interleave
+from tightwire.kernels.spec.packed import Matrix, Weight
+from tightwire.model.buffers import page_aligned
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.reader import CheckpointReader
+from tightwire.model.checkpoint.tensors import EMBEDDING
+from tightwire.model.layout import Shard, whole_shard
+from tightwire.model.weights.formats import Fused, WeightFormats, layer_tensors, read_tensors
+from tightwire.model.weights.packed_layer import pack_tensors
+from tightwire.model.weights.source import LayerWeights, OuterWeights
+
+_JOINED = ("qkv", "gate_up")  # matrices whose rows are split
+
+
+class _Run(NamedTuple):
+    """Consecutive rows of a whole matrix, and where they are: in the shard's matrix or in that of the other rows."""
+
+    in_rest: bool
+    rows: slice  # of that matrix
+    whole: slice
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedRows:
+    """A whole matrix as two: the shard's rows, and the other rows."""
+
+    shard: Weight
+    rest: Weight
+    runs: Sequence[_Run]  # in the order of the whole matrix's rows
+
+    def multiply(self, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
+        """Return ``linear`` with the whole matrix, for prefill rows. ``bias``: of the whole matrix."""
+        products = [
+            linear(x_TD, weight, None if bias_O is None else self._bias(bias_O, in_rest), num_decode_rows=0)
+            for weight, in_rest in ((self.shard, False), (self.rest, True))
+        ]
+        return torch.cat([products[run.in_rest][:, run.rows] for run in self.runs], dim=1)
+
+    def _bias(self, bias_O: Tensor, in_rest: bool) -> Tensor:
+        return torch.cat([bias_O[run.whole] for run in self.runs if run.in_rest == in_rest])
+
+
+class WholeLayer(NamedTuple):
+    """One layer of the stage. ``joined`` replaces the shard's ``qkv`` and ``gate_up``."""
+
+    weights: LayerWeights
+    joined: dict[str, JoinedRows]
+
+
+class StageWeights:
+    """The whole layers of one stage; of the first stage also the whole embedding."""
+
+    def __init__(self, layers: dict[int, WholeLayer], outer: OuterWeights, other_rows: Matrix | None) -> None:
+        """``other_rows``: of the embedding, those after the shard's; None: another stage embeds."""
+        self.layers, self._outer, self._other_rows = layers, outer, other_rows
+
+    def embed(self, token_ids_T: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return (T, D) embeddings in ``dtype``. The first rank's shard has the first rows."""
+        assert self._other_rows is not None, "only the first stage embeds"
+        num_own = self._outer.embedding.shape[0]
+        own_T = token_ids_T < num_own
+        first_TD = embedding(torch.where(own_T, token_ids_T, 0), self._outer.embedding, dtype)
+        other_TD = embedding(torch.where(own_T, 0, token_ids_T - num_own), self._other_rows, dtype)
+        return torch.where(own_T.unsqueeze(1), first_TD, other_TD)
+
+
+def stage_bytes(config: LlamaConfig, shard: Shard, layers: range, formats: WeightFormats, elem_bytes: int) -> int:
+    """Return the bytes of a stage's weights in addition to the shard's; plain numbers take ``elem_bytes`` each."""
+    tensors = [fused for layer in layers for fused in _lacking(config, shard, layer).values()]
+    tensors += _other_rows(config, shard, layers).values()
+    return sum(formats.num_bytes(fused, elem_bytes) for fused in tensors)
+
+
+def load_stage(
+    reader: CheckpointReader,
+    config: LlamaConfig,
+    shard: Shard,
+    layers: range,
+    formats: WeightFormats,
+    dtype: torch.dtype,
+    own: Sequence[LayerWeights],
+    outer: OuterWeights,
+) -> StageWeights:
+    """Load what the stage needs in addition to the rank's own layers. Raises ModelError. Cost: ``stage_bytes``."""
+
+    def load(tensors: dict[str, Fused]) -> dict[str, Weight]:
+        packed = pack_tensors(tensors, formats, dtype)
+        loaded = packed.tensors(page_aligned(packed.num_bytes, torch.device("cpu")))
+        read_tensors(reader, tensors, loaded)
+        return {name: interleave(tensor) for name, tensor in loaded.items()}
+
+    whole: dict[int, WholeLayer] = {}
+    for layer in layers:
+        lacking, runs = load(_lacking(config, shard, layer)), _runs(config, shard, layer)
+        joined = {
+            name: JoinedRows(getattr(own[layer], name), lacking.pop(name), runs[name])
+            for name in _JOINED
+            if name in lacking
+        }
+        changed: dict = lacking
+        whole[layer] = WholeLayer(replace(own[layer], **changed), joined)
+    rows = load(_other_rows(config, shard, layers)).get("embedding")
+    assert rows is None or isinstance(rows, Matrix)
+    return StageWeights(whole, outer, rows)
+
+
+def _lacking(config: LlamaConfig, shard: Shard, layer: int) -> dict[str, Fused]:
+    """Return the tensors of a whole layer that the shard lacks; of the matrices in ``_JOINED`` only the other rows."""
+    whole, own = layer_tensors(config, whole_shard(config), layer), layer_tensors(config, shard, layer)
+    lacking = {name: fused for name, fused in whole.items() if fused != own.get(name)}
+    for name in _JOINED:
+        if name in lacking:
+            parts = zip(whole[name].parts, own[name].parts, strict=True)
+            others = [(tensor, rows) for (tensor, all_rows), (_, mine) in parts for rows in _around(all_rows, mine)]
+            lacking[name] = Fused(tuple(others), whole[name].columns)
+    return lacking
+
+
+def _runs(config: LlamaConfig, shard: Shard, layer: int) -> dict[str, list[_Run]]:
+    """Return where the rows of each matrix in ``_JOINED`` are."""
+    whole, own = layer_tensors(config, whole_shard(config), layer), layer_tensors(config, shard, layer)
+    found: dict[str, list[_Run]] = {}
+    for name in _JOINED:
+        runs, ends, end = (
+            list[_Run](),
+            [0, 0],
+            0,
+        )  # ends: of the rows used so far, in the shard's matrix and in the other
+        for (_, all_rows), (_, mine) in zip(whole[name].parts, own[name].parts, strict=True):
+            for in_rest, start, stop in ((1, 0, mine.start), (0, mine.start, mine.stop), (1, mine.stop, all_rows.stop)):
+                if num := stop - start:
+                    runs.append(_Run(bool(in_rest), slice(ends[in_rest], ends[in_rest] + num), slice(end, end + num)))
+                    ends[in_rest], end = ends[in_rest] + num, end + num
+        found[name] = runs
+    return found
+
+
+def _other_rows(config: LlamaConfig, shard: Shard, layers: range) -> dict[str, Fused]:
+    """Return the rows of the embedding that the first stage's shard lacks."""
+    if layers.start:
+        return {}
+    rows = range(shard.vocab_rows.stop, config.vocab_size)
+    return {"embedding": Fused(((EMBEDDING, rows),), range(config.hidden_size))}
+
+
+def _around(all_rows: range, mine: range) -> list[range]:
+    return [rows for rows in (range(mine.start), range(mine.stop, all_rows.stop)) if rows]

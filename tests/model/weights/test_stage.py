@@ -1,0 +1,61 @@
+"""A stage's whole layers: in two parts the product of the whole matrix, and the bytes that the plan counts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.model.loading import load_resident
+from tiny import VARIANTS, make_tiny
+
+from tightwire.kernels.linear import linear
+from tightwire.model.layout import make_layout, whole_shard
+from tightwire.model.open import open_checkpoint
+from tightwire.model.weights.formats import choose_formats
+from tightwire.model.weights.stage import load_stage, stage_bytes
+
+
+@pytest.mark.parametrize(
+    ("variant", "quantization"),
+    [("odd-heads", "none"), ("mlp-bias", "none"), ("mlp-bias", "int8"), ("one-kv-head", "int8")],
+)
+def test_whole_layers_are_those_of_one_rank(variant: str, quantization: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(make_tiny(tmp_path, num_hidden_layers=3, **VARIANTS[variant])))
+    config, reader, dtype = checkpoint.config, checkpoint.reader(), torch.bfloat16
+    formats = choose_formats(reader, config, quantization)
+    whole = load_resident(reader, config, whole_shard(config), dtype=dtype, formats=formats)
+    x_TD = torch.randn(20, config.hidden_size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for shard, layers in zip(make_layout(config, 2).shards, (range(2), range(2, 3)), strict=True):
+        own = load_resident(reader, config, shard, dtype=dtype, formats=formats)
+        stage = load_stage(reader, config, shard, layers, formats, dtype, own.layers, own.outer)
+        assert list(stage.layers) == list(layers)
+        for index in layers:
+            weights, joined = stage.layers[index]
+            for name in ("qkv", "gate_up"):
+                matrix, bias = getattr(whole.layers[index], name), getattr(whole.layers[index], f"{name}_bias")
+                wanted = linear(x_TD, matrix, bias, num_decode_rows=0)
+                assert torch.equal(joined[name].multiply(x_TD, getattr(weights, f"{name}_bias")), wanted)
+            assert weights.attention_norm is own.layers[index].attention_norm, "what is equal is held once"
+        if not layers.start:
+            ids = torch.tensor([0, 1, 150, 151, 152, config.vocab_size - 1])
+            table = whole.outer.embedding
+            rows = table[ids] if isinstance(table, torch.Tensor) else table.take(ids)
+            wanted_TD = (
+                rows.float() if isinstance(rows, torch.Tensor) else linear(torch.eye(config.hidden_size), rows).T
+            )
+            assert torch.equal(stage.embed(ids, torch.float32), wanted_TD)
+
+
+def test_bytes_are_those_of_what_is_loaded(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(make_tiny(tmp_path, num_hidden_layers=3, **VARIANTS["odd-heads"])))
+    config, reader = checkpoint.config, checkpoint.reader()
+    formats = choose_formats(reader, config, "none")
+    for shard, layers in zip(make_layout(config, 2).shards, (range(2), range(2, 3)), strict=True):
+        own = load_resident(reader, config, shard, dtype=torch.bfloat16, formats=formats)
+        stage = load_stage(reader, config, shard, layers, formats, torch.bfloat16, own.layers, own.outer)
+        added = sum(
+            weights.attention_out.nbytes + weights.down.nbytes + sum(each.rest.nbytes for each in joined.values())
+            for weights, joined in stage.layers.values()
+        )
+        if not layers.start:
+            added += 2 * (config.vocab_size - len(shard.vocab_rows)) * config.hidden_size
+        assert stage_bytes(config, shard, layers, formats, 2) == added

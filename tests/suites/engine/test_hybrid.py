@@ -1,0 +1,136 @@
+"""Whole engines whose prompts pass stages, ranks as threads: scores of prompts to the bit those of one rank."""
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.fuzz import fuzz_seeds
+from helpers.server.local_engine import local_engine, run_to_end
+from tiny import VARIANTS, make_tiny
+
+from tightwire.model.open import Checkpoint, open_checkpoint
+from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.model.stages import divide_layers
+from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.ipc.engine_stats import EngineStats
+from tightwire.server.ipc.messages import AddRequest
+
+_STEM = [72, 101, 108, 108, 111] * 5
+_REQUESTS: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "greedy": ([5, 9, 200], {"temperature": 0.0}),
+    "long": (list(range(40, 140)) * 2, {"temperature": 0.0, "logprobs": 2}),
+    **{f"n{index}": (_STEM, {"temperature": 1.0, "seed": index + 1}) for index in range(3)},
+    "top-k": ([8, 8], {"temperature": 1.0, "top_k": 9, "seed": 4}),
+    "penalized": ([8, 10], {"temperature": 0.7, "seed": 5, "frequency_penalty": 0.8, "max_tokens": 9}),
+    "echo": (_STEM[:9], {"temperature": 0.0, "prompt_logprobs": 1, "max_tokens": 3}),
+    "scored": (list(range(30, 150)), {"prompt_logprobs": 0, "max_tokens": 0}),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(
+        str(make_tiny(tmp_path_factory.mktemp("hybrid"), num_hidden_layers=4, **VARIANTS["odd-heads"]))
+    )
+
+
+def _answers(checkpoint: Checkpoint, tp: int, *, hybrid: bool = True, **options: Any) -> tuple[dict, EngineStats]:
+    settings = {"dtype": torch.bfloat16, "max_model_len": 256, "max_num_batched_tokens": 48, "max_num_seqs": 12}
+    stages = divide_layers(checkpoint.config.num_layers, [1] * tp) if hybrid else None
+    with local_engine(checkpoint, tp=tp, stages=stages, **(settings | options)) as local:
+        for name, (prompt, changes) in _REQUESTS.items():
+            params = SamplingParams(**({"max_tokens": 20, "ignore_eos": True} | changes))
+            local.engine.add(AddRequest(name, prompt, params))
+        outputs = run_to_end(local.engine)
+        told = {
+            name: (
+                [token for output in own for token in output.token_ids],
+                [output.prompt_logprobs for output in own if output.prompt_logprobs],
+                own[-1].finish_reason,
+            )
+            for name, own in outputs.items()
+        }
+        return told, local.engine.stats()
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_prompts_are_scored_as_by_one_rank_to_the_bit(tp: int, checkpoint: Checkpoint) -> None:
+    alone, _ = _answers(checkpoint, 1, hybrid=False)
+    told, stats = _answers(checkpoint, tp)
+    for name in ("echo", "scored"):
+        assert told[name][1] == alone[name][1], name
+    assert [len(tokens) for tokens, *_ in told.values()] == [len(tokens) for tokens, *_ in alone.values()]
+    assert stats.total.num_free_blocks == stats.total.num_blocks
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 500},
+        {"prefix_cache": "none"},
+        {"max_model_len": 256, "block_size": 4, "num_blocks": 64},  # preempts
+        {"drafter": NgramDrafter(max_tokens=4, longest=3, shortest=1)},
+    ],
+)
+def test_answers_are_the_same_in_any_batch(options: dict[str, Any], checkpoint: Checkpoint) -> None:
+    wanted, _ = _answers(checkpoint, 2)
+    told, stats = _answers(checkpoint, 2, **options)
+    assert told == wanted
+    assert stats.counters.num_preemptions > 0 or "num_blocks" not in options
+
+
+@pytest.mark.parametrize("variant", ["tied", "one-kv-head", "multi-head", "mlp-bias"])
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"kv_dtype": torch.int8}], ids=str)
+def test_every_part_of_a_layer_has_the_bits_of_one_rank(variant: str, options: dict[str, Any], tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(make_tiny(tmp_path, num_hidden_layers=3, **VARIANTS[variant])))
+    alone, _ = _answers(checkpoint, 1, hybrid=False, **options)
+    told, _ = _answers(checkpoint, 2, **options)
+    assert [told[name][1] for name in ("echo", "scored")] == [alone[name][1] for name in ("echo", "scored")]
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
+def test_bytes_are_those_of_the_formulas(kv_dtype: torch.dtype, checkpoint: Checkpoint) -> None:
+    config, num_tokens, plan = checkpoint.config, 100, divide_layers(4, (3, 1, 2))
+    with local_engine(checkpoint, tp=3, stages=plan, dtype=torch.bfloat16, kv_dtype=kv_dtype) as local:
+        params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        local.engine.add(AddRequest("0", list(range(1, num_tokens + 1)), params))
+        run_to_end(local.engine)
+        wires = [runner.stages.wire.group for runner in local.runners if runner.stages is not None]
+        counts = [{count.algorithm: count.bytes_sent for count in wire.ledger.counters.counts()} for wire in wires]
+    hidden = num_tokens * config.hidden_size * 4
+    head_bytes = config.head_dim + 2 if kv_dtype == torch.int8 else 2 * config.head_dim
+    # Of three KV heads each rank has one: the nine query heads are cut between groups.
+    heads = [num_tokens * len(plan.of(stage)) * 2 * head_bytes * 2 for stage in range(3)]
+    wanted = zip((hidden, hidden, 0), heads, strict=True)
+    assert counts == [{"hidden-state": sent, "kv-heads": kv} for sent, kv in wanted]
+
+
+@pytest.mark.parametrize("seed", fuzz_seeds(6))
+def test_cancelled_neighbours_change_nothing(seed: int, checkpoint: Checkpoint) -> None:
+    """Blocks of cancelled and preempted prompts are used again while their chunks still pass the stages."""
+    rng = random.Random(seed)
+    wanted, _ = _answers(checkpoint, 3)
+    options: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 12, "block_size": 4, "num_blocks": 64}
+    stages = divide_layers(4, (1, 1, 1))
+    with local_engine(checkpoint, tp=3, stages=stages, dtype=torch.bfloat16, max_model_len=256, **options) as local:
+        engine, told, waiting = local.engine, dict[str, list[int]](), list(_REQUESTS.items())
+        for number in itertools.count():
+            if waiting and rng.random() < 0.3:
+                name, (prompt, changes) = waiting.pop(rng.randrange(len(waiting)))
+                engine.add(
+                    AddRequest(name, prompt, SamplingParams(**({"max_tokens": 20, "ignore_eos": True} | changes)))
+                )
+            if waiting and rng.random() < 0.7:
+                prompt = [rng.randrange(300) for _ in range(rng.choice((3, 20, 90)))]
+                engine.add(AddRequest(f"neighbour {number}", prompt, SamplingParams(max_tokens=9, temperature=0.0)))
+            engine.cancel([f"neighbour {number - rng.randrange(1, 6)}"])
+            for output in engine.step().outputs:
+                told.setdefault(output.id, []).extend(output.token_ids)
+            if not waiting and not engine.has_work():
+                break
+        assert {name: told[name] for name in _REQUESTS} == {name: tokens for name, (tokens, *_) in wanted.items()}
+        total = engine.stats().total
+        assert total.num_free_blocks == total.num_blocks
