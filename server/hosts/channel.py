@@ -12,7 +12,7 @@ import msgspec
 
 from tightwire.server.hosts.messages import Challenge, End, Hello, Message, Welcome
 
-_HELLO_S = 10.0  # for each message of HELLO
+_HELLO_S = 30.0  # for each message of HELLO: on a busy machine a process may still import
 _CLOSE_S = 0.5
 # After a wait that was longer by more, this process itself was stopped and cannot judge the other host's silence.
 _OWN_PAUSE_S = 3.0

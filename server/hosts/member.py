@@ -47,8 +47,7 @@ class Member(Side):
     async def join(self) -> None:
         """Connect to node 0 and wait for the other nodes. LostError: node 0 does not answer in time."""
         self._hold_ports()
-        self._channel = channel = await self._connect()
-        await introduce(channel, self._joining.hello(), self._joining.secret)
+        channel = await self._connect()
         self._start(asyncio.create_task(self._beat()), asyncio.create_task(self._listen(channel)))
         self.link = await self._told.network
 
@@ -92,12 +91,20 @@ class Member(Side):
         return [] if self._channel is None else [self._channel]
 
     async def _connect(self) -> Channel:
+        """A connection to node 0 that has taken this node's HELLO. Tries again if node 0 drops one: either may be busy."""
         started_s, limit_s = time.monotonic(), self._joining.join_timeout_s
         while True:
             try:
-                return await open_channel(self._place.master, self._place.port, CONNECT_S)
+                self._channel = channel = await open_channel(self._place.master, self._place.port, CONNECT_S)
             except OSError as error:  # TimeoutError is one
                 why = why_unreachable(error)
+            else:
+                try:
+                    await introduce(channel, self._joining.hello(), self._joining.secret)
+                    return channel
+                except LostError as error:
+                    channel.abandon()
+                    why = f"it {error}"
             waited_s = time.monotonic() - started_s
             if waited_s > limit_s:
                 raise LostError(

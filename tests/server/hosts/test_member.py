@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.server.hosts import PLAN, Told, free_ports, joining, tiny_checkpoint, until
 
+from tightwire.server.hosts.channel import Channel, accept_channels
 from tightwire.server.hosts.head import Head
 from tightwire.server.hosts.member import Member
 
@@ -42,6 +43,28 @@ async def test_a_node_that_starts_again_after_all_have_joined_ends_all_and_may_b
     joins.cancel()
     for side in (head, old, new):
         await side.close()
+    store.close()
+
+
+async def test_a_node_tries_again_if_its_first_connection_is_dropped() -> None:
+    """As by a node 0 that has waited too long for a HELLO, and goes on waiting for the node."""
+    port, dropped = free_ports(6), asyncio.Event()
+
+    def drop(channel: Channel) -> None:
+        channel.abandon()
+        dropped.set()
+
+    busy = await accept_channels(socket.create_server(("127.0.0.1", port)), drop)
+    told = Told()
+    member = Member(joining(1, port, told))
+    joins = asyncio.create_task(member.join())
+    await asyncio.wait_for(dropped.wait(), 10)
+    busy.close()
+    head, store = Head(joining(0, port, Told())), socket.create_server(("127.0.0.1", port + 1))
+    await asyncio.gather(head.join(), joins)
+    assert not told.ends
+    await head.close()
+    await member.close()
     store.close()
 
 
