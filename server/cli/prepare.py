@@ -23,7 +23,7 @@ def prepare(argv: Sequence[str]) -> int:
         from tightwire.server.cli import prepared_folder
     if args.check:
         return prepared_folder.check(Path(args.model))
-    return prepared_folder.run(config, args.out, force="force" in args)
+    return prepared_folder.run(config, vars(args)["out"], force="force" in args)
 
 
 def _make_parser() -> argparse.ArgumentParser:
