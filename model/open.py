@@ -15,15 +15,7 @@ from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf import GgufFile, GgufReader
 from tightwire.model.checkpoint.gguf_config import config_from_gguf
 from tightwire.model.checkpoint.gguf_header import plain_stem
-from tightwire.model.checkpoint.header import (
-    RANDOM,
-    RANDOM_SHAPES,
-    check_name,
-    only_gguf,
-    random_config,
-    read_json,
-    split_repo_id,
-)
+from tightwire.model.checkpoint.header import RANDOM, RANDOM_SHAPES, check_name, only_gguf, random_config, read_json
 from tightwire.model.checkpoint.hf_config import config_from_hf
 from tightwire.model.checkpoint.hub import fetch_folder, fetch_gguf
 from tightwire.model.checkpoint.quantization import parse_quantization
@@ -88,7 +80,7 @@ def open_checkpoint(model: str, seed: int = 0, *, progress: Progress = lambda fr
         raise ModelError(f"{path}: is not a .gguf file; for safetensors give the folder that also holds config.json")
     if path.is_dir():
         return _open_folder(path)
-    repo_id, quantization = split_repo_id(model)
+    repo_id, _, quantization = model.partition(":")
     if quantization:
         return replace(_open_gguf(fetch_gguf(repo_id, quantization)), name=model)
     return replace(_open_folder(fetch_folder(repo_id, _folder_config)), name=model)

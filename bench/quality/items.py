@@ -108,7 +108,7 @@ def _texts(tokenizer: Tokenizer) -> dict[str, str]:
     for title, answer in answers[1::2]:
         question = f"What does the Python reference say about {title}?"
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        if tokenizer.has_chat_template:
+        if tokenizer.chat_template is not None:
             chats.append(tokenizer.render_chat(messages, add_generation_prompt=False))
         else:
             chats.append(f"User: {question}\nAssistant: {answer}")

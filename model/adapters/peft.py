@@ -84,7 +84,7 @@ def open_adapter(folder: Path, config: LlamaConfig, max_rank: int | None = None)
     try:
         settings = read_json(path)
         _refuse_unsupported(settings)
-        reader = SafetensorsReader.of_file(folder / WEIGHTS_FILE)
+        reader = SafetensorsReader(folder, [folder / WEIGHTS_FILE])
         modules = _modules(settings, reader, config)
     except ModelError as error:
         raise ModelError(f"adapter {folder}: {error}") from None

@@ -34,10 +34,6 @@ class RopeScaling:
     short_factors: tuple[float, ...] = ()  # longrope's, for contexts up to the original one
     long_factors: tuple[float, ...] = ()
 
-    def __post_init__(self) -> None:
-        if self.kind not in ROPE_KINDS:
-            raise ValueError(f"unsupported rope scaling {self.kind!r}; choose one of {', '.join(ROPE_KINDS)}")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LlamaConfig:

@@ -130,7 +130,10 @@ class GgufReader:
         row_bytes = self._bytes_per_row(tensor)
         growth = 1 if own_blocks else growth_of(out) if kind in _PLAIN else _DEQUANTIZED_GROWTH
         for chunk in row_chunks(aligned, row_bytes * growth, multiple_of=unit):
-            piece = self._read_blocks(tensor, chunk, columns) if own_blocks else self._read_rows(tensor, chunk, columns)
+            if own_blocks:
+                piece = torch.from_numpy(self._read_blocks(tensor, chunk, columns))
+            else:
+                piece = self._read_rows(tensor, chunk, columns)
             if unit > 1:
                 piece = _undo_interleave(piece, unit)
             wanted = range(max(chunk.start, rows.start), min(chunk.stop, rows.stop))
@@ -153,17 +156,14 @@ class GgufReader:
             start = tensor.offset + rows.start * int(np.prod(row_shape)) * dtype.itemsize
             piece = tensor.file.numbers(start, (len(rows), *row_shape), dtype)
             return piece if columns is None else piece[:, columns.start : columns.stop]
-        return _dequantize(self._raw_rows(tensor, rows), kind, columns)
-
-    def _read_blocks(self, tensor: GgufTensor, rows: range, columns: range | None) -> Tensor:
-        """Return the bytes of these rows in the file's order; ``columns`` must be whole blocks."""
-        blocks = torch.from_numpy(self._raw_rows(tensor, rows))
+        numbers = torch.from_numpy(dequantize(np.ascontiguousarray(self._read_blocks(tensor, rows, columns)), kind))
         if columns is None:
-            return blocks
-        block_elems, block_bytes = GGML_QUANT_SIZES[tensor.kind]
-        return blocks[:, columns.start // block_elems * block_bytes : columns.stop // block_elems * block_bytes]
+            return numbers
+        skip = columns.start % GGML_QUANT_SIZES[kind][0]
+        return numbers[:, skip : skip + len(columns)]
 
-    def _raw_rows(self, tensor: GgufTensor, rows: range) -> npt.NDArray[np.uint8]:
+    def _read_blocks(self, tensor: GgufTensor, rows: range, columns: range | None) -> npt.NDArray[np.uint8]:
+        """Return the bytes of these rows in the file's order, of all blocks with requested columns."""
         row_bytes = self._bytes_per_row(tensor)
         raw = tensor.file.rows(tensor.offset + rows.start * row_bytes, len(rows), row_bytes)
         packed = PACKED_FORMATS[tensor.kind.name]
@@ -173,7 +173,10 @@ class GgufReader:
             scales = np.ascontiguousarray(blocks_NB[:, : 2 + 2 * packed.has_minimum]).view(np.float16)
             check_finite(torch.from_numpy(scales), tensor.file.path, tensor.name)
             self._checked.add((tensor.name, rows))
-        return raw
+        if columns is None:
+            return raw
+        block_elems, block_bytes = GGML_QUANT_SIZES[tensor.kind]
+        return raw[:, columns.start // block_elems * block_bytes : -(-columns.stop // block_elems) * block_bytes]
 
     def _tensor(self, name: str) -> GgufTensor:
         own_name = gguf_name(name, self._config.norms)
@@ -195,17 +198,6 @@ class GgufReader:
     def _bytes_per_row(self, tensor: GgufTensor) -> int:
         block_elems, block_bytes = GGML_QUANT_SIZES[tensor.kind]
         return tensor.shape[-1] // block_elems * block_bytes if len(tensor.shape) > 1 else block_bytes
-
-
-def _dequantize(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType, columns: range | None) -> Tensor:
-    """Dequantize rows; only blocks with requested columns are decoded."""
-    if columns is None:
-        return torch.from_numpy(dequantize(raw, kind))
-    block_elems, block_bytes = GGML_QUANT_SIZES[kind]
-    first, last = columns.start // block_elems, -(-columns.stop // block_elems)
-    blocks = np.ascontiguousarray(raw[:, first * block_bytes : last * block_bytes])
-    skip = columns.start - first * block_elems
-    return torch.from_numpy(dequantize(blocks, kind))[:, skip : skip + len(columns)]
 
 
 def _undo_interleave(x: Tensor, head_dim: int) -> Tensor:

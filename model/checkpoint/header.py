@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
 
 def check_name(model: str) -> None:
     """Raise ModelError unless this can be a known name, file, folder, repo id or ``random:SHAPE``. Imports no torch."""
-    if _is_repo_id(model) or model in CATALOG or model.startswith(RANDOM) or Path(model).expanduser().exists():
+    if model in CATALOG or has_copy(model):
         return
     close = difflib.get_close_matches(model.lower(), CATALOG, n=1)
     meant = f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(sorted(CATALOG))};"
@@ -54,12 +54,6 @@ def check_name(model: str) -> None:
 
 def _is_repo_id(model: str) -> bool:
     return _REPO_ID.fullmatch(model) is not None and not model.endswith(".gguf")
-
-
-def split_repo_id(model: str) -> tuple[str, str]:
-    """The repo id, and the quantization behind its colon or an empty text."""
-    repo_id, _, quantization = model.partition(":")
-    return repo_id, quantization
 
 
 def has_copy(model: str) -> bool:

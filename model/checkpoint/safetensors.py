@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TypeGuard
+from typing import TypeGuard
 
 import torch
 from safetensors import safe_open
@@ -39,11 +39,6 @@ class SafetensorsReader:
         self._folder = folder
         for path in _files(folder) if files is None else files:
             self._entries.update(_read_header(path))
-
-    @classmethod
-    def of_file(cls, path: Path) -> Self:
-        """Read one file with any name."""
-        return cls(path.parent, [path])
 
     def names(self) -> Iterable[str]:
         """The names of all tensors."""

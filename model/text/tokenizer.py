@@ -41,7 +41,7 @@ class Tokenizer:
     ) -> None:
         """``special_tokens``: texts by their name in chat templates, such as ``{"bos_token": "<s>"}``."""
         self.backend = backend  # the library's tokenizer
-        self.chat_template = chat_template  # its source
+        self.chat_template = chat_template  # its source; None: there is none
         self.special_tokens = dict(special_tokens)
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
@@ -64,10 +64,6 @@ class Tokenizer:
         """Replace the model's chat template, before the first conversation. ChatTemplateError: it cannot be compiled."""
         ChatTemplate(source, self.special_tokens)
         self.chat_template = source
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self.chat_template is not None
 
     @cached_property
     def template_writes_tools(self) -> bool:

@@ -100,7 +100,7 @@ async def chat_token_ids(
             "message or begins a new one; leave one of them out",
             param="continue_final_message",
         )
-    if not model.tokenizer.has_chat_template:
+    if model.tokenizer.chat_template is None:
         raise invalid(
             f"the model {model.info.name!r} has no chat template; use /v1/completions, or serve an instruct model",
             param="messages",

@@ -156,7 +156,7 @@ def test_repo_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
     checkpoint = open_checkpoint("owner/tiny-llama")
     assert (checkpoint.name, checkpoint.path) == ("owner/tiny-llama", hub.target)
-    assert checkpoint.tokenizer().has_chat_template
+    assert checkpoint.tokenizer().chat_template is not None
     assert not (hub.target / "pytorch_model.bin").exists()
 
 

@@ -222,8 +222,8 @@ def test_a_prepared_folder_is_a_complete_model(tmp_path: Path, smollm2_path: Pat
     ]
     assert [after.decode(row) for row in ids] == [before.decode(row) for row in ids]
     assert (after.bos_token_id, after.eos_token_ids) == (before.bos_token_id, before.eos_token_ids)
-    assert (after.vocab_size, after.has_chat_template) == (before.vocab_size, before.has_chat_template)
-    if before.has_chat_template:
+    assert (after.vocab_size, after.chat_template) == (before.vocab_size, before.chat_template)
+    if before.chat_template is not None:
         assert after.render_chat(MESSAGES) == before.render_chat(MESSAGES)
         assert after.encode_chat(MESSAGES) == before.encode_chat(MESSAGES)
     if kind.startswith("folder"):

@@ -103,7 +103,7 @@ def observe_router(serving: Serving) -> APIRouter:
 
 def _home(serving: Serving, url: str) -> Home:
     model, key = serving.holder.model, " -H 'authorization: Bearer KEY'" if serving.http.needs_key else ""
-    chats = model is None or model.tokenizer.has_chat_template
+    chats = model is None or model.tokenizer.chat_template is not None
     body = (
         {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
         if chats

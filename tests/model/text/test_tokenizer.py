@@ -146,7 +146,7 @@ def test_a_template_that_changes_the_last_message_cannot_be_continued(tmp_path: 
 
 def test_no_chat_template(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(make_tiny(tmp_path / "m", chat=False))
-    assert not tokenizer.has_chat_template
+    assert tokenizer.chat_template is None
     with pytest.raises(ChatTemplateError, match="has no chat template"):
         tokenizer.encode_chat(MESSAGES)
 
