@@ -74,6 +74,11 @@ LAB: Verbs = {
         "tightwire.bench.lab.peers.run:PeersBench",
         "compare with other servers: vLLM, llama.cpp, transformers",
     ),
+    "plan": (
+        "tightwire.bench.lab.plan.bench:PlanOptions",
+        "tightwire.bench.lab.plan.bench:PlanBench",
+        "compare what `explain --hosts` predicts with servers on emulated hosts",
+    ),
     "roofline": (
         "tightwire.bench.lab.peers.options:RooflineOptions",
         "tightwire.bench.lab.peers.roofline:RooflineBench",

@@ -39,21 +39,13 @@ def parse_rates(text: str) -> HostRates:
     return HostRates(float(found[1]) * 1e9, _FEW_SHARE * flops, flops, _ATTENTION_SHARE * flops)
 
 
-def overlapped_s(parts_s: Sequence[float], sums: Iterable[tuple[float, float]]) -> float:
-    """Seconds of a pass whose parts take turns: one is computed while the sums of the others are on the wire.
+def overlapped_s(part_s: float, sums: Iterable[tuple[float, float]]) -> float:
+    """Seconds of a pass in two parts, of which one is computed while the sum of the other is on the wire.
 
-    ``parts_s``: computing of each part between two sums. ``sums``: computing, on the same cores, and moving of each part's
-    sums. A part goes on when its sum has arrived, and the wire carries one sum after the other.
+    ``part_s``: computing of a part between two sums. ``sums``: computing, on the same cores, and moving of each. A sum has two
+    legs, and its computing between them waits until the cores have computed the other part.
     """
-    cores_s = wire_s = 0.0
-    ready_s = [0.0] * len(parts_s)
-    for adding_s, moving_s in sums:
-        for part, own_s in enumerate(parts_s):
-            computed_s = max(cores_s, ready_s[part]) + own_s
-            cores_s = computed_s + adding_s
-            wire_s = max(wire_s, computed_s) + moving_s
-            ready_s[part] = max(wire_s + adding_s / 2, cores_s)
-    return max(ready_s)
+    return part_s + sum(2 * (max(part_s, moving_s / 2) + adding_s + moving_s / 2) for adding_s, moving_s in sums)
 
 
 def staged_s(chunks: Sequence[Sequence[float]], hops_s: Sequence[float]) -> float:

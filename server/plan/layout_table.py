@@ -11,7 +11,7 @@ from tightwire.comm.link.link import Link
 from tightwire.comm.policy.choose import Chooser
 from tightwire.comm.policy.schedule import HostRates
 from tightwire.model.cache.kv_cache import layer_block_bytes
-from tightwire.model.layout import make_layout
+from tightwire.model.layout import Shard, make_layout
 from tightwire.model.stages import divide_layers
 from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.model.weights.formats import layer_tensors, outer_tensors
@@ -61,13 +61,16 @@ def compare_layouts(
 ) -> list[Row]:
     """One host alone, then tensor by AllReduce, hybrid with the first AllReduce, and pipeline if it fits.
 
-    ``rates``, ``room``, ``shares``: of each host: its rates, its memory (empty: not limited), and its share of the work as stated
-    (None: tensors evenly, and stages by the rates).
+    ``rates``, ``room``, ``shares``: of each host: its rates, its memory (empty: not limited), and its share of stages as stated
+    (None: by the rates); that of tensors is in ``inputs.layout``.
     """
-    model, work, num = inputs.model, work_of(inputs), len(rates)
-    parts = [share / sum(shares or [1.0] * num) for share in shares or [1.0] * num]
+    model, work = inputs.model, work_of(inputs)
+    whole, shards = _layer_bytes(inputs)[0], inputs.layout.shards
+    parts = [_layer_bytes(inputs, shard)[0] / whole for shard in shards]  # KV heads may be held twice
     predictor = Predictor(work=work, hosts=rates, shares=parts, link=link)
-    sums = {name: sums_of(own, work.num_layers, model.hidden_size * sum_elem_bytes) for name, own in choosers.items()}
+    sums = {
+        name: sums_of(own, work.num_layers, model.hidden_size * sum_elem_bytes, link) for name, own in choosers.items()
+    }
     (name, first), context = next(iter(sums.items())), min(CONTEXT, model.max_positions)
     alone = Predictor(work=work, hosts=rates[:1], shares=(1.0,), link=link).times("one host", "", None)
     by_prompt = divide_layers(work.num_layers, shares or work.speeds(rates, _PROMPT_ROWS)).layers
@@ -133,10 +136,10 @@ def host_bytes(inputs: MemoryInputs, layout: str, stages: Stages, context: int) 
     return found
 
 
-def _layer_bytes(inputs: MemoryInputs) -> list[int]:
-    """The bytes of each whole layer."""
-    whole = make_layout(inputs.model, 1).shards[0]
-    layers = (layer_tensors(inputs.model, whole, index).values() for index in range(inputs.model.num_layers))
+def _layer_bytes(inputs: MemoryInputs, shard: Shard | None = None) -> list[int]:
+    """The bytes of each layer of ``shard``, or of whole layers."""
+    shard = shard or make_layout(inputs.model, 1).shards[0]
+    layers = (layer_tensors(inputs.model, shard, index).values() for index in range(inputs.model.num_layers))
     return [sum(inputs.formats.num_bytes(fused, inputs.elem_bytes) for fused in layer) for layer in layers]
 
 

@@ -25,7 +25,11 @@ CROWD, CROWD_PROMPT, CROWD_TOKENS = 16, 128, 64  # requests at once, tokens of e
 REQUEST = (512, 128)  # tokens of prompt and answer by which layouts are compared
 _STEP_ROWS, _PART_ROWS = 512, 64  # of a prompt's step, and of one that is computed in two parts
 _CHUNK_ROWS = (16, 32, 64, 128, 256, 512)
-_STEP_S, _HOP_S = 0.4e-3, 60e-6  # to plan a step and choose tokens; to hand a message to another host
+# To plan a step, to choose and send a token, to hand a message to another host, to go from a layer to its sum and back.
+_STEP_S, _ANSWER_S, _HOP_S, _CALL_S = 0.4e-3, 0.3e-3, 60e-6, 20e-6
+# Moving costs the cores that compute so many seconds a byte (measured between namespaces), but at most this share of its time;
+# messages that a socket's buffer takes at once do not.
+_MOVING_S, _MOVING_SHARE, _BUFFER_BYTES = 2.5e-9, 0.3, 64 << 10
 _RESIDUAL_BYTES = 4  # of a number of the hidden states between stages
 Stages = Sequence[tuple[int, int]]  # the first layer of each, and the one after its last
 Sums = Callable[[str, int], list[tuple[float, float]]]  # (phase, rows) -> seconds of computing and moving of each sum
@@ -107,10 +111,11 @@ class Predictor:
     def _tensor_s(self, sizes: Sequence[int], sums: Sums) -> float:
         work, total_s = self.work, self._answer_s() + self._slowest_s(lambda host: self.work.head_s(host, len(sizes)))
         for rows, context in _steps(sizes, _STEP_ROWS):
-            num_parts = 2 if rows >= _PART_ROWS and len(self.hosts) > 1 else 1
-            part, adding = rows // num_parts, sums("prefill", rows // num_parts)
-            layer_s = self._slowest_s(partial(work.layer_s, rows=part, context=context))
-            total_s += _STEP_S + overlapped_s([work.num_layers * layer_s / len(adding)] * num_parts, adding)
+            halved = rows >= _PART_ROWS and len(self.hosts) > 1
+            part = rows // 2 if halved else rows
+            adding = sums("prefill", part)
+            own_s = work.num_layers * self._slowest_s(partial(work.layer_s, rows=part, context=context)) / len(adding)
+            total_s += _STEP_S + (overlapped_s(own_s, adding) if halved else sum(own_s + sum(each) for each in adding))
         return total_s
 
     def _token_s(self, rows: int, sums: Sums) -> float:
@@ -118,7 +123,7 @@ class Predictor:
         own_s = self._slowest_s(
             lambda host: work.num_layers * work.layer_s(host, rows, CROWD_PROMPT) + work.head_s(host, rows)
         )
-        return _STEP_S + own_s + sum(map(sum, sums("decode", rows))) + self._answer_s()
+        return _STEP_S + own_s + sum(map(sum, sums("decode", rows))) + self._answer_s() + rows * _ANSWER_S
 
     def _stages_s(self, rows: float, context: float, stages: Stages) -> list[float]:
         """Computing of each stage."""
@@ -143,12 +148,12 @@ class Predictor:
         each_s = self._stages_s(rows / groups, CROWD_PROMPT, stages)
         each_s[-1] += self.work.head_s(self.hosts[-1], rows / groups)
         passing_s = sum(each_s) + (len(stages) - 1) * self._hop_s(rows / groups) + self._answer_s()
-        return max(groups * max(each_s), passing_s)
+        return max(groups * max(each_s), passing_s) + rows * _ANSWER_S
 
 
-def sums_of(chooser: "Chooser", num_layers: int, row_bytes: int) -> Sums:
+def sums_of(chooser: "Chooser", num_layers: int, row_bytes: int, link: Link) -> Sums:
     """The sums of a step by the chooser's policy, in their order; that of the embedding comes first."""
-    policy = chooser.policy()
+    policy, busy = chooser.policy(), min(_MOVING_SHARE, _MOVING_S * (link.bytes_per_s or 0.0))
     places = [("embed", 0), *((site, layer) for layer in range(num_layers) for site in ("o_proj", "down_proj"))]
 
     @cache
@@ -158,7 +163,8 @@ def sums_of(chooser: "Chooser", num_layers: int, row_bytes: int) -> Sums:
             choices = policy.choices(site, layer, phase)
             choice = next(own for own in choices if own.up_to_bytes is None or size <= own.up_to_bytes)
             computing_us, moving_us = chooser.parts_us(choice.algorithms[0], size)
-            found.append((computing_us / 1e6, moving_us / 1e6))
+            moving_s, busy_s = moving_us / 1e6, busy * max(0.0, 1 - _BUFFER_BYTES / size) * moving_us / 1e6
+            found.append((computing_us / 1e6 + _CALL_S + busy_s, moving_s))
         return found
 
     return of

@@ -19,8 +19,16 @@ from tightwire.server.plan.rank_bytes import MemoryInputs
 def test_rates_are_numbers_of_a_machine(monkeypatch: pytest.MonkeyPatch, quantization: str) -> None:
     monkeypatch.setattr(host_rates, "_EACH_S", 0.01)
     monkeypatch.setattr(host_rates, "_LEAST_BYTES", 1 << 20)
-    sizes = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mlp_size": 128}
-    model = LlamaConfig(num_layers=2, vocab_size=96, max_positions=128, **sizes)
+    model = LlamaConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        mlp_size=128,
+        vocab_size=96,
+        max_positions=128,
+    )
     inputs = MemoryInputs(
         model=model,
         layout=make_layout(model, 1),

@@ -1,0 +1,1 @@
+"""Compares what `tightwire explain --hosts` predicts with servers on emulated hosts. Start with `bench`."""

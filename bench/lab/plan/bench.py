@@ -1,0 +1,71 @@
+"""``tightwire bench lab plan``: predictions of layouts beside measurements on network namespaces."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tightwire.bench.hosts import EmulatedHosts
+from tightwire.bench.lab.peers.process import Load, bench_serve
+from tightwire.bench.options import OutputOptions
+from tightwire.bench.report.table import Column, Table
+from tightwire.bench.run import Bench
+from tightwire.bench.server_process import ServerFailedError, ServerProcess
+from tightwire.server.config.option import option
+from tightwire.server.plan.layout_times import CROWD, CROWD_PROMPT, CROWD_TOKENS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions(OutputOptions):
+    description: ClassVar[str] = (
+        "Serve on emulated hosts and compare with `tightwire explain --hosts N --network` there."
+    )
+    model: str = option("smollm2-135m", "the model", flag="model")
+    hosts: int = option(2, "hosts, each with its share of the cores", least=2)
+    link: str = option("200mbit", "rate between the hosts", metavar="LINK")
+    prompt_lens: tuple[int, ...] = option((128, 512), "prompts to measure, some of 128, 512 and 4096", metavar="N,N")
+    row: str = option("tensor, auto", "the row of the table that --serve makes", metavar="ROW")
+    serve: tuple[str, ...] = option((), "a flag of `serve`, as --serve=--layout=hybrid", metavar="FLAG", repeated=True)
+
+
+class PlanBench(Bench[PlanOptions]):
+    verb = "plan"
+    of_lab = True
+    columns = (Column("of", "name"), *(Column(name, name, ",.4g") for name in ("predicted", "measured", "ratio")))
+    failures = ((ServerFailedError, 1), (ValueError, 2), (subprocess.CalledProcessError, 1))
+
+    def measure(self) -> None:
+        model, num = self.options.model, self.options.hosts
+        with EmulatedHosts(self.options.link, num) as hosts, hosts.visiting(), tempfile.TemporaryDirectory() as folder:
+            command, others = hosts.serve([model, "--tp", str(num), "--prefix-cache", "none", *self.options.serve])
+            with ServerProcess(command, {}, log=Path(folder) / "server.log", others=others) as server:
+                server.wait_ready("/health/ready", 120.0)
+                found = dict(self._measured(server.url))
+            explain = [sys.executable, "-m", "tightwire", "explain", model, "--hosts", str(num), "--network", "--json"]
+            plan = json.loads(subprocess.run(hosts.on(0, explain), capture_output=True, check=True).stdout)
+        self.facts |= {"link": plan["link"], "rates": plan["rates"], "hosts": num, "serve": list(self.options.serve)}
+        each = [row["times"] for row in plan["layouts"]]
+        times = next(
+            own for own in each if self.options.row in (own["layout"], f"{own['layout']}, {own['all_reduce']}")
+        )
+        predicted = {f"TTFT({length}) ms": 1e3 * seconds for length, seconds in times["ttft_s"].items()}
+        predicted |= {"ms a token": 1e3 * times["token_s"], f"tokens/s of {CROWD}": times["crowd_tokens_per_s"]}
+        for name, value in found.items():
+            own = {"name": name, "predicted": predicted[name], "measured": value, "ratio": predicted[name] / value}
+            self.measured.append({**own, "samples": {}})
+        self.print_table(Table(title=self.options.row, columns=self.columns, rows=self.measured))
+
+    def _measured(self, url: str) -> Iterator[tuple[str, float]]:
+        def load(at_once: int, num: int, size: int, output: int) -> dict[str, Any]:
+            own = Load(concurrency=(at_once,), num_requests=(num,), input_len=size, output_len=output)
+            return bench_serve(url, own, seed=1)["cells"][0]
+
+        cells = {length: load(1, 3 if length < 1000 else 1, length, 24) for length in self.options.prompt_lens}
+        for length, cell in cells.items():
+            yield f"TTFT({length}) ms", 1e3 * cell["ttft_s"]["p50"]
+        yield "ms a token", 1e3 * cells[self.options.prompt_lens[-1]]["tpot_s"]["p50"]
+        yield f"tokens/s of {CROWD}", load(CROWD, CROWD, CROWD_PROMPT, CROWD_TOKENS)["output_tokens_per_s"]

@@ -1,0 +1,74 @@
+"""The bench of predictions on scripted servers: ratios, the chosen row, refusals."""
+
+import json
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Self
+
+import pytest
+
+from tightwire.bench.cli import main
+from tightwire.bench.lab.plan import bench
+
+_TIMES = {"ttft_s": {"128": 0.1, "512": 0.4, "4096": 4.0}, "token_s": 0.01, "crowd_tokens_per_s": 300.0}
+
+
+class _Hosts:
+    def __init__(self, link: str, num: int) -> None:
+        self.asked = link, num
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    @contextmanager
+    def visiting(self) -> Any:
+        yield
+
+    def serve(self, argv: list[str]) -> tuple[list[str], list[list[str]]]:
+        return ["serve", *argv], []
+
+    def on(self, host: int, command: list[str]) -> list[str]:
+        return command
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    started: list[list[str]] = []
+
+    @contextmanager
+    def server(command: list[str], *_: object, **__: object) -> Any:
+        started.append(command)
+        yield SimpleNamespace(url="", wait_ready=lambda *_: None)
+
+    def load(url: str, load: Any, *, seed: int) -> dict[str, Any]:
+        cell = {"ttft_s": {"p50": load.input_len / 1000}, "tpot_s": {"p50": 0.02}, "output_tokens_per_s": 200.0}
+        return {"cells": [cell]}
+
+    rows = [{"layout": "tensor", "all_reduce": "auto"}, {"layout": "pipeline", "all_reduce": ""}]
+    rows[1]["token_s"] = 0.02  # pyright: ignore[reportArgumentType]
+    plan = {"link": {}, "rates": [], "layouts": [{"times": _TIMES | row} for row in rows]}
+    done = SimpleNamespace(stdout=json.dumps(plan).encode())
+    monkeypatch.setattr(bench, "EmulatedHosts", _Hosts)
+    monkeypatch.setattr(bench, "ServerProcess", server)
+    monkeypatch.setattr(bench, "bench_serve", load)
+    monkeypatch.setattr(bench, "subprocess", SimpleNamespace(run=lambda *_, **__: done))
+    return started
+
+
+def _cells(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, float]:
+    assert main(["lab", "plan", *arguments]) == 0
+    return {cell["name"]: cell["ratio"] for cell in json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]}
+
+
+def test_predictions_stand_beside_what_the_servers_did(capsys: pytest.CaptureFixture[str]) -> None:
+    ratios = {"TTFT(128) ms": 0.1 / 0.128, "TTFT(512) ms": 0.4 / 0.512, "ms a token": 0.5, "tokens/s of 16": 1.5}
+    assert _cells(capsys) == pytest.approx(ratios)
+
+
+def test_flags_of_the_server_and_the_row_are_chosen(
+    capsys: pytest.CaptureFixture[str], scripted: list[list[str]]
+) -> None:
+    assert _cells(capsys, "--serve=--layout=pipeline", "--row", "pipeline")["ms a token"] == pytest.approx(1.0)
+    assert "--layout=pipeline" in scripted[0]
