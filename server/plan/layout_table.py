@@ -12,12 +12,12 @@ from tightwire.comm.policy.choose import Chooser
 from tightwire.comm.policy.schedule import HostRates
 from tightwire.model.cache.kv_cache import layer_block_bytes
 from tightwire.model.layout import Shard, make_layout
-from tightwire.model.stages import divide_layers
+from tightwire.model.stages import StagePlan, divide_layers
 from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.model.weights.formats import layer_tensors, outer_tensors
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.plan.layout_times import CROWD, REQUEST, Predictor, RowWork, Stages, Times, sums_of
-from tightwire.server.plan.rank_bytes import MemoryInputs, rank_bytes
+from tightwire.server.plan.rank_bytes import CacheShape, MemoryInputs, rank_bytes
 
 CONTEXT = 8192  # tokens of the KV cache in the memory of a host, or the model's context
 _PROMPT_ROWS = 256
@@ -120,19 +120,17 @@ def _token_stages(
 
 def host_bytes(inputs: MemoryInputs, layout: str, stages: Stages, context: int) -> list[int]:
     """The bytes of each host's rank with a KV cache of ``context`` tokens."""
-    model, outer, found = inputs.model, _outer_bytes(inputs), list[int]()
-    for rank, shard in zip(rank_bytes(inputs, EVERYTHING_RESIDENT), inputs.layout.shards, strict=True):
-        start, stop = stages[shard.rank] if stages else (0, 0)
-        weights, block = sum(_layer_bytes(inputs)[start:stop]), (stop - start) * _block_bytes(inputs)
-        if layout == "pipeline":
-            weights += outer["embedding"] if start == 0 else 0
-            weights += outer.get("head", outer["embedding"]) if stop == model.num_layers else 0
-        else:  # rows of whole matrices are the shard's too
-            tensors = [layer_tensors(model, shard, index) for index in range(start, stop)]
-            shared = [own[name] for own in tensors for name in ("qkv", "gate_up")]
-            weights += rank.weights - sum(inputs.formats.num_bytes(fused, inputs.elem_bytes) for fused in shared)
-            block += rank.block
-        found.append(rank.fixed - rank.weights + weights + -(-context // BLOCK_SIZE) * block)
+    if layout == "hybrid":
+        inputs = replace(inputs, stages=StagePlan(tuple(stages)))
+    ranks, outer = rank_bytes(inputs, EVERYTHING_RESIDENT), _outer_bytes(inputs)
+    if layout != "pipeline":
+        num_blocks = CacheShape.of(inputs.model, inputs.options, bounded=inputs.stages is None).blocks(context)
+        return [rank.fixed + num_blocks * rank.block for rank in ranks]
+    layers, block, found = _layer_bytes(inputs), _block_bytes(inputs) * -(-context // BLOCK_SIZE), list[int]()
+    for rank, (start, stop) in zip(ranks, stages, strict=True):
+        weights = sum(layers[start:stop]) + (outer["embedding"] if start == 0 else 0)
+        weights += outer.get("head", outer["embedding"]) if stop == len(layers) else 0
+        found.append(rank.fixed - rank.weights + weights + (stop - start) * block)
     return found
 
 
