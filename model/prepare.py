@@ -27,15 +27,8 @@ from tightwire.model.open import Checkpoint
 from tightwire.model.weights.formats import WeightFormats, choose_formats, split_model
 from tightwire.model.weights.load import CheckpointStore
 from tightwire.model.weights.packed_layer import PackedModel, pack_model
-from tightwire.model.weights.prepared.blob_file import (
-    MANIFEST,
-    BlobWriter,
-    Manifest,
-    RankFile,
-    cuts_of,
-    rank_file_name,
-    write_manifest,
-)
+from tightwire.model.weights.prepared import blob_file
+from tightwire.model.weights.prepared.blob_file import MANIFEST, BlobWriter, Manifest, RankFile
 from tightwire.model.weights.prepared.folder import find_damage
 from tightwire.model.weights.residency import check_codec
 from tightwire.whole_folder import whole_folder
@@ -110,7 +103,7 @@ def prepare(
                 f"{out}: the bytes read back differ from those written, so nothing was kept; the disk or the memory may be "
                 f"faulty: {damage[0]}"
             )
-        write_manifest(folder, manifest)
+        blob_file.write_manifest(folder, manifest)
     return manifest
 
 
@@ -158,7 +151,9 @@ def _write_ranks(job: _Job, folder: Path, files: dict[str, str], progress: Progr
     num_plain_bytes = sum(layer.num_bytes for rank in job.ranks for layer in (rank.outer, *rank.plain))
     moved = _meter("prepare", num_plain_bytes + job.num_bytes, progress)
     with ExitStack() as stack, torch.inference_mode():
-        writers = [stack.enter_context(closing(BlobWriter(folder / rank_file_name(rank, tp)))) for rank in range(tp)]
+        writers = [
+            stack.enter_context(closing(BlobWriter(folder / blob_file.rank_file_name(rank, tp)))) for rank in range(tp)
+        ]
         stores = [CheckpointStore(job.reader, config, *each) for each in zip(shards, job.ranks, strict=True)]
         both = list(zip(writers, stores, strict=True))
         for writer, own in both:
@@ -178,7 +173,7 @@ def _write_ranks(job: _Job, folder: Path, files: dict[str, str], progress: Progr
         packed={name: packed.name for name, packed in job.formats.packed.items()},
         plain=dict(job.formats.plain),
         ranks=tuple(
-            RankFile(cuts_of(shard), writer.blobs[0], tuple(writer.blobs[1:]))
+            RankFile(blob_file.cuts_of(shard), writer.blobs[0], tuple(writer.blobs[1:]))
             for shard, writer in zip(shards, writers, strict=True)
         ),
         files=files,

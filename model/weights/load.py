@@ -17,18 +17,9 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.layout import Shard
-from tightwire.model.weights import WeightPlan
+from tightwire.model.weights import WeightPlan, packed_layer
 from tightwire.model.weights.formats import Fused, WeightFormats, layer_tensors, outer_tensors, read_tensors
-from tightwire.model.weights.packed_layer import (
-    HostStore,
-    LayerFiles,
-    LayerStore,
-    PackedLayer,
-    PackedModel,
-    ThrottledStore,
-    pack_model,
-    weight_codec,
-)
+from tightwire.model.weights.packed_layer import LayerFiles, LayerStore, PackedLayer, PackedModel
 from tightwire.model.weights.partition_store import PartitionCut, PartitionStore
 from tightwire.model.weights.source import LayerWeights, OuterWeights, ResidentWeights, WeightSource
 from tightwire.model.weights.streamed import StreamedWeights
@@ -67,7 +58,7 @@ def load_weights(
         if not plan.streamed:
             files.close()
             return ResidentWeights(outer, tuple(resident.values()))
-        limited = store if plan.bytes_per_s is None else ThrottledStore(store, plan.bytes_per_s)
+        limited = store if plan.bytes_per_s is None else packed_layer.ThrottledStore(store, plan.bytes_per_s)
         weights = StreamedWeights(outer, resident, limited, files.model.plain, device, timeout_s=timeout_s)
     except BaseException:
         files.close()
@@ -104,17 +95,17 @@ class _Loading:
             layers[layer] = LayerWeights.of(_interleaved(tensors))
         return outer, layers
 
-    def load_to_host(self) -> HostStore:
+    def load_to_host(self) -> packed_layer.HostStore:
         stored, pinned = self._files.model.stored, self._device.type == "cuda"
         layers: dict[int, Tensor] = {}
         for layer in self._plan.streamed:
             memory = page_aligned(stored[layer].num_bytes, _CPU, pinned=pinned)
             layers[layer] = self._files.read(layer, memory, self._moved)
-        return HostStore(stored, layers)
+        return packed_layer.HostStore(stored, layers)
 
     def load_parts(self, peers: PartitionPeers) -> PartitionStore:
         """Read each streamed layer, and keep this rank's part and the tail on the device of ``peers.inside``."""
-        codec, model, device = weight_codec(self._plan.codec), self._files.model, peers.inside.device
+        codec, model, device = packed_layer.weight_codec(self._plan.codec), self._files.model, peers.inside.device
         prepare_codecs(self._device, codec)  # compile now, because the other ranks would wait in a collective
         whole = page_aligned(max(model.stored[layer].num_bytes for layer in self._plan.streamed), _CPU)
         kept: dict[int, Tensor] = {}
@@ -157,8 +148,8 @@ class CheckpointStore(LayerFiles):
         formats: WeightFormats,
     ) -> Self:
         """Make a store that encodes layers streamed from host memory or other ranks; all others stay plain."""
-        codec = weight_codec("none" if plan.origin == "disk" else plan.codec)
-        model = pack_model(config, shard, formats, dtype, codec)
+        codec = packed_layer.weight_codec("none" if plan.origin == "disk" else plan.codec)
+        model = packed_layer.pack_model(config, shard, formats, dtype, codec)
         forms = (model.stored if layer in plan.streamed else model.plain for layer in range(config.num_layers))
         stored = tuple(form[layer] for layer, form in enumerate(forms))
         return cls(reader, config, shard, replace(model, stored=stored))

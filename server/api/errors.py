@@ -11,13 +11,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from tightwire.server.ipc.engine_client import (
-    AdapterRefusedError,
-    EngineUnavailableError,
-    QueueFullError,
-    RankSilentError,
-    RecordingBusyError,
-)
+from tightwire.server.ipc import engine_client
 from tightwire.suggest import suggest
 
 _log = logging.getLogger(__name__)
@@ -27,11 +21,11 @@ _RETRY_LATER = {"Retry-After": "5"}  # loading or restarting takes longer
 
 # Status, code and headers of the engine client's errors.
 _ENGINE_ERRORS: dict[type[Exception], tuple[int, str, dict[str, str] | None]] = {
-    EngineUnavailableError: (503, "unavailable", _RETRY_LATER),
-    QueueFullError: (429, "queue_full", _RETRY_SOON),
-    RecordingBusyError: (409, "recording_busy", _RETRY_SOON),
-    RankSilentError: (504, "rank_silent", None),
-    AdapterRefusedError: (400, "adapter_refused", None),
+    engine_client.EngineUnavailableError: (503, "unavailable", _RETRY_LATER),
+    engine_client.QueueFullError: (429, "queue_full", _RETRY_SOON),
+    engine_client.RecordingBusyError: (409, "recording_busy", _RETRY_SOON),
+    engine_client.RankSilentError: (504, "rank_silent", None),
+    engine_client.AdapterRefusedError: (400, "adapter_refused", None),
 }
 _NO_ROUTE = "route_not_found"
 # Code and message for statuses of Starlette's router.

@@ -11,18 +11,9 @@ from typing import Any, TextIO
 
 import httpx
 
+from tightwire.server.cli import remote
 from tightwire.server.cli.progress import Speed
-from tightwire.server.cli.remote import (
-    Remote,
-    RemoteError,
-    SseDecoder,
-    choice_text,
-    connect,
-    describe,
-    error_text,
-    first_choice,
-    parse_event,
-)
+from tightwire.server.cli.remote import Remote, RemoteError, describe
 from tightwire.server.cli.start import say
 from tightwire.server.config.flags import add_flags, make_options, parse_flags
 from tightwire.server.config.option import option, options_of
@@ -96,7 +87,7 @@ class Conversation:
             with client, client.stream("POST", url, json=self._body()) as response:
                 if response.status_code != 200:
                     response.read()
-                    raise RemoteError(f"the server answered {response.status_code}: {error_text(response)}")
+                    raise RemoteError(f"the server answered {response.status_code}: {remote.error_text(response)}")
                 yield from self._texts(response)
         except httpx.ReadTimeout as error:
             raise RemoteError(f"no more of the answer within {_READ_TIMEOUT_S:g} s") from error
@@ -104,17 +95,17 @@ class Conversation:
             raise RemoteError(f"lost the server at {self.remote.base} ({describe(error)})") from error
 
     def _texts(self, response: httpx.Response) -> Iterator[str]:
-        decoder = SseDecoder()
+        decoder = remote.SseDecoder()
         finished = False
         for chunk in response.iter_bytes():
             for data in decoder.feed(chunk):
                 if data == "[DONE]":
                     return
-                event = parse_event(data)
+                event = remote.parse_event(data)
                 self.num_tokens = (event.get("usage") or {}).get("completion_tokens", self.num_tokens)
-                choice = first_choice(event) or {}
+                choice = remote.first_choice(event) or {}
                 finished = finished or bool(choice.get("finish_reason"))
-                if text := choice_text(choice):
+                if text := remote.choice_text(choice):
                     yield text
         if not finished:
             raise RemoteError("the server closed the connection before the answer was complete")
@@ -127,8 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_flags(parser, options_of(ChatOptions))
     given = make_options(ChatOptions, parser, parse_flags(parser, sys.argv[1:] if argv is None else argv))
     try:
-        remote = connect(given.url, model=given.model, api_key=given.api_key)
-        conversation = Conversation(remote=remote, options=given)
+        served = remote.connect(given.url, model=given.model, api_key=given.api_key)
+        conversation = Conversation(remote=served, options=given)
         if sys.stdin.isatty():
             return _talk(conversation)
         return _answer_lines(conversation, sys.stdin)

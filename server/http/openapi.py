@@ -7,19 +7,10 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from tightwire.server.api import bodies
+from tightwire.server.api import bodies, schemas
 from tightwire.server.api.chat import ChatChunk, ChatCompletion
 from tightwire.server.api.completions import Completion
 from tightwire.server.api.errors import ErrorBody, MessagesErrorBody
-from tightwire.server.api.schemas import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    LoadAdapterBody,
-    TokenizeBody,
-    UnloadAdapterBody,
-)
 from tightwire.server.dialects import messages_answer, responses_answer
 from tightwire.server.dialects.messages_answer import AnsweredMessage, TokenCount
 from tightwire.server.dialects.messages_request import CountTokensBody, MessagesBody
@@ -48,7 +39,7 @@ class Operation(NamedTuple):
 
     answer: dict[str, type[msgspec.Struct] | None]
     errors: tuple[int, ...] = ()
-    body: type[Body] | None = None
+    body: type[schemas.Body] | None = None
     chunks: tuple[type[msgspec.Struct], ...] = ()
     error: type[msgspec.Struct] = ErrorBody
 
@@ -62,17 +53,17 @@ _HEALTH = Operation({"application/json": bodies.Health}, (503,), error=bodies.He
 
 OPERATIONS = {
     "/": Operation({"application/json": bodies.Home, "text/html": None, "text/plain": None}, (401, 500)),
-    "/v1/chat/completions": _json(ChatCompletion, (*_PARSING, 429), ChatBody, (ChatChunk,)),
-    "/v1/completions": _json(Completion, (*_PARSING, 429), CompletionBody, (Completion,)),
+    "/v1/chat/completions": _json(ChatCompletion, (*_PARSING, 429), schemas.ChatBody, (ChatChunk,)),
+    "/v1/completions": _json(Completion, (*_PARSING, 429), schemas.CompletionBody, (Completion,)),
     "/v1/responses": _json(ResponseBody, (*_PARSING, 429), ResponsesBody, responses_answer.EVENTS),
     "/v1/messages": _json(AnsweredMessage, (*_PARSING, 429), MessagesBody, messages_answer.EVENTS, MessagesErrorBody),
     "/v1/messages/count_tokens": _json(TokenCount, _PARSING, CountTokensBody, (), MessagesErrorBody),
     "/v1/models": _json(bodies.ModelList, (503,)),
     "/v1/models/{model_id}": _json(bodies.ModelCard, (404, 503)),
-    "/v1/load_lora_adapter": _json(bodies.ModelCard, (403, *_PARSING, 504), LoadAdapterBody),
-    "/v1/unload_lora_adapter": _json(bodies.ModelDeleted, (403, *_PARSING), UnloadAdapterBody),
-    "/tokenize": _json(bodies.Tokenized, _PARSING, TokenizeBody),
-    "/detokenize": _json(bodies.Detokenized, _PARSING, DetokenizeBody),
+    "/v1/load_lora_adapter": _json(bodies.ModelCard, (403, *_PARSING, 504), schemas.LoadAdapterBody),
+    "/v1/unload_lora_adapter": _json(bodies.ModelDeleted, (403, *_PARSING), schemas.UnloadAdapterBody),
+    "/tokenize": _json(bodies.Tokenized, _PARSING, schemas.TokenizeBody),
+    "/detokenize": _json(bodies.Detokenized, _PARSING, schemas.DetokenizeBody),
     "/tokenizer_info": _json(bodies.TokenizerInfo, (503,)),
     "/version": _json(bodies.Version, ()),
     "/comm": _json(bodies.CommPolicy, (503,)),

@@ -9,25 +9,11 @@ import zmq.asyncio
 
 from tightwire.comm.ledger.ledger import Latency
 from tightwire.comm.ledger.recording import RankEvents
+from tightwire.server.ipc import messages
 from tightwire.server.ipc.channels import bind_receiver, connect_sender
 from tightwire.server.ipc.engine_client import EngineState, EngineUnavailableError, Phase, QueueFullError
 from tightwire.server.ipc.engine_stats import EngineStats
-from tightwire.server.ipc.messages import (
-    AdapterLoaded,
-    AddRequest,
-    CancelRequest,
-    CommSetup,
-    FromRank,
-    Heartbeat,
-    Output,
-    Ready,
-    Record,
-    Recorded,
-    StepResult,
-    Stop,
-    ToEngine,
-    UnloadAdapter,
-)
+from tightwire.server.ipc.messages import AddRequest, FromRank, Output, Stop, ToEngine
 from tightwire.server.ipc.rank_answers import AdapterLoads, Recordings
 
 _Inbox = asyncio.Queue[Output | None]  # None: the engine is dead; ``state`` has the reason
@@ -52,7 +38,7 @@ class ZmqEngineClient:
         self._first_rank, self._on_report = first_rank, on_report
         self.state = EngineState(phase=Phase.LOADING, reason="starting")
         self.stats: EngineStats | None = None
-        self.comm_setup: CommSetup | None = None
+        self.comm_setup: messages.CommSetup | None = None
         self.comm_latencies: Sequence[Latency] = ()
         self._live: dict[str, _Inbox | None] = {}  # None: cancelled, without a reader
         self._empty = asyncio.Event()
@@ -113,16 +99,16 @@ class ZmqEngineClient:
         await self._adapter_loads.load(adapter, folder)
 
     def unload_adapter(self, adapter: int) -> None:
-        self._send(UnloadAdapter(id=adapter))
+        self._send(messages.UnloadAdapter(id=adapter))
 
-    def heard_adapter(self, answer: AdapterLoaded) -> None:
+    def heard_adapter(self, answer: messages.AdapterLoaded) -> None:
         """Note a rank's answer to a load, also one that another host relays."""
         self._adapter_loads.heard(answer)
 
     def cancel(self, ids: Sequence[str]) -> None:
         known = [id for id in ids if id in self._live]
         if known:
-            self._send(CancelRequest(ids=known))
+            self._send(messages.CancelRequest(ids=known))
 
     def cancel_all(self) -> None:
         """Cancel everything that runs, for example at the end of the grace time."""
@@ -184,7 +170,7 @@ class ZmqEngineClient:
             return  # a stream closed after shutdown has nothing left to cancel
         self._sender.send(self._encoder.encode(message))
 
-    def _ask_reporters(self, message: Record) -> None:
+    def _ask_reporters(self, message: messages.Record) -> None:
         encoded = self._encoder.encode(message)
         for reporter in self._to_reporters:
             reporter.send(encoded)
@@ -193,17 +179,17 @@ class ZmqEngineClient:
         decoder = msgspec.msgpack.Decoder(FromRank)
         while True:
             message = decoder.decode(await self._receiver.recv())
-            if isinstance(message, StepResult):
+            if isinstance(message, messages.StepResult):
                 self.stats = message.stats
                 for output in message.outputs:
                     self._route(output)
-            elif isinstance(message, Recorded):
+            elif isinstance(message, messages.Recorded):
                 self._recordings.heard(message)
             else:
                 # The other ranks report nearly the same on their collectives.
-                if isinstance(message, Heartbeat) and message.rank == self._first_rank:
+                if isinstance(message, messages.Heartbeat) and message.rank == self._first_rank:
                     self.comm_latencies = message.latencies
-                elif isinstance(message, Ready) and message.rank == self._first_rank:
+                elif isinstance(message, messages.Ready) and message.rank == self._first_rank:
                     self.comm_setup = message.comm
                 self._on_report(message)
 

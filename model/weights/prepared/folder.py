@@ -22,18 +22,8 @@ from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.model.layout import Layout
 from tightwire.model.weights.formats import WeightFormats, split_model
 from tightwire.model.weights.packed_layer import LayerFiles, PackedModel, pack_model
-from tightwire.model.weights.prepared.blob_file import (
-    MAKE_AGAIN,
-    MANIFEST,
-    PIECE_BYTES,
-    BlobFile,
-    Manifest,
-    RankFile,
-    cuts_of,
-    read_blob,
-    read_manifest,
-    reads_direct,
-)
+from tightwire.model.weights.prepared import blob_file
+from tightwire.model.weights.prepared.blob_file import MAKE_AGAIN, MANIFEST, BlobFile, Manifest, RankFile, cuts_of
 
 _CPU = torch.device("cpu")
 _OUTER = "embedding, norm and head"
@@ -54,7 +44,7 @@ class DiskStore(LayerFiles):
 
     def read_outer(self, device: torch.device, moved: Moved) -> Tensor:
         buffer = page_aligned(self._outer.num_bytes, _CPU)
-        read_blob(self._file, self._outer, _OUTER, buffer, moved, hashlib.sha256())
+        blob_file.read_blob(self._file, self._outer, _OUTER, buffer, moved, hashlib.sha256())
         return buffer.to(device)
 
     def read_plain(self, layer: int, device: torch.device, moved: Moved) -> Tensor:
@@ -68,7 +58,7 @@ class DiskStore(LayerFiles):
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
         digest = hashlib.sha256() if layer in self._unchecked else None
-        read_blob(self._file, self._blobs[layer], f"layer {layer}", into, moved, digest)
+        blob_file.read_blob(self._file, self._blobs[layer], f"layer {layer}", into, moved, digest)
         self._unchecked.discard(layer)
         return into
 
@@ -123,7 +113,7 @@ class Prepared:
 
 def open_prepared(folder: Path, config: LlamaConfig) -> Prepared:
     """Check the manifest against ``config``, and the files' sizes; raises ModelError. Reads no weights."""
-    manifest = read_manifest(folder)
+    manifest = blob_file.read_manifest(folder)
     try:
         formats = WeightFormats({name: PACKED_FORMATS[kind] for name, kind in manifest.packed.items()}, manifest.plain)
         layout = split_model(config, formats, manifest.tp, manifest.shares)
@@ -156,18 +146,19 @@ def find_damage(folder: Path, manifest: Manifest, moved: Moved = lambda num_byte
                 yield f"{path}: its checksum differs from the one that was written"
         except OSError as error:
             yield f"{path}: cannot be read: {error.strerror}"
-    scratch = page_aligned(PIECE_BYTES, _CPU)
+    scratch = page_aligned(blob_file.PIECE_BYTES, _CPU)
     for rank, written in enumerate(manifest.ranks):
         path = manifest.rank_path(folder, rank)
         try:
-            file = BlobFile(path, direct=reads_direct(path), patience_s=0.0)
+            file = BlobFile(path, direct=blob_file.reads_direct(path), patience_s=0.0)
         except WeightsError as error:
             yield str(error)
             continue
         with closing(file):
             file.drop_from_cache()
             for index, blob in enumerate(written.blobs):
+                what = f"layer {index - 1}" if index else _OUTER
                 try:
-                    read_blob(file, blob, f"layer {index - 1}" if index else _OUTER, scratch, moved, hashlib.sha256())
+                    blob_file.read_blob(file, blob, what, scratch, moved, hashlib.sha256())
                 except WeightsError as error:
                     yield str(error)
