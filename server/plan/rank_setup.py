@@ -94,7 +94,9 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def policy_names(self) -> tuple[str, ...]:
-        return tuple(policy.name for policy in self.policies)
+        """Those that a request may name; with stages each again for prompts that all ranks compute together."""
+        names = tuple(policy.name for policy in self.policies)
+        return names if self.stages is None else (*names, *(f"{name}/tensor" for name in names))
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True):

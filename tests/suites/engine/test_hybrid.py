@@ -134,3 +134,21 @@ def test_cancelled_neighbours_change_nothing(seed: int, checkpoint: Checkpoint) 
         assert {name: told[name] for name in _REQUESTS} == {name: tokens for name, (tokens, *_) in wanted.items()}
         total = engine.stats().total
         assert total.num_free_blocks == total.num_blocks
+
+
+def test_a_request_may_have_its_prompt_computed_by_all_ranks_together(checkpoint: Checkpoint) -> None:
+    params, prompt = (
+        SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, prompt_logprobs=0),
+        list(range(40, 160)),
+    )
+    told = []
+    for stages in (None, divide_layers(4, (1, 1))):
+        with local_engine(checkpoint, tp=2, stages=stages, dtype=torch.bfloat16, max_model_len=256) as local:
+            policies = ["fixed"] if stages is None else ["fixed", "fixed/tensor"]
+            for name in policies:
+                local.engine.add(AddRequest(name, prompt, params, allreduce=name))
+            outputs = run_to_end(local.engine)[policies[-1]]
+            told.append([(output.token_ids, output.prompt_logprobs) for output in outputs])
+            wire = None if local.runners[0].stages is None else local.runners[0].stages.wire.group.ledger.counters
+    assert told[0] == told[1], "that of --layout tensor to the bit, beside a prompt in stages"
+    assert wire is not None and wire.counts()[0].bytes_sent == len(prompt) * checkpoint.config.hidden_size * 4
