@@ -164,4 +164,5 @@ def _activation_bytes(inputs: MemoryInputs, shard: Shard, max_parts: int, num_ga
     num_columns = len(shard.mlp_columns) if inputs.stages is None else model.mlp_size
     layer = elem * num_tokens * (4 * model.hidden_size + 3 * num_columns)
     layer += elem * (max_parts - 1) * options.max_num_batched_tokens * 3 * model.hidden_size
-    return layer + 4 * num_rows * (3 * num_gathered * model.vocab_size or 2 * len(shard.vocab_rows))
+    # Three copies on any rank, as measured on CPUs (bench/RESULTS.md).
+    return layer + 4 * num_rows * 3 * (num_gathered * model.vocab_size or len(shard.vocab_rows))

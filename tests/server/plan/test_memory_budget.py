@@ -146,6 +146,14 @@ def test_carried_errors_take_memory_of_every_rank_and_are_shown() -> None:
     assert "carried errors" in with_errors.table() and "carried errors" not in without.table()
 
 
+@pytest.mark.parametrize(("tp", "copies"), [(1, [3.0]), (2, [3.0, 1.5]), (4, [3.0, 0.75, 0.75, 0.75])])
+def test_scored_rows_take_the_logits_that_each_rank_holds_at_once(tp: int, copies: list[float]) -> None:
+    """In copies of all logits of as many rows as a step may score and generate, as measured (bench/RESULTS.md)."""
+    few, many = (budget(64, tp, max_num_seqs=rows).ranks for rows in (16, 496))
+    logits = 4 * 480 * MODEL.vocab_size
+    assert [(b.activations - a.activations) / logits for a, b in zip(few, many, strict=True)] == pytest.approx(copies)
+
+
 def test_the_cache_asked_for_is_the_cache_given() -> None:
     made = budget(64, tp=2, kv_cache_memory=GIB)
     per_block = sum(rank.block for rank in made.ranks)

@@ -77,12 +77,12 @@ def test_a_model_of_two_layers_stays_however_little_room_is_left() -> None:
 
 
 def test_auto_shares_layers_between_replicas_where_one_copy_fits_and_one_each_does_not() -> None:
-    plan = decide(WeightOptions(), 5, dp=2).plan
+    plan = decide(WeightOptions(), 5.2, dp=2).plan
     assert (plan.source, plan.origin, plan.ranks_per_node) == ("partition", "files", 2)
     assert decide(WeightOptions(), 16, dp=2).plan == EVERYTHING_RESIDENT
     assert decide(WeightOptions(), 3.4, dp=2).plan.source == "stream"  # not one copy
-    assert decide(WeightOptions(stream_from="disk"), 5, dp=2).plan.source == "stream"
-    assert decide(WeightOptions(), 5, dp=2, nodes=2).plan.source == "stream"
+    assert decide(WeightOptions(stream_from="disk"), 5.2, dp=2).plan.source == "stream"
+    assert decide(WeightOptions(), 5.2, dp=2, nodes=2).plan.source == "stream"
 
 
 def test_a_codec_that_would_encode_nothing_is_refused_where_layers_stream() -> None:
