@@ -21,7 +21,7 @@ def prepare(argv: Sequence[str]) -> int:
         parser.error("the following arguments are required: OUT")
     with interrupts_end_at_once():
         from tightwire.server.cli import prepared_folder
-    if args.check:
+    if args.check or args.out is None:
         return prepared_folder.check(Path(args.model))
     return prepared_folder.run(config, vars(args)["out"], force="force" in args)
 
