@@ -48,12 +48,16 @@ def overlapped_s(part_s: float, sums: Iterable[tuple[float, float]]) -> float:
     return part_s + sum(2 * (max(part_s, moving_s / 2) + adding_s + moving_s / 2) for adding_s, moving_s in sums)
 
 
-def staged_s(chunks: Sequence[Sequence[float]], hops_s: Sequence[float]) -> float:
-    """Seconds until the last chunk leaves the last stage, by each chunk's seconds in each stage and on the way to the next."""
-    done_s, end_s = [0.0] * len(chunks[0]), 0.0
-    for stages_s, hop_s in zip(chunks, hops_s, strict=True):
+def staged_s(chunks: Sequence[Sequence[float]], hops_s: Sequence[float], after_s: Sequence[float]) -> float:
+    """Seconds until the last chunk leaves the last stage, by each chunk's seconds in each stage and on the way to the next.
+
+    ``after_s``: seconds that the way is taken behind each chunk, by what nobody waits for.
+    """
+    done_s, free_s, end_s = [0.0] * len(chunks[0]), [0.0] * len(chunks[0]), 0.0
+    for stages_s, hop_s, behind_s in zip(chunks, hops_s, after_s, strict=True):
         arrival_s = 0.0
         for stage, own_s in enumerate(stages_s):
             end_s = done_s[stage] = max(done_s[stage], arrival_s) + own_s
-            arrival_s = end_s + hop_s
+            arrival_s = max(end_s, free_s[stage]) + hop_s
+            free_s[stage] = arrival_s + behind_s
     return end_s

@@ -32,7 +32,11 @@ def decide_layout(config: ServeConfig, model: LlamaConfig, decided: DecidedSetti
     """Resolve ``--layout``. ValueError: it does not combine with another option, named, or with the model."""
     parallel = config.parallel
     if parallel.layout in ("auto", "tensor"):
-        return LayoutDecision(layout="tensor", stages=None, reason="")
+        compared = (
+            f"`tightwire explain {config.model.model} --hosts {config.hosts.nnodes} --network` predicts the others"
+        )
+        asks = parallel.layout == "auto" and config.hosts.several
+        return LayoutDecision(layout="tensor", stages=None, reason=compared if asks else "")
     for option, why in _obstacles(config, decided):
         raise ValueError(f"--layout hybrid does not combine with {option}: {why}; leave one of them out")
     codec = parse_codec(parallel.stage_codec)

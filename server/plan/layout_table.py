@@ -11,7 +11,7 @@ from tightwire.comm.link.link import Link
 from tightwire.comm.policy.choose import Chooser
 from tightwire.comm.policy.schedule import HostRates
 from tightwire.model.cache.kv_cache import layer_block_bytes
-from tightwire.model.layout import Shard, make_layout
+from tightwire.model.layout import Shard, make_layout, whole_shard
 from tightwire.model.stages import StagePlan, divide_layers
 from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.model.weights.formats import layer_tensors, outer_tensors
@@ -47,6 +47,7 @@ def work_of(inputs: MemoryInputs) -> RowWork:
         pair_flops=4 * model.num_heads * model.head_dim,
         head_bytes=outer.get("head", outer["embedding"]),
         head_flops=2 * model.vocab_size * model.hidden_size,
+        handed_bytes=sum(_block_bytes(inputs, shard) for shard in inputs.layout.shards[1:]) / BLOCK_SIZE,
     )
 
 
@@ -136,18 +137,18 @@ def host_bytes(inputs: MemoryInputs, layout: str, stages: Stages, context: int) 
 
 def _layer_bytes(inputs: MemoryInputs, shard: Shard | None = None) -> list[int]:
     """The bytes of each layer of ``shard``, or of whole layers."""
-    shard = shard or make_layout(inputs.model, 1).shards[0]
+    shard = shard or whole_shard(inputs.model)
     layers = (layer_tensors(inputs.model, shard, index).values() for index in range(inputs.model.num_layers))
     return [sum(inputs.formats.num_bytes(fused, inputs.elem_bytes) for fused in layer) for layer in layers]
 
 
 def _outer_bytes(inputs: MemoryInputs) -> dict[str, int]:
     """The bytes of the whole embedding and head (if it is not the embedding), and of norms."""
-    tensors = outer_tensors(inputs.model, make_layout(inputs.model, 1).shards[0])
+    tensors = outer_tensors(inputs.model, whole_shard(inputs.model))
     return {name: inputs.formats.num_bytes(fused, inputs.elem_bytes) for name, fused in tensors.items()}
 
 
-def _block_bytes(inputs: MemoryInputs) -> int:
-    """The bytes of a cache block in one layer with all heads."""
+def _block_bytes(inputs: MemoryInputs, shard: Shard | None = None) -> int:
+    """The bytes of a cache block in one layer, with the heads of ``shard`` or all."""
     kv_dtype = getattr(torch, inputs.options.kv_dtype(inputs.dtype))
-    return layer_block_bytes(inputs.model, make_layout(inputs.model, 1).shards[0], BLOCK_SIZE, kv_dtype)
+    return layer_block_bytes(inputs.model, shard or whole_shard(inputs.model), BLOCK_SIZE, kv_dtype)

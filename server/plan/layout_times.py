@@ -10,6 +10,7 @@ Imports no torch.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -46,6 +47,7 @@ class RowWork:
     pair_flops: float  # of attention, for each token that a row attends to, in one layer
     head_bytes: float
     head_flops: float
+    handed_bytes: float = 0.0  # keys and values of a layer that a stage of hybrid sends to the other hosts
 
     def layer_s(self, host: HostRates, rows: float, context: float) -> float:
         attention_s = rows * context * self.pair_flops / host.attention_flops
@@ -87,7 +89,8 @@ class Predictor:
         adding = sums or (lambda phase, rows: [(0.0, 0.0)] * self.work.num_layers)
 
         def prompts_s(sizes: Sequence[int]) -> float:
-            return self._staged_s(sizes, stages) if stages else self._tensor_s(sizes, adding)
+            handed = self.work.handed_bytes if layout == "hybrid" else 0.0
+            return self._staged_s(sizes, stages, handed) if stages else self._tensor_s(sizes, adding)
 
         def token_s(rows: int) -> float:
             return self._staged_token_s(rows, stages) if layout == "pipeline" else self._token_s(rows, adding)
@@ -133,13 +136,16 @@ class Predictor:
     def _hop_s(self, rows: float) -> float:
         return _HOP_S + self.link.seconds(rows * self.work.row_elems * _RESIDUAL_BYTES)
 
-    def _staged_s(self, sizes: Sequence[int], stages: Stages) -> float:
+    def _staged_s(self, sizes: Sequence[int], stages: Stages, handed: float) -> float:
         """With the best size of chunks."""
         largest, passes = min(_STEP_ROWS, sum(sizes)), list[float]()
         for most in {largest, *(rows for rows in _CHUNK_ROWS if rows < largest)}:
             steps = _steps(sizes, most)
             chunks = [self._stages_s(*step, stages) for step in steps]
-            passes.append(staged_s(chunks, [self._hop_s(rows) for rows, _ in steps]))
+            after_s = [
+                rows * handed * (stages[0][1] - stages[0][0]) / (self.link.bytes_per_s or inf) for rows, _ in steps
+            ]
+            passes.append(staged_s(chunks, [self._hop_s(rows) for rows, _ in steps], after_s))
         return min(passes) + self.work.head_s(self.hosts[-1], len(sizes)) + self._answer_s()
 
     def _staged_token_s(self, rows: int, stages: Stages) -> float:

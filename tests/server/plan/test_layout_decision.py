@@ -35,6 +35,13 @@ def test_stages_are_divided_by_the_ranks_shares() -> None:
     assert auto.layout == "tensor" and auto.stages is None
 
 
+def test_auto_on_several_hosts_says_where_the_other_layouts_are_predicted() -> None:
+    hosts = {"nnodes": 2, "node_rank": 0, "master_addr": "node-0"}
+    auto, named = (_decide(layout=layout, **hosts).summary() for layout in ("auto", "tensor"))
+    assert "layout: tensor, `tightwire explain random:tiny --hosts 2 --network` predicts the others" in auto
+    assert "layout: tensor\n" in f"{named}\n" and "--network" not in named
+
+
 def test_a_stage_takes_memory_for_its_layers_and_their_kv_heads() -> None:
     tensor, hybrid = _decide(layout="tensor", max_model_len=64), _decide(max_model_len=64)
     for without, rank in zip(tensor.budget.ranks, hybrid.budget.ranks, strict=True):

@@ -1,5 +1,7 @@
 """Predicted times: the formulas of docs/layouts.md, and what wins where."""
 
+from dataclasses import replace
+
 import pytest
 
 from tightwire.comm.link.link import Link
@@ -61,6 +63,15 @@ def test_prompts_by_stages_do_not_know_the_sums() -> None:
     assert alone.ttft_s[4096] / 2 < hybrid.ttft_s[4096] < 1.3 * alone.ttft_s[4096] / 2
     slower = predictor().times("tensor", "auto", lambda phase, rows: [(0.0, 1.0)] * 65)
     assert hybrid.ttft_s[4096] < slower.ttft_s[4096]
+
+
+def test_keys_and_values_take_the_wire_of_hidden_states_in_hybrid() -> None:
+    handing = Predictor(
+        work=replace(WORK, handed_bytes=8192), hosts=[HOST] * 2, shares=[0.5] * 2, link=Link("", 1e6, 0.0)
+    )
+    sent_s = 4096 * 16 * 8192 / 1e6
+    assert handing.times("hybrid", "auto", free, STAGES).ttft_s[4096] > 0.95 * sent_s
+    assert handing.times("pipeline", "", None, STAGES).ttft_s[4096] < 0.95 * sent_s
 
 
 def test_pipeline_pays_a_hop_where_tensors_pay_two_sums_a_layer() -> None:
