@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tightwire.option import option, options_of, require
+from tightwire.option_flags import add_flags, make_options
 from tightwire.server.cli.explain import COMM_GROUPS, at_least_two_ranks
-from tightwire.server.config.flags import add_flags, make_options, make_parser, parse, refuse_serving_flags
-from tightwire.server.config.option import option, options_of, require
+from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 from tightwire.suggest import suggest
 
 _MAX_TUNE_SECONDS = 3600.0

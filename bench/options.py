@@ -11,8 +11,9 @@ from typing import Any, ClassVar, Self
 
 from tightwire.bench.report.result_files import check_label
 from tightwire.comm.link.link import Link
-from tightwire.server.config.flags import add_flags, make_options, parse_flags
-from tightwire.server.config.option import option, options_of
+from tightwire.option import option, options_of
+from tightwire.option_flags import add_flags, make_options
+from tightwire.server.config.flags import parse_flags
 from tightwire.sizes import parse_bytes
 
 TRANSPORTS = ("auto", "shared-memory", "sockets", "process-group", "peer-memory")

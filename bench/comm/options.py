@@ -11,7 +11,7 @@ from tightwire.comm.all_reduce.names import (
     split_name,
 )
 from tightwire.comm.link.link import Link, parse_link
-from tightwire.server.config.option import option
+from tightwire.option import option
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _DEFAULT_SIZES = tuple(8192 * 4**power for power in range(6))  # 8 KiB to 8 MiB

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from tightwire.bench.options import OutputOptions
-from tightwire.server.config.option import REQUIRED, option
+from tightwire.option import REQUIRED, option
 
 _DESCRIPTION = """Compare two results of one bench: for every cell the ratio B / A of medians, its bootstrap 95 % interval
 from the raw samples, and a verdict. Exit code 0: no regression; 1: a deciding metric is worse and its whole interval is

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from tightwire.bench.options import OutputOptions, parse_sizes
 from tightwire.comm.codec.codec_names import parse_format
-from tightwire.server.config.option import option
+from tightwire.option import option
 
 _CODECS = ("int8", "int6", "int5", "int4", "int4-had", "int3-sym", "fp8")
 

@@ -17,7 +17,7 @@ from tightwire.comm.all_reduce.names import (
 )
 from tightwire.comm.policy.rules import read_policy_file
 from tightwire.model.weights import QUANTIZATIONS, WEIGHT_CODECS
-from tightwire.server.config.option import option
+from tightwire.option import option
 
 POLICY = "policy:"  # an arm that uses a policy file
 WEIGHTS = "weights:"  # an arm with exact sums and encoded weights

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from tightwire.bench.options import OutputOptions
 from tightwire.bench.serve.load import Load
 from tightwire.bench.serve.workload import Workload
-from tightwire.server.config.option import option
+from tightwire.option import option
 
 _INPUT_LENS = {"random": 512, "shared-prefix": 128}
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from tightwire.bench.options import OutputOptions
 from tightwire.comm.link.link import parse_link
-from tightwire.server.config.option import option
+from tightwire.option import option
 
 _ADAMW = {"name": "adamw", "lr": 1e-3}
 _SGD = {"name": "sgd", "lr": 1e-2, "weight_decay": 0.0}

@@ -10,8 +10,9 @@ from typing import ClassVar, Self
 
 from tightwire.bench.options import LAST_LINE, OutputOptions
 from tightwire.comm.all_reduce.names import describe_all_reduce_names, split_all_reduce_names, split_name
-from tightwire.server.config.flags import add_flags, make_options, make_parser, parse, refuse_serving_flags
-from tightwire.server.config.option import flag_of, option
+from tightwire.option import flag_of, option
+from tightwire.option_flags import add_flags, make_options
+from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import ServeConfig, option_fields
 

@@ -11,12 +11,13 @@ from typing import Any, TextIO
 
 import httpx
 
+from tightwire.option import option, options_of
+from tightwire.option_flags import add_flags, make_options
 from tightwire.server.cli import remote
 from tightwire.server.cli.progress import Speed
 from tightwire.server.cli.remote import Remote, RemoteError, describe
 from tightwire.server.cli.start import say
-from tightwire.server.config.flags import add_flags, make_options, parse_flags
-from tightwire.server.config.option import option, options_of
+from tightwire.server.config.flags import parse_flags
 
 _READ_TIMEOUT_S = 300.0  # longest silence within an answer
 _HELP = "/reset starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer\n"

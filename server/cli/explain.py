@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 from tightwire.comm.policy.error_budget import parse_error_budget
 from tightwire.comm.policy.schedule import HostRates, parse_rates
+from tightwire.option import option, options_of, require
+from tightwire.option_flags import add_flags, make_options
 from tightwire.server.cli.start import interrupts_end_at_once
-from tightwire.server.config.flags import add_flags, make_options, make_parser, parse, refuse_serving_flags
-from tightwire.server.config.option import option, options_of, require
+from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 from tightwire.server.config.serve import ServeConfig
 from tightwire.sizes import parse_bytes
 

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
+from tightwire.option import options_of
+from tightwire.option_flags import add_flags, make_options
 from tightwire.server.cli.progress import START_STAGES, Progress
 from tightwire.server.cli.start import AnswerOptions, check_machine, interrupts_end_at_once, refuse, start_ranks
-from tightwire.server.config.flags import add_flags, make_options, make_parser, parse, refuse_serving_flags
+from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 from tightwire.server.config.lora import AdapterOptions
-from tightwire.server.config.option import options_of
 from tightwire.server.plan.setting import refuse_wrong_model
 
 _GROUPS = ("model", "parallel", "engine", "weights", "timeouts")

@@ -4,8 +4,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from tightwire.option_flags import add_flags
 from tightwire.server.cli.start import interrupts_end_at_once
-from tightwire.server.config.flags import add_flags, fields_of, parse
+from tightwire.server.config.flags import fields_of, parse
 
 _GROUPS = ("model", "parallel", "weights")
 _OPTIONS = ("tp", "tp_split", "dtype", "quantization", "weight_codec", "seed")

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from tightwire.server.config.option import option, require, require_seconds
+from tightwire.option import option, require, require_seconds
 
 DEFAULT_PORT = 29600
 

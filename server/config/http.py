@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from tightwire.server.config.option import MAX_SECONDS, option, require
+from tightwire.option import MAX_SECONDS, option, require
 
 _ORIGIN = re.compile(r"\*|[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s?#@]+")
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tightwire.server.config.option import option, require
+from tightwire.option import option, require
 
 _LOADABLE = 4  # default number of adapters with --lora-dir
 _RANK = 16  # default largest rank with --lora-dir

@@ -8,7 +8,7 @@ from tightwire.comm.codec.codec_names import has_feedback, parse_format
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import EMULATIONS, USER_SPACE
 from tightwire.comm.policy.error_budget import ErrorBudget, parse_error_budget
-from tightwire.server.config.option import flag_of, option, require
+from tightwire.option import flag_of, option, require
 
 _MAX_RANKS = 64  # each rank imports torch before the model can say how many ranks it supports
 POLICY_PREFIX = "policy:"  # of a name that stands for a policy file

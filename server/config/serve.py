@@ -4,10 +4,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tightwire.model.weights import QUANTIZATIONS
+from tightwire.option import option, require, require_seconds
 from tightwire.server.config.hosts import HostOptions
 from tightwire.server.config.http import HttpOptions
 from tightwire.server.config.lora import AdapterOptions
-from tightwire.server.config.option import option, require, require_seconds
 from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.weights import WeightOptions
 from tightwire.sizes import parse_bytes

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 
 from tightwire.model.weights import WEIGHT_CODECS
-from tightwire.server.config.option import option, require
+from tightwire.option import option, require
 from tightwire.sizes import parse_bytes
 
 

@@ -4,7 +4,7 @@ from tightwire import __version__
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.transport.socket_join import read_secret
 from tightwire.kernels.cpu.library import level
-from tightwire.server.config.option import flag_of
+from tightwire.option import flag_of
 from tightwire.server.config.serve import ServeConfig, option_fields
 from tightwire.server.hosts.base import Hosts, Listener
 from tightwire.server.hosts.head import Head

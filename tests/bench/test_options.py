@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tightwire.bench.options import OutputOptions, parse_sizes
-from tightwire.server.config.option import REQUIRED, option
+from tightwire.option import REQUIRED, option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

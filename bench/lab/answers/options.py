@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tightwire.bench.options import OutputOptions
-from tightwire.server.config.option import REQUIRED, option
+from tightwire.option import REQUIRED, option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

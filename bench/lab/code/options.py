@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tightwire.bench.options import OutputOptions
-from tightwire.server.config.option import option
+from tightwire.option import option
 
 OWN = "own"  # names the server's own policy
 

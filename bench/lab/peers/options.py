@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from tightwire.bench.lab.peers.arms import ARMS, DEFAULT_ARMS
 from tightwire.bench.options import OutputOptions
-from tightwire.server.config.option import option
+from tightwire.option import option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from tightwire.bench.options import OutputOptions
 from tightwire.bench.report.table import Column, Table
 from tightwire.bench.run import Bench
 from tightwire.bench.server_process import ServerFailedError, ServerProcess
-from tightwire.server.config.option import option
+from tightwire.option import option
 from tightwire.server.plan.layout_times import CROWD, CROWD_PROMPT, CROWD_TOKENS
 
 

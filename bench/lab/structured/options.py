@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tightwire.bench.options import OutputOptions
-from tightwire.server.config.option import option
+from tightwire.option import option
 
 NUM_SCHEMAS = 200
 

@@ -4,7 +4,7 @@
     class CommOptions:
         ranks: int = option(2, "number of processes", least=2)
 
-``flags`` makes the flags of such a class, and reads them.
+``option_flags`` makes the flags of such a class, and reads them.
 """
 
 from collections.abc import Callable, Sequence
