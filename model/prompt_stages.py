@@ -11,7 +11,7 @@ rank's own heads of all layers and which decode rows read.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from tightwire.comm.lane import Pending
 from tightwire.kernels.spec.int8_heads import head_bytes
-from tightwire.model.cache.head_rows import put_rows, take_rows
 from tightwire.model.cache.key_bias import KeyBiases
 from tightwire.model.cache.kv_cache import CacheSource, KVCache
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -34,6 +33,7 @@ from tightwire.model.step import Batch, StepArrays, StepPlan, ints
 from tightwire.model.weights.stage import StageWeights, WholeLayer
 
 ToBatch = Callable[[StepArrays], Batch]
+KeysAndValues = tuple[Tensor, Tensor]  # of one layer, (N, K, P, E) each
 
 
 @dataclass(slots=True, eq=False)
@@ -235,3 +235,22 @@ class PromptStages:
             nowhere = self._decode_cache.num_blocks * size
             changed = np.where(np.isin(slots // size, blocks), np.int32(nowhere), slots)
             chunk.arrays = replace(chunk.arrays, slots_LT=changed[None])
+
+
+def take_rows(layers: Sequence[KeysAndValues], slots_T: Tensor) -> Tensor:
+    """Return (L, 2, T, K, E): the keys and values of ``layers`` in these slots, of all heads."""
+    block_T, offset_T = _places(layers, slots_T)
+    return torch.stack([torch.stack([each[block_T, :, offset_T] for each in layer]) for layer in layers])
+
+
+def put_rows(layers: Sequence[KeysAndValues], slots_T: Tensor, rows_LCTKE: Tensor) -> None:
+    """Write (L, 2, T, K, E), of the heads that ``layers`` have, to these slots."""
+    block_T, offset_T = _places(layers, slots_T)
+    for layer, rows_CTKE in zip(layers, rows_LCTKE, strict=True):
+        for each, rows_TKE in zip(layer, rows_CTKE, strict=True):
+            each[block_T, :, offset_T] = rows_TKE
+
+
+def _places(layers: Sequence[KeysAndValues], slots_T: Tensor) -> tuple[Tensor, Tensor]:
+    slots_T, block_size = slots_T.long(), layers[0][0].shape[2]
+    return slots_T // block_size, slots_T % block_size

@@ -136,11 +136,8 @@ def _runs(config: LlamaConfig, shard: Shard, layer: int) -> dict[str, list[_Run]
     whole, own = layer_tensors(config, whole_shard(config), layer), layer_tensors(config, shard, layer)
     found: dict[str, list[_Run]] = {}
     for name in _JOINED:
-        runs, ends, end = (
-            list[_Run](),
-            [0, 0],
-            0,
-        )  # ends: of the rows used so far, in the shard's matrix and in the other
+        # ends: of the rows used so far, in the shard's matrix and in the other
+        runs, ends, end = list[_Run](), [0, 0], 0
         for (_, all_rows), (_, mine) in zip(whole[name].parts, own[name].parts, strict=True):
             for in_rest, start, stop in ((1, 0, mine.start), (0, mine.start, mine.stop), (1, mine.stop, all_rows.stop)):
                 if num := stop - start:

@@ -1,6 +1,6 @@
 import torch
 
-from tightwire.model.cache.head_rows import put_rows, take_rows
+from tightwire.model.prompt_stages import put_rows, take_rows
 
 
 def test_rows_are_copied_from_slots_to_slots() -> None:
