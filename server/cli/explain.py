@@ -1,6 +1,6 @@
 """Runs ``tightwire explain``: reads its flags, then imports what explains."""
 
-import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -66,11 +66,9 @@ def explain(argv: Sequence[str]) -> int:
         help="between the hosts of the last server whose node 0 was here, as it probed them",
     )
     add_flags(parser.add_argument_group("hosts", PlannedHosts.__doc__), options_of(PlannedHosts))
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--hosts", default="")
-    num = early.parse_known_args(argv)[0].hosts
+    num = re.search(r"(?<!\S)--hosts[= ](\d+)", " ".join(argv))
     # One rank a host, so that the options of ranks are checked for as many.
-    config, args = parse(parser, [*argv, "--tp", num] if num else argv, _GROUPS)
+    config, args = parse(parser, [*argv, "--tp", num[1]] if num else argv, _GROUPS)
     refuse_serving_flags(parser, config)
     planned = make_options(PlannedHosts, parser, args)
     if planned.hosts and ("link" in args) == ("network" in args):
