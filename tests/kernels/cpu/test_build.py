@@ -2,8 +2,10 @@
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,28 @@ def test_a_compiler_that_never_ends_is_a_failed_build(sources: Path, monkeypatch
 def test_zig_has_a_name_for_the_cpu_of_every_level() -> None:
     options = [option for levels in build.LEVELS.values() for options, _ in levels.values() for option in options]
     assert {option for option in options if option.startswith("-march")} <= build.ZIG_NAMES.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("ziglang"), reason="needs the package ziglang, which compiles for ARM anywhere")
+@pytest.mark.skipif(sys.platform != "linux" or build.platform.machine() != "x86_64", reason="compares ARM with x86-64")
+def test_kernels_of_arm_compile_and_give_the_bits_of_avx2(tmp_path: Path) -> None:
+    """Run ``every_level.cpp`` of both; without Debian's package qemu-user-static ARM's is only compiled."""
+    zig, sources = [sys.executable, "-m", "ziglang", "c++", "-nostdlib++"], map(str, build.SOURCES.rglob("*.cpp"))
+    files = [str(Path(__file__).with_name("every_level.cpp")), *sources, f"-I{build.SOURCES}", '-DTW_SOURCE_HASH=""']
+    flags = [flag for flag in build._FLAGS if flag != "-shared"] + ["-O1", "-Wno-unknown-warning-option"]
+    outputs = []
+    for machine, level in (("x86_64", "v3"), ("aarch64", "neon")):
+        cpu = build.ZIG_NAMES[build.LEVELS[machine][level][0][0]]
+        program = str(tmp_path / level)
+        given = [*zig, "-target", f"{machine}-linux-musl", "-static", *flags, cpu, *files, "-o", program]
+        subprocess.run(given, check=True, timeout=build.DEADLINE_S)
+        emulator = shutil.which(f"qemu-{machine}-static")
+        if machine == "aarch64" and emulator is None:
+            return
+        command = [program] if machine == "x86_64" else [str(emulator), program]
+        outputs.append(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
+    assert len(outputs[0].splitlines()) > 100 and outputs[0] == outputs[1]
 
 
 def test_a_compiler_that_does_not_exist_is_a_failed_build(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
