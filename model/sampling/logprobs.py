@@ -1,25 +1,16 @@
 """Computes log-probabilities of given tokens and of the most likely tokens, before sampling filters."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tightwire.kernels.best_number import MAX_ID, keys_of
 from tightwire.kernels.transfer import Download
+from tightwire.model.sampling.parameters import TokenScore
 
 _CPU_ROWS = 8  # temporaries fit in the CPU cache
 _DEVICE_ROWS = 64  # about 60 MB of temporaries for 49152 tokens
-
-
-class TokenScore(NamedTuple):
-    """A token's log-probability. ``rank`` counts from 1 in the order of ``top``: by probability, then by token id."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: list[tuple[int, float]]
 
 
 class Scoring:

@@ -6,7 +6,7 @@ effect to the sampler. The body's field is copied by name.
 
 import enum
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Protocol, get_type_hints
+from typing import Annotated, NamedTuple, Protocol, get_type_hints
 
 import msgspec
 
@@ -17,6 +17,18 @@ class Needs(enum.Enum):
     BEST_LOGITS = "the logits of the tokens that may be drawn"
     ALL_LOGITS = "all logits: it may change which are the best, or it reports on all of them"
     TOKENS = "all logits, and on the host every token so far, so no step is planned ahead of it"
+
+
+class TokenScore(NamedTuple):
+    """A token's natural-log probability before temperature and penalties, with the most likely tokens at its position.
+
+    ``rank`` counts from 1 in the order of ``top``: by probability, then by token id.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
 
 
 class BannedText(msgspec.Struct, frozen=True, array_like=True):

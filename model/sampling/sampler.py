@@ -18,8 +18,8 @@ from torch import Tensor
 from tightwire.kernels.transfer import Download, upload
 from tightwire.model.sampling.draw import MAX_VOCAB_SIZE, UNSETTLED, Filters, draw, mix_seed, needs_sort, uniforms
 from tightwire.model.sampling.grammar import GrammarMasks
-from tightwire.model.sampling.logprobs import Scoring, TokenScore
-from tightwire.model.sampling.parameters import SamplingParams, SamplingRow
+from tightwire.model.sampling.logprobs import Scoring
+from tightwire.model.sampling.parameters import SamplingParams, SamplingRow, TokenScore
 
 
 class Sampled(NamedTuple):

@@ -5,13 +5,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
-from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.model.sampling.parameters import SamplingParams, TokenScore
 from tightwire.server.api.detokenize import Detokenizer, StopStrings, TokenTable
 from tightwire.server.api.errors import ApiError, invalid, unavailable
 from tightwire.server.api.schemas import GenerationBody
 from tightwire.server.api.trace import RequestTrace
 from tightwire.server.ipc.engine_client import EngineClient, EngineUnavailableError, QueueFullError
-from tightwire.server.ipc.messages import AddRequest, Output, PromptProgress, TokenLogprob
+from tightwire.server.ipc.messages import AddRequest, Output, PromptProgress
 from tightwire.server.plan.rank_setup import ServedAdapter
 
 
@@ -20,7 +20,7 @@ class TokenEntry(NamedTuple):
 
     token_id: int
     text_offset: int  # where its text begins in the choice's text
-    logprob: TokenLogprob | None
+    logprob: TokenScore | None
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Delta:
     index: int
     text: str = ""
     entries: list[TokenEntry] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    prompt_logprobs: list[TokenScore | None] | None = None
     finish_reason: str | None = None
     stop_string: str | None = None  # the one that ended it
     progress: PromptProgress | None = None
@@ -93,7 +93,7 @@ class TokenSequence:
             self._delta.text = self.prompt.echo
             self._delta.entries = self._prompt_entries(self.prompt.echo, output.prompt_logprobs)
 
-    def _prompt_entries(self, echo: str, logprobs: list[TokenLogprob | None] | None) -> list[TokenEntry]:
+    def _prompt_entries(self, echo: str, logprobs: list[TokenScore | None] | None) -> list[TokenEntry]:
         detokenizer, entries = Detokenizer(self._tokens, skip_special=self._body.skip_special_tokens), []
         for position, token_id in enumerate(self.prompt.token_ids):
             offset = min(detokenizer.num_chars, len(echo))

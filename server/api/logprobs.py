@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable
 from msgspec import Struct
 from msgspec.structs import astuple
 
+from tightwire.model.sampling.parameters import TokenScore
 from tightwire.server.api.detokenize import TokenTable
 from tightwire.server.api.generation import TokenEntry
-from tightwire.server.ipc.messages import TokenLogprob
 
 # JSON has no -inf; a token with zero probability gets this value, as on other servers.
 _LEAST = -9999.0
@@ -74,12 +74,12 @@ def completion_logprobs(entries: Iterable[TokenEntry], name_of: NameOf) -> Compl
     return lists
 
 
-def prompt_logprobs(logprobs: list[TokenLogprob | None], table: TokenTable) -> PromptLogprobs:
+def prompt_logprobs(logprobs: list[TokenScore | None], table: TokenTable) -> PromptLogprobs:
     """The candidates of each prompt token, by id."""
     return [None if logprob is None else _by_id(logprob, table) for logprob in logprobs]
 
 
-def _by_name(logprob: TokenLogprob, name_of: NameOf) -> dict[str, float]:
+def _by_name(logprob: TokenScore, name_of: NameOf) -> dict[str, float]:
     """The most likely tokens and the chosen one. Among tokens with equal names, the most likely one counts."""
     texts: dict[str, float] = {}
     for token_id, value in [*logprob.top, (logprob.token_id, logprob.logprob)]:
@@ -87,7 +87,7 @@ def _by_name(logprob: TokenLogprob, name_of: NameOf) -> dict[str, float]:
     return texts
 
 
-def _by_id(logprob: TokenLogprob, table: TokenTable) -> dict[str, PromptLogprob]:
+def _by_id(logprob: TokenScore, table: TokenTable) -> dict[str, PromptLogprob]:
     ranked = [(token_id, value, rank) for rank, (token_id, value) in enumerate(logprob.top, start=1)]
     return {
         str(token_id): PromptLogprob(logprob=_finite(value), rank=rank, decoded_token=table.text_of(token_id))

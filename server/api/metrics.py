@@ -11,7 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from tightwire.server.ipc.engine_stats import CommCount, EngineStats, ReplicaLoad, metric_fields
+from tightwire.comm.ledger.ledger import Count
+from tightwire.server.ipc.engine_stats import EngineStats, ReplicaLoad, metric_fields
 from tightwire.server.ipc.messages import CommSetup
 
 # Seconds. A laptop takes 0.1 s per token and a minute per answer; a GPU is a hundred times faster.
@@ -170,7 +171,7 @@ def _kv_usage(load: ReplicaLoad) -> float:
     return (load.num_blocks - load.num_free_blocks) / load.num_blocks if load.num_blocks else 0.0
 
 
-def _comm_metrics(counts: Iterable[CommCount]) -> Iterator[Metric]:
+def _comm_metrics(counts: Iterable[Count]) -> Iterator[Metric]:
     labels = ["op", "algorithm", "phase"]
     seconds = SummaryMetricFamily("tightwire_comm_seconds", "Time of rank 0 in collectives, and calls", labels=labels)
     sent = CounterMetricFamily("tightwire_comm_bytes", "Bytes rank 0 sent in collectives", labels=labels)

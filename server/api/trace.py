@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from msgspec import UNSET, Struct, UnsetType
-from msgspec.structs import asdict, astuple, replace
+from msgspec.structs import asdict
 
-from tightwire.comm.ledger.ledger import GATHERING
+from tightwire.comm.ledger.ledger import GATHERING, Count
 from tightwire.server.api.metrics import Metrics
 from tightwire.server.ipc.engine_client import EngineClient
-from tightwire.server.ipc.engine_stats import CommCount
 from tightwire.server.ipc.messages import FirstToken, Output, PromptProgress
 
 
@@ -79,12 +78,22 @@ class Timing(Struct, frozen=True):
     send_s: float
 
 
-class CommTotals(CommCount, frozen=True, array_like=False):
+class CommTotals(Struct, frozen=True):
     """Collectives of one kind on rank 0.
 
     ``exact_bytes``: the bytes with nothing quantized. ``message_bytes``: the bytes of the tensors given to them.
     ``seconds`` includes waiting for slower ranks; ``codec_seconds``: encoding and decoding (null: inside a fused kernel).
     """
+
+    op: str
+    algorithm: str
+    phase: str
+    calls: int
+    bytes_sent: int
+    exact_bytes: int
+    seconds: float
+    message_bytes: int
+    codec_seconds: float | None
 
 
 class CommSpan(Struct, frozen=True):
@@ -123,7 +132,7 @@ class TightwireExtra(Struct, frozen=True):
     progress: PromptProgress | UnsetType = UNSET
 
 
-_CommCounts = dict[tuple[str, str, str], CommCount]
+_CommCounts = dict[tuple[str, str, str], Count]
 
 
 class RequestTrace:
@@ -204,7 +213,7 @@ class RequestTrace:
         first, first_s = self._comm_at_first, self._first_output_s
         if first_s is None:
             first, first_s = end, end_s
-        differences = [_difference(now, start.get(key)) for key, now in end.items()]
+        differences = [CommTotals(*now.since(start.get(key))) for key, now in end.items()]
         counters = [difference for difference in differences if difference.calls]
         bytes_sent = sum(counter.bytes_sent for counter in counters)
         exact_bytes = sum(counter.exact_bytes for counter in counters)
@@ -244,14 +253,7 @@ class RequestTrace:
 
     def _read_comm(self) -> _CommCounts:
         stats = self._engine.stats
-        return {(count.op, count.algorithm, count.phase): count for count in stats.comm} if stats else {}
-
-
-def _difference(now: CommCount, before: CommCount | None) -> CommTotals:
-    totals = CommTotals(*astuple(now))
-    sums = {} if before is None else {name: getattr(before, name) or 0 for name in CommCount.__struct_fields__[3:]}
-    known = {name: getattr(now, name) - sum_ for name, sum_ in sums.items() if getattr(now, name) is not None}
-    return replace(totals, **known)
+        return {count[:3]: count for count in stats.comm} if stats else {}
 
 
 def _seconds(counts: _CommCounts) -> float:

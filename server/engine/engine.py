@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
+from msgspec.structs import asdict
+
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import NgramDrafter
@@ -154,14 +156,8 @@ class Engine:
             self._replicas.add(request, replica)
 
     def stats(self) -> EngineStats:
-        counts = self._runner.counts()
-        return EngineStats(
-            loads=self._replicas.loads(),
-            counters=copy.copy(self._counters),
-            stream=counts.stream,
-            kv_offload=counts.kv_offload,
-            comm=counts.comm,
-        )
+        counts = asdict(self._runner.counts())
+        return EngineStats(**counts, loads=self._replicas.loads(), counters=copy.copy(self._counters))
 
     def _make_output(self, new: NewTokens) -> Output:
         """The output with a step's new tokens; the sequence's last one if it stops here."""

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from tightwire.comm.ledger.ledger import Spent
 from tightwire.kernels.transfer import Download
-from tightwire.model.sampling.logprobs import TokenScore
+from tightwire.model.sampling.parameters import TokenScore
 from tightwire.model.sampling.sampler import Choice, Sampler
 from tightwire.model.step import StepPlan, deferred_token
 from tightwire.server.engine.request import Reading, Request
 from tightwire.server.engine.scheduler import Replicas
 from tightwire.server.engine.step_builder import Chunk
 from tightwire.server.ipc.engine_stats import EngineCounters, RankCounts
-from tightwire.server.ipc.messages import TokenLogprob
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -88,7 +87,7 @@ class NewTokens:
         self.chunk, self.row = chunk, row
         self.token_ids: list[int] = []
         self.num_forced = 0  # how many tokens at the end were forced by the grammar, without logits
-        self.logprobs: list[TokenLogprob] = []
+        self.logprobs: list[TokenScore] = []
         self.finish_reason: str | None = None
         self.broken = False  # the logits are not finite, so no token can be chosen
         self._is_deferred = False
@@ -114,7 +113,7 @@ class NewTokens:
         self.token_ids.append(token_id)
         request.token_ids.append(token_id)
         if score is not None:
-            self.logprobs.append(TokenLogprob(*score))
+            self.logprobs.append(score)
         if token_id in request.stop_ids:  # never before min_tokens: the sampler bans them
             self.finish_reason = "stop"
         elif request.num_output_tokens >= request.params.max_tokens:
@@ -338,5 +337,5 @@ class StepPipeline:
         targets = request.token_ids[positions.start + 1 : positions.stop + 1]
         num_top = request.params.prompt_logprobs or 0
         scores = self._times.sampling(self._sampler.score, logits_RV, targets, num_top)
-        request.prompt_logprobs.extend(TokenLogprob(*score) for score in scores)
+        request.prompt_logprobs.extend(scores)
         return not any(math.isnan(score.logprob) for score in scores)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from tightwire.comm.ledger.ledger import Spent
 from tightwire.model.sampling.draw import candidates_needed
-from tightwire.model.sampling.parameters import SamplingParams
-from tightwire.server.ipc.messages import AddRequest, TokenLogprob
+from tightwire.model.sampling.parameters import SamplingParams, TokenScore
+from tightwire.server.ipc.messages import AddRequest
 
 
 class Reading(NamedTuple):
@@ -56,7 +56,7 @@ class Request:
     token_bytes: bytearray = field(default_factory=bytearray)  # token_ids as int32, extended when a draft is made
     draft_limit: int = 0  # the longest useful draft, judged by the last one; 0: not known yet
     # Entries so far, the first None; None if not requested, or already sent.
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    prompt_logprobs: list[TokenScore | None] | None = None
     num_candidates: int = 0  # how many of the best logits decide its next token; 0: all
     needs_tokens: bool = False  # the sampler needs every token so far, so no step is planned ahead of them
 
@@ -90,7 +90,7 @@ class Request:
         first = max(start, len(self.prompt_logprobs) - 1)
         return range(first, max(first, min(end, self.num_prompt_tokens - 1)))
 
-    def take_prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+    def take_prompt_logprobs(self) -> list[TokenScore | None] | None:
         """The prompt's logprobs on the first call, None afterwards."""
         logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return logprobs

@@ -5,6 +5,8 @@ from typing import Annotated, Literal, NamedTuple, get_type_hints
 
 import msgspec
 
+from tightwire.comm.ledger.ledger import Count
+
 
 class MetricInfo(NamedTuple):
     """How one field appears on /metrics, as ``tightwire_{name}``."""
@@ -85,36 +87,19 @@ class CacheCount(msgspec.Struct, frozen=True):
     waited_s: Annotated[float, _counter("kv_offload_wait_seconds", "Time that steps waited for keys and values")]
 
 
-class CommCount(msgspec.Struct, frozen=True, array_like=True):
-    """Totals since start of one (op, algorithm, phase) on rank 0, from the ledger."""
-
-    op: str
-    algorithm: str
-    phase: str
-    calls: int
-    bytes_sent: int
-    exact_bytes: int  # bytes of the same collectives without quantization
-    seconds: float
-    message_bytes: int  # of the tensors passed in
-    codec_seconds: float | None = 0.0  # part of ``seconds`` in codecs; None: unknown, inside a fused kernel
-
-
 class RankCounts(msgspec.Struct, frozen=True):
     """Transfers and collectives since start, as counted by rank 0."""
 
-    comm: list[CommCount] = []
+    comm: list[Count] = []
     stream: StreamCount | None = None  # set if layers stream
     kv_offload: CacheCount | None = None  # set if the KV cache is on the host
 
 
-class EngineStats(msgspec.Struct, frozen=True):
+class EngineStats(RankCounts, frozen=True):
     """The engine at the end of a step. The defaults describe an engine before its first step."""
 
     loads: list[ReplicaLoad] = []  # one for each replica
     counters: EngineCounters = msgspec.field(default_factory=EngineCounters)
-    stream: StreamCount | None = None
-    kv_offload: CacheCount | None = None
-    comm: list[CommCount] = []
 
     @property
     def total(self) -> ReplicaLoad:

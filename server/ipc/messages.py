@@ -9,7 +9,7 @@ import msgspec
 from tightwire.comm.ledger.ledger import Latency
 from tightwire.comm.ledger.recording import Event
 from tightwire.comm.link.wire import LinkFacts
-from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.model.sampling.parameters import SamplingParams, TokenScore
 from tightwire.model.step import StepPlan
 from tightwire.server.ipc.engine_stats import EngineStats
 
@@ -77,18 +77,6 @@ ToFollower = StepPlan | LoadSlot | StopFollowing
 ToReporter = Record | Hush
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probability of one token, and of the most likely tokens at its position, best first.
-
-    ``rank``: the token's position in that order, from 1. Of the distribution before temperature and penalties.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: list[tuple[int, float]]
-
-
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
     """Where rank 0 spent the time to a sequence's first token; moments are ``time.monotonic`` readings of this host.
 
@@ -126,8 +114,8 @@ class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     id: str
     token_ids: list[int]
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    logprobs: list[TokenScore] | None = None
+    prompt_logprobs: list[TokenScore | None] | None = None
     finish_reason: str | None = None
     stop_token_id: int | None = None
     message: str | None = None

@@ -14,7 +14,7 @@ from tightwire.model.cache.kv_cache import OffloadedCache
 from tightwire.model.runner import ModelRunner
 from tightwire.model.step import StepPlan
 from tightwire.model.weights.streamed import StreamedWeights
-from tightwire.server.ipc.engine_stats import CacheCount, CommCount, RankCounts, StreamCount
+from tightwire.server.ipc.engine_stats import CacheCount, RankCounts, StreamCount
 from tightwire.server.ipc.messages import LoadSlot, StopFollowing
 from tightwire.server.ranks.reporter import Reporter
 
@@ -108,7 +108,7 @@ class RankZeroRunner:
         flow, cache = None if self._streamed is None else self._streamed.flow(), self._runner.cache
         comm = [now.since(self._warm_up_counts.get(now[:3])) for now in self._all_counts()]
         return RankCounts(
-            comm=[CommCount(*count) for count in comm if count.calls],
+            comm=[count for count in comm if count.calls],
             stream=flow and StreamCount(flow.num_bytes, flow.fetch_s, flow.waited_s, self._step_size.tokens),
             kv_offload=CacheCount(*cache.flow()) if isinstance(cache, OffloadedCache) else None,
         )

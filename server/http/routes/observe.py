@@ -12,10 +12,10 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from msgspec import UNSET
-from msgspec.structs import asdict, astuple
+from msgspec.structs import asdict
 
 from tightwire import __version__
-from tightwire.comm.ledger.ledger import Latency
+from tightwire.comm.ledger.ledger import Count, Latency
 from tightwire.comm.ledger.recording import chrome_trace
 from tightwire.server.api.bodies import CommCost, CommPolicy, Health, Home, Version
 from tightwire.server.api.errors import invalid, json_response
@@ -23,7 +23,6 @@ from tightwire.server.api.serving import ModelInfo, Serving
 from tightwire.server.http.middleware import wants_page
 from tightwire.server.http.routes.pages import file_response
 from tightwire.server.ipc.engine_client import EngineClient, Phase
-from tightwire.server.ipc.engine_stats import CommCount
 from tightwire.server.ipc.messages import CommSetup
 
 _TRACE_DEFAULT_S = 2.0
@@ -188,13 +187,13 @@ def _comm_policy(info: ModelInfo, engine: EngineClient) -> CommPolicy:
         bytes_sent=bytes_sent,
         exact_bytes=exact_bytes,
         saved_bytes=exact_bytes - bytes_sent,
-        counters=[_cost(count, quantiles.get((count.op, count.algorithm, count.phase))) for count in counts],
+        counters=[_cost(count, quantiles.get(count[:3])) for count in counts],
     )
 
 
-def _cost(count: CommCount, latency: Latency | None) -> CommCost:
+def _cost(count: Count, latency: Latency | None) -> CommCost:
     return CommCost(
-        *astuple(count),
+        *count,
         mean_us=count.seconds / count.calls * 1e6 if count.calls else None,
         p50_us=latency.p50_us if latency else None,
         p99_us=latency.p99_us if latency else None,

@@ -14,8 +14,9 @@ import uvicorn
 from fastapi import FastAPI
 from tokenizers import AddedToken
 
-from tightwire.comm.ledger.ledger import Latency
+from tightwire.comm.ledger.ledger import Count, Latency
 from tightwire.comm.ledger.recording import Event, RankEvents
+from tightwire.model.sampling.parameters import TokenScore
 from tightwire.model.text.tokenizer import BOS, BOS_ID, CHAT_TEMPLATE, END_OF_TURN_ID, Tokenizer, byte_backend
 from tightwire.server.api.serving import ModelHolder, ModelInfo
 from tightwire.server.config.lora import AdapterOptions
@@ -29,14 +30,13 @@ from tightwire.server.ipc.engine_client import (
     Phase,
     QueueFullError,
 )
-from tightwire.server.ipc.engine_stats import CommCount, EngineCounters, EngineStats, ReplicaLoad
+from tightwire.server.ipc.engine_stats import EngineCounters, EngineStats, ReplicaLoad
 from tightwire.server.ipc.messages import (
     AddRequest,
     CommSetup,
     FirstToken,
     Output,
     PromptProgress,
-    TokenLogprob,
 )
 
 VOCAB_SIZE = 304
@@ -124,7 +124,7 @@ class FakeEngine:
                 num_steps_ahead=6,
             ),
             comm=[
-                CommCount(
+                Count(
                     "all_reduce", "native", "decode", calls * 4, calls * 1000, calls * 1500, calls * 1e-6, calls * 500
                 )
             ],
@@ -198,7 +198,7 @@ class FakeEngine:
             progress = PromptProgress(total, self.num_cached_tokens, computed, seconds=computed / 8)
             yield Output(id=request.id, token_ids=[], progress=progress)
 
-    def _prompt_logprobs(self, request: AddRequest) -> list[TokenLogprob | None] | None:
+    def _prompt_logprobs(self, request: AddRequest) -> list[TokenScore | None] | None:
         count = request.params.prompt_logprobs
         if count is None:
             return None
@@ -213,11 +213,11 @@ def _first_token() -> FirstToken:
     return FirstToken(now_s, now_s, compute_s=0.0, allreduce_s=0.0, codec_s=0.0, sampling_s=0.0)
 
 
-def _logprob(token_id: int, num_top: int) -> TokenLogprob:
+def _logprob(token_id: int, num_top: int) -> TokenScore:
     """The chosen token is the second likeliest, after its neighbour."""
     neighbour = (token_id + 1) % 256
     top = [(neighbour, -0.5), (token_id, -1.0), *((i, -9.0) for i in range(num_top))]
-    return TokenLogprob(token_id=token_id, logprob=-1.0, rank=2, top=top[:num_top])
+    return TokenScore(token_id=token_id, logprob=-1.0, rank=2, top=top[:num_top])
 
 
 def app_for(

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from tiny import banned_ids
 from torch import Tensor
 
-from tightwire.comm.ledger.ledger import Spent
-from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.comm.ledger.ledger import Count, Spent
+from tightwire.model.sampling.parameters import SamplingParams, TokenScore
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.step import StepPlan
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.request import Request, RequestRules
-from tightwire.server.ipc.engine_stats import CommCount, RankCounts
-from tightwire.server.ipc.messages import AddRequest, FirstToken, Output, PromptProgress, TokenLogprob
+from tightwire.server.ipc.engine_stats import RankCounts
+from tightwire.server.ipc.messages import AddRequest, FirstToken, Output, PromptProgress
 
 VOCAB = 61
 EOS = 2
@@ -68,8 +68,8 @@ class Answer:
     """All outputs of one request, joined."""
 
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    logprobs: list[TokenScore] = field(default_factory=list)
+    prompt_logprobs: list[TokenScore | None] | None = None
     finish_reason: str | None = None
     stop_token_id: int | None = None
     message: str | None = None
@@ -173,7 +173,7 @@ def test_last_token_that_is_a_stop_is_a_stop() -> None:
     assert (answer.token_ids, answer.finish_reason) == ([EOS], "stop")
 
 
-def check_prompt_logprobs(prompt: list[int], entries: list[TokenLogprob | None] | None, top_n: int) -> None:
+def check_prompt_logprobs(prompt: list[int], entries: list[TokenScore | None] | None, top_n: int) -> None:
     assert entries is not None and len(entries) == len(prompt) and entries[0] is None
     for i, entry in enumerate(entries[1:], start=1):
         logits = logits_after(prompt[:i], VOCAB).astype(np.float64)
@@ -216,7 +216,7 @@ def test_logprobs_of_chosen_tokens_are_of_the_unmodified_distribution() -> None:
     check_prompt_logprobs([5, 6, 11, 11, 11], [None, answer_entry(6), *answer.logprobs], top_n=2)
 
 
-def answer_entry(token_id: int) -> TokenLogprob:
+def answer_entry(token_id: int) -> TokenScore:
     scored = alone(AddRequest("a", [5, token_id], params(max_tokens=0, prompt_logprobs=2))).prompt_logprobs
     assert scored is not None and scored[1] is not None
     return scored[1]
@@ -331,7 +331,7 @@ def test_runner_exceptions_propagate() -> None:
 
 
 def test_plans_are_broadcast_before_they_run_and_stats_count() -> None:
-    count, seen = CommCount("all_reduce", "ring", "decode", 1, 2, 2, 0.5, 4), []
+    count, seen = Count("all_reduce", "ring", "decode", 1, 2, 2, 0.5, 4), []
 
     class Watched(FakeRunner):
         def broadcast(self, plans: Sequence[StepPlan]) -> None:
