@@ -18,9 +18,10 @@ from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.decoder import Llama
 from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.layout import Layout, Shard
-from tightwire.model.parallel import LogitsGather, StageWire, TensorParallel
+from tightwire.model.parallel import ChoiceGather, StageWire, TensorParallel
 from tightwire.model.prompt_stages import PromptStages
 from tightwire.model.runner import DecodeGraphs, ModelRunner, cuda_capture, graph_sizes
+from tightwire.model.sampling.choose import TokenChooser
 from tightwire.model.stages import StagePlan
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.formats import WeightFormats
@@ -109,12 +110,14 @@ def build_runner(
             ledger=replica.ledger,
             has_adapters=adapters is not None,
         )
+    vocab_rows = [each.vocab_rows for each in layout.shards]
     return ModelRunner(
         model,
+        TokenChooser(vocab_rows, replica.rank, replica.device, parallel.gather_choices),
         graphs=graphs,
         lane=Lane("sums", replica.device, ledger=replica.ledger) if options.overlap else None,
         most_rows=options.most_rows,
-        logits_gather=None if world is None else LogitsGather(world, layout),
+        choice_gather=None if world is None else ChoiceGather(world, len(layout.shards)),
         lockstep=plan.source == "partition",
         stages=_make_stages(config, source, layout, groups, options, model) if options.stages else None,
     )

@@ -199,12 +199,7 @@ class Llama:
         return self._parallel.share_rows(rows_RD, num_rows, self._config.hidden_size)
 
     @torch.inference_mode()
-    def logits(self, hidden_RD: Tensor, num_candidates: int = 0, phase: str = "") -> Tensor | None:
-        """Return (R, V) float32 on rank 0, None elsewhere; see ``TensorParallel.gather_logits``."""
-        return self._parallel.gather_logits(self.local_logits(hidden_RD), num_candidates, phase)
-
-    @torch.inference_mode()
-    def local_logits(self, hidden_RD: Tensor) -> Tensor:
+    def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return this rank's columns, (R, local_V) float32."""
         outer, config = self.weights.outer, self._config
         normed_RD = rms_norm(hidden_RD, outer.final_norm, norm_form(config))

@@ -1,4 +1,4 @@
-"""All collectives of the model: tensor parallelism in a replica, and the gather of the logits of all replicas.
+"""All collectives of the model: tensor parallelism in a replica, and the gather of the tokens of all replicas.
 
 Column-parallel matrices (q, k, v, gate, up) need no communication. Row-parallel matrices (o, down) give every rank a
 partial sum, and an AllReduce adds these, twice per layer. The embedding and the head are split over the vocabulary.
@@ -10,10 +10,8 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tightwire.comm.codec.codec import Codec, Feedback, as_bytes
@@ -27,10 +25,9 @@ from tightwire.comm.protocols import AllReduce, KernelSums
 from tightwire.kernels.packed import embedding
 from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.layout import Layout
-from tightwire.model.sampling.draw import KEY_BYTES, best_candidates, candidates_pay, scatter_candidates
 from tightwire.model.step import ints
 
-_FLOAT_BYTES = 4
+_FLOAT_BYTES, _INT64_BYTES = 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,90 +170,40 @@ class TensorParallel:
         }
         return found.pop() if len(found) == 1 else None
 
-    def gather_logits(self, local_RV: Tensor, num_candidates: int = 0, phase: str = "") -> Tensor | None:
-        """Return (R, V) float32 on rank 0, None on the others, from each rank's columns.
-
-        ``num_candidates``: keep at least this many of each row's largest logits; with several ranks the others may
-        become minus infinity. 0: keep all. Cost: an all-gather of 4 R max_vocab_rows or 8 R num_candidates bytes.
-        """
-        if self._group.world_size == 1:
-            return local_RV
-        if candidates_pay(num_candidates, [len(shard.vocab_rows) for shard in self._layout.shards]):
-            keys_RC = best_candidates(local_RV, num_candidates, self.shard.vocab_rows.start)
-            gathered = all_gather(self._group, keys_RC.contiguous(), phase=phase, site="logits")
-            if self._group.rank != 0:
-                return None
-            return scatter_candidates(torch.cat(gathered, dim=1), self._layout.shards[-1].vocab_rows.stop)
-        padding = self._layout.max_vocab_rows - local_RV.shape[1]
-        padded_RV = F.pad(local_RV, (0, padding)).contiguous()
-        gathered = all_gather(self._group, padded_RV, phase=phase, site="logits")
-        if self._group.rank != 0:
-            return None
-        parts = [part[:, : len(s.vocab_rows)] for part, s in zip(gathered, self._layout.shards, strict=True)]
-        return torch.cat(parts, dim=1)
+    def gather_choices(self, x: Tensor, phase: str) -> list[Tensor]:
+        """Return all ranks' ``x``, which choose tokens, in rank order. Cost: W - 1 times its bytes a rank."""
+        return all_gather(self._group, x.contiguous(), phase=phase, site="logits")
 
 
-class _Rows(NamedTuple):
-    """One replica's rows of logits in a step."""
+class ChoiceGather:
+    """Gathers the tokens of all replicas on rank 0, which tells them to the clients."""
 
-    num_rows: int
-    num_candidates: int  # 0: all logits
-
-
-class LogitsGather:
-    """Gathers the logits of all replicas, or only each row's largest few, on rank 0, which chooses all tokens."""
-
-    def __init__(self, world: Group, layout: Layout) -> None:
-        """``world``: the ranks of all replicas, grouped by replica, in the layout's order within each."""
-        self._world = world
-        self._vocab_rows = [shard.vocab_rows for shard in layout.shards]
-        self._replica, self._place = divmod(world.rank, len(self._vocab_rows))
-        self._sizes = [len(rows) for rows in self._vocab_rows]
+    def __init__(self, world: Group, num_places: int) -> None:
+        """``world``: the ranks of all replicas, grouped by replica, ``num_places`` in each."""
+        self._world, self._num_places = world, num_places
         self.num_begun = 0  # number of gathers started
         self.waited_s = 0.0  # time in gathers, for the slowest rank and for the transfer
 
-    def gather(self, sizes: bytes, local_RV: Tensor | None, phase: str = "") -> Tensor | None:
-        """Return (R, V) float32 on rank 0, in the order of the replicas; None elsewhere.
+    def gather(self, sizes: bytes, results: Tensor | None, phase: str = "") -> Tensor | None:
+        """Return the results of all replicas on rank 0, one after the other; None elsewhere.
 
-        ``sizes``: the plan's ``gather_sizes``. ``local_RV``: this rank's columns of its replica's rows; None without
-        rows. Cost: each rank but 0 sends the largest of all ranks' messages: 4 R local_V bytes, or 8 R num_candidates.
+        ``sizes``: the plan's ``gather_sizes``. ``results``: int64, the same on all ranks of a replica; None without rows. Cost: each
+        rank but 0 sends the largest replica's bytes.
         """
-        replicas = [_Rows(*pair) for pair in ints(sizes).reshape(-1, 2).tolist()]
         self.num_begun += 1
-        num_places = len(self._sizes)
-        message_bytes = [self._message_bytes(replica, place) for replica in replicas for place in range(num_places)]
-        message, start_s = self._message(local_RV, replicas[self._replica]), time.perf_counter()
-        received = gather_to_root(self._world, message, message_bytes, phase=phase, site="logits")
-        self.waited_s += time.perf_counter() - start_s
-        if received is None:
-            return None
-        rows = [
-            self._joined(received[d * num_places : (d + 1) * num_places], replica)
-            for d, replica in enumerate(replicas)
-            if replica.num_rows
+        is_first = self._world.rank % self._num_places == 0
+        num_bytes = [
+            _INT64_BYTES * size if place == 0 else 0 for size in ints(sizes) for place in range(self._num_places)
         ]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-    def _message_bytes(self, replica: _Rows, place: int) -> int:
-        if candidates_pay(replica.num_candidates, self._sizes):
-            return KEY_BYTES * replica.num_rows * replica.num_candidates
-        return _FLOAT_BYTES * replica.num_rows * self._sizes[place]
-
-    def _message(self, local_RV: Tensor | None, replica: _Rows) -> Tensor:
-        if local_RV is None:
-            return torch.empty(0, dtype=torch.uint8, device=self._world.device)
-        if candidates_pay(replica.num_candidates, self._sizes):
-            first_id = self._vocab_rows[self._place].start
-            return as_bytes(best_candidates(local_RV, replica.num_candidates, first_id).contiguous().view(-1))
-        return as_bytes(local_RV.contiguous().view(-1))
-
-    def _joined(self, messages: Sequence[Tensor], replica: _Rows) -> Tensor:
-        """Return one replica's rows from its ranks' messages."""
-        if candidates_pay(replica.num_candidates, self._sizes):
-            keys = [message.view(torch.int64).view(replica.num_rows, -1) for message in messages]
-            return scatter_candidates(torch.cat(keys, dim=1), self._vocab_rows[-1].stop)
-        parts = [message.view(torch.float32).view(replica.num_rows, -1) for message in messages]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        own = (
+            results
+            if results is not None and is_first
+            else torch.empty(0, dtype=torch.int64, device=self._world.device)
+        )
+        start_s = time.perf_counter()
+        received = gather_to_root(self._world, as_bytes(own), num_bytes, phase=phase, site="logits")
+        self.waited_s += time.perf_counter() - start_s
+        return None if received is None else torch.cat(received).view(torch.int64)
 
 
 class StageWire:

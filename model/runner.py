@@ -1,4 +1,4 @@
-"""Runs step plans on one rank's model and returns the logits on rank 0; on CUDA, decode steps as graphs."""
+"""Runs step plans on one rank's model and chooses their tokens; on CUDA, decode steps as graphs."""
 
 import bisect
 from collections.abc import Callable, Sequence
@@ -12,8 +12,9 @@ from tightwire.comm.lane import Lane
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.kernels.transfer import overwrite, upload
 from tightwire.model.decoder import Llama
-from tightwire.model.parallel import LogitsGather
+from tightwire.model.parallel import ChoiceGather
 from tightwire.model.prompt_stages import PromptStages
+from tightwire.model.sampling.choose import TokenChooser
 from tightwire.model.step import (
     Batch,
     StepArrays,
@@ -34,11 +35,12 @@ class ModelRunner:
     def __init__(
         self,
         model: Llama,
+        chooser: TokenChooser,
         *,
         graphs: "DecodeGraphs | None" = None,
         lane: Lane | None = None,
         most_rows: int | None = None,
-        logits_gather: LogitsGather | None = None,
+        choice_gather: ChoiceGather | None = None,
         lockstep: bool = False,
         stages: PromptStages | None = None,
     ) -> None:
@@ -47,14 +49,14 @@ class ModelRunner:
             graphs: replayed for the steps that fit one; None: every step runs kernel by kernel.
             lane: sums one half of a prefill step while the other is computed; None: steps are not halved.
             most_rows: prefill steps with more rows are computed in parts; None: always in one part.
-            logits_gather: gathers from all replicas; None: there is one replica.
+            choice_gather: gathers from all replicas; None: there is one replica.
             stages: prompts pass them; None: all ranks compute prompts together.
             lockstep: all replicas stream weights together, so a replica with an empty plan fetches the layers too.
         """
-        self._model, self._graphs, self._lane = model, graphs, lane
+        self._model, self._chooser, self._graphs, self._lane = model, chooser, graphs, lane
         self._most_rows = most_rows
         self.weights, self.cache, self.adapters = model.weights, model.cache, model.adapters
-        self.logits_gather, self.lockstep, self.stages = logits_gather, lockstep, stages
+        self.choice_gather, self.lockstep, self.stages = choice_gather, lockstep, stages
         self._device = model.cache.device
 
     def close(self) -> None:
@@ -68,23 +70,29 @@ class ModelRunner:
         """Run one forward pass; on CUDA the host does not wait for it.
 
         ``chosen_R``: on rank 0, the tokens (R,) int32 chosen after the last step, if the plan has deferred tokens.
-        Returns logits (R, V) float32 of ``plan.logit_rows`` on rank 0; None on other ranks, and when R is 0. With
-        ``plan.num_candidates`` all but the largest may be minus infinity. With ``plan.gather_sizes`` the rows are those
-        of all replicas.
+        Returns this rank's columns of the logits of ``plan.logit_rows``, (R, local_V) float32; None when R is 0.
         """
         if self.stages is not None:
             return self._execute_staged(plan, self.stages)
         hidden_TD = self._run_layers(plan, chosen_R)
         rows_R = ints(plan.logit_rows)
-        if plan.gather_sizes:
-            assert self.logits_gather is not None, "a plan of several replicas, and there is one"
-            local_RV = None
-            if hidden_TD is not None and len(rows_R):
-                local_RV = self._model.local_logits(hidden_TD[self._to_device(rows_R)])
-            return self.logits_gather.gather(plan.gather_sizes, local_RV, plan.phase)
         if hidden_TD is None or not len(rows_R):
             return None
-        return self._model.logits(hidden_TD[self._to_device(rows_R)], plan.num_candidates, plan.phase)
+        return self._model.logits(hidden_TD[self._to_device(rows_R)])
+
+    def choose(self, plan: StepPlan, logits_RV: Tensor | None, banned: bytes = b"") -> Tensor | None:
+        """Choose the tokens of a plan that was executed, together with the other ranks; returns ``TokenChooser.choose``'s results.
+
+        ``banned``: of the plan's masked rows. With ``plan.gather_sizes`` rank 0 gets the results of all replicas, and others
+        None; None too when there are no rows.
+        """
+        results = None
+        if logits_RV is not None and plan.logit_rows:
+            results = self._chooser.choose(logits_RV, plan.sampling, banned, plan.phase)
+        if not plan.gather_sizes:
+            return results
+        assert self.choice_gather is not None, "a plan of several replicas, and there is one"
+        return self.choice_gather.gather(plan.gather_sizes, results, plan.phase)
 
     def _run_layers(self, plan: StepPlan, chosen_R: Tensor | None) -> Tensor | None:
         """Return (T, D) after the last layer; None if the plan has no tokens."""
@@ -134,8 +142,7 @@ class ModelRunner:
         if len(leaving_R):
             own_RD = None if leaving_TD is None else leaving_TD[self._to_device(leaving_R)]
             parts.append(self._model.share_rows(own_RD, len(leaving_R)))
-        phase = "prefill" if len(leaving_R) else plan.phase
-        return self._model.logits(torch.cat(parts), plan.num_candidates, phase)
+        return self._model.logits(torch.cat(parts))
 
     def _parts(self, arrays: StepArrays) -> Sequence[StepArrays]:
         """Return the step, or its parts: of at most ``most_rows`` rows, or two halves for the lane."""

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from tightwire.model.layer_groups import LayerGroups
+from tightwire.model.sampling.rows import NO_ROWS, SampleRows
 
 _INT_BYTES = 4
 
@@ -33,18 +34,18 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     # (B, max_blocks) int32, row-major, unused entries 0; with windows the entries of ``LayerGroups.held``, group after group
     block_tables: bytes
     num_decode_rows: int  # the first rows are generated tokens, the others prompt tokens
-    logit_rows: bytes  # (R,) int32 rows of T whose logits rank 0 needs; may be empty
+    logit_rows: bytes  # (R,) int32 rows of T whose logits choose or score a token; may be empty
     policy: int = 0  # index of the set of AllReduces for this step
-    num_candidates: int = 0  # each rank keeps at least this many of a row's largest logits; 0: all
-    # (replicas, 2) int32: each replica's number of logit rows and candidates, the same in every replica's plan. Empty
-    # if only the first replica has rows.
-    gather_sizes: bytes = b""
     adapters: bytes = b""  # (B,) int32, the slot of each sequence's adapter or -1; empty if no sequence has one
     # Prompt rows pass the stages, one each step, and the rows of ``logit_rows`` after the decode rows are those of the
     # chunk that leaves the last stage in this step. False: all ranks compute all rows together.
     staged: bool = False
     awaits: int = 0  # decode rows read keys and values of chunks that entered in this step, or before
     rewritten: bytes = b""  # (X,) int32, blocks given to other sequences, in which chunks on their way write no more
+    sampling: SampleRows = NO_ROWS  # how the R tokens are chosen
+    # (replicas,) int32: the number of results of each replica, the same in every replica's plan. Empty if only the first
+    # replica has rows.
+    gather_sizes: bytes = b""
 
     @property
     def num_rows(self) -> int:
@@ -76,18 +77,17 @@ def make_plan(
     logit_rows: ArrayLike,
     index: int = 0,
     policy: int = 0,
-    num_candidates: int = 0,
     adapters: ArrayLike | None = None,
     staged: bool = False,
     awaits: int = 0,
     rewritten: ArrayLike = (),
+    sampling: SampleRows = NO_ROWS,
 ) -> StepPlan:
     """Make a plan from arrays; ``ints`` unpacks the plan's bytes."""
     tokens, queries, contexts, tables = map(_packed, (token_ids, query_lens, context_lens, block_tables))
     rows, slots = _packed(logit_rows), b"" if adapters is None else _packed(adapters)
-    given = index, tokens, queries, contexts, tables, num_decode_rows, rows, policy, num_candidates
-    stages = {"staged": staged, "awaits": awaits, "rewritten": _packed(rewritten)}
-    return StepPlan(*given, adapters=slots, **stages)
+    given = index, tokens, queries, contexts, tables, num_decode_rows, rows, policy, slots
+    return StepPlan(*given, staged, awaits, _packed(rewritten), sampling)
 
 
 def idle_plan(index: int) -> StepPlan:
@@ -97,10 +97,7 @@ def idle_plan(index: int) -> StepPlan:
 
 def gather_sizes(plans: Sequence[StepPlan]) -> bytes:
     """Return ``StepPlan.gather_sizes`` for the replicas' plans of one step."""
-    sizes = [(plan.num_logit_rows, plan.num_candidates) for plan in plans]
-    if not any(num_rows for num_rows, _ in sizes[1:]):
-        return b""
-    return _packed(sizes)
+    return _packed([plan.sampling.num_results for plan in plans]) if any(plan.logit_rows for plan in plans[1:]) else b""
 
 
 def deferred_token(index: int) -> int:

@@ -6,6 +6,7 @@ Results are kept when the server dies and after Ctrl-C.
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tightwire.bench.client import BenchClient, Prompt
@@ -108,7 +109,9 @@ class ServeBench(Bench[ServeOptions]):
 
     async def _send(self, client: BenchClient, run: LoadRun, prompts: Sequence[Prompt], name: str) -> None:
         task = self.progress.add_task(name, total=len(prompts))
-        await run_load(run, prompts, client.measure, seed=self.options.seed, done=lambda: self.progress.advance(task))
+        own = {} if run.load.temperature is None else {"temperature": run.load.temperature}
+        send = partial(client.measure, extra_body=own)
+        await run_load(run, prompts, send, seed=self.options.seed, done=lambda: self.progress.advance(task))
         self.progress.remove_task(task)
 
     def _close(self, run: LoadRun, expected_generated: int | None) -> None:

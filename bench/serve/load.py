@@ -25,10 +25,12 @@ class Load:
 
     concurrency: int | None = None
     request_rate: float | None = None  # requests per second
+    temperature: float | None = None  # None: that of all loads
 
     @property
     def name(self) -> str:
-        return f"rate {self.request_rate:g}/s" if self.concurrency is None else f"concurrency {self.concurrency}"
+        name = f"rate {self.request_rate:g}/s" if self.concurrency is None else f"concurrency {self.concurrency}"
+        return name if self.temperature is None else f"{name}, temperature {self.temperature:g}"
 
 
 @dataclass(kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from tightwire.bench.options import OutputOptions
@@ -56,7 +56,10 @@ class ServeOptions(OutputOptions):
     prefix_groups: int = option(4, "number of shared prefixes", least=1)
     endpoint: str = option("completions", "endpoint for the prompts", choices=("completions", "chat"))
     ignore_eos: bool = option(True, "generate the full length")
-    temperature: float = option(0.0, "sampling temperature", least=0)
+    temperature: tuple[float, ...] = option(
+        (0.0,), "sampling temperatures, 0 is greedy; with several every load runs with one after the other", least=0
+    )
+    top_p: float | None = option(None, "top_p of every request (default: the server's)", above=0)
     extra_body: dict[str, Any] = option(
         None,
         'more fields for every request; null leaves one out, as in {"stream_options": null} for a server that refuses it',
@@ -83,9 +86,11 @@ class ServeOptions(OutputOptions):
 
     @property
     def loads(self) -> tuple[Load, ...]:
-        if self.request_rate:
-            return tuple(Load(request_rate=rate) for rate in self.request_rate)
-        return tuple(Load(concurrency=count) for count in self.concurrency or (1,))
+        loads = [Load(request_rate=rate) for rate in self.request_rate]
+        loads = loads or [Load(concurrency=count) for count in self.concurrency or (1,)]
+        if len(self.temperature) == 1:
+            return tuple(loads)
+        return tuple(replace(load, temperature=temperature) for temperature in self.temperature for load in loads)
 
     def make_workload(self) -> Workload:
         return Workload(
@@ -108,4 +113,5 @@ class ServeOptions(OutputOptions):
 
     def body(self) -> dict[str, Any]:
         eos = {"ignore_eos": True} if self.ignore_eos else {}
-        return {"temperature": self.temperature, **eos, **self.extra_body}
+        top_p = {} if self.top_p is None else {"top_p": self.top_p}
+        return {"temperature": self.temperature[0], **top_p, **eos, **self.extra_body}

@@ -16,7 +16,7 @@ import torch
 from tightwire.bench.ranks import gather_numbers
 from tightwire.bench.stream.options import ROUNDS, Arm, StreamOptions
 from tightwire.bench.stream.order import OrderCheck
-from tightwire.bench.stream.rank import Rank, greedy_tokens
+from tightwire.bench.stream.rank import Rank, greedy_tokens, run_step
 from tightwire.comm.group import numa
 from tightwire.comm.group.group import Group
 from tightwire.model.open import open_checkpoint
@@ -62,7 +62,7 @@ def measure(group: Group, options: StreamOptions, location: str, folders: Mappin
     bind_rank(group, options)
     rank = Rank(group, options, open_checkpoint(location, options.seed))
     resident = rank.build(EVERYTHING_RESIDENT)
-    tokens = greedy_tokens(resident, group, _PROMPT, _GREEDY_TOKENS)
+    tokens = greedy_tokens(resident, _PROMPT, _GREEDY_TOKENS)
     for arm in options.arms:
         prepared = open_checkpoint(folders[arm.codec]).prepared if arm.is_prepared else None
         yield from _measure_arm(rank, arm, resident, tokens, prepared)
@@ -83,7 +83,7 @@ def _measure_arm(
     plan = arm.plan(rank.num_layers, rank.num_streamed, "direct" if direct else "buffered")
     runner = rank.build(plan, prepared)
     try:
-        tokens = greedy_tokens(runner, rank.group, _PROMPT, _GREEDY_TOKENS)
+        tokens = greedy_tokens(runner, _PROMPT, _GREEDY_TOKENS)
         if arm.codec == "none" and tokens != exact:
             raise RuntimeError(f"{arm.name}: it generates {tokens}, but with resident weights {exact}")
         different = (place for place in range(len(exact)) if tokens[place] != exact[place])
@@ -141,7 +141,7 @@ class _Turns:
         if batch is None:
             return self._fetch
         runner, step = self._resident if kind == "compute" else self._streamed, self._rank.step(batch)
-        return lambda: runner.execute(step)
+        return lambda: run_step(runner, step)
 
     def _fetch(self) -> None:
         for layer in self._order:

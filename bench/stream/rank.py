@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from tightwire.bench.ranks import gather_numbers
 from tightwire.bench.stream.options import StreamOptions
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import Routes, make_candidates
@@ -14,6 +14,7 @@ from tightwire.comm.policy.rules import one_for_all
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.open import Checkpoint
 from tightwire.model.runner import ModelRunner
+from tightwire.model.sampling.rows import greedy_rows
 from tightwire.model.step import StepPlan, make_plan
 from tightwire.model.weights import WeightPlan
 from tightwire.model.weights.formats import choose_formats, split_model
@@ -94,15 +95,20 @@ class Rank:
             torch.cuda.synchronize(self.group.device)
 
 
-def greedy_tokens(runner: ModelRunner, group: Group, prompt: Sequence[int], num_tokens: int) -> list[int]:
+def greedy_tokens(runner: ModelRunner, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """The greedy continuation of ``prompt``, the same on every rank."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         new = tokens[-1:] if len(tokens) > len(prompt) else tokens
-        logits_RV = runner.execute(make_step(new, [len(new)], [len(tokens)], is_decode=len(new) == 1))
-        best = 0 if logits_RV is None else int(logits_RV[-1].argmax())
-        tokens.append(int(gather_numbers(group, [best])[0][0]))
+        tokens.append(int(run_step(runner, make_step(new, [len(new)], [len(tokens)], is_decode=len(new) == 1))[-1]))
     return tokens[len(prompt) :]
+
+
+def run_step(runner: ModelRunner, step: StepPlan) -> Tensor:
+    """The greedy tokens of a step, on every rank."""
+    chosen = runner.choose(step, runner.execute(step))
+    assert chosen is not None, "every step of this bench has logits"
+    return chosen
 
 
 def make_step(
@@ -116,4 +122,5 @@ def make_step(
         block_tables=np.arange(len(context_lens) * widest),
         num_decode_rows=len(token_ids) if is_decode else 0,
         logit_rows=np.cumsum(query_lens) - 1,
+        sampling=greedy_rows(len(query_lens)),
     )

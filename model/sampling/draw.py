@@ -1,230 +1,153 @@
-"""Draws one token per row from a filtered distribution; the result depends on that row alone.
+"""Draws tokens by the Gumbel-max rule from logits of which each rank holds some columns. No collectives here.
 
-Probabilities become integers: ``weight = floor(exp((logit - max) / temperature) * 2^40)``. Integer sums do not depend
-on their order, so the same uniform number selects the same token for any batch, path (bounded top-k or full sort) and
-scan algorithm. Sorted rows keep weight and token id in one int64, ``weight << 20 | (2^20 - 1 - id)``: keys are unique,
-so every top-k or sort algorithm gives the same order.
+The token drawn is the one with the largest score, ``logit / temperature + noise``, among those that the filters keep;
+that is exactly a draw from the softmax. The noise is a hash of (seed, position, token id), so a rank makes that of its
+own columns, and a token does not depend on the batch, the number of ranks, or the columns that each of them has.
+
+Ranks exchange keys: a logit and its token id as one integer (``kernels.best_number``). A token that others beat both in
+logit and in score is never drawn, whatever top_p and min_p keep, because they keep the largest logits. The rest, a rank's
+*front*, has ``1 - log(p)`` tokens on average, where p is the most likely one's probability: at most 12 of 49152.
+
+Masses are sums of integers, ``floor(exp((logit - max) / temperature) * 2^40)``, so they do not depend on an order.
+
+Source: Gumbel-max: Maddison, Tarlow, Minka, "A* sampling", NeurIPS 2014. Hash: Steele, Lea, Flood, "Fast splittable
+pseudorandom number generators", OOPSLA 2014.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tightwire.kernels.best_number import MAX_ID, best_keys, keys_of
-from tightwire.kernels.transfer import upload
-from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.kernels.best_number import MAX_ID, keys_of
+
+KEY_BYTES = 8
+MAX_VOCAB_SIZE = 1 << 20  # sums of weights of 40 bits stay below 2^63
+# Keys of a front that are sent: the best scores, and the best logit. So a token could only be wrong if top_p or min_p dropped
+# 31 of a front; they drop -log(their mass) of it on average, 0.1 for 0.9: 31 less than once in 10^12 tokens even for 0.01.
+FRONT = 32
 
 _WEIGHT_BITS = 40
-_ID_BITS = 20
-_ID_MASK = (1 << _ID_BITS) - 1
-UNSETTLED = -2  # returned instead of a token if the whole row must be sorted first
-MAX_VOCAB_SIZE = 1 << _ID_BITS  # 40 + 20 bits: keys, and sums over the whole vocabulary, stay below 2^63
-
-# Number of most likely tokens tried before the whole row is sorted. A few dozen tokens usually have 95 % of the
-# probability.
-_WIDTH = 1024
-# Rows processed at once on a CPU: temporaries of 8 rows of 49152 tokens fit in the CPU cache (32 rows: 3 times slower).
-_CPU_ROWS = 8
+_GOLDEN, _FIRST, _SECOND = (
+    (factor ^ 1 << 63) - (1 << 63) for factor in (0x9E37_79B9_7F4A_7C15, 0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB)
+)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Filters:
-    """Filters of R rows; all tensors are (R, 1) on the device of the logits.
-
-    Each filter applies to the result of the previous one, in the order temperature, min_p, top_k, top_p. ``top_k_R1``
-    and ``top_p_R1`` are both None if no row needs them; then rows are drawn without sorting.
-    """
-
-    temperature_R1: Tensor  # float32, above 0
-    min_p_R1: Tensor | None  # float32
-    top_k_R1: Tensor | None  # int64, 1 to V
-    top_p_R1: Tensor | None  # float64
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> Self:
-        """The filters of rows of which all or none need sorting."""
-
-        def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
-            return upload(values, dtype, device)[:, None]
-
-        ranked = needs_sort(params[0], vocab_size)
-        top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
-        return cls(
-            temperature_R1=column([p.temperature for p in params], torch.float32),
-            min_p_R1=column([p.min_p for p in params], torch.float32) if any(p.min_p > 0 for p in params) else None,
-            top_k_R1=column(top_k, torch.int64) if ranked else None,
-            top_p_R1=column([p.top_p for p in params], torch.float64) if ranked else None,
-        )
-
-    def rows(self, index: Tensor) -> "Filters":
-        columns: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
-        picked: dict[str, Any] = {name: None if column is None else column[index] for name, column in columns.items()}
-        return Filters(**picked)
-
-
-def needs_sort(params: SamplingParams, vocab_size: int) -> bool:
-    """True if a filter depends on the order of the tokens."""
-    return params.top_p < 1.0 or 0 < params.top_k < vocab_size
+def hashed(x: Any) -> Any:
+    """Return splitmix64's output for states ``x``, an int64 array or tensor. Shifts are masked, so they are logical."""
+    x = x + _GOLDEN
+    x = (x ^ x >> 30 & (1 << 34) - 1) * _FIRST
+    x = (x ^ x >> 27 & (1 << 37) - 1) * _SECOND
+    return x ^ x >> 31 & (1 << 33) - 1
 
 
 def mix_seed(seed: int) -> int:
-    """Hash an integer seed to 64 bits, so that consecutive seeds start unrelated streams."""
-    return int(_splitmix64(np.array([seed & 0xFFFF_FFFF_FFFF_FFFF], np.uint64))[0])
+    """Hash any integer seed to 64 bits, so that consecutive seeds start unrelated streams."""
+    return int(hashed(np.array([seed & 0xFFFF_FFFF_FFFF_FFFF], np.uint64).view(np.int64))[0])
 
 
-def uniforms(mixed_seeds_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
-    """Return one float64 in [0, 1) with 53 random bits for each (seed, position).
-
-    The generator is counter-based (output ``position`` of the splitmix64 stream), so a preempted sequence continues with
-    the same numbers. It runs on the host, because on a device it would take more launches than the draw itself.
-
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
-    """
-    counter = positions_R.astype(np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)  # wraps around by design
-    return (_splitmix64(mixed_seeds_R + counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def steps_of(ids: Any) -> Any:
+    """Return what counters, positions or token ids, add to the state of a stream."""
+    return ids * _GOLDEN
 
 
-def draw(logits_RV: Tensor, best_R: Tensor, filters: Filters, uniform_R: Tensor, *, waits: bool = True) -> Tensor:
-    """Draw one token id per row by inverse CDF; returns (R,) int64.
-
-    ``logits_RV``: float32, -inf allowed; each row's maximum, ``best_R``, must be finite (else the id is arbitrary).
-    ``uniform_R``: float64 in [0, 1). ``waits``: the host waits for the device, which alone knows the rows that need a
-    full sort. If False, such rows get ``UNSETTLED`` and must be drawn again.
-    """
-    if logits_RV.is_cpu and len(logits_RV) > _CPU_ROWS:
-        parts = torch.arange(len(logits_RV)).split(_CPU_ROWS)
-        return torch.cat(
-            [draw(logits_RV[p[0] : p[-1] + 1], best_R[p], filters.rows(p), uniform_R[p], waits=waits) for p in parts]
-        )
-    weights_RV = _weights(logits_RV, best_R[:, None], filters)
-    uniform_R1 = uniform_R[:, None]
-    if filters.top_k_R1 is None:
-        up_to_RV = weights_RV.cumsum(-1)
-        ids_R1 = _pick(up_to_RV, up_to_RV[:, -1:], uniform_R1)
-    else:
-        vocab_size = logits_RV.shape[1]
-        descending_V = torch.arange(_ID_MASK, _ID_MASK - vocab_size, -1, device=logits_RV.device)
-        total_R1 = weights_RV.sum(-1, keepdim=True)
-        keys_RV = weights_RV.bitwise_left_shift_(_ID_BITS).add_(descending_V)
-        ids_R1 = _draw_sorted(keys_RV, total_R1, filters, uniform_R1, min(_WIDTH, vocab_size), waits=waits)
-    # The id must be in the vocabulary even for a row of NaN.
-    return ids_R1[:, 0].clamp_(UNSETTLED if filters.top_k_R1 is not None else 0, logits_RV.shape[1] - 1)
+def scores_of(logits: Tensor, steps: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
+    """Return the float64 scores of logits with these ``steps_of`` their ids; ``noise``: a hash for each row."""
+    state = noise + steps
+    bits = torch.from_numpy(hashed(state.numpy())) if state.is_cpu else hashed(state)
+    uniform = ((bits & (1 << 63) - 1).float() + 0.5).mul_(2.0**-63).clamp_(max=1 - 2.0**-24)
+    return logits.double().div_(temperature).sub_(uniform.neg_().log1p_().neg_().log_())
 
 
-def _weights(logits_RV: Tensor, best_R1: Tensor, filters: Filters) -> Tensor:
-    """Return (R, V) int64 weights: 2^40 for the most likely token, 0 below min_p."""
-    # Relative to the most likely token. Below exp(-40) a weight is 0; exp of minus infinity takes four times as long on a CPU.
-    share_RV = (logits_RV - best_R1).div_(filters.temperature_R1).clamp_(min=-40.0).exp_()
-    if filters.min_p_R1 is not None:
-        share_RV.masked_fill_(share_RV < filters.min_p_R1, 0.0)
-    return share_RV.mul_(2.0**_WEIGHT_BITS).long()
+def shares_of(logits: Tensor, best_R1: Tensor, temperature_R1: Tensor, min_p_R1: Tensor) -> Tensor:
+    """Return each logit's weight, 1 for ``best_R1``; 0 below ``min_p_R1``. NaN if the best is NaN."""
+    # Below exp(-40) a weight is 0; exp of minus infinity takes four times as long on a CPU.
+    shares = (logits - best_R1).div_(temperature_R1).clamp_(min=-40.0).exp_()
+    return shares.masked_fill_(shares < min_p_R1, 0.0)
 
 
-def _draw_sorted(
-    keys_RV: Tensor, total_R1: Tensor, filters: Filters, uniform_R1: Tensor, width: int, *, waits: bool
-) -> Tensor:
-    """Draw among the ``width`` most likely tokens; rows that need more are sorted as a whole."""
-    assert filters.top_k_R1 is not None and filters.top_p_R1 is not None
-    vocab_size = keys_RV.shape[1]
-    keys_RC = largest_keys(keys_RV, width)
-    weights_RC = keys_RC >> _ID_BITS
-    up_to_RC = weights_RC.cumsum(-1)
+def weights_of(shares: Tensor) -> Tensor:
+    return shares.mul(2.0**_WEIGHT_BITS).long()
 
-    # The mass that top_k keeps is known if the k best tokens are among these, or if no other token has weight.
-    inside_R1 = filters.top_k_R1 <= width
-    last_R1 = up_to_RC[:, -1:]
-    limit_R1 = torch.where(inside_R1, up_to_RC.gather(1, filters.top_k_R1.clamp(max=width) - 1), total_R1)
-    wanted_R1 = filters.top_p_R1 * limit_R1.double()
-    reached_R1 = (filters.top_k_R1 >= vocab_size) & (last_R1.double() >= wanted_R1)
-    settled_R1 = inside_R1 | reached_R1 | (last_R1 >= total_R1)
 
-    # Keep a token if those before it have not reached the wanted mass. This gives the smallest set with mass >= top_p.
-    kept_RC = (up_to_RC - weights_RC).double() < wanted_R1
-    num_kept_R1 = torch.minimum(kept_RC.sum(-1, keepdim=True), filters.top_k_R1).clamp_(1, width)
-    place_R1 = _pick(up_to_RC, up_to_RC.gather(1, num_kept_R1 - 1), uniform_R1).clamp_(max=width - 1)
-    ids_R1 = _ID_MASK - (keys_RC.gather(1, place_R1) & _ID_MASK)
-    if width < vocab_size and not waits:
-        return torch.where(settled_R1, ids_R1, UNSETTLED)
-    if width < vocab_size:
-        open_rows = (~settled_R1[:, 0]).nonzero()[:, 0]
-        if len(open_rows):
-            ids_R1[open_rows] = _draw_sorted(
-                keys_RV[open_rows],
-                total_R1[open_rows],
-                filters.rows(open_rows),
-                uniform_R1[open_rows],
-                vocab_size,
-                waits=True,
-            )
-    return ids_R1
+def logits_and_ids(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the float32 logits and the ids of which ``keys`` were made."""
+    sorting = keys >> 32
+    bits = torch.where(sorting < 0, sorting ^ 0x7FFF_FFFF, sorting).int()
+    return bits.view(torch.float32), MAX_ID - (keys & MAX_ID)
+
+
+def padded(keys_RC: Tensor, width: int) -> Tensor:
+    """Return (R, width) keys; what is missing are keys of no token, with a logit of minus infinity."""
+    no_token = keys_of(torch.tensor(-torch.inf), torch.tensor(MAX_ID)).item()
+    return torch.nn.functional.pad(keys_RC, (0, width - keys_RC.shape[1]), value=no_token)
 
 
 def largest_keys(keys_RV: Tensor, width: int) -> Tensor:
     """Return the ``width`` largest keys of each row, largest first. Keys are unique, so all algorithms agree."""
-    vocab_size = keys_RV.shape[1]
+    width = min(width, keys_RV.shape[1])
     if keys_RV.is_cpu:
         # NumPy's vectorized partition and sort take 0.05 and 0.2 ms for 49152 keys, torch's topk and sort 0.4 and 4.
-        keys = keys_RV.numpy()
-        if width < vocab_size:
-            keys = np.partition(keys, vocab_size - width, axis=-1)[:, vocab_size - width :]
+        first = keys_RV.shape[1] - width
+        keys = np.partition(keys_RV.numpy(), first, axis=-1)[:, first:] if first else keys_RV.numpy()
         return torch.from_numpy(np.sort(keys, axis=-1)[:, ::-1].copy())
-    if width < vocab_size:
-        return keys_RV.topk(width).values
-    return keys_RV.sort(-1, descending=True).values
+    return keys_RV.topk(width).values
 
 
-def _pick(up_to_RC: Tensor, mass_R1: Tensor, uniform_R1: Tensor) -> Tensor:
-    """Return the index of the first entry whose running sum exceeds ``uniform * mass``; its weight is never 0."""
-    target_R1 = torch.minimum((uniform_R1 * mass_R1.double()).long(), mass_R1 - 1)
-    return torch.searchsorted(up_to_RC, target_R1, right=True)
-
-
-def _splitmix64(x: np.ndarray) -> np.ndarray:
-    x = x + np.uint64(0x9E37_79B9_7F4A_7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
-    return x ^ (x >> np.uint64(31))
-
-
-# A greedy token depends only on the largest logit, a token drawn with top_k on the k largest, so ranks that share a vocabulary
-# send that many keys (``kernels.best_number``) of eight bytes, and not whole rows: at a vocabulary of 128,000 a row takes 256 kB
-# from each of two ranks, ten milliseconds per token at 200 Mbit/s.
-KEY_BYTES = 8
-MAX_CANDIDATES = 256  # per rank and row; selecting more takes longer than sending the row
-
-
-def candidates_needed(params: SamplingParams) -> int:
-    """Return the number of largest logits that determine the next token; 0: all logits may matter.
-
-    Of several tokens whose logits ``draw`` rounds to equal weights, top_k may keep another one than without candidates.
-    """
-    if params.needs_all_logits:
-        return 0
-    if params.is_greedy:
-        return 1
-    return params.top_k if 0 < params.top_k <= MAX_CANDIDATES else 0
-
-
-def candidates_pay(num_candidates: int, local_vocab_sizes: Sequence[int]) -> bool:
-    """Return True if candidates are cheaper to send than whole rows, for ranks with these numbers of columns."""
-    return 0 < num_candidates <= min(local_vocab_sizes) and num_candidates * KEY_BYTES < 4 * max(local_vocab_sizes)
-
-
-def best_candidates(logits_RV: Tensor, count: int, first_id: int) -> Tensor:
-    """Return (R, count) keys of each row's largest logits. ``first_id``: id of column 0. NaN counts as largest."""
-    if count == 1:
-        return best_keys(logits_RV, first_id)[:, None]
+def front_keys(logits_RV: Tensor, scores_RV: Tensor, first_id: int) -> Tensor:
+    """Return (R, FRONT) keys of each row's front, best score first. ``first_id``: the id of column 0."""
+    if logits_RV.is_cpu:
+        rows = []
+        for logits_V, scores_V in zip(logits_RV, scores_RV, strict=True):
+            columns = torch.tensor(_front_columns(logits_V.numpy(), scores_V.numpy()))
+            rows.append(padded(keys_of(logits_V[columns], columns + first_id)[None], FRONT))
+        return torch.cat(rows)
     ids_V = torch.arange(first_id, first_id + logits_RV.shape[1], device=logits_RV.device)
-    return largest_keys(keys_of(logits_RV.float(), ids_V), count)
+    keys_RV, order_RV = keys_of(logits_RV, ids_V).sort(-1, descending=True)
+    return front_of_sorted(keys_RV, scores_RV.gather(1, order_RV))
 
 
-def scatter_candidates(keys_RC: Tensor, vocab_size: int) -> Tensor:
-    """Return (R, V) float32 logits, minus infinity for tokens that are not candidates."""
-    sorting_RC = keys_RC >> 32
-    bits_RC = torch.where(sorting_RC < 0, sorting_RC ^ 0x7FFF_FFFF, sorting_RC).int()
-    logits_RV = torch.full((len(keys_RC), vocab_size), -torch.inf, device=keys_RC.device)
-    return logits_RV.scatter_(1, MAX_ID - (keys_RC & MAX_ID), bits_RC.view(torch.float32))
+def front_of_sorted(keys_RC: Tensor, scores_RC: Tensor) -> Tensor:
+    """Return (R, FRONT) keys of the front of rows with descending keys, best score first, padded."""
+    before_RC = scores_RC.cummax(-1).values.roll(1, -1)
+    in_front_RC = scores_RC > before_RC
+    in_front_RC[:, 0] = True
+    none = padded(keys_RC[:, :0], 1)
+    places_RC = torch.where(in_front_RC, scores_RC, -torch.inf).topk(min(FRONT, scores_RC.shape[1])).indices
+    overfull_R = in_front_RC.sum(-1) > FRONT
+    places_RC[:, -1].masked_fill_(overfull_R, 0)
+    return padded(torch.where(in_front_RC, keys_RC, none).gather(1, places_RC), FRONT)
+
+
+def _front_columns(logits_V: np.ndarray, scores_V: np.ndarray) -> list[int]:
+    """Return the columns of one row's front, best score first, at most FRONT with the best logit among them."""
+    columns_V, found = np.arange(len(logits_V)), []
+    while len(columns_V):
+        best = int(scores_V.argmax())
+        found.append(int(columns_V[best]))
+        better = before(logits_V, logits_V[best], best)
+        columns_V, logits_V, scores_V = columns_V[better], logits_V[better], scores_V[better]
+    return found if len(found) <= FRONT else [*found[: FRONT - 1], found[-1]]
+
+
+def before(logits_V: np.ndarray, logit: float, num_lower: int) -> np.ndarray:
+    """Return the columns of larger logits, and of equal ones among the first ``num_lower``."""
+    before_V = logits_V > logit
+    if num_lower > 0:
+        before_V[:num_lower] |= logits_V[:num_lower] == logit
+    return np.flatnonzero(before_V)
+
+
+def masses_before(logits_V: np.ndarray, weights_V: np.ndarray, front_C: Tensor, first_id: int) -> np.ndarray:
+    """Return (FRONT,) int64, the weight of one row's columns before each of ``front_C``. Column 0 has the token ``first_id``."""
+    columns_V, masses_C = np.arange(len(logits_V)), np.zeros(FRONT, np.int64)
+    logits_C, ids_C = (x.tolist() for x in logits_and_ids(front_C))
+    for place, (logit, token_id) in enumerate(zip(logits_C, ids_C, strict=True)):
+        if not np.isfinite(logit):
+            break
+        # Each of a front is behind the next, so the columns before the next are among these.
+        kept = before(logits_V, logit, int(np.searchsorted(columns_V, token_id - first_id)))
+        columns_V, logits_V, weights_V = columns_V[kept], logits_V[kept], weights_V[kept]
+        masses_C[place] = weights_V.sum()
+    return masses_C

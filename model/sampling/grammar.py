@@ -112,9 +112,15 @@ class GrammarMasks:
             num_tokens = len(row.token_ids)
             matcher.next_mask = num_tokens, self._mask_thread.submit(matcher.mask, matcher.new_tokens())
 
-    def banned(self, rows: Sequence[SamplingRow]) -> np.ndarray:
-        """Return (I, V) bool, the tokens that may not come next. A row whose grammar broke has no token left."""
-        return np.stack([self._matcher_of(row).take_mask() for row in rows])
+    def banned(self, row: SamplingRow, draft: Sequence[int] = ()) -> list[np.ndarray]:
+        """Return (V,) bool, the tokens that may not come next, and those after each token of ``draft``.
+
+        Where the grammar broke, and after a token that it does not allow, no token is left.
+        """
+        matcher = self._matcher_of(row)
+        masks = [matcher.take_mask()]
+        ahead = matcher.copy() if draft else matcher
+        return masks + [ahead.mask([token_id]) for token_id in draft]
 
     def forced(self, row: SamplingRow) -> list[int]:
         """Return the tokens that must follow, for the caller to append; empty where other parameters see each token."""
@@ -179,6 +185,12 @@ class _RowMatcher:
         # Tokens that must follow. It is refilled when it is empty and not before, so it does not depend on which of them
         # were appended without a forward pass.
         self.forced: list[int] = matcher.compute_ff_tokens()
+
+    def copy(self) -> "_RowMatcher":
+        """Return a matcher at the same place, to look ahead with."""
+        ahead = _RowMatcher(self._row, self._matcher.deep_copy(), self._vocab_size)
+        ahead.forced = list(self.forced)
+        return ahead
 
     def new_tokens(self) -> list[int]:
         """The generated tokens that are not consumed yet. Waits for the mask thread if that has begun."""

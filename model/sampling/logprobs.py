@@ -1,50 +1,75 @@
-"""Computes log-probabilities of given tokens and of the most likely tokens, before sampling filters."""
+"""Computes log-probabilities of given tokens and of the most likely tokens, before sampling filters, from shards of logits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tightwire.kernels.best_number import MAX_ID, keys_of
-from tightwire.kernels.transfer import Download
+from tightwire.model.sampling.draw import largest_keys, logits_and_ids, padded
 from tightwire.model.sampling.parameters import TokenScore
 
 _CPU_ROWS = 8  # temporaries fit in the CPU cache
 _DEVICE_ROWS = 64  # about 60 MB of temporaries for 49152 tokens
 
 
-class Scoring:
-    """Scores ``target_R[r]`` under row r, with the ``top_n[r]`` most likely tokens, on the device; ``wait`` for it.
+def score_tokens(
+    logits_RV: Tensor, ids_R: Tensor, num_top: int, first_id: int, gather: Callable[[Tensor], Sequence[Tensor]]
+) -> Tensor:
+    """Return (R, 3 + 2 num_top) int64: ids, logprobs and ranks, then most likely tokens, each with its logprob.
 
-    A row's result does not depend on the other rows. Temporaries of a few rows at a time take about 20 V bytes per row.
+    ``logits_RV``: this rank's columns, from token ``first_id``. Logprobs are float32 numbers as float64. A row's result does not depend on the
+    other rows. Cost: two rounds, of 8 (3 + num_top) and of 8 bytes a row. Temporaries take about 20 V bytes for each of a few rows.
     """
-
-    def __init__(self, logits_RV: Tensor, target_R: Tensor, top_n: list[int]) -> None:
-        num_rows = _CPU_ROWS if logits_RV.is_cpu else _DEVICE_ROWS
-        self._parts: list[tuple[list[int], Download]] = []
-        for first in range(0, len(target_R), num_rows):
-            part = slice(first, first + num_rows)
-            found = _score(logits_RV[part].float(), target_R[part], max(top_n[part]))
-            self._parts.append((top_n[part], Download(found)))
-
-    def wait(self) -> list[TokenScore]:
-        return [score for top_n, found in self._parts for score in _to_scores(found.wait(), top_n)]
-
-
-def _score(logits_RV: Tensor, target_R: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return (R,) targets, their logprobs and ranks, and (R, C) most likely tokens and their logprobs."""
-    logprob_RV = logits_RV.log_softmax(-1)
-    # Unique keys order equal logits the same way everywhere: the lower id first.
-    keys_RV = keys_of(logits_RV, torch.arange(logits_RV.shape[1], device=logits_RV.device))
-    target_R1 = target_R[:, None]
-    rank_R = (keys_RV > keys_RV.gather(1, target_R1)).sum(-1) + 1
-    top_RC = MAX_ID - (keys_RV.topk(min(top_n, logits_RV.shape[1])).values & MAX_ID)
-    return target_R, logprob_RV.gather(1, target_R1)[:, 0], rank_R, top_RC, logprob_RV.gather(1, top_RC)
+    parts = logits_RV.split(_CPU_ROWS if logits_RV.is_cpu else _DEVICE_ROWS)
+    sizes = [len(part) for part in parts]
+    own = [_summary(*part, num_top, first_id) for part in zip(parts, ids_R.split(sizes), strict=True)]
+    by_rank = torch.stack(list(gather(torch.cat(own))))
+    most_WR, sum_WR = by_rank[:, :, :2].view(torch.float64).unbind(2)
+    most_R, key_R = most_WR.amax(0), by_rank[:, :, 2].amax(0)
+    log_sum_R1 = (most_R + (sum_WR * (most_WR - most_R).exp()).sum(0).log())[:, None]
+    above = [_num_above(*part, first_id) for part in zip(parts, key_R.split(sizes), strict=True)]
+    rank_R = torch.stack(list(gather(torch.cat(above)))).sum(0) + 1
+    top_RC = largest_keys(by_rank[:, :, 3:].transpose(0, 1).flatten(1), num_top)
+    logit_RC, id_RC = logits_and_ids(torch.cat([key_R[:, None], padded(top_RC, num_top)], 1))
+    # Rounded, because sums of more ranks differ in the last bits of float64.
+    logprob_RC = (logit_RC - log_sum_R1).float().double().view(torch.int64)
+    top_RC = torch.stack([id_RC[:, 1:], logprob_RC[:, 1:]], 2).flatten(1)
+    return torch.cat([torch.stack([ids_R, logprob_RC[:, 0], rank_R], 1), top_RC], 1)
 
 
-def _to_scores(found: Sequence[Tensor], top_n: list[int]) -> list[TokenScore]:
-    columns = zip(*(column.tolist() for column in found), top_n, strict=True)
+def _summary(logits_RV: Tensor, ids_R: Tensor, num_top: int, first_id: int) -> Tensor:
+    """Return (R, 3 + num_top) int64: the largest logit, the sum of exponentials over it, the token's key, the largest keys."""
+    columns_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
+    most_R1 = logits_RV.amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
+    sum_R1 = (logits_RV.double() - most_R1).exp_().sum(1, keepdim=True)
+    sums_R2 = torch.cat([most_R1.double(), sum_R1], 1).view(torch.int64)
+    column_R1 = ids_R[:, None] - first_id
+    is_own_R1 = (column_R1 >= 0) & (column_R1 < logits_RV.shape[1])
+    logit_R1 = logits_RV.gather(1, torch.where(is_own_R1, column_R1, 0))
+    key_R1 = torch.where(is_own_R1, keys_of(logit_R1, ids_R[:, None]), torch.iinfo(torch.int64).min)
+    if not num_top:
+        return torch.cat([sums_R2, key_R1], 1)
+    best_RC = padded(largest_keys(keys_of(logits_RV, columns_V + first_id), num_top), num_top)
+    return torch.cat([sums_R2, key_R1, best_RC], 1)
+
+
+def _num_above(logits_RV: Tensor, key_R: Tensor, first_id: int) -> Tensor:
+    """Return (R,) int64, how many of these columns have a larger key."""
+    logit_R, id_R = logits_and_ids(key_R)
+    ids_V = torch.arange(first_id, first_id + logits_RV.shape[1], device=logits_RV.device)
+    is_equal_RV = (logits_RV == logit_R[:, None]) & (ids_V < id_R[:, None])
+    return (logits_RV > logit_R[:, None]).sum(1) + is_equal_RV.sum(1)
+
+
+def unpacked_scores(numbers_RC: np.ndarray, top_n: Sequence[int]) -> list[TokenScore]:
+    """Return the scores in the int64 that ``score_tokens`` made, each with its own ``top_n`` of most likely tokens."""
+    logprobs_RC = numbers_RC.view(np.float64)
+    columns = numbers_RC[:, 0], logprobs_RC[:, 1], numbers_RC[:, 2], numbers_RC[:, 3::2], logprobs_RC[:, 4::2], top_n
     return [
-        TokenScore(token_id, logprob, rank, list(zip(best_ids[:num], best[:num], strict=True)))
-        for token_id, logprob, rank, best_ids, best, num in columns
+        TokenScore(
+            token_id, logprob, rank, [pair for pair in zip(ids[:num], best[:num], strict=True) if pair[0] != MAX_ID]
+        )
+        for token_id, logprob, rank, ids, best, num in zip(*(np.asarray(x).tolist() for x in columns), strict=True)
     ]

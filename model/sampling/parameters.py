@@ -4,19 +4,10 @@ To add a parameter, add a field to the request body (``server/api/schemas``), a 
 effect to the sampler. The body's field is copied by name.
 """
 
-import enum
 from collections.abc import Iterable, Sequence
-from typing import Annotated, NamedTuple, Protocol, get_type_hints
+from typing import NamedTuple, Protocol
 
 import msgspec
-
-
-class Needs(enum.Enum):
-    """The input that a parameter needs if it differs from its default."""
-
-    BEST_LOGITS = "the logits of the tokens that may be drawn"
-    ALL_LOGITS = "all logits: it may change which are the best, or it reports on all of them"
-    TOKENS = "all logits, and on the host every token so far, so no step is planned ahead of it"
 
 
 class TokenScore(NamedTuple):
@@ -39,9 +30,9 @@ class BannedText(msgspec.Struct, frozen=True, array_like=True):
 
     def ends_after(self, token_ids: Sequence[int]) -> list[int]:
         """Return the tokens that would complete the text after the last of ``token_ids``."""
-        places: set[int] = set()
+        places, end = set[int](), len(self.steps)  # a draft may have the whole text, and goes on from no place then
         for token_id in token_ids:
-            places = {self.steps[p][token_id] for p in (*self.starts, *places) if token_id in self.steps[p]}
+            places = {after for p in (*self.starts, *places) if (after := self.steps[p].get(token_id, end)) < end}
         return self._ends(places)
 
     @property
@@ -54,39 +45,34 @@ class BannedText(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """OpenAI's parameters and vLLM's extensions. Each field declares what it needs (``Needs``).
+    """OpenAI's parameters and vLLM's extensions.
 
     ``temperature`` 0 is greedy. ``top_k`` 0 keeps all tokens. ``seed`` is set by the time a request reaches the engine.
     """
 
-    max_tokens: Annotated[int, Needs.BEST_LOGITS]
-    temperature: Annotated[float, Needs.BEST_LOGITS] = 1.0
-    top_p: Annotated[float, Needs.BEST_LOGITS] = 1.0
-    top_k: Annotated[int, Needs.BEST_LOGITS] = 0
-    min_p: Annotated[float, Needs.BEST_LOGITS] = 0.0
-    seed: Annotated[int, Needs.BEST_LOGITS] = 0
-    presence_penalty: Annotated[float, Needs.TOKENS] = 0.0
-    frequency_penalty: Annotated[float, Needs.TOKENS] = 0.0
-    repetition_penalty: Annotated[float, Needs.TOKENS] = 1.0
-    logit_bias: Annotated[dict[int, float], Needs.ALL_LOGITS] = {}
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
     # Number of most likely tokens to report for each chosen token; None: no logprobs.
-    logprobs: Annotated[int | None, Needs.ALL_LOGITS] = None
+    logprobs: int | None = None
     # The same for the prompt's tokens, which are scored from separate logits (``Chunk.scored``).
-    prompt_logprobs: Annotated[int | None, Needs.BEST_LOGITS] = None
+    prompt_logprobs: int | None = None
     # The engine adds the model's end tokens, unless ignore_eos.
-    stop_token_ids: Annotated[tuple[int, ...], Needs.BEST_LOGITS] = ()
-    min_tokens: Annotated[int, Needs.ALL_LOGITS] = 0  # stop tokens are banned before this many tokens
-    ignore_eos: Annotated[bool, Needs.BEST_LOGITS] = False
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0  # stop tokens are banned before this many tokens
+    ignore_eos: bool = False
     # All others are banned; None: all are allowed.
-    allowed_token_ids: Annotated[tuple[int, ...] | None, Needs.ALL_LOGITS] = None
-    bad_words: Annotated[tuple[BannedText, ...], Needs.TOKENS] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[BannedText, ...] = ()
     # The text of an llguidance grammar that the output follows; empty: none.
-    grammar: Annotated[str, Needs.TOKENS] = ""
-
-    @property
-    def is_greedy(self) -> bool:
-        """True if the most likely token is chosen, for any seed."""
-        return self.temperature < _GREEDY_BELOW or self.top_k == 1
+    grammar: str = ""
 
     @property
     def has_penalties(self) -> bool:
@@ -94,12 +80,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     @property
-    def needs_all_logits(self) -> bool:
-        return _any_set(self, _NEED_ALL_LOGITS)
+    def has_mask(self) -> bool:
+        """True if which tokens are banned is sent as a bit for each token of the vocabulary."""
+        return bool(self.grammar or self.bad_words or self.allowed_token_ids is not None)
 
     @property
     def needs_tokens(self) -> bool:
-        return _any_set(self, _NEED_TOKENS)
+        """True if every token so far must be on the host, so that no step is planned ahead of it."""
+        return bool(self.has_penalties or self.bad_words or self.grammar)
 
 
 class SamplingRow(Protocol):
@@ -112,23 +100,4 @@ class SamplingRow(Protocol):
 
 
 # As in vLLM: below this temperature only the largest float32 logit keeps a nonzero probability.
-_GREEDY_BELOW = 1e-5
-
-
-def declared_needs(kind: type[msgspec.Struct]) -> dict[str, Needs | None]:
-    """Return each field's declaration; None, for a field without one, counts as ``Needs.TOKENS``."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {
-        name: next((mark for mark in getattr(hints[name], "__metadata__", ()) if isinstance(mark, Needs)), None)
-        for name in kind.__struct_fields__
-    }
-
-
-_DEFAULTS = SamplingParams(max_tokens=0)
-_NEEDS = declared_needs(SamplingParams)
-_NEED_ALL_LOGITS = [name for name, needs in _NEEDS.items() if needs is not Needs.BEST_LOGITS]
-_NEED_TOKENS = [name for name in _NEED_ALL_LOGITS if _NEEDS[name] is not Needs.ALL_LOGITS]
-
-
-def _any_set(params: SamplingParams, names: list[str]) -> bool:
-    return any(getattr(params, name) != getattr(_DEFAULTS, name) for name in names)
+GREEDY_BELOW = 1e-5

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from tightwire.comm.ledger.ledger import Spent
 from tightwire.kernels.transfer import Download
 from tightwire.model.sampling.parameters import TokenScore
-from tightwire.model.sampling.sampler import Choice, Sampler
-from tightwire.model.step import StepPlan, deferred_token
+from tightwire.model.sampling.sampler import Choice, Sampled, Sampler, Wanted
+from tightwire.model.step import StepPlan, deferred_token, gather_sizes
 from tightwire.server.engine.request import Reading, Request
 from tightwire.server.engine.scheduler import Replicas
 from tightwire.server.engine.step_builder import Chunk
@@ -34,7 +35,14 @@ class StepRunner(Protocol):
     def execute(self, plan: StepPlan, chosen_R: Tensor | None) -> Tensor | None:
         """Run one plan on this rank. ``chosen_R``: (R,) int32, the tokens that deferred tokens stand for.
 
-        Returns (R, V) float32 logits for the ``logit_rows`` of all replicas, one after the other; None when R is 0.
+        Returns this rank's columns of the logits of ``logit_rows``, (R, local_V) float32; None when R is 0.
+        """
+        ...
+
+    def choose(self, plans: Sequence[StepPlan], logits_RV: Tensor | None, banned: Sequence[bytes]) -> Tensor:
+        """Choose the tokens of an executed step on all ranks; returns ``ModelRunner.choose``'s results of all replicas.
+
+        ``banned``: of the masked rows of each plan.
         """
         ...
 
@@ -72,10 +80,12 @@ class StepTimes:
         return result
 
     def sampling(self, work: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        """Run ``work``, which chooses or scores tokens."""
-        start_s = self._clock()
+        """Run ``work``, which chooses or scores tokens. Its collectives count as a part of the forward pass."""
+        start_s, comm_s = self._clock(), self._comm().seconds
         result = work(*args, **kwargs)
-        self._sampling_s += self._clock() - start_s
+        comm_s = self._comm().seconds - comm_s
+        self._forward_s += comm_s
+        self._sampling_s += self._clock() - start_s - comm_s
         return result
 
 
@@ -119,6 +129,13 @@ class NewTokens:
         elif request.num_output_tokens >= request.params.max_tokens:
             self.finish_reason = "length"  # also at the context's end: prompt + max_tokens was checked to fit
 
+    def add_sampled(self, sampled: Sampled) -> None:
+        """Add the tokens of a step: the next one, and the following ones while they match the draft."""
+        self.add(sampled.token_ids[self.row], sampled.scores[self.row])
+        while self.draft_held:
+            row = self.row + len(self.token_ids)
+            self.add(sampled.token_ids[row], sampled.scores[row])
+
     def add_forced(self, token_ids: Sequence[int]) -> None:
         """Add tokens that need no forward pass, until one ends the answer."""
         for token_id in token_ids:
@@ -136,13 +153,11 @@ class NewTokens:
 
 
 class LaunchedStep:
-    """``choice`` holds one token for each of ``new``; steps that score prompts or check drafts have ``logits_RV`` instead."""
+    """``choice`` has a token or a score for each row of logits; None if there are none."""
 
-    def __init__(self, chunks: Sequence[Chunk], forward_pass: Download) -> None:
+    def __init__(self, chunks: Sequence[Chunk], forward_pass: Download, choice: Choice | None) -> None:
         """``chunks``: the chunks in the order of their rows of logits. ``forward_pass``: a future, done when the forward pass is."""
-        self.forward_pass = forward_pass
-        self.choice: Choice | None = None
-        self.logits_RV: Tensor | None = None
+        self.forward_pass, self.choice = forward_pass, choice
         self.scored: list[tuple[Chunk, slice]] = []  # with the rows of logits that score its prompt
         self.new: list[NewTokens] = []
         self.num_seqs = len(chunks)
@@ -239,13 +254,20 @@ class StepPipeline:
         """Wait for the step; score prompts and choose tokens."""
         # Wait even without tokens, so that requests that arrive meanwhile join the next step.
         self._times.sampling(step.forward_pass.wait)
-        broken = [] if step.logits_RV is None else self._score_prompts(step, step.logits_RV)
+        if step.choice is None:
+            return Collected([], [], [])
+        sampled = self._times.sampling(step.choice.wait)
+        broken = [
+            chunk.request
+            for chunk, rows in step.scored
+            if step.has(chunk.request) and not _add_prompt_scores(chunk.request, sampled.scores[rows])
+        ]
+        for request in broken:
+            step.drop(request)
         scored = [c.request for c in step.chunks if not c.samples and c.end == len(c.request.token_ids)]
         new = [new for new in step.new if step.has(new.chunk.request)]
-        if step.choice is not None:
-            self._take(step, step.choice)
-        elif step.logits_RV is not None:
-            self._choose(new, step.logits_RV)
+        for each in new:
+            each.add_sampled(sampled)
         self._add_forced(new)
         return Collected(new, scored, broken)
 
@@ -284,58 +306,31 @@ class StepPipeline:
             assert self._sampler.grammars is not None
             self._sampler.grammars.begin(constrained)
         chosen_R = None if last is None or last.choice is None else last.choice.ids_R
-        self._runner.broadcast(step.plans)
-        logits_RV = self._times.forward(self._runner.execute, step.plans[0], chosen_R)
-        if logits_RV is None:
-            assert not any(plan.logit_rows for plan in step.plans), "the engine runs on rank 0, which has the logits"
-            logits_RV = torch.empty((0, 0))
+        wanted = [
+            [c.wanted for c in step.results if c.request.replica == replica] for replica in range(len(step.plans))
+        ]
+        plans = self._times.sampling(self._with_rows, step.plans, wanted)
+        self._runner.broadcast(plans)
+        logits_RV = self._times.forward(self._runner.execute, plans[0], chosen_R)
         self._counters.num_steps += 1
         self._counters.num_steps_ahead += last is not None
-        launched = LaunchedStep(step.results, Download([logits_RV[:0]]))
-        if not launched.is_simple:
-            launched.logits_RV = logits_RV
-        elif launched.new:
-            requests = [new.chunk.request for new in launched.new]
-            waits = not self._plan_ahead
-            launched.choice = self._times.sampling(self._sampler.start, logits_RV, requests, waits=waits)
-        return launched
+        choice = None
+        if any(plan.logit_rows for plan in plans):
+            banned = [self._times.sampling(self._sampler.banned, each) for each in wanted]
+            results = self._times.sampling(self._runner.choose, plans, logits_RV, banned)
+            choice = Choice(results, [plan.sampling for plan in plans])
+        return LaunchedStep(step.results, Download([torch.empty(0) if logits_RV is None else logits_RV[:0]]), choice)
 
-    def _take(self, step: LaunchedStep, choice: Choice) -> None:
-        """Give each sequence the token that was chosen when the step was launched."""
-        result = self._times.sampling(choice.wait)
-        for new, token_id, score in zip(step.new, result.token_ids, result.scores, strict=True):
-            if step.has(new.chunk.request):
-                new.add(token_id, score)
-        if self._ahead is not None:
-            for row in result.late:  # the next step was launched without this token
-                self._ahead.drop(step.new[row].chunk.request)
+    def _with_rows(self, plans: Sequence[StepPlan], wanted: Sequence[Sequence[Wanted]]) -> list[StepPlan]:
+        """Return the plans with what the ranks need to choose tokens."""
+        plans = [replace(plan, sampling=self._sampler.rows(each)) for plan, each in zip(plans, wanted, strict=True)]
+        sizes = gather_sizes(plans)
+        return [replace(plan, gather_sizes=sizes) for plan in plans] if sizes else plans
 
-    def _choose(self, new: Sequence[NewTokens], logits_RV: Tensor) -> None:
-        """Choose each sequence's next token, and the following ones while they match its draft."""
-        going_on = list(new)
-        while going_on:
-            rows = [each.row + len(each.token_ids) for each in going_on]
-            chosen_RV = logits_RV if len(rows) == len(logits_RV) else logits_RV[rows]
-            requests = [each.chunk.request for each in going_on]
-            result = self._times.sampling(self._sampler.sample, chosen_RV, requests)
-            for each, token_id, score in zip(going_on, result.token_ids, result.scores, strict=True):
-                each.add(token_id, score)
-            going_on = [each for each in going_on if each.draft_held]
 
-    def _score_prompts(self, step: LaunchedStep, logits_RV: Tensor) -> list[Request]:
-        """Score the chunks' prompt tokens; drops and returns the requests whose scores are not finite."""
-        chunks = [(chunk, rows) for chunk, rows in step.scored if step.has(chunk.request)]
-        broken = [chunk.request for chunk, rows in chunks if not self._score(chunk, logits_RV[rows])]
-        for request in broken:
-            step.drop(request)
-        return broken
-
-    def _score(self, chunk: Chunk, logits_RV: Tensor) -> bool:
-        """Append the chunk's prompt logprobs; False if they are not finite."""
-        request, positions = chunk.request, chunk.scored
-        assert request.prompt_logprobs is not None
-        targets = request.token_ids[positions.start + 1 : positions.stop + 1]
-        num_top = request.params.prompt_logprobs or 0
-        scores = self._times.sampling(self._sampler.score, logits_RV, targets, num_top)
-        request.prompt_logprobs.extend(scores)
-        return not any(math.isnan(score.logprob) for score in scores)
+def _add_prompt_scores(request: Request, scores: Sequence[TokenScore | None]) -> bool:
+    """Append the prompt's logprobs; False if they are not finite."""
+    assert request.prompt_logprobs is not None
+    found = [score for score in scores if score is not None]
+    request.prompt_logprobs.extend(found)
+    return not any(math.isnan(each.logprob) for each in found)

@@ -7,7 +7,6 @@ from itertools import chain
 from typing import NamedTuple
 
 from tightwire.comm.ledger.ledger import Spent
-from tightwire.model.sampling.draw import candidates_needed
 from tightwire.model.sampling.parameters import SamplingParams, TokenScore
 from tightwire.server.ipc.messages import AddRequest
 
@@ -57,7 +56,6 @@ class Request:
     draft_limit: int = 0  # the longest useful draft, judged by the last one; 0: not known yet
     # Entries so far, the first None; None if not requested, or already sent.
     prompt_logprobs: list[TokenScore | None] | None = None
-    num_candidates: int = 0  # how many of the best logits decide its next token; 0: all
     needs_tokens: bool = False  # the sampler needs every token so far, so no step is planned ahead of them
 
     @property
@@ -160,6 +158,5 @@ def make_request(
         adapter=message.adapter,
         adapter_slot=adapter_slot,
         prompt_logprobs=None if params.prompt_logprobs is None else [None],
-        num_candidates=candidates_needed(params),
         needs_tokens=params.needs_tokens,
     )

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tightwire.model.step import StepPlan, gather_sizes, idle_plan
+from tightwire.model.step import StepPlan, idle_plan
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.request import Request
@@ -248,8 +248,7 @@ class Replicas:
         plans = [step.plan if step else idle_plan(0) for step in steps]
         if len(plans) > 1:
             self._num_planned += 1
-            together = {"index": self._num_planned, "gather_sizes": gather_sizes(plans)}
-            plans = [msgspec.structs.replace(plan, **together) for plan in plans]
+            plans = [msgspec.structs.replace(plan, index=self._num_planned) for plan in plans]
         made = [step for step in steps if step]
         return WorldStep(
             plans, [chunk for step in made for chunk in step.chunks], [chunk for step in made for chunk in step.results]

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tightwire.model.sampling.sampler import Wanted
 from tightwire.model.step import StepPlan, make_plan
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.request import Request
@@ -23,6 +24,13 @@ class Chunk(NamedTuple):
     @property
     def num_rows(self) -> int:
         return self.end - self.start + len(self.draft)
+
+    @property
+    def wanted(self) -> Wanted:
+        """What its rows of logits are for."""
+        request, scored = self.request, self.scored
+        targets = request.token_ids[scored.start + 1 : scored.stop + 1] if scored else ()
+        return Wanted(request, targets, self.samples, self.draft)
 
 
 class ScheduledStep(NamedTuple):
@@ -156,7 +164,6 @@ def make_step(
         num_decode_rows=sum(c.num_rows for c in chunks if c.start >= c.request.num_prompt_tokens),
         logit_rows=logit_rows,
         policy=policy,
-        num_candidates=_candidates_needed(result_chunks),
         adapters=_adapter_slots(chunks),
         **staged,
     )
@@ -183,11 +190,3 @@ def _adapter_slots(chunks: Sequence[Chunk]) -> list[int] | None:
     """The slot of each sequence's adapter; None if no sequence has one."""
     slots = [chunk.request.adapter_slot for chunk in chunks]
     return slots if max(slots, default=-1) >= 0 else None
-
-
-def _candidates_needed(chunks: Sequence[Chunk]) -> int:
-    """The number of best logits that is enough for every row; 0: all are needed, or there are no rows."""
-    if any(chunk.scored for chunk in chunks):
-        return 0
-    needed = [chunk.request.num_candidates for chunk in chunks if chunk.samples]
-    return max(needed) if needed and min(needed) else 0

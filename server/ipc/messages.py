@@ -73,7 +73,15 @@ class Hush(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = AddRequest | CancelRequest | LoadAdapter | UnloadAdapter | Stop
-ToFollower = StepPlan | LoadSlot | StopFollowing
+
+
+class Banned(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Follows a plan with masked rows, once rank 0 has the masks: a bit for each token, for each of these rows."""
+
+    bits: bytes
+
+
+ToFollower = StepPlan | Banned | LoadSlot | StopFollowing
 ToReporter = Record | Hush
 
 
@@ -191,7 +199,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     doing: str
     busy_s: float  # seconds since ``doing`` began; 0 when idle
     num_collectives: int = 0  # begun since start; the rank of a replica with the lowest count is behind
-    num_logits_gathers: int = 0  # begun since start; the others wait for ranks with fewer
+    num_choice_gathers: int = 0  # begun since start; the others wait for ranks with fewer
     num_fetched: int = 0  # grows while weights, or keys and values, arrive
     latencies: list[Latency] = []
 

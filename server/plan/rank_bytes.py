@@ -123,16 +123,13 @@ def rank_bytes(inputs: MemoryInputs, plan: WeightPlan) -> tuple[RankBytes, ...]:
             for own, shard in zip(weights, inputs.layout.shards, strict=True)
         ]
     return tuple(
-        _rank_bytes(inputs, shard, num_bytes, plan.max_parts, inputs.num_replicas if replica == shard.rank == 0 else 0)
-        for replica in range(inputs.num_replicas)
+        _rank_bytes(inputs, shard, num_bytes, plan.max_parts)
+        for _ in range(inputs.num_replicas)
         for shard, num_bytes in zip(inputs.layout.shards, weights, strict=True)
     )
 
 
-def _rank_bytes(
-    inputs: MemoryInputs, shard: Shard, num_weight_bytes: int, max_parts: int, num_gathered: int
-) -> RankBytes:
-    """The memory of the rank with ``shard``. ``num_gathered``: replicas whose logits this rank gathers."""
+def _rank_bytes(inputs: MemoryInputs, shard: Shard, num_weight_bytes: int, max_parts: int) -> RankBytes:
     model, options = inputs.model, inputs.options
     kv_dtype = getattr(torch, options.kv_dtype(inputs.dtype))
     layer_block = layer_block_bytes(model, shard, BLOCK_SIZE, kv_dtype)
@@ -142,7 +139,7 @@ def _rank_bytes(
         of_stage = len(inputs.stages.of(shard.rank)) * every
     return RankBytes(
         weights=num_weight_bytes,
-        activations=_activation_bytes(inputs, shard, max_parts, num_gathered),
+        activations=_activation_bytes(inputs, shard, max_parts),
         runtime=_RUNTIME_BYTES[inputs.device],
         block=CacheShape.of(model, options, bounded=inputs.stages is None).groups.num_layers * layer_block + of_stage,
         buffer=NUM_BUFFERS * layer_block if options.kv_offload else 0,
@@ -151,8 +148,8 @@ def _rank_bytes(
     )
 
 
-def _activation_bytes(inputs: MemoryInputs, shard: Shard, max_parts: int, num_gathered: int) -> int:
-    """The peak of a step: the MLP's two halves and the residual, or the logits, which rank 0 gathers and copies.
+def _activation_bytes(inputs: MemoryInputs, shard: Shard, max_parts: int) -> int:
+    """The peak of a step: the MLP's two halves and the residual, or the rank's columns of the logits, copied and drawn from.
 
     CUDA graphs keep the activations of the largest decode step as well. Each further part of a step that shares a layer
     holds the residual, its increment, and the sum in flight.
@@ -165,4 +162,4 @@ def _activation_bytes(inputs: MemoryInputs, shard: Shard, max_parts: int, num_ga
     layer = elem * num_tokens * (4 * model.hidden_size + 3 * num_columns)
     layer += elem * (max_parts - 1) * options.max_num_batched_tokens * 3 * model.hidden_size
     # Three copies on any rank, as measured on CPUs (bench/RESULTS.md).
-    return layer + 4 * num_rows * 3 * (num_gathered * model.vocab_size or len(shard.vocab_rows))
+    return layer + 4 * num_rows * 3 * len(shard.vocab_rows)

@@ -185,9 +185,9 @@ class Watch:
             return None
         stepping = [(number, rank) for number, rank in self._ranks.items() if rank.beat.step >= 0]
         # A replica that has finished its step waits for the others, as long as they make progress.
-        fewest = min((rank.beat.num_logits_gathers for _, rank in stepping), default=0)
+        fewest = min((rank.beat.num_choice_gathers for _, rank in stepping), default=0)
         at_a_step = [
-            (rank.beat.num_collectives, number) for number, rank in stepping if rank.beat.num_logits_gathers == fewest
+            (rank.beat.num_collectives, number) for number, rank in stepping if rank.beat.num_choice_gathers == fewest
         ]
         # A step may take minutes: a long prompt over a slow link moves from collective to collective.
         if not any(self._ranks[number].stuck_s > self._step_timeout_s for _, number in at_a_step):

@@ -12,6 +12,7 @@ from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.grammar import GrammarMasks
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler
+from tightwire.model.step import StepPlan
 from tightwire.server.config.limits import BLOCK_SIZE, Limits
 from tightwire.server.config.serve import EngineOptions
 from tightwire.server.engine.drafts import NgramDrafter
@@ -21,6 +22,7 @@ from tightwire.server.engine.request import RequestRules
 from tightwire.server.ipc.channels import Inboxes, bind_receiver, connect_sender
 from tightwire.server.ipc.messages import (
     AddRequest,
+    Banned,
     CancelRequest,
     LoadAdapter,
     LoadSlot,
@@ -77,7 +79,6 @@ class Leader:
             groups,
             reporter,
             [connect_sender(self._context, address, inboxes.secret) for address in inboxes.addresses[1:]],
-            vocab_size=model.vocab_size,
             step_size=StepSize(options.max_num_batched_tokens, self._limits.max_step_tokens),
             num_replicas=plan.num_replicas,
         )
@@ -92,7 +93,7 @@ class Leader:
         self._adapters, self._loader = plan.adapters, AdapterLoader(runner.adapters, model, reporter)
         drafts = options.speculation == "ngram"
         self._drafter = NgramDrafter(max_tokens=5, longest=4, shortest=2) if drafts else None
-        self._sampler = Sampler(model.vocab_size, groups.replica.device, grammars)
+        self._sampler = Sampler(model.vocab_size, grammars)
 
     def __enter__(self) -> Self:
         return self
@@ -210,11 +211,19 @@ class Follower:
             if isinstance(plan, LoadSlot):
                 self._loader.load(plan)
                 continue
+            assert isinstance(plan, StepPlan), "masks come behind a plan that has masked rows"
             if last is not None and plan.index != last + 1:
                 raise RuntimeError(f"step {plan.index} came after step {last}: plans are missing")
             last = plan.index
             self._reporter.begin("step", plan.index)
-            self._runner.execute(plan)
+            logits_RV = self._runner.execute(plan)
+            banned = b""
+            if plan.sampling.num_masked:
+                follows = self._receive()
+                assert isinstance(follows, Banned), "rank 0 sends the masks of a plan next"
+                banned = follows.bits
+                self._reporter.begin("step", plan.index)
+            self._runner.choose(plan, logits_RV, banned)
 
     def _receive(self) -> ToFollower:
         if not self._inbox.poll(0):

@@ -92,8 +92,8 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         sources = (runner.weights, runner.cache)
         pools = [source.pool for source in sources if isinstance(source, StreamedWeights | OffloadedCache)]
         reporter.num_fetched = lambda: sum(pool.num_moves for pool in pools)
-        if (logits_gather := runner.logits_gather) is not None:
-            reporter.num_logits_gathers = lambda: logits_gather.num_begun
+        if (choice_gather := runner.choice_gather) is not None:
+            reporter.num_choice_gathers = lambda: choice_gather.num_begun
         joining.await_others(reporter, "load")
         keep_freed_memory()  # avoids thousands of page faults per prompt for a step's activations
         config, secret = checkpoint.config, read_secret(work.config.parallel.comm_secret_file)

@@ -23,13 +23,13 @@ _EVENTS_PER_PART = 4096  # about a millisecond to encode, during which the rank'
 
 
 class Reporter:
-    """Sends the main thread's messages. The caller replaces ``ledger``, ``num_fetched`` and ``num_logits_gathers``."""
+    """Sends the main thread's messages. The caller replaces ``ledger``, ``num_fetched`` and ``num_choice_gathers``."""
 
     def __init__(self, rank: int, address: str, inbox: str) -> None:
         self.rank = rank
         self.ledger = Ledger()
         self.num_fetched: Callable[[], int] = lambda: 0  # parts of weights and cache fetched since the start
-        self.num_logits_gathers: Callable[[], int] = lambda: 0  # logits gathers begun since the start
+        self.num_choice_gathers: Callable[[], int] = lambda: 0  # gathers of tokens begun since the start
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.Context()
         self._socket = connect_sender(self._context, address)
@@ -120,7 +120,7 @@ class Reporter:
             doing=self.doing,
             busy_s=0.0 if since is None else time.monotonic() - since,
             num_collectives=self.ledger.number,
-            num_logits_gathers=self.num_logits_gathers(),
+            num_choice_gathers=self.num_choice_gathers(),
             num_fetched=self.num_fetched(),
             latencies=self.ledger.counters.latencies(),
         )

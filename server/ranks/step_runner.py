@@ -15,7 +15,7 @@ from tightwire.model.runner import ModelRunner
 from tightwire.model.step import StepPlan
 from tightwire.model.weights.streamed import StreamedWeights
 from tightwire.server.ipc.engine_stats import CacheCount, RankCounts, StreamCount
-from tightwire.server.ipc.messages import LoadSlot, StopFollowing
+from tightwire.server.ipc.messages import Banned, LoadSlot, StopFollowing
 from tightwire.server.ranks.reporter import Reporter
 
 _FULL = 0.9  # share of the step limit; a smaller step says nothing about larger ones
@@ -45,14 +45,13 @@ class RankZeroRunner:
         reporter: Reporter,
         followers: Sequence[zmq.Socket[bytes]],
         *,
-        vocab_size: int,
         step_size: StepSize,
         num_replicas: int,
     ) -> None:
         """``followers``: sockets to ranks 1, 2, ...; closed with this object."""
         self._runner, self._group, self._reporter = runner, groups.replica, reporter
-        self._followers, self._num_replicas = followers, num_replicas
-        self._vocab_size, self._step_size = vocab_size, step_size
+        self._followers, self._ranks_each = followers, (1 + len(followers)) // num_replicas
+        self._step_size = step_size
         # The groups that share layers, and that pass prompts from stage to stage, have ledgers of their own.
         beside = [groups.stages, None if groups.peers is None else groups.peers.inside]
         self._ledgers = [self._group.ledger, *(group.ledger for group in beside if group is not None)]
@@ -66,9 +65,8 @@ class RankZeroRunner:
 
     def broadcast(self, plans: Sequence[StepPlan]) -> None:
         encoded = [self._encoder.encode(plan) for plan in plans] if self._followers else []
-        per_replica = (1 + len(self._followers)) // self._num_replicas
         for rank, follower in enumerate(self._followers, start=1):
-            follower.send(encoded[rank // per_replica])
+            follower.send(encoded[rank // self._ranks_each])
 
     def execute(self, plan: StepPlan, chosen_R: Tensor | None) -> Tensor:
         self._reporter.begin("step", plan.index)
@@ -80,8 +78,16 @@ class RankZeroRunner:
             waited_s = self._streamed.flow().waited_s - before_s
             self._step_size.learn(plan.num_rows, time.perf_counter() - start_s, waited_s)
         if logits_RV is None:  # a step that only fills the cache; the caller still waits for its end on the device
-            return torch.empty(0, self._vocab_size, device=self._group.device)
+            return torch.empty(0, device=self._group.device)
         return logits_RV
+
+    def choose(self, plans: Sequence[StepPlan], logits_RV: Tensor | None, banned: Sequence[bytes]) -> Tensor:
+        for rank, follower in enumerate(self._followers, start=1):
+            if bits := banned[rank // self._ranks_each]:
+                follower.send(self._encoder.encode(Banned(bits)))
+        results = self._runner.choose(plans[0], logits_RV, banned[0])
+        assert results is not None, "the engine runs on rank 0, which gets all tokens"
+        return results
 
     def stop_followers(self) -> None:
         """Make the other ranks leave their loops."""

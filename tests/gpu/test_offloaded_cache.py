@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.model.whole_logits import whole_logits
 from tiny import make_tiny
 from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
@@ -57,7 +58,7 @@ def _plan(sequences: Sequence[int], contexts: Sequence[int], num_new: int, table
 
 def _logits(runner: ModelRunner, plans: Sequence[StepPlan]) -> list[Tensor]:
     """Of steps that are all launched before any is waited for."""
-    logits = [runner.execute(plan) for plan in plans]
+    logits = [whole_logits(runner, plan) for plan in plans]
     return [each.cpu() for each in logits if each is not None]
 
 

@@ -1,8 +1,8 @@
-"""Row-parallel sums by kind of row; rank 0 gets all replicas' logits in order, and the bytes are the formula's."""
+"""Row-parallel sums by kind of row; rank 0 gets all replicas' tokens in order, and the bytes are the formula's."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +23,8 @@ from tightwire.kernels.linear import linear
 from tightwire.model.checkpoint.hf_config import config_from_hf
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
-from tightwire.model.parallel import LogitsGather, TensorParallel
+from tightwire.model.parallel import ChoiceGather, TensorParallel
+from tightwire.model.sampling.rows import greedy_rows
 from tightwire.model.step import StepPlan, gather_sizes, make_plan
 
 _CONFIG = config_from_hf(tiny_config())
@@ -153,73 +154,38 @@ def test_a_plan_that_defers_more_tokens_than_were_chosen_is_refused() -> None:
         run_in_process(1, _last_chosen, 4)
 
 
-class Brought(NamedTuple):
-    num_rows: int
-    num_candidates: int = 0
-
-
-def plan_of(own: Brought) -> StepPlan:
+def plan_of(num_rows: int) -> StepPlan:
     return make_plan(
-        token_ids=range(own.num_rows),
+        token_ids=range(num_rows),
         query_lens=(),
         context_lens=(),
         block_tables=(),
         num_decode_rows=0,
-        logit_rows=range(own.num_rows),
-        num_candidates=own.num_candidates,
+        logit_rows=range(num_rows),
+        sampling=greedy_rows(num_rows),
     )
 
 
-def rows_of(replica: int, num_rows: int) -> Tensor:
-    generator = torch.Generator().manual_seed(replica)
-    return torch.randn(num_rows, _CONFIG.vocab_size, generator=generator)
-
-
-def _gather_logits(world: Group, tp: int, brought: list[Brought]) -> tuple[Tensor | None, int]:
-    layout = make_layout(_CONFIG, tp, None)
-    gather = LogitsGather(world, layout)
-    replica, place = divmod(world.rank, tp)
-    own = layout.shards[place].vocab_rows
-    num_rows = brought[replica].num_rows
-    local_RV = rows_of(replica, num_rows)[:, own.start : own.stop] if num_rows else None
+def _gather_choices(world: Group, tp: int, brought: list[int]) -> tuple[Tensor | None, int]:
+    gather, replica = ChoiceGather(world, tp), world.rank // tp
+    results = torch.arange(brought[replica]) + 100 * replica if brought[replica] else None
     sent_before = world.bytes_sent
-    gathered = gather.gather(gather_sizes([plan_of(own) for own in brought]), local_RV)
+    gathered = gather.gather(gather_sizes([plan_of(num_rows) for num_rows in brought]), results)
     assert gather.num_begun == 1
     return gathered, world.bytes_sent - sent_before
 
 
-@pytest.mark.parametrize(
-    ("tp", "brought"),
-    [
-        (1, [Brought(2), Brought(3)]),
-        (2, [Brought(2), Brought(1)]),
-        (2, [Brought(0), Brought(3), Brought(0)]),
-        (3, [Brought(1), Brought(2, 1)]),
-        (2, [Brought(2, 1), Brought(4, 3)]),
-        (2, [Brought(2, 200), Brought(1)]),  # so many candidates that all logits are fewer bytes
-        (1, [Brought(0), Brought(2, 1)]),
-    ],
-)
-def test_rows_of_all_replicas_are_gathered_in_order(tp: int, brought: list[Brought]) -> None:
-    met = run_in_process(tp * len(brought), _gather_logits, tp, brought)
+@pytest.mark.parametrize(("tp", "brought"), [(1, [2, 3]), (2, [2, 1]), (2, [0, 3, 0]), (3, [1, 2]), (1, [0, 2])])
+def test_tokens_of_all_replicas_are_gathered_in_order(tp: int, brought: list[int]) -> None:
+    met = run_in_process(tp * len(brought), _gather_choices, tp, brought)
 
     gathered = met[0][0]
-    assert gathered is not None and all(rows is None for rows, _ in met[1:])
-    want = torch.cat([rows_of(replica, own.num_rows) for replica, own in enumerate(brought)])
-    kept = gathered > -torch.inf
-    assert torch.equal(gathered[kept], want[kept])
-    assert torch.equal(gathered.argmax(1), want.argmax(1))
-    shards = make_layout(_CONFIG, tp, None).shards
-    sizes, row = [], 0
-    for own in brought:
-        whole = own.num_candidates in (0, 200)
-        assert kept[row : row + own.num_rows].all() == (whole or not own.num_rows)
-        row += own.num_rows
-        each = [4 * len(s.vocab_rows) if whole else 8 * own.num_candidates for s in shards]
-        sizes += [own.num_rows * size for size in each]
+    assert gathered is not None and all(results is None for results, _ in met[1:])
+    assert gathered.tolist() == [100 * replica + i for replica, num in enumerate(brought) for i in range(num)]
+    sizes = [8 * num * (place == 0) for num in brought for place in range(tp)]
     assert [sent for _, sent in met] == [gather_to_root_bytes(rank, sizes) for rank in range(len(met))]
 
 
 def test_nothing_is_gathered_when_only_the_first_replica_has_rows() -> None:
-    assert gather_sizes([plan_of(Brought(3)), plan_of(Brought(0))]) == b""
-    assert gather_sizes([plan_of(Brought(3))]) == b""
+    assert gather_sizes([plan_of(3), plan_of(0)]) == b""
+    assert gather_sizes([plan_of(3)]) == b""

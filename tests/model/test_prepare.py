@@ -29,6 +29,7 @@ from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.runner import ModelRunner
+from tightwire.model.sampling.choose import TokenChooser
 from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.model.weights.formats import choose_formats
 from tightwire.model.weights.load import load_weights
@@ -159,7 +160,7 @@ def streamed_logits(prepared: Prepared, prompts: Sequence[Sequence[int]]) -> lis
         prepared.config, prepared.layout.shards[0], num_blocks=8, block_size=16, dtype=torch.float32, device=CPU
     )
     model = Llama(prepared.config, TensorParallel(group, prepared.layout, None), weights, cache, 128)
-    runner = ModelRunner(model)
+    runner = ModelRunner(model, TokenChooser([range(prepared.config.vocab_size)], 0, CPU, lambda x, phase: [x]))
     weights.start()
     try:
         return [prompt_logits(runner, prompt) for prompt in prompts]

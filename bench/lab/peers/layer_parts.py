@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tightwire.bench.stream.measure import bind_rank
 from tightwire.bench.stream.options import StreamOptions
-from tightwire.bench.stream.rank import Rank, make_step
+from tightwire.bench.stream.rank import Rank, make_step, run_step
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.host import num_cores
 from tightwire.kernels.spec.attention import PackedSequences
@@ -30,8 +30,6 @@ from tightwire.model.checkpoint.hf_config import config_to_hf
 from tightwire.model.open import open_checkpoint
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.runner import ModelRunner
-from tightwire.model.sampling.parameters import SamplingParams
-from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.step import Batch
 from tightwire.model.weights import EVERYTHING_RESIDENT
 
@@ -87,22 +85,18 @@ def _measure(
     token_ids = np.random.default_rng(0).integers(0, config.vocab_size, load.sequences * query_len)
     lengths = [query_len] * load.sequences, [load.tokens] * load.sequences
     plan = make_step(token_ids, *lengths, is_decode=load.is_decode)
-    sampler = Sampler(config.vocab_size, runner.cache.device)
-    params = SamplingParams(max_tokens=1, temperature=0.0)
-    row = SimpleNamespace(params=params, stop_ids=frozenset(), token_ids=[0], num_prompt_tokens=1)
     wait = torch.cuda.synchronize if runner.cache.device.type == "cuda" else lambda: None
     parts: dict[str, Part] = defaultdict(Part)
     for number in range(1 + _PASSES):  # the first one warms up
         one: dict[str, Part] = defaultdict(Part)
-        _timed(one[WHOLE], _each_once, runner.execute, wait)(plan)
+        _timed(one[WHOLE], _each_once, partial(run_step, runner), wait)(plan)
         with ExitStack() as stack:
             stack.enter_context(patch.object(Batch, "phase", "prefill"))  # the layers run kernel by kernel
             for owner, attribute, name, cost in kernels:
                 timer = _timed(one[name], cost, getattr(owner, attribute), wait)
                 stack.enter_context(patch.object(owner, attribute, timer))
             logits_RV = runner.execute(plan)
-        if logits_RV is not None:
-            _timed(one["sampling"], _each_once, sampler.sample, wait)(logits_RV, [row] * load.sequences)
+        _timed(one["sampling"], lambda args, result: (0, 0), runner.choose, wait)(plan, logits_RV)
         for name, part in one.items():
             part.seconds = [*parts[name].seconds, sum(part.seconds)] if number else []
             parts[name] = part
@@ -168,7 +162,6 @@ _KERNELS: tuple[_Kernel, ...] = (
     (layer_kernels, "swiglu", "SwiGLU", _each_once),
     (TensorParallel, "sum_rows", _SUMS, _each_once),
     (decoder, "linear", "logits", _product),
-    (TensorParallel, "gather_logits", "logits", lambda args, result: (0, 0)),
 )
 
 

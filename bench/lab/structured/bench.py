@@ -185,7 +185,7 @@ def _time_masks(masks: GrammarMasks, grammar: str, token_ids: Sequence[int]) -> 
     taken: list[float] = []
     while len(row.token_ids) < len(token_ids):
         start_s = time.thread_time()
-        masks.banned([row])
+        masks.banned(row)
         taken.append(1e6 * (time.thread_time() - start_s))
         row.token_ids.append(token_ids[len(row.token_ids)])
         row.token_ids += masks.forced(row)

@@ -57,6 +57,17 @@ def test_no_prompt_is_sent_twice_and_a_seed_repeats_the_run(capsys: pytest.Captu
     assert all(body["ignore_eos"] is True and body["temperature"] == 0 for body in first.bodies)
 
 
+def test_greedy_and_sampled_requests_have_a_row_each(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeServer()
+
+    options = ["--temperature", "0,1", "--top-p", "0.9", "--warmups", "0"]
+    _, result, text = bench(fake, *options, capsys=capsys)
+
+    assert [cell["name"] for cell in result["cells"]] == [f"concurrency 1, temperature {t}" for t in (0, 1)]
+    assert [(body["temperature"], body["top_p"]) for body in fake.bodies[-12:]] == [(0, 0.9)] * 6 + [(1, 0.9)] * 6
+    assert "concurrency 1, temperature 1" in text
+
+
 @pytest.mark.parametrize("tokens_per_word", [1, 2])
 def test_prompt_lengths_follow_the_servers_token_count(
     capsys: pytest.CaptureFixture[str], tokens_per_word: int

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from helpers.comm.fixed_policy import fixed_policy, make_arms
+from helpers.model.whole_logits import whole_logits
 from torch import Tensor
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -131,7 +132,7 @@ def run_passes(runner: ModelRunner, replica: int, prompt: Sequence[int]) -> list
     for tokens in (list(prompt), [11] if replica == 0 else _WALK, [12]):
         if tokens:
             context += len(tokens)
-            made = runner.execute(_plan(tokens, context))
+            made = whole_logits(runner, _plan(tokens, context))
             if made is not None:
                 logits.append(made)
         else:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from helpers.comm.fixed_policy import fixed_policy, make_arms
+from helpers.model.whole_logits import whole_logits
 from torch import Tensor
 
 from tightwire.comm.group.group import Group
@@ -63,7 +64,7 @@ def rank_logits(
             num_decode_rows=int(generated and start >= PROMPT),
             logit_rows=range(stop - start),
         )
-        made = runner.execute(plan)
+        made = whole_logits(runner, plan)
         if made is not None:
             logits.append(made.clone())
     runner.close()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from helpers.model.ranked_sampling import choose_alone
 from torch import Tensor
 
 from tightwire.comm.ledger.ledger import Spent
@@ -25,6 +26,10 @@ def logits_after(context: list[int], vocab_size: int) -> np.ndarray:
 
 class OneRank:
     """The part of ``StepRunner`` that a rank alone does not need: it sends nothing and counts nothing."""
+
+    def choose(self, plans: Sequence[StepPlan], logits_RV: Tensor | None, banned: Sequence[bytes]) -> Tensor:
+        assert logits_RV is not None and not plans[1:]
+        return choose_alone(logits_RV, plans[0].sampling, banned[0])
 
     def broadcast(self, plans: Sequence[StepPlan]) -> None:
         pass

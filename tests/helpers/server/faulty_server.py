@@ -6,6 +6,8 @@ Started again by itself as each rank, through the ranks' own entry point; only t
 import sys
 import time
 
+from torch import Tensor
+
 from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.model.step import StepPlan
@@ -54,10 +56,10 @@ def _hang() -> None:
         def __getattr__(self, name: str) -> object:
             return getattr(self._runner, name)
 
-        def execute(self, plan: StepPlan) -> None:
+        def execute(self, plan: StepPlan) -> Tensor | None:
             if plan.index >= HANG_AT_STEP:
                 time.sleep(3600)
-            self._runner.execute(plan)
+            return self._runner.execute(plan)
 
     init = Follower.__init__
     Follower.__init__ = lambda self, runner, *rest: init(self, Hanging(runner), *rest)  # type: ignore[method-assign,arg-type]

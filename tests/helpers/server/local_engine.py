@@ -39,13 +39,23 @@ from tightwire.server.ipc.messages import AddRequest, Output
 class _LocalRunner(OneRank):
     """Rank 0's runner and the inboxes of the others."""
 
-    def __init__(self, runner: ModelRunner, inboxes: "Sequence[queue.SimpleQueue[StepPlan | None]]", tp: int) -> None:
-        self._inboxes, self._tp = inboxes, tp
+    def __init__(
+        self, runner: ModelRunner, inboxes: "Sequence[queue.SimpleQueue[StepPlan | bytes | None]]", tp: int
+    ) -> None:
+        self._runner, self._inboxes, self._tp = runner, inboxes, tp
         self.execute = runner.execute
 
     def broadcast(self, plans: Sequence[StepPlan]) -> None:
         for rank, inbox in enumerate(self._inboxes, start=1):
             inbox.put(plans[rank // self._tp])
+
+    def choose(self, plans: Sequence[StepPlan], logits_RV: Tensor | None, banned: Sequence[bytes]) -> Tensor:
+        for rank, inbox in enumerate(self._inboxes, start=1):
+            if bits := banned[rank // self._tp]:
+                inbox.put(bits)
+        results = self._runner.choose(plans[0], logits_RV, banned[0])
+        assert results is not None
+        return results
 
 
 @dataclass(frozen=True)
@@ -134,7 +144,7 @@ def local_engine(
         for runner in runners:
             assert runner.adapters is not None
             runner.adapters.load(slot, open_adapter(folder, config))
-    inboxes: list[queue.SimpleQueue[StepPlan | None]] = [queue.SimpleQueue() for _ in runners[1:]]
+    inboxes: list[queue.SimpleQueue[StepPlan | bytes | None]] = [queue.SimpleQueue() for _ in runners[1:]]
     threads = [
         threading.Thread(target=_follow, args=pair, daemon=True) for pair in zip(runners[1:], inboxes, strict=True)
     ]
@@ -156,7 +166,7 @@ def local_engine(
         )
         engine = Engine(
             runner=_LocalRunner(runners[0], inboxes, tp),
-            sampler=Sampler(config.vocab_size, torch.device("cpu")),
+            sampler=Sampler(config.vocab_size),
             limits=limits,
             rules=RequestRules(
                 vocab_size=config.vocab_size,
@@ -179,9 +189,13 @@ def local_engine(
             runner.close()
 
 
-def _follow(runner: ModelRunner, inbox: "queue.SimpleQueue[StepPlan | None]") -> None:
+def _follow(runner: ModelRunner, inbox: "queue.SimpleQueue[StepPlan | bytes | None]") -> None:
     while (plan := inbox.get()) is not None:
-        runner.execute(plan)
+        assert isinstance(plan, StepPlan)
+        logits_RV = runner.execute(plan)
+        banned = inbox.get() if plan.sampling.num_masked else b""
+        assert isinstance(banned, bytes)
+        runner.choose(plan, logits_RV, banned)
 
 
 def run_to_end(engine: Engine) -> dict[str, list[Output]]:

@@ -9,6 +9,7 @@ from harness import run_in_process
 from helpers.comm.fixed_policy import fixed_policy, make_arms
 from helpers.model.family_models import make_family_folder
 from helpers.model.lora import ALL_TARGETS, make_adapter, merge_adapter
+from helpers.model.whole_logits import whole_logits
 from tiny import VARIANTS, make_tiny
 from torch import Tensor
 
@@ -66,7 +67,8 @@ def _execute(runner: ModelRunner, slots: Sequence[int], num_new: int, context: i
     """All logits of a step: ``num_new`` tokens of each sequence up to ``context``. ``first``: the first one's number."""
     numbers = range(first, first + len(slots))
     tokens = [torch.arange(context - num_new, context).mul(7).add(31 * number) % _VOCAB for number in numbers]
-    return runner.execute(
+    return whole_logits(
+        runner,
         make_plan(
             token_ids=torch.cat(tokens),
             query_lens=[num_new] * len(slots),
@@ -75,7 +77,7 @@ def _execute(runner: ModelRunner, slots: Sequence[int], num_new: int, context: i
             num_decode_rows=num_new * len(slots) if context > num_new else 0,
             logit_rows=range(num_new * len(slots)),
             adapters=slots if max(slots) >= 0 else None,
-        )
+        ),
     )
 
 

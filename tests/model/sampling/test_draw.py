@@ -1,291 +1,109 @@
-"""The draw against brute force: numpy in float64, one row at a time."""
-
-from itertools import pairwise
-from typing import Any
+"""The noise of draws is Gumbel's, by hash; the front is what brute force finds."""
 
 import numpy as np
 import pytest
 import torch
-from harness import run_in_process
-from hypothesis import assume, given, settings
+from helpers.model.ranked_sampling import reference_noise
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_config
-from torch import Tensor
 
-from tightwire.comm.group.group import Group
-from tightwire.kernels.linear import linear
-from tightwire.model.checkpoint.hf_config import config_from_hf
-from tightwire.model.layout import make_layout
-from tightwire.model.parallel import TensorParallel
+from tightwire.kernels.best_number import keys_of
 from tightwire.model.sampling.draw import (
-    Filters,
-    best_candidates,
-    candidates_needed,
-    draw,
+    FRONT,
+    front_keys,
+    front_of_sorted,
+    hashed,
+    largest_keys,
+    logits_and_ids,
     mix_seed,
-    scatter_candidates,
-    uniforms,
+    padded,
+    scores_of,
+    steps_of,
 )
-from tightwire.model.sampling.parameters import SamplingParams
-from tightwire.model.sampling.sampler import Sampler
-
-MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 
-def filters(temperature: float = 1.0, min_p: float = 0.0, top_k: int = 0, top_p: float = 1.0, *, vocab: int) -> Filters:
-    ranked = top_p < 1 or 0 < top_k < vocab
-    return Filters(
-        temperature_R1=torch.tensor([[temperature]]),
-        min_p_R1=torch.tensor([[min_p]]) if min_p else None,
-        top_k_R1=torch.tensor([[top_k or vocab]]) if ranked else None,
-        top_p_R1=torch.tensor([[top_p]], dtype=torch.float64) if ranked else None,
-    )
+def stream_of(seed: int, position: int) -> torch.Tensor:
+    return torch.from_numpy(hashed(np.array([[mix_seed(seed)]]) + steps_of(np.array([[position]]))))
 
 
-def draw_many(logits: np.ndarray, f: Filters, uniform: np.ndarray) -> np.ndarray:
-    """One logits row, as many draws as there are uniform numbers."""
-    index = torch.zeros(len(uniform), dtype=torch.int64)
-    rows = torch.from_numpy(logits.astype(np.float32))[None].repeat(len(uniform), 1)
-    return draw(rows, rows.max(-1).values, f.rows(index), torch.from_numpy(uniform)).numpy()
+def noise(seed: int, position: int, ids: torch.Tensor) -> torch.Tensor:
+    return scores_of(torch.zeros(1, len(ids)), steps_of(ids), torch.ones(1, 1), stream_of(seed, position))[0]
 
 
-def reference_share(
-    logits: np.ndarray, temperature: float, min_p: float, top_k: int, top_p: float
-) -> tuple[np.ndarray, float]:
-    """The filtered distribution; each filter is applied to the renormalized result of the previous one, ties by id.
+def test_the_hash_is_splitmix64() -> None:
+    """First outputs of the reference implementation for seed 1234567 (S. Vigna, splitmix64.c), in arrays and tensors."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    states = 1234567 + steps_of(np.arange(3))
+    assert hashed(states).view(np.uint64).tolist() == published
+    assert hashed(torch.from_numpy(states)).numpy().view(np.uint64).tolist() == published
 
-    Also how near a cut comes to top_p or min_p: within rounding it may fall on either side.
-    """
-    scaled = logits.astype(np.float64) / temperature
-    p = np.exp(scaled - scaled.max())
-    p /= p.sum()
-    near = np.abs(p / p.max() - min_p).min() if min_p else 1.0
-    p[p < min_p * p.max()] = 0.0
-    order = np.argsort(-p, kind="stable")
-    if top_k:
-        p[order[top_k:]] = 0.0
-    p /= p.sum()
-    before = np.cumsum(p[order]) - p[order]
-    near = min(near, np.abs(before - top_p)[p[order] > 0].min())
-    p[order[before >= top_p]] = 0.0
-    return p / p.sum(), near
+
+@given(seed=st.integers(-(2**63), 2**64), position=st.integers(0, 2**31), token_id=st.integers(0, 2**20))
+def test_noise_is_that_of_seed_position_and_token(seed: int, position: int, token_id: int) -> None:
+    got = noise(seed, position, torch.tensor([token_id])).item()
+    assert got == pytest.approx(reference_noise(seed, position, token_id), rel=1e-5, abs=1e-6)
+
+
+def test_noise_is_that_of_the_id_wherever_its_column_is() -> None:
+    whole = noise(5, 9, torch.arange(5000))
+    assert torch.equal(torch.cat([noise(5, 9, part) for part in torch.arange(5000).split([1, 13, 2500, 2486])]), whole)
+
+
+@pytest.mark.parametrize("along", ["seeds", "positions", "ids"])
+def test_noise_is_gumbels_and_uncorrelated(along: str) -> None:
+    n = 20000
+    if along == "ids":
+        got = noise(5, 3, torch.arange(n)).numpy()
+    else:
+        ids = torch.tensor([7])
+        got = np.array(
+            [noise(s if along == "seeds" else 5, s if along == "positions" else 3, ids).item() for s in range(n)]
+        )
+    uniform = np.exp(-np.exp(-got))
+    counts = np.bincount((uniform * 50).astype(int), minlength=50)
+    assert ((counts - n / 50) ** 2 / (n / 50)).sum() < 110  # chi-square, 49 degrees of freedom: p = 1e-6
+    assert abs(np.corrcoef(uniform[:-1], uniform[1:])[0, 1]) < 5 / np.sqrt(n)
+
+
+def test_the_smallest_and_the_largest_hash_give_finite_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bits, wanted in [(0, 44.36), (-1, -2.81)]:  # 2^-64 and 1 - 2^-24 as uniform numbers
+        monkeypatch.setattr("tightwire.model.sampling.draw.hashed", lambda x, bits=bits: np.full_like(x, bits))
+        assert noise(0, 0, torch.arange(3)).tolist() == pytest.approx([wanted] * 3, abs=0.01)
+
+
+def front(logits: np.ndarray, scores: np.ndarray) -> list[int]:
+    """Ids that no other beats both in logit (of equal ones, the lower id) and in score; best score first."""
+    ids = range(len(logits))
+    kept = [
+        i for i in ids if not any((logits[j], -j) > (logits[i], -i) and scores[j] >= scores[i] and j != i for j in ids)
+    ]
+    return sorted(kept, key=lambda i: -scores[i])
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    vocab=st.integers(1, 60),
-    spread=st.sampled_from([0.1, 1.0, 4.0]),
-    temperature=st.sampled_from([0.3, 1.0, 2.0]),
-    min_p=st.sampled_from([0.0, 0.05, 0.5]),
-    top_k=st.integers(0, 12),
-    top_p=st.sampled_from([1.0, 0.99, 0.7, 0.2, 0.001]),
-    ties=st.booleans(),
-)
-def test_draws_follow_the_filtered_distribution(
-    seed: int, vocab: int, spread: float, temperature: float, min_p: float, top_k: int, top_p: float, ties: bool
-) -> None:
-    logits = np.random.default_rng(seed).normal(0, spread, vocab).astype(np.float32)
-    if ties:
-        logits = np.round(logits)
-    wanted, near = reference_share(logits, temperature, min_p, top_k, top_p)
-    assume(near > 1e-5)
-    grid = (np.arange(500) + 0.5) / 500
-    drawn = draw_many(logits, filters(temperature, min_p, min(top_k, vocab), top_p, vocab=vocab), grid)
-    # An even grid of uniform numbers hits each token's interval within one grid step at either end.
-    got = np.bincount(drawn, minlength=vocab) / len(grid)
-    assert np.abs(got - wanted).max() <= 1.0001 / len(grid) + 1e-5
-    assert not got[wanted == 0].any()
+@given(seed=st.integers(0, 2**32 - 1), vocab=st.integers(1, 80), levels=st.sampled_from([1, 3, 1000]))
+def test_the_front_is_what_no_token_beats_twice(seed: int, vocab: int, levels: int) -> None:
+    random = np.random.default_rng(seed)
+    logits = random.integers(0, levels, vocab).astype(np.float32)
+    scores = logits + random.gumbel(size=vocab)
+    wanted = front(logits, scores)
+    logits_1V, scores_1V = torch.from_numpy(logits)[None], torch.from_numpy(scores)[None]
+    logits_C, ids_C = logits_and_ids(front_keys(logits_1V, scores_1V, 100))
+    assert ids_C[0, : len(wanted)].tolist() == [100 + i for i in wanted]
+    assert ids_C.shape == (1, FRONT) and not logits_C[0, len(wanted) :].isfinite().any()
+    keys, order = keys_of(logits_1V, torch.arange(100, 100 + vocab)).sort(1, descending=True)
+    assert torch.equal(front_of_sorted(keys, scores_1V.gather(1, order)), front_keys(logits_1V, scores_1V, 100))
 
 
-@pytest.mark.parametrize(("spread", "top_p"), [(0.01, 0.1), (0.01, 0.9), (8.0, 0.9)])
-@pytest.mark.parametrize("top_k", [0, 1024, 1025, 3000])
-def test_rows_that_need_the_whole_sort(top_p: float, top_k: int, spread: float) -> None:
-    """With a vocabulary above the width, nearly flat rows need the whole sort, peaked ones do not."""
-    vocab = 4000
-    logits = np.random.default_rng(3).normal(0, spread, vocab).astype(np.float32)
-    wanted, near = reference_share(logits, 1.0, 0.0, top_k, top_p)
-    assert near > 1e-6
-    drawn = draw_many(logits, filters(1.0, 0.0, top_k, top_p, vocab=vocab), (np.arange(3000) + 0.5) / 3000)
-    got = np.bincount(drawn, minlength=vocab) / 3000
-    assert np.abs(got - wanted).max() <= 1.0001 / 3000 + 1e-5
-    assert not got[wanted == 0].any()
+def test_a_larger_front_keeps_the_best_scores_and_the_best_logit() -> None:
+    logits, scores = torch.arange(50.0)[None], torch.arange(50.0, 0.0, -1.0)[None].double()
+    wanted = [*range(FRONT - 1), 49]
+    assert logits_and_ids(front_keys(logits, scores, 0))[1].tolist() == [wanted]
+    keys = keys_of(logits, torch.arange(50)).flip(1)
+    assert logits_and_ids(front_of_sorted(keys, scores.flip(1)))[1].tolist() == [wanted]
 
 
-def test_uniform_numbers_at_the_ends_of_the_interval() -> None:
-    logits = np.array([-np.inf, 2.0, 1.0, -np.inf], np.float32)
-    last = np.array([0.0, 1 - 2.0**-53])
-    assert draw_many(logits, filters(vocab=4), last).tolist() == [1, 2]
-    assert draw_many(logits, filters(top_p=0.99, vocab=4), last).tolist() == [1, 2]
-    assert draw_many(logits, filters(top_p=1e-9, vocab=4), last).tolist() == [1, 1]
-    assert draw_many(logits, filters(temperature=1e30, vocab=4), last).tolist() == [1, 2]
-
-
-def test_equal_tokens_are_filtered_in_order_of_id() -> None:
-    logits = np.zeros(3000, np.float32)
-    for top_k in (3, 1500):
-        drawn = draw_many(logits, filters(top_k=top_k, vocab=3000), np.linspace(0, 1, 3001)[:-1])
-        assert set(drawn.tolist()) == set(range(top_k))
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("top_p", [1.0, 0.5])
-def test_nan_rows_give_an_id_in_the_vocabulary(bad: float, top_p: float) -> None:
-    drawn = draw_many(np.full(1500, bad, np.float32), filters(top_p=top_p, vocab=1500), np.array([0.0, 0.5, 0.999]))
-    assert ((drawn >= 0) & (drawn < 1500)).all()
-
-
-def reference_uniform(seed: int, position: int) -> float:
-    """Splitmix64 in Python integers."""
-
-    def mix(x: int) -> int:
-        x = (x + 0x9E3779B97F4A7C15) & MASK
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
-        return x ^ (x >> 31)
-
-    return (mix((mix(seed & MASK) + position * 0x9E3779B97F4A7C15) & MASK) >> 11) * 2.0**-53
-
-
-@given(seed=st.integers(-(2**63), 2**64), position=st.integers(0, 2**31))
-def test_uniform_numbers_are_splitmix64(seed: int, position: int) -> None:
-    got = uniforms(np.array([mix_seed(seed)], np.uint64), np.array([position], np.uint64))
-    assert got.tolist() == [reference_uniform(seed, position)]
-    assert 0 <= got[0] < 1
-
-
-def test_splitmix64_matches_its_published_sequence() -> None:
-    """First outputs of the reference implementation for seed 1234567 (S. Vigna, splitmix64.c)."""
-    seeds = np.full(3, 1234567, np.uint64)
-    got = uniforms(seeds, np.arange(3, dtype=np.uint64))
-    published = np.array([6457827717110365317, 3203168211198807973, 9817491932198370423], np.uint64)
-    assert got.tolist() == ((published >> np.uint64(11)).astype(np.float64) * 2.0**-53).tolist()
-
-
-@pytest.mark.parametrize("along", ["seeds", "positions"])
-def test_uniform_numbers_are_uniform_and_uncorrelated(along: str) -> None:
-    n = 20000
-    seeds = np.array([mix_seed(s) for s in (range(n) if along == "seeds" else [5] * n)], np.uint64)
-    positions = np.arange(n, dtype=np.uint64) if along == "positions" else np.zeros(n, np.uint64)
-    u = uniforms(seeds, positions)
-    counts = np.bincount((u * 50).astype(int), minlength=50)
-    assert ((counts - n / 50) ** 2 / (n / 50)).sum() < 110  # chi-square, 49 degrees of freedom: p = 1e-6
-    assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 5 / np.sqrt(n)
-
-
-def chi_square(drawn: Tensor, share: np.ndarray) -> float:
-    expected = share * len(drawn)
-    return float(((np.bincount(drawn.numpy(), minlength=len(share)) - expected) ** 2 / expected).sum())
-
-
-@pytest.mark.parametrize("kw", [{}, {"temperature": 0.5}, {"top_p": 0.9999999}])
-def test_draws_over_seeds_agree_with_the_distribution(kw: dict[str, float]) -> None:
-    vocab, n = 8, 20000
-    logits = np.random.default_rng(0).normal(0, 1, vocab).astype(np.float32)
-    u = uniforms(np.array([mix_seed(seed) for seed in range(n)], np.uint64), np.full(n, 3, np.uint64))
-    f = filters(**kw, vocab=vocab)  # pyright: ignore[reportArgumentType]
-    share = np.exp(logits / kw.get("temperature", 1.0))
-    # Chi-square with 7 degrees of freedom exceeds 40 once in a million; the seeds are fixed.
-    assert chi_square(torch.from_numpy(draw_many(logits, f, u)), share / share.sum()) < 40
-
-
-VOCAB = 90
-
-
-class Row:
-    def __init__(self, **params: Any) -> None:
-        self.params = SamplingParams(max_tokens=9, **params)
-        self.stop_ids: frozenset[int] = frozenset()
-        self.token_ids, self.num_prompt_tokens = [1, 2], 1
-
-
-@pytest.mark.parametrize(
-    ("params", "needed"),
-    [
-        ({"temperature": 0.0}, 1),
-        ({"temperature": 1.0, "top_k": 1}, 1),
-        ({"temperature": 1.0, "top_k": 40, "top_p": 0.9, "min_p": 0.1}, 40),
-        ({"temperature": 1.0, "top_k": 257}, 0),
-        ({"temperature": 1.0}, 0),
-        ({"temperature": 1.0, "top_p": 0.5}, 0),
-        ({"temperature": 0.0, "logprobs": 0}, 0),
-        ({"temperature": 0.0, "logit_bias": {3: 1.0}}, 0),
-        ({"temperature": 0.0, "min_tokens": 1}, 0),
-        ({"temperature": 0.0, "repetition_penalty": 1.1}, 0),
-    ],
-)
-def test_candidates_needed(params: dict[str, Any], needed: int) -> None:
-    assert candidates_needed(SamplingParams(max_tokens=1, **params)) == needed
-
-
-def _joined(logits_RV: Tensor, count: int, cuts: list[int]) -> Tensor:
-    """Candidates of ranks that hold the columns between ``cuts``, joined."""
-    bounds = [0, *sorted(cuts), VOCAB]
-    keys = [best_candidates(logits_RV[:, first:stop], count, first) for first, stop in pairwise(bounds)]
-    return scatter_candidates(torch.cat(keys, dim=1), VOCAB)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    levels=st.sampled_from([2, 9, 1000]),
-    cuts=st.sets(st.integers(10, 80), max_size=3).filter(lambda s: all(abs(a - b) >= 10 for a in s for b in s - {a})),
-    top_k=st.sampled_from([0, 1, 2, 5, 10]),
-)
-def test_candidates_give_the_same_choice_as_whole_rows(
-    seed: int, dtype: torch.dtype, levels: int, cuts: set[int], top_k: int
-) -> None:
-    """With few levels many logits are equal; the lowest ids come first for any cuts."""
-    random = torch.Generator().manual_seed(seed)
-    logits_RV = torch.randint(-levels, levels, (4, VOCAB), generator=random).to(dtype) * 0.01
-    rows = [Row(temperature=0.7 if top_k else 0.0, top_k=top_k, top_p=0.9, min_p=0.05, seed=r) for r in range(4)]
-    joined_RV = _joined(logits_RV, candidates_needed(rows[0].params), sorted(cuts))
-    assert Sampler(VOCAB).sample(joined_RV, rows) == Sampler(VOCAB).sample(logits_RV.float(), rows)
-
-
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("odd", [float("nan"), -float("nan"), float("inf")])
-def test_nan_candidates_are_kept(count: int, odd: float) -> None:
-    logits_RV = torch.zeros(2, VOCAB)
-    logits_RV[1, 60] = odd
-    joined_RV = _joined(logits_RV, count, [45])
-    rows = [Row(temperature=0.0), Row(temperature=0.0)]
-    assert Sampler(VOCAB).sample(joined_RV, rows).token_ids == [0, -1]
-
-
-def test_zeros_of_both_signs_are_equal_and_all_minus_infinity_is_no_choice() -> None:
-    logits_RV = torch.full((2, VOCAB), -torch.inf)
-    logits_RV[0, 50], logits_RV[0, 20] = 0.0, -0.0
-    joined_RV = _joined(logits_RV, 1, [45])
-    rows = [Row(temperature=0.0), Row(temperature=0.0)]
-    assert Sampler(VOCAB).sample(joined_RV, rows).token_ids == [20, -1]
-
-
-def _logits(group: Group, num_candidates: int) -> tuple[Tensor | None, int]:
-    config = config_from_hf(tiny_config())
-    layout = make_layout(config, group.world_size, None)
-    parallel = TensorParallel(group, layout, None)
-    hidden_RD = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
-    rows = parallel.shard.vocab_rows
-    head_VD = torch.randn(config.vocab_size, 64, generator=torch.Generator().manual_seed(2))[rows.start : rows.stop]
-    return parallel.gather_logits(linear(hidden_RD, head_VD, out_dtype=torch.float32), num_candidates), group.bytes_sent
-
-
-@pytest.mark.parametrize("num_candidates", [1, 7])
-def test_ranks_send_eight_bytes_a_candidate(num_candidates: int) -> None:
-    (whole_RV, _), *_ = run_in_process(3, _logits, 0)
-    (some_RV, sent), *others = run_in_process(3, _logits, num_candidates)
-    assert whole_RV is not None and some_RV is not None and all(logits is None for logits, _ in others)
-    kept = some_RV.isfinite()
-    assert kept.sum(-1).tolist() == [3 * num_candidates] * 3
-    assert torch.equal(some_RV[kept], whole_RV[kept])
-    assert torch.equal(some_RV.topk(num_candidates).values, whole_RV.topk(num_candidates).values)
-    assert sent == 2 * 3 * num_candidates * 8
-
-
-@pytest.mark.parametrize("num_candidates", [0, 60, 102])
-def test_whole_rows_are_sent_when_smaller_or_needed(num_candidates: int) -> None:
-    (logits_RV, sent), *_ = run_in_process(3, _logits, num_candidates)
-    assert logits_RV is not None and logits_RV.isfinite().all()
-    assert sent == 2 * 3 * make_layout(config_from_hf(tiny_config()), 3, None).max_vocab_rows * 4
+def test_keys_of_no_token_sort_behind_all_others() -> None:
+    keys = padded(keys_of(torch.tensor([[-torch.inf, -3.0, -0.0]]), torch.arange(3)), 5)
+    assert logits_and_ids(largest_keys(keys, 3))[1].tolist() == [[2, 1, 0]]
+    assert logits_and_ids(largest_keys(keys, 9))[0].tolist() == [[0.0, -3.0] + [-torch.inf] * 3]

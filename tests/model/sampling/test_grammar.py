@@ -33,7 +33,7 @@ def masks() -> GrammarMasks:
 
 
 def allowed(grammars: GrammarMasks, row: Row) -> list[int]:
-    (banned_V,) = grammars.banned([row])
+    (banned_V,) = grammars.banned(row)
     assert len(banned_V) == VOCAB
     return [int(id_) for id_ in (~banned_V).nonzero()[0]]
 

@@ -4,7 +4,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightwire.model.sampling.logprobs import Scoring
+from tightwire.model.sampling.logprobs import score_tokens, unpacked_scores
+from tightwire.model.sampling.parameters import TokenScore
+
+
+def scored(logits: torch.Tensor, targets: torch.Tensor, top_n: list[int]) -> list[TokenScore]:
+    return unpacked_scores(score_tokens(logits, targets, max(top_n), 0, lambda x: [x]).numpy(), top_n)
 
 
 @settings(max_examples=60, deadline=None)
@@ -16,7 +21,7 @@ def test_against_numpy(seed: int, rows: int, vocab: int, ties: bool) -> None:
         logits = np.round(logits)  # has both zeros, too
     targets = rng.integers(0, vocab, rows)
     top_n = rng.integers(0, 8, rows).tolist()
-    scores = Scoring(torch.from_numpy(logits), torch.from_numpy(targets), top_n).wait()
+    scores = scored(torch.from_numpy(logits), torch.from_numpy(targets), top_n)
     for r, score in enumerate(scores):
         exact = logits[r].astype(np.float64)
         exact = exact - exact.max() - np.log(np.exp(exact - exact.max()).sum())
@@ -31,13 +36,12 @@ def test_against_numpy(seed: int, rows: int, vocab: int, ties: bool) -> None:
 def test_rows_do_not_depend_on_each_other() -> None:
     logits = torch.randn(21, 5001, generator=torch.Generator().manual_seed(0))
     targets = torch.arange(21)
-    together = Scoring(logits, targets, [4] * 21).wait()
-    alone = [Scoring(logits[r : r + 1], targets[r : r + 1], [4]).wait()[0] for r in range(21)]
+    together = scored(logits, targets, [4] * 21)
+    alone = [scored(logits[r : r + 1], targets[r : r + 1], [4])[0] for r in range(21)]
     assert together == alone
 
 
-def test_banned_tokens_and_bfloat16() -> None:
-    logits = torch.tensor([[0.0, -torch.inf, 1.0]]).bfloat16()
-    (score,) = Scoring(logits, torch.tensor([1]), [3]).wait()
+def test_tokens_without_probability() -> None:
+    (score,) = scored(torch.tensor([[0.0, -torch.inf, 1.0]]), torch.tensor([1]), [3])
     assert (score.logprob, score.rank) == (-np.inf, 3)
     assert [token_id for token_id, _ in score.top] == [2, 0, 1]

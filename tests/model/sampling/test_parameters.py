@@ -1,13 +1,11 @@
-"""Every sampling parameter declares what it needs, so no shortcut ignores it."""
+"""A parameter that depends on earlier tokens keeps the next step from being planned ahead."""
 
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import pytest
 from tiny import banned_ids
 
-from tightwire.model.sampling.draw import candidates_needed
-from tightwire.model.sampling.parameters import Needs, SamplingParams, declared_needs
+from tightwire.model.sampling.parameters import SamplingParams
 
 # One value for each field that differs from its default.
 SET: dict[str, Any] = {
@@ -30,28 +28,16 @@ SET: dict[str, Any] = {
     "bad_words": banned_ids((3, 4)),
     "grammar": "start: /a/",
 }
+NEED_TOKENS = {"presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words", "grammar"}
 
 
-def test_every_parameter_is_classified() -> None:
-    """A new field fails here until it declares what it needs; add it to ``SET`` too."""
-    needs = declared_needs(SamplingParams)
-    assert [name for name, need in needs.items() if need is None] == []
-    assert SET.keys() == needs.keys()
+def test_every_parameter_is_here() -> None:
+    """A new field fails here: add it to ``SET``, and to ``NEED_TOKENS`` if its effect depends on earlier tokens."""
+    assert tuple(SET) == SamplingParams.__struct_fields__
 
 
 @pytest.mark.parametrize("name", SET)
-def test_a_parameter_gets_what_it_declares(name: str) -> None:
-    need = declared_needs(SamplingParams)[name]
+def test_what_depends_on_earlier_tokens_needs_them(name: str) -> None:
     params = SamplingParams(**({"max_tokens": 1, "temperature": 0.0} | {name: SET[name]}))
-
-    assert params.needs_all_logits == (need is not Needs.BEST_LOGITS)
-    assert params.needs_tokens == (need is Needs.TOKENS)
-    assert (candidates_needed(params) > 0) == (need is Needs.BEST_LOGITS)
-
-
-def test_a_field_without_a_declaration_is_found() -> None:
-    class More(msgspec.Struct):
-        known: Annotated[int, Needs.ALL_LOGITS] = 0
-        unknown: int = 0
-
-    assert declared_needs(More) == {"known": Needs.ALL_LOGITS, "unknown": None}
+    assert params.needs_tokens == (name in NEED_TOKENS)
+    assert params.has_mask == (name in {"allowed_token_ids", "bad_words", "grammar"})

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.model.ranked_sampling import RankedSampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import banned_ids
 from torch import Tensor
 
-from tightwire.model.sampling.draw import UNSETTLED
 from tightwire.model.sampling.parameters import SamplingParams
-from tightwire.model.sampling.sampler import PenaltyTables, Sampler
+from tightwire.model.sampling.sampler import Sampler, Wanted
 
 STOP = 2
 
@@ -45,7 +45,7 @@ def test_greedy_takes_the_largest_logit_with_the_lowest_id(device: str) -> None:
     logits = logits_of(0, 3, 5000)
     logits[1, [4000, 77, 999]] = 50.0
     logits[2] = 0.0
-    sampled = Sampler(5000, device).sample(logits.to(device), [row(), row(), row()])
+    sampled = RankedSampler(5000, device).sample(logits.to(device), [row(), row(), row()])
     assert sampled.token_ids == [int(logits[0].argmax()), 77, 0]
     assert sampled.scores == [None] * 3
 
@@ -54,7 +54,7 @@ def test_greedy_takes_the_largest_logit_with_the_lowest_id(device: str) -> None:
 def test_other_greedy_parameters(kw: dict[str, Any]) -> None:
     logits = logits_of(1, 1, 50)
     logits[0, [40, 9]] = 20.0
-    assert Sampler(50).sample(logits, [row(**kw)]).token_ids == [9]
+    assert RankedSampler(50).sample(logits, [row(**kw)]).token_ids == [9]
 
 
 def test_order_is_bias_then_bans_then_penalties() -> None:
@@ -62,14 +62,14 @@ def test_order_is_bias_then_bans_then_penalties() -> None:
     logits = torch.tensor([[0.0, 0.0, 9.0, 4.0, 3.0, 1.0]])
     first = row(logit_bias={STOP: 50.0, 3: -3.5}, min_tokens=1, repetition_penalty=4.0)
     # 2 banned in spite of its bias; 3: 0.5; 4 in the prompt: 3 / 4 = 0.75; 5 in the prompt: (1 + 0) / 4
-    assert Sampler(6).sample(logits, [Row(first.params, token_ids=[4, 5, 5])]).token_ids == [4]
+    assert RankedSampler(6).sample(logits, [Row(first.params, token_ids=[4, 5, 5])]).token_ids == [4]
     # a bias of 8 on the penalized 5 is scaled with it: (1 + 8) / 4 = 2.25
     biased = row(logit_bias={5: 8.0, 3: -3.5}, min_tokens=1, repetition_penalty=4.0)
-    assert Sampler(6).sample(logits, [Row(biased.params, token_ids=[4, 5, 5])]).token_ids == [5]
+    assert RankedSampler(6).sample(logits, [Row(biased.params, token_ids=[4, 5, 5])]).token_ids == [5]
 
 
 def test_min_tokens_ends_after_that_many() -> None:
-    logits, r, sampler = torch.tensor([[0.0, 1.0, 9.0, 2.0]]), row(min_tokens=2), Sampler(4)
+    logits, r, sampler = torch.tensor([[0.0, 1.0, 9.0, 2.0]]), row(min_tokens=2), RankedSampler(4)
     got = []
     for _ in range(3):
         (token_id,) = sampler.sample(logits, [r]).token_ids
@@ -103,7 +103,7 @@ def test_bans_are_those_of_vllm(
     held.token_ids += output
     free = [i for i in range(6) if (allowed is None or i in allowed) and i not in banned_by_vllm(words, output)]
     company = row()  # its neighbour is not affected
-    got = Sampler(6).sample(logits.repeat(2, 1), [held, company])
+    got = RankedSampler(6).sample(logits.repeat(2, 1), [held, company])
     assert got.token_ids == [free[0] if free else -1, 0]
 
 
@@ -114,7 +114,7 @@ def test_logits_are_not_modified(device: str) -> None:
         row(logit_bias={5: 9.0}, min_tokens=3, presence_penalty=1.0, temperature=1.0),
         row(top_p=0.5, temperature=1),
     ]
-    Sampler(100, device).sample(logits, rows)
+    RankedSampler(100, device).sample(logits, rows)
     assert torch.equal(logits, before)
 
 
@@ -159,8 +159,8 @@ def check_batch_independence(seed: int, num_rows: int, device: str) -> None:
     vocab, rng = 4999, random.Random(seed)
     rows = [random_row(rng, vocab) for _ in range(num_rows)]
     logits = logits_of(seed % 1000, num_rows, vocab, spread=rng.choice([0.2, 3.0])).to(device)
-    alone = [Sampler(vocab, device).sample(logits[r : r + 1], [rows[r]]) for r in range(num_rows)]
-    sampler = Sampler(vocab, device)
+    alone = [RankedSampler(vocab, device).sample(logits[r : r + 1], [rows[r]]) for r in range(num_rows)]
+    sampler = RankedSampler(vocab, device)
     for _ in range(4):
         company = rng.sample(range(num_rows), rng.randint(1, num_rows))
         got = sampler.sample(logits[company], [rows[r] for r in company])
@@ -170,34 +170,8 @@ def check_batch_independence(seed: int, num_rows: int, device: str) -> None:
     assert everyone.token_ids == [one.token_ids[0] for one in alone]
 
 
-def test_a_choice_without_waiting_is_the_same_and_reports_late_rows(device: str) -> None:
-    """With flat logits some top_p rows need more than the best 1024; other rows do not."""
-    vocab = 4999
-    logits = logits_of(5, 6, vocab, spread=0.5)
-    logits[4] = float("nan")
-    logits = logits.to(device)
-    rows = [
-        row(),
-        row(temperature=1.0, seed=1),
-        row(temperature=1.0, seed=2, top_k=40, logprobs=2),
-        row(temperature=1.0, seed=3, top_p=0.99, logprobs=2),
-        row(temperature=1.0, seed=4, top_p=0.99),
-        row(temperature=1e-3, seed=5, top_p=0.9),
-    ]
-    choice = Sampler(vocab, device).start(logits, rows, waits=False)
-    for r in rows:
-        r.token_ids.append(-1)  # what stands for it when the next step is planned
-    got = choice.wait()
-    for r in rows:
-        r.token_ids.pop()
-    wanted = Sampler(vocab, device).sample(logits, rows)
-    assert (got.token_ids, got.scores) == (wanted.token_ids, wanted.scores)
-    assert list(got.late) == [3] and not wanted.late
-    assert choice.ids_R.tolist() == [UNSETTLED if r == 3 else token_id for r, token_id in enumerate(wanted.token_ids)]
-
-
 def test_seed_and_position_decide() -> None:
-    logits, sampler = logits_of(3, 1, 500), Sampler(500)
+    logits, sampler = logits_of(3, 1, 500), RankedSampler(500)
 
     def draw(seed: int, num_output: int) -> int:
         r = row(temperature=1.0, seed=seed)
@@ -210,21 +184,21 @@ def test_seed_and_position_decide() -> None:
 
 
 def test_draws_of_one_seed_agree_with_the_distribution() -> None:
-    """One request of 20000 tokens: chi-square below what 7 degrees of freedom exceed once in a million."""
-    logits, sampler, r = logits_of(4, 1, 8, spread=1.0), Sampler(8), row(temperature=0.8, seed=11)
+    """One request of 5000 tokens: chi-square below what 7 degrees of freedom exceed once in a million."""
+    logits, sampler, r = logits_of(4, 1, 8, spread=1.0), RankedSampler(8), row(temperature=0.8, seed=11)
     counts = np.zeros(8)
-    for _ in range(20000):
+    for _ in range(5000):
         (token_id,) = sampler.sample(logits, [r]).token_ids
         counts[token_id] += 1
         r.token_ids.append(token_id)
-    expected = (logits[0] / 0.8).softmax(-1).numpy() * 20000
+    expected = (logits[0] / 0.8).softmax(-1).numpy() * 5000
     assert ((counts - expected) ** 2 / expected).sum() < 40
 
 
 def test_scores_of_the_chosen_token_before_any_processing() -> None:
     logits = logits_of(5, 3, 200)
     rows = [row(), row(logprobs=3, logit_bias={50: 99.0}), row(logprobs=0, temperature=1.0, seed=4)]
-    sampled = Sampler(200).sample(logits, rows)
+    sampled = RankedSampler(200).sample(logits, rows)
     first, second, third = sampled.scores
     assert first is None and second is not None and third is not None
     exact = logits.log_softmax(-1)
@@ -238,7 +212,9 @@ def test_scores_of_the_chosen_token_before_any_processing() -> None:
 def test_score_of_given_targets() -> None:
     logits = logits_of(6, 130, 90)
     targets = [r % 90 for r in range(130)]
-    scores = Sampler(90).score(logits, targets, top_n=2)
+    prompt = [0, *targets]
+    sampler, held = RankedSampler(90), Row(SamplingParams(max_tokens=0, prompt_logprobs=2), token_ids=prompt)
+    scores = [score for score in sampler.answer(logits, [Wanted(held, targets, samples=False)]).scores if score]
     exact = logits.log_softmax(-1)
     assert [s.token_id for s in scores] == targets
     assert [s.logprob for s in scores] == pytest.approx(exact[range(130), targets].tolist(), abs=1e-6)
@@ -250,29 +226,29 @@ def test_score_of_given_targets() -> None:
 def test_nan_rows_are_reported_and_affect_no_other_row(kw: dict[str, Any], bad: float) -> None:
     logits = logits_of(7, 2, 300)
     logits[0, 17] = bad
-    sampled = Sampler(300).sample(logits, [row(**kw), row()])
+    sampled = RankedSampler(300).sample(logits, [row(**kw), row()])
     assert sampled.token_ids == [-1, int(logits[1].argmax())]
 
 
 def test_parameters_beyond_the_vocabulary_are_harmless() -> None:
     logits = logits_of(8, 1, 10)
-    wide = Sampler(10).sample(logits, [row(temperature=1.0, seed=1, top_k=2**70, logprobs=50)])
-    assert wide.token_ids == Sampler(10).sample(logits, [row(temperature=1.0, seed=1)]).token_ids
+    wide = RankedSampler(10).sample(logits, [row(temperature=1.0, seed=1, top_k=2**70, logprobs=50)])
+    assert wide.token_ids == RankedSampler(10).sample(logits, [row(temperature=1.0, seed=1)]).token_ids
     assert wide.scores[0] is not None and len(wide.scores[0].top) == 10
 
 
 def test_release_forgets() -> None:
-    sampler, r = Sampler(20), row(presence_penalty=1.0)
+    sampler, r = RankedSampler(20), row(presence_penalty=1.0)
     sampler.sample(logits_of(9, 1, 20), [r])
-    assert len(sampler._penalties._counts) == 1
+    assert len(sampler._states) == 1
     sampler.release(r)
     sampler.release(r)
-    assert len(sampler._penalties._counts) == 0
+    assert len(sampler._states) == 0
 
 
 def test_wrong_shapes_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"expected logits \(1, 20\), got \(2, 20\)"):
-        Sampler(20).sample(torch.zeros(2, 20), [row()])
+        RankedSampler(20).sample(torch.zeros(2, 20), [row()])
     with pytest.raises(ValueError, match="vocabularies of 1 to 1048576 tokens, got 2000000"):
         Sampler(2_000_000)
 
@@ -281,7 +257,7 @@ def test_cost_at_batch_one() -> None:
     """Greedy under 0.3 ms, seeded top_p under 1.5 ms for 49152 tokens; the limits leave room for a busy machine."""
     logits = logits_of(10, 1, 49152, spread=3.0)
     for r, limit_s in [(row(), 1e-3), (row(temperature=0.8, top_p=0.9, seed=3), 5e-3)]:
-        sampler, seconds = Sampler(49152), []
+        sampler, seconds = RankedSampler(49152), []
         for _ in range(20):
             start = time.perf_counter()
             r.token_ids.extend(sampler.sample(logits, [r]).token_ids)
@@ -318,49 +294,31 @@ _penalty = st.sampled_from([-2.0, 0.0, 0.3, 2.0])
     seed=st.integers(0, 1000),
 )
 def test_against_token_by_token(rows: list[tuple[list[int], list[int], float, float, float]], seed: int) -> None:
-    tables = PenaltyTables(VOCAB, torch.device("cpu"))
+    sampler = RankedSampler(VOCAB)
     held = [
         penalized_row(prompt, output, presence_penalty=p, frequency_penalty=f, repetition_penalty=r)
         for prompt, output, p, f, r in rows
     ]
-    logits = torch.randn(len(held) + 1, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
-    untouched = logits[0].clone()
-    wanted = [reference(logits[i + 1].numpy(), r) for i, r in enumerate(held)]
-    got = logits.clone()
-    tables.apply_(got.clone(), range(1, len(held) + 1), held)  # asking again must not count again
-    tables.apply_(got, range(1, len(held) + 1), held)
-    assert torch.equal(got[0], untouched)
-    np.testing.assert_allclose(got[1:].numpy(), np.stack(wanted), atol=1e-5)
+    logits = torch.randn(len(held), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    wanted = [reference(logits[i].numpy(), r) for i, r in enumerate(held)]
+    edited(sampler, logits, held)  # asking again must not count again
+    np.testing.assert_allclose(edited(sampler, logits, held).numpy(), np.stack(wanted), atol=1e-5)
+
+
+def edited(sampler: RankedSampler, logits: Tensor, rows: list[Row]) -> Tensor:
+    """The logits after bias, bans and penalties."""
+    (chooser,) = sampler.choosers
+    return chooser._edited(logits, sampler.rows([Wanted(r) for r in rows]), b"")
 
 
 def test_new_tokens_are_counted() -> None:
-    tables = PenaltyTables(VOCAB, torch.device("cpu"))
+    sampler = RankedSampler(VOCAB)
     r = penalized_row([1, 2], [], frequency_penalty=1.0)
     for token_id, count in [(3, 1.0), (3, 2.0), (1, 1.0), (3, 3.0)]:
         r.token_ids.append(token_id)
-        logits = torch.zeros(1, VOCAB)
-        tables.apply_(logits, [0], [r])
+        logits = edited(sampler, torch.zeros(1, VOCAB), [r])
         assert logits[0, token_id] == -count
     assert logits[0].tolist() == [0, -1, 0, -3] + [0] * 8  # the prompt's own 1 and 2 do not count
-
-
-def test_counts_end_with_their_sequence() -> None:
-    tables = PenaltyTables(VOCAB, torch.device("cpu"))
-    assert len(tables._counts) == 0
-    first, second = penalized_row([1], [2, 2], repetition_penalty=2.0), penalized_row([4], [5], repetition_penalty=2.0)
-    tables.apply_(torch.zeros(2, VOCAB), [0, 1], [first, second])
-    assert len(tables._counts) == 2
-    tables.release(first)
-    tables.release(first)
-    assert len(tables._counts) == 1
-    third = penalized_row([7], [8], repetition_penalty=2.0)
-    logits = torch.ones(2, VOCAB)
-    tables.apply_(logits, [0, 1], [second, third])
-    assert len(tables._counts) == 2
-    assert (logits == 0.5).nonzero().tolist() == [[0, 4], [0, 5], [1, 7], [1, 8]]
-    tables.release(second)
-    tables.release(third)
-    assert len(tables._counts) == 0
 
 
 def test_has_penalties() -> None:

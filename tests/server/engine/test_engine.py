@@ -361,10 +361,10 @@ def test_penalty_counts_end_with_the_requests() -> None:
     for i in range(5):
         engine.add(AddRequest(str(i), [5, i], params(presence_penalty=1.0, max_tokens=3 + i)))
     engine.step()
-    assert len(sampler._penalties._counts) == 5
+    assert len(sampler._states) == 5
     engine.cancel(["4"])
     drain(engine, answers)
-    assert len(sampler._penalties._counts) == 0
+    assert len(sampler._states) == 0
 
 
 def test_end_tokens_outside_the_vocabulary_are_an_error() -> None:

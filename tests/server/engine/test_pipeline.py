@@ -13,9 +13,8 @@ from tiny import VARIANTS, make_tiny
 from torch import Tensor
 
 from tightwire.model.open import Checkpoint, open_checkpoint
-from tightwire.model.sampling import draw
 from tightwire.model.sampling.parameters import SamplingParams
-from tightwire.model.sampling.sampler import Choice, Sampled, Sampler, SamplingRow
+from tightwire.model.sampling.sampler import Choice, Sampled, Sampler
 from tightwire.model.step import StepPlan, ints
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import NgramDrafter
@@ -60,29 +59,28 @@ class _Watched(FakeRunner):
         return super().execute(plan, chosen_R)
 
 
-class _WatchedSampler(Sampler):
-    """Notes in ``seen`` when a step's tokens are waited for."""
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a ``_Watched`` runner ran, and when a step's tokens were waited for."""
+    seen: list[str] = []
+    made: list[Choice] = []
 
-    def __init__(self, seen: list[str]) -> None:
-        super().__init__(VOCAB)
-        self._seen, self._number = seen, 0
+    class Watched(Choice):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(self)
 
-    def start(self, logits_RV: Tensor, rows: Sequence[SamplingRow], *, waits: bool) -> Choice:
-        choice, seen, number = super().start(logits_RV, rows, waits=waits), self._seen, self._number + 1
-        self._number, wait = number, choice.wait
+        def wait(self) -> Sampled:
+            seen.append(f"wait {1 + made.index(self)}")
+            return super().wait()
 
-        def noted() -> Sampled:
-            seen.append(f"wait {number}")
-            return wait()
-
-        choice.wait = noted
-        return choice
+    monkeypatch.setattr("tightwire.server.engine.pipeline.Choice", Watched)
+    return seen
 
 
 @pytest.mark.parametrize("plan_ahead", [False, True])
-def test_a_step_is_launched_before_its_predecessor_is_waited_for(plan_ahead: bool) -> None:
-    seen: list[str] = []
-    engine = make_engine(_Watched(seen), sampler=_WatchedSampler(seen), plan_ahead=plan_ahead)
+def test_a_step_is_launched_before_its_predecessor_is_waited_for(plan_ahead: bool, seen: list[str]) -> None:
+    engine = make_engine(_Watched(seen), plan_ahead=plan_ahead)
     engine.add(AddRequest("a", [5, 6], params(max_tokens=3)))
     told = []
     while engine.has_work():
@@ -126,9 +124,8 @@ def test_a_row_after_a_stop_token_is_dropped() -> None:
     assert (stats.counters.num_generation_tokens, stats.total.num_free_blocks) == (4 + 7, ROOMY.num_blocks)
 
 
-def test_a_step_whose_sequences_all_ended_is_not_waited_for() -> None:
-    seen: list[str] = []
-    engine = make_engine(_Watched(seen), sampler=_WatchedSampler(seen))
+def test_a_step_whose_sequences_all_ended_is_not_waited_for(seen: list[str]) -> None:
+    engine = make_engine(_Watched(seen))
     text = greedy_text([5, 6], 2)
     engine.add(AddRequest("a", [5, 6], params(stop_token_ids=(text[1],))))
     outputs = run_to_end(engine)
@@ -284,11 +281,7 @@ def _answers(
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
-def test_answers_of_a_real_model_are_bit_identical(
-    tp: int, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also when a draw needs more than the best few tokens, so that the next step was launched with a wrong one."""
-    monkeypatch.setattr(draw, "_WIDTH", 16)
+def test_answers_of_a_real_model_are_bit_identical(tp: int, checkpoint: Checkpoint) -> None:
     options: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 12}
     (wanted, _), (told, engine) = (_answers(checkpoint, tp, plan_ahead, **options) for plan_ahead in (False, True))
     assert told == wanted
@@ -312,17 +305,22 @@ def test_answers_are_the_same_with_preemptions(checkpoint: Checkpoint) -> None:
     )
 
 
-def test_late_choices_drop_the_next_row(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a width of one token, hardly any draw is settled without the whole sort."""
-    monkeypatch.setattr(draw, "_WIDTH", 1)
-    settings = {"temperature": 1.5, "top_p": 0.99, "seed": 3, "max_tokens": 12}
-    texts, num_steps = [], []
-    for plan_ahead in (False, True):
-        with local_engine(checkpoint, max_model_len=256, plan_ahead=plan_ahead) as local:
-            texts.append(continue_prompts(local.engine, [[5, 9]], **settings))
-            num_steps.append(local.engine.stats().counters.num_steps)
-    assert texts[0] == texts[1]
-    assert num_steps[0] == 12 and num_steps[1] > 18
+def test_a_seed_has_one_text_on_any_number_of_ranks(checkpoint: Checkpoint) -> None:
+    filters = [
+        {},
+        {"top_p": 0.9},
+        {"min_p": 0.02},
+        {"top_k": 20, "top_p": 0.8},
+        {"presence_penalty": 0.5, "top_p": 0.9},
+    ]
+    for changes in filters:
+        texts = []
+        for tp in (1, 2, 3):
+            with local_engine(checkpoint, tp=tp, max_model_len=256) as local:
+                settings = {"temperature": 1.2, "seed": 3, "max_tokens": 24, **changes}
+                texts.append(continue_prompts(local.engine, [[5, 9], [7, 80, 3]], **settings))
+        assert texts[0] == texts[1] == texts[2]
+        assert len(set(texts[0][0])) > 6
 
 
 def test_rank_0_sends_the_tokens_it_chose_and_they_are_counted(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_carried_errors_take_memory_of_every_rank_and_are_shown() -> None:
     assert "carried errors" in with_errors.table() and "carried errors" not in without.table()
 
 
-@pytest.mark.parametrize(("tp", "copies"), [(1, [3.0]), (2, [3.0, 1.5]), (4, [3.0, 0.75, 0.75, 0.75])])
+@pytest.mark.parametrize(("tp", "copies"), [(1, [3.0]), (2, [1.5, 1.5]), (4, [0.75] * 4)])
 def test_scored_rows_take_the_logits_that_each_rank_holds_at_once(tp: int, copies: list[float]) -> None:
     """In copies of all logits of as many rows as a step may score and generate, as measured (bench/RESULTS.md)."""
     few, many = (budget(64, tp, max_num_seqs=rows).ranks for rows in (16, 496))

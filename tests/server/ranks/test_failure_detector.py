@@ -210,12 +210,12 @@ def test_a_replica_may_wait_for_another_one_as_long_as_that_gets_on(clock: Clock
     def beat_all(busy_s: float, num_collectives: int) -> None:
         for rank in (0, 1):
             watch.heard(
-                Heartbeat(rank=rank, step=9, doing="step 9", busy_s=busy_s, num_collectives=9, num_logits_gathers=5)
+                Heartbeat(rank=rank, step=9, doing="step 9", busy_s=busy_s, num_collectives=9, num_choice_gathers=5)
             )
         for rank, number in ((2, num_collectives), (3, num_collectives - 1)):
             watch.heard(
                 Heartbeat(
-                    rank=rank, step=9, doing="step 9", busy_s=busy_s, num_collectives=number, num_logits_gathers=4
+                    rank=rank, step=9, doing="step 9", busy_s=busy_s, num_collectives=number, num_choice_gathers=4
                 )
             )
 

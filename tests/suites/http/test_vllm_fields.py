@@ -267,13 +267,3 @@ async def test_a_prompt_ends_in_one_way(
     for path in ("/v1/chat/completions", "/tokenize"):
         error = error_of(await client.post(path, json={"messages": [USER], **fields}))
         assert error["param"] == param and message in error["message"]
-
-
-@pytest.mark.parametrize("name", ["allowed_token_ids", "bad_words"])
-async def test_bans_see_all_logits(name: str) -> None:
-    """The shortcut that sends only the best logits of each rank is off."""
-    engine = SamplingEngine()
-    fields = {"allowed_token_ids": ABC, "bad_words": ["q"]}
-    async with open_client(engine) as client:
-        await ask(client, "/v1/completions", temperature=0, max_tokens=2, **{name: fields[name]})
-    assert engine.submitted[0].params.needs_all_logits

@@ -14,6 +14,7 @@ import pytest
 import torch
 from harness import Ranks, run_ranks
 from helpers.comm.fixed_policy import fixed_policy, make_arms
+from helpers.model.whole_logits import whole_logits
 from tiny import make_tiny
 
 from tightwire.comm.all_reduce.make import make_all_reduce
@@ -95,10 +96,10 @@ def _generate(group: Group, model: Path, dtype: torch.dtype, quantization: str, 
             TensorParallel, "sums_in_kernel", TensorParallel.sums_in_kernel if in_kernel else lambda *given: None
         ),
     ):
-        runner.execute(_plan([(20, 20)] * 32, generated=False))
+        whole_logits(runner, _plan([(20, 20)] * 32, generated=False))
         for num_seqs in (1, 9, 32):
-            logits.append(runner.execute(_plan([(1, 21)] * num_seqs, generated=True)))
-        logits.append(runner.execute(_plan([(2, 22), (1, 21)], generated=True, arm=1)))
+            logits.append(whole_logits(runner, _plan([(1, 21)] * num_seqs, generated=True)))
+        logits.append(whole_logits(runner, _plan([(2, 22), (1, 21)], generated=True, arm=1)))
     return _Seen(
         [found.numpy().tobytes() for found in logits if found is not None],
         [(*count._replace(seconds=0.0), group.bytes_sent) for count in ledger.counters.counts()],
@@ -147,12 +148,12 @@ def _slowly(group: Group, model: Path, threads: int, slow: bool) -> bytes:
         time.sleep(0.03)
         run(program, first, first + 1, *rest)
 
-    runner.execute(_plan([(20, 20)] * 9, generated=False))
+    whole_logits(runner, _plan([(20, 20)] * 9, generated=False))
     with (
         patch.object(decode_program, "useful_threads", lambda num_rows, num_weights: threads),
         patch.object(DecodeProgram, "_run", run_a_part if slow and group.rank == _ODD_RANK else run),
     ):
-        logits = runner.execute(_plan([(1, 21)] * 9, generated=True))
+        logits = whole_logits(runner, _plan([(1, 21)] * 9, generated=True))
     return b"" if logits is None else logits.numpy().tobytes()
 
 
@@ -187,7 +188,7 @@ def _until_the_odd_rank(
             else make_all_reduce("two-shot", group)(rows_TD)
         )
 
-    runner.execute(_plan([(20, 20)], generated=False))
+    whole_logits(runner, _plan([(20, 20)], generated=False))
     try:
         with contextlib.ExitStack() as patches:
             if group.rank == _ODD_RANK and act == "another call":  # one by one, beside ranks that sum in their kernels
@@ -195,7 +196,7 @@ def _until_the_odd_rank(
                 patches.enter_context(patch.object(TensorParallel, "sum_rows", sum_two))
             elif group.rank == _ODD_RANK:
                 patches.enter_context(patch.object(DecodeProgram, "_run", run_two_parts))
-            runner.execute(_plan([(1, 21)], generated=True))
+            whole_logits(runner, _plan([(1, 21)], generated=True))
     except CommError as error:
         calls = sum(count.calls for count in group.ledger.counters.counts() if count.phase == "decode")
         return type(error), error.ranks, str(error), calls

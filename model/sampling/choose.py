@@ -1,0 +1,254 @@
+"""Chooses the tokens of a step on every rank, from the columns of the logits that each rank has.
+
+Ranks tell each other keys, once: 8 bytes a row for the largest logit or for a draw from the softmax, 8 bytes for each of top_k,
+and a front (``draw``) for min_p and top_p. For top_p they then tell the masses of the tokens before each of the front. A row
+with logprobs takes two rounds more. No rank ever has all logits.
+
+The order is that of vLLM: logit_bias; bans; repetition, frequency and presence penalties; temperature; min_p; top_k; top_p;
+one draw. Each filter applies to the result of the previous one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tightwire.kernels.best_number import best_keys, keys_of
+from tightwire.kernels.transfer import upload
+from tightwire.model.sampling.draw import (
+    FRONT,
+    front_keys,
+    front_of_sorted,
+    largest_keys,
+    logits_and_ids,
+    masses_before,
+    padded,
+    scores_of,
+    shares_of,
+    steps_of,
+    weights_of,
+)
+from tightwire.model.sampling.logprobs import score_tokens
+from tightwire.model.sampling.parameters import GREEDY_BELOW
+from tightwire.model.sampling.rows import Column, SampleRows, unpacked_edits
+
+Gather = Callable[[Tensor], Sequence[Tensor]]  # all ranks' tensors, of one shape, in rank order
+
+# Rows processed at once on a CPU: temporaries of 8 rows of 49152 tokens fit in the CPU cache (32 rows: 3 times slower).
+_CPU_ROWS = 8
+_DEVICE_ROWS = 64
+
+
+def rows_at_once(x: Tensor) -> int:
+    return _CPU_ROWS if x.is_cpu else _DEVICE_ROWS
+
+
+class TokenChooser:
+    """One rank's part in choosing tokens. All ranks call ``choose`` with the same rows and their own logits."""
+
+    def __init__(
+        self,
+        vocab_rows: Sequence[range],
+        rank: int,
+        device: torch.device,
+        gather: Callable[[Tensor, str], Sequence[Tensor]],
+    ) -> None:
+        """``vocab_rows``: the token ids of each rank's columns. ``gather``: a ``Gather`` that is told the phase too."""
+        self._ids, self._gather, self._device = vocab_rows[rank], gather, device
+        self._vocab_size, self._most_columns = vocab_rows[-1].stop, max(map(len, vocab_rows))
+        self._steps_V = steps_of(torch.arange(self._ids.start, self._ids.stop, device=device))
+
+    @torch.inference_mode()
+    def choose(self, logits_RV: Tensor, rows: SampleRows, banned: bytes = b"", phase: str = "") -> Tensor:
+        """Return ``rows.num_results`` int64, the same on all ranks: R tokens, and scores as ``logprobs`` has them.
+
+        A token is -1 if the row's largest logit is not finite (NaN, inf, all banned). ``logits_RV``: float32, not modified.
+        ``banned``: a bit for each token of the vocabulary, for each masked row.
+        """
+        if logits_RV.shape != (num_rows := len(rows.table_RC), len(self._ids)):
+            raise ValueError(f"expected logits ({num_rows}, {len(self._ids)}), got {tuple(logits_RV.shape)}")
+
+        def gather(x: Tensor) -> Sequence[Tensor]:
+            return self._gather(x, phase)
+
+        ids_R = upload(rows.column(Column.TARGET), torch.int64, self._device)
+        choosing = np.flatnonzero(rows.column(Column.TARGET) < 0)
+        if len(choosing):
+            ids_R = self._draw(self._edited(logits_RV, rows, banned), rows, choosing, ids_R, gather)
+        scored = rows.scored
+        if not len(scored):
+            return ids_R
+        scores = score_tokens(_take(logits_RV, scored), _take(ids_R, scored), rows.num_top, self._ids.start, gather)
+        return torch.cat([ids_R, scores.view(-1)])
+
+    def _edited(self, logits_RV: Tensor, rows: SampleRows, banned: bytes) -> Tensor:
+        """Return logits after bias, bans and penalties; the same tensor if there are none."""
+        if not (rows.bias or rows.counts or banned):
+            return logits_RV
+        logits_RV = logits_RV.clone()
+        if rows.bias:
+            row_I, column_I, value_I = self._uploaded(rows.bias)
+            logits_RV.index_put_((row_I, column_I), value_I, accumulate=True)
+        if banned:
+            masked = np.flatnonzero(rows.column(Column.MASKED))
+            bits = np.frombuffer(banned, np.uint8).reshape(len(masked), -1)
+            banned_IV = np.unpackbits(bits, 1, self._vocab_size)[:, self._ids.start : self._ids.stop].astype(bool)
+            row_I = upload(masked, torch.int64, self._device)
+            logits_RV[row_I] = logits_RV[row_I].masked_fill_(upload(banned_IV, torch.bool, self._device), -torch.inf)
+        if rows.counts:
+            row_I, column_I, count_I = self._uploaded(rows.counts)
+            penalties = (Column.REPETITION, Column.FREQUENCY, Column.PRESENCE)
+            table_RC = upload(rows.table_RC[:, penalties], torch.float32, self._device)
+            repetition_I, frequency_I, presence_I = table_RC[row_I].unbind(1)
+            logit_I = logits_RV[row_I, column_I]
+            logit_I = torch.where(logit_I > 0, logit_I / repetition_I, logit_I * repetition_I)
+            logits_RV[row_I, column_I] = logit_I - frequency_I * count_I - presence_I * (count_I > 0)
+        return logits_RV
+
+    def _uploaded(self, edits: bytes) -> tuple[Tensor, Tensor, Tensor]:
+        row_I, column_I, value_I = unpacked_edits(edits, self._ids)
+        row, column = (upload(x, torch.int64, self._device) for x in (row_I, column_I))
+        return row, column, upload(value_I, torch.float32, self._device)
+
+    def _draw(self, logits_RV: Tensor, rows: SampleRows, choosing: np.ndarray, ids_R: Tensor, gather: Gather) -> Tensor:
+        """Return ``ids_R`` with the tokens drawn for the rows ``choosing``."""
+        table_RC = upload(rows.table_RC, torch.float64, self._device)
+        kind_R = _kinds(rows, self._vocab_size)[choosing]
+        indices = {kind: choosing[kind_R == kind] for kind in _Kind if (kind_R == kind).any()}
+        groups = {kind: self._group(rows, i, logits_RV, table_RC) for kind, i in indices.items()}
+        keys = [self._local_keys(kind, group) for kind, group in groups.items()]
+        gathered = gather(torch.cat([own_RC.view(-1) for own_RC in keys]))
+        by_rank = [own.split([own_RC.numel() for own_RC in keys]) for own in gathered]
+        for number, (kind, group) in enumerate(groups.items()):
+            keys_RC = torch.cat([own[number].view(keys[number].shape) for own in by_rank], 1)
+            best_R = keys_RC.amax(1)
+            chosen_R = self._winners(kind, group, keys_RC, gather)
+            finite_R = logits_and_ids(best_R)[0].isfinite() & logits_and_ids(chosen_R)[0].isfinite()
+            drawn_R = torch.where(finite_R, logits_and_ids(chosen_R)[1], -1)
+            ids_R = ids_R.index_copy(0, upload(indices[kind], torch.int64, self._device), drawn_R)
+        return ids_R
+
+    def _group(self, rows: SampleRows, index: np.ndarray, logits_RV: Tensor, table_RC: Tensor) -> "_Group":
+        top_k, has_top_p = (
+            int(rows.column(Column.TOP_K)[index].max()),
+            bool((rows.column(Column.TOP_P)[index] < 1).any()),
+        )
+        return _Group(_take(logits_RV, index), _take(table_RC, index), top_k, has_top_p)
+
+    def _local_keys(self, kind: "_Kind", group: "_Group") -> Tensor:
+        """Return (R, C) keys of this rank's columns that the other ranks need; C depends on the rows alone."""
+        first_id = self._ids.start
+        if kind is _Kind.GREEDY:
+            return best_keys(group.logits_RV, first_id)[:, None]
+        if kind is _Kind.TOP_K:
+            ids_V = torch.arange(first_id, self._ids.stop, device=self._device)
+            width = min(group.top_k, self._most_columns)
+            parts = [largest_keys(keys_of(part.logits_RV, ids_V), width) for (part,) in group.parts()]
+            return padded(torch.cat(parts), width)
+        found = []
+        for (part,) in group.parts():
+            scores_RV = part.scores(part.logits_RV, self._steps_V)
+            if kind is _Kind.FRONT:
+                found.append(front_keys(part.logits_RV, scores_RV, first_id))
+            else:
+                place_R1 = scores_RV.argmax(1, keepdim=True)
+                found.append(keys_of(part.logits_RV.gather(1, place_R1), place_R1 + first_id))
+        return torch.cat(found)
+
+    def _winners(self, kind: "_Kind", group: "_Group", keys_RC: Tensor, gather: Gather) -> Tensor:
+        """Return the keys of the rows' tokens, from the keys of all ranks."""
+        if kind is _Kind.GREEDY:
+            return keys_RC.amax(1)
+        keys_RC = keys_RC.sort(1, descending=True).values
+        logits_RC, ids_RC = logits_and_ids(keys_RC)
+        scores_RC = group.scores(logits_RC, steps_of(ids_RC))
+        if kind is not _Kind.PLAIN:
+            shares_RC = group.shares(logits_RC, logits_RC[:, :1])
+            if kind is _Kind.TOP_K:
+                places_C = torch.arange(keys_RC.shape[1], device=self._device)
+                shares_RC.masked_fill_(places_C >= group[Column.TOP_K], 0.0)
+                weights_RC = weights_of(shares_RC)
+                up_to_RC = weights_RC.cumsum(1)
+                kept_RC = group.keeps(up_to_RC - weights_RC, up_to_RC[:, -1:])
+                scores_RC.masked_fill_(~kept_RC, -torch.inf)
+            else:
+                scores_RC.masked_fill_(shares_RC == 0.0, -torch.inf)
+                front_RC = front_of_sorted(keys_RC, scores_RC)
+                if not group.has_top_p:
+                    return front_RC[:, 0]
+                masses_RC = torch.cat([self._masses(*part) for part in group.parts(front_RC, logits_RC[:, :1])])
+                masses_RC = torch.stack(list(gather(masses_RC))).sum(0)
+                dropped_RC = ~group.keeps(masses_RC[:, :-1], masses_RC[:, -1:])
+                place_R1 = dropped_RC.long().cumprod(1).sum(1, keepdim=True)
+                return front_RC.gather(1, place_R1.clamp_(max=FRONT - 1))[:, 0]
+        return keys_RC.gather(1, scores_RC.argmax(1, keepdim=True))[:, 0]
+
+    def _masses(self, group: "_Group", front_RC: Tensor, best_R1: Tensor) -> Tensor:
+        """Return (R, FRONT + 1) int64: of this rank's columns, the mass of the tokens before each of the front, and of all."""
+        if front_RC.is_cpu and not logits_and_ids(front_RC[:, 1])[0].isfinite().any():  # nothing is before the best
+            return torch.zeros(len(front_RC), FRONT + 1, dtype=torch.int64)
+        weights_RV = weights_of(group.shares(group.logits_RV, best_R1))
+        if weights_RV.is_cpu:
+            rows = zip(group.logits_RV.numpy(), weights_RV.numpy(), front_RC, strict=True)
+            before_RC = torch.from_numpy(np.stack([masses_before(*row, self._ids.start) for row in rows]))
+        else:
+            ids_V = torch.arange(self._ids.start, self._ids.stop, device=self._device)
+            keys_RV, order_RV = keys_of(group.logits_RV, ids_V).sort(1, descending=True)
+            up_to_RV = torch.nn.functional.pad(weights_RV.gather(1, order_RV).cumsum(1), (1, 0))
+            before_RC = up_to_RV.gather(1, torch.searchsorted(-keys_RV, -front_RC))
+        return torch.cat([before_RC, weights_RV.sum(1, keepdim=True)], 1)
+
+
+class _Kind(IntEnum):
+    """What a row's token depends on."""
+
+    GREEDY = 0  # the largest logit
+    PLAIN = 1  # the best score
+    TOP_K = 2  # the top_k largest logits, and then perhaps min_p and top_p
+    FRONT = 3  # min_p or top_p, without top_k
+
+
+def _kinds(rows: SampleRows, vocab_size: int) -> np.ndarray:
+    top_k_R = rows.column(Column.TOP_K)
+    greedy_R = (rows.column(Column.TEMPERATURE) < GREEDY_BELOW) | (top_k_R == 1)
+    front_R = (rows.column(Column.TOP_P) < 1) | (rows.column(Column.MIN_P) > 0)
+    kinds = (greedy_R, (top_k_R > 0) & (top_k_R < vocab_size), front_R)
+    return np.select(kinds, [_Kind.GREEDY, _Kind.TOP_K, _Kind.FRONT], _Kind.PLAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows of logits of one kind, with their parameters."""
+
+    logits_RV: Tensor
+    table_RC: Tensor  # float64
+    top_k: int  # the largest of the rows
+    has_top_p: bool  # True if a row has a top_p below 1
+
+    def __getitem__(self, column: Column) -> Tensor:
+        return self.table_RC[:, column, None]
+
+    def scores(self, logits: Tensor, steps: Tensor) -> Tensor:
+        noise_R1 = self.table_RC.view(torch.int64)[:, Column.NOISE, None]
+        return scores_of(logits, steps, self[Column.TEMPERATURE], noise_R1)
+
+    def shares(self, logits: Tensor, best_R1: Tensor) -> Tensor:
+        return shares_of(logits, best_R1, self[Column.TEMPERATURE].float(), self[Column.MIN_P].float())
+
+    def keeps(self, before: Tensor, total_R1: Tensor) -> Tensor:
+        """Return True where the tokens before one have not reached top_p: the smallest set with that mass is kept."""
+        return before.double() < (self[Column.TOP_P] * total_R1.double()).clamp_(min=1.0)
+
+    def parts(self, *others: Tensor) -> "list[tuple[Any, ...]]":
+        """Return the group in parts whose temporaries are not too large, each with its rows of ``others``."""
+        split = zip(*(x.split(rows_at_once(x)) for x in (self.logits_RV, self.table_RC, *others)), strict=True)
+        return [(replace(self, logits_RV=logits, table_RC=table), *rest) for logits, table, *rest in split]
+
+
+def _take(x: Tensor, rows: np.ndarray) -> Tensor:
+    """Return these rows; the tensor itself if they are all."""
+    return x if len(rows) == len(x) else x[upload(rows, torch.int64, x.device)]
