@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PAGE_BYTES = 4096
+from tightwire.large_file import PAGE_BYTES
+
 _TRACED_EVENTS = 1 << 16
 
 

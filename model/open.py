@@ -37,8 +37,8 @@ from tightwire.model.text.tokenizer import (
     tokenizer_from_folder,
 )
 from tightwire.model.weights.formats import WeightFormats, choose_formats
-from tightwire.model.weights.prepared.blob_file import MANIFEST
 from tightwire.model.weights.prepared.folder import Prepared, open_prepared
+from tightwire.model.weights.prepared.manifest import MANIFEST
 from tightwire.whole_folder import is_partial
 
 

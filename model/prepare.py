@@ -18,6 +18,7 @@ import torch
 
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.protocols import Moved
+from tightwire.large_file import LargeFileWriter
 from tightwire.model.buffers import page_aligned
 from tightwire.model.checkpoint.errors import ModelError, PrepareError
 from tightwire.model.checkpoint.hf_config import config_to_hf
@@ -27,9 +28,15 @@ from tightwire.model.open import Checkpoint
 from tightwire.model.weights.formats import WeightFormats, choose_formats, split_model
 from tightwire.model.weights.load import CheckpointStore
 from tightwire.model.weights.packed_layer import PackedModel, pack_model
-from tightwire.model.weights.prepared import blob_file
-from tightwire.model.weights.prepared.blob_file import MANIFEST, BlobWriter, Manifest, RankFile
 from tightwire.model.weights.prepared.folder import find_damage
+from tightwire.model.weights.prepared.manifest import (
+    MANIFEST,
+    Manifest,
+    RankFile,
+    cuts_of,
+    rank_file_name,
+    write_manifest,
+)
 from tightwire.model.weights.residency import check_codec
 from tightwire.whole_folder import whole_folder
 
@@ -103,7 +110,7 @@ def prepare(
                 f"{out}: the bytes read back differ from those written, so nothing was kept; the disk or the memory may be "
                 f"faulty: {damage[0]}"
             )
-        blob_file.write_manifest(folder, manifest)
+        write_manifest(folder, manifest)
     return manifest
 
 
@@ -151,17 +158,16 @@ def _write_ranks(job: _Job, folder: Path, files: dict[str, str], progress: Progr
     num_plain_bytes = sum(layer.num_bytes for rank in job.ranks for layer in (rank.outer, *rank.plain))
     moved = _meter("prepare", num_plain_bytes + job.num_bytes, progress)
     with ExitStack() as stack, torch.inference_mode():
-        writers = [
-            stack.enter_context(closing(BlobWriter(folder / blob_file.rank_file_name(rank, tp)))) for rank in range(tp)
-        ]
+        paths = [folder / rank_file_name(rank, tp) for rank in range(tp)]
+        writers = [stack.enter_context(closing(LargeFileWriter(path))) for path in paths]
         stores = [CheckpointStore(job.reader, config, *each) for each in zip(shards, job.ranks, strict=True)]
         both = list(zip(writers, stores, strict=True))
         for writer, own in both:
-            writer.append(own.read_outer(_CPU, moved), moved)
+            writer.append(own.read_outer(_CPU, moved).numpy().data, moved)
         for layer in range(config.num_layers):
             for writer, own in both:
                 buffer = page_aligned(own.stored[layer].num_bytes, _CPU)
-                writer.append(own.pack(layer, buffer, moved), moved)
+                writer.append(own.pack(layer, buffer, moved).numpy().data, moved)
         for writer in writers:
             writer.sync()
     progress("prepare", 1.0)
@@ -173,7 +179,7 @@ def _write_ranks(job: _Job, folder: Path, files: dict[str, str], progress: Progr
         packed={name: packed.name for name, packed in job.formats.packed.items()},
         plain=dict(job.formats.plain),
         ranks=tuple(
-            RankFile(blob_file.cuts_of(shard), writer.blobs[0], tuple(writer.blobs[1:]))
+            RankFile(cuts_of(shard), writer.blobs[0], tuple(writer.blobs[1:]))
             for shard, writer in zip(shards, writers, strict=True)
         ),
         files=files,

@@ -19,10 +19,10 @@ from tightwire.bench.stream.order import OrderCheck
 from tightwire.bench.stream.rank import Rank, greedy_tokens, run_step
 from tightwire.comm.group import numa
 from tightwire.comm.group.group import Group
+from tightwire.large_file import LargeFile, reads_direct
 from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights import EVERYTHING_RESIDENT
-from tightwire.model.weights.prepared.blob_file import BlobFile, reads_direct
 from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.streamed import StreamedWeights
 
@@ -96,7 +96,7 @@ def _measure_arm(
             forget = None
             if prepared is not None and not direct:
                 path = prepared.paths[rank.group.rank]
-                forget = stack.enter_context(closing(BlobFile(path, direct=False))).drop_from_cache
+                forget = stack.enter_context(closing(LargeFile(path, direct=False))).drop_from_cache
             yield from _Turns(rank, arm, resident, runner, forget).blocks()
     finally:
         runner.close()

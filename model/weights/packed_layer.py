@@ -17,7 +17,7 @@ from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.protocols import Moved
 from tightwire.kernels.spec.gguf_blocks import PackedFormat
 from tightwire.kernels.spec.packed import PackedMatrix, StackedMatrix, Weight
-from tightwire.model.buffers import PAGE_BYTES
+from tightwire.large_file import PAGE_BYTES
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard
 from tightwire.model.weights import WEIGHT_CODECS

@@ -12,7 +12,7 @@ from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, read_back
 from tightwire.model.prepare import prepare as make_folder
 from tightwire.model.weights import WEIGHT_CODECS
-from tightwire.model.weights.prepared.blob_file import Manifest
+from tightwire.model.weights.prepared.manifest import Manifest
 from tightwire.server.cli.progress import Progress
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.devices import cuda_devices

@@ -8,10 +8,10 @@ import msgspec
 import torch
 
 from tightwire.kernels.spec.gguf_blocks import GROUP_ELEMS
+from tightwire.large_file import choose_io
 from tightwire.model.weights import EVERYTHING_RESIDENT, LEAST_STREAMED, WEIGHT_CODECS, WeightPlan, spread
 from tightwire.model.weights.formats import QUANTIZED_AS
 from tightwire.model.weights.packed_layer import pack_model, weight_codec
-from tightwire.model.weights.prepared.blob_file import choose_io
 from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.residency import WeightSizes, check_codec
 from tightwire.server.config.serve import ServeConfig

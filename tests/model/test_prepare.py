@@ -33,8 +33,8 @@ from tightwire.model.sampling.choose import TokenChooser
 from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.model.weights.formats import choose_formats
 from tightwire.model.weights.load import load_weights
-from tightwire.model.weights.prepared.blob_file import MANIFEST
 from tightwire.model.weights.prepared.folder import Prepared
+from tightwire.model.weights.prepared.manifest import MANIFEST
 from tightwire.model.weights.source import LayerWeights, OuterWeights, ResidentWeights
 from tightwire.model.weights.streamed import StreamedWeights
 

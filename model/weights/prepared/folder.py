@@ -6,7 +6,7 @@
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,17 +16,30 @@ from torch import Tensor
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.protocols import Moved
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
+from tightwire.large_file import PIECE_BYTES, DamagedFileError, LargeFile, UnreadableFileError, reads_direct
 from tightwire.model.buffers import page_aligned
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.model.layout import Layout
 from tightwire.model.weights.formats import WeightFormats, split_model
 from tightwire.model.weights.packed_layer import LayerFiles, PackedModel, pack_model
-from tightwire.model.weights.prepared import blob_file
-from tightwire.model.weights.prepared.blob_file import MAKE_AGAIN, MANIFEST, BlobFile, Manifest, RankFile, cuts_of
+from tightwire.model.weights.prepared.manifest import MAKE_AGAIN, MANIFEST, Manifest, RankFile, cuts_of, read_manifest
 
 _CPU = torch.device("cpu")
 _OUTER = "embedding, norm and head"
+
+
+@contextmanager
+def _weights_errors() -> Iterator[None]:
+    """Convert the errors of a rank's file to WeightsError, with advice."""
+    try:
+        yield
+    except DamagedFileError as error:
+        raise WeightsError(f"{error}; {MAKE_AGAIN}") from None
+    except UnreadableFileError as error:
+        raise WeightsError(
+            f"{error}; check the folder with `tightwire prepare --check`, and the kernel's log"
+        ) from None
 
 
 class DiskStore(LayerFiles):
@@ -35,16 +48,18 @@ class DiskStore(LayerFiles):
     def __init__(
         self, path: Path, model: PackedModel, blobs: RankFile, *, direct: bool, patience_s: float = 1.0
     ) -> None:
-        """``model``: the forms of the tensors in the file. ``direct``, ``patience_s``: see ``BlobFile``."""
+        """``model``: the forms of the tensors in the file. ``direct``, ``patience_s``: see ``LargeFile``."""
         super().__init__(model)
         self._outer, self._blobs = blobs.outer, blobs.layers
         self._unchecked = set(range(len(blobs.layers)))
-        self._file = BlobFile(path, direct=direct, patience_s=patience_s)
+        with _weights_errors():
+            self._file = LargeFile(path, direct=direct, patience_s=patience_s)
         self.name = f"{path} ({'around' if direct else 'through'} the page cache)"
 
     def read_outer(self, device: torch.device, moved: Moved) -> Tensor:
         buffer = page_aligned(self._outer.num_bytes, _CPU)
-        blob_file.read_blob(self._file, self._outer, _OUTER, buffer, moved, hashlib.sha256())
+        with _weights_errors():
+            self._file.read(self._outer, _OUTER, buffer.numpy().data, moved, check=True)
         return buffer.to(device)
 
     def read_plain(self, layer: int, device: torch.device, moved: Moved) -> Tensor:
@@ -57,8 +72,9 @@ class DiskStore(LayerFiles):
         return decoded
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
-        digest = hashlib.sha256() if layer in self._unchecked else None
-        blob_file.read_blob(self._file, self._blobs[layer], f"layer {layer}", into, moved, digest)
+        blob, check = self._blobs[layer], layer in self._unchecked
+        with _weights_errors():
+            self._file.read(blob, f"layer {layer}", into.numpy().data, moved, check=check)
         self._unchecked.discard(layer)
         return into
 
@@ -113,7 +129,7 @@ class Prepared:
 
 def open_prepared(folder: Path, config: LlamaConfig) -> Prepared:
     """Check the manifest against ``config``, and the files' sizes; raises ModelError. Reads no weights."""
-    manifest = blob_file.read_manifest(folder)
+    manifest = read_manifest(folder)
     try:
         formats = WeightFormats({name: PACKED_FORMATS[kind] for name, kind in manifest.packed.items()}, manifest.plain)
         layout = split_model(config, formats, manifest.tp, manifest.shares)
@@ -146,11 +162,12 @@ def find_damage(folder: Path, manifest: Manifest, moved: Moved = lambda num_byte
                 yield f"{path}: its checksum differs from the one that was written"
         except OSError as error:
             yield f"{path}: cannot be read: {error.strerror}"
-    scratch = page_aligned(blob_file.PIECE_BYTES, _CPU)
+    scratch = page_aligned(PIECE_BYTES, _CPU).numpy().data
     for rank, written in enumerate(manifest.ranks):
         path = manifest.rank_path(folder, rank)
         try:
-            file = BlobFile(path, direct=blob_file.reads_direct(path), patience_s=0.0)
+            with _weights_errors():
+                file = LargeFile(path, direct=reads_direct(path), patience_s=0.0)
         except WeightsError as error:
             yield str(error)
             continue
@@ -159,6 +176,7 @@ def find_damage(folder: Path, manifest: Manifest, moved: Moved = lambda num_byte
             for index, blob in enumerate(written.blobs):
                 what = f"layer {index - 1}" if index else _OUTER
                 try:
-                    blob_file.read_blob(file, blob, what, scratch, moved, hashlib.sha256())
+                    with _weights_errors():
+                        file.read(blob, what, scratch, moved, check=True)
                 except WeightsError as error:
                     yield str(error)

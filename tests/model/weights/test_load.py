@@ -15,7 +15,7 @@ from helpers.model.loading import load_resident
 from helpers.model.tiny_gguf import make_tiny_gguf
 from tiny import VARIANTS, make_tiny, tiny_config, tiny_tensors
 
-from tightwire.model.buffers import PAGE_BYTES
+from tightwire.large_file import PAGE_BYTES
 from tightwire.model.layout import Shard, make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.weights.formats import WeightFormats, weight_bytes
@@ -115,7 +115,7 @@ _MEASURE = """
 import json, sys, torch
 from pathlib import Path
 from tightwire.model.open import open_checkpoint
-from tightwire.model.buffers import PAGE_BYTES
+from tightwire.large_file import PAGE_BYTES
 from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import choose_formats, weight_bytes
 from helpers.model.loading import load_resident

@@ -1,5 +1,6 @@
 """An incomplete or damaged prepared folder is refused, and the damage is located."""
 
+import errno
 import hashlib
 import json
 import os
@@ -9,11 +10,12 @@ import pytest
 import torch
 from tiny import make_tiny
 
+from tightwire.large_file import reads_direct
 from tightwire.model.buffers import page_aligned
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare, read_back
-from tightwire.model.weights.prepared.blob_file import MANIFEST
+from tightwire.model.weights.prepared.manifest import MANIFEST
 
 CPU = torch.device("cpu")
 
@@ -73,6 +75,38 @@ def test_every_damage_is_listed(out: Path) -> None:
         next(word for word in ("config", "tokenizer", "rank-0", "rank-1") if f"/{word}" in line) for line in damage
     ]
     assert found == ["config", "tokenizer", "rank-0", "rank-0", "rank-0", "rank-1"]
+
+
+@pytest.mark.parametrize("io", ["direct", "buffered"])
+def test_a_store_says_which_file_it_reads_and_how(out: Path, io: str) -> None:
+    path = out / "rank-0-of-2.weights"
+    if io == "direct" and not reads_direct(path):
+        pytest.skip(f"the file system of {path} reads nothing around the page cache")
+    prepared = open_checkpoint(str(out)).prepared
+    assert prepared is not None
+    store = prepared.store(0, io, patience_s=0.0)
+    assert store.name == f"{path} ({'around' if io == 'direct' else 'through'} the page cache)"
+    store.close()
+    store.close()
+
+
+def test_an_error_of_the_disk_is_one_of_weights_with_advice(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = open_checkpoint(str(out)).prepared
+    assert prepared is not None
+    store = prepared.store(0, patience_s=0.0)
+
+    def fail(fd: int, views: list[memoryview], offset: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", fail)
+        with pytest.raises(
+            WeightsError, match="Input/output error .*; check the folder with `tightwire prepare --check`"
+        ):
+            store.read_outer(CPU, ignore)
+    os.truncate(out / "rank-0-of-2.weights", 1)
+    with pytest.raises(WeightsError, match="ends inside embedding, norm and head: .*; copy the folder again"):
+        store.read_outer(CPU, ignore)
 
 
 def change_manifest(out: Path, old: str, new: str, *, believable: bool = False) -> None:

@@ -1,38 +1,36 @@
-"""Layers from a file: the same bytes with every way of reading; errors of files and disks name the place."""
+"""Blobs from a large file: the same bytes with every way of reading; errors of files and disks name the place."""
 
 import errno
 import hashlib
 import logging
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
-import torch
-from torch import Tensor
 
-from tightwire.model.buffers import PAGE_BYTES, page_aligned
-from tightwire.model.checkpoint.errors import WeightsError
-from tightwire.model.weights.packed_layer import PackedLayer, PackedModel
-from tightwire.model.weights.prepared import blob_file
-from tightwire.model.weights.prepared.blob_file import (
+from tightwire import large_file
+from tightwire.large_file import (
+    PAGE_BYTES,
     PIECE_BYTES,
     Blob,
-    BlobFile,
-    RankFile,
+    DamagedFileError,
+    LargeFile,
+    LargeFileWriter,
+    UnreadableFileError,
     choose_io,
-    read_blob,
     reads_direct,
 )
-from tightwire.model.weights.prepared.folder import DiskStore
 
 SIZES = (2 * PAGE_BYTES, PIECE_BYTES + 3 * PAGE_BYTES, PAGE_BYTES)
 
 
 @pytest.fixture
 def content() -> list[bytes]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).numpy().tobytes() for size in SIZES]
+    random = Random(0)
+    return [random.randbytes(size) for size in SIZES]
 
 
 @pytest.fixture
@@ -49,39 +47,34 @@ def blobs_of(content: list[bytes]) -> list[Blob]:
     ]
 
 
-def open_store(path: Path, content: list[bytes], *, direct: bool = False, patience_s: float = 0.0) -> DiskStore:
-    blobs = blobs_of(content)
-    stored = [PackedLayer({}, torch.bfloat16, size) for size in SIZES]
-    model = PackedModel(PackedLayer({}, torch.bfloat16, 0), tuple(stored), tuple(stored))
-    return DiskStore(path, model, RankFile({}, blobs[0], tuple(blobs)), direct=direct, patience_s=patience_s)
+def page_aligned(num_bytes: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, num_bytes))
 
 
-def read(store: DiskStore, layer: int) -> tuple[bytes, list[int]]:
+def read(file: LargeFile, content: list[bytes], layer: int) -> tuple[bytes, list[int]]:
     pieces: list[int] = []
-    into = page_aligned(SIZES[layer], torch.device("cpu"))
-    result = store.read(layer, into, pieces.append)
-    assert isinstance(result, Tensor) and result.data_ptr() == into.data_ptr()
-    return result.numpy().tobytes(), pieces
+    into = page_aligned(SIZES[layer])
+    file.read(blobs_of(content)[layer], f"layer {layer}", into, pieces.append, check=True)
+    return bytes(into), pieces
 
 
 @pytest.mark.parametrize("direct", [False, True])
 def test_every_pass_reads_the_files_bytes(path: Path, content: list[bytes], direct: bool) -> None:
     if direct and not reads_direct(path):
         pytest.skip(f"the file system of {path} reads nothing around the page cache")
-    store = open_store(path, content, direct=direct)
+    file = LargeFile(path, direct=direct, patience_s=0.0)
     for layer in (0, 1, 2, 0, 1, 2):
-        got, pieces = read(store, layer)
+        got, pieces = read(file, content, layer)
         assert got == content[layer]
         assert sum(pieces) == SIZES[layer] and max(pieces) <= PIECE_BYTES
-    assert ("around" if direct else "through") in store.name and str(path) in store.name
-    store.close()
-    store.close()
+    file.close()
+    file.close()
 
 
 def test_short_reads_continue(path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][: max(1, len(views[0]) // 3)]], at))
-    assert read(open_store(path, content), 1)[0] == content[1]
+    assert read(LargeFile(path, direct=False, patience_s=0.0), content, 1)[0] == content[1]
 
 
 def test_direct_reads_begin_at_whole_pages(path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,9 +86,9 @@ def test_direct_reads_begin_at_whole_pages(path: Path, content: list[bytes], mon
         offsets.append(offset)
         return min(preadv(fd, views, offset), 5000)  # as a file system may that was interrupted
 
-    store = open_store(path, content, direct=True)
+    file = LargeFile(path, direct=True, patience_s=0.0)
     monkeypatch.setattr(os, "preadv", short)
-    assert read(store, 0)[0] == content[0]
+    assert read(file, content, 0)[0] == content[0]
     assert offsets == [0, PAGE_BYTES]
 
 
@@ -104,10 +97,10 @@ def test_direct_reads_begin_at_whole_pages(path: Path, content: list[bytes], mon
 def test_a_truncated_file_says_where_and_how_much(path: Path, content: list[bytes], missing: int, direct: bool) -> None:
     if direct and not reads_direct(path):
         pytest.skip(f"the file system of {path} reads nothing around the page cache")
-    store = open_store(path, content, direct=direct)
+    file = LargeFile(path, direct=direct, patience_s=0.0)
     os.truncate(path, SIZES[0] - missing)
-    with pytest.raises(WeightsError) as caught:
-        read(store, 0)
+    with pytest.raises(DamagedFileError) as caught:
+        read(file, content, 0)
     wanted = f"ends inside layer 0: expected {SIZES[0]} bytes at byte 0, got {SIZES[0] - missing}"
     assert str(path) in str(caught.value) and wanted in str(caught.value)
 
@@ -117,13 +110,23 @@ def test_a_checksum_finds_a_flipped_bit(path: Path, content: list[bytes], at: in
     damaged = bytearray(path.read_bytes())
     damaged[SIZES[0] + at] ^= 1
     path.write_bytes(damaged)
-    with pytest.raises(WeightsError, match="layer 1 is damaged"):
-        read(open_store(path, content), 1)
-    file, blob = BlobFile(path, direct=False, patience_s=0.0), blobs_of(content)[1]
-    scratch = page_aligned(PIECE_BYTES, torch.device("cpu"))
-    with pytest.raises(WeightsError, match=r"rank-0-of-1\.weights: layer 1 is damaged: its \d+ bytes from byte 8192"):
-        read_blob(file, blob, "layer 1", scratch, lambda num_bytes: None, hashlib.sha256())
+    file, scratch = LargeFile(path, direct=False, patience_s=0.0), page_aligned(PIECE_BYTES)
+    with pytest.raises(DamagedFileError, match="layer 1 is damaged"):
+        read(file, content, 1)
+    message = r"rank-0-of-1\.weights: layer 1 is damaged: its \d+ bytes from byte 8192"
+    with pytest.raises(DamagedFileError, match=message):
+        file.read(blobs_of(content)[1], "layer 1", scratch, lambda num_bytes: None, check=True)
     file.close()
+
+
+def test_the_writer_records_what_it_writes(tmp_path: Path, content: list[bytes]) -> None:
+    writer, moved = LargeFileWriter(tmp_path / "written"), list[int]()
+    for part in content:
+        writer.append(memoryview(part), moved.append)
+    writer.sync()
+    writer.close()
+    assert writer.blobs == blobs_of(content) and sum(moved) == sum(SIZES)
+    assert (tmp_path / "written").read_bytes() == b"".join(content)
 
 
 class FailingReads:
@@ -162,10 +165,10 @@ def test_a_temporary_error_is_retried_and_logged(
     path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(blob_file, "time", clock)
+    monkeypatch.setattr(large_file, "time", clock)
     monkeypatch.setattr(os, "preadv", FailingReads(8, code))
     with caplog.at_level(logging.WARNING):
-        assert read(open_store(path, content, patience_s=45.0), 0)[0] == content[0]
+        assert read(LargeFile(path, direct=False, patience_s=45.0), content, 0)[0] == content[0]
     assert clock.pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
     assert len(caplog.records) == 8
     assert all("layer 0" in text and str(path) in text for text in caplog.messages)
@@ -176,11 +179,11 @@ def test_a_file_that_is_copied_again_is_read_when_it_is_there(
 ) -> None:
     whole = path.read_bytes()
     os.truncate(path, SIZES[0] - 1)
-    store = open_store(path, content, patience_s=1.0)
+    file = LargeFile(path, direct=False, patience_s=1.0)
     path.unlink()
     clock = Clock(then=lambda: path.write_bytes(whole))
-    monkeypatch.setattr(blob_file, "time", clock)
-    assert read(store, 0)[0] == content[0]
+    monkeypatch.setattr(large_file, "time", clock)
+    assert read(file, content, 0)[0] == content[0]
     assert clock.pauses == [0.1]
 
 
@@ -189,21 +192,21 @@ def test_a_permanent_error_is_raised(
     path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch, code: int, calls: int
 ) -> None:
     failing = FailingReads(99, code)
-    monkeypatch.setattr(blob_file, "time", Clock())
+    monkeypatch.setattr(large_file, "time", Clock())
     monkeypatch.setattr(os, "preadv", failing)
     message = rf"layer 2, {SIZES[2]} bytes at byte {sum(SIZES[:2])}: cannot be read: {os.strerror(code)}"
-    with pytest.raises(WeightsError, match=message):
-        read(open_store(path, content, patience_s=1.0), 2)
+    with pytest.raises(UnreadableFileError, match=message):
+        read(LargeFile(path, direct=False, patience_s=1.0), content, 2)
     assert failing.calls == calls
 
 
-def test_a_missing_file(tmp_path: Path, content: list[bytes]) -> None:
-    with pytest.raises(WeightsError, match="none.weights: cannot be opened: No such file"):
-        open_store(tmp_path / "none.weights", content)
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableFileError, match="none.weights: cannot be opened: No such file"):
+        LargeFile(tmp_path / "none.weights", direct=False)
 
 
 def test_direct_reads_are_chosen_where_the_cache_is_too_small(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blob_file, "reads_direct", lambda path: True)
+    monkeypatch.setattr(large_file, "reads_direct", lambda path: True)
     size = sum(SIZES)
     assert choose_io([path], 2 * size) == "buffered"
     assert choose_io([path], 2 * size - 2) == "direct"
