@@ -8,7 +8,7 @@ from tightwire.comm.policy.error_budget import parse_error_budget
 from tightwire.comm.policy.schedule import HostRates, parse_rates
 from tightwire.option import option, options_of, require
 from tightwire.option_flags import add_flags, make_options
-from tightwire.server.cli.start import interrupts_end_at_once
+from tightwire.server.cli.start import interrupts_end_at_once, refuse
 from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 from tightwire.server.config.serve import ServeConfig
 from tightwire.sizes import parse_bytes
@@ -74,14 +74,17 @@ def explain(argv: Sequence[str]) -> int:
     if planned.hosts and ("link" in args) == ("network" in args):
         parser.error("--hosts needs one of --link 1gbit,latency=100us and --network, which a server has probed")
     with interrupts_end_at_once():
-        if planned.hosts:
-            from tightwire.server.cli import planned_hosts
+        from tightwire.server.cli import explanation, planned_hosts
 
-            given = planned.hosts, planned.memory, planned.host_speed
-            return planned_hosts.run(config, *given, network="network" in args, as_json="json" in args)
-        from tightwire.server.cli.explanation import run
-
-        return run(at_least_two_ranks(config), "json" in args, "network" in args)
+        shown = {"network": "network" in args, "as_json": "json" in args}
+        try:
+            if planned.hosts:
+                planned_hosts.run(config, planned.hosts, planned.memory, planned.host_speed, **shown)
+            else:
+                explanation.run(at_least_two_ranks(config), **shown)
+        except ValueError as error:
+            return refuse("explain", error)
+    return 0
 
 
 def at_least_two_ranks(config: ServeConfig) -> ServeConfig:

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -17,9 +17,8 @@ from tightwire.model.adapters.product import AdapterRoom, adapter_bytes
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import make_layout
 from tightwire.model.open import fingerprint
-from tightwire.server.config.hosts import HostOptions
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.hosts.launcher import resolve_hosts
+from tightwire.server.hosts.launcher import planned_hosts
 from tightwire.server.hosts.place import last_probe
 from tightwire.server.plan.comm_decision import CommDecision
 from tightwire.server.plan.lora import describe_adapters, plan_adapters
@@ -43,22 +42,17 @@ class Explained:
     verdicts: list[Verdict]
 
 
-def run(config: ServeConfig, as_json: bool, network: bool = False) -> int:
-    """Print the explanation; exit code 0, or 2 for options that are refused. ``network``: between hosts, as probed."""
-    try:
-        link = last_probe() if network else None
-        if link is not None:
-            nodes = 1 + max(pair.nodes[1] for pair in link.pairs)
-            hosts = HostOptions(nnodes=nodes, node_rank=0, master_addr="node-0")
-            config = resolve_hosts(replace(config, hosts=hosts), {})[0]
-            sys.stderr.write(f"{link.describe(nodes)}\n")
-        config, checkpoint = open_model(config)
-        model = checkpoint.config
-        sums = decide_sums(config, model, link or requested_link(config.parallel), fingerprint(checkpoint))
-        adapters = _explain_adapters(config, model, sums.decided.dtype)
-    except ValueError as error:
-        sys.stderr.write(f"tightwire explain: {error}\n")
-        return 2
+def run(config: ServeConfig, as_json: bool, network: bool) -> None:
+    """Print the explanation. ``network``: between hosts, as probed. ValueError: options are refused."""
+    link = last_probe() if network else None
+    if link is not None:
+        nodes = 1 + max(pair.nodes[1] for pair in link.pairs)
+        config = planned_hosts(config, nodes)
+        sys.stderr.write(f"{link.describe(nodes)}\n")
+    config, checkpoint = open_model(config)
+    model = checkpoint.config
+    sums = decide_sums(config, model, link or requested_link(config.parallel), fingerprint(checkpoint))
+    adapters = _explain_adapters(config, model, sums.decided.dtype)
     decision, request = sums.comm, next(iter(sums.requests.values()))
     assert decision is not None  # `explain` takes at least two ranks
     explained = explain(decision.chooser, request, decision.setting.elem_bytes, model.num_layers)
@@ -70,7 +64,6 @@ def run(config: ServeConfig, as_json: bool, network: bool = False) -> int:
         by_kind = CacheShape.of(model, config.engine).describe(config.engine.max_model_len or model.max_positions)
         for line in filter(None, (adapters, by_kind and f"KV cache: {by_kind}")):
             console.print(line, markup=False)
-    return 0
 
 
 def _explain_adapters(config: ServeConfig, model: LlamaConfig, dtype: str) -> str:
@@ -126,18 +119,13 @@ def phase_rows(request: PolicyRequest, phase: str) -> list[int]:
 
 
 def _show(console: Console, decision: CommDecision, explained: Sequence[Explained]) -> None:
-    if decision.warning:
-        console.print(f"warning: {decision.warning}", style="yellow", markup=False)
-    if decision.chooser.warning:
-        console.print(f"warning: {decision.chooser.warning}", style="yellow", markup=False)
-    measured = decision.measured
-    source = (
-        f"measured on this host, {measured.date}"
-        if measured
-        else "`tightwire tune` has not measured yet, so times are predicted (~)"
-    )
+    for warning in filter(None, (decision.warning, decision.chooser.warning)):
+        console.print(f"warning: {warning}", style="yellow", markup=False)
+    source = "`tightwire tune` has not measured yet, so times are predicted (~)"
     if decision.setting.link:
         source = "times are predicted from the link's rate and latency (~)"
+    elif decision.measured:
+        source = f"measured on this host, {decision.measured.date}"
     console.print(f"{decision.setting}; {source}\n", markup=False)
     for entry in explained:
         where = "" if entry.layers is None else f" of {describe_layers(entry.layers)}"

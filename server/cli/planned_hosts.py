@@ -14,9 +14,8 @@ from tightwire.comm.link.wire import LinkFacts, network_facts
 from tightwire.comm.policy.schedule import HostRates
 from tightwire.model.open import fingerprint, formats_of
 from tightwire.model.weights.formats import split_model
-from tightwire.server.config.hosts import HostOptions
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.hosts.launcher import resolve_hosts
+from tightwire.server.hosts.launcher import planned_hosts
 from tightwire.server.hosts.place import last_probe
 from tightwire.server.plan.host_rates import measure_rates
 from tightwire.server.plan.layout_table import CONTEXT, Row, choose_layout, compare_layouts, work_of
@@ -33,39 +32,40 @@ _Table = Callable[[LinkFacts, int], list[Row]]  # (network, number of hosts)
 
 def run(
     config: ServeConfig, num: int, memory: Sequence[int], rates: Sequence[HostRates], network: bool, as_json: bool
-) -> int:
-    """Print the table and what to change; exit code 0, or 2 for options that are refused.
+) -> None:
+    """Print the table and what to change. ValueError: options are refused.
 
     ``memory``: none (not limited), one of all hosts, or one of each. ``rates``: the same; none: those of this machine.
     ``network``: as the last server has probed it, instead of the options' link.
     """
-    try:
-        link = last_probe() if network else _stated(config.parallel.link or "")
-        config, checkpoint = open_model(config)
-        model, split, model_id = checkpoint.config, config.parallel.tp_split, fingerprint(checkpoint)
-        formats = formats_of(checkpoint, config.model.quantization)
-        formats = formats.with_int8_activations() if config.model.activations == "int8" else formats
+    link = last_probe() if network else _stated(config.parallel.link or "")
+    config, checkpoint = open_model(config)
+    model, split, model_id = checkpoint.config, config.parallel.tp_split, fingerprint(checkpoint)
+    formats = formats_of(checkpoint, config.model.quantization)
+    formats = formats.with_int8_activations() if config.model.activations == "int8" else formats
 
-        def inputs(num: int) -> MemoryInputs:
-            decided = decide_sums(_on(config, num), model).decided
-            options = {"options": config.engine, "pools": (), "formats": formats, "dtype": decided.dtype}
-            return MemoryInputs(
-                model=model, layout=split_model(model, formats, num, split), device=decided.setting.device, **options
-            )
+    def inputs(num: int) -> MemoryInputs:
+        decided, layout = decide_sums(_on(config, num), model).decided, split_model(model, formats, num, split)
+        return MemoryInputs(
+            model=model,
+            layout=layout,
+            options=config.engine,
+            pools=(),
+            formats=formats,
+            device=decided.setting.device,
+            dtype=decided.dtype,
+        )
 
-        rates = rates or (measure_rates(inputs(num), work_of(inputs(num))),)
+    rates = rates or (measure_rates(inputs(num), work_of(inputs(num))),)
 
-        def table(link: LinkFacts, num: int) -> list[Row]:
-            sums = decide_sums(_on(config, num), model, link, model_id)
-            assert sums.comm is not None, "several hosts"
-            hosts, elem_bytes = [*islice(cycle(rates), num)], sums.decided.setting.elem_bytes
-            choosers, room = sums.comm.choosers, [*islice(cycle(memory), num)]
-            return compare_layouts(inputs(num), hosts, link.link, choosers, elem_bytes, room, split)
+    def table(link: LinkFacts, num: int) -> list[Row]:
+        sums = decide_sums(_on(config, num), model, link, model_id)
+        assert sums.comm is not None, "several hosts"
+        hosts, elem_bytes = [*islice(cycle(rates), num)], sums.decided.setting.elem_bytes
+        choosers, room = sums.comm.choosers, [*islice(cycle(memory), num)]
+        return compare_layouts(inputs(num), hosts, link.link, choosers, elem_bytes, room, split)
 
-        rows = table(link, num)
-    except ValueError as error:
-        sys.stderr.write(f"tightwire explain: {error}\n")
-        return 2
+    rows = table(link, num)
     alike = max(len(memory), len(rates)) < 2 and split is None
     best, why, changes = None, "", list[str]()
     try:
@@ -77,14 +77,13 @@ def run(
         found = {"hosts": num, "link": link, "rates": rates, "layouts": rows, "best": best and best.name}
         found |= {"why": why, "changes": changes}
         sys.stdout.write(json.dumps(msgspec.to_builtins(found, str_keys=True)) + "\n")
-        return 0
+        return
     context, mbit, us = min(CONTEXT, model.max_positions), 8e-6 * (link.measured_bytes_per_s or 0), 1e6 * link.latency_s
     sys.stdout.write(
         f"{checkpoint.name} on {num} hosts, predicted. Memory: weights, a cache of {context} tokens and working space.\n"
         f"Rates of a host: {'; '.join(map(str, rates))}. Network: {mbit:.4g} Mbit/s of payload, {us:.0f} us one way.\n\n"
     )
     sys.stdout.writelines(f"{line}\n" for line in [*_lines(rows, best), "", f"best: {why}", *changes])
-    return 0
 
 
 def _stated(text: str) -> LinkFacts:
@@ -100,8 +99,7 @@ def _on(config: ServeConfig, num: int) -> ServeConfig:
     """The options of a server on ``num`` hosts."""
     extra = tuple(name for name in _ALL_REDUCES if name != config.parallel.allreduce)
     parallel = replace(config.parallel, tp=num, link=None, allreduce_extra=extra)
-    hosts = HostOptions(nnodes=num, node_rank=0, master_addr="node-0")
-    return resolve_hosts(replace(config, hosts=hosts, parallel=parallel), {})[0]
+    return planned_hosts(replace(config, parallel=parallel), num)
 
 
 def _changes(table: _Table, link: LinkFacts, num: int, best: Row, more: int) -> Iterator[str]:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tightwire.server.config.hosts import split_address
+from tightwire.server.config.hosts import HostOptions, split_address
 from tightwire.server.config.serve import ServeConfig
 
 
@@ -76,6 +76,12 @@ def resolve_hosts(config: ServeConfig, environment: Mapping[str, str]) -> tuple[
         if not notes:
             raise
         raise ValueError(f"{error} ({'; '.join(notes)}; --nnodes 1 ignores the variables)") from None
+
+
+def planned_hosts(config: ServeConfig, num: int) -> ServeConfig:
+    """The config of node 0 of ``num`` hosts that need not be there."""
+    hosts = HostOptions(nnodes=num, node_rank=0, master_addr="node-0")
+    return resolve_hosts(replace(config, hosts=hosts), {})[0]
 
 
 def _spread(config: ServeConfig) -> ServeConfig:

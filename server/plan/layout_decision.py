@@ -1,7 +1,6 @@
 """Chooses the layout: what crosses the wire, for prompts and for tokens (docs/layouts.md); refuses what it cannot do yet."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from tightwire.comm.codec.codec import parse_codec
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -10,33 +9,25 @@ from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.setting import DecidedSetting
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayoutDecision:
-    """``stages``: of prompts; None: all ranks compute prompts together."""
-
-    layout: str
-    stages: StagePlan | None
-    reason: str  # in the details of the ready message; may be empty
-
-    def describe(self) -> str:
-        """One line for the details."""
-        if self.stages is None:
-            return f"layout: {self.layout}{self.reason and f', {self.reason}'}"
-        layers = ", ".join(f"{first} to {stop - 1}" for first, stop in self.stages.layers)
-        return (
-            f"layout: {self.layout}: prompts pass the ranks in stages of layers {layers}; tokens are computed together"
-        )
+def describe_layout(config: ServeConfig, stages: StagePlan | None) -> str:
+    """One line for the details of the ready message."""
+    if stages is None and config.parallel.layout == "auto" and config.hosts.several:
+        compared = f"`tightwire explain {config.model.model} --hosts {config.hosts.nnodes} --network`"
+        return f"layout: tensor, {compared} predicts the others"
+    if stages is None:
+        return "layout: tensor"
+    layers = ", ".join(f"{first} to {stop - 1}" for first, stop in stages.layers)
+    return f"layout: hybrid: prompts pass the ranks in stages of layers {layers}; tokens are computed together"
 
 
-def decide_layout(config: ServeConfig, model: LlamaConfig, decided: DecidedSetting) -> LayoutDecision:
-    """Resolve ``--layout``. ValueError: it does not combine with another option, named, or with the model."""
+def decide_stages(config: ServeConfig, model: LlamaConfig, decided: DecidedSetting) -> StagePlan | None:
+    """Resolve ``--layout``: the stages of prompts, or None if all ranks compute prompts together.
+
+    ValueError: it does not combine with another option, named, or with the model.
+    """
     parallel = config.parallel
     if parallel.layout in ("auto", "tensor"):
-        compared = (
-            f"`tightwire explain {config.model.model} --hosts {config.hosts.nnodes} --network` predicts the others"
-        )
-        asks = parallel.layout == "auto" and config.hosts.several
-        return LayoutDecision(layout="tensor", stages=None, reason=compared if asks else "")
+        return None
     for option, why in _obstacles(config, decided):
         raise ValueError(f"--layout hybrid does not combine with {option}: {why}; leave one of them out")
     codec = parse_codec(parallel.stage_codec)
@@ -46,7 +37,7 @@ def decide_layout(config: ServeConfig, model: LlamaConfig, decided: DecidedSetti
             f"{codec.group_elems}, so a text would depend on its neighbours; give {parallel.stage_codec.split('-')[0]}-g64 or -g32"
         )
     shares = parallel.tp_split or [1.0] * parallel.tp
-    return LayoutDecision(layout="hybrid", stages=divide_layers(model.num_layers, shares), reason="")
+    return divide_layers(model.num_layers, shares)
 
 
 def _obstacles(config: ServeConfig, decided: DecidedSetting) -> Iterator[tuple[str, str]]:

@@ -83,8 +83,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     transport_reason: str = ""  # why ``auto`` chose a slower transport; empty if it did not
     num_nodes: int = 1
     num_replicas: int = 1
-    layout: str = "tensor"  # what crosses the wire: partial sums; or, in hybrid, hidden states in prompts
-    stages: StagePlan | None = None  # of prompts, one on each rank; None: all ranks compute prompts together
+    stages: StagePlan | None = None  # of prompts, one on each rank (hybrid); None: all ranks compute prompts together
     stage_codec: str = "none"  # of hidden states
     overlap: bool = False  # compute one half of a prompt while the other half is summed
     plan_ahead: bool = False  # launch a step before the previous one has finished, where possible

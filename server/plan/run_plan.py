@@ -20,7 +20,7 @@ from tightwire.model.weights.formats import WeightFormats, describe_cuts, split_
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.comm_decision import CommDecision, decide_comm, describe_request, policy_requests
 from tightwire.server.plan.devices import CudaDevice
-from tightwire.server.plan.layout_decision import decide_layout
+from tightwire.server.plan.layout_decision import decide_stages, describe_layout
 from tightwire.server.plan.lora import describe_adapters, plan_adapters
 from tightwire.server.plan.memory_budget import MemoryBudget, describe_offload
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool
@@ -166,7 +166,7 @@ def decide(
     activations = choose_activations(config.model.activations, setting.device, formats.packed)
     if activations == "int8":
         formats = formats.with_int8_activations()
-    adapters, layouts = plan_adapters(config.adapters, model), decide_layout(config, model, decided)
+    adapters, stages = plan_adapters(config.adapters, model), decide_stages(config, model, decided)
     inputs = MemoryInputs(
         model=model,
         layout=layout,
@@ -180,18 +180,15 @@ def decide(
         num_replicas=parallel.dp,
         adapters=None if adapters is None else AdapterRoom(adapters.num_slots, adapters.max_rank),
         host_bytes=available_host_bytes(),
-        stages=layouts.stages,
+        stages=stages,
         feedback_elem_bytes=0 if comm is None else comm.feedback_elem_bytes,
     )
     weights = decide_weights(config.weights, inputs, num_nodes=parallel.nodes, files=files)
     budget = weights.budget
-    if layouts.stages is not None and (weights.plan.streamed or files.prepared is not None):
-        cause = (
-            "the model does not fit without streaming layers"
-            if weights.plan.streamed
-            else "the model is a prepared folder"
-        )
-        raise ValueError(f"--layout {layouts.layout} holds whole layers in memory, and {cause}; give --layout tensor")
+    if stages is not None and (weights.plan.streamed or files.prepared is not None):
+        streams = "the model does not fit without streaming layers"
+        cause = streams if weights.plan.streamed else "the model is a prepared folder"
+        raise ValueError(f"--layout hybrid holds whole layers in memory, and {cause}; give --layout tensor")
     plan = RunPlan(
         device=setting.device,
         dtype=dtype,
@@ -207,8 +204,7 @@ def decide(
         weights=weights.plan,
         num_nodes=parallel.nodes,
         num_replicas=parallel.dp,
-        layout=layouts.layout,
-        stages=layouts.stages,
+        stages=stages,
         stage_codec=parallel.stage_codec,
         overlap=choose_overlap(parallel, setting.device, config.hosts.several),
         plan_ahead=choose_plan_ahead(config.engine, setting.device, parallel.dp),
@@ -224,7 +220,7 @@ def decide(
         comm=comm,
         notes=(
             *([cuts] if cuts else []),
-            *([layouts.describe()] if parallel.tp > 1 else []),
+            *([describe_layout(config, stages)] if parallel.tp > 1 else []),
             *weights.notes,
             *describe_offload(budget, inputs),
             *_placement(config, setting.device, budget),

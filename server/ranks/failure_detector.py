@@ -138,66 +138,60 @@ class Watch:
         patience_s = min(_CAUSE_PATIENCE_S, self._rank_timeout_s / 2)
         waits = self._first_sign_s is not None and now - self._first_sign_s < patience_s
         for find in (self._killed, self._failed, self._left, self._silent, self._hung, self._symptom):
-            found = find(now)
-            if found is not None:
-                if waits and find in (self._left, self._symptom):
-                    return None
-                number, what = found
-                return f"rank {self._name(number)} ({self._place(number)}) {what}{self._others(number)}"
+            for number, rank in self._ranks.items():
+                what = find(rank, now)
+                if what is not None:
+                    if waits and find in (self._left, self._symptom):
+                        return None
+                    return f"rank {self._name(number)} ({self._place(number)}) {what}{self._others(number)}"
         return None
 
-    def _killed(self, now: float) -> tuple[int, str] | None:
-        for number, rank in self._ranks.items():
-            if rank.exit_code is not None and rank.exit_code < 0:
-                return number, f"was killed by {_signal_name(-rank.exit_code)} while: {rank.doing}"
+    def _killed(self, rank: _Rank, now: float) -> str | None:
+        if rank.exit_code is not None and rank.exit_code < 0:
+            return f"was killed by {_signal_name(-rank.exit_code)} while: {rank.doing}"
         return None
 
-    def _failed(self, now: float, symptom: bool = False) -> tuple[int, str] | None:
-        for number, rank in self._ranks.items():
-            if rank.failed is not None and rank.failed.symptom == symptom:
-                return number, f"failed while: {rank.failed.doing}: {rank.failed.message}"
+    def _failed(self, rank: _Rank, now: float, symptom: bool = False) -> str | None:
+        if rank.failed is not None and rank.failed.symptom == symptom:
+            return f"failed while: {rank.failed.doing}: {rank.failed.message}"
         return None
 
-    def _symptom(self, now: float) -> tuple[int, str] | None:
-        return self._failed(now, symptom=True)
+    def _symptom(self, rank: _Rank, now: float) -> str | None:
+        return self._failed(rank, now, symptom=True)
 
-    def _left(self, now: float) -> tuple[int, str] | None:
-        for number, rank in self._ranks.items():
-            if rank.exit_code is not None and rank.failed is None:
-                return number, f"exited with code {rank.exit_code} while: {rank.doing}"
+    def _left(self, rank: _Rank, now: float) -> str | None:
+        if rank.exit_code is not None and rank.failed is None:
+            return f"exited with code {rank.exit_code} while: {rank.doing}"
         return None
 
-    def _silent(self, now: float) -> tuple[int, str] | None:
+    def _silent(self, rank: _Rank, now: float) -> str | None:
+        if not (rank.pid or rank.was_heard):
+            return None  # its host has not joined yet, for which there is another deadline
         limit = self._rank_timeout_s * (1 if self.serving else _LOADING_PATIENCE)
-        for number, rank in self._ranks.items():
-            if not (rank.pid or rank.was_heard):
-                continue  # its host has not joined yet, for which there is another deadline
-            silent_s = now - rank.heard_s
-            if silent_s > self._rank_timeout_s and rank.pid and state_of(rank.pid) in ("T", "t"):
-                return number, f"is stopped (SIGSTOP), silent for {silent_s:.1f} s, last seen at: {rank.doing}"
-            # A remote rank's own host also watches it and can tell whether it was stopped, so give it time to report.
-            if silent_s > limit + (0.0 if rank.pid else _OTHER_HOST_S):
-                return number, f"has been silent for {silent_s:.1f} s, last seen at: {rank.doing}"
+        silent_s = now - rank.heard_s
+        if silent_s > self._rank_timeout_s and rank.pid and state_of(rank.pid) in ("T", "t"):
+            return f"is stopped (SIGSTOP), silent for {silent_s:.1f} s, last seen at: {rank.doing}"
+        # A remote rank's own host also watches it and can tell whether it was stopped, so give it time to report.
+        if silent_s > limit + (0.0 if rank.pid else _OTHER_HOST_S):
+            return f"has been silent for {silent_s:.1f} s, last seen at: {rank.doing}"
         return None
 
-    def _hung(self, now: float) -> tuple[int, str] | None:
+    def _hung(self, rank: _Rank, now: float) -> str | None:
         if not self.serving:
             return None
-        stepping = [(number, rank) for number, rank in self._ranks.items() if rank.beat.step >= 0]
+        stepping = [each for each in self._ranks.values() if each.beat.step >= 0]
         # A replica that has finished its step waits for the others, as long as they make progress.
-        fewest = min((rank.beat.num_choice_gathers for _, rank in stepping), default=0)
-        at_a_step = [
-            (rank.beat.num_collectives, number) for number, rank in stepping if rank.beat.num_choice_gathers == fewest
-        ]
+        fewest = min((each.beat.num_choice_gathers for each in stepping), default=0)
+        at_a_step = [each for each in stepping if each.beat.num_choice_gathers == fewest]
         # A step may take minutes: a long prompt over a slow link moves from collective to collective.
-        if not any(self._ranks[number].stuck_s > self._step_timeout_s for _, number in at_a_step):
+        if not any(each.stuck_s > self._step_timeout_s for each in at_a_step):
             return None
         # Ranks begin a step together and their heartbeats arrive at different times, so the first rank over the limit
         # is not necessarily the cause. The others wait for the rank that has begun the fewest collectives.
-        _, number = min(at_a_step)
-        rank = self._ranks[number]
+        if rank is not min(at_a_step, key=lambda each: each.beat.num_collectives):
+            return None
         stuck = f", {rank.stuck_s:.0f} s without a new collective" if rank.moved_s else ""
-        return number, f"has been at one step for {rank.beat.busy_s:.0f} s{stuck}: {rank.doing}"
+        return f"has been at one step for {rank.beat.busy_s:.0f} s{stuck}: {rank.doing}"
 
     def _others(self, number: int) -> str:
         """The last reported activity of the other ranks, each with its newest collective."""
