@@ -16,7 +16,7 @@ from tightwire.option_flags import add_flags, make_options
 from tightwire.server.cli import remote
 from tightwire.server.cli.progress import Speed
 from tightwire.server.cli.remote import Remote, RemoteError, describe
-from tightwire.server.cli.start import say
+from tightwire.server.cli.start import refuse, say
 from tightwire.server.config.flags import parse_flags
 
 _READ_TIMEOUT_S = 300.0  # longest silence within an answer
@@ -96,8 +96,7 @@ class Conversation:
             raise RemoteError(f"lost the server at {self.remote.base} ({describe(error)})") from error
 
     def _texts(self, response: httpx.Response) -> Iterator[str]:
-        decoder = remote.SseDecoder()
-        finished = False
+        decoder, finished = remote.SseDecoder(), False
         for chunk in response.iter_bytes():
             for data in decoder.feed(chunk):
                 if data == "[DONE]":
@@ -125,8 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _talk(conversation)
         return _answer_lines(conversation, sys.stdin)
     except RemoteError as error:
-        sys.stderr.write(f"tightwire chat: {error}\n")
-        return 1
+        return refuse("chat", error, exit_code=1)
     except KeyboardInterrupt:
         return 130
 
@@ -201,7 +199,8 @@ def _line_history() -> Iterator[None]:
     except ImportError:
         yield
         return
-    path = _history_path()
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    path = Path(state) / "tightwire" / "chat-history"
     with suppress(OSError):  # no history file yet
         readline.read_history_file(path)
     try:
@@ -211,8 +210,3 @@ def _line_history() -> Iterator[None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             readline.set_history_length(1000)
             readline.write_history_file(path)
-
-
-def _history_path() -> Path:
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "tightwire" / "chat-history"

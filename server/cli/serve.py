@@ -32,13 +32,8 @@ def _serve(argv: Sequence[str]) -> int:
         config, notes = resolve_hosts(config, os.environ)
         say(*notes)
         place = wait_for_place(config.hosts, 0.0 if by_hand else _NAME_S, say) if config.hosts.several else None
-    except NotNowError as error:
-        return refuse("serve", error, exit_code=1)
-    except ValueError as error:
-        return refuse("serve", error)
-    if place is not None:
-        say(place.describe())
-    try:
+        if place is not None:
+            say(place.describe())
         check_files(config.http)
         if place is None or place.node == 0 or has_copy(config.model.model):
             refuse_wrong_model(config)
@@ -46,6 +41,8 @@ def _serve(argv: Sequence[str]) -> int:
             say(f"this host has no copy of {config.model.model}; node 0 will send it")
         check_machine(config)
         listener = open_listener(config.http)
+    except NotNowError as error:
+        return refuse("serve", error, exit_code=1)
     except (ValueError, PortTakenError) as error:
         return refuse("serve", error)
     with listener, ExitStack() as stack:

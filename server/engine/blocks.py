@@ -126,8 +126,9 @@ class PrefixCache:
             self._counters.num_prefix_queried_tokens += request.num_prompt_tokens
 
     def count_hits(self, request: Request, num_tokens: int) -> None:
-        request.num_cached_tokens += num_tokens
-        self._counters.num_prefix_hit_tokens += num_tokens
+        if not request.was_preempted:
+            request.num_cached_tokens += num_tokens
+            self._counters.num_prefix_hit_tokens += num_tokens
 
     def enter(self, request: Request, num_tokens: int) -> None:
         """Let others share, after the next step, the blocks that ``num_tokens`` of ``request`` fill.
@@ -142,7 +143,11 @@ class PrefixCache:
             for group, block in enumerate(blocks):
                 key = self._key(request, index), group
                 if block >= 0 and self._find(key) is None:
-                    self._enter(block, key)
+                    old_key = self._key_of[block]
+                    if self._block_of.get(old_key) == block:
+                        del self._block_of[old_key]  # the block has been allocated again since
+                    self._block_of[key], self._key_of[block] = block, key
+                    self._pool.keep(block)
             request.num_entered_blocks = index + 1
 
     def forget(self, request: Request) -> None:
@@ -187,10 +192,3 @@ class PrefixCache:
     def _find(self, key: tuple[bytes, int]) -> int | None:
         block = self._block_of.get(key)
         return block if block is not None and self._pool.is_kept(block) else None
-
-    def _enter(self, block: int, key: tuple[bytes, int]) -> None:
-        old_key = self._key_of[block]
-        if self._block_of.get(old_key) == block:
-            del self._block_of[old_key]  # the block has been allocated again since
-        self._block_of[key], self._key_of[block] = block, key
-        self._pool.keep(block)

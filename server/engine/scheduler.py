@@ -150,7 +150,7 @@ class Scheduler:
         leaders: list[Request] = []
         followers: list[Request] = []
         for request in prompts:
-            self.sequences.count_hits(request, self.sequences.advance(request))
+            self.sequences.prefixes.count_hits(request, self.sequences.advance(request))
             key = self.sequences.prefixes.next_key(request)
             (leaders if key is None or key not in started else followers).append(request)
             started.add(key)

@@ -58,7 +58,7 @@ class Sequences:
                 self._free(request)
                 return
             self.running.append(self.waiting.popleft())
-            self.count_hits(request, num_cached)
+            self.prefixes.count_hits(request, num_cached)
             self.prefixes.count_query(request)
 
     def advance(self, request: Request) -> int:
@@ -83,10 +83,6 @@ class Sequences:
         request.was_preempted = True
         self.waiting.appendleft(request)
         self._counters.num_preemptions += 1
-
-    def count_hits(self, request: Request, num_tokens: int) -> None:
-        if not request.was_preempted:
-            self.prefixes.count_hits(request, num_tokens)
 
     def _free(self, request: Request) -> None:
         # Reversed, so that the ends of cached prompts are evicted first.

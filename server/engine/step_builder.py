@@ -110,7 +110,13 @@ class StepBuilder:
     def chunks(self) -> list[Chunk]:
         """Decode rows first, as ``StepPlan`` requires; then by adapter, so that each adapter is read once."""
         shares = sorted(self.tokens.items(), key=lambda share: (share[0].in_prompt, share[0].adapter_slot))
-        return [_make_chunk(request, num_tokens, self._drafts.get(request, ())) for request, num_tokens in shares]
+        chunks: list[Chunk] = []
+        for request, num_tokens in shares:
+            start, end = request.num_computed, request.num_computed + num_tokens
+            samples = end == len(request.token_ids) and request.params.max_tokens > 0
+            draft = self._drafts.get(request, ())
+            chunks.append(Chunk(request, start, end, request.rows_to_score(start, end), samples, draft))
+        return chunks
 
     def _tokens_in_blocks(self, request: Request) -> int:
         """The number of tokens of ``request`` that fit the blocks left for the step; not below 0."""
@@ -154,6 +160,7 @@ def make_step(
         results = results[: stages.num_together] + [(chunk, num_rows + row) for chunk, row in stages.leaving]
         staged = {name: getattr(stages, name) for name in ("staged", "awaits", "rewritten")}
     logit_rows = [row for chunk, first in results for row in _logit_rows(chunk, first)]
+    slots = [chunk.request.adapter_slot for chunk in chunks]
     result_chunks = [chunk for chunk, _ in results]
     plan = make_plan(
         index=index,
@@ -164,7 +171,7 @@ def make_step(
         num_decode_rows=sum(c.num_rows for c in chunks if c.start >= c.request.num_prompt_tokens),
         logit_rows=logit_rows,
         policy=policy,
-        adapters=_adapter_slots(chunks),
+        adapters=slots if max(slots, default=-1) >= 0 else None,  # none of the sequences has one
         **staged,
     )
     return ScheduledStep(plan, chunks, result_chunks)
@@ -177,16 +184,3 @@ def _logit_rows(chunk: Chunk, first_row: int) -> list[int]:
     if samples:
         rows += range(first_row + end - start - 1, first_row + end - start + len(draft))
     return rows
-
-
-def _make_chunk(request: Request, num_tokens: int, draft: Sequence[int]) -> Chunk:
-    start, end = request.num_computed, request.num_computed + num_tokens
-    complete = end == len(request.token_ids)
-    samples = complete and request.params.max_tokens > 0
-    return Chunk(request, start, end, request.rows_to_score(start, end), samples, draft)
-
-
-def _adapter_slots(chunks: Sequence[Chunk]) -> list[int] | None:
-    """The slot of each sequence's adapter; None if no sequence has one."""
-    slots = [chunk.request.adapter_slot for chunk in chunks]
-    return slots if max(slots, default=-1) >= 0 else None

@@ -67,10 +67,8 @@ class Head(Side):
         """
         self._hold_ports()
         listener = listen(self._place.master, self._place.port)
-        self._server = await accept_channels(
-            listener, lambda channel: self._start(asyncio.create_task(self._take(channel)))
-        )
-        self._start(asyncio.create_task(self._beat()))
+        self._server = await accept_channels(listener, lambda channel: self._start(self._take(channel)))
+        self._start(self._beat())
         others = range(1, self._place.num_nodes)
         await self._until(lambda: [node for node in others if node not in self._nodes], "joined")
         self._joined = True
@@ -248,7 +246,7 @@ class Head(Side):
         elif isinstance(message, messages.Measured):
             node.measured = message
         elif isinstance(message, messages.WantModel | messages.WantPiece):
-            self._start(asyncio.create_task(self._send_model(node, message)))
+            self._start(self._send_model(node, message))
         elif isinstance(message, messages.Opened):
             node.opened = message
         self._changed.set()

@@ -48,7 +48,8 @@ class Member(Side):
         """Connect to node 0 and wait for the other nodes. LostError: node 0 does not answer in time."""
         self._hold_ports()
         channel = await self._connect()
-        self._start(asyncio.create_task(self._beat()), asyncio.create_task(self._listen(channel)))
+        self._start(self._beat())
+        self._start(self._listen(channel))
         self.link = await self._told.network
 
     async def find_model(self, model: str, show: Callable[[str, float], None]) -> str:

@@ -6,8 +6,9 @@ import os
 import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tightwire.comm.link.probe import answer_probes
 from tightwire.model.open import Checkpoint, fingerprint
@@ -88,10 +89,10 @@ class Side(Hosts, ABC):
         self._free_ports()
         await asyncio.gather(*(channel.close() for channel in self._channels()))
 
-    def _start(self, *tasks: asyncio.Task[None]) -> None:
-        for task in tasks:
-            task.add_done_callback(self._note_task_end)
-        self._tasks = [task for task in self._tasks if not task.done()] + list(tasks)
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._note_task_end)
+        self._tasks = [*(own for own in self._tasks if not own.done()), task]
 
     def _note_task_end(self, task: asyncio.Task[None]) -> None:
         """End all nodes if a task fails: nobody else would notice that its work is not done."""

@@ -87,13 +87,10 @@ def choose_transport(
 ) -> tuple[str, str]:
     """The transport between ranks, and why ``auto`` chose a slower one. ValueError: the requested one is not possible."""
     asked = options.transport
-    if asked == "peer-memory" and device == "cpu":
+    if (asked, device) in (("peer-memory", "cpu"), ("sockets", "cuda")):
+        joins, there, other = ("GPUs", "the CPU", "cuda") if device == "cpu" else ("CPU processes", "CUDA", "cpu")
         raise ValueError(
-            "--transport peer-memory connects GPUs, and the ranks run on the CPU; leave it out, or use --device cuda"
-        )
-    if asked == "sockets" and device == "cuda":
-        raise ValueError(
-            "--transport sockets connects CPU processes, and the ranks run on CUDA; leave it out, or use --device cpu"
+            f"--transport {asked} connects {joins}, and the ranks run on {there}; leave it out, or use --device {other}"
         )
     if options.num_ranks == 1:
         return "none", ""

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -17,14 +16,6 @@ from tightwire.server.plan.rank_setup import RunPlan
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedComm:
-    """``routes``: the model's AllReduces, None for a single rank; ``setup``: their description."""
-
-    routes: Routes | None
-    setup: CommSetup
-
-
 def check_comm(
     group: Group,
     plan: RunPlan,
@@ -33,16 +24,17 @@ def check_comm(
     max_rows: int,
     await_others: Callable[[], None] = lambda: None,
     world: Group | None = None,
-) -> CheckedComm:
+) -> tuple[Routes | None, CommSetup]:
     """Make every AllReduce of the plan's policies, test each, and quarantine the wrong ones. Collective.
 
+    Returns the model's AllReduces (None for a single rank) and their description.
     The test uses messages of one row and of ``max_rows``. ``world``: the ranks of all replicas, which must sum alike.
     ``await_others``: called after this rank has compiled its kernels, before the first collective with a deadline.
     QuarantinedError: the algorithm requested by name, or every candidate of ``auto``, sums wrongly.
     ValueError: peer memory was requested by name and is unavailable.
     """
     if group.world_size == 1:
-        return CheckedComm(None, CommSetup(transport=plan.transport, num_nodes=plan.num_nodes))
+        return None, CommSetup(transport=plan.transport, num_nodes=plan.num_nodes)
     transport, reason, requested = _resolve_transport(group, plan)
     candidates = make_candidates(list(requested.values()), group)
     await_others()
@@ -72,7 +64,7 @@ def check_comm(
         self_test=[SelfTestVerdict(algorithm=v.algorithm, ok=v.ok, detail=v.detail) for v in verdicts],
         extra=choices,
     )
-    return CheckedComm(Routes(list(policies.items()), candidates), setup)
+    return Routes(list(policies.items()), candidates), setup
 
 
 def _resolve_transport(group: Group, plan: RunPlan) -> tuple[str, str, dict[str, Policy]]:

@@ -37,7 +37,6 @@ from tightwire.server.ranks.adapter_loader import AdapterLoader
 from tightwire.server.ranks.reporter import Reporter
 from tightwire.server.ranks.step_runner import RankZeroRunner, StepSize
 
-_IDLE_POLL_MS = 1000  # poll interval of an idle rank; messages wake it at once
 _WARM_UP_PROMPT_TOKENS = 24
 _WARM_UP_ANSWER_TOKENS = 4
 
@@ -89,8 +88,7 @@ class Leader:
             eos_token_ids=frozenset(model.eos_token_ids),
             has_grammars=grammars is not None,
         )
-        self._plan_ahead, self._num_replicas = plan.plan_ahead, plan.num_replicas
-        self._adapters, self._loader = plan.adapters, AdapterLoader(runner.adapters, model, reporter)
+        self._plan, self._loader = plan, AdapterLoader(runner.adapters, model, reporter)
         drafts = options.speculation == "ngram"
         self._drafter = NgramDrafter(max_tokens=5, longest=4, shortest=2) if drafts else None
         self._sampler = Sampler(model.vocab_size, grammars)
@@ -110,7 +108,7 @@ class Leader:
         num_tokens = min(_WARM_UP_PROMPT_TOKENS, max(1, limits.max_model_len - 2))
         prompt = [token % self._rules.vocab_size for token in range(1, 1 + num_tokens)]
         max_tokens = min(_WARM_UP_ANSWER_TOKENS, limits.max_model_len - num_tokens)
-        for replica in range(self._num_replicas):
+        for replica in range(self._plan.num_replicas):
             for policy, temperature in [*((policy, 0.0) for policy in self._rules.policies), (None, 1.0)]:
                 params = SamplingParams(
                     max_tokens=max_tokens, temperature=temperature, top_p=0.9, seed=1, ignore_eos=True
@@ -133,20 +131,19 @@ class Leader:
         self._runner.stop_followers()
 
     def make_engine(self) -> Engine:
+        plan, table = self._plan, AdapterTable(0)
+        if plan.adapters is not None:
+            table = AdapterTable(plan.adapters.num_slots, {each.id: each.slot for each in plan.adapters.loaded})
         return Engine(
             runner=self._runner,
             sampler=self._sampler,
             limits=self._limits,
             rules=self._rules,
             drafter=self._drafter,
-            plan_ahead=self._plan_ahead,
-            num_replicas=self._num_replicas,
-            adapters=self._make_adapter_table(),
+            plan_ahead=plan.plan_ahead,
+            num_replicas=plan.num_replicas,
+            adapters=table,
         )
-
-    def _make_adapter_table(self) -> AdapterTable:
-        plan = self._adapters
-        return AdapterTable(plan.num_slots, {each.id: each.slot for each in plan.loaded}) if plan else AdapterTable(0)
 
     def _load_adapter(self, engine: Engine, message: LoadAdapter) -> None:
         """Load an adapter on all ranks; each answers the HTTP process."""
@@ -163,8 +160,7 @@ class Leader:
         """Pass all received messages to the engine; wait for one if there is nothing else to do."""
         if not engine.has_work():
             self._reporter.idle()
-            while not self._inbox.poll(_IDLE_POLL_MS):
-                pass
+            self._inbox.poll()
         with contextlib.suppress(zmq.Again):
             while True:
                 message = self._decoder.decode(self._inbox.recv(zmq.NOBLOCK))
@@ -228,6 +224,4 @@ class Follower:
     def _receive(self) -> ToFollower:
         if not self._inbox.poll(0):
             self._reporter.idle()
-            while not self._inbox.poll(_IDLE_POLL_MS):
-                pass
         return self._decoder.decode(self._inbox.recv())

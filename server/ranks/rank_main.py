@@ -78,7 +78,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
             threads, numa = torch.get_num_threads(), work.config.parallel.numa == "auto"
             place = bind_rank(identity.local_rank, identity.num_local, threads, numa=numa)
         with reporter.stage("self-test"):
-            comm = check_comm(
+            routes, comm = check_comm(
                 group,
                 plan,
                 row_elems=checkpoint.config.hidden_size,
@@ -87,7 +87,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
                 world=world,
             )
         with reporter.stage("weights") as progress:
-            groups = RankGroups(group, routes=comm.routes, world=world, stages=stages, peers=joining.peers())
+            groups = RankGroups(group, routes=routes, world=world, stages=stages, peers=joining.peers())
             runner = _load(checkpoint, layout, formats, groups, work, progress)
         sources = (runner.weights, runner.cache)
         pools = [source.pool for source in sources if isinstance(source, StreamedWeights | OffloadedCache)]
@@ -116,7 +116,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
                     rank=identity.rank,
                     weight_bytes=sizes.in_pool(plan.weights, plan.device),
                     peak_host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-                    comm=msgspec.structs.replace(comm.setup, link=link),
+                    comm=msgspec.structs.replace(comm, link=link),
                     cores=place.cores,
                     numa_nodes=place.nodes,
                 )

@@ -1,6 +1,5 @@
 """What both sides do: a task that fails ends the server, and a failure ends the process in any case."""
 
-import asyncio
 import os
 import socket
 import sys
@@ -20,7 +19,7 @@ async def test_a_failure_of_a_background_task_ends_the_server() -> None:
     async def read() -> None:
         raise FileNotFoundError(2, "No such file or directory", "model.gguf")
 
-    head._start(asyncio.create_task(read()))
+    head._start(read())
     await until(lambda: told.ends)
     assert told.ends[0][:2] == ("node 0 (127.0.0.1)", 1)
     assert "model.gguf" in told.ends[0][2]

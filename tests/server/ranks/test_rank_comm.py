@@ -51,10 +51,10 @@ def plan(
 
 
 def _check(group: Group, run_plan: RunPlan) -> tuple[CommSetup, Tensor | None]:
-    checked = check_comm(group, run_plan, row_elems=64, max_rows=8)
-    if checked.routes is None:
-        return checked.setup, None
-    return checked.setup, checked.routes.all_reduce("o_proj", 0, "decode")(torch.ones(4), "decode")
+    routes, setup = check_comm(group, run_plan, row_elems=64, max_rows=8)
+    if routes is None:
+        return setup, None
+    return setup, routes.all_reduce("o_proj", 0, "decode")(torch.ones(4), "decode")
 
 
 def test_auto_goes_on_without_a_wrong_algorithm_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -122,10 +122,10 @@ def test_further_policies_are_checked_and_reported_by_name() -> None:
     assert here.policy_names == ("auto", "policy:mix.json")
 
     def check(group: Group) -> tuple[CommSetup, tuple[str, ...], list[str]]:
-        checked = check_comm(group, here, row_elems=64, max_rows=8)
-        assert checked.routes is not None
-        sums = [checked.routes.all_reduce("o_proj", layer, "prefill", arm) for arm in (0, 1) for layer in (0, 1)]
-        return checked.setup, checked.routes.policies, [type(all_reduce).__name__ for all_reduce in sums]
+        routes, setup = check_comm(group, here, row_elems=64, max_rows=8)
+        assert routes is not None
+        sums = [routes.all_reduce("o_proj", layer, "prefill", arm) for arm in (0, 1) for layer in (0, 1)]
+        return setup, routes.policies, [type(all_reduce).__name__ for all_reduce in sums]
 
     setup, arms, sums = run_in_process(2, check)[1]
     assert arms == here.policy_names
