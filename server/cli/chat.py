@@ -47,9 +47,6 @@ class Conversation:
     turns: list[dict[str, str]] = field(default_factory=list)
     num_tokens: int | None = None  # of the last answer, if the server says it
 
-    def reset(self) -> None:
-        self.turns.clear()
-
     def answer(self, text: str) -> Generator[str, None, None]:
         """Send ``text``; yields the answer. Keeps a partial one; removes a question without any. Raises RemoteError."""
         self.turns.append({"role": "user", "content": text})
@@ -146,7 +143,7 @@ def _talk(conversation: Conversation) -> int:
             if line == "/exit":
                 return 0
             if line == "/reset":
-                conversation.reset()
+                conversation.turns.clear()
                 out.write("(a new conversation)\n")
             elif line.startswith("/"):
                 out.write(_HELP)
@@ -182,7 +179,7 @@ def _answer_lines(conversation: Conversation, lines: TextIO) -> int:
             case "/exit":
                 break
             case "/reset":
-                conversation.reset()
+                conversation.turns.clear()
             case text:
                 for part in conversation.answer(text):
                     sys.stdout.write(part.translate(_PRINTABLE))

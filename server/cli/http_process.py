@@ -96,7 +96,7 @@ class _Server:
         except RankFailedError as failure:
             self._progress.say(f"tightwire serve: {failure}")
             for of_symptoms, write in ((False, self._progress.say), (True, self._progress.detail)):
-                for rank, traceback in engine.tracebacks(of_symptoms=of_symptoms):
+                for rank, traceback in engine.watch.tracebacks(of_symptoms=of_symptoms):
                     write(f"--- rank {rank} ---\n{traceback}")
             if self._holder.model is not None:
                 await asyncio.sleep(_LAST_WORDS_S)
@@ -180,7 +180,7 @@ class _Server:
         if stop.done():
             if self._member:
                 self._progress.say("asking node 0 to stop")
-            engine.ask_stop()
+            engine.hosts.ask_stop()  # ``stop_asked`` is set when all hosts stop
             await asked
         stop.cancel()
         asked.cancel()

@@ -18,13 +18,9 @@ from tightwire.server.plan.setting import refuse_wrong_model
 _NAME_S = 120.0
 
 
+@interrupts_end_at_once()
 def serve(argv: Sequence[str]) -> int:
     """``tightwire serve``: exit code 0 after a signal, 1 if a rank or the network is lost, 2 if refused."""
-    with interrupts_end_at_once():
-        return _serve(argv)
-
-
-def _serve(argv: Sequence[str]) -> int:
     parser = make_parser("serve", "Serve a model over the OpenAI HTTP API, split over rank processes.")
     config, _ = parse(parser, argv)
     by_hand = config.hosts.master_addr is not None

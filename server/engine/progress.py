@@ -31,24 +31,19 @@ class PromptWatch:
         now_s = self._clock()
         outputs: list[Output] = []
         for chunk in chunks:
-            last = self.requests.get(chunk.request)
-            if last is not None and chunk.end > last.end:
-                outputs.append(self._report(chunk, last, now_s))
+            request, end, last = chunk.request, chunk.end, self.requests.get(chunk.request)
+            if last is None or end <= last.end:
+                continue
+            # Not from request.num_cached_tokens: a step planned ahead may have counted tokens after this chunk.
+            computed = last.computed + end - max(chunk.start, last.end)
+            if end < request.num_prompt_tokens:
+                self.requests[request] = _Reported(end, computed)
+            else:
+                del self.requests[request]
+            assert request.first_scheduled_s is not None, "a chunk before the first step"
+            seconds = now_s - request.first_scheduled_s
+            progress = PromptProgress(
+                prompt_tokens=request.num_prompt_tokens, cached=end - computed, computed=computed, seconds=seconds
+            )
+            outputs.append(Output(id=request.id, token_ids=[], progress=progress))
         return outputs
-
-    def _report(self, chunk: Chunk, last: _Reported, now_s: float) -> Output:
-        request, end = chunk.request, chunk.end
-        # Not from request.num_cached_tokens: a step planned ahead may have counted tokens after this chunk.
-        computed = last.computed + end - max(chunk.start, last.end)
-        if end < request.num_prompt_tokens:
-            self.requests[request] = _Reported(end, computed)
-        else:
-            del self.requests[request]
-        assert request.first_scheduled_s is not None, "a chunk before the first step"
-        progress = PromptProgress(
-            prompt_tokens=request.num_prompt_tokens,
-            cached=end - computed,
-            computed=computed,
-            seconds=now_s - request.first_scheduled_s,
-        )
-        return Output(id=request.id, token_ids=[], progress=progress)

@@ -70,7 +70,12 @@ def make_app(
     # The last one added is the outermost.
     if http.needs_key:
         app.add_middleware(RequireKey, keys=KeyRing(http), metrics=serving.metrics)
-    app.add_middleware(RequestScope, recorders=_make_recorders(http))
+    recorders: list[Recorder] = []
+    if http.request_log is not None:
+        recorders.append(RequestLog(http.request_log, prompts=http.request_log_prompts))
+    if wants_traces(http.otlp_endpoint, os.environ):
+        recorders.append(Telemetry(http.otlp_endpoint))
+    app.add_middleware(RequestScope, recorders=recorders)
     if http.cors_origin:
         app.add_middleware(
             CORSMiddleware,
@@ -80,15 +85,6 @@ def make_app(
             expose_headers=EXPOSED_HEADERS,
         )
     return app
-
-
-def _make_recorders(http: HttpOptions) -> list[Recorder]:
-    recorders: list[Recorder] = []
-    if http.request_log is not None:
-        recorders.append(RequestLog(http.request_log, prompts=http.request_log_prompts))
-    if wants_traces(http.otlp_endpoint, os.environ):
-        recorders.append(Telemetry(http.otlp_endpoint))
-    return recorders
 
 
 class _Server(uvicorn.Server):

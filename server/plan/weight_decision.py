@@ -88,8 +88,10 @@ def decide_weights(
         resident = make_budget(inputs)
     except NotEnoughMemoryError as error:
         refusal = error
-    if options.weights == "auto" and resident is not None and num_layers >= LEAST_STREAMED and not _is_roomy(resident):
-        resident = None
+    if options.weights == "auto" and resident is not None and num_layers >= LEAST_STREAMED:
+        # Layers stream rather than leave no room for LEAST_CONTEXT tokens, or for a smaller context that was requested.
+        is_roomy = resident.room_tokens >= min(LEAST_CONTEXT, resident.max_positions)
+        resident = resident if is_roomy else None
     if options.weights == "resident" or (options.weights == "auto" and resident is not None):
         if resident is None:
             raise refusal or AssertionError
@@ -104,7 +106,10 @@ def decide_weights(
         packed = pack_model(inputs.model, inputs.layout.shards[0], inputs.formats, dtype, codec)
         check_codec(options.weight_codec, packed.stored, inputs.formats)
     streaming = _Streaming(options, inputs, num_nodes, files, resident)
-    if options.weights == "auto" and streaming.may_share:
+    # Replicas of a node share layers instead of each reading all of them. Never on CUDA: each device's path to the host
+    # may be faster than its path to the others.
+    may_share = inputs.num_replicas > num_nodes and inputs.device == "cpu" and options.stream_from == "auto"
+    if options.weights == "auto" and may_share:
         with suppress(NotEnoughMemoryError):  # a node's memory does not hold one copy
             return streaming.decide(shared=True)
     return streaming.decide(shared=options.weights == "partition")
@@ -119,15 +124,6 @@ class _Streaming:
     num_nodes: int
     files: Files
     resident: MemoryBudget | None
-
-    @property
-    def may_share(self) -> bool:
-        """Whether ``auto`` lets the replicas of a node share layers instead of each reading all of them.
-
-        Never on CUDA: each device's path to the host may be faster than its path to the others.
-        """
-        several = self.inputs.num_replicas > self.num_nodes
-        return several and self.inputs.device == "cpu" and self.options.stream_from == "auto"
 
     def decide(self, *, shared: bool) -> WeightDecision:
         """The decision. ``shared``: the replicas of a node keep a part of each streamed layer."""
@@ -219,11 +215,6 @@ class _Streaming:
 
 def _how_to_read(inputs: MemoryInputs, files: Files) -> str:
     return "buffered" if files.prepared is None else choose_io(files.prepared.paths, inputs.host_bytes)
-
-
-def _is_roomy(budget: MemoryBudget) -> bool:
-    """Whether resident weights leave room for LEAST_CONTEXT tokens, or for the smaller context that was requested."""
-    return budget.room_tokens >= min(LEAST_CONTEXT, budget.max_positions)
 
 
 def _describe(plan: WeightPlan, num_layers: int, sizes: Sequence[WeightSizes], device: str) -> tuple[str, ...]:

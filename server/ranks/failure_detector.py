@@ -143,7 +143,8 @@ class Watch:
                 if what is not None:
                     if waits and find in (self._left, self._symptom):
                         return None
-                    return f"rank {self._name(number)} ({self._place(number)}) {what}{self._others(number)}"
+                    others = f" ({doing})" if (doing := self.describe(without=number)) else ""
+                    return f"rank {self._name(number)} ({self._place(number)}) {what}{others}"
         return None
 
     def _killed(self, rank: _Rank, now: float) -> str | None:
@@ -193,14 +194,9 @@ class Watch:
         stuck = f", {rank.stuck_s:.0f} s without a new collective" if rank.moved_s else ""
         return f"has been at one step for {rank.beat.busy_s:.0f} s{stuck}: {rank.doing}"
 
-    def _others(self, number: int) -> str:
-        """The last reported activity of the other ranks, each with its newest collective."""
-        others = [f"rank {self._name(n)}: {rank.doing}" for n, rank in self._ranks.items() if n != number]
-        return f" ({'; '.join(others)})" if others else ""
-
-    def describe(self) -> str:
-        """The last reported activity of all ranks."""
-        return "; ".join(f"rank {self._name(number)}: {rank.doing}" for number, rank in self._ranks.items())
+    def describe(self, without: int = -1) -> str:
+        """The last reported activity of all ranks but one, each with its newest collective."""
+        return "; ".join(f"rank {self._name(n)}: {rank.doing}" for n, rank in self._ranks.items() if n != without)
 
     def _place(self, number: int) -> str:
         pid = self._ranks[number].pid

@@ -67,15 +67,15 @@ class RankedEngine:
 
     def __init__(self, config: ServeConfig, ranks: Ranks, display: Display) -> None:
         self._config, self._ranks, self._display = config, ranks, display
-        self._hosts = choose_hosts(config, ranks.place, ranks.numbers, ranks.link, self)
-        self._watch = Watch(
-            dict.fromkeys(self._hosts.watched, 0) | ranks.pids,
+        self.hosts = choose_hosts(config, ranks.place, ranks.numbers, ranks.link, self)
+        self.watch = Watch(
+            dict.fromkeys(self.hosts.watched, 0) | ranks.pids,
             rank_timeout_s=config.timeouts.rank_timeout_s,
             step_timeout_s=config.timeouts.step_timeout_s,
             num_replicas=config.parallel.dp,
-            node_of=self._hosts.node_of,
+            node_of=self.hosts.node_of,
         )
-        self._stages = dict.fromkeys(map(self._hosts.node_of, self._hosts.watched), "")  # by node
+        self._stages = dict.fromkeys(map(self.hosts.node_of, self.hosts.watched), "")  # by node
         self._shown, self._shown_s = "", 0.0
         self.stop_asked = asyncio.Event()  # by a signal to any host, or by node 0
         self.client = ZmqEngineClient(
@@ -103,7 +103,7 @@ class RankedEngine:
     async def __aexit__(self, *_: object) -> None:
         self._stop_watching()
         self._ranks.kill()
-        await self._hosts.close()
+        await self.hosts.close()
         self.client.close()
         if self._failed.done():
             self._failed.exception()  # marks the exception as retrieved, in case nobody awaited it
@@ -114,18 +114,18 @@ class RankedEngine:
         On several hosts, wait for the others first. RankFailedError: one is missing.
         """
         try:
-            await self.guard(self._hosts.join())
+            await self.guard(self.hosts.join())
             return await self._start()
         except ValueError as refusal:
-            self._hosts.fail(2, str(refusal))
+            self.hosts.fail(2, str(refusal))
             raise
         except LostError as missing:
-            self._hosts.fail(1, str(missing))
+            self.hosts.fail(1, str(missing))
             raise RankFailedError(str(missing)) from None
 
     async def _start(self) -> tuple[Checkpoint, Decision, Tokenizer]:
         stopped = threading.Event()
-        options, hosts = self._config.model, self._hosts
+        options, hosts = self._config.model, self.hosts
         model = await self.guard(hosts.find_model(options.model, self._display.stage))
         config = replace(self._config, model=replace(options, model=model))
         opening = Background(lambda: prepare(config, self._display, stopped=stopped.is_set, link=hosts.link))
@@ -141,7 +141,7 @@ class RankedEngine:
         self._ranks.hand_out(
             RankWork(location=checkpoint.location, config=self._config, plan=decision.plan, inboxes=inboxes)
         )
-        self._watch.begin_loading()
+        self.watch.begin_loading()
         return checkpoint, decision, await Background(checkpoint.tokenizer).result
 
     async def wait_ready(self) -> None:
@@ -170,36 +170,32 @@ class RankedEngine:
         if self._watching is not None:
             self._watching.cancel()
 
-    def tracebacks(self, *, of_symptoms: bool = False) -> list[tuple[int, str]]:
-        """The tracebacks of the failed ranks, for the log; see ``Watch.tracebacks``."""
-        return self._watch.tracebacks(of_symptoms=of_symptoms)
-
     def note_exit(self, rank: int, code: int) -> None:
-        self._hosts.relay_exit(rank, code)
-        self._watch.exited(rank, code)
+        self.hosts.relay_exit(rank, code)
+        self.watch.exited(rank, code)
         self._trouble.set()
 
     def hear(self, message: FromRank) -> None:
-        self._hosts.relay(message)
-        self._watch.heard(message)
+        self.hosts.relay(message)
+        self.watch.heard(message)
         if isinstance(message, AdapterLoaded):
             self.client.heard_adapter(message)
-        if self._watch.alarmed:
+        if self.watch.alarmed:
             self._trouble.set()
         if isinstance(message, Stage):
             self._display.stage(message.name, message.fraction, message.rank)
-            if not self._watch.serving:
+            if not self.watch.serving:
                 done = f" {100 * message.fraction:.0f} %" if message.fraction else ""
                 self.client.set_phase(Phase.LOADING, self._with_nodes(message.rank, f"{message.name}{done}"))
         elif isinstance(message, Ready):
             self.ready[message.rank] = message
-            if len(self.ready) == len(self._hosts.watched):
-                self._watch.serving = True
-                self._hosts.note_ready()
+            if len(self.ready) == len(self.hosts.watched):
+                self.watch.serving = True
+                self.hosts.note_ready()
 
     def _with_nodes(self, rank: int, stage: str) -> str:
         """The stage of each node, for the reason why the server is not ready yet."""
-        self._stages[self._hosts.node_of(rank)] = stage
+        self._stages[self.hosts.node_of(rank)] = stage
         return "; ".join(": ".join(filter(None, known)) for known in self._stages.items() if known[1])
 
     def show(self, table: str) -> None:
@@ -211,7 +207,7 @@ class RankedEngine:
 
     def note_serving(self) -> None:
         """All ranks of all hosts are ready."""
-        self.client.set_phase(Phase.READY, self._hosts.refusal)
+        self.client.set_phase(Phase.READY, self.hosts.refusal)
         self._all_ready.set()
 
     def note_stop(self, node: str) -> None:
@@ -224,12 +220,8 @@ class RankedEngine:
             self._fail(ValueError(reason))
         else:
             why = reason or "stopped"
-            last = f" (last known: {self._watch.describe()})" if self._watch.serving else ""
+            last = f" (last known: {self.watch.describe()})" if self.watch.serving else ""
             self._fail(RankFailedError(f"{node}: {why}{last}"))
-
-    def ask_stop(self) -> None:
-        """Stop all hosts, after a signal to this one; ``stop_asked`` is set when they do."""
-        self._hosts.ask_stop()
 
     def _note_task_end(self, task: asyncio.Task[None]) -> None:
         """Fail if a watching task ends, because no failure would be noticed after that."""
@@ -240,7 +232,7 @@ class RankedEngine:
     def _fail(self, error: RankFailedError | ValueError) -> None:
         self.client.set_phase(Phase.DEAD, str(error))
         self._ranks.begin_kill()
-        self._hosts.fail(2 if isinstance(error, ValueError) else 1, str(error))
+        self.hosts.fail(2 if isinstance(error, ValueError) else 1, str(error))
         if not self._failed.done():
             self._failed.set_exception(error)
 
@@ -250,9 +242,9 @@ class RankedEngine:
                 async with asyncio.timeout(_WATCH_PERIOD_S):
                     await self._trouble.wait()
                 await asyncio.sleep(_COLLECT_S)
-            if stalled := self._watch.stalled():
+            if stalled := self.watch.stalled():
                 self._display.say(stalled)
-            reason = self._watch.check()
+            reason = self.watch.check()
             if reason is not None:
                 self._fail(RankFailedError(reason))
                 return
