@@ -133,7 +133,11 @@ class _Server:
         if taken := next(filter(info.adapter, info.names), None):
             raise ValueError(f"--lora {taken}: the base model has this name; give another, or --served-model-name")
         if http.chat_template is not None:
-            tokenizer.use_template(_read_template(http.chat_template))
+            try:
+                template = Path(http.chat_template).expanduser().read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"--chat-template {http.chat_template}: cannot be read: {error}") from None
+            tokenizer.use_template(template)
         self._holder.fill(info=info, tokenizer=tokenizer)
         await engine.wait_ready()
         if self._member:
@@ -216,13 +220,6 @@ def _sampling(generation: Mapping[str, Any]) -> dict[str, float]:
     except ApiError as error:
         raise ValueError(f"generation_config.json: {error}; --generation-config none leaves it out") from None
     return given
-
-
-def _read_template(path: str) -> str:
-    try:
-        return Path(path).expanduser().read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--chat-template {path}: cannot be read: {error}") from None
 
 
 def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready]) -> str:

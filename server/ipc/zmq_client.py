@@ -156,14 +156,10 @@ class ZmqEngineClient:
                     pending.discard(output.id)
                 yield output
         finally:
-            self._abandon(pending)
-
-    def _abandon(self, pending: set[str]) -> None:
-        """Cancel sequences without a reader; they count as live until the engine reports their end."""
-        gone = [id for id in pending if id in self._live]
-        for id in gone:
-            self._live[id] = None
-        self.cancel(gone)
+            # Cancel sequences without a reader; they count as live until the engine reports their end.
+            gone = [id for id in pending if id in self._live]
+            self._live |= dict.fromkeys(gone)
+            self.cancel(gone)
 
     def _send(self, message: ToEngine) -> None:
         if self._sender.closed:

@@ -144,13 +144,17 @@ class Watch:
                     if waits and find in (self._left, self._symptom):
                         return None
                     others = f" ({doing})" if (doing := self.describe(without=number)) else ""
-                    return f"rank {self._name(number)} ({self._place(number)}) {what}{others}"
+                    place = ", ".join(filter(None, [self._node_of(number), f"pid {rank.pid}" if rank.pid else ""]))
+                    return f"rank {self._name(number)} ({place}) {what}{others}"
         return None
 
     def _killed(self, rank: _Rank, now: float) -> str | None:
-        if rank.exit_code is not None and rank.exit_code < 0:
-            return f"was killed by {_signal_name(-rank.exit_code)} while: {rank.doing}"
-        return None
+        if rank.exit_code is None or rank.exit_code >= 0:
+            return None
+        number = -rank.exit_code
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        cause = " (out of memory?)" if number == signal.SIGKILL else ""
+        return f"was killed by {name}{cause} while: {rank.doing}"
 
     def _failed(self, rank: _Rank, now: float, symptom: bool = False) -> str | None:
         if rank.failed is not None and rank.failed.symptom == symptom:
@@ -198,10 +202,6 @@ class Watch:
         """The last reported activity of all ranks but one, each with its newest collective."""
         return "; ".join(f"rank {self._name(n)}: {rank.doing}" for n, rank in self._ranks.items() if n != without)
 
-    def _place(self, number: int) -> str:
-        pid = self._ranks[number].pid
-        return ", ".join(filter(None, [self._node_of(number), f"pid {pid}" if pid else ""]))
-
     def _name(self, number: int) -> str:
         return rank_name(number, len(self._ranks) // self._num_replicas, self._num_replicas)
 
@@ -209,8 +209,3 @@ class Watch:
         """By rank, the tracebacks of ranks that failed on their own, or of those that failed because of another rank."""
         failed = ((number, rank.failed) for number, rank in self._ranks.items() if rank.failed)
         return [(number, one.traceback) for number, one in failed if one.traceback and one.symptom == of_symptoms]
-
-
-def _signal_name(number: int) -> str:
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    return f"{name} (out of memory?)" if number == signal.SIGKILL else name

@@ -186,17 +186,14 @@ class RankedEngine:
             self._display.stage(message.name, message.fraction, message.rank)
             if not self.watch.serving:
                 done = f" {100 * message.fraction:.0f} %" if message.fraction else ""
-                self.client.set_phase(Phase.LOADING, self._with_nodes(message.rank, f"{message.name}{done}"))
+                self._stages[self.hosts.node_of(message.rank)] = f"{message.name}{done}"
+                known = (": ".join(filter(None, each)) for each in self._stages.items() if each[1])
+                self.client.set_phase(Phase.LOADING, "; ".join(known))
         elif isinstance(message, Ready):
             self.ready[message.rank] = message
             if len(self.ready) == len(self.hosts.watched):
                 self.watch.serving = True
                 self.hosts.note_ready()
-
-    def _with_nodes(self, rank: int, stage: str) -> str:
-        """The stage of each node, for the reason why the server is not ready yet."""
-        self._stages[self.hosts.node_of(rank)] = stage
-        return "; ".join(": ".join(filter(None, known)) for known in self._stages.items() if known[1])
 
     def show(self, table: str) -> None:
         self.client.set_phase(Phase.LOADING, table)

@@ -59,11 +59,12 @@ def main(import_body: Callable[[], Body] = _import_body) -> int:
             threading.Thread(target=end_stopped_parent, args=watch, daemon=True).start()
         run(identity, own, reporter)
     except BaseException as error:  # noqa: BLE001 - the parent must hear of every error
+        text = " ".join(str(error).split())
         reporter.send(
             Failed(
                 rank=identity.rank,
                 doing=reporter.doing,
-                message=_describe(error),
+                message=": ".join(filter(None, (type(error).__name__, text))),
                 traceback="" if isinstance(error, _TOLD_IN_FULL) else traceback.format_exc(),
                 symptom=isinstance(error, CommError),
             )
@@ -85,11 +86,6 @@ def _listen_to_parent(work: queue.SimpleQueue[RankWork]) -> None:
     """Read the second line, then wait for the end of the pipe, which means that the parent is gone."""
     work.put(_read_line(RankWork))
     die_at_end_of_stdin()
-
-
-def _describe(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 if __name__ == "__main__":
