@@ -56,11 +56,15 @@ def _encode(tokenizer: Tokenizer, answer: AnswerOptions, max_model_len: int) -> 
     if not ids:
         raise ValueError("the prompt has no tokens; give at least one word")
     room = max_model_len - len(ids)
+    if room < 1:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens, and the context holds {max_model_len} for prompt and answer; "
+            f"shorten it to at most {max_model_len - 1}"
+        )
     if answer.max_tokens > room:
-        advice = f"or ask for at most {room}" if room > 0 else f"to at most {max_model_len - 1}"
         raise ValueError(
             f"{len(ids)} prompt tokens and --max-tokens {answer.max_tokens} exceed the context of {max_model_len}; "
-            f"shorten the prompt {advice}"
+            f"shorten the prompt or ask for at most {room}"
         )
     return ids
 
