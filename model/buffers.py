@@ -16,6 +16,7 @@ import math
 import threading
 import time
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,16 @@ def page_aligned(num_bytes: int, device: torch.device, *, pinned: bool = False) 
     room = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8, device=device, pin_memory=pinned)
     start = -room.data_ptr() % PAGE_BYTES
     return room[start : start + num_bytes]
+
+
+def make_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return a CUDA stream for a thread that fills buffers; None on a CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def queue_on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Run GPU work of the ``with`` block concurrently with the computation."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class BufferEvent(NamedTuple):

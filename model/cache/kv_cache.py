@@ -4,7 +4,6 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from tightwire.kernels.row_runs import copy_runs
 from tightwire.kernels.spec.int8_heads import cache_width, head_bytes
-from tightwire.model.buffers import BufferPool, page_aligned
+from tightwire.model.buffers import BufferPool, make_stream, page_aligned, queue_on
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import CacheError
 from tightwire.model.layer_groups import LayerGroups
@@ -150,7 +149,7 @@ class OffloadedCache(CacheSource):
         self.pool = BufferPool(NUM_BUFFERS, buffer_blocks * block_bytes, device, saves=True, traced=True)
         self._blocks = [buffer.memory.view(stored).view(buffer_blocks, *block_shape) for buffer in self.pool.buffers]
         self._keys_and_values = [(blocks[:, 0], blocks[:, 1]) for blocks in self._blocks]
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = make_stream(device)
         self._users: dict[int, tuple[int, int]] = {}  # layer in use -> number of passes, buffer
         self._num_bytes, self._waited_s = 0, 0.0
         self._steps: queue.SimpleQueue[_Moves | None] = queue.SimpleQueue()
@@ -201,7 +200,7 @@ class OffloadedCache(CacheSource):
 
     def _move(self) -> None:
         try:
-            with torch.inference_mode(), self._queue():
+            with torch.inference_mode(), queue_on(self._stream):
                 for moves in iter(self._steps.get, None):
                     for layer in range(self._num_layers):
                         if layer >= NUM_BUFFERS:
@@ -226,10 +225,6 @@ class OffloadedCache(CacheSource):
         copy_runs(target, source, runs_R3)
         self._num_bytes += int(runs_R3[:, 2].sum()) * self._block_bytes
         self.pool.moved()
-
-    def _queue(self) -> AbstractContextManager[object]:
-        """Run GPU work of the ``with`` block concurrently with the computation."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 class _Pinned:

@@ -117,7 +117,7 @@ class _Loading:
             kept[layer] = page_aligned(cut.kept_bytes, device, pinned=pinned)
             kept[layer][: cut.part_bytes].copy_(packed_bytes[start : start + cut.part_bytes])
             kept[layer][cut.part_bytes :].copy_(packed_bytes[cut.tail_start :])
-        store = PartitionStore(model.stored, model.plain, kept, peers, codec)
+        store = PartitionStore(model, kept, peers, codec)
         peers.await_all()  # a gather has a deadline, which must not count another rank's loading
         return store
 

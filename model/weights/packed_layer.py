@@ -136,9 +136,8 @@ def pack_tensors(
     for field, fused in tensors.items():
         packed = formats.of(fused)
         own = codec if not packed and fused.columns is not None else _PLAIN
-        if packed:
-            num_bytes = sum(rows * each.row_bytes(fused.shape[1]) for rows, each in packed)
-        else:
+        num_bytes = formats.num_bytes(fused, dtype.itemsize)
+        if not own.exact:
             num_bytes = own.wire_bytes(prod(fused.shape), dtype.itemsize)
         places[field] = Place(offset, num_bytes, fused.shape, packed, own)
         offset += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

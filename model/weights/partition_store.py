@@ -6,7 +6,7 @@ run every pass, even with nothing to do. Source: ZeRO++ (arXiv 2306.10209), ZeRO
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,7 @@ from tightwire.comm.collectives.all_gather import all_gather_into
 from tightwire.comm.group.nodes import PartitionPeers
 from tightwire.comm.ledger.ledger import GATHERING
 from tightwire.comm.protocols import Moved
-from tightwire.model.weights.packed_layer import NEVER, LayerStore, PackedLayer
+from tightwire.model.weights.packed_layer import NEVER, LayerStore, PackedModel
 
 LINE_BYTES = 64
 
@@ -54,19 +54,12 @@ class PartitionCut:
 class PartitionStore(LayerStore):
     """``LayerStore`` that gathers the parts that the ranks of a node keep."""
 
-    def __init__(
-        self,
-        stored: Sequence[PackedLayer],
-        plain: Sequence[PackedLayer],
-        kept: Mapping[int, Tensor],
-        peers: PartitionPeers,
-        codec: Codec,
-    ) -> None:
-        """Take the forms of every layer, and of each streamed layer this rank's part and then the tail (uint8).
+    def __init__(self, model: PackedModel, kept: Mapping[int, Tensor], peers: PartitionPeers, codec: Codec) -> None:
+        """Take of each streamed layer this rank's part and then the tail (uint8).
 
-        ``peers`` are closed with the store; ``codec`` is that of ``stored``.
+        ``peers`` are closed with the store; ``codec`` is that of ``model.stored``.
         """
-        self.stored, self._plain, self._kept = stored, plain, dict(kept)
+        self.stored, self._plain, self._kept = model.stored, model.plain, dict(kept)
         self._peers, self._codec = peers, codec
         self.name = f"the parts that ranks {', '.join(map(str, peers.at.inside))} keep"
         self.device, self.has_memory = peers.inside.device, peers.inside.world_size == 1

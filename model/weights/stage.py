@@ -81,7 +81,7 @@ class StageWeights:
 
 def stage_bytes(config: LlamaConfig, shard: Shard, layers: range, formats: WeightFormats, elem_bytes: int) -> int:
     """Return the bytes of a stage's weights in addition to the shard's; plain numbers take ``elem_bytes`` each."""
-    tensors = [fused for layer in layers for fused in _lacking(config, shard, layer).values()]
+    tensors = [fused for layer in layers for fused in _lacking(config, shard, layer)[0].values()]
     tensors += _other_rows(config, shard, layers).values()
     return sum(formats.num_bytes(fused, elem_bytes) for fused in tensors)
 
@@ -106,45 +106,36 @@ def load_stage(
 
     whole: dict[int, WholeLayer] = {}
     for layer in layers:
-        lacking, runs = load(_lacking(config, shard, layer)), _runs(config, shard, layer)
-        joined = {
-            name: JoinedRows(getattr(own[layer], name), lacking.pop(name), runs[name])
-            for name in _JOINED
-            if name in lacking
-        }
-        changed: dict = lacking
+        tensors, runs = _lacking(config, shard, layer)
+        changed: dict = load(tensors)
+        joined = {name: JoinedRows(getattr(own[layer], name), changed.pop(name), runs[name]) for name in runs}
         whole[layer] = WholeLayer(replace(own[layer], **changed), joined)
     rows = load(_other_rows(config, shard, layers)).get("embedding")
     assert rows is None or isinstance(rows, Matrix)
     return StageWeights(whole, outer, rows)
 
 
-def _lacking(config: LlamaConfig, shard: Shard, layer: int) -> dict[str, Fused]:
-    """Return the tensors of a whole layer that the shard lacks; of the matrices in ``_JOINED`` only the other rows."""
+def _lacking(config: LlamaConfig, shard: Shard, layer: int) -> tuple[dict[str, Fused], dict[str, list[_Run]]]:
+    """Return the tensors of a whole layer that the shard lacks, and for matrices in ``_JOINED`` where all rows are.
+
+    Of the matrices in ``_JOINED`` only the other rows are lacking.
+    """
     whole, own = layer_tensors(config, whole_shard(config), layer), layer_tensors(config, shard, layer)
     lacking = {name: fused for name, fused in whole.items() if fused != own.get(name)}
-    for name in _JOINED:
-        if name in lacking:
-            parts = zip(whole[name].parts, own[name].parts, strict=True)
-            others = [(tensor, rows) for (tensor, all_rows), (_, mine) in parts for rows in _around(all_rows, mine)]
-            lacking[name] = Fused(tuple(others), whole[name].columns)
-    return lacking
-
-
-def _runs(config: LlamaConfig, shard: Shard, layer: int) -> dict[str, list[_Run]]:
-    """Return where the rows of each matrix in ``_JOINED`` are."""
-    whole, own = layer_tensors(config, whole_shard(config), layer), layer_tensors(config, shard, layer)
-    found: dict[str, list[_Run]] = {}
-    for name in _JOINED:
-        # ends: of the rows used so far, in the shard's matrix and in the other
-        runs, ends, end = list[_Run](), [0, 0], 0
-        for (_, all_rows), (_, mine) in zip(whole[name].parts, own[name].parts, strict=True):
-            for in_rest, start, stop in ((1, 0, mine.start), (0, mine.start, mine.stop), (1, mine.stop, all_rows.stop)):
-                if num := stop - start:
-                    runs.append(_Run(bool(in_rest), slice(ends[in_rest], ends[in_rest] + num), slice(end, end + num)))
-                    ends[in_rest], end = ends[in_rest] + num, end + num
-        found[name] = runs
-    return found
+    joined: dict[str, list[_Run]] = {name: [] for name in _JOINED if name in lacking}
+    for name, runs in joined.items():
+        others, end = list[tuple[str, range]](), 0
+        ends = [0, 0]  # of the rows used so far, in the shard's matrix and in the other
+        for (tensor, all_rows), (_, mine) in zip(whole[name].parts, own[name].parts, strict=True):
+            for in_rest, rows in ((True, range(mine.start)), (False, mine), (True, range(mine.stop, all_rows.stop))):
+                if in_rest and rows:
+                    others.append((tensor, rows))
+                start, num = ends[in_rest], len(rows)
+                if num:
+                    runs.append(_Run(in_rest, slice(start, start + num), slice(end, end + num)))
+                ends[in_rest], end = start + num, end + num
+        lacking[name] = Fused(tuple(others), whole[name].columns)
+    return lacking, joined
 
 
 def _other_rows(config: LlamaConfig, shard: Shard, layers: range) -> dict[str, Fused]:
@@ -153,7 +144,3 @@ def _other_rows(config: LlamaConfig, shard: Shard, layers: range) -> dict[str, F
         return {}
     rows = range(shard.vocab_rows.stop, config.vocab_size)
     return {"embedding": Fused(((EMBEDDING, rows),), range(config.hidden_size))}
-
-
-def _around(all_rows: range, mine: range) -> list[range]:
-    return [rows for rows in (range(mine.start), range(mine.stop, all_rows.stop)) if rows]

@@ -8,8 +8,7 @@ Source: ZeRO-Inference (arXiv 2206.01861; deepspeed.ai, 2022).
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.protocols import Moved
-from tightwire.model.buffers import BufferPool, PoolBuffer
+from tightwire.model.buffers import BufferPool, PoolBuffer, make_stream, queue_on
 from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.weights import NUM_BUFFERS
 from tightwire.model.weights.packed_layer import LayerStore, PackedLayer
@@ -160,8 +159,8 @@ class LayerFetcher:
         stored_bytes = max(store.stored[layer].num_bytes for layer in order)
         encoded = any(not store.stored[layer].is_plain for layer in order)
         self._copies = store.device.type != device.type
-        self._stream, self._read_stream = _make_stream(device), _make_stream(store.device)
-        self._threads = [threading.Thread(target=self._fetch, name="tightwire-weights", daemon=True)]
+        self._stream, read_stream = make_stream(device), make_stream(store.device)
+        self._threads = [self._thread("tightwire-weights", self.pool, self._stream, self._fetch)]
         self.read_pool: BufferPool | None = None  # buffers of stored layers; None: layers are read into ``pool``
         self._arrived: dict[int, Tensor] = {}  # layer -> bytes read from the store
         self._decoded_from: Tensor | None = None
@@ -170,7 +169,7 @@ class LayerFetcher:
         if encoded or self._copies:
             room = 0 if store.has_memory else stored_bytes
             self.read_pool = BufferPool(NUM_BUFFERS, room, store.device, pinned=self._copies, traced=True)
-            self._threads.append(threading.Thread(target=self._read_ahead, name="tightwire-read", daemon=True))
+            self._threads.append(self._thread("tightwire-read", self.read_pool, read_stream, self._read_ahead))
 
     def start(self) -> None:
         for thread in self._threads:
@@ -199,19 +198,28 @@ class LayerFetcher:
         if not any(thread.is_alive() for thread in threads):
             self.store.close()
 
-    def _fetch(self) -> None:
-        try:
-            with torch.inference_mode(), _queue(self._stream):
-                for layer in cycle(self._order):
-                    buffer = self.pool.fill(layer)
-                    start_s = time.perf_counter()
-                    self._bring(layer, buffer)
-                    self.pool.filled(layer)
-                    self.fetch_s += time.perf_counter() - start_s - self.late_since(layer, start_s)
-                    self.num_layers += 1
-                    self.num_bytes += self.store.stored[layer].num_bytes
-        except BaseException as error:  # noqa: BLE001 - raised in the pass that waits for a layer
-            self.pool.close(error)
+    def _thread(
+        self, name: str, pool: BufferPool, stream: torch.cuda.Stream | None, fill: Callable[[int, PoolBuffer], object]
+    ) -> threading.Thread:
+        """Make a thread that calls ``fill`` for each layer of the order, cyclically, with a free buffer of ``pool``."""
+
+        def run() -> None:
+            try:
+                with torch.inference_mode(), queue_on(stream):
+                    for layer in cycle(self._order):
+                        fill(layer, pool.fill(layer))
+                        pool.filled(layer)
+            except BaseException as error:  # noqa: BLE001 - raised in the pass that waits for a layer
+                pool.close(error)
+
+        return threading.Thread(target=run, name=name, daemon=True)
+
+    def _fetch(self, layer: int, buffer: PoolBuffer) -> None:
+        start_s = time.perf_counter()
+        self._bring(layer, buffer)
+        self.fetch_s += time.perf_counter() - start_s - self.late_since(layer, start_s)
+        self.num_layers += 1
+        self.num_bytes += self.store.stored[layer].num_bytes
 
     def _bring(self, layer: int, buffer: PoolBuffer) -> None:
         plain, stored = self._plain[layer], self.store.stored[layer]
@@ -233,22 +241,6 @@ class LayerFetcher:
             self._stream.synchronize()  # the next read must not overwrite a buffer that is still being copied
         self.read_pool.release(layer)
 
-    def _read_ahead(self) -> None:
-        assert self.read_pool is not None
-        try:
-            with torch.inference_mode(), _queue(self._read_stream):
-                for layer in cycle(self._order):
-                    buffer = self.read_pool.fill(layer).memory[: self.store.stored[layer].num_bytes]
-                    self._arrived[layer] = self.store.read(layer, buffer, self._moved)
-                    self.read_pool.filled(layer)
-        except BaseException as error:  # noqa: BLE001 - raised in the pass that waits for a layer
-            self.read_pool.close(error)
-
-
-def _make_stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
-
-
-def _queue(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """Run GPU work of the ``with`` block concurrently with the computation."""
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
+    def _read_ahead(self, layer: int, buffer: PoolBuffer) -> None:
+        memory = buffer.memory[: self.store.stored[layer].num_bytes]
+        self._arrived[layer] = self.store.read(layer, memory, self._moved)
