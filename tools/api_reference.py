@@ -15,7 +15,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params
 
-from tightwire.server.api.schemas import IGNORED_FIELDS, Body
+from tightwire.server.api.request_bodies import IGNORED_FIELDS, Body
 from tightwire.server.http.openapi import OPERATIONS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"

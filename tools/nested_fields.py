@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Required, U
 
 from typing_extensions import get_type_hints, is_typeddict
 
-from tightwire.server.api.schemas import Body
+from tightwire.server.api.request_bodies import Body
 
 IGNORED_TEXT = "Accepted and ignored"
 _IGNORED_OBJECTS = ("Left out of the prompt", "A tool that", "A tool whose")  # how their docstrings begin

@@ -1,6 +1,6 @@
 """Sampling parameters of one sequence.
 
-To add a parameter, add a field to the request body (``server/api/schemas``), a field of the same name here, and its
+To add a parameter, add a field to the request body (``server/api/request_bodies``), a field of the same name here, and its
 effect to the sampler. The body's field is copied by name.
 """
 

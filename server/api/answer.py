@@ -17,11 +17,11 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tightwire.server.api.bodies import PromptTokensDetails, Usage
 from tightwire.server.api.errors import ApiError, to_api_error
 from tightwire.server.api.generation import Delta, Prompt, TokenSequence, generate
 from tightwire.server.api.logprobs import PromptLogprobs, prompt_logprobs
-from tightwire.server.api.schemas import GenerationBody, SamplingBody, StreamOptions
+from tightwire.server.api.request_bodies import GenerationBody, SamplingBody, StreamOptions
+from tightwire.server.api.response_bodies import PromptTokensDetails, Usage
 from tightwire.server.api.serving import ServedModel, Serving
 from tightwire.server.api.trace import RequestTrace, TightwireExtra, Tokens
 from tightwire.server.ipc.messages import PromptProgress

@@ -9,12 +9,12 @@ from typing import Any
 from msgspec import UNSET, Struct, UnsetType, structs
 
 from tightwire.server.api.answer import Dialect, HeadedBody, StreamUsage
-from tightwire.server.api.bodies import Usage
 from tightwire.server.api.errors import invalid
 from tightwire.server.api.generation import Delta, Prompt
 from tightwire.server.api.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs
 from tightwire.server.api.prompts import run_off_loop
-from tightwire.server.api.schemas import ChatBody, Message, TemplateFields
+from tightwire.server.api.request_bodies import ChatBody, Message, TemplateFields
+from tightwire.server.api.response_bodies import Usage
 from tightwire.server.api.serving import ServedModel
 from tightwire.server.api.tool_calls import CallPiece, CallReader, Piece, openers_of, opens_thought
 from tightwire.server.api.tools import Tool, check_tools, shorten_ids, with_tool_prompt

@@ -3,11 +3,11 @@
 from msgspec import UNSET, Struct, UnsetType
 
 from tightwire.server.api.answer import Dialect, HeadedBody
-from tightwire.server.api.bodies import Usage
 from tightwire.server.api.generation import Delta, Prompt
 from tightwire.server.api.logprobs import CompletionLogprobs, PromptLogprobs, completion_logprobs
 from tightwire.server.api.prompts import check_ids, run_off_loop
-from tightwire.server.api.schemas import CompletionBody
+from tightwire.server.api.request_bodies import CompletionBody
+from tightwire.server.api.response_bodies import Usage
 from tightwire.server.api.trace import TightwireExtra
 
 Logprobs = CompletionLogprobs | None

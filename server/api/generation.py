@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 from tightwire.model.sampling.parameters import SamplingParams, TokenScore
 from tightwire.server.api.detokenize import Detokenizer, StopStrings, TokenTable
 from tightwire.server.api.errors import ApiError, invalid, unavailable
-from tightwire.server.api.schemas import GenerationBody
+from tightwire.server.api.request_bodies import GenerationBody
 from tightwire.server.api.trace import RequestTrace
 from tightwire.server.ipc.engine_client import EngineClient, EngineUnavailableError, QueueFullError
 from tightwire.server.ipc.messages import AddRequest, Output, PromptProgress

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from tightwire.server.api.errors import ApiError, invalid
 from tightwire.server.api.generation import Prompt, TokenSequence
-from tightwire.server.api.schemas import ChatBody, CompletionBody, GenerationBody
+from tightwire.server.api.request_bodies import ChatBody, CompletionBody, GenerationBody
 from tightwire.server.api.serving import ModelInfo, ServedModel
 from tightwire.server.api.structured import structured_grammar
 from tightwire.server.api.tools import tool_grammar

@@ -16,7 +16,7 @@ from tightwire.comm.group.numa import describe_numbers
 from tightwire.kernels.cpu.library import level
 from tightwire.server.api.errors import ApiError
 from tightwire.server.api.lora import Adapters
-from tightwire.server.api.schemas import SamplingBody
+from tightwire.server.api.request_bodies import SamplingBody
 from tightwire.server.api.serving import ModelHolder, ModelInfo
 from tightwire.server.cli.progress import Progress
 from tightwire.server.config.limits import BLOCK_SIZE

@@ -13,12 +13,12 @@ from msgspec import Struct, UnsetType
 from pydantic import ConfigDict
 
 from tightwire.server.api.answer import StreamUsage
-from tightwire.server.api.bodies import Usage
 from tightwire.server.api.chat import ChatDialect
 from tightwire.server.api.errors import ApiError
 from tightwire.server.api.fields import Fields
 from tightwire.server.api.generation import Delta
-from tightwire.server.api.schemas import PROGRESS, ChatBody, Message, SamplingBody, StreamOptions, TextPart
+from tightwire.server.api.request_bodies import PROGRESS, ChatBody, Message, SamplingBody, StreamOptions, TextPart
+from tightwire.server.api.response_bodies import Usage
 from tightwire.server.api.serving import ServedModel
 from tightwire.server.api.structured import JsonSchemaFormat, ResponseFormat, Schema
 from tightwire.server.api.tool_calls import CallPiece, Piece

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from tightwire.server.api.bodies import Usage
 from tightwire.server.api.chat import new_call_id
 from tightwire.server.api.errors import ApiError
 from tightwire.server.api.generation import Prompt
+from tightwire.server.api.response_bodies import Usage
 from tightwire.server.api.serving import ServedModel
 from tightwire.server.api.trace import TightwireExtra
 from tightwire.server.dialects.adapted import AdaptedDialect

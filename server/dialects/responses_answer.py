@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from tightwire.server.api.bodies import Usage
 from tightwire.server.api.chat import new_call_id
 from tightwire.server.api.errors import ApiError, ErrorDetail
 from tightwire.server.api.generation import Delta
 from tightwire.server.api.logprobs import ChatLogprob
+from tightwire.server.api.response_bodies import Usage
 from tightwire.server.api.serving import ServedModel
 from tightwire.server.api.trace import TightwireExtra
 from tightwire.server.dialects.adapted import AdaptedDialect

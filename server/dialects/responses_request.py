@@ -7,7 +7,14 @@ from pydantic import BeforeValidator, Field, Tag
 
 from tightwire.server.api.errors import invalid
 from tightwire.server.api.fields import Fields, refusal, told_apart
-from tightwire.server.api.schemas import UNSUPPORTED_EXTENSIONS, ChatBody, Message, NumLogprobs, Stop, StreamOptions
+from tightwire.server.api.request_bodies import (
+    UNSUPPORTED_EXTENSIONS,
+    ChatBody,
+    Message,
+    NumLogprobs,
+    Stop,
+    StreamOptions,
+)
 from tightwire.server.api.structured import ResponseFormat, Schema
 from tightwire.server.api.tools import Name
 from tightwire.server.dialects import adapted

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from tightwire.server.api.errors import ApiError, invalid
 from tightwire.server.api.fields import MAX_NESTING, Fields, is_nested_deeply
-from tightwire.server.api.schemas import IGNORED_FIELDS, Body
+from tightwire.server.api.request_bodies import IGNORED_FIELDS, Body
 from tightwire.server.api.serving import Serving
 from tightwire.server.config.limits import MAX_BODY_BYTES
 from tightwire.suggest import suggest

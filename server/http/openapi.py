@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from tightwire.server.api import bodies, schemas
+from tightwire.server.api import request_bodies, response_bodies
 from tightwire.server.api.chat import ChatChunk, ChatCompletion
 from tightwire.server.api.completions import Completion
 from tightwire.server.api.errors import ErrorBody, MessagesErrorBody
@@ -39,7 +39,7 @@ class Operation(NamedTuple):
 
     answer: dict[str, type[msgspec.Struct] | None]
     errors: tuple[int, ...] = ()
-    body: type[schemas.Body] | None = None
+    body: type[request_bodies.Body] | None = None
     chunks: tuple[type[msgspec.Struct], ...] = ()
     error: type[msgspec.Struct] = ErrorBody
 
@@ -48,26 +48,26 @@ def _json(answer: type[msgspec.Struct], errors: tuple[int, ...], *types: Any) ->
     return Operation({"application/json": answer}, (401, 500, *errors), *types)
 
 
-_HEALTH = Operation({"application/json": bodies.Health}, (503,), error=bodies.Health)
+_HEALTH = Operation({"application/json": response_bodies.Health}, (503,), error=response_bodies.Health)
 
 
 OPERATIONS = {
-    "/": Operation({"application/json": bodies.Home, "text/html": None, "text/plain": None}, (401, 500)),
-    "/v1/chat/completions": _json(ChatCompletion, (*_PARSING, 429), schemas.ChatBody, (ChatChunk,)),
-    "/v1/completions": _json(Completion, (*_PARSING, 429), schemas.CompletionBody, (Completion,)),
+    "/": Operation({"application/json": response_bodies.Home, "text/html": None, "text/plain": None}, (401, 500)),
+    "/v1/chat/completions": _json(ChatCompletion, (*_PARSING, 429), request_bodies.ChatBody, (ChatChunk,)),
+    "/v1/completions": _json(Completion, (*_PARSING, 429), request_bodies.CompletionBody, (Completion,)),
     "/v1/responses": _json(ResponseBody, (*_PARSING, 429), ResponsesBody, responses_answer.EVENTS),
     "/v1/messages": _json(AnsweredMessage, (*_PARSING, 429), MessagesBody, messages_answer.EVENTS, MessagesErrorBody),
     "/v1/messages/count_tokens": _json(TokenCount, _PARSING, CountTokensBody, (), MessagesErrorBody),
-    "/v1/models": _json(bodies.ModelList, (503,)),
-    "/v1/models/{model_id}": _json(bodies.ModelCard, (404, 503)),
-    "/v1/load_lora_adapter": _json(bodies.ModelCard, (403, *_PARSING, 504), schemas.LoadAdapterBody),
-    "/v1/unload_lora_adapter": _json(bodies.ModelDeleted, (403, *_PARSING), schemas.UnloadAdapterBody),
-    "/tokenize": _json(bodies.Tokenized, _PARSING, schemas.TokenizeBody),
-    "/detokenize": _json(bodies.Detokenized, _PARSING, schemas.DetokenizeBody),
-    "/tokenizer_info": _json(bodies.TokenizerInfo, (503,)),
-    "/version": _json(bodies.Version, ()),
-    "/comm": _json(bodies.CommPolicy, (503,)),
-    "/comm/trace": _json(bodies.ChromeTrace, (400, 409, 503, 504)),
+    "/v1/models": _json(response_bodies.ModelList, (503,)),
+    "/v1/models/{model_id}": _json(response_bodies.ModelCard, (404, 503)),
+    "/v1/load_lora_adapter": _json(response_bodies.ModelCard, (403, *_PARSING, 504), request_bodies.LoadAdapterBody),
+    "/v1/unload_lora_adapter": _json(response_bodies.ModelDeleted, (403, *_PARSING), request_bodies.UnloadAdapterBody),
+    "/tokenize": _json(response_bodies.Tokenized, _PARSING, request_bodies.TokenizeBody),
+    "/detokenize": _json(response_bodies.Detokenized, _PARSING, request_bodies.DetokenizeBody),
+    "/tokenizer_info": _json(response_bodies.TokenizerInfo, (503,)),
+    "/version": _json(response_bodies.Version, ()),
+    "/comm": _json(response_bodies.CommPolicy, (503,)),
+    "/comm/trace": _json(response_bodies.ChromeTrace, (400, 409, 503, 504)),
     "/health/live": _HEALTH._replace(errors=()),
     "/health/ready": _HEALTH,
     "/health": _HEALTH,

@@ -5,13 +5,20 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from tightwire.server.api import schemas
+from tightwire.server.api import request_bodies
 from tightwire.server.api.answer import Answer, Dialect
-from tightwire.server.api.bodies import Detokenized, ModelCard, ModelDeleted, ModelList, Tokenized, TokenizerInfo
 from tightwire.server.api.chat import ChatDialect, chat_token_ids
 from tightwire.server.api.completions import CompletionDialect
 from tightwire.server.api.errors import ApiError, invalid, json_response
 from tightwire.server.api.prompts import check_ids, check_model, check_options, make_sequences, run_off_loop
+from tightwire.server.api.response_bodies import (
+    Detokenized,
+    ModelCard,
+    ModelDeleted,
+    ModelList,
+    Tokenized,
+    TokenizerInfo,
+)
 from tightwire.server.api.serving import ServedModel, Serving
 from tightwire.server.api.tools import check_tools
 from tightwire.server.api.trace import RequestTrace
@@ -21,7 +28,7 @@ from tightwire.server.dialects.responses_answer import ResponsesDialect
 from tightwire.server.http.check_body import read_body
 from tightwire.server.ipc.engine_client import Phase
 
-_BodyT = TypeVar("_BodyT", bound=schemas.Body)
+_BodyT = TypeVar("_BodyT", bound=request_bodies.Body)
 
 
 def api_router(serving: Serving) -> APIRouter:
@@ -59,7 +66,7 @@ def api_router(serving: Serving) -> APIRouter:
     @router.post("/v1/messages/count_tokens", summary="Count the prompt tokens of a message")
     async def count_tokens(request: Request) -> Response:
         model, asked = await read(request, CountTokensBody)
-        chat = schemas.ChatBody.model_construct(**asked.chat_fields())
+        chat = request_bodies.ChatBody.model_construct(**asked.chat_fields())
         check_tools(chat.tools, chat.tool_choice)
         tools = () if chat.tool_choice == "none" else chat.tools
         return json_response(TokenCount(len(await chat_token_ids(model, chat.messages, chat, tools))))
@@ -88,14 +95,14 @@ def api_router(serving: Serving) -> APIRouter:
 
     @router.post("/tokenize", summary="Text to token ids")
     async def tokenize(request: Request) -> Response:
-        model, body = await read(request, schemas.TokenizeBody)
+        model, body = await read(request, request_bodies.TokenizeBody)
         ids = await _token_ids(body, model)
         names = [model.tokens.text_of(token_id) for token_id in ids] if body.return_token_strs else None
         return json_response(Tokenized(len(ids), model.info.max_model_len, ids, names))
 
     @router.post("/detokenize", summary="Token ids to text")
     async def detokenize(request: Request) -> Response:
-        model, body = await read(request, schemas.DetokenizeBody)
+        model, body = await read(request, request_bodies.DetokenizeBody)
         check_ids(body.tokens, model.info, "tokens")
         text = await run_off_loop(lambda: model.tokenizer.decode(body.tokens, False), len(body.tokens))
         return json_response(Detokenized(prompt=text))
@@ -107,7 +114,7 @@ def api_router(serving: Serving) -> APIRouter:
     @router.post("/v1/load_lora_adapter", summary="Load a LoRA adapter of --lora-dir on all ranks")
     async def load(request: Request) -> Response:
         info = serving.require_model().info
-        body = await read_body(request, schemas.LoadAdapterBody, serving)
+        body = await read_body(request, request_bodies.LoadAdapterBody, serving)
         if body.lora_name in info.names:
             raise invalid(f"{body.lora_name!r} is the base model's name", "lora_name")
         options = serving.adapters
@@ -117,7 +124,7 @@ def api_router(serving: Serving) -> APIRouter:
     @router.post("/v1/unload_lora_adapter", summary="Unload a LoRA adapter; requests that run finish with it")
     async def unload(request: Request) -> Response:
         info = serving.require_model().info
-        body = await read_body(request, schemas.UnloadAdapterBody, serving)
+        body = await read_body(request, request_bodies.UnloadAdapterBody, serving)
         await info.adapters.unload(serving.engine, serving.adapters, body.lora_name)
         return json_response(ModelDeleted(id=body.lora_name))
 
@@ -145,7 +152,7 @@ async def answer(request: Request, serving: Serving, dialect_type: type[Dialect[
     return await Answer(serving, dialect, sequences, trace).respond(request)
 
 
-async def _token_ids(body: schemas.TokenizeBody, model: ServedModel) -> list[int]:
+async def _token_ids(body: request_bodies.TokenizeBody, model: ServedModel) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either prompt or messages", param="prompt")
     if body.messages is not None:

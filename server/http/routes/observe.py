@@ -17,8 +17,8 @@ from msgspec.structs import asdict
 from tightwire import __version__
 from tightwire.comm.ledger.ledger import Count, Latency
 from tightwire.comm.ledger.recording import chrome_trace
-from tightwire.server.api.bodies import CommCost, CommPolicy, Health, Home, Version
 from tightwire.server.api.errors import invalid, json_response
+from tightwire.server.api.response_bodies import CommCost, CommPolicy, Health, Home, Version
 from tightwire.server.api.serving import ModelInfo, Serving
 from tightwire.server.http.middleware import wants_page
 from tightwire.server.http.routes.pages import file_response

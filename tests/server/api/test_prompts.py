@@ -13,7 +13,7 @@ from tightwire.model.text.tokenizer import Tokenizer, byte_backend
 from tightwire.server.api.errors import ApiError
 from tightwire.server.api.generation import Prompt
 from tightwire.server.api.prompts import check_options, make_sequences, run_off_loop
-from tightwire.server.api.schemas import CompletionBody
+from tightwire.server.api.request_bodies import CompletionBody
 from tightwire.server.api.serving import ModelHolder, ModelInfo, ServedModel
 from tightwire.server.http.check_body import check_fields
 

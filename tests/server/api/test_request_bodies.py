@@ -9,7 +9,7 @@ from helpers.server.fake_engine import FakeEngine
 
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.api.errors import ApiError
-from tightwire.server.api.schemas import IGNORED_FIELDS, UNSUPPORTED_FIELDS, ChatBody, CompletionBody, Message
+from tightwire.server.api.request_bodies import IGNORED_FIELDS, UNSUPPORTED_FIELDS, ChatBody, CompletionBody, Message
 from tightwire.server.http.check_body import check_fields
 
 USER = {"role": "user", "content": "Hi"}
