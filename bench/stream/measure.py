@@ -152,7 +152,7 @@ class _Turns:
         """Wait until all buffers are full and the fetching threads idle."""
         timeout_s = self._rank.options.timeout_s
         deadline = time.monotonic() + timeout_s
-        while not self._weights.is_full:
+        while not self._weights.fetcher.is_full:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self._arm.name}: the buffers are not full after {timeout_s:g} s")
             time.sleep(_IDLE_POLL_S)

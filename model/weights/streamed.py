@@ -89,10 +89,6 @@ class StreamedWeights(WeightSource):
             self.pool.release(index)
 
     @property
-    def is_full(self) -> bool:
-        return self.fetcher.is_full
-
-    @property
     def pass_bytes(self) -> int:
         """Stored bytes streamed in every pass."""
         return sum(self.store.stored[layer].num_bytes for layer in self._order)

@@ -61,8 +61,8 @@ def as_prepared(config: ServeConfig, prepared: Prepared) -> ServeConfig:
         raise ValueError(
             f"{prepared.folder} is split over {prepared.tp} ranks; give --tp {prepared.tp} (got {tp}), {or_make}"
         )
-    if (split or None) != (prepared.shares or None):
-        made_with = "none" if prepared.shares is None else ",".join(f"{share:g}" for share in prepared.shares)
+    if (split or None) != (shares := prepared.manifest.shares or None):
+        made_with = "none" if shares is None else ",".join(f"{share:g}" for share in shares)
         raise ValueError(f"{prepared.folder} was made with --tp-split {made_with}; give the same, {or_make}")
     dtype, codec = prepared.manifest.dtype, prepared.manifest.codec
     name = next(name for name, own in WEIGHT_CODECS.items() if own == codec)

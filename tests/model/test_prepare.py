@@ -89,7 +89,7 @@ def test_a_prepared_folder_holds_the_tensors_that_ranks_load(tmp_path: Path, nam
     checkpoint = open_checkpoint(str(model))
     formats = choose_formats(checkpoint.reader(), checkpoint.config, quantization)
     prepared = prepared_of(model, tmp_path / "out", tp=tp, dtype=dtype, quantization=quantization)
-    assert (prepared.tp, prepared.shares, prepared.formats) == (tp, None, formats)
+    assert (prepared.tp, prepared.manifest.shares, prepared.formats) == (tp, None, formats)
     for shard in make_layout(checkpoint.config, tp).shards:
         want = load_resident(
             checkpoint.reader(),
@@ -128,7 +128,7 @@ def test_a_codec_takes_the_layers_plain_matrices_and_nothing_else(tmp_path: Path
 
 def test_shares_are_kept(tmp_path: Path) -> None:
     prepared = prepared_of(make_tiny(tmp_path / "m"), tmp_path / "out", tp=2, shares=(3.0, 1.0))
-    assert prepared.shares == (3.0, 1.0)
+    assert prepared.manifest.shares == (3.0, 1.0)
     assert prepared.layout == make_layout(prepared.config, 2, (3.0, 1.0)) != make_layout(prepared.config, 2)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec.codec import Codec, parse_codec
+from tightwire.comm.codec.codec import parse_codec
 from tightwire.comm.protocols import Moved
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.large_file import PIECE_BYTES, DamagedFileError, LargeFile, UnreadableFileError, reads_direct
@@ -98,18 +98,6 @@ class Prepared:
         return self.manifest.tp
 
     @property
-    def shares(self) -> tuple[float, ...] | None:
-        return self.manifest.shares
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return getattr(torch, self.manifest.dtype)
-
-    @property
-    def codec(self) -> Codec:
-        return parse_codec(self.manifest.codec)
-
-    @property
     def formats(self) -> WeightFormats:
         return self.stored.with_int8_activations() if self.int8_activations else self.stored
 
@@ -119,7 +107,8 @@ class Prepared:
         return tuple(self.manifest.rank_path(self.folder, rank) for rank in range(self.tp))
 
     def packed(self, rank: int) -> PackedModel:
-        return pack_model(self.config, self.layout.shards[rank], self.formats, self.dtype, self.codec)
+        dtype, codec = getattr(torch, self.manifest.dtype), parse_codec(self.manifest.codec)
+        return pack_model(self.config, self.layout.shards[rank], self.formats, dtype, codec)
 
     def store(self, rank: int, io: str = "buffered", *, patience_s: float = 1.0) -> DiskStore:
         """Open this rank's file with reads that are ``direct`` or ``buffered``; see ``DiskStore``."""

@@ -172,7 +172,7 @@ def compute(replica: Group, peers: PartitionPeers, work: Work, rank: int) -> Don
 def settle(weights: StreamedWeights) -> int:
     """Wait until the buffers are full and nothing is under way; how many layers have been gathered. Their order is checked."""
     deadline = time.monotonic() + 30
-    while not weights.is_full:
+    while not weights.fetcher.is_full:
         assert weights.pool._closed is None, weights.pool._closed
         assert time.monotonic() < deadline, weights.pool._describe()
         time.sleep(0.001)

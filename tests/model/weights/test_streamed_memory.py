@@ -60,7 +60,7 @@ def run_passes(count):
 
 run_passes(2)
 peak = status("VmHWM") - before
-while not weights.is_full:  # nothing is under way then
+while not weights.fetcher.is_full:  # nothing is under way then
     time.sleep(0.001)
 before = peak_from_here()
 run_passes(4)

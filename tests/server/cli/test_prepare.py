@@ -37,7 +37,7 @@ def test_makes_a_folder_and_says_how_to_serve_it(
     assert f"serve it with: tightwire serve {out} --tp 2 --tp-split 3,1" in printed.err
     prepared = open_checkpoint(str(out)).prepared
     assert prepared is not None
-    assert (prepared.tp, prepared.shares, prepared.codec.name) == (2, (3.0, 1.0), "int8-g64")
+    assert (prepared.tp, prepared.manifest.shares, prepared.manifest.codec) == (2, (3.0, 1.0), "int8-g64")
 
 
 def test_quantization_and_dtype_are_settled_as_by_serve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
