@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
+from tightwire.buffers import page_aligned
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.protocols import Moved
 from tightwire.large_file import LargeFileWriter
-from tightwire.model.buffers import page_aligned
 from tightwire.model.checkpoint.errors import ModelError, PrepareError
 from tightwire.model.checkpoint.hf_config import config_to_hf
 from tightwire.model.checkpoint.reader import CheckpointReader

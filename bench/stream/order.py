@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from tightwire.model.buffers import BufferConflictError, BufferEvent
+from tightwire.buffers import BufferConflictError, BufferEvent
 
 _BEFORE = {  # the allowed previous events of a buffer; that of "fill" depends on whether the pool saves
     "filled": ("fill",),

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tightwire.buffers import BufferPool, make_stream, page_aligned, queue_on
 from tightwire.kernels.row_runs import copy_runs
 from tightwire.kernels.spec.int8_heads import cache_width, head_bytes
-from tightwire.model.buffers import BufferPool, make_stream, page_aligned, queue_on
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import CacheError
 from tightwire.model.layer_groups import LayerGroups

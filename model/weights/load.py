@@ -7,12 +7,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from tightwire.buffers import page_aligned
 from tightwire.comm.codec.codec import prepare_codecs
 from tightwire.comm.group.nodes import PartitionPeers
 from tightwire.comm.protocols import Moved
 from tightwire.kernels.packed import interleave
 from tightwire.kernels.spec.packed import Weight
-from tightwire.model.buffers import page_aligned
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.model.checkpoint.reader import CheckpointReader

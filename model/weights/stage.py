@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tightwire.buffers import page_aligned
 from tightwire.kernels.linear import linear
 from tightwire.kernels.packed import embedding, interleave
 from tightwire.kernels.spec.packed import Matrix, Weight
-from tightwire.model.buffers import page_aligned
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.checkpoint.tensors import EMBEDDING

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tightwire.buffers import BufferPool, PoolBuffer, make_stream, queue_on
 from tightwire.comm.protocols import Moved
-from tightwire.model.buffers import BufferPool, PoolBuffer, make_stream, queue_on
 from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.weights import NUM_BUFFERS
 from tightwire.model.weights.packed_layer import LayerStore, PackedLayer

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tightwire.buffers import BufferPool
 from tightwire.comm.codec.codec import NONE, Codec, parse_codec
 from tightwire.comm.collectives.gather_shards import gather_across, gather_inside, gather_over_nodes, gather_shards
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
 from tightwire.comm.lane import Lane
-from tightwire.model.buffers import BufferPool
 from tightwire.training.config.sharding import GroupShape
 from tightwire.training.engine.flat_parameters import NORMS, Bucket, BucketPlan, FlatParameter, ParamSpan
 from tightwire.training.engine.options import EngineOptions

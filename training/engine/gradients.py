@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tightwire.buffers import BufferPool
 from tightwire.comm.codec.codec import NONE, Codec, parse_codec
 from tightwire.comm.collectives.qgz import hierarchical_reduce_scatter
 from tightwire.comm.collectives.reduce_scatter import reduce_scatter
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
 from tightwire.comm.lane import Lane
-from tightwire.model.buffers import BufferPool
 from tightwire.training.engine.flat_parameters import NORMS, Bucket, BucketPlan, FlatParameter, ParamSpan
 from tightwire.training.engine.gathered_weights import PATIENCE, Trace
 from tightwire.training.engine.options import EngineOptions

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tightwire.buffers import page_aligned
 from tightwire.comm.codec.codec import parse_codec
 from tightwire.comm.protocols import Moved
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.large_file import PIECE_BYTES, DamagedFileError, LargeFile, UnreadableFileError, reads_direct
-from tightwire.model.buffers import page_aligned
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.model.layout import Layout

@@ -3,7 +3,7 @@
 import pytest
 
 from tightwire.bench.stream.order import OrderCheck
-from tightwire.model.buffers import BufferConflictError, BufferEvent
+from tightwire.buffers import BufferConflictError, BufferEvent
 
 
 def trace(text: str) -> list[BufferEvent]:

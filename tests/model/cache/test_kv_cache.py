@@ -17,7 +17,7 @@ from tiny import make_tiny
 from torch import Tensor
 
 from tightwire.bench.stream.order import OrderCheck
-from tightwire.model.buffers import BufferConflictError, BufferEvent, BufferPool, PoolBuffer
+from tightwire.buffers import BufferConflictError, BufferEvent, BufferPool, PoolBuffer
 from tightwire.model.cache import kv_cache
 from tightwire.model.cache.kv_cache import OffloadedCache, gather_blocks, runs_of
 from tightwire.model.checkpoint.errors import CacheError

@@ -7,8 +7,8 @@ import torch
 from helpers.model.tiny_gguf import make_tiny_gguf
 from tiny import VARIANTS, make_tiny
 
+from tightwire.buffers import page_aligned
 from tightwire.comm.codec.codec import parse_codec
-from tightwire.model.buffers import page_aligned
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.weights import WEIGHT_CODECS

@@ -12,8 +12,8 @@ from helpers.server.local_engine import LocalEngine, continue_prompts, local_eng
 from tiny import make_tiny
 from torch import Tensor
 
+from tightwire import buffers
 from tightwire.bench.stream.order import OrderCheck
-from tightwire.model import buffers
 from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint

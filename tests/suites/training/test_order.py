@@ -24,8 +24,8 @@ from helpers.training.training_ranks import (
 )
 from torch import Tensor, nn
 
+from tightwire.buffers import BufferConflictError, BufferPool, PoolBuffer
 from tightwire.comm.lane import Lane
-from tightwire.model.buffers import BufferConflictError, BufferPool, PoolBuffer
 from tightwire.training.config.sharding import SHARDINGS
 from tightwire.training.engine import gathered_weights, gradients
 from tightwire.training.engine.options import EngineOptions

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tiny import make_tiny
 
+from tightwire.buffers import page_aligned
 from tightwire.large_file import reads_direct
-from tightwire.model.buffers import page_aligned
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare, read_back

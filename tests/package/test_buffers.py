@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tightwire.bench.stream.order import OrderCheck
-from tightwire.model.buffers import BufferConflictError, BufferPool, page_aligned
+from tightwire.buffers import BufferConflictError, BufferPool, page_aligned
 
 CPU = torch.device("cpu")
 
