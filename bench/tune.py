@@ -21,6 +21,7 @@ from tightwire.bench.ranks import open_ranks
 from tightwire.bench.report.console import make_console, paused, progress_bar
 from tightwire.bench.report.quiet import OthersWatch
 from tightwire.bench.report.table import print_table
+from tightwire.cache_folder import cache_folder
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.group.host import num_cores
 from tightwire.comm.group.local_ranks import LocalRankError
@@ -28,7 +29,6 @@ from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
 from tightwire.comm.policy.tune_file import Computing, Host, Measured, Point, this_host, tune_path, write_tuned
 from tightwire.comm.transport.segment import why_unusable
-from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.model.open import open_checkpoint
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.comm_decision import policy_requests

@@ -1,8 +1,7 @@
 """Opens a model by known name, folder, .gguf, repo id or random weights; reads only headers."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from tightwire.model.checkpoint.catalog import CATALOG, Progress, pull
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.errors import ModelError, naming
 from tightwire.model.checkpoint.gguf import GgufFile, GgufReader
 from tightwire.model.checkpoint.gguf_config import config_from_gguf
 from tightwire.model.checkpoint.gguf_header import plain_stem
@@ -23,7 +22,7 @@ from tightwire.model.checkpoint.quantized import QuantizedReader
 from tightwire.model.checkpoint.random import RandomReader
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.checkpoint.safetensors import SafetensorsReader
-from tightwire.model.checkpoint.tensors import EMBEDDING, check_tensors, expected_tensors, with_parts
+from tightwire.model.checkpoint.tensors import EMBEDDING, PartsReader, check_tensors, expected_tensors
 from tightwire.model.text.gguf_tokenizer import tokenizer_from_gguf
 from tightwire.model.text.tokenizer import (
     BOS,
@@ -116,9 +115,9 @@ def formats_of(checkpoint: Checkpoint, quantization: str) -> WeightFormats:
 
 def _open_gguf(path: Path) -> Checkpoint:
     file = GgufFile(path)
-    with _naming(file.path):
+    with naming(file.path):
         config = config_from_gguf(file)
-        reader = with_parts(GgufReader(file, config), config)
+        reader = PartsReader(GgufReader(file, config), config)
         check_tensors(reader, config)
     return Checkpoint(
         name=plain_stem(file.path),
@@ -139,10 +138,10 @@ def _open_folder(folder: Path) -> Checkpoint:
     config = _folder_config(folder)
     plain = SafetensorsReader(folder)
     stated = read_json(folder / "config.json")
-    with _naming(folder):
+    with naming(folder):
         quantization = parse_quantization(stated)
         quantized = None if quantization is None else QuantizedReader(plain, quantization)
-        reader = with_parts(quantized or plain, config)
+        reader = PartsReader(quantized or plain, config)
         check_tensors(reader, config)
     if not (stated.get("dtype") or stated.get("torch_dtype")):
         config = replace(config, dtype=plain.dtype_name(EMBEDDING))
@@ -151,7 +150,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         location=str(folder.absolute()),
         config=config,
         reader=lambda: reader,
-        tokenizer=lambda: _folder_tokenizer(folder, config),
+        tokenizer=lambda: tokenizer_from_folder(folder, config.bos_token_id, config.eos_token_ids),
         note="" if quantized is None else quantized.describe(),
         generation=_generation(folder),
     )
@@ -172,30 +171,15 @@ def _open_prepared(folder: Path) -> Checkpoint:
         location=str(folder.absolute()),
         config=config,
         reader=no_reader,
-        tokenizer=lambda: _folder_tokenizer(folder, config),
+        tokenizer=lambda: tokenizer_from_folder(folder, config.bos_token_id, config.eos_token_ids),
         generation=_generation(folder),
         prepared=prepared,
     )
 
 
-def _folder_tokenizer(folder: Path, config: LlamaConfig) -> Tokenizer:
-    return tokenizer_from_folder(folder, bos_token_id=config.bos_token_id, eos_token_ids=config.eos_token_ids)
-
-
 def _folder_config(folder: Path) -> LlamaConfig:
-    with _naming(folder):
+    with naming(folder):
         return config_from_hf(read_json(folder / "config.json"), _generation(folder))
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Let errors begin with the file or folder unless they name it."""
-    try:
-        yield
-    except ModelError as error:
-        if str(path) in str(error):
-            raise
-        raise ModelError(f"{path}: {error}") from None
 
 
 def _generation(folder: Path) -> dict[str, Any]:

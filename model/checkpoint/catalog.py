@@ -16,6 +16,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from tightwire.cache_folder import cache_folder
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.sizes import format_bytes
 
@@ -44,12 +45,6 @@ CATALOG = {
         license="Apache-2.0",
     )
 }
-
-
-def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/tightwire``, or ``~/.cache/tightwire``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tightwire"
 
 
 def cached_path(name: str) -> Path:

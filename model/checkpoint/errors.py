@@ -1,4 +1,7 @@
-"""Exception classes of model loading and serving."""
+"""Exception classes of model loading and serving, and the file's name before a message."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class ModelError(ValueError):
@@ -19,3 +22,16 @@ class PrepareError(RuntimeError):
 
 class CacheError(RuntimeError):
     """A layer's keys and values did not arrive from the host in time; the pass cannot finish."""
+
+
+@contextmanager
+def naming(path: object, damage: str = "", *types: type[Exception]) -> Iterator[None]:
+    """Let messages begin with the file or folder unless they name it; ``types`` become a ModelError that says ``damage``."""
+    try:
+        yield
+    except ModelError as error:
+        if str(path) in str(error):
+            raise
+        raise ModelError(f"{path}: {error}") from None
+    except types as error:
+        raise ModelError(f"{path}: {damage}: {' '.join(str(error).split())[:200]}") from None

@@ -62,6 +62,27 @@ class GgufFile:
         """Return a scalar, a string, or an array as a list; ``default`` if the key is absent."""
         return self._header.get(key, default)
 
+    @property
+    def arch(self) -> str:
+        """The architecture, with which the model's own keys begin."""
+        return str(self.get("general.architecture"))
+
+    def own(self, key: str, default: Any = None) -> Any:
+        """``get`` of one of the model's own keys."""
+        return self.get(f"{self.arch}.{key}", default)
+
+    def size(self, key: str, default: int | None = None, *, most: int = 1 << 31) -> int:
+        """Return an own key's whole number from 1 to ``most``, the same for all layers; else ModelError."""
+        value: Any = self.own(key, default)
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise ModelError(f"{self.arch}.{key} differs between layers, which is not supported: {value[:9]}")
+            value = value[0]
+        if not isinstance(value, int) or not 1 <= value <= most:
+            found = "missing" if value is None else f"{value!r}; possible: 1 to {most}"
+            raise ModelError(f"{self.arch}.{key} is {found}")
+        return value
+
     def _read_part(self, path: Path, num_parts: int) -> GgufHeader:
         """Add a file's tensors."""
         file = WeightFile(path)
@@ -182,17 +203,15 @@ class GgufReader:
         own_name = gguf_name(name, self._config.norms)
         tensor = self._file.tensors.get(own_name or "")
         if tensor is None:
-            raise ModelError(f"{self._file.path}: tensor {own_name or name} is missing")
+            raise ModelError(f"tensor {own_name or name} is missing")
         if tensor.kind not in _PLAIN and tensor.kind not in _QUANTIZED:
             supported = ", ".join(known.name for known in (*_PLAIN, *_QUANTIZED))
             raise ModelError(
-                f"{self._file.path}: tensor {tensor.name} has quantization type {tensor.kind.name}, which is not supported; "
+                f"tensor {tensor.name} has quantization type {tensor.kind.name}, which is not supported; "
                 f"supported: {supported}"
             )
         if tensor.kind not in _PLAIN and len(tensor.shape) == 1:
-            raise ModelError(
-                f"{self._file.path}: vector {tensor.name} is quantized as {tensor.kind.name}; supported: floats"
-            )
+            raise ModelError(f"vector {tensor.name} is quantized as {tensor.kind.name}; supported: floats")
         return tensor
 
     def _bytes_per_row(self, tensor: GgufTensor) -> int:

@@ -3,9 +3,9 @@
 from typing import Any
 
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.errors import ModelError, naming
 from tightwire.model.checkpoint.gguf import GgufFile
-from tightwire.model.checkpoint.gguf_rope import GgufKeys, rope_from_gguf, shortest_float
+from tightwire.model.checkpoint.gguf_rope import rope_from_gguf, shortest_float
 from tightwire.model.families import FAMILIES, SUPPORTED, Family, unsupported_feature
 
 _DTYPES = {"F32": "float32", "F16": "float16"}  # other types are served as bfloat16
@@ -15,44 +15,40 @@ _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>", "<|endofte
 
 def config_from_gguf(file: GgufFile) -> LlamaConfig:
     """Read sizes, rope and token ids; raises ModelError for anything that is missing or not supported."""
-    try:
+    damaged = TypeError, ValueError, AttributeError, IndexError, OverflowError
+    with naming(file.path, "its metadata is damaged", *damaged):
         return _config_from_gguf(file)
-    except ModelError:
-        raise
-    except (TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        raise ModelError(f"{file.path}: its metadata is damaged: {error}") from None
 
 
 def _config_from_gguf(file: GgufFile) -> LlamaConfig:
     family = _family(file)
-    keys = GgufKeys(file, family.names.gguf)
-    heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
+    heads, hidden = file.size("attention.head_count"), file.size("embedding_length")
     embedding = file.tensors.get("token_embd.weight")
     query = file.tensors.get("blk.0.attn_q.weight") or file.tensors.get("blk.0.attn_qkv.weight")
     if embedding is None:
-        raise ModelError(f"{file.path}: tensor token_embd.weight is missing")
+        raise ModelError("tensor token_embd.weight is missing")
     fields: dict[str, Any] = {
         "family": family.names.name,
-        "num_layers": keys.size("block_count", most=len(file.tensors)),
+        "num_layers": file.size("block_count", most=len(file.tensors)),
         "hidden_size": hidden,
         "num_heads": heads,
-        "num_kv_heads": keys.size("attention.head_count_kv", heads),
-        "head_dim": (head_dim := keys.size("attention.key_length", hidden // heads)),
-        "mlp_size": keys.size("feed_forward_length"),
+        "num_kv_heads": file.size("attention.head_count_kv", heads),
+        "head_dim": (head_dim := file.size("attention.key_length", hidden // heads)),
+        "mlp_size": file.size("feed_forward_length"),
         "vocab_size": embedding.shape[0],  # some files' own count omits the padding
-        "max_positions": keys.size("context_length"),
-        "norm_eps": shortest_float(keys.get("attention.layer_norm_rms_epsilon", 1e-5)),
+        "max_positions": file.size("context_length"),
+        "norm_eps": shortest_float(file.own("attention.layer_norm_rms_epsilon", 1e-5)),
         "tied_embeddings": "output.weight" not in file.tensors,
         "mlp_bias": _has_bias(file, "ffn_gate", "ffn_up", "ffn_down"),
         **_attention_biases(file, family),
     }
-    if keys.size("attention.value_length", head_dim) != head_dim:
-        raise ModelError(f"{file.path}: {keys.arch}.attention.value_length differs from head size {head_dim}")
+    if file.size("attention.value_length", head_dim) != head_dim:
+        raise ModelError(f"{file.arch}.attention.value_length differs from head size {head_dim}")
     for name, key in family.keys.items():
-        if key.gguf is not None and (value := keys.get(key.gguf)):
+        if key.gguf is not None and (value := file.own(key.gguf)):
             fields[name] = shortest_float(value) ** key.power
-    fields |= _windows(keys, family, fields["num_layers"])
-    fields |= rope_from_gguf(file, keys, family, head_dim)
+    fields |= _windows(file, family, fields["num_layers"])
+    fields |= rope_from_gguf(file, family, head_dim)
     fields |= {name: value(fields) for name, value in family.gguf_fixed.items() if name not in fields}
     fields |= {name: value(fields) if callable(value) else value for name, value in family.fixed.items()}
     return LlamaConfig(
@@ -65,25 +61,23 @@ def _config_from_gguf(file: GgufFile) -> LlamaConfig:
 
 def _family(file: GgufFile) -> Family:
     """Return the entry of the table. ModelError: there is none, with the feature that is missing."""
-    arch = str(file.get("general.architecture"))
-    feature = unsupported_feature(arch, lambda key: bool(file.get(f"{arch}.{key}")))
+    arch = file.arch
+    feature = unsupported_feature(arch, lambda key: bool(file.own(key)))
     families = [family for family in FAMILIES if family.names.gguf == arch]
     if feature or not families:
-        raise ModelError(
-            f"{file.path}: architecture {arch!r}{feature} is not supported; supported families: {SUPPORTED}"
-        )
+        raise ModelError(f"architecture {arch!r}{feature} is not supported; supported families: {SUPPORTED}")
     # OLMo 3 has OLMo 2's architecture, and a window.
     with_window = [family for family in families if family.full_every > 1]
-    has_window = bool(file.get(f"{arch}.attention.sliding_window"))
+    has_window = bool(file.own("attention.sliding_window"))
     return with_window[0] if has_window and with_window else families[0]
 
 
-def _windows(keys: GgufKeys, family: Family, num_layers: int) -> dict[str, Any]:
+def _windows(file: GgufFile, family: Family, num_layers: int) -> dict[str, Any]:
     """Return the layers with a window, and those without rotary embedding; files do not say which, as in llama.cpp."""
     layers, found = range(num_layers), dict[str, Any]()
     if family.nope_every:
         found["nope"] = tuple(layer for layer in layers if (layer + 1) % family.nope_every == 0)
-    if family.full_every and (window := keys.get("attention.sliding_window")):
+    if family.full_every and (window := file.own("attention.sliding_window")):
         every = family.full_every
         found |= {"window": int(window), "sliding": tuple(i for i in layers if every == 1 or (i + 1) % every)}
     return found
@@ -94,7 +88,7 @@ def _attention_biases(file: GgufFile, family: Family) -> dict[str, bool]:
     if qkv != output and "output_bias" in family.keys:
         named = "attn_q, attn_k and attn_v" if qkv else "attn_output"
         raise ModelError(
-            f"{file.path}: only {named} have a bias, which no {family.names.name} model has; supported: all of attn_q, attn_k, "
+            f"only {named} have a bias, which no {family.names.name} model has; supported: all of attn_q, attn_k, "
             "attn_v, attn_output"
         )
     return {"qkv_bias": qkv, "output_bias": output}
@@ -103,7 +97,7 @@ def _attention_biases(file: GgufFile, family: Family) -> dict[str, bool]:
 def _has_bias(file: GgufFile, *names: str) -> bool:
     present = [name for name in names if f"blk.0.{name}.bias" in file.tensors]
     if present and len(present) != len(names):
-        raise ModelError(f"{file.path}: only {', '.join(present)} have a bias; supported: all of {', '.join(names)}")
+        raise ModelError(f"only {', '.join(present)} have a bias; supported: all of {', '.join(names)}")
     return bool(present)
 
 
@@ -118,5 +112,5 @@ def _token_ids(file: GgufFile, vocab_size: int, *names: str) -> list[int]:
     found = {f"tokenizer.ggml.{name}": file.get(f"tokenizer.ggml.{name}") for name in names}
     for key, value in found.items():
         if value is not None and not (isinstance(value, int) and 0 <= value < vocab_size):
-            raise ModelError(f"{file.path}: {key} must be a token below {vocab_size}, got {value!r}")
+            raise ModelError(f"{key} must be a token below {vocab_size}, got {value!r}")
     return [value for value in found.values() if value is not None]

@@ -8,35 +8,11 @@ import torch
 from tightwire.model.checkpoint.config import RopeScaling
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf import GgufFile
-from tightwire.model.checkpoint.hf_rope import yarn_attention
+from tightwire.model.checkpoint.hf_rope import longrope_attention, yarn_attention
 from tightwire.model.families import Family
 
 _DIVISORS = "rope_freqs.weight"  # of Llama 3.1 and later
 _FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")  # of longrope
-
-
-class GgufKeys:
-    """The keys of a file that begin with its architecture."""
-
-    def __init__(self, file: GgufFile, arch: str) -> None:
-        self._file, self.arch = file, arch
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._file.get(f"{self.arch}.{key}", default)
-
-    def size(self, key: str, default: int | None = None, *, most: int = 1 << 31) -> int:
-        """Return a whole number from 1 to ``most``, the same for all layers; else ModelError."""
-        value: Any = self.get(key, default)
-        if isinstance(value, list):
-            if len(set(value)) != 1:
-                raise ModelError(
-                    f"{self._file.path}: {self.arch}.{key} differs between layers, which is not supported: {value[:9]}"
-                )
-            value = value[0]
-        if not isinstance(value, int) or not 1 <= value <= most:
-            found = "missing" if value is None else f"{value!r}; possible: 1 to {most}"
-            raise ModelError(f"{self._file.path}: {self.arch}.{key} is {found}")
-        return value
 
 
 def shortest_float(value: float) -> float:
@@ -44,40 +20,36 @@ def shortest_float(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def rope_from_gguf(file: GgufFile, keys: GgufKeys, family: Family, head_dim: int) -> dict[str, Any]:
+def rope_from_gguf(file: GgufFile, family: Family, head_dim: int) -> dict[str, Any]:
     """Return theta, scaling and width; raises ModelError for anything that is not supported."""
-    rotary_dim = keys.size("rope.dimension_count", head_dim)
+    rotary_dim = file.size("rope.dimension_count", head_dim)
     if rotary_dim != head_dim and not (family.partial_rotary and rotary_dim < head_dim and rotary_dim % 2 == 0):
-        raise ModelError(
-            f"{file.path}: {keys.arch}.rope.dimension_count={rotary_dim} differs from head size {head_dim}"
-        )
-    theta = shortest_float(float(keys.get("rope.freq_base", 10000.0)))
-    scaling = _scaling(file, keys, rotary_dim, theta)
+        raise ModelError(f"{file.arch}.rope.dimension_count={rotary_dim} differs from head size {head_dim}")
+    theta = shortest_float(float(file.own("rope.freq_base", 10000.0)))
+    scaling = _scaling(file, rotary_dim, theta)
     return {"rope_theta": theta, "rope_scaling": scaling, "rotary_dim": rotary_dim if rotary_dim < head_dim else 0}
 
 
-def _scaling(file: GgufFile, keys: GgufKeys, rotary_dim: int, theta: float) -> RopeScaling:
+def _scaling(file: GgufFile, rotary_dim: int, theta: float) -> RopeScaling:
     """Read scaling from the keys, or from the divisors or factors that llama.cpp stores as tensors."""
-    kind = keys.get("rope.scaling.type")
-    factor = shortest_float(float(keys.get("rope.scaling.factor", 0) or keys.get("rope.scale_linear", 0) or 1))
+    kind = file.own("rope.scaling.type")
+    factor = shortest_float(float(file.own("rope.scaling.factor", 0) or file.own("rope.scale_linear", 0) or 1))
     if kind not in (None, "none", "linear", "yarn", "longrope"):
-        raise ModelError(
-            f"{file.path}: rope scaling {kind!r} is not supported; supported: none, linear, llama3, yarn, longrope"
-        )
+        raise ModelError(f"rope scaling {kind!r} is not supported; supported: none, linear, llama3, yarn, longrope")
     if _DIVISORS in file.tensors:
         if factor != 1.0:
-            raise ModelError(f"{file.path}: {_DIVISORS} together with a scaling factor of {factor} is not supported")
+            raise ModelError(f"{_DIVISORS} together with a scaling factor of {factor} is not supported")
         return _llama3(file, rotary_dim, theta)
     if all(name in file.tensors for name in _FACTORS):
-        return _longrope(file, keys, rotary_dim)
+        return _longrope(file, rotary_dim)
     if kind == "yarn":
         return RopeScaling(
             kind="yarn",
             factor=factor,
-            original_max_positions=keys.size("rope.scaling.original_context_length"),
-            attention_factor=yarn_attention(factor) * float(keys.get("rope.scaling.attn_factor") or 1.0),
-            beta_fast=float(keys.get("rope.scaling.yarn_beta_fast") or 32),
-            beta_slow=float(keys.get("rope.scaling.yarn_beta_slow") or 1),
+            original_max_positions=file.size("rope.scaling.original_context_length"),
+            attention_factor=yarn_attention(factor) * float(file.own("rope.scaling.attn_factor") or 1.0),
+            beta_fast=float(file.own("rope.scaling.yarn_beta_fast") or 32),
+            beta_slow=float(file.own("rope.scaling.yarn_beta_slow") or 1),
         )
     if kind in ("none", "longrope") or factor == 1.0:
         return RopeScaling()
@@ -87,20 +59,19 @@ def _scaling(file: GgufFile, keys: GgufKeys, rotary_dim: int, theta: float) -> R
 def _numbers(file: GgufFile, name: str, rotary_dim: int) -> list[float]:
     tensor = file.tensors[name]
     if tensor.kind.name != "F32" or tensor.shape != (rotary_dim // 2,):
-        raise ModelError(f"{file.path}: {name} has an unexpected type or shape {tensor.shape}")
+        raise ModelError(f"{name} has an unexpected type or shape {tensor.shape}")
     return tensor.file.numbers(tensor.offset, tensor.shape, torch.float32).tolist()
 
 
-def _longrope(file: GgufFile, keys: GgufKeys, rotary_dim: int) -> RopeScaling:
-    original, length = keys.size("rope.scaling.original_context_length"), keys.size("context_length")
+def _longrope(file: GgufFile, rotary_dim: int) -> RopeScaling:
+    original, length = file.size("rope.scaling.original_context_length"), file.size("context_length")
     factor = length / original
-    grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     short, long = (tuple(map(shortest_float, _numbers(file, name, rotary_dim))) for name in _FACTORS)
     return RopeScaling(
         kind="longrope",
         factor=factor,
         original_max_positions=original,
-        attention_factor=float(keys.get("rope.scaling.attn_factor") or grown),
+        attention_factor=float(file.own("rope.scaling.attn_factor") or longrope_attention(factor, original)),
         short_factors=short,
         long_factors=long,
     )
@@ -115,7 +86,7 @@ def _llama3(file: GgufFile, rotary_dim: int, theta: float) -> RopeScaling:
     want = [llama3_divisor(scaling, 2 * math.pi * theta ** (2 * i / rotary_dim)) for i in range(rotary_dim // 2)]
     if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(divisors, want, strict=True)):
         raise ModelError(
-            f"{file.path}: the rope divisors in {_DIVISORS} are not those of Llama 3 "
+            f"the rope divisors in {_DIVISORS} are not those of Llama 3 "
             f"(low_freq_factor {scaling.low_freq_factor}, high_freq_factor {scaling.high_freq_factor}, trained context "
             f"{scaling.original_max_positions}); other long-context scalings are not supported"
         )

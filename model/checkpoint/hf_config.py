@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.errors import ModelError, naming
 from tightwire.model.checkpoint.hf_rope import rope_from_hf, rope_to_hf
 from tightwire.model.checkpoint.quantization import parse_quantization
 from tightwire.model.families import FAMILIES, SUPPORTED, Family, unsupported_feature
@@ -26,6 +26,9 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
+@naming(
+    "config.json", "a value has the wrong type or is invalid", TypeError, ValueError, AttributeError, ArithmeticError
+)
 def config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> LlamaConfig:
     """Read a config.json, and the generation_config.json beside it if there is one.
 
@@ -33,16 +36,8 @@ def config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | No
     often list the end-of-turn token only there. Raises ModelError: unsupported family, rope kind, activation or
     quantization, or a missing or invalid size.
     """
-    try:
-        family = _family(config)
-        return _config_from_hf({**family.defaults, **config}, generation or {}, family)
-    except ModelError:
-        raise
-    except (TypeError, ValueError, AttributeError, OverflowError, ArithmeticError) as error:
-        raise ModelError(f"config.json: a value has the wrong type or is invalid: {error}") from None
-
-
-def _config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any], family: Family) -> LlamaConfig:
+    family = _family(config)
+    config, generation = {**family.defaults, **config}, generation or {}
     _refuse_unsupported(config, family)
     fields: dict[str, Any] = {**_sizes(config), "family": family.names.name}
     fields["norm_eps"] = float(config.get("rms_norm_eps", 1e-6))
@@ -56,7 +51,7 @@ def _config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any], fa
     fields |= {name: value(fields) if callable(value) else value for name, value in family.fixed.items()}
     dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if dtype not in _DTYPES:
-        raise ModelError(f"config.json: dtype {dtype!r} is not supported; supported: {', '.join(_DTYPES)}")
+        raise ModelError(f"dtype {dtype!r} is not supported; supported: {', '.join(_DTYPES)}")
     return LlamaConfig(
         **fields,
         dtype=dtype,
@@ -73,7 +68,7 @@ def _family(config: Mapping[str, Any]) -> Family:
             return family
     found = ", ".join(map(str, architectures)) or f"model_type {model_type!r}"
     feature = unsupported_feature(found, lambda key: bool(config.get(key)))
-    raise ModelError(f"config.json: {found}{feature} is not supported; supported families: {SUPPORTED}")
+    raise ModelError(f"{found}{feature} is not supported; supported families: {SUPPORTED}")
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
@@ -82,25 +77,23 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     if _ACTIVATIONS.get(activation) != wanted:
         supported = next(name for name, own in _ACTIVATIONS.items() if own == wanted)
-        raise ModelError(f"config.json: activation {activation!r} is not supported; supported: {supported}")
+        raise ModelError(f"activation {activation!r} is not supported; supported: {supported}")
     for key in ("use_sliding_window", "use_bidirectional_attention"):
         if config.get(key):
-            raise ModelError(f"config.json: {key} is not supported; supported: false")
+            raise ModelError(f"{key} is not supported; supported: false")
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     kv_heads = _size(config, "num_key_value_heads", heads)
     if heads % kv_heads:
-        raise ModelError(
-            f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
-        )
+        raise ModelError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
     if config.get("head_dim") is None and hidden % heads:
-        raise ModelError(f"config.json: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+        raise ModelError(f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
     defaults = {"num_kv_heads": heads, "head_dim": hidden // heads, "max_positions": 2048}
     sizes = {name: _size(config, key, defaults.get(name)) for name, key in _SIZES.items()}
     if sizes["num_layers"] > _MOST_LAYERS:
-        raise ModelError(f"config.json: num_hidden_layers is {sizes['num_layers']}; possible: 1 to {_MOST_LAYERS}")
+        raise ModelError(f"num_hidden_layers is {sizes['num_layers']}; possible: 1 to {_MOST_LAYERS}")
     return sizes
 
 
@@ -108,9 +101,9 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     value = config.get(key)
     value = default if value is None else value
     if value is None:
-        raise ModelError(f"config.json: {key} is missing")
+        raise ModelError(f"{key} is missing")
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"config.json: {key} must be a whole number above 0, got {value!r}")
+        raise ModelError(f"{key} must be a whole number above 0, got {value!r}")
     return value
 
 
@@ -140,7 +133,7 @@ def _ids(key: str, *values: int | Sequence[int] | None) -> tuple[int, ...]:
     for value in values:
         ids += [value] if isinstance(value, int) else list(value or ())
     if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
-        raise ModelError(f"config.json: {key} must be a token id or a list of them, got {ids}")
+        raise ModelError(f"{key} must be a token id or a list of them, got {ids}")
     return tuple(dict.fromkeys(ids))
 
 

@@ -31,19 +31,17 @@ def rope_from_hf(config: Mapping[str, Any], family: Family, fields: Mapping[str,
     try:
         found["rope_scaling"] = _scaling("none" if kind == "default" else kind, rope, config, fields["max_positions"])
     except KeyError as error:
-        raise ModelError(f"config.json: rope scaling {kind!r} lacks {error.args[0]!r}") from None
+        raise ModelError(f"rope scaling {kind!r} lacks {error.args[0]!r}") from None
     return found
 
 
 def _rotary_dim(share: float, family: Family, head_dim: int) -> int:
     if not family.partial_rotary:
-        raise ModelError(
-            f"config.json: partial_rotary_factor {share} is not supported for {family.names.name}; supported: 1.0"
-        )
+        raise ModelError(f"partial_rotary_factor {share} is not supported for {family.names.name}; supported: 1.0")
     rotary_dim = int(head_dim * share)
     if rotary_dim % 2 or not 0 < rotary_dim < head_dim:
         raise ModelError(
-            f"config.json: partial_rotary_factor {share} rotates {rotary_dim} of a head's {head_dim} numbers; supported: "
+            f"partial_rotary_factor {share} rotates {rotary_dim} of a head's {head_dim} numbers; supported: "
             "an even number of them"
         )
     return rotary_dim
@@ -53,9 +51,7 @@ def _scaling(kind: str, rope: Mapping[str, Any], config: Mapping[str, Any], max_
     if kind == "none":
         return RopeScaling()
     if kind not in ROPE_KINDS:
-        raise ModelError(
-            f"config.json: rope scaling {kind!r} is not supported; supported: default, {', '.join(ROPE_KINDS[1:])}"
-        )
+        raise ModelError(f"rope scaling {kind!r} is not supported; supported: default, {', '.join(ROPE_KINDS[1:])}")
     original = "original_max_position_embeddings"
     given: dict[str, Any] = {"kind": kind}
     if kind in ("linear", "dynamic", "llama3"):
@@ -78,11 +74,16 @@ def _scaling(kind: str, rope: Mapping[str, Any], config: Mapping[str, Any], max_
 
 def _attention_factor(kind: str, factor: float, given: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
     if kind == "longrope":
-        return math.sqrt(1 + math.log(factor) / math.log(given["original_max_positions"])) if factor > 1 else 1.0
+        return longrope_attention(factor, given["original_max_positions"])
     mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
     return (
         yarn_attention(factor, mscale) / yarn_attention(factor, of_all) if mscale and of_all else yarn_attention(factor)
     )
+
+
+def longrope_attention(factor: float, original_max_positions: int) -> float:
+    """Return LongRoPE's factor of cosines and sines. Source: arXiv 2402.13753."""
+    return math.sqrt(1 + math.log(factor) / math.log(original_max_positions)) if factor > 1 else 1.0
 
 
 def yarn_attention(factor: float, mscale: float = 1.0) -> float:

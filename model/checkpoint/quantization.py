@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.errors import ModelError, naming
 
 _SUPPORTED = (
     "awq (gemm), gptq, compressed-tensors (W4A16, W8A16, W8A8-int, FP8), fp8; or unquantized safetensors, or GGUF"
 )
+_BITS = {"awq": (4,), "gptq": (4, 8), "packed": (4, 8), "plain": (8,)}
 _GROUP_ELEMS = 32  # of the packed formats; a scale's columns must be whole groups
 
 
@@ -35,6 +36,7 @@ class Quantization:
         return f"{self.layout}: {kind}, {shared}{', act-order' if self.act_order else ''}"
 
 
+@naming("config.json")
 def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
     """Read ``quantization_config`` of a config.json; None: the weights are not quantized.
 
@@ -44,18 +46,19 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
     if not stated:
         return None
     if not isinstance(stated, Mapping):
-        raise ModelError(f"config.json: quantization_config must be an object, got {stated!r:.80}")
+        raise ModelError(f"quantization_config must be an object, got {stated!r:.80}")
     method = str(stated.get("quant_method", "unknown"))
     if method not in _PARSERS:
-        raise ModelError(f"config.json: the checkpoint is quantized by {method!r}; supported: {_SUPPORTED}")
+        raise ModelError(f"the checkpoint is quantized by {method!r}; supported: {_SUPPORTED}")
     found = _PARSERS[method](stated)
     group = found.group_elems
     if group is not None and (group < _GROUP_ELEMS or group % _GROUP_ELEMS):
         raise ModelError(
-            f"config.json: {method} with groups of {group} numbers is not supported; groups must be whole {_GROUP_ELEMS}s"
+            f"{method} with groups of {group} numbers is not supported; groups must be whole {_GROUP_ELEMS}s"
         )
-    if found.bits not in ((4, 8) if found.layout in ("gptq", "packed") else (4,) if found.layout == "awq" else (8,)):
-        raise ModelError(f"config.json: {method} with {found.bits} bits is not supported; supported: {_SUPPORTED}")
+    if found.bits not in ((8,) if found.is_float else _BITS[found.layout]):
+        kind = "floats of " if found.is_float else ""
+        raise ModelError(f"{method} with {kind}{found.bits} bits is not supported; supported: {_SUPPORTED}")
     return found
 
 
@@ -67,7 +70,7 @@ def _group(size: object) -> int | None:
 def _awq(stated: Mapping[str, Any]) -> Quantization:
     version = str(stated.get("version", "gemm")).lower()
     if version != "gemm":
-        raise ModelError(f"config.json: awq version {version!r} is not supported; supported: gemm")
+        raise ModelError(f"awq version {version!r} is not supported; supported: gemm")
     bits = int(stated.get("bits", stated.get("w_bit", 4)))
     return Quantization(
         "awq", bits, group_elems=_group(stated.get("group_size", stated.get("q_group_size"))), symmetric=False
@@ -92,21 +95,13 @@ def _compressed_tensors(stated: Mapping[str, Any]) -> Quantization:
     layout = stated.get("format", "")
     kinds = {repr(group.get("weights")) for group in groups}
     if len(kinds) != 1 or not groups[0].get("weights"):
-        raise ModelError(
-            f"config.json: compressed-tensors with {len(kinds)} kinds of weights is not supported; use one"
-        )
+        raise ModelError(f"compressed-tensors with {len(kinds)} kinds of weights is not supported; use one")
     weights = groups[0]["weights"]
     is_float = weights.get("type") == "float"
     packed = layout == "pack-quantized"
     known = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
     if layout not in known:
-        raise ModelError(
-            f"config.json: compressed-tensors format {layout!r} is not supported; supported: {', '.join(known)}"
-        )
-    if is_float and int(weights.get("num_bits", 8)) != 8:
-        raise ModelError(
-            f"config.json: floats of {weights['num_bits']} bits are not supported; supported: {_SUPPORTED}"
-        )
+        raise ModelError(f"compressed-tensors format {layout!r} is not supported; supported: {', '.join(known)}")
     return Quantization(
         "packed" if packed else "plain",
         int(weights.get("num_bits", 8)),
@@ -126,7 +121,7 @@ def _blocks(sizes: object) -> tuple[int, int] | None:
     if not sizes:
         return None
     if not isinstance(sizes, list | tuple) or len(sizes) != 2:
-        raise ModelError(f"config.json: a block of weights needs two sizes, got {sizes!r}")
+        raise ModelError(f"a block of weights needs two sizes, got {sizes!r}")
     return int(sizes[0]), int(sizes[1])
 
 

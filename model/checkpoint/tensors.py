@@ -160,8 +160,3 @@ class PartsReader:
         stored, part = self._parts.find(name)
         start = 0 if part is None else part.start
         self._reader.read_into(out, stored, rows=range(rows.start + start, rows.stop + start), columns=columns)
-
-
-def with_parts(reader: CheckpointReader, config: LlamaConfig) -> CheckpointReader:
-    """Return the reader, or a ``PartsReader`` over it for a family that stacks tensors."""
-    return PartsReader(reader, config) if config.entry.stacked else reader

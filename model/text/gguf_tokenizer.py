@@ -4,7 +4,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.errors import ModelError, naming
 from tightwire.model.checkpoint.gguf import GgufFile
 from tightwire.model.text.tokenizer import Tokenizer
 
@@ -52,36 +52,30 @@ _NORMALIZED = ("qwen2", "deepseek-r1-qwen")  # to NFC
 
 def tokenizer_from_gguf(file: GgufFile, config: LlamaConfig) -> Tokenizer:
     """Build the tokenizer; raises ModelError for an unsupported tokenizer model or pre-tokenizer, or damaged keys."""
-    try:
+    damage = "its tokenizer is damaged (tokenizer.ggml tokens, merges or types)"
+    with naming(file.path, damage, Exception):  # the library raises no narrower type
         return _tokenizer_from_gguf(file, config)
-    except ModelError:
-        raise
-    except Exception as error:  # noqa: BLE001 - the library raises no narrower type
-        reason = " ".join(str(error).split())[:200]
-        raise ModelError(
-            f"{file.path}: its tokenizer is damaged (tokenizer.ggml tokens, merges or types): {reason}"
-        ) from None
 
 
 def _tokenizer_from_gguf(file: GgufFile, config: LlamaConfig) -> Tokenizer:
     tokens: list[str] = file.get("tokenizer.ggml.tokens", [])
     if not tokens:
-        raise ModelError(f"{file.path}: has no tokenizer (tokenizer.ggml.tokens is missing)")
+        raise ModelError("has no tokenizer (tokenizer.ggml.tokens is missing)")
     types: list[int] = file.get("tokenizer.ggml.token_type", [])
     template = file.get("tokenizer.chat_template")
     if len(tokens) > config.vocab_size or len(types) not in (0, len(tokens)):
         raise ModelError(
-            f"{file.path}: has {len(tokens)} tokens with {len(types)} types in its tokenizer, and an embedding of {config.vocab_size}"
+            f"has {len(tokens)} tokens with {len(types)} types in its tokenizer, and an embedding of {config.vocab_size}"
         )
     if not isinstance(template, str | None):
-        raise ModelError(f"{file.path}: tokenizer.chat_template is {template!r}, and should be text")
+        raise ModelError(f"tokenizer.chat_template is {template!r}, and should be text")
     kind = file.get("tokenizer.ggml.model")
     if kind == "gpt2":
         backend = _byte_level(file, tokens)
     elif kind == "llama":
         backend = _sentencepiece(file, tokens)
     else:
-        raise ModelError(f"{file.path}: tokenizer model {kind!r} is not supported; supported: gpt2, llama")
+        raise ModelError(f"tokenizer model {kind!r} is not supported; supported: gpt2, llama")
     _add_special(backend, tokens, types)
     special_tokens = _special_texts(file, tokens)
     _add_bos_and_eos(backend, file, special_tokens)
@@ -97,9 +91,7 @@ def _tokenizer_from_gguf(file: GgufFile, config: LlamaConfig) -> Tokenizer:
 def _byte_level(file: GgufFile, tokens: list[str]) -> Backend:
     pre_tokenizer = file.get("tokenizer.ggml.pre", "default")
     if pre_tokenizer not in _WORDS:
-        raise ModelError(
-            f"{file.path}: pre-tokenizer {pre_tokenizer!r} is not supported; supported: {', '.join(sorted(_WORDS))}"
-        )
+        raise ModelError(f"pre-tokenizer {pre_tokenizer!r} is not supported; supported: {', '.join(sorted(_WORDS))}")
     merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges", [])]
     vocab = {token: index for index, token in enumerate(tokens)}
     backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre_tokenizer in _WHOLE_WORDS))
@@ -113,7 +105,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Backend:
 def _sentencepiece(file: GgufFile, tokens: list[str]) -> Backend:
     scores: list[float] = file.get("tokenizer.ggml.scores", [])
     if len(scores) != len(tokens):
-        raise ModelError(f"{file.path}: {len(tokens)} tokens but {len(scores)} scores in its tokenizer")
+        raise ModelError(f"{len(tokens)} tokens but {len(scores)} scores in its tokenizer")
     vocab = {token: index for index, token in enumerate(tokens)}
     unknown = file.get("tokenizer.ggml.unknown_token_id", 0)
     merges = _merges_from_scores(vocab, scores)

@@ -114,7 +114,7 @@ class Tokenizer:
         return ChatTemplate(self.chat_template, self.special_tokens)
 
 
-def tokenizer_from_folder(folder: Path, *, bos_token_id: int | None, eos_token_ids: tuple[int, ...]) -> Tokenizer:
+def tokenizer_from_folder(folder: Path, bos_token_id: int | None, eos_token_ids: tuple[int, ...]) -> Tokenizer:
     """Open tokenizer.json and tokenizer_config.json, or another kind of tokenizer through transformers, else ModelError.
 
     tokenizer.json alone determines the special tokens around a text, as in transformers 5.

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from filelock import FileLock, Timeout
 
-from tightwire.model.checkpoint.catalog import cache_folder
+from tightwire.cache_folder import cache_folder
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf_header import split_parts
 from tightwire.sizes import format_bytes

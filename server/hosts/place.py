@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from tightwire.atomic_file import write_atomic
+from tightwire.cache_folder import cache_folder
 from tightwire.comm.link.wire import LinkFacts
-from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.server.config.hosts import HostOptions, split_address
 
 _SIOCGIFADDR = 0x8915

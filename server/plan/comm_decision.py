@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tightwire.cache_folder import cache_folder
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.make import parse_all_reduce
 from tightwire.comm.codec.codec import Feedback
@@ -14,7 +15,6 @@ from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
 from tightwire.comm.policy.rules import Policy, check_shape, describe_layers, read_policy_file
 from tightwire.comm.policy.tune_file import Measured, read_tuned, this_host, tune_path
-from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import make_layout
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions

@@ -26,8 +26,8 @@ from tightwire.bench.report.page import Item, Text
 from tightwire.bench.report.quiet import QUIET_SHARE, OthersWatch, describe_others, wait_for_quiet
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.bench.server_process import ServerFailedError, ServerProcess
+from tightwire.cache_folder import cache_folder
 from tightwire.kernels.cpu.linear_widened import torch_has_bfloat16_products
-from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.tensors import expected_tensors
 from tightwire.model.open import open_checkpoint

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tightwire.model.checkpoint import catalog
-from tightwire.model.checkpoint.catalog import CATALOG, cache_folder, cached_path, is_cached, pull
+from tightwire.model.checkpoint.catalog import CATALOG, cached_path, is_cached, pull
 from tightwire.model.checkpoint.errors import ModelError
 
 CONTENT = b"weights " * 1000
@@ -170,12 +170,6 @@ def test_cache_that_cannot_be_written(index: Path, tmp_path: Path, monkeypatch: 
 def test_unknown_name() -> None:
     with pytest.raises(ModelError, match="unknown model 'gpt'; known names: smollm2-135m"):
         pull("gpt")
-
-
-def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_folder() == tmp_path / ".cache" / "tightwire"
 
 
 def test_the_embedded_model_is_the_pinned_one(smollm2_path: Path) -> None:
