@@ -114,12 +114,6 @@ def open_group(plan: GroupPlan, rank: int) -> Group:
     return group if plan.throttle is None else throttle_group(group, plan.throttle)
 
 
-def gather_numbers(world: Group, values: Sequence[float]) -> list[list[float]]:
-    """Every rank's ``values``, of which all ranks have equally many. Collective."""
-    own = torch.tensor(values, dtype=torch.float64).to(world.device)
-    return [buf.view(torch.float64).tolist() for buf in world.transport.gather(own.view(torch.uint8))]
-
-
 def _has_peer_memory(group: Group) -> Iterator[bool]:
     """True if this rank sums through peer memory; otherwise the rank has logged the reason."""
     yield group.transport.fused is not None

@@ -29,7 +29,9 @@ class ServerProcess:
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], *, log: Path, others: Sequence[Sequence[str]] = ()
     ) -> None:
-        port = _free_port()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.ready_s: float | None = None  # from start to the first 200 of its health route
         self._is_stopping = False  # a second signal could interrupt an orderly end
@@ -112,12 +114,6 @@ def _start(command: Sequence[str], env: Mapping[str, str], log: Path) -> subproc
 
 def _tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _members(session: int) -> Iterator[int]:

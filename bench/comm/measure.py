@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from tightwire.bench.ranks import gather_numbers
 from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import AllReduce
@@ -127,7 +126,7 @@ class _Size:
     def agree_on_rounds(self, seconds_per_round: float) -> int:
         """Rank 0 decides how many rounds fit into the time."""
         fitting = int(self._plan.seconds_per_size / seconds_per_round)
-        return int(gather_numbers(self._group, [max(_MIN_ROUNDS, min(self._plan.repeats, fitting))])[0][0])
+        return int(self._group.gather_numbers([max(_MIN_ROUNDS, min(self._plan.repeats, fitting))])[0][0])
 
     def round(self, arms: Mapping[str, AllReduce]) -> dict[str, tuple[float, bool]]:
         """One call of each algorithm, in random order: seconds, and True if the bits are those of the first call."""

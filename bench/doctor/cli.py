@@ -126,7 +126,11 @@ def show(report: Report, console: Console, *, verbose: bool) -> None:
     shown = _facts("", msgspec.to_builtins(report.facts)) if verbose else _summary(report.facts)
     _print_grid(console, ((Text(name, "bold"), Text(text)) for name, text in shown))
     console.print()
-    _print_grid(console, ((Text(item.kind, _STYLES[item.kind]), _describe(item)) for item in report.advice))
+    described = [
+        Text.assemble((f"{item.options}: " if item.options else "", "bold"), item.text) for item in report.advice
+    ]
+    kinds = [Text(item.kind, _STYLES[item.kind]) for item in report.advice]
+    _print_grid(console, zip(kinds, described, strict=True))
     if not verbose:
         console.print("\n`tightwire doctor --verbose` shows all it found.", style="dim")
 
@@ -153,10 +157,6 @@ def _facts(path: str, value: Any) -> Iterator[tuple[str, str]]:
     else:
         text = ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
         yield path, format_bytes(value) if path.endswith("_bytes") and isinstance(value, int) else text
-
-
-def _describe(item: Advice) -> Text:
-    return Text.assemble((f"{item.options}: " if item.options else "", "bold"), item.text)
 
 
 def _print_grid(console: Console, rows: Iterable[tuple[Text, Text]]) -> None:

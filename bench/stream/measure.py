@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from tightwire.bench.ranks import gather_numbers
 from tightwire.bench.stream.options import ROUNDS, Arm, StreamOptions
 from tightwire.bench.stream.order import OrderCheck
 from tightwire.bench.stream.rank import Rank, greedy_tokens, run_step
@@ -88,7 +87,7 @@ def _measure_arm(
             raise RuntimeError(f"{arm.name}: it generates {tokens}, but with resident weights {exact}")
         different = (place for place in range(len(exact)) if tokens[place] != exact[place])
         same = next(different, len(exact)) / len(exact)
-        step_bytes = [int(own) for (own,) in gather_numbers(rank.group, [rank.step_bytes(plan)])]
+        step_bytes = [int(own) for (own,) in rank.group.gather_numbers([rank.step_bytes(plan)])]
         if rank.group.rank == 0:
             io = "" if prepared is None else "direct" if direct else "dropped"
             yield Answered(arm=arm, step_bytes=max(step_bytes), same_tokens=same, io=io)
@@ -132,7 +131,7 @@ class _Turns:
         self._await_full()
         self._check.check(self._weights.pool.events)
         self._weights.pool.events.clear()  # nothing is in flight, so no event is lost
-        ranks = gather_numbers(self._rank.group, seconds)
+        ranks = self._rank.group.gather_numbers(seconds)
         if self._rank.group.rank == 0:
             slowest = [max(passes) for passes in zip(*ranks, strict=True)]
             yield Timed(arm=self._arm, kind=kind, batch=batch, seconds=slowest)

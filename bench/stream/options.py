@@ -5,8 +5,9 @@ from typing import ClassVar
 
 from tightwire.bench.options import OutputOptions
 from tightwire.comm.all_reduce.names import split_name
-from tightwire.model.weights import LEAST_STREAMED, WEIGHT_CODECS, WeightPlan, spread
+from tightwire.model.weights import LEAST_STREAMED, WEIGHT_CODECS, WeightPlan
 from tightwire.option import option
+from tightwire.server.plan.weight_decision import spread
 from tightwire.sizes import parse_bytes
 
 ROUNDS = 3  # in which all passes of an arm take turns

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tightwire.bench.ranks import gather_numbers
 from tightwire.bench.train.options import ARMS, TINY, TrainOptions, model_values
 from tightwire.bench.train.ranks import grown_by, open_groups, open_torch, reset_peak, sent_by_node
 from tightwire.comm.group.group import Group
@@ -225,7 +224,7 @@ def check_arm(world: Group, folder: str, options: TrainOptions, name: str) -> It
         losses = [step(number) for number in range(_CHECKED_STEPS - 1)]
         sent = trainee.bytes_sent
         losses.append(step(_CHECKED_STEPS - 1))
-        ranks = gather_numbers(world, [*losses, trainee.bytes_sent - sent, grown_by(before) or 0])
+        ranks = world.gather_numbers([*losses, trainee.bytes_sent - sent, grown_by(before) or 0])
         if world.rank == 0:
             *steps, sent, peaks = zip(*ranks, strict=True)
             yield Checked(
@@ -254,7 +253,7 @@ def measure_link(world: Group, folder: str, options: TrainOptions) -> Iterator[R
 
         def timed(name: str, *, alone: bool) -> Iterator[Timed]:
             switch.is_detached = alone
-            ranks = gather_numbers(world, [*step(name)])
+            ranks = world.gather_numbers([*step(name)])
             switch.is_detached = False
             if world.rank == 0:
                 seconds = [sum(own) for own in ranks]
@@ -282,7 +281,7 @@ def _count_bytes(world: Group, name: str, step: Callable[[str], object]) -> Iter
     step(name)  # the few small packets of its barrier are counted
     world.transport.barrier()
     time.sleep(_SETTLE_S)
-    payloads = gather_numbers(world, [sent_by_node() - before])
+    payloads = world.gather_numbers([sent_by_node() - before])
     if world.rank == 0:
         yield Wired(name, max(int(own) for (own,) in payloads))
 
@@ -311,4 +310,4 @@ def _gather_s(world: Group, leg: Group, num_bytes: int) -> float:
         begun = time.perf_counter()
         leg.transport.gather(buf)
         seconds.append(time.perf_counter() - begun)
-    return max(own for (own,) in gather_numbers(world, [median(seconds)]))
+    return max(own for (own,) in world.gather_numbers([median(seconds)]))

@@ -86,6 +86,11 @@ class Group:
         yield
         self.ledger.end(self.bytes_sent - sent_before, exact_bytes)
 
+    def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
+        """Return every rank's ``values``, of which all ranks have equally many. Collective."""
+        own = torch.tensor(values, dtype=torch.float64).to(self.device)
+        return [buf.view(torch.float64).tolist() for buf in self.transport.gather(own.view(torch.uint8))]
+
     def close(self) -> None:
         """Drop the connections, without waiting for other ranks. May be called twice."""
         self.transport.close()

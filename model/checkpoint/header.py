@@ -52,15 +52,12 @@ def check_name(model: str) -> None:
     )
 
 
-def _is_repo_id(model: str) -> bool:
-    return _REPO_ID.fullmatch(model) is not None and not model.endswith(".gguf")
-
-
 def has_copy(model: str) -> bool:
     """False for a known name that is not in the cache, and for a file or folder that is not there."""
     if model in CATALOG:
         return is_cached(model)
-    return _is_repo_id(model) or model.startswith(RANDOM) or Path(model).expanduser().exists()
+    is_repo_id = _REPO_ID.fullmatch(model) is not None and not model.endswith(".gguf")
+    return is_repo_id or model.startswith(RANDOM) or Path(model).expanduser().exists()
 
 
 def read_sizes(model: str) -> Sizes | None:

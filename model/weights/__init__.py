@@ -6,7 +6,6 @@ import msgspec
 # Groups have 64 numbers: a model's rows are whole groups, and the scales take few bytes.
 WEIGHT_CODECS = {"none": "none", "int8": "int8-g64", "int4": "int4-g64"}
 
-
 QUANTIZATIONS = ("auto", "none", "int8", "int4")  # of --quantization
 NUM_BUFFERS = 2  # of streamed layers: one is computed while the next arrives
 LEAST_STREAMED = NUM_BUFFERS + 1  # fewer streamed layers would all fit in the buffers
@@ -26,11 +25,6 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def resident(self, num_layers: int) -> tuple[int, ...]:
         return tuple(layer for layer in range(num_layers) if layer not in self.streamed)
-
-
-def spread(num_layers: int, num_streamed: int) -> tuple[int, ...]:
-    """Return the layers to stream, spread evenly between the others, which gives each the most time to arrive."""
-    return tuple((2 * k + 1) * num_layers // (2 * num_streamed) for k in range(num_streamed))
 
 
 EVERYTHING_RESIDENT = WeightPlan()

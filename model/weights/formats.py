@@ -218,7 +218,17 @@ def split_model(
 ) -> Layout:
     """Return ``make_layout`` with columns cut between the blocks of these formats; raises ValueError if that is impossible."""
     layout = make_layout(config, world_size, shares, units=formats.column_units)
-    _check_split(layout, config, formats)
+    for shard in layout.shards:
+        for fused in all_tensors(config, shard):
+            columns = fused.columns or range(0)
+            for _, packed in formats.of(fused):
+                unit = packed.block_elems
+                if columns.start % unit or columns.stop % unit:
+                    raise ValueError(
+                        f"cannot split {fused.names[0]} in {packed.name} over {world_size} ranks: rank {shard.rank} would "
+                        f"get columns {columns.start} to {columns.stop}, and blocks of {unit} numbers share a scale; use another "
+                        "--tp or --tp-split, or --quantization none"
+                    )
     return layout
 
 
@@ -234,22 +244,6 @@ def describe_cuts(layout: Layout, config: LlamaConfig, shares: Sequence[float] |
             own, other = (", ".join(map(str, each)) for each in sizes)
             changed.append(f"{what} {own} instead of {other}")
     return f"columns are cut between superblocks of 256 numbers: {' and '.join(changed)}" if changed else ""
-
-
-def _check_split(layout: Layout, config: LlamaConfig, formats: WeightFormats) -> None:
-    """Raise ValueError unless the layout cuts packed rows between blocks."""
-    for shard in layout.shards:
-        for fused in all_tensors(config, shard):
-            columns = fused.columns or range(0)
-            for _, packed in formats.of(fused):
-                unit = packed.block_elems
-                if columns.start % unit == columns.stop % unit == 0:
-                    continue
-                raise ValueError(
-                    f"cannot split {fused.names[0]} in {packed.name} over {len(layout.shards)} ranks: rank {shard.rank} would "
-                    f"get columns {columns.start} to {columns.stop}, and blocks of {unit} numbers share a scale; use another "
-                    "--tp or --tp-split, or --quantization none"
-                )
 
 
 def weight_bytes(config: LlamaConfig, shard: Shard, formats: WeightFormats, elem_bytes: int) -> int:

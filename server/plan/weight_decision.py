@@ -9,7 +9,7 @@ import torch
 
 from tightwire.kernels.spec.gguf_blocks import GROUP_ELEMS
 from tightwire.large_file import choose_io
-from tightwire.model.weights import EVERYTHING_RESIDENT, LEAST_STREAMED, WEIGHT_CODECS, WeightPlan, spread
+from tightwire.model.weights import EVERYTHING_RESIDENT, LEAST_STREAMED, WEIGHT_CODECS, WeightPlan
 from tightwire.model.weights.formats import QUANTIZED_AS
 from tightwire.model.weights.packed_layer import pack_model, weight_codec
 from tightwire.model.weights.prepared.folder import Prepared
@@ -243,3 +243,8 @@ def _describe(plan: WeightPlan, num_layers: int, sizes: Sequence[WeightSizes], d
             "without decoding"
         )
     return tuple(lines)
+
+
+def spread(num_layers: int, num_streamed: int) -> tuple[int, ...]:
+    """Return the layers to stream, spread evenly between the others, which gives each the most time to arrive."""
+    return tuple((2 * k + 1) * num_layers // (2 * num_streamed) for k in range(num_streamed))

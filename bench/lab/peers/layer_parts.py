@@ -144,11 +144,6 @@ def _attention(args: Sequence[Any], result: Tensor) -> tuple[int, int]:
     return q_THE.nbytes + result.nbytes + int(contexts_B.sum()) * token_bytes, 4 * q_THE[0].numel() * pairs
 
 
-def _rotation(args: Sequence[Any], result: Tensor) -> tuple[int, int]:
-    """Queries, keys and values are read once and written once; the values' write is to the cache."""
-    return 2 * args[0].nbytes, 0
-
-
 # The module or class that the model finds it in, its name there, its part, its cost.
 _Kernel = tuple[Any, str, str, _Cost]
 _KERNELS: tuple[_Kernel, ...] = (
@@ -158,7 +153,8 @@ _KERNELS: tuple[_Kernel, ...] = (
     (layer_kernels, "add_rms_norm", "norm", _each_once),
     (layer_kernels, "rms_norm", "norm", _each_once),
     (decoder, "rms_norm", "norm", _each_once),
-    (layer_kernels, "rotate_and_cache", "rope, cache write", _rotation),
+    # Queries, keys and values are read once and written once; the values' write is to the cache.
+    (layer_kernels, "rotate_and_cache", "rope, cache write", lambda args, result: (2 * args[0].nbytes, 0)),
     (layer_kernels, "swiglu", "SwiGLU", _each_once),
     (TensorParallel, "sum_rows", _SUMS, _each_once),
     (decoder, "linear", "logits", _product),

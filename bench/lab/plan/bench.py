@@ -21,9 +21,7 @@ from tightwire.server.plan.layout_times import CROWD, CROWD_PROMPT, CROWD_TOKENS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions(OutputOptions):
-    description: ClassVar[str] = (
-        "Serve on emulated hosts and compare with `tightwire explain --hosts N --network` there."
-    )
+    description: ClassVar[str] = "Serve on emulated hosts and compare with `tightwire explain --hosts N --network`."
     model: str = option("smollm2-135m", "the model", flag="model")
     hosts: int = option(2, "hosts, each with its share of the cores", least=2)
     link: str = option("200mbit", "rate between the hosts", metavar="LINK")
@@ -48,9 +46,9 @@ class PlanBench(Bench[PlanOptions]):
             explain = [sys.executable, "-m", "tightwire", "explain", model, "--hosts", str(num), "--network", "--json"]
             plan = json.loads(subprocess.run(hosts.on(0, explain), capture_output=True, check=True).stdout)
         self.facts |= {"link": plan["link"], "rates": plan["rates"], "hosts": num, "serve": list(self.options.serve)}
-        each = [row["times"] for row in plan["layouts"]]
+        rows = [row["times"] for row in plan["layouts"]]
         times = next(
-            own for own in each if self.options.row in (own["layout"], f"{own['layout']}, {own['all_reduce']}")
+            row for row in rows if self.options.row == ", ".join(filter(None, (row["layout"], row["all_reduce"])))
         )
         predicted = {f"TTFT({length}) ms": 1e3 * seconds for length, seconds in times["ttft_s"].items()}
         predicted |= {"ms a token": 1e3 * times["token_s"], f"tokens/s of {CROWD}": times["crowd_tokens_per_s"]}

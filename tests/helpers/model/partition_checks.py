@@ -12,11 +12,12 @@ from helpers.model.partition_bodies import Done, Work, World, compute, expect
 from tightwire.comm.group.group import in_process_groups
 from tightwire.comm.group.nodes import PartitionPlace
 from tightwire.model.open import open_checkpoint
-from tightwire.model.weights import EVERYTHING_RESIDENT, WEIGHT_CODECS, WeightPlan, spread
+from tightwire.model.weights import EVERYTHING_RESIDENT, WEIGHT_CODECS, WeightPlan
 from tightwire.model.weights.formats import choose_formats, split_model
 from tightwire.model.weights.load import CheckpointStore
 from tightwire.model.weights.packed_layer import LayerFiles, PackedLayer
 from tightwire.model.weights.partition_store import PartitionCut
+from tightwire.server.plan.weight_decision import spread
 
 NUM_LAYERS = 6
 PROMPTS = (tuple(range(3, 40)), (7, 8, 9), tuple(range(100, 150)), (5, 4))

@@ -24,9 +24,10 @@ from tightwire.model.checkpoint.errors import CacheError
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.step import StepArrays
-from tightwire.model.weights import WeightPlan, spread
+from tightwire.model.weights import WeightPlan
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.ipc.messages import AddRequest
+from tightwire.server.plan.weight_decision import spread
 
 NUM_LAYERS = 5
 PROMPTS = [list(range(3, 60)), [7, 8, 9], list(range(100, 190))]

@@ -17,12 +17,13 @@ from tightwire.bench.stream.order import OrderCheck
 from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
-from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan, packed_layer, spread
+from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan, packed_layer
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.load import CheckpointStore, load_weights
 from tightwire.model.weights.packed_layer import HostStore, LayerStore, Moved, PackedLayer, ThrottledStore, pack_model
 from tightwire.model.weights.residency import WeightSizes
 from tightwire.model.weights.streamed import StreamedWeights
+from tightwire.server.plan.weight_decision import spread
 
 NUM_LAYERS = 6
 PROMPTS = [list(range(3, 60)), [7, 8, 9], list(range(100, 190))]

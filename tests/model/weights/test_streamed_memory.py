@@ -24,7 +24,8 @@ from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.load import CheckpointStore
 from tightwire.model.weights.load import load_weights
 from tightwire.model.weights.residency import WeightSizes
-from tightwire.model.weights import WEIGHT_CODECS, WeightPlan, spread
+from tightwire.model.weights import WEIGHT_CODECS, WeightPlan
+from tightwire.server.plan.weight_decision import spread
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
