@@ -7,7 +7,6 @@ from tightwire.bench.options import OutputOptions
 from tightwire.comm.all_reduce.names import split_name
 from tightwire.model.weights import LEAST_STREAMED, WEIGHT_CODECS, WeightPlan
 from tightwire.option import option
-from tightwire.server.plan.weight_decision import spread
 from tightwire.sizes import parse_bytes
 
 ROUNDS = 3  # in which all passes of an arm take turns
@@ -34,6 +33,8 @@ class Arm:
 
     def plan(self, num_layers: int, num_streamed: int, io: str = "buffered") -> WeightPlan:
         """``io``: how a prepared folder is read."""
+        from tightwire.server.plan.weight_decision import spread  # imports torch, which `--help` does without
+
         return WeightPlan(
             source="stream",
             origin=_ORIGINS[self.source],
