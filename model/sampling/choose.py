@@ -10,7 +10,6 @@ one draw. Each filter applies to the result of the previous one.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -33,8 +32,7 @@ from tightwire.model.sampling.draw import (
     weights_of,
 )
 from tightwire.model.sampling.logprobs import score_tokens
-from tightwire.model.sampling.parameters import GREEDY_BELOW
-from tightwire.model.sampling.rows import Column, SampleRows, unpacked_edits
+from tightwire.model.sampling.rows import Column, Kind, SampleRows, unpacked_edits
 
 Gather = Callable[[Tensor], Sequence[Tensor]]  # all ranks' tensors, of one shape, in rank order
 
@@ -75,10 +73,10 @@ class TokenChooser:
         def gather(x: Tensor) -> Sequence[Tensor]:
             return self._gather(x, phase)
 
-        ids_R = upload(rows.column(Column.TARGET), torch.int64, self._device)
-        choosing = np.flatnonzero(rows.column(Column.TARGET) < 0)
-        if len(choosing):
-            ids_R = self._draw(self._edited(logits_RV, rows, banned), rows, choosing, ids_R, gather)
+        targets_R = rows.column(Column.TARGET)
+        choosing = np.flatnonzero(targets_R < 0)
+        drawn_R = self._draw(self._edited(logits_RV, rows, banned), rows, choosing, gather) if len(choosing) else None
+        ids_R = _put(upload(targets_R, torch.int64, self._device), choosing, drawn_R)
         scored = rows.scored
         if not len(scored):
             return ids_R
@@ -114,23 +112,25 @@ class TokenChooser:
         row, column = (upload(x, torch.int64, self._device) for x in (row_I, column_I))
         return row, column, upload(value_I, torch.float32, self._device)
 
-    def _draw(self, logits_RV: Tensor, rows: SampleRows, choosing: np.ndarray, ids_R: Tensor, gather: Gather) -> Tensor:
-        """Return ``ids_R`` with the tokens drawn for the rows ``choosing``."""
-        table_RC = upload(rows.table_RC, torch.float64, self._device)
-        kind_R = _kinds(rows, self._vocab_size)[choosing]
-        indices = {kind: choosing[kind_R == kind] for kind in _Kind if (kind_R == kind).any()}
-        groups = {kind: self._group(rows, i, logits_RV, table_RC) for kind, i in indices.items()}
+    def _draw(self, logits_RV: Tensor, rows: SampleRows, choosing: np.ndarray, gather: Gather) -> Tensor:
+        """Return the tokens drawn for the rows ``choosing``."""
+        kind_R = rows.column(Column.KIND)[choosing].astype(int)
+        kinds = sorted(set(kind_R.tolist()))
+        # A greedy row needs nothing of the table.
+        table_RC = upload(rows.table_RC if kinds[-1] else rows.table_RC[:, :0], torch.float64, self._device)
+        places = {Kind(kind): np.flatnonzero(kind_R == kind) for kind in kinds}
+        groups = {kind: self._group(rows, choosing[place], logits_RV, table_RC) for kind, place in places.items()}
         keys = [self._local_keys(kind, group) for kind, group in groups.items()]
         gathered = gather(torch.cat([own_RC.view(-1) for own_RC in keys]))
         by_rank = [own.split([own_RC.numel() for own_RC in keys]) for own in gathered]
+        drawn_R = torch.empty(len(choosing), dtype=torch.int64, device=self._device)
         for number, (kind, group) in enumerate(groups.items()):
             keys_RC = torch.cat([own[number].view(keys[number].shape) for own in by_rank], 1)
-            best_R = keys_RC.amax(1)
-            chosen_R = self._winners(kind, group, keys_RC, gather)
-            finite_R = logits_and_ids(best_R)[0].isfinite() & logits_and_ids(chosen_R)[0].isfinite()
-            drawn_R = torch.where(finite_R, logits_and_ids(chosen_R)[1], -1)
-            ids_R = ids_R.index_copy(0, upload(indices[kind], torch.int64, self._device), drawn_R)
-        return ids_R
+            logit_R, id_R = logits_and_ids(self._winners(kind, group, keys_RC, gather))
+            if kind is not Kind.GREEDY:
+                logit_R = logit_R + 0 * logits_and_ids(keys_RC.amax(1))[0]  # not finite if the best is not
+            drawn_R = _put(drawn_R, places[kind], torch.where(logit_R.isfinite(), id_R, -1))
+        return drawn_R
 
     def _group(self, rows: SampleRows, index: np.ndarray, logits_RV: Tensor, table_RC: Tensor) -> "_Group":
         top_k, has_top_p = (
@@ -139,12 +139,12 @@ class TokenChooser:
         )
         return _Group(_take(logits_RV, index), _take(table_RC, index), top_k, has_top_p)
 
-    def _local_keys(self, kind: "_Kind", group: "_Group") -> Tensor:
+    def _local_keys(self, kind: Kind, group: "_Group") -> Tensor:
         """Return (R, C) keys of this rank's columns that the other ranks need; C depends on the rows alone."""
         first_id = self._ids.start
-        if kind is _Kind.GREEDY:
+        if kind is Kind.GREEDY:
             return best_keys(group.logits_RV, first_id)[:, None]
-        if kind is _Kind.TOP_K:
+        if kind is Kind.TOP_K:
             ids_V = torch.arange(first_id, self._ids.stop, device=self._device)
             width = min(group.top_k, self._most_columns)
             parts = [largest_keys(keys_of(part.logits_RV, ids_V), width) for (part,) in group.parts()]
@@ -152,23 +152,23 @@ class TokenChooser:
         found = []
         for (part,) in group.parts():
             scores_RV = part.scores(part.logits_RV, self._steps_V)
-            if kind is _Kind.FRONT:
+            if kind is Kind.FRONT:
                 found.append(front_keys(part.logits_RV, scores_RV, first_id))
             else:
                 place_R1 = scores_RV.argmax(1, keepdim=True)
                 found.append(keys_of(part.logits_RV.gather(1, place_R1), place_R1 + first_id))
         return torch.cat(found)
 
-    def _winners(self, kind: "_Kind", group: "_Group", keys_RC: Tensor, gather: Gather) -> Tensor:
+    def _winners(self, kind: Kind, group: "_Group", keys_RC: Tensor, gather: Gather) -> Tensor:
         """Return the keys of the rows' tokens, from the keys of all ranks."""
-        if kind is _Kind.GREEDY:
+        if kind is Kind.GREEDY:
             return keys_RC.amax(1)
         keys_RC = keys_RC.sort(1, descending=True).values
         logits_RC, ids_RC = logits_and_ids(keys_RC)
         scores_RC = group.scores(logits_RC, steps_of(ids_RC))
-        if kind is not _Kind.PLAIN:
+        if kind is not Kind.PLAIN:
             shares_RC = group.shares(logits_RC, logits_RC[:, :1])
-            if kind is _Kind.TOP_K:
+            if kind is Kind.TOP_K:
                 places_C = torch.arange(keys_RC.shape[1], device=self._device)
                 shares_RC.masked_fill_(places_C >= group[Column.TOP_K], 0.0)
                 weights_RC = weights_of(shares_RC)
@@ -177,7 +177,7 @@ class TokenChooser:
                 scores_RC.masked_fill_(~kept_RC, -torch.inf)
             else:
                 scores_RC.masked_fill_(shares_RC == 0.0, -torch.inf)
-                front_RC = front_of_sorted(keys_RC, scores_RC)
+                front_RC = front_of_sorted(keys_RC, logits_RC, scores_RC)
                 if not group.has_top_p:
                     return front_RC[:, 0]
                 masses_RC = torch.cat([self._masses(*part) for part in group.parts(front_RC, logits_RC[:, :1])])
@@ -201,23 +201,6 @@ class TokenChooser:
             up_to_RV = torch.nn.functional.pad(weights_RV.gather(1, order_RV).cumsum(1), (1, 0))
             before_RC = up_to_RV.gather(1, torch.searchsorted(-keys_RV, -front_RC))
         return torch.cat([before_RC, weights_RV.sum(1, keepdim=True)], 1)
-
-
-class _Kind(IntEnum):
-    """What a row's token depends on."""
-
-    GREEDY = 0  # the largest logit
-    PLAIN = 1  # the best score
-    TOP_K = 2  # the top_k largest logits, and then perhaps min_p and top_p
-    FRONT = 3  # min_p or top_p, without top_k
-
-
-def _kinds(rows: SampleRows, vocab_size: int) -> np.ndarray:
-    top_k_R = rows.column(Column.TOP_K)
-    greedy_R = (rows.column(Column.TEMPERATURE) < GREEDY_BELOW) | (top_k_R == 1)
-    front_R = (rows.column(Column.TOP_P) < 1) | (rows.column(Column.MIN_P) > 0)
-    kinds = (greedy_R, (top_k_R > 0) & (top_k_R < vocab_size), front_R)
-    return np.select(kinds, [_Kind.GREEDY, _Kind.TOP_K, _Kind.FRONT], _Kind.PLAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,3 +235,10 @@ class _Group:
 def _take(x: Tensor, rows: np.ndarray) -> Tensor:
     """Return these rows; the tensor itself if they are all."""
     return x if len(rows) == len(x) else x[upload(rows, torch.int64, x.device)]
+
+
+def _put(x_R: Tensor, rows: np.ndarray, values: Tensor | None) -> Tensor:
+    """Return ``x_R`` with ``values`` in these rows; the values themselves if they are all."""
+    if values is None or len(values) == len(x_R):
+        return x_R if values is None else values
+    return x_R.index_copy(0, upload(rows, torch.int64, x_R.device), values)

@@ -29,6 +29,7 @@ MAX_VOCAB_SIZE = 1 << 20  # sums of weights of 40 bits stay below 2^63
 FRONT = 32
 
 _WEIGHT_BITS = 40
+_NO_TOKEN = int(keys_of(torch.tensor(-torch.inf), torch.tensor(MAX_ID)))
 _GOLDEN, _FIRST, _SECOND = (
     (factor ^ 1 << 63) - (1 << 63) for factor in (0x9E37_79B9_7F4A_7C15, 0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB)
 )
@@ -36,10 +37,13 @@ _GOLDEN, _FIRST, _SECOND = (
 
 def hashed(x: Any) -> Any:
     """Return splitmix64's output for states ``x``, an int64 array or tensor. Shifts are masked, so they are logical."""
-    x = x + _GOLDEN
-    x = (x ^ x >> 30 & (1 << 34) - 1) * _FIRST
-    x = (x ^ x >> 27 & (1 << 37) - 1) * _SECOND
-    return x ^ x >> 31 & (1 << 33) - 1
+    x = x + _GOLDEN  # the rest in place: fresh memory takes longer than the arithmetic
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+        shifted = x >> shift
+        shifted &= (1 << 64 - shift) - 1
+        x ^= shifted
+        x *= factor
+    return x
 
 
 def mix_seed(seed: int) -> int:
@@ -56,7 +60,8 @@ def scores_of(logits: Tensor, steps: Tensor, temperature: Tensor, noise: Tensor)
     """Return the float64 scores of logits with these ``steps_of`` their ids; ``noise``: a hash for each row."""
     state = noise + steps
     bits = torch.from_numpy(hashed(state.numpy())) if state.is_cpu else hashed(state)
-    uniform = ((bits & (1 << 63) - 1).float() + 0.5).mul_(2.0**-63).clamp_(max=1 - 2.0**-24)
+    bits &= (1 << 63) - 1
+    uniform = bits.float().add_(0.5).mul_(2.0**-63).clamp_(max=1 - 2.0**-24)
     return logits.double().div_(temperature).sub_(uniform.neg_().log1p_().neg_().log_())
 
 
@@ -68,20 +73,25 @@ def shares_of(logits: Tensor, best_R1: Tensor, temperature_R1: Tensor, min_p_R1:
 
 
 def weights_of(shares: Tensor) -> Tensor:
-    return shares.mul(2.0**_WEIGHT_BITS).long()
+    """Return int64 weights; overwrites ``shares``."""
+    return shares.mul_(2.0**_WEIGHT_BITS).long()
 
 
 def logits_and_ids(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return the float32 logits and the ids of which ``keys`` were made."""
-    sorting = keys >> 32
-    bits = torch.where(sorting < 0, sorting ^ 0x7FFF_FFFF, sorting).int()
-    return bits.view(torch.float32), MAX_ID - (keys & MAX_ID)
+    if keys.is_cpu:  # NumPy's operations on a few numbers take a quarter of the time
+        numbers = keys.numpy()
+        bits = (numbers >> 32).astype(np.int32)
+        return torch.from_numpy((bits ^ (bits >> 31 & 0x7FFF_FFFF)).view(np.float32)), torch.from_numpy(
+            MAX_ID - (numbers & MAX_ID)
+        )
+    bits = (keys >> 32).int()
+    return (bits ^ (bits >> 31 & 0x7FFF_FFFF)).view(torch.float32), MAX_ID - (keys & MAX_ID)
 
 
 def padded(keys_RC: Tensor, width: int) -> Tensor:
     """Return (R, width) keys; what is missing are keys of no token, with a logit of minus infinity."""
-    no_token = keys_of(torch.tensor(-torch.inf), torch.tensor(MAX_ID)).item()
-    return torch.nn.functional.pad(keys_RC, (0, width - keys_RC.shape[1]), value=no_token)
+    return torch.nn.functional.pad(keys_RC, (0, width - keys_RC.shape[1]), value=_NO_TOKEN)
 
 
 def largest_keys(keys_RV: Tensor, width: int) -> Tensor:
@@ -98,18 +108,24 @@ def largest_keys(keys_RV: Tensor, width: int) -> Tensor:
 def front_keys(logits_RV: Tensor, scores_RV: Tensor, first_id: int) -> Tensor:
     """Return (R, FRONT) keys of each row's front, best score first. ``first_id``: the id of column 0."""
     if logits_RV.is_cpu:
-        rows = []
-        for logits_V, scores_V in zip(logits_RV, scores_RV, strict=True):
-            columns = torch.tensor(_front_columns(logits_V.numpy(), scores_V.numpy()))
-            rows.append(padded(keys_of(logits_V[columns], columns + first_id)[None], FRONT))
-        return torch.cat(rows)
+        found = [torch.tensor(_front_columns(*row)) for row in zip(logits_RV.numpy(), scores_RV.numpy(), strict=True)]
+        keys = [keys_of(logits_V[own], own + first_id)[None] for logits_V, own in zip(logits_RV, found, strict=True)]
+        return torch.cat([padded(own_1C, FRONT) for own_1C in keys])
     ids_V = torch.arange(first_id, first_id + logits_RV.shape[1], device=logits_RV.device)
     keys_RV, order_RV = keys_of(logits_RV, ids_V).sort(-1, descending=True)
-    return front_of_sorted(keys_RV, scores_RV.gather(1, order_RV))
+    return front_on_device(keys_RV, scores_RV.gather(1, order_RV))
 
 
-def front_of_sorted(keys_RC: Tensor, scores_RC: Tensor) -> Tensor:
+def front_of_sorted(keys_RC: Tensor, logits_RC: Tensor, scores_RC: Tensor) -> Tensor:
     """Return (R, FRONT) keys of the front of rows with descending keys, best score first, padded."""
+    if not keys_RC.is_cpu:
+        return front_on_device(keys_RC, scores_RC)
+    rows = zip(keys_RC, logits_RC.numpy(), scores_RC.numpy(), strict=True)
+    return torch.cat([padded(keys_C[_front_columns(*row)][None], FRONT) for keys_C, *row in rows])
+
+
+def front_on_device(keys_RC: Tensor, scores_RC: Tensor) -> Tensor:
+    """``front_of_sorted`` without a step that the host waits for."""
     before_RC = scores_RC.cummax(-1).values.roll(1, -1)
     in_front_RC = scores_RC > before_RC
     in_front_RC[:, 0] = True

@@ -7,6 +7,15 @@ import msgspec
 import numpy as np
 
 
+class Kind(IntEnum):
+    """What a row's token depends on."""
+
+    GREEDY = 0  # the largest logit
+    PLAIN = 1  # the best score
+    TOP_K = 2  # the top_k largest logits, and then perhaps min_p and top_p
+    FRONT = 3  # min_p or top_p, without top_k
+
+
 class Column(IntEnum):
     """Columns of the table; each has eight bytes, of an int64 (the first) or a float64."""
 
@@ -21,6 +30,7 @@ class Column(IntEnum):
     REPETITION = 8
     FREQUENCY = 9
     PRESENCE = 10
+    KIND = 11
 
 
 class SampleRows(msgspec.Struct, frozen=True, array_like=True):

@@ -10,8 +10,8 @@ from tightwire.kernels.transfer import Download
 from tightwire.model.sampling.draw import MAX_VOCAB_SIZE, hashed, mix_seed, steps_of
 from tightwire.model.sampling.grammar import GrammarMasks
 from tightwire.model.sampling.logprobs import unpacked_scores
-from tightwire.model.sampling.parameters import SamplingRow, TokenScore
-from tightwire.model.sampling.rows import Column, SampleRows, packed_edits
+from tightwire.model.sampling.parameters import GREEDY_BELOW, SamplingRow, TokenScore
+from tightwire.model.sampling.rows import Column, Kind, SampleRows, packed_edits
 
 
 class Wanted(NamedTuple):
@@ -76,7 +76,7 @@ class Sampler:
             state, params = self._state(row), row.params
             num_prompt_top = float(params.prompt_logprobs or 0)
             for target in targets:
-                table.append((0.0, 1.0, 1.0, 0.0, 0.0, float(target), num_prompt_top, 0.0, 1.0, 0.0, 0.0))
+                table.append((0.0, 1.0, 1.0, 0.0, 0.0, float(target), num_prompt_top, 0.0, 1.0, 0.0, 0.0, 0.0))
                 streams.append(0)
                 positions.append(0)
             num_output = len(row.token_ids) - row.num_prompt_tokens
@@ -143,7 +143,12 @@ class _State:
         top_k, top_n = min(params.top_k, vocab_size), -1 if params.logprobs is None else params.logprobs
         filters = params.temperature, params.top_p, top_k, params.min_p
         penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-        self.numbers = (0.0, *filters, -1.0, top_n, params.has_mask, *penalties)
+        kind = Kind.FRONT if params.top_p < 1 or params.min_p > 0 else Kind.PLAIN
+        if params.temperature < GREEDY_BELOW or top_k == 1:
+            kind = Kind.GREEDY
+        elif 0 < top_k < vocab_size:
+            kind = Kind.TOP_K
+        self.numbers = (0.0, *filters, -1.0, top_n, params.has_mask, *penalties, kind)
         self.bias_ids, self.bias = np.array([*params.logit_bias]), np.array([*params.logit_bias.values()])
         self.stop_ids = np.array([*row.stop_ids])
         self.banned_V: np.ndarray | None = None

@@ -11,7 +11,7 @@ from tightwire.kernels.best_number import keys_of
 from tightwire.model.sampling.draw import (
     FRONT,
     front_keys,
-    front_of_sorted,
+    front_on_device,
     hashed,
     largest_keys,
     logits_and_ids,
@@ -92,7 +92,7 @@ def test_the_front_is_what_no_token_beats_twice(seed: int, vocab: int, levels: i
     assert ids_C[0, : len(wanted)].tolist() == [100 + i for i in wanted]
     assert ids_C.shape == (1, FRONT) and not logits_C[0, len(wanted) :].isfinite().any()
     keys, order = keys_of(logits_1V, torch.arange(100, 100 + vocab)).sort(1, descending=True)
-    assert torch.equal(front_of_sorted(keys, scores_1V.gather(1, order)), front_keys(logits_1V, scores_1V, 100))
+    assert torch.equal(front_on_device(keys, scores_1V.gather(1, order)), front_keys(logits_1V, scores_1V, 100))
 
 
 def test_a_larger_front_keeps_the_best_scores_and_the_best_logit() -> None:
@@ -100,7 +100,7 @@ def test_a_larger_front_keeps_the_best_scores_and_the_best_logit() -> None:
     wanted = [*range(FRONT - 1), 49]
     assert logits_and_ids(front_keys(logits, scores, 0))[1].tolist() == [wanted]
     keys = keys_of(logits, torch.arange(50)).flip(1)
-    assert logits_and_ids(front_of_sorted(keys, scores.flip(1)))[1].tolist() == [wanted]
+    assert logits_and_ids(front_on_device(keys, scores.flip(1)))[1].tolist() == [wanted]
 
 
 def test_keys_of_no_token_sort_behind_all_others() -> None:
