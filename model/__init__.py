@@ -1,4 +1,4 @@
-"""Llama layers, their split over ranks, their weights, cache and sampling; no requests, no HTTP. Start with `llama`.
+"""Llama layers, their split over ranks, their weights, cache and sampling; no requests, no HTTP. Start with `decoder`.
 
 Shape suffixes, one legend for the whole repository. The letter names the logical dimension; a local shard keeps the
 letter and the variable says ``local_``.

@@ -54,10 +54,6 @@ class Layout:
 
     shards: tuple[Shard, ...]
 
-    @property
-    def max_vocab_rows(self) -> int:
-        return max(len(shard.vocab_rows) for shard in self.shards)
-
 
 def make_layout(
     config: LlamaConfig,

@@ -34,16 +34,6 @@ def _table(config: LlamaConfig, theta: float, scaling: RopeScaling, max_position
     return angles.cos() * scaling.attention_factor, angles.sin() * scaling.attention_factor
 
 
-def _llama3(wavelengths: Tensor, own: RopeScaling) -> Tensor:
-    trained, low, high = own.original_max_positions, own.low_freq_factor, own.high_freq_factor
-    return rope.llama3(wavelengths, own.factor, trained, low, high)
-
-
-def _yarn(wavelengths: Tensor, own: RopeScaling, theta: float) -> Tensor:
-    trained, fast, slow = own.original_max_positions, own.beta_fast, own.beta_slow
-    return rope.yarn(wavelengths, theta, own.factor, trained, fast, slow, own.truncate)
-
-
 def _longrope(wavelengths: Tensor, own: RopeScaling, max_positions: int) -> Tensor:
     """The short factors if all sequences fit the original context.
 
@@ -57,7 +47,11 @@ _FREQUENCIES: dict[str, Callable[[Tensor, RopeScaling, float, int], Tensor]] = {
     "none": lambda wavelengths, *_: 1.0 / wavelengths,
     "dynamic": lambda wavelengths, *_: 1.0 / wavelengths,
     "linear": lambda wavelengths, own, *_: 1.0 / wavelengths / own.factor,
-    "llama3": lambda wavelengths, own, *_: _llama3(wavelengths, own),
-    "yarn": lambda wavelengths, own, theta, _: _yarn(wavelengths, own, theta),
+    "llama3": lambda wavelengths, own, *_: rope.llama3(
+        wavelengths, own.factor, own.original_max_positions, own.low_freq_factor, own.high_freq_factor
+    ),
+    "yarn": lambda wavelengths, own, theta, _: rope.yarn(
+        wavelengths, theta, own.factor, own.original_max_positions, own.beta_fast, own.beta_slow, own.truncate
+    ),
     "longrope": lambda wavelengths, own, _, max_positions: _longrope(wavelengths, own, max_positions),
 }

@@ -53,11 +53,6 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return len(self.token_ids) // _INT_BYTES
 
     @property
-    def num_logit_rows(self) -> int:
-        """R."""
-        return len(self.logit_rows) // _INT_BYTES
-
-    @property
     def phase(self) -> str:
         return phase_of(self.num_decode_rows, self.num_rows)
 

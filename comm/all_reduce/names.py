@@ -107,8 +107,3 @@ def split_name(name: str) -> tuple[str, tuple[str, ...]]:
         if has_feedback(codec) and not entry.takes_feedback:
             raise ValueError(f"{name!r}: {family} has no error feedback (-ef), only flash has; leave -ef out")
     return family, codecs
-
-
-def is_lossless(name: str) -> bool:
-    """True if no codec of the AllReduce ``name`` rounds. Raises ValueError as ``split_name``."""
-    return all(parse_format(codec) is None for codec in split_name(name)[1])

@@ -26,6 +26,7 @@ from tightwire.model.sampling.draw import (
     logits_and_ids,
     masses_before,
     padded,
+    rows_at_once,
     scores_of,
     shares_of,
     steps_of,
@@ -35,14 +36,6 @@ from tightwire.model.sampling.logprobs import score_tokens
 from tightwire.model.sampling.rows import Column, Kind, SampleRows, unpacked_edits
 
 Gather = Callable[[Tensor], Sequence[Tensor]]  # all ranks' tensors, of one shape, in rank order
-
-# Rows processed at once on a CPU: temporaries of 8 rows of 49152 tokens fit in the CPU cache (32 rows: 3 times slower).
-_CPU_ROWS = 8
-_DEVICE_ROWS = 64
-
-
-def rows_at_once(x: Tensor) -> int:
-    return _CPU_ROWS if x.is_cpu else _DEVICE_ROWS
 
 
 class TokenChooser:

@@ -89,6 +89,11 @@ def logits_and_ids(keys: Tensor) -> tuple[Tensor, Tensor]:
     return (bits ^ (bits >> 31 & 0x7FFF_FFFF)).view(torch.float32), MAX_ID - (keys & MAX_ID)
 
 
+def rows_at_once(x: Tensor) -> int:
+    """Return how many rows to process together: on a CPU the temporaries of 8 fit in the cache (32: 3 times slower)."""
+    return 8 if x.is_cpu else 64
+
+
 def padded(keys_RC: Tensor, width: int) -> Tensor:
     """Return (R, width) keys; what is missing are keys of no token, with a logit of minus infinity."""
     return torch.nn.functional.pad(keys_RC, (0, width - keys_RC.shape[1]), value=_NO_TOKEN)

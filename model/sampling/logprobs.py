@@ -7,11 +7,8 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.best_number import MAX_ID, keys_of
-from tightwire.model.sampling.draw import largest_keys, logits_and_ids, padded
+from tightwire.model.sampling.draw import largest_keys, logits_and_ids, padded, rows_at_once
 from tightwire.model.sampling.parameters import TokenScore
-
-_CPU_ROWS = 8  # temporaries fit in the CPU cache
-_DEVICE_ROWS = 64  # about 60 MB of temporaries for 49152 tokens
 
 
 def score_tokens(
@@ -19,10 +16,10 @@ def score_tokens(
 ) -> Tensor:
     """Return (R, 3 + 2 num_top) int64: ids, logprobs and ranks, then most likely tokens, each with its logprob.
 
-    ``logits_RV``: this rank's columns, from token ``first_id``. Logprobs are float32 numbers as float64. A row's result does not depend on the
-    other rows. Cost: two rounds, of 8 (3 + num_top) and of 8 bytes a row. Temporaries take about 20 V bytes for each of a few rows.
+    ``logits_RV``: this rank's columns, from token ``first_id``. Logprobs are float32 numbers as float64. A row's result does
+    not depend on the other rows. Cost: two rounds, of 8 (3 + num_top) and of 8 bytes a row.
     """
-    parts = logits_RV.split(_CPU_ROWS if logits_RV.is_cpu else _DEVICE_ROWS)
+    parts = logits_RV.split(rows_at_once(logits_RV))
     sizes = [len(part) for part in parts]
     own = [_summary(*part, num_top, first_id) for part in zip(parts, ids_R.split(sizes), strict=True)]
     by_rank = torch.stack(list(gather(torch.cat(own))))
