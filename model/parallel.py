@@ -192,9 +192,8 @@ class ChoiceGather:
         """
         self.num_begun += 1
         is_first = self._world.rank % self._num_places == 0
-        num_bytes = [
-            _INT64_BYTES * size if place == 0 else 0 for size in ints(sizes) for place in range(self._num_places)
-        ]
+        places, all_sizes = range(self._num_places), ints(sizes).tolist()  # no NumPy number: counts of bytes are sent
+        num_bytes = [_INT64_BYTES * size if place == 0 else 0 for size in all_sizes for place in places]
         own = (
             results
             if results is not None and is_first
