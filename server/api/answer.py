@@ -108,7 +108,8 @@ class Dialect(ABC, Generic[BodyT]):
         self.body, self.model = body, model
         self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
         self.adapter = model.info.adapter(body.model)
-        fingerprint = model.info.fingerprint(body.tightwire.allreduce, self.adapter)
+        self.policy = model.info.policy(body.tightwire)
+        fingerprint = model.info.fingerprint(self.policy, self.adapter)
         self.name_of = "token_id:{}".format if body.return_tokens_as_token_ids else model.tokens.text_of
         self.model_name = self.adapter.name if self.adapter else model.info.name
         self._heading = (self.id, int(time.time()), self.model_name, fingerprint)
@@ -183,7 +184,7 @@ class Answer:
         self._body, self._dialect, self._trace = dialect.body, dialect, trace
         self._sequences = {f"{dialect.id}-{sequence.index}": sequence for sequence in sequences}
         self._stream = self._body.stream_options or StreamOptions.model_construct()
-        self._deltas = generate(serving.engine, self._sequences, trace, self._body, dialect.adapter)
+        self._deltas = generate(serving.engine, self._sequences, trace, self._body, dialect.policy, dialect.adapter)
         record = trace.record
         record.asked, record.model, record.response_id = self._body, dialect.model_name, dialect.id
         record.count_tokens = self._count_tokens

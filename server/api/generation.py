@@ -150,6 +150,7 @@ async def generate(
     sequences: Mapping[str, TokenSequence],
     trace: RequestTrace,
     body: GenerationBody,
+    policy: str | None = None,
     adapter: ServedAdapter | None = None,
 ) -> AsyncGenerator[Delta, None]:
     """Run these sequences (by engine id) and yield new deltas, interleaved, until all are finished.
@@ -160,7 +161,7 @@ async def generate(
     running, accepted = dict(sequences), False
     outcome = "cancelled"  # of sequences that still run at the end: the client disconnected, unless there was an error
     progress = body.stream and body.tightwire.progress
-    others = body.tightwire.allreduce, body.cache_salt or "", adapter.id if adapter else 0, progress
+    others = policy, body.cache_salt or "", adapter.id if adapter else 0, progress
     requests = [AddRequest(id_, s.prompt.token_ids, s.params, *others) for id_, s in sequences.items()]
     trace.submitted(sequences)
     try:

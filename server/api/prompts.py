@@ -41,7 +41,12 @@ def check_options(body: GenerationBody, info: ModelInfo, max_sequences: int) -> 
             "send fewer",
             param="n",
         )
-    policy = body.tightwire.allreduce
+    if body.tightwire.prefill and f"{info.policies[0]}/tensor" not in info.policies:
+        message = (
+            "tightwire.prefill: all ranks compute every prompt here; start the server with --layout hybrid for stages"
+        )
+        raise invalid(message, param="tightwire.prefill")
+    policy = info.policy(body.tightwire)
     if policy is not None and policy not in info.policies:
         why = "it has one rank, which sums nothing" if info.tp == 1 else "start it with --allreduce-extra to add others"
         raise invalid(

@@ -147,6 +147,9 @@ class TightwireOptions(Fields):
     allreduce: str | None = Field(
         None, description="The AllReduce policy, as GET /comm lists them (--allreduce-extra). Default: the server's."
     )
+    prefill: Literal["stages", "tensor"] | None = Field(
+        None, description="With --layout hybrid: the prompt passes stages (default), or all ranks compute it together."
+    )
 
 
 class SamplingBody(Body):

@@ -9,6 +9,7 @@ from tightwire.server.api.detokenize import TokenTable
 from tightwire.server.api.errors import unavailable
 from tightwire.server.api.lora import Adapters
 from tightwire.server.api.metrics import Metrics
+from tightwire.server.api.request_bodies import TightwireOptions
 from tightwire.server.config.lora import AdapterOptions
 from tightwire.server.config.serve import HttpOptions
 from tightwire.server.ipc.engine_client import EngineClient, EngineState, Phase
@@ -47,6 +48,10 @@ class ModelInfo:
     def adapter(self, name: str | None) -> ServedAdapter | None:
         """The adapter that a request's ``model`` names, or None for the base model."""
         return None if name is None else self.adapters.by_name.get(name)
+
+    def policy(self, asked: TightwireOptions) -> str | None:
+        """Return the name of the policy that a request asks for; None: the server's own."""
+        return f"{asked.allreduce or self.policies[0]}/tensor" if asked.prefill == "tensor" else asked.allreduce
 
     def fingerprint(self, policy: str | None = None, adapter: ServedAdapter | None = None) -> str:
         """All that changes the bits of weights, products or sums: equal seeds give equal text only under an equal one.

@@ -70,6 +70,22 @@ def test_an_unknown_allreduce_is_400() -> None:
         assert (raised.value.status, raised.value.param) == (400, "tightwire.allreduce")
 
 
+def test_a_prompt_of_a_hybrid_server_may_be_computed_by_all_ranks() -> None:
+    names = ("auto", "ring", "auto/tensor", "ring/tensor")
+    info = ModelInfo(name="tiny", max_model_len=256, vocab_size=304, tp=2, policies=names)
+    for asked, policy in (
+        ({}, None),
+        ({"prefill": "stages"}, None),
+        ({"prefill": "tensor"}, "auto/tensor"),
+        ({"prefill": "tensor", "allreduce": "ring"}, "ring/tensor"),
+    ):
+        body = _body(tightwire=asked)
+        assert len(_seeds(body, info)) == 1 and info.policy(body.tightwire) == policy
+    with pytest.raises(ApiError, match="start the server with --layout hybrid") as raised:
+        _seeds(_body(tightwire={"prefill": "tensor"}), replace(info, policies=("auto",)))
+    assert (raised.value.status, raised.value.param) == (400, "tightwire.prefill")
+
+
 def test_options_behind_the_policy_are_in_every_fingerprint() -> None:
     asked = {"allreduce": "flash-int8+decode=ring", "policies": ("flash-int8", "two-shot")}
     info = ModelInfo(name="tiny", max_model_len=256, vocab_size=304, tp=2, dtype="bfloat16", **asked)
