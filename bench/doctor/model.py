@@ -17,7 +17,7 @@ from tightwire.model.weights.formats import WeightFormats, split_model
 from tightwire.server.config.serve import EngineOptions, ServeConfig
 from tightwire.server.plan.rank_bytes import CacheShape, MemoryInputs, rank_bytes
 from tightwire.server.plan.setting import decide_setting
-from tightwire.sizes import format_bytes
+from tightwire.sizes import aligned, format_bytes
 
 _KINDS = {".self_attn.": "attention", ".mlp.": "MLP", EMBEDDING: "embedding", HEAD: "head"}
 _CONTEXT = 8192
@@ -143,8 +143,7 @@ def describe_model(report: ModelReport) -> Iterator[str]:
     for kind in report.kinds:
         names = [", ".join(f"{num} {name}" for name, num in found.items()) for found in (kind.stored, kind.in_memory)]
         rows.append([kind.name, *names, format_bytes(kind.num_bytes)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    yield from aligned(rows, num_left=4)
     if all(kind.name != "head" for kind in report.kinds):
         yield "the head is the embedding"
     yield f"a rank's memory with a context of {report.rank_context} tokens:"

@@ -41,16 +41,16 @@ def check_options(body: GenerationBody, info: ModelInfo, max_sequences: int) -> 
             "send fewer",
             param="n",
         )
-    if body.tightwire.prefill and f"{info.policies[0]}/tensor" not in info.policies:
+    if body.tightwire.prefill and info.plan.stages is None:
         message = (
             "tightwire.prefill: all ranks compute every prompt here; start the server with --layout hybrid for stages"
         )
         raise invalid(message, param="tightwire.prefill")
     policy = info.policy(body.tightwire)
-    if policy is not None and policy not in info.policies:
+    if policy is not None and policy not in info.plan.policy_names:
         why = "it has one rank, which sums nothing" if info.tp == 1 else "start it with --allreduce-extra to add others"
         raise invalid(
-            f"tightwire.allreduce: there is no {policy[:200]!r} here; this server has {', '.join(info.policies)}: {why}",
+            f"tightwire.allreduce: there is no {policy[:200]!r} here; this server has {', '.join(info.plan.policy_names)}: {why}",
             param="tightwire.allreduce",
         )
     if body.stream_options is not None and not body.stream:
@@ -130,20 +130,20 @@ def _bans(body: GenerationBody, model: ServedModel) -> dict[str, tuple[Any, ...]
 
 
 def _token_limit(body: GenerationBody, info: ModelInfo, num_prompt_tokens: int, *, may_be_0: bool) -> int:
-    room, given = info.max_model_len - num_prompt_tokens, body.token_limit
+    room, given = info.plan.max_model_len - num_prompt_tokens, body.token_limit
     if not num_prompt_tokens:
         raise invalid(f"{body.text_param} is empty: it has no tokens", param=body.text_param)
     if room < 1:
         raise invalid(
-            f"the prompt has {num_prompt_tokens} tokens; the model's context of {info.max_model_len} must hold prompt and "
-            f"answer: shorten the prompt to at most {info.max_model_len - 1}",
+            f"the prompt has {num_prompt_tokens} tokens; the model's context of {info.plan.max_model_len} must hold prompt and "
+            f"answer: shorten the prompt to at most {info.plan.max_model_len - 1}",
             param=body.text_param,
             code="context_length_exceeded",
         )
     asked = min(body.default_tokens or room, room) if given is None else given
     if asked > room:
         raise invalid(
-            f"{num_prompt_tokens} prompt tokens and max_tokens={asked} exceed the model's {info.max_model_len}; "
+            f"{num_prompt_tokens} prompt tokens and max_tokens={asked} exceed the model's {info.plan.max_model_len}; "
             f"shorten the prompt or ask for at most {room}",
             param="max_tokens",
             code="context_length_exceeded",

@@ -38,11 +38,11 @@ class ModelCard(Struct):
 
     @classmethod
     def of_model(cls, info: ModelInfo, name: str) -> Self:
-        return cls(id=name, created=info.created, max_model_len=info.max_model_len, root=info.root)
+        return cls(id=name, created=info.created, max_model_len=info.plan.max_model_len, root=info.root)
 
     @classmethod
     def of_adapter(cls, info: ModelInfo, adapter: ServedAdapter) -> Self:
-        return cls(adapter.name, adapter.created, info.max_model_len, adapter.folder, parent=info.name)
+        return cls(adapter.name, adapter.created, info.plan.max_model_len, adapter.folder, parent=info.name)
 
 
 class ModelDeleted(Struct):

@@ -13,7 +13,7 @@ from tightwire.server.api.request_bodies import TightwireOptions
 from tightwire.server.config.lora import AdapterOptions
 from tightwire.server.config.serve import HttpOptions
 from tightwire.server.ipc.engine_client import EngineClient, EngineState, Phase
-from tightwire.server.plan.rank_setup import ServedAdapter
+from tightwire.server.plan.rank_setup import RunPlan, ServedAdapter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,19 +21,12 @@ class ModelInfo:
     """Facts about the running model, known once its ranks are ready."""
 
     name: str  # the name that clients use, and that answers have
-    max_model_len: int  # prompt and answer, in tokens
+    plan: RunPlan
     vocab_size: int  # rows of the embedding; ids at or above it do not exist
     root: str = ""  # the folder or file it came from
     tp: int = 1
     dp: int = 1  # replicas; not part of the fingerprint, because all replicas compute the same text
-    allreduce: str = "native"
-    policies: tuple[str, ...] = ("native",)  # the AllReduce policies that a request may name, the server's own first
-    transport: str = "none"
-    dtype: str = ""
-    kv_dtype: str = ""  # of the KV cache
-    sum_dtype: str = ""  # of the messages of partial sums
     weights: str = ""  # their packed formats, such as Q4_1+Q8_0; empty: not packed
-    activations: str = "float"  # inputs of products with packed weights: float or int8
     kernels: str = ""  # level of the CPU kernels, such as v4-bf16; empty on a GPU
     other_names: tuple[str, ...] = ()  # that clients may use as well
     sampling: Mapping[str, float] = field(default_factory=dict)  # fields that a request leaves out
@@ -51,7 +44,9 @@ class ModelInfo:
 
     def policy(self, asked: TightwireOptions) -> str | None:
         """Return the name of the policy that a request asks for; None: the server's own."""
-        return f"{asked.allreduce or self.policies[0]}/tensor" if asked.prefill == "tensor" else asked.allreduce
+        return (
+            f"{asked.allreduce or self.plan.policy_names[0]}/tensor" if asked.prefill == "tensor" else asked.allreduce
+        )
 
     def fingerprint(self, policy: str | None = None, adapter: ServedAdapter | None = None) -> str:
         """All that changes the bits of weights, products or sums: equal seeds give equal text only under an equal one.
@@ -59,16 +54,16 @@ class ModelInfo:
         ``policy``: the one that a request names, in place of the server's own at the start of ``allreduce``.
         """
         lora = "" if adapter is None else f"lora-{adapter.digest}"
-        own = self.policies[0]
-        allreduce = (own if policy is None else policy) + self.allreduce.removeprefix(own)
-        activations = "int8-activations" if self.activations == "int8" else ""
-        cache = f"{self.kv_dtype}-cache" if self.kv_dtype not in ("", self.dtype) else ""
-        sums = f"{self.sum_dtype}-sums" if self.tp > 1 and self.sum_dtype else ""
+        plan, own = self.plan, self.plan.policy_names[0]
+        allreduce = (own if policy is None else policy) + plan.allreduce.removeprefix(own)
+        activations = "int8-activations" if plan.activations == "int8" else ""
+        cache = f"{plan.kv_dtype}-cache" if plan.kv_dtype != plan.dtype else ""
+        sums = f"{plan.sum_dtype}-sums" if self.tp > 1 else ""
         parts = [
             "tightwire",
             f"tp{self.tp}",
             allreduce,
-            self.dtype,
+            plan.dtype,
             cache,
             sums,
             self.weights,

@@ -25,7 +25,7 @@ from tightwire.server.plan.lora import describe_adapters, plan_adapters
 from tightwire.server.plan.rank_bytes import CacheShape
 from tightwire.server.plan.run_plan import decide_sums, open_model
 from tightwire.server.plan.setting import requested_link
-from tightwire.sizes import format_bytes
+from tightwire.sizes import aligned, format_bytes
 
 _SITES = ("o_proj", "down_proj")
 
@@ -138,12 +138,9 @@ def _show(console: Console, decision: CommDecision, explained: Sequence[Explaine
 def _show_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
     """A row of numbers for each algorithm, and its reason below, which may be longer than the terminal is wide."""
     rows = [("algorithm", "us", "sent", "error"), *map(_cells, verdicts)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row, verdict in zip(rows, (None, *verdicts), strict=True):
+    for line, verdict in zip(aligned(rows), (None, *verdicts), strict=True):
         style = "bold green" if verdict and verdict.chosen else ""
-        name, *numbers = row
-        cells = [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))]
-        console.print("  ".join(cells), style=style, markup=False)
+        console.print(line, style=style, markup=False)
         if verdict:
             why = f"chosen: {verdict.why}" if verdict.chosen else verdict.why
             console.print(Padding(Text(why, style), (0, 0, 0, 4)))

@@ -113,19 +113,12 @@ class _Server:
             name=next(iter(options.served_model_name), checkpoint.name),
             other_names=options.served_model_name[1:],
             sampling=_sampling(checkpoint.generation) if http.generation_config == "auto" else {},
-            max_model_len=decision.plan.max_model_len,
+            plan=decision.plan,
             vocab_size=checkpoint.config.vocab_size,
             root=checkpoint.location,
             tp=self._config.parallel.tp,
             dp=self._config.parallel.dp,
-            allreduce=decision.plan.allreduce,
-            policies=decision.plan.policy_names,
-            transport=decision.plan.transport,
-            dtype=decision.plan.dtype,
-            kv_dtype=decision.plan.kv_dtype,
-            sum_dtype=decision.plan.sum_dtype,
             weights=decision.formats.name,
-            activations=decision.plan.activations,
             kernels=level() if decision.plan.device == "cpu" else "",
             default_seed=options.seed,
             adapters=Adapters(planned.loaded if planned else ()),
@@ -225,8 +218,8 @@ def _sampling(generation: Mapping[str, Any]) -> dict[str, float]:
 def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready]) -> str:
     """The model, its split, its AllReduce and its memory, for the ready message."""
     plan, budget, comm = decision.plan, decision.budget, ready[0].comm
-    numbers = f"{info.weights} weights, {info.dtype}" if info.weights else info.dtype
-    numbers += " with int8 activations" if info.activations == "int8" else ""
+    numbers = f"{info.weights} weights, {info.plan.dtype}" if info.weights else info.plan.dtype
+    numbers += " with int8 activations" if info.plan.activations == "int8" else ""
     device = f"{plan.device} ({info.kernels} kernels)" if info.kernels else plan.device
     sums, split = "none: one rank holds the whole model", f"one rank on {device}"
     if len(ready) > 1:
@@ -249,7 +242,7 @@ def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready])
     sampling = [f"{name} {value:g}" for name, value in info.sampling.items()]
     return "\n".join(
         [
-            f"  model      {info.name}: {numbers}, context {info.max_model_len}",
+            f"  model      {info.name}: {numbers}, context {info.plan.max_model_len}",
             f"  split      {split}",
             f"  AllReduce  {sums}",
             f"  memory     {'; '.join(memory)}",

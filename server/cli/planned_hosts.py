@@ -22,7 +22,7 @@ from tightwire.server.plan.layout_table import CONTEXT, Row, choose_layout, comp
 from tightwire.server.plan.layout_times import CROWD, PROMPTS
 from tightwire.server.plan.rank_bytes import MemoryInputs
 from tightwire.server.plan.run_plan import decide_sums, open_model
-from tightwire.sizes import format_bytes
+from tightwire.sizes import aligned, format_bytes
 
 _ALL_REDUCES = ("flash-int8", "flash-int4")  # beside that of --allreduce
 _ETHERNET_GBIT, _NUM_FASTER, _CABLE_S = (1, 2.5, 5, 10, 25, 40, 100, 200, 400), 2, 100e-6
@@ -116,13 +116,11 @@ def _changes(table: _Table, link: LinkFacts, num: int, best: Row, more: int) -> 
             yield f"{name} would bring {gain:.1f}x, with {row.times.layout}"
 
 
-def _lines(rows: Sequence[Row], best: Row | None) -> Iterator[str]:
+def _lines(rows: Sequence[Row], best: Row | None) -> list[str]:
     cells = [["", *(f"TTFT({length}) ms" for length in PROMPTS), "ms a token", f"tokens/s at {CROWD}", "memory a host"]]
     for row in rows:
         numbers = [f"{1e3 * row.times.ttft_s[length]:,.0f}" for length in PROMPTS]
         numbers += [f"{1e3 * row.times.token_s:,.1f}", f"{row.times.crowd_tokens_per_s:,.0f}"]
         memory = format_bytes(max(row.host_bytes)) + ("" if row.fits else ", does not fit")
         cells.append([("* " if row is best else "  ") + row.name, *numbers, memory])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for name, *numbers in cells:
-        yield "  ".join([name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])])
+    return aligned(cells)

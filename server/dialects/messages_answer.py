@@ -119,7 +119,7 @@ class MessagesDialect(AdaptedDialect):
     async def prompts(self) -> list[Prompt]:
         """The prompt. A max_tokens that the context has no room for is lowered, and the stop reason says so."""
         [prompt] = await super().prompts()
-        room = self.model.info.max_model_len - len(prompt.token_ids)
+        room = self.model.info.plan.max_model_len - len(prompt.token_ids)
         if 1 <= room < (self.body.max_tokens or 0):
             self.body.max_tokens, self._fills_context = room, True
         return [prompt]

@@ -14,7 +14,7 @@ from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import EngineOptions
 from tightwire.server.plan.rank_bytes import CacheShape, MemoryInputs, Pool, RankBytes, rank_bytes
 from tightwire.server.plan.rank_setup import rank_name
-from tightwire.sizes import format_bytes
+from tightwire.sizes import aligned, format_bytes
 
 # The cache's share of free memory. No other program is expected on a device; a host's memory fluctuates.
 _CACHE_SHARE = {"cpu": 0.4, "cuda": 0.9}
@@ -90,9 +90,7 @@ class MemoryBudget:
         for number in range(len(self.ranks)):
             name = rank_name(number, len(self.ranks) // self.num_replicas, self.num_replicas)
             rows.append((name, *(format_bytes(sizes[number]) for sizes in shown.values())))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        lines += [f"{name}: {need}" for name, need in self.needs()]
+        lines = aligned(rows, num_left=0) + [f"{name}: {need}" for name, need in self.needs()]
         if self.num_blocks and (by_kind := self.shape.describe(self.max_model_len)):
             lines.append(f"KV cache: {self.num_blocks} blocks; {by_kind}")
         if 0 < self.max_model_len < self.max_positions:

@@ -1,6 +1,7 @@
-"""Parses and formats byte sizes: ``2GiB``, ``512MB``, ``4096``."""
+"""Parses and formats byte sizes: ``2GiB``, ``512MB``, ``4096``; aligns the columns of a table in text."""
 
 import re
+from collections.abc import Sequence
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
@@ -25,3 +26,15 @@ def format_bytes(num_bytes: float) -> str:
             break
         size, unit = size / 1024, larger
     return f"{size:.1f}".removesuffix(".0") + unit
+
+
+def aligned(rows: Sequence[Sequence[str]], num_left: int = 1) -> list[str]:
+    """The rows as lines of columns: the first ``num_left`` columns begin at one place, the others end at one."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column < num_left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

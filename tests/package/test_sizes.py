@@ -2,7 +2,7 @@
 
 import pytest
 
-from tightwire.sizes import format_bytes, parse_bytes
+from tightwire.sizes import aligned, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,9 @@ def test_refuses_what_is_not_a_size(text: str) -> None:
 )
 def test_writes_sizes(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text
+
+
+def test_columns_of_a_table_are_aligned() -> None:
+    rows = [("name", "ms", ""), ("a", "1000", "x")]
+    assert aligned(rows) == ["name    ms", "a     1000  x"]
+    assert aligned(rows, num_left=3) == ["name  ms", "a     1000  x"]

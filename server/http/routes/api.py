@@ -98,7 +98,7 @@ def api_router(serving: Serving) -> APIRouter:
         model, body = await read(request, request_bodies.TokenizeBody)
         ids = await _token_ids(body, model)
         names = [model.tokens.text_of(token_id) for token_id in ids] if body.return_token_strs else None
-        return json_response(Tokenized(len(ids), model.info.max_model_len, ids, names))
+        return json_response(Tokenized(len(ids), model.info.plan.max_model_len, ids, names))
 
     @router.post("/detokenize", summary="Token ids to text")
     async def detokenize(request: Request) -> Response:

@@ -67,7 +67,7 @@ def observe_router(serving: Serving) -> APIRouter:
         status = serving.status
         health = Health(status=str(status.phase), reason=status.reason)
         if (model := serving.holder.model) is not None:
-            health.kernels, health.activations = model.info.kernels, model.info.activations
+            health.kernels, health.activations = model.info.kernels, model.info.plan.activations
             health.adapters = list(model.info.adapters.by_name) or UNSET
         return json_response(health, 200 if status.phase is Phase.READY else 503)
 
@@ -172,14 +172,14 @@ def _trace_seconds(request: Request) -> float:
 
 
 def _comm_policy(info: ModelInfo, engine: EngineClient) -> CommPolicy:
-    stats, setup = engine.stats, engine.comm_setup or CommSetup(transport=info.transport, num_nodes=1)
+    stats, setup = engine.stats, engine.comm_setup or CommSetup(transport=info.plan.transport, num_nodes=1)
     counts = stats.comm if stats else []
     quantiles = {latency[:3]: latency for latency in engine.comm_latencies}
     bytes_sent, exact_bytes = sum(count.bytes_sent for count in counts), sum(count.exact_bytes for count in counts)
     return CommPolicy(
         **asdict(setup),
-        algorithm=info.allreduce,
-        sum_dtype=info.sum_dtype,
+        algorithm=info.plan.allreduce,
+        sum_dtype=info.plan.sum_dtype,
         tp=info.tp,
         dp=info.dp,
         replicas=stats.loads if stats and len(stats.loads) > 1 else [],

@@ -8,14 +8,17 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from msgspec import structs
 from tokenizers import AddedToken
 
 from tightwire.comm.ledger.ledger import Count, Latency
 from tightwire.comm.ledger.recording import Event, RankEvents
+from tightwire.comm.policy.rules import Policy
 from tightwire.model.sampling.parameters import TokenScore
 from tightwire.model.text.tokenizer import BOS, BOS_ID, CHAT_TEMPLATE, END_OF_TURN_ID, Tokenizer, byte_backend
 from tightwire.server.api.serving import ModelHolder, ModelInfo
@@ -38,9 +41,27 @@ from tightwire.server.ipc.messages import (
     Output,
     PromptProgress,
 )
+from tightwire.server.plan.rank_setup import NamedPolicy, RunPlan
 
 VOCAB_SIZE = 304
-INFO = ModelInfo(name="tiny", max_model_len=256, vocab_size=VOCAB_SIZE, tp=2, created=1_700_000_000)
+PLAN = RunPlan(
+    device="cpu",
+    dtype="bfloat16",
+    sum_dtype="bfloat16",
+    allreduce="native",
+    transport="none",
+    max_model_len=256,
+    num_blocks=64,
+    policies=(NamedPolicy("native", Policy(())),),
+)
+INFO = ModelInfo(name="tiny", plan=PLAN, vocab_size=VOCAB_SIZE, tp=2, created=1_700_000_000)
+
+
+def planned(info: ModelInfo = INFO, policies: Sequence[str] = (), **changes: Any) -> ModelInfo:
+    """``info`` with another plan. ``policies``: the names of its policies, if they change."""
+    if policies:
+        changes["policies"] = tuple(NamedPolicy(name, Policy(())) for name in policies)
+    return replace(info, plan=structs.replace(info.plan, **changes))
 
 
 def byte_tokenizer(*, chat: bool = True, template: str = CHAT_TEMPLATE, special: Sequence[str] = ()) -> Tokenizer:

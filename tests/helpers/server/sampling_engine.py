@@ -16,7 +16,7 @@ from tightwire.server.engine.request import RequestRules
 from tightwire.server.ipc.messages import AddRequest, Output
 
 _LIMITS = Limits(
-    max_model_len=INFO.max_model_len, max_num_seqs=8, max_num_batched_tokens=64, num_blocks=200, block_size=16
+    max_model_len=INFO.plan.max_model_len, max_num_seqs=8, max_num_batched_tokens=64, num_blocks=200, block_size=16
 )
 
 
@@ -36,7 +36,7 @@ class SamplingEngine(FakeEngine):
             limits=_LIMITS,
             rules=RequestRules(
                 vocab_size=VOCAB_SIZE,
-                max_model_len=INFO.max_model_len,
+                max_model_len=INFO.plan.max_model_len,
                 eos_token_ids=frozenset([END_OF_TURN_ID]),
                 has_grammars=True,
             ),

@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers.server.fake_engine import INFO, byte_tokenizer
+from helpers.server.fake_engine import INFO, byte_tokenizer, planned
 from tokenizers import Tokenizer as Backend
 
+from tightwire.model.stages import StagePlan
 from tightwire.model.text.tokenizer import Tokenizer, byte_backend
 from tightwire.server.api.errors import ApiError
 from tightwire.server.api.generation import Prompt
@@ -46,7 +47,7 @@ def test_seeds() -> None:
     assert _seeds(_body(n=2, seed=largest)) == [largest, -(2**63)]
     fresh = [_seeds(_body())[0] for _ in range(3)]
     assert len(set(fresh)) == 3
-    info = ModelInfo(name="tiny", max_model_len=256, vocab_size=304, default_seed=9)
+    info = replace(INFO, default_seed=9)
     assert _seeds(_body(n=2), info) == [9, 10]
 
 
@@ -58,8 +59,7 @@ def test_default_max_tokens_shrinks_to_what_fits() -> None:
 
 
 def test_an_unknown_allreduce_is_400() -> None:
-    two = ModelInfo(name="tiny", max_model_len=256, vocab_size=304, tp=2, policies=("auto", "flash-int8"))
-    alone = ModelInfo(name="tiny", max_model_len=256, vocab_size=304, policies=("auto",))
+    two, alone = planned(policies=("auto", "flash-int8")), planned(replace(INFO, tp=1), policies=("auto",))
     for info, wrong, message in (
         (two, "ring", "this server has auto, flash-int8: start it with --allreduce-extra to add others"),
         (alone, "flash-int8", "this server has auto: it has one rank, which sums nothing"),
@@ -71,8 +71,7 @@ def test_an_unknown_allreduce_is_400() -> None:
 
 
 def test_a_prompt_of_a_hybrid_server_may_be_computed_by_all_ranks() -> None:
-    names = ("auto", "ring", "auto/tensor", "ring/tensor")
-    info = ModelInfo(name="tiny", max_model_len=256, vocab_size=304, tp=2, policies=names)
+    info = planned(policies=("auto", "ring"), stages=StagePlan(((0, 1), (1, 2))))
     for asked, policy in (
         ({}, None),
         ({"prefill": "stages"}, None),
@@ -82,25 +81,31 @@ def test_a_prompt_of_a_hybrid_server_may_be_computed_by_all_ranks() -> None:
         body = _body(tightwire=asked)
         assert len(_seeds(body, info)) == 1 and info.policy(body.tightwire) == policy
     with pytest.raises(ApiError, match="start the server with --layout hybrid") as raised:
-        _seeds(_body(tightwire={"prefill": "tensor"}), replace(info, policies=("auto",)))
+        _seeds(_body(tightwire={"prefill": "tensor"}), planned(info, stages=None))
     assert (raised.value.status, raised.value.param) == (400, "tightwire.prefill")
 
 
 def test_options_behind_the_policy_are_in_every_fingerprint() -> None:
-    asked = {"allreduce": "flash-int8+decode=ring", "policies": ("flash-int8", "two-shot")}
-    info = ModelInfo(name="tiny", max_model_len=256, vocab_size=304, tp=2, dtype="bfloat16", **asked)
-    assert info.fingerprint() == info.fingerprint("flash-int8") == "tightwire-tp2-flash-int8+decode=ring-bfloat16"
-    assert info.fingerprint("two-shot") == "tightwire-tp2-two-shot+decode=ring-bfloat16"
+    info = planned(policies=("flash-int8", "two-shot"), allreduce="flash-int8+decode=ring")
+    assert (
+        info.fingerprint()
+        == info.fingerprint("flash-int8")
+        == "tightwire-tp2-flash-int8+decode=ring-bfloat16-bfloat16-sums"
+    )
+    assert info.fingerprint("two-shot") == "tightwire-tp2-two-shot+decode=ring-bfloat16-bfloat16-sums"
     packed = replace(info, weights="Q4_1+Q8_0")
-    assert packed.fingerprint("two-shot") == "tightwire-tp2-two-shot+decode=ring-bfloat16-Q4_1+Q8_0"
-    coded = replace(packed, kv_dtype="int8")
-    assert coded.fingerprint() == "tightwire-tp2-flash-int8+decode=ring-bfloat16-int8-cache-Q4_1+Q8_0"
-    rounded = replace(packed, activations="int8", kernels="v3")
-    assert rounded.fingerprint() == "tightwire-tp2-flash-int8+decode=ring-bfloat16-Q4_1+Q8_0-int8-activations-v3"
+    assert packed.fingerprint("two-shot") == "tightwire-tp2-two-shot+decode=ring-bfloat16-bfloat16-sums-Q4_1+Q8_0"
+    coded = planned(packed, kv_dtype="int8")
+    assert coded.fingerprint() == "tightwire-tp2-flash-int8+decode=ring-bfloat16-int8-cache-bfloat16-sums-Q4_1+Q8_0"
+    rounded = planned(replace(packed, kernels="v3"), activations="int8")
+    assert (
+        rounded.fingerprint()
+        == "tightwire-tp2-flash-int8+decode=ring-bfloat16-bfloat16-sums-Q4_1+Q8_0-int8-activations-v3"
+    )
 
 
 def test_a_token_outside_the_vocabulary_is_400() -> None:
-    info = ModelInfo(name="tiny", max_model_len=256, vocab_size=200)
+    info = replace(INFO, vocab_size=200)
     with pytest.raises(ApiError, match="prompt has the token id 200; the vocabulary of 'tiny' is 0 to 199") as raised:
         make_sequences(_body(), _model(info), [Prompt([1, 200])])
     assert raised.value.status == 400

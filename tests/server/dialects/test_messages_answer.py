@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -11,7 +10,7 @@ import httpx
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
 from anthropic.types import Message, RawMessageStreamEvent
-from helpers.server.fake_engine import INFO, FakeEngine, app_for, byte_tokenizer, says, serve
+from helpers.server.fake_engine import FakeEngine, app_for, byte_tokenizer, planned, says, serve
 from helpers.server.sampling_engine import SamplingEngine
 from jsonschema_rs import validator_for
 from pydantic import TypeAdapter
@@ -44,7 +43,7 @@ EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[str, FakeEngine]]:
     engine = FakeEngine()
-    with serve(app_for(engine, info=replace(INFO, max_model_len=4096), http=HttpOptions(api_key=KEY))) as url:
+    with serve(app_for(engine, info=planned(max_model_len=4096), http=HttpOptions(api_key=KEY))) as url:
         yield url, engine
 
 

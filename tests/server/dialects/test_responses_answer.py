@@ -3,13 +3,12 @@
 import asyncio
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from helpers.server.fake_engine import INFO, FakeEngine, app_for, byte_tokenizer, says, serve
+from helpers.server.fake_engine import FakeEngine, app_for, byte_tokenizer, planned, says, serve
 from helpers.server.sampling_engine import SamplingEngine
 from jsonschema_rs import validator_for
 from openai import AsyncOpenAI, OpenAI
@@ -34,7 +33,7 @@ EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[str, FakeEngine]]:
     engine = FakeEngine()
-    with serve(app_for(engine, info=replace(INFO, max_model_len=4096))) as url:
+    with serve(app_for(engine, info=planned(max_model_len=4096))) as url:
         yield url, engine
 
 

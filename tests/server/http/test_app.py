@@ -36,7 +36,7 @@ async def test_chat_answer_has_openais_shape(client: httpx.AsyncClient, engine: 
     assert answer["object"] == "chat.completion"
     assert answer["id"].startswith("chatcmpl-")
     assert answer["model"] == "tiny"
-    assert answer["system_fingerprint"] == "tightwire-tp2-native"
+    assert answer["system_fingerprint"] == "tightwire-tp2-native-bfloat16-bfloat16-sums"
     [choice] = answer["choices"]
     assert choice == {
         "index": 0,
@@ -52,7 +52,7 @@ async def test_chat_answer_has_openais_shape(client: httpx.AsyncClient, engine: 
         "total_tokens": len(prompt) + 14,
         "prompt_tokens_details": {"cached_tokens": 0},
     }
-    assert engine.submitted[0].params.max_tokens == INFO.max_model_len - len(prompt)
+    assert engine.submitted[0].params.max_tokens == INFO.plan.max_model_len - len(prompt)
 
 
 async def test_chat_stream_has_role_then_text_then_finish_then_usage(client: httpx.AsyncClient) -> None:
