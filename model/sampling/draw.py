@@ -65,13 +65,6 @@ def scores_of(logits: Tensor, steps: Tensor, temperature: Tensor, noise: Tensor)
     return logits.double().div_(temperature).sub_(uniform.neg_().log1p_().neg_().log_())
 
 
-def shares_of(logits: Tensor, best_R1: Tensor, temperature_R1: Tensor, min_p_R1: Tensor) -> Tensor:
-    """Return each logit's weight, 1 for ``best_R1``; 0 below ``min_p_R1``. NaN if the best is NaN."""
-    # Below exp(-40) a weight is 0; exp of minus infinity takes four times as long on a CPU.
-    shares = (logits - best_R1).div_(temperature_R1).clamp_(min=-40.0).exp_()
-    return shares.masked_fill_(shares < min_p_R1, 0.0)
-
-
 def weights_of(shares: Tensor) -> Tensor:
     """Return int64 weights; overwrites ``shares``."""
     return shares.mul_(2.0**_WEIGHT_BITS).long()
@@ -82,9 +75,8 @@ def logits_and_ids(keys: Tensor) -> tuple[Tensor, Tensor]:
     if keys.is_cpu:  # NumPy's operations on a few numbers take a quarter of the time
         numbers = keys.numpy()
         bits = (numbers >> 32).astype(np.int32)
-        return torch.from_numpy((bits ^ (bits >> 31 & 0x7FFF_FFFF)).view(np.float32)), torch.from_numpy(
-            MAX_ID - (numbers & MAX_ID)
-        )
+        logits = (bits ^ (bits >> 31 & 0x7FFF_FFFF)).view(np.float32)
+        return torch.from_numpy(logits), torch.from_numpy(MAX_ID - (numbers & MAX_ID))
     bits = (keys >> 32).int()
     return (bits ^ (bits >> 31 & 0x7FFF_FFFF)).view(torch.float32), MAX_ID - (keys & MAX_ID)
 

@@ -1,7 +1,7 @@
 """Sampling parameters of one sequence.
 
-To add a parameter, add a field to the request body (``server/api/request_bodies``), a field of the same name here, and its
-effect to the sampler. The body's field is copied by name.
+A new parameter such as ``min_p`` touches four files: ``server/api/request_bodies`` (a field of the body), this one (a field of
+the same name; the body's is copied), ``rows`` (a column, and ``sampled_row``, which fills it) and ``choose`` (its effect).
 """
 
 from collections.abc import Iterable, Sequence

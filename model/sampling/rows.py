@@ -6,6 +6,8 @@ from enum import IntEnum
 import msgspec
 import numpy as np
 
+from tightwire.model.sampling.parameters import GREEDY_BELOW, SamplingParams
+
 
 class Kind(IntEnum):
     """What a row's token depends on."""
@@ -20,17 +22,17 @@ class Column(IntEnum):
     """Columns of the table; each has eight bytes, of an int64 (the first) or a float64."""
 
     NOISE = 0  # hash of seed and position
-    TEMPERATURE = 1  # 0: the largest logit
-    TOP_P = 2
-    TOP_K = 3  # 0: all
-    MIN_P = 4
-    TARGET = 5  # the token to score, for prompts; -1: choose one
-    TOP_N = 6  # how many most likely tokens to report with the token's score; -1: no score
-    MASKED = 7  # 1: the row has its own mask of banned tokens
-    REPETITION = 8
-    FREQUENCY = 9
-    PRESENCE = 10
-    KIND = 11
+    TARGET = 1  # the token to score, for prompts; -1: choose one
+    TOP_N = 2  # how many most likely tokens to report with the token's score; -1: no score
+    KIND = 3
+    MASKED = 4  # 1: the row has its own mask of banned tokens
+    TEMPERATURE = 5  # 0: the largest logit
+    TOP_P = 6
+    TOP_K = 7  # 0: all
+    MIN_P = 8
+    REPETITION = 9
+    FREQUENCY = 10
+    PRESENCE = 11
 
 
 class SampleRows(msgspec.Struct, frozen=True, array_like=True):
@@ -69,13 +71,30 @@ class SampleRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 NO_ROWS = SampleRows()
+_UNUSED = (0.0,) * (len(Column) - 3)
+
+
+def sampled_row(params: SamplingParams, vocab_size: int) -> tuple[float, ...]:
+    """Return the table's row of a sequence that chooses a token, without noise."""
+    top_k, top_n = min(params.top_k, vocab_size), -1 if params.logprobs is None else params.logprobs
+    kind = Kind.FRONT if params.top_p < 1 or params.min_p > 0 else Kind.PLAIN
+    if params.temperature < GREEDY_BELOW or top_k == 1:
+        kind = Kind.GREEDY
+    elif 0 < top_k < vocab_size:
+        kind = Kind.TOP_K
+    filters = params.temperature, params.top_p, top_k, params.min_p
+    penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+    return (0.0, -1.0, top_n, kind, params.has_mask, *filters, *penalties)
+
+
+def scored_row(target: int, top_n: int) -> tuple[float, ...]:
+    """Return the table's row of a prompt's token that is scored; -1 and -1: a row that chooses the largest logit."""
+    return (0.0, float(target), float(top_n), *_UNUSED)
 
 
 def greedy_rows(num_rows: int) -> SampleRows:
     """Return rows that choose the largest logit, for runs without requests."""
-    table_RC = np.zeros((num_rows, len(Column)))
-    table_RC[:, (Column.TARGET, Column.TOP_N)] = -1
-    return SampleRows(table_RC.tobytes())
+    return SampleRows(np.array([scored_row(-1, -1)] * num_rows).tobytes())
 
 
 def packed_edits(edits: Sequence[tuple[int, np.ndarray, np.ndarray]]) -> bytes:

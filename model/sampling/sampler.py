@@ -10,8 +10,8 @@ from tightwire.kernels.transfer import Download
 from tightwire.model.sampling.draw import MAX_VOCAB_SIZE, hashed, mix_seed, steps_of
 from tightwire.model.sampling.grammar import GrammarMasks
 from tightwire.model.sampling.logprobs import unpacked_scores
-from tightwire.model.sampling.parameters import GREEDY_BELOW, SamplingRow, TokenScore
-from tightwire.model.sampling.rows import Column, Kind, SampleRows, packed_edits
+from tightwire.model.sampling.parameters import SamplingRow, TokenScore
+from tightwire.model.sampling.rows import Column, SampleRows, packed_edits, sampled_row, scored_row
 
 
 class Wanted(NamedTuple):
@@ -74,9 +74,8 @@ class Sampler:
         table, streams, positions, bias, counts = [], [], [], [], []
         for row, targets, samples, draft in wanted:
             state, params = self._state(row), row.params
-            num_prompt_top = float(params.prompt_logprobs or 0)
             for target in targets:
-                table.append((0.0, 1.0, 1.0, 0.0, 0.0, float(target), num_prompt_top, 0.0, 1.0, 0.0, 0.0, 0.0))
+                table.append(scored_row(target, params.prompt_logprobs or 0))
                 streams.append(0)
                 positions.append(0)
             num_output = len(row.token_ids) - row.num_prompt_tokens
@@ -127,10 +126,9 @@ class Sampler:
             yield banned_V
 
     def _state(self, row: SamplingRow) -> "_State":
-        state = self._states.get(id(row))
-        if state is None:
-            state = self._states[id(row)] = _State(row, self._vocab_size)
-        return state
+        if id(row) not in self._states:
+            self._states[id(row)] = _State(row, self._vocab_size)
+        return self._states[id(row)]
 
 
 class _State:
@@ -140,15 +138,7 @@ class _State:
         params = row.params
         self._row = row  # kept alive, so that no other object gets its id()
         self.stream = mix_seed(params.seed)
-        top_k, top_n = min(params.top_k, vocab_size), -1 if params.logprobs is None else params.logprobs
-        filters = params.temperature, params.top_p, top_k, params.min_p
-        penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-        kind = Kind.FRONT if params.top_p < 1 or params.min_p > 0 else Kind.PLAIN
-        if params.temperature < GREEDY_BELOW or top_k == 1:
-            kind = Kind.GREEDY
-        elif 0 < top_k < vocab_size:
-            kind = Kind.TOP_K
-        self.numbers = (0.0, *filters, -1.0, top_n, params.has_mask, *penalties, kind)
+        self.numbers = sampled_row(params, vocab_size)
         self.bias_ids, self.bias = np.array([*params.logit_bias]), np.array([*params.logit_bias.values()])
         self.stop_ids = np.array([*row.stop_ids])
         self.banned_V: np.ndarray | None = None
