@@ -73,7 +73,7 @@ def _check_gpus(facts: Facts, tp: int, problems: list[str], notes: list[str]) ->
         problems.append(f"the driver has {num_driver} GPUs, but torch {facts.host.software['torch']} {reason}")
     elif facts.num_gpus < num_driver:
         notes.append(f"torch sees {facts.num_gpus} of {num_driver} GPUs; check CUDA_VISIBLE_DEVICES")
-    problems += facts.driver.nvlink_problems
+    problems += [*filter(None, [torch.no_launch]), *facts.driver.nvlink_problems]
     for test in torch.tests:
         if not test.ok:
             claim = f"GPU {test.writer} claims access to GPU {test.owner}'s memory, but its writes fail"

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from tightwire.bench.doctor.probing import run_probe
-from tightwire.server.plan.devices import torch_has_cuda
+from tightwire.server.plan.devices import torch_has_cuda, why_no_launch
 from tightwire.server.ranks.parent_death import die_with_parent
 
 _QUERY = (
@@ -60,6 +60,7 @@ class Torch(Struct, frozen=True):
     devices: list[str] = []
     peers: list[tuple[int, int]] = []  # (writer, owner): by the driver the first may write into the second's memory
     tests: list[PeerTest] = []
+    no_launch: str = ""  # why no Triton kernel can start here
     under_way: tuple[int, int] | None = None  # the pair in test, which is the cause if the probe hangs
 
 
@@ -121,7 +122,8 @@ def examine_torch() -> Iterator[Torch]:
         yield Torch(cuda=torch.version.cuda)
         return
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    facts = Torch(torch.version.cuda, ".".join(map(str, nccl.version())), devices, claimed_peers())
+    version = ".".join(map(str, nccl.version()))
+    facts = Torch(torch.version.cuda, version, devices, claimed_peers(), no_launch=why_no_launch())
     for writer, owner in facts.peers:
         yield msgspec.structs.replace(facts, under_way=(writer, owner))
         check = check_peer_writes(torch.device("cuda", writer), torch.device("cuda", owner))

@@ -20,7 +20,7 @@ from tightwire.comm.transport.process_group import ProcessGroupTransport
 from tightwire.comm.transport.store_notes import FactExchange
 
 _MAX_RANKS = 31  # one bit each in an int32
-_CAPABILITY = (7, 0)  # Triton's minimum
+_CAPABILITY = (8, 0)  # as the other kernels need
 
 _LOG = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def _own_objection(world_size: int, device: torch.device) -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed; python -m pip install 'tightwire[cuda]'"
     if torch.cuda.get_device_capability(device) < _CAPABILITY:
-        return f"{torch.cuda.get_device_name(device)} is too old for Triton, which needs compute capability 7.0"
+        return f"{torch.cuda.get_device_name(device)} is too old: its compute capability is below 8.0"
     if world_size > _MAX_RANKS:
         return f"{world_size} ranks are more than the {_MAX_RANKS} that a kernel's failure mask names"
     return None

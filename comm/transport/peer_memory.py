@@ -92,6 +92,7 @@ SEND_BYTES = 16 << 20
 NUM_BLOCKS = 32
 
 _PATTERN_BYTES = 16
+_IPC_DEVICE = 6  # place of the device among the arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor
 _PAGE = mmap.PAGESIZE
 
 _Mapping = Callable[[int], tuple[list[Tensor], object]]
@@ -169,13 +170,15 @@ def _map_ipc(size: int, exchange: FactExchange, device: torch.device) -> tuple[l
         if rank == exchange.rank:
             views.append(own)  # a process cannot open its own handle
         else:
-            rebuild, args = pickle.loads(handle)
-            views.append(rebuild(*args))
+            rebuild, args = pickle.loads(
+                handle
+            )  # opened under the owner's device, it is not mapped for this rank's kernels
+            views.append(rebuild(*args[:_IPC_DEVICE], device.index, *args[_IPC_DEVICE + 1 :]))
     return views, own
 
 
 def _verify(views: Sequence[Tensor], exchange: FactExchange, name: str, device: torch.device) -> str | None:
-    """Each rank writes its own pattern into every rank's memory, then checks its own memory for all patterns."""
+    """Each rank writes its pattern into every rank's memory, then reads all patterns in all of it, by its device's kernels."""
     own = views[exchange.rank]
     own.zero_()
     torch.cuda.synchronize(device)
@@ -185,8 +188,9 @@ def _verify(views: Sequence[Tensor], exchange: FactExchange, name: str, device: 
         view[start : start + _PATTERN_BYTES].fill_(exchange.rank + 1)
     torch.cuda.synchronize(device)
     exchange.share(f"{name}, patterns", b"")
-    found = own[: exchange.world_size * _PATTERN_BYTES].view(exchange.world_size, _PATTERN_BYTES).cpu()
-    wrong = [rank for rank in range(exchange.world_size) if not bool((found[rank] == rank + 1).all())]
+    want = torch.arange(1, exchange.world_size + 1, dtype=torch.uint8, device=device).repeat_interleave(_PATTERN_BYTES)
+    off = torch.stack([view[: len(want)] != want for view in views]).view(len(views), -1, _PATTERN_BYTES)
+    wrong = off.any(0).any(1).nonzero().flatten().tolist()
     exchange.share(f"{name}, read", b"")
     own.zero_()
     torch.cuda.synchronize(device)

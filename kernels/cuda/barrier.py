@@ -12,9 +12,8 @@ than the device runs at once. A block writes the barrier's number to every peer'
 header has that number, or a later one, from each peer. The device counts all numbers and the host's arguments never
 change, so a captured CUDA graph may be replayed.
 
-Ordering: counting the barrier is an atomic operation that releases the block's earlier writes to the whole system;
-reads of the arrivals acquire. Peers are written with plain stores, because PCIe carries no atomic operations between
-GPUs. Every process polls its own memory. Waiting is bounded by a number of polls, of about a microsecond on a GPU,
+Ordering: a store of an arrival releases the block's earlier writes to the whole system; reads of the arrivals acquire.
+It is a store because PCIe carries no atomic operations between GPUs. Every process polls its own memory. Waiting is bounded by a number of polls, of about a microsecond on a GPU,
 because no clock is available both to a compiled kernel and to the interpreter.
 """
 
@@ -23,6 +22,8 @@ import os
 import triton
 import triton.language as tl
 from triton import knobs
+
+from tightwire.kernels.cuda.numbers import INTERPRETED
 
 _WORD_BYTES = 4
 
@@ -74,7 +75,7 @@ def wait_for_peers(headers, rank, max_polls, WORLD: tl.constexpr):
     barriers = _words(headers, rank) + 1 + num_blocks + block
     barrier = tl.atomic_add(barriers, 1, sem="acq_rel", scope="sys") + 1
     for peer in range(WORLD):
-        tl.store(_words(headers, peer) + arrivals + rank, barrier)
+        _release(_words(headers, peer) + arrivals + rank, barrier)
     late = tl.full((), 0, tl.int32)
     for peer in range(WORLD):
         # After one peer has used up the time, the others are checked once, without waiting.
@@ -82,6 +83,23 @@ def wait_for_peers(headers, rank, max_polls, WORLD: tl.constexpr):
         late |= _wait(_words(headers, rank) + arrivals + peer, barrier, polls) << peer
     tl.debug_barrier()  # no thread reads before the waiting thread has seen all
     return late
+
+
+@triton.jit
+def _release(arrival, barrier):
+    """Store ``barrier`` after all earlier writes of the block, which the caller's ``debug_barrier`` has collected."""
+    if INTERPRETED:
+        tl.store(arrival, barrier)  # the processors that it runs on keep the order of stores
+    else:  # by one thread; Triton has no store with an order, and its plain ones may overtake each other
+        tl.inline_asm_elementwise(
+            """{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0;
+            @first st.release.sys.global.b32 [$1], $2; mov.b32 $0, 0; }""",
+            "=r,l,r",
+            [arrival.to(tl.int64), barrier],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit

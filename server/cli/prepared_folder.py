@@ -1,6 +1,5 @@
 """Writes or checks a prepared folder, with progress; the folder's path goes to standard output."""
 
-import os
 import signal
 import sys
 import time
@@ -29,7 +28,7 @@ def run(config: ServeConfig, out: Path, *, force: bool = False) -> int:
         checkpoint = open_checkpoint(
             name, config.model.seed, progress=lambda fraction: progress.stage(f"downloading {name}", fraction)
         )
-        device = "cuda" if cuda_devices(os.environ.get("CUDA_VISIBLE_DEVICES")) else "cpu"
+        device = "cuda" if cuda_devices()[0] else "cpu"
         options = PrepareOptions(
             tp=config.parallel.tp,
             shares=config.parallel.tp_split,

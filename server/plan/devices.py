@@ -1,16 +1,27 @@
-"""Reads CUDA devices, and the age of this process, without torch, which imports slowly."""
+"""Finds CUDA devices that work, and the age of this process, without torch here, which imports slowly.
 
-import ctypes
+``python -m tightwire.server.plan.devices`` tries them: a line of JSON for each that ranks can use.
+"""
+
 import importlib.util
+import logging
 import os
 import runpy
+import shutil
+import subprocess
+import sys
+import sysconfig
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import cache
+from json import dumps, loads
 from pathlib import Path
+from typing import NamedTuple
+
+_CHILD, _LIMIT_S = (sys.executable, "-m", __name__), 120.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CudaDevice:
+class CudaDevice(NamedTuple):
     name: str
     total_bytes: int
     free_bytes: int
@@ -32,47 +43,39 @@ def torch_has_cuda() -> bool:
     return version.exists() and runpy.run_path(str(version)).get("cuda") is not None
 
 
-def cuda_devices(visible: str | None = None) -> list[CudaDevice]:
-    """The CUDA devices a rank would see, in PCI bus order. ``visible``: as in CUDA_VISIBLE_DEVICES; None means all."""
-    if not torch_has_cuda():
-        return []
+def why_no_launch() -> str:
+    """Why Triton cannot launch kernels, or empty. It compiles a launcher in C for each kernel at its first launch."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; python -m pip install 'tightwire[cuda]'"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler at run time; install gcc, or set CC"
+    header = Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h")
+    return "" if header.exists() else f"Triton needs {header} at run time; install python3-dev"
+
+
+@cache
+def cuda_devices() -> tuple[Sequence[CudaDevice], str]:
+    """The CUDA devices that ranks can use, in torch's order, and why there are no more, or empty; a child tries them."""
+    if reason := why_no_launch() if torch_has_cuda() else "this torch is built without CUDA":
+        return (), reason
     try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return []
-    if nvml.nvmlInit_v2() != 0:
-        return []
-    try:
-        if visible is None:
-            count = ctypes.c_uint()
-            nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-            visible = ",".join(map(str, range(count.value)))
-        return [_describe(nvml, handle) for handle in _named_handles(nvml, visible)]
-    finally:
-        nvml.nvmlShutdown()
+        child = subprocess.run(_CHILD, check=False, capture_output=True, text=True, timeout=_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return (), f"CUDA did not answer within {_LIMIT_S:g} s"
+    if child.returncode:
+        reason = (child.stderr.strip().splitlines() or [f"its probe ended with {child.returncode}"])[-1]
+        logging.getLogger(__name__).warning("CUDA devices are not used: %s", reason)
+    return tuple(CudaDevice(*loads(line)) for line in child.stdout.splitlines()), reason
 
 
-class _Memory(ctypes.Structure):
-    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+if __name__ == "__main__":
+    import torch
 
-
-def _named_handles(nvml: ctypes.CDLL, visible: str) -> list[ctypes.c_void_p]:
-    """Stops at the first unknown name, as CUDA does."""
-    handles: list[ctypes.c_void_p] = []
-    for name in filter(None, visible.split(",")):
-        handle = ctypes.c_void_p()
-        if name.strip().isdigit():
-            status = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(handle))
-        else:
-            status = nvml.nvmlDeviceGetHandleByUUID(name.strip().encode(), ctypes.byref(handle))
-        if status != 0:
-            break
-        handles.append(handle)
-    return handles
-
-
-def _describe(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> CudaDevice:
-    memory, name = _Memory(), ctypes.create_string_buffer(96)
-    nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
-    nvml.nvmlDeviceGetName(handle, name, ctypes.c_uint(len(name)))
-    return CudaDevice(name=name.value.decode(), total_bytes=memory.total, free_bytes=memory.free)
+    torch.cuda.init()  # raises where the driver is too old
+    for index in range(torch.cuda.device_count()):
+        name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        if major < 8:  # no bfloat16, and not the shared memory that attention of prompts takes
+            raise SystemExit(f"{name} has compute capability {major}.{minor}; 8.0 is needed")
+        torch.ones(1, device=f"cuda:{index}").add_(1).item()  # raises where torch has no kernels for the device
+        sys.stdout.write(dumps([name, *reversed(torch.cuda.mem_get_info(index))]) + "\n")
+        sys.stdout.flush()

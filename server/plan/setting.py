@@ -1,6 +1,5 @@
 """Chooses the device, dtype and transport of the ranks, and how their steps overlap. Imports no torch."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,25 +121,24 @@ def choose_plan_ahead(options: EngineOptions, device: str, num_replicas: int = 1
     return device == "cuda" and num_replicas == 1 if options.plan_ahead == "auto" else options.plan_ahead == "on"
 
 
-def _choose_device(asked: str, options: ParallelOptions, num_hosts: int) -> tuple[str, list[CudaDevice]]:
+def _choose_device(asked: str, options: ParallelOptions, num_hosts: int) -> tuple[str, Sequence[CudaDevice]]:
     """The device, and this host's CUDA devices if the ranks use them."""
-    gpus = cuda_devices(os.environ.get("CUDA_VISIBLE_DEVICES")) if asked != "cpu" else []
+    gpus, why = cuda_devices() if asked != "cpu" else ((), "")
     num_ranks = options.num_ranks // num_hosts
     device = ("cuda" if gpus else "cpu") if asked == "auto" else asked
     if device == "cuda" and not gpus:
-        raise ValueError(
-            "--device cuda: no CUDA device is visible, or this torch is built without CUDA; use --device cpu"
-        )
+        raise ValueError(f"--device cuda: no CUDA device can be used: {why or 'none is visible'}; use --device cpu")
     if device == "cuda" and num_ranks > len(gpus):
         replicas = f" --dp {options.dp}" if options.dp > 1 else ""
         fewer = "fewer of both, or --device cpu" if replicas else f"--tp {len(gpus)} or less, or --device cpu"
         raise ValueError(
-            f"--tp {options.tp}{replicas} needs {num_ranks} CUDA devices, one per rank, and {len(gpus)} are visible; "
-            f"use {fewer}"
+            f"--tp {options.tp}{replicas} needs {num_ranks} CUDA devices, one per rank, and {len(gpus)} are visible"
+            + (f" ({why})" if why else "")
+            + f"; use {fewer}"
         )
     if options.link is not None and device != "cpu":
         raise ValueError("--link emulates a wire between CPU ranks, and --device auto chose CUDA; give --device cpu")
-    return device, gpus if device == "cuda" else []
+    return device, gpus if device == "cuda" else ()
 
 
 def choose_activations(asked: str, device: str, packed: object = True) -> str:

@@ -26,6 +26,10 @@ def test_compose_starts_servers_with_valid_flags(service: str) -> None:
     assert (config.http.host, config.model.model) == ("0.0.0.0", "smollm2-135m")
 
 
+def test_the_cuda_service_has_room_for_nccl() -> None:
+    assert yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["cuda"]["shm_size"] == "1gb"
+
+
 def test_slurm_directives_stand_before_the_first_command_and_ask_for_one_task_a_node() -> None:
     lines = (DEPLOY / "slurm" / "tightwire.sbatch").read_text().splitlines()
     first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))

@@ -153,3 +153,7 @@ def test_a_probe_that_failed_is_a_problem_and_problems_come_first() -> None:
     advice = advise(Facts(host=HOST, failures={"GPUs": "hung"}), 2)
     assert (advice[0].kind, advice[0].text) == ("problem", "the probe of GPUs hung")
     assert advice[-1].kind == "use"
+
+
+def test_a_triton_that_cannot_launch_is_a_problem() -> None:
+    assert texts(of(replace(TWO, no_launch="install gcc")), "problem") == ["install gcc"]

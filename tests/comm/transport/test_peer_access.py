@@ -59,9 +59,9 @@ def test_missing_triton_and_old_gpus_are_reasons(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(peer_access, "find_spec", lambda name: None)
     assert "Triton is not installed" in (peer_access._own_objection(2, GPU) or "")
     monkeypatch.setattr(peer_access, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GTX 1080")
-    assert "GTX 1080 is too old" in (peer_access._own_objection(2, GPU) or "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
+    assert "T4 is too old" in (peer_access._own_objection(2, GPU) or "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert "32 ranks" in (peer_access._own_objection(32, GPU) or "")
     assert peer_access._own_objection(31, GPU) is None

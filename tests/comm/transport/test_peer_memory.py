@@ -5,10 +5,14 @@ algorithms over gloo, bit for bit.
 """
 
 import os
+import pickle
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -154,6 +158,67 @@ def _check_messages_and_sums(
 ) -> None:
     _check_messages(group, messages_path)
     _check_sums(group, sums_path, cases)
+
+
+def _opened(place: int, *args: int) -> Tensor:
+    """What torch's ``rebuild_cuda_tensor`` is told, (index, device)."""
+    return torch.tensor([place, args[5]])
+
+
+class _OtherRank:
+    """An exchange with rank 1, whose memory lies on its own device."""
+
+    rank, world_size = 0, 2
+
+    def share(self, topic: str, fact: bytes) -> list[bytes]:
+        return [fact, pickle.dumps((_opened, (1, 0, 0, 0, 0, 0, 1, 0)))]
+
+
+def test_memory_of_another_gpu_is_opened_for_the_device_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tightwire.comm.transport import peer_memory
+
+    zeros = torch.zeros
+    monkeypatch.setattr(peer_memory.torch, "zeros", lambda *size, **options: zeros(*size))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(peer_memory, "reduce_tensor", lambda tensor: None)
+    exchange: Any = _OtherRank()
+    views, _ = peer_memory._map_ipc(16, exchange, torch.device("cuda", 0))
+    assert views[1].tolist() == [1, 0], "opened under device 1, this rank's kernels may not touch it"
+
+
+@pytest.mark.parametrize("fault", ["none", "lost writes", "stale reads"])
+def test_mapped_memory_is_written_and_read_before_it_is_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks: what one writes must be there in its own view, and in the view that the other has of it."""
+    from tightwire.comm.transport.peer_memory import _verify
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    buffers = torch.zeros(2, 64, dtype=torch.uint8)
+    views = [[buffers[0], buffers[1]], [buffers[0], buffers[1]]]
+    if fault == "lost writes":
+        views[0][1] = buffers[1].clone()
+    elif fault == "stale reads":  # rank 1's own writes arrive, and it sees nothing that others write there
+        stale = buffers[0].clone()
+        views[1][0] = stale
+        stale.fill_ = lambda value: stale  # pyright: ignore[reportAttributeAccessIssue]
+    meet = threading.Barrier(2)
+
+    class Exchange:
+        world_size = 2
+
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def share(self, topic: str, fact: bytes) -> list[bytes]:
+            meet.wait(10.0)
+            return []
+
+    def verify(rank: int) -> str | None:
+        exchange: Any = Exchange(rank)
+        return _verify(views[rank], exchange, "a way", torch.device("cpu"))
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(verify, range(2)))
+    assert (found == [None, None]) == (fault == "none"), found
 
 
 @pytest.fixture(scope="module")

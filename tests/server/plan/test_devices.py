@@ -1,11 +1,68 @@
 """Devices and this process, as the system states them."""
 
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
 from tightwire.server.plan import devices
+from tightwire.server.plan.devices import CudaDevice, cuda_devices, why_no_launch
+
+
+@pytest.fixture
+def cuda_build(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A torch with CUDA and a Triton that can launch."""
+    monkeypatch.setattr(devices, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(devices, "why_no_launch", lambda: "")
+    cuda_devices.cache_clear()
+    yield monkeypatch
+    cuda_devices.cache_clear()
+
+
+def _child(program: str) -> tuple[str, ...]:
+    return sys.executable, "-c", program
 
 
 def test_this_process_has_an_age() -> None:
     assert 0 < devices.process_age_s() < 7 * 24 * 3600
 
 
-def test_no_visible_device_is_no_device() -> None:
-    assert devices.cuda_devices("") == []
+def test_devices_are_those_that_ran_a_kernel(cuda_build: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    old = "T4 has compute capability 7.5; 8.0 is needed"
+    cuda_build.setattr(devices, "_CHILD", _child(f"print('[\"A\", 9, 8]'); raise SystemExit({old!r})"))
+    assert cuda_devices() == ((CudaDevice("A", 9, 8),), old)
+    assert old in caplog.text
+
+
+def test_a_driver_that_torch_refuses_is_no_device(cuda_build: pytest.MonkeyPatch) -> None:
+    """NVML would name the device, and the rank would end at its first call of CUDA."""
+    cuda_build.setattr(devices, "_CHILD", _child("raise RuntimeError('The NVIDIA driver is too old')"))
+    assert cuda_devices() == ((), "RuntimeError: The NVIDIA driver is too old")
+
+
+def test_a_device_that_hangs_is_given_up(cuda_build: pytest.MonkeyPatch) -> None:
+    cuda_build.setattr(devices, "_CHILD", _child("import time; time.sleep(60)"))
+    cuda_build.setattr(devices, "_LIMIT_S", 0.3)
+    assert cuda_devices() == ((), "CUDA did not answer within 0.3 s")
+
+
+def test_the_child_ends_with_torchs_reason(cuda_build: pytest.MonkeyPatch) -> None:
+    """The probe itself, where there is no device."""
+    cuda_build.setenv("CUDA_VISIBLE_DEVICES", "")
+    found, reason = cuda_devices()
+    assert not found and reason
+
+
+def test_what_a_launch_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    assert "Triton is not installed" in why_no_launch()
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert "install gcc" in why_no_launch()
+    monkeypatch.setenv("CC", "tcc")
+    monkeypatch.setattr(devices.sysconfig, "get_config_var", lambda name: str(tmp_path))
+    assert f"needs {tmp_path}/Python.h" in why_no_launch()
+    (tmp_path / "Python.h").touch()
+    assert why_no_launch() == ""

@@ -48,7 +48,7 @@ def own_policy(decision: run_plan.Decision) -> Policy:
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[CudaDevice]:
     """Two unlike CUDA devices; a test may take them away."""
     found = [CudaDevice(name=name, total_bytes=24 * GIB, free_bytes=free * GIB) for name, free in (("A", 20), ("B", 8))]
-    monkeypatch.setattr(setting, "cuda_devices", lambda visible: found)
+    monkeypatch.setattr(setting, "cuda_devices", lambda: (found, ""))
     return found
 
 
@@ -254,8 +254,18 @@ def test_an_impossible_plan_is_refused(gpus: list[CudaDevice], options: dict[str
 
 def test_cuda_without_a_device_is_refused(gpus: list[CudaDevice]) -> None:
     gpus.clear()
-    with pytest.raises(ValueError, match="no CUDA device is visible"):
+    with pytest.raises(ValueError, match="no CUDA device can be used: none is visible"):
         decide(make_config({"device": "cuda"}), MODEL)
+
+
+def test_cuda_that_does_not_work_says_why(gpus: list[CudaDevice], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setting, "cuda_devices", lambda: (gpus[:1], "B is too old"))
+    with pytest.raises(ValueError, match=r"2 CUDA devices, one per rank, and 1 are visible \(B is too old\); use"):
+        decide(make_config({"device": "cuda", "tp": 2}), MODEL)
+    monkeypatch.setattr(setting, "cuda_devices", lambda: ((), "A is too old"))
+    with pytest.raises(ValueError, match="no CUDA device can be used: A is too old; use --device cpu"):
+        decide(make_config({"device": "cuda"}), MODEL)
+    assert decide(make_config({}), MODEL).plan.device == "cpu"
 
 
 def test_a_fetch_that_is_no_longer_wanted_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_encoding_that_carries_what_it_loses(name: str) -> None:
     ],
 )
 def test_all_reduce(codecs: tuple[str, str] | None, capability: int) -> None:
-    """Arrivals are acquired from the whole system, and no atomic operation goes to another GPU."""
+    """Arrivals are released to and acquired from the whole system, and no atomic operation goes to another GPU."""
     from tightwire.kernels.cuda.all_reduce_kernels import one_shot_kernel, two_shot_kernel
     from tightwire.kernels.cuda.numbers import make_tiling
 
@@ -124,6 +124,7 @@ def test_all_reduce(codecs: tuple[str, str] | None, capability: int) -> None:
     atomics = [line for line in ptx.splitlines() if "atom." in line]
     assert len(atomics) == num_meetings and all("acq_rel" in line and "sys" in line for line in atomics)
     assert ptx.count("ld.global.sys.acquire") >= 2 * num_meetings
+    assert ptx.count("st.release.sys.global.b32") == 2 * num_meetings  # one for each process: WORLD is 2
     assert "ld.global.nc" not in ptx  # what peers write is not constant
 
 
