@@ -33,6 +33,7 @@ constexpr int64_t MAX_WIDENED = WIDE ? 1 << 19 : 1 << 18;   // bytes of widened 
 constexpr int64_t PART_COLUMNS = 8, PART_BYTES = 2048;      // of widened columns: half of the nearest cache
 constexpr int64_t PART_ROWS = 60;                           // rows at hand with widened columns; a multiple of TALL
 constexpr int TILES_AHEAD = 2;                              // how far ahead memory is asked for
+constexpr int64_t AHEAD_BYTES = 8192;
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -206,7 +207,7 @@ Block widened(Block block, int64_t kind) {
         with_packed(kind, [&](auto format) {
             for (int64_t at = 0; at < block.columns; at++)
                 unpack_groups<decltype(format), Dot::b_bytes == 2>(
-                    target + stride * at, block.weights + block.weight_stride * at, block.depth / GROUP);
+                    target + stride * at, block.weights + block.weight_stride * at, block.depth / GROUP, AHEAD_BYTES);
         });
     else
         with_kind(kind, [&](auto number) {

@@ -176,8 +176,9 @@ INLINE __m512i group_pairs(const char *block, const Scales<Format> &scales, unsi
 
 // Groups that follow each other, whole blocks of them, as float32, or as bfloat16 if `PAIR`.
 template <class Format, bool PAIR>
-INLINE void unpack_groups(char *target, const char *source, int64_t num_groups) {
+INLINE void unpack_groups(char *target, const char *source, int64_t num_groups, int64_t ahead = 0) {
     for (; num_groups > 0; num_groups -= Format::num_groups, source += Format::num_bytes) {
+        for (int line = 0; line < Format::num_bytes; line += 64) prefetch(source + ahead + line);
         const Scales<Format> scales(source);
         if constexpr (PAIR) {
 #if defined(__AVX512BF16__)
