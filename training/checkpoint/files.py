@@ -52,7 +52,7 @@ class Chunk(NamedTuple):
 
 
 def flat_shards(engine: Engine) -> list[FlatShard]:
-    """All shards of this rank, frozen ones too, in the order of the plan."""
+    """This rank's shards of the trainable flat parameters, in the order of the plan."""
     ranks, rank = engine.plan.shard_ranks, engine.shard_rank
     return [
         FlatShard(name=flat_param.name, flat_N=main, layout=cut_shard(flat_param, rank, ranks))

@@ -40,7 +40,7 @@ def _file_crc(path: Path) -> int:
 _NAME = re.compile(r"step-\d{8,}")
 _PARTIAL = ".partial"
 _DESCRIPTION = "tightwire.json"
-_FORMAT = 2
+_FORMAT = 3
 
 
 def folder_of(run: Path, step: int) -> Path:

@@ -14,7 +14,6 @@ from tightwire.training.checkpoint.folders import OtherRunError, read_descriptio
 from tightwire.training.checkpoint.state import (
     CompressorReader,
     RunState,
-    has_flat_state,
     parameters_in,
     scalars_of,
     wanted_state,
@@ -43,7 +42,7 @@ def identity_of(config: TrainConfig, llama: LlamaConfig, *, name: str, files: st
 
 
 def describe_checkpoint(
-    config: TrainConfig, identity: Identity, state: RunState, *, step: int, position: int
+    config: TrainConfig, identity: Identity, state: RunState, *, frozen_sum: int, step: int, position: int
 ) -> dict[str, Any]:
     """The JSON description stored in a checkpoint beside its tensors."""
     return {
@@ -51,6 +50,7 @@ def describe_checkpoint(
         "position": position,
         "model": dict(identity.model),
         "order": dict(identity.order),
+        "frozen_sum": frozen_sum,
         "optimizer": config.optimizer.torch_name,
         "between": config.parallel.between.kind,
         "replicas": state.replica.size,
@@ -95,11 +95,10 @@ def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> d
 def restore(folder: Path, description: Mapping[str, Any], state: RunState) -> None:
     """Restore weights, optimizer and gradient compressor from a checked checkpoint. Not collective.
 
-    Raises CheckpointError: files cannot be read; OtherRunError: other parameters, or one trained here was frozen there.
+    Raises CheckpointError: files cannot be read; OtherRunError: other parameters, or not the same ones are trained.
     """
     keys, scalars = keys_in(folder), description["scalars"]
-    _check_parameters(folder, state.shards, parameters_in(keys))
-    _check_trained(folder, state.shards, keys, description["config"]["model"]["frozen"])
+    _check_parameters(folder, state.shards, parameters_in(keys), description["config"]["model"]["frozen"])
     wanted, reader = wanted_state(state, scalars, keys), None
     if state.compressor is not None and scalars["between"]:
         reader = CompressorReader(state, scalars, saved_replicas=description["replicas"])
@@ -110,24 +109,35 @@ def restore(folder: Path, description: Mapping[str, Any], state: RunState) -> No
         reader.load()
 
 
-def _check_parameters(folder: Path, shards: Sequence[FlatShard], saved: Mapping[str, int]) -> None:
-    for shard in shards:
-        for span in shard.layout.spans:
-            if saved.get(span.param.name) != span.param.num_elems:
-                there = f"{saved[span.param.name]} elements" if span.param.name in saved else "no such parameter"
-                raise OtherRunError(
-                    f"{folder} is a checkpoint of another model: {span.param.name} has {span.param.num_elems} elements here, "
-                    f"but {there} in the checkpoint"
-                )
+def check_frozen(folder: Path, description: Mapping[str, Any], frozen_sum: int) -> None:
+    """Raises OtherRunError: the frozen weights, which are read from the starting model, are not those of the checkpoint's run."""
+    if description["frozen_sum"] != frozen_sum:
+        raise OtherRunError(
+            f"{folder} was trained beside other frozen weights than {description['model']['name']} has now; restore its files, "
+            "or give another `run`"
+        )
 
 
-def _check_trained(folder: Path, shards: Sequence[FlatShard], keys: Mapping[str, int], frozen: Sequence[str]) -> None:
-    trained = [span.param.name for shard in shards if shard.flat_N.requires_grad for span in shard.layout.spans]
-    for parameter in trained:
-        if not has_flat_state(keys, parameter):
+def _check_parameters(
+    folder: Path, shards: Sequence[FlatShard], there: Mapping[str, int], frozen_there: Sequence[str]
+) -> None:
+    """Check that the same parameters, of the same sizes, are trained here and there."""
+    here = {span.param.name: span.param.num_elems for shard in shards for span in shard.layout.spans}
+    if frozen_here := there.keys() - here.keys():
+        raise OtherRunError(
+            f"{folder} has trained weights of {min(frozen_here)}, which is not trained here (model.frozen): train it here too, "
+            "or start a new `run` from the exported model (model.start)"
+        )
+    for name, num_elems in here.items():
+        if name not in there:
             raise OtherRunError(
-                f"{folder} has no optimizer state for {parameter}, which was frozen (model.frozen={list(frozen)}): freeze "
+                f"{folder} has no weights of {name}, which was frozen (model.frozen={list(frozen_there)}): freeze "
                 "it here too, or start a new `run` from the exported model (model.start)"
+            )
+        if there[name] != num_elems:
+            raise OtherRunError(
+                f"{folder} is a checkpoint of another model: {name} has {num_elems} elements here, but {there[name]} elements in "
+                "the checkpoint"
             )
 
 

@@ -1,5 +1,6 @@
 """Collects a run's state as chunks and restores it: weights, optimizer, gradient compressor.
 
+Frozen weights are not in it: a run reads them from its starting model.
 State is keyed by parameter name, so a run with another sharding can read it. State that each replica keeps for
 itself (residuals, velocities) has the replica's number in its key; if the number of replicas has changed, every new
 replica gets the mean of the old ones, which preserves the mean they send. Training draws no random numbers after the start, so
@@ -93,11 +94,6 @@ def wanted_state(state: RunState, scalars: Mapping[str, Any], keys: Mapping[str,
             own |= {name: torch.zeros_like(shard.flat_N) for name in _flat_names(keys)}
             state.optimizer.state[shard.flat_N] = own
     return [*_parameter_chunks(state.shards), *_optimizer_chunks(state.optimizer, state.shards)]
-
-
-def has_flat_state(keys: Mapping[str, int], parameter: str) -> bool:
-    """Whether the checkpoint has every kind of flat optimizer state for ``parameter``."""
-    return all(f"{_OPTIMIZER}/{name}/{parameter}" in keys for name in _flat_names(keys))
 
 
 def parameters_in(keys: Mapping[str, int]) -> dict[str, int]:

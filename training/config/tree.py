@@ -127,10 +127,15 @@ class ParallelConfig(Section):
     prefetch: Literal["explicit", "implicit"] = "explicit"
     num_buffers: Annotated[int, Field(ge=1)] = Field(default=2, description="weight buffers that blocks share")
     gather_codec: str = Field(default="none", description="codec of gathered weights, such as int8 (qwZ)")
+    frozen_codec: str | None = Field(
+        default=None, description="codec in which frozen weights are kept and gathered; default: gather_codec"
+    )
     gather_path: Literal["hierarchical", "flat"] = Field(
         default="hierarchical", description="over nodes: across them first and then inside, or all at once"
     )
-    secondary: bool = Field(default=False, description="hpZ: each node keeps a copy of the weights for a step")
+    secondary: bool = Field(
+        default=False, description="hpZ: each node keeps a copy of the weights for a step, of frozen ones for the run"
+    )
     reduce_path: Literal["flat", "hierarchical"] = Field(
         default="flat", description="over nodes: sum all at once in rank order, or inside nodes first (qgZ)"
     )

@@ -34,10 +34,11 @@ from tightwire.training.engine.flat_parameters import (
     copy_into_shard,
     cut_shard,
 )
-from tightwire.training.engine.gathered_weights import Trace, Weights, make_shards
+from tightwire.training.engine.gathered_weights import Trace, Weights
 from tightwire.training.engine.gradients import GradientCompressor, Gradients
 from tightwire.training.engine.hooks import Hooks, MicroBatch
 from tightwire.training.engine.options import EngineOptions
+from tightwire.training.engine.shards import group_of, make_shards
 from tightwire.training.ranks.groups import TrainGroups, shard_group
 
 
@@ -66,7 +67,8 @@ class Engine:
             ValueError: plan or options do not match the groups.
         """
         sharding = options.sharding
-        wanted = sharding.shard_ranks(groups.world_size, groups.num_nodes)
+        ranks = sharding.shard_group(groups.num_nodes, groups.world_size // groups.num_nodes)
+        wanted = ranks.world_size
         if plan.shard_ranks != wanted:
             raise ValueError(
                 f"the plan is for {plan.shard_ranks} shards; sharding {sharding.name} of {groups.world_size} ranks on "
@@ -81,7 +83,7 @@ class Engine:
         self.plan, self.options = plan, options
         self._groups = groups
         self._group = shard_group(groups.main, sharding)
-        self._shards = make_shards(plan, options, groups.device)
+        self._shards = make_shards(plan, options, ranks, groups.device)
         self._hooks = Hooks(model, plan)
         self._weights = Weights(plan, self._shards, options, groups.gather, trace)
         self._gradients = Gradients(plan, options, groups.reduce, trace, compressor)
@@ -101,12 +103,9 @@ class Engine:
 
     def param_groups(self) -> list[dict[str, Any]]:
         """Parameter groups for an optimizer: ``matrices``, and ``norms`` (norms and biases), which should not decay."""
-        trainable = [
-            (bucket, self._shards[bucket.trainable.name].main) for bucket in self.plan.buckets if bucket.trainable
-        ]
         chosen = {
-            "matrices": [main for bucket, main in trainable if bucket.name != NORMS],
-            "norms": [main for bucket, main in trainable if bucket.name == NORMS],
+            "matrices": [main for bucket, main in self._trainable() if bucket.name != NORMS],
+            "norms": [main for bucket, main in self._trainable() if bucket.name == NORMS],
         }
         return [{"params": params, "name": name} for name, params in chosen.items() if params]
 
@@ -148,23 +147,23 @@ class Engine:
         return norm
 
     def weights_changed(self) -> None:
-        """Call after each optimizer step: invalidates gathered trainable weights."""
+        """Call after writing to main shards, such as an optimizer step: invalidates gathered trainable weights."""
         self._check_idle()
-        for shard in self._shards.values():
-            shard.version += shard.flat_param.trainable
+        for shard in self._shards.main.values():
+            shard.version += 1
         self._weights.changed()
 
     def named_flat_params(self) -> Iterator[tuple[FlatParameter, nn.Parameter]]:
-        """Every flat parameter, frozen ones too, with this rank's main shard."""
-        return ((flat_param, self._shards[flat_param.name].main) for flat_param in self.plan.flat_params)
+        """Every trainable flat parameter with this rank's main shard."""
+        return ((shard.flat_param, shard.main) for shard in self._shards.main.values())
 
     @property
     def shard_rank(self) -> int:
-        """Index of this rank's shard of each flat parameter, below ``plan.shard_ranks``."""
+        """Index of this rank's shard of each trainable flat parameter, below ``plan.shard_ranks``."""
         return self._group.rank
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter with its name in the model, in float32. Collective: gathers one flat parameter at a time.
+        """Every trainable parameter with its name in the model, in float32. Collective: gathers one flat parameter at a time.
 
         Do not write to a tensor or keep it: it may be memory that the optimizer uses.
         """
@@ -178,14 +177,23 @@ class Engine:
         """Set every parameter to ``tensor_of(name)``. Not collective. Raises ValueError: a tensor has another shape."""
         for flat_param, main in self.named_flat_params():
             copy_into_shard(tensor_of, cut_shard(flat_param, self.shard_rank, self.plan.shard_ranks), main.data)
-        self.all_weights_changed()
+        self.load_frozen(tensor_of)
+        self.weights_changed()
 
-    def all_weights_changed(self) -> None:
-        """Call after writing to main shards, such as from a checkpoint: invalidates all gathered weights."""
+    def load_frozen(self, tensor_of: Callable[[str], Tensor]) -> None:
+        """The same for frozen parameters only. Cost: memory of one float32 shard at a time."""
         self._check_idle()
-        for shard in self._shards.values():
-            shard.version += 1
+        for shard in self._shards.frozen.values():
+            group = group_of(shard.form, self._group)
+            numbers_S = torch.zeros(shard.flat_param.num_elems // group.world_size, device=self._groups.device)
+            copy_into_shard(tensor_of, cut_shard(shard.flat_param, group.rank, group.world_size), numbers_S)
+            shard.load(numbers_S)
         self._weights.changed()
+
+    def frozen_sums(self) -> dict[tuple[str, int], int]:
+        """``FrozenShard.sum`` of this rank's shards, by flat parameter and index of the shard."""
+        frozen = self._shards.frozen
+        return {(name, group_of(shard.form, self._group).rank): shard.sum for name, shard in frozen.items()}
 
     def close(self) -> None:
         """End the lanes and close the connections. May be called twice."""
@@ -219,4 +227,9 @@ class Engine:
             raise RuntimeError("a micro-batch or evaluation is running; end it first")
 
     def _trainable(self) -> Iterator[tuple[Bucket, nn.Parameter]]:
-        return ((bucket, self._shards[bucket.trainable.name].main) for bucket in self.plan.buckets if bucket.trainable)
+        trainable = ((bucket, bucket.trainable) for bucket in self.plan.buckets)
+        return (
+            (bucket, self._shards.main[flat_param.name].main)
+            for bucket, flat_param in trainable
+            if flat_param is not None
+        )

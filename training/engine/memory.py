@@ -24,6 +24,7 @@ from tightwire.training.config.sharding import GroupShape
 from tightwire.training.engine import gathered_weights, gradients
 from tightwire.training.engine.flat_parameters import Bucket, BucketPlan, FlatParameter
 from tightwire.training.engine.options import EngineOptions
+from tightwire.training.engine.shards import make_shards
 
 _FLOAT32_BYTES = 4
 _META = torch.device("meta")
@@ -32,19 +33,20 @@ _META = torch.device("meta")
 def engine_memory(plan: BucketPlan, options: EngineOptions, *, num_nodes: int, ranks_per_node: int) -> dict[str, int]:
     """Bytes by purpose."""
     shape = options.sharding.shard_group(num_nodes, ranks_per_node)
-    shards = gathered_weights.make_shards(plan, options, _META)
+    shards = make_shards(plan, options, shape, _META)
     weight_pools = {place.pool for place in gathered_weights.make_buffers(plan, options, shards, _META) if place.pool}
     places = gradients.make_buffers(plan, options, _META).values()
     return {
-        "main_shards": sum(shard.main.nbytes for shard in shards.values()),
-        "encoded_shards": sum(shard.encoded.nbytes for shard in shards.values() if shard.encoded is not None),
+        "main_shards": sum(shard.main.nbytes for shard in shards.main.values()),
+        "encoded_shards": sum(shard.encoded.nbytes for shard in shards.main.values() if shard.encoded is not None),
+        "frozen_shards": sum(shard.encoded.nbytes for shard in shards.frozen.values()),
         "gradient_shards": sum(place.grad_S.nbytes for place in places if not place.in_place),
         "weight_buffers": sum(buffer.memory.nbytes for pool in weight_pools for buffer in pool.buffers),
         "gradient_buffers": sum(
             buffer.memory.nbytes for pool in {place.pool for place in places} for buffer in pool.buffers
         ),
-        "node_copy": sum(gathered_weights.node_copy_bytes(options, plan, shape.num_nodes).values()),
-        "gather_room": gathered_weights.room_bytes(plan, options, shape),
+        "node_copy": sum(gathered_weights.node_copy_bytes(shards).values()),
+        "gather_room": gathered_weights.room_bytes(shards),
     }
 
 

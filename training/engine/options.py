@@ -28,6 +28,7 @@ class EngineOptions:
     num_buffers: int = 2
     prefetch: Literal["explicit", "implicit"] = "explicit"
     gather_codec: str = "none"
+    frozen_codec: str | None = None
     gather_path: Path = "hierarchical"
     secondary: bool = False
     reduce_path: Path = "flat"
@@ -41,8 +42,8 @@ class EngineOptions:
     @property
     def codecs(self) -> list[Codec]:
         """All codecs that may run, each once."""
-        names = dict.fromkeys([self.gather_codec, self.reduce_codec, self.reduce_across_codec])
-        return [parse_codec(name) for name in names if name != "none"]
+        names = dict.fromkeys([self.gather_codec, self.frozen_codec, self.reduce_codec, self.reduce_across_codec])
+        return [parse_codec(name) for name in names if name and name != "none"]
 
 
 def engine_options(config: TrainConfig) -> EngineOptions:

@@ -21,6 +21,7 @@ from tightwire.training.config.sharding import GroupShape
 from tightwire.training.engine import gathered_weights, gradients
 from tightwire.training.engine.flat_parameters import EMBEDDING, Bucket, BucketPlan, FlatParameter
 from tightwire.training.engine.options import EngineOptions
+from tightwire.training.engine.shards import form_of
 
 
 class Flow(NamedTuple):
@@ -83,7 +84,6 @@ def gathers_per_step(block: int, num_blocks: int, num_buffers: int, first_backwa
 def _gathers(
     plan: BucketPlan, options: EngineOptions, bucket: Bucket, ranks: GroupShape, accumulation: int, first: bool
 ) -> Iterator[Flow]:
-    codec = gathered_weights.gather_codec(options, bucket, ranks.world_size)
     for flat_param in bucket.flat_params:
         once = 1 if flat_param.trainable or first else 0
         calls = once
@@ -91,15 +91,16 @@ def _gathers(
             calls = gathers_per_step(
                 bucket.block, len(plan.blocks), options.num_buffers, first_backward_block(plan), accumulation
             )
-        wire = gathered_weights.shard_wire_bytes(flat_param, ranks.world_size, codec, options.compute_dtype)
-        if not gathered_weights.in_two_legs(options, bucket, ranks):
-            sent, between = gather_shards_bytes(ranks.world_size, wire), (ranks.num_nodes - 1) * ranks.per_node * wire
+        form = form_of(options, bucket, flat_param, ranks)
+        wire, (num_nodes, per_node) = form.wire_bytes, form.ranks
+        if not form.two_legs:
+            sent, between = gather_shards_bytes(num_nodes * per_node, wire), (num_nodes - 1) * per_node * wire
             yield Flow("gather", "all_gather", flat_param.name, calls, wire, sent, between)
             continue
-        num_across = once if options.secondary and bucket.block is not None else calls
-        across, inside = gather_across_bytes(ranks.num_nodes, wire), gather_inside_bytes(*ranks, wire)
+        num_across = once if form.copied else calls
+        across, inside = gather_across_bytes(num_nodes, wire), gather_inside_bytes(num_nodes, per_node, wire)
         yield Flow("gather", "gather_across", flat_param.name, num_across, wire, across, across)
-        yield Flow("gather", "gather_inside", flat_param.name, calls, ranks.num_nodes * wire, inside, 0)
+        yield Flow("gather", "gather_inside", flat_param.name, calls, num_nodes * wire, inside, 0)
 
 
 def _reduce(

@@ -55,20 +55,14 @@ def measure_optimizer(config: OptimizerConfig) -> OptimizerBytes:
 
 
 def checkpoint_bytes(config: OptimizerConfig, plan: BucketPlan, between: CompressorOptions, num_replicas: int) -> int:
-    """Bytes of one checkpoint in all ranks' files. With several replicas, each one stores its own residuals."""
-    trainable_bytes = _FLOAT32_BYTES + measure_optimizer(config).kept
-    shared = sum(
-        flat_param.num_parameters * (trainable_bytes if flat_param.trainable else _FLOAT32_BYTES)
-        for flat_param in plan.flat_params
-    )
+    """Bytes of one checkpoint, which has no frozen weights, in all ranks' files. With several replicas, each one stores its own residuals."""
+    trainable = [flat_param for flat_param in plan.flat_params if flat_param.trainable]
+    element_bytes = _FLOAT32_BYTES + measure_optimizer(config).kept
+    shared = element_bytes * sum(flat_param.num_parameters for flat_param in trainable)
     if num_replicas == 1:
         return shared
-    shards = [
-        cut_shard(flat_param, rank, plan.shard_ranks)
-        for flat_param in plan.flat_params
-        if flat_param.trainable
-        for rank in range(plan.shard_ranks)
-    ]
+    ranks = range(plan.shard_ranks)
+    shards = [cut_shard(flat_param, rank, plan.shard_ranks) for flat_param in trainable for rank in ranks]
     return shared + num_replicas * sum(kept_bytes(between, shard) for shard in shards)
 
 

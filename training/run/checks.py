@@ -17,6 +17,8 @@ from tightwire.training.checkpoint.state import RunState
 from tightwire.training.config.read import to_values
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import RunData, describe_files
+from tightwire.training.engine.engine import Engine
+from tightwire.training.engine.shards import sum_bits
 from tightwire.training.ranks.control import Control
 from tightwire.training.start.export import check_out
 
@@ -42,20 +44,24 @@ def check_same_configuration(config: TrainConfig, data: RunData, control: Contro
         )
 
 
-def check_replicas(state: RunState, shard_rank: int, control: Control) -> None:
-    """Raises ValueError: ranks that hold the same shard have different bits; names ranks and flat parameters.
-    Collective.
+def check_replicas(state: RunState, engine: Engine, control: Control) -> int:
+    """Return the sum of the frozen weights' bits, which does not depend on the number of ranks. Collective.
+
+    Raises ValueError: ranks that hold the same shard have different bits; names ranks and flat parameters.
     """
-    # Sum the bits as integers: exact, so every single-bit difference changes the sum, also in a NaN.
-    sums = {shard.name: int(shard.flat_N.detach().view(torch.int32).sum(dtype=torch.int64)) for shard in state.shards}
-    first: dict[int, tuple[int, Mapping[str, int]]] = {}
-    for rank, (shard, theirs) in enumerate(control.gather((shard_rank, sums))):
-        other, known = first.setdefault(shard, (rank, theirs))
-        if different := [name for name in known if theirs[name] != known[name]]:
+    frozen = engine.frozen_sums()
+    sums = {(shard.name, engine.shard_rank): sum_bits(shard.flat_N) for shard in state.shards} | frozen
+    frozen_names = {name for name, _ in frozen}
+    first: dict[tuple[str, int], tuple[int, int]] = {}  # by shard: the first rank that holds it, and its sum
+    for rank, theirs in enumerate(control.gather(sums)):
+        known = {shard: first.setdefault(shard, (rank, value)) for shard, value in theirs.items()}
+        if different := [shard for shard, (_, value) in known.items() if theirs[shard] != value]:
+            names = ", ".join(name for name, _ in different)
             raise ValueError(
-                f"{name_ranks([other, rank])} have different weights in {', '.join(different)}; the model or checkpoint "
+                f"{name_ranks([known[different[0]][0], rank])} have different weights in {names}; the model or checkpoint "
                 "differs between their machines"
             )
+    return sum(value for (name, _), (_, value) in first.items() if name in frozen_names)
 
 
 def _flatten(values: Mapping[str, Any], under: str) -> Iterator[tuple[str, Any]]:

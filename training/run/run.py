@@ -4,15 +4,23 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from threading import Event
 from types import FrameType
+from typing import Any
 
 import torch
 
 from tightwire.comm.errors import CommError
 from tightwire.training.checkpoint.folders import CheckpointError, OtherRunError, check_files, find_checkpoint
-from tightwire.training.checkpoint.resume import check_checkpoint, describe_checkpoint, identity_of, restore
+from tightwire.training.checkpoint.resume import (
+    check_checkpoint,
+    check_frozen,
+    describe_checkpoint,
+    identity_of,
+    restore,
+)
 from tightwire.training.checkpoint.writer import Checkpointer
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import RunData, describe_files
@@ -137,7 +145,7 @@ class Run:
                 evaluate=evaluator and evaluator.run,
                 checkpointer=Checkpointer(self._folder, control, keep=config.checkpoint.keep),
                 describe=lambda step, position: describe_checkpoint(
-                    config, self._identity, trained.state, step=step, position=position
+                    config, self._identity, trained.state, frozen_sum=self._frozen_sum, step=step, position=position
                 ),
                 terminal=terminal,
                 log=log,
@@ -169,6 +177,7 @@ class Run:
         """Load the weights. Returns the checkpoint (None: a new run), its step and its position."""
         config, control, trained = self._config, self._control, self._trained
         step = position = 0
+        description: dict[str, Any] = {}
         with control.failing_together(OtherRunError):
             checkpoint = find_checkpoint(self._folder, resume=config.checkpoint.resume)
         checkpoint = control.gather(checkpoint)[0]
@@ -180,9 +189,12 @@ class Run:
                 check_files(checkpoint, description, rank=control.rank, world_size=control.world_size)
             with control.failing_together(OtherRunError, CheckpointError):
                 restore(checkpoint, description, trained.state)
-            trained.engine.all_weights_changed()
+            trained.engine.load_frozen(self._start.read)
+            trained.engine.weights_changed()
             step, position = description["step"], description["position"]
-        check_replicas(trained.state, trained.engine.shard_rank, control)
+        self._frozen_sum = check_replicas(trained.state, trained.engine, control)
+        if checkpoint is not None:
+            check_frozen(checkpoint, description, self._frozen_sum)
         return checkpoint, step, position
 
     def _peak_flops(self) -> float | None:
@@ -202,7 +214,7 @@ class Run:
         out = find_export_folder(config, self._folder)
         error = export_folder(
             out,
-            self._trained.engine.full_tensors(),
+            chain(self._trained.engine.full_tensors(), self._frozen_tensors()),
             self._start.config,
             self._start.tokenizer,
             dtype=getattr(torch, config.export.dtype),
@@ -213,6 +225,13 @@ class Run:
                 f"the trained model could not be exported: {error}; its checkpoint is complete, and the same command exports it again"
             )
         terminal.say(f"the model is in {out}; to serve it: tightwire serve {out}")
+
+    def _frozen_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The frozen weights as the starting model has them, on the rank that writes them."""
+        if self._control.rank == 0:
+            for flat_param in self._trained.engine.plan.flat_params:
+                for param in () if flat_param.trainable else flat_param.params:
+                    yield param.name, self._start.read(param.name)
 
 
 def _open_starting_model(config: TrainConfig, data: RunData, run: Path, ranks: Ranks) -> StartingModel:

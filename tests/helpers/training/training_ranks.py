@@ -5,6 +5,7 @@ gradient is computed rank by rank, added up over ranks in the order that a shard
 """
 
 import copy
+import hashlib
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -91,6 +92,7 @@ def train(
 ) -> Run:
     """Train on this rank's part of ``batches``."""
     stepper, losses, gradients, norms = optimizer(engine.param_groups()), [], [], []
+    frozen = frozen_bytes(engine)
     for step in batches:
         for number, micro in enumerate(step):
             with engine.micro_batch(last=number == len(step) - 1):
@@ -111,7 +113,14 @@ def train(
         stepper.zero_grad()
         engine.weights_changed()
     parameters = {name: tensor.clone() for name, tensor in engine.full_tensors()}
+    assert frozen_bytes(engine) == frozen
     return Run(losses, gradients, parameters, norms)
+
+
+def frozen_bytes(engine: Engine) -> dict[str, str]:
+    """A digest of the bytes of each frozen shard."""
+    shards = engine._shards.frozen.items()
+    return {name: hashlib.sha256(shard.encoded.numpy().tobytes()).hexdigest() for name, shard in shards}
 
 
 def run_groups(groups: list[TrainGroups], fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -186,7 +195,7 @@ def reference(
             parameter.grad = total[name].clone()
         gradients.append(total)
         stepper.step()
-    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    parameters = {name: p.detach().clone() for name, p in trainable.items()}
     return [Run(losses[rank], gradients, parameters, []) for rank in range(num_ranks)]
 
 

@@ -38,6 +38,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "zero++": ("zero3", {}, {**CODED, "secondary": True}),
     "zero++-bf16": ("zero3", {}, {**CODED, **BF16, "secondary": True}),
     "zero++-flat": ("zero3", {"frozen": FROZEN}, {"secondary": True, "gather_path": "flat"}),
+    "frozen-int4": ("zero3", {"frozen": FROZEN}, {"frozen_codec": "int4"}),
+    "frozen-int4-secondary": ("zero3", {"frozen": FROZEN}, {"frozen_codec": "int4", "secondary": True, **BF16}),
+    "frozen-bf16-alone": ("none", {"frozen": FROZEN}, BF16),
     "hybrid-int8": ("hybrid", {}, {"gather_codec": "int8", "reduce_codec": "int8"}),
 }
 

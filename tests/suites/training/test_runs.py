@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 
 from tightwire.model.checkpoint.random import RandomReader
 from tightwire.model.open import open_checkpoint
+from tightwire.training.checkpoint.files import keys_in
 from tightwire.training.checkpoint.folders import checkpoints_in, read_description
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.log.run_log import LOG
@@ -136,6 +137,24 @@ def test_frozen_parameters_do_not_change(tmp_path: Path) -> None:
         trained.read_into(now, name, rows=range(48))
         began.read_into(before, name, rows=range(48))
         assert torch.equal(now, before) is same
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_frozen_weights_are_not_in_checkpoints_and_come_back_on_other_ranks(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    """In 4 bits on both, so the losses go on as without a break."""
+    options = ("model.frozen=['*proj*', '*embed*']", "parallel.frozen_codec=int4", "parallel.sharding=zero3")
+    whole = make_config(tmp_path, *options, run="whole")
+    train(whole, before)
+    config = make_config(tmp_path, *options)
+    train(config, before, stop_signal=_StopAfter(config, 3))
+    keys = keys_in(checkpoints_in(Path(config.run))[-1])
+    assert keys and not any("proj" in key or "embed" in key for key in keys)
+
+    train(config, after)
+
+    assert losses(config) == pytest.approx(losses(whole), abs=1e-5)
 
 
 def test_the_log_has_time_bytes_and_memory_of_each_step(tmp_path: Path) -> None:

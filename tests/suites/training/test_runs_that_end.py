@@ -13,6 +13,7 @@ from tightwire.training.checkpoint.folders import CheckpointError, OtherRunError
 from tightwire.training.data.documents import DataError
 from tightwire.training.engine.engine import Engine
 from tightwire.training.run.loop import BrokenDataError, DivergedError
+from tightwire.training.start.model import StartingModel
 
 _RUINOUS = ("optimizer={name: sgd, lr: 1e30, weight_decay: 0, clip_norm: null}", "schedule.warmup_steps=0")
 
@@ -111,10 +112,25 @@ def test_fewer_steps_than_in_the_checkpoint_are_refused(tmp_path: Path) -> None:
 def test_frozen_parameters_cannot_be_trained_on_resume(tmp_path: Path) -> None:
     frozen = "model.frozen=['model.layers.0.*']"
     train(make_config(tmp_path, "schedule.steps=2", frozen))
-    with pytest.raises(
-        OtherRunError, match=r"no optimizer state for model.layers.0.*was frozen \(model.frozen=\['model"
-    ):
+    with pytest.raises(OtherRunError, match=r"no weights of model.layers.0.*was frozen \(model.frozen=\['model"):
         train(make_config(tmp_path))
+
+
+def test_trained_parameters_cannot_be_frozen_on_resume(tmp_path: Path) -> None:
+    train(make_config(tmp_path, "schedule.steps=2"))
+    with pytest.raises(OtherRunError, match=r"has trained weights of model.layers.0.*, which is not trained here"):
+        train(make_config(tmp_path, "model.frozen=['model.layers.0.*']"))
+
+
+def test_other_frozen_weights_than_those_of_the_checkpoint_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = "model.frozen=['model.layers.0.*']"
+    train(make_config(tmp_path, "schedule.steps=2", frozen))
+    read = StartingModel.read
+    monkeypatch.setattr(StartingModel, "read", lambda start, name: read(start, name) + 1)
+    with pytest.raises(OtherRunError, match="was trained beside other frozen weights than new has now"):
+        train(make_config(tmp_path, frozen), 2)
 
 
 def test_a_damaged_checkpoint_is_not_resumed(tmp_path: Path) -> None:

@@ -61,8 +61,9 @@ def test_a_model_on_the_meta_device_is_loaded_and_read_back() -> None:
         with open_engine(own, groups, ZERO3) as engine:
             engine.load_full(lambda name: given[name])
             got = {name: tensor.clone() for name, tensor in engine.full_tensors()}
-            assert got.keys() == given.keys()
-            assert all(torch.equal(got[name], tensor) for name, tensor in given.items())
+            trained = {name for name in given if not name.startswith("model.layers.1.")}
+            assert got.keys() == trained
+            assert all(torch.equal(got[name], given[name]) for name in trained)
             with pytest.raises(ValueError, match=r"embed_tokens.weight must have shape \(80, 32\), got \(3,\)"):
                 engine.load_full(lambda name: torch.zeros(3))
 

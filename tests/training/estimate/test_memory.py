@@ -44,6 +44,7 @@ _CASES = {
     "bfloat16": ("parallel.sharding=zero3", "model.compute_dtype=bfloat16", "parallel.reduce_dtype=bfloat16"),
     "top-k": ("parallel={sharding: hybrid, between: {kind: top-k}}",),
     "frozen": ("parallel.sharding=zero3", "model.frozen=[model.layers.0.*, model.embed_tokens.weight]"),
+    "frozen-int4": ("parallel={sharding: zero3, frozen_codec: int4, secondary: true}", "model.frozen=['*proj*']"),
     # Then the optimizer's step takes most.
     "few-tokens": ("parallel.sharding=none", "data.sequence_tokens=2", "model.frozen=[model.embed_tokens.weight]"),
 }

@@ -88,3 +88,21 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
         ValueError, match="dry_run.between: '50mbi' is not a link"
     ):  # of a wire that nothing goes over, too
         dry_run(make_config(tmp_path, "dry_run={ranks: 1, between: 50mbi}"), {})
+
+
+def test_frozen_weights_of_70b_are_planned_with_their_bytes_only(tmp_path: Path) -> None:
+    """In 4 bits on 16 ranks 2.2 GiB each, and nothing in float32; kept once a node they are those of the ranks of a node."""
+    overrides = (
+        "model={start: random:llama-3-70b, shape: null, frozen: ['*proj*', '*embed*', 'lm_head*']}",
+        "parallel={sharding: zero3, frozen_codec: int4, checkpoint_every: 1, nodes: 2}",
+        "dry_run.ranks=16",
+        "batch.sequences=32",
+    )
+
+    def frozen_gib(*more: str) -> float:
+        report = dry_run(make_config(tmp_path, *overrides, *more), {})
+        line = next(line.split() for line in report.splitlines() if line.startswith("    frozen shards"))
+        return float(line[2].removesuffix("GiB"))
+
+    assert frozen_gib() == 2.2  # 4.25 bits each
+    assert frozen_gib("parallel.secondary=true") == 4.4
