@@ -158,6 +158,12 @@ class Detokenizer:
             return "\ufffd" * len(run)  # one for each byte, as the tokenizers library writes it
 
 
+def possible_start(text: str, marks: tuple[str, ...]) -> int:
+    """The length of the longest end of ``text`` that begins one of the marks."""
+    sizes = range(min(len(text), max(map(len, marks)) - 1), 0, -1)
+    return next((size for size in sizes if any(mark.startswith(text[-size:]) for mark in marks)), 0)
+
+
 class StopStrings:
     """Passes text through until a stop string is complete. The one complete first wins; among several, the longest."""
 
@@ -177,7 +183,7 @@ class StopStrings:
             end, start, self.hit = min(found)
             self._held = ""
             return text[: end if self._include else start]
-        keep = self._count_possible_start(text)
+        keep = possible_start(text, self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -185,12 +191,3 @@ class StopStrings:
         """The text held back; call it when no more text comes."""
         held, self._held = self._held, ""
         return held
-
-    def _count_possible_start(self, text: str) -> int:
-        """The length of the longest end of ``text`` that is the start of a stop string."""
-        longest = min(len(text), max(map(len, self._stops)) - 1)
-        for length in range(longest, 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tightwire.model.adapters.peft import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
@@ -19,13 +19,9 @@ class Adapters:
     """The loaded adapters by name."""
 
     def __init__(self, loaded: Sequence[ServedAdapter] = ()) -> None:
-        self._by_name = {adapter.name: adapter for adapter in loaded}
+        self.by_name = {adapter.name: adapter for adapter in loaded}
         self._ids = itertools.count(max((adapter.id for adapter in loaded), default=0) + 1)
         self._changing = asyncio.Lock()
-
-    @property
-    def by_name(self) -> Mapping[str, ServedAdapter]:
-        return self._by_name
 
     async def load(self, engine: EngineClient, options: AdapterOptions, name: str, path: str, *, replace: bool) -> None:
         """Load ``path`` on all ranks; requests may name it once this returns. Another version stays until then.
@@ -36,7 +32,7 @@ class Adapters:
         if not name.strip() or len(name) > _MAX_NAME:
             raise invalid(f"lora_name must have 1 to {_MAX_NAME} characters", "lora_name")
         async with self._changing:
-            before = self._by_name.get(name)
+            before = self.by_name.get(name)
             if before is not None and not replace:
                 raise invalid(
                     f"the adapter {name!r} is already loaded; unload it, or send load_inplace: true", "lora_name"
@@ -48,7 +44,7 @@ class Adapters:
             except OSError as error:
                 engine.unload_adapter(adapter)
                 raise invalid(f"the adapter cannot be read: {error.strerror}", "lora_path") from None
-            self._by_name[name] = ServedAdapter(id=adapter, name=name, folder=str(folder), digest=digest)
+            self.by_name[name] = ServedAdapter(id=adapter, name=name, folder=str(folder), digest=digest)
             if before is not None:
                 engine.unload_adapter(before.id)
 
@@ -56,7 +52,7 @@ class Adapters:
         """Forget an adapter: new requests get 404, and those that run finish. ApiError 403: off; 404: not loaded."""
         _require_runtime(options)
         async with self._changing:
-            adapter = self._by_name.pop(name, None)
+            adapter = self.by_name.pop(name, None)
             if adapter is None:
                 message = f"there is no adapter {name[:_MAX_NAME]!r}; GET /v1/models lists the loaded ones"
                 raise ApiError(404, message, param="lora_name", code="model_not_found")

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tightwire.model.text.tokenizer import Tokenizer
+from tightwire.server.api.detokenize import possible_start
 
 _MISTRAL = "[TOOL_CALLS]"
 _OPENERS = ("<tool_call>", "<|python_tag|>", _MISTRAL)
@@ -125,7 +126,7 @@ class CallReader:
                 yield self._text[:at]
             self._in_calls, self._text = True, self._text[at + len(self._skipped) :]
             return
-        ready = self._text[: len(self._text) - (0 if at_end else _possible_start(self._text, self._openers))]
+        ready = self._text[: len(self._text) - (0 if at_end else possible_start(self._text, self._openers))]
         if not self._is_blank_between(ready):
             yield ready
             self._text, self._at_start = self._text[len(ready) :], False
@@ -133,7 +134,7 @@ class CallReader:
     def _thought(self, at_end: bool) -> Iterator[Piece]:
         """Pass on what the model thinks. The answer starts behind it."""
         text, mark, rest = self._text.partition(_THINK_END)
-        held = 0 if mark or at_end else _possible_start(text, (_THINK_END,))
+        held = 0 if mark or at_end else possible_start(text, (_THINK_END,))
         self._thinks, self._text = not mark, rest or text[len(text) - held :]
         yield text[: len(text) - held] + mark
 
@@ -282,12 +283,6 @@ def opens_thought(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
 
 def _is_json_list(text: str) -> bool:
     return re.match(r"\[\s*\{", text) is not None
-
-
-def _possible_start(text: str, marks: tuple[str, ...]) -> int:
-    """The length of the longest end of ``text`` that begins one of the marks."""
-    sizes = range(min(len(text), max(map(len, marks)) - 1), 0, -1)
-    return next((size for size in sizes if any(mark.startswith(text[-size:]) for mark in marks)), 0)
 
 
 def _parse_python(text: str) -> list[tuple[str, dict[str, Any]]] | None:

@@ -1,7 +1,7 @@
 """The options of ``serve``: one frozen tree from which ``flags`` derives flags and YAML keys."""
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from tightwire.model.weights import QUANTIZATIONS
 from tightwire.option import option, require, require_seconds
@@ -182,16 +182,7 @@ class ServeConfig:
             )
 
 
-GROUPS = {
-    "model": ModelOptions,
-    "parallel": ParallelOptions,
-    "engine": EngineOptions,
-    "weights": WeightOptions,
-    "http": HttpOptions,
-    "timeouts": TimeoutOptions,
-    "hosts": HostOptions,
-    "adapters": AdapterOptions,
-}
+GROUPS: dict[str, type[Any]] = get_type_hints(ServeConfig)
 
 
 def option_fields() -> dict[str, tuple[str, Any]]:

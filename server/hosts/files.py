@@ -29,8 +29,8 @@ class FileFacts(msgspec.Struct, frozen=True):
     sha256: str
 
 
-class ModelFiles(msgspec.Struct, frozen=True):
-    """The files of a model: one, the parts of one, or those of a folder. ``error``: why there are none."""
+class ModelFiles(msgspec.Struct, frozen=True, tag=True):
+    """A message: the files of a model: one, the parts of one, or those of a folder. ``error``: why there are none."""
 
     files: list[FileFacts]
     is_folder: bool

@@ -15,13 +15,13 @@ from pathlib import Path
 import msgspec
 
 from tightwire.comm.link.wire import LinkFacts, network_facts
-from tightwire.model.open import Checkpoint
+from tightwire.model.open import Checkpoint, fingerprint
 from tightwire.server.hosts import messages
 from tightwire.server.hosts.channel import Channel, LostError, accept_channels, meet
 from tightwire.server.hosts.checks import measure, merge_plans, name_node, objection_to, probe
 from tightwire.server.hosts.files import ModelFiles, list_files, read_piece
 from tightwire.server.hosts.place import joined, keep_probe, listen
-from tightwire.server.hosts.side import SHOW_S, Joining, Side, model_facts
+from tightwire.server.hosts.side import SHOW_S, Joining, Side
 from tightwire.server.plan.rank_setup import RunPlan
 
 
@@ -103,7 +103,7 @@ class Head(Side):
     async def agree(self, checkpoint: Checkpoint, plan: RunPlan) -> RunPlan:
         """Give the model to nodes that have no copy, and wait until all nodes have opened the same one."""
         self._path.set_result(checkpoint.path)
-        self._own = msgspec.structs.replace(self._own, facts=model_facts(checkpoint))
+        self._own = msgspec.structs.replace(self._own, facts={"the model": fingerprint(checkpoint)})
         await self._until(
             lambda: [number for number, node in self._nodes.items() if node.opened is None], "opened the model"
         )
@@ -142,7 +142,7 @@ class Head(Side):
             self._files = asyncio.create_task(asyncio.to_thread(list_files, path))
         files = await asyncio.shield(self._files)
         if isinstance(message, messages.WantModel):
-            node.channel.send(messages.Offer(files))
+            node.channel.send(files)
         elif path is not None:
             node.copied = files.share(message.name, message.offset)
             node.channel.send(

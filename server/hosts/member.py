@@ -3,32 +3,22 @@
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
 
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.model.checkpoint.header import has_copy
-from tightwire.model.open import Checkpoint
+from tightwire.model.open import Checkpoint, fingerprint
 from tightwire.server.hosts import messages
 from tightwire.server.hosts.channel import Channel, LostError, introduce, open_channel
 from tightwire.server.hosts.checks import CONNECT_S, measure, probe, why_unreachable
-from tightwire.server.hosts.files import fetch_files
+from tightwire.server.hosts.files import ModelFiles, fetch_files
 from tightwire.server.hosts.place import joined
-from tightwire.server.hosts.side import SHOW_S, Joining, Side, model_facts
+from tightwire.server.hosts.side import SHOW_S, Joining, Side
 from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Ready, Stage
 from tightwire.server.plan.rank_setup import RunPlan
 
 _RETRY_S = 0.5
-
-
-@dataclass(slots=True)
-class _Told:
-    """What node 0 has told a member so far."""
-
-    run: asyncio.Future[RunPlan] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    model: asyncio.Queue[messages.Offer | messages.Piece] = field(default_factory=asyncio.Queue)
-    network: asyncio.Future[LinkFacts] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Member(Side):
@@ -38,7 +28,10 @@ class Member(Side):
         super().__init__(joining, joining.ranks)
         self.refusal = f"this is node {self._place.node}; send requests to node 0 at {self._place.master}"
         self._channel: Channel | None = None
-        self._told = _Told()
+        loop = asyncio.get_running_loop()
+        self._run: asyncio.Future[RunPlan] = loop.create_future()
+        self._network: asyncio.Future[LinkFacts] = loop.create_future()
+        self._model: asyncio.Queue[ModelFiles | messages.Piece] = asyncio.Queue()
 
     @property
     def _head(self) -> str:
@@ -50,7 +43,7 @@ class Member(Side):
         channel = await self._connect()
         self._start(self._beat())
         self._start(self._listen(channel))
-        self.link = await self._told.network
+        self.link = await self._network
 
     async def find_model(self, model: str, show: Callable[[str, float], None]) -> str:
         """The model, or if this node has no copy, the path of the one that it fetches; see ``fetch_files``."""
@@ -59,17 +52,17 @@ class Member(Side):
 
         async def ask(name: str, offset: int) -> bytes:
             self._tell(messages.WantPiece(name, offset))
-            answer = await self._told.model.get()
+            answer = await self._model.get()
             return answer.data if isinstance(answer, messages.Piece) else b""
 
         self._tell(messages.WantModel())
-        offer = await self._told.model.get()
-        assert isinstance(offer, messages.Offer), "the answer to WantModel"
-        return str(await fetch_files(offer.model, ask, show))
+        offer = await self._model.get()
+        assert isinstance(offer, ModelFiles), "the answer to WantModel"
+        return str(await fetch_files(offer, ask, show))
 
     async def agree(self, checkpoint: Checkpoint, plan: RunPlan) -> RunPlan:
-        self._tell(messages.Opened(model_facts(checkpoint), plan))
-        agreed = await self._told.run
+        self._tell(messages.Opened({"the model": fingerprint(checkpoint)}, plan))
+        agreed = await self._run
         self._free_ports()
         return agreed
 
@@ -128,11 +121,11 @@ class Member(Side):
                 elif isinstance(message, messages.Measure):
                     self._tell(messages.Measured(*await measure(self._place.node, message.targets)))
                 elif isinstance(message, messages.Network):
-                    self._told.network.set_result(message.link)
-                elif isinstance(message, messages.Offer | messages.Piece):
-                    self._told.model.put_nowait(message)
+                    self._network.set_result(message.link)
+                elif isinstance(message, ModelFiles | messages.Piece):
+                    self._model.put_nowait(message)
                 elif isinstance(message, messages.Run):
-                    self._told.run.set_result(message.plan)
+                    self._run.set_result(message.plan)
                 elif isinstance(message, messages.Serving):
                     listener.note_serving()
                 elif isinstance(message, messages.End):

@@ -70,10 +70,6 @@ class WantModel(msgspec.Struct, frozen=True, tag=True):
     """The node has no copy of the model; node 0 answers with its ``ModelFiles``."""
 
 
-class Offer(msgspec.Struct, frozen=True, tag=True):
-    model: ModelFiles
-
-
 class WantPiece(msgspec.Struct, frozen=True, tag=True):
     """Ask for the bytes of a file from ``offset`` on; node 0 answers with ``Piece``."""
 
@@ -130,6 +126,6 @@ class End(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-FromHead = Challenge | Welcome | Table | Probe | Measure | Network | Offer | Piece | Run | Serving
+FromHead = Challenge | Welcome | Table | Probe | Measure | Network | ModelFiles | Piece | Run | Serving
 FromMember = Hello | Probed | Measured | WantModel | WantPiece | Opened | Report | Exited | AskStop
 Message = FromHead | FromMember | Beat | End

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tightwire.comm.link.probe import answer_probes
-from tightwire.model.open import Checkpoint, fingerprint
 from tightwire.server.hosts.base import Hosts, Listener
 from tightwire.server.hosts.channel import Channel
 from tightwire.server.hosts.messages import Beat, End, Hello, Message
@@ -117,8 +116,3 @@ class Side(Hosts, ABC):
             with contextlib.suppress(OSError):  # closed before
                 held.shutdown(socket.SHUT_RDWR)  # ends the thread that accepts on it
             held.close()
-
-
-def model_facts(checkpoint: Checkpoint) -> dict[str, str]:
-    """What must be equal on all nodes when they have opened the model."""
-    return {"the model": fingerprint(checkpoint)}

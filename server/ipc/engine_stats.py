@@ -1,6 +1,6 @@
 """Counters and gauges of the engine. Each field carries the name and help of its metric on /metrics."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Literal, NamedTuple, get_type_hints
 
 import msgspec
@@ -16,12 +16,7 @@ class MetricInfo(NamedTuple):
     help: str
 
 
-def _counter(name: str, help: str) -> MetricInfo:
-    return MetricInfo("counter", name, help)
-
-
-def _gauge(name: str, help: str) -> MetricInfo:
-    return MetricInfo("gauge", name, help)
+_counter, _gauge = partial(MetricInfo, "counter"), partial(MetricInfo, "gauge")
 
 
 @cache
