@@ -5,7 +5,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -143,8 +143,8 @@ class OffloadedCache(CacheSource):
         block_shape = (2, shard.local_kv_heads, block_size, cache_width(config.head_dim, stored))
         self.block_stride_bytes = block_bytes = layer_block_bytes(config, shard, block_size, stored)
         self._block_bytes, self._timeout_s, self._num_layers = block_bytes, timeout_s, config.num_layers
-        memory = page_aligned(config.num_layers * num_blocks * block_bytes, torch.device("cpu"))
-        self._pinned = _Pinned(memory) if device.type == "cuda" else None
+        host_bytes, pinned = config.num_layers * num_blocks * block_bytes, device.type == "cuda"
+        memory = page_aligned(host_bytes, torch.device("cpu"), pinned=pinned)
         self._host = memory.view(stored).view(config.num_layers, num_blocks, *block_shape)
         self.pool = BufferPool(NUM_BUFFERS, buffer_blocks * block_bytes, device, saves=True, traced=True)
         self._blocks = [buffer.memory.view(stored).view(buffer_blocks, *block_shape) for buffer in self.pool.buffers]
@@ -186,8 +186,6 @@ class OffloadedCache(CacheSource):
         self.pool.close(CacheError("this cache is closed"))
         self._steps.put(None)
         self._thread.join()
-        if self._pinned is not None:
-            self._pinned.free()
 
     def _take(self, index: int) -> int:
         start_s = time.perf_counter()
@@ -225,21 +223,6 @@ class OffloadedCache(CacheSource):
         copy_runs(target, source, runs_R3)
         self._num_bytes += int(runs_R3[:, 2].sum()) * self._block_bytes
         self.pool.moved()
-
-
-class _Pinned:
-    """Pinned host memory of the requested size; torch's own allocator rounds it up to a power of two."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self._memory: Tensor | None = memory
-        self._runtime: Any = torch.cuda.cudart()
-        torch.cuda.check_error(self._runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-
-    def free(self) -> None:
-        if self._memory is not None:
-            torch.cuda.synchronize()  # queued copies still use the memory
-            torch.cuda.check_error(self._runtime.cudaHostUnregister(self._memory.data_ptr()))
-            self._memory = None
 
 
 class StepBlocks(NamedTuple):

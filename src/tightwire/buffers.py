@@ -13,11 +13,13 @@ times of queueing. Source: YaFSDP, whose buffers have owners too (github.com/yan
 """
 
 import math
+import mmap
 import threading
 import time
+import weakref
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -32,10 +34,24 @@ class BufferConflictError(RuntimeError):
 
 
 def page_aligned(num_bytes: int, device: torch.device, *, pinned: bool = False) -> Tensor:
-    """(num_bytes,) uint8 at a page boundary, as direct disk I/O needs."""
-    room = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8, device=device, pin_memory=pinned)
+    """(num_bytes,) uint8 at a page boundary, as direct disk I/O needs. ``pinned``: on the host, for copies to CUDA devices.
+
+    CUDA pins what is mapped here, because torch's allocator of pinned memory rounds sizes up to powers of two.
+    """
+    if pinned:
+        mapped = mmap.mmap(-1, max(1, num_bytes))
+        memory = torch.frombuffer(mapped, dtype=torch.uint8)[:num_bytes]
+        torch.cuda.check_error(cast(Any, torch.cuda.cudart()).cudaHostRegister(memory.data_ptr(), len(mapped), 0))
+        weakref.finalize(mapped, _unpin, memory.data_ptr()).atexit = False
+        return memory
+    room = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8, device=device)
     start = -room.data_ptr() % PAGE_BYTES
     return room[start : start + num_bytes]
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.synchronize()  # queued copies still use the memory
+    torch.cuda.check_error(cast(Any, torch.cuda.cudart()).cudaHostUnregister(address))
 
 
 def make_stream(device: torch.device) -> torch.cuda.Stream | None:

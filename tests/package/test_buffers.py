@@ -193,3 +193,28 @@ def test_the_same_owner_waits_for_its_own_slot() -> None:
     thread.start()
     assert pool.fill(1, 0, timeout_s=10).state == "filling"
     thread.join()
+
+
+def test_pinned_memory_has_the_size_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own would be rounded up: 172 GB for the 140 GB of a 70B model."""
+    pinned: dict[int, int] = {}
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+            pinned[address] = num_bytes
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            del pinned[address]
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    memory = page_aligned(3 * 4096 + 5, CPU, pinned=True)
+    assert pinned == {memory.data_ptr(): 3 * 4096 + 5} and memory.data_ptr() % 4096 == 0
+    part = memory[4096:].fill_(7)
+    del memory
+    assert len(pinned) == 1 and int(part.sum()) == 7 * len(part)
+    del part
+    assert not pinned
