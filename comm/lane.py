@@ -22,16 +22,23 @@ Work = Callable[[], Tensor | None]
 
 class Pending:
     def __init__(self, ledger: Ledger) -> None:
-        self.done: Future[tuple[Tensor | None, float, float]] = Future()  # result, seconds in collectives, of it coding
+        # Result, seconds in collectives, of it coding, and on CUDA the place in the lane's stream where it is ready.
+        self.done: Future[tuple[Tensor | None, float, float, torch.cuda.Event | None]] = Future()
         self._ledger = ledger
 
     def wait(self) -> Tensor:
-        """Return the result, or raise the error of this or earlier work. The ledger records the time not waited for."""
+        """Return the result, or raise the error of this or earlier work. The ledger records the time not waited for.
+
+        On CUDA the caller's stream waits for the result, and the host does not.
+        """
         start_s = perf_counter()
-        result, comm_s, coding_s = self.done.result()
+        result, comm_s, coding_s, ready = self.done.result()
         hidden = 1 - min(1.0, (perf_counter() - start_s) / comm_s) if comm_s else 0.0
         self._ledger.hide(hidden * comm_s, hidden * coding_s)
         assert result is not None
+        if ready is not None:
+            ready.wait()
+            result.record_stream(torch.cuda.current_stream())
         return result
 
 
@@ -115,7 +122,9 @@ class Lane:
             pending.done.set_exception(failure)
             self._on_failure(failure)
             return
-        pending.done.set_result((result, comm_after_s - comm_s, coding_after_s - coding_s))
+        if (ready := None if self._stream is None else torch.cuda.Event()) is not None:
+            ready.record()
+        pending.done.set_result((result, comm_after_s - comm_s, coding_after_s - coding_s, ready))
         with self._changed:
             self._num_done += 1
             self._changed.notify_all()

@@ -39,6 +39,29 @@ from tightwire.server.ranks.step_runner import RankZeroRunner, StepSize
 
 _WARM_UP_PROMPT_TOKENS = 24
 _WARM_UP_ANSWER_TOKENS = 4
+_WARM_UP_MANY_KEYS = 300  # more than one chunk of ``kernels.cuda.attention_decode``
+
+
+def warm_up_rounds(limits: Limits, rules: RequestRules, device: str) -> list[list[AddRequest]]:
+    """Requests that begin in one step: for every policy, and one that draws. On CUDA a long prompt joins them in the next
+    step: one with prompts, decode rows and many keys has kernels of its own, which would be compiled in service."""
+    kinds = [[(_WARM_UP_PROMPT_TOKENS, policy, 0.0) for policy in rules.policies], [(_WARM_UP_MANY_KEYS, None, 0.0)]]
+    kinds[0].append((_WARM_UP_PROMPT_TOKENS, None, 1.0))
+    return [[_warm_up_request(limits, rules, *kind) for kind in each] for each in kinds[: 1 + (device == "cuda")]]
+
+
+def _warm_up_request(
+    limits: Limits, rules: RequestRules, length: int, policy: str | None, temperature: float
+) -> AddRequest:
+    # Leave room for two answer tokens; the second takes its own step.
+    length = min(length, max(1, limits.max_model_len - 2))
+    most = min(_WARM_UP_ANSWER_TOKENS, limits.max_model_len - length)
+    return AddRequest(
+        id="",
+        prompt_token_ids=[token % rules.vocab_size for token in range(1, 1 + length)],
+        params=SamplingParams(max_tokens=most, temperature=temperature, top_p=0.9, seed=1, ignore_eos=True),
+        allreduce=policy,
+    )
 
 
 class Leader:
@@ -103,19 +126,14 @@ class Leader:
 
     def warm_up(self) -> None:
         """Answer test requests on each replica to compile and allocate now. RuntimeError: one does not end normally."""
-        engine, limits = self.make_engine(), self._limits
-        # Leave room for two answer tokens; the second takes its own step.
-        num_tokens = min(_WARM_UP_PROMPT_TOKENS, max(1, limits.max_model_len - 2))
-        prompt = [token % self._rules.vocab_size for token in range(1, 1 + num_tokens)]
-        max_tokens = min(_WARM_UP_ANSWER_TOKENS, limits.max_model_len - num_tokens)
-        for replica in range(self._plan.num_replicas):
-            for policy, temperature in [*((policy, 0.0) for policy in self._rules.policies), (None, 1.0)]:
-                params = SamplingParams(
-                    max_tokens=max_tokens, temperature=temperature, top_p=0.9, seed=1, ignore_eos=True
-                )
-                name = f"warm-up-{replica}-{policy}"
-                engine.add(AddRequest(id=name, prompt_token_ids=prompt, params=params, allreduce=policy), replica)
-        while engine.has_work():
+        engine, rounds = self.make_engine(), warm_up_rounds(self._limits, self._rules, self._plan.device)
+        while rounds or engine.has_work():
+            for replica in range(self._plan.num_replicas) if rounds else ():
+                for number, request in enumerate(rounds[0]):
+                    engine.add(
+                        msgspec.structs.replace(request, id=f"warm-up-{len(rounds)}-{replica}-{number}"), replica
+                    )
+            rounds = rounds[1:]
             for output in engine.step().outputs:
                 if output.finish_reason not in (None, "length"):
                     raise RuntimeError(f"the model does not answer a first request: {output.message or output}")

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -66,3 +67,36 @@ def test_a_failure_is_raised_where_it_is_waited_for_and_nothing_runs_after_it() 
         with pytest.raises(ConnectionError, match="rank 1 is gone"):
             flight.wait()
     assert not ran
+
+
+def test_on_cuda_the_callers_stream_waits_for_the_result_and_not_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without that the caller's kernels may read what the lane's have not written yet."""
+    queued: list[str] = []
+
+    class Event:
+        def record(self) -> None:
+            here = threading.current_thread().name
+            queued.append("lane records" if here.startswith("tightwire") else "caller records")
+
+        def wait(self) -> None:
+            queued.append("caller waits")
+
+    class Stream:
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def wait_event(self, event: Event) -> None:
+            queued.append("lane waits")
+
+    class Result(Tensor):
+        def record_stream(self, s: object) -> None:
+            queued.append("memory is kept")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream())
+    lane = Lane("sums", torch.device("cuda", 0))
+    lane.start(lambda: torch.ones(1).as_subclass(Result)).wait()
+    lane.close()
+    assert queued == ["caller records", "lane waits", "lane records", "caller waits", "memory is kept"]
