@@ -83,15 +83,16 @@ class NotInstalledError(Exception):
     """A peer's program is missing; the message says how to install it."""
 
 
-_TIGHTWIRE = re.compile(r"tightwire-tp(\d+)(-q4)?(-int8)?(-gloo)?(?::(.+))?")
+_TIGHTWIRE = re.compile(r"tightwire-tp(\d+)(-q4)?(-int8)?(-gloo)?(-hybrid|-pipeline)?(?::(.+))?")
 
 
 def tightwire(setup: Setup, found: re.Match[str]) -> Arm:
     """-q4: keep the weights in the file's 4 bits, as llama.cpp does; otherwise expand them to bfloat16."""
-    ranks, packed, int8, gloo, all_reduce = found.groups()
+    ranks, packed, int8, gloo, layout, all_reduce = found.groups()
     numbers = ("4-bit" if packed else "bfloat16") + (", int8 activations" if int8 else "")
-    name = ", ".join(filter(None, [f"tightwire TP {ranks}", all_reduce, "gloo" if gloo else "", packed and numbers]))
-    argv = [setup.model, "--tp", ranks, "--allreduce", all_reduce or "auto", "--dtype", "bfloat16"]
+    layout, gloo = (layout or "")[1:], "gloo" if gloo else ""
+    name = ", ".join(filter(None, [f"tightwire TP {ranks}", layout, all_reduce, gloo, packed and numbers]))
+    argv = [setup.model, "--tp", ranks, "--layout", layout or "tensor", "--allreduce", all_reduce or "auto", "--dtype", "bfloat16"]
     argv += ["--quantization", "auto" if packed else "none", "--activations", "int8" if int8 else "auto"]
     argv += ["--transport", "process-group"] if gloo else []
     argv += ["--kv-cache-memory", _KV_CACHE if setup.hosts is None else _HOST_KV_CACHE]

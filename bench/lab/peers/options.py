@@ -15,8 +15,8 @@ class PeersOptions(OutputOptions):
     description: ClassVar[str] = "Compare servers on the same weights, one after the other under the same load."
     servers: tuple[str, ...] = option(
         DEFAULT_ARMS,
-        f"servers to compare: {', '.join(ARMS)}, tightwire-tpN with -q4 (4-bit weights), -int8 (activations), -gloo (transport) "
-        "and :ALLREDUCE, or NAME=URL of a running server; the first is the baseline",
+        f"servers to compare: {', '.join(ARMS)}, tightwire-tpN with -q4 (4-bit weights), -int8 (activations), -gloo (transport), "
+        "-hybrid or -pipeline (layout) and :ALLREDUCE, or NAME=URL of a running server; the first is the baseline",
         metavar="A,B",
     )
     peers: Path | None = option(
