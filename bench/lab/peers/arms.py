@@ -92,7 +92,17 @@ def tightwire(setup: Setup, found: re.Match[str]) -> Arm:
     numbers = ("4-bit" if packed else "bfloat16") + (", int8 activations" if int8 else "")
     layout, gloo = (layout or "")[1:], "gloo" if gloo else ""
     name = ", ".join(filter(None, [f"tightwire TP {ranks}", layout, all_reduce, gloo, packed and numbers]))
-    argv = [setup.model, "--tp", ranks, "--layout", layout or "tensor", "--allreduce", all_reduce or "auto", "--dtype", "bfloat16"]
+    argv = [
+        setup.model,
+        "--tp",
+        ranks,
+        "--layout",
+        layout or "tensor",
+        "--allreduce",
+        all_reduce or "auto",
+        "--dtype",
+        "bfloat16",
+    ]
     argv += ["--quantization", "auto" if packed else "none", "--activations", "int8" if int8 else "auto"]
     argv += ["--transport", "process-group"] if gloo else []
     argv += ["--kv-cache-memory", _KV_CACHE if setup.hosts is None else _HOST_KV_CACHE]

@@ -123,10 +123,15 @@ def test_a_tightwire_arm_has_its_flags_in_its_name(tmp_path: Path) -> None:
     arm = arms.make_arm("tightwire-tp2-q4-int8-gloo:flash:int8,int4", setup)
     assert arm.name == "tightwire TP 2, flash:int8,int4, gloo, 4-bit, int8 activations"
     words = " ".join(arm.command)
-    assert "--tp 2 --layout tensor --allreduce flash:int8,int4" in words and "--quantization auto --activations int8" in words
+    assert (
+        "--tp 2 --layout tensor --allreduce flash:int8,int4" in words
+        and "--quantization auto --activations int8" in words
+    )
     assert "--transport process-group" in words
     staged = arms.make_arm("tightwire-tp2-q4-hybrid", setup)
-    assert staged.name == "tightwire TP 2, hybrid, 4-bit" and "--layout hybrid --allreduce auto" in " ".join(staged.command)
+    assert staged.name == "tightwire TP 2, hybrid, 4-bit" and "--layout hybrid --allreduce auto" in " ".join(
+        staged.command
+    )
 
 
 @pytest.mark.parametrize(
