@@ -90,30 +90,18 @@ def tightwire(setup: Setup, found: re.Match[str]) -> Arm:
     """-q4: keep the weights in the file's 4 bits, as llama.cpp does; otherwise expand them to bfloat16."""
     ranks, packed, int8, gloo, layout, all_reduce = found.groups()
     numbers = ("4-bit" if packed else "bfloat16") + (", int8 activations" if int8 else "")
-    layout, gloo = (layout or "")[1:], "gloo" if gloo else ""
-    name = ", ".join(filter(None, [f"tightwire TP {ranks}", layout, all_reduce, gloo, packed and numbers]))
-    argv = [
-        setup.model,
-        "--tp",
-        ranks,
-        "--layout",
-        layout or "tensor",
-        "--allreduce",
-        all_reduce or "auto",
-        "--dtype",
-        "bfloat16",
-    ]
-    argv += ["--quantization", "auto" if packed else "none", "--activations", "int8" if int8 else "auto"]
-    argv += ["--transport", "process-group"] if gloo else []
+    parts = f"tightwire TP {ranks}", (layout or "")[1:], all_reduce, "gloo" if gloo else "", packed and numbers
+    argv = [setup.model, "--tp", ranks, "--layout", (layout or "-tensor")[1:], "--allreduce", all_reduce or "auto"]
+    argv += ["--dtype", "bfloat16", "--quantization", "auto" if packed else "none"]
+    argv += ["--activations", "int8" if int8 else "auto"] + (["--transport", "process-group"] if gloo else [])
     argv += ["--kv-cache-memory", _KV_CACHE if setup.hosts is None else _HOST_KV_CACHE]
     others = list[list[str]]()
     if setup.hosts is None or ranks == "1":
         command = [sys.executable, "-m", "tightwire", "serve", *argv, "--port", "{port}"]
     else:
         command, others = setup.hosts.serve(argv)
-    return Arm(
-        name=name, numbers=numbers, command=tuple(command), others=tuple(map(tuple, others)), health="/health/ready"
-    )
+    name, rest = ", ".join(filter(None, parts)), tuple(map(tuple, others))
+    return Arm(name=name, numbers=numbers, command=tuple(command), others=rest, health="/health/ready")
 
 
 def vllm(setup: Setup, ranks: int, split: str = "tensor") -> Arm:
