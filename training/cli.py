@@ -71,8 +71,8 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tightwire train",
         usage="tightwire train CONFIG.yaml [key=value ...] [--dry-run]",
-        description="Pre-train or fine-tune a Llama, alone or under torchrun. `tightwire serve` opens the exported "
-        "folder. The same command resumes from the newest checkpoint.",
+        description="Pre-train or fine-tune a Llama or an adapter, alone or under torchrun. `tightwire serve` opens the "
+        "exported folder. The same command resumes from the newest checkpoint.",
         epilog=f"examples: {examples}. They run as they are: their text is English prose that comes with Tightwire.",
         allow_abbrev=False,
     )

@@ -3,8 +3,8 @@
 Frozen weights are not in it: a run reads them from its starting model.
 State is keyed by parameter name, so a run with another sharding can read it. State that each replica keeps for
 itself (residuals, velocities) has the replica's number in its key; if the number of replicas has changed, every new
-replica gets the mean of the old ones, which preserves the mean they send. Training draws no random numbers after the start, so
-there are no random states.
+replica gets the mean of the old ones, which preserves the mean they send. What training draws after the start
+depends on the seed and the step alone, so there are no random states.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 
 from tightwire.comm.group.topology import Topology
 from tightwire.training.config.compression import CompressorOptions, DenseOptions
+from tightwire.training.config.lora import LoraConfig
 from tightwire.training.config.optimizer import OptimizerConfig
 from tightwire.training.config.sharding import SHARDINGS
 
@@ -55,6 +56,7 @@ class ModelConfig(Section):
         default="float32", description="in forward and backward; the optimizer has float32"
     )
     frozen: list[str] = Field(default=[], description="names not trained, such as model.embed_tokens.*")
+    lora: LoraConfig | None = None
 
     @model_validator(mode="after")
     def _one_start(self) -> "ModelConfig":
@@ -64,6 +66,8 @@ class ModelConfig(Section):
             raise ValueError(f"{self.start} has its own tokenizer; remove tokenizer")
         if self.tokenizer.startswith(BPE) and not self.tokenizer.removeprefix(BPE).isdecimal():
             raise ValueError(f"tokenizer {self.tokenizer!r} has no size; write {BPE}4096")
+        if self.lora is not None and (self.frozen or self.shape is not None):
+            raise ValueError("lora freezes all weights of an existing model (start); remove frozen or shape")
         return self
 
 

@@ -101,6 +101,10 @@ class BucketPlan:
     def num_parameters(self) -> int:
         return sum(bucket.num_parameters for bucket in self.buckets)
 
+    @property
+    def num_trainable(self) -> int:
+        return sum(flat_param.num_parameters for flat_param in self.flat_params if flat_param.trainable)
+
 
 def plan_buckets(model: nn.Module, shard_ranks: int, blocks: str = "model.layers") -> BucketPlan:
     """Plan the buckets of ``model``, which may be on the meta device: only names, shapes and ``requires_grad`` are read.

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
 from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.training.config.tree import ModelConfig
 from tightwire.training.engine.flat_parameters import Bucket, plan_buckets
 from tightwire.training.engine.hooks import Hooks, MicroBatch
 from tightwire.training.engine.options import EngineOptions
@@ -74,12 +75,12 @@ class Activations(NamedTuple):
 
 
 def activation_bytes(
-    config: LlamaConfig, options: EngineOptions, *, sequences: int, sequence_tokens: int, frozen: tuple[str, ...] = ()
+    llama: LlamaConfig, options: EngineOptions, config: ModelConfig, *, sequences: int, sequence_tokens: int
 ) -> Activations:
     """Measure one micro-batch, without the kernels' own working memory. Cost: a few milliseconds per block."""
     # On the meta device torch uses plain attention, which keeps all scores; real devices use fused kernels.
     AttentionInterface.register(_ATTENTION, _attention)
-    model: Any = build_model(config, device=_META, frozen=frozen)
+    model: Any = build_model(llama, device=_META, frozen=config.frozen, lora=config.lora)
     model.loss_function = next_token_loss
     model.config._attn_implementation = _ATTENTION
     plan = plan_buckets(model, 1)

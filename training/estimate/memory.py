@@ -89,9 +89,9 @@ def rank_memory(
     activations = activation_bytes(
         llama,
         options,
+        config.model,
         sequences=config.batch.micro_sequences,
         sequence_tokens=config.data.sequence_tokens,
-        frozen=tuple(config.model.frozen),
     )
     transfers = transfer_bytes(plan, options, **nodes)
     return RankMemory(

@@ -82,7 +82,8 @@ class StepModel:
     def flops(self) -> float:
         """Operations of one rank."""
         tokens = self.config.batch.sequences * self.config.data.sequence_tokens / self.topology.world_size
-        return flops_per_token(self.llama, self.config.data.sequence_tokens) * tokens
+        has_lora = self.config.model.lora is not None
+        return flops_per_token(self.llama, self.config.data.sequence_tokens, has_lora=has_lora) * tokens
 
     def memory(self) -> RankMemory:
         """Cost: runs the model once on the meta device, a few milliseconds per block."""
@@ -101,7 +102,8 @@ def model_step(
 ) -> StepModel:
     """``step``: its number, for compressors whose sparsity rises."""
     shard_ranks = options.sharding.shard_ranks(topology.world_size, topology.num_nodes)
-    plan = plan_buckets(build_model(llama, device=torch.device("cpu"), frozen=config.model.frozen), shard_ranks)
+    frozen, lora = config.model.frozen, config.model.lora
+    plan = plan_buckets(build_model(llama, device=torch.device("cpu"), frozen=frozen, lora=lora), shard_ranks)
     flows = step_traffic(
         plan,
         options,
@@ -147,16 +149,17 @@ def _compressors(
     return found
 
 
-def flops_per_token(config: LlamaConfig, sequence_tokens: int) -> int:
+def flops_per_token(config: LlamaConfig, sequence_tokens: int, *, has_lora: bool = False) -> int:
     """Operations per token of forward and backward: 6 N + 12 L H E S, with N parameters in matrix products.
 
-    Attention counts without a mask; recomputation does not count. Source: PaLM, appendix B (arXiv 2204.02311).
+    4 N if ``has_lora``: frozen matrices have no gradients, and the adapters' products do not count. Attention counts without
+    a mask; recomputation does not count. Source: PaLM, appendix B (arXiv 2204.02311).
     """
     width = config.num_heads * config.head_dim
     attention = config.hidden_size * (2 * width + 2 * config.num_kv_heads * config.head_dim)
     products = config.num_layers * (attention + 3 * config.hidden_size * config.mlp_size)
     products += config.vocab_size * config.hidden_size  # the head, tied or not; an embedding lookup has no arithmetic
-    return 6 * products + 12 * config.num_layers * width * sequence_tokens
+    return (4 if has_lora else 6) * products + 12 * config.num_layers * width * sequence_tokens
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

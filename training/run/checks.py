@@ -20,7 +20,7 @@ from tightwire.training.data.documents import RunData, describe_files
 from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.shards import sum_bits
 from tightwire.training.ranks.control import Control
-from tightwire.training.start.export import check_out
+from tightwire.training.start.export import ADAPTER_CONFIG, CONFIG, check_out
 
 # Data paths, whose files are compared instead, and values that only rank 0 or no rank uses.
 _MAY_DIFFER = ("run", "data.files", "data.held_out_files", "export.folder", "log.", "dry_run.")
@@ -79,7 +79,7 @@ def _values_of(key: str, ranks: list[dict[str, Any]]) -> str:
     return f"{key} is " + ", ".join(f"{value} on {name_ranks(own)}" for value, own in by_value.items())
 
 
-_MODEL, _CONFIG = "model", "config.yaml"
+_MODEL, _ADAPTER, _CONFIG = "model", "adapter", "config.yaml"
 
 
 def make_run_folder(config: TrainConfig, control: Control) -> Path:
@@ -97,7 +97,7 @@ def make_run_folder(config: TrainConfig, control: Control) -> Path:
             except OSError as failure:
                 raise ValueError(f"run: {run} cannot be written to: {failure}") from None
             try:
-                check_out(find_export_folder(config, run))
+                check_out(find_export_folder(config, run), CONFIG if config.model.lora is None else ADAPTER_CONFIG)
             except (OSError, ValueError) as failure:
                 raise ValueError(f"export.folder: {failure}") from None
     _check_shared(run, control)
@@ -105,11 +105,15 @@ def make_run_folder(config: TrainConfig, control: Control) -> Path:
 
 
 def find_export_folder(config: TrainConfig, run: Path) -> Path:
-    return Path(config.export.folder).expanduser() if config.export.folder else run / _MODEL
+    name = _MODEL if config.model.lora is None else _ADAPTER
+    return Path(config.export.folder).expanduser() if config.export.folder else run / name
 
 
 def check_disk_space(config: TrainConfig, run: Path, *, checkpoint_bytes: int, num_parameters: int) -> None:
-    """Raises ValueError: a disk has no room for the checkpoints still to come (one more while it is written) and the model."""
+    """Raises ValueError: a disk has no room for the checkpoints still to come (one more while it is written) and the export.
+
+    ``num_parameters``: of the export.
+    """
     more = config.checkpoint.keep + 1 - min(config.checkpoint.keep, len(checkpoints_in(run)))
     model_bytes = num_parameters * getattr(torch, config.export.dtype).itemsize
     keep, out = config.checkpoint.keep, find_export_folder(config, run).parent

@@ -41,7 +41,7 @@ def dry_run(config: TrainConfig, environment: Mapping[str, str] = os.environ) ->
 
 def _about_run(model: StepModel) -> Iterator[str]:
     config, plan, topology = model.config, model.plan, model.topology
-    frozen = sum(flat_param.num_parameters for flat_param in plan.flat_params if not flat_param.trainable)
+    frozen = plan.num_parameters - plan.num_trainable
     block = max(bucket.num_parameters for bucket in plan.blocks)
     yield f"parameters        {_millions(plan.num_parameters)}{f', of which {_millions(frozen)} frozen' if frozen else ''}"
     yield f"                  {len(plan.blocks)} blocks of {_millions(block)}, vocabulary {model.llama.vocab_size}"
@@ -76,8 +76,9 @@ def _about_memory(model: StepModel) -> Iterator[str]:
         f"disk              {format_bytes((config.checkpoint.keep + 1) * one)}: {format_bytes(one)} per checkpoint, "
         f"{config.checkpoint.keep} kept and one being written"
     )
-    exported = plan.num_parameters * getattr(torch, config.export.dtype).itemsize
-    yield f"                  {format_bytes(exported)} the exported model"
+    has_lora = config.model.lora is not None
+    exported = (plan.num_trainable if has_lora else plan.num_parameters) * getattr(torch, config.export.dtype).itemsize
+    yield f"                  {format_bytes(exported)} the exported {'adapter' if has_lora else 'model'}"
 
 
 def _sizes(sizes: Mapping[str, int]) -> Iterator[str]:

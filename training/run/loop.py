@@ -5,6 +5,7 @@ ranks stop after the same step.
 """
 
 import math
+import random
 import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -164,6 +165,7 @@ class Loop:
         total = torch.zeros((), device=self.trained.device)
         for number, batch in enumerate(self._upcoming):
             inputs_BS, targets_BS = (tensor.to(self.trained.device, non_blocking=True) for tensor in batch)
+            self._seed_dropout(number)
             with self._engine.micro_batch(last=number == self._accumulation - 1):
                 # The targets are shifted already, but transformers computes a loss only if `labels` is given.
                 loss = self._model(
@@ -173,6 +175,12 @@ class Loop:
             total += loss.detach()
         self._engine.finish_gradients()
         return float(total) / self._accumulation
+
+    def _seed_dropout(self, micro_batch: int) -> None:
+        """Make dropout depend on the step alone, so that a resumed run draws the same."""
+        if self.config.model.lora is not None and self.config.model.lora.dropout:
+            where = f"{self.config.seed} {self.step} {self.control.rank} {micro_batch}"
+            torch.manual_seed(random.Random(where).getrandbits(63))
 
     def _diverged(self, loss: float) -> None:
         """Raise DivergedError. Collective: the norm is the same on all ranks."""

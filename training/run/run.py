@@ -43,7 +43,7 @@ from tightwire.training.run.early_checks import check_early, find_topology
 from tightwire.training.run.evaluate import Evaluator
 from tightwire.training.run.loop import BrokenDataError, DivergedError, Loop
 from tightwire.training.run.setup import Ranks, connect_ranks, find_device, make_trained
-from tightwire.training.start.export import export_folder
+from tightwire.training.start.export import export_adapter, export_folder
 from tightwire.training.start.model import StartingModel, open_starting_model
 
 
@@ -110,7 +110,7 @@ class Run:
                     config,
                     self._folder,
                     checkpoint_bytes=checkpoint_bytes(config.optimizer, plan, compressor, replicas),
-                    num_parameters=plan.num_parameters,
+                    num_parameters=plan.num_parameters if config.model.lora is None else plan.num_trainable,
                 )
 
     def close(self) -> None:
@@ -150,7 +150,9 @@ class Run:
                 terminal=terminal,
                 log=log,
                 stop_signal=stop_signal,
-                flops_per_token=flops_per_token(start.config, config.data.sequence_tokens),
+                flops_per_token=flops_per_token(
+                    start.config, config.data.sequence_tokens, has_lora=config.model.lora is not None
+                ),
                 peak_flops=self._peak_flops(),
                 step=step,
                 position=position,
@@ -212,19 +214,23 @@ class Run:
     def _export(self, terminal: Terminal) -> None:
         config = self._config
         out = find_export_folder(config, self._folder)
-        error = export_folder(
-            out,
-            chain(self._trained.engine.full_tensors(), self._frozen_tensors()),
-            self._start.config,
-            self._start.tokenizer,
-            dtype=getattr(torch, config.export.dtype),
-            writes=self._control.rank == 0,
-        )
+        trained, start, lora = self._trained.engine.full_tensors(), self._start, config.model.lora
+        how: Any = {"dtype": getattr(torch, config.export.dtype), "writes": self._control.rank == 0}
+        if lora is not None:
+            error = export_adapter(out, trained, lora, config.model.start, **how)
+        else:
+            tensors = chain(trained, self._frozen_tensors())
+            error = export_folder(out, tensors, start.config, start.tokenizer, **how)
         if error := self._control.gather(error)[0]:
             raise CheckpointError(
                 f"the trained model could not be exported: {error}; its checkpoint is complete, and the same command exports it again"
             )
-        terminal.say(f"the model is in {out}; to serve it: tightwire serve {out}")
+        if lora is not None:
+            terminal.say(
+                f"the adapter is in {out}; to serve it: tightwire serve {config.model.start} --lora mine={out}"
+            )
+        else:
+            terminal.say(f"the model is in {out}; to serve it: tightwire serve {out}")
 
     def _frozen_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The frozen weights as the starting model has them, on the rank that writes them."""

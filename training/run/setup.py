@@ -86,7 +86,7 @@ def connect_ranks(parallel: ParallelConfig, topology: Topology, store: Store, de
 def make_trained(config: TrainConfig, options: EngineOptions, start: StartingModel, groups: TrainGroups) -> Trained:
     """Build the model, engine and optimizer, with weights of zero until loaded; ValueError: something does not fit."""
     check_sequences(config, start.config)
-    model = build_model(start.config, device=groups.device, frozen=config.model.frozen)
+    model = build_model(start.config, device=groups.device, frozen=config.model.frozen, lora=config.model.lora)
     model.loss_function = next_token_loss
     plan = plan_buckets(model, options.sharding.shard_ranks(groups.world_size, groups.num_nodes))
     weights: dict[str, torch.Tensor] = {}

@@ -1,23 +1,29 @@
-"""Exports the trained model and its tokenizer as a Hugging Face folder, which `tightwire serve` opens.
+"""Exports the trained model and its tokenizer as a Hugging Face folder, or an adapter as PEFT's; `tightwire serve` opens both.
 
 Every rank takes part in gathering; rank 0 writes, and holds at most one file's tensors.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tightwire.model.adapters.peft import CONFIG_FILE as ADAPTER_CONFIG
+from tightwire.model.adapters.peft import WEIGHTS_FILE
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.hf_config import config_to_hf
 from tightwire.model.text.tokenizer import Tokenizer
+from tightwire.training.config.lora import LoraConfig
+from tightwire.training.start.lora import adapter_json
 from tightwire.whole_folder import check_place, whole_folder
 
 _FILE_BYTES = 4_000_000_000
-_INDEX = "model.safetensors.index.json"
+CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
+_PREFIX = "base_model.model."  # of PEFT's tensor names
 
 
 def export_folder(
@@ -34,26 +40,54 @@ def export_folder(
 
     ``tensors``: collective; consumed to the end even if the disk fails, so that no other rank waits.
     """
+
+    def write(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        _write(folder, tensors, config, tokenizer, dtype, file_bytes)
+
+    return _export(out, tensors, write, CONFIG, writes)
+
+
+def export_adapter(
+    out: Path, tensors: Iterable[tuple[str, Tensor]], config: LoraConfig, base: str, *, dtype: torch.dtype, writes: bool
+) -> str:
+    """Write a PEFT folder of the adapter's matrices as ``export_folder`` does. ``base``: the name of its base model."""
+
+    def write(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        held = {f"{_PREFIX}{name}": tensor.detach().to("cpu", dtype, copy=True) for name, tensor in tensors}
+        targets = sorted({name.split(".")[-3] for name in held})  # ....q_proj.lora_A.weight
+        settings = json.dumps(adapter_json(config, base, targets), indent=1) + "\n"
+        (folder / ADAPTER_CONFIG).write_text(settings)
+        save_file(held, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        (folder / WEIGHTS_FILE).chmod((folder / ADAPTER_CONFIG).stat().st_mode)
+
+    return _export(out, tensors, write, ADAPTER_CONFIG, writes)
+
+
+def check_out(out: Path, marker: str) -> None:
+    """Raises OSError or ValueError: the export cannot be written to ``out``, or would replace something that has no ``marker``."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    check_place(out.resolve(), partial(_check_replaced, marker))
+
+
+def _export(
+    out: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    write: Callable[[Path, Iterable[tuple[str, Tensor]]], None],
+    marker: str,
+    writes: bool,
+) -> str:
     remaining = iter(tensors)
     error = ""
     if writes:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
-            with whole_folder(out, check_replaced=_check_replaced) as folder:
-                _write(folder, remaining, config, tokenizer, dtype, file_bytes)
+            with whole_folder(out, check_replaced=partial(_check_replaced, marker)) as folder:
+                write(folder, remaining)
         except (OSError, ValueError) as failure:
             error = f"{out}: {failure}"
     for _ in remaining:
         pass
     return error
-
-
-def check_out(out: Path) -> None:
-    """Raises OSError or ValueError: the export cannot be written to ``out``, or would replace something that is
-    not a model.
-    """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    check_place(out.resolve(), _check_replaced)
 
 
 def _write(
@@ -65,7 +99,7 @@ def _write(
     file_bytes: int,
 ) -> None:
     config_json = {**config_to_hf(config), "torch_dtype": str(dtype).removeprefix("torch.")}
-    (folder / "config.json").write_text(json.dumps(config_json, indent=1) + "\n")
+    (folder / CONFIG).write_text(json.dumps(config_json, indent=1) + "\n")
     tokenizer.save(folder)
     files, total = [], 0
     for number, held in enumerate(_batches(tensors, dtype, file_bytes)):
@@ -76,7 +110,7 @@ def _write(
     for number, names in enumerate(files):
         name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
         # safetensors makes files that only their owner can read, but a server may run as another user.
-        (folder / f"part-{number}").chmod((folder / "config.json").stat().st_mode)
+        (folder / f"part-{number}").chmod((folder / CONFIG).stat().st_mode)
         (folder / f"part-{number}").rename(folder / name)
         weight_map |= dict.fromkeys(names, name)
     if len(files) > 1:
@@ -96,6 +130,6 @@ def _batches(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, file_byt
         yield held
 
 
-def _check_replaced(out: Path) -> None:
-    if not (out / "config.json").is_file():
-        raise ValueError(f"{out} exists and is not a model; give another export.folder")
+def _check_replaced(marker: str, out: Path) -> None:
+    if not (out / marker).is_file():
+        raise ValueError(f"{out} exists and has no {marker}, so it is no earlier export; give another export.folder")

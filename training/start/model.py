@@ -30,7 +30,9 @@ from tightwire.model.text.tokenizer import (
     byte_characters,
     tokenizer_from_folder,
 )
+from tightwire.training.config.lora import LoraConfig
 from tightwire.training.config.tree import BPE, BYTES, ModelConfig, ShapeConfig
+from tightwire.training.start.lora import add_lora, base_of, initial_matrix
 
 # Values of a new model's config.json that are not configurable.
 _FIXED: dict[str, Any] = {"model_type": "llama", "hidden_act": "silu", "dtype": "float32"}
@@ -46,6 +48,8 @@ class StartingModel:
     config: LlamaConfig
     reader: CheckpointReader
     tokenizer: Tokenizer
+    lora: LoraConfig | None = None
+    seed: int = 0
 
     @property
     def end_token_id(self) -> int:
@@ -59,7 +63,9 @@ class StartingModel:
         return known[0]
 
     def read(self, name: str) -> Tensor:
-        """Read a whole tensor in float32 by its Hugging Face name."""
+        """Read a whole tensor in float32 by its Hugging Face name; an adapter's matrices have their initial values."""
+        if self.lora is not None and (base := base_of(name)) is not None:
+            return initial_matrix(name, self.reader.shape(base), self.lora, self.seed)
         shape = self.reader.shape(name)
         out = torch.empty(shape)
         self.reader.read_into(out, name, rows=range(shape[0]))
@@ -76,7 +82,12 @@ def open_starting_model(
     if config.shape is None:
         checkpoint = open_checkpoint(config.start, seed)
         return StartingModel(
-            name=checkpoint.name, config=checkpoint.config, reader=checkpoint.reader(), tokenizer=checkpoint.tokenizer()
+            name=checkpoint.name,
+            config=checkpoint.config,
+            reader=checkpoint.reader(),
+            tokenizer=checkpoint.tokenizer(),
+            lora=config.lora,
+            seed=seed,
         )
     if config.tokenizer.startswith(BPE):
         tokenizer = train_bpe(int(config.tokenizer.removeprefix(BPE)), keep_in, texts)
@@ -96,10 +107,13 @@ def config_of(config: ModelConfig) -> LlamaConfig:
     return _new_config(config.shape, _given_tokenizer(config).vocab_size)
 
 
-def build_model(config: LlamaConfig, *, device: torch.device, frozen: Iterable[str] = ()) -> PreTrainedModel:
+def build_model(
+    config: LlamaConfig, *, device: torch.device, frozen: Iterable[str] = (), lora: LoraConfig | None = None
+) -> PreTrainedModel:
     """Build the modules with parameters on the meta device, for the engine to replace.
 
     ``frozen``: name patterns of parameters that need no gradient. Raises ValueError: one matches nothing, or all are frozen.
+    ``lora``: only its matrices need gradients. Raises ValueError: a target does not exist.
     """
     hf = AutoConfig.for_model(**config_to_hf(config))
     with torch.device("meta"):
@@ -113,6 +127,8 @@ def build_model(config: LlamaConfig, *, device: torch.device, frozen: Iterable[s
         model.get_submodule(name.rpartition(".")[0]).embed_scale = buffer.new_tensor(
             config.embedding_scale, device=device
         )
+    if lora is not None:
+        add_lora(model, lora)
     names = [name for name, _ in model.named_parameters()]
     for pattern in frozen:
         matching = fnmatch.filter(names, pattern)

@@ -82,3 +82,14 @@ def losses(config: TrainConfig) -> list[float]:
 
 def log_lines(config: TrainConfig) -> Sequence[dict[str, Any]]:
     return read_log(Path(config.run) / LOG)
+
+
+class StopAfter:
+    """Ctrl-C in a run's step after as many as its log has had lines of."""
+
+    def __init__(self, config: TrainConfig, steps: int) -> None:
+        self._config, self._steps = config, steps
+
+    def __call__(self) -> int:
+        is_there = (Path(self._config.run) / LOG).exists()
+        return 2 if is_there and len(losses(self._config)) >= self._steps - 1 else 0

@@ -6,29 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.training.training_runs import log_lines, losses, make_config, train
+from helpers.training.training_runs import StopAfter, log_lines, losses, make_config, train
 from transformers import LlamaForCausalLM
 
 from tightwire.model.checkpoint.random import RandomReader
 from tightwire.model.open import open_checkpoint
 from tightwire.training.checkpoint.files import keys_in
 from tightwire.training.checkpoint.folders import checkpoints_in, read_description
-from tightwire.training.config.tree import TrainConfig
-from tightwire.training.log.run_log import LOG
 from tightwire.training.run import run
 
 _ZERO3 = "parallel.sharding=zero3"
-
-
-class _StopAfter:
-    """Ctrl-C in a run's step after as many as its log has had lines of."""
-
-    def __init__(self, config: TrainConfig, steps: int) -> None:
-        self._config, self._steps = config, steps
-
-    def __call__(self) -> int:
-        is_there = (Path(self._config.run) / LOG).exists()
-        return 2 if is_there and len(losses(self._config)) >= self._steps - 1 else 0
 
 
 @pytest.mark.parametrize(
@@ -55,7 +42,7 @@ def test_a_stopped_run_resumes_to_the_bit(
     parted = make_config(tmp_path, *overrides, run="parted")
 
     assert train(whole, world_size, num_nodes) == [0] * world_size
-    assert train(parted, world_size, num_nodes, _StopAfter(parted, 3)) == [2] * world_size
+    assert train(parted, world_size, num_nodes, StopAfter(parted, 3)) == [2] * world_size
     assert len(losses(parted)) == 3
     assert train(parted, world_size, num_nodes) == [0] * world_size
 
@@ -67,8 +54,8 @@ def test_a_stopped_run_resumes_to_the_bit(
 def test_a_run_resumes_with_another_number_of_ranks_and_sharding(tmp_path: Path) -> None:
     whole, parted = make_config(tmp_path, run="whole"), make_config(tmp_path, run="parted")
     train(whole)
-    train(parted, stop_signal=_StopAfter(parted, 2))
-    train(make_config(tmp_path, _ZERO3, run="parted"), 2, stop_signal=_StopAfter(parted, 4))
+    train(parted, stop_signal=StopAfter(parted, 2))
+    train(make_config(tmp_path, _ZERO3, run="parted"), 2, stop_signal=StopAfter(parted, 4))
     train(make_config(tmp_path, "parallel.sharding=hybrid", "batch.micro_sequences=1", run="parted"), 4, 2)
 
     assert len(losses(parted)) == 6
@@ -78,7 +65,7 @@ def test_a_run_resumes_with_another_number_of_ranks_and_sharding(tmp_path: Path)
 def test_residuals_are_averaged_over_another_number_of_replicas(tmp_path: Path) -> None:
     between = "parallel.between={kind: top-k, sparsity: [0.9], dense_below: 64}"
     config = make_config(tmp_path, between)
-    train(config, 2, stop_signal=_StopAfter(config, 2))
+    train(config, 2, stop_signal=StopAfter(config, 2))
     train(make_config(tmp_path, between, "batch.micro_sequences=1"), 4)
 
     assert read_description(checkpoints_in(Path(config.run))[-1])["replicas"] == 4
@@ -148,7 +135,7 @@ def test_frozen_weights_are_not_in_checkpoints_and_come_back_on_other_ranks(
     whole = make_config(tmp_path, *options, run="whole")
     train(whole, before)
     config = make_config(tmp_path, *options)
-    train(config, before, stop_signal=_StopAfter(config, 3))
+    train(config, before, stop_signal=StopAfter(config, 3))
     keys = keys_in(checkpoints_in(Path(config.run))[-1])
     assert keys and not any("proj" in key or "embed" in key for key in keys)
 

@@ -161,7 +161,7 @@ def test_a_folder_that_blocks_the_export_is_detected_at_the_start(
 
 def test_an_unusable_export_folder_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ValueError, match="export.folder: .* exists and is not a model"):
+    with pytest.raises(ValueError, match="export.folder: .* exists and has no config.json"):
         train(make_config(tmp_path, f"export.folder={tmp_path}"))
 
 

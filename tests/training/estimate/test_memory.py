@@ -3,6 +3,7 @@
 What lanes receive and sum is theirs (as threads, ranks do not even copy it): ``bench/test_steps`` has whole processes.
 """
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ _MOST_ERROR = 0.01  # numbers by themselves, and buffers that begin with a page
 
 def _formula(config: TrainConfig) -> RankMemory:
     options, llama, topology = engine_options(config), config_of(config.model), Topology(0, 4, num_nodes=2)
-    model = build_model(llama, device=torch.device("meta"), frozen=config.model.frozen)
+    model = build_model(llama, device=torch.device("meta"), frozen=config.model.frozen, lora=config.model.lora)
     plan = plan_buckets(model, options.sharding.shard_ranks(4, 2))
     return rank_memory(config, options, llama, plan, topology)
 
@@ -85,6 +86,27 @@ def test_the_peak_memory_of_a_rank_equals_the_formula(case: str, tmp_path: Path)
 
     assert peaks == [pytest.approx(expected, rel=_MOST_ERROR)] * 4
     assert max(own, key=lambda name: own[name]) == ("optimizer_step" if case == "few-tokens" else "backward")
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        "{sharding: zero3, frozen_codec: int8}",
+        "{sharding: none}",
+        "{sharding: zero3, frozen_codec: int4, secondary: true, checkpoint_every: 1}",
+    ],
+)
+def test_the_peak_memory_of_training_an_adapter_equals_the_formula(parallel: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 160}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 2048, **sizes}))
+    model = f"model={{start: 'random:{tmp_path}/config.json', lora: {{rank: 8}}}}"
+    config = make_config(tmp_path, *_SIZES[2:], model, f"parallel={parallel}")
+    memory = _formula(config)
+    expected = RankMemory(memory.stays, {"backward": memory.moments["backward"]}).most
+
+    peaks = run_groups(in_process_train_groups(4, num_nodes=2), _step, config)
+
+    assert peaks == [pytest.approx(expected, rel=_MOST_ERROR)] * 4
 
 
 def test_checkpointing_needs_less_memory(tmp_path: Path) -> None:

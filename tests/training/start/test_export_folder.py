@@ -74,7 +74,7 @@ def test_a_folder_without_a_model_is_not_replaced(tmp_path: Path, start: Startin
     (tmp_path / "model" / "thesis.tex").touch()
     export = {"dtype": torch.float32, "writes": True}
     error = export_folder(tmp_path / "model", _tensors(start, []), start.config, start.tokenizer, **export)
-    assert "exists and is not a model; give another export.folder" in error
+    assert "exists and has no config.json, so it is no earlier export; give another export.folder" in error
     assert (tmp_path / "model" / "thesis.tex").exists()
 
 

@@ -1,0 +1,108 @@
+"""Runs that train an adapter: what they write, resume and refuse."""
+
+import hashlib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.model.transformers_reference import greedy
+from helpers.server.local_engine import continue_prompts, local_engine
+from helpers.training.training_runs import StopAfter, losses, make_config, train
+from tiny import VARIANTS, make_tiny
+from transformers import LlamaForCausalLM
+
+from tightwire.model.adapters.peft import open_adapter
+from tightwire.model.open import open_checkpoint
+from tightwire.training.checkpoint.folders import OtherRunError
+from tightwire.training.config.read import ConfigError
+from tightwire.training.config.tree import TrainConfig
+
+_PROMPTS = [[5], [72, 101, 108, 108, 111], [200, 3, 17] * 11]
+_LORA = "lora: {rank: 4, alpha: 64, dropout: 0.1}"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("base") / "model", **VARIANTS["odd-heads"])
+
+
+def _config(folder: Path, base: Path, *overrides: str, run: str = "run") -> TrainConfig:
+    model = f"model={{start: {base}, {_LORA}}}"
+    return make_config(folder, model, "export.dtype=float32", "optimizer.lr=2e-2", *overrides, run=run)
+
+
+def _digest(folder: Path) -> str:
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="PEFT is not installed (pip install peft)")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_the_adapter_gives_the_same_greedy_text_in_peft_and_when_served(tmp_path: Path, base: Path) -> None:
+    from peft import PeftModel
+
+    config, before = _config(tmp_path, base, "parallel.sharding=zero3"), _digest(base)
+    train(config, 2)
+
+    adapter, checkpoint = Path(config.run) / "adapter", open_checkpoint(str(base))
+    assert open_adapter(adapter, checkpoint.config).rank == 4
+    model: Any = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+    plain = [greedy(model.eval(), prompt, 16) for prompt in _PROMPTS]
+    theirs: Any = PeftModel.from_pretrained(model, adapter).eval()
+    wanted = [greedy(theirs, prompt, 16) for prompt in _PROMPTS]
+    assert wanted != plain
+    with local_engine(checkpoint, tp=2, max_model_len=256, adapters=[adapter]) as local:
+        assert continue_prompts(local.engine, _PROMPTS, [1] * len(_PROMPTS), max_tokens=16) == wanted
+    assert _digest(base) == before
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_nodes", "overrides"),
+    [
+        (2, 1, ("parallel.sharding=zero1",)),
+        (2, 1, ("parallel.sharding=zero2",)),
+        (4, 2, ("parallel={sharding: zero3, secondary: true}",)),
+        (4, 2, ("parallel.sharding=hybrid", "parallel.checkpoint_every=1")),
+        (8, 2, ("parallel.sharding=zero3", "batch.micro_sequences=1")),
+    ],
+    ids=str,
+)
+def test_every_sharding_trains_the_same_adapter(
+    tmp_path: Path, base: Path, world_size: int, num_nodes: int, overrides: tuple[str, ...]
+) -> None:
+    plain = "model.lora.dropout=0"
+    alone, shared = _config(tmp_path, base, plain, run="alone"), _config(tmp_path, base, plain, *overrides)
+    train(alone)
+    train(shared, world_size, num_nodes)
+
+    assert losses(shared) == pytest.approx(losses(alone), abs=1e-4)
+
+
+def test_a_stopped_run_resumes_to_the_bit_with_dropout(tmp_path: Path, base: Path) -> None:
+    whole, parted = _config(tmp_path, base, run="whole"), _config(tmp_path, base, run="parted")
+    train(whole)
+    train(parted, stop_signal=StopAfter(parted, 3))
+    assert len(losses(parted)) == 3
+    train(parted)
+
+    assert losses(parted) == losses(whole)
+    folders = [Path(config.run) / "adapter" for config in (whole, parted)]
+    assert len({(folder / "adapter_model.safetensors").read_bytes() for folder in folders}) == 1
+
+
+def test_another_adapter_on_resume_is_refused(tmp_path: Path, base: Path) -> None:
+    train(_config(tmp_path, base, "schedule.steps=2"))
+    with pytest.raises(OtherRunError, match=r"lora is \{'rank': 4, .* in the checkpoint and \{'rank': 8"):
+        train(_config(tmp_path, base, "model.lora.rank=8"))
+
+
+def test_a_folder_that_is_no_adapter_is_not_replaced(tmp_path: Path, base: Path) -> None:
+    with pytest.raises(ValueError, match="has no adapter_config.json, so it is no earlier export"):
+        train(_config(tmp_path, base, f"export.folder={base}"))
+
+
+@pytest.mark.parametrize("override", ["model.frozen=[lm_head]", "model.shape={hidden_size: 32}"])
+def test_lora_with_other_frozen_weights_or_a_new_model_is_refused(tmp_path: Path, base: Path, override: str) -> None:
+    with pytest.raises(ConfigError):
+        _config(tmp_path, base, override)
