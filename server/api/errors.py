@@ -34,25 +34,18 @@ _ROUTER_ERRORS = {
     405: ("method_not_allowed", "this route does not support this method; the Allow header lists the ones it supports"),
 }
 
-# OpenAI's ``type`` for a status; any other 4xx is an invalid_request_error.
+# OpenAI's and Anthropic's ``type`` for a status; other statuses have those of 400 or 500.
 _TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    409: "conflict_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "service_unavailable_error",
-    504: "timeout_error",
-}
-# Anthropic's; any other 5xx is an api_error.
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
+    400: ("invalid_request_error", "invalid_request_error"),
+    401: ("authentication_error", "authentication_error"),
+    403: ("permission_error", "permission_error"),
+    404: ("invalid_request_error", "not_found_error"),
+    409: ("conflict_error", "invalid_request_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    500: ("server_error", "api_error"),
+    503: ("service_unavailable_error", "overloaded_error"),
+    504: ("timeout_error", "timeout_error"),
 }
 _ANTHROPIC_PATHS = "/v1/messages"
 
@@ -92,18 +85,14 @@ class ApiError(Exception):
     def __str__(self) -> str:
         return self.message
 
-    def body(self) -> ErrorBody:
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return ErrorBody(error=ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code))
-
-    def messages_body(self) -> MessagesErrorBody:
-        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        return MessagesErrorBody(ErrorDetail(self.message, kind, self.param, self.code))
+    def body(self, kind: type[ErrorBody] = ErrorBody) -> ErrorBody:
+        types = _TYPES.get(self.status, _TYPES[400 if self.status < 500 else 500])
+        return kind(ErrorDetail(self.message, types[kind is MessagesErrorBody], self.param, self.code))
 
     def response(self, path: str) -> Response:
         """``path``: the path of the request, which decides the form of the body."""
-        of_messages = path.startswith(_ANTHROPIC_PATHS)
-        return json_response(self.messages_body() if of_messages else self.body(), self.status, self.headers)
+        kind = MessagesErrorBody if path.startswith(_ANTHROPIC_PATHS) else ErrorBody
+        return json_response(self.body(kind), self.status, self.headers)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -88,28 +88,18 @@ class Metrics:
         )
         self.e2e_latency = self._histogram("e2e_request_latency", "From the request's arrival to its last token")
         self.queue_time = self._histogram("queue", "From arrival at the engine to the first scheduled step")
+        parts = "Parts of the time to the first token, for requests whose first text was sent"
         self._ttft_parts = Summary(
-            "tightwire_time_to_first_token_part_seconds",
-            "Parts of the time to the first token, for requests whose first text was sent",
-            ["part"],
-            registry=self.registry,
+            "tightwire_time_to_first_token_part_seconds", parts, ["part"], registry=self.registry
         )
         for part in _TTFT_PARTS:
             self._ttft_parts.labels(part)
-        self.requests = Counter(
-            "tightwire_requests", "Sequences ended, by outcome", ["outcome"], registry=self.registry
-        )
+        self.requests = self._counter("requests", "Sequences ended, by outcome", "outcome")
         for outcome in ("stop", "length", "cancelled", "error", "refused"):
             self.requests.labels(outcome)  # present from the start, so that a rate can be computed
-        self.key_requests = Counter(
-            "tightwire_key_requests",
-            "POST requests by the name of their API key: accepted, or refused at one of its limits",
-            ["key", "outcome"],
-            registry=self.registry,
-        )
-        self.key_tokens = Counter(
-            "tightwire_key_tokens", "Tokens of prompts and answers by API key", ["key", "kind"], registry=self.registry
-        )
+        of_key = "POST requests by the name of their API key: accepted, or refused at one of its limits"
+        self.key_requests = self._counter("key_requests", of_key, "key", "outcome")
+        self.key_tokens = self._counter("key_tokens", "Tokens of prompts and answers by API key", "key", "kind")
         self.registry.register(_Snapshot(lambda: _snapshot(stats() or EngineStats(), startup_s(), comm_setup())))
 
     def observe_ttft(self, timing: Mapping[str, float | None]) -> None:
@@ -123,6 +113,9 @@ class Metrics:
         """The page and its content type, chosen by the scraper's Accept header."""
         encode, content_type = choose_encoder(accept)
         return encode(self._page), content_type
+
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(f"tightwire_{name}", help, labels, registry=self.registry)
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...] = _REQUEST_BUCKETS) -> Histogram:
         return Histogram(f"tightwire_{name}_seconds", help, buckets=buckets, registry=self.registry)

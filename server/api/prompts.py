@@ -42,10 +42,8 @@ def check_options(body: GenerationBody, info: ModelInfo, max_sequences: int) -> 
             param="n",
         )
     if body.tightwire.prefill and info.plan.stages is None:
-        message = (
-            "tightwire.prefill: all ranks compute every prompt here; start the server with --layout hybrid for stages"
-        )
-        raise invalid(message, param="tightwire.prefill")
+        why = "all ranks compute every prompt here; start the server with --layout hybrid for stages"
+        raise invalid(f"tightwire.prefill: {why}", param="tightwire.prefill")
     policy = info.policy(body.tightwire)
     if policy is not None and policy not in info.plan.policy_names:
         why = "it has one rank, which sums nothing" if info.tp == 1 else "start it with --allreduce-extra to add others"
@@ -65,10 +63,8 @@ def check_ids(ids: Iterable[int], info: ModelInfo, param: str) -> None:
     """400 unless every id is in the vocabulary."""
     bad = next((id_ for id_ in ids if not 0 <= id_ < info.vocab_size), None)
     if bad is not None:
-        shown = bad if abs(bad) < 10**40 else "a huge id"
-        raise invalid(
-            f"{param} has the token id {shown}; the vocabulary of {info.name!r} is 0 to {info.vocab_size - 1}", param
-        )
+        shown = f"the token id {bad if abs(bad) < 10**40 else 'a huge id'}"
+        raise invalid(f"{param} has {shown}; the vocabulary of {info.name!r} is 0 to {info.vocab_size - 1}", param)
 
 
 def make_sequences(body: GenerationBody, model: ServedModel, prompts: Iterable[Prompt]) -> list[TokenSequence]:

@@ -44,9 +44,8 @@ class ModelInfo:
 
     def policy(self, asked: TightwireOptions) -> str | None:
         """Return the name of the policy that a request asks for; None: the server's own."""
-        return (
-            f"{asked.allreduce or self.plan.policy_names[0]}/tensor" if asked.prefill == "tensor" else asked.allreduce
-        )
+        own = asked.allreduce or self.plan.policy_names[0]
+        return f"{own}/tensor" if asked.prefill == "tensor" else asked.allreduce
 
     def fingerprint(self, policy: str | None = None, adapter: ServedAdapter | None = None) -> str:
         """All that changes the bits of weights, products or sums: equal seeds give equal text only under an equal one.
@@ -59,19 +58,8 @@ class ModelInfo:
         activations = "int8-activations" if plan.activations == "int8" else ""
         cache = f"{plan.kv_dtype}-cache" if plan.kv_dtype != plan.dtype else ""
         sums = f"{plan.sum_dtype}-sums" if self.tp > 1 else ""
-        parts = [
-            "tightwire",
-            f"tp{self.tp}",
-            allreduce,
-            plan.dtype,
-            cache,
-            sums,
-            self.weights,
-            activations,
-            lora,
-            self.kernels,
-        ]
-        return "-".join(filter(None, parts))
+        always = f"tightwire-tp{self.tp}-{allreduce}-{plan.dtype}"
+        return "-".join(filter(None, (always, cache, sums, self.weights, activations, lora, self.kernels)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

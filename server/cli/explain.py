@@ -60,11 +60,8 @@ def explain(argv: Sequence[str]) -> int:
         help="the same as --comm-error-budget E",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output instead of tables")
-    parser.add_argument(
-        "--network",
-        action="store_true",
-        help="between the hosts of the last server whose node 0 was here, as it probed them",
-    )
+    of_network = "between the hosts of the last server whose node 0 was here, as it probed them"
+    parser.add_argument("--network", action="store_true", help=of_network)
     add_flags(parser.add_argument_group("hosts", PlannedHosts.__doc__), options_of(PlannedHosts))
     num = re.search(r"(?<!\S)--hosts[= ](\d+)", " ".join(argv))
     # One rank a host, so that the options of ranks are checked for as many.

@@ -74,11 +74,10 @@ class _Server:
         self._stop = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        http, adapters = self._config.http, self._config.adapters
         async with RankedEngine(self._config, self._ranks, self._progress) as engine:
-            app = make_app(
-                engine=engine.client, holder=self._holder, http=self._config.http, adapters=self._config.adapters
-            )
-            async with run_server(app, self._listener, self._config.http):
+            app = make_app(engine=engine.client, holder=self._holder, http=http, adapters=adapters)
+            async with run_server(app, self._listener, http):
                 return await self._run(engine)
 
     async def _run(self, engine: RankedEngine) -> int:

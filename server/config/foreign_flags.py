@@ -2,12 +2,10 @@
 
 from collections.abc import Iterable
 
-# A value that begins with a dash is our flag; any other is a sentence.
+# Keys: flags with one meaning. A value that begins with a dash is our flag; any other is a sentence.
 VLLM = {
-    "--tensor-parallel-size": "--tp",
-    "-tp": "--tp",
-    "--data-parallel-size": "--dp",
-    "-dp": "--dp",
+    "--tensor-parallel-size -tp": "--tp",
+    "--data-parallel-size -dp": "--dp",
     "--enable-lora": "leave it out: --lora NAME=FOLDER or --lora-dir FOLDER is enough",
     "--lora-modules": "--lora",
     "--gpu-memory-utilization": "give bytes instead: --device-memory 20GiB, or --kv-cache-memory 4GiB",
@@ -28,44 +26,24 @@ VLLM = {
     "--allowed-origins": "--cors-origin",
 }
 LLAMA_CPP = {
-    "-m": "--model",
-    "-hf": "--model",
-    "-hfr": "--model",
-    "--hf-repo": "--model",
-    "-a": "--served-model-name",
-    "--alias": "--served-model-name",
-    "-c": "--max-model-len",
-    "--ctx-size": "--max-model-len",
-    "-np": "--max-num-seqs",
-    "--parallel": "--max-num-seqs",
-    "-b": "--max-num-batched-tokens",
-    "--batch-size": "--max-num-batched-tokens",
-    "-ub": "--max-num-batched-tokens",
-    "--ubatch-size": "--max-num-batched-tokens",
-    "-n": "--max-tokens",
-    "--n-predict": "--max-tokens",
-    "-p": "give the prompt without a flag",
-    "--prompt": "give the prompt without a flag",
+    "-m -hf -hfr --hf-repo": "--model",
+    "-a --alias": "--served-model-name",
+    "-c --ctx-size": "--max-model-len",
+    "-np --parallel": "--max-num-seqs",
+    "-b --batch-size -ub --ubatch-size": "--max-num-batched-tokens",
+    "-n --n-predict": "--max-tokens",
+    "-p --prompt": "give the prompt without a flag",
     "--temp": "--temperature",
     "-s": "--seed",
-    "-ts": "--tp-split",
-    "--tensor-split": "--tp-split",
-    "-ngl": "use --device cuda; layers that do not fit stream (--stream-layers N)",
-    "--gpu-layers": "use --device cuda; layers that do not fit stream (--stream-layers N)",
-    "--n-gpu-layers": "use --device cuda; layers that do not fit stream (--stream-layers N)",
-    "-t": "leave it out: the cores are shared among the ranks of --tp",
-    "--threads": "leave it out: the cores are shared among the ranks of --tp",
-    "-ctk": "use --kv-cache-dtype, for keys and values together",
-    "--cache-type-k": "use --kv-cache-dtype, for keys and values together",
-    "-ctv": "use --kv-cache-dtype, for keys and values together",
-    "--cache-type-v": "use --kv-cache-dtype, for keys and values together",
-    "-md": "use --speculation ngram, which drafts from the text itself",
-    "--model-draft": "use --speculation ngram, which drafts from the text itself",
+    "-ts --tensor-split": "--tp-split",
+    "-ngl --gpu-layers --n-gpu-layers": "use --device cuda; layers that do not fit stream (--stream-layers N)",
+    "-t --threads": "leave it out: the cores are shared among the ranks of --tp",
+    "-ctk --cache-type-k -ctv --cache-type-v": "use --kv-cache-dtype, for keys and values together",
+    "-md --model-draft": "use --speculation ngram, which drafts from the text itself",
     "--lora-scaled": "--lora",
     "--ssl-key-file": "--ssl-keyfile",
     "--ssl-cert-file": "--ssl-certfile",
-    "-sys": "--system",
-    "--system-prompt": "--system",
+    "-sys --system-prompt": "--system",
     "--rpc": "start the same command on each host, with --nnodes, --node-rank and --master-addr",
     "--jinja": "leave it out: the model's chat template is always used",
 }
@@ -75,7 +53,8 @@ OWNERS = {"vLLM": VLLM, "llama.cpp": LLAMA_CPP}
 def ours(flag: str, known: Iterable[str]) -> str | None:
     """The end of a message about another program's ``flag``; None: no such flag. ``known``: the flags of the verb."""
     for owner, table in OWNERS.items():
-        if (text := table.get(flag)) is not None and text.startswith("-"):
+        text = next((text for theirs, text in table.items() if flag in theirs.split()), None)
+        if text is not None and text.startswith("-"):
             where = "" if text in known else " of `tightwire serve`"
             return f"; {owner}'s {flag} is {text}{where}"
         if text is not None:

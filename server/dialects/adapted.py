@@ -88,9 +88,8 @@ def chat_tool(name: str, description: str | None, parameters: Schema | None) -> 
 
 
 def schema_format(schema: Schema) -> ResponseFormat:
-    return ResponseFormat.model_construct(
-        type="json_schema", json_schema=JsonSchemaFormat.model_construct(schema_=schema)
-    )
+    form = JsonSchemaFormat.model_construct(schema_=schema)
+    return ResponseFormat.model_construct(type="json_schema", json_schema=form)
 
 
 class AdaptedDialect(ChatDialect):

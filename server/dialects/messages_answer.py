@@ -7,7 +7,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from tightwire.server.api.chat import new_call_id
-from tightwire.server.api.errors import ApiError
+from tightwire.server.api.errors import ApiError, MessagesErrorBody
 from tightwire.server.api.generation import Prompt
 from tightwire.server.api.response_bodies import Usage
 from tightwire.server.api.serving import ServedModel
@@ -166,7 +166,7 @@ class MessagesDialect(AdaptedDialect):
         yield MessageStop()
 
     def failure(self, error: ApiError, usage: Usage) -> Iterator[Struct]:
-        yield error.messages_body()
+        yield error.body(MessagesErrorBody)
 
     def _stop_reason(self) -> str:
         if self.finish_reason == "length":

@@ -143,19 +143,17 @@ class ConversationFields(Body):
 
     def chat_fields(self) -> dict[str, Any]:
         """The chat's fields that these make. Raises ApiError 400."""
-        chosen = self.tool_choice or ToolSelection.model_construct(type="auto")
+        chosen, functions = self.tool_choice or ToolSelection.model_construct(type="auto"), self.functions().values()
         if (chosen.type == "tool") != (chosen.name is not None):
             raise invalid("tool_choice.name belongs to the type tool, and that type needs it", "tool_choice.name")
-        if chosen.type == "any" and not self.functions():
+        if chosen.type == "any" and not functions:
             raise invalid("tool_choice of the type any needs tools", "tool_choice")
         choices = {"auto": "auto", "none": "none", "any": "required", "tool": f"={chosen.name}"}
         messages = self._messages()
         last = messages[-1]
         return {
             "messages": messages,
-            "tools": [
-                adapted.chat_tool(tool.name, tool.description, tool.input_schema) for tool in self.functions().values()
-            ],
+            "tools": [adapted.chat_tool(tool.name, tool.description, tool.input_schema) for tool in functions],
             "tool_choice": choices[chosen.type],
             "parallel_tool_calls": not chosen.disable_parallel_tool_use,
             "continue_final_message": last.role == "assistant" and not last.tool_calls and bool(last.content),

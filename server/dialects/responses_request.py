@@ -53,16 +53,14 @@ class RefusalText(Fields):
     refusal: str
 
 
+def _part_kind(part: dict[str, Any]) -> Any:
+    return "text" if part.get("type") in ("input_text", "output_text") else part.get("type")
+
+
 _Part = Annotated[
     Annotated[InputText, Tag("~text")] | Annotated[RefusalText, Tag("~refusal")],
-    told_apart(
-        lambda part: _part_kind(part.get("type")), "input_text, output_text, refusal; the model reads text only"
-    ),
+    told_apart(_part_kind, "input_text, output_text, refusal; the model reads text only"),
 ]
-
-
-def _part_kind(given: Any) -> Any:
-    return "text" if given in ("input_text", "output_text") else given
 
 
 def _as_parts(value: Any) -> Any:

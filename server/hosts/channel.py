@@ -89,9 +89,7 @@ async def open_channel(address: str, port: int, timeout_s: float) -> Channel:
 
 async def accept_channels(listener: socket.socket, take: Callable[[Channel], None]) -> asyncio.Server:
     """Call ``take`` with each connection to ``listener`` that another host makes."""
-    return await asyncio.start_server(
-        lambda reader, writer: take(Channel(reader, writer)), sock=listener, limit=_MOST_BYTES
-    )
+    return await asyncio.start_server(lambda *ends: take(Channel(*ends)), sock=listener, limit=_MOST_BYTES)
 
 
 async def meet(channel: Channel, secret: bytes) -> tuple[Hello, bool]:

@@ -35,10 +35,8 @@ class _Node:
     opened: messages.Opened | None = None
 
     def describe(self) -> str:
-        name = name_node(self.hello)
-        return (
-            name if self.copied is None or self.opened else f"{name}, which has copied {self.copied:.0%} of the model,"
-        )
+        copies = self.copied is not None and self.opened is None
+        return name_node(self.hello) + (f", which has copied {self.copied:.0%} of the model," if copies else "")
 
 
 class Head(Side):
@@ -79,9 +77,8 @@ class Head(Side):
         await self._until(lambda: [node for node in others if self._nodes[node].failures is None], "tried the ports")
         failures += [failure for known in self._nodes.values() for failure in known.failures or ()]
         if failures:
-            raise LostError(
-                f"{'; '.join(failures)}. Open --port-range {self._joining.facts['--port-range']} in the firewall"
-            )
+            ports = self._joining.facts["--port-range"]
+            raise LostError(f"{'; '.join(failures)}. Open --port-range {ports} in the firewall")
         self.link = await self._measure({node: (at, ports[-1]) for node, (at, ports) in targets.items() if node})
         keep_probe(self.link)
         self._tell(messages.Network(self.link))
@@ -104,9 +101,7 @@ class Head(Side):
         """Give the model to nodes that have no copy, and wait until all nodes have opened the same one."""
         self._path.set_result(checkpoint.path)
         self._own = msgspec.structs.replace(self._own, facts={"the model": fingerprint(checkpoint)})
-        await self._until(
-            lambda: [number for number, node in self._nodes.items() if node.opened is None], "opened the model"
-        )
+        await self._until(lambda: [n for n, node in self._nodes.items() if node.opened is None], "opened the model")
         plans = {0: plan}
         for number, node in sorted(self._nodes.items()):
             assert node.opened is not None
@@ -145,9 +140,8 @@ class Head(Side):
             node.channel.send(files)
         elif path is not None:
             node.copied = files.share(message.name, message.offset)
-            node.channel.send(
-                messages.Piece(await asyncio.to_thread(read_piece, path, files, message.name, message.offset))
-            )
+            piece = await asyncio.to_thread(read_piece, path, files, message.name, message.offset)
+            node.channel.send(messages.Piece(piece))
 
     def _channels(self) -> list[Channel]:
         return [node.channel for node in self._nodes.values()]

@@ -113,10 +113,8 @@ class RequireKey:
                 f"the API key is {'wrong' if header else 'missing'}; send the header Authorization: Bearer KEY (or "
                 "x-api-key: KEY) with a key of this server"
             )
-            asks = {"WWW-Authenticate": "Bearer"}
-            await ApiError(401, message, code="invalid_api_key", headers=asks).response(scope["path"])(
-                scope, receive, send
-            )
+            refusal = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            await refusal.response(scope["path"])(scope, receive, send)
             return
         record: RequestRecord = scope["state"]["record"]
         record.key = key.name

@@ -93,10 +93,8 @@ def _attributes(record: RequestRecord) -> dict[str, Any]:
         found["gen_ai.server.time_to_first_token"] = record.first_token_s - record.arrived_s
     for name, field in _ASKED.items():
         value = getattr(asked, field)
-        default = (
-            type(asked).model_fields[field].get_default(call_default_factory=True) if field != "token_limit" else None
-        )
-        if value != default:
+        known = type(asked).model_fields.get(field)  # none for token_limit
+        if value != (known and known.get_default(call_default_factory=True)):
             found[name] = value
     if record.status is not None and record.status >= 400:
         found["error.type"] = str(record.status)

@@ -1,11 +1,8 @@
 """GET /dashboard and /web/...: the playground and the dashboard, as static files that are read once at the start."""
 
 import hashlib
-from collections.abc import Iterator
 from functools import cache
-from importlib.resources import files
-from importlib.resources.abc import Traversable
-from pathlib import PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
 from fastapi import APIRouter, Request, Response
@@ -38,17 +35,13 @@ class WebFile(NamedTuple):
 @cache
 def web_files() -> dict[str, WebFile]:
     """The files that are served, by their path under server/web."""
-    return dict(_read(files(server) / "web"))
-
-
-def _read(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, WebFile]]:
-    for entry in folder.iterdir():
-        path = prefix + entry.name
-        if entry.is_dir():
-            yield from _read(entry, f"{path}/")
-        elif media_type := _TYPES.get(PurePosixPath(path).suffix):
-            content = entry.read_bytes()
-            yield path, WebFile(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+    root, found = Path(server.__path__[0]) / "web", dict[str, WebFile]()
+    for path in root.rglob("*"):
+        if media_type := _TYPES.get(path.suffix):
+            content = path.read_bytes()
+            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            found[path.relative_to(root).as_posix()] = WebFile(content, media_type, etag)
+    return found
 
 
 def file_response(request: Request, path: str) -> Response:
