@@ -25,15 +25,16 @@ namespace {
 constexpr int TALL = WIDE ? 4 : 3;     // rows of a tile; else two or one
 constexpr int COLUMNS = WIDE ? 4 : 2;  // columns of a tile with more than one row
 constexpr int SINGLE_COLUMNS = 4;
-constexpr int64_t BLOCK = WIDE ? 16 : 32;                   // columns multiplied with all rows at hand before the next
-constexpr int64_t MAX_ROWS = WIDE ? 32 : 96;                // rows at hand
-constexpr int64_t CACHE_BYTES = WIDE ? 96 << 10 : 1 << 22;  // of those rows
-constexpr int64_t WIDENED_FROM_ROWS = 24;                   // rows worth widening 16-bit weights for (not if WIDE)
-constexpr int64_t MAX_WIDENED = WIDE ? 1 << 19 : 1 << 18;   // bytes of widened columns: half of the second-level cache
-constexpr int64_t PART_COLUMNS = 8, PART_BYTES = 2048;      // of widened columns: half of the nearest cache
-constexpr int64_t PART_ROWS = 60;                           // rows at hand with widened columns; a multiple of TALL
-constexpr int TILES_AHEAD = 2;                              // how far ahead memory is asked for
-constexpr int64_t AHEAD_BYTES = 8192;
+constexpr int64_t BLOCK = WIDE ? 16 : 32;                       // columns multiplied with all rows at hand before the next
+constexpr int64_t MAX_ROWS = WIDE ? 32 : 96;                    // rows at hand
+constexpr int64_t CACHE_BYTES = WIDE ? 96 << 10 : 1 << 22;      // of those rows
+constexpr int64_t WIDENED_FROM_ROWS = 24;                       // rows worth widening 16-bit weights for (not if WIDE)
+constexpr int64_t MAX_WIDENED = WIDE ? 1 << 19 : 1 << 18;       // bytes of widened columns: half of the second-level cache
+constexpr int64_t PART_COLUMNS = 8, PART_BYTES = 2048;          // of widened columns: half of the nearest cache
+constexpr int64_t PART_ROWS = WIDE ? 128 : 60;                  // rows at hand with widened columns
+constexpr int64_t PART_ROW_BYTES = WIDE ? 600 << 10 : 1 << 22;  // of those rows: with columns in the second-level cache
+constexpr int64_t MANY_ROWS = 60;                               // rows worth cutting columns into parts for
+constexpr int TILES_AHEAD = 2;                                  // how far ahead memory is asked for
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -207,7 +208,7 @@ Block widened(Block block, int64_t kind) {
         with_packed(kind, [&](auto format) {
             for (int64_t at = 0; at < block.columns; at++)
                 unpack_groups<decltype(format), Dot::b_bytes == 2>(
-                    target + stride * at, block.weights + block.weight_stride * at, block.depth / GROUP, AHEAD_BYTES);
+                    target + stride * at, block.weights + block.weight_stride * at, block.depth / GROUP);
         });
     else
         with_kind(kind, [&](auto number) {
@@ -243,9 +244,10 @@ template <class Dot>
 void multiply_outputs(const tw_linear_args &args, int64_t start, int64_t stop) {
     const int64_t kind = args.weight_kind, num_tokens = args.num_tokens, depth = args.num_inputs;
     const bool widens = is_packed(kind) ? num_tokens > 1 : !WIDE && kind != FLOAT32 && num_tokens >= WIDENED_FROM_ROWS;
-    const int64_t fitting = most(TALL, least(MAX_ROWS, CACHE_BYTES / (Dot::a_bytes * depth + 1)) / TALL * TALL);
-    const bool in_parts = widens || (Dot::b_bytes == 2 && num_tokens > PART_ROWS);
-    const int64_t at_once = rows_at_once(num_tokens, in_parts ? PART_ROWS : fitting);
+    const bool in_parts = widens || (Dot::b_bytes == 2 && num_tokens > MANY_ROWS);
+    const int64_t fitting = (in_parts ? PART_ROW_BYTES : CACHE_BYTES) / (Dot::a_bytes * depth + 1);
+    const int64_t limit = most(TALL, least(in_parts ? PART_ROWS : MAX_ROWS, fitting) / TALL * TALL);
+    const int64_t at_once = rows_at_once(num_tokens, limit);
     int64_t step = PANEL;  // columns at a time: widened ones in the second-level cache, or in the nearest for few rows
     if (widens && num_tokens <= at_once) step = BLOCK;
     if (widens) step = most(PART_COLUMNS, least(step, MAX_WIDENED / widened_stride(depth, Dot::b_bytes == 2) & -PART_COLUMNS));

@@ -49,38 +49,31 @@ struct PairDot {
 
 // --- sums over lanes ------------------------------------------------------------------------------------------------
 
-#define SHUFFLE __builtin_shufflevector
-// Registers whose lanes are sums of two lanes of a (first half) and of b (second half).
-template <int HALF>
-INLINE FloatReg add_halves(FloatReg a, FloatReg b) {
-#if defined(__AVX512F__)
-    if constexpr (HALF == 8)
-        return SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-               SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    if constexpr (HALF == 4)
-        return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-               SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    if constexpr (HALF == 2)
-        return SHUFFLE(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
-               SHUFFLE(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-    return SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-#elif defined(__AVX2__)
-    if constexpr (HALF == 4) return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
-    if constexpr (HALF == 2) return SHUFFLE(a, b, 0, 1, 4, 5, 8, 9, 12, 13) + SHUFFLE(a, b, 2, 3, 6, 7, 10, 11, 14, 15);
-    return SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14) + SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
-#else
-    if constexpr (HALF == 2) return SHUFFLE(a, b, 0, 1, 4, 5) + SHUFFLE(a, b, 2, 3, 6, 7);
-    return SHUFFLE(a, b, 0, 2, 4, 6) + SHUFFLE(a, b, 1, 3, 5, 7);
-#endif
-}
+// Shuffles of a register's lanes I: 0 to REG_LANES - 1.
+template <int NEXT, int... I>
+struct Lanes : Lanes<NEXT - 1, NEXT - 1, I...> {};
+template <int... I>
+struct Lanes<0, I...> {
+    // A lane and the one HALF further on, or before: those of a, or of b where HALF is in the lane's number.
+    template <int HALF>
+    INLINE FloatReg add_halves(FloatReg a, FloatReg b) {
+        return __builtin_shufflevector(a, b, (I & HALF ? REG_LANES + I : I)...) +
+               __builtin_shufflevector(a, b, (I & HALF ? REG_LANES + I - HALF : I + HALF)...);
+    }
+    static constexpr int reversed(int lane) {
+        int out = 0;
+        for (int bit = 1; bit < REG_LANES; bit *= 2) out = 2 * out + (lane & bit ? 1 : 0);
+        return out;
+    }
+    INLINE FloatReg reverse_bits(FloatReg a) { return __builtin_shufflevector(a, a, reversed(I)...); }
+};
 
 template <int COUNT, int HALF>
 INLINE void fold_registers(FloatReg *values) {
     if constexpr (HALF > 0) {
         constexpr int LEFT = COUNT > 1 ? COUNT / 2 : 1;
         UNROLL for (int i = 0; i < LEFT; i++)
-            values[i] = add_halves<HALF>(values[2 * i], values[COUNT > 1 ? 2 * i + 1 : 0]);
+            values[i] = Lanes<REG_LANES>::add_halves<HALF>(values[2 * i], values[COUNT > 1 ? 2 * i + 1 : 0]);
         fold_registers<LEFT, HALF / 2>(values);
     }
 }
@@ -101,6 +94,7 @@ INLINE void sum_cells(const FloatReg (*cells)[REGS], float *out) {
                 values[i] = cell[0];
         }
         fold_registers<COUNT, REG_LANES / 2>(values);
+        values[0] = Lanes<REG_LANES>::reverse_bits(values[0]);  // cell i is there
         memcpy(out + first, &values[0], 4 * (CELLS - first < REG_LANES ? CELLS - first : REG_LANES));
     }
 }
