@@ -24,9 +24,10 @@ def keys_of(numbers: Tensor, ids: Tensor) -> Tensor:
 
     Keys are unique, and of equal numbers the lowest id has the largest.
     """
-    # Plus zero, so that zeros of either sign are equal.
-    bits = torch.where(numbers.isnan(), _NAN_BITS, (numbers + 0.0).view(torch.int32)).long()
-    return torch.where(bits < 0, bits ^ 0x7FFF_FFFF, bits) << 32 | (MAX_ID - ids)
+    # Plus zero, so that zeros of either sign are equal. Then in place: temporaries of whole vocabularies are large.
+    bits = (numbers + 0.0).view(torch.int32).masked_fill_(numbers.isnan(), _NAN_BITS)
+    bits ^= (bits >> 31).bitwise_and_(0x7FFF_FFFF)
+    return bits.long().bitwise_left_shift_(32).bitwise_or_(MAX_ID - ids)
 
 
 def best_keys(x_RV: Tensor, first_id: int) -> Tensor:

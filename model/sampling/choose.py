@@ -22,19 +22,16 @@ from tightwire.model.sampling.draw import (
     FRONT,
     front_keys,
     front_of_sorted,
-    largest_keys,
     logits_and_ids,
     masses_before,
-    padded,
     rows_at_once,
     scores_of,
     steps_of,
+    top_keys,
     weights_of,
 )
-from tightwire.model.sampling.logprobs import score_tokens
+from tightwire.model.sampling.logprobs import Gather, score_tokens
 from tightwire.model.sampling.rows import Column, Kind, SampleRows, unpacked_edits
-
-Gather = Callable[[Tensor], Sequence[Tensor]]  # all ranks' tensors, of one shape, in rank order
 
 
 class TokenChooser:
@@ -67,51 +64,55 @@ class TokenChooser:
 
         targets_R = rows.column(Column.TARGET)
         choosing = np.flatnonzero(targets_R < 0)
-        drawn_R = self._draw(self._edited(logits_RV, rows, banned), rows, choosing, gather) if len(choosing) else None
+        drawn_R = self._draw(_take(logits_RV, choosing), rows, choosing, banned, gather) if len(choosing) else None
         ids_R = _put(upload(targets_R, torch.int64, self._device), choosing, drawn_R)
-        scored = rows.scored
-        if not len(scored):
+        if not len(rows.scored):
             return ids_R
-        scores = score_tokens(_take(logits_RV, scored), _take(ids_R, scored), rows.num_top, self._ids.start, gather)
+        scored_R = upload(rows.scored, torch.int64, self._device)
+        scores = score_tokens(logits_RV, scored_R, ids_R[scored_R], rows.num_top, self._ids.start, gather)
         return torch.cat([ids_R, scores.view(-1)])
 
-    def _edited(self, logits_RV: Tensor, rows: SampleRows, banned: bytes) -> Tensor:
-        """Return logits after bias, bans and penalties; the same tensor if there are none."""
+    def _edited(self, logits_RV: Tensor, rows: SampleRows, choosing: np.ndarray, banned: bytes) -> Tensor:
+        """Return logits of the rows ``choosing`` after bias, bans and penalties; the same tensor if there are none."""
         if not (rows.bias or rows.counts or banned):
             return logits_RV
         logits_RV = logits_RV.clone()
         if rows.bias:
-            row_I, column_I, value_I = self._uploaded(rows.bias)
+            row_I, column_I, value_I = self._uploaded(rows.bias, choosing)
             logits_RV.index_put_((row_I, column_I), value_I, accumulate=True)
         if banned:
-            masked = np.flatnonzero(rows.column(Column.MASKED))
+            masked = np.flatnonzero(rows.column(Column.MASKED)[choosing])
             bits = np.frombuffer(banned, np.uint8).reshape(len(masked), -1)
             banned_IV = np.unpackbits(bits, 1, self._vocab_size)[:, self._ids.start : self._ids.stop].astype(bool)
             row_I = upload(masked, torch.int64, self._device)
             logits_RV[row_I] = logits_RV[row_I].masked_fill_(upload(banned_IV, torch.bool, self._device), -torch.inf)
         if rows.counts:
-            row_I, column_I, count_I = self._uploaded(rows.counts)
+            row_I, column_I, count_I = self._uploaded(rows.counts, choosing)
             penalties = (Column.REPETITION, Column.FREQUENCY, Column.PRESENCE)
-            table_RC = upload(rows.table_RC[:, penalties], torch.float32, self._device)
+            table_RC = upload(rows.table_RC[choosing][:, penalties], torch.float32, self._device)
             repetition_I, frequency_I, presence_I = table_RC[row_I].unbind(1)
             logit_I = logits_RV[row_I, column_I]
             logit_I = torch.where(logit_I > 0, logit_I / repetition_I, logit_I * repetition_I)
             logits_RV[row_I, column_I] = logit_I - frequency_I * count_I - presence_I * (count_I > 0)
         return logits_RV
 
-    def _uploaded(self, edits: bytes) -> tuple[Tensor, Tensor, Tensor]:
+    def _uploaded(self, edits: bytes, choosing: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
         row_I, column_I, value_I = unpacked_edits(edits, self._ids)
-        row, column = (upload(x, torch.int64, self._device) for x in (row_I, column_I))
+        row, column = (upload(x, torch.int64, self._device) for x in (np.searchsorted(choosing, row_I), column_I))
         return row, column, upload(value_I, torch.float32, self._device)
 
-    def _draw(self, logits_RV: Tensor, rows: SampleRows, choosing: np.ndarray, gather: Gather) -> Tensor:
-        """Return the tokens drawn for the rows ``choosing``."""
+    def _draw(self, logits_RV: Tensor, rows: SampleRows, choosing: np.ndarray, banned: bytes, gather: Gather) -> Tensor:
+        """Return the tokens drawn for the rows ``choosing``, whose logits are given."""
+        logits_RV = self._edited(logits_RV, rows, choosing, banned)
         kind_R = rows.column(Column.KIND)[choosing].astype(int)
         kinds = sorted(set(kind_R.tolist()))
         # A greedy row needs nothing of the table.
         table_RC = upload(rows.table_RC if kinds[-1] else rows.table_RC[:, :0], torch.float64, self._device)
         places = {Kind(kind): np.flatnonzero(kind_R == kind) for kind in kinds}
-        groups = {kind: self._group(rows, choosing[place], logits_RV, table_RC) for kind, place in places.items()}
+        groups = {
+            kind: self._group(rows, choosing[place], _take(logits_RV, place), table_RC)
+            for kind, place in places.items()
+        }
         keys = [self._local_keys(kind, group) for kind, group in groups.items()]
         gathered = gather(torch.cat([own_RC.view(-1) for own_RC in keys]))
         by_rank = [own.split([own_RC.numel() for own_RC in keys]) for own in gathered]
@@ -126,7 +127,7 @@ class TokenChooser:
 
     def _group(self, rows: SampleRows, index: np.ndarray, logits_RV: Tensor, table_RC: Tensor) -> "_Group":
         top_k, has_top_p = int(rows.column(Column.TOP_K)[index].max()), (rows.column(Column.TOP_P)[index] < 1).any()
-        return _Group(_take(logits_RV, index), _take(table_RC, index), top_k, bool(has_top_p))
+        return _Group(logits_RV, _take(table_RC, index), top_k, bool(has_top_p))
 
     def _local_keys(self, kind: Kind, group: "_Group") -> Tensor:
         """Return (R, C) keys of this rank's columns that the other ranks need; C depends on the rows alone."""
@@ -134,10 +135,8 @@ class TokenChooser:
         if kind is Kind.GREEDY:
             return best_keys(group.logits_RV, first_id)[:, None]
         if kind is Kind.TOP_K:
-            ids_V = torch.arange(first_id, self._ids.stop, device=self._device)
             width = min(group.top_k, self._most_columns)
-            parts = [largest_keys(keys_of(part.logits_RV, ids_V), width) for (part,) in group.parts()]
-            return padded(torch.cat(parts), width)
+            return torch.cat([top_keys(part.logits_RV, width, first_id) for (part,) in group.parts()])
         found = []
         for (part,) in group.parts():
             scores_RV = part.scores(part.logits_RV, self._steps_V)
@@ -220,7 +219,8 @@ class _Group:
 
     def parts(self, *others: Tensor) -> "list[tuple[Any, ...]]":
         """Return the group in parts whose temporaries are not too large, each with its rows of ``others``."""
-        split = zip(*(x.split(rows_at_once(x)) for x in (self.logits_RV, self.table_RC, *others)), strict=True)
+        size = rows_at_once(self.logits_RV)
+        split = zip(*(x.split(size) for x in (self.logits_RV, self.table_RC, *others)), strict=True)
         return [(replace(self, logits_RV=logits, table_RC=table), *rest) for logits, table, *rest in split]
 
 

@@ -7,27 +7,33 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.best_number import MAX_ID, keys_of
-from tightwire.model.sampling.draw import largest_keys, logits_and_ids, padded, rows_at_once
+from tightwire.model.sampling.draw import largest_keys, logits_and_ids, padded, rows_at_once, top_keys
 from tightwire.model.sampling.parameters import TokenScore
+
+Gather = Callable[[Tensor], Sequence[Tensor]]  # all ranks' tensors, of one shape, in rank order
 
 
 def score_tokens(
-    logits_RV: Tensor, ids_R: Tensor, num_top: int, first_id: int, gather: Callable[[Tensor], Sequence[Tensor]]
+    logits_SV: Tensor, rows_R: Tensor, ids_R: Tensor, num_top: int, first_id: int, gather: Gather
 ) -> Tensor:
     """Return (R, 3 + 2 num_top) int64: ids, logprobs and ranks, then most likely tokens, each with its logprob.
 
-    ``logits_RV``: this rank's columns, from token ``first_id``. Logprobs are float32 numbers as float64. A row's result does
-    not depend on the other rows. Cost: two rounds, of 8 (3 + num_top) and of 8 bytes a row.
+    ``logits_SV``: this rank's columns, from token ``first_id``, of which ``rows_R`` are scored, some at once. Logprobs are float32
+    numbers as float64. A row's result does not depend on the other rows. Cost: two rounds, of 8 (3 + num_top) and of 8 bytes a row.
     """
-    parts = logits_RV.split(rows_at_once(logits_RV))
-    sizes = [len(part) for part in parts]
-    own = [_summary(*part, num_top, first_id) for part in zip(parts, ids_R.split(sizes), strict=True)]
-    by_rank = torch.stack(list(gather(torch.cat(own))))
+    size = rows_at_once(logits_SV)
+    parts = [slice(start, start + size) for start in range(0, len(rows_R), size)]
+    # Made before the temporaries: results between them would keep what they free from being used again.
+    own, above_R = ids_R.new_empty(len(ids_R), 3 + num_top), torch.empty_like(ids_R)
+    for part in parts:
+        own[part] = _summary(logits_SV[rows_R[part]], ids_R[part], num_top, first_id)
+    by_rank = torch.stack(list(gather(own)))
     most_WR, sum_WR = by_rank[:, :, :2].view(torch.float64).unbind(2)
     most_R, key_R = most_WR.amax(0), by_rank[:, :, 2].amax(0)
     log_sum_R1 = (most_R + (sum_WR * (most_WR - most_R).exp()).sum(0).log())[:, None]
-    above = [_num_above(*part, first_id) for part in zip(parts, key_R.split(sizes), strict=True)]
-    rank_R = torch.stack(list(gather(torch.cat(above)))).sum(0) + 1
+    for part in parts:
+        above_R[part] = _num_above(logits_SV[rows_R[part]], key_R[part], first_id)
+    rank_R = torch.stack(list(gather(above_R))).sum(0) + 1
     top_RC = largest_keys(by_rank[:, :, 3:].transpose(0, 1).flatten(1), num_top)
     logit_RC, id_RC = logits_and_ids(torch.cat([key_R[:, None], padded(top_RC, num_top)], 1))
     # Rounded, because sums of more ranks differ in the last bits of float64.
@@ -38,9 +44,8 @@ def score_tokens(
 
 def _summary(logits_RV: Tensor, ids_R: Tensor, num_top: int, first_id: int) -> Tensor:
     """Return (R, 3 + num_top) int64: the largest logit, the sum of exponentials over it, the token's key, the largest keys."""
-    columns_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
     most_R1 = logits_RV.amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
-    sum_R1 = (logits_RV.double() - most_R1).exp_().sum(1, keepdim=True)
+    sum_R1 = logits_RV.double().sub_(most_R1).exp_().sum(1, keepdim=True)
     sums_R2 = torch.cat([most_R1.double(), sum_R1], 1).view(torch.int64)
     column_R1 = ids_R[:, None] - first_id
     is_own_R1 = (column_R1 >= 0) & (column_R1 < logits_RV.shape[1])
@@ -48,8 +53,7 @@ def _summary(logits_RV: Tensor, ids_R: Tensor, num_top: int, first_id: int) -> T
     key_R1 = torch.where(is_own_R1, keys_of(logit_R1, ids_R[:, None]), torch.iinfo(torch.int64).min)
     if not num_top:
         return torch.cat([sums_R2, key_R1], 1)
-    best_RC = padded(largest_keys(keys_of(logits_RV, columns_V + first_id), num_top), num_top)
-    return torch.cat([sums_R2, key_R1, best_RC], 1)
+    return torch.cat([sums_R2, key_R1, top_keys(logits_RV, num_top, first_id)], 1)
 
 
 def _num_above(logits_RV: Tensor, key_R: Tensor, first_id: int) -> Tensor:

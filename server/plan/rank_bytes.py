@@ -19,8 +19,9 @@ from tightwire.model.weights.stage import stage_bytes
 from tightwire.server.config.limits import BLOCK_SIZE, MAX_SCORED_ROWS
 from tightwire.server.config.serve import EngineOptions
 
-# A process before its first tensor: interpreter and torch; with CUDA also the context and cuBLAS.
-_RUNTIME_BYTES = {"cpu": 300 << 20, "cuda": 1 << 30}
+# A process before its first tensor: interpreter and torch; with CUDA also the context and cuBLAS, on a CPU what choosing tokens
+# takes beside the logits.
+_RUNTIME_BYTES = {"cpu": 316 << 20, "cuda": 1 << 30}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,17 +150,18 @@ def _rank_bytes(inputs: MemoryInputs, shard: Shard, num_weight_bytes: int, max_p
 
 
 def _activation_bytes(inputs: MemoryInputs, shard: Shard, max_parts: int) -> int:
-    """The peak of a step: the MLP's two halves and the residual, or the rank's columns of the logits, copied and drawn from.
+    """The peak of a step: the MLP's two halves and the residual, and the rank's columns of the logits.
 
     CUDA graphs keep the activations of the largest decode step as well. Each further part of a step that shares a layer
     holds the residual, its increment, and the sum in flight.
     """
     model, options, elem = inputs.model, inputs.options, inputs.elem_bytes
-    num_tokens, num_rows = options.max_num_batched_tokens, options.max_num_seqs + MAX_SCORED_ROWS
+    num_tokens = options.max_num_batched_tokens
     if inputs.device == "cuda" and options.cuda_graphs and not options.kv_offload:
         num_tokens += options.max_num_seqs
     num_columns = len(shard.mlp_columns) if inputs.stages is None else model.mlp_size
     layer = elem * num_tokens * (4 * model.hidden_size + 3 * num_columns)
     layer += elem * (max_parts - 1) * options.max_num_batched_tokens * 3 * model.hidden_size
-    # Three copies on any rank, as measured on CPUs (bench/RESULTS.md).
-    return layer + 4 * num_rows * 3 * len(shard.vocab_rows)
+    # Rows that choose a token are copied when prompts are scored beside them, and again when they are edited or drawn from by kind.
+    num_rows = MAX_SCORED_ROWS + 3 * options.max_num_seqs
+    return layer + 4 * num_rows * len(shard.vocab_rows)

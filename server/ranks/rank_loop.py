@@ -238,6 +238,7 @@ class Follower:
                 banned = follows.bits
                 self._reporter.begin("step", plan.index)
             self._runner.choose(plan, logits_RV, banned)
+            del logits_RV  # or it would be kept while the next step makes its own
 
     def _receive(self) -> ToFollower:
         if not self._inbox.poll(0):

@@ -238,6 +238,22 @@ def test_prompts_are_scored_without_a_draw() -> None:
     assert sampler.gather.message_bytes == [4 * 8 * 5, 4 * 8]
 
 
+def test_rows_beside_scored_prompts_are_chosen_as_alone() -> None:
+    logits, prompt = torch.randn(8, VOCAB), Row([5, 9, 3, 70, 8], prompt_logprobs=2)
+    prompt.num_prompt_tokens = 5
+    edited = {"seed": 4, "logit_bias": {7: 3.0}, "bad_words": banned_ids((int(logits[3].argmax()),))}
+    penalized, greedy = {"seed": 5, "presence_penalty": 2.0, "logprobs": 1}, {"temperature": 0.0, "min_tokens": 9}
+    rows = [Row([1, 2], **params) for params in (edited, penalized, greedy)]
+    wanted = [Wanted(prompt, [9, 3], samples=False), *map(Wanted, rows), Wanted(prompt, [70, 8, 1], samples=False)]
+    together = RankedSampler(VOCAB, cuts=(40,)).answer(logits, wanted)
+    for place, params in enumerate((edited, penalized, greedy), start=2):
+        alone = RankedSampler(VOCAB).sample(logits[place : place + 1], [Row([1, 2], **params)])
+        assert (alone.token_ids, alone.scores) == (
+            together.token_ids[place : place + 1],
+            together.scores[place : place + 1],
+        )
+
+
 def test_each_row_of_a_draft_is_chosen_as_if_the_draft_were_the_text() -> None:
     logits = torch.randn(4, VOCAB)
     params = {

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,9 @@ from tightwire.model.sampling.parameters import TokenScore
 
 
 def scored(logits: torch.Tensor, targets: torch.Tensor, top_n: list[int]) -> list[TokenScore]:
-    return unpacked_scores(score_tokens(logits, targets, max(top_n), 0, lambda x: [x]).numpy(), top_n)
+    return unpacked_scores(
+        score_tokens(logits, torch.arange(len(logits)), targets, max(top_n), 0, lambda x: [x]).numpy(), top_n
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -45,3 +50,26 @@ def test_tokens_without_probability() -> None:
     (score,) = scored(torch.tensor([[0.0, -torch.inf, 1.0]]), torch.tensor([1]), [3])
     assert (score.logprob, score.rank) == (-np.inf, 3)
     assert [token_id for token_id, _ in score.top] == [2, 0, 1]
+
+
+_SCORE_MANY = """
+import re, torch
+from tightwire.kernels.cpu.allocator import keep_freed_memory
+from tightwire.model.sampling.logprobs import score_tokens
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
+keep_freed_memory()
+with torch.inference_mode():
+    rows, logits = torch.arange(256), torch.zeros(256, 100_000)
+    score_tokens(logits[:8], rows[:8], rows[:8], 5, 0, lambda x: [x])
+    before = peak()
+    score_tokens(logits, rows, rows, 5, 0, lambda x: [x])
+    print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_scores_take_no_copy_of_the_logits() -> None:
+    """The 100 MB of logits, of which parts are scored: pieces of a part that were kept would take as much again."""
+    run = subprocess.run([sys.executable, "-c", _SCORE_MANY], capture_output=True, text=True, check=True)
+    assert float(run.stdout) < 20

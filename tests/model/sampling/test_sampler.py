@@ -308,7 +308,7 @@ def test_against_token_by_token(rows: list[tuple[list[int], list[int], float, fl
 def edited(sampler: RankedSampler, logits: Tensor, rows: list[Row]) -> Tensor:
     """The logits after bias, bans and penalties."""
     (chooser,) = sampler.choosers
-    return chooser._edited(logits, sampler.rows([Wanted(r) for r in rows]), b"")
+    return chooser._edited(logits, sampler.rows([Wanted(r) for r in rows]), np.arange(len(rows)), b"")
 
 
 def test_new_tokens_are_counted() -> None:

@@ -146,12 +146,13 @@ def test_carried_errors_take_memory_of_every_rank_and_are_shown() -> None:
     assert "carried errors" in with_errors.table() and "carried errors" not in without.table()
 
 
-@pytest.mark.parametrize(("tp", "copies"), [(1, [3.0]), (2, [1.5, 1.5]), (4, [0.75] * 4)])
-def test_scored_rows_take_the_logits_that_each_rank_holds_at_once(tp: int, copies: list[float]) -> None:
-    """In copies of all logits of as many rows as a step may score and generate, as measured (bench/RESULTS.md)."""
-    few, many = (budget(64, tp, max_num_seqs=rows).ranks for rows in (16, 496))
-    logits = 4 * 480 * MODEL.vocab_size
-    assert [(b.activations - a.activations) / logits for a, b in zip(few, many, strict=True)] == pytest.approx(copies)
+@pytest.mark.parametrize(("tp", "share"), [(1, [1.0]), (2, [0.5, 0.5]), (4, [0.25] * 4)])
+def test_rows_of_logits_take_the_columns_that_each_rank_holds(tp: int, share: list[float]) -> None:
+    """Once for each prompt row that a step may score, three times for each that generates."""
+    few, many = ([rank.activations for rank in budget(64, tp, max_num_seqs=rows).ranks] for rows in (16, 496))
+    row = [4 * part * MODEL.vocab_size for part in share]
+    assert [b - a for a, b in zip(few, many, strict=True)] == pytest.approx([3 * 480 * each for each in row])
+    assert all((256 + 3 * 16) * each < a < (256 + 3 * 16 + 200) * each for a, each in zip(few, row, strict=True))
 
 
 def test_the_cache_asked_for_is_the_cache_given() -> None:
