@@ -22,7 +22,7 @@ from tightwire.training.config.read import to_values
 from tightwire.training.config.tree import TrainConfig
 
 # Besides the seed and the files, these options determine the order of the data.
-_ORDER = ("text_key", "parted_by", "held_out", "held_out_files", "sequence_tokens", "shuffle_documents")
+_ORDER = ("kind", "text_key", "parted_by", "held_out", "held_out_files", "sequence_tokens", "shuffle_documents")
 
 
 class Identity(NamedTuple):

@@ -16,7 +16,7 @@ Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, Field(gt=0, strict=True)]  # strict rejects `true`
 BYTES = "bytes"  # the byte tokenizer, which needs no file
 BPE = "bpe:"
-ENGLISH = "english-prose"  # names the text in ``training.data.prose``
+ENGLISH, CHATS = "english-prose", "example-chats"  # name the files of ``training.data.prose``
 
 
 class Section(BaseModel):
@@ -74,7 +74,12 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """The text and its division into sequences."""
 
-    files: list[str] = Field(min_length=1, description="patterns of text or .jsonl files, also .gz; or english-prose")
+    files: list[str] = Field(
+        min_length=1, description="patterns of text or .jsonl files, also .gz; english-prose, example-chats"
+    )
+    kind: Literal["text", "chat"] = Field(
+        default="text", description="chat: JSONL of messages; only answers are learned"
+    )
     text_key: str = Field(default="text", description="the key of a JSONL line that holds the text")
     parted_by: Literal["blank-line", "file"] = Field(default="blank-line", description="what ends a document of a text")
     held_out: Share = Field(default=0.01, description="share of the documents used only for evaluation")

@@ -1,4 +1,4 @@
-"""Finds a run's files and reads documents from them on demand: text separated by blank lines, whole text files, or JSON lines.
+"""Finds a run's files and reads documents from them on demand: text separated by blank lines, whole text files, JSON lines, chats.
 
 A hash of each document's text decides whether it is held out, so the split does not depend on order, epoch or number of ranks.
 Does not import torch, so that missing data is refused at once.
@@ -12,11 +12,13 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from tightwire.training.config.tree import ENGLISH, TrainConfig
-from tightwire.training.data.prose import english_files
+from tightwire.training.config.tree import CHATS, ENGLISH, TrainConfig
+from tightwire.training.data.prose import english_files, example_chats
 
+ROLES = ("system", "user", "assistant", "tool")
+_OWN_FILES = {ENGLISH: english_files, CHATS: example_chats}
 _HASH_BYTES = 8
 _MOST_NAMES = 3  # file names in an error message
 
@@ -25,14 +27,22 @@ class DataError(ValueError):
     """The data is missing, empty or damaged."""
 
 
+class Line(str):
+    """A document that is a line of JSON and knows its file and number, for error messages."""
+
+    place: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Documents:
     """All documents of ``files``; each iteration reads the files again.
 
     ``parted_by``: ``blank-line`` or ``file``, for text files. A JSONL file has one document per line, under ``text_key``.
+    ``kind``: of ``chat``, every file has JSON lines, and documents are ``Line``.
     """
 
     files: tuple[Path, ...]
+    kind: str = "text"
     text_key: str = "text"
     parted_by: str = "blank-line"
 
@@ -53,7 +63,11 @@ class Documents:
                 ) from None
 
     def _documents(self, path: Path, lines: IO[str]) -> Iterator[str]:
-        if ".jsonl" in path.suffixes:
+        if self.kind == "chat":
+            for line, value in _json_lines(path, lines):
+                check_messages(value.get("messages") if isinstance(value, dict) else None, line.place)
+                yield line
+        elif ".jsonl" in path.suffixes:
             yield from _json_texts(path, lines, self.text_key)
         elif self.parted_by == "file":
             text = lines.read()
@@ -67,8 +81,8 @@ def find_files(patterns: Sequence[str]) -> tuple[Path, ...]:
     """The files that match any pattern, sorted, each once. Raises DataError: a pattern matches no file."""
     found: set[Path] = set()
     for pattern in patterns:
-        if pattern == ENGLISH:
-            found |= set(english_files())
+        if pattern in _OWN_FILES:
+            found |= set(_OWN_FILES[pattern]())
             continue
         matching = map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True))
         files = {path for path in matching if path.is_file()}
@@ -106,7 +120,7 @@ class RunData:
         """Raises DataError: a pattern matches no file."""
         data = config.data
         documents, held_out = (
-            Documents(files=find_files(patterns), text_key=data.text_key, parted_by=data.parted_by)
+            Documents(files=find_files(patterns), kind=data.kind, text_key=data.text_key, parted_by=data.parted_by)
             for patterns in (data.files, data.held_out_files)
         )
         return cls(config=config, documents=documents, held_out_documents=held_out if held_out.files else None)
@@ -181,17 +195,38 @@ def _paragraphs(lines: IO[str]) -> Iterator[str]:
         yield "".join(document)
 
 
-def _json_texts(path: Path, lines: IO[str], key: str) -> Iterator[str]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
+def _json_lines(path: Path, lines: IO[str]) -> Iterator[tuple[Line, Any]]:
+    """The lines that are not blank, with their values."""
+    for number, text in enumerate(lines, start=1):
+        if not text.strip():
             continue
+        line = Line(text)
+        line.place = f"{path}:{number}"
         try:
-            value = json.loads(line)
+            yield line, json.loads(text)
         except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{number}: is not valid JSON: {error}") from None
+            raise DataError(f"{line.place}: is not valid JSON: {error}") from None
+
+
+def _json_texts(path: Path, lines: IO[str], key: str) -> Iterator[str]:
+    for line, value in _json_lines(path, lines):
         text = value.get(key) if isinstance(value, dict) else None
         if not isinstance(text, str):
             keys = ", ".join(value) if isinstance(value, dict) else type(value).__name__
-            raise DataError(f"{path}:{number}: has no text under {key!r} (found: {keys}); set data.text_key")
+            raise DataError(f"{line.place}: has no text under {key!r} (found: {keys}); set data.text_key")
         if text:
             yield text
+
+
+def check_messages(messages: Any, place: str) -> None:
+    """Raises DataError: these are not messages, or none is the assistant's."""
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f'{place}: has no messages; write {{"messages": [{{"role": "user", "content": "..."}}, ...]}}')
+    for number, message in enumerate(messages):
+        role, content = (message.get(key) if isinstance(message, dict) else None for key in ("role", "content"))
+        if role not in ROLES:
+            raise DataError(f"{place}: message {number} has role {role!r}; known: {', '.join(ROLES)}")
+        if not isinstance(content, str):
+            raise DataError(f"{place}: message {number} has no text under content (got {type(content).__name__})")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise DataError(f"{place}: has no message of the assistant, so there is nothing to learn")

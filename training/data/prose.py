@@ -8,6 +8,11 @@ ENGLISH_FOLDER = Path(__file__).parent / "english"
 _PIECES = ("emma", "jargon", "opticks", "tom_sawyer")
 
 
+def example_chats() -> tuple[Path, ...]:
+    """240 chats of the project: a sentence about a person, and its facts as JSON."""
+    return (Path(__file__).parent / "examples" / "chats.jsonl",)
+
+
 def english_files() -> tuple[Path, ...]:
     """Four UTF-8 files of paragraphs that blank lines separate."""
     return tuple(ENGLISH_FOLDER / f"{piece}.txt" for piece in _PIECES)

@@ -1,6 +1,6 @@
 """Packs tokenized documents end to end, cuts them into sequences of equal length, and assigns sequences to ranks.
 
-There is no padding. Every rank reads the same stream and keeps every W-th sequence. A position, which a checkpoint stores, is
+There is no padding (in rows of chats there is). Every rank reads the same stream and keeps every W-th sequence. A position, which a checkpoint stores, is
 the number of sequences that all ranks together have used.
 """
 
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tightwire.training.data.chats import IGNORED, ChatPacker, Row
 from tightwire.training.data.documents import DataError, RunData
 from tightwire.training.data.read_ahead import until_closed
 
@@ -20,14 +21,29 @@ TokenSequence = list[int]  # S inputs and one more token: the targets are the in
 
 
 class Batch(NamedTuple):
-    """Token sequences as tensors, int64."""
+    """Sequences as tensors, int64. ``positions_BS`` None: each sequence is one sample."""
 
     inputs_BS: Tensor
     targets_BS: Tensor
+    positions_BS: Tensor | None = None
+
+    @property
+    def num_targets(self) -> int:
+        return int((self.targets_BS != IGNORED).sum())
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(*(None if tensor is None else tensor.to(device, non_blocking=True) for tensor in self))  # pyright: ignore[reportArgumentType]
+
+    def split(self, size: int) -> list["Batch"]:
+        parts = [[None] * len(self.inputs_BS) if tensor is None else tensor.split(size) for tensor in self]
+        return [Batch(*part) for part in zip(*parts, strict=False)]  # pyright: ignore[reportArgumentType]
 
 
-def stack(sequences: Iterable[TokenSequence]) -> Batch:
-    tokens_BT = torch.tensor(list(sequences))
+def stack(sequences: Iterable[TokenSequence | Row]) -> Batch:
+    sequences = list(sequences)
+    if isinstance(sequences[0], Row):
+        return Batch(*(torch.tensor(values) for values in zip(*sequences, strict=True)))
+    tokens_BT = torch.tensor(sequences)
     return Batch(tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous())
 
 
@@ -42,6 +58,7 @@ class Packer:
     encode: Callable[[str], list[int]]
     sequence_tokens: int
     end_token_id: int
+    same_length = True  # every epoch has the same number of sequences, in any order
 
     def __call__(self, documents: Iterable[str]) -> Iterator[TokenSequence]:
         pending: list[int] = []
@@ -55,16 +72,16 @@ class Packer:
 
 
 def endless_sequences(
-    documents_of: Callable[[int], Iterable[str]], pack: Packer, position: int = 0
-) -> Iterator[tuple[int, TokenSequence]]:
+    documents_of: Callable[[int], Iterable[str]], pack: Packer | ChatPacker, position: int = 0
+) -> Iterator[tuple[int, TokenSequence | Row]]:
     """The sequences from ``position`` on, numbered; ``documents_of(epoch)`` returns an epoch's documents.
 
-    Each epoch is packed separately and has the same number of sequences in any order. Resuming tokenizes at most one whole
-    epoch, to count its sequences, and then the used part of the current one. Raises DataError: an epoch fills no sequence.
+    Each epoch is packed separately. Resuming tokenizes at most one whole epoch, to count its sequences, and then the used part
+    of the current one; all used epochs if their lengths differ. Raises DataError: an epoch fills no sequence.
     """
     epoch, index, epoch_sequences = 0, 0, 0
     while True:
-        if epoch_sequences and position > index:
+        if epoch_sequences and position > index and pack.same_length:
             skipped = (position - index) // epoch_sequences
             epoch, index = epoch + skipped, index + skipped * epoch_sequences
         begin = index
@@ -80,7 +97,7 @@ def endless_sequences(
 
 
 def rank_batches(
-    data: RunData, pack: Packer, *, rank: int, world_size: int, position: int, closed: Event
+    data: RunData, pack: Packer | ChatPacker, *, rank: int, world_size: int, position: int, closed: Event
 ) -> Iterator[Batch]:
     """A rank's endless micro-batches of a run from ``position`` on. ``closed`` stops reading."""
     numbered = endless_sequences(lambda epoch: until_closed(data.training(epoch), closed), pack, position)
@@ -89,7 +106,7 @@ def rank_batches(
         yield stack(islice(own, data.config.batch.micro_sequences))
 
 
-def held_out_sequences(data: RunData, pack: Packer) -> list[TokenSequence]:
+def held_out_sequences(data: RunData, pack: Packer | ChatPacker) -> list[TokenSequence | Row]:
     """The evaluation sequences of all ranks. Raises DataError: the held-out documents do not fill one sequence."""
     config = data.config
     sequences = list(islice(pack(data.held_out()), config.evaluation.sequences))

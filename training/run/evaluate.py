@@ -6,13 +6,12 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tightwire.training.config.tree import TrainConfig
+from tightwire.training.data.chats import IGNORED, Row
 from tightwire.training.data.sequences import TokenSequence, stack
 from tightwire.training.log.run_log import EvaluationRecord
 from tightwire.training.ranks.control import Control
 from tightwire.training.run.setup import Trained
 from tightwire.training.start.model import StartingModel
-
-_IGNORED = -100
 
 
 class Evaluator:
@@ -24,16 +23,17 @@ class Evaluator:
         trained: Trained,
         start: StartingModel,
         control: Control,
-        sequences: Sequence[TokenSequence],
+        sequences: Sequence[TokenSequence | Row],
     ) -> None:
         self._config, self._trained, self._start, self._control = config.evaluation, trained, start, control
+        self._is_chat = config.data.kind == "chat"
         at_once, own = config.batch.micro_sequences, list(sequences[control.rank :: control.world_size])
         num_batches = -(-len(sequences) // (control.world_size * at_once))
         # Each pass gathers weights, so all ranks run the same number; fill up with sequences whose targets are ignored.
         filler = [sequences[0]] * (num_batches * at_once - len(own))
-        inputs_NS, targets_NS = (tensor.to(trained.device) for tensor in stack([*own, *filler]))
-        targets_NS[len(own) :] = _IGNORED
-        self._batches = list(zip(inputs_NS.split(at_once), targets_NS.split(at_once), strict=True))
+        batch = stack([*own, *filler]).to(trained.device)
+        batch.targets_BS[len(own) :] = IGNORED
+        self._batches = batch.split(at_once)
 
     def run(self, step: int) -> EvaluationRecord:
         """Evaluate the weights after ``step`` steps: the same record on all ranks. Collective."""
@@ -48,11 +48,12 @@ class Evaluator:
     def _loss(self) -> tuple[float, int]:
         """(mean loss in nats per token, number of tokens)."""
         total, count = 0.0, 0
-        for inputs_BS, targets_BS in self._batches:
-            logits_BSV = self._trained.model(input_ids=inputs_BS, use_cache=False).logits.float()
-            flat = logits_BSV.flatten(0, 1), targets_BS.flatten()
-            total += float(cross_entropy(*flat, ignore_index=_IGNORED, reduction="sum"))
-            count += int((targets_BS != _IGNORED).sum())
+        for batch in self._batches:
+            inputs = {"input_ids": batch.inputs_BS, "position_ids": batch.positions_BS}
+            logits_BSV = self._trained.model(**inputs, use_cache=False).logits.float()
+            flat = logits_BSV.flatten(0, 1), batch.targets_BS.flatten()
+            total += float(cross_entropy(*flat, ignore_index=IGNORED, reduction="sum"))
+            count += batch.num_targets
         ranks = self._control.gather_numbers(total, count)
         tokens = int(sum(count for _, count in ranks))
         return sum(total for total, _ in ranks) / tokens, tokens
@@ -61,6 +62,8 @@ class Evaluator:
         """The greedy continuation, cut at the end token."""
         tokenizer, positions = self._start.tokenizer, self._start.config.max_positions
         ids = tokenizer.encode(prompt) or [tokenizer.bos_token_id or 0]
+        if self._is_chat:
+            ids = tokenizer.encode_chat([{"role": "user", "content": prompt}])
         begin = len(ids)
         # Do not stop early: each pass gathers weights, so all ranks must run the same number.
         for _ in range(self._config.sample_tokens):

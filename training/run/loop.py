@@ -1,6 +1,6 @@
 """Runs the training steps: batches, engine, optimizer, logging, evaluation and checkpoints.
 
-After each step, ranks exchange five numbers, among them a stop signal and whether the next step's data failed to load. So all
+After each step, ranks exchange six numbers, among them a stop signal and whether the next step's data failed to load. So all
 ranks stop after the same step.
 """
 
@@ -63,6 +63,7 @@ class Loop:
         self._model, self._engine, self._state = self.trained.model, self.trained.engine, self.trained.state
         self._accumulation = self.config.batch.accumulation(self.control.world_size)
         self._upcoming: list[Batch] = []  # micro-batches of the next step
+        self._targets = 0  # of the next step, over all ranks
         self._data_error = ""
         self._logs = True  # the newest record was written to the log
 
@@ -98,7 +99,9 @@ class Loop:
             self._read()
             if self._data_error:
                 raise DataError(self._data_error)
-        return int(max(signal for (signal,) in self.control.gather_numbers(self.stop_signal())))
+        signals, targets = zip(*self.control.gather_numbers(self.stop_signal(), self._num_targets()), strict=True)
+        self._targets = int(sum(targets))
+        return int(max(signals))
 
     def _read(self) -> None:
         """Read the next step's micro-batches. A signal ends the wait."""
@@ -134,8 +137,10 @@ class Loop:
             self.checkpointer.written,
             _memory_bytes(self.trained.device),
             bool(self._data_error),
+            self._num_targets(),
         )
-        losses, signals, written, memory, broken = zip(*ranks, strict=True)
+        losses, signals, written, memory, broken, targets = zip(*ranks, strict=True)
+        self._targets = int(sum(targets))
         seconds = perf_counter() - begun
         tokens = self.config.batch.sequences * self.config.data.sequence_tokens
         reached = self.flops_per_token * tokens / self.control.world_size / seconds
@@ -161,20 +166,25 @@ class Loop:
         return int(max(signals)), any(broken)
 
     def _gradients(self) -> float:
-        """Run forward and backward of all micro-batches. Returns this rank's mean loss."""
+        """Run forward and backward of all micro-batches. Returns the loss, of which the mean over ranks is that of all targets."""
         total = torch.zeros((), device=self.trained.device)
         for number, batch in enumerate(self._upcoming):
-            inputs_BS, targets_BS = (tensor.to(self.trained.device, non_blocking=True) for tensor in batch)
+            # Targets of all ranks weigh the same, however many a micro-batch has; of text, all have equally many.
+            share = self._targets / (self.control.world_size * batch.num_targets)
+            batch = batch.to(self.trained.device)
             self._seed_dropout(number)
             with self._engine.micro_batch(last=number == self._accumulation - 1):
                 # The targets are shifted already, but transformers computes a loss only if `labels` is given.
-                loss = self._model(
-                    input_ids=inputs_BS, labels=targets_BS, shift_labels=targets_BS, use_cache=False
-                ).loss
-                (loss / self._accumulation).backward()
+                inputs = {"input_ids": batch.inputs_BS, "position_ids": batch.positions_BS, "use_cache": False}
+                loss = self._model(**inputs, labels=batch.targets_BS, shift_labels=batch.targets_BS).loss / share
+                loss.backward()
             total += loss.detach()
         self._engine.finish_gradients()
-        return float(total) / self._accumulation
+        return float(total)
+
+    def _num_targets(self) -> int:
+        """This rank's targets in the next step."""
+        return sum(batch.num_targets for batch in self._upcoming)
 
     def _seed_dropout(self, micro_batch: int) -> None:
         """Make dropout depend on the step alone, so that a resumed run draws the same."""

@@ -25,7 +25,7 @@ from tightwire.training.checkpoint.writer import Checkpointer
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import RunData, describe_files
 from tightwire.training.data.read_ahead import ReadAhead
-from tightwire.training.data.sequences import Packer, held_out_sequences, rank_batches
+from tightwire.training.data.sequences import held_out_sequences, rank_batches
 from tightwire.training.engine.options import EngineOptions, engine_options
 from tightwire.training.estimate.memory import checkpoint_bytes
 from tightwire.training.estimate.step import flops_per_token, peak_flops
@@ -42,7 +42,7 @@ from tightwire.training.run.checks import (
 from tightwire.training.run.early_checks import check_early, find_topology
 from tightwire.training.run.evaluate import Evaluator
 from tightwire.training.run.loop import BrokenDataError, DivergedError, Loop
-from tightwire.training.run.setup import Ranks, connect_ranks, find_device, make_trained
+from tightwire.training.run.setup import Ranks, connect_ranks, find_device, make_packer, make_trained
 from tightwire.training.start.export import export_adapter, export_folder
 from tightwire.training.start.model import StartingModel, open_starting_model
 
@@ -124,11 +124,7 @@ class Run:
         log = evaluator = None
         closed, ahead = Event(), max(_READ_AHEAD, config.batch.accumulation(control.world_size))
         where = {"rank": control.rank, "world_size": control.world_size, "position": position}
-        pack = Packer(
-            lambda text: start.tokenizer.encode(text, add_special_tokens=False),
-            config.data.sequence_tokens,
-            start.end_token_id,
-        )
+        pack = make_packer(config.data, start)
         batches = ReadAhead(rank_batches(self._data, pack, **where, closed=closed), ahead, closed)
         try:
             with control.failing_together(ValueError):

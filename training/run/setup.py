@@ -1,6 +1,7 @@
 """Checks a configuration, connects the ranks, and builds the engine and optimizer."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -14,7 +15,9 @@ from tightwire.training.checkpoint.state import Replica, RunState
 from tightwire.training.compression.dense import Replicas
 from tightwire.training.compression.make import make_compressor
 from tightwire.training.config.compression import DenseOptions
-from tightwire.training.config.tree import ParallelConfig, TrainConfig
+from tightwire.training.config.tree import DataConfig, ParallelConfig, TrainConfig
+from tightwire.training.data.chats import ChatEncoder, ChatPacker
+from tightwire.training.data.sequences import Packer
 from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.flat_parameters import BucketPlan, cut_shard, plan_buckets
 from tightwire.training.engine.gradients import GradientCompressor
@@ -100,6 +103,17 @@ def make_trained(config: TrainConfig, options: EngineOptions, start: StartingMod
         shards=shards, optimizer=optimizer, compressor=compressor, replica=Replica(replicas.rank, replicas.world_size)
     )
     return Trained(model=model, engine=engine, state=state, device=groups.device)
+
+
+def make_packer(config: DataConfig, start: StartingModel) -> Packer | ChatPacker:
+    """What makes sequences of the run's documents. Raises ValueError: chats, and the model has no chat template."""
+    tokenizer, size = start.tokenizer, config.sequence_tokens
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    if config.kind == "text":
+        return Packer(encode, size, start.end_token_id)
+    if tokenizer.chat_template is None:
+        raise ValueError(f"data.kind=chat: {start.name} has no chat template; start from an instruct model")
+    return ChatPacker(ChatEncoder(tokenizer.render_chat, encode, tokenizer.eos_token_ids), size, start.end_token_id)
 
 
 def _make_compressor(

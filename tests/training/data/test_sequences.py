@@ -36,7 +36,7 @@ def _documents(epoch: int) -> list[str]:
     return _TEXTS[epoch % 4 :] + _TEXTS[: epoch % 4]
 
 
-def _sequences(count: int, position: int = 0) -> list[tuple[int, list[int]]]:
+def _sequences(count: int, position: int = 0) -> list[tuple[int, Any]]:
     return list(islice(endless_sequences(_documents, _PACK, position), count))
 
 

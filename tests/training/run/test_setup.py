@@ -2,6 +2,8 @@
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +11,11 @@ from helpers.training.training_runs import make_config
 
 from tightwire.comm.group.topology import Topology
 from tightwire.model.checkpoint.errors import ModelError
+from tightwire.training.config.tree import DataConfig
 from tightwire.training.engine.options import engine_options
 from tightwire.training.ranks.groups import open_store
 from tightwire.training.run.early_checks import find_topology
-from tightwire.training.run.setup import find_device
+from tightwire.training.run.setup import find_device, make_packer
 from tightwire.training.start.model import build_model, config_of
 
 
@@ -101,3 +104,9 @@ def test_patterns_of_frozen_parameters_must_match(tmp_path: Path) -> None:
         build_model(llama, device=torch.device("cpu"), frozen=["lm_head*"])
     with pytest.raises(ValueError, match="all parameters are frozen"):
         build_model(llama, device=torch.device("cpu"), frozen=["*"])
+
+
+def test_chats_need_a_model_with_a_chat_template() -> None:
+    start: Any = SimpleNamespace(name="base", tokenizer=SimpleNamespace(chat_template=None, encode=len))
+    with pytest.raises(ValueError, match="data.kind=chat: base has no chat template; start from an instruct model"):
+        make_packer(DataConfig(files=["x"], kind="chat"), start)

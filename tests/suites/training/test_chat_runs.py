@@ -1,0 +1,56 @@
+"""Runs on chats: targets weigh the same on any number of ranks, and a stopped run resumes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.training.training_runs import StopAfter, log_lines, losses, make_config, train
+
+from tightwire.training.config.tree import TrainConfig
+from tightwire.training.data.documents import DataError
+
+
+def _config(folder: Path, *overrides: str, run: str = "run") -> TrainConfig:
+    path = folder / "chats.jsonl"
+    if not path.exists():
+        turns = [(f"say {i}", "abcdefgh"[i % 8] * (1 + i * i % 29)) for i in range(60)]
+        chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in turns]
+        path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    data = f"data={{files: [{path}], kind: chat, sequence_tokens: 80, shuffle_documents: 8, held_out: 0.2}}"
+    return make_config(folder, data, *overrides, run=run)
+
+
+def test_answers_of_any_length_weigh_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """Each token of a step once: rows have unlike numbers of targets."""
+    alone = _config(tmp_path, run="alone")
+    shared = _config(tmp_path, "parallel.sharding=zero3", "batch.micro_sequences=1", run="shared")
+    train(alone)
+    train(shared, 4)
+
+    assert losses(shared) == pytest.approx(losses(alone), abs=1e-5)
+    assert losses(alone)[-1] < losses(alone)[0]
+
+
+def test_a_stopped_run_on_chats_resumes_to_the_bit_in_a_later_epoch(tmp_path: Path) -> None:
+    """Epochs in another order have other numbers of rows."""
+    steps = ("schedule.steps=12",)
+    whole, parted = _config(tmp_path, *steps, run="whole"), _config(tmp_path, *steps, run="parted")
+    train(whole)
+    train(parted, stop_signal=StopAfter(parted, 9))
+    assert len(losses(parted)) == 9
+    train(parted)
+
+    assert losses(parted) == losses(whole)
+
+
+def test_evaluation_prompts_are_the_users_messages(tmp_path: Path) -> None:
+    config = _config(tmp_path, "evaluation={every: 6, sequences: 4, prompts: [say 1], sample_tokens: 4}")
+    train(config)
+
+    (line,) = [line for line in log_lines(config) if "held_out_loss" in line]
+    assert line["tokens"] > 0 and line["samples"][0][0] == "say 1"
+
+
+def test_a_chat_that_is_too_long_ends_the_run_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"chats.jsonl:\d+: the chat has \d+ tokens and data.sequence_tokens is 20"):
+        train(_config(tmp_path, "data.sequence_tokens=20"))

@@ -1,0 +1,105 @@
+"""Chats as training data: JSON lines with ``messages``, of which only the assistant's tokens are learned.
+
+Each chat is one sample. Samples are packed into rows of equal length without attention across them: positions begin again at
+each sample, which transformers reads as its border. A row's rest is filled with end tokens that nothing learns.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tightwire.model.checkpoint.errors import ChatTemplateError
+from tightwire.training.data.documents import DataError, Line
+
+IGNORED = -100  # a target that nothing learns; torch's ignore_index
+
+Render = Callable[..., str]  # of messages; ``add_generation_prompt`` as in ``Tokenizer.render_chat``
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Row(NamedTuple):
+    """S inputs, the token to predict after each, and the position of each in its sample."""
+
+    inputs: list[int]
+    targets: list[int]
+    positions: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatEncoder:
+    """The tokens of a chat, and which of them the assistant wrote, with the end of its turns."""
+
+    render: Render
+    encode: Callable[[str], list[int]]  # without special tokens around the text
+    end_token_ids: tuple[int, ...]
+
+    def __call__(self, messages: Messages, place: str) -> tuple[list[int], list[bool]]:
+        """Raises DataError: the chat template rejects the messages, or does not write them one after the other."""
+        try:
+            text = self.render(messages, add_generation_prompt=False)
+            cuts = [0]  # from 1 on by turns: where the assistant begins, where it ends
+            for number, message in enumerate(messages):
+                if message["role"] == "assistant":
+                    for part, opens in ((messages[:number], True), (messages[: number + 1], False)):
+                        before = self.render(part, add_generation_prompt=opens)
+                        if not text.startswith(before) or len(before) < cuts[-1]:
+                            raise DataError(
+                                f"{place}: the model's chat template does not write message {number} as it would be generated; "
+                                "end the chat with it, or begin with the user's message"
+                            )
+                        cuts.append(len(before))
+        except ChatTemplateError as error:
+            raise DataError(f"{place}: {error}") from None
+        tokens, learned = [], []
+        for number, (begin, end) in enumerate(zip(cuts, [*cuts[1:], len(text)], strict=True)):
+            own = self.encode(text[begin:end])
+            tokens += own
+            # What a template writes after the end of the turn, such as a newline, is not generated.
+            ends = [at for at, token in enumerate(own) if token in self.end_token_ids]
+            most = (ends[-1] + 1 if ends else len(own)) if number % 2 else 0
+            learned += [at < most for at in range(len(own))]
+        return tokens, learned
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPacker:
+    """Packs chats in the order they come; a chat that does not fit begins a new row."""
+
+    encode: ChatEncoder
+    sequence_tokens: int
+    end_token_id: int
+    same_length = False  # epochs in another order may have more or fewer rows
+
+    def __call__(self, documents: Iterable[str]) -> Iterator[Row]:
+        """Raises DataError: a chat is longer than a row, or has no token to learn."""
+        row = Row([], [], [])
+        for document in documents:
+            place = document.place if isinstance(document, Line) else "a chat"
+            sample = make_row(*self.encode(json.loads(document)["messages"], place), self.sequence_tokens, place)
+            if len(row.inputs) + len(sample.inputs) > self.sequence_tokens:
+                yield fill_row(row, self.sequence_tokens, self.end_token_id)
+                row = Row([], [], [])
+            for values, more in zip(row, sample, strict=True):
+                values += more
+        if row.inputs:
+            yield fill_row(row, self.sequence_tokens, self.end_token_id)
+
+
+def make_row(tokens: list[int], learned: list[bool], most: int, place: str) -> Row:
+    """One sample as a row of its own length. Raises DataError: it is longer than ``most``, or has nothing to learn."""
+    if len(tokens) > most + 1:
+        raise DataError(
+            f"{place}: the chat has {len(tokens)} tokens and data.sequence_tokens is {most}; raise it to {len(tokens) - 1} or "
+            "more, or shorten the chat"
+        )
+    targets = [token if own else IGNORED for token, own in zip(tokens[1:], learned[1:], strict=True)]
+    if all(target == IGNORED for target in targets):
+        raise DataError(f"{place}: the assistant's messages are empty, so there is no token to learn")
+    return Row(tokens[:-1], targets, list(range(len(targets))))
+
+
+def fill_row(row: Row, length: int, token: int) -> Row:
+    """``row`` with its rest filled by a sample of ``token`` that nothing learns."""
+    rest = length - len(row.inputs)
+    return Row(row.inputs + [token] * rest, row.targets + [IGNORED] * rest, row.positions + list(range(rest)))
