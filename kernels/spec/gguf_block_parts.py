@@ -37,18 +37,18 @@ def _float16(blocks: Tensor, at: int) -> Tensor:
 
 def _fields(plane: Tensor, bits: int, run: int) -> Tensor:
     """Codes of ``bits`` of a plane: the lowest bits of ``run`` bytes, then their next bits, ..., then the next bytes."""
-    shifts = torch.arange(0, 8, bits, dtype=plane.dtype)[:, None]
+    shifts = torch.arange(0, 8, bits, dtype=plane.dtype, device=plane.device)[:, None]
     return (plane.unflatten(-1, (-1, 1, run)) >> shifts & (1 << bits) - 1).flatten(-3)
 
 
 def _five_bits(block: Tensor) -> Tensor:
     """Of four bytes of fifth bits in order, then sixteen of low bits."""
-    fifth = block[..., :4, None] >> torch.arange(8, dtype=block.dtype) & 1
+    fifth = block[..., :4, None] >> torch.arange(8, dtype=block.dtype, device=block.device) & 1
     return _fields(block[..., 4:], 4, 16) | fifth.flatten(-2) << 4
 
 
 def _from_table(table: tuple[int, ...], plane: Tensor) -> Tensor:
-    return torch.tensor(table)[_fields(plane, 4, 16)]
+    return torch.tensor(table, device=plane.device)[_fields(plane, 4, 16)]
 
 
 def _q3_k(block: Tensor) -> _Parts:

@@ -2,17 +2,18 @@
 
 import pytest
 import torch
+from helpers.kernels.packed_blocks import common_blocks, each_format
 
 from tightwire.kernels.layer_ops import add_rms_norm, rotate_and_cache, swiglu
 from tightwire.kernels.linear import linear
-from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
+from tightwire.kernels.spec.gguf_blocks import PackedFormat
 from tightwire.kernels.spec.layer_ops import (
     NormForm,
     add_rms_norm_reference,
     rotate_and_cache_reference,
     swiglu_reference,
 )
-from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference, quantize
+from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -66,22 +67,30 @@ def test_norm(dtype: torch.dtype, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", list(PACKED_FORMATS))
-def test_packed_product(name: str, dtype: torch.dtype, device: torch.device) -> None:
+@each_format
+def test_packed_product(packed: PackedFormat, dtype: torch.dtype, device: torch.device) -> None:
     """Few rows: one rounding to the type, and those of a float32 sum, of the rounded weights' product. Many: torch's own."""
-    weight, bias = quantize(torch.randn(1000, 576), PACKED_FORMATS[name]), torch.randn(1000).to(dtype)
+    num_columns = max(512, packed.block_elems)
+    weight, bias = common_blocks(packed, 1000, num_columns), torch.randn(1000).to(dtype)
     on_device = PackedMatrix(weight.blocks_OB.to(device), weight.format)
     numbers = dequantize_reference(weight, dtype)
     for num_tokens in (1, 17):
-        x = torch.randn(num_tokens, 576).to(dtype)
+        x = torch.randn(num_tokens, num_columns).to(dtype)
         got = linear(x.to(device), on_device, bias.to(device)).cpu().double()
         want = x.double() @ numbers.double().T + bias.double()
         sizes = x.double().abs() @ numbers.double().abs().T + bias.double().abs()
-        bound = 577 * torch.finfo(torch.float32).eps * sizes
+        bound = (num_columns + 1) * torch.finfo(torch.float32).eps * sizes
         assert ((got - want).abs() <= bound + torch.finfo(dtype).eps / 2 * (want.abs() + bound)).all()
-    x = torch.randn(70, 576).to(dtype).to(device)
-    many = linear(x, on_device, bias.to(device), num_decode_rows=0)
-    assert torch.equal(many, linear(x, numbers.to(device), bias.to(device)))
+
+
+@each_format
+def test_prompts_of_packed_weights(packed: PackedFormat, device: torch.device) -> None:
+    """Of many rows, which torch multiplies with the unpacked numbers."""
+    weight = common_blocks(packed, 40, max(512, packed.block_elems))
+    on_device = PackedMatrix(weight.blocks_OB.to(device), weight.format)
+    numbers = dequantize_reference(weight, torch.float32)
+    x = torch.randn(70, numbers.shape[1]).to(device)
+    assert torch.equal(linear(x, on_device, None, num_decode_rows=0), linear(x, numbers.to(device), None))
 
 
 def test_all_in_one_captured_graph(device: torch.device) -> None:
