@@ -169,6 +169,26 @@ INLINE __m512i group_pairs(const char *block, const Scales<Format> &scales, unsi
         const __m512i table = (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
         return _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16((__m256i)group_codes<Format>(block, group)), table);
     }
+    if constexpr (Format::num_parts == 2 && bits <= 3) {
+        // Likewise, of as many parts as two registers have room for.
+        constexpr unsigned parts = 64 >> bits;
+        FloatReg all[4];
+        UNROLL for (int i = 0; i < 4; i++) {
+            const UintReg number = (UintReg)lane_numbers().reg[0] + LANES * i;
+            const __m512i part = (__m512i)((number >> bits) + 2 * group / parts * parts);
+            all[i] = __builtin_convertvector((IntReg)(number & ((1 << bits) - 1)) - Format::offset, FloatReg);
+            const FloatReg scale = (FloatReg)_mm512_permutexvar_ps(part, _mm512_load_ps(scales.scales));
+            if constexpr (Format::has_minimum)
+                all[i] = fma_reg(all[i], scale, (FloatReg)_mm512_permutexvar_ps(part, _mm512_load_ps(scales.minima)));
+            else
+                all[i] = all[i] * scale;
+        }
+        const __m512i low = (__m512i)_mm512_cvtne2ps_pbh((__m512)all[1], (__m512)all[0]);
+        const __m512i high = (__m512i)_mm512_cvtne2ps_pbh((__m512)all[3], (__m512)all[2]);
+        Codes codes = group_codes<Format>(block, group) | (uint8_t)(2 * group % parts << bits);
+        const __m256i second = _mm256_inserti128_si256(_mm256_setzero_si256(), _mm_set1_epi8(1 << bits), 1);
+        return _mm512_permutex2var_epi16(low, _mm512_cvtepu8_epi16((__m256i)codes | second), high);
+    }
     with_group(block, scales, group, [&](int at, FloatReg those) { numbers[at / LANES] = those; });
     return (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
 }
@@ -184,7 +204,7 @@ INLINE void unpack_groups(char *target, const char *source, int64_t num_groups) 
         const Scales<Format> scales(source);
         if constexpr (PAIR) {
 #if defined(__AVX512BF16__)
-            for (unsigned group = 0; group < Format::num_groups; group++, target += 2 * GROUP)
+            UNROLL for (unsigned group = 0; group < Format::num_groups; group++, target += 2 * GROUP)
                 _mm512_storeu_si512(target, group_pairs(source, scales, group));
 #endif
         } else {
