@@ -30,9 +30,8 @@ class LayerGroups(NamedTuple):
         full = [layer for layer in layers if layer not in sliding]
         size = min(len(kind) for kind in (full, sliding) if kind)
         num_full, num_sliding = (-(-len(kind) // size) for kind in (full, sliding))
-        numbers = dict(zip(full, layers, strict=False)) | {
-            layer: num_full * size + i for i, layer in enumerate(sliding)
-        }
+        numbers = {layer: number for number, layer in enumerate(full)}
+        numbers |= {layer: number for number, layer in enumerate(sliding, num_full * size)}
         places = tuple(divmod(numbers[layer], size) for layer in layers)
         return cls(places, num_full, num_sliding, config.window if sliding else 0)
 

@@ -102,9 +102,8 @@ class EagerLayers:
         x_TD = self._normed(update_TD, weights.attention_norm, weights.attention_update_norm)
         bias_O, _ = self._key_biases.split(index, weights.qkv_bias)
         qkv_TO = self.column_parallel("qkv", index, x_TD, bias_O, self._batch.num_decode_rows)
-        return self._adapt("qkv", index, x_TD, qkv_TO).view(
-            -1, self._shard.local_heads + 2 * self._shard.local_kv_heads, self._config.head_dim
-        )
+        num_heads = self._shard.local_heads + 2 * self._shard.local_kv_heads
+        return self._adapt("qkv", index, x_TD, qkv_TO).view(-1, num_heads, self._config.head_dim)
 
     def square_sums(self, qkv_THE: Tensor) -> Tensor:
         """Return (T, 2) float32, the squares of this rank's queries and keys, summed; heads on two ranks count once."""

@@ -73,11 +73,10 @@ def make_layout(
         raise ValueError(f"--tp-split needs {world_size} numbers above 0, one per rank, got {shares}")
     shares = [share / sum(shares) for share in shares]
     heads = _split_heads(config, shares, units[0])
-    if config.mlp_size < world_size:
-        raise ValueError(f"cannot split {config.mlp_size} MLP columns over {world_size} ranks")
+    for what, size in (("MLP columns", config.mlp_size), ("vocabulary rows", config.vocab_size)):
+        if size < world_size:
+            raise ValueError(f"cannot split {size} {what} over {world_size} ranks")
     columns = _ranges(_apportion(config.mlp_size, shares, unit=units[1], at_least=1))
-    if config.vocab_size < world_size:
-        raise ValueError(f"cannot split {config.vocab_size} vocabulary rows over {world_size} ranks")
     rows = _ranges(_apportion(config.vocab_size, shares, unit=_VOCAB_UNIT, at_least=1))
     parts = enumerate(zip(heads, columns, rows, strict=True))
     return Layout(

@@ -68,10 +68,9 @@ class AdapterFile:
         start = 0 if part is None else part.start
         rank, scale = self.modules[module]
         a_RD, b_OR = torch.empty(rank, len(columns)), torch.empty(len(rows), rank)
-        self.reader.read_into(a_RD, f"{_PREFIX}{module}.lora_A.weight", rows=range(rank), columns=columns)
-        self.reader.read_into(
-            b_OR, f"{_PREFIX}{module}.lora_B.weight", rows=range(rows.start + start, rows.stop + start)
-        )
+        half, stored = f"{_PREFIX}{module}.lora", range(rows.start + start, rows.stop + start)
+        self.reader.read_into(a_RD, f"{half}_A.weight", rows=range(rank), columns=columns)
+        self.reader.read_into(b_OR, f"{half}_B.weight", rows=stored)
         return a_RD, b_OR * scale
 
 
@@ -102,10 +101,8 @@ def open_adapter(folder: Path, config: LlamaConfig, max_rank: int | None = None)
 def _refuse_unsupported(settings: Mapping[str, Any]) -> None:
     if settings.get("peft_type") != "LORA":
         raise ModelError(f"peft_type {settings.get('peft_type')!r} is not supported; supported: LORA")
-    if settings.get("bias", "none") != "none":
-        raise ModelError(
-            f"bias={settings['bias']!r} is not supported: biases of the base model change; supported: none"
-        )
+    if (bias := settings.get("bias", "none")) != "none":
+        raise ModelError(f"bias={bias!r} is not supported: biases of the base model change; supported: none")
     start = settings.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower().startswith(_CHANGED_BASE):
         raise ModelError(

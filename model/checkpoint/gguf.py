@@ -151,12 +151,9 @@ class GgufReader:
         row_bytes = self._bytes_per_row(tensor)
         growth = 1 if own_blocks else growth_of(out) if kind in _PLAIN else _DEQUANTIZED_GROWTH
         for chunk in row_chunks(aligned, row_bytes * growth, multiple_of=unit):
-            if own_blocks:
-                piece = torch.from_numpy(self._read_blocks(tensor, chunk, columns))
-            else:
-                piece = self._read_rows(tensor, chunk, columns)
-            if unit > 1:
-                piece = _undo_interleave(piece, unit)
+            piece = torch.as_tensor((self._read_blocks if own_blocks else self._read_rows)(tensor, chunk, columns))
+            if unit > 1:  # x0 y0 x1 y1 ... becomes Hugging Face's x0 x1 ... y0 y1 ...
+                piece = piece.view(-1, unit // 2, 2, *piece.shape[1:]).transpose(1, 2).reshape(piece.shape)
             wanted = range(max(chunk.start, rows.start), min(chunk.stop, rows.stop))
             piece = piece[wanted.start - chunk.start : wanted.stop - chunk.start]
             start = wanted.start - rows.start
@@ -217,9 +214,3 @@ class GgufReader:
     def _bytes_per_row(self, tensor: GgufTensor) -> int:
         block_elems, block_bytes = GGML_QUANT_SIZES[tensor.kind]
         return tensor.shape[-1] // block_elems * block_bytes if len(tensor.shape) > 1 else block_bytes
-
-
-def _undo_interleave(x: Tensor, head_dim: int) -> Tensor:
-    """Reorder rows of whole heads from llama.cpp's x0 y0 x1 y1 ... to Hugging Face's x0 x1 ... y0 y1 ..."""
-    pairs = x.view(-1, head_dim // 2, 2, *x.shape[1:])
-    return pairs.transpose(1, 2).reshape(x.shape)

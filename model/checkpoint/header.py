@@ -101,9 +101,8 @@ def only_gguf(folder: Path) -> Path | None:
     ggufs = sorted(folder.glob("*.gguf"))
     if len(firsts := {split_parts(path)[0] for path in ggufs}) == 1:
         return firsts.pop()
-    found = (
-        f"several .gguf files, name one: {', '.join(path.name for path in ggufs[:5])}" if ggufs else "no .gguf either"
-    )
+    names = ", ".join(path.name for path in ggufs[:5])
+    found = f"several .gguf files, name one: {names}" if ggufs else "no .gguf either"
     raise ModelError(
         f"{folder}: has no config.json ({found}); give a folder with config.json and safetensors, a .gguf file, or a name: "
         f"{', '.join(sorted(CATALOG))}"

@@ -98,9 +98,7 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if value is None:
+    if (value := config.get(key)) is None and (value := default) is None:
         raise ModelError(f"{key} is missing")
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"{key} must be a whole number above 0, got {value!r}")

@@ -24,7 +24,17 @@ def rope_from_hf(config: Mapping[str, Any], family: Family, fields: Mapping[str,
     found["rope_theta"] = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        found["rotary_dim"] = _rotary_dim(partial, family, fields["head_dim"])
+        if not family.partial_rotary:
+            raise ModelError(
+                f"partial_rotary_factor {partial} is not supported for {family.names.name}; supported: 1.0"
+            )
+        head_dim = fields["head_dim"]
+        found["rotary_dim"] = rotary_dim = int(head_dim * partial)
+        if rotary_dim % 2 or not 0 < rotary_dim < head_dim:
+            raise ModelError(
+                f"partial_rotary_factor {partial} rotates {rotary_dim} of a head's {head_dim} numbers; supported: "
+                "an even number of them"
+            )
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if "short_factor" in rope:
         kind = "longrope"  # early files of Phi-3 say su or yarn
@@ -33,18 +43,6 @@ def rope_from_hf(config: Mapping[str, Any], family: Family, fields: Mapping[str,
     except KeyError as error:
         raise ModelError(f"rope scaling {kind!r} lacks {error.args[0]!r}") from None
     return found
-
-
-def _rotary_dim(share: float, family: Family, head_dim: int) -> int:
-    if not family.partial_rotary:
-        raise ModelError(f"partial_rotary_factor {share} is not supported for {family.names.name}; supported: 1.0")
-    rotary_dim = int(head_dim * share)
-    if rotary_dim % 2 or not 0 < rotary_dim < head_dim:
-        raise ModelError(
-            f"partial_rotary_factor {share} rotates {rotary_dim} of a head's {head_dim} numbers; supported: "
-            "an even number of them"
-        )
-    return rotary_dim
 
 
 def _scaling(kind: str, rope: Mapping[str, Any], config: Mapping[str, Any], max_positions: int) -> RopeScaling:
@@ -63,22 +61,19 @@ def _scaling(kind: str, rope: Mapping[str, Any], config: Mapping[str, Any], max_
     if kind in ("yarn", "longrope"):
         ratio = max_positions / given["original_max_positions"]
         given["factor"] = factor = float(rope.get("factor") or ratio)
-        given["attention_factor"] = float(rope.get("attention_factor") or _attention_factor(kind, factor, given, rope))
     if kind == "yarn":
+        mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
+        usual = yarn_attention(factor)
+        if mscale and of_all:
+            usual = yarn_attention(factor, mscale) / yarn_attention(factor, of_all)
+        given["attention_factor"] = float(rope.get("attention_factor") or usual)
         given |= {"beta_fast": float(rope.get("beta_fast") or 32), "beta_slow": float(rope.get("beta_slow") or 1)}
         given["truncate"] = bool(rope.get("truncate", True))
     if kind == "longrope":
+        usual = longrope_attention(factor, given["original_max_positions"])
+        given["attention_factor"] = float(rope.get("attention_factor") or usual)
         given |= {f"{name}s": tuple(map(float, rope[name])) for name in ("short_factor", "long_factor")}
     return RopeScaling(**given)
-
-
-def _attention_factor(kind: str, factor: float, given: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
-    if kind == "longrope":
-        return longrope_attention(factor, given["original_max_positions"])
-    mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
-    return (
-        yarn_attention(factor, mscale) / yarn_attention(factor, of_all) if mscale and of_all else yarn_attention(factor)
-    )
 
 
 def longrope_attention(factor: float, original_max_positions: int) -> float:

@@ -40,14 +40,9 @@ def fetch_gguf(repo_id: str, quantization: str) -> Path:
             raise ModelError(f"{repo_id} has no .gguf file, so no {quantization}; leave out :{quantization}")
         found = [first for first in ggufs if _quantization_of(first).lower() == quantization.lower()]
         if len(found) != 1:
-            what = (
-                f"several .gguf files in {quantization}: {', '.join(found)}"
-                if found
-                else f"no .gguf file in {quantization}"
-            )
-            raise ModelError(
-                f"{repo_id} has {what}; download one and give its path, or name one as {_forms(repo_id, ggufs)}"
-            )
+            several = f"several .gguf files in {quantization}: {', '.join(found)}"
+            what, forms = several if found else f"no .gguf file in {quantization}", _forms(repo_id, ggufs)
+            raise ModelError(f"{repo_id} has {what}; download one and give its path, or name one as {forms}")
         parts = [str(part) for part in split_parts(Path(found[0]))]
         escaped = [re.sub(r"([*?[])", r"[\1]", part) for part in parts]
         return Path(snapshot_download(repo_id, allow_patterns=escaped)) / found[0]

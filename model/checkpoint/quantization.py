@@ -72,21 +72,18 @@ def _awq(stated: Mapping[str, Any]) -> Quantization:
     if version != "gemm":
         raise ModelError(f"awq version {version!r} is not supported; supported: gemm")
     bits = int(stated.get("bits", stated.get("w_bit", 4)))
-    return Quantization(
-        "awq", bits, group_elems=_group(stated.get("group_size", stated.get("q_group_size"))), symmetric=False
-    )
+    group = _group(stated.get("group_size", stated.get("q_group_size")))
+    return Quantization("awq", bits, group_elems=group, symmetric=False)
 
 
 def _gptq(stated: Mapping[str, Any]) -> Quantization:
-    # The first version of the format stores zero - 1.
-    offset = 0 if stated.get("checkpoint_format") == "gptq_v2" else 1
     return Quantization(
         "gptq",
         int(stated.get("bits", 4)),
         group_elems=_group(stated.get("group_size")),
         symmetric=bool(stated.get("sym", True)),
         act_order=bool(stated.get("desc_act", False)),
-        stored_zero_offset=offset,
+        stored_zero_offset=int(stated.get("checkpoint_format") != "gptq_v2"),  # the first version stores zero - 1
     )
 
 
@@ -97,15 +94,13 @@ def _compressed_tensors(stated: Mapping[str, Any]) -> Quantization:
     if len(kinds) != 1 or not groups[0].get("weights"):
         raise ModelError(f"compressed-tensors with {len(kinds)} kinds of weights is not supported; use one")
     weights = groups[0]["weights"]
-    is_float = weights.get("type") == "float"
-    packed = layout == "pack-quantized"
     known = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
     if layout not in known:
         raise ModelError(f"compressed-tensors format {layout!r} is not supported; supported: {', '.join(known)}")
     return Quantization(
-        "packed" if packed else "plain",
+        "packed" if layout == "pack-quantized" else "plain",
         int(weights.get("num_bits", 8)),
-        is_float=is_float,
+        is_float=weights.get("type") == "float",
         group_elems=_group(weights.get("group_size")),
         symmetric=bool(weights.get("symmetric", True)),
         act_order=weights.get("actorder") in ("group", True),  # with "weight" the groups are neighbouring columns

@@ -109,7 +109,10 @@ class QuantizedReader:
         for chunk in row_chunks(range(len(rows)), 4 * len(columns) * growth_of(out)):
             part = own.rows(chunk)
             if isinstance(out, PackedMatrix) and not self._is_rounded(out.format, in_order=in_order):
-                out.rows(chunk.start, chunk.stop).blocks_OB.copy_(_named(name, part, out.format))
+                try:
+                    out.rows(chunk.start, chunk.stop).blocks_OB.copy_(part.blocks(out.format))
+                except ModelError as error:
+                    raise ModelError(f"tensor {name}: {error}") from None
             else:
                 store_rows(out, chunk.start, part.numbers(), name)
 
@@ -203,13 +206,6 @@ class QuantizedReader:
 
     def _of(self, name: str, ending: str) -> str:
         return name.removesuffix(".weight") + ending
-
-
-def _named(name: str, part: _Codes, packed: PackedFormat) -> Tensor:
-    try:
-        return part.blocks(packed)
-    except ModelError as error:
-        raise ModelError(f"tensor {name}: {error}") from None
 
 
 def _unpack(ints: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:

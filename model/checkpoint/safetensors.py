@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard
 
 import torch
 from safetensors import safe_open
@@ -71,7 +70,14 @@ class SafetensorsReader:
         entry = self._entry(name)
         dtype, row_shape = _DTYPES[entry.dtype], entry.shape[1:]
         row_bytes = math.prod(row_shape) * dtype.itemsize
-        if _takes_as_stored(out, dtype, (len(rows), *row_shape), columns):
+        if (
+            isinstance(out, Tensor)
+            and out.dtype == dtype
+            and out.shape == (len(rows), *row_shape)
+            and out.device.type == "cpu"
+            and out.is_contiguous()
+            and (columns is None or columns == range(row_shape[0]))
+        ):  # whole rows, without conversion
             out_B = out.view(-1).view(torch.uint8).numpy()
             entry.file.read_into(out_B, entry.offset + rows.start * row_bytes)
             if out.dim() == 1:
@@ -98,20 +104,6 @@ class SafetensorsReader:
                 f"{entry.file.path}: tensor {name} is stored as {entry.dtype}; supported: {', '.join(_DTYPES)}"
             )
         return entry
-
-
-def _takes_as_stored(
-    out: Matrix, dtype: torch.dtype, shape: tuple[int, ...], columns: range | None
-) -> TypeGuard[Tensor]:
-    """Return True if whole rows can be read directly into ``out``, without conversion."""
-    return (
-        isinstance(out, Tensor)
-        and out.dtype == dtype
-        and out.shape == shape
-        and out.device.type == "cpu"
-        and out.is_contiguous()
-        and (columns is None or (columns.start, columns.stop) == (0, shape[1]))
-    )
 
 
 def _files(folder: Path) -> list[Path]:

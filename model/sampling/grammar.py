@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -152,11 +153,10 @@ class GrammarMasks:
         with self._lock:
             if self._tokenizer is None:
                 # The tokenizer may have more tokens than the model, for padding, or fewer.
-                self._tokenizer = LLTokenizer(self._tokenizer_json(), eos_token=self._eos_token_ids or None)
+                make = partial(LLTokenizer, self._tokenizer_json(), eos_token=self._eos_token_ids or None)
+                self._tokenizer = make()
                 if self._tokenizer.vocab_size < self._vocab_size:
-                    self._tokenizer = LLTokenizer(
-                        self._tokenizer_json(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None
-                    )
+                    self._tokenizer = make(n_vocab=self._vocab_size)
             tokenizer = self._tokenizer
             if (matcher := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)

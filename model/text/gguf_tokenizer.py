@@ -135,13 +135,11 @@ def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tupl
 
 def _add_special(backend: Backend, tokens: list[str], types: list[int]) -> None:
     """Add control tokens, which decoding omits, and user-defined tokens, which are text that is never split."""
-    for kind, special in ((_CONTROL, True), (_UNKNOWN, True), (_USER_DEFINED, False)):
-        chosen = [
-            AddedToken(token, special=special, normalized=False)
-            for token, type_id in zip(tokens, types, strict=False)
-            if type_id == kind
-        ]
-        backend.add_special_tokens(chosen) if special else backend.add_tokens(chosen)
+    for kind in (_CONTROL, _UNKNOWN, _USER_DEFINED):
+        special = kind != _USER_DEFINED
+        chosen = [token for token, own in zip(tokens, types, strict=False) if own == kind]
+        add = backend.add_special_tokens if special else backend.add_tokens
+        add([AddedToken(token, special=special, normalized=False) for token in chosen])
 
 
 def _add_bos_and_eos(backend: Backend, file: GgufFile, special_tokens: dict[str, str]) -> None:

@@ -134,10 +134,8 @@ class WeightFormats:
     def num_bytes(self, fused: Fused, elem_bytes: int) -> int:
         """Return the bytes of a fused tensor in memory; plain numbers take ``elem_bytes`` each."""
         width = 1 if fused.columns is None else len(fused.columns)
-        return (
-            sum(rows * packed.row_bytes(width) for rows, packed in self.of(fused))
-            or fused.num_rows * elem_bytes * width
-        )
+        packed_bytes = sum(rows * packed.row_bytes(width) for rows, packed in self.of(fused))
+        return packed_bytes or fused.num_rows * elem_bytes * width
 
     @property
     def column_units(self) -> tuple[int, int]:
@@ -236,12 +234,9 @@ def describe_cuts(layout: Layout, config: LlamaConfig, shares: Sequence[float] |
     """Say for the log what superblocks change in the split; empty if nothing."""
     freely = make_layout(config, len(layout.shards), shares)
     changed = []
-    for what, sizes in (
-        ("query heads", [[shard.local_heads for shard in each.shards] for each in (layout, freely)]),
-        ("MLP columns", [[len(shard.mlp_columns) for shard in each.shards] for each in (layout, freely)]),
-    ):
-        if sizes[0] != sizes[1]:
-            own, other = (", ".join(map(str, each)) for each in sizes)
+    for what, part in (("query heads", "query_heads"), ("MLP columns", "mlp_columns")):
+        own, other = (", ".join(str(len(getattr(shard, part))) for shard in each.shards) for each in (layout, freely))
+        if own != other:
             changed.append(f"{what} {own} instead of {other}")
     return f"columns are cut between superblocks of 256 numbers: {' and '.join(changed)}" if changed else ""
 
