@@ -85,7 +85,7 @@ def _server_config(options: TtftOptions) -> ServeConfig:
     others = tuple(dict.fromkeys(name for name in options.arms if name != AUTO))
     config = replace(
         options.config,
-        parallel=replace(options.config.parallel, allreduce=AUTO, allreduce_extra=others),
+        parallel=replace(options.config.parallel, layout="tensor", allreduce=AUTO, allreduce_extra=others),
         engine=replace(options.config.engine, prefix_cache="none"),  # no prompt is used twice
     )
     if options.nnodes == 1:

@@ -24,6 +24,10 @@ class HostRates(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         return f"{self.read / 1e9:.3g}GB/s,{self.many_flops / 1e9:.3g}GFLOP/s"
 
+    def scaled(self, share: float) -> "HostRates":
+        """The rates of a host that is ``share`` times as fast."""
+        return HostRates(*(share * rate for rate in msgspec.structs.astuple(self)))
+
     def seconds(self, num_bytes: float, flops: float, rows: float) -> float:
         """Time of a product of ``flops`` a row with weights of ``num_bytes``."""
         few, many = min(rows, FEW_ROWS) - 1, max(rows - FEW_ROWS, 0)

@@ -24,7 +24,6 @@ from tightwire.server.api.request_bodies import GenerationBody, SamplingBody, St
 from tightwire.server.api.response_bodies import PromptTokensDetails, Usage
 from tightwire.server.api.serving import ServedModel, Serving
 from tightwire.server.api.trace import RequestTrace, TightwireExtra, Tokens
-from tightwire.server.ipc.messages import PromptProgress
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 T = TypeVar("T")
@@ -147,10 +146,6 @@ class Dialect(ABC, Generic[BodyT]):
     ) -> HeadedBody:
         return self.chunk_type(*self._heading, choices=choices, usage=usage, tightwire=extra)
 
-    def progress_chunk(self, index: int, usage: StreamUsage, progress: PromptProgress) -> Struct:
-        """A chunk without text, before the choice's first one."""
-        return self.chunk([self.piece(index, "", None)], usage, TightwireExtra(progress=progress))
-
     def last_chunks(self, usage: Usage, extra: TightwireExtra | UnsetType) -> Iterator[Struct]:
         """The chunks after the last delta."""
         options = self.body.stream_options
@@ -230,7 +225,8 @@ class Answer:
         if self._stream.include_usage and self._stream.continuous_usage_stats:
             usage = self._usage(delta.index)
         if delta.progress is not None:
-            return encode_frame(self._dialect.progress_chunk(delta.index, usage, delta.progress))
+            extra, dialect = TightwireExtra(progress=delta.progress), self._dialect
+            return encode_frame(dialect.chunk([dialect.piece(delta.index, "", None)], usage, extra))
         return _encode_frames(self._dialect.chunks(delta, usage))
 
     def _usage(self, index: int | None = None) -> Usage:

@@ -25,7 +25,6 @@ class ModelInfo:
     vocab_size: int  # rows of the embedding; ids at or above it do not exist
     root: str = ""  # the folder or file it came from
     tp: int = 1
-    dp: int = 1  # replicas; not part of the fingerprint, because all replicas compute the same text
     weights: str = ""  # their packed formats, such as Q4_1+Q8_0; empty: not packed
     kernels: str = ""  # level of the CPU kernels, such as v4-bf16; empty on a GPU
     other_names: tuple[str, ...] = ()  # that clients may use as well

@@ -110,7 +110,7 @@ class CallReader:
             self._in_calls, self._text, self._at_start = True, stripped.removeprefix(_FENCE), False
             self._skipped = _FENCE
             return
-        if self._at_start and stripped[0] == "[" and not _is_json_list(stripped):
+        if self._at_start and stripped[0] == "[" and not re.match(r"\[\s*\{", stripped):
             if _PYTHONIC.match(stripped):
                 yield from self._pythonic(stripped, at_end)
                 return
@@ -279,10 +279,6 @@ def openers_of(tokenizer: Tokenizer) -> tuple[str, ...]:
 def opens_thought(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
     """True if the template has begun what the model thinks."""
     return tokenizer.decode(prompt_ids[-8:], skip_special_tokens=False).rstrip().endswith(_THINK)
-
-
-def _is_json_list(text: str) -> bool:
-    return re.match(r"\[\s*\{", text) is not None
 
 
 def _parse_python(text: str) -> list[tuple[str, dict[str, Any]]] | None:

@@ -46,10 +46,6 @@ class RequestRecord:
     last_token_s: float | None = None
     ended_s: float | None = None  # the response was sent
 
-    def unix_s(self, moment_s: float) -> float:
-        """The time of day of a moment."""
-        return self.arrived_unix_s + moment_s - self.arrived_s
-
 
 # Receives each record when its response has ended, with the request's headers.
 Recorder = Callable[[RequestRecord, Mapping[str, str]], None]

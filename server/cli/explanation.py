@@ -20,10 +20,10 @@ from tightwire.model.open import fingerprint
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.hosts.launcher import planned_hosts
 from tightwire.server.hosts.place import last_probe
-from tightwire.server.plan.comm_decision import CommDecision
+from tightwire.server.plan.comm_decision import CommDecision, decide_sums, policy_requests
 from tightwire.server.plan.lora import describe_adapters, plan_adapters
 from tightwire.server.plan.rank_bytes import CacheShape
-from tightwire.server.plan.run_plan import decide_sums, open_model
+from tightwire.server.plan.run_plan import open_model
 from tightwire.server.plan.setting import requested_link
 from tightwire.sizes import aligned, format_bytes
 
@@ -53,7 +53,7 @@ def run(config: ServeConfig, as_json: bool, network: bool) -> None:
     model = checkpoint.config
     sums = decide_sums(config, model, link or requested_link(config.parallel), fingerprint(checkpoint))
     adapters = _explain_adapters(config, model, sums.decided.dtype)
-    decision, request = sums.comm, next(iter(sums.requests.values()))
+    decision, request = sums.comm, next(iter(policy_requests(config, model).values()))
     assert decision is not None  # `explain` takes at least two ranks
     explained = explain(decision.chooser, request, decision.setting.elem_bytes, model.num_layers)
     if as_json:
@@ -78,10 +78,14 @@ def _explain_adapters(config: ServeConfig, model: LlamaConfig, dtype: str) -> st
 
 def explain(chooser: Chooser, request: PolicyRequest, elem_bytes: int, num_layers: int) -> list[Explained]:
     """Explain the message sizes of the model: decode steps from one row to full batches, and prompt chunks."""
-    explained = []
+    explained, most = [], request.max_decode_rows
+    sizes = {
+        "decode": {min(count, most) for count in (1, 16, most)},
+        "prefill": {max(1, request.max_rows // 8), request.max_rows},
+    }
     for phase in PHASES[::-1]:
         for sites, layers in _kinds(chooser, phase, num_layers):
-            for num_rows in phase_rows(request, phase):
+            for num_rows in sorted(sizes[phase]):
                 num_bytes = num_rows * request.row_elems * elem_bytes
                 explained.append(
                     Explained(
@@ -109,13 +113,6 @@ def _kinds(chooser: Chooser, phase: str, num_layers: int) -> list[tuple[tuple[st
             sites = tuple(site for site in by_site if tuple(by_site[site]) == layers)
             found.append((sites, None if len(layers) == num_layers else layers))
     return found
-
-
-def phase_rows(request: PolicyRequest, phase: str) -> list[int]:
-    """Row counts of a phase's messages: a few, from small to the largest."""
-    if phase == "decode":
-        return sorted({min(count, request.max_decode_rows) for count in (1, 16, request.max_decode_rows)})
-    return sorted({max(1, request.max_rows // share) for share in (8, 1)})
 
 
 def _show(console: Console, decision: CommDecision, explained: Sequence[Explained]) -> None:

@@ -116,7 +116,6 @@ class _Server:
             vocab_size=checkpoint.config.vocab_size,
             root=checkpoint.location,
             tp=self._config.parallel.tp,
-            dp=self._config.parallel.dp,
             weights=decision.formats.name,
             kernels=level() if decision.plan.device == "cpu" else "",
             default_seed=options.seed,
@@ -222,7 +221,9 @@ def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready])
     device = f"{plan.device} ({info.kernels} kernels)" if info.kernels else plan.device
     sums, split = "none: one rank holds the whole model", f"one rank on {device}"
     if len(ready) > 1:
-        split = f"{len(ready)} ranks on {device}" + (f", {info.dp} replicas of {info.tp}" if info.dp > 1 else "")
+        split = f"{len(ready)} ranks on {device}" + (
+            f", {plan.num_replicas} replicas of {info.tp}" if plan.num_replicas > 1 else ""
+        )
         split += f", over {comm.transport if comm else plan.transport}"
     if info.tp > 1 and comm is not None:
         split += f": {' + '.join(str(shard.local_heads) for shard in decision.layout.shards)} heads"
@@ -233,7 +234,9 @@ def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready])
         *(f"{need} in {name}" for name, need in budget.needs()),
         f"weights {format_bytes(sum(rank.weight_bytes for rank in ready.values()))}",
     ]
-    memory.append(f"{plan.kv_dtype} KV cache for {num_tokens} tokens{' of each replica' if info.dp > 1 else ''}")
+    memory.append(
+        f"{plan.kv_dtype} KV cache for {num_tokens} tokens{' of each replica' if plan.num_replicas > 1 else ''}"
+    )
     if plan.adapters is not None:
         memory.append(f"adapters {', '.join(adapter.name for adapter in plan.adapters.loaded) or 'none yet'}")
     if plan.weights.streamed:
@@ -244,6 +247,7 @@ def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready])
             f"  model      {info.name}: {numbers}, context {info.plan.max_model_len}",
             f"  split      {split}",
             f"  AllReduce  {sums}",
+            *([f"  layout     {decision.layout_note}"] if decision.layout_note else ()),
             f"  memory     {'; '.join(memory)}",
             *([f"  sampling   {', '.join(sampling)}, where a request has no value of its own"] if sampling else ()),
         ]

@@ -13,15 +13,12 @@ from tightwire.comm.link.probe import PairFacts
 from tightwire.comm.link.wire import LinkFacts, network_facts
 from tightwire.comm.policy.schedule import HostRates
 from tightwire.model.open import fingerprint, formats_of
-from tightwire.model.weights.formats import split_model
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.hosts.launcher import planned_hosts
 from tightwire.server.hosts.place import last_probe
-from tightwire.server.plan.host_rates import measure_rates
-from tightwire.server.plan.layout_table import CONTEXT, Row, choose_layout, compare_layouts, work_of
+from tightwire.server.plan.layout_table import CONTEXT, Row, choose_layout, compare_layouts, measure_host
 from tightwire.server.plan.layout_times import CROWD, PROMPTS
-from tightwire.server.plan.rank_bytes import MemoryInputs
-from tightwire.server.plan.run_plan import decide_sums, open_model
+from tightwire.server.plan.run_plan import open_model
 from tightwire.sizes import aligned, format_bytes
 
 _ALL_REDUCES = ("flash-int8", "flash-int4")  # beside that of --allreduce
@@ -40,33 +37,15 @@ def run(
     """
     link = last_probe() if network else _stated(config.parallel.link or "")
     config, checkpoint = open_model(config)
-    model, split, model_id = checkpoint.config, config.parallel.tp_split, fingerprint(checkpoint)
-    formats = formats_of(checkpoint, config.model.quantization)
-    formats = formats.with_int8_activations() if config.model.activations == "int8" else formats
-
-    def inputs(num: int) -> MemoryInputs:
-        decided, layout = decide_sums(_on(config, num), model).decided, split_model(model, formats, num, split)
-        return MemoryInputs(
-            model=model,
-            layout=layout,
-            options=config.engine,
-            pools=(),
-            formats=formats,
-            device=decided.setting.device,
-            dtype=decided.dtype,
-        )
-
-    rates = rates or (measure_rates(inputs(num), work_of(inputs(num))),)
+    model, formats = checkpoint.config, formats_of(checkpoint, config.model.quantization)
+    rates = rates or (measure_host(_on(config, num), model, formats),)
 
     def table(link: LinkFacts, num: int) -> list[Row]:
-        sums = decide_sums(_on(config, num), model, link, model_id)
-        assert sums.comm is not None, "several hosts"
-        hosts, elem_bytes = [*islice(cycle(rates), num)], sums.decided.setting.elem_bytes
-        choosers, room = sums.comm.choosers, [*islice(cycle(memory), num)]
-        return compare_layouts(inputs(num), hosts, link.link, choosers, elem_bytes, room, split)
+        hosts, room = [*islice(cycle(rates), num)], [*islice(cycle(memory), num)]
+        return compare_layouts(_on(config, num), model, formats, link, hosts, room, fingerprint(checkpoint))
 
     rows = table(link, num)
-    alike = max(len(memory), len(rates)) < 2 and split is None
+    alike = max(len(memory), len(rates)) < 2 and config.parallel.tp_split is None
     best, why, changes = None, "", list[str]()
     try:
         best, why = choose_layout(rows)
@@ -83,7 +62,10 @@ def run(
         f"{checkpoint.name} on {num} hosts, predicted. Memory: weights, a cache of {context} tokens and working space.\n"
         f"Rates of a host: {'; '.join(map(str, rates))}. Network: {mbit:.4g} Mbit/s of payload, {us:.0f} us one way.\n\n"
     )
-    sys.stdout.writelines(f"{line}\n" for line in [*_lines(rows, best), "", f"best: {why}", *changes])
+    sys.stdout.writelines(
+        f"{line}\n"
+        for line in [*_lines(rows, best), "", f"best: {best.times.layout}: {why}" if best else why, *changes]
+    )
 
 
 def _stated(text: str) -> LinkFacts:

@@ -1,5 +1,6 @@
 """The limits of one engine: sequences, tokens and cache blocks."""
 
+import math
 from dataclasses import dataclass, field
 
 from tightwire.model.layer_groups import LayerGroups
@@ -8,6 +9,19 @@ from tightwire.model.layer_groups import LayerGroups
 MAX_SCORED_ROWS = 256
 BLOCK_SIZE = 16  # tokens of a KV cache block
 MAX_BODY_BYTES = 4 << 20  # of a request
+
+
+# What a chunk of a prompt costs beside its rows, in rows; and its least rows, since products of fewer take nearly as long.
+_OVERHEAD_ROWS, _LEAST_ROWS = 5, 32
+
+
+def chunk_rows(num_tokens: int, num_stages: int) -> int:
+    """The rows of each chunk of a prompt of ``num_tokens``: chunks take equal time, and are neither few nor costly.
+
+    The last stage begins one chunk's time after the first for each stage between them, so small chunks wait less.
+    """
+    best = math.sqrt(num_tokens * _OVERHEAD_ROWS / (num_stages - 1))
+    return math.ceil(num_tokens / max(1, round(num_tokens / max(best, _LEAST_ROWS))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +62,6 @@ class Limits:
     def blocks_for(self, num_tokens: int) -> int:
         """The entries of a sequence's block tables for its first tokens, those of freed blocks included."""
         return self.groups.num * -(-num_tokens // self.block_size)
-
-    def blocks_held(self, num_tokens: int, num_computed: int) -> int:
-        """The blocks that a sequence holds when the tokens after ``num_computed`` up to ``num_tokens`` are computed."""
-        return self.blocks_for(num_tokens) - self.groups.num_sliding * self.first_block(num_computed)
 
     def first_block(self, num_computed: int) -> int:
         """The first block that layers with a window still read."""

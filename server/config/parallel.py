@@ -8,7 +8,7 @@ from tightwire.comm.codec.codec_names import has_feedback, parse_format
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import EMULATIONS, USER_SPACE
 from tightwire.comm.policy.error_budget import ErrorBudget, parse_error_budget
-from tightwire.option import flag_of, option, require
+from tightwire.option import flag_of, option, require, require_declared
 
 _MAX_RANKS = 64  # each rank imports torch before the model can say how many ranks it supports
 POLICY_PREFIX = "policy:"  # of a name that stands for a policy file
@@ -31,7 +31,8 @@ class ParallelOptions:
     layout: str = option(
         "auto",
         "what crosses the wire. tensor: partial sums, in prompts and in tokens; hybrid: hidden states between stages in prompts "
-        "(each rank computes whole layers, and holds them besides its part of all layers), partial sums in tokens; auto: tensor",
+        "(each rank computes whole layers, and holds them besides its part of all layers), partial sums in tokens; auto: over a "
+        "wire the one that fits and is predicted to answer soonest (docs/layouts.md), else tensor",
         ("auto", "tensor", "hybrid"),
     )
     stage_codec: str = option(
@@ -109,6 +110,7 @@ class ParallelOptions:
     )
 
     def __post_init__(self) -> None:
+        require_declared(self)
         require(1 <= self.tp <= _MAX_RANKS, "tp", self.tp, f"1 to {_MAX_RANKS}")
         require(
             1 <= self.dp * self.tp <= _MAX_RANKS, "dp", self.dp, f"1 to {_MAX_RANKS // self.tp} with --tp {self.tp}"
@@ -126,8 +128,6 @@ class ParallelOptions:
             )
 
     def _check_stages(self) -> None:
-        layouts = "auto", "tensor", "hybrid"
-        require(self.layout in layouts, "layout", self.layout, f"one of {', '.join(layouts)}")
         try:
             parse_format(self.stage_codec)
         except ValueError as error:

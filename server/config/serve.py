@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
 from tightwire.model.weights import QUANTIZATIONS
-from tightwire.option import option, require, require_seconds
+from tightwire.option import option, require, require_declared, require_seconds
 from tightwire.server.config.hosts import HostOptions
 from tightwire.server.config.http import HttpOptions
 from tightwire.server.config.lora import AdapterOptions
@@ -68,10 +68,11 @@ class EngineOptions:
         None,
         "longest prompt plus answer, in tokens; default: the model's context, or less if memory is short",
         metavar="N",
+        least=2,
     )
-    max_num_seqs: int = option(64, "sequences in one step, of each replica", metavar="N")
+    max_num_seqs: int = option(64, "sequences in one step, of each replica", metavar="N", least=1)
     max_num_batched_tokens: int = option(
-        512, "tokens in one step of each replica; longer prompts are prefilled in chunks", metavar="N"
+        512, "tokens in one step of each replica; longer prompts are prefilled in chunks", metavar="N", least=1
     )
     prefix_cache: str = option(
         "prompts",
@@ -118,14 +119,7 @@ class EngineOptions:
         return dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     def __post_init__(self) -> None:
-        for own in fields(self):
-            choices, value = own.metadata["choices"], getattr(self, own.name)
-            require(not choices or value in choices, own.name, value, f"one of {', '.join(choices)}")
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        require(
-            self.max_model_len is None or self.max_model_len >= 2, "max_model_len", self.max_model_len, "at least 2"
-        )
+        require_declared(self)
         require(
             self.max_num_batched_tokens >= self.max_num_seqs,
             "max_num_batched_tokens",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 
 from tightwire.model.weights import WEIGHT_CODECS
-from tightwire.option import option, require
+from tightwire.option import option, require, require_declared
 from tightwire.sizes import parse_bytes
 
 
@@ -32,7 +32,10 @@ class WeightOptions:
         tuple(WEIGHT_CODECS),
     )
     stream_layers: int | None = option(
-        None, "layers to stream; default: as few as the memory allows, or all of them if all would fit", metavar="N"
+        None,
+        "layers to stream; default: as few as the memory allows, or all of them if all would fit",
+        metavar="N",
+        least=1,
     )
     stream_policy: str = option(
         "latency",
@@ -44,13 +47,12 @@ class WeightOptions:
         None,
         "most memory that a rank may use, such as 4GiB; default: all free memory",
         metavar="BYTES",
+        least=1,
         parse=parse_bytes,
     )
 
     def __post_init__(self) -> None:
-        for name in ("stream_layers", "device_memory"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, name, value, "at least 1")
+        require_declared(self)
         if self.weights == "auto":
             self._leave_out(("stream_layers",), "given only with --weights stream")
         if self.weights == "partition":

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from tightwire.model.step import StepPlan, idle_plan
-from tightwire.server.config.limits import Limits
+from tightwire.server.config.limits import Limits, chunk_rows
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.request import Request
 from tightwire.server.engine.sequences import Sequences
@@ -114,7 +114,7 @@ class Scheduler:
         ]
         prompts = [request for request in rest if request.num_to_compute]
         if prompts and self._under_way is not None and self._is_staged(policy):
-            step.budget = min(step.budget, self._under_way.chunk_rows(prompts[0].num_prompt_tokens))
+            step.budget = min(step.budget, chunk_rows(prompts[0].num_prompt_tokens, self._limits.num_stages))
         self._fill_with_prompts(prompts, step)
         if self._drafter is not None and not ahead and self.may_draft(len(step.tokens)):
             for request in step.tokens:

@@ -5,7 +5,6 @@ sequence that has ended or was preempted meanwhile does not take its chunk back:
 asked for, and the ranks are told which of its blocks others write now.
 """
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,10 +12,6 @@ from typing import NamedTuple
 from tightwire.model.stages import MAX_LATE_STEPS
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.step_builder import Chunk, StagedStep
-
-# Rows that a stage computes in the time that a chunk costs beside its rows.
-_OVERHEAD_ROWS = 5
-_LEAST_ROWS = 32  # products of fewer rows take nearly as long
 
 
 class _Entered(NamedTuple):
@@ -29,23 +24,13 @@ class ChunksUnderWay:
     """Call ``advance`` once for every step."""
 
     def __init__(self, limits: Limits) -> None:
-        self._limits, self._num_between = limits, limits.num_stages - 1
-        self._entered: deque[list[_Entered]] = deque([[] for _ in range(self._num_between)])
+        self._limits = limits
+        self._entered: deque[list[_Entered]] = deque([[] for _ in range(limits.num_stages - 1)])
         self._written: dict[int, set[int]] = {}  # by step: blocks that its chunk may still write to
 
     def __bool__(self) -> bool:
         """True if a step must be made for a chunk that is still wanted."""
         return any(_is_wanted(each) for step in self._entered for each in step)
-
-    def chunk_rows(self, num_tokens: int) -> int:
-        """The rows of each chunk of a prompt of ``num_tokens``: chunks take equal time, and are neither few nor costly.
-
-        The last stage begins one chunk's time after the first for each stage between them, so small chunks wait less, and
-        each costs the time of ``_OVERHEAD_ROWS``.
-        """
-        best = math.sqrt(num_tokens * _OVERHEAD_ROWS / self._num_between)
-        num_chunks = max(1, round(num_tokens / max(best, _LEAST_ROWS)))
-        return math.ceil(num_tokens / num_chunks)
 
     def advance(self, index: int, chunks: Sequence[Chunk], *, staged: bool) -> StagedStep:
         """Let the prompt chunks of step ``index`` enter, if they are ``staged``; return what else the step is about."""

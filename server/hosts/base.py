@@ -9,7 +9,7 @@ from typing import Protocol
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.model.open import Checkpoint
 from tightwire.server.ipc.messages import FromRank
-from tightwire.server.plan.rank_setup import RunPlan
+from tightwire.server.plan.rank_setup import LayoutChoice, RunPlan
 
 
 class Listener(Protocol):
@@ -59,6 +59,10 @@ class Hosts:
     async def find_model(self, model: str, show: Callable[[str, float], None]) -> str:
         """What to open here in place of ``--model``: itself, or the path of a copy that is fetched from node 0 first."""
         return model
+
+    def settle(self, choose: Callable[[Sequence[int]], LayoutChoice]) -> LayoutChoice:
+        """The layout of all hosts, in seconds, outside the event loop. ``choose`` takes their memory; empty: ranks share this one's."""
+        return choose(())
 
     async def agree(self, checkpoint: Checkpoint, plan: RunPlan) -> RunPlan:
         """The plan of all hosts, once all have opened the same model. Errors as ``join``."""

@@ -13,7 +13,7 @@ from tightwire.server.plan.rank_setup import RunPlan
 
 CONNECT_S = 3.0
 # Fields of the nodes' plans.
-_EQUAL = ("device", "dtype", "kv_dtype", "sum_dtype", "activations", "weights", "overlap", "plan_ahead")
+_EQUAL = ("device", "dtype", "kv_dtype", "sum_dtype", "activations", "weights", "stages", "overlap", "plan_ahead")
 
 
 def name_node(hello: Hello) -> str:

@@ -58,16 +58,13 @@ def list_files(path: Path | None) -> ModelFiles:
     if path is None:
         return ModelFiles([], False, "node 0 has no file of this model")
     try:
-        found = sorted(filter(_is_of_model, path.iterdir())) if path.is_dir() else split_parts(path)
+        # Neither hidden files, such as this cache's lock, nor unfinished copies.
+        own = [file for file in path.glob("[!.]*") if file.is_file() and file.suffix != _PART]
+        found = sorted(own) if path.is_dir() else split_parts(path)
         files = [FileFacts(file.name, file.stat().st_size, _sha256(file)) for file in found]
     except OSError as error:
         return ModelFiles([], False, f"node 0 cannot read {path}: {error.strerror}")
     return ModelFiles(files, path.is_dir())
-
-
-def _is_of_model(file: Path) -> bool:
-    """False for hidden files, such as this cache's lock, and for unfinished copies."""
-    return file.is_file() and not file.name.startswith(".") and file.suffix != _PART
 
 
 def read_piece(path: Path, files: ModelFiles, name: str, offset: int) -> bytes:

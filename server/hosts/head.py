@@ -22,7 +22,7 @@ from tightwire.server.hosts.checks import measure, merge_plans, name_node, objec
 from tightwire.server.hosts.files import ModelFiles, list_files, read_piece
 from tightwire.server.hosts.place import joined, keep_probe, listen
 from tightwire.server.hosts.side import SHOW_S, Joining, Side
-from tightwire.server.plan.rank_setup import RunPlan
+from tightwire.server.plan.rank_setup import LayoutChoice, RunPlan
 
 
 @dataclass(slots=True)
@@ -50,7 +50,8 @@ class Head(Side):
         self._refusal: str | None = None
         self._joined = False
         self._server: asyncio.Server | None = None
-        self._path: asyncio.Future[Path | None] = asyncio.get_running_loop().create_future()  # of the model
+        self._loop = asyncio.get_running_loop()
+        self._path: asyncio.Future[Path | None] = self._loop.create_future()  # of the model
         self._files: asyncio.Task[ModelFiles] | None = None
         self._sent_s = -math.inf  # when a node last asked for a piece of the model
 
@@ -96,6 +97,11 @@ class Head(Side):
         if failures:
             raise LostError("; ".join(failures))
         return network_facts(pairs)
+
+    def settle(self, choose: Callable[[Sequence[int]], LayoutChoice]) -> LayoutChoice:
+        choice = choose([self._own.memory_bytes, *(node.hello.memory_bytes for _, node in sorted(self._nodes.items()))])
+        self._loop.call_soon_threadsafe(self._tell, choice)
+        return choice
 
     async def agree(self, checkpoint: Checkpoint, plan: RunPlan) -> RunPlan:
         """Give the model to nodes that have no copy, and wait until all nodes have opened the same one."""

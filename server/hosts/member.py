@@ -1,8 +1,9 @@
 """Every node but node 0: connects to node 0, obeys it, and relays what the node's ranks report."""
 
 import asyncio
+import concurrent.futures
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -16,7 +17,7 @@ from tightwire.server.hosts.files import ModelFiles, fetch_files
 from tightwire.server.hosts.place import joined
 from tightwire.server.hosts.side import SHOW_S, Joining, Side
 from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Ready, Stage
-from tightwire.server.plan.rank_setup import RunPlan
+from tightwire.server.plan.rank_setup import LayoutChoice, RunPlan
 
 _RETRY_S = 0.5
 
@@ -31,6 +32,7 @@ class Member(Side):
         loop = asyncio.get_running_loop()
         self._run: asyncio.Future[RunPlan] = loop.create_future()
         self._network: asyncio.Future[LinkFacts] = loop.create_future()
+        self._choice = concurrent.futures.Future[LayoutChoice]()
         self._model: asyncio.Queue[ModelFiles | messages.Piece] = asyncio.Queue()
 
     @property
@@ -59,6 +61,9 @@ class Member(Side):
         offer = await self._model.get()
         assert isinstance(offer, ModelFiles), "the answer to WantModel"
         return str(await fetch_files(offer, ask, show))
+
+    def settle(self, choose: Callable[[Sequence[int]], LayoutChoice]) -> LayoutChoice:
+        return self._choice.result()
 
     async def agree(self, checkpoint: Checkpoint, plan: RunPlan) -> RunPlan:
         self._tell(messages.Opened({"the model": fingerprint(checkpoint)}, plan))
@@ -122,6 +127,8 @@ class Member(Side):
                     self._tell(messages.Measured(*await measure(self._place.node, message.targets)))
                 elif isinstance(message, messages.Network):
                     self._network.set_result(message.link)
+                elif isinstance(message, LayoutChoice):
+                    self._choice.set_result(message)
                 elif isinstance(message, ModelFiles | messages.Piece):
                     self._model.put_nowait(message)
                 elif isinstance(message, messages.Run):

@@ -6,7 +6,7 @@ from tightwire.comm.link.probe import PairFacts
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.server.hosts.files import ModelFiles
 from tightwire.server.ipc.messages import Failed, Heartbeat, Ready, Stage
-from tightwire.server.plan.rank_setup import RunPlan
+from tightwire.server.plan.rank_setup import LayoutChoice, RunPlan
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):
@@ -29,6 +29,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     interface: str
     ports: list[int]
     facts: dict[str, str]
+    memory_bytes: int  # that the node has free
     nonce: str = ""
     proof: str = ""
 
@@ -126,6 +127,6 @@ class End(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-FromHead = Challenge | Welcome | Table | Probe | Measure | Network | ModelFiles | Piece | Run | Serving
+FromHead = Challenge | Welcome | Table | Probe | Measure | Network | LayoutChoice | ModelFiles | Piece | Run | Serving
 FromMember = Hello | Probed | Measured | WantModel | WantPiece | Opened | Report | Exited | AskStop
 Message = FromHead | FromMember | Beat | End

@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tightwire.comm.group.host import available_host_bytes
 from tightwire.comm.link.probe import answer_probes
 from tightwire.server.hosts.base import Hosts, Listener
 from tightwire.server.hosts.channel import Channel
@@ -37,7 +38,8 @@ class Joining:
 
     def hello(self) -> Hello:
         place = self.place
-        return Hello(place.node, place.address, place.interface, place.listens(self.ranks), self.facts)
+        ports, memory_bytes = place.listens(self.ranks), available_host_bytes()
+        return Hello(place.node, place.address, place.interface, ports, self.facts, memory_bytes)
 
 
 class Side(Hosts, ABC):

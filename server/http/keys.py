@@ -33,9 +33,6 @@ class _Bucket:
         self.at_s = now_s
         return max(0.0, (1.0 - self.level) / rate)
 
-    def spend(self, amount: int) -> None:
-        self.level -= amount
-
 
 @dataclass(slots=True)
 class _Use:
@@ -73,13 +70,13 @@ class KeyRing:
             if limit is not None and (wait_s := bucket.wait_s(limit, now_s)) > 0:
                 raise _too_many(f"{limit} {unit} a minute", wait_s)
         use.num_running += 1
-        use.requests.spend(1)
+        use.requests.level -= 1
 
     def end(self, key: ApiKey, num_tokens: int) -> None:
         """Count the end of a request with this many tokens of prompt and answer."""
         use = self._uses[key.name]
         use.num_running -= 1
-        use.tokens.spend(num_tokens)
+        use.tokens.level -= num_tokens
 
     def _read_if_changed(self) -> None:
         now_s = self._clock()

@@ -53,7 +53,9 @@ class RequestScope:
                 if scope["path"].startswith("/v1/messages"):
                     headers["request-id"] = request_id  # Anthropic's clients read this name
                 if ignored := scope["state"].get("ignored_fields"):
-                    headers[_IGNORED_HEADER] = _header_list(ignored)
+                    # Without characters that have a meaning in a header.
+                    shown = [re.sub(r"[^A-Za-z0-9._\[\]-]", "?", field[:80]) or "?" for field in ignored[:_MAX_IGNORED]]
+                    headers[_IGNORED_HEADER] = ", ".join(shown + ["..."] * (len(ignored) > _MAX_IGNORED))
             await send(message)
 
         try:
@@ -135,9 +137,3 @@ class RequireKey:
             self._keys.end(key, sum(tokens))
             for kind, count in tokens._asdict().items():
                 self._metrics.key_tokens.labels(key.name, kind).inc(count)
-
-
-def _header_list(fields: Sequence[str]) -> str:
-    """The first fields, without characters that have a meaning in a header."""
-    shown = [re.sub(r"[^A-Za-z0-9._\[\]-]", "?", field[:80]) or "?" for field in fields[:_MAX_IGNORED]]
-    return ", ".join(shown + ["..."] * (len(fields) > _MAX_IGNORED))

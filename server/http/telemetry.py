@@ -113,4 +113,4 @@ def _phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
 
 
 def _ns(record: RequestRecord, moment_s: float) -> int:
-    return int(record.unix_s(moment_s) * 1e9)
+    return int((record.arrived_unix_s + moment_s - record.arrived_s) * 1e9)

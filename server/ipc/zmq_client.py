@@ -49,6 +49,9 @@ class ZmqEngineClient:
         self._to_reporters = [connect_sender(zmq.Context(self._context), address) for address in reporters]
         self._recordings = Recordings(len(reporters), self._ask_reporters)
         self._adapter_loads = AdapterLoads(num_ranks, self._send)
+        self.heard_adapter = (
+            self._adapter_loads.heard
+        )  # takes a rank's answer to a load, also one that another host relays
         self._encoder = msgspec.msgpack.Encoder()
         self._receiving: asyncio.Task[None] | None = None
 
@@ -100,10 +103,6 @@ class ZmqEngineClient:
 
     def unload_adapter(self, adapter: int) -> None:
         self._send(messages.UnloadAdapter(id=adapter))
-
-    def heard_adapter(self, answer: messages.AdapterLoaded) -> None:
-        """Note a rank's answer to a load, also one that another host relays."""
-        self._adapter_loads.heard(answer)
 
     def cancel(self, ids: Sequence[str]) -> None:
         known = [id for id in ids if id in self._live]

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from tightwire.cache_folder import cache_folder
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.make import parse_all_reduce
@@ -20,6 +22,7 @@ from tightwire.model.layout import make_layout
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.ipc.messages import CommChoice
+from tightwire.server.plan.setting import DecidedSetting, decide_setting
 from tightwire.sizes import format_bytes
 
 
@@ -159,3 +162,27 @@ def describe_choices(choices: Sequence[CommChoice]) -> list[str]:
         where = "" if len(kinds) == len(all_kinds) else f" for {', '.join(kinds)}"
         lines.append(f"{algorithm}{where}{size}: {reason}")
     return lines
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SumDecision:
+    """The part of a decision that needs no memory: it explains the AllReduces of a model that does not fit here."""
+
+    decided: DecidedSetting
+    comm: CommDecision | None  # None: a single rank
+    library: CommDecision | None  # if the GPUs cannot reach each other's memory, which only the ranks can test
+
+
+def decide_sums(
+    config: ServeConfig, model: LlamaConfig, link: LinkFacts | None = None, model_id: str = ""
+) -> SumDecision:
+    """Resolve every ``auto`` about sums; arguments and errors as for ``run_plan.decide``."""
+    parallel, decided = config.parallel, decide_setting(config, model, link)
+    comm, library = None, None
+    if parallel.tp > 1:
+        requests, devices = policy_requests(config, model), [gpu.name for gpu in decided.gpus]
+        comm = decide_comm(requests, decided.setting, devices, link, model_id)
+        if decided.setting.transport == "peer-memory" and parallel.transport == "auto":
+            other = msgspec.structs.replace(decided.setting, transport="process-group")
+            library = decide_comm(requests, other, devices, model_id=model_id)
+    return SumDecision(decided=decided, comm=comm, library=library)

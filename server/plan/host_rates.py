@@ -35,9 +35,9 @@ class _ConstantReader(RandomReader):
             out.blocks_OB.fill_(0x11)
 
 
-def measure_rates(inputs: MemoryInputs, work: RowWork) -> HostRates:
-    """Measure all usable cores, or the first GPU, with as many layers as fill ``_LEAST_BYTES``, in some seconds."""
-    torch.set_num_threads(num_cores())
+def measure_rates(inputs: MemoryInputs, work: RowWork, num_ranks: int = 1) -> HostRates:
+    """Measure what each of ``num_ranks`` has of the usable cores, or the first GPU, in some seconds."""
+    torch.set_num_threads(max(1, num_cores() // num_ranks))
     config, device = inputs.model, torch.device(inputs.device)
     num_layers = min(config.num_layers, max(1, int(_LEAST_BYTES / work.layer_bytes)))
     small = replace(config, num_layers=num_layers, vocab_size=256, max_positions=max(config.max_positions, _FAR))

@@ -1,34 +1,40 @@
 """Chooses the layout: what crosses the wire, for prompts and for tokens (docs/layouts.md); refuses what it cannot do yet."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tightwire.comm.codec.codec import parse_codec
+from tightwire.comm.group.host import available_host_bytes
+from tightwire.comm.link.wire import LinkFacts
 from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.open import Checkpoint, fingerprint
 from tightwire.model.stages import StagePlan, divide_layers
+from tightwire.model.weights.formats import WeightFormats
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.plan.setting import DecidedSetting
+from tightwire.server.plan.layout_table import choose_layout, compare_layouts, measure_host
+from tightwire.server.plan.rank_setup import LayoutChoice
+from tightwire.server.plan.setting import DecidedSetting, decide_setting
 
 
-def describe_layout(config: ServeConfig, stages: StagePlan | None) -> str:
-    """One line for the details of the ready message."""
-    if stages is None and config.parallel.layout == "auto" and config.hosts.several:
-        compared = f"`tightwire explain {config.model.model} --hosts {config.hosts.nnodes} --network`"
-        return f"layout: tensor, {compared} predicts the others"
+def describe_layout(stages: StagePlan | None, choice: LayoutChoice | None) -> str:
+    """The layout in one line, with the reason if it was chosen."""
+    chosen = "" if choice is None else f"; chosen: {choice.why}"
     if stages is None:
-        return "layout: tensor"
+        return f"tensor{chosen}"
     layers = ", ".join(f"{first} to {stop - 1}" for first, stop in stages.layers)
-    return f"layout: hybrid: prompts pass the ranks in stages of layers {layers}; tokens are computed together"
+    return f"hybrid: prompts pass the ranks in stages of layers {layers}; tokens are computed together{chosen}"
 
 
-def decide_stages(config: ServeConfig, model: LlamaConfig, decided: DecidedSetting) -> StagePlan | None:
+def decide_stages(
+    config: ServeConfig, model: LlamaConfig, decided: DecidedSetting, choice: LayoutChoice | None, prepared: bool
+) -> StagePlan | None:
     """Resolve ``--layout``: the stages of prompts, or None if all ranks compute prompts together.
 
-    ValueError: it does not combine with another option, named, or with the model.
+    ``choice``: of ``auto``, which is tensor without one. ValueError: the layout does not combine with an option, named, or the model.
     """
     parallel = config.parallel
-    if parallel.layout in ("auto", "tensor"):
+    if (choice.layout if choice else parallel.layout) != "hybrid":
         return None
-    for option, why in _obstacles(config, decided):
+    for option, why in _obstacles(config, model, decided, prepared):
         raise ValueError(f"--layout hybrid does not combine with {option}: {why}; leave one of them out")
     codec = parse_codec(parallel.stage_codec)
     if model.hidden_size % codec.group_elems:
@@ -36,12 +42,39 @@ def decide_stages(config: ServeConfig, model: LlamaConfig, decided: DecidedSetti
             f"--stage-codec {parallel.stage_codec}: a row has {model.hidden_size} numbers, which are not whole groups of "
             f"{codec.group_elems}, so a text would depend on its neighbours; give {parallel.stage_codec.split('-')[0]}-g64 or -g32"
         )
-    shares = parallel.tp_split or [1.0] * parallel.tp
-    return divide_layers(model.num_layers, shares)
+    return divide_layers(model.num_layers, parallel.tp_split or [1.0] * parallel.tp)
 
 
-def _obstacles(config: ServeConfig, decided: DecidedSetting) -> Iterator[tuple[str, str]]:
-    """Yield the options that a hybrid layout does not work with, and why."""
+def choose_auto(
+    config: ServeConfig, checkpoint: Checkpoint, formats: WeightFormats, link: LinkFacts, room: Sequence[int]
+) -> LayoutChoice:
+    """Choose the layout that is predicted to answer soonest, of those that work and fit; this host is measured for seconds.
+
+    ``room``: the memory of each host; empty: the ranks share this one's.
+    """
+    parallel, model = config.parallel, checkpoint.config
+    for option, why in _obstacles(config, model, decide_setting(config, model, link), checkpoint.prepared is not None):
+        return LayoutChoice("tensor", f"hybrid does not combine with {option}: {why}")
+    if parallel.allreduce != "auto" or parallel.allreduce_extra:
+        return LayoutChoice("tensor", "AllReduces are named, and hybrid sums no prompts")
+    if parallel.tp != (config.hosts.nnodes or parallel.wire_nodes):
+        return LayoutChoice("tensor", "layouts are predicted for one rank on each host")
+    split, most = parallel.tp_split or (1.0,) * parallel.tp, config.weights.device_memory
+    own = measure_host(config, model, formats, 1 if room else parallel.tp)
+    rates = [own.scaled(share / split[0]) for share in split]  # hosts are as fast as their shares say
+    room = [min(each, most or each) for each in room or [available_host_bytes() // parallel.tp] * parallel.tp]
+    rows = compare_layouts(config, model, formats, link, rates, room, fingerprint(checkpoint))
+    try:
+        best, why = choose_layout([row for row in rows if row.times.layout in ("tensor", "hybrid")])
+    except ValueError as error:
+        return LayoutChoice("tensor", str(error))
+    return LayoutChoice(best.times.layout, why)
+
+
+def _obstacles(
+    config: ServeConfig, model: LlamaConfig, decided: DecidedSetting, prepared: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield what a hybrid layout does not work with, and why. ``prepared``: the model is a prepared folder."""
     parallel, engine = config.parallel, config.engine
     if parallel.tp == 1:
         yield "--tp 1", "a stage is a rank, and there is one"
@@ -59,3 +92,7 @@ def _obstacles(config: ServeConfig, decided: DecidedSetting) -> Iterator[tuple[s
         yield "--plan-ahead on", "several steps are under way already"
     if config.adapters.lora or config.adapters.lora_dir:
         yield "--lora", "a stage's whole layers have no adapters"
+    if prepared:
+        yield "a prepared folder", "it has no whole layers, which a stage computes"
+    if parallel.tp > model.num_layers:
+        yield f"--tp {parallel.tp}", f"a stage has a layer or more, and the model has {model.num_layers}"

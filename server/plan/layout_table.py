@@ -1,23 +1,27 @@
 """The layouts of a model on some hosts side by side: times, memory, and which one is best."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
 import msgspec
 import torch
 
-from tightwire.comm.link.link import Link
-from tightwire.comm.policy.choose import Chooser
+from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.schedule import HostRates
 from tightwire.model.cache.kv_cache import layer_block_bytes
+from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard, make_layout, whole_shard
 from tightwire.model.stages import StagePlan, divide_layers
 from tightwire.model.weights import EVERYTHING_RESIDENT
-from tightwire.model.weights.formats import layer_tensors, outer_tensors
+from tightwire.model.weights.formats import WeightFormats, layer_tensors, outer_tensors, split_model
 from tightwire.server.config.limits import BLOCK_SIZE
+from tightwire.server.config.serve import ServeConfig
+from tightwire.server.plan.comm_decision import decide_sums
+from tightwire.server.plan.host_rates import measure_rates
 from tightwire.server.plan.layout_times import CROWD, REQUEST, Predictor, RowWork, Stages, Times, sums_of
 from tightwire.server.plan.rank_bytes import CacheShape, MemoryInputs, rank_bytes
+from tightwire.server.plan.setting import DecidedSetting, decide_setting
 
 CONTEXT = 8192  # tokens of the KV cache in the memory of a host, or the model's context
 _PROMPT_ROWS = 256
@@ -51,29 +55,54 @@ def work_of(inputs: MemoryInputs) -> RowWork:
     )
 
 
-def compare_layouts(
-    inputs: MemoryInputs,
-    rates: Sequence[HostRates],
-    link: Link,
-    choosers: Mapping[str, Chooser],
-    sum_elem_bytes: int,
-    room: Sequence[int] = (),
-    shares: Sequence[float] | None = None,
-) -> list[Row]:
-    """One host alone, then tensor by AllReduce, hybrid with the first AllReduce, and pipeline if it fits.
+def memory_inputs(
+    config: ServeConfig, model: LlamaConfig, formats: WeightFormats, decided: DecidedSetting
+) -> MemoryInputs:
+    """What the memory of a rank depends on; without pools, and all that the table of layouts does not ask for."""
+    return MemoryInputs(
+        model=model,
+        layout=split_model(model, formats, config.parallel.tp, config.parallel.tp_split),
+        options=config.engine,
+        pools=(),
+        formats=formats.with_int8_activations() if config.model.activations == "int8" else formats,
+        device=decided.setting.device,
+        dtype=decided.dtype,
+    )
 
-    ``rates``, ``room``, ``shares``: of each host: its rates, its memory (empty: not limited), and its share of stages as stated
-    (None: by the rates); that of tensors is in ``inputs.layout``.
+
+def measure_host(config: ServeConfig, model: LlamaConfig, formats: WeightFormats, num_ranks: int = 1) -> HostRates:
+    """The rates of each of ``num_ranks`` on this host, measured in some seconds."""
+    inputs = memory_inputs(config, model, formats, decide_setting(config, model))
+    return measure_rates(inputs, work_of(inputs), num_ranks)
+
+
+def compare_layouts(
+    config: ServeConfig,
+    model: LlamaConfig,
+    formats: WeightFormats,
+    link: LinkFacts,
+    rates: Sequence[HostRates],
+    room: Sequence[int] = (),
+    model_id: str = "",
+) -> list[Row]:
+    """One host alone, then tensor by AllReduce, hybrid with the first AllReduce, and pipeline if it fits; a rank on each host.
+
+    ``rates``: of each host. ``room``: the memory of each; empty: not limited. ``model_id``: as for ``decide``.
     """
-    model, work = inputs.model, work_of(inputs)
+    asked = decide_sums(config, model, link, model_id)
+    inputs, row_bytes = (
+        memory_inputs(config, model, formats, asked.decided),
+        asked.decided.setting.elem_bytes * model.hidden_size,
+    )
+    assert asked.comm is not None, "several hosts"
+    work, shares = work_of(inputs), config.parallel.tp_split
     whole, shards = _layer_bytes(inputs)[0], inputs.layout.shards
     parts = [_layer_bytes(inputs, shard)[0] / whole for shard in shards]  # KV heads may be held twice
-    predictor = Predictor(work=work, hosts=rates, shares=parts, link=link)
-    sums = {
-        name: sums_of(own, work.num_layers, model.hidden_size * sum_elem_bytes, link) for name, own in choosers.items()
-    }
+    predictor = Predictor(work=work, hosts=rates, shares=parts, link=link.link)
+    choosers = asked.comm.choosers.items()
+    sums = {name: sums_of(own, work.num_layers, row_bytes, link.link) for name, own in choosers}
     (name, first), context = next(iter(sums.items())), min(CONTEXT, model.max_positions)
-    alone = Predictor(work=work, hosts=rates[:1], shares=(1.0,), link=link).times("one host", "", None)
+    alone = Predictor(work=work, hosts=rates[:1], shares=(1.0,), link=link.link).times("one host", "", None)
     by_prompt = divide_layers(work.num_layers, shares or work.speeds(rates, _PROMPT_ROWS)).layers
     found: list[tuple[Times, tuple[tuple[int, int], ...]]] = [(alone, ())]
     found += [(predictor.times("tensor", name, own), ()) for name, own in sums.items()]
@@ -98,7 +127,7 @@ def choose_layout(rows: Sequence[Row]) -> tuple[Row, str]:
     best, *others = ranked
     beside = [f"{row.times.layout} {row.times.request_s:.3g} s" for row in others]
     beside += [f"{row.times.layout} does not fit" for row in lossless if not row.fits]
-    why = f"{best.times.layout}: {best.times.request_s:.3g} s for {REQUEST[0]} prompt tokens and {REQUEST[1]} more"
+    why = f"{best.times.request_s:.3g} s for {REQUEST[0]} prompt tokens and {REQUEST[1]} more"
     return best, f"{why} ({', '.join(beside)})" if beside else why
 
 

@@ -17,6 +17,7 @@ import msgspec
 
 from tightwire.comm.link.link import Link
 from tightwire.comm.policy.schedule import HostRates, overlapped_s, staged_s
+from tightwire.server.config.limits import chunk_rows
 
 if TYPE_CHECKING:  # its codecs are torch's
     from tightwire.comm.policy.choose import Chooser
@@ -25,7 +26,6 @@ PROMPTS = (128, 512, 4096)
 CROWD, CROWD_PROMPT, CROWD_TOKENS = 16, 128, 64  # requests at once, tokens of each prompt and answer
 REQUEST = (512, 128)  # tokens of prompt and answer by which layouts are compared
 _STEP_ROWS, _PART_ROWS = 512, 64  # of a prompt's step, and of one that is computed in two parts
-_CHUNK_ROWS = (16, 32, 64, 128, 256, 512)
 # To plan a step, to choose and send a token, to hand a message to another host, to go from a layer to its sum and back.
 _STEP_S, _ANSWER_S, _HOP_S, _CALL_S = 0.4e-3, 0.3e-3, 60e-6, 20e-6
 # Moving costs the cores that compute so many seconds a byte (measured between namespaces), but at most this share of its time;
@@ -137,16 +137,12 @@ class Predictor:
         return _HOP_S + self.link.seconds(rows * self.work.row_elems * _RESIDUAL_BYTES)
 
     def _staged_s(self, sizes: Sequence[int], stages: Stages, handed: float) -> float:
-        """With the best size of chunks."""
-        largest, passes = min(_STEP_ROWS, sum(sizes)), list[float]()
-        for most in {largest, *(rows for rows in _CHUNK_ROWS if rows < largest)}:
-            steps = _steps(sizes, most)
-            chunks = [self._stages_s(*step, stages) for step in steps]
-            after_s = [
-                rows * handed * (stages[0][1] - stages[0][0]) / (self.link.bytes_per_s or inf) for rows, _ in steps
-            ]
-            passes.append(staged_s(chunks, [self._hop_s(rows) for rows, _ in steps], after_s))
-        return min(passes) + self.work.head_s(self.hosts[-1], len(sizes)) + self._answer_s()
+        """In the chunks that the engine makes."""
+        steps = _steps(sizes, min(_STEP_ROWS, chunk_rows(sizes[0], len(stages))))
+        chunks, behind_s = [self._stages_s(*step, stages) for step in steps], handed / (self.link.bytes_per_s or inf)
+        after_s = [rows * behind_s * (stages[0][1] - stages[0][0]) for rows, _ in steps]
+        passing_s = staged_s(chunks, [self._hop_s(rows) for rows, _ in steps], after_s)
+        return passing_s + self.work.head_s(self.hosts[-1], len(sizes)) + self._answer_s()
 
     def _staged_token_s(self, rows: int, stages: Stages) -> float:
         """One token of each sequence, which pass the stages in groups."""

@@ -66,6 +66,13 @@ class AdapterPlan(msgspec.Struct, frozen=True, kw_only=True):
     loaded: tuple[ServedAdapter, ...] = ()
 
 
+class LayoutChoice(msgspec.Struct, frozen=True, tag=True):
+    """What ``--layout auto`` is on all hosts of a server, and why; node 0 tells the others."""
+
+    layout: str
+    why: str
+
+
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The resolved values of ``auto`` and absent options; the same on all ranks."""
 

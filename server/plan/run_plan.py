@@ -4,12 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import msgspec
-
 from tightwire.comm.group.host import available_host_bytes
 from tightwire.comm.group.numa import describe_placement, read_numa_nodes
 from tightwire.comm.link.wire import LinkFacts
-from tightwire.comm.policy.choose import PolicyRequest
 from tightwire.comm.policy.rules import Policy
 from tightwire.model.adapters.product import AdapterRoom
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -18,21 +15,15 @@ from tightwire.model.layout import Layout
 from tightwire.model.open import Checkpoint, fingerprint, formats_of, open_checkpoint
 from tightwire.model.weights.formats import WeightFormats, describe_cuts, split_model
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.plan.comm_decision import CommDecision, decide_comm, describe_request, policy_requests
+from tightwire.server.plan.comm_decision import CommDecision, decide_sums, describe_request
 from tightwire.server.plan.devices import CudaDevice
-from tightwire.server.plan.layout_decision import decide_stages, describe_layout
+from tightwire.server.plan.layout_decision import choose_auto, decide_stages, describe_layout
+from tightwire.server.plan.layout_table import memory_inputs
 from tightwire.server.plan.lora import describe_adapters, plan_adapters
 from tightwire.server.plan.memory_budget import MemoryBudget, describe_offload
-from tightwire.server.plan.rank_bytes import MemoryInputs, Pool
-from tightwire.server.plan.rank_setup import NamedPolicy, RunPlan
-from tightwire.server.plan.setting import (
-    DecidedSetting,
-    check_all_reduce_names,
-    choose_activations,
-    choose_overlap,
-    choose_plan_ahead,
-    decide_setting,
-)
+from tightwire.server.plan.rank_bytes import Pool
+from tightwire.server.plan.rank_setup import LayoutChoice, NamedPolicy, RunPlan
+from tightwire.server.plan.setting import check_all_reduce_names, choose_activations, choose_overlap, choose_plan_ahead
 from tightwire.server.plan.weight_decision import IN_FILES, Files, as_prepared, decide_weights
 from tightwire.sizes import format_bytes
 
@@ -58,6 +49,7 @@ class Decision:
     budget: MemoryBudget
     formats: WeightFormats
     comm: CommDecision | None  # None: a single rank
+    layout_note: str = ""  # for the ready message; empty: tensor, without a choice
     notes: tuple[str, ...] = ()  # layers that stream, an offloaded KV cache, NUMA nodes
 
     def report(self, display: Display) -> None:
@@ -89,11 +81,17 @@ class Decision:
 
 
 def prepare(
-    config: ServeConfig, display: Display, *, stopped: Callable[[], bool] = lambda: False, link: LinkFacts | None = None
+    config: ServeConfig,
+    display: Display,
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+    link: LinkFacts | None = None,
+    settle: Callable[[Callable[[Sequence[int]], LayoutChoice]], LayoutChoice] = lambda choose: choose(()),
 ) -> tuple[Checkpoint, Decision]:
     """Find the model, fetch it if necessary, and decide how to run it. ValueError: the model or an option is refused.
 
     ``stopped`` is called several times a second during a fetch, which stops within FETCH_STOPS_S once it returns True.
+    ``settle``: see ``Hosts``; it is called if ``--layout auto`` has a choice, which needs a wire between ranks.
     """
     name = config.model.model
 
@@ -105,7 +103,11 @@ def prepare(
     config, checkpoint = open_model(config, fetching)
     formats = formats_of(checkpoint, config.model.quantization)
     files = Files(exist=checkpoint.path is not None, prepared=checkpoint.prepared)
-    decision = decide(config, checkpoint.config, formats, link, files=files, model_id=fingerprint(checkpoint))
+    choice = None
+    if config.parallel.layout == "auto" and config.parallel.tp > 1 and link is not None:
+        choice = settle(lambda room: choose_auto(config, checkpoint, formats, link, room))
+    model_id = fingerprint(checkpoint)
+    decision = decide(config, checkpoint.config, formats, link, files=files, model_id=model_id, choice=choice)
     note = (f"the checkpoint is quantized: {checkpoint.note}",) if checkpoint.note else ()
     return checkpoint, replace(decision, notes=(*note, *decision.notes))
 
@@ -119,31 +121,6 @@ def open_model(
     return config if checkpoint.prepared is None else as_prepared(config, checkpoint.prepared), checkpoint
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SumDecision:
-    """The part of a decision that needs no memory: it explains the AllReduces of a model that does not fit here."""
-
-    decided: DecidedSetting
-    requests: dict[str, PolicyRequest]  # by policy, the server's own first; empty: a single rank
-    comm: CommDecision | None  # None: a single rank
-    library: CommDecision | None  # if the GPUs cannot reach each other's memory, which only the ranks can test
-
-
-def decide_sums(
-    config: ServeConfig, model: LlamaConfig, link: LinkFacts | None = None, model_id: str = ""
-) -> SumDecision:
-    """Resolve every ``auto`` about sums; arguments and errors as for ``decide``."""
-    parallel, decided = config.parallel, decide_setting(config, model, link)
-    requests, comm, library = {}, None, None
-    if parallel.tp > 1:
-        requests, devices = policy_requests(config, model), [gpu.name for gpu in decided.gpus]
-        comm = decide_comm(requests, decided.setting, devices, link, model_id)
-        if decided.setting.transport == "peer-memory" and parallel.transport == "auto":
-            other = msgspec.structs.replace(decided.setting, transport="process-group")
-            library = decide_comm(requests, other, devices, model_id=model_id)
-    return SumDecision(decided=decided, requests=requests, comm=comm, library=library)
-
-
 def decide(
     config: ServeConfig,
     model: LlamaConfig,
@@ -152,10 +129,11 @@ def decide(
     *,
     files: Files = IN_FILES,
     model_id: str = "",
+    choice: LayoutChoice | None = None,
 ) -> Decision:
     """Resolve every ``auto``. ValueError: an impossible split, device, dtype or size; says what is possible.
 
-    ``model_id``: the fingerprint of the model, to find what quantized sums cost it.
+    ``model_id``: the fingerprint of the model, to find what quantized sums cost it. ``choice``: of ``--layout auto``.
     """
     parallel = config.parallel
     layout = split_model(model, formats, parallel.tp, parallel.tp_split)
@@ -164,19 +142,13 @@ def decide(
     decided, comm = sums.decided, sums.comm
     setting, dtype = decided.setting, decided.dtype
     activations = choose_activations(config.model.activations, setting.device, formats.packed)
-    if activations == "int8":
-        formats = formats.with_int8_activations()
-    adapters, stages = plan_adapters(config.adapters, model), decide_stages(config, model, decided)
-    inputs = MemoryInputs(
-        model=model,
-        layout=layout,
-        options=config.engine,
+    adapters = plan_adapters(config.adapters, model)
+    stages = decide_stages(config, model, decided, choice, files.prepared is not None)
+    inputs = replace(
+        memory_inputs(config, model, formats, decided),
         pools=_pools(
             setting.device, parallel.num_ranks, decided.gpus, config.weights.device_memory, config.hosts.nnodes or 1
         ),
-        dtype=dtype,
-        formats=formats,
-        device=setting.device,
         num_replicas=parallel.dp,
         adapters=None if adapters is None else AdapterRoom(adapters.num_slots, adapters.max_rank),
         host_bytes=available_host_bytes(),
@@ -185,10 +157,12 @@ def decide(
     )
     weights = decide_weights(config.weights, inputs, num_nodes=parallel.nodes, files=files)
     budget = weights.budget
-    if stages is not None and (weights.plan.streamed or files.prepared is not None):
-        streams = "the model does not fit without streaming layers"
-        cause = streams if weights.plan.streamed else "the model is a prepared folder"
-        raise ValueError(f"--layout hybrid holds whole layers in memory, and {cause}; give --layout tensor")
+    if stages is not None and weights.plan.streamed:
+        cause = "hybrid holds whole layers in memory, and the model does not fit without streaming layers"
+        if choice is None:
+            raise ValueError(f"--layout {cause}; give --layout tensor")
+        other = LayoutChoice("tensor", cause)
+        return decide(config, model, formats, link, files=files, model_id=model_id, choice=other)
     plan = RunPlan(
         device=setting.device,
         dtype=dtype,
@@ -212,15 +186,17 @@ def decide(
         policies=_policies(parallel.allreduce, comm, sums.library),
         adapters=adapters,
     )
+    layout_note = describe_layout(stages, choice)
     return Decision(
         plan=plan,
+        layout_note=layout_note if stages or choice else "",
         layout=layout,
         budget=budget,
-        formats=formats,
+        formats=inputs.formats,
         comm=comm,
         notes=(
             *([cuts] if cuts else []),
-            *([describe_layout(config, stages)] if parallel.tp > 1 else []),
+            *([f"layout: {layout_note}"] if parallel.tp > 1 else []),
             *weights.notes,
             *describe_offload(budget, inputs),
             *_placement(config, setting.device, budget),

@@ -128,7 +128,8 @@ class RankedEngine:
         options, hosts = self._config.model, self.hosts
         model = await self.guard(hosts.find_model(options.model, self._display.stage))
         config = replace(self._config, model=replace(options, model=model))
-        opening = Background(lambda: prepare(config, self._display, stopped=stopped.is_set, link=hosts.link))
+        settled = {"stopped": stopped.is_set, "link": hosts.link, "settle": hosts.settle}
+        opening = Background(lambda: prepare(config, self._display, **settled))
         try:
             checkpoint, decision = await self.guard(opening.result)
         except asyncio.CancelledError:

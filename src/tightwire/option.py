@@ -72,3 +72,11 @@ def require(ok: bool, name: str, value: object, want: str) -> None:
 
 def require_seconds(name: str, value: float) -> None:
     require(0 < value <= MAX_SECONDS, name, value, f"above 0 and at most {MAX_SECONDS:g}")
+
+
+def require_declared(options: Any) -> None:
+    """Raise ValueError unless each value of an instance of such a class is one of its choices, and its least or more."""
+    for own in fields(options):
+        value, choices, least = getattr(options, own.name), own.metadata["choices"], own.metadata["least"]
+        require(not choices or value in choices, own.name, value, f"one of {', '.join(choices)}")
+        require(least is None or value is None or value >= least, own.name, value, f"at least {least}")

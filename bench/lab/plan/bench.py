@@ -27,7 +27,7 @@ class PlanOptions(OutputOptions):
     link: str = option("200mbit", "rate between the hosts", metavar="LINK")
     prompt_lens: tuple[int, ...] = option((128, 512), "prompts to measure, some of 128, 512 and 4096", metavar="N,N")
     row: str = option("tensor, auto", "the row of the table that --serve makes", metavar="ROW")
-    serve: tuple[str, ...] = option((), "a flag of `serve`, as --serve=--layout=hybrid", metavar="FLAG", repeated=True)
+    serve: tuple[str, ...] = option((), "a flag of `serve`, as --serve=--overlap=off", metavar="FLAG", repeated=True)
 
 
 class PlanBench(Bench[PlanOptions]):
@@ -37,9 +37,10 @@ class PlanBench(Bench[PlanOptions]):
     failures = ((ServerFailedError, 1), (ValueError, 2), (subprocess.CalledProcessError, 1))
 
     def measure(self) -> None:
-        model, num = self.options.model, self.options.hosts
+        model, num, layout = self.options.model, self.options.hosts, self.options.row.split(",")[0]
         with EmulatedHosts(self.options.link, num) as hosts, hosts.visiting(), tempfile.TemporaryDirectory() as folder:
-            command, others = hosts.serve([model, "--tp", str(num), "--prefix-cache", "none", *self.options.serve])
+            argv = [model, "--layout", layout, "--tp", str(num), "--prefix-cache", "none", *self.options.serve]
+            command, others = hosts.serve(argv)
             with ServerProcess(command, {}, log=Path(folder) / "server.log", others=others) as server:
                 server.wait_ready("/health/ready", 120.0)
                 found = dict(self._measured(server.url))

@@ -181,7 +181,7 @@ def _comm_policy(info: ModelInfo, engine: EngineClient) -> CommPolicy:
         algorithm=info.plan.allreduce,
         sum_dtype=info.plan.sum_dtype,
         tp=info.tp,
-        dp=info.dp,
+        dp=info.plan.num_replicas,
         replicas=stats.loads if stats and len(stats.loads) > 1 else [],
         num_steps=stats.counters.num_steps if stats else 0,
         bytes_sent=bytes_sent,

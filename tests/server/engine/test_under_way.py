@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.request import Request, make_request
@@ -54,12 +52,3 @@ def test_all_ranks_compute_other_prompts_together() -> None:
     under_way, request = _under_way(2), _request(8, [1, 2])
     step = under_way.advance(1, [_chunk(request, 0, 8, samples=True)], staged=False)
     assert step.num_together == 1 and not under_way and request.entered_at == 0
-
-
-@pytest.mark.parametrize(("num_tokens", "num_stages"), [(1, 2), (40, 2), (512, 2), (4096, 2), (512, 4)])
-def test_chunks_are_equal_and_not_too_small(num_tokens: int, num_stages: int) -> None:
-    rows = _under_way(num_stages).chunk_rows(num_tokens)
-    num_chunks = -(-num_tokens // rows)
-    assert num_chunks * rows - num_tokens < num_chunks, "the last chunk is as long as the others"
-    assert num_chunks == 1 or rows >= 20
-    assert num_chunks > num_stages or num_tokens < 100

@@ -16,8 +16,8 @@ async def test_a_port_that_cannot_be_reached_is_named() -> None:
 
 
 def test_a_node_number_out_of_range_is_refused() -> None:
-    own = Hello(0, "10.0.0.1", "eth0", [], {})
-    reason = objection_to(Hello(5, "10.0.0.9", "eth0", [], {}), own, 3)
+    own = Hello(0, "10.0.0.1", "eth0", [], {}, 0)
+    reason = objection_to(Hello(5, "10.0.0.9", "eth0", [], {}, 0), own, 3)
     assert reason == "a host at 10.0.0.9 says that it is node 5; nodes are 1 to 2 there"
 
 

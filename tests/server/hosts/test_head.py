@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tightwire.server.hosts.channel import LostError
 from tightwire.server.hosts.head import Head
 from tightwire.server.hosts.member import Member
 from tightwire.server.ipc.messages import Heartbeat
+from tightwire.server.plan.rank_setup import LayoutChoice
 
 
 async def test_hosts_join_agree_report_and_end(tmp_path: Path) -> None:
@@ -27,6 +29,11 @@ async def test_hosts_join_agree_report_and_end(tmp_path: Path) -> None:
     assert head.link is not None and member.link == head.link, "all nodes decide by the same probe"
     [pair] = head.link.pairs
     assert pair.nodes == (0, 1) and 0 < pair.round_trip_s < 0.1 and pair.bytes_per_s > 1e6
+    choice = LayoutChoice("hybrid", "shorter")
+    rooms: list[Sequence[int]] = []
+    choosing = [asyncio.to_thread(side.settle, lambda room: rooms.append(room) or choice) for side in (member, head)]
+    assert await asyncio.gather(*choosing) == [choice, choice], "node 0 decides for all"
+    assert len(rooms) == 1 and len(rooms[0]) == 2 and min(rooms[0]) > 0, "by the memory of every host"
     model = tiny_checkpoint(tmp_path)
     small = msgspec.structs.replace(PLAN, num_blocks=32)
     assert await asyncio.gather(head.agree(model, PLAN), member.agree(model, small)) == [small, small]

@@ -1,14 +1,22 @@
 """The layout that is chosen, and the options that hybrid does not work with."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tightwire.comm.link.probe import PairFacts
+from tightwire.comm.link.wire import LinkFacts, network_facts
+from tightwire.comm.policy.schedule import HostRates
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.weights.formats import WeightFormats
+from tightwire.model.open import open_checkpoint
+from tightwire.model.weights.formats import WeightFormats, choose_formats
 from tightwire.server.config.flags import make_config
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.plan import run_plan
+from tightwire.server.hosts.launcher import resolve_hosts
+from tightwire.server.plan import layout_decision, run_plan
+from tightwire.server.plan.rank_setup import LayoutChoice
 
 MODEL = LlamaConfig(
     num_layers=6,
@@ -34,11 +42,78 @@ def test_stages_are_divided_by_the_ranks_shares() -> None:
     assert _decide(layout="auto").plan.stages is None
 
 
-def test_auto_on_several_hosts_says_where_the_other_layouts_are_predicted() -> None:
-    hosts = {"nnodes": 2, "node_rank": 0, "master_addr": "node-0"}
-    auto, named = (_decide(layout=layout, **hosts).summary() for layout in ("auto", "tensor"))
-    assert "layout: tensor, `tightwire explain random:tiny --hosts 2 --network` predicts the others" in auto
-    assert "layout: tensor\n" in f"{named}\n" and "--network" not in named
+SLOW = network_facts([PairFacts((0, 1), 200e-6, 0.0, 12.5e6)])
+HOST = HostRates(read=50e9, few_flops=600e9, many_flops=1e12, attention_flops=1e12)
+
+
+def _choose(
+    monkeypatch: pytest.MonkeyPatch, link: LinkFacts = SLOW, room: Sequence[int] = (), **options: Any
+) -> LayoutChoice:
+    """The choice between two hosts that compute at ``HOST``'s rates."""
+    monkeypatch.setattr(layout_decision, "measure_host", lambda *_: HOST)
+    given = {"nnodes": 2, "node_rank": 0, "master_addr": "node-0", "tp": 2, "device": "cpu"} | options
+    config, _ = resolve_hosts(make_config({"model": "random:llama-3.2-1b"} | given), {})
+    checkpoint = open_checkpoint(config.model.model, 0)
+    formats = choose_formats(checkpoint.reader(), checkpoint.config, "none")
+    return layout_decision.choose_auto(config, checkpoint, formats, link, room)
+
+
+def test_auto_takes_what_answers_soonest(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = _choose(monkeypatch)
+    assert slow.layout == "hybrid" and " s for 512 prompt tokens and 128 more (tensor " in slow.why
+    fast = network_facts([PairFacts((0, 1), 2e-6, 0.0, 100e9)])
+    assert _choose(monkeypatch, fast).layout == "tensor"
+
+
+def test_auto_takes_what_fits_every_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 1 << 30
+    assert _choose(monkeypatch, room=(16 * gib, 16 * gib)).layout == "hybrid"
+    small = _choose(monkeypatch, room=(16 * gib, 2 * gib))
+    assert small.layout == "tensor" and "hybrid does not fit" in small.why
+    assert _choose(monkeypatch, room=(16 * gib, 16 * gib), device_memory=2 * gib).layout == "tensor"
+    assert _choose(monkeypatch, room=(gib // 8, gib // 8)).why == "no layout fits into the memory of the hosts"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"lora_dir": "adapters"}, "hybrid does not combine with --lora: a stage's whole layers have no adapters"),
+        ({"allreduce": "flash-int8"}, "AllReduces are named, and hybrid sums no prompts"),
+        ({"allreduce_extra": ("flash-int8",)}, "AllReduces are named, and hybrid sums no prompts"),
+        ({"tp": 4}, "layouts are predicted for one rank on each host"),
+    ],
+)
+def test_auto_takes_tensor_and_says_why(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], why: str) -> None:
+    assert _choose(monkeypatch, **options) == LayoutChoice("tensor", why)
+
+
+def test_what_auto_chose_decides_and_is_told() -> None:
+    config = make_config({"model": "random:tiny", "device": "cpu", "tp": 2})
+    decision = run_plan.decide(config, MODEL, WeightFormats(), choice=LayoutChoice("hybrid", "1 s"))
+    assert decision.plan.stages is not None and decision.layout_note.endswith("computed together; chosen: 1 s")
+    assert f"layout: {decision.layout_note}" in decision.summary()
+    alone = run_plan.decide(config, MODEL, WeightFormats())
+    assert alone.plan.stages is None and not alone.layout_note and "layout: tensor\n" in f"{alone.summary()}\n"
+
+
+def test_tensor_takes_the_place_of_a_chosen_hybrid_that_would_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replace(MODEL, num_layers=24, mlp_size=64_000)
+    config = make_config({"model": "random:tiny", "device": "cpu", "tp": 2, "max_model_len": 64})
+    needed = [
+        run_plan.decide(config, model, WeightFormats(), choice=each).budget
+        for each in (None, LayoutChoice("hybrid", ""))
+    ]
+    tensor, hybrid = (sum(rank.fixed + rank.block * 4 for rank in budget.ranks) for budget in needed)
+    monkeypatch.setattr(run_plan, "available_host_bytes", lambda: (tensor + hybrid) // 2)
+    decision = run_plan.decide(config, model, WeightFormats(), choice=LayoutChoice("hybrid", "1 s"))
+    assert decision.plan.stages is None and not decision.plan.weights.streamed
+    assert "the model does not fit without streaming layers" in decision.layout_note
+    with pytest.raises(ValueError, match="streaming layers; give --layout tensor"):
+        run_plan.decide(
+            make_config({"model": "random:tiny", "device": "cpu", "tp": 2, "max_model_len": 64, "layout": "hybrid"}),
+            model,
+            WeightFormats(),
+        )
 
 
 def test_a_stage_takes_memory_for_its_layers_and_their_kv_heads() -> None:

@@ -1,18 +1,19 @@
 """Rows of the table: memory from the tensors' sizes, division of stages, and the choice."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from tightwire.comm.all_reduce.entry import Setting
-from tightwire.comm.link.link import Link
-from tightwire.comm.policy.choose import Chooser, PolicyRequest
-from tightwire.comm.policy.cost import CostModel
+from tightwire.comm.link.probe import PairFacts
+from tightwire.comm.link.wire import network_facts
 from tightwire.comm.policy.schedule import HostRates
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import WeightFormats
+from tightwire.server.config.flags import make_config
 from tightwire.server.config.serve import EngineOptions
+from tightwire.server.hosts.launcher import planned_hosts
 from tightwire.server.plan.layout_table import Row, choose_layout, compare_layouts, host_bytes, work_of
 from tightwire.server.plan.rank_bytes import MemoryInputs
 
@@ -42,14 +43,12 @@ def inputs(num: int) -> MemoryInputs:
     )
 
 
-def rows(num: int = 2, mbit: float = 1000, latency_s: float = 50e-6, room: float = 0, **others: object) -> list[Row]:
-    link = Link("", mbit * 1e6 / 8, latency_s)
-    setting = Setting(transport="sockets", device="cpu", world_size=num, num_nodes=num, dtype="bfloat16")
-    request = PolicyRequest(row_elems=4096, max_rows=512, max_decode_rows=64, num_layers=32)
-    costs = CostModel(setting, wire=link)
-    choosers = {name: Chooser(replace(request, allreduce=name), costs) for name in ("auto", "flash-int8")}
-    memory = [int(room * GIB)] * num if room else ()
-    return compare_layouts(inputs(num), [HOST] * num, link, choosers, 2, memory, **others)  # pyright: ignore[reportArgumentType]
+def rows(num: int = 2, mbit: float = 1000, latency_s: float = 50e-6, room: float = 0, **others: Any) -> list[Row]:
+    link = network_facts([PairFacts((0, 1), 2 * latency_s, 0.0, mbit * 1e6 / 8)])
+    rates = others.pop("rates", [HOST] * num)
+    options = {"model": "random:tiny", "device": "cpu", "tp": num, "allreduce_extra": ("flash-int8",)}
+    config = planned_hosts(make_config(options | others), num)
+    return compare_layouts(config, MODEL, WeightFormats(), link, rates, [int(room * GIB)] * num if room else ())
 
 
 def test_table_has_one_row_for_each_layout_and_all_reduce() -> None:
@@ -90,17 +89,12 @@ def test_last_stage_of_a_pipeline_has_fewer_layers_for_the_head() -> None:
 
 
 def test_stated_shares_divide_stages_too() -> None:
-    assert rows(shares=[3, 1])[-2].stages == ((0, 24), (24, 32))
+    assert rows(tp_split=(3.0, 1.0))[-2].stages == ((0, 24), (24, 32))
 
 
 def test_stages_of_slower_hosts_are_shorter() -> None:
     slower = HostRates(*(rate / 3 for rate in (50e9, 600e9, 1e12, 1e12)))
-    link = Link("", 125e6, 0.0)
-    chooser = Chooser(
-        PolicyRequest(row_elems=4096, max_rows=512, max_decode_rows=64, num_layers=32),
-        CostModel(Setting(transport="sockets", device="cpu", world_size=2, num_nodes=2, dtype="bfloat16"), wire=link),
-    )
-    found = compare_layouts(inputs(2), [HOST, slower], link, {"auto": chooser}, 2)
+    found = rows(rates=[HOST, slower])
     assert found[-2].stages == ((0, 24), (24, 32))
 
 
@@ -113,7 +107,7 @@ def test_memory_moves_layers_of_a_pipeline_and_ends_layouts() -> None:
 def test_cables_take_hybrid_and_long_ways_take_a_pipeline() -> None:
     best, why = choose_layout(rows(mbit=100, latency_s=100e-6))
     assert best.times.layout == "hybrid"
-    assert why.startswith("hybrid: ") and "pipeline" in why and "tensor" in why
+    assert " s for 512 prompt tokens and 128 more (" in why and "pipeline" in why and "tensor" in why
     assert choose_layout(rows(latency_s=5e-3))[0].times.layout == "pipeline"
 
 

@@ -20,7 +20,7 @@ from tightwire.model.weights.formats import WeightFormats
 from tightwire.server.cli.progress import Progress
 from tightwire.server.config.flags import make_config
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.plan import run_plan, setting
+from tightwire.server.plan import comm_decision, run_plan, setting
 from tightwire.server.plan.devices import CudaDevice
 
 GIB = 1 << 30
@@ -371,7 +371,7 @@ def test_each_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [name for name in vars(setting) if name.startswith(("choose_", "_choose_", "decide_"))]
     for name in names:
         counted = counting(name, getattr(setting, name))
-        for module in (setting, run_plan):
+        for module in (setting, comm_decision, run_plan):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, counted)
     decide(make_config({"tp": 2, "device": "cpu"}), MODEL)

@@ -70,5 +70,5 @@ def test_predictions_stand_beside_what_the_servers_did(capsys: pytest.CaptureFix
 def test_flags_of_the_server_and_the_row_are_chosen(
     capsys: pytest.CaptureFixture[str], scripted: list[list[str]]
 ) -> None:
-    assert _cells(capsys, "--serve=--layout=pipeline", "--row", "pipeline")["ms a token"] == pytest.approx(1.0)
-    assert "--layout=pipeline" in scripted[0]
+    assert _cells(capsys, "--serve=--max-num-seqs=32", "--row", "pipeline")["ms a token"] == pytest.approx(1.0)
+    assert "--max-num-seqs=32" in scripted[0] and scripted[0][2:4] == ["--layout", "pipeline"]
