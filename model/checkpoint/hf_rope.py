@@ -60,7 +60,8 @@ def _scaling(kind: str, rope: Mapping[str, Any], config: Mapping[str, Any], max_
         given["original_max_positions"] = int(rope.get(original) or config.get(original) or max_positions)
     if kind in ("yarn", "longrope"):
         ratio = max_positions / given["original_max_positions"]
-        given["factor"] = factor = float(rope.get("factor") or ratio)
+        given["factor"] = float(rope.get("factor") or ratio)
+    factor = given.get("factor", 1.0)
     if kind == "yarn":
         mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
         usual = yarn_attention(factor)
