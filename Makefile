@@ -5,6 +5,8 @@
 # make sanitize  the kernels' tests with checks of addresses and undefined behavior, about 90 s of CPU
 # make docs      the site of the documentation, in build/site
 # make gpu-test  the tests that need CUDA devices
+# make gpu-check everything that a machine with a GPU can show, without a network: tests, answers, speeds, one JSON
+# make gpu-wheels fetches what such a machine's Python may lack, for make gpu-check
 # make bench     this server beside those of vLLM, llama.cpp and transformers (bench/lab/peers/install.sh)
 # make clean     removes the environment and everything that was built
 #
@@ -34,7 +36,7 @@ alone := $(or $(ARGS),$(shell grep -rl 'mark\.alone' tests --include=test_*.py))
 none_of_these := $(if $(ARGS),[ $$? -eq 5 ],false)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check house docs sanitize gpu-test bench clean
+.PHONY: help serve test check house docs sanitize gpu-test gpu-check gpu-wheels bench clean
 
 help:
 	@awk '/^#/ {sub(/^# ?/, ""); print; next} {exit}' $(firstword $(MAKEFILE_LIST))
@@ -78,13 +80,20 @@ docs: $(installed_dev)
 gpu-test: $(installed_dev)
 	$(pytest) -m "gpu or multi_gpu" $(ARGS)
 
+# Carries gpu-wheels/ to a machine whose Python has torch, Triton and transformers; results are in $OUT. ARGS="--stages serve,int4"
+gpu-check:
+	$(PYTHON) tools/gpu_check.py $(ARGS)
+
+gpu-wheels:
+	$(PYTHON) tools/gpu_check.py --wheels
+
 # `tightwire serve` beside the servers of vLLM, llama.cpp and transformers that bench/lab/peers/install.sh installed.
 bench: $(installed)
 	$(bin)/tightwire pull
 	$(bin)/tightwire bench lab peers $(ARGS)
 
 clean:
-	rm -rf $(VENV) kernels/cpu/built build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) kernels/cpu/built gpu-wheels gpu-check-out build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # $(call quietly,TEXT,COMMAND): one line that counts the seconds on a terminal. The command's output is kept in a log, and
 # shown if it fails.

@@ -395,6 +395,7 @@ def install() -> None:
     torch.Tensor.pin_memory = lambda self, device=None: _pinned_like(self).copy_(self)  # pyright: ignore
     torch.Tensor.is_pinned = lambda self, device=None: _is_pinned(self)  # pyright: ignore
     torch.Tensor.record_stream = _idle()  # pyright: ignore
+    torch.cuda.nccl.version = lambda: (2, 29)
     torch.Generator = _Generator  # pyright: ignore
     make = torch.tensor
     torch.tensor = lambda data, *, device=None, **kwargs: make(data, **kwargs).to(device or "cpu")  # pyright: ignore
