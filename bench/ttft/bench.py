@@ -97,7 +97,8 @@ class TtftBench(Bench[TtftOptions]):
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
         link = report.describe_link((result.get("comm") or {}).get("link"))
-        return "Time to first token by AllReduce", f"{report.describe_setting(result)}; link: {link}"
+        compared = "layout" if result["options"].get("layouts") else "AllReduce"
+        return f"Time to first token by {compared}", f"{report.describe_setting(result)}; link: {link}"
 
     def sections(self, result: Mapping[str, Any]) -> list[Item]:
         return report.make_sections(result)

@@ -82,10 +82,11 @@ def find_facts(options: TtftOptions) -> ServerFacts:
 
 
 def _server_config(options: TtftOptions) -> ServeConfig:
-    others = tuple(dict.fromkeys(name for name in options.arms if name != AUTO))
+    others = () if options.layouts else tuple(dict.fromkeys(name for name in options.arms if name != AUTO))
+    layout = "hybrid" if options.layouts else "tensor"
     config = replace(
         options.config,
-        parallel=replace(options.config.parallel, layout="tensor", allreduce=AUTO, allreduce_extra=others),
+        parallel=replace(options.config.parallel, layout=layout, allreduce=AUTO, allreduce_extra=others),
         engine=replace(options.config.engine, prefix_cache="none"),  # no prompt is used twice
     )
     if options.nnodes == 1:

@@ -7,7 +7,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -17,7 +17,7 @@ from tightwire.bench.client import BenchClient, Prompt, ask
 from tightwire.bench.hosts import EmulatedHosts, Sent
 from tightwire.bench.run import BenchFailedError
 from tightwire.bench.ttft.facts import ServerFacts
-from tightwire.bench.ttft.options import AUTO, TtftOptions
+from tightwire.bench.ttft.options import AUTO, TENSOR, TtftOptions
 from tightwire.bench.ttft.proof import SITES, ArmPolicy, Cell
 from tightwire.comm.all_reduce.make import parse_all_reduce
 from tightwire.comm.ledger.ledger import Count
@@ -35,9 +35,9 @@ class RequestFailedError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
-    """One AllReduce or policy file under test.
+    """One AllReduce, policy file or layout under test.
 
-    ``name`` differs from ``algorithm`` when the same algorithm is compared with itself. ``is_default``: ``auto``, the server's
+    ``name`` differs from ``algorithm`` when the same algorithm is compared with itself. ``is_default``: ``auto`` or hybrid, the server's
     own, which a request need not name. ``error``: relative RMS error of one AllReduce, 0 when lossless.
     """
 
@@ -197,8 +197,8 @@ class Measurement:
         for algorithm in self._options.arms:
             seen.append(algorithm)
             again = seen.count(algorithm)
-            is_default = algorithm == AUTO
-            policy = ArmPolicy(measured.comm["choices"] if is_default else measured.comm["extra"][algorithm])
+            is_default = algorithm in (AUTO, "hybrid")
+            policy = ArmPolicy(measured.comm["extra"].get(algorithm, measured.comm["choices"]))
             used = policy.algorithms("prefill", *SITES)
             arm = Arm(
                 name=algorithm if again == 1 else f"{algorithm}#{again}",
@@ -223,11 +223,13 @@ class Measurement:
         changed = (count.since(before.get(key)) for key, count in (await self._counts()).items())
         turn.counts = [count for count in changed if count.calls]
         policy = self._policies[turn.arm.name]
-        if faults := self._facts.proof.faults(policy, turn.cell, self._options.output_len, turn.counts):
+        cell = replace(turn.cell, prompt_len=0) if turn.arm.algorithm == "hybrid" else turn.cell  # no prompt is summed
+        if faults := self._facts.proof.faults(policy, cell, self._options.output_len, turn.counts):
             raise BenchFailedError(f"wrong AllReduce: {turn.arm.name}, {turn.cell}: {'; '.join(faults)}")
 
     async def _request(self, turn: Turn, prompt: list[int]) -> Request:
         arm, output_len, extra = turn.arm, self._options.output_len, dict[str, Any]()
+        asked = {"prefill": TENSOR} if arm.algorithm == TENSOR else {"allreduce": arm.algorithm}
         counts = self._hosts is not None and turn.cell.concurrency == 1
         sent = [self._hosts.sent()] if self._hosts and counts else []
 
@@ -238,7 +240,7 @@ class Measurement:
 
         sample = await self._client.measure(
             Prompt(content=prompt, max_tokens=output_len),
-            extra_body={"tightwire": {"timing": True} | ({} if arm.is_default else {"allreduce": arm.algorithm})},
+            extra_body={"tightwire": {"timing": True} | ({} if arm.is_default else asked)},
             watch=watch,
         )
         problem = sample.error

@@ -18,6 +18,7 @@ from tightwire.server.config.serve import ServeConfig, option_fields
 
 GROUPS = ("model", "parallel", "engine")
 AUTO = "auto"  # the default of serve: always measured, because the advice compares with it
+TENSOR = "tensor"  # the layout that a request to a hybrid server asks for
 _ALGORITHMS = (AUTO, "native", "one-shot", "two-shot", "flash-int8", "flash-int4")
 _OURS = ("allreduce", "allreduce_extra")  # flags of serve that --algorithms replaces
 _RANKS = 2  # the default of --tp in this bench
@@ -34,7 +35,8 @@ class TtftOptions(OutputOptions):
         f"AllReduces to compare: {describe_all_reduce_names()}, or policy:FILE; auto, the server's default, is always compared",
         parse=split_all_reduce_names,
     )
-    baseline: str | None = option(None, "the AllReduce that the others are compared with (default: auto)")
+    layouts: tuple[str, ...] = option((), "tensor,hybrid: layouts to compare in place of AllReduces", metavar="A,B")
+    baseline: str | None = option(None, "what the others are compared with (default: auto, or the first layout)")
     prompt_lens: tuple[int, ...] = option((128, 512), "prompt tokens", least=1)
     concurrency: tuple[int, ...] = option((1,), "requests at a time", least=1)
     repeats: int = option(8, "rounds; each runs every algorithm once in every cell, in random order", least=2)
@@ -56,6 +58,8 @@ class TtftOptions(OutputOptions):
             raise ValueError("--algorithms needs a name beside auto; auto,auto shows the noise of a comparison")
         for name in self.algorithms:
             self._check_algorithm(name)
+        if self.layouts and sorted(self.layouts) != ["hybrid", TENSOR]:
+            raise ValueError(f"--layouts must be tensor,hybrid or hybrid,tensor, got {','.join(self.layouts)}")
         if self.baseline_name not in self.arms:
             raise ValueError(f"--baseline must be one of --algorithms ({', '.join(self.arms)}), got {self.baseline}")
         for flag, values in (("--prompt-lens", self.prompt_lens), ("--concurrency", self.concurrency)):
@@ -69,16 +73,16 @@ class TtftOptions(OutputOptions):
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """The AllReduces to measure, a name twice if it was given twice."""
-        return self.algorithms if AUTO in self.algorithms else (AUTO, *self.algorithms)
+        """The AllReduces to measure, a name twice if it was given twice; or the layouts."""
+        return self.layouts or (self.algorithms if AUTO in self.algorithms else (AUTO, *self.algorithms))
 
     @property
     def baseline_name(self) -> str:
-        return self.baseline or AUTO
+        return self.baseline or (self.layouts or (AUTO,))[0]
 
     def _check_algorithm(self, name: str) -> None:
-        if is_policy(name):
-            if not Path(policy_path(name)).is_file():
+        if name.startswith(POLICY_PREFIX):
+            if not Path(name.removeprefix(POLICY_PREFIX)).is_file():
                 raise ValueError(f"--algorithms {name}: no such file")
             return
         try:
@@ -99,6 +103,8 @@ class TtftOptions(OutputOptions):
         argv = argv if flags & {"--tp", "--config"} else ["--tp", str(_RANKS), *argv]
         config, given = parse(parser, argv, GROUPS)
         refuse_serving_flags(parser, config)
+        if {"layouts", "algorithms"} <= vars(given).keys():
+            parser.error("--layouts and --algorithms are two comparisons; give one of them")
         for name in _OURS:
             if name in given:
                 parser.error(f"{flag_of(name)} is not for this bench; name AllReduces with --algorithms")
@@ -107,15 +113,6 @@ class TtftOptions(OutputOptions):
                 "--prefix-cache is not for this bench, which computes every prompt; use `tightwire bench serve`"
             )
         return make_options(cls, parser, given, config=config)
-
-
-def is_policy(name: str) -> bool:
-    """Whether an arm is a comm-policy file rather than an AllReduce's name."""
-    return name.startswith(POLICY_PREFIX)
-
-
-def policy_path(name: str) -> str:
-    return name.removeprefix(POLICY_PREFIX)
 
 
 def to_argv(config: ServeConfig, groups: Sequence[str], leave_out: Collection[str] = ()) -> list[str]:

@@ -144,7 +144,7 @@ def recommend(measured: Measured, options: TtftOptions) -> list[dict[str, Any]]:
     Another arm replaces the server's default only if its TTFT is certainly shorter and its TPOT no longer, each over all cells;
     a lossy one must be better than the lossless one in the same way. An arm that is only half better is named in the reason.
     """
-    if not measured.arms or not all(measured.of(cell, measured.default) for cell in measured.cells):
+    if options.layouts or not measured.arms or not all(measured.of(cell, measured.default) for cell in measured.cells):
         return []
     best, found = measured.default, []
     for lossless in (True, False):

@@ -87,6 +87,30 @@ def bench(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     return run
 
 
+@pytest.mark.parametrize("stages", [True, False])
+def test_layouts_are_compared_on_one_hybrid_server(
+    model: Path, capsys: pytest.CaptureFixture[str], stages: bool
+) -> None:
+    small = f"{model} --device cpu --kv-cache-memory 8MiB --prompt-lens 12 --concurrency 1,2 --repeats 2 --output-len 3"
+    options = TtftOptions.from_argv([*small.split(), "--layouts", "tensor,hybrid", "--json"], verb="ttft")
+    with running(FakeTtftServer(proof=find_facts(options).proof, stages=stages)) as fake:
+        started: list[Sequence[str]] = []
+
+        def start(argv: Sequence[str], folder: Path) -> ServerProcess:
+            started.append(argv)
+            return cast(ServerProcess, FakeChild(cast(FakeTtftServer, fake).url))
+
+        status = TtftBench(options, start=start).run()
+    assert started[0][started[0].index("--layout") + 1] == "hybrid" and "--allreduce-extra" not in started[0]
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    if not stages:
+        assert status == 1 and result["error"].startswith("wrong AllReduce: hybrid, 12 prompt tokens, 1 at a time: ")
+        return
+    rows = {(row["arm"], row["concurrency"]): row for row in result["cells"]}
+    assert status == 0 and rows["tensor", 1]["ratio"] is None and rows["hybrid", 2]["ratio"]["n"] == 2
+    assert rows["hybrid", 1]["sent_bytes"] == 0 < rows["tensor", 1]["sent_bytes"] and result["recommended"] == []
+
+
 def test_an_honest_server_is_measured_and_a_policy_recommended(bench: Bench, tmp_path: Path) -> None:
     status, result, _ = bench(
         *("--concurrency", "1,2", "--repeats", "3"),

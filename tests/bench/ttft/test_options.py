@@ -54,6 +54,8 @@ def test_the_default_of_serve_is_always_measured_and_the_baseline() -> None:
         ("--concurrency two", "whole numbers"),
         ("--concurrency 65", "raise --max-num-seqs"),
         ("--output-len 1", "at least 2"),
+        ("--layouts hybrid", "--layouts must be tensor,hybrid or hybrid,tensor, got hybrid"),
+        ("--layouts tensor,hybrid --algorithms ring", "two comparisons; give one of them"),
         ("--allreduce ring", "name AllReduces with --algorithms"),
         ("--link 1parsec", "--link"),
         ("--nnodes 2", "--nnodes 2 needs --link"),

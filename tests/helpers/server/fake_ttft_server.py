@@ -33,6 +33,7 @@ class FakeTtftServer(FakeServer):
     extra: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {"flash-int8": lines("flash-int8")})
     runs_instead: str | None = None  # whatever was asked for
     runs_instead_from: int = 0  # the number of the first streamed request that is so treated
+    stages: bool = False  # that prompts pass, unless a request asks for tensors
     link: dict[str, Any] | None = None
     _counts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     _words: dict[str, int] = field(default_factory=dict)
@@ -80,7 +81,8 @@ class FakeTtftServer(FakeServer):
         arm = body["tightwire"].get("allreduce", OWN)
         async for event in super()._tokens(body):
             if event["usage"]:
-                self._run(arm, len(body["prompt"]), body["max_tokens"])
+                staged = self.stages and body["tightwire"].get("prefill") != "tensor"
+                self._run(arm, 0 if staged else len(body["prompt"]), body["max_tokens"])
                 event["tightwire"] = {
                     "timing": {"ttft_s": 0.01, "compute_s": 0.004, "allreduce_s": 0.005, "codec_s": 0.001},
                 }
