@@ -82,9 +82,12 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings rotate pairs")
-        for name, least in (("rope_theta", math.ulp(0.0)), ("norm_eps", 0.0)):
-            if not least <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a number above 0, got {getattr(self, name)}")
+        rope = self.rope_scaling
+        factor = math.prod((rope.factor, rope.attention_factor, *rope.short_factors, *rope.long_factors))
+        given = {"rope_theta": self.rope_theta, "norm_eps": self.norm_eps or 1.0, "a factor of rope scaling": factor}
+        for name, value in given.items():
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a number above 0, got {value}")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")

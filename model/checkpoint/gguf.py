@@ -90,7 +90,7 @@ class GgufFile:
             header = GgufHeader(file.data)
             for tensor in _checked_places(header, file):
                 if tensor.name in self.tensors:
-                    raise ValueError(f"tensor {tensor.name} stands in it twice")
+                    raise ValueError(f"tensor {tensor.name:.60} stands in it twice")
                 self.tensors[tensor.name] = tensor
         except ValueError as error:
             raise ModelError(f"{path}: not a GGUF file, or truncated or damaged: {error}; download it again") from None

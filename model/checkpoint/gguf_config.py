@@ -65,7 +65,7 @@ def _family(file: GgufFile) -> Family:
     feature = unsupported_feature(arch, lambda key: bool(file.own(key)))
     families = [family for family in FAMILIES if family.names.gguf == arch]
     if feature or not families:
-        raise ModelError(f"architecture {arch!r}{feature} is not supported; supported families: {SUPPORTED}")
+        raise ModelError(f"architecture {arch!r:.60}{feature} is not supported; supported families: {SUPPORTED}")
     # OLMo 3 has OLMo 2's architecture, and a window.
     with_window = [family for family in families if family.full_every > 1]
     has_window = bool(file.own("attention.sliding_window"))

@@ -46,7 +46,7 @@ class GgufHeader:
         self._values: dict[str, _Value] = {}
         for key, value in self._keys():
             if key in self._values:
-                raise ValueError(f"key {key} stands in it twice")
+                raise ValueError(f"key {key:.60} stands in it twice")
             self._values[key] = value
         alignment = self.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & alignment - 1:
@@ -54,7 +54,9 @@ class GgufHeader:
         tensors = [self._tensor() for _ in range(self._num_tensors)]
         start = -(-self._at // alignment) * alignment
         if wrong := [tensor for tensor in tensors if tensor.offset % alignment]:
-            raise ValueError(f"tensor {wrong[0].name} begins at {wrong[0].offset}, which is no multiple of {alignment}")
+            raise ValueError(
+                f"tensor {wrong[0].name:.60} begins at {wrong[0].offset}, which is no multiple of {alignment}"
+            )
         self.tensors = [tensor._replace(offset=start + tensor.offset) for tensor in tensors]
 
     @classmethod
@@ -92,7 +94,7 @@ class GgufHeader:
             try:
                 yield key, self._value(kind)
             except ValueError as error:
-                raise ValueError(f"key {key}: {error}") from None
+                raise ValueError(f"key {key:.60}: {error}") from None
 
     def _value(self, kind: int) -> _Value:
         """Return the place of the value here, and go behind it."""
@@ -133,7 +135,7 @@ class GgufHeader:
     def _tensor(self) -> TensorPlace:
         name, num_dims = self._string(), self._scalar("I")
         if not 1 <= num_dims <= _MAX_DIMS:
-            raise ValueError(f"tensor {name} has {num_dims} dimensions; possible: 1 to {_MAX_DIMS}")
+            raise ValueError(f"tensor {name:.60} has {num_dims} dimensions; possible: 1 to {_MAX_DIMS}")
         dims = tuple(self._scalar("Q") for _ in range(num_dims))
         return TensorPlace(name, dims, self._scalar("I"), self._scalar("Q"))
 

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import os
 import re
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -15,7 +16,7 @@ from tightwire.model.checkpoint.hf_config import config_from_hf
 from tightwire.whole_folder import is_partial
 
 RANDOM = "random:"
-_REPO_ID = re.compile(r"(\w[\w.-]*/[\w.-]+)(?::([\w.-]+))?")
+_REPO_ID = re.compile(r"(\w[\w.-]{,95}/[\w.-]{1,96})(?::([\w.-]+))?")
 _LLAMA3 = {"num_kv_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0, "norm_eps": 1e-5}
 _SHORT = {"head_dim": 128, "max_positions": 8192, **_LLAMA3}
 _LONG = {
@@ -57,7 +58,8 @@ def has_copy(model: str) -> bool:
     if model in CATALOG:
         return is_cached(model)
     is_repo_id = _REPO_ID.fullmatch(model) is not None and not model.endswith(".gguf")
-    return is_repo_id or model.startswith(RANDOM) or Path(model).expanduser().exists()
+    path = Path(model).expanduser()
+    return is_repo_id or model.startswith(RANDOM) or os.path.isfile(path) or os.path.isdir(path)
 
 
 def read_sizes(model: str) -> Sizes | None:

@@ -68,7 +68,7 @@ def _family(config: Mapping[str, Any]) -> Family:
             return family
     found = ", ".join(map(str, architectures)) or f"model_type {model_type!r}"
     feature = unsupported_feature(found, lambda key: bool(config.get(key)))
-    raise ModelError(f"{found}{feature} is not supported; supported families: {SUPPORTED}")
+    raise ModelError(f"{found!s:.60}{feature} is not supported; supported families: {SUPPORTED}")
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
@@ -130,7 +130,7 @@ def _ids(key: str, *values: int | Sequence[int] | None) -> tuple[int, ...]:
     ids: list[int] = []
     for value in values:
         ids += [value] if isinstance(value, int) else list(value or ())
-    if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
+    if not all(isinstance(token_id, int) and 0 <= token_id < 1 << 31 for token_id in ids):
         raise ModelError(f"{key} must be a token id or a list of them, got {ids}")
     return tuple(dict.fromkeys(ids))
 

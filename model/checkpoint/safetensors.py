@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +116,7 @@ def _files(folder: Path) -> list[Path]:
         if elsewhere := [name for name in names if Path(name).name != name]:
             raise ModelError(f"{index}: its weight_map names files outside the folder: {', '.join(elsewhere[:3])}")
         paths = [folder / name for name in names]
-        missing = [path.name for path in paths if not path.is_file()]
+        missing = [path.name for path in paths if not os.path.isfile(path)]
         if missing:
             raise ModelError(f"{folder}: {len(missing)} of {len(paths)} shards are missing: {', '.join(missing[:9])}")
         return paths

@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from tightwire.model.checkpoint.errors import ChatTemplateError, ModelError
+from tightwire.model.checkpoint.errors import ChatTemplateError, ModelError, naming
 from tightwire.model.checkpoint.header import read_json
 
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
@@ -149,7 +149,7 @@ def _read_backend(folder: Path) -> Backend:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
     except Exception as error:  # noqa: BLE001 - the many tokenizer classes raise different types
         raise ModelError(
-            f"{folder}: has no tokenizer.json, and transformers could not make one from its files: {error}"
+            f"{folder}: has no tokenizer.json, and transformers could not make one from its files: {' '.join(str(error).split())}"
         ) from None
 
 
@@ -157,11 +157,14 @@ def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None
     """Return the template: a separate file has priority over the key; of several named templates, the default."""
     for name in ("chat_template.jinja", "chat_template.json"):
         if (path := folder / name).is_file():
-            return path.read_text() if name.endswith(".jinja") else read_json(path).get("chat_template")
+            with naming(path, "cannot be read", UnicodeDecodeError):
+                return path.read_text("utf-8") if name.endswith(".jinja") else read_json(path).get("chat_template")
     source = config.get("chat_template")
     if isinstance(source, list):
-        named = {entry["name"]: entry["template"] for entry in source}
-        return named.get("default") or next(iter(named.values()), None)
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = named.get("default") or next(iter(named.values()), None)
+    if not isinstance(source, str | None):
+        raise ModelError(f"{folder}: its chat_template is {source!r:.60}, and should be text")
     return source
 
 

@@ -1,6 +1,7 @@
 """Sizes that are read without torch."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from helpers.model.tiny_gguf import make_tiny_gguf
 from tiny import make_tiny
 
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.checkpoint.header import Sizes, read_sizes
+from tightwire.model.checkpoint.header import Sizes, check_name, read_sizes
 from tightwire.model.open import open_checkpoint
 
 
@@ -31,6 +32,13 @@ def test_a_model_that_is_not_here_or_damaged_is_left_to_its_opening(tmp_path: Pa
 
     assert read_sizes(str(tmp_path / "cut.gguf")) is None
     assert read_sizes("owner/model") is None
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "owner/" + "x" * 300, "nul\0", "fifo.gguf"])
+def test_a_name_that_no_file_folder_or_repo_has(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.gguf")
+    with pytest.raises(ModelError, match="is neither a file nor a folder"):
+        check_name(name if "/" in name else str(tmp_path / name))
 
 
 def test_a_folder_with_several_gguf_files_lists_them(tmp_path: Path) -> None:

@@ -99,6 +99,11 @@ GGUF: dict[str, tuple[Change, str]] = {
     "2**31 strings": (key("x", struct.pack("<IIQ", 9, 8, _GIB2)), "key x: an array of 2147483648 strings would need"),
     "2**63 numbers": (key("x", struct.pack("<IIQ", 9, 12, 1 << 63)), "key x: an array"),
     "an array of arrays": (key("x", struct.pack("<IIQIQ", 9, 9, 1, 0, 0)), "key x: arrays of arrays"),
+    "a doubled key of 1 MB": (
+        lambda parts: parts.keys.extend([("k" * 1_000_000, number(1))] * 2),
+        "key k{60} stands in it twice",
+    ),
+    "an architecture of 1 MB": (key("general.architecture", text("z" * 1_000_000)), "architecture 'z{59} is not"),
     "an unknown key type": (key("x", struct.pack("<II", 77, 0)), "key x: unknown type 77"),
     "a doubled key": (lambda parts: parts.keys.append(parts.keys[0]), "stands in it twice"),
     "alignment 0": (key("general.alignment", number(0)), "alignment must be a power of two"),
@@ -130,6 +135,10 @@ GGUF: dict[str, tuple[Change, str]] = {
     "a rope base that is no number": (
         key("llama.rope.freq_base", number(_NAN, "f")),
         "rope_theta must be a number above 0",
+    ),
+    "a rope factor that is no number": (
+        both(key("llama.rope.scaling.type", text("linear")), key("llama.rope.scaling.factor", number(_NAN, "f"))),
+        "a factor of rope scaling must be a number above 0, got nan",
     ),
     "an epsilon that is no number": (
         key("llama.attention.layer_norm_rms_epsilon", number(_NAN, "f")),
@@ -287,6 +296,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "an index of files elsewhere": (index({"weight_map": {_V: "../other/model.safetensors"}}), "outside"),
     "an index of absolute paths": (index({"weight_map": {_V: "/etc/passwd"}}), "outside"),
     "an index of numbers": (index({"weight_map": {_V: 7}}), "shards are missing: 7"),
+    "an index of a name that is too long": (index({"weight_map": {_V: "a" * 300}}), "shards are missing: aaa"),
     "an index without a map": (index({"metadata": {}}), "has no weight_map"),
     "an index that is a list": (index([]), "is not a JSON object"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "needs model.safetensors"),
@@ -305,6 +315,17 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "config: a base in words": (config(rope_theta="big"), "config.json"),
     "config: an epsilon that is infinite": (config(rms_norm_eps=math.inf), "norm_eps must be"),
     "config: an unknown rope": (config(rope_scaling={"rope_type": "spiral"}), "spiral"),
+    "config: a rope factor of 0": (config(rope_scaling={"rope_type": "linear", "factor": 0}), "a factor of rope"),
+    "config: a rope factor that is no number": (
+        config(rope_scaling={"rope_type": "linear", "factor": _NAN}),
+        "got nan",
+    ),
+    "templates that are numbers": (
+        whole("tokenizer_config.json", b'{"chat_template": [7, {"name": "default", "template": 8}]}'),
+        "chat_template is 8, and",
+    ),
+    "a template that is a number": (whole("tokenizer_config.json", b'{"chat_template": 7}'), "chat_template is 7, and"),
+    "a template that is no text": (whole("chat_template.jinja", b"\xff\xfe"), "chat_template.jinja: cannot be read"),
     "config: rope in words": (config(rope_scaling="yes"), "config.json"),
     "config: a dtype of integers": (config(dtype="int8"), "dtype 'int8' is not supported"),
     "config: an end token in words": (config(eos_token_id="</s>"), "eos_token_id|wrong type"),
