@@ -43,7 +43,7 @@ class ModelInfo:
 
     def policy(self, asked: TightwireOptions) -> str | None:
         """Return the name of the policy that a request asks for; None: the server's own."""
-        own = asked.allreduce or self.plan.policy_names[0]
+        own = asked.allreduce or self.plan.policies[0].name
         return f"{own}/tensor" if asked.prefill == "tensor" else asked.allreduce
 
     def fingerprint(self, policy: str | None = None, adapter: ServedAdapter | None = None) -> str:
@@ -52,7 +52,7 @@ class ModelInfo:
         ``policy``: the one that a request names, in place of the server's own at the start of ``allreduce``.
         """
         lora = "" if adapter is None else f"lora-{adapter.digest}"
-        plan, own = self.plan, self.plan.policy_names[0]
+        plan, own = self.plan, self.plan.policies[0].name
         allreduce = (own if policy is None else policy) + plan.allreduce.removeprefix(own)
         activations = "int8-activations" if plan.activations == "int8" else ""
         cache = f"{plan.kv_dtype}-cache" if plan.kv_dtype != plan.dtype else ""

@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any, Required, get_origin
 
 import api_reference
@@ -102,7 +101,7 @@ NESTED_SAMPLES: dict[str, Any] = {
     "schema": SCHEMA,
     "tools": [{"type": "function", "name": "f"}],
 }
-INFO = replace(fake_engine.INFO, max_model_len=4096)  # a prompt with tools has 900 bytes
+INFO = fake_engine.planned(max_model_len=4096)  # a prompt with tools has 900 bytes
 
 
 @asynccontextmanager

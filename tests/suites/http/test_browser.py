@@ -4,13 +4,13 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from helpers.server.fake_engine import INFO, FakeEngine, app_for, says, serve
+from helpers.server.fake_engine import INFO, FakeEngine, app_for, planned, says, serve
 
 from tightwire.comm.link.probe import PairFacts
 from tightwire.comm.link.wire import network_facts
@@ -41,7 +41,7 @@ _SETUP = CommSetup(
     link=network_facts([PairFacts(nodes=(0, 1), round_trip_s=0.0004, jitter_s=0.00002, bytes_per_s=12.5e6)]),
     extra={"flash-int8": [_choice("flash-int8")]},
 )
-_TWO = replace(INFO, allreduce="two-shot", policies=("two-shot", "flash-int8"))
+_TWO = planned(policies=("two-shot", "flash-int8"), allreduce="two-shot")
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Adapters over HTTP: chosen by model name, listed with their parent, loaded and unloaded only inside --lora-dir."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -13,7 +14,7 @@ from tightwire.server.plan.rank_setup import ServedAdapter
 
 def _client(engine: FakeEngine, folder: Path | None, loaded: tuple[str, ...] = ()) -> httpx.AsyncClient:
     adapters = [ServedAdapter(id=i, name=name, folder=f"/{name}", digest=name) for i, name in enumerate(loaded, 1)]
-    info = type(INFO)(name="tiny", max_model_len=256, vocab_size=304, tp=2, adapters=Adapters(adapters))
+    info = replace(INFO, adapters=Adapters(adapters))
     options = AdapterOptions(lora_dir=str(folder) if folder else None)
     return httpx.AsyncClient(
         transport=httpx.ASGITransport(app=app_for(engine, info=info, adapters=options)), base_url="http://test"

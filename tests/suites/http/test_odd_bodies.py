@@ -4,12 +4,11 @@ import copy
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
-from helpers.server.fake_engine import INFO, FakeEngine, app_for
+from helpers.server.fake_engine import FakeEngine, app_for, planned
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 RESPONSES: dict[str, Any] = {
@@ -101,7 +100,7 @@ def changed(body: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 async def test_no_server_error_and_errors_of_this_api(path: str, valid: dict[str, Any]) -> None:
     pytest.importorskip("llguidance")
     rng, statuses = random.Random(5), set[int]()
-    app = app_for(FakeEngine(), info=replace(INFO, max_model_len=8192))
+    app = app_for(FakeEngine(), info=planned(max_model_len=8192))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
         for number in range(150):
             body = changed(valid, rng) | ({"stream": True} if number % 3 == 0 else {})
@@ -133,7 +132,7 @@ async def test_deep_nesting_is_no_server_error(depth: int) -> None:
             f'{{"input": [{{"type": "function_call", "call_id": "a", "name": "a", "arguments": {args}}}]}}',
         ),
     ]
-    app = app_for(FakeEngine(), info=replace(INFO, max_model_len=100_000))
+    app = app_for(FakeEngine(), info=planned(max_model_len=100_000))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
         for path, body in bodies:
             headers = {"content-type": "application/json"}

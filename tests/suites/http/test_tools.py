@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
-from helpers.server.fake_engine import INFO, FakeEngine, app_for, byte_tokenizer, says
+from helpers.server.fake_engine import INFO, FakeEngine, app_for, byte_tokenizer, planned, says
 from helpers.server.sampling_engine import SamplingEngine
 from jsonschema_rs import validator_for
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -42,7 +41,7 @@ TOOL_TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor
 async def post(
     engine: FakeEngine, *, template: str = TOOL_TEMPLATE, special: Sequence[str] = (), **fields: Any
 ) -> httpx.Response:
-    info = INFO if isinstance(engine, SamplingEngine) else replace(INFO, max_model_len=4096)
+    info = INFO if isinstance(engine, SamplingEngine) else planned(max_model_len=4096)
     app = app_for(engine, info=info, template=template, special=special)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
         return await client.post(
