@@ -20,8 +20,10 @@ from tightwire.model.families import family_named
 from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.open import open_checkpoint
 from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.model.weights import WeightPlan
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.ipc.messages import AddRequest
+from tightwire.server.plan.weight_decision import spread
 
 _FAMILIES = ["Gemma 3", "Gemma 2", "Mistral", "OLMo 3"]
 _PROMPT, _NUM_TOKENS, _CONTEXT = 150, 60, 320
@@ -169,6 +171,7 @@ def _answers(local: LocalEngine, *, num_requests: int = 16) -> dict[str, list[An
     }
 
 
+_STREAMED = WeightPlan(source="stream", origin="host", streamed=spread(6, 3))
 _LOADS: dict[str, dict[str, Any]] = {
     "plain": {},
     "preempted": {"num_blocks": 90, "max_num_seqs": 8, "max_num_batched_tokens": 24},
@@ -178,6 +181,16 @@ _LOADS: dict[str, dict[str, Any]] = {
     "three ranks, preempted": {"num_blocks": 100, "tp": 3, "max_num_batched_tokens": 32, "max_num_seqs": 32},
     "speculation": {"drafter": NgramDrafter(max_tokens=4, longest=3, shortest=1)},
     "8 bits, preempted": {"num_blocks": 90, "max_num_seqs": 8, "max_num_batched_tokens": 24, "kv_dtype": torch.int8},
+    "8 bits, two ranks, prefix cache all": {"tp": 2, "kv_dtype": torch.int8, "prefix_cache": "all"},
+    "weights stream": {"weight_plan": _STREAMED, "most_rows": 48},
+    "weights stream, 8 bits, two ranks, preempted": {
+        "num_blocks": 100,
+        "tp": 2,
+        "weight_plan": _STREAMED,
+        "kv_dtype": torch.int8,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 24,
+    },
     "halves in turns": {"tp": 2, "overlap": True},
     "parts": {"most_rows": 32},
     "planned ahead, preempted": {"num_blocks": 90, "plan_ahead": True, "max_num_batched_tokens": 24, "max_num_seqs": 8},
