@@ -7,6 +7,7 @@
 # make gpu-test  the tests that need CUDA devices
 # make gpu-check everything that a machine with a GPU can show, without a network: tests, answers, speeds, one JSON
 # make gpu-wheels fetches what such a machine's Python may lack, for make gpu-check
+# make aot       compiles kernels for the A100, RTX 3090, L40 and H100 through the functions that launch them; needs none
 # make bench     this server beside those of vLLM, llama.cpp and transformers (bench/lab/peers/install.sh)
 # make clean     removes the environment and everything that was built
 #
@@ -36,7 +37,7 @@ alone := $(or $(ARGS),$(shell grep -rl 'mark\.alone' tests --include=test_*.py))
 none_of_these := $(if $(ARGS),[ $$? -eq 5 ],false)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check house docs sanitize gpu-test gpu-check gpu-wheels bench clean
+.PHONY: help serve test check house docs sanitize gpu-test gpu-check gpu-wheels aot bench clean
 
 help:
 	@awk '/^#/ {sub(/^# ?/, ""); print; next} {exit}' $(firstword $(MAKEFILE_LIST))
@@ -86,6 +87,10 @@ gpu-check:
 
 gpu-wheels:
 	$(PYTHON) tools/gpu_check.py --wheels
+
+# All cases of a test of which `make test` runs a few; about five minutes of CPU.
+aot: $(installed_dev)
+	TIGHTWIRE_AOT=1 $(pytest) -n $(WORKERS) tests/suites/kernels/test_host_functions.py $(ARGS)
 
 # `tightwire serve` beside the servers of vLLM, llama.cpp and transformers that bench/lab/peers/install.sh installed.
 bench: $(installed)

@@ -46,6 +46,8 @@ FACTS = """import json, sys, torch, triton
 print(json.dumps({"python": sys.version.split()[0], "torch": torch.__version__, "triton": triton.__version__,
 "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]}))"""
 
+BUILD = "from tightwire.kernels.cpu import library; library.load(); print(library.level())"
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -177,6 +179,7 @@ def train(machine: Machine) -> str:
 MODEL = "random:llama-3-8b"
 STAGES = (
     Stage("facts", lambda machine: machine.figures(sys.executable, "-c", FACTS)),
+    Stage("build", lambda machine: machine.run((sys.executable, "-c", BUILD))),
     Stage("doctor", lambda machine: machine.figures(*TIGHTWIRE, "doctor", "--json")),
     Stage("answers", answers),
     Stage("serve", load()),
