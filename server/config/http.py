@@ -88,17 +88,13 @@ class HttpOptions:
             given, missing = ("certfile", "keyfile") if self.ssl_keyfile is None else ("keyfile", "certfile")
             raise ValueError(f"--ssl-{given} needs --ssl-{missing}; give both for HTTPS")
         for origin in self.cors_origin:
-            require(
-                _ORIGIN.fullmatch(origin) is not None, "cors_origin", origin, "* or SCHEME://HOST[:PORT] without a path"
-            )
+            valid = _ORIGIN.fullmatch(origin) is not None
+            require(valid, "cors_origin", origin, "* or SCHEME://HOST[:PORT] without a path")
         if self.request_log_prompts and self.request_log is None:
             raise ValueError("--request-log-prompts needs --request-log FILE")
-        require(
-            self.otlp_endpoint is None or re.match("https?://[^/]", self.otlp_endpoint) is not None,
-            "otlp_endpoint",
-            self.otlp_endpoint,
-            "an http:// or https:// address",
-        )
+        url = self.otlp_endpoint
+        valid = url is None or re.match("https?://[^/]", url) is not None
+        require(valid, "otlp_endpoint", url, "an http:// or https:// address")
         require(self.max_queued_requests >= 1, "max_queued_requests", self.max_queued_requests, "at least 1")
         grace_s = self.shutdown_grace_s
         require(0 <= grace_s <= MAX_SECONDS, "shutdown_grace_s", grace_s, f"0 to {MAX_SECONDS:g}")

@@ -49,12 +49,8 @@ class AdapterOptions:
             require(value is None or value >= 1, name, value, "at least 1")
             if not (self.lora or self.lora_dir):
                 require(value is None, name, value, "left out without --lora and --lora-dir")
-        require(
-            self.max_loras is None or self.max_loras >= len(self.lora),
-            "max_loras",
-            self.max_loras,
-            f"at least {len(self.lora)}, the number of --lora",
-        )
+        most, num = self.max_loras, len(self.lora)
+        require(most is None or most >= num, "max_loras", most, f"at least {num}, the number of --lora")
 
     @property
     def named(self) -> list[tuple[str, str]]:

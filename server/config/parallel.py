@@ -112,20 +112,15 @@ class ParallelOptions:
     def __post_init__(self) -> None:
         require_declared(self)
         require(1 <= self.tp <= _MAX_RANKS, "tp", self.tp, f"1 to {_MAX_RANKS}")
-        require(
-            1 <= self.dp * self.tp <= _MAX_RANKS, "dp", self.dp, f"1 to {_MAX_RANKS // self.tp} with --tp {self.tp}"
-        )
+        most = _MAX_RANKS // self.tp
+        require(1 <= self.dp <= most, "dp", self.dp, f"1 to {most} with --tp {self.tp}")
         self._check_nodes()
         self._check_link()
         self._check_policies()
         self._check_stages()
-        if self.tp_split is not None:
-            require(
-                len(self.tp_split) == self.tp, "tp_split", self.tp_split, f"one number for each of the {self.tp} ranks"
-            )
-            require(
-                all(0 < share < math.inf for share in self.tp_split), "tp_split", self.tp_split, "finite and above 0"
-            )
+        if (shares := self.tp_split) is not None:
+            require(len(shares) == self.tp, "tp_split", shares, f"one number for each of the {self.tp} ranks")
+            require(all(0 < share < math.inf for share in shares), "tp_split", shares, "finite and above 0")
 
     def _check_stages(self) -> None:
         try:
@@ -147,13 +142,11 @@ class ParallelOptions:
         return self.nodes if self.dp == 1 else 1
 
     def _check_nodes(self) -> None:
-        if self.dp == 1:
-            want = f"a divisor of --tp ({self.tp})"
-            require(self.nodes >= 1 and self.tp % self.nodes == 0, "nodes", self.nodes, want)
-            return
-        want = f"a divisor of --dp ({self.dp}), because each replica is inside one node"
-        require(self.nodes >= 1 and self.dp % self.nodes == 0, "nodes", self.nodes, want)
-        require(self.link is None, "link", self.link, f"left out with --dp {self.dp}; give --dp 1")
+        num, want = self.tp, f"a divisor of --tp ({self.tp})"
+        if self.dp > 1:
+            num, want = self.dp, f"a divisor of --dp ({self.dp}), because each replica is inside one node"
+            require(self.link is None, "link", self.link, f"left out with --dp {self.dp}; give --dp 1")
+        require(self.nodes >= 1 and num % self.nodes == 0, "nodes", self.nodes, want)
 
     def _check_policies(self) -> None:
         if doubled := sorted({name for name in self.allreduce_extra if self.allreduce_extra.count(name) > 1}):
@@ -183,9 +176,8 @@ class ParallelOptions:
             parse_link(self.link)
         except ValueError as error:
             raise ValueError(f"--link: {error}") from None
-        require(
-            self.tp > 1, "link", self.link, "left out with --tp 1, because one rank sends nothing; give --tp 2 or more"
-        )
+        want = "left out with --tp 1, because one rank sends nothing; give --tp 2 or more"
+        require(self.tp > 1, "link", self.link, want)
         fits = self.transport in ("auto", "sockets", "process-group") or self.link_emulation == USER_SPACE
         want = f"auto, sockets or process-group with --link {self.link}, because memory would bypass the wire; or give "
         require(fits, "transport", self.transport, f"{want}--link-emulation {USER_SPACE}")

@@ -120,12 +120,9 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         require_declared(self)
-        require(
-            self.max_num_batched_tokens >= self.max_num_seqs,
-            "max_num_batched_tokens",
-            self.max_num_batched_tokens,
-            f"at least --max-num-seqs ({self.max_num_seqs}), or running sequences could not all take a step",
-        )
+        tokens, want = self.max_num_batched_tokens, f"at least --max-num-seqs ({self.max_num_seqs})"
+        want += ", or running sequences could not all take a step"
+        require(tokens >= self.max_num_seqs, "max_num_batched_tokens", tokens, want)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
