@@ -235,12 +235,8 @@ class Answer:
         firsts = [s for s in sequences if s.index % self._body.n == 0 or index is not None]
         prompt = sum(len(sequence.prompt.token_ids) for sequence in firsts)
         completion = sum(len(sequence.token_ids) for sequence in sequences)
-        return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-            prompt_tokens_details=PromptTokensDetails(sum(sequence.num_cached_tokens for sequence in firsts)),
-        )
+        cached = PromptTokensDetails(sum(sequence.num_cached_tokens for sequence in firsts))
+        return Usage(prompt, completion, prompt + completion, cached)
 
     def _count_tokens(self) -> Tokens:
         if "refused" in self._trace.record.finish_reasons:

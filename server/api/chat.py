@@ -101,11 +101,8 @@ async def chat_token_ids(
             param="continue_final_message",
         )
     if model.tokenizer.chat_template is None:
-        raise invalid(
-            f"the model {model.info.name!r} has no chat template; use /v1/completions, or serve an instruct model",
-            param="messages",
-            code="no_chat_template",
-        )
+        message = f"the model {model.info.name!r} has no chat template; use /v1/completions, or serve an instruct model"
+        raise invalid(message, "messages", "no_chat_template")
     plain = [message.to_template() for message in messages]
     if taken := sorted(_OWN_VARIABLES & body.chat_template_kwargs.keys()):
         path = f"chat_template_kwargs.{taken[0]}"
@@ -197,16 +194,11 @@ class ChatDialect(Dialect[ChatBody]):
         return chat_logprobs(delta.entries, self.model.tokens, self.name_of)
 
     def _make_reader(self) -> CallReader:
-        choice = self.body.tool_choice
+        choice, demanded = self.body.tool_choice, self.body.demands_calls
         names = {tool.function.name for tool in self.body.tools}
         whole_call = choice[1:] if choice.startswith("=") else None
-        return CallReader(
-            names,
-            openers=openers_of(self.model.tokenizer),
-            thinks=self._thinks and not self.body.demands_calls,
-            whole_call=whole_call,
-            calls_only=self.body.demands_calls,
-        )
+        openers, thinks = openers_of(self.model.tokenizer), self._thinks and not demanded
+        return CallReader(names, openers=openers, thinks=thinks, whole_call=whole_call, calls_only=demanded)
 
 
 def _call_delta(piece: CallPiece) -> CallDelta:

@@ -61,9 +61,8 @@ class TokenSequence:
         self.num_cached_tokens = 0  # prompt tokens that the engine did not compute
         self.finished = False
         self._body, self._tokens = body, tokens
-        self._wants_tokens = (
-            body.token_limit != 0
-        )  # if not, only the prompt is scored; the engine generates one token anyway
+        # If not, only the prompt is scored; the engine generates one token anyway.
+        self._wants_tokens = body.token_limit != 0
         self._detokenizer = Detokenizer(
             tokens, after_text=prompt.after_text, skip_special=body.skip_special_tokens, with_calls=body.may_call_tools
         )

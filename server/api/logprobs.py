@@ -52,14 +52,11 @@ def chat_logprobs(entries: Iterable[TokenEntry], table: TokenTable, name_of: Nam
     def top(token_id: int, logprob: float) -> TopLogprob:
         return TopLogprob(name_of(token_id), _finite(logprob), list(table.bytes_of(token_id)))
 
+    scored = [(entry.token_id, entry.logprob) for entry in entries if entry.logprob is not None]
     return ChatLogprobs(
         [
-            ChatLogprob(
-                *astuple(top(entry.token_id, entry.logprob.logprob)),
-                top_logprobs=[top(*candidate) for candidate in entry.logprob.top],
-            )
-            for entry in entries
-            if entry.logprob is not None
+            ChatLogprob(*astuple(top(token_id, score.logprob)), top_logprobs=[top(*each) for each in score.top])
+            for token_id, score in scored
         ]
     )
 

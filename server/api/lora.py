@@ -34,9 +34,8 @@ class Adapters:
         async with self._changing:
             before = self.by_name.get(name)
             if before is not None and not replace:
-                raise invalid(
-                    f"the adapter {name!r} is already loaded; unload it, or send load_inplace: true", "lora_name"
-                )
+                message = f"the adapter {name!r} is already loaded; unload it, or send load_inplace: true"
+                raise invalid(message, "lora_name")
             adapter = next(self._ids)
             await engine.load_adapter(adapter, str(folder))
             try:
@@ -72,9 +71,6 @@ def confined(path: str, options: AdapterOptions) -> Path:
 
 def _require_runtime(options: AdapterOptions) -> Path:
     if options.lora_dir is None:
-        raise ApiError(
-            403,
-            "adapters cannot be loaded or unloaded while this server runs; start it with --lora-dir FOLDER",
-            code="lora_dir",
-        )
+        message = "adapters cannot be loaded or unloaded while this server runs; start it with --lora-dir FOLDER"
+        raise ApiError(403, message, code="lora_dir")
     return Path(options.lora_dir).expanduser().resolve()

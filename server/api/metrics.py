@@ -80,18 +80,14 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._page = CollectorRegistry()
         self._page.register(AliasedMetrics(self.registry, METRIC_ALIASES[alias], model_name))
-        self.time_to_first_token = self._histogram(
-            "time_to_first_token", "From the request's arrival to its first token"
-        )
-        self.inter_token_latency = self._histogram(
-            "inter_token_latency", "Between one token of a sequence and the next", _TOKEN_BUCKETS
-        )
-        self.e2e_latency = self._histogram("e2e_request_latency", "From the request's arrival to its last token")
-        self.queue_time = self._histogram("queue", "From arrival at the engine to the first scheduled step")
+        self.time_to_first_token = self._timer("time_to_first_token", "From the request's arrival to its first token")
+        between = "Between one token of a sequence and the next"
+        self.inter_token_latency = self._timer("inter_token_latency", between, _TOKEN_BUCKETS)
+        self.e2e_latency = self._timer("e2e_request_latency", "From the request's arrival to its last token")
+        self.queue_time = self._timer("queue", "From arrival at the engine to the first scheduled step")
         parts = "Parts of the time to the first token, for requests whose first text was sent"
-        self._ttft_parts = Summary(
-            "tightwire_time_to_first_token_part_seconds", parts, ["part"], registry=self.registry
-        )
+        name = "tightwire_time_to_first_token_part_seconds"
+        self._ttft_parts = Summary(name, parts, ["part"], registry=self.registry)
         for part in _TTFT_PARTS:
             self._ttft_parts.labels(part)
         self.requests = self._counter("requests", "Sequences ended, by outcome", "outcome")
@@ -117,7 +113,7 @@ class Metrics:
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
         return Counter(f"tightwire_{name}", help, labels, registry=self.registry)
 
-    def _histogram(self, name: str, help: str, buckets: tuple[float, ...] = _REQUEST_BUCKETS) -> Histogram:
+    def _timer(self, name: str, help: str, buckets: tuple[float, ...] = _REQUEST_BUCKETS) -> Histogram:
         return Histogram(f"tightwire_{name}_seconds", help, buckets=buckets, registry=self.registry)
 
 
@@ -143,11 +139,8 @@ def _snapshot(stats: EngineStats, startup_s: float | None, setup: CommSetup | No
     yield from _comm_metrics(stats.comm)
     if startup_s is not None:
         yield GaugeMetricFamily("tightwire_startup_seconds", "From the process's start to ready", startup_s)
-    self_test = GaugeMetricFamily(
-        "tightwire_comm_selftest_ok",
-        "1: the AllReduce gave the right sum at start-up; 0: it did not and is never used",
-        labels=["algorithm"],
-    )
+    ok = "1: the AllReduce gave the right sum at start-up; 0: it did not and is never used"
+    self_test = GaugeMetricFamily("tightwire_comm_selftest_ok", ok, labels=["algorithm"])
     for verdict in setup.self_test if setup else []:
         self_test.add_metric([verdict.algorithm], float(verdict.ok))
     yield self_test
@@ -168,9 +161,8 @@ def _comm_metrics(counts: Iterable[Count]) -> Iterator[Metric]:
     labels = ["op", "algorithm", "phase"]
     seconds = SummaryMetricFamily("tightwire_comm_seconds", "Time of rank 0 in collectives, and calls", labels=labels)
     sent = CounterMetricFamily("tightwire_comm_bytes", "Bytes rank 0 sent in collectives", labels=labels)
-    exact = CounterMetricFamily(
-        "tightwire_comm_exact_bytes", "Bytes rank 0 would have sent with nothing quantized", labels=labels
-    )
+    unquantized = "Bytes rank 0 would have sent with nothing quantized"
+    exact = CounterMetricFamily("tightwire_comm_exact_bytes", unquantized, labels=labels)
     for count in counts:
         values = [count.op, count.algorithm, count.phase]
         seconds.add_metric(values, count_value=count.calls, sum_value=count.seconds)

@@ -36,11 +36,8 @@ def check_options(body: GenerationBody, info: ModelInfo, max_sequences: int) -> 
     """400 for what this model and server can never do. Called before the prompts are tokenized."""
     num_prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
     if (count := num_prompts * body.n) > max_sequences:
-        raise invalid(
-            f"{num_prompts} prompts with n={body.n} make {count} sequences; this server accepts {max_sequences} at once: "
-            "send fewer",
-            param="n",
-        )
+        made = f"{num_prompts} prompts with n={body.n} make {count} sequences"
+        raise invalid(f"{made}; this server accepts {max_sequences} at once: send fewer", param="n")
     if body.tightwire.prefill and info.plan.stages is None:
         why = "all ranks compute every prompt here; start the server with --layout hybrid for stages"
         raise invalid(f"tightwire.prefill: {why}", param="tightwire.prefill")

@@ -62,10 +62,8 @@ def structured_grammar(response_format: ResponseFormat | None, outputs: Structur
 
 def _of_format(given: ResponseFormat | None) -> Iterator[tuple[str, Any, Any]]:
     if given is not None and (given.type == "json_schema") != (given.json_schema is not None):
-        raise invalid(
-            "response_format.json_schema belongs to the type json_schema, and that type needs it",
-            "response_format.json_schema",
-        )
+        path = "response_format.json_schema"
+        raise invalid(f"{path} belongs to the type json_schema, and that type needs it", path)
     if given is not None and given.json_schema is not None:
         yield "response_format.json_schema.schema", "json", given.json_schema.schema_
     elif given is not None and given.type == "json_object":
@@ -77,9 +75,8 @@ def _of_outputs(given: StructuredOutputs | None) -> Iterator[tuple[str, Any, Any
         return
     kinds = ("json_", "json_object", "regex", "choice", "grammar")
     if all(getattr(given, kind) is None for kind in kinds):
-        raise invalid(
-            "structured_outputs is empty; give json, json_object, regex, choice or grammar", "structured_outputs"
-        )
+        message = "structured_outputs is empty; give json, json_object, regex, choice or grammar"
+        raise invalid(message, "structured_outputs")
     if given.json_ is not None:
         yield "structured_outputs.json", "json", given.json_
     if given.json_object:

@@ -58,14 +58,12 @@ class CallReader:
         """
         self._names, self._whole_call, self._calls_only = names, whole_call, calls_only
         self._openers, self._thinks = openers, thinks
-        self.num_calls = 0
+        self.num_calls = int(whole_call is not None)
         self._text = ""  # not read yet
         self._at_start = True
         self._in_calls = False
         self._skipped = ""  # read since the last call; text after all, if no call follows
         self._call: _OpenCall | None = None
-        if whole_call is not None:
-            self.num_calls = 1
 
     def push(self, text: str) -> list[Piece]:
         """The pieces that this text completes."""

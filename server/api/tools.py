@@ -87,9 +87,8 @@ class NamedTool(Fields):
 
 
 # "none", "auto", "required", or the name of a tool after "=".
-ToolChoice = Annotated[
-    str, BeforeValidator(_check_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool)
-]
+_Choices = Literal["none", "auto", "required"] | NamedTool
+ToolChoice = Annotated[str, BeforeValidator(_check_choice, json_schema_input_type=_Choices)]
 
 
 def check_tools(tools: list[Tool], choice: str) -> None:

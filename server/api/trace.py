@@ -178,12 +178,9 @@ class RequestTrace:
             self._metrics.queue_time.observe(output.queue_s)
         if output.token_ids:
             self._observe_tokens(output, now_s)
-        if self._first_token is None and output.first_token is not None:
-            self._first_token = output.first_token
-            self.record.scheduled_s, self.record.sampled_s = (
-                output.first_token.scheduled_s,
-                output.first_token.sampled_s,
-            )
+        if self._first_token is None and (first := output.first_token) is not None:
+            self._first_token = first
+            self.record.scheduled_s, self.record.sampled_s = first.scheduled_s, first.sampled_s
         if not self._streamed:
             self.sent()
 
@@ -213,14 +210,9 @@ class RequestTrace:
         counters = [difference for difference in differences if difference.calls]
         bytes_sent = sum(counter.bytes_sent for counter in counters)
         exact_bytes = sum(counter.exact_bytes for counter in counters)
-        return CommReport(
-            ttft=_span(first_s - self._arrived_s, _seconds(first) - _seconds(start)),
-            decode=_span(end_s - first_s, _seconds(end) - _seconds(first)),
-            bytes_sent=bytes_sent,
-            exact_bytes=exact_bytes,
-            saved_bytes=exact_bytes - bytes_sent,
-            counters=counters,
-        )
+        ttft = _span(first_s - self._arrived_s, _seconds(first) - _seconds(start))
+        decode = _span(end_s - first_s, _seconds(end) - _seconds(first))
+        return CommReport(ttft, decode, bytes_sent, exact_bytes, exact_bytes - bytes_sent, counters)
 
     def _observe_tokens(self, output: Output, now_s: float) -> None:
         last_s = self._last_token_s[output.id]

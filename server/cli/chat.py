@@ -75,12 +75,8 @@ class Conversation:
         }
 
     def _stream(self) -> Iterator[str]:
-        url = f"{self.remote.base}/chat/completions"
-        client = httpx.Client(
-            headers=dict(self.remote.headers),
-            timeout=self.remote.timeout(_READ_TIMEOUT_S),
-            trust_env=self.remote.trust_env,
-        )
+        at, url = self.remote, f"{self.remote.base}/chat/completions"
+        client = httpx.Client(headers=at.headers, timeout=at.timeout(_READ_TIMEOUT_S), trust_env=at.trust_env)
         try:
             with client, client.stream("POST", url, json=self._body()) as response:
                 if response.status_code != 200:

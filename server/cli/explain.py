@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tightwire.comm.policy.error_budget import parse_error_budget
 from tightwire.comm.policy.schedule import HostRates, parse_rates
@@ -49,16 +50,10 @@ class PlannedHosts:
 
 def explain(argv: Sequence[str]) -> int:
     """``tightwire explain``: exit code 0, or 2 for options that are refused."""
-    parser = make_parser(
-        "explain", "Show which AllReduce sums which message of a model, its cost, and the reason.", _GROUPS
-    )
-    parser.add_argument(
-        "--error-budget",
-        dest="comm_error_budget",
-        type=parse_error_budget,
-        metavar="E",
-        help="the same as --comm-error-budget E",
-    )
+    purpose = "Show which AllReduce sums which message of a model, its cost, and the reason."
+    parser = make_parser("explain", purpose, _GROUPS)
+    alias: dict[str, Any] = {"dest": "comm_error_budget", "help": "the same as --comm-error-budget E"}
+    parser.add_argument("--error-budget", type=parse_error_budget, metavar="E", **alias)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output instead of tables")
     of_network = "between the hosts of the last server whose node 0 was here, as it probed them"
     parser.add_argument("--network", action="store_true", help=of_network)

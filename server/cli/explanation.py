@@ -30,7 +30,7 @@ from tightwire.sizes import aligned, format_bytes
 _SITES = ("o_proj", "down_proj")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Explained:
     """One message size of a phase and its candidates, the chosen one first."""
 
@@ -87,16 +87,8 @@ def explain(chooser: Chooser, request: PolicyRequest, elem_bytes: int, num_layer
         for sites, layers in _kinds(chooser, phase, num_layers):
             for num_rows in sorted(sizes[phase]):
                 num_bytes = num_rows * request.row_elems * elem_bytes
-                explained.append(
-                    Explained(
-                        sites=sites,
-                        layers=layers,
-                        phase=phase,
-                        num_rows=num_rows,
-                        num_bytes=num_bytes,
-                        verdicts=chooser.verdicts(sites[0], phase, num_bytes, layers[0] if layers else 0),
-                    )
-                )
+                verdicts = chooser.verdicts(sites[0], phase, num_bytes, layers[0] if layers else 0)
+                explained.append(Explained(sites, layers, phase, num_rows, num_bytes, verdicts))
     return explained
 
 

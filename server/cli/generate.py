@@ -17,9 +17,8 @@ _GROUPS = ("model", "parallel", "engine", "weights", "timeouts")
 
 def generate(argv: Sequence[str]) -> int:
     """``tightwire generate``: text on standard output, everything else on standard error; exit codes as ``serve``."""
-    parser = make_parser(
-        "generate", "Continue one prompt on the terminal, without a server.", _GROUPS, argument="PROMPT"
-    )
+    purpose = "Continue one prompt on the terminal, without a server."
+    parser = make_parser("generate", purpose, _GROUPS, argument="PROMPT")
     add_flags(parser, options_of(AnswerOptions))
     config, args = parse(parser, argv, _GROUPS)
     refuse_serving_flags(parser, config)

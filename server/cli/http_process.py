@@ -230,28 +230,22 @@ def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready])
         split += f"; {comm.link.describe(plan.num_nodes if plan.num_nodes > 1 else info.tp)}" if comm.link else ""
         sums = _joined(describe_choices(comm.choices))
     num_tokens = min(budget.shape.tokens(plan.num_blocks), plan.num_blocks * BLOCK_SIZE)
-    memory = [
-        *(f"{need} in {name}" for name, need in budget.needs()),
-        f"weights {format_bytes(sum(rank.weight_bytes for rank in ready.values()))}",
-    ]
-    memory.append(
-        f"{plan.kv_dtype} KV cache for {num_tokens} tokens{' of each replica' if plan.num_replicas > 1 else ''}"
-    )
+    memory = [f"{need} in {name}" for name, need in budget.needs()]
+    memory.append(f"weights {format_bytes(sum(rank.weight_bytes for rank in ready.values()))}")
+    each = " of each replica" if plan.num_replicas > 1 else ""
+    memory.append(f"{plan.kv_dtype} KV cache for {num_tokens} tokens{each}")
     if plan.adapters is not None:
         memory.append(f"adapters {', '.join(adapter.name for adapter in plan.adapters.loaded) or 'none yet'}")
     if plan.weights.streamed:
         memory.append(f"{len(plan.weights.streamed)} layers stream")
-    sampling = [f"{name} {value:g}" for name, value in info.sampling.items()]
-    return "\n".join(
-        [
-            f"  model      {info.name}: {numbers}, context {info.plan.max_model_len}",
-            f"  split      {split}",
-            f"  AllReduce  {sums}",
-            *([f"  layout     {decision.layout_note}"] if decision.layout_note else ()),
-            f"  memory     {'; '.join(memory)}",
-            *([f"  sampling   {', '.join(sampling)}, where a request has no value of its own"] if sampling else ()),
-        ]
-    )
+    lines = [f"  model      {info.name}: {numbers}, context {info.plan.max_model_len}", f"  split      {split}"]
+    lines.append(f"  AllReduce  {sums}")
+    if decision.layout_note:
+        lines.append(f"  layout     {decision.layout_note}")
+    lines.append(f"  memory     {'; '.join(memory)}")
+    if sampling := ", ".join(f"{name} {value:g}" for name, value in info.sampling.items()):
+        lines.append(f"  sampling   {sampling}, where a request has no value of its own")
+    return "\n".join(lines)
 
 
 def _joined(choices: list[str]) -> str:

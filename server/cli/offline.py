@@ -34,16 +34,10 @@ def generate(config: ServeConfig, ranks: Ranks, progress: Progress, answer: Answ
 async def _generate(config: ServeConfig, ranks: Ranks, progress: Progress, answer: AnswerOptions) -> None:
     async with RankedEngine(config, ranks, progress) as engine:
         _, decision, tokenizer = await engine.start()
-        request = AddRequest(
-            id="generate",
-            prompt_token_ids=_encode(tokenizer, answer, decision.plan.max_model_len),
-            params=SamplingParams(
-                max_tokens=answer.max_tokens,
-                temperature=answer.temperature,
-                seed=config.model.seed or secrets.randbits(63),
-            ),
-            adapter=adapters.loaded[0].id if (adapters := decision.plan.adapters) else 0,
-        )
+        ids, adapters = _encode(tokenizer, answer, decision.plan.max_model_len), decision.plan.adapters
+        seed = config.model.seed or secrets.randbits(63)
+        params = SamplingParams(max_tokens=answer.max_tokens, temperature=answer.temperature, seed=seed)
+        request = AddRequest("generate", ids, params, adapter=adapters.loaded[0].id if adapters else 0)
         await engine.wait_ready()
         progress.close()
         await engine.guard(_print_answer(engine, request, tokenizer, after_text=not answer.chat))

@@ -12,14 +12,9 @@ from tightwire.server.cli.start import refuse
 def pull(argv: Sequence[str]) -> int:
     """``tightwire pull``: the file's path on standard output; exit code 1 if it cannot be fetched."""
     parser = argparse.ArgumentParser(prog="tightwire pull", description="Fetch a known model into the cache folder.")
-    parser.add_argument(
-        "name",
-        nargs="?",
-        default="smollm2-135m",
-        choices=sorted(catalog.CATALOG),
-        metavar="NAME",
-        help=f"one of {', '.join(sorted(catalog.CATALOG))} (default: %(default)s)",
-    )
+    names = sorted(catalog.CATALOG)
+    known = f"one of {', '.join(names)} (default: %(default)s)"
+    parser.add_argument("name", nargs="?", default="smollm2-135m", choices=names, metavar="NAME", help=known)
     name = parser.parse_args(argv).name
     progress = Progress()
     try:

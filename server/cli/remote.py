@@ -80,11 +80,9 @@ def is_loopback(url: str) -> bool:
 def connect(url: str, *, model: str | None = None, api_key: str | None = None, flag: str = "--url") -> Remote:
     """Ask the server for its models, and choose one. ``flag``: the option that named it, for errors. RemoteError: no answer, a refused key, not ready, or no such model."""
     base = api_base(url, flag)
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers, proxied = {"Authorization": f"Bearer {api_key}"} if api_key else {}, not is_loopback(base)
     try:
-        response = httpx.get(
-            f"{base}/models", headers=headers, timeout=CONNECT_TIMEOUT_S, trust_env=not is_loopback(base)
-        )
+        response = httpx.get(f"{base}/models", headers=headers, timeout=CONNECT_TIMEOUT_S, trust_env=proxied)
     except httpx.HTTPError as error:
         raise RemoteError(
             f"no server answers at {base} ({describe(error)}); start one with `tightwire serve`, or name it with {flag}"

@@ -47,11 +47,8 @@ def serve(argv: Sequence[str]) -> int:
             ranks = start_ranks(config, stack, place)
         except ValueError as error:
             return refuse("serve", error)
-        progress = Progress(
-            len(ranks.numbers) if place and place.node else config.parallel.num_ranks,
-            START_STAGES,
-            verbose=config.http.log_level == "debug",
-        )
+        num_shown = len(ranks.numbers) if place and place.node else config.parallel.num_ranks
+        progress = Progress(num_shown, START_STAGES, verbose=config.http.log_level == "debug")
         progress.stage("import", 0.0)
         gc.disable()  # what is imported stays: looking for garbage would take a fifth of the time
         from tightwire.server.cli import http_process

@@ -60,15 +60,9 @@ def start_ranks(config: ServeConfig, stack: ExitStack, place: HostPlace | None =
 
     options, wire = config.parallel, None
     if options.link is not None:
-        num_nodes = options.wire_nodes
-        wire = stack.enter_context(
-            open_wire(
-                parse_link(options.link),
-                num_nodes=num_nodes,
-                ranks_per_node=options.tp // num_nodes,
-                emulation=options.link_emulation,
-            )
-        )
+        link, num, emulation = parse_link(options.link), options.wire_nodes, options.link_emulation
+        opened = open_wire(link, num_nodes=num, ranks_per_node=options.tp // num, emulation=emulation)
+        wire = stack.enter_context(opened)
     ranks = Ranks(
         options.num_ranks,
         num_nodes=options.nodes,

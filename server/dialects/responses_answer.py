@@ -271,14 +271,9 @@ class ResponsesDialect(AdaptedDialect):
         yield from self.close()
 
     def _end(self, usage: Usage, extra: TightwireExtra | UnsetType) -> ResponseBody:
-        response = self._response
-        response.usage = ResponseUsage(
-            input_tokens=usage.prompt_tokens,
-            input_tokens_details=InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
-            output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputTokensDetails(),
-            total_tokens=usage.total_tokens,
-        )
+        response, prompt, answer = self._response, usage.prompt_tokens, usage.completion_tokens
+        cached = InputTokensDetails(usage.prompt_tokens_details.cached_tokens)
+        response.usage = ResponseUsage(prompt, cached, answer, OutputTokensDetails(), usage.total_tokens)
         response.tightwire = extra
         if self.finish_reason == "length":
             response.status, response.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")

@@ -5,16 +5,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag
 
+from tightwire.server.api import request_bodies
 from tightwire.server.api.errors import invalid
 from tightwire.server.api.fields import Fields, refusal, told_apart
-from tightwire.server.api.request_bodies import (
-    UNSUPPORTED_EXTENSIONS,
-    ChatBody,
-    Message,
-    NumLogprobs,
-    Stop,
-    StreamOptions,
-)
+from tightwire.server.api.request_bodies import ChatBody, Message, Stop
 from tightwire.server.api.structured import ResponseFormat, Schema
 from tightwire.server.api.tools import Name
 from tightwire.server.dialects import adapted
@@ -36,7 +30,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "a response has one answer"),
     "logprobs": ((False,), _IN_CHAT + 'include: ["message.output_text.logprobs"]'),
     "prompt_logprobs": ((), "only completions and chat completions have them"),
-    **UNSUPPORTED_EXTENSIONS,
+    **request_bodies.UNSUPPORTED_EXTENSIONS,
 }
 LOGPROBS = "message.output_text.logprobs"
 
@@ -187,12 +181,8 @@ def _check_choice(value: Any) -> Any:
     raise refusal(_CHOICES)
 
 
-_Choice = Annotated[
-    Any,
-    BeforeValidator(
-        _check_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
-    ),
-]
+_Choices = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
+_Choice = Annotated[Any, BeforeValidator(_check_choice, json_schema_input_type=_Choices)]
 _Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 
@@ -212,8 +202,8 @@ class ResponsesBody(adapted.AdaptedBody):
     tool_choice: _Choice = Field("auto", description="As in chat completions, or a list of allowed tools.")
     parallel_tool_calls: bool = Field(True, description="With tool_choice required: several calls are allowed.")
     include: list[str] = Field(default_factory=list, description=f"{LOGPROBS}; others are ignored.")
-    top_logprobs: NumLogprobs | None = None
-    stream_options: StreamOptions | None = Field(None, description="Accepted and ignored.")
+    top_logprobs: request_bodies.NumLogprobs | None = None
+    stream_options: request_bodies.StreamOptions | None = Field(None, description="Accepted and ignored.")
     metadata: _Metadata = Field(default_factory=dict, max_length=16, description="Repeated in the response.")
     safety_identifier: str | None = Field(None, description="Repeated in the response.")
     prompt_cache_key: str | None = Field(None, description="Repeated in the response.")

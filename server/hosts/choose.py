@@ -24,15 +24,9 @@ def choose_hosts(
     """
     if place is None:
         return Hosts(ranks, link, listener)
-    joining = Joining(
-        place,
-        ranks,
-        {"version": __version__, "kernels": level(), **facts_of(config)},
-        listener,
-        silence_s=config.timeouts.rank_timeout_s,
-        join_timeout_s=config.hosts.join_timeout_s,
-        secret=read_secret(config.parallel.comm_secret_file),
-    )
+    facts, secret = {"version": __version__, "kernels": level(), **facts_of(config)}, config.parallel.comm_secret_file
+    silence_s, join_s = config.timeouts.rank_timeout_s, config.hosts.join_timeout_s
+    joining = Joining(place, ranks, facts, listener, silence_s, join_s, read_secret(secret))
     return Head(joining) if place.node == 0 else Member(joining)
 
 

@@ -191,9 +191,8 @@ class Head(Side):
             return
         if not proven:
             # Who does not know the secret must not be able to end the server.
-            reason = (
-                f"{name_node(hello)} has another shared secret, or none; give every host the same --comm-secret-file"
-            )
+            name = name_node(hello)
+            reason = f"{name} has another shared secret, or none; give every host the same --comm-secret-file"
             self._listener.show(reason)
             return await channel.end(2, reason)
         reason = objection_to(hello, self._own, self._place.num_nodes)

@@ -100,9 +100,8 @@ def find_place(options: HostOptions) -> HostPlace:
     try:
         master = str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise UnknownNameError(
-            f"--master-addr {name}: this host finds no address for it: {error.strerror or error}"
-        ) from None
+        why = error.strerror or error
+        raise UnknownNameError(f"--master-addr {name}: this host finds no address for it: {why}") from None
     if ipaddress.ip_address(master.partition("%")[0]).is_loopback and name != "localhost" and name != master:
         raise ValueError(
             f"--master-addr {name} is {master} on this host (/etc/hosts?), where other hosts cannot reach it; give the address"

@@ -41,19 +41,15 @@ def make_app(
     *, engine: EngineClient, holder: ModelHolder, http: HttpOptions, adapters: AdapterOptions | None = None
 ) -> FastAPI:
     """The application for one engine. The API answers 503 until ``holder`` has the model and ``engine`` is ready."""
-    serving = Serving(
-        engine=engine,
-        holder=holder,
-        http=http,
-        adapters=adapters or AdapterOptions(),
-        metrics=Metrics(
-            lambda: engine.stats,
-            lambda: holder.startup_s,
-            lambda: engine.comm_setup,
-            alias=http.metrics_alias,
-            model_name=lambda: holder.model.info.name if holder.model else None,
-        ),
+    metrics = Metrics(
+        lambda: engine.stats,
+        lambda: holder.startup_s,
+        lambda: engine.comm_setup,
+        alias=http.metrics_alias,
+        model_name=lambda: holder.model.info.name if holder.model else None,
     )
+    adapters = adapters or AdapterOptions()
+    serving = Serving(engine=engine, holder=holder, http=http, adapters=adapters, metrics=metrics)
     app = FastAPI(
         title="Tightwire",
         version=__version__,
@@ -69,7 +65,7 @@ def make_app(
     install_error_handlers(app)
     # The last one added is the outermost.
     if http.needs_key:
-        app.add_middleware(RequireKey, keys=KeyRing(http), metrics=serving.metrics)
+        app.add_middleware(RequireKey, keys=KeyRing(http), metrics=metrics)
     recorders: list[Recorder] = []
     if http.request_log is not None:
         recorders.append(RequestLog(http.request_log, prompts=http.request_log_prompts))

@@ -114,9 +114,5 @@ class KeyRing:
 
 def _too_many(limit: str, wait_s: float) -> ApiError:
     seconds = max(1, math.ceil(wait_s))
-    return ApiError(
-        429,
-        f"this API key allows {limit}; try again in {seconds} s",
-        code="rate_limit_exceeded",
-        headers={"Retry-After": str(seconds)},
-    )
+    message = f"this API key allows {limit}; try again in {seconds} s"
+    return ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(seconds)})

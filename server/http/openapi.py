@@ -80,12 +80,8 @@ def make_page(app: FastAPI, closed: bool) -> dict[str, Any]:
     page = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     listed = OPERATIONS.values()
     bodies = [operation.body for operation in listed if operation.body is not None]
-    answers = dict.fromkeys(
-        kind
-        for operation in listed
-        for kind in (*operation.answer.values(), *operation.chunks, operation.error)
-        if kind
-    )
+    kinds = (kind for own in listed for kind in (*own.answer.values(), *own.chunks, own.error))
+    answers = dict.fromkeys(filter(None, kinds))
     _, requests = models_json_schema([(kind, "validation") for kind in bodies], ref_template=_REF)
     _, components = msgspec.json.schema_components(answers, ref_template=_REF.format(model="{name}"))
     page.setdefault("components", {})["schemas"] = {**requests.get("$defs", {}), **components}

@@ -50,14 +50,10 @@ class Telemetry:
         if record.asked is None:
             return  # it generated nothing: a list of models, a wrong key, an invalid body
         trace = self._trace
-        operation = _OPERATIONS.get(record.path, "chat")
-        root = self._tracer.start_span(
-            f"{operation} {record.model}",
-            self._extract(headers),
-            kind=trace.SpanKind.SERVER,
-            attributes={"gen_ai.operation.name": operation, **_attributes(record)},
-            start_time=_ns(record, record.arrived_s),
-        )
+        operation, kind = _OPERATIONS.get(record.path, "chat"), trace.SpanKind.SERVER
+        found, begun = {"gen_ai.operation.name": operation, **_attributes(record)}, _ns(record, record.arrived_s)
+        name, parent = f"{operation} {record.model}", self._extract(headers)
+        root = self._tracer.start_span(name, parent, kind=kind, attributes=found, start_time=begun)
         if record.status is None or record.status >= 500:
             root.set_status(trace.Status(trace.StatusCode.ERROR))
         inside = trace.set_span_in_context(root)

@@ -5,12 +5,7 @@ import itertools
 from collections.abc import Callable
 
 from tightwire.comm.ledger.recording import Event, RankEvents
-from tightwire.server.ipc.engine_client import (
-    AdapterRefusedError,
-    EngineUnavailableError,
-    RankSilentError,
-    RecordingBusyError,
-)
+from tightwire.server.ipc import engine_client
 from tightwire.server.ipc.messages import AdapterLoaded, LoadAdapter, Record, Recorded, UnloadAdapter
 
 # Wait after the recording's end: threads of the rank may hold the interpreter and delay its reporter for long.
@@ -32,7 +27,9 @@ class _Answers:
             await asyncio.wait_for(self._over, timeout_s)
         except TimeoutError:
             missing = ", ".join(f"rank {rank}" for rank in sorted(self._missing))
-            raise RankSilentError(f"{missing} did not {did_not}; /health shows the state of the ranks") from None
+            raise engine_client.RankSilentError(
+                f"{missing} did not {did_not}; /health shows the state of the ranks"
+            ) from None
 
     def heard(self, rank: int) -> None:
         self._missing.discard(rank)
@@ -55,7 +52,7 @@ class Recordings:
     async def record(self, seconds: float) -> list[RankEvents]:
         """See ``EngineClient.record_collectives``."""
         if self._current is not None:
-            raise RecordingBusyError(
+            raise engine_client.RecordingBusyError(
                 f"another client is recording the collectives, for {self._current.asked.seconds:g} s in all; try again when "
                 "that has ended"
             )
@@ -66,10 +63,8 @@ class Recordings:
             await recording.answers.wait(seconds + self._patience_s, late)
         finally:
             self._current = None
-        return [
-            RankEvents(rank=rank, clock=recording.clocks[rank], events=events)
-            for rank, events in enumerate(recording.events)
-        ]
+        clocks = recording.clocks
+        return [RankEvents(rank=rank, clock=clocks[rank], events=own) for rank, own in enumerate(recording.events)]
 
     def heard(self, part: Recorded) -> None:
         """Add a part. Parts of an abandoned recording are ignored."""
@@ -84,7 +79,7 @@ class Recordings:
     def fail(self, reason: str) -> None:
         """End the recording with an error: the engine died."""
         if self._current is not None:
-            self._current.answers.fail(EngineUnavailableError(reason))
+            self._current.answers.fail(engine_client.EngineUnavailableError(reason))
 
 
 class _Recording:
@@ -118,10 +113,10 @@ class AdapterLoads:
         if (answers := self._waiting.get(answer.id)) is None:
             return
         if answer.refusal:
-            answers.fail(AdapterRefusedError(answer.refusal))
+            answers.fail(engine_client.AdapterRefusedError(answer.refusal))
         answers.heard(answer.rank)
 
     def fail(self, reason: str) -> None:
         """End all loads with an error: the engine died."""
         for answers in self._waiting.values():
-            answers.fail(EngineUnavailableError(reason))
+            answers.fail(engine_client.EngineUnavailableError(reason))

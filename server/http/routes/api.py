@@ -5,20 +5,12 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from tightwire.server.api import request_bodies
+from tightwire.server.api import request_bodies, response_bodies
 from tightwire.server.api.answer import Answer, Dialect
 from tightwire.server.api.chat import ChatDialect, chat_token_ids
 from tightwire.server.api.completions import CompletionDialect
 from tightwire.server.api.errors import ApiError, invalid, json_response
 from tightwire.server.api.prompts import check_ids, check_model, check_options, make_sequences, run_off_loop
-from tightwire.server.api.response_bodies import (
-    Detokenized,
-    ModelCard,
-    ModelDeleted,
-    ModelList,
-    Tokenized,
-    TokenizerInfo,
-)
 from tightwire.server.api.serving import ServedModel, Serving
 from tightwire.server.api.tools import check_tools
 from tightwire.server.api.trace import RequestTrace
@@ -74,8 +66,12 @@ def api_router(serving: Serving) -> APIRouter:
     @router.get("/v1/models", summary="List the served model and its LoRA adapters")
     async def list_models() -> Response:
         info = serving.require_model(Phase.DRAINING).info
-        adapters = [ModelCard.of_adapter(info, adapter) for adapter in info.adapters.by_name.values()]
-        return json_response(ModelList(data=[*(ModelCard.of_model(info, name) for name in info.names), *adapters]))
+        adapters = [response_bodies.ModelCard.of_adapter(info, adapter) for adapter in info.adapters.by_name.values()]
+        return json_response(
+            response_bodies.ModelList(
+                data=[*(response_bodies.ModelCard.of_model(info, name) for name in info.names), *adapters]
+            )
+        )
 
     # Names may contain slashes, as repository names do.
     @router.get("/v1/models/{model_id:path}", summary="Look a model up")
@@ -83,33 +79,35 @@ def api_router(serving: Serving) -> APIRouter:
         info = serving.require_model(Phase.DRAINING).info
         check_model(model_id, info)
         adapter = info.adapter(model_id)
-        return json_response(ModelCard.of_adapter(info, adapter) if adapter else ModelCard.of_model(info, model_id))
+        return json_response(
+            response_bodies.ModelCard.of_adapter(info, adapter)
+            if adapter
+            else response_bodies.ModelCard.of_model(info, model_id)
+        )
 
     @router.post("/v1/embeddings", include_in_schema=False)
     async def embeddings() -> Response:
-        raise ApiError(
-            404,
-            "the served model generates text and has no embeddings; send this request to a server with an embedding model",
-            code="embeddings_not_supported",
-        )
+        advice = "send this request to a server with an embedding model"
+        message = f"the served model generates text and has no embeddings; {advice}"
+        raise ApiError(404, message, code="embeddings_not_supported")
 
     @router.post("/tokenize", summary="Text to token ids")
     async def tokenize(request: Request) -> Response:
         model, body = await read(request, request_bodies.TokenizeBody)
         ids = await _token_ids(body, model)
         names = [model.tokens.text_of(token_id) for token_id in ids] if body.return_token_strs else None
-        return json_response(Tokenized(len(ids), model.info.plan.max_model_len, ids, names))
+        return json_response(response_bodies.Tokenized(len(ids), model.info.plan.max_model_len, ids, names))
 
     @router.post("/detokenize", summary="Token ids to text")
     async def detokenize(request: Request) -> Response:
         model, body = await read(request, request_bodies.DetokenizeBody)
         check_ids(body.tokens, model.info, "tokens")
         text = await run_off_loop(lambda: model.tokenizer.decode(body.tokens, False), len(body.tokens))
-        return json_response(Detokenized(prompt=text))
+        return json_response(response_bodies.Detokenized(prompt=text))
 
     @router.get("/tokenizer_info", summary="The tokenizer's special tokens and chat template")
     async def tokenizer_info() -> Response:
-        return json_response(TokenizerInfo.of(serving.require_model(Phase.DRAINING).tokenizer))
+        return json_response(response_bodies.TokenizerInfo.of(serving.require_model(Phase.DRAINING).tokenizer))
 
     @router.post("/v1/load_lora_adapter", summary="Load a LoRA adapter of --lora-dir on all ranks")
     async def load(request: Request) -> Response:
@@ -119,14 +117,14 @@ def api_router(serving: Serving) -> APIRouter:
             raise invalid(f"{body.lora_name!r} is the base model's name", "lora_name")
         options = serving.adapters
         await info.adapters.load(serving.engine, options, body.lora_name, body.lora_path, replace=body.load_inplace)
-        return json_response(ModelCard.of_adapter(info, info.adapters.by_name[body.lora_name]))
+        return json_response(response_bodies.ModelCard.of_adapter(info, info.adapters.by_name[body.lora_name]))
 
     @router.post("/v1/unload_lora_adapter", summary="Unload a LoRA adapter; requests that run finish with it")
     async def unload(request: Request) -> Response:
         info = serving.require_model().info
         body = await read_body(request, request_bodies.UnloadAdapterBody, serving)
         await info.adapters.unload(serving.engine, serving.adapters, body.lora_name)
-        return json_response(ModelDeleted(id=body.lora_name))
+        return json_response(response_bodies.ModelDeleted(id=body.lora_name))
 
     return router
 

@@ -103,11 +103,8 @@ def observe_router(serving: Serving) -> APIRouter:
 def _home(serving: Serving, url: str) -> Home:
     model, key = serving.holder.model, " -H 'authorization: Bearer KEY'" if serving.http.needs_key else ""
     chats = model is None or model.tokenizer.chat_template is not None
-    body = (
-        {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
-        if chats
-        else {"prompt": "A wire is"}
-    )
+    question = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    body = question if chats else {"prompt": "A wire is"}
     path = "v1/chat/completions" if chats else "v1/completions"
     example = (
         f"curl {shlex.quote(url + path)} -H 'content-type: application/json'{key} \\\n"
