@@ -56,7 +56,7 @@ def test_wheels_are_installed_for_packages_that_are_missing(tmp_path: Path, monk
 def test_an_unknown_stage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu_check.main(["--stages", "serve,fly"])
-    assert "there is no stage fly; stages are facts, doctor" in capsys.readouterr().err
+    assert "there is no stage fly; stages are facts, build" in capsys.readouterr().err
 
 
 def test_wheels_have_the_pinned_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
