@@ -16,7 +16,11 @@ Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, Field(gt=0, strict=True)]  # strict rejects `true`
 BYTES = "bytes"  # the byte tokenizer, which needs no file
 BPE = "bpe:"
-ENGLISH, CHATS = "english-prose", "example-chats"  # name the files of ``training.data.prose``
+ENGLISH, CHATS, PREFERENCES = (
+    "english-prose",
+    "example-chats",
+    "example-preferences",
+)  # name the files of ``training.data.prose``
 
 
 class Section(BaseModel):
@@ -75,10 +79,12 @@ class DataConfig(Section):
     """The text and its division into sequences."""
 
     files: list[str] = Field(
-        min_length=1, description="patterns of text or .jsonl files, also .gz; english-prose, example-chats"
+        min_length=1,
+        description="patterns of text or .jsonl files, also .gz; english-prose, example-chats, example-preferences",
     )
-    kind: Literal["text", "chat"] = Field(
-        default="text", description="chat: JSONL of messages; only answers are learned"
+    kind: Literal["text", "chat", "preferences"] = Field(
+        default="text",
+        description="chat: JSONL of messages, whose answers are learned; preferences: of answer pairs (DPO)",
     )
     text_key: str = Field(default="text", description="the key of a JSONL line that holds the text")
     parted_by: Literal["blank-line", "file"] = Field(default="blank-line", description="what ends a document of a text")
@@ -201,6 +207,12 @@ class ParallelConfig(Section):
             )
 
 
+class DpoConfig(Section):
+    """DPO, the loss of data.kind preferences. The reference is the model without its adapter."""
+
+    beta: PositiveFloat = Field(default=0.1, description="how strongly the model is held to the reference")
+
+
 class EvaluationConfig(Section):
     """The loss on held-out text, and sample texts."""
 
@@ -254,6 +266,7 @@ class TrainConfig(Section):
     data: DataConfig
     batch: BatchConfig = BatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    dpo: DpoConfig = DpoConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     parallel: ParallelConfig = ParallelConfig(between=DenseOptions())
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -274,7 +287,21 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> "TrainConfig":
         self.parallel.between.check_optimizer(self.optimizer)
+        if self.data.kind == "preferences" and self.model.lora is None:
+            raise ValueError(
+                "data.kind=preferences: DPO's reference is the model without its adapter; set model.lora={}"
+            )
         return self
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step over all ranks, with padding. Preferences have two rows a sequence."""
+        return self.batch.sequences * self.data.sequence_tokens * (2 if self.data.kind == "preferences" else 1)
+
+    @property
+    def product_passes(self) -> int:
+        """Times that a step multiplies by each matrix: forward, gradients of inputs, of weights, DPO's reference."""
+        return 2 + (self.model.lora is None) + (self.data.kind == "preferences")
 
     @property
     def run_folder(self) -> Path:

@@ -1,4 +1,4 @@
-"""Chats as training data: JSON lines with ``messages``, of which only the assistant's tokens are learned.
+"""Chats and preferences as training data: JSON lines of messages, of which only the assistant's tokens are learned.
 
 Each chat is one sample. Samples are packed into rows of equal length without attention across them: positions begin again at
 each sample, which transformers reads as its border. A row's rest is filled with end tokens that nothing learns.
@@ -34,13 +34,13 @@ class ChatEncoder:
     encode: Callable[[str], list[int]]  # without special tokens around the text
     end_token_ids: tuple[int, ...]
 
-    def __call__(self, messages: Messages, place: str) -> tuple[list[int], list[bool]]:
-        """Raises DataError: the chat template rejects the messages, or does not write them one after the other."""
+    def __call__(self, messages: Messages, place: str, first: int = 0) -> tuple[list[int], list[bool]]:
+        """``first``: messages before it are not learned. Raises DataError: the chat template rejects the messages, or does not write them one after the other."""
         try:
             text = self.render(messages, add_generation_prompt=False)
             cuts = [0]  # from 1 on by turns: where the assistant begins, where it ends
             for number, message in enumerate(messages):
-                if message["role"] == "assistant":
+                if message["role"] == "assistant" and number >= first:
                     for part, opens in ((messages[:number], True), (messages[: number + 1], False)):
                         before = self.render(part, add_generation_prompt=opens)
                         if not text.startswith(before) or len(before) < cuts[-1]:
@@ -84,6 +84,28 @@ class ChatPacker:
                 values += more
         if row.inputs:
             yield fill_row(row, self.sequence_tokens, self.end_token_id)
+
+
+@dataclass(frozen=True, slots=True)
+class PairPacker:
+    """Makes one sequence of each preference: the row of the chosen answer, then that of the rejected one."""
+
+    encode: ChatEncoder
+    sequence_tokens: int
+    end_token_id: int
+    same_length = True
+
+    def __call__(self, documents: Iterable[str]) -> Iterator[Row]:
+        """Raises DataError: a prompt with its answer is longer than a row."""
+        for document in documents:
+            place, value = document.place if isinstance(document, Line) else "a preference", json.loads(document)
+            pair = Row([], [], [])
+            for answer in (value["chosen"], value["rejected"]):
+                encoded = self.encode([*value["prompt"], *answer], place, first=len(value["prompt"]))
+                row = fill_row(make_row(*encoded, self.sequence_tokens, place), self.sequence_tokens, self.end_token_id)
+                for values, more in zip(pair, row, strict=True):
+                    values += more
+            yield pair
 
 
 def make_row(tokens: list[int], learned: list[bool], most: int, place: str) -> Row:

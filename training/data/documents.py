@@ -9,16 +9,16 @@ import gzip
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tightwire.training.config.tree import CHATS, ENGLISH, TrainConfig
-from tightwire.training.data.prose import english_files, example_chats
+from tightwire.training.config.tree import CHATS, ENGLISH, PREFERENCES, TrainConfig
+from tightwire.training.data.prose import english_files, example_chats, example_preferences
 
 ROLES = ("system", "user", "assistant", "tool")
-_OWN_FILES = {ENGLISH: english_files, CHATS: example_chats}
+_OWN_FILES = {ENGLISH: english_files, CHATS: example_chats, PREFERENCES: example_preferences}
 _HASH_BYTES = 8
 _MOST_NAMES = 3  # file names in an error message
 
@@ -38,7 +38,7 @@ class Documents:
     """All documents of ``files``; each iteration reads the files again.
 
     ``parted_by``: ``blank-line`` or ``file``, for text files. A JSONL file has one document per line, under ``text_key``.
-    ``kind``: of ``chat``, every file has JSON lines, and documents are ``Line``.
+    ``kind``: of ``chat`` and ``preferences``, every file has JSON lines, and documents are ``Line``.
     """
 
     files: tuple[Path, ...]
@@ -63,9 +63,10 @@ class Documents:
                 ) from None
 
     def _documents(self, path: Path, lines: IO[str]) -> Iterator[str]:
-        if self.kind == "chat":
+        if self.kind != "text":
+            check = check_chat if self.kind == "chat" else check_preference
             for line, value in _json_lines(path, lines):
-                check_messages(value.get("messages") if isinstance(value, dict) else None, line.place)
+                check(value if isinstance(value, dict) else {}, line.place)
                 yield line
         elif ".jsonl" in path.suffixes:
             yield from _json_texts(path, lines, self.text_key)
@@ -216,6 +217,27 @@ def _json_texts(path: Path, lines: IO[str], key: str) -> Iterator[str]:
             raise DataError(f"{line.place}: has no text under {key!r} (found: {keys}); set data.text_key")
         if text:
             yield text
+
+
+def check_chat(value: Mapping[str, Any], place: str) -> None:
+    """Raises DataError: it has no messages, or none of the assistant."""
+    check_messages(value.get("messages"), place)
+
+
+def check_preference(value: Mapping[str, Any], place: str) -> None:
+    """Raises DataError: it has no prompt, no two answers, or twice the same."""
+    parts: list[Any] = [value.get(key) for key in ("prompt", "chosen", "rejected")]
+    prompt, *answers = parts
+    if not all(isinstance(part, list) and part for part in parts):
+        raise DataError(
+            f"{place}: must have lists of messages under prompt, chosen and rejected (found: {', '.join(value)})"
+        )
+    for answer in answers:
+        check_messages([*prompt, *answer], place)
+        if answer[-1]["role"] != "assistant":
+            raise DataError(f"{place}: chosen and rejected must end with a message of the assistant")
+    if answers[0] == answers[1]:
+        raise DataError(f"{place}: chosen and rejected are the same")
 
 
 def check_messages(messages: Any, place: str) -> None:

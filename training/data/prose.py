@@ -13,6 +13,11 @@ def example_chats() -> tuple[Path, ...]:
     return (Path(__file__).parent / "examples" / "chats.jsonl",)
 
 
+def example_preferences() -> tuple[Path, ...]:
+    """240 such sentences with that answer and a worse one."""
+    return (Path(__file__).parent / "examples" / "preferences.jsonl",)
+
+
 def english_files() -> tuple[Path, ...]:
     """Four UTF-8 files of paragraphs that blank lines separate."""
     return tuple(ENGLISH_FOLDER / f"{piece}.txt" for piece in _PIECES)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tightwire.training.data.chats import IGNORED, ChatPacker, Row
+from tightwire.training.data.chats import ChatPacker, PairPacker, Row
 from tightwire.training.data.documents import DataError, RunData
 from tightwire.training.data.read_ahead import until_closed
 
@@ -26,10 +26,6 @@ class Batch(NamedTuple):
     inputs_BS: Tensor
     targets_BS: Tensor
     positions_BS: Tensor | None = None
-
-    @property
-    def num_targets(self) -> int:
-        return int((self.targets_BS != IGNORED).sum())
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(*(None if tensor is None else tensor.to(device, non_blocking=True) for tensor in self))  # pyright: ignore[reportArgumentType]
@@ -71,8 +67,11 @@ class Packer:
             del pending[:used]
 
 
+AnyPacker = Packer | ChatPacker | PairPacker
+
+
 def endless_sequences(
-    documents_of: Callable[[int], Iterable[str]], pack: Packer | ChatPacker, position: int = 0
+    documents_of: Callable[[int], Iterable[str]], pack: AnyPacker, position: int = 0
 ) -> Iterator[tuple[int, TokenSequence | Row]]:
     """The sequences from ``position`` on, numbered; ``documents_of(epoch)`` returns an epoch's documents.
 
@@ -97,7 +96,7 @@ def endless_sequences(
 
 
 def rank_batches(
-    data: RunData, pack: Packer | ChatPacker, *, rank: int, world_size: int, position: int, closed: Event
+    data: RunData, pack: AnyPacker, *, rank: int, world_size: int, position: int, closed: Event
 ) -> Iterator[Batch]:
     """A rank's endless micro-batches of a run from ``position`` on. ``closed`` stops reading."""
     numbered = endless_sequences(lambda epoch: until_closed(data.training(epoch), closed), pack, position)
@@ -106,7 +105,7 @@ def rank_batches(
         yield stack(islice(own, data.config.batch.micro_sequences))
 
 
-def held_out_sequences(data: RunData, pack: Packer | ChatPacker) -> list[TokenSequence | Row]:
+def held_out_sequences(data: RunData, pack: AnyPacker) -> list[TokenSequence | Row]:
     """The evaluation sequences of all ranks. Raises DataError: the held-out documents do not fill one sequence."""
     config = data.config
     sequences = list(islice(pack(data.held_out()), config.evaluation.sequences))

@@ -44,17 +44,19 @@ def step_traffic(
     ranks_per_node: int,
     accumulation: int,
     first: bool = False,
+    forwards: int = 1,
 ) -> list[Flow]:
     """The collectives of one step of ``accumulation`` micro-batches, in plan order.
 
-    ``first``: it is the first step, which also gathers frozen weights with their own buffer.
+    ``first``: it is the first step, which also gathers frozen weights with their own buffer. ``forwards``: of a micro-batch; only
+    the last one has a backward.
     """
     ranks = options.sharding.shard_group(num_nodes, ranks_per_node)
     if ranks.world_size == 1:
         return []
     flows = []
     for bucket in plan.buckets:
-        flows += _gathers(plan, options, bucket, ranks, accumulation, first)
+        flows += _gathers(plan, options, bucket, ranks, accumulation, first, forwards)
         if bucket.trainable is not None:
             flows.append(_reduce(plan, options, bucket, bucket.trainable, ranks, accumulation))
     return flows
@@ -82,7 +84,13 @@ def gathers_per_step(block: int, num_blocks: int, num_buffers: int, first_backwa
 
 
 def _gathers(
-    plan: BucketPlan, options: EngineOptions, bucket: Bucket, ranks: GroupShape, accumulation: int, first: bool
+    plan: BucketPlan,
+    options: EngineOptions,
+    bucket: Bucket,
+    ranks: GroupShape,
+    accumulation: int,
+    first: bool,
+    forwards: int,
 ) -> Iterator[Flow]:
     for flat_param in bucket.flat_params:
         once = 1 if flat_param.trainable or first else 0
@@ -91,6 +99,7 @@ def _gathers(
             calls = gathers_per_step(
                 bucket.block, len(plan.blocks), options.num_buffers, first_backward_block(plan), accumulation
             )
+            calls += (forwards - 1) * accumulation
         form = form_of(options, bucket, flat_param, ranks)
         wire, (num_nodes, per_node) = form.wire_bytes, form.ranks
         if not form.two_legs:

@@ -14,12 +14,14 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.training.config.tree import ModelConfig
+from tightwire.training.config.tree import TrainConfig
+from tightwire.training.data.sequences import Batch
 from tightwire.training.engine.flat_parameters import Bucket, plan_buckets
 from tightwire.training.engine.hooks import Hooks, MicroBatch
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.start.loss import next_token_loss
 from tightwire.training.start.model import build_model
+from tightwire.training.start.objective import make_objective
 
 _META = torch.device("meta")
 _ATTENTION = "tightwire-meta"  # the name that transformers knows our attention by
@@ -74,13 +76,11 @@ class Activations(NamedTuple):
     reducing: int
 
 
-def activation_bytes(
-    llama: LlamaConfig, options: EngineOptions, config: ModelConfig, *, sequences: int, sequence_tokens: int
-) -> Activations:
+def activation_bytes(llama: LlamaConfig, options: EngineOptions, config: TrainConfig) -> Activations:
     """Measure one micro-batch, without the kernels' own working memory. Cost: a few milliseconds per block."""
     # On the meta device torch uses plain attention, which keeps all scores; real devices use fused kernels.
     AttentionInterface.register(_ATTENTION, _attention)
-    model: Any = build_model(llama, device=_META, frozen=config.frozen, lora=config.lora)
+    model: Any = build_model(llama, device=_META, frozen=config.model.frozen, lora=config.model.lora)
     model.loss_function = next_token_loss
     model.config._attn_implementation = _ATTENTION
     plan = plan_buckets(model, 1)
@@ -102,9 +102,10 @@ def activation_bytes(
     with LiveBytes() as live:
         hooks = Hooks(model, plan)
         anchor = torch.zeros((), device=_META, requires_grad=True)
-        ids_BS = torch.zeros(sequences, sequence_tokens, dtype=torch.int64, device=_META)
+        size = config.batch.micro_sequences, config.step_tokens // config.batch.sequences
+        ids_BS = torch.zeros(size, dtype=torch.int64, device=_META)
         hooks.micro_batch = MicroBatch(plan, options, weights, gradients, anchor, last=True)
-        model(input_ids=ids_BS, labels=ids_BS, shift_labels=ids_BS, use_cache=False).loss.backward()
+        make_objective(config).loss(model, Batch(ids_BS, ids_BS)).backward()
         return Activations(max(most_before, live.most), live.most if most_before else 0)
 
 

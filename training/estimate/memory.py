@@ -86,13 +86,7 @@ def rank_memory(
     shards = [flat_param.num_elems // plan.shard_ranks for flat_param in trainable]
     has_replicas = topology.world_size > plan.shard_ranks
     between, optimizer = config.parallel.between, measure_optimizer(config.optimizer)
-    activations = activation_bytes(
-        llama,
-        options,
-        config.model,
-        sequences=config.batch.micro_sequences,
-        sequence_tokens=config.data.sequence_tokens,
-    )
+    activations = activation_bytes(llama, options, config)
     transfers = transfer_bytes(plan, options, **nodes)
     return RankMemory(
         stays={

@@ -81,9 +81,8 @@ class StepModel:
     @property
     def flops(self) -> float:
         """Operations of one rank."""
-        tokens = self.config.batch.sequences * self.config.data.sequence_tokens / self.topology.world_size
-        has_lora = self.config.model.lora is not None
-        return flops_per_token(self.llama, self.config.data.sequence_tokens, has_lora=has_lora) * tokens
+        tokens, passes = self.config.step_tokens / self.topology.world_size, self.config.product_passes
+        return flops_per_token(self.llama, self.config.data.sequence_tokens, passes) * tokens
 
     def memory(self) -> RankMemory:
         """Cost: runs the model once on the meta device, a few milliseconds per block."""
@@ -110,6 +109,7 @@ def model_step(
         num_nodes=topology.num_nodes,
         ranks_per_node=topology.ranks_per_node,
         accumulation=config.batch.accumulation(topology.world_size),
+        forwards=2 if config.data.kind == "preferences" else 1,
     )
     return StepModel(
         config=config,
@@ -149,17 +149,17 @@ def _compressors(
     return found
 
 
-def flops_per_token(config: LlamaConfig, sequence_tokens: int, *, has_lora: bool = False) -> int:
+def flops_per_token(config: LlamaConfig, sequence_tokens: int, passes: int = 3) -> int:
     """Operations per token of forward and backward: 6 N + 12 L H E S, with N parameters in matrix products.
 
-    4 N if ``has_lora``: frozen matrices have no gradients, and the adapters' products do not count. Attention counts without
+    2 N for each of ``passes``: frozen matrices have no gradients, and adapters' products do not count. Attention counts without
     a mask; recomputation does not count. Source: PaLM, appendix B (arXiv 2204.02311).
     """
     width = config.num_heads * config.head_dim
     attention = config.hidden_size * (2 * width + 2 * config.num_kv_heads * config.head_dim)
     products = config.num_layers * (attention + 3 * config.hidden_size * config.mlp_size)
     products += config.vocab_size * config.hidden_size  # the head, tied or not; an embedding lookup has no arithmetic
-    return (4 if has_lora else 6) * products + 12 * config.num_layers * width * sequence_tokens
+    return 2 * passes * products + 12 * config.num_layers * width * sequence_tokens
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

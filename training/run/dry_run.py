@@ -49,7 +49,7 @@ def _about_run(model: StepModel) -> Iterator[str]:
         f"ranks             {topology.world_size} on {topology.num_nodes} node{'s' if topology.num_nodes > 1 else ''}, "
         f"sharding {config.parallel.sharding}, {plan.shard_ranks} shards"
     )
-    tokens = config.batch.sequences * config.data.sequence_tokens
+    tokens = config.step_tokens
     yield (
         f"a step            {config.batch.sequences} sequences of {config.data.sequence_tokens} tokens = {tokens} tokens; "
         f"{config.batch.accumulation(topology.world_size)} micro-batches of {config.batch.micro_sequences} on each rank"
@@ -118,7 +118,8 @@ def _about_time(model: StepModel, links: Mapping[str, Link]) -> Iterator[str]:
     known = [seconds for seconds, *_ in times.values() if seconds is not None]
     steps = config.schedule.steps
     yield f"    {'a step':<18}{_seconds(max(known)):>10}; all {steps} steps {_seconds(max(known) * steps)}"
-    if len(known) == len(times) and topology.world_size > 1 and config.batch.accumulation(topology.world_size) == 1:
+    one_forward = config.batch.accumulation(topology.world_size) == 1 and config.data.kind != "preferences"
+    if len(known) == len(times) and topology.world_size > 1 and one_forward:
         # Backward has twice the operations of forward.
         computing = Computing(forward_s=known[0] / 3, backward_s=2 * known[0] / 3, rest_s=0.0)
         predicted_s = predict_step(model, computing, _rates(links, topology))

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-from torch.nn.functional import cross_entropy
 
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.chats import IGNORED, Row
@@ -26,7 +25,7 @@ class Evaluator:
         sequences: Sequence[TokenSequence | Row],
     ) -> None:
         self._config, self._trained, self._start, self._control = config.evaluation, trained, start, control
-        self._is_chat = config.data.kind == "chat"
+        self._is_chat = config.data.kind != "text"
         at_once, own = config.batch.micro_sequences, list(sequences[control.rank :: control.world_size])
         num_batches = -(-len(sequences) // (control.world_size * at_once))
         # Each pass gathers weights, so all ranks run the same number; fill up with sequences whose targets are ignored.
@@ -46,17 +45,14 @@ class Evaluator:
         return EvaluationRecord(step=step, held_out_loss=loss, tokens=tokens, samples=samples)
 
     def _loss(self) -> tuple[float, int]:
-        """(mean loss in nats per token, number of tokens)."""
+        """(mean loss in nats per token or pair, their number)."""
         total, count = 0.0, 0
         for batch in self._batches:
-            inputs = {"input_ids": batch.inputs_BS, "position_ids": batch.positions_BS}
-            logits_BSV = self._trained.model(**inputs, use_cache=False).logits.float()
-            flat = logits_BSV.flatten(0, 1), batch.targets_BS.flatten()
-            total += float(cross_entropy(*flat, ignore_index=IGNORED, reduction="sum"))
-            count += batch.num_targets
+            own_total, own_count = self._trained.objective.total(self._trained.model, batch)
+            total, count = total + own_total, count + own_count
         ranks = self._control.gather_numbers(total, count)
-        tokens = int(sum(count for _, count in ranks))
-        return sum(total for total, _ in ranks) / tokens, tokens
+        items = int(sum(count for _, count in ranks))
+        return sum(total for total, _ in ranks) / items, items
 
     def _continue(self, prompt: str) -> str:
         """The greedy continuation, cut at the end token."""

@@ -63,7 +63,7 @@ class Loop:
         self._model, self._engine, self._state = self.trained.model, self.trained.engine, self.trained.state
         self._accumulation = self.config.batch.accumulation(self.control.world_size)
         self._upcoming: list[Batch] = []  # micro-batches of the next step
-        self._targets = 0  # of the next step, over all ranks
+        self._weight = 0  # targets or pairs of the next step, over all ranks
         self._data_error = ""
         self._logs = True  # the newest record was written to the log
 
@@ -99,8 +99,8 @@ class Loop:
             self._read()
             if self._data_error:
                 raise DataError(self._data_error)
-        signals, targets = zip(*self.control.gather_numbers(self.stop_signal(), self._num_targets()), strict=True)
-        self._targets = int(sum(targets))
+        signals, weights = zip(*self.control.gather_numbers(self.stop_signal(), self._own_weight()), strict=True)
+        self._weight = int(sum(weights))
         return int(max(signals))
 
     def _read(self) -> None:
@@ -137,12 +137,12 @@ class Loop:
             self.checkpointer.written,
             _memory_bytes(self.trained.device),
             bool(self._data_error),
-            self._num_targets(),
+            self._own_weight(),
         )
-        losses, signals, written, memory, broken, targets = zip(*ranks, strict=True)
-        self._targets = int(sum(targets))
+        losses, signals, written, memory, broken, weights = zip(*ranks, strict=True)
+        self._weight = int(sum(weights))
         seconds = perf_counter() - begun
-        tokens = self.config.batch.sequences * self.config.data.sequence_tokens
+        tokens = self.config.step_tokens
         reached = self.flops_per_token * tokens / self.control.world_size / seconds
         if self.peak_flops is not None and self.config.log.peak_tflops is None:
             # A step can be faster than the measured peak, because other programs may have run during that measurement.
@@ -166,25 +166,23 @@ class Loop:
         return int(max(signals)), any(broken)
 
     def _gradients(self) -> float:
-        """Run forward and backward of all micro-batches. Returns the loss, of which the mean over ranks is that of all targets."""
+        """Run forward and backward of all micro-batches. Returns the loss, of which the mean over ranks is that of all items."""
         total = torch.zeros((), device=self.trained.device)
         for number, batch in enumerate(self._upcoming):
-            # Targets of all ranks weigh the same, however many a micro-batch has; of text, all have equally many.
-            share = self._targets / (self.control.world_size * batch.num_targets)
+            # Items of all ranks weigh the same, however many a micro-batch has; of text, all have equally many.
+            share = self._weight / (self.control.world_size * self.trained.objective.weight(batch))
             batch = batch.to(self.trained.device)
             self._seed_dropout(number)
             with self._engine.micro_batch(last=number == self._accumulation - 1):
-                # The targets are shifted already, but transformers computes a loss only if `labels` is given.
-                inputs = {"input_ids": batch.inputs_BS, "position_ids": batch.positions_BS, "use_cache": False}
-                loss = self._model(**inputs, labels=batch.targets_BS, shift_labels=batch.targets_BS).loss / share
+                loss = self.trained.objective.loss(self._model, batch) / share
                 loss.backward()
             total += loss.detach()
         self._engine.finish_gradients()
         return float(total)
 
-    def _num_targets(self) -> int:
-        """This rank's targets in the next step."""
-        return sum(batch.num_targets for batch in self._upcoming)
+    def _own_weight(self) -> int:
+        """The targets or pairs that this rank has in the next step."""
+        return sum(self.trained.objective.weight(batch) for batch in self._upcoming)
 
     def _seed_dropout(self, micro_batch: int) -> None:
         """Make dropout depend on the step alone, so that a resumed run draws the same."""

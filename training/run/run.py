@@ -146,9 +146,7 @@ class Run:
                 terminal=terminal,
                 log=log,
                 stop_signal=stop_signal,
-                flops_per_token=flops_per_token(
-                    start.config, config.data.sequence_tokens, has_lora=config.model.lora is not None
-                ),
+                flops_per_token=flops_per_token(start.config, config.data.sequence_tokens, config.product_passes),
                 peak_flops=self._peak_flops(),
                 step=step,
                 position=position,

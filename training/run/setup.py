@@ -16,8 +16,8 @@ from tightwire.training.compression.dense import Replicas
 from tightwire.training.compression.make import make_compressor
 from tightwire.training.config.compression import DenseOptions
 from tightwire.training.config.tree import DataConfig, ParallelConfig, TrainConfig
-from tightwire.training.data.chats import ChatEncoder, ChatPacker
-from tightwire.training.data.sequences import Packer
+from tightwire.training.data.chats import ChatEncoder, ChatPacker, PairPacker
+from tightwire.training.data.sequences import AnyPacker, Packer
 from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.flat_parameters import BucketPlan, cut_shard, plan_buckets
 from tightwire.training.engine.gradients import GradientCompressor
@@ -27,6 +27,7 @@ from tightwire.training.ranks.control import Control
 from tightwire.training.ranks.groups import TrainGroups, open_train_groups, replica_group, shard_group
 from tightwire.training.start.loss import next_token_loss
 from tightwire.training.start.model import StartingModel, build_model
+from tightwire.training.start.objective import Objective, make_objective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +50,7 @@ class Trained:
     """The model in training, and the engine and state that hold its parameters."""
 
     model: Any
+    objective: Objective
     engine: Engine
     state: RunState
     device: torch.device
@@ -102,18 +104,19 @@ def make_trained(config: TrainConfig, options: EngineOptions, start: StartingMod
     state = RunState(
         shards=shards, optimizer=optimizer, compressor=compressor, replica=Replica(replicas.rank, replicas.world_size)
     )
-    return Trained(model=model, engine=engine, state=state, device=groups.device)
+    return Trained(model=model, objective=make_objective(config), engine=engine, state=state, device=groups.device)
 
 
-def make_packer(config: DataConfig, start: StartingModel) -> Packer | ChatPacker:
-    """What makes sequences of the run's documents. Raises ValueError: chats, and the model has no chat template."""
+def make_packer(config: DataConfig, start: StartingModel) -> AnyPacker:
+    """What makes sequences of the run's documents. Raises ValueError: messages, and the model has no chat template."""
     tokenizer, size = start.tokenizer, config.sequence_tokens
     encode = partial(tokenizer.encode, add_special_tokens=False)
     if config.kind == "text":
         return Packer(encode, size, start.end_token_id)
     if tokenizer.chat_template is None:
-        raise ValueError(f"data.kind=chat: {start.name} has no chat template; start from an instruct model")
-    return ChatPacker(ChatEncoder(tokenizer.render_chat, encode, tokenizer.eos_token_ids), size, start.end_token_id)
+        raise ValueError(f"data.kind={config.kind}: {start.name} has no chat template; start from an instruct model")
+    pack = ChatPacker if config.kind == "chat" else PairPacker
+    return pack(ChatEncoder(tokenizer.render_chat, encode, tokenizer.eos_token_ids), size, start.end_token_id)
 
 
 def _make_compressor(

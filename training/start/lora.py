@@ -17,7 +17,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with its adapter. The names of its own parameters stay."""
+    """A linear layer with its adapter. The names of its own parameters stay; ``adapts`` False computes the base model."""
 
     def __init__(self, base: nn.Linear, config: LoraConfig) -> None:
         on = {"bias": False, "device": base.weight.device}
@@ -25,10 +25,12 @@ class LoraLinear(nn.Linear):
         self.weight, self.bias = base.weight, base.bias
         self.lora_A = nn.Linear(base.in_features, config.rank, **on)
         self.lora_B = nn.Linear(config.rank, base.out_features, **on)
-        self.scale, self.dropout = config.scale, config.dropout
+        self.scale, self.dropout, self.adapts = config.scale, config.dropout, True
 
     def forward(self, input: Tensor) -> Tensor:
         out = linear(input, self.weight, self.bias)
+        if not self.adapts:
+            return out
         return out + self.lora_B(self.lora_A(dropout(input, self.dropout, self.training))) * self.scale
 
 

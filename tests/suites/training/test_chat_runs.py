@@ -1,11 +1,14 @@
 """Runs on chats: targets weigh the same on any number of ranks, and a stopped run resumes."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 from helpers.training.training_runs import StopAfter, log_lines, losses, make_config, train
+from tiny import VARIANTS, make_tiny
 
+from tightwire.training.config.read import ConfigError
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
 
@@ -54,3 +57,35 @@ def test_evaluation_prompts_are_the_users_messages(tmp_path: Path) -> None:
 def test_a_chat_that_is_too_long_ends_the_run_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"chats.jsonl:\d+: the chat has \d+ tokens and data.sequence_tokens is 20"):
         train(_config(tmp_path, "data.sequence_tokens=20"))
+
+
+def _pairs(folder: Path, base: Path, *overrides: str, run: str = "run") -> TrainConfig:
+    path = folder / "pairs.jsonl"
+    turns = [("prompt", "user", "say {}"), ("chosen", "assistant", "yes {}"), ("rejected", "assistant", "no, never {}")]
+    pairs = [{key: [{"role": role, "content": text.format(i)}] for key, role, text in turns} for i in range(60)]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    data = f"data={{files: [{path}], kind: preferences, sequence_tokens: 48, held_out: 0.2}}"
+    model, evaluation = f"model={{start: {base}, lora: {{rank: 4}}}}", "evaluation={every: 3, sequences: 6}"
+    return make_config(folder, model, data, evaluation, *overrides, run=run)
+
+
+def test_dpo_learns_preferences_on_any_number_of_ranks_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    base = make_tiny(tmp_path / "model", **VARIANTS["odd-heads"])
+    alone, parted = _pairs(tmp_path, base, run="alone"), _pairs(tmp_path, base, run="parted")
+    shared = _pairs(tmp_path, base, "parallel={sharding: zero3, checkpoint_every: 1}", run="shared")
+    train(alone)
+    train(shared, 2)
+    train(parted, stop_signal=StopAfter(parted, 3))
+    train(parted)
+
+    assert losses(alone)[0] == pytest.approx(math.log(2), abs=1e-5)  # the adapter begins as the reference
+    assert losses(alone)[-1] < 0.6
+    assert losses(shared) == pytest.approx(losses(alone), abs=1e-4)
+    assert losses(parted) == losses(alone)
+    held_out = [line["held_out_loss"] for line in log_lines(alone) if "held_out_loss" in line]
+    assert len(held_out) == 2 and held_out[1] < held_out[0] < math.log(2)
+
+
+def test_preferences_without_an_adapter_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="DPO's reference is the model without its adapter; set model.lora"):
+        _config(tmp_path, "data.kind=preferences")

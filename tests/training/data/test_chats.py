@@ -10,9 +10,9 @@ from helpers.model.small_llama import small_llama
 from helpers.training.training_ranks import VOCABULARY
 
 from tightwire.model.text.tokenizer import END_OF_TURN_ID, byte_backend
-from tightwire.training.data.chats import IGNORED, ChatEncoder, ChatPacker, Row
+from tightwire.training.data.chats import IGNORED, ChatEncoder, ChatPacker, PairPacker, Row
 from tightwire.training.data.documents import DataError, Documents
-from tightwire.training.data.prose import example_chats
+from tightwire.training.data.prose import example_chats, example_preferences
 from tightwire.training.data.sequences import stack
 from tightwire.training.start.model import with_template
 
@@ -116,3 +116,40 @@ def test_the_example_has_chats_that_fit_its_rows() -> None:
 
     assert len(rows) == 80
     assert _learned(rows[0]).startswith('{"name": ')
+
+
+def _pair(prompt: str, chosen: str, rejected: str) -> str:
+    messages = {"prompt": ("user", prompt), "chosen": ("assistant", chosen), "rejected": ("assistant", rejected)}
+    return json.dumps({key: [{"role": role, "content": text}] for key, (role, text) in messages.items()})
+
+
+def test_a_preference_is_a_chosen_and_a_rejected_row_of_which_the_answers_are_learned() -> None:
+    encode = _packer(40).encode
+    value = json.loads(_pair("Hi", "yes", "no"))
+    value["prompt"] += [{"role": "assistant", "content": "what?"}, {"role": "user", "content": "say"}]
+    (pair,) = PairPacker(encode, 70, _END)([json.dumps(value)])
+
+    chosen, rejected = (Row(*(values[at : at + 70] for values in pair)) for at in (0, 70))
+    assert (_learned(chosen), _learned(rejected)) == ("yes<|end|>", "no<|end|>")
+    assert len(pair.inputs) == len(pair.targets) == len(pair.positions) == 140
+    assert chosen.positions[0] == rejected.positions[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": [], "chosen": []}', r"under prompt, chosen and rejected \(found: prompt, chosen\)"),
+        (_pair("a", "b", "b"), "chosen and rejected are the same"),
+        (_pair("a", "b", "c").replace("assistant", "user", 1), "has no message of the assistant"),
+        (_pair("a", "b", "c" * 90), "data.sequence_tokens is 60"),
+    ],
+)
+def test_bad_preferences_are_refused_with_file_and_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(f"{_pair('a', 'b', 'c')}\n{line}\n")
+    with pytest.raises(DataError, match=f"pairs.jsonl:2: .*{message}"):
+        list(PairPacker(_packer(60).encode, 60, _END)(Documents(files=(path,), kind="preferences")))
+
+
+def test_the_example_of_preferences_can_be_read() -> None:
+    assert len(list(Documents(files=example_preferences(), kind="preferences"))) == 240

@@ -15,6 +15,7 @@ from helpers.training.training_runs import make_config
 
 from tightwire.comm.group.topology import Topology
 from tightwire.training.config.tree import TrainConfig
+from tightwire.training.data.sequences import Batch
 from tightwire.training.engine.flat_parameters import plan_buckets
 from tightwire.training.engine.options import engine_options
 from tightwire.training.estimate.activations import LiveBytes
@@ -65,9 +66,10 @@ def _step(groups: TrainGroups, config: TrainConfig) -> int:
     with LiveBytes() as live:
         trained = make_trained(config, engine_options(config), start, groups)
         for _ in range(2):
-            ids_BS = torch.zeros(config.batch.micro_sequences, config.data.sequence_tokens, dtype=torch.int64)
+            size = config.batch.micro_sequences, config.step_tokens // config.batch.sequences
+            ids_BS = torch.zeros(size, dtype=torch.int64)
             with trained.engine.micro_batch(last=True):
-                trained.model(input_ids=ids_BS, labels=ids_BS, shift_labels=ids_BS, use_cache=False).loss.backward()
+                trained.objective.loss(trained.model, Batch(ids_BS, ids_BS)).backward()
             trained.engine.finish_gradients()
             trained.state.optimizer.step()
             trained.engine.weights_changed()
@@ -89,18 +91,19 @@ def test_the_peak_memory_of_a_rank_equals_the_formula(case: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "parallel",
+    ("parallel", "kind"),
     [
-        "{sharding: zero3, frozen_codec: int8}",
-        "{sharding: none}",
-        "{sharding: zero3, frozen_codec: int4, secondary: true, checkpoint_every: 1}",
+        ("{sharding: zero3, frozen_codec: int8}", "text"),
+        ("{sharding: none}", "text"),
+        ("{sharding: zero3, frozen_codec: int4, secondary: true, checkpoint_every: 1}", "text"),
+        ("{sharding: zero3, frozen_codec: int8}", "preferences"),
     ],
 )
-def test_the_peak_memory_of_training_an_adapter_equals_the_formula(parallel: str, tmp_path: Path) -> None:
+def test_the_peak_memory_of_training_an_adapter_equals_the_formula(parallel: str, kind: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 160}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 2048, **sizes}))
     model = f"model={{start: 'random:{tmp_path}/config.json', lora: {{rank: 8}}}}"
-    config = make_config(tmp_path, *_SIZES[2:], model, f"parallel={parallel}")
+    config = make_config(tmp_path, *_SIZES[2:], model, f"parallel={parallel}", f"data.kind={kind}")
     memory = _formula(config)
     expected = RankMemory(memory.stays, {"backward": memory.moments["backward"]}).most
 

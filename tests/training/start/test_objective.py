@@ -1,0 +1,106 @@
+"""DPO beside TRL's trainer: its figures are recorded, so TRL need not be installed. The reference is the model without its adapter."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from helpers.model.small_llama import small_llama
+from helpers.training.training_ranks import open_engine, run_groups
+from torch import Tensor, nn
+
+from tightwire.training.config.lora import LoraConfig
+from tightwire.training.data.chats import IGNORED
+from tightwire.training.data.sequences import Batch
+from tightwire.training.engine.options import EngineOptions
+from tightwire.training.engine.traffic import step_traffic
+from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
+from tightwire.training.start.lora import add_lora, base_of
+from tightwire.training.start.objective import Dpo, without_adapter
+
+# Where the answer of each row begins and ends; chosen rows, then rejected ones.
+_ANSWERS = ((5, 14), (5, 12), (7, 13), (5, 9), (5, 14), (7, 11))
+# (loss, norm of all gradients) by beta, of trl 1.16.0: DPOTrainer(small_llama(), peft_config=...)._compute_loss on these rows.
+_TRL = {0.1: (0.6907119154930115, 0.12465248275943115), 0.5: (0.6833480000495911, 0.5996500398608963)}
+
+
+def _adapted() -> nn.Module:
+    model = small_llama()
+    add_lora(model, LoraConfig(rank=4, alpha=8))
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in [*model.named_parameters()]:
+        if base_of(name) is not None:
+            own = nn.Parameter(0.1 * torch.randn(parameter.shape, generator=generator))
+            model.get_submodule(name.rpartition(".")[0]).weight = own
+    return model
+
+
+def _pairs() -> Batch:
+    tokens_6T = torch.randint(0, 80, (6, 14), generator=torch.Generator().manual_seed(2))
+    targets_6S = torch.full((6, 13), IGNORED)
+    for row, (begin, end) in enumerate(_ANSWERS):
+        targets_6S[row, begin - 1 : end - 1] = tokens_6T[row, begin:end]
+
+    def joined(rows_6S: Tensor) -> Tensor:
+        return torch.cat(rows_6S.chunk(2), 1)
+
+    return Batch(joined(tokens_6T[:, :-1]), joined(targets_6S), torch.arange(13).repeat(3, 2))
+
+
+@pytest.mark.parametrize("beta", _TRL)
+def test_loss_and_gradients_of_dpo_equal_those_of_trl(beta: float) -> None:
+    model: Any = _adapted()
+
+    loss = Dpo(beta).loss(model, _pairs())
+    loss.backward()
+
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = torch.stack([grad.double().norm() for grad in grads]).norm()
+    assert loss.item() == pytest.approx(_TRL[beta][0], abs=1e-6)
+    assert norm.item() == pytest.approx(_TRL[beta][1], rel=1e-5)
+
+
+def test_the_model_without_its_adapter_has_the_bits_of_the_base() -> None:
+    model, tokens = _adapted(), torch.arange(12).view(1, 12)
+    with torch.no_grad(), without_adapter(model):
+        assert torch.equal(model(tokens).logits, small_llama()(tokens).logits)
+    assert not torch.equal(model(tokens).logits, small_llama()(tokens).logits)
+
+
+@torch.no_grad()
+def test_pairs_without_an_answer_do_not_count_in_an_evaluation() -> None:
+    model, pairs = _adapted(), _pairs()
+    total, count = Dpo(0.1).total(model, pairs)
+    pairs.targets_BS[0] = IGNORED
+    less, two = Dpo(0.1).total(model, pairs)
+
+    assert (count, two) == (3, 2) and less != pytest.approx(total)
+    assert total / count == pytest.approx(_TRL[0.1][0], abs=1e-6)
+
+
+def test_ranks_compute_the_same_and_send_what_the_formula_says() -> None:
+    """The reference's forward gathers the blocks once more in each micro-batch."""
+    pairs, model = _pairs(), _adapted()
+    plans = []
+
+    def run_rank(groups: TrainGroups) -> tuple[float, int]:
+        own = copy.deepcopy(model)
+        with open_engine(own, groups, EngineOptions()) as engine:
+            plans.append(engine.plan)
+            for last in (False, True):
+                with engine.micro_batch(last=last):
+                    loss = Dpo(0.1).loss(own, pairs)
+                    (loss / 2).backward()
+            engine.finish_gradients()
+            sent = sum(count.bytes_sent for count in groups.gather.ledger.counters.counts())
+            return engine.gradient_norm(), sent
+
+    results = run_groups(in_process_train_groups(4), run_rank)
+
+    flows = step_traffic(
+        plans[0], EngineOptions(), num_nodes=1, ranks_per_node=4, accumulation=2, first=True, forwards=2
+    )
+    expected = sum(flow.calls * flow.bytes_sent for flow in flows if flow.lane == "gather")
+    for norm, sent in results:
+        assert norm == pytest.approx(_TRL[0.1][1], rel=1e-5)
+        assert sent == expected
