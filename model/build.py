@@ -17,9 +17,9 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.decoder import Llama
 from tightwire.model.layer_groups import LayerGroups
-from tightwire.model.layout import Layout, Shard
+from tightwire.model.layout import Layout, Shard, stage_model
 from tightwire.model.parallel import ChoiceGather, StageWire, TensorParallel
-from tightwire.model.prompt_stages import PromptStages
+from tightwire.model.prompt_stages import Passage, PromptStages
 from tightwire.model.runner import DecodeGraphs, ModelRunner, cuda_capture, graph_sizes
 from tightwire.model.sampling.choose import TokenChooser
 from tightwire.model.stages import StagePlan
@@ -43,7 +43,10 @@ class RankGroups:
     replica: Group  # the ranks that the model is split over
     routes: Routes | None = None  # their AllReduces; None for a replica of one rank
     world: Group | None = None  # the ranks of all replicas; None: there is one replica
-    stages: Group | None = None  # the replica's ranks again, with connections of their own, for prompts in stages
+    stages: Group | None = (
+        None  # the ranks again, with connections of their own; in a pipeline ``replica`` is this rank alone
+    )
+    chosen: Group | None = None  # and again, for the tokens that the last stage chooses
     peers: PartitionPeers | None = None  # share this shard's partitioned weights; closed with the runner
 
 
@@ -87,6 +90,8 @@ def build_runner(
     missing or has another shape.
     """
     replica, world = groups.replica, groups.world
+    if (passed := options.stages) is not None and passed.pipeline and groups.stages is not None:
+        config = stage_model(config, passed.of(groups.stages.rank))
     shard, plan = layout.shards[replica.rank], options.weight_plan
     weights = _load_weights(config, source, shard, groups, options, progress)
     cache = _make_cache(config, shard, options, replica.device)
@@ -110,7 +115,7 @@ def build_runner(
             ledger=replica.ledger,
             has_adapters=adapters is not None,
         )
-    vocab_rows = [each.vocab_rows for each in layout.shards]
+    vocab_rows = [each.vocab_rows for each in layout.shards[: replica.world_size]]
     return ModelRunner(
         model,
         TokenChooser(vocab_rows, replica.rank, replica.device, parallel.gather_choices),
@@ -130,15 +135,17 @@ def _make_stages(
     groups: RankGroups,
     options: RunnerOptions,
     model: Llama,
-) -> PromptStages:
+) -> PromptStages | Passage:
     """Load the whole layers of this rank's stage. ValueError: the weights are not all resident, or a prepared folder's."""
     group, plan, weights = groups.stages, options.stages, model.weights
     if isinstance(source, Prepared) or not isinstance(weights, ResidentWeights) or group is None or plan is None:
         raise ValueError("prompts in stages need a checkpoint whose layers are all resident, and a group of the stages")
+    wire = StageWire(group, parse_codec(options.stage_codec), groups.chosen)
+    if plan.pipeline:
+        return Passage(plan, wire, config.hidden_size)
     shard, layers = layout.shards[group.rank], plan.of(group.rank)
     given = source, config, shard, layers, options.formats, options.dtype
     stage = load_stage(*given, weights.layers, weights.outer)
-    wire = StageWire(group, parse_codec(options.stage_codec))
     return PromptStages(config, layout, plan, wire, stage, model.cache, options.max_model_len)
 
 

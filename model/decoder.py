@@ -18,7 +18,7 @@ the ranks sum over shared memory, all layers with their sums in one call.
 Source: Llama 2, arXiv 2307.09288; Llama 3, arXiv 2407.21783.
 """
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from functools import partial
 
 import torch
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.lane import Lane
-from tightwire.comm.protocols import KernelSums
 from tightwire.kernels.cpu.library import available
 from tightwire.kernels.layer_ops import rms_norm
 from tightwire.kernels.linear import linear
@@ -163,19 +162,18 @@ class Llama:
         sums = [row_sums for layer in self._sums[batch.policy][span.start : span.stop] for row_sums in layer]
         if not any(sums):
             return partial(program.run_layers, span, update_TD)
-        in_kernel = self._sums_in_kernel(sums, program.residual_TD)
-        return None if in_kernel is None else partial(program.run_and_sum, span, update_TD, *in_kernel)
-
-    def _sums_in_kernel(self, sums: Iterable[RowSums | None], rows_TD: Tensor) -> tuple[KernelSums, list[str]] | None:
-        """Return the arguments for sums inside the decode kernel, and their labels; None if it cannot sum."""
         known = [row_sums for row_sums in sums if row_sums is not None]
-        kernel_sums = self._parallel.sums_in_kernel({row_sums.generated for row_sums in known}, rows_TD)
-        return None if kernel_sums is None else (kernel_sums, [row_sums.label for row_sums in known])
+        kernel_sums = self._parallel.sums_in_kernel({row_sums.generated for row_sums in known}, program.residual_TD)
+        if kernel_sums is None:
+            return None
+        return partial(program.run_and_sum, span, update_TD, kernel_sums, [row_sums.label for row_sums in known])
 
     def _embed(self, batch: Batch) -> Tensor:
-        table, scale = self.weights.outer.embedding, self._config.embedding_scale
-        residual_TD = self._parallel.embed(table, batch.token_ids_T, batch.policy, batch.phase, self._residual_dtype)
-        if scale == 1.0:
+        residual_TD, scale = batch.hidden_TD, self._config.embedding_scale
+        if residual_TD is None:
+            given = self.weights.outer.embedding, batch.token_ids_T, batch.policy, batch.phase
+            residual_TD = self._parallel.embed(*given, self._residual_dtype)
+        if scale == 1.0 or self._config.first_layer:
             return residual_TD
         # Rounded to the weights' dtype, as in the models' own code.
         return residual_TD.mul_(torch.tensor(scale, dtype=self.cache.dtype).item())
@@ -184,14 +182,6 @@ class Llama:
     def last_chosen(self, chosen_R: Tensor | None, num: int, phase: str) -> Tensor:
         """Return (num,) int32 on every rank; see ``TensorParallel.last_chosen``."""
         return self._parallel.last_chosen(chosen_R, num, phase)
-
-    def norm_after(self, layers: range) -> Tensor | None:
-        """Return the norm of the update that the last of ``layers`` makes, if the model has one."""
-        if layers.stop == self._config.num_layers:
-            return self.weights.outer.last_update_norm
-        norm = self.weights.layer(layers.stop).attention_update_norm
-        self.weights.release(layers.stop)
-        return norm
 
     @torch.inference_mode()
     def share_rows(self, rows_RD: Tensor | None, num_rows: int) -> Tensor:

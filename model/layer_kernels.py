@@ -21,6 +21,7 @@ from tightwire.model.layout import Shard
 from tightwire.model.rope import Angles
 from tightwire.model.step import Batch
 from tightwire.model.weights.source import LayerWeights
+from tightwire.model.weights.stage import JoinedRows
 
 
 class Layers(Protocol):
@@ -108,7 +109,10 @@ class EagerLayers:
     def square_sums(self, qkv_THE: Tensor) -> Tensor:
         """Return (T, 2) float32, the squares of this rank's queries and keys, summed; heads on two ranks count once."""
         num_heads = self._shard.local_heads
-        first_key = num_heads + self._shard.shares_first_kv_head(self._config.heads_per_kv_head)
+        is_shared = (
+            self._shard.query_heads.start % self._config.heads_per_kv_head != 0
+        )  # the first, with the rank before
+        first_key = num_heads + is_shared
         keys = slice(first_key, num_heads + self._shard.local_kv_heads)
         parts = qkv_THE[:, :num_heads], qkv_THE[:, keys]
         return torch.stack([part.flatten(1).float().square().sum(1) for part in parts], dim=1)
@@ -172,7 +176,10 @@ class EagerLayers:
 
     def column_parallel(self, site: str, index: int, x_TD: Tensor, bias_O: Tensor | None, num_decode: int) -> Tensor:
         """Multiply with the matrix ``site`` of the layer, whose rows are split over the ranks."""
-        return linear(x_TD, getattr(self._placed[index], site), bias_O, num_decode_rows=num_decode)
+        weight = getattr(self._placed[index], site)
+        if isinstance(weight, JoinedRows):
+            return weight.multiply(x_TD, bias_O)
+        return linear(x_TD, weight, bias_O, num_decode_rows=num_decode)
 
     def _row_parallel(self, x_TF: Tensor, weight: Matrix, bias: Tensor | None, num_decode_rows: int) -> Tensor:
         return linear(x_TF, weight, bias, num_decode_rows=num_decode_rows, out_dtype=self.residual_TD.dtype)

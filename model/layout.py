@@ -7,7 +7,7 @@ even if the heads are not (docs/weights.md).
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from tightwire.kernels.spec.attention import HeadGroups
@@ -37,10 +37,6 @@ class Shard:
     @property
     def local_kv_heads(self) -> int:
         return len(self.kv_heads)
-
-    def shares_first_kv_head(self, heads_per_kv_head: int) -> bool:
-        """Return True if the rank before keeps this rank's first KV head too."""
-        return self.query_heads.start % heads_per_kv_head != 0
 
     def head_groups(self, heads_per_kv_head: int) -> HeadGroups:
         """Return the groups of this rank's query heads that share a KV head."""
@@ -90,6 +86,17 @@ def make_layout(
 def whole_shard(config: LlamaConfig) -> Shard:
     """Return the shard of a rank that holds the whole model."""
     return make_layout(config, 1).shards[0]
+
+
+def stage_model(config: LlamaConfig, layers: range) -> LlamaConfig:
+    """Return the description of these layers as a model of their own; the first stage embeds, and the last has the head."""
+
+    def inside(chosen: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(layer - layers.start for layer in chosen if layer in layers)
+
+    has_head = layers.stop == config.num_layers
+    own = {"sliding": inside(config.sliding), "nope": inside(config.nope)}
+    return replace(config, num_layers=len(layers), first_layer=layers.start, has_head=has_head, **own)
 
 
 def _split_heads(config: LlamaConfig, shares: list[float], unit: int) -> list[tuple[range, range]]:

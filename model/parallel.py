@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -41,15 +42,11 @@ class RowSums:
     prompt: AllReduce | None
     generated: AllReduce | None
 
-    def dropped_rows(self, num_rows: int, num_decode_rows: int) -> slice:
-        """The rows whose sum is dropped; decode rows come first."""
-        start = 0 if self.generated is None else num_decode_rows
-        return slice(start, max(start, num_rows if self.prompt is None else num_decode_rows))
-
     def keep_dropped(self, update_TD: Tensor, residual_TD: Tensor, num_decode_rows: int) -> "DroppedSum | None":
-        """Return the rows of attention's update that were not summed; None if all were."""
-        rows = self.dropped_rows(len(update_TD), num_decode_rows)
-        return None if rows.start >= rows.stop else DroppedSum(rows, update_TD, residual_TD)
+        """Return the rows of attention's update that were not summed; None if all were. Decode rows come first."""
+        start = 0 if self.generated is None else num_decode_rows
+        stop = len(update_TD) if self.prompt is None else num_decode_rows
+        return None if start >= stop else DroppedSum(slice(start, stop), update_TD, residual_TD)
 
 
 class DroppedSum:
@@ -206,21 +203,34 @@ class ChoiceGather:
 
 
 class StageWire:
-    """Moves hidden states and KV heads between the stages, one per rank, in a thread beside computing.
+    """Moves hidden states, KV heads and chosen tokens between the stages, one per rank, in threads beside computing.
 
     ``group``: the ranks in the order of their stages, with connections and a ledger of its own. All ranks call the same
     methods in the same order.
     """
 
-    def __init__(self, group: Group, codec: Codec) -> None:
-        """``codec``: of hidden states."""
-        self.group, self._codec = group, codec
+    def __init__(self, group: Group, codec: Codec, chosen: Group | None = None) -> None:
+        """``codec``: of hidden states. ``chosen``: the ranks again, of a pipeline, for the tokens that the last one chooses."""
+        self.group, self._codec, self.chosen = group, codec, chosen or group
         self._lane = Lane("stages", group.device, ledger=group.ledger)
+        self._chosen_lane = Lane("chosen", group.device, ledger=self.chosen.ledger)
 
     def close(self) -> None:
         self._lane.close()
+        self._chosen_lane.close()
 
-    def send_on(self, own_TD: Tensor | None, recv_shape: tuple[int, int] | None) -> Pending:
+    def send_chosen(self, results: Tensor | None, num: int, phase: str) -> Pending:
+        """Send the last rank's ``results``, (num,) int64, to the first; the result are these there, and nothing elsewhere."""
+        last, ranks = self.group.world_size - 1, range(self.group.world_size)
+        own = torch.empty(0, dtype=torch.uint8) if results is None else as_bytes(results.contiguous())
+        parts = [own if rank == 0 else own[:0] for rank in ranks]
+        sizes = [_INT64_BYTES * num if (self.group.rank, rank) == (0, last) else 0 for rank in ranks]
+
+        given = self.chosen, "token-ids", parts, sizes
+        move = partial(deliver, *given, phase=phase, site=f"stage {self.group.rank}")
+        return self._chosen_lane.start(lambda: torch.cat(move()).view(torch.int64))
+
+    def send_on(self, own_TD: Tensor | None, recv_shape: tuple[int, int] | None, phase: str) -> Pending:
         """Send hidden states to the next stage; the result are those of the stage before, (T, D) float32.
 
         None: nothing to send, or to receive; the result is then empty. Cost: the codec's bytes.
@@ -235,7 +245,7 @@ class StageWire:
             num_bytes = 0 if recv_shape is None else codec.wire_bytes(math.prod(recv_shape), _FLOAT_BYTES)
             parts = [encoded if peer == rank + 1 else encoded[:0] for peer in ranks]
             sizes = [num_bytes if peer == rank - 1 else 0 for peer in ranks]
-            received = deliver(self.group, "hidden-state", parts, sizes, phase="prefill", site=f"stage {rank}")
+            received = deliver(self.group, "hidden-state", parts, sizes, phase=phase, site=f"stage {rank}")
             if recv_shape is None:
                 return torch.empty(0)
             with ledger.coding_if(not codec.exact):

@@ -20,25 +20,21 @@ from torch import Tensor
 
 from tightwire.comm.lane import Pending
 from tightwire.kernels.spec.int8_heads import head_bytes
-from tightwire.model.cache.key_bias import KeyBiases
 from tightwire.model.cache.kv_cache import CacheSource, KVCache
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.layer_groups import LayerGroups
-from tightwire.model.layer_kernels import EagerLayers
-from tightwire.model.layout import Layout, whole_shard
-from tightwire.model.parallel import StageWire
-from tightwire.model.rope import rope_tables
+from tightwire.model.decoder import Llama
+from tightwire.model.layout import Layout, make_layout, stage_model, whole_shard
+from tightwire.model.parallel import StageWire, TensorParallel
 from tightwire.model.stages import MAX_LATE_STEPS, StagePlan
-from tightwire.model.step import Batch, StepArrays, StepPlan, ints
-from tightwire.model.weights.stage import StageWeights, WholeLayer
+from tightwire.model.step import Batch, StepArrays, StepPlan, ints, phase_of
+from tightwire.model.weights.stage import StageWeights
 
-ToBatch = Callable[[StepArrays], Batch]
 KeysAndValues = tuple[Tensor, Tensor]  # of one layer, (N, K, P, E) each
 
 
 @dataclass(slots=True, eq=False)
-class _Chunk:
-    """The prompt rows of one step on their way."""
+class Chunk:
+    """The rows of one step on their way through the stages."""
 
     step: int
     arrays: StepArrays  # rows that must not be written any more have slots in the cache's last block
@@ -46,6 +42,10 @@ class _Chunk:
     @property
     def num_rows(self) -> int:
         return len(self.arrays.token_ids_T)
+
+    @property
+    def phase(self) -> str:
+        return phase_of(self.arrays.num_decode_rows, self.num_rows)
 
     @property
     def slots_T(self) -> np.ndarray:
@@ -56,7 +56,7 @@ class _Chunk:
 class _HandOver:
     """Keys and values that all ranks send each other after one step. ``pending``: None until the messages are started."""
 
-    chunks: list[tuple[int, _Chunk]]  # every rank with its chunk, in order
+    chunks: list[tuple[int, Chunk]]  # every rank with its chunk, in order
     parts: list[Tensor]
     recv_bytes: list[int]
     pending: Pending | None = None
@@ -66,19 +66,42 @@ class _HandOver:
         return any(chunk.step <= step for _, chunk in self.chunks)
 
 
-class StageLayers(EagerLayers):
-    """``Layers`` with whole layers, whose column-parallel matrices are in two parts."""
+class Passage:
+    """The chunks under way, and the hidden states that they take along. In every step all ranks call ``advance`` and ``send_on``."""
 
-    def use(self, index: int, layer: WholeLayer) -> None:
-        """Compute layer ``index`` with these weights."""
-        self.place(index, layer.weights)
-        self._joined = layer.joined
+    def __init__(self, plan: StagePlan, wire: StageWire, hidden_size: int) -> None:
+        self.wire, self.rank, self._last = wire, wire.group.rank, plan.num_stages - 1
+        self.is_last, self._hidden_size = self.rank == self._last, hidden_size
+        self.chunks: deque[Chunk | None] = deque([None] * plan.num_stages, plan.num_stages)  # by stage
+        self._moving: deque[Pending] = deque(maxlen=2)  # the last messages
 
-    def column_parallel(self, site: str, index: int, x_TD: Tensor, bias_O: Tensor | None, num_decode: int) -> Tensor:
-        joined = self._joined.get(site)
-        if joined is None:
-            return super().column_parallel(site, index, x_TD, bias_O, num_decode)
-        return joined.multiply(x_TD, bias_O)
+    def close(self) -> None:
+        self.wire.close()
+
+    def advance(self, entering: Chunk | None) -> Chunk | None:
+        """Let every chunk move to the next stage; return the one that is in this rank's stage now."""
+        self.chunks.appendleft(entering)
+        return self.chunks[self.rank]
+
+    def arrived(self) -> Tensor | None:
+        """Wait for the hidden states of this rank's chunk, (T, D) float32; None in the first stage.
+
+        That waits for its message before the last instead, so that it does not run ahead of a slow wire.
+        """
+        if self.rank:
+            return self._moving[-1].wait()
+        if len(self._moving) > 1:
+            self._moving[0].done.result()
+        return None
+
+    def send_on(self, hidden_TD: Tensor | None) -> None:
+        """Start to send this rank's hidden states, and to receive those of the chunk that it computes in the next step."""
+        chunks = list(self.chunks)
+        if moving := [each for each in chunks[: self._last] if each is not None]:
+            coming = chunks[self.rank - 1] if self.rank else None
+            shape = None if coming is None else (coming.num_rows, self._hidden_size)
+            phase = (chunks[self.rank] or coming or moving[0]).phase
+            self._moving.append(self.wire.send_on(None if self.is_last else hidden_TD, shape, phase))
 
 
 class PromptStages:
@@ -95,24 +118,24 @@ class PromptStages:
         max_positions: int,
     ) -> None:
         """``cache``: the ordinary cache, of this rank's KV heads in all layers."""
-        self._config, self._plan, self.wire, self._weights = config, plan, wire, weights
+        self._config, self._plan, self._weights = config, plan, weights
+        self.wire, self._passage = wire, Passage(plan, wire, config.hidden_size)
+        self.is_last = self._passage.is_last
         self._rank, self.layers = wire.group.rank, plan.of(wire.group.rank)
         self._heads = [shard.kv_heads for shard in layout.shards]
-        self._whole, self._decode_cache = whole_shard(config), cache
+        self._decode_cache, own = cache, stage_model(config, self.layers)
         self._cache = KVCache(
-            config,
-            self._whole,
+            own,
+            whole_shard(config),
             num_blocks=cache.num_blocks + 1,  # the last block takes the rows that nobody reads
             block_size=cache.block_size,
             dtype=cache.dtype,
             kv_dtype=cache.kv_dtype,
             device=cache.device,
-            groups=LayerGroups(tuple((0, max(layer - self.layers.start, 0)) for layer in range(self.layers.stop))),
         )
-        self._angles = rope_tables(config, max_positions, cache.device)
-        self._key_biases = KeyBiases(config, self._whole, self._cache, self._angles)
-        self._under_way: deque[_Chunk | None] = deque([None] * plan.num_stages, plan.num_stages)
-        self._hidden: Pending | None = None  # for the chunk that this rank computes next
+        alone = TensorParallel(replace(wire.group, rank=0, world_size=1), make_layout(config, 1), None)
+        self._model = Llama(own, alone, weights, self._cache, max_positions)
+        self._under_way = self._passage.chunks
         self._hand_overs: deque[_HandOver] = deque()  # oldest first; only the last one may not have been started
         self._head_bytes = head_bytes(config.head_dim, cache.kv_dtype)  # of a token
 
@@ -126,7 +149,7 @@ class PromptStages:
         """
         if len(rewritten := ints(plan.rewritten)):
             self._abandon(rewritten)
-        self._under_way.appendleft(None if entering is None else _Chunk(plan.index, entering))
+        self._passage.advance(None if entering is None else Chunk(plan.index, entering))
         needed = max(plan.awaits, plan.index - MAX_LATE_STEPS)
         if self._hand_overs and self._hand_overs[-1].serves(needed):
             self._start_hand_over()
@@ -137,54 +160,30 @@ class PromptStages:
             self._store(self._hand_overs.popleft())
 
     @torch.inference_mode()
-    def run(self, to_batch: ToBatch, next_norm: Tensor | None, *, completes: bool) -> Tensor | None:
+    def run(self, to_batch: Callable[[StepArrays], Batch], *, completes: bool) -> Tensor | None:
         """Compute this rank's chunk; return (T, D) hidden states of the chunk that leaves the last stage, on its rank.
 
-        ``next_norm``: the norm of the last update, which is in the layer after this stage. ``completes``: the chunk that
-        leaves completes a prompt.
+        ``completes``: the chunk that leaves completes a prompt.
         """
         chunk, hidden_TD = self._under_way[self._rank], None
         if chunk is not None:
-            hidden_TD = self._compute(chunk, to_batch(chunk.arrays), next_norm)
-        self._send_on(hidden_TD)
+            batch, before_TD = to_batch(chunk.arrays), self._passage.arrived() if self._rank else None
+            before_TD = self._weights.embed(batch.token_ids_T) if before_TD is None else before_TD
+            hidden_TD = self._model.forward(replace(batch, hidden_TD=before_TD))
+        self._passage.send_on(hidden_TD)
         self._start_hand_over()
         if any(self._under_way):
             self._hand_overs.append(self._prepare_hand_over(chunk))
         if completes:
             self._start_hand_over()
-        return hidden_TD if self._rank == self._plan.num_stages - 1 else None
+        return hidden_TD if self.is_last else None
 
-    def _compute(self, chunk: _Chunk, batch: Batch, next_norm: Tensor | None) -> Tensor:
-        if self._rank == 0:
-            residual_TD = self._weights.embed(batch.token_ids_T, torch.float32)
-            if self._config.embedding_scale != 1.0:  # rounded to the weights' dtype, as in the models' own code
-                residual_TD.mul_(torch.tensor(self._config.embedding_scale, dtype=self._cache.dtype).item())
-        else:
-            assert self._hidden is not None, "a chunk comes from the stage before"
-            residual_TD = self._hidden.wait()
-        layers = StageLayers(self._config, self._whole, self._cache, self._angles, self._key_biases, batch, residual_TD)
-        update_TD: Tensor | None = None
-        for index in self.layers:
-            layers.use(index, self._weights.layers[index])
-            update_TD = layers.mlp(index, layers.attention(index, update_TD))
-        assert update_TD is not None, "a stage has at least one layer"
-        return layers.finish(update_TD, next_norm)
-
-    def _send_on(self, hidden_TD: Tensor | None) -> None:
-        """Start to send this rank's hidden states, and to receive those of the chunk that it computes in the next step."""
-        last = self._plan.num_stages - 1
-        self._hidden = None
-        if any(list(self._under_way)[:last]):
-            coming = self._under_way[self._rank - 1] if self._rank else None
-            shape = None if coming is None else (coming.num_rows, self._config.hidden_size)
-            self._hidden = self.wire.send_on(None if self._rank == last else hidden_TD, shape)
-
-    def _prepare_hand_over(self, chunk: _Chunk | None) -> _HandOver:
+    def _prepare_hand_over(self, chunk: Chunk | None) -> _HandOver:
         """Copy the keys and values of ``chunk`` that this stage has computed for the other ranks."""
         num_stages, own = self._plan.num_stages, self._rank
         parts, sizes = [torch.empty(0, dtype=torch.uint8)] * num_stages, [0] * num_stages
         if chunk is not None:
-            layers = [self._cache.layer(layer) for layer in self.layers]
+            layers = [self._cache.layer(layer) for layer in range(len(self.layers))]
             rows_LCTKE = take_rows(layers, torch.from_numpy(chunk.slots_T))
             for rank, heads in enumerate(self._heads):
                 part = rows_LCTKE[:, :, :, heads.start : heads.stop].contiguous()
@@ -203,7 +202,7 @@ class PromptStages:
             last.pending = self.wire.hand_over(last.parts, last.recv_bytes)
             last.parts = []
 
-    def _bytes_from(self, rank: int, chunk: _Chunk) -> int:
+    def _bytes_from(self, rank: int, chunk: Chunk) -> int:
         """Return the bytes of this rank's KV heads of a chunk in the layers of stage ``rank``."""
         num_heads = 2 * len(self._plan.of(rank)) * len(self._heads[self._rank])
         return num_heads * chunk.num_rows * self._head_bytes
@@ -218,7 +217,7 @@ class PromptStages:
                 self._write(chunk, rank, data[start:stop].view(self._cache.kv_dtype).view(shape))
                 start = stop
 
-    def _write(self, chunk: _Chunk, stage: int, rows_LCTKE: Tensor) -> None:
+    def _write(self, chunk: Chunk, stage: int, rows_LCTKE: Tensor) -> None:
         """Write this rank's KV heads of a chunk in the layers of ``stage`` to the ordinary cache."""
         slots = chunk.slots_T
         written = slots < self._decode_cache.num_blocks * self._decode_cache.block_size

@@ -2,18 +2,19 @@
 
 import bisect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tightwire.comm.lane import Lane
+from tightwire.comm.lane import Lane, Pending
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.kernels.transfer import overwrite, upload
 from tightwire.model.decoder import Llama
 from tightwire.model.parallel import ChoiceGather
-from tightwire.model.prompt_stages import PromptStages
+from tightwire.model.prompt_stages import Chunk, Passage, PromptStages
 from tightwire.model.sampling.choose import TokenChooser
 from tightwire.model.step import (
     Batch,
@@ -42,7 +43,7 @@ class ModelRunner:
         most_rows: int | None = None,
         choice_gather: ChoiceGather | None = None,
         lockstep: bool = False,
-        stages: PromptStages | None = None,
+        stages: PromptStages | Passage | None = None,
     ) -> None:
         """
         Args:
@@ -50,7 +51,7 @@ class ModelRunner:
             lane: sums one half of a prefill step while the other is computed; None: steps are not halved.
             most_rows: prefill steps with more rows are computed in parts; None: always in one part.
             choice_gather: gathers from all replicas; None: there is one replica.
-            stages: prompts pass them; None: all ranks compute prompts together.
+            stages: prompts pass them, or with ``Passage`` all rows; None: all ranks compute prompts together.
             lockstep: all replicas stream weights together, so a replica with an empty plan fetches the layers too.
         """
         self._model, self._chooser, self._graphs, self._lane = model, chooser, graphs, lane
@@ -72,6 +73,8 @@ class ModelRunner:
         ``chosen_R``: on rank 0, the tokens (R,) int32 chosen after the last step, if the plan has deferred tokens.
         Returns this rank's columns of the logits of ``plan.logit_rows``, (R, local_V) float32; None when R is 0.
         """
+        if isinstance(self.stages, Passage):
+            return self._execute_stage(plan, self.stages)
         if self.stages is not None:
             return self._execute_staged(plan, self.stages)
         hidden_TD = self._run_layers(plan, chosen_R)
@@ -80,15 +83,17 @@ class ModelRunner:
             return None
         return self._model.logits(hidden_TD[self._to_device(rows_R)])
 
-    def choose(self, plan: StepPlan, logits_RV: Tensor | None, banned: bytes = b"") -> Tensor | None:
+    def choose(self, plan: StepPlan, logits_RV: Tensor | None, banned: bytes = b"") -> Tensor | Pending | None:
         """Choose the tokens of a plan that was executed, together with the other ranks; returns ``TokenChooser.choose``'s results.
 
         ``banned``: of the plan's masked rows. With ``plan.gather_sizes`` rank 0 gets the results of all replicas, and others
-        None; None too when there are no rows.
+        None; None too when there are no rows. In a pipeline the last rank chooses, and the first gets the results when they come.
         """
-        results = None
-        if logits_RV is not None and plan.logit_rows:
+        results, passage = None, self.stages if isinstance(self.stages, Passage) else None
+        if logits_RV is not None and plan.logit_rows and (passage is None or passage.is_last):
             results = self._chooser.choose(logits_RV, plan.sampling, banned, plan.phase)
+        if passage is not None and plan.logit_rows:
+            return passage.wire.send_chosen(results, plan.sampling.num_results, plan.phase)
         if not plan.gather_sizes:
             return results
         assert self.choice_gather is not None, "a plan of several replicas, and there is one"
@@ -130,8 +135,7 @@ class ModelRunner:
         rows_R, num_rows = ints(plan.logit_rows), 0 if together is None else len(together.token_ids_T)
         leaving_R = rows_R[rows_R >= num_rows] - num_rows
         leaving_TD = stages.run(
-            lambda arrays: self._batch(arrays, 0, None, leaving_R),
-            self._model.norm_after(stages.layers),
+            lambda arrays: self._batch(arrays, 0, None, leaving_R if stages.is_last else None),
             completes=bool(len(leaving_R)),
         )
         if not len(rows_R):
@@ -144,6 +148,20 @@ class ModelRunner:
             parts.append(self._model.share_rows(own_RD, len(leaving_R)))
         return self._model.logits(torch.cat(parts))
 
+    def _execute_stage(self, plan: StepPlan, passage: Passage) -> Tensor | None:
+        """Compute the layers of this rank's stage for the rows of an earlier plan, which have reached it."""
+        entering, rows_R = None, ints(plan.logit_rows)
+        if plan.token_ids:
+            entering = Chunk(plan.index, StepArrays.from_plan(plan, self.cache.block_size, self.cache.groups))
+        chunk, hidden_TD = passage.advance(entering), None
+        if chunk is not None:
+            batch = self._batch(chunk.arrays, 0, None, rows_R if passage.is_last else None)
+            hidden_TD = self._model.forward(replace(batch, hidden_TD=passage.arrived()))
+        passage.send_on(hidden_TD)
+        if hidden_TD is None or not passage.is_last or not len(rows_R):
+            return None
+        return self._model.logits(hidden_TD[self._to_device(rows_R)])
+
     def _parts(self, arrays: StepArrays) -> Sequence[StepArrays]:
         """Return the step, or its parts: of at most ``most_rows`` rows, or two halves for the lane."""
         num_rows, num_decode_rows = len(arrays.token_ids_T), arrays.num_decode_rows
@@ -153,7 +171,7 @@ class ModelRunner:
             return cut(arrays, row)
         return [arrays]
 
-    def _batch(self, arrays: StepArrays, policy: int, chosen_R: Tensor | None, needed_R: np.ndarray) -> Batch:
+    def _batch(self, arrays: StepArrays, policy: int, chosen_R: Tensor | None, needed_R: np.ndarray | None) -> Batch:
         tensors = {
             name: self._to_device(array)
             for name in arrays.__slots__
@@ -161,7 +179,9 @@ class ModelRunner:
         }
         if chosen_R is not None:
             tensors["token_ids_T"] = resolve_deferred(tensors["token_ids_T"], chosen_R)
-        needed = self._to_device(needed_R).long(), int((needed_R < arrays.num_decode_rows).sum())
+        needed = None
+        if needed_R is not None:
+            needed = self._to_device(needed_R).long(), int((needed_R < arrays.num_decode_rows).sum())
         return Batch(**tensors, num_decode_rows=arrays.num_decode_rows, policy=policy, needed=needed)
 
     def _to_device(self, array: np.ndarray) -> Tensor:

@@ -212,6 +212,7 @@ class Batch:
     adapters_T: Tensor | None = None  # the slot of each row's adapter or -1; None: no row has one
     # The rows that are needed after the last layer, and how many of them are decode rows; None: all.
     needed: tuple[Tensor, int] | None = None
+    hidden_TD: Tensor | None = None  # float32, of the stage before, or embedded already; None: the tokens are embedded
 
     @property
     def phase(self) -> str:

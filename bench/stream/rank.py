@@ -107,7 +107,7 @@ def greedy_tokens(runner: ModelRunner, prompt: Sequence[int], num_tokens: int) -
 def run_step(runner: ModelRunner, step: StepPlan) -> Tensor:
     """The greedy tokens of a step, on every rank."""
     chosen = runner.choose(step, runner.execute(step))
-    assert chosen is not None, "every step of this bench has logits"
+    assert isinstance(chosen, Tensor), "every step of this bench has logits"
     return chosen
 
 

@@ -73,6 +73,8 @@ class LlamaConfig:
     window: int = 0  # tokens that a row attends to, itself included, in the layers of ``sliding``
     sliding: tuple[int, ...] = ()
     nope: tuple[int, ...] = ()  # layers without rotary embedding
+    first_layer: int = 0  # of a stage alone (``layout.stage_model``): the number of its first layer in the checkpoint
+    has_head: bool = True  # False: of a stage before the last
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -40,7 +40,6 @@ class CheckpointReader(Protocol):
         With a packed ``out``, columns are whole groups: blocks already in its format are copied unchanged, other
         numbers are quantized; ModelError if they cannot be.
         """
-        ...
 
 
 def store_rows(out: Matrix, start: int, piece: Tensor, name: str) -> None:

@@ -55,15 +55,12 @@ def make_grammar(kind: Literal["json", "regex", "choice", "grammar"], source: An
             f"a GBNF grammar may have {_MAX_GBNF_CHARS} characters, this one has {len(source)}; use Lark's notation"
         )
     else:
-        grammar = grammar_from(kind, _with_ascii_classes(source) if kind == "regex" else source)
+        if kind == "regex":  # in Rust's syntax classes have the digits, letters and spaces of all scripts
+            source = re.sub(r"\\(.)", lambda escape: _ASCII_CLASSES.get(escape[1], escape[0]), source, flags=re.DOTALL)
+        grammar = grammar_from(kind, source)
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise ValueError(f"it has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are possible")
     return grammar
-
-
-def _with_ascii_classes(regex: str) -> str:
-    """Replace the classes that in Rust's syntax have the digits, letters and spaces of all scripts."""
-    return re.sub(r"\\(.)", lambda escape: _ASCII_CLASSES.get(escape[1], escape[0]), regex, flags=re.DOTALL)
 
 
 def grammar_error(grammar: str) -> str | None:

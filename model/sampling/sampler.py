@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from tightwire.comm.lane import Pending
 from tightwire.kernels.transfer import Download
 from tightwire.model.sampling.draw import MAX_VOCAB_SIZE, hashed, mix_seed, steps_of
 from tightwire.model.sampling.grammar import GrammarMasks
@@ -37,14 +38,22 @@ class Sampled(NamedTuple):
 class Choice:
     """Tokens that are being chosen on the device. The next step can use ``ids_R``, int32, before ``wait``."""
 
-    def __init__(self, results: Tensor, rows: Sequence[SampleRows]) -> None:
-        """``results``: those of ``TokenChooser.choose`` for each of ``rows``, one after the other."""
-        self.ids_R, self._rows, self._download = results[: len(rows[0].table_RC)].int(), rows, Download([results])
+    def __init__(self, results: Tensor | Pending, rows: Sequence[SampleRows]) -> None:
+        """``results``: those of ``TokenChooser.choose`` for each of ``rows``, one after the other; on their way in a pipeline."""
+        self._rows, self._coming = rows, results if isinstance(results, Pending) else None
+        if isinstance(results, Tensor):
+            self.ids_R, self._download = results[: len(rows[0].table_RC)].int(), Download([results])
+
+    @property
+    def has_come(self) -> bool:
+        """False if ``wait`` waits for another rank."""
+        return self._coming is None or self._coming.done.done()
 
     def wait(self) -> Sampled:
         """Wait for the device and return the tokens."""
         sampled = Sampled([], [])
-        numbers, start = self._download.wait()[0].numpy(), 0
+        results = self._download.wait()[0] if self._coming is None else self._coming.wait()
+        numbers, start = results.numpy(), 0
         for rows in self._rows:
             num_rows, stop = len(rows.table_RC), start + rows.num_results
             scores: list[TokenScore | None] = [None] * num_rows

@@ -77,7 +77,9 @@ def _tokenizer_from_gguf(file: GgufFile, config: LlamaConfig) -> Tokenizer:
     else:
         raise ModelError(f"tokenizer model {kind!r} is not supported; supported: gpt2, llama")
     _add_special(backend, tokens, types)
-    special_tokens = _special_texts(file, tokens)
+    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    special_tokens = {name: tokens[i] for name, i in ids.items() if i is not None and 0 <= i < len(tokens)}
     _add_bos_and_eos(backend, file, special_tokens)
     return Tokenizer(
         backend,
@@ -158,9 +160,3 @@ def _add_bos_and_eos(backend: Backend, file: GgufFile, special_tokens: dict[str,
     backend.post_processor = processors.TemplateProcessing(
         single=template, special_tokens=[(text, token_id) for text, token_id in used.items() if token_id is not None]
     )
-
-
-def _special_texts(file: GgufFile, tokens: list[str]) -> dict[str, str]:
-    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
-    return {name: tokens[i] for name, i in ids.items() if i is not None and 0 <= i < len(tokens)}

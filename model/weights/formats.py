@@ -35,19 +35,23 @@ class Fused:
 
 
 def outer_tensors(config: LlamaConfig, shard: Shard) -> dict[str, Fused]:
-    """Return tensors by field of ``OuterWeights``. A head that is tied to the embedding is omitted."""
-    every = range(config.hidden_size)
-    tensors = {"embedding": Fused(((EMBEDDING, shard.vocab_rows),), every), "final_norm": Fused(((FINAL_NORM, every),))}
+    """Return tensors by field of ``OuterWeights``. A head that is tied to the embedding beside it is omitted."""
+    every, tensors = range(config.hidden_size), dict[str, Fused]()
+    if embeds := config.first_layer == 0:
+        tensors["embedding"] = Fused(((EMBEDDING, shard.vocab_rows),), every)
+    if config.has_head:
+        tensors["final_norm"] = Fused(((FINAL_NORM, every),))
     if (last := NORMS[config.norms].get("mlp_result")) is not None:
-        tensors["last_update_norm"] = Fused(((f"model.layers.{config.num_layers - 1}.{last}.weight", every),))
-    if not config.tied_embeddings:
-        tensors["head"] = Fused(((HEAD, shard.vocab_rows),), every)
+        number = config.first_layer + config.num_layers - 1
+        tensors["last_update_norm"] = Fused(((f"model.layers.{number}.{last}.weight", every),))
+    if config.has_head and not (config.tied_embeddings and embeds):
+        tensors["head"] = Fused(((EMBEDDING if config.tied_embeddings else HEAD, shard.vocab_rows),), every)
     return tensors
 
 
 def layer_tensors(config: LlamaConfig, shard: Shard, index: int) -> dict[str, Fused]:
     """Return tensors by field of ``LayerWeights``, with only the biases that this rank holds."""
-    prefix = f"model.layers.{index}."
+    prefix = f"model.layers.{config.first_layer + index}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     every = range(config.hidden_size)
     query, kv = (
@@ -76,13 +80,13 @@ def layer_tensors(config: LlamaConfig, shard: Shard, index: int) -> dict[str, Fu
 
 def _norms(config: LlamaConfig, index: int) -> Iterator[tuple[str, str]]:
     """Yield the layer's norms: their fields and names. That of the last MLP's sum is an outer tensor."""
-    names = NORMS[config.norms]
+    names, number = NORMS[config.norms], config.first_layer + index
     if "mlp_result" in names and index:
-        yield "attention_update_norm", f"model.layers.{index - 1}.{names['mlp_result']}"
+        yield "attention_update_norm", f"model.layers.{number - 1}.{names['mlp_result']}"
     here = {"attention_norm": "attention_norm", "mlp_update_norm": "attention_result", "mlp_norm": "mlp_norm"}
     for name, role in here.items():
         if role in names:
-            yield name, f"model.layers.{index}.{names[role]}"
+            yield name, f"model.layers.{number}.{names[role]}"
 
 
 def all_tensors(config: LlamaConfig, shard: Shard) -> Iterator[Fused]:

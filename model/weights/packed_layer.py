@@ -61,14 +61,6 @@ class PackedLayer:
             raise ValueError("an encoded layer has no tensors; decode it first")
         return {field: self._view(place, buffer) for field, place in self.places.items()}
 
-    def zero_gaps(self, buffer: Tensor) -> None:
-        """Zero the bytes between and after the tensors, which makes checksums reproducible."""
-        end = 0
-        for place in self.places.values():
-            buffer[end : place.offset].zero_()
-            end = place.offset + place.num_bytes
-        buffer[end : self.num_bytes].zero_()
-
     def encode(self, plain: "PackedLayer", source: Tensor, out: Tensor) -> None:
         """Encode ``source``, in the form ``plain``, to ``out`` in this form. Bytes between tensors become 0."""
         out[: self.num_bytes].zero_()

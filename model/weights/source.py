@@ -42,7 +42,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OuterWeights:
-    """The tensors before and after the layers."""
+    """The tensors before and after the layers. In a pipeline each stage reads those that it has; the others are None."""
 
     embedding: Matrix  # (local_V, D)
     final_norm: Tensor  # (D,)
@@ -52,7 +52,8 @@ class OuterWeights:
     @classmethod
     def of(cls, tensors: Mapping[str, Any]) -> Self:
         """Make it from tensors by field; without a ``head`` the head is tied to the embedding."""
-        return cls(**{"head": tensors["embedding"], **tensors})
+        absent: dict[str, Any] = {"embedding": None, "final_norm": None, "head": tensors.get("embedding")}
+        return cls(**(absent | dict(tensors)))
 
 
 class WeightSource(ABC):

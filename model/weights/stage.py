@@ -22,7 +22,7 @@ from tightwire.model.checkpoint.tensors import EMBEDDING
 from tightwire.model.layout import Shard, whole_shard
 from tightwire.model.weights.formats import Fused, WeightFormats, layer_tensors, read_tensors
 from tightwire.model.weights.packed_layer import pack_tensors
-from tightwire.model.weights.source import LayerWeights, OuterWeights
+from tightwire.model.weights.source import LayerWeights, OuterWeights, ResidentWeights
 
 _JOINED = ("qkv", "gate_up")  # matrices whose rows are split
 
@@ -55,27 +55,21 @@ class JoinedRows:
         return torch.cat([bias_O[run.whole] for run in self.runs if run.in_rest == in_rest])
 
 
-class WholeLayer(NamedTuple):
-    """One layer of the stage. ``joined`` replaces the shard's ``qkv`` and ``gate_up``."""
-
-    weights: LayerWeights
-    joined: dict[str, JoinedRows]
-
-
-class StageWeights:
+class StageWeights(ResidentWeights):
     """The whole layers of one stage; of the first stage also the whole embedding."""
 
-    def __init__(self, layers: dict[int, WholeLayer], outer: OuterWeights, other_rows: Matrix | None) -> None:
+    def __init__(self, outer: OuterWeights, layers: tuple[LayerWeights, ...], other_rows: Matrix | None) -> None:
         """``other_rows``: of the embedding, those after the shard's; None: another stage embeds."""
-        self.layers, self._outer, self._other_rows = layers, outer, other_rows
+        super().__init__(outer, layers)
+        self._other_rows = other_rows
 
-    def embed(self, token_ids_T: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return (T, D) embeddings in ``dtype``. The first rank's shard has the first rows."""
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """Return (T, D) float32, unscaled embeddings. The first rank's shard has the first rows."""
         assert self._other_rows is not None, "only the first stage embeds"
-        num_own = self._outer.embedding.shape[0]
+        num_own = self.outer.embedding.shape[0]
         own_T = token_ids_T < num_own
-        first_TD = embedding(torch.where(own_T, token_ids_T, 0), self._outer.embedding, dtype)
-        other_TD = embedding(torch.where(own_T, 0, token_ids_T - num_own), self._other_rows, dtype)
+        first_TD = embedding(torch.where(own_T, token_ids_T, 0), self.outer.embedding, torch.float32)
+        other_TD = embedding(torch.where(own_T, 0, token_ids_T - num_own), self._other_rows, torch.float32)
         return torch.where(own_T.unsqueeze(1), first_TD, other_TD)
 
 
@@ -104,15 +98,17 @@ def load_stage(
         read_tensors(reader, tensors, loaded)
         return {name: interleave(tensor) for name, tensor in loaded.items()}
 
-    whole: dict[int, WholeLayer] = {}
+    whole: list[LayerWeights] = []
     for layer in layers:
         tensors, runs = _lacking(config, shard, layer)
         changed: dict = load(tensors)
-        joined = {name: JoinedRows(getattr(own[layer], name), changed.pop(name), runs[name]) for name in runs}
-        whole[layer] = WholeLayer(replace(own[layer], **changed), joined)
+        changed |= {name: JoinedRows(getattr(own[layer], name), changed[name], runs[name]) for name in runs}
+        whole.append(replace(own[layer], **changed))
     rows = load(_other_rows(config, shard, layers)).get("embedding")
     assert rows is None or isinstance(rows, Matrix)
-    return StageWeights(whole, outer, rows)
+    if layers.stop < config.num_layers:  # the norm of the stage's last update is in the layer after it
+        outer = replace(outer, last_update_norm=own[layers.stop].attention_update_norm)
+    return StageWeights(outer, tuple(whole), rows)
 
 
 def _lacking(config: LlamaConfig, shard: Shard, layer: int) -> tuple[dict[str, Fused], dict[str, list[_Run]]]:

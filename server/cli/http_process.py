@@ -225,7 +225,9 @@ def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready])
             f", {plan.num_replicas} replicas of {info.tp}" if plan.num_replicas > 1 else ""
         )
         split += f", over {comm.transport if comm else plan.transport}"
-    if info.tp > 1 and comm is not None:
+    if plan.is_pipeline:
+        sums = "none: hidden states pass from stage to stage"
+    elif info.tp > 1 and comm is not None:
         split += f": {' + '.join(str(shard.local_heads) for shard in decision.layout.shards)} heads"
         split += f"; {comm.link.describe(plan.num_nodes if plan.num_nodes > 1 else info.tp)}" if comm.link else ""
         sums = _joined(describe_choices(comm.choices))

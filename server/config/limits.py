@@ -37,6 +37,7 @@ class Limits:
     max_drafting_seqs: int = 16  # a step with more sequences drafts no tokens
     prefix_cache: str = "prompts"  # what the prefix cache shares: none, prompts, or all (answers too)
     num_stages: int = 1  # that prompts pass; 1: all ranks compute prompts together
+    pipeline: bool = False  # all rows pass the stages
     num_policies: int = 1  # the prompts of later ones are computed by all ranks together
     max_step_blocks: int | None = None  # distinct blocks of all sequences of a step; None: no limit
     groups: LayerGroups = field(default_factory=LayerGroups)  # of layers, each with a block table; by default one

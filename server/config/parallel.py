@@ -31,9 +31,10 @@ class ParallelOptions:
     layout: str = option(
         "auto",
         "what crosses the wire. tensor: partial sums, in prompts and in tokens; hybrid: hidden states between stages in prompts "
-        "(each rank computes whole layers, and holds them besides its part of all layers), partial sums in tokens; auto: over a "
-        "wire the one that fits and is predicted to answer soonest (docs/layouts.md), else tensor",
-        ("auto", "tensor", "hybrid"),
+        "(each rank computes whole layers, and holds them besides its part of all layers), partial sums in tokens; pipeline: hidden "
+        "states in both (each rank holds whole layers only); auto: over a wire tensor or hybrid, which fits and is predicted to "
+        "answer soonest (docs/layouts.md), else tensor",
+        ("auto", "tensor", "hybrid", "pipeline"),
     )
     stage_codec: str = option(
         "none",
@@ -128,8 +129,9 @@ class ParallelOptions:
         except ValueError as error:
             raise ValueError(f"--stage-codec: {error}") from None
         require(not has_feedback(self.stage_codec), "stage_codec", self.stage_codec, "a codec without -ef")
-        hybrid = self.layout == "hybrid" or self.stage_codec == "none"
-        require(hybrid, "stage_codec", self.stage_codec, "given with --layout hybrid, whose stages send hidden states")
+        fits = self.layout in ("hybrid", "pipeline") or self.stage_codec == "none"
+        want = "given with --layout hybrid or pipeline, whose stages send hidden states"
+        require(fits, "stage_codec", self.stage_codec, want)
 
     @property
     def num_ranks(self) -> int:
@@ -137,9 +139,14 @@ class ParallelOptions:
         return self.tp * self.dp
 
     @property
+    def num_summing(self) -> int:
+        """The ranks that sum together: those of a replica, or each alone in a pipeline."""
+        return 1 if self.layout == "pipeline" else self.tp
+
+    @property
     def sum_nodes(self) -> int:
-        """The nodes of one replica's ranks, which sum together; several replicas lie inside one node each."""
-        return self.nodes if self.dp == 1 else 1
+        """The nodes of the ranks that sum together; several replicas lie inside one node each."""
+        return self.nodes if self.dp == 1 and self.num_summing > 1 else 1
 
     def _check_nodes(self) -> None:
         num, want = self.tp, f"a divisor of --tp ({self.tp})"

@@ -60,9 +60,8 @@ class Engine:
         self._counters = EngineCounters()
         self._times = StepTimes(clock, runner.comm_spent)
         self._replicas = Replicas(limits, num_replicas, drafter, self._counters)
-        self._pipeline = StepPipeline(
-            runner, sampler, self._replicas, self._times, self._counters, plan_ahead=plan_ahead
-        )
+        given, most = (sampler, self._replicas, self._times, self._counters), limits.num_stages * limits.pipeline + 1
+        self._pipeline = StepPipeline(runner, *given, plan_ahead=plan_ahead, most_launched=most)
         self._requests: dict[str, Request] = {}
         self._watch = PromptWatch(clock)
         # Sequences that wait for their grammar, with the replica that was asked for.

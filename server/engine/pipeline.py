@@ -1,9 +1,10 @@
-"""Launches steps on the ranks and collects their tokens, with at most one step planned ahead.
+"""Launches steps on the ranks and collects their tokens, with at most one step planned ahead; in a pipeline several are under way.
 
 A step that depends on the previous one's result is planned after it (docs/serving.md, "Planning ahead").
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
@@ -11,6 +12,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from tightwire.comm.lane import Pending
 from tightwire.comm.ledger.ledger import Spent
 from tightwire.kernels.transfer import Download
 from tightwire.model.sampling.parameters import TokenScore
@@ -30,16 +32,14 @@ class StepRunner(Protocol):
 
     def broadcast(self, plans: Sequence[StepPlan]) -> None:
         """Send each replica's plan to its other ranks, before this rank runs the first one."""
-        ...
 
     def execute(self, plan: StepPlan, chosen_R: Tensor | None) -> Tensor | None:
         """Run one plan on this rank. ``chosen_R``: (R,) int32, the tokens that deferred tokens stand for.
 
         Returns this rank's columns of the logits of ``logit_rows``, (R, local_V) float32; None when R is 0.
         """
-        ...
 
-    def choose(self, plans: Sequence[StepPlan], logits_RV: Tensor | None, banned: Sequence[bytes]) -> Tensor:
+    def choose(self, plans: Sequence[StepPlan], logits_RV: Tensor | None, banned: Sequence[bytes]) -> Tensor | Pending:
         """Choose the tokens of an executed step on all ranks; returns ``ModelRunner.choose``'s results of all replicas.
 
         ``banned``: of the masked rows of each plan.
@@ -48,7 +48,6 @@ class StepRunner(Protocol):
 
     def step_tokens(self) -> int | None:
         """The token limit of each replica's next step; None: the configured limit."""
-        ...
 
     def comm_spent(self) -> Spent:
         """The time of all collectives so far."""
@@ -161,7 +160,7 @@ class LaunchedStep:
         self.scored: list[tuple[Chunk, slice]] = []  # with the rows of logits that score its prompt
         self.new: list[NewTokens] = []
         self.num_seqs = len(chunks)
-        self._chunks = {chunk.request: chunk for chunk in chunks}
+        self._chunks = {chunk.request: (chunk, chunk.request.epoch) for chunk in chunks}
         row = 0
         for chunk in chunks:
             first = row + len(chunk.scored)
@@ -173,25 +172,26 @@ class LaunchedStep:
 
     @property
     def chunks(self) -> Iterator[Chunk]:
-        """The chunks of sequences that were not dropped."""
-        return iter(self._chunks.values())
+        """The chunks of sequences that were not dropped or preempted."""
+        return (chunk for chunk, epoch in self._chunks.values() if chunk.request.epoch == epoch)
 
     @property
     def is_wanted(self) -> bool:
         return bool(self._chunks)
 
-    def has(self, request: Request) -> bool:
-        return request in self._chunks
-
     @property
-    def is_simple(self) -> bool:
-        """True if the step yields only one token for some of its sequences."""
-        return not self.scored and not any(new.chunk.draft for new in self.new)
+    def has_ended(self) -> bool:
+        """True if it has no tokens to wait for, because it has none or they have come from the last stage."""
+        return self.choice is None or self.choice.has_come
+
+    def has(self, request: Request) -> bool:
+        found = self._chunks.get(request)
+        return found is not None and found[1] == request.epoch
 
     @property
     def may_be_followed(self) -> bool:
-        """True if the next step can be planned before this one's tokens are known."""
-        return self.is_simple and not any(new.chunk.request.needs_tokens for new in self.new)
+        """True if the next step can be planned before this one's tokens are known: at most one for each sequence."""
+        return not self.scored and not any(new.chunk.draft or new.chunk.request.needs_tokens for new in self.new)
 
     def defer_tokens(self) -> None:
         """Put deferred tokens in place of those being chosen, so that the next step can be planned."""
@@ -206,9 +206,8 @@ class LaunchedStep:
 
     def drop(self, request: Request) -> None:
         """Discard this step's result for ``request``, which has ended or must compute it again."""
-        chunk = self._chunks.pop(request, None)
-        if chunk is not None:
-            request.num_computed = chunk.start
+        if self.has(request):
+            request.num_computed = self._chunks.pop(request)[0].start
 
 
 class Collected(NamedTuple):
@@ -220,7 +219,7 @@ class Collected(NamedTuple):
 
 
 class StepPipeline:
-    """Call ``next`` and ``collect`` in turn. Owns the step that runs ahead."""
+    """Call ``next`` and ``collect`` in turn. Owns the steps that run ahead."""
 
     def __init__(
         self,
@@ -231,23 +230,32 @@ class StepPipeline:
         counters: EngineCounters,
         *,
         plan_ahead: bool,
+        most_launched: int = 1,
     ) -> None:
+        """``most_launched``: steps of a pipeline that may run before the first of them is collected."""
         self._runner, self._sampler, self._replicas = runner, sampler, replicas
         self._times, self._counters, self._plan_ahead = times, counters, plan_ahead
-        self._ahead: LaunchedStep | None = None  # launched before its predecessor was collected
+        self._most_launched = most_launched
+        self._launched: deque[LaunchedStep] = deque()  # not collected yet
 
     def next(self) -> LaunchedStep | None:
         """The step to collect now, launched here or earlier. With ``plan_ahead``, launches its successor if it can."""
-        step, self._ahead = self._ahead, None
-        if step is None or not step.is_wanted:  # all its sequences have ended
-            step = self._launch(None)
+        launched = self._launched
+        if self._plan_ahead and launched and not launched[0].is_wanted:  # all its sequences have ended
+            launched.popleft()
+        while len(launched) < self._most_launched and not (launched and launched[0].has_ended):
+            if (step := self._launch(None)) is None:
+                break
+            launched.append(step)
+        step = launched.popleft() if launched else None
         if (
             step is not None
             and self._plan_ahead
             and step.may_be_followed
             and not self._replicas.may_draft(step.num_seqs)
         ):
-            self._ahead = self._launch(step)
+            ahead = self._launch(step)
+            launched.extend([] if ahead is None else [ahead])
         return step
 
     def collect(self, step: LaunchedStep) -> Collected:
@@ -282,8 +290,8 @@ class StepPipeline:
 
     def forget(self, request: Request) -> None:
         """Drop a sequence that has ended."""
-        if self._ahead is not None:
-            self._ahead.drop(request)
+        for step in self._launched:
+            step.drop(request)
         self._sampler.release(request)
 
     def _launch(self, last: LaunchedStep | None) -> LaunchedStep | None:

@@ -61,7 +61,7 @@ class Scheduler:
             step = self._plan(now_s, ahead)
         except _PreemptionNeededError:
             return None
-        assert step is not None or ahead, "the oldest sequence always gets a token"
+        assert step or ahead or self._limits.pipeline, "the oldest sequence always gets a token, or waits for one"
         return step
 
     def _plan(self, now_s: float, ahead: bool) -> ScheduledStep | None:
@@ -79,12 +79,8 @@ class Scheduler:
         self._num_planned += 1
         stages = None
         if self._under_way is not None:
-            stages = self._under_way.advance(self._num_planned, chunks, staged=self._is_staged(policy))
+            stages = self._under_way.advance(self._num_planned, chunks, staged=policy < self._limits.num_policies)
         return make_step(self._num_planned, chunks, self._limits, policy, stages)
-
-    def _is_staged(self, policy: int) -> bool:
-        """True if prompts of this policy pass the stages."""
-        return self._under_way is not None and policy < self._limits.num_policies
 
     def _may_run(self, request: Request, policy: int) -> bool:
         """True if a step of ``policy`` may have tokens of ``request``; its decode rows wait for its prompt."""
@@ -102,7 +98,10 @@ class Scheduler:
         running = [request for request in self.sequences.running if self._may_run(request, policy)]
         if running and _is_behind(running[0]):
             step.reserve(running[0])
-        for request in [request for request in running if not _is_behind(request)]:
+        decoding = [request for request in running if not _is_behind(request)]
+        group = decoding if not self._limits.pipeline else self._group(decoding)
+        held = set(decoding).difference(group)
+        for request in group:
             if request not in step.preempted:
                 self._give(request, step, preempting=True)
         self.sequences.admit(policy)  # never one just preempted: it freed fewer blocks than it would need
@@ -110,16 +109,25 @@ class Scheduler:
         rest = [
             request
             for request in self.sequences.running
-            if self._may_run(request, policy) and request not in step.tokens
+            if self._may_run(request, policy) and request not in step.tokens and request not in held
         ]
         prompts = [request for request in rest if request.num_to_compute]
-        if prompts and self._under_way is not None and self._is_staged(policy):
+        if prompts and self._under_way is not None and policy < self._limits.num_policies:  # they pass the stages
             step.budget = min(step.budget, chunk_rows(prompts[0].num_prompt_tokens, self._limits.num_stages))
         self._fill_with_prompts(prompts, step)
         if self._drafter is not None and not ahead and self.may_draft(len(step.tokens)):
             for request in step.tokens:
                 self._draft(request, step, self._drafter)
         return step
+
+    def _group(self, decoding: Sequence[Request]) -> Sequence[Request]:
+        """The sequences of a pipeline whose next tokens this step computes: as many groups as there are stages are under way.
+
+        Those that no group has room for wait for it; a smaller group would read all weights too.
+        """
+        num_stages, ready = self._limits.num_stages, [request for request in decoding if request.num_to_compute]
+        size = -(-len(decoding) // num_stages)
+        return ready[:size] if len(decoding) - len(ready) <= (num_stages - 1) * size else []
 
     def _fill_with_prompts(self, prompts: Sequence[Request], step: StepBuilder) -> None:
         """Give the rest of the step to prompts and to recomputed sequences. The oldest sequence always gets tokens."""

@@ -34,7 +34,8 @@ class ChunksUnderWay:
 
     def advance(self, index: int, chunks: Sequence[Chunk], *, staged: bool) -> StagedStep:
         """Let the prompt chunks of step ``index`` enter, if they are ``staged``; return what else the step is about."""
-        together = [chunk for chunk in chunks if not (staged and chunk.request.num_prompt_tokens > chunk.start)]
+        pipeline = self._limits.pipeline
+        together = [] if pipeline else [c for c in chunks if not (staged and c.request.num_prompt_tokens > c.start)]
         awaits = max((chunk.request.entered_at for chunk in together), default=0)
         settled = max(awaits, index - MAX_LATE_STEPS)
         self._written = {step: blocks for step, blocks in self._written.items() if step > settled}
@@ -46,9 +47,10 @@ class ChunksUnderWay:
         for chunk in chunks[len(together) :]:
             entered.append(_Entered(chunk, chunk.request.epoch, num_rows))
             num_rows += chunk.num_rows
-            chunk.request.entered_at, chunk.request.ready_at = index, index + self._limits.num_stages
+            if not pipeline:
+                chunk.request.entered_at, chunk.request.ready_at = index, index + self._limits.num_stages
         self._entered.append(entered)
-        if entered:
+        if entered and not pipeline:
             self._written[index] = set().union(*(self._blocks(each.chunk) for each in entered))
         return StagedStep(len(together), leaving, staged, awaits, sorted(rewritten))
 

@@ -81,11 +81,9 @@ class EngineClient(Protocol):
 
         AdapterRefusedError: a rank refuses it, and none has it. EngineUnavailableError, RankSilentError: likewise.
         """
-        ...
 
     def unload_adapter(self, adapter: int) -> None:
         """Accept no more sequences with this adapter; those that run finish with it."""
-        ...
 
     def submit(self, requests: Sequence[AddRequest]) -> AsyncIterator[Output]:
         """Start all or none of these sequences; yields outputs until each is finished.
@@ -97,4 +95,3 @@ class EngineClient(Protocol):
 
     def cancel(self, ids: Sequence[str]) -> None:
         """End these sequences; each still sends an ``Output`` with finish_reason ``cancelled``."""
-        ...

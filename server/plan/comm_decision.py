@@ -179,7 +179,7 @@ def decide_sums(
     """Resolve every ``auto`` about sums; arguments and errors as for ``run_plan.decide``."""
     parallel, decided = config.parallel, decide_setting(config, model, link)
     comm, library = None, None
-    if parallel.tp > 1:
+    if parallel.num_summing > 1:
         requests, devices = policy_requests(config, model), [gpu.name for gpu in decided.gpus]
         comm = decide_comm(requests, decided.setting, devices, link, model_id)
         if decided.setting.transport == "peer-memory" and parallel.transport == "auto":

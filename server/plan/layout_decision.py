@@ -1,6 +1,8 @@
 """Chooses the layout: what crosses the wire, for prompts and for tokens (docs/layouts.md); refuses what it cannot do yet."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+
+from msgspec.structs import replace
 
 from tightwire.comm.codec.codec import parse_codec
 from tightwire.comm.group.host import available_host_bytes
@@ -9,8 +11,9 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.open import Checkpoint, fingerprint
 from tightwire.model.stages import StagePlan, divide_layers
 from tightwire.model.weights.formats import WeightFormats
+from tightwire.option import flag_of
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.plan.layout_table import choose_layout, compare_layouts, measure_host
+from tightwire.server.plan import layout_table
 from tightwire.server.plan.rank_setup import LayoutChoice
 from tightwire.server.plan.setting import DecidedSetting, decide_setting
 
@@ -21,28 +24,41 @@ def describe_layout(stages: StagePlan | None, choice: LayoutChoice | None) -> st
     if stages is None:
         return f"tensor{chosen}"
     layers = ", ".join(f"{first} to {stop - 1}" for first, stop in stages.layers)
+    if stages.pipeline:
+        return f"pipeline: all rows pass the ranks in stages of layers {layers}; nothing is summed"
     return f"hybrid: prompts pass the ranks in stages of layers {layers}; tokens are computed together{chosen}"
 
 
 def decide_stages(
-    config: ServeConfig, model: LlamaConfig, decided: DecidedSetting, choice: LayoutChoice | None, prepared: bool
+    config: ServeConfig,
+    model: LlamaConfig,
+    formats: WeightFormats,
+    decided: DecidedSetting,
+    choice: LayoutChoice | None,
+    prepared: bool,
 ) -> StagePlan | None:
-    """Resolve ``--layout``: the stages of prompts, or None if all ranks compute prompts together.
+    """Resolve ``--layout``: the stages of prompts or of all rows, or None if all ranks compute all rows together.
 
     ``choice``: of ``auto``, which is tensor without one. ValueError: the layout does not combine with an option, named, or the model.
     """
     parallel = config.parallel
-    if (choice.layout if choice else parallel.layout) != "hybrid":
+    if (layout := choice.layout if choice else parallel.layout) not in ("hybrid", "pipeline"):
         return None
     for option, why in _obstacles(config, model, decided, prepared):
-        raise ValueError(f"--layout hybrid does not combine with {option}: {why}; leave one of them out")
+        raise ValueError(f"--layout {layout} does not combine with {option}: {why}; leave one of them out")
     codec = parse_codec(parallel.stage_codec)
     if model.hidden_size % codec.group_elems:
         raise ValueError(
             f"--stage-codec {parallel.stage_codec}: a row has {model.hidden_size} numbers, which are not whole groups of "
             f"{codec.group_elems}, so a text would depend on its neighbours; give {parallel.stage_codec.split('-')[0]}-g64 or -g32"
         )
-    return divide_layers(model.num_layers, parallel.tp_split or [1.0] * parallel.tp)
+    shares = parallel.tp_split or [1.0] * parallel.tp
+    if layout == "hybrid":
+        return divide_layers(model.num_layers, shares)
+    # The last stage also reads the head for every token.
+    outer = layout_table.outer_bytes(inputs := layout_table.memory_inputs(config, model, formats, decided))
+    last = outer.get("head", outer["embedding"])
+    return replace(divide_layers(layout_table.layer_bytes(inputs), shares, last=last), pipeline=True)
 
 
 def choose_auto(
@@ -60,12 +76,12 @@ def choose_auto(
     if parallel.tp != (config.hosts.nnodes or parallel.wire_nodes):
         return LayoutChoice("tensor", "layouts are predicted for one rank on each host")
     split, most = parallel.tp_split or (1.0,) * parallel.tp, config.weights.device_memory
-    own = measure_host(config, model, formats, 1 if room else parallel.tp)
+    own = layout_table.measure_host(config, model, formats, 1 if room else parallel.tp)
     rates = [own.scaled(share / split[0]) for share in split]  # hosts are as fast as their shares say
     room = [min(each, most or each) for each in room or [available_host_bytes() // parallel.tp] * parallel.tp]
-    rows = compare_layouts(config, model, formats, link, rates, room, fingerprint(checkpoint))
+    rows = layout_table.compare_layouts(config, model, formats, link, rates, room, fingerprint(checkpoint))
     try:
-        best, why = choose_layout([row for row in rows if row.times.layout in ("tensor", "hybrid")])
+        best, why = layout_table.choose_layout([row for row in rows if row.times.layout in ("tensor", "hybrid")])
     except ValueError as error:
         return LayoutChoice("tensor", str(error))
     return LayoutChoice(best.times.layout, why)
@@ -73,26 +89,32 @@ def choose_auto(
 
 def _obstacles(
     config: ServeConfig, model: LlamaConfig, decided: DecidedSetting, prepared: bool
-) -> Iterator[tuple[str, str]]:
-    """Yield what a hybrid layout does not work with, and why. ``prepared``: the model is a prepared folder."""
-    parallel, engine = config.parallel, config.engine
-    if parallel.tp == 1:
-        yield "--tp 1", "a stage is a rank, and there is one"
-    if parallel.dp > 1:
-        yield f"--dp {parallel.dp}", "the ranks of a replica are the stages of one"
-    if decided.setting.device != "cpu":
-        yield "--device cuda", "stages run on CPUs"
-    if config.weights.weights not in ("auto", "resident"):
-        yield f"--weights {config.weights.weights}", "the layers of a stage stay in memory"
-    if engine.kv_offload:
-        yield "--kv-offload", "a stage hands its keys and values over in memory"
-    if engine.prefix_cache == "all":
-        yield "--prefix-cache all", "a stage has no keys and values of generated tokens"
-    if engine.plan_ahead == "on":
-        yield "--plan-ahead on", "several steps are under way already"
-    if config.adapters.lora or config.adapters.lora_dir:
-        yield "--lora", "a stage's whole layers have no adapters"
-    if prepared:
-        yield "a prepared folder", "it has no whole layers, which a stage computes"
-    if parallel.tp > model.num_layers:
-        yield f"--tp {parallel.tp}", f"a stage has a layer or more, and the model has {model.num_layers}"
+) -> list[tuple[str, str]]:
+    """Return what a layout with stages does not work with, and why. ``prepared``: the model is a prepared folder."""
+    parallel, engine, weights = config.parallel, config.engine, config.weights.weights
+    few = f"a stage has a layer or more, and the model has {model.num_layers}"
+    given = [
+        (parallel.tp == 1, "--tp 1", "a stage is a rank, and there is one"),
+        (parallel.dp > 1, f"--dp {parallel.dp}", "the ranks of a replica are the stages of one"),
+        (decided.setting.device != "cpu", "--device cuda", "stages run on CPUs"),
+        (weights not in ("auto", "resident"), f"--weights {weights}", "the layers of a stage stay in memory"),
+        (engine.kv_offload, "--kv-offload", "a stage has its keys and values in memory"),
+        (engine.plan_ahead == "on", "--plan-ahead on", "several steps are under way already"),
+        (config.adapters.lora or config.adapters.lora_dir, "--lora", "a stage's whole layers have no adapters"),
+        (prepared, "a prepared folder", "it has no whole layers, which a stage computes"),
+        (parallel.tp > model.num_layers, f"--tp {parallel.tp}", few),
+    ]
+    if parallel.layout != "pipeline":
+        cached = engine.prefix_cache == "all"
+        given.append((cached, "--prefix-cache all", "a stage has no keys and values of generated tokens"))
+    else:
+        drafts, transport, sums = engine.speculation, parallel.transport, "nothing is summed"
+        given += [
+            (drafts != "none", f"--speculation {drafts}", "drafts would wait for the last stage"),
+            (transport not in ("auto", "sockets"), f"--transport {transport}", "stages use sockets"),
+            (parallel.overlap == "on", "--overlap on", sums),
+        ]
+        for option in ("allreduce", "allreduce_decode", "comm_error_budget", "allreduce_extra"):
+            value = getattr(parallel, option)
+            given.append((value not in ("auto", None, ()), f"{flag_of(option)} {value}", sums))
+    return [(option, why) for is_given, option, why in given if is_given]

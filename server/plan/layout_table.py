@@ -14,13 +14,13 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard, make_layout, whole_shard
 from tightwire.model.stages import StagePlan, divide_layers
 from tightwire.model.weights import EVERYTHING_RESIDENT
-from tightwire.model.weights.formats import WeightFormats, layer_tensors, outer_tensors, split_model
+from tightwire.model.weights.formats import WeightFormats, layer_tensors, outer_tensors
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.comm_decision import decide_sums
 from tightwire.server.plan.host_rates import measure_rates
 from tightwire.server.plan.layout_times import CROWD, REQUEST, Predictor, RowWork, Stages, Times, sums_of
-from tightwire.server.plan.rank_bytes import CacheShape, MemoryInputs, rank_bytes
+from tightwire.server.plan.rank_bytes import CacheShape, MemoryInputs, rank_bytes, split_ranks
 from tightwire.server.plan.setting import DecidedSetting, decide_setting
 
 CONTEXT = 8192  # tokens of the KV cache in the memory of a host, or the model's context
@@ -42,11 +42,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 def work_of(inputs: MemoryInputs) -> RowWork:
     """The work of a row in the mean layer."""
-    model, outer = inputs.model, _outer_bytes(inputs)
+    model, outer = inputs.model, outer_bytes(inputs)
     return RowWork(
         num_layers=model.num_layers,
         row_elems=model.hidden_size,
-        layer_bytes=fmean(_layer_bytes(inputs)),
+        layer_bytes=fmean(layer_bytes(inputs)),
         layer_flops=2 * model.layer_matrix_elems,
         pair_flops=4 * model.num_heads * model.head_dim,
         head_bytes=outer.get("head", outer["embedding"]),
@@ -61,7 +61,7 @@ def memory_inputs(
     """What the memory of a rank depends on; without pools, and all that the table of layouts does not ask for."""
     return MemoryInputs(
         model=model,
-        layout=split_model(model, formats, config.parallel.tp, config.parallel.tp_split),
+        layout=split_ranks(model, formats, config.parallel),
         options=config.engine,
         pools=(),
         formats=formats.with_int8_activations() if config.model.activations == "int8" else formats,
@@ -96,8 +96,8 @@ def compare_layouts(
     )
     assert asked.comm is not None, "several hosts"
     work, shares = work_of(inputs), config.parallel.tp_split
-    whole, shards = _layer_bytes(inputs)[0], inputs.layout.shards
-    parts = [_layer_bytes(inputs, shard)[0] / whole for shard in shards]  # KV heads may be held twice
+    whole, shards = layer_bytes(inputs)[0], inputs.layout.shards
+    parts = [layer_bytes(inputs, shard)[0] / whole for shard in shards]  # KV heads may be held twice
     predictor = Predictor(work=work, hosts=rates, shares=parts, link=link.link)
     choosers = asked.comm.choosers.items()
     sums = {name: sums_of(own, work.num_layers, row_bytes, link.link) for name, own in choosers}
@@ -135,10 +135,10 @@ def _token_stages(
     inputs: MemoryInputs, rates: Sequence[HostRates], work: RowWork, room: Sequence[int], shares: Sequence[float] | None
 ) -> tuple[tuple[int, int], ...]:
     """The stages of a pipeline: by the time of a crowd's token, as far as the memory allows; none: it does not."""
-    sizes, rows, most = _layer_bytes(inputs), max(1, CROWD // len(rates)), None
+    sizes, rows, most = layer_bytes(inputs), max(1, CROWD // len(rates)), None
     if room:
         largest = max(sizes) + _block_bytes(inputs) * -(-min(CONTEXT, inputs.model.max_positions) // BLOCK_SIZE)
-        ranks, outer = rank_bytes(inputs, EVERYTHING_RESIDENT), sum(_outer_bytes(inputs).values())
+        ranks, outer = rank_bytes(inputs, EVERYTHING_RESIDENT), sum(outer_bytes(inputs).values())
         most = [(own - outer - rank.fixed + rank.weights) // largest for own, rank in zip(room, ranks, strict=True)]
     layer_s, head_s = work.layer_s(rates[0], rows, 0), work.head_s(rates[0], rows)
     each_s = [layer_s * size / work.layer_bytes for size in sizes]
@@ -152,11 +152,11 @@ def host_bytes(inputs: MemoryInputs, layout: str, stages: Stages, context: int) 
     """The bytes of each host's rank with a KV cache of ``context`` tokens."""
     if layout == "hybrid":
         inputs = replace(inputs, stages=StagePlan(tuple(stages)))
-    ranks, outer = rank_bytes(inputs, EVERYTHING_RESIDENT), _outer_bytes(inputs)
+    ranks, outer = rank_bytes(inputs, EVERYTHING_RESIDENT), outer_bytes(inputs)
     if layout != "pipeline":
         num_blocks = CacheShape.of(inputs.model, inputs.options, bounded=inputs.stages is None).blocks(context)
         return [rank.fixed + num_blocks * rank.block for rank in ranks]
-    layers, block, found = _layer_bytes(inputs), _block_bytes(inputs) * -(-context // BLOCK_SIZE), list[int]()
+    layers, block, found = layer_bytes(inputs), _block_bytes(inputs) * -(-context // BLOCK_SIZE), list[int]()
     for rank, (start, stop) in zip(ranks, stages, strict=True):
         weights = sum(layers[start:stop]) + (outer["embedding"] if start == 0 else 0)
         weights += outer.get("head", outer["embedding"]) if stop == len(layers) else 0
@@ -164,14 +164,14 @@ def host_bytes(inputs: MemoryInputs, layout: str, stages: Stages, context: int) 
     return found
 
 
-def _layer_bytes(inputs: MemoryInputs, shard: Shard | None = None) -> list[int]:
+def layer_bytes(inputs: MemoryInputs, shard: Shard | None = None) -> list[int]:
     """The bytes of each layer of ``shard``, or of whole layers."""
     shard = shard or whole_shard(inputs.model)
     layers = (layer_tensors(inputs.model, shard, index).values() for index in range(inputs.model.num_layers))
     return [sum(inputs.formats.num_bytes(fused, inputs.elem_bytes) for fused in layer) for layer in layers]
 
 
-def _outer_bytes(inputs: MemoryInputs) -> dict[str, int]:
+def outer_bytes(inputs: MemoryInputs) -> dict[str, int]:
     """The bytes of the whole embedding and head (if it is not the embedding), and of norms."""
     tensors = outer_tensors(inputs.model, whole_shard(inputs.model))
     return {name: inputs.formats.num_bytes(fused, inputs.elem_bytes) for name, fused in tensors.items()}

@@ -10,13 +10,14 @@ from tightwire.model.adapters.product import AdapterRoom, adapter_bytes
 from tightwire.model.cache.kv_cache import NUM_BUFFERS, layer_block_bytes
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layer_groups import LayerGroups
-from tightwire.model.layout import Layout, Shard, whole_shard
+from tightwire.model.layout import Layout, Shard, stage_model, whole_shard
 from tightwire.model.stages import StagePlan
 from tightwire.model.weights import WeightPlan
-from tightwire.model.weights.formats import WeightFormats, weight_bytes
+from tightwire.model.weights.formats import WeightFormats, split_model, weight_bytes
 from tightwire.model.weights.residency import WeightSizes
 from tightwire.model.weights.stage import stage_bytes
 from tightwire.server.config.limits import BLOCK_SIZE, MAX_SCORED_ROWS
+from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import EngineOptions
 
 # A process before its first tensor: interpreter and torch; with CUDA also the context and cuBLAS, on a CPU what choosing tokens
@@ -79,17 +80,25 @@ class MemoryInputs:
     num_replicas: int = 1
     adapters: AdapterRoom | None = None  # room for LoRA adapters
     host_bytes: int = 0  # free on the host; on a CPU, the pool's own
-    stages: StagePlan | None = None  # of prompts: each rank holds the whole layers of one besides its shard
+    stages: StagePlan | None = None  # each rank holds the whole layers of one, in hybrid besides its shard
     feedback_elem_bytes: int = 0  # of rounding errors that sums carry, for each number of a step's messages
 
     @property
     def elem_bytes(self) -> int:
         return getattr(torch, self.dtype).itemsize
 
+    @property
+    def parts(self) -> list[tuple[LlamaConfig, Shard]]:
+        """For each rank of a replica the layers of which it has a part, and its part of each."""
+        shards, stages = self.layout.shards, self.stages
+        if stages is None or not stages.pipeline:
+            return [(self.model, shard) for shard in shards]
+        return [(stage_model(self.model, stages.of(stage)), shard) for stage, shard in enumerate(shards)]
+
     def weight_sizes(self, codec: str = "none") -> list[WeightSizes]:
         """One for each rank of a replica."""
         dtype = getattr(torch, self.dtype)
-        return [WeightSizes(self.model, shard, self.formats, dtype, codec) for shard in self.layout.shards]
+        return [WeightSizes(*part, self.formats, dtype, codec) for part in self.parts]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,38 +118,45 @@ class RankBytes:
         return self.weights + self.adapters + self.activations + self.feedback + self.runtime
 
 
+def split_ranks(model: LlamaConfig, formats: WeightFormats, parallel: ParallelOptions) -> Layout:
+    """Return the part of each layer that every rank holds: in a pipeline the whole of those that it has. ValueError: impossible."""
+    if parallel.layout == "pipeline":
+        return Layout(shards=(whole_shard(model),) * parallel.tp)
+    return split_model(model, formats, parallel.tp, parallel.tp_split)
+
+
 def rank_bytes(inputs: MemoryInputs, plan: WeightPlan) -> tuple[RankBytes, ...]:
     """The memory of every rank, replica after replica."""
     if plan.streamed:
         weights = [sizes.in_pool(plan, inputs.device) for sizes in inputs.weight_sizes(plan.codec)]
     else:
-        weights = [
-            weight_bytes(inputs.model, shard, inputs.formats, inputs.elem_bytes) for shard in inputs.layout.shards
-        ]
-    if (stages := inputs.stages) is not None:
+        weights = [weight_bytes(*part, inputs.formats, inputs.elem_bytes) for part in inputs.parts]
+    if (stages := inputs.stages) is not None and not stages.pipeline:
         given = inputs.formats, inputs.elem_bytes
         weights = [
             own + stage_bytes(inputs.model, shard, stages.of(shard.rank), *given)
             for own, shard in zip(weights, inputs.layout.shards, strict=True)
         ]
     return tuple(
-        _rank_bytes(inputs, shard, num_bytes, plan.max_parts)
+        _rank_bytes(inputs, *part, num_bytes, plan.max_parts)
         for _ in range(inputs.num_replicas)
-        for shard, num_bytes in zip(inputs.layout.shards, weights, strict=True)
+        for part, num_bytes in zip(inputs.parts, weights, strict=True)
     )
 
 
-def _rank_bytes(inputs: MemoryInputs, shard: Shard, num_weight_bytes: int, max_parts: int) -> RankBytes:
-    model, options = inputs.model, inputs.options
+def _rank_bytes(
+    inputs: MemoryInputs, model: LlamaConfig, shard: Shard, num_weight_bytes: int, max_parts: int
+) -> RankBytes:
+    options = inputs.options
     kv_dtype = getattr(torch, options.kv_dtype(inputs.dtype))
     layer_block = layer_block_bytes(model, shard, BLOCK_SIZE, kv_dtype)
     of_stage = 0
-    if inputs.stages is not None:  # all KV heads of its layers
+    if inputs.stages is not None and not inputs.stages.pipeline:  # all KV heads of its layers
         every = layer_block_bytes(model, whole_shard(model), BLOCK_SIZE, kv_dtype)
         of_stage = len(inputs.stages.of(shard.rank)) * every
     return RankBytes(
         weights=num_weight_bytes,
-        activations=_activation_bytes(inputs, shard, max_parts),
+        activations=_activation_bytes(inputs, shard, max_parts, has_head=model.has_head),
         runtime=_RUNTIME_BYTES[inputs.device],
         block=CacheShape.of(model, options, bounded=inputs.stages is None).groups.num_layers * layer_block + of_stage,
         buffer=NUM_BUFFERS * layer_block if options.kv_offload else 0,
@@ -149,7 +165,7 @@ def _rank_bytes(inputs: MemoryInputs, shard: Shard, num_weight_bytes: int, max_p
     )
 
 
-def _activation_bytes(inputs: MemoryInputs, shard: Shard, max_parts: int) -> int:
+def _activation_bytes(inputs: MemoryInputs, shard: Shard, max_parts: int, *, has_head: bool) -> int:
     """The peak of a step: the MLP's two halves and the residual, and the rank's columns of the logits.
 
     CUDA graphs keep the activations of the largest decode step as well. Each further part of a step that shares a layer
@@ -164,4 +180,4 @@ def _activation_bytes(inputs: MemoryInputs, shard: Shard, max_parts: int) -> int
     layer += elem * (max_parts - 1) * options.max_num_batched_tokens * 3 * model.hidden_size
     # Rows that choose a token are copied when prompts are scored beside them, and again when they are edited or drawn from by kind.
     num_rows = MAX_SCORED_ROWS + 3 * options.max_num_seqs
-    return layer + 4 * num_rows * len(shard.vocab_rows)
+    return layer + 4 * num_rows * len(shard.vocab_rows) * has_head

@@ -90,7 +90,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     transport_reason: str = ""  # why ``auto`` chose a slower transport; empty if it did not
     num_nodes: int = 1
     num_replicas: int = 1
-    stages: StagePlan | None = None  # of prompts, one on each rank (hybrid); None: all ranks compute prompts together
+    stages: StagePlan | None = None  # one on each rank, of prompts or all rows; None: ranks compute together
     stage_codec: str = "none"  # of hidden states
     overlap: bool = False  # compute one half of a prompt while the other half is summed
     plan_ahead: bool = False  # launch a step before the previous one has finished, where possible
@@ -100,9 +100,14 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def policy_names(self) -> tuple[str, ...]:
-        """Those that a request may name; with stages each again for prompts that all ranks compute together."""
+        """Those that a request may name; in hybrid each again for prompts that all ranks compute together."""
         names = tuple(policy.name for policy in self.policies)
-        return names if self.stages is None else (*names, *(f"{name}/tensor" for name in names))
+        hybrid = self.stages is not None and not self.is_pipeline
+        return (*names, *(f"{name}/tensor" for name in names)) if hybrid else names
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.stages is not None and self.stages.pipeline
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.layout import Layout
 from tightwire.model.open import Checkpoint, fingerprint, formats_of, open_checkpoint
-from tightwire.model.weights.formats import WeightFormats, describe_cuts, split_model
+from tightwire.model.weights.formats import WeightFormats, describe_cuts
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.comm_decision import CommDecision, decide_sums, describe_request
 from tightwire.server.plan.devices import CudaDevice
@@ -21,7 +21,7 @@ from tightwire.server.plan.layout_decision import choose_auto, decide_stages, de
 from tightwire.server.plan.layout_table import memory_inputs
 from tightwire.server.plan.lora import describe_adapters, plan_adapters
 from tightwire.server.plan.memory_budget import MemoryBudget, describe_offload
-from tightwire.server.plan.rank_bytes import Pool
+from tightwire.server.plan.rank_bytes import Pool, split_ranks
 from tightwire.server.plan.rank_setup import LayoutChoice, NamedPolicy, RunPlan
 from tightwire.server.plan.setting import check_all_reduce_names, choose_activations, choose_overlap, choose_plan_ahead
 from tightwire.server.plan.weight_decision import IN_FILES, Files, as_prepared, decide_weights
@@ -75,7 +75,7 @@ class Decision:
             lines.append(describe_adapters(plan.adapters, [rank.adapters for rank in self.budget.ranks]))
         if self.comm is not None:
             lines += self.comm.notes()
-        elif plan.allreduce != "auto":
+        elif plan.allreduce != "auto" and not plan.is_pipeline:
             lines.append(f"warning: a single rank sums nothing: --allreduce {plan.allreduce} has no effect")
         return "\n".join(lines)
 
@@ -136,14 +136,14 @@ def decide(
     ``model_id``: the fingerprint of the model, to find what quantized sums cost it. ``choice``: of ``--layout auto``.
     """
     parallel = config.parallel
-    layout = split_model(model, formats, parallel.tp, parallel.tp_split)
-    cuts = describe_cuts(layout, model, parallel.tp_split)
+    layout = split_ranks(model, formats, parallel)
+    cuts = describe_cuts(layout, model, parallel.tp_split) if parallel.num_summing > 1 else ""
     sums = decide_sums(config, model, link, model_id)
     decided, comm = sums.decided, sums.comm
     setting, dtype = decided.setting, decided.dtype
     activations = choose_activations(config.model.activations, setting.device, formats.packed)
     adapters = plan_adapters(config.adapters, model)
-    stages = decide_stages(config, model, decided, choice, files.prepared is not None)
+    stages = decide_stages(config, model, formats, decided, choice, files.prepared is not None)
     inputs = replace(
         memory_inputs(config, model, formats, decided),
         pools=_pools(
@@ -158,7 +158,8 @@ def decide(
     weights = decide_weights(config.weights, inputs, num_nodes=parallel.nodes, files=files)
     budget = weights.budget
     if stages is not None and weights.plan.streamed:
-        cause = "hybrid holds whole layers in memory, and the model does not fit without streaming layers"
+        name = "pipeline" if stages.pipeline else "hybrid"
+        cause = f"{name} holds whole layers in memory, and the model does not fit without streaming layers"
         if choice is None:
             raise ValueError(f"--layout {cause}; give --layout tensor")
         other = LayoutChoice("tensor", cause)

@@ -49,7 +49,7 @@ def refuse_wrong_model(config: ServeConfig) -> None:
     check_name(config.model.model)
     check_all_reduce_names(config.parallel)
     if (sizes := read_sizes(config.model.model)) is not None:
-        check_ranks(sizes.num_heads, config.parallel.tp)
+        check_ranks(sizes.num_heads, config.parallel.num_summing)
         check_context(sizes.max_positions, config.engine.max_model_len or 0)
 
 
@@ -93,7 +93,9 @@ def choose_transport(
         )
     if options.num_ranks == 1:
         return "none", ""
-    if several_hosts or (link is not None and link.emulation == NAMESPACES):  # memory is refused: it bypasses the wire
+    if (
+        options.layout == "pipeline" or several_hosts or (link is not None and link.emulation == NAMESPACES)
+    ):  # memory is refused: it bypasses the wire
         between = "sockets" if device == "cpu" else "process-group"
         return (between if asked == "auto" else asked), ""
     reason = "it carries CPU tensors, and the ranks run on CUDA" if device == "cuda" else why_unusable()
@@ -112,7 +114,7 @@ def choose_overlap(options: ParallelOptions, device: str, several_hosts: bool = 
         why = "a single rank sums nothing" if options.tp == 1 else "it works between CPU ranks, and these run on CUDA"
         raise ValueError(f"--overlap on is not possible: {why}; use --overlap auto or off")
     if options.overlap == "auto":
-        return options.link is not None or (several_hosts and device == "cpu")
+        return options.num_summing > 1 and (options.link is not None or (several_hosts and device == "cpu"))
     return options.overlap == "on"
 
 

@@ -94,6 +94,7 @@ class Leader:
             groups=runner.cache.groups,
             max_parts=plan.weights.max_parts,
             num_stages=1 if plan.stages is None else plan.stages.num_stages,
+            pipeline=plan.is_pipeline,
             num_policies=len(plan.policies),
         )
         self._runner = RankZeroRunner(

@@ -33,16 +33,17 @@ from tightwire.model.adapters.product import AdapterRoom
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.cache.kv_cache import OffloadedCache
 from tightwire.model.layer_groups import LayerGroups
-from tightwire.model.layout import Layout
+from tightwire.model.layout import Layout, stage_model
 from tightwire.model.open import Checkpoint, formats_of, open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.grammar import GrammarMasks
-from tightwire.model.weights.formats import WeightFormats, split_model
+from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.residency import WeightSizes
 from tightwire.model.weights.streamed import StreamedWeights
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.ipc.channels import Inboxes
 from tightwire.server.ipc.messages import Ready
+from tightwire.server.plan.rank_bytes import split_ranks
 from tightwire.server.plan.rank_setup import RankIdentity, RankWork
 from tightwire.server.ranks.rank_comm import check_comm
 from tightwire.server.ranks.rank_loop import Follower, Leader
@@ -61,16 +62,18 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
     with reporter.stage("open"):
         checkpoint = open_checkpoint(work.location, work.config.model.seed)
         formats = formats_of(checkpoint, work.config.model.quantization)
-        layout = split_model(checkpoint.config, formats, work.config.parallel.tp, work.config.parallel.tp_split)
+        layout = split_ranks(checkpoint.config, formats, work.config.parallel)
         if plan.activations == "int8":
             formats = formats.with_int8_activations()
     with reporter.stage("join"):
         joining = _Joining(identity, work, _open_store(identity, work.config.hosts.join_timeout_s))
         world = joining.world()
         group = joining.replica(world)
-        reporter.ledger = group.ledger
-        link = joining.measured_link(group)
         stages = joining.stages(group)
+        chosen = joining.stages(stages, "chosen") if plan.is_pipeline else None
+        wire = stages if plan.is_pipeline and stages is not None else group
+        reporter.ledger = wire.ledger
+        link = joining.measured_link(wire)
     runner: ModelRunner | None = None
     try:
         place = RankPlace()
@@ -87,7 +90,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
                 world=world,
             )
         with reporter.stage("weights") as progress:
-            groups = RankGroups(group, routes=routes, world=world, stages=stages, peers=joining.peers())
+            groups = RankGroups(group, routes=routes, world=world, stages=stages, chosen=chosen, peers=joining.peers())
             runner = _load(checkpoint, layout, formats, groups, work, progress)
         sources = (runner.weights, runner.cache)
         pools = [source.pool for source in sources if isinstance(source, StreamedWeights | OffloadedCache)]
@@ -109,8 +112,10 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         with loop:
             with reporter.stage("warm-up"):
                 loop.warm_up()
-            shard, dtype = layout.shards[group.rank], getattr(torch, plan.dtype)
-            sizes = WeightSizes(checkpoint.config, shard, formats, dtype, plan.weights.codec)
+            model, dtype = checkpoint.config, getattr(torch, plan.dtype)
+            if plan.stages is not None and plan.stages.pipeline:
+                model = stage_model(model, plan.stages.of(identity.rank))
+            sizes = WeightSizes(model, layout.shards[group.rank], formats, dtype, plan.weights.codec)
             reporter.send(
                 Ready(
                     rank=identity.rank,
@@ -125,7 +130,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
     finally:
         if runner is not None:
             runner.close()
-        for each in (group, world, stages):
+        for each in (group, world, stages, chosen):
             if each is not None:
                 each.close()
 
@@ -204,8 +209,10 @@ class _Joining:
         )
 
     def replica(self, world: Group | None) -> Group:
-        """The ranks of this rank's replica, which sum together."""
+        """The ranks of this rank's replica, which sum together; in a pipeline this rank alone."""
         identity, parallel = self.identity, self.work.config.parallel
+        if self.work.plan.is_pipeline:
+            return open_process_group(Topology(0, 1), store=self.store, device=self.device)
         replica, place = divmod(identity.rank, parallel.tp)
         topology = Topology(place, parallel.tp, num_nodes=parallel.sum_nodes)
         segment_fd = identity.segment_fd if world is None else identity.replica_segment_fd
@@ -231,8 +238,8 @@ class _Joining:
         )
         return group if identity.throttle is None else throttle_group(group, identity.throttle)
 
-    def stages(self, sums: Group) -> Group | None:
-        """The ranks as stages of prompts, whose messages travel beside those of ``sums`` on connections of their own."""
+    def stages(self, beside: Group | None, name: str = "stages") -> Group | None:
+        """The ranks as stages, whose messages travel beside those of ``beside`` on connections of their own."""
         if self.work.plan.stages is None:
             return None
         group = open_process_group(
@@ -241,11 +248,11 @@ class _Joining:
             device=self.device,
             timeout_s=_STEP_DEADLINE_S,  # a stage waits for whole steps of the one before
             join_timeout_s=self.work.config.timeouts.comm_timeout_s,
-            name="stages",
+            name=name,
             interface=self.identity.interface,
             sockets=self._sockets,
         )
-        return group if self.identity.throttle is None else throttle_group(group, self.identity.throttle, sums)
+        return group if self.identity.throttle is None else throttle_group(group, self.identity.throttle, beside)
 
     def peers(self) -> PartitionPeers | None:
         """The ranks that share this one's partitioned weights."""
@@ -313,7 +320,7 @@ def _load(
             sum_dtype=getattr(torch, plan.sum_dtype),
             max_model_len=plan.max_model_len,
             num_blocks=plan.num_blocks,
-            groups=LayerGroups.of(checkpoint.config, bounded=plan.stages is None),
+            groups=LayerGroups.of(checkpoint.config) if plan.stages is None else None,
             buffer_blocks=plan.buffer_blocks,
             block_size=BLOCK_SIZE,
             formats=formats,

@@ -8,6 +8,7 @@ import torch
 import zmq
 from torch import Tensor
 
+from tightwire.comm.lane import Pending
 from tightwire.comm.ledger.ledger import Count, Spent
 from tightwire.model.build import RankGroups
 from tightwire.model.cache.kv_cache import OffloadedCache
@@ -53,7 +54,7 @@ class RankZeroRunner:
         self._followers, self._ranks_each = followers, (1 + len(followers)) // num_replicas
         self._step_size = step_size
         # The groups that share layers, and that pass prompts from stage to stage, have ledgers of their own.
-        beside = [groups.stages, None if groups.peers is None else groups.peers.inside]
+        beside = [groups.stages, groups.chosen, None if groups.peers is None else groups.peers.inside]
         self._ledgers = [self._group.ledger, *(group.ledger for group in beside if group is not None)]
         self._encoder = msgspec.msgpack.Encoder()
         self._warm_up_counts: dict[tuple[str, str, str], Count] = {}
@@ -81,7 +82,7 @@ class RankZeroRunner:
             return torch.empty(0, device=self._group.device)
         return logits_RV
 
-    def choose(self, plans: Sequence[StepPlan], logits_RV: Tensor | None, banned: Sequence[bytes]) -> Tensor:
+    def choose(self, plans: Sequence[StepPlan], logits_RV: Tensor | None, banned: Sequence[bytes]) -> Tensor | Pending:
         for rank, follower in enumerate(self._followers, start=1):
             if bits := banned[rank // self._ranks_each]:
                 follower.send(self._encoder.encode(Banned(bits)))

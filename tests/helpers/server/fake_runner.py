@@ -9,6 +9,7 @@ import torch
 from helpers.model.ranked_sampling import choose_alone
 from torch import Tensor
 
+from tightwire.comm.lane import Pending
 from tightwire.comm.ledger.ledger import Spent
 from tightwire.model.step import StepPlan, ints
 from tightwire.server.config.limits import Limits
@@ -27,7 +28,7 @@ def logits_after(context: list[int], vocab_size: int) -> np.ndarray:
 class OneRank:
     """The part of ``StepRunner`` that a rank alone does not need: it sends nothing and counts nothing."""
 
-    def choose(self, plans: Sequence[StepPlan], logits_RV: Tensor | None, banned: Sequence[bytes]) -> Tensor:
+    def choose(self, plans: Sequence[StepPlan], logits_RV: Tensor | None, banned: Sequence[bytes]) -> Tensor | Pending:
         assert logits_RV is not None and not plans[1:]
         return choose_alone(logits_RV, plans[0].sampling, banned[0])
 

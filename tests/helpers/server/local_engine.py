@@ -14,6 +14,7 @@ from helpers.server.fake_runner import OneRank
 from torch import Tensor
 
 from tightwire.comm.group.group import Group, in_process_groups
+from tightwire.comm.lane import Pending
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.policy.rules import Policy
 from tightwire.model.adapters.peft import open_adapter
@@ -49,7 +50,7 @@ class _LocalRunner(OneRank):
         for rank, inbox in enumerate(self._inboxes, start=1):
             inbox.put(plans[rank // self._tp])
 
-    def choose(self, plans: Sequence[StepPlan], logits_RV: Tensor | None, banned: Sequence[bytes]) -> Tensor:
+    def choose(self, plans: Sequence[StepPlan], logits_RV: Tensor | None, banned: Sequence[bytes]) -> Tensor | Pending:
         for rank, inbox in enumerate(self._inboxes, start=1):
             if bits := banned[rank // self._tp]:
                 inbox.put(bits)
@@ -97,19 +98,21 @@ def local_engine(
 
     ``all_reduce``: a name, a policy, or several policies by the names that requests ask for them. ``buffer_blocks``: the KV
     cache is offloaded, and steps have at most so many blocks. ``bounded``: layers with a window free blocks. ``adapters``: folders; ids count from 1, and a slot stays free.
-    ``stages``: prompts pass these, one on each rank; a request whose policy is the name and "/tensor" does without.
+    ``stages``: prompts, or in a pipeline all rows, pass these, one on each rank; in hybrid a request whose policy is the name and "/tensor" does without.
     """
     config = checkpoint.config
     formats = choose_formats(checkpoint.reader(), config, quantization)
-    layout = split_model(config, formats, tp, shares)
+    pipeline = stages is not None and stages.pipeline
+    layout = split_model(config, formats, 1 if pipeline else tp, shares)
     layer_groups = LayerGroups.of(config, bounded=bounded and buffer_blocks is None and stages is None)
     num_blocks = num_blocks or 4 * layer_groups.num * -(-max_model_len // block_size)
     worlds = in_process_groups(tp * dp) if dp > 1 else []
     ledgers = [world.ledger for world in worlds] or [Ledger() for _ in range(tp)]
     groups = [group for d in range(dp) for group in in_process_groups(tp, ledgers=ledgers[d * tp : (d + 1) * tp])]
+    groups = [in_process_groups(1)[0] for _ in groups] if pipeline else groups
     policy = fixed_policy(all_reduce) if isinstance(all_reduce, str) else all_reduce
     arms = policy if isinstance(policy, Mapping) else {"fixed": policy}
-    stage_groups = in_process_groups(tp) if stages else [None] * tp
+    stage_groups, chosen_groups = ([*in_process_groups(tp)] if stages else [None] * tp for _ in range(2))
     runners = [
         build_runner(
             config,
@@ -117,9 +120,10 @@ def local_engine(
             layout,
             RankGroups(
                 group,
-                routes=make_arms(arms, group) if tp > 1 else None,
+                routes=make_arms(arms, group) if tp > 1 and not pipeline else None,
                 world=worlds[number] if worlds else None,
                 stages=stage_groups[number % tp],
+                chosen=chosen_groups[number % tp],
             ),
             RunnerOptions(
                 dtype=dtype,
@@ -127,7 +131,7 @@ def local_engine(
                 max_model_len=max_model_len,
                 num_blocks=num_blocks,
                 block_size=block_size,
-                groups=layer_groups,
+                groups=None if stages else layer_groups,
                 buffer_blocks=buffer_blocks,
                 formats=formats,
                 overlap=overlap,
@@ -162,6 +166,7 @@ def local_engine(
             max_step_blocks=buffer_blocks,
             groups=layer_groups,
             num_stages=stages.num_stages if stages else 1,
+            pipeline=pipeline,
             num_policies=len(arms),
         )
         engine = Engine(
@@ -171,7 +176,7 @@ def local_engine(
             rules=RequestRules(
                 vocab_size=config.vocab_size,
                 max_model_len=max_model_len,
-                policies=(*arms, *(f"{name}/tensor" for name in arms if stages)),
+                policies=(*arms, *(f"{name}/tensor" for name in arms if stages and not pipeline)),
                 eos_token_ids=frozenset(config.eos_token_ids),
             ),
             drafter=drafter,

@@ -11,7 +11,7 @@ from tightwire.kernels.linear import linear
 from tightwire.model.layout import make_layout, whole_shard
 from tightwire.model.open import open_checkpoint
 from tightwire.model.weights.formats import choose_formats
-from tightwire.model.weights.stage import load_stage, stage_bytes
+from tightwire.model.weights.stage import JoinedRows, load_stage, stage_bytes
 
 
 @pytest.mark.parametrize(
@@ -27,13 +27,11 @@ def test_whole_layers_are_those_of_one_rank(variant: str, quantization: str, tmp
     for shard, layers in zip(make_layout(config, 2).shards, (range(2), range(2, 3)), strict=True):
         own = load_resident(reader, config, shard, dtype=dtype, formats=formats)
         stage = load_stage(reader, config, shard, layers, formats, dtype, own.layers, own.outer)
-        assert list(stage.layers) == list(layers)
-        for index in layers:
-            weights, joined = stage.layers[index]
+        for weights, index in zip(stage.layers, layers, strict=True):
             for name in ("qkv", "gate_up"):
                 matrix, bias = getattr(whole.layers[index], name), getattr(whole.layers[index], f"{name}_bias")
                 wanted = linear(x_TD, matrix, bias, num_decode_rows=0)
-                assert torch.equal(joined[name].multiply(x_TD, getattr(weights, f"{name}_bias")), wanted)
+                assert torch.equal(getattr(weights, name).multiply(x_TD, getattr(weights, f"{name}_bias")), wanted)
             assert weights.attention_norm is own.layers[index].attention_norm, "what is equal is held once"
         if not layers.start:
             ids = torch.tensor([0, 1, 150, 151, 152, config.vocab_size - 1])
@@ -42,7 +40,7 @@ def test_whole_layers_are_those_of_one_rank(variant: str, quantization: str, tmp
             wanted_TD = (
                 rows.float() if isinstance(rows, torch.Tensor) else linear(torch.eye(config.hidden_size), rows).T
             )
-            assert torch.equal(stage.embed(ids, torch.float32), wanted_TD)
+            assert torch.equal(stage.embed(ids), wanted_TD)
 
 
 def test_bytes_are_those_of_what_is_loaded(tmp_path: Path) -> None:
@@ -53,8 +51,9 @@ def test_bytes_are_those_of_what_is_loaded(tmp_path: Path) -> None:
         own = load_resident(reader, config, shard, dtype=torch.bfloat16, formats=formats)
         stage = load_stage(reader, config, shard, layers, formats, torch.bfloat16, own.layers, own.outer)
         added = sum(
-            weights.attention_out.nbytes + weights.down.nbytes + sum(each.rest.nbytes for each in joined.values())
-            for weights, joined in stage.layers.values()
+            weight.rest.nbytes if isinstance(weight, JoinedRows) else weight.nbytes
+            for each in stage.layers
+            for weight in (each.attention_out, each.down, each.qkv, each.gate_up)
         )
         if not layers.start:
             added += 2 * (config.vocab_size - len(shard.vocab_rows)) * config.hidden_size

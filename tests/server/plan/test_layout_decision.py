@@ -50,7 +50,7 @@ def _choose(
     monkeypatch: pytest.MonkeyPatch, link: LinkFacts = SLOW, room: Sequence[int] = (), **options: Any
 ) -> LayoutChoice:
     """The choice between two hosts that compute at ``HOST``'s rates."""
-    monkeypatch.setattr(layout_decision, "measure_host", lambda *_: HOST)
+    monkeypatch.setattr(layout_decision.layout_table, "measure_host", lambda *_: HOST)
     given = {"nnodes": 2, "node_rank": 0, "master_addr": "node-0", "tp": 2, "device": "cpu"} | options
     config, _ = resolve_hosts(make_config({"model": "random:llama-3.2-1b"} | given), {})
     checkpoint = open_checkpoint(config.model.model, 0)
@@ -143,9 +143,62 @@ def test_what_hybrid_does_not_work_with_is_refused_by_name(options: dict[str, An
         _decide(**options)
 
 
+def test_a_stage_of_a_pipeline_takes_memory_for_its_layers_alone() -> None:
+    whole, pipeline = _decide(layout="tensor", tp=1, max_model_len=64), _decide(layout="pipeline", max_model_len=64)
+    first, last = pipeline.budget.ranks
+    table = MODEL.vocab_size * MODEL.hidden_size * 2
+    assert first.weights + last.weights == whole.budget.ranks[0].weights, "nothing is held twice"
+    assert pipeline.plan.stages is not None and pipeline.plan.stages.pipeline
+    sizes = [len(pipeline.plan.stages.of(stage)) for stage in range(2)]
+    assert sizes[0] >= sizes[1], "the head is in the last stage"
+    layer = (whole.budget.ranks[0].weights - 2 * table - 2 * MODEL.hidden_size) // MODEL.num_layers
+    assert first.weights == sizes[0] * layer + table
+    assert [rank.block // size for rank, size in zip((first, last), sizes, strict=True)] == [2 * 2 * 16 * 16 * 2] * 2
+    assert first.activations < last.activations, "logits are those of the last stage"
+    assert pipeline.comm is None and pipeline.plan.policy_names == ("auto",) and not pipeline.plan.overlap
+    assert pipeline.plan.transport == "sockets" and "layout: pipeline: all rows pass" in pipeline.summary()
+
+
+def test_a_tied_table_is_held_by_the_first_and_the_last_stage() -> None:
+    tied = replace(MODEL, tied_embeddings=True)
+    config = make_config({"model": "random:tiny", "device": "cpu", "layout": "pipeline", "tp": 3})
+    ranks = run_plan.decide(config, tied, WeightFormats()).budget.ranks
+    alone = run_plan.decide(make_config({"model": "random:tiny", "device": "cpu"}), tied, WeightFormats()).budget.ranks
+    table = MODEL.vocab_size * MODEL.hidden_size * 2
+    assert sum(rank.weights for rank in ranks) == alone[0].weights + table
+
+
+def test_shares_of_a_pipeline_are_speeds_and_layers_need_not_be_divisible() -> None:
+    plan = _decide(layout="pipeline", tp=3, tp_split=(4, 1, 1)).plan  # three ranks do not divide four heads evenly
+    assert plan.stages is not None and len(plan.stages.of(0)) > len(plan.stages.of(2))
+    with pytest.raises(ValueError, match="--tp 7: a stage has a layer or more"):
+        _decide(layout="pipeline", tp=7)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"tp": 1}, "--tp 1"),
+        ({"dp": 2}, "--dp 2"),
+        ({"weights": "stream"}, "--weights stream"),
+        ({"kv_offload": True}, "--kv-offload"),
+        ({"plan_ahead": "on"}, "--plan-ahead on"),
+        ({"lora_dir": "adapters"}, "--lora"),
+        ({"speculation": "ngram"}, "--speculation ngram"),
+        ({"transport": "shared-memory"}, "--transport shared-memory"),
+        ({"allreduce": "ring"}, "--allreduce ring"),
+        ({"allreduce_decode": "ring"}, "--allreduce-decode ring"),
+        ({"overlap": "on"}, "--overlap on"),
+    ],
+)
+def test_what_a_pipeline_does_not_work_with_is_refused_by_name(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"--layout pipeline does not combine with {named}: .*; leave one of them out"):
+        _decide(**({"layout": "pipeline"} | options))
+
+
 def test_a_codec_whose_groups_part_rows_is_refused() -> None:
     assert _decide(stage_codec="int8-g64").plan.stage_codec == "int8-g64"
     with pytest.raises(ValueError, match="--stage-codec int8: a row has 64 numbers, which are not whole groups of 128"):
         _decide(stage_codec="int8")
-    with pytest.raises(ValueError, match="--stage-codec must be given with --layout hybrid"):
+    with pytest.raises(ValueError, match="--stage-codec must be given with --layout hybrid or pipeline"):
         _decide(layout="auto", stage_codec="int8-g64")

@@ -6,7 +6,7 @@ import re
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from uuid import uuid4
 
@@ -65,12 +65,12 @@ async def ask(client: httpx.AsyncClient, prompt: str, algorithm: str, leave_afte
     return text
 
 
-def texts(url: str, at_once: int) -> dict[tuple[str, str], set[str]]:
+def texts(url: str, at_once: int, algorithms: Sequence[str] = _ALGORITHMS) -> dict[tuple[str, str], set[str]]:
     """By prompt and algorithm: the texts of ``at_once`` requests in flight, of which each eighth client leaves early."""
 
     async def run() -> dict[tuple[str, str], set[str]]:
         found = defaultdict[tuple[str, str], set[str]](set)
-        kinds = [(prompt, algorithm) for algorithm in _ALGORITHMS for prompt in _PROMPTS]
+        kinds = [(prompt, algorithm) for algorithm in algorithms for prompt in _PROMPTS]
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False, limits=limits) as client:
             if at_once == 1:
@@ -147,6 +147,26 @@ def test_prompts_pass_two_hosts_in_stages_and_a_stopped_host_ends_both(
         assert first.wait_exit(30) == 1
         assert "node 1 (10.0.0.2)" in first.log
         second.process.send_signal(signal.SIGCONT)
+
+
+def test_all_rows_pass_two_hosts_and_a_killed_one_ends_both(
+    network: EmulatedNetwork, model: Path, tmp_path: Path
+) -> None:
+    same, nodes = ("--tp", "2", "--layout", "pipeline"), network.nodes
+    with ServerProcess(tmp_path / "one", str(model), "--port", "0", "--kv-cache-memory", "1MiB") as one:
+        alone = texts(one.wait_ready(), 1, ["auto"])
+        assert one.end() == 0
+    with (
+        start(tmp_path / "b", nodes[1], model, "--node-rank", "1", *same) as second,
+        start(tmp_path / "a", nodes[0], model, "--node-rank", "0", *same) as first,
+    ):
+        url = first.wait_ready()
+        assert nodes[0].visit(lambda: texts(url, 16, ["auto"])) == alone, "16 requests at once, some cancelled"
+        rows = nodes[0].visit(lambda: get(f"{url}/comm").json())["counters"]
+        assert {row["algorithm"] for row in rows} == {"hidden-state", "token-ids"}
+        second.process.kill()
+        assert first.wait_exit(15) == 1
+        assert "node 1 (10.0.0.2)" in first.log
 
 
 def test_different_options_are_refused_by_node_on_both_hosts(

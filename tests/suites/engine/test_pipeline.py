@@ -1,0 +1,176 @@
+"""Whole engines whose rows all pass stages, ranks as threads: answers and scores are those of one rank to the bit."""
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.fuzz import fuzz_seeds
+from helpers.model.family_models import make_family_folder
+from helpers.server.local_engine import local_engine, run_to_end
+from msgspec.structs import replace
+from tiny import VARIANTS, make_tiny
+
+from tightwire.model.families import FAMILIES, family_named
+from tightwire.model.open import Checkpoint, open_checkpoint
+from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.model.stages import divide_layers
+from tightwire.server.ipc.engine_stats import EngineStats
+from tightwire.server.ipc.messages import AddRequest
+
+_STEM = [72, 101, 108, 108, 111] * 5
+_REQUESTS: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "greedy": ([5, 9, 200], {"temperature": 0.0}),
+    "long": (list(range(40, 140)) * 2, {"temperature": 0.0, "logprobs": 2}),
+    **{f"n{index}": (_STEM, {"temperature": 1.0, "seed": index + 1}) for index in range(3)},
+    "top-k": ([8, 8], {"temperature": 1.0, "top_k": 9, "seed": 4}),
+    "top-p": ([9, 8], {"temperature": 1.0, "top_p": 0.8, "seed": 6}),
+    "banned": ([9, 9], {"temperature": 0.0, "allowed_token_ids": tuple(range(60, 90))}),
+    "penalized": ([8, 10], {"temperature": 0.7, "seed": 5, "frequency_penalty": 0.8, "max_tokens": 9}),
+    "echo": (_STEM[:9], {"temperature": 0.0, "prompt_logprobs": 1, "max_tokens": 3}),
+    "scored": (list(range(30, 150)), {"prompt_logprobs": 0, "max_tokens": 0}),
+}
+_OPTIONS: dict[str, Any] = {
+    "dtype": torch.bfloat16,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 48,
+    "max_num_seqs": 12,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(
+        str(make_tiny(tmp_path_factory.mktemp("pipeline"), num_hidden_layers=4, **VARIANTS["odd-heads"]))
+    )
+
+
+def _params(changes: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 20, "ignore_eos": True} | changes))
+
+
+def _pipeline(tp: int, checkpoint: Checkpoint) -> Any:
+    if tp == 1:
+        return None
+    return replace(divide_layers(checkpoint.config.num_layers, [1] * tp), pipeline=True)
+
+
+def _answers(checkpoint: Checkpoint, tp: int, **options: Any) -> tuple[dict, EngineStats]:
+    options = _OPTIONS | options
+    with local_engine(checkpoint, tp=tp, stages=_pipeline(tp, checkpoint), **options) as local:
+        for name, (prompt, changes) in _REQUESTS.items():
+            if len(prompt) + 20 > options["max_model_len"]:
+                continue
+            local.engine.add(AddRequest(name, prompt, _params(changes)))
+        outputs = run_to_end(local.engine)
+        told = {
+            name: (
+                [token for output in own for token in output.token_ids],
+                [output.logprobs for output in own],
+                [output.prompt_logprobs for output in own if output.prompt_logprobs],
+                own[-1].finish_reason,
+            )
+            for name, own in outputs.items()
+        }
+        return told, local.engine.stats()
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 500},
+        {"prefix_cache": "none"},
+        {"prefix_cache": "all"},
+        {"max_model_len": 256, "block_size": 4, "num_blocks": 64},  # preempts
+        {"kv_dtype": torch.int8},
+    ],
+    ids=str,
+)
+def test_answers_are_those_of_one_rank_to_the_bit(tp: int, options: dict[str, Any], checkpoint: Checkpoint) -> None:
+    alone, _ = _answers(
+        checkpoint, 1, **{name: options[name] for name in options if name in ("kv_dtype", "quantization")}
+    )
+    told, stats = _answers(checkpoint, tp, **options)
+    assert told == alone
+    assert stats.total.num_free_blocks == stats.total.num_blocks
+    assert stats.counters.num_preemptions > 0 or "num_blocks" not in options
+
+
+@pytest.mark.parametrize("variant", ["tied", "one-kv-head", "multi-head", "mlp-bias"])
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"kv_dtype": torch.int8}], ids=str)
+def test_every_part_of_a_layer_has_the_bits_of_one_rank(variant: str, options: dict[str, Any], tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(make_tiny(tmp_path, num_hidden_layers=3, **VARIANTS[variant])))
+    alone, _ = _answers(checkpoint, 1, **options)
+    assert _answers(checkpoint, 3, **options)[0] == alone
+
+
+@pytest.mark.parametrize("family", [family.names.name for family in FAMILIES if family.names.name != "Llama"])
+def test_families_whose_layers_differ_have_the_bits_of_one_rank(family: str, tmp_path: Path) -> None:
+    """Windows and layers without rotation keep their numbers; an update's norm belongs to the stage that made the update."""
+    checkpoint = open_checkpoint(str(make_family_folder(family_named(family), tmp_path)))
+    alone, _ = _answers(checkpoint, 1, max_model_len=128, bounded=False)
+    assert _answers(checkpoint, 3, max_model_len=128)[0] == alone
+
+
+def test_bytes_are_those_of_the_formulas(checkpoint: Checkpoint) -> None:
+    num_tokens, num_new = 100, 5
+    with local_engine(checkpoint, tp=3, stages=_pipeline(3, checkpoint), dtype=torch.bfloat16) as local:
+        local.engine.add(
+            AddRequest("0", list(range(1, num_tokens + 1)), _params({"max_tokens": num_new, "temperature": 0.0}))
+        )
+        run_to_end(local.engine)
+        passages = [runner.stages for runner in local.runners]
+        groups = [group for each in passages if each is not None for group in (each.wire.group, each.wire.chosen)]
+        counts = [each.ledger.counters.counts() for each in groups]
+    assert {count.algorithm for each in counts for count in each} == {"hidden-state", "token-ids"}
+    row = checkpoint.config.hidden_size * 4
+    sent = [
+        {phase: sum(count.bytes_sent for count in each if count.phase == phase) for phase in ("prefill", "decode")}
+        for each in counts
+    ]
+    hidden = {"prefill": num_tokens * row, "decode": (num_new - 1) * row}  # the last token is not computed
+    nothing = {"prefill": 0, "decode": 0}
+    assert sent[:5] == [hidden, nothing, hidden, nothing, nothing]
+    assert sum(sent[5].values()) == 8 * num_new
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2, 3, 7])
+def test_sequences_form_as_many_groups_as_there_are_stages(num_seqs: int, checkpoint: Checkpoint) -> None:
+    with local_engine(checkpoint, tp=2, stages=_pipeline(2, checkpoint), dtype=torch.bfloat16) as local:
+        for index in range(num_seqs):
+            local.engine.add(AddRequest(str(index), [3, 4 + index], _params({"max_tokens": 30, "temperature": 0.0})))
+        run_to_end(local.engine)
+        stages = local.runners[0].stages
+        assert stages is not None
+        calls = [count.calls for count in stages.wire.group.ledger.counters.counts() if count.phase == "decode"]
+    num_groups = min(2, num_seqs)
+    assert num_groups * 29 <= sum(calls) <= num_groups * 35, "sequences that start or end apart join a group"
+
+
+@pytest.mark.parametrize("seed", fuzz_seeds(6))
+def test_cancelled_neighbours_change_nothing(seed: int, checkpoint: Checkpoint) -> None:
+    """Blocks of cancelled and preempted sequences are used again while their rows still pass the stages."""
+    rng = random.Random(seed)
+    wanted, _ = _answers(checkpoint, 1)
+    options: dict[str, Any] = _OPTIONS | {"block_size": 4, "num_blocks": 64}
+    with local_engine(checkpoint, tp=3, stages=_pipeline(3, checkpoint), **options) as local:
+        engine, told, waiting = local.engine, dict[str, list[int]](), list(_REQUESTS.items())
+        for number in itertools.count():
+            if waiting and rng.random() < 0.3:
+                name, (prompt, changes) = waiting.pop(rng.randrange(len(waiting)))
+                engine.add(AddRequest(name, prompt, _params(changes)))
+            if waiting and rng.random() < 0.7:
+                prompt = [rng.randrange(300) for _ in range(rng.choice((3, 20, 90)))]
+                engine.add(AddRequest(f"neighbour {number}", prompt, SamplingParams(max_tokens=9, temperature=0.0)))
+            engine.cancel([f"neighbour {number - rng.randrange(1, 6)}"])
+            for output in engine.step().outputs:
+                told.setdefault(output.id, []).extend(output.token_ids)
+            if not waiting and not engine.has_work():
+                break
+        assert {name: told[name] for name in _REQUESTS} == {name: tokens for name, (tokens, *_) in wanted.items()}
+        total = engine.stats().total
+        assert total.num_free_blocks == total.num_blocks
