@@ -58,7 +58,7 @@ def test_with_a_gpu_the_host_has_the_cache_and_each_device_two_buffers(tp: int) 
         assert rank.buffer * 16 == rank.block * 2  # two layers of sixteen
         assert rank.fixed + rank.buffer * made.buffer_blocks <= 4 * GIB
         assert made.cache_bytes(rank) == rank.buffer * made.buffer_blocks
-    assert made.num_blocks > 2 * on_device(4, tp).num_blocks
+    assert made.num_blocks > 1.5 * on_device(4, tp).num_blocks
     assert made.max_model_len <= made.buffer_blocks * 16
     assert "host memory, for the KV cache: " in made.table()
 
