@@ -32,7 +32,7 @@ class ParallelOptions:
         "auto",
         "what crosses the wire. tensor: partial sums, in prompts and in tokens; hybrid: hidden states between stages in prompts "
         "(each rank computes whole layers, and holds them besides its part of all layers), partial sums in tokens; pipeline: hidden "
-        "states in both (each rank holds whole layers only); auto: over a wire tensor or hybrid, which fits and is predicted to "
+        "states in both (each rank holds whole layers only); auto: over a wire the one that fits and is predicted to "
         "answer soonest (docs/layouts.md), else tensor",
         ("auto", "tensor", "hybrid", "pipeline"),
     )

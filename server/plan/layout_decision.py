@@ -25,7 +25,7 @@ def describe_layout(stages: StagePlan | None, choice: LayoutChoice | None) -> st
         return f"tensor{chosen}"
     layers = ", ".join(f"{first} to {stop - 1}" for first, stop in stages.layers)
     if stages.pipeline:
-        return f"pipeline: all rows pass the ranks in stages of layers {layers}; nothing is summed"
+        return f"pipeline: all rows pass the ranks in stages of layers {layers}; nothing is summed{chosen}"
     return f"hybrid: prompts pass the ranks in stages of layers {layers}; tokens are computed together{chosen}"
 
 
@@ -34,17 +34,16 @@ def decide_stages(
     model: LlamaConfig,
     formats: WeightFormats,
     decided: DecidedSetting,
-    choice: LayoutChoice | None,
     prepared: bool,
 ) -> StagePlan | None:
-    """Resolve ``--layout``: the stages of prompts or of all rows, or None if all ranks compute all rows together.
+    """Return the stages of prompts or of all rows, or None if all ranks compute all rows together, as ``auto`` does without a choice.
 
-    ``choice``: of ``auto``, which is tensor without one. ValueError: the layout does not combine with an option, named, or the model.
+    ValueError: the layout does not combine with an option, named, or the model.
     """
     parallel = config.parallel
-    if (layout := choice.layout if choice else parallel.layout) not in ("hybrid", "pipeline"):
+    if (layout := parallel.layout) not in ("hybrid", "pipeline"):
         return None
-    for option, why in _obstacles(config, model, decided, prepared):
+    for option, why in _obstacles(config, model, decided, prepared, layout):
         raise ValueError(f"--layout {layout} does not combine with {option}: {why}; leave one of them out")
     codec = parse_codec(parallel.stage_codec)
     if model.hidden_size % codec.group_elems:
@@ -69,10 +68,13 @@ def choose_auto(
     ``room``: the memory of each host; empty: the ranks share this one's.
     """
     parallel, model = config.parallel, checkpoint.config
-    for option, why in _obstacles(config, model, decide_setting(config, model, link), checkpoint.prepared is not None):
+    given = config, model, decide_setting(config, model, link), checkpoint.prepared is not None
+    against = {layout: _obstacles(*given, layout) for layout in ("hybrid", "pipeline")}
+    if all(against.values()):
+        option, why = against["hybrid"][0]
         return LayoutChoice("tensor", f"hybrid does not combine with {option}: {why}")
     if parallel.allreduce != "auto" or parallel.allreduce_extra:
-        return LayoutChoice("tensor", "AllReduces are named, and hybrid sums no prompts")
+        return LayoutChoice("tensor", "AllReduces are named, and stages sum no prompts")
     if parallel.tp != (config.hosts.nnodes or parallel.wire_nodes):
         return LayoutChoice("tensor", "layouts are predicted for one rank on each host")
     split, most = parallel.tp_split or (1.0,) * parallel.tp, config.weights.device_memory
@@ -81,16 +83,16 @@ def choose_auto(
     room = [min(each, most or each) for each in room or [available_host_bytes() // parallel.tp] * parallel.tp]
     rows = layout_table.compare_layouts(config, model, formats, link, rates, room, fingerprint(checkpoint))
     try:
-        best, why = layout_table.choose_layout([row for row in rows if row.times.layout in ("tensor", "hybrid")])
+        best, why = layout_table.choose_layout([row for row in rows if not against.get(row.times.layout)])
     except ValueError as error:
         return LayoutChoice("tensor", str(error))
     return LayoutChoice(best.times.layout, why)
 
 
 def _obstacles(
-    config: ServeConfig, model: LlamaConfig, decided: DecidedSetting, prepared: bool
+    config: ServeConfig, model: LlamaConfig, decided: DecidedSetting, prepared: bool, layout: str
 ) -> list[tuple[str, str]]:
-    """Return what a layout with stages does not work with, and why. ``prepared``: the model is a prepared folder."""
+    """Return what hybrid or pipeline does not work with, and why. ``prepared``: the model is a prepared folder."""
     parallel, engine, weights = config.parallel, config.engine, config.weights.weights
     few = f"a stage has a layer or more, and the model has {model.num_layers}"
     given = [
@@ -104,7 +106,7 @@ def _obstacles(
         (prepared, "a prepared folder", "it has no whole layers, which a stage computes"),
         (parallel.tp > model.num_layers, f"--tp {parallel.tp}", few),
     ]
-    if parallel.layout != "pipeline":
+    if layout == "hybrid":
         cached = engine.prefix_cache == "all"
         given.append((cached, "--prefix-cache all", "a stage has no keys and values of generated tokens"))
     else:

@@ -61,7 +61,7 @@ def memory_inputs(
     """What the memory of a rank depends on; without pools, and all that the table of layouts does not ask for."""
     return MemoryInputs(
         model=model,
-        layout=split_ranks(model, formats, config.parallel),
+        layout=split_ranks(model, formats, config.parallel, is_pipeline=config.parallel.layout == "pipeline"),
         options=config.engine,
         pools=(),
         formats=formats.with_int8_activations() if config.model.activations == "int8" else formats,

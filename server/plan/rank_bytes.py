@@ -118,9 +118,9 @@ class RankBytes:
         return self.weights + self.adapters + self.activations + self.feedback + self.runtime
 
 
-def split_ranks(model: LlamaConfig, formats: WeightFormats, parallel: ParallelOptions) -> Layout:
+def split_ranks(model: LlamaConfig, formats: WeightFormats, parallel: ParallelOptions, *, is_pipeline: bool) -> Layout:
     """Return the part of each layer that every rank holds: in a pipeline the whole of those that it has. ValueError: impossible."""
-    if parallel.layout == "pipeline":
+    if is_pipeline:
         return Layout(shards=(whole_shard(model),) * parallel.tp)
     return split_model(model, formats, parallel.tp, parallel.tp_split)
 

@@ -135,15 +135,17 @@ def decide(
 
     ``model_id``: the fingerprint of the model, to find what quantized sums cost it. ``choice``: of ``--layout auto``.
     """
+    if choice is not None:
+        config = replace(config, parallel=replace(config.parallel, layout=choice.layout))
     parallel = config.parallel
-    layout = split_ranks(model, formats, parallel)
+    layout = split_ranks(model, formats, parallel, is_pipeline=parallel.layout == "pipeline")
     cuts = describe_cuts(layout, model, parallel.tp_split) if parallel.num_summing > 1 else ""
     sums = decide_sums(config, model, link, model_id)
     decided, comm = sums.decided, sums.comm
     setting, dtype = decided.setting, decided.dtype
     activations = choose_activations(config.model.activations, setting.device, formats.packed)
     adapters = plan_adapters(config.adapters, model)
-    stages = decide_stages(config, model, formats, decided, choice, files.prepared is not None)
+    stages = decide_stages(config, model, formats, decided, files.prepared is not None)
     inputs = replace(
         memory_inputs(config, model, formats, decided),
         pools=_pools(

@@ -62,7 +62,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
     with reporter.stage("open"):
         checkpoint = open_checkpoint(work.location, work.config.model.seed)
         formats = formats_of(checkpoint, work.config.model.quantization)
-        layout = split_ranks(checkpoint.config, formats, work.config.parallel)
+        layout = split_ranks(checkpoint.config, formats, work.config.parallel, is_pipeline=plan.is_pipeline)
         if plan.activations == "int8":
             formats = formats.with_int8_activations()
     with reporter.stage("join"):

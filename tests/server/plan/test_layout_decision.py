@@ -60,17 +60,20 @@ def _choose(
 
 def test_auto_takes_what_answers_soonest(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = _choose(monkeypatch)
-    assert slow.layout == "hybrid" and " s for 512 prompt tokens and 128 more (tensor " in slow.why
+    assert slow.layout == "hybrid" and " s for 512 prompt tokens and 128 more (pipeline " in slow.why
     fast = network_facts([PairFacts((0, 1), 2e-6, 0.0, 100e9)])
     assert _choose(monkeypatch, fast).layout == "tensor"
+    far = network_facts([PairFacts((0, 1), 5e-3, 0.0, 12.5e6)])
+    assert _choose(monkeypatch, far).layout == "pipeline"
+    assert _choose(monkeypatch, far, speculation="ngram").layout == "hybrid", "a pipeline has no drafts"
 
 
 def test_auto_takes_what_fits_every_host(monkeypatch: pytest.MonkeyPatch) -> None:
     gib = 1 << 30
     assert _choose(monkeypatch, room=(16 * gib, 16 * gib)).layout == "hybrid"
     small = _choose(monkeypatch, room=(16 * gib, 2 * gib))
-    assert small.layout == "tensor" and "hybrid does not fit" in small.why
-    assert _choose(monkeypatch, room=(16 * gib, 16 * gib), device_memory=2 * gib).layout == "tensor"
+    assert small.layout == "pipeline" and "hybrid does not fit" in small.why
+    assert _choose(monkeypatch, room=(16 * gib, 16 * gib), device_memory=2 * gib).layout == "pipeline"
     assert _choose(monkeypatch, room=(gib // 8, gib // 8)).why == "no layout fits into the memory of the hosts"
 
 
@@ -78,8 +81,8 @@ def test_auto_takes_what_fits_every_host(monkeypatch: pytest.MonkeyPatch) -> Non
     ("options", "why"),
     [
         ({"lora_dir": "adapters"}, "hybrid does not combine with --lora: a stage's whole layers have no adapters"),
-        ({"allreduce": "flash-int8"}, "AllReduces are named, and hybrid sums no prompts"),
-        ({"allreduce_extra": ("flash-int8",)}, "AllReduces are named, and hybrid sums no prompts"),
+        ({"allreduce": "flash-int8"}, "AllReduces are named, and stages sum no prompts"),
+        ({"allreduce_extra": ("flash-int8",)}, "AllReduces are named, and stages sum no prompts"),
         ({"tp": 4}, "layouts are predicted for one rank on each host"),
     ],
 )
@@ -92,6 +95,8 @@ def test_what_auto_chose_decides_and_is_told() -> None:
     decision = run_plan.decide(config, MODEL, WeightFormats(), choice=LayoutChoice("hybrid", "1 s"))
     assert decision.plan.stages is not None and decision.layout_note.endswith("computed together; chosen: 1 s")
     assert f"layout: {decision.layout_note}" in decision.summary()
+    decision = run_plan.decide(config, MODEL, WeightFormats(), choice=LayoutChoice("pipeline", "2 s"))
+    assert decision.plan.is_pipeline and decision.layout_note.endswith("nothing is summed; chosen: 2 s")
     alone = run_plan.decide(config, MODEL, WeightFormats())
     assert alone.plan.stages is None and not alone.layout_note and "layout: tensor\n" in f"{alone.summary()}\n"
 
