@@ -46,7 +46,7 @@ class Request:
     blocks: "array[int]" = field(default_factory=lambda: array("i"))
     was_preempted: bool = False
     epoch: int = 0  # rises when its blocks are freed, so that chunks under way count no more
-    entered_at: int = 0  # the step in which its last prompt chunk entered the first stage; 0: none has
+    entered_at: int = 0  # the step in which its last chunk entered the first stage; 0: none has
     ready_at: int = 0  # the first step that may have decode rows: its prompt has passed all stages
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache before any preemption
     num_passed_blocks: int = 0  # the number of blocks, from the first, that groups with a window have freed

@@ -126,8 +126,8 @@ class Scheduler:
         Those that no group has room for wait for it; a smaller group would read all weights too.
         """
         num_stages, ready = self._limits.num_stages, [request for request in decoding if request.num_to_compute]
-        size = -(-len(decoding) // num_stages)
-        return ready[:size] if len(decoding) - len(ready) <= (num_stages - 1) * size else []
+        under_way = {request.entered_at for request in decoding if not request.num_to_compute}
+        return ready[: -(-len(decoding) // num_stages)] if len(under_way) < num_stages else []
 
     def _fill_with_prompts(self, prompts: Sequence[Request], step: StepBuilder) -> None:
         """Give the rest of the step to prompts and to recomputed sequences. The oldest sequence always gets tokens."""

@@ -47,8 +47,7 @@ class ChunksUnderWay:
         for chunk in chunks[len(together) :]:
             entered.append(_Entered(chunk, chunk.request.epoch, num_rows))
             num_rows += chunk.num_rows
-            if not pipeline:
-                chunk.request.entered_at, chunk.request.ready_at = index, index + self._limits.num_stages
+            chunk.request.entered_at, chunk.request.ready_at = index, 0 if pipeline else index + self._limits.num_stages
         self._entered.append(entered)
         if entered and not pipeline:
             self._written[index] = set().union(*(self._blocks(each.chunk) for each in entered))
