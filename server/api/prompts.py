@@ -38,8 +38,9 @@ def check_options(body: GenerationBody, info: ModelInfo, max_sequences: int) -> 
     if (count := num_prompts * body.n) > max_sequences:
         made = f"{num_prompts} prompts with n={body.n} make {count} sequences"
         raise invalid(f"{made}; this server accepts {max_sequences} at once: send fewer", param="n")
-    if body.tightwire.prefill and info.plan.stages is None:
-        why = "all ranks compute every prompt here; start the server with --layout hybrid for stages"
+    if body.tightwire.prefill and (info.plan.stages is None or info.plan.is_pipeline):
+        how = "passes stages" if info.plan.is_pipeline else "is computed by all ranks together"
+        why = f"every prompt {how} here; start the server with --layout hybrid for a choice"
         raise invalid(f"tightwire.prefill: {why}", param="tightwire.prefill")
     policy = info.policy(body.tightwire)
     if policy is not None and policy not in info.plan.policy_names:

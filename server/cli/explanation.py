@@ -49,6 +49,10 @@ def run(config: ServeConfig, as_json: bool, network: bool) -> None:
         nodes = 1 + max(pair.nodes[1] for pair in link.pairs)
         config = planned_hosts(config, nodes)
         sys.stderr.write(f"{link.describe(nodes)}\n")
+    if config.parallel.layout == "pipeline":
+        raise ValueError(
+            "--layout pipeline sums nothing, and this explains sums; leave it out, or compare layouts with --hosts"
+        )
     config, checkpoint = open_model(config)
     model = checkpoint.config
     sums = decide_sums(config, model, link or requested_link(config.parallel), fingerprint(checkpoint))

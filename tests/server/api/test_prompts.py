@@ -80,9 +80,10 @@ def test_a_prompt_of_a_hybrid_server_may_be_computed_by_all_ranks() -> None:
     ):
         body = _body(tightwire=asked)
         assert len(_seeds(body, info)) == 1 and info.policy(body.tightwire) == policy
-    with pytest.raises(ApiError, match="start the server with --layout hybrid") as raised:
-        _seeds(_body(tightwire={"prefill": "tensor"}), planned(info, stages=None))
-    assert (raised.value.status, raised.value.param) == (400, "tightwire.prefill")
+    for stages, how in ((None, "is computed by all ranks"), (StagePlan(((0, 1), (1, 2)), True), "passes stages here")):
+        with pytest.raises(ApiError, match=f"{how}.*start the server with --layout hybrid") as raised:
+            _seeds(_body(tightwire={"prefill": "tensor"}), planned(info, stages=stages))
+        assert (raised.value.status, raised.value.param) == (400, "tightwire.prefill")
 
 
 def test_options_behind_the_policy_are_in_every_fingerprint() -> None:

@@ -22,3 +22,8 @@ def test_blocks_by_kind_of_layer_of_a_model_with_windows(
         "window of 20 (a block: 16 tokens, 1 layers)"
     )
     assert shown.count(line) == shown.count("KV cache") == times
+
+
+def test_a_pipeline_sums_nothing_to_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(["smollm2-135m", "--tp", "2", "--layout", "pipeline"]) != 0
+    assert "--layout pipeline sums nothing" in capsys.readouterr().err
