@@ -116,9 +116,9 @@ def test_a_damaged_file_is_named_with_the_previous_checkpoint(
     [
         ("", "is not a checkpoint of"),
         ("[]", "has no format"),
-        ('{"format": 1}', "has format 1, but this version reads format 2"),
-        ('{"format": 2}', "is damaged; there is no earlier checkpoint"),
-        ('{"format": 2, "crc32": 1, "step": 5}', "is damaged"),
+        ('{"format": 1}', "has format 1, but this version reads format 3"),
+        ('{"format": 3}', "is damaged; there is no earlier checkpoint"),
+        ('{"format": 3, "crc32": 1, "step": 5}', "is damaged"),
     ],
 )
 def test_a_damaged_description_is_refused(tmp_path: Path, text: str, words: str) -> None:
