@@ -43,9 +43,8 @@ class RankGroups:
     replica: Group  # the ranks that the model is split over
     routes: Routes | None = None  # their AllReduces; None for a replica of one rank
     world: Group | None = None  # the ranks of all replicas; None: there is one replica
-    stages: Group | None = (
-        None  # the ranks again, with connections of their own; in a pipeline ``replica`` is this rank alone
-    )
+    # The ranks again, with connections of their own; in a pipeline ``replica`` is this rank alone.
+    stages: Group | None = None
     chosen: Group | None = None  # and again, for the tokens that the last stage chooses
     peers: PartitionPeers | None = None  # share this shard's partitioned weights; closed with the runner
 

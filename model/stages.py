@@ -17,9 +17,8 @@ class StagePlan(msgspec.Struct, frozen=True):
     """The layers of each stage. One rank computes a stage, so a stage has the number of its rank."""
 
     layers: tuple[tuple[int, int], ...]  # of each stage: the first, and the one after the last
-    pipeline: bool = (
-        False  # generated tokens pass the stages too, and a rank holds nothing but its stage; False: hybrid
-    )
+    # True: generated tokens pass the stages too, and a rank holds nothing but its stage; False: hybrid.
+    pipeline: bool = False
 
     @property
     def num_stages(self) -> int:

@@ -60,7 +60,8 @@ class Engine:
         self._counters = EngineCounters()
         self._times = StepTimes(clock, runner.comm_spent)
         self._replicas = Replicas(limits, num_replicas, drafter, self._counters)
-        given, most = (sampler, self._replicas, self._times, self._counters), limits.num_stages * limits.pipeline + 1
+        most = limits.num_stages + 1 if limits.pipeline else 1
+        given = sampler, self._replicas, self._times, self._counters
         self._pipeline = StepPipeline(runner, *given, plan_ahead=plan_ahead, most_launched=most)
         self._requests: dict[str, Request] = {}
         self._watch = PromptWatch(clock)

@@ -99,8 +99,8 @@ class Scheduler:
         if running and _is_behind(running[0]):
             step.reserve(running[0])
         decoding = [request for request in running if not _is_behind(request)]
-        group = decoding if not self._limits.pipeline else self._group(decoding)
-        held = set(decoding).difference(group)
+        group = self._group(decoding) if self._limits.pipeline else decoding
+        held = set(decoding).difference(group) if self._limits.pipeline else ()
         for request in group:
             if request not in step.preempted:
                 self._give(request, step, preempting=True)

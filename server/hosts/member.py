@@ -63,6 +63,7 @@ class Member(Side):
         return str(await fetch_files(offer, ask, show))
 
     def settle(self, choose: Callable[[Sequence[int]], LayoutChoice]) -> LayoutChoice:
+        # Without a limit: node 0 may fetch the model first. If it is lost, the node ends, and does not wait for this thread.
         return self._choice.result()
 
     async def agree(self, checkpoint: Checkpoint, plan: RunPlan) -> RunPlan:

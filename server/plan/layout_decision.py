@@ -35,10 +35,11 @@ def decide_stages(
     formats: WeightFormats,
     decided: DecidedSetting,
     prepared: bool,
+    layers: tuple[tuple[int, int], ...] = (),
 ) -> StagePlan | None:
     """Return the stages of prompts or of all rows, or None if all ranks compute all rows together, as ``auto`` does without a choice.
 
-    ValueError: the layout does not combine with an option, named, or the model.
+    ``layers``: of each stage, if they are chosen. ValueError: the layout does not combine with an option, named, or the model.
     """
     parallel = config.parallel
     if (layout := parallel.layout) not in ("hybrid", "pipeline"):
@@ -51,6 +52,8 @@ def decide_stages(
             f"--stage-codec {parallel.stage_codec}: a row has {model.hidden_size} numbers, which are not whole groups of "
             f"{codec.group_elems}, so a text would depend on its neighbours; give {parallel.stage_codec.split('-')[0]}-g64 or -g32"
         )
+    if layers:
+        return StagePlan(layers, pipeline=layout == "pipeline")
     shares = parallel.tp_split or [1.0] * parallel.tp
     if layout == "hybrid":
         return divide_layers(model.num_layers, shares)
@@ -86,7 +89,7 @@ def choose_auto(
         best, why = layout_table.choose_layout([row for row in rows if not against.get(row.times.layout)])
     except ValueError as error:
         return LayoutChoice("tensor", str(error))
-    return LayoutChoice(best.times.layout, why)
+    return LayoutChoice(best.times.layout, why, best.stages)
 
 
 def _obstacles(

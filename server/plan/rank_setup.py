@@ -71,6 +71,7 @@ class LayoutChoice(msgspec.Struct, frozen=True, tag=True):
 
     layout: str
     why: str
+    layers: tuple[tuple[int, int], ...] = ()  # of each stage, as predicted; empty: none, or divided by shares
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):

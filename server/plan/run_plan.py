@@ -145,7 +145,8 @@ def decide(
     setting, dtype = decided.setting, decided.dtype
     activations = choose_activations(config.model.activations, setting.device, formats.packed)
     adapters = plan_adapters(config.adapters, model)
-    stages = decide_stages(config, model, formats, decided, files.prepared is not None)
+    layers = () if choice is None else choice.layers
+    stages = decide_stages(config, model, formats, decided, files.prepared is not None, layers)
     inputs = replace(
         memory_inputs(config, model, formats, decided),
         pools=_pools(

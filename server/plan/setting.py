@@ -93,9 +93,8 @@ def choose_transport(
         )
     if options.num_ranks == 1:
         return "none", ""
-    if (
-        options.layout == "pipeline" or several_hosts or (link is not None and link.emulation == NAMESPACES)
-    ):  # memory is refused: it bypasses the wire
+    over_wire = several_hosts or (link is not None and link.emulation == NAMESPACES)
+    if over_wire or options.layout == "pipeline":  # memory is refused: it bypasses the wire, and stages use sockets
         between = "sockets" if device == "cpu" else "process-group"
         return (between if asked == "auto" else asked), ""
     reason = "it carries CPU tensors, and the ranks run on CUDA" if device == "cuda" else why_unusable()

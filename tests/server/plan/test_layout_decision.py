@@ -30,6 +30,16 @@ MODEL = LlamaConfig(
 )
 
 
+_REFUSED_BY_STAGES: list[tuple[dict[str, Any], str]] = [
+    ({"tp": 1}, "--tp 1"),
+    ({"dp": 2}, "--dp 2"),
+    ({"weights": "stream"}, "--weights stream"),
+    ({"kv_offload": True}, "--kv-offload"),
+    ({"plan_ahead": "on"}, "--plan-ahead on"),
+    ({"lora_dir": "adapters"}, "--lora"),
+]
+
+
 def _decide(**options: Any) -> run_plan.Decision:
     config: ServeConfig = make_config({"model": "random:tiny", "device": "cpu", "layout": "hybrid", "tp": 2} | options)
     return run_plan.decide(config, MODEL, WeightFormats())
@@ -73,6 +83,8 @@ def test_auto_takes_what_fits_every_host(monkeypatch: pytest.MonkeyPatch) -> Non
     assert _choose(monkeypatch, room=(16 * gib, 16 * gib)).layout == "hybrid"
     small = _choose(monkeypatch, room=(16 * gib, 2 * gib))
     assert small.layout == "pipeline" and "hybrid does not fit" in small.why
+    (_, first), (_, last) = small.layers
+    assert first > last - first, "the host with less memory has fewer layers"
     assert _choose(monkeypatch, room=(16 * gib, 16 * gib), device_memory=2 * gib).layout == "pipeline"
     assert _choose(monkeypatch, room=(gib // 8, gib // 8)).why == "no layout fits into the memory of the hosts"
 
@@ -95,7 +107,9 @@ def test_what_auto_chose_decides_and_is_told() -> None:
     decision = run_plan.decide(config, MODEL, WeightFormats(), choice=LayoutChoice("hybrid", "1 s"))
     assert decision.plan.stages is not None and decision.layout_note.endswith("computed together; chosen: 1 s")
     assert f"layout: {decision.layout_note}" in decision.summary()
-    decision = run_plan.decide(config, MODEL, WeightFormats(), choice=LayoutChoice("pipeline", "2 s"))
+    chosen = LayoutChoice("pipeline", "2 s", ((0, 5), (5, 6)))
+    decision = run_plan.decide(config, MODEL, WeightFormats(), choice=chosen)
+    assert decision.plan.stages is not None and decision.plan.stages.layers == chosen.layers, "the layers that fit"
     assert decision.plan.is_pipeline and decision.layout_note.endswith("nothing is summed; chosen: 2 s")
     alone = run_plan.decide(config, MODEL, WeightFormats())
     assert alone.plan.stages is None and not alone.layout_note and "layout: tensor\n" in f"{alone.summary()}\n"
@@ -134,13 +148,8 @@ def test_a_stage_takes_memory_for_its_layers_and_their_kv_heads() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"tp": 1}, "--tp 1"),
-        ({"dp": 2}, "--dp 2"),
-        ({"weights": "stream"}, "--weights stream"),
-        ({"kv_offload": True}, "--kv-offload"),
+        *_REFUSED_BY_STAGES,
         ({"prefix_cache": "all"}, "--prefix-cache all"),
-        ({"plan_ahead": "on"}, "--plan-ahead on"),
-        ({"lora_dir": "adapters"}, "--lora"),
     ],
 )
 def test_what_hybrid_does_not_work_with_is_refused_by_name(options: dict[str, Any], named: str) -> None:
@@ -183,12 +192,7 @@ def test_shares_of_a_pipeline_are_speeds_and_layers_need_not_be_divisible() -> N
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"tp": 1}, "--tp 1"),
-        ({"dp": 2}, "--dp 2"),
-        ({"weights": "stream"}, "--weights stream"),
-        ({"kv_offload": True}, "--kv-offload"),
-        ({"plan_ahead": "on"}, "--plan-ahead on"),
-        ({"lora_dir": "adapters"}, "--lora"),
+        *_REFUSED_BY_STAGES,
         ({"speculation": "ngram"}, "--speculation ngram"),
         ({"transport": "shared-memory"}, "--transport shared-memory"),
         ({"allreduce": "ring"}, "--allreduce ring"),

@@ -1,6 +1,5 @@
 """Whole engines whose prompts pass stages, ranks as threads: scores of prompts to the bit those of one rank."""
 
-import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 import torch
 from helpers.fuzz import fuzz_seeds
 from helpers.server.local_engine import local_engine, run_to_end
+from helpers.server.staged_requests import REQUESTS, params, tokens_among_neighbours
 from tiny import VARIANTS, make_tiny
 
 from tightwire.model.open import Checkpoint, open_checkpoint
@@ -17,17 +17,6 @@ from tightwire.model.stages import divide_layers
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.ipc.engine_stats import EngineStats
 from tightwire.server.ipc.messages import AddRequest
-
-_STEM = [72, 101, 108, 108, 111] * 5
-_REQUESTS: dict[str, tuple[list[int], dict[str, Any]]] = {
-    "greedy": ([5, 9, 200], {"temperature": 0.0}),
-    "long": (list(range(40, 140)) * 2, {"temperature": 0.0, "logprobs": 2}),
-    **{f"n{index}": (_STEM, {"temperature": 1.0, "seed": index + 1}) for index in range(3)},
-    "top-k": ([8, 8], {"temperature": 1.0, "top_k": 9, "seed": 4}),
-    "penalized": ([8, 10], {"temperature": 0.7, "seed": 5, "frequency_penalty": 0.8, "max_tokens": 9}),
-    "echo": (_STEM[:9], {"temperature": 0.0, "prompt_logprobs": 1, "max_tokens": 3}),
-    "scored": (list(range(30, 150)), {"prompt_logprobs": 0, "max_tokens": 0}),
-}
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +30,8 @@ def _answers(checkpoint: Checkpoint, tp: int, *, hybrid: bool = True, **options:
     settings = {"dtype": torch.bfloat16, "max_model_len": 256, "max_num_batched_tokens": 48, "max_num_seqs": 12}
     stages = divide_layers(checkpoint.config.num_layers, [1] * tp) if hybrid else None
     with local_engine(checkpoint, tp=tp, stages=stages, **(settings | options)) as local:
-        for name, (prompt, changes) in _REQUESTS.items():
-            params = SamplingParams(**({"max_tokens": 20, "ignore_eos": True} | changes))
-            local.engine.add(AddRequest(name, prompt, params))
+        for name, (prompt, changes) in REQUESTS.items():
+            local.engine.add(AddRequest(name, prompt, params(changes)))
         outputs = run_to_end(local.engine)
         told = {
             name: (
@@ -62,7 +50,8 @@ def test_prompts_are_scored_as_by_one_rank_to_the_bit(tp: int, checkpoint: Check
     told, stats = _answers(checkpoint, tp)
     for name in ("echo", "scored"):
         assert told[name][1] == alone[name][1], name
-    assert [len(tokens) for tokens, *_ in told.values()] == [len(tokens) for tokens, *_ in alone.values()]
+    for name, (tokens, *_) in alone.items():
+        assert len(told[name][0]) == len(tokens), name
     assert stats.total.num_free_blocks == stats.total.num_blocks
 
 
@@ -116,37 +105,18 @@ def test_cancelled_neighbours_change_nothing(seed: int, checkpoint: Checkpoint) 
     options: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 12, "block_size": 4, "num_blocks": 64}
     stages = divide_layers(4, (1, 1, 1))
     with local_engine(checkpoint, tp=3, stages=stages, dtype=torch.bfloat16, max_model_len=256, **options) as local:
-        engine, told, waiting = local.engine, dict[str, list[int]](), list(_REQUESTS.items())
-        for number in itertools.count():
-            if waiting and rng.random() < 0.3:
-                name, (prompt, changes) = waiting.pop(rng.randrange(len(waiting)))
-                engine.add(
-                    AddRequest(name, prompt, SamplingParams(**({"max_tokens": 20, "ignore_eos": True} | changes)))
-                )
-            if waiting and rng.random() < 0.7:
-                prompt = [rng.randrange(300) for _ in range(rng.choice((3, 20, 90)))]
-                engine.add(AddRequest(f"neighbour {number}", prompt, SamplingParams(max_tokens=9, temperature=0.0)))
-            engine.cancel([f"neighbour {number - rng.randrange(1, 6)}"])
-            for output in engine.step().outputs:
-                told.setdefault(output.id, []).extend(output.token_ids)
-            if not waiting and not engine.has_work():
-                break
-        assert {name: told[name] for name in _REQUESTS} == {name: tokens for name, (tokens, *_) in wanted.items()}
-        total = engine.stats().total
-        assert total.num_free_blocks == total.num_blocks
+        told = tokens_among_neighbours(local.engine, rng)
+    assert told == {name: tokens for name, (tokens, *_) in wanted.items()}
 
 
 def test_a_request_may_have_its_prompt_computed_by_all_ranks_together(checkpoint: Checkpoint) -> None:
-    params, prompt = (
-        SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, prompt_logprobs=0),
-        list(range(40, 160)),
-    )
+    own, prompt = params({"max_tokens": 12, "temperature": 0.0, "prompt_logprobs": 0}), list(range(40, 160))
     told = []
     for stages in (None, divide_layers(4, (1, 1))):
         with local_engine(checkpoint, tp=2, stages=stages, dtype=torch.bfloat16, max_model_len=256) as local:
             policies = ["fixed"] if stages is None else ["fixed", "fixed/tensor"]
             for name in policies:
-                local.engine.add(AddRequest(name, prompt, params, allreduce=name))
+                local.engine.add(AddRequest(name, prompt, own, allreduce=name))
             outputs = run_to_end(local.engine)[policies[-1]]
             told.append([(output.token_ids, output.prompt_logprobs) for output in outputs])
             wire = None if local.runners[0].stages is None else local.runners[0].stages.wire.group.ledger.counters

@@ -1,6 +1,5 @@
 """Whole engines whose rows all pass stages, ranks as threads: answers and scores are those of one rank to the bit."""
 
-import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -10,28 +9,16 @@ import torch
 from helpers.fuzz import fuzz_seeds
 from helpers.model.family_models import make_family_folder
 from helpers.server.local_engine import local_engine, run_to_end
+from helpers.server.staged_requests import REQUESTS, params, tokens_among_neighbours
 from msgspec.structs import replace
 from tiny import VARIANTS, make_tiny
 
 from tightwire.model.families import FAMILIES, family_named
 from tightwire.model.open import Checkpoint, open_checkpoint
-from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.stages import divide_layers
 from tightwire.server.ipc.engine_stats import EngineStats
 from tightwire.server.ipc.messages import AddRequest
 
-_STEM = [72, 101, 108, 108, 111] * 5
-_REQUESTS: dict[str, tuple[list[int], dict[str, Any]]] = {
-    "greedy": ([5, 9, 200], {"temperature": 0.0}),
-    "long": (list(range(40, 140)) * 2, {"temperature": 0.0, "logprobs": 2}),
-    **{f"n{index}": (_STEM, {"temperature": 1.0, "seed": index + 1}) for index in range(3)},
-    "top-k": ([8, 8], {"temperature": 1.0, "top_k": 9, "seed": 4}),
-    "top-p": ([9, 8], {"temperature": 1.0, "top_p": 0.8, "seed": 6}),
-    "banned": ([9, 9], {"temperature": 0.0, "allowed_token_ids": tuple(range(60, 90))}),
-    "penalized": ([8, 10], {"temperature": 0.7, "seed": 5, "frequency_penalty": 0.8, "max_tokens": 9}),
-    "echo": (_STEM[:9], {"temperature": 0.0, "prompt_logprobs": 1, "max_tokens": 3}),
-    "scored": (list(range(30, 150)), {"prompt_logprobs": 0, "max_tokens": 0}),
-}
 _OPTIONS: dict[str, Any] = {
     "dtype": torch.bfloat16,
     "max_model_len": 256,
@@ -47,10 +34,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     )
 
 
-def _params(changes: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(**({"max_tokens": 20, "ignore_eos": True} | changes))
-
-
 def _pipeline(tp: int, checkpoint: Checkpoint) -> Any:
     if tp == 1:
         return None
@@ -60,10 +43,10 @@ def _pipeline(tp: int, checkpoint: Checkpoint) -> Any:
 def _answers(checkpoint: Checkpoint, tp: int, **options: Any) -> tuple[dict, EngineStats]:
     options = _OPTIONS | options
     with local_engine(checkpoint, tp=tp, stages=_pipeline(tp, checkpoint), **options) as local:
-        for name, (prompt, changes) in _REQUESTS.items():
+        for name, (prompt, changes) in REQUESTS.items():
             if len(prompt) + 20 > options["max_model_len"]:
                 continue
-            local.engine.add(AddRequest(name, prompt, _params(changes)))
+            local.engine.add(AddRequest(name, prompt, params(changes)))
         outputs = run_to_end(local.engine)
         told = {
             name: (
@@ -120,7 +103,7 @@ def test_bytes_are_those_of_the_formulas(checkpoint: Checkpoint) -> None:
     num_tokens, num_new = 100, 5
     with local_engine(checkpoint, tp=3, stages=_pipeline(3, checkpoint), dtype=torch.bfloat16) as local:
         local.engine.add(
-            AddRequest("0", list(range(1, num_tokens + 1)), _params({"max_tokens": num_new, "temperature": 0.0}))
+            AddRequest("0", list(range(1, num_tokens + 1)), params({"max_tokens": num_new, "temperature": 0.0}))
         )
         run_to_end(local.engine)
         passages = [runner.stages for runner in local.runners]
@@ -143,7 +126,7 @@ def test_bytes_are_those_of_the_formulas(checkpoint: Checkpoint) -> None:
 def test_sequences_form_as_many_groups_as_there_are_stages(num_seqs: int, checkpoint: Checkpoint) -> None:
     with local_engine(checkpoint, tp=2, stages=_pipeline(2, checkpoint), dtype=torch.bfloat16) as local:
         for index in range(num_seqs):
-            local.engine.add(AddRequest(str(index), [3, 4 + index], _params({"max_tokens": 30, "temperature": 0.0})))
+            local.engine.add(AddRequest(str(index), [3, 4 + index], params({"max_tokens": 30, "temperature": 0.0})))
         run_to_end(local.engine)
         stages = local.runners[0].stages
         assert stages is not None
@@ -159,19 +142,5 @@ def test_cancelled_neighbours_change_nothing(seed: int, checkpoint: Checkpoint) 
     wanted, _ = _answers(checkpoint, 1)
     options: dict[str, Any] = _OPTIONS | {"block_size": 4, "num_blocks": 64}
     with local_engine(checkpoint, tp=3, stages=_pipeline(3, checkpoint), **options) as local:
-        engine, told, waiting = local.engine, dict[str, list[int]](), list(_REQUESTS.items())
-        for number in itertools.count():
-            if waiting and rng.random() < 0.3:
-                name, (prompt, changes) = waiting.pop(rng.randrange(len(waiting)))
-                engine.add(AddRequest(name, prompt, _params(changes)))
-            if waiting and rng.random() < 0.7:
-                prompt = [rng.randrange(300) for _ in range(rng.choice((3, 20, 90)))]
-                engine.add(AddRequest(f"neighbour {number}", prompt, SamplingParams(max_tokens=9, temperature=0.0)))
-            engine.cancel([f"neighbour {number - rng.randrange(1, 6)}"])
-            for output in engine.step().outputs:
-                told.setdefault(output.id, []).extend(output.token_ids)
-            if not waiting and not engine.has_work():
-                break
-        assert {name: told[name] for name in _REQUESTS} == {name: tokens for name, (tokens, *_) in wanted.items()}
-        total = engine.stats().total
-        assert total.num_free_blocks == total.num_blocks
+        told = tokens_among_neighbours(local.engine, rng)
+    assert told == {name: tokens for name, (tokens, *_) in wanted.items()}

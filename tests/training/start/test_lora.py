@@ -8,27 +8,16 @@ from typing import Any
 import pytest
 import torch
 from helpers.model.small_llama import small_llama
+from helpers.training.adapted_llama import adapted_llama
 from helpers.training.training_ranks import batches_of, loss_of, run_training
 from torch import Tensor, nn
 
 from tightwire.training.config.lora import LoraConfig
 from tightwire.training.config.sharding import SHARDINGS
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.start.lora import add_lora, base_of, initial_matrix
+from tightwire.training.start.lora import add_lora, initial_matrix
 
 _CONFIG = LoraConfig(rank=4, alpha=8)
-
-
-def _adapted(config: LoraConfig = _CONFIG) -> nn.Module:
-    """With B of random numbers, so that A has gradients too."""
-    model = small_llama()
-    add_lora(model, config)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in [*model.named_parameters()]:
-        if base_of(name) is not None:
-            on_cpu = nn.Parameter(0.1 * torch.randn(parameter.shape, generator=generator))
-            model.get_submodule(name.rpartition(".")[0]).weight = on_cpu
-    return model
 
 
 def _gradients_of_peft(model: nn.Module, config: LoraConfig, batches: Tensor) -> dict[str, Tensor]:
@@ -65,7 +54,7 @@ def _gradients_of_peft(model: nn.Module, config: LoraConfig, batches: Tensor) ->
     ids=str,
 )
 def test_gradients_equal_those_of_peft(world_size: int, num_nodes: int, options: dict[str, Any]) -> None:
-    model, batches = _adapted(), batches_of(world_size, num_steps=1, accumulation=2)
+    model, batches = adapted_llama(_CONFIG), batches_of(world_size, num_steps=1, accumulation=2)
 
     runs = run_training(copy.deepcopy(model), replace(EngineOptions(), **options), batches, num_nodes)
 
@@ -81,7 +70,7 @@ def test_gradients_equal_those_of_peft(world_size: int, num_nodes: int, options:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_rank_stabilized_adapters_of_some_layers_equal_those_of_peft() -> None:
     config = LoraConfig(rank=4, alpha=8, rslora=True, targets=["q_proj", "down_proj"])
-    model, batches = _adapted(config), batches_of(1, num_steps=1, accumulation=1)
+    model, batches = adapted_llama(config), batches_of(1, num_steps=1, accumulation=1)
 
     (run,) = run_training(copy.deepcopy(model), EngineOptions(), batches)
 
@@ -92,8 +81,8 @@ def test_rank_stabilized_adapters_of_some_layers_equal_those_of_peft() -> None:
 
 def test_only_inputs_of_adapters_are_dropped_and_only_in_training() -> None:
     torch.manual_seed(3)
-    model, tokens = _adapted(LoraConfig(rank=4, dropout=0.5)), torch.arange(8).view(1, 8)
-    same = _adapted(LoraConfig(rank=4)).eval()(tokens).logits
+    model, tokens = adapted_llama(LoraConfig(rank=4, dropout=0.5)), torch.arange(8).view(1, 8)
+    same = adapted_llama(LoraConfig(rank=4)).eval()(tokens).logits
 
     assert torch.equal(model.eval()(tokens).logits, same)
     assert not torch.equal(model.train()(tokens).logits, same)

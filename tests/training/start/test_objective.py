@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.model.small_llama import small_llama
+from helpers.training.adapted_llama import adapted_llama
 from helpers.training.training_ranks import open_engine, run_groups
-from torch import Tensor, nn
+from torch import Tensor
 
 from tightwire.training.config.lora import LoraConfig
 from tightwire.training.data.chats import IGNORED
@@ -15,24 +16,12 @@ from tightwire.training.data.sequences import Batch
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.traffic import step_traffic
 from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
-from tightwire.training.start.lora import add_lora, base_of
 from tightwire.training.start.objective import Dpo, without_adapter
 
 # Where the answer of each row begins and ends; chosen rows, then rejected ones.
 _ANSWERS = ((5, 14), (5, 12), (7, 13), (5, 9), (5, 14), (7, 11))
 # (loss, norm of all gradients) by beta, of trl 1.16.0: DPOTrainer(small_llama(), peft_config=...)._compute_loss on these rows.
 _TRL = {0.1: (0.6907119154930115, 0.12465248275943115), 0.5: (0.6833480000495911, 0.5996500398608963)}
-
-
-def _adapted() -> nn.Module:
-    model = small_llama()
-    add_lora(model, LoraConfig(rank=4, alpha=8))
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in [*model.named_parameters()]:
-        if base_of(name) is not None:
-            own = nn.Parameter(0.1 * torch.randn(parameter.shape, generator=generator))
-            model.get_submodule(name.rpartition(".")[0]).weight = own
-    return model
 
 
 def _pairs() -> Batch:
@@ -49,7 +38,7 @@ def _pairs() -> Batch:
 
 @pytest.mark.parametrize("beta", _TRL)
 def test_loss_and_gradients_of_dpo_equal_those_of_trl(beta: float) -> None:
-    model: Any = _adapted()
+    model: Any = adapted_llama(LoraConfig(rank=4, alpha=8))
 
     loss = Dpo(beta).loss(model, _pairs())
     loss.backward()
@@ -61,7 +50,7 @@ def test_loss_and_gradients_of_dpo_equal_those_of_trl(beta: float) -> None:
 
 
 def test_the_model_without_its_adapter_has_the_bits_of_the_base() -> None:
-    model, tokens = _adapted(), torch.arange(12).view(1, 12)
+    model, tokens = adapted_llama(LoraConfig(rank=4, alpha=8)), torch.arange(12).view(1, 12)
     with torch.no_grad(), without_adapter(model):
         assert torch.equal(model(tokens).logits, small_llama()(tokens).logits)
     assert not torch.equal(model(tokens).logits, small_llama()(tokens).logits)
@@ -69,7 +58,7 @@ def test_the_model_without_its_adapter_has_the_bits_of_the_base() -> None:
 
 @torch.no_grad()
 def test_pairs_without_an_answer_do_not_count_in_an_evaluation() -> None:
-    model, pairs = _adapted(), _pairs()
+    model, pairs = adapted_llama(LoraConfig(rank=4, alpha=8)), _pairs()
     total, count = Dpo(0.1).total(model, pairs)
     pairs.targets_BS[0] = IGNORED
     less, two = Dpo(0.1).total(model, pairs)
@@ -80,7 +69,7 @@ def test_pairs_without_an_answer_do_not_count_in_an_evaluation() -> None:
 
 def test_ranks_compute_the_same_and_send_what_the_formula_says() -> None:
     """The reference's forward gathers the blocks once more in each micro-batch."""
-    pairs, model = _pairs(), _adapted()
+    pairs, model = _pairs(), adapted_llama(LoraConfig(rank=4, alpha=8))
     plans = []
 
     def run_rank(groups: TrainGroups) -> tuple[float, int]:
