@@ -109,9 +109,8 @@ class EagerLayers:
     def square_sums(self, qkv_THE: Tensor) -> Tensor:
         """Return (T, 2) float32, the squares of this rank's queries and keys, summed; heads on two ranks count once."""
         num_heads = self._shard.local_heads
-        is_shared = (
-            self._shard.query_heads.start % self._config.heads_per_kv_head != 0
-        )  # the first, with the rank before
+        # Whether the rank before holds the first one too.
+        is_shared = self._shard.query_heads.start % self._config.heads_per_kv_head != 0
         first_key = num_heads + is_shared
         keys = slice(first_key, num_heads + self._shard.local_kv_heads)
         parts = qkv_THE[:, :num_heads], qkv_THE[:, keys]

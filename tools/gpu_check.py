@@ -23,20 +23,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 WHEELS, SITE = ROOT / "gpu-wheels", ROOT / "build" / "gpu-check"
 # What images with torch, Triton and transformers lack. The folder may have 64 MiB.
-PACKAGES = (
-    *(
-        "annotated-types",
-        "cffi",
-        "fastapi",
-        "gguf",
-        "msgspec",
-        "pycparser",
-        "pydantic",
-        "pydantic-core",
-        "pytest-asyncio",
-    ),
-    *("pyzmq", "starlette", "typing-inspection", "uvicorn"),
-)
+PACKAGES = [
+    "annotated-types",
+    "cffi",
+    "fastapi",
+    "gguf",
+    "msgspec",
+    "pycparser",
+    "pydantic",
+    "pydantic-core",
+    "pytest-asyncio",
+    "pyzmq",
+    "starlette",
+    "typing-inspection",
+    "uvicorn",
+]
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 MOST_WHEEL_BYTES = 64 << 20
 LIMIT_S = 540.0  # of a stage
@@ -178,6 +179,7 @@ def train(machine: Machine) -> str:
 
 
 MODEL = "random:llama-3-8b"
+_FROM_HOST = ("--device", "cuda", "--sources", "host", "--tp", "1")
 STAGES = (
     Stage("facts", lambda machine: machine.figures(sys.executable, "-c", FACTS)),
     Stage("build", lambda machine: machine.run((sys.executable, "-c", BUILD))),
@@ -190,25 +192,11 @@ STAGES = (
     Stage("eager", load("--no-cuda-graphs")),
     Stage("one by one", load("--plan-ahead", "off")),
     Stage("int4", load("--quantization", "int4")),
-    Stage("stream", bench("stream", "--device", "cuda", "--sources", "host", "--tp", "1", model=True)),
+    Stage("stream", bench("stream", *_FROM_HOST, model=True)),
     Stage("train", train),
     Stage("sums", sums),
     Stage("vllm", bench("lab", "peers", "--servers", "vllm,tightwire-tp1", "--rounds", "1"), "vllm"),
-    Stage(
-        "stream 70B",
-        bench(
-            "stream",
-            "random:llama-3-70b",
-            "--device",
-            "cuda",
-            "--sources",
-            "host",
-            "--tp",
-            "1",
-            "--quantization",
-            "int4",
-        ),
-    ),
+    Stage("stream 70B", bench("stream", "random:llama-3-70b", *_FROM_HOST, "--quantization", "int4")),
 )
 
 

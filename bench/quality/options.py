@@ -21,9 +21,8 @@ from tightwire.option import option
 
 POLICY = "policy:"  # an arm that uses a policy file
 WEIGHTS = "weights:"  # an arm with exact sums and encoded weights
-INT8_ACTIVATIONS = (
-    "activations:int8"  # an arm with exact sums; packed weights are multiplied with activations in 8 bits
-)
+# An arm with exact sums; packed weights are multiplied with activations in 8 bits.
+INT8_ACTIVATIONS = "activations:int8"
 KV_CACHES = ("kv:int8", "kv:bfloat16", "kv:float32")  # arms with exact sums and a KV cache in that dtype
 SPEC = "spec:"  # an arm with a format of another project, for comparison; no server offers it
 _COMPARED = re.compile(SPEC + r"(amd-int[46](-rows)?|uniform-int[2-8])")

@@ -68,9 +68,8 @@ class Entry:
     work: Callable[..., Work] | None = None  # (setting, message bytes, *codecs) -> what one rank does
     wire_bytes: Callable[..., int] | None = None  # (setting, message bytes, *codecs) -> bytes that rank 0 sends;
     # without it they are approximated from ``work``
-    lossy_names: Callable[[str], list[str]] | None = (
-        None  # (suffix of codecs such as ``-g64``) -> names worth measuring
-    )
+    # (suffix of codecs such as ``-g64``) -> names worth measuring
+    lossy_names: Callable[[str], list[str]] | None = None
     order: str = RANK_ORDER  # order of adding; algorithms with equal order give the same bits
     depends_on_place: bool = False  # with three or more ranks on CPU the order depends on an element's place
     needs_nodes: bool = False  # useful on several nodes only

@@ -170,9 +170,8 @@ def _map_ipc(size: int, exchange: FactExchange, device: torch.device) -> tuple[l
         if rank == exchange.rank:
             views.append(own)  # a process cannot open its own handle
         else:
-            rebuild, args = pickle.loads(
-                handle
-            )  # opened under the owner's device, it is not mapped for this rank's kernels
+            # Opened under the owner's device, it would not be mapped for this rank's kernels.
+            rebuild, args = pickle.loads(handle)
             views.append(rebuild(*args[:_IPC_DEVICE], device.index, *args[_IPC_DEVICE + 1 :]))
     return views, own
 

@@ -49,9 +49,8 @@ class ZmqEngineClient:
         self._to_reporters = [connect_sender(zmq.Context(self._context), address) for address in reporters]
         self._recordings = Recordings(len(reporters), self._ask_reporters)
         self._adapter_loads = AdapterLoads(num_ranks, self._send)
-        self.heard_adapter = (
-            self._adapter_loads.heard
-        )  # takes a rank's answer to a load, also one that another host relays
+        # Takes a rank's answer to a load, also one that another host relays.
+        self.heard_adapter = self._adapter_loads.heard
         self._encoder = msgspec.msgpack.Encoder()
         self._receiving: asyncio.Task[None] | None = None
 

@@ -16,11 +16,8 @@ Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, Field(gt=0, strict=True)]  # strict rejects `true`
 BYTES = "bytes"  # the byte tokenizer, which needs no file
 BPE = "bpe:"
-ENGLISH, CHATS, PREFERENCES = (
-    "english-prose",
-    "example-chats",
-    "example-preferences",
-)  # name the files of ``training.data.prose``
+# The names of files of ``training.data.prose``.
+ENGLISH, CHATS, PREFERENCES = "english-prose", "example-chats", "example-preferences"
 
 
 class Section(BaseModel):

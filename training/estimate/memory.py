@@ -49,9 +49,8 @@ def measure_optimizer(config: OptimizerConfig) -> OptimizerBytes:
         optimizer.step()
     state = optimizer.state.get(tried[0], {}).values()
     flat_param = [value for value in state if isinstance(value, torch.Tensor) and value.numel() == _TRIED]
-    return OptimizerBytes(
-        sum(value.element_size() for value in flat_param), live.most // _TRIED
-    )  # scalar state rounds to 0
+    # Scalar state rounds to 0.
+    return OptimizerBytes(sum(value.element_size() for value in flat_param), live.most // _TRIED)
 
 
 def checkpoint_bytes(config: OptimizerConfig, plan: BucketPlan, between: CompressorOptions, num_replicas: int) -> int:
