@@ -21,7 +21,7 @@ TP ?= 2
 HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
-WORKERS ?= 3
+WORKERS ?= 4
 PIP_FLAGS ?=
 
 bin := $(VENV)/bin

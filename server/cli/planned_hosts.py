@@ -16,9 +16,12 @@ from tightwire.model.open import fingerprint, formats_of
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.hosts.launcher import planned_hosts
 from tightwire.server.hosts.place import last_probe
-from tightwire.server.plan.layout_table import CONTEXT, Row, choose_layout, compare_layouts, measure_host
+from tightwire.server.plan.comm_decision import decide_sums
+from tightwire.server.plan.host_rates import measure_rates
+from tightwire.server.plan.layout_table import CONTEXT, Row, choose_layout, compare_layouts, memory_inputs, work_of
 from tightwire.server.plan.layout_times import CROWD, PROMPTS
 from tightwire.server.plan.run_plan import open_model
+from tightwire.server.plan.setting import decide_setting
 from tightwire.sizes import aligned, format_bytes
 
 _ALL_REDUCES = ("flash-int8", "flash-int4")  # beside that of --allreduce
@@ -38,11 +41,15 @@ def run(
     link = last_probe() if network else _stated(config.parallel.link or "")
     config, checkpoint = open_model(config)
     model, formats = checkpoint.config, formats_of(checkpoint, config.model.quantization)
-    rates = rates or (measure_host(_on(config, num), model, formats),)
+    if not rates:
+        own = memory_inputs(_on(config, num), model, formats, decide_setting(_on(config, num), model))
+        rates = (measure_rates(own, work_of(own)),)
 
     def table(link: LinkFacts, num: int) -> list[Row]:
-        hosts, room = [*islice(cycle(rates), num)], [*islice(cycle(memory), num)]
-        return compare_layouts(_on(config, num), model, formats, link, hosts, room, fingerprint(checkpoint))
+        there, hosts, room = _on(config, num), [*islice(cycle(rates), num)], [*islice(cycle(memory), num)]
+        asked = decide_sums(there, model, link, fingerprint(checkpoint))
+        inputs = memory_inputs(there, model, formats, asked.decided)
+        return compare_layouts(asked, inputs, link, hosts, room, there.parallel.tp_split)
 
     rows = table(link, num)
     alike = max(len(memory), len(rates)) < 2 and config.parallel.tp_split is None

@@ -14,8 +14,10 @@ from tightwire.model.weights.formats import WeightFormats
 from tightwire.option import flag_of
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan import layout_table
+from tightwire.server.plan.comm_decision import decide_sums
+from tightwire.server.plan.host_rates import measure_rates
 from tightwire.server.plan.rank_setup import LayoutChoice
-from tightwire.server.plan.setting import DecidedSetting, decide_setting
+from tightwire.server.plan.setting import DecidedSetting
 
 
 def describe_layout(stages: StagePlan | None, choice: LayoutChoice | None) -> str:
@@ -71,7 +73,8 @@ def choose_auto(
     ``room``: the memory of each host; empty: the ranks share this one's.
     """
     parallel, model = config.parallel, checkpoint.config
-    given = config, model, decide_setting(config, model, link), checkpoint.prepared is not None
+    asked = decide_sums(config, model, link, fingerprint(checkpoint))
+    given = config, model, asked.decided, checkpoint.prepared is not None
     against = {layout: _obstacles(*given, layout) for layout in ("hybrid", "pipeline")}
     if all(against.values()):
         option, why = against["hybrid"][0]
@@ -81,10 +84,11 @@ def choose_auto(
     if parallel.tp != (config.hosts.nnodes or parallel.wire_nodes):
         return LayoutChoice("tensor", "layouts are predicted for one rank on each host")
     split, most = parallel.tp_split or (1.0,) * parallel.tp, config.weights.device_memory
-    own = layout_table.measure_host(config, model, formats, 1 if room else parallel.tp)
+    inputs = layout_table.memory_inputs(config, model, formats, asked.decided)
+    own = measure_rates(inputs, layout_table.work_of(inputs), 1 if room else parallel.tp)
     rates = [own.scaled(share / split[0]) for share in split]  # hosts are as fast as their shares say
     room = [min(each, most or each) for each in room or [available_host_bytes() // parallel.tp] * parallel.tp]
-    rows = layout_table.compare_layouts(config, model, formats, link, rates, room, fingerprint(checkpoint))
+    rows = layout_table.compare_layouts(asked, inputs, link, rates, room, parallel.tp_split)
     try:
         best, why = layout_table.choose_layout([row for row in rows if not against.get(row.times.layout)])
     except ValueError as error:

@@ -17,11 +17,10 @@ from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.model.weights.formats import WeightFormats, layer_tensors, outer_tensors
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.plan.comm_decision import decide_sums
-from tightwire.server.plan.host_rates import measure_rates
+from tightwire.server.plan.comm_decision import SumDecision
 from tightwire.server.plan.layout_times import CROWD, REQUEST, Predictor, RowWork, Stages, Times, sums_of
 from tightwire.server.plan.rank_bytes import CacheShape, MemoryInputs, rank_bytes, split_ranks
-from tightwire.server.plan.setting import DecidedSetting, decide_setting
+from tightwire.server.plan.setting import DecidedSetting
 
 CONTEXT = 8192  # tokens of the KV cache in the memory of a host, or the model's context
 _PROMPT_ROWS = 256
@@ -70,32 +69,22 @@ def memory_inputs(
     )
 
 
-def measure_host(config: ServeConfig, model: LlamaConfig, formats: WeightFormats, num_ranks: int = 1) -> HostRates:
-    """The rates of each of ``num_ranks`` on this host, measured in some seconds."""
-    inputs = memory_inputs(config, model, formats, decide_setting(config, model))
-    return measure_rates(inputs, work_of(inputs), num_ranks)
-
-
 def compare_layouts(
-    config: ServeConfig,
-    model: LlamaConfig,
-    formats: WeightFormats,
+    asked: SumDecision,
+    inputs: MemoryInputs,
     link: LinkFacts,
     rates: Sequence[HostRates],
     room: Sequence[int] = (),
-    model_id: str = "",
+    shares: Sequence[float] | None = None,
 ) -> list[Row]:
     """One host alone, then tensor by AllReduce, hybrid with the first AllReduce, and pipeline if it fits; a rank on each host.
 
-    ``rates``: of each host. ``room``: the memory of each; empty: not limited. ``model_id``: as for ``decide``.
+    ``asked``: the sums, of a layout that sums. ``rates``: of each host. ``room``: the memory of each; empty: not limited.
+    ``shares``: of each in tensors and stages, as stated; None: by the rates.
     """
-    asked = decide_sums(config, model, link, model_id)
-    inputs, row_bytes = (
-        memory_inputs(config, model, formats, asked.decided),
-        asked.decided.setting.elem_bytes * model.hidden_size,
-    )
     assert asked.comm is not None, "several hosts"
-    work, shares = work_of(inputs), config.parallel.tp_split
+    model, work = inputs.model, work_of(inputs)
+    row_bytes = asked.decided.setting.elem_bytes * model.hidden_size
     whole, shards = layer_bytes(inputs)[0], inputs.layout.shards
     parts = [layer_bytes(inputs, shard)[0] / whole for shard in shards]  # KV heads may be held twice
     predictor = Predictor(work=work, hosts=rates, shares=parts, link=link.link)

@@ -60,7 +60,7 @@ def _choose(
     monkeypatch: pytest.MonkeyPatch, link: LinkFacts = SLOW, room: Sequence[int] = (), **options: Any
 ) -> LayoutChoice:
     """The choice between two hosts that compute at ``HOST``'s rates."""
-    monkeypatch.setattr(layout_decision.layout_table, "measure_host", lambda *_: HOST)
+    monkeypatch.setattr(layout_decision, "measure_rates", lambda *_: HOST)
     given = {"nnodes": 2, "node_rank": 0, "master_addr": "node-0", "tp": 2, "device": "cpu"} | options
     config, _ = resolve_hosts(make_config({"model": "random:llama-3.2-1b"} | given), {})
     checkpoint = open_checkpoint(config.model.model, 0)

@@ -14,7 +14,8 @@ from tightwire.model.weights.formats import WeightFormats
 from tightwire.server.config.flags import make_config
 from tightwire.server.config.serve import EngineOptions
 from tightwire.server.hosts.launcher import planned_hosts
-from tightwire.server.plan.layout_table import Row, choose_layout, compare_layouts, host_bytes, work_of
+from tightwire.server.plan.comm_decision import decide_sums
+from tightwire.server.plan.layout_table import Row, choose_layout, compare_layouts, host_bytes, memory_inputs, work_of
 from tightwire.server.plan.rank_bytes import MemoryInputs
 
 MODEL = LlamaConfig(
@@ -48,7 +49,9 @@ def rows(num: int = 2, mbit: float = 1000, latency_s: float = 50e-6, room: float
     rates = others.pop("rates", [HOST] * num)
     options = {"model": "random:tiny", "device": "cpu", "tp": num, "allreduce_extra": ("flash-int8",)}
     config = planned_hosts(make_config(options | others), num)
-    return compare_layouts(config, MODEL, WeightFormats(), link, rates, [int(room * GIB)] * num if room else ())
+    asked = decide_sums(config, MODEL, link)
+    own = memory_inputs(config, MODEL, WeightFormats(), asked.decided)
+    return compare_layouts(asked, own, link, rates, [int(room * GIB)] * num if room else (), config.parallel.tp_split)
 
 
 def test_table_has_one_row_for_each_layout_and_all_reduce() -> None:
