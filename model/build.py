@@ -45,7 +45,7 @@ class RankGroups:
     world: Group | None = None  # the ranks of all replicas; None: there is one replica
     # The ranks again, with connections of their own; in a pipeline ``replica`` is this rank alone.
     stages: Group | None = None
-    chosen: Group | None = None  # and again, for the tokens that the last stage chooses
+    beside: Group | None = None  # and again, for KV heads or chosen tokens, which no stage waits for
     peers: PartitionPeers | None = None  # share this shard's partitioned weights; closed with the runner
 
 
@@ -139,7 +139,7 @@ def _make_stages(
     group, plan, weights = groups.stages, options.stages, model.weights
     if isinstance(source, Prepared) or not isinstance(weights, ResidentWeights) or group is None or plan is None:
         raise ValueError("prompts in stages need a checkpoint whose layers are all resident, and a group of the stages")
-    wire = StageWire(group, parse_codec(options.stage_codec), groups.chosen)
+    wire = StageWire(group, parse_codec(options.stage_codec), groups.beside)
     if plan.pipeline:
         return Passage(plan, wire, config.hidden_size)
     shard, layers = layout.shards[group.rank], plan.of(group.rank)

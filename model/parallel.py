@@ -209,15 +209,15 @@ class StageWire:
     methods in the same order.
     """
 
-    def __init__(self, group: Group, codec: Codec, chosen: Group | None = None) -> None:
-        """``codec``: of hidden states. ``chosen``: the ranks again, of a pipeline, for the tokens that the last one chooses."""
-        self.group, self._codec, self.chosen = group, codec, chosen or group
+    def __init__(self, group: Group, codec: Codec, beside: Group | None = None) -> None:
+        """``codec``: of hidden states. ``beside``: the ranks again, for KV heads and chosen tokens, which delay no hidden states."""
+        self.group, self._codec, self.beside = group, codec, beside or group
         self._lane = Lane("stages", group.device, ledger=group.ledger)
-        self._chosen_lane = Lane("chosen", group.device, ledger=self.chosen.ledger)
+        self._beside_lane = Lane("beside", group.device, ledger=self.beside.ledger)
 
     def close(self) -> None:
         self._lane.close()
-        self._chosen_lane.close()
+        self._beside_lane.close()
 
     def send_chosen(self, results: Tensor | None, num: int, phase: str) -> Pending:
         """Send the last rank's ``results``, (num,) int64, to the first; the result are these there, and nothing elsewhere."""
@@ -226,9 +226,9 @@ class StageWire:
         parts = [own if rank == 0 else own[:0] for rank in ranks]
         sizes = [_INT64_BYTES * num if (self.group.rank, rank) == (0, last) else 0 for rank in ranks]
 
-        given = self.chosen, "token-ids", parts, sizes
+        given = self.beside, "token-ids", parts, sizes
         move = partial(deliver, *given, phase=phase, site=f"stage {self.group.rank}")
-        return self._chosen_lane.start(lambda: torch.cat(move()).view(torch.int64))
+        return self._beside_lane.start(lambda: torch.cat(move()).view(torch.int64))
 
     def send_on(self, own_TD: Tensor | None, recv_shape: tuple[int, int] | None, phase: str) -> Pending:
         """Send hidden states to the next stage; the result are those of the stage before, (T, D) float32.
@@ -256,6 +256,6 @@ class StageWire:
     def hand_over(self, parts: Sequence[Tensor], recv_bytes: Sequence[int]) -> Pending:
         """Send each other rank the keys and values that it decodes with, as bytes; the result are theirs, concatenated."""
         site = f"stage {self.group.rank}"
-        return self._lane.start(
-            lambda: torch.cat(deliver(self.group, "kv-heads", parts, recv_bytes, phase="prefill", site=site))
+        return self._beside_lane.start(
+            lambda: torch.cat(deliver(self.beside, "kv-heads", parts, recv_bytes, phase="prefill", site=site))
         )

@@ -2,9 +2,9 @@
 
 In each step a chunk of prompt rows enters the first stage, and every chunk under way passes one stage: in step t rank s
 computes the whole layers of its stage for the chunk of step t - s. It sends the hidden states to the next rank, and to each
-other rank the keys and values that this one decodes with. Messages travel beside the computing of later steps, in one
-order on all ranks. Keys and values of a step follow the hidden states of the next step, for which a stage waits; but
-they go at once when a prompt is complete, because its tokens need them.
+other rank the keys and values that this one decodes with. Messages travel beside the computing of later steps. Keys and
+values have connections of their own, so that hidden states, for which a stage waits, never follow them; only the first
+decode row of a prompt waits for its last ones.
 
 A rank's stage has a cache of all KV heads of its layers, with the block numbers of the ordinary cache, which has the
 rank's own heads of all layers and which decode rows read.
@@ -54,12 +54,10 @@ class Chunk:
 
 @dataclass(slots=True, eq=False)
 class _HandOver:
-    """Keys and values that all ranks send each other after one step. ``pending``: None until the messages are started."""
+    """Keys and values that all ranks send each other after one step."""
 
     chunks: list[tuple[int, Chunk]]  # every rank with its chunk, in order
-    parts: list[Tensor]
-    recv_bytes: list[int]
-    pending: Pending | None = None
+    pending: Pending
 
     def serves(self, step: int) -> bool:
         """True if a chunk of ``step`` or before is in it."""
@@ -136,7 +134,7 @@ class PromptStages:
         alone = TensorParallel(replace(wire.group, rank=0, world_size=1), make_layout(config, 1), None)
         self._model = Llama(own, alone, weights, self._cache, max_positions)
         self._under_way = self._passage.chunks
-        self._hand_overs: deque[_HandOver] = deque()  # oldest first; only the last one may not have been started
+        self._hand_overs: deque[_HandOver] = deque()  # oldest first
         self._head_bytes = head_bytes(config.head_dim, cache.kv_dtype)  # of a token
 
     def close(self) -> None:
@@ -151,35 +149,24 @@ class PromptStages:
             self._abandon(rewritten)
         self._passage.advance(None if entering is None else Chunk(plan.index, entering))
         needed = max(plan.awaits, plan.index - MAX_LATE_STEPS)
-        if self._hand_overs and self._hand_overs[-1].serves(needed):
-            self._start_hand_over()
-        while self._hand_overs:
-            oldest = self._hand_overs[0]
-            if oldest.pending is None or not (oldest.pending.done.done() or oldest.serves(needed)):
-                return
+        while self._hand_overs and ((oldest := self._hand_overs[0]).pending.done.done() or oldest.serves(needed)):
             self._store(self._hand_overs.popleft())
 
     @torch.inference_mode()
-    def run(self, to_batch: Callable[[StepArrays], Batch], *, completes: bool) -> Tensor | None:
-        """Compute this rank's chunk; return (T, D) hidden states of the chunk that leaves the last stage, on its rank.
-
-        ``completes``: the chunk that leaves completes a prompt.
-        """
+    def run(self, to_batch: Callable[[StepArrays], Batch]) -> Tensor | None:
+        """Compute this rank's chunk; return (T, D) hidden states of the chunk that leaves the last stage, on its rank."""
         chunk, hidden_TD = self._under_way[self._rank], None
         if chunk is not None:
             batch, before_TD = to_batch(chunk.arrays), self._passage.arrived() if self._rank else None
             before_TD = self._weights.embed(batch.token_ids_T) if before_TD is None else before_TD
             hidden_TD = self._model.forward(replace(batch, hidden_TD=before_TD))
         self._passage.send_on(hidden_TD)
-        self._start_hand_over()
         if any(self._under_way):
-            self._hand_overs.append(self._prepare_hand_over(chunk))
-        if completes:
-            self._start_hand_over()
+            self._hand_overs.append(self._hand_over(chunk))
         return hidden_TD if self.is_last else None
 
-    def _prepare_hand_over(self, chunk: Chunk | None) -> _HandOver:
-        """Copy the keys and values of ``chunk`` that this stage has computed for the other ranks."""
+    def _hand_over(self, chunk: Chunk | None) -> _HandOver:
+        """Start to send copies of the keys and values of ``chunk`` that this stage has computed for the other ranks."""
         num_stages, own = self._plan.num_stages, self._rank
         parts, sizes = [torch.empty(0, dtype=torch.uint8)] * num_stages, [0] * num_stages
         if chunk is not None:
@@ -194,13 +181,7 @@ class PromptStages:
         chunks = [(rank, each) for rank, each in enumerate(self._under_way) if each is not None]
         for rank, each in chunks:
             sizes[rank] = 0 if rank == own else self._bytes_from(rank, each)
-        return _HandOver(chunks, parts, sizes)
-
-    def _start_hand_over(self) -> None:
-        """Start the messages of the last hand-over, unless they are under way."""
-        if self._hand_overs and (last := self._hand_overs[-1]).pending is None:
-            last.pending = self.wire.hand_over(last.parts, last.recv_bytes)
-            last.parts = []
+        return _HandOver(chunks, self.wire.hand_over(parts, sizes))
 
     def _bytes_from(self, rank: int, chunk: Chunk) -> int:
         """Return the bytes of this rank's KV heads of a chunk in the layers of stage ``rank``."""
@@ -208,7 +189,6 @@ class PromptStages:
         return num_heads * chunk.num_rows * self._head_bytes
 
     def _store(self, arrived: _HandOver) -> None:
-        assert arrived.pending is not None
         data, start = arrived.pending.wait(), 0
         for rank, chunk in arrived.chunks:
             if rank != self._rank:

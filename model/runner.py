@@ -134,10 +134,7 @@ class ModelRunner:
         hidden_TD = None if together is None else self._run_arrays(together, plan, None)
         rows_R, num_rows = ints(plan.logit_rows), 0 if together is None else len(together.token_ids_T)
         leaving_R = rows_R[rows_R >= num_rows] - num_rows
-        leaving_TD = stages.run(
-            lambda arrays: self._batch(arrays, 0, None, leaving_R if stages.is_last else None),
-            completes=bool(len(leaving_R)),
-        )
+        leaving_TD = stages.run(lambda arrays: self._batch(arrays, 0, None, leaving_R if stages.is_last else None))
         if not len(rows_R):
             return None
         parts = []

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import msgspec
 
 # Keys and values of a chunk are in the ordinary cache of all ranks at most this many steps after it entered.
-MAX_LATE_STEPS = 64
+MAX_LATE_STEPS = 16
 
 
 class StagePlan(msgspec.Struct, frozen=True):

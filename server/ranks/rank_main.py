@@ -70,7 +70,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         world = joining.world()
         group = joining.replica(world)
         stages = joining.stages(group)
-        chosen = joining.stages(stages, "chosen") if plan.is_pipeline else None
+        beside = joining.stages(stages, "beside")
         wire = stages if plan.is_pipeline and stages is not None else group
         reporter.ledger = wire.ledger
         link = joining.measured_link(wire)
@@ -90,7 +90,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
                 world=world,
             )
         with reporter.stage("weights") as progress:
-            groups = RankGroups(group, routes=routes, world=world, stages=stages, chosen=chosen, peers=joining.peers())
+            groups = RankGroups(group, routes=routes, world=world, stages=stages, beside=beside, peers=joining.peers())
             runner = _load(checkpoint, layout, formats, groups, work, progress)
         sources = (runner.weights, runner.cache)
         pools = [source.pool for source in sources if isinstance(source, StreamedWeights | OffloadedCache)]
@@ -130,7 +130,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
     finally:
         if runner is not None:
             runner.close()
-        for each in (group, world, stages, chosen):
+        for each in (group, world, stages, beside):
             if each is not None:
                 each.close()
 

@@ -54,7 +54,7 @@ class RankZeroRunner:
         self._followers, self._ranks_each = followers, (1 + len(followers)) // num_replicas
         self._step_size = step_size
         # The groups that share layers, and that pass prompts from stage to stage, have ledgers of their own.
-        beside = [groups.stages, groups.chosen, None if groups.peers is None else groups.peers.inside]
+        beside = [groups.stages, groups.beside, None if groups.peers is None else groups.peers.inside]
         self._ledgers = [self._group.ledger, *(group.ledger for group in beside if group is not None)]
         self._encoder = msgspec.msgpack.Encoder()
         self._warm_up_counts: dict[tuple[str, str, str], Count] = {}

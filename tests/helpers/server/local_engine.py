@@ -112,7 +112,7 @@ def local_engine(
     groups = [in_process_groups(1)[0] for _ in groups] if pipeline else groups
     policy = fixed_policy(all_reduce) if isinstance(all_reduce, str) else all_reduce
     arms = policy if isinstance(policy, Mapping) else {"fixed": policy}
-    stage_groups, chosen_groups = ([*in_process_groups(tp)] if stages else [None] * tp for _ in range(2))
+    stage_groups, beside_groups = ([*in_process_groups(tp)] if stages else [None] * tp for _ in range(2))
     runners = [
         build_runner(
             config,
@@ -123,7 +123,7 @@ def local_engine(
                 routes=make_arms(arms, group) if tp > 1 and not pipeline else None,
                 world=worlds[number] if worlds else None,
                 stages=stage_groups[number % tp],
-                chosen=chosen_groups[number % tp],
+                beside=beside_groups[number % tp],
             ),
             RunnerOptions(
                 dtype=dtype,

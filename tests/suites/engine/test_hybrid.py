@@ -87,8 +87,15 @@ def test_bytes_are_those_of_the_formulas(kv_dtype: torch.dtype, checkpoint: Chec
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         local.engine.add(AddRequest("0", list(range(1, num_tokens + 1)), params))
         run_to_end(local.engine)
-        wires = [runner.stages.wire.group for runner in local.runners if runner.stages is not None]
-        counts = [{count.algorithm: count.bytes_sent for count in wire.ledger.counters.counts()} for wire in wires]
+        wires = [runner.stages.wire for runner in local.runners if runner.stages is not None]
+        counts = [
+            {
+                count.algorithm: count.bytes_sent
+                for each in (wire.group, wire.beside)
+                for count in each.ledger.counters.counts()
+            }
+            for wire in wires
+        ]
     hidden = num_tokens * config.hidden_size * 4
     head_bytes = config.head_dim + 2 if kv_dtype == torch.int8 else 2 * config.head_dim
     # Of three KV heads each rank has one: the nine query heads are cut between groups.

@@ -108,7 +108,7 @@ def test_bytes_are_those_of_the_formulas(checkpoint: Checkpoint) -> None:
         run_to_end(local.engine)
         passages = [runner.stages for runner in local.runners]
     # After the ranks have ended: the last one counts the last token while rank 0 already has it.
-    groups = [group for each in passages if each is not None for group in (each.wire.group, each.wire.chosen)]
+    groups = [group for each in passages if each is not None for group in (each.wire.group, each.wire.beside)]
     counts = [each.ledger.counters.counts() for each in groups]
     assert {count.algorithm for each in counts for count in each} == {"hidden-state", "token-ids"}
     row = checkpoint.config.hidden_size * 4
