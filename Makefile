@@ -1,6 +1,6 @@
 # make serve     one command from a fresh clone to a served model
 # make test      every check and test that needs no GPU
-# make check     what `make test` begins with: ruff, pyright, import-linter, clang-format, house, docs/models.md
+# make check     the checks of `make test`: ruff, import-linter, clang-format, house, docs/models.md, pyright
 # make house     files and lines of each floor, and what breaks the layout's rules; installs nothing
 # make sanitize  the kernels' tests with checks of addresses and undefined behavior, about 90 s of CPU
 # make docs      the site of the documentation, in build/site
@@ -37,7 +37,7 @@ alone := $(or $(ARGS),$(shell grep -rl 'mark\.alone' tests --include=test_*.py))
 none_of_these := $(if $(ARGS),[ $$? -eq 5 ],false)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check house docs sanitize gpu-test gpu-check gpu-wheels aot bench clean
+.PHONY: help serve test check quick-check house docs sanitize gpu-test gpu-check gpu-wheels aot bench clean
 
 help:
 	@awk '/^#/ {sub(/^# ?/, ""); print; next} {exit}' $(firstword $(MAKEFILE_LIST))
@@ -46,16 +46,21 @@ serve: $(installed)
 	@echo "For tightwire in another terminal:  . $(abspath $(bin))/activate" >&2
 	@exec $(bin)/tightwire serve $(MODEL) --tp $(TP) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: check
+# Pyright keeps one core busy for half a minute, so it runs beside the tests; what it says comes after them.
+test: quick-check
 	$(bin)/tightwire pull
-	$(pytest) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu and not multi_gpu and not alone" $(ARGS) || $(none_of_these)
+	$(bin)/pyright >$(VENV)/pyright.log 2>&1 & types=$$!; \
+	$(pytest) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu and not multi_gpu and not alone" $(ARGS) || $(none_of_these); \
+	tests=$$?; wait $$types; types=$$?; cat $(VENV)/pyright.log; [ $$tests = 0 ] && [ $$types = 0 ]
 	$(pytest) -m "alone and not gpu and not multi_gpu" $(alone) || $(none_of_these)
 
-check: $(installed_dev)
+check: quick-check
+	$(bin)/pyright
+
+quick-check: $(installed_dev)
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 	$(bin)/clang-format --dry-run --Werror $$(find kernels/cpu/native -name '*.cpp' -o -name '*.h')
-	$(bin)/pyright
 	$(bin)/lint-imports
 	$(bin)/python tools/house.py
 	$(bin)/python tools/model_table.py --check
