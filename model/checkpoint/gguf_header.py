@@ -17,6 +17,9 @@ _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4  # of ggml
+_MAX_ENTRIES = (
+    1 << 16
+)  # keys, or tensors; models have up to 100 and 2,000. An entry takes 10 us: half a million would take seconds
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -87,7 +90,10 @@ class GgufHeader:
         if version not in _VERSIONS:
             raise ValueError(f"its version is {version}; supported: {', '.join(map(str, _VERSIONS))}")
         self._num_tensors, num_keys = self._scalar("Q"), self._scalar("Q")
-        self._check_room(12 * (self._num_tensors + num_keys), f"{num_keys} keys and {self._num_tensors} tensors")
+        stated = f"{num_keys} keys and {self._num_tensors} tensors"
+        self._check_room(12 * (self._num_tensors + num_keys), stated)
+        if max(self._num_tensors, num_keys) > _MAX_ENTRIES:
+            raise ValueError(f"it states {stated}; possible: at most {_MAX_ENTRIES} of each")
         for _ in range(num_keys):
             key = self._string()
             kind = self._scalar("I")

@@ -84,6 +84,7 @@ def _tokenizer_from_gguf(file: GgufFile, config: LlamaConfig) -> Tokenizer:
     return Tokenizer(
         backend,
         chat_template=template,
+        template_origin=str(file.path),
         special_tokens=special_tokens,
         bos_token_id=config.bos_token_id,
         eos_token_ids=config.eos_token_ids,

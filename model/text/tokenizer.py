@@ -38,10 +38,12 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         bos_token_id: int | None,
         eos_token_ids: tuple[int, ...],
+        template_origin: str = "the model",
     ) -> None:
         """``special_tokens``: texts by their name in chat templates, such as ``{"bos_token": "<s>"}``."""
         self.backend = backend  # the library's tokenizer
         self.chat_template = chat_template  # its source; None: there is none
+        self.template_origin = template_origin  # the file or flag that gave it
         self.special_tokens = dict(special_tokens)
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
@@ -60,10 +62,10 @@ class Tokenizer:
         """Decode ``ids``; incomplete UTF-8 becomes U+FFFD, and ids without a token are omitted."""
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def use_template(self, source: str) -> None:
-        """Replace the model's chat template, before the first conversation. ChatTemplateError: it cannot be compiled."""
-        ChatTemplate(source, self.special_tokens)
-        self.chat_template = source
+    def use_template(self, source: str, origin: str) -> None:
+        """Compile ``source`` as the chat template, before the first conversation. ChatTemplateError: it cannot be compiled."""
+        self.chat_template, self.template_origin = source, origin
+        self._chat_template = ChatTemplate(source, self.special_tokens, origin)
 
     @cached_property
     def template_writes_tools(self) -> bool:
@@ -111,7 +113,7 @@ class Tokenizer:
     def _chat_template(self) -> "ChatTemplate":
         if self.chat_template is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions, or an instruct model")
-        return ChatTemplate(self.chat_template, self.special_tokens)
+        return ChatTemplate(self.chat_template, self.special_tokens, self.template_origin)
 
 
 def tokenizer_from_folder(folder: Path, bos_token_id: int | None, eos_token_ids: tuple[int, ...]) -> Tokenizer:
@@ -123,9 +125,11 @@ def tokenizer_from_folder(folder: Path, bos_token_id: int | None, eos_token_ids:
     config = read_json(path) if path.is_file() else {}
     backend = _read_backend(folder)
     _add_missing_tokens(backend, config)
+    template, template_path = _chat_template_source(folder, config)
     return Tokenizer(
         backend,
-        chat_template=_chat_template_source(folder, config),
+        chat_template=template,
+        template_origin=str(template_path),
         special_tokens=_special_tokens(folder, config),
         bos_token_id=bos_token_id,
         eos_token_ids=eos_token_ids,
@@ -153,19 +157,21 @@ def _read_backend(folder: Path) -> Backend:
         ) from None
 
 
-def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the template: a separate file has priority over the key; of several named templates, the default."""
+def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, Path]:
+    """Return the template and its file: a separate one has priority over the key; of several named templates, the default."""
     for name in ("chat_template.jinja", "chat_template.json"):
         if (path := folder / name).is_file():
             with naming(path, "cannot be read", UnicodeDecodeError):
-                return path.read_text("utf-8") if name.endswith(".jinja") else read_json(path).get("chat_template")
+                return path.read_text("utf-8") if name.endswith(".jinja") else read_json(path).get(
+                    "chat_template"
+                ), path
     source = config.get("chat_template")
     if isinstance(source, list):
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default") or next(iter(named.values()), None)
     if not isinstance(source, str | None):
         raise ModelError(f"{folder}: its chat_template is {source!r:.60}, and should be text")
-    return source
+    return source, folder / "tokenizer_config.json"
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -193,11 +199,12 @@ _MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the last message; the 
 class ChatTemplate:
     """A compiled template and its special tokens (``bos_token``, ``eos_token``, ...)."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str) -> None:
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise ChatTemplateError(f"the model's chat template cannot be compiled: {error}") from None
+        except jinja2.TemplateSyntaxError as error:
+            told = f"{origin}: line {error.lineno} of the chat template cannot be compiled: {error.message}"
+            raise ChatTemplateError(f"{told} Mend it, or give another with --chat-template FILE") from None
         self._special_tokens = dict(special_tokens)
 
     def render_open(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:

@@ -128,7 +128,9 @@ class _Server:
                 template = Path(http.chat_template).expanduser().read_text()
             except (OSError, UnicodeDecodeError) as error:
                 raise ValueError(f"--chat-template {http.chat_template}: cannot be read: {error}") from None
-            tokenizer.use_template(template)
+            tokenizer.use_template(template, f"--chat-template {http.chat_template}")
+        elif tokenizer.chat_template is not None:
+            tokenizer.use_template(tokenizer.chat_template, tokenizer.template_origin)  # an error in it is known now
         self._holder.fill(info=info, tokenizer=tokenizer)
         await engine.wait_ready()
         if self._member:

@@ -46,6 +46,13 @@ def test_the_first_keys_are_read_without_the_rest() -> None:
         GgufHeader(data)
 
 
+def test_more_entries_than_any_model_has_are_refused_before_they_are_read() -> None:
+    entry = string(b"t") + struct.pack("<IQIQ", 1, 32, 0, 0)
+    assert len(GgufHeader(header(num_tensors=65536) + entry * 65536).tensors) == 65536
+    with pytest.raises(ValueError, match="0 keys and 65537 tensors; possible: at most 65536 of each"):
+        GgufHeader(header(num_tensors=65537) + b"\xff" * 65537 * 12)
+
+
 @pytest.mark.parametrize(
     ("name", "parts", "stem"),
     [

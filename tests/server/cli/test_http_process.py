@@ -42,13 +42,21 @@ def test_sampling_defaults_template_and_names(tmp_path: Path) -> None:
     [
         ({"temperature": 3}, [], "generation_config.json: temperature: .* got 3; --generation-config none"),
         ({}, ["--chat-template", "none.jinja"], "--chat-template none.jinja: cannot be read"),
-        ({"temperature": 3}, ["--generation-config", "none", "--chat-template", "bad"], "template cannot be compiled"),
+        (
+            {"temperature": 3},
+            ["--generation-config", "none", "--chat-template", "bad"],
+            "--chat-template .*bad: line 2 of the chat template cannot be compiled: Expected an expression",
+        ),
+        ({}, ["own"], "chat_template.jinja: line 2 of the chat template cannot be compiled: Expected .* Mend it"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, generation: dict[str, float], flags: list[str], reason: str) -> None:
     model = make_tiny(tmp_path / "tiny")
+    if flags == ["own"]:  # the model's template is wrong, and no flag replaces it
+        (model / "chat_template.jinja").write_text("\n{% if %}")
+        flags = []
     (model / "generation_config.json").write_text(json.dumps(generation))
-    (tmp_path / "bad").write_text("{% if %}")
+    (tmp_path / "bad").write_text("\n{% if %}")
     flags = [str(tmp_path / flag) if flag == "bad" else flag for flag in flags]
     with ServerProcess(tmp_path / "run", str(model), *_SMALL, *flags) as server:
         assert server.wait_exit(60) == 2
