@@ -33,7 +33,8 @@ class Pending:
         """
         start_s = perf_counter()
         result, comm_s, coding_s, ready = self.done.result()
-        hidden = 1 - min(1.0, (perf_counter() - start_s) / comm_s) if comm_s else 0.0
+        self._ledger.waited_s += (waited_s := perf_counter() - start_s)
+        hidden = 1 - min(1.0, waited_s / comm_s) if comm_s else 0.0
         self._ledger.hide(hidden * comm_s, hidden * coding_s)
         assert result is not None
         if ready is not None:

@@ -29,6 +29,7 @@ from tightwire.model.layout import Layout
 from tightwire.model.step import ints
 
 _FLOAT_BYTES, _INT64_BYTES = 4, 8
+_BOUNDARY = "stage boundary"  # where a message between stages arises
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +228,7 @@ class StageWire:
         sizes = [_INT64_BYTES * num if (self.group.rank, rank) == (0, last) else 0 for rank in ranks]
 
         given = self.beside, "token-ids", parts, sizes
-        move = partial(deliver, *given, phase=phase, site=f"stage {self.group.rank}")
+        move = partial(deliver, *given, phase=phase, site=_BOUNDARY)
         return self._beside_lane.start(lambda: torch.cat(move()).view(torch.int64))
 
     def send_on(self, own_TD: Tensor | None, recv_shape: tuple[int, int] | None, phase: str) -> Pending:
@@ -245,7 +246,7 @@ class StageWire:
             num_bytes = 0 if recv_shape is None else codec.wire_bytes(math.prod(recv_shape), _FLOAT_BYTES)
             parts = [encoded if peer == rank + 1 else encoded[:0] for peer in ranks]
             sizes = [num_bytes if peer == rank - 1 else 0 for peer in ranks]
-            received = deliver(self.group, "hidden-state", parts, sizes, phase=phase, site=f"stage {rank}")
+            received = deliver(self.group, "hidden-state", parts, sizes, phase=phase, site=_BOUNDARY)
             if recv_shape is None:
                 return torch.empty(0)
             with ledger.coding_if(not codec.exact):
@@ -255,7 +256,6 @@ class StageWire:
 
     def hand_over(self, parts: Sequence[Tensor], recv_bytes: Sequence[int]) -> Pending:
         """Send each other rank the keys and values that it decodes with, as bytes; the result are theirs, concatenated."""
-        site = f"stage {self.group.rank}"
         return self._beside_lane.start(
-            lambda: torch.cat(deliver(self.beside, "kv-heads", parts, recv_bytes, phase="prefill", site=site))
+            lambda: torch.cat(deliver(self.beside, "kv-heads", parts, recv_bytes, phase="prefill", site=_BOUNDARY))
         )

@@ -89,7 +89,7 @@ class Passage:
         if self.rank:
             return self._moving[-1].wait()
         if len(self._moving) > 1:
-            self._moving[0].done.result()
+            self._moving[0].wait()
         return None
 
     def send_on(self, hidden_TD: Tensor | None) -> None:

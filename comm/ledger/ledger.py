@@ -133,6 +133,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.counters = Counters()
+        self.waited_s = 0.0  # by callers of ``Pending.wait``
         self.recording = Recording(lambda: (self._series, self._current))
         self.coding = _CodingTimer(self)
         self.coding_s = 0.0  # time that the running collective has spent coding

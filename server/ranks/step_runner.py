@@ -54,8 +54,9 @@ class RankZeroRunner:
         self._followers, self._ranks_each = followers, (1 + len(followers)) // num_replicas
         self._step_size = step_size
         # The groups that share layers, and that pass prompts from stage to stage, have ledgers of their own.
-        beside = [groups.stages, groups.beside, None if groups.peers is None else groups.peers.inside]
-        self._ledgers = [self._group.ledger, *(group.ledger for group in beside if group is not None)]
+        self._stages = [group.ledger for group in (groups.stages, groups.beside) if group is not None]
+        inside = [] if groups.peers is None else [groups.peers.inside.ledger]
+        self._ledgers = [self._group.ledger, *self._stages, *inside]
         self._encoder = msgspec.msgpack.Encoder()
         self._warm_up_counts: dict[tuple[str, str, str], Count] = {}
         self._streamed = runner.weights if isinstance(runner.weights, StreamedWeights) else None
@@ -109,7 +110,8 @@ class RankZeroRunner:
         return self._step_size.tokens
 
     def comm_spent(self) -> Spent:
-        return self._group.ledger.spent()
+        spent = self._group.ledger.spent()
+        return spent._replace(seconds=spent.seconds + sum(ledger.waited_s for ledger in self._stages))
 
     def counts(self) -> RankCounts:
         flow, cache = None if self._streamed is None else self._streamed.flow(), self._runner.cache
