@@ -52,16 +52,18 @@ def overlapped_s(part_s: float, sums: Iterable[tuple[float, float]]) -> float:
     return part_s + sum(2 * (max(part_s, moving_s / 2) + adding_s + moving_s / 2) for adding_s, moving_s in sums)
 
 
-def staged_s(chunks: Sequence[Sequence[float]], hops_s: Sequence[float], after_s: Sequence[float]) -> float:
-    """Seconds until the last chunk leaves the last stage, by each chunk's seconds in each stage and on the way to the next.
-
-    ``after_s``: seconds that the way is taken behind each chunk, by what nobody waits for.
+def staged_s(chunks: Sequence[Sequence[float]], hops_s: Sequence[float], kv_s: Sequence[float]) -> tuple[float, float]:
+    """Seconds until the last chunk leaves the last stage, and until all keys and values have come, by each chunk's seconds in
+    each stage, on the way to the next, and of its keys and values alone on the wire, of which they share half with hidden states.
     """
-    done_s, free_s, end_s = [0.0] * len(chunks[0]), [0.0] * len(chunks[0]), 0.0
-    for stages_s, hop_s, behind_s in zip(chunks, hops_s, after_s, strict=True):
+    done_s, free_s, queued_s = [0.0] * len(chunks[0]), [0.0] * len(chunks[0]), [0.0] * len(chunks[0])
+    for stages_s, hop_s, own_kv_s in zip(chunks, hops_s, kv_s, strict=True):
         arrival_s = 0.0
         for stage, own_s in enumerate(stages_s):
-            end_s = done_s[stage] = max(done_s[stage], arrival_s) + own_s
-            arrival_s = max(end_s, free_s[stage]) + hop_s
-            free_s[stage] = arrival_s + behind_s
-    return end_s
+            done_s[stage] = max(done_s[stage], arrival_s) + own_s
+            start_s, moving_s = max(done_s[stage], free_s[stage]), hop_s if stage + 1 < len(stages_s) else 0.0
+            queued_s[stage] = max(0.0, queued_s[stage] - (start_s - free_s[stage])) + own_kv_s
+            shared_s = min(moving_s, queued_s[stage])
+            queued_s[stage] -= shared_s
+            arrival_s = free_s[stage] = start_s + moving_s + shared_s
+    return done_s[-1], max(free + queued for free, queued in zip(free_s, queued_s, strict=True))

@@ -1,27 +1,14 @@
 """The limits of one engine: sequences, tokens and cache blocks."""
 
-import math
 from dataclasses import dataclass, field
 
 from tightwire.model.layer_groups import LayerGroups
+from tightwire.server.config.chunks import ChunkSizes
 
 # Prompt rows per step whose logits are requested: 50 MB for a vocabulary of 49152, counted in the memory budget.
 MAX_SCORED_ROWS = 256
 BLOCK_SIZE = 16  # tokens of a KV cache block
 MAX_BODY_BYTES = 4 << 20  # of a request
-
-
-# What a chunk of a prompt costs beside its rows, in rows; and its least rows, since products of fewer take nearly as long.
-_OVERHEAD_ROWS, _LEAST_ROWS = 5, 32
-
-
-def chunk_rows(num_tokens: int, num_stages: int) -> int:
-    """The rows of each chunk of a prompt of ``num_tokens``: chunks take equal time, and are neither few nor costly.
-
-    The last stage begins one chunk's time after the first for each stage between them, so small chunks wait less.
-    """
-    best = math.sqrt(num_tokens * _OVERHEAD_ROWS / (num_stages - 1))
-    return math.ceil(num_tokens / max(1, round(num_tokens / max(best, _LEAST_ROWS))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +25,7 @@ class Limits:
     prefix_cache: str = "prompts"  # what the prefix cache shares: none, prompts, or all (answers too)
     num_stages: int = 1  # that prompts pass; 1: all ranks compute prompts together
     pipeline: bool = False  # all rows pass the stages
+    chunks: ChunkSizes = field(default_factory=ChunkSizes)  # of prompts that pass stages; learns while running
     num_policies: int = 1  # the prompts of later ones are computed by all ranks together
     max_step_blocks: int | None = None  # distinct blocks of all sequences of a step; None: no limit
     groups: LayerGroups = field(default_factory=LayerGroups)  # of layers, each with a block table; by default one

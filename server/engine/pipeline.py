@@ -262,8 +262,8 @@ class StepPipeline:
         """Wait for the step; score prompts and choose tokens."""
         # Wait even without tokens, so that requests that arrive meanwhile join the next step.
         self._times.sampling(step.forward_pass.wait)
-        if step.choice is None:
-            return Collected([], [], [])
+        if step.choice is None:  # the last row of a prompt that is only scored has no logits
+            return Collected([], [c.request for c in step.chunks if c.is_last_of_scored], [])
         sampled = self._times.sampling(step.choice.wait)
         broken = [
             chunk.request
@@ -272,7 +272,7 @@ class StepPipeline:
         ]
         for request in broken:
             step.drop(request)
-        scored = [c.request for c in step.chunks if not c.samples and c.end == len(c.request.token_ids)]
+        scored = [c.request for c in step.chunks if c.is_last_of_scored]
         new = [new for new in step.new if step.has(new.chunk.request)]
         for each in new:
             each.add_sampled(sampled)
@@ -320,6 +320,7 @@ class StepPipeline:
         plans = self._times.sampling(self._with_rows, step.plans, wanted)
         self._runner.broadcast(plans)
         logits_RV = self._times.forward(self._runner.execute, plans[0], chosen_R)
+        self._replicas.learn(step, self._times.read().at_s - begun.at_s)
         self._counters.num_steps += 1
         self._counters.num_steps_ahead += last is not None
         choice = None

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from tightwire.model.step import StepPlan, idle_plan
-from tightwire.server.config.limits import Limits, chunk_rows
+from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.request import Request
 from tightwire.server.engine.sequences import Sequences
@@ -113,7 +113,9 @@ class Scheduler:
         ]
         prompts = [request for request in rest if request.num_to_compute]
         if prompts and self._under_way is not None and policy < self._limits.num_policies:  # they pass the stages
-            step.budget = min(step.budget, chunk_rows(prompts[0].num_prompt_tokens, self._limits.num_stages))
+            whole = [(min(each.num_cached_tokens, each.num_computed), each.num_prompt_tokens) for each in prompts]
+            rows = self._limits.chunks.choose(whole, prompts[0].num_computed, self._limits.num_stages)
+            step.budget = min(step.budget, rows)
         self._fill_with_prompts(prompts, step)
         if self._drafter is not None and not ahead and self.may_draft(len(step.tokens)):
             for request in step.tokens:
@@ -230,7 +232,7 @@ class Replicas:
     ) -> None:
         """``limits``: the limits of each replica. ``counters``: the counters of all replicas together."""
         self._schedulers = [Scheduler(limits, drafter, counters) for _ in range(num_replicas)]
-        self._num_planned = 0
+        self._num_planned, self._limits = 0, limits
 
     def add(self, request: Request, replica: int | None = None) -> None:
         """Queue a sequence; ``replica``: overrides the choice."""
@@ -261,6 +263,12 @@ class Replicas:
         return WorldStep(
             plans, [chunk for step in made for chunk in step.chunks], [chunk for step in made for chunk in step.results]
         )
+
+    def learn(self, step: WorldStep, seconds: float) -> None:
+        """Take the time of a step into account for the next chunks, if prompts pass stages and it had nothing else."""
+        of_prompts = all(chunk.start < chunk.request.num_prompt_tokens for chunk in step.chunks)
+        if self._limits.num_stages > 1 and step.chunks and of_prompts and not step.plans[0].logit_rows:
+            self._limits.chunks.learn([(chunk.start, chunk.end) for chunk in step.chunks], seconds)
 
     def loads(self) -> list[ReplicaLoad]:
         return [scheduler.sequences.load for scheduler in self._schedulers]

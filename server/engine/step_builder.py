@@ -26,6 +26,11 @@ class Chunk(NamedTuple):
         return self.end - self.start + len(self.draft)
 
     @property
+    def is_last_of_scored(self) -> bool:
+        """True if it ends a prompt that is scored, and nothing is generated."""
+        return not self.samples and self.end == len(self.request.token_ids)
+
+    @property
     def wanted(self) -> Wanted:
         """What its rows of logits are for."""
         request, scored = self.request, self.scored

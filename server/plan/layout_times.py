@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tightwire.comm.link.link import Link
-from tightwire.comm.policy.schedule import HostRates, overlapped_s, staged_s
-from tightwire.server.config.limits import chunk_rows
+from tightwire.comm.policy.schedule import FEW_ROWS, HostRates, overlapped_s, staged_s
+from tightwire.server.config.chunks import ChunkTimes
 
 if TYPE_CHECKING:  # its codecs are torch's
     from tightwire.comm.policy.choose import Chooser
@@ -69,10 +69,13 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: dict[int, float]
     token_s: float
     crowd_tokens_per_s: float
+    handed_s: float = (
+        0.0  # from the first token of ``REQUEST``, until the second may begin: keys and values of hybrid arrive
+    )
 
     @property
     def request_s(self) -> float:
-        return self.ttft_s[REQUEST[0]] + REQUEST[1] * self.token_s
+        return self.ttft_s[REQUEST[0]] + self.handed_s + REQUEST[1] * self.token_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,20 +91,21 @@ class Predictor:
         """``sums``: of tensor and hybrid; None on one host. ``stages``: of hybrid and pipeline."""
         adding = sums or (lambda phase, rows: [(0.0, 0.0)] * self.work.num_layers)
 
-        def prompts_s(sizes: Sequence[int]) -> float:
+        def prompts_s(sizes: Sequence[int]) -> tuple[float, float]:
             handed = self.work.handed_bytes if layout == "hybrid" else 0.0
-            return self._staged_s(sizes, stages, handed) if stages else self._tensor_s(sizes, adding)
+            return self._staged_s(sizes, stages, handed) if stages else (self._tensor_s(sizes, adding), 0.0)
 
         def token_s(rows: int) -> float:
             return self._staged_token_s(rows, stages) if layout == "pipeline" else self._token_s(rows, adding)
 
-        crowd_s = prompts_s([CROWD_PROMPT] * CROWD) + CROWD_TOKENS * token_s(CROWD)
+        crowd_s = sum(prompts_s([CROWD_PROMPT] * CROWD)) + CROWD_TOKENS * token_s(CROWD)
         return Times(
             layout=layout,
             all_reduce=all_reduce,
-            ttft_s={length: prompts_s([length]) for length in PROMPTS},
+            ttft_s={length: prompts_s([length])[0] for length in PROMPTS},
             token_s=token_s(1),
             crowd_tokens_per_s=CROWD * CROWD_TOKENS / crowd_s,
+            handed_s=prompts_s([REQUEST[0]])[1],
         )
 
     def _slowest_s(self, work_s: Callable[[HostRates], float]) -> float:
@@ -136,13 +140,28 @@ class Predictor:
     def _hop_s(self, rows: float) -> float:
         return _HOP_S + self.link.seconds(rows * self.work.row_elems * _RESIDUAL_BYTES)
 
-    def _staged_s(self, sizes: Sequence[int], stages: Stages, handed: float) -> float:
-        """In the chunks that the engine makes."""
-        steps = _steps(sizes, min(_STEP_ROWS, chunk_rows(sizes[0], len(stages))))
+    def _staged_s(self, sizes: Sequence[int], stages: Stages, handed: float) -> tuple[float, float]:
+        """The first token, and from there until the keys and values have come."""
+        steps = self._chunks(sizes, stages)
         chunks, behind_s = [self._stages_s(*step, stages) for step in steps], handed / (self.link.bytes_per_s or inf)
-        after_s = [rows * behind_s * (stages[0][1] - stages[0][0]) for rows, _ in steps]
-        passing_s = staged_s(chunks, [self._hop_s(rows) for rows, _ in steps], after_s)
-        return passing_s + self.work.head_s(self.hosts[-1], len(sizes)) + self._answer_s()
+        beside_s = [rows * behind_s * (stages[0][1] - stages[0][0]) for rows, _ in steps]
+        passing_s, settled_s = staged_s(chunks, [self._hop_s(rows) for rows, _ in steps], beside_s)
+        first_s = passing_s + self.work.head_s(self.hosts[-1], len(sizes)) + self._answer_s()
+        return first_s, max(0.0, settled_s - first_s)
+
+    def _chunks(self, sizes: Sequence[int], stages: Stages) -> list[tuple[int, float]]:
+        """The chunks that the engine makes once it has measured them: rows, and the tokens that a row attends to in the mean."""
+        few_s = [max(self._stages_s(FEW_ROWS, context, stages)) for context in (0.0, 1.0)]
+        row_s = max(self._stages_s(FEW_ROWS + 1, 0.0, stages)) - few_s[0]
+        times = ChunkTimes(few_s[0] - FEW_ROWS * row_s, row_s, (few_s[1] - few_s[0]) / FEW_ROWS)
+        part_s, start, found = times.part_s([(0, size) for size in sizes], len(stages)), 0, []
+        if len(sizes) > 1:
+            return _steps(sizes, min(_STEP_ROWS, times.num_rows(0, part_s)))
+        while start < sizes[0]:
+            rows = min(_STEP_ROWS, times.num_rows(start, part_s), sizes[0] - start)
+            found.append((rows, start + rows / 2))
+            start += rows
+        return found
 
     def _staged_token_s(self, rows: int, stages: Stages) -> float:
         """One token of each sequence, which pass the stages in groups."""

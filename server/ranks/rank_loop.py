@@ -13,6 +13,7 @@ from tightwire.model.sampling.grammar import GrammarMasks
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.step import StepPlan
+from tightwire.server.config.chunks import WARM_UP_ROWS
 from tightwire.server.config.limits import BLOCK_SIZE, Limits
 from tightwire.server.config.serve import EngineOptions
 from tightwire.server.engine.drafts import NgramDrafter
@@ -44,10 +45,15 @@ _WARM_UP_MANY_KEYS = 300  # more than one chunk of ``kernels.cuda.attention_deco
 
 def warm_up_rounds(limits: Limits, rules: RequestRules, device: str) -> list[list[AddRequest]]:
     """Requests that begin in one step: for every policy, and one that draws. On CUDA a long prompt joins them in the next
-    step: one with prompts, decode rows and many keys has kernels of its own, which would be compiled in service."""
-    kinds = [[(_WARM_UP_PROMPT_TOKENS, policy, 0.0) for policy in rules.policies], [(_WARM_UP_MANY_KEYS, None, 0.0)]]
+    step: one with prompts, decode rows and many keys has kernels of its own, which would be compiled in service. Then, if
+    prompts pass stages, one from whose chunks the times of chunks are learned."""
+    kinds = [[(_WARM_UP_PROMPT_TOKENS, policy, 0.0) for policy in rules.policies], [(_WARM_UP_MANY_KEYS, None, 0.0)]][
+        : 1 + (device == "cuda")
+    ]
     kinds[0].append((_WARM_UP_PROMPT_TOKENS, None, 1.0))
-    return [[_warm_up_request(limits, rules, *kind) for kind in each] for each in kinds[: 1 + (device == "cuda")]]
+    if limits.num_stages > 1:
+        kinds.append([(WARM_UP_ROWS, None, 0.0)])
+    return [[_warm_up_request(limits, rules, *kind) for kind in each] for each in kinds]
 
 
 def _warm_up_request(

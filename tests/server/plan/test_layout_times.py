@@ -69,9 +69,12 @@ def test_keys_and_values_take_the_wire_of_hidden_states_in_hybrid() -> None:
     handing = Predictor(
         work=replace(WORK, handed_bytes=8192), hosts=[HOST] * 2, shares=[0.5] * 2, link=Link("", 1e6, 0.0)
     )
-    sent_s = 4096 * 16 * 8192 / 1e6
-    assert handing.times("hybrid", "auto", free, STAGES).ttft_s[4096] > 0.95 * sent_s
-    assert handing.times("pipeline", "", None, STAGES).ttft_s[4096] < 0.95 * sent_s
+    sent_s = REQUEST[0] * (16 * 8192 + 4 * WORK.row_elems) / 1e6
+    hybrid, pipeline = handing.times("hybrid", "auto", free, STAGES), handing.times("pipeline", "", None, STAGES)
+    assert pipeline.ttft_s[REQUEST[0]] < hybrid.ttft_s[REQUEST[0]] < sent_s, "they take half of the wire"
+    assert hybrid.ttft_s[REQUEST[0]] + hybrid.handed_s > sent_s, "the second token waits for all"
+    assert pipeline.handed_s == 0 == handing.times("tensor", "auto", free).handed_s
+    assert hybrid.request_s == hybrid.ttft_s[REQUEST[0]] + hybrid.handed_s + REQUEST[1] * hybrid.token_s
 
 
 def test_pipeline_pays_a_hop_where_tensors_pay_two_sums_a_layer() -> None:
