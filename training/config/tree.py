@@ -57,6 +57,9 @@ class ModelConfig(Section):
         default="float32", description="in forward and backward; the optimizer has float32"
     )
     frozen: list[str] = Field(default=[], description="names not trained, such as model.embed_tokens.*")
+    head: Literal["tokens", "reward"] = Field(
+        default="tokens", description="reward: one number instead of a token's scores, learned from preferences"
+    )
     lora: LoraConfig | None = None
 
     @model_validator(mode="after")
@@ -286,8 +289,10 @@ class TrainConfig(Section):
         self.parallel.between.check_optimizer(self.optimizer)
         if self.data.kind == "preferences" and self.model.lora is None:
             raise ValueError(
-                "data.kind=preferences: DPO's reference is the model without its adapter; set model.lora={}"
+                "data.kind=preferences: DPO's reference is the model without its adapter, and a reward model has one; set model.lora={}"
             )
+        if self.model.head == "reward" and self.data.kind != "preferences":
+            raise ValueError(f"model.head=reward learns from data.kind=preferences, got {self.data.kind}")
         return self
 
     @property
@@ -297,8 +302,13 @@ class TrainConfig(Section):
 
     @property
     def product_passes(self) -> int:
-        """Times that a step multiplies by each matrix: forward, gradients of inputs, of weights, DPO's reference."""
-        return 2 + (self.model.lora is None) + (self.data.kind == "preferences")
+        """Times that a step multiplies by each matrix: forward, gradients of inputs, of weights, the reference."""
+        return 2 + (self.model.lora is None) + self.has_reference
+
+    @property
+    def has_reference(self) -> bool:
+        """True if a step computes the model without its adapter too."""
+        return self.data.kind == "preferences" and self.model.head == "tokens"
 
     @property
     def run_folder(self) -> Path:

@@ -88,11 +88,15 @@ class ChatPacker:
 
 @dataclass(frozen=True, slots=True)
 class PairPacker:
-    """Makes one sequence of each preference: the row of the chosen answer, then that of the rejected one."""
+    """Makes one sequence of each preference: the row of the chosen answer, then that of the rejected one.
+
+    ``scored``: the rows of a reward model, whose only target stands at the end of the answer.
+    """
 
     encode: ChatEncoder
     sequence_tokens: int
     end_token_id: int
+    scored: bool = False
     same_length = True
 
     def __call__(self, documents: Iterable[str]) -> Iterator[Row]:
@@ -102,10 +106,17 @@ class PairPacker:
             pair = Row([], [], [])
             for answer in (value["chosen"], value["rejected"]):
                 encoded = self.encode([*value["prompt"], *answer], place, first=len(value["prompt"]))
+                encoded = up_to_answer(*encoded) if self.scored else encoded
                 row = fill_row(make_row(*encoded, self.sequence_tokens, place), self.sequence_tokens, self.end_token_id)
                 for values, more in zip(pair, row, strict=True):
                     values += more
             yield pair
+
+
+def up_to_answer(tokens: list[int], learned: list[bool]) -> tuple[list[int], list[bool]]:
+    """The tokens up to the end of the answer, and one behind them, which alone is learned."""
+    end = max((at + 1 for at, own in enumerate(learned) if own), default=0)
+    return [*tokens[:end], 0], [False] * end + [True] * (end > 0)
 
 
 def make_row(tokens: list[int], learned: list[bool], most: int, place: str) -> Row:

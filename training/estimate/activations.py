@@ -80,7 +80,8 @@ def activation_bytes(llama: LlamaConfig, options: EngineOptions, config: TrainCo
     """Measure one micro-batch, without the kernels' own working memory. Cost: a few milliseconds per block."""
     # On the meta device torch uses plain attention, which keeps all scores; real devices use fused kernels.
     AttentionInterface.register(_ATTENTION, _attention)
-    model: Any = build_model(llama, device=_META, frozen=config.model.frozen, lora=config.model.lora)
+    own = config.model
+    model: Any = build_model(llama, device=_META, frozen=own.frozen, lora=own.lora, head=own.head)
     model.loss_function = next_token_loss
     model.config._attn_implementation = _ATTENTION
     plan = plan_buckets(model, 1)
@@ -105,7 +106,7 @@ def activation_bytes(llama: LlamaConfig, options: EngineOptions, config: TrainCo
         size = config.batch.micro_sequences, config.step_tokens // config.batch.sequences
         ids_BS = torch.zeros(size, dtype=torch.int64, device=_META)
         hooks.micro_batch = MicroBatch(plan, options, weights, gradients, anchor, last=True)
-        make_objective(config).loss(model, Batch(ids_BS, ids_BS)).backward()
+        make_objective(config).loss(model, Batch(ids_BS, ids_BS))[0].backward()
         return Activations(max(most_before, live.most), live.most if most_before else 0)
 
 

@@ -82,7 +82,8 @@ class StepModel:
     def flops(self) -> float:
         """Operations of one rank."""
         tokens, passes = self.config.step_tokens / self.topology.world_size, self.config.product_passes
-        return flops_per_token(self.llama, self.config.data.sequence_tokens, passes) * tokens
+        scores = self.config.model.head == "reward"
+        return flops_per_token(self.llama, self.config.data.sequence_tokens, passes, scores=scores) * tokens
 
     def memory(self) -> RankMemory:
         """Cost: runs the model once on the meta device, a few milliseconds per block."""
@@ -102,14 +103,15 @@ def model_step(
     """``step``: its number, for compressors whose sparsity rises."""
     shard_ranks = options.sharding.shard_ranks(topology.world_size, topology.num_nodes)
     frozen, lora = config.model.frozen, config.model.lora
-    plan = plan_buckets(build_model(llama, device=torch.device("cpu"), frozen=frozen, lora=lora), shard_ranks)
+    model = build_model(llama, device=torch.device("cpu"), frozen=frozen, lora=lora, head=config.model.head)
+    plan = plan_buckets(model, shard_ranks)
     flows = step_traffic(
         plan,
         options,
         num_nodes=topology.num_nodes,
         ranks_per_node=topology.ranks_per_node,
         accumulation=config.batch.accumulation(topology.world_size),
-        forwards=2 if config.data.kind == "preferences" else 1,
+        forwards=1 + config.has_reference,
     )
     return StepModel(
         config=config,
@@ -149,8 +151,10 @@ def _compressors(
     return found
 
 
-def flops_per_token(config: LlamaConfig, sequence_tokens: int, passes: int = 3) -> int:
+def flops_per_token(config: LlamaConfig, sequence_tokens: int, passes: int = 3, *, scores: bool = False) -> int:
     """Operations per token of forward and backward: 6 N + 12 L H E S, with N parameters in matrix products.
+
+    ``scores``: of a reward model, whose head has one row.
 
     2 N for each of ``passes``: frozen matrices have no gradients, and adapters' products do not count. Attention counts without
     a mask; recomputation does not count. Source: PaLM, appendix B (arXiv 2204.02311).
@@ -158,7 +162,9 @@ def flops_per_token(config: LlamaConfig, sequence_tokens: int, passes: int = 3) 
     width = config.num_heads * config.head_dim
     attention = config.hidden_size * (2 * width + 2 * config.num_kv_heads * config.head_dim)
     products = config.num_layers * (attention + 3 * config.hidden_size * config.mlp_size)
-    products += config.vocab_size * config.hidden_size  # the head, tied or not; an embedding lookup has no arithmetic
+    products += (
+        1 if scores else config.vocab_size
+    ) * config.hidden_size  # the head, tied or not; an embedding lookup has no arithmetic
     return 2 * passes * products + 12 * config.num_layers * width * sequence_tokens
 
 

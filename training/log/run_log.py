@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,13 +29,17 @@ class StepRecord:
     memory_bytes: int  # highest peak of any rank so far
     wire_bytes: int  # sent by this rank in this step
     exposed_ms: float  # time that this rank waited for communication in this step
+    figures: Mapping[str, float] = field(
+        default_factory=dict
+    )  # of the objective, such as accuracy; means over all ranks
 
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
 
     def values(self) -> dict[str, Any]:
-        return {**asdict(self), "tokens_per_s": self.tokens_per_s}
+        values = {**asdict(self), "tokens_per_s": self.tokens_per_s}
+        return values | values.pop("figures")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,9 +50,11 @@ class EvaluationRecord:
     held_out_loss: float
     tokens: int
     samples: tuple[tuple[str, str], ...] = ()
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     def values(self) -> dict[str, Any]:
-        return {**asdict(self), "samples": [list(sample) for sample in self.samples]}
+        values = {**asdict(self), "samples": [list(sample) for sample in self.samples]}
+        return values | {f"held_out_{name}": figure for name, figure in values.pop("figures").items()}
 
 
 _SMOOTHING = 0.95  # weight of the previous mean
@@ -126,7 +132,7 @@ class RunLog:
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
         if self._writer is not None:
-            for name in _SCALARS:
+            for name in [*_SCALARS, *record.figures]:
                 if values.get(name) is not None:
                     self._writer.add_scalar(name, values[name], record.step)
             for prompt, text in values.get("samples", ()):
@@ -187,7 +193,8 @@ class Terminal:
             self.say(f"step {record.step:>{len(str(self._steps))}}/{self._steps}  {describe(record)}")
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self.say(f"held-out loss {record.held_out_loss:.4f} after step {record.step} ({record.tokens} tokens)")
+        figures = _figures(record.figures)
+        self.say(f"held-out loss {record.held_out_loss:.4f}{figures} after step {record.step} ({record.tokens} tokens)")
         for prompt, text in record.samples:
             self.say(f"    {prompt!r} -> {text!r}")
 
@@ -200,10 +207,14 @@ def describe(record: StepRecord) -> str:
     """The record on one line."""
     mfu = "" if record.mfu is None else f"  MFU {100 * record.mfu:.1f} %"
     return (
-        f"loss {record.loss:.4f}  lr {record.lr:.3g}  grad {record.grad_norm:.3g}  "
+        f"loss {record.loss:.4f}{_figures(record.figures)}  lr {record.lr:.3g}  grad {record.grad_norm:.3g}  "
         f"{_count(record.tokens_per_s)} tok/s{mfu}  memory {format_bytes(record.memory_bytes)}  "
         f"wire {format_bytes(record.wire_bytes)}  waited {record.exposed_ms:.0f} ms of {1e3 * record.seconds:.0f}"
     )
+
+
+def _figures(figures: Mapping[str, float]) -> str:
+    return "".join(f"  {name} {figure:.3g}" for name, figure in figures.items())
 
 
 def _count(number: float) -> str:

@@ -118,7 +118,7 @@ def _about_time(model: StepModel, links: Mapping[str, Link]) -> Iterator[str]:
     known = [seconds for seconds, *_ in times.values() if seconds is not None]
     steps = config.schedule.steps
     yield f"    {'a step':<18}{_seconds(max(known)):>10}; all {steps} steps {_seconds(max(known) * steps)}"
-    one_forward = config.batch.accumulation(topology.world_size) == 1 and config.data.kind != "preferences"
+    one_forward = config.batch.accumulation(topology.world_size) == 1 and not config.has_reference
     if len(known) == len(times) and topology.world_size > 1 and one_forward:
         # Backward has twice the operations of forward.
         computing = Computing(forward_s=known[0] / 3, backward_s=2 * known[0] / 3, rest_s=0.0)

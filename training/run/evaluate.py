@@ -39,20 +39,19 @@ class Evaluator:
         model = self._trained.model
         model.eval()
         with self._trained.engine.evaluation():
-            loss, tokens = self._loss()
+            loss, figures, tokens = self._loss()
             samples = tuple((prompt, self._continue(prompt)) for prompt in self._config.prompts)
         model.train()
-        return EvaluationRecord(step=step, held_out_loss=loss, tokens=tokens, samples=samples)
+        return EvaluationRecord(step=step, held_out_loss=loss, tokens=tokens, samples=samples, figures=figures)
 
-    def _loss(self) -> tuple[float, int]:
-        """(mean loss in nats per token or pair, their number)."""
-        total, count = 0.0, 0
-        for batch in self._batches:
-            own_total, own_count = self._trained.objective.total(self._trained.model, batch)
-            total, count = total + own_total, count + own_count
-        ranks = self._control.gather_numbers(total, count)
-        items = int(sum(count for _, count in ranks))
-        return sum(total for total, _ in ranks) / items, items
+    def _loss(self) -> tuple[float, dict[str, float], int]:
+        """(mean loss in nats per token or pair, means of the objective's figures, number of tokens or pairs)."""
+        objective = self._trained.objective
+        totals = [objective.total(self._trained.model, batch) for batch in self._batches]
+        own = [sum(column) for column in zip(*totals, strict=True)]
+        items, *sums = (sum(column) for column in zip(*self._control.gather_numbers(*own), strict=True))
+        loss, *figures = (total / items for total in sums)
+        return loss, dict(zip(objective.figures, figures, strict=True)), int(items)
 
     def _continue(self, prompt: str) -> str:
         """The greedy continuation, cut at the end token."""

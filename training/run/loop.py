@@ -1,6 +1,6 @@
 """Runs the training steps: batches, engine, optimizer, logging, evaluation and checkpoints.
 
-After each step, ranks exchange six numbers, among them a stop signal and whether the next step's data failed to load. So all
+After each step, ranks exchange a few numbers, among them a stop signal and whether the next step's data failed to load. So all
 ranks stop after the same step.
 """
 
@@ -121,7 +121,7 @@ class Loop:
         """Run one step. Returns the signal that some rank received, and whether some rank failed to read its data."""
         begun, sent, waited = perf_counter(), self._engine.bytes_sent, self._engine.waited_s
         rate = learning_rate(self.config.schedule, self.config.optimizer.lr, self.step)
-        loss = self._gradients()
+        (loss, *sums), items = self._gradients(), self._weight
         norm = self._engine.clip_gradients(self.config.optimizer.clip_norm or _NO_CLIPPING)
         if not math.isfinite(norm):
             self._diverged(loss)
@@ -138,8 +138,9 @@ class Loop:
             _memory_bytes(self.trained.device),
             bool(self._data_error),
             self._own_weight(),
+            *sums,
         )
-        losses, signals, written, memory, broken, weights = zip(*ranks, strict=True)
+        losses, signals, written, memory, broken, weights, *totals = zip(*ranks, strict=True)
         self._weight = int(sum(weights))
         seconds = perf_counter() - begun
         tokens = self.config.step_tokens
@@ -159,26 +160,35 @@ class Loop:
                 memory_bytes=int(max(memory)),
                 wire_bytes=self._engine.bytes_sent - sent,
                 exposed_ms=1e3 * (self._engine.waited_s - waited),
+                figures={
+                    name: sum(total) / items for name, total in zip(self.trained.objective.figures, totals, strict=True)
+                },
             )
         )
         if all(written):
             self._complete_checkpoint(raising=False)
         return int(max(signals)), any(broken)
 
-    def _gradients(self) -> float:
-        """Run forward and backward of all micro-batches. Returns the loss, of which the mean over ranks is that of all items."""
+    def _gradients(self) -> list[float]:
+        """Run forward and backward of all micro-batches.
+
+        Returns the loss, of which the mean over ranks is that of all items, and this rank's sums of the objective's figures.
+        """
         total = torch.zeros((), device=self.trained.device)
+        totals = torch.zeros(len(self.trained.objective.figures), device=self.trained.device)
         for number, batch in enumerate(self._upcoming):
             # Items of all ranks weigh the same, however many a micro-batch has; of text, all have equally many.
             share = self._weight / (self.control.world_size * self.trained.objective.weight(batch))
             batch = batch.to(self.trained.device)
             self._seed_dropout(number)
             with self._engine.micro_batch(last=number == self._accumulation - 1):
-                loss = self.trained.objective.loss(self._model, batch) / share
+                loss, sums = self.trained.objective.loss(self._model, batch)
+                loss = loss / share
                 loss.backward()
             total += loss.detach()
+            totals += sums
         self._engine.finish_gradients()
-        return float(total)
+        return [float(total), *totals.tolist()]
 
     def _own_weight(self) -> int:
         """The targets or pairs that this rank has in the next step."""

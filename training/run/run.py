@@ -146,7 +146,12 @@ class Run:
                 terminal=terminal,
                 log=log,
                 stop_signal=stop_signal,
-                flops_per_token=flops_per_token(start.config, config.data.sequence_tokens, config.product_passes),
+                flops_per_token=flops_per_token(
+                    start.config,
+                    config.data.sequence_tokens,
+                    config.product_passes,
+                    scores=config.model.head == "reward",
+                ),
                 peak_flops=self._peak_flops(),
                 step=step,
                 position=position,
@@ -219,7 +224,9 @@ class Run:
             raise CheckpointError(
                 f"the trained model could not be exported: {error}; its checkpoint is complete, and the same command exports it again"
             )
-        if lora is not None:
+        if config.model.head == "reward":
+            terminal.say(f"the reward model is in {out}")
+        elif lora is not None:
             terminal.say(
                 f"the adapter is in {out}; to serve it: tightwire serve {config.model.start} --lora mine={out}"
             )

@@ -91,7 +91,8 @@ def connect_ranks(parallel: ParallelConfig, topology: Topology, store: Store, de
 def make_trained(config: TrainConfig, options: EngineOptions, start: StartingModel, groups: TrainGroups) -> Trained:
     """Build the model, engine and optimizer, with weights of zero until loaded; ValueError: something does not fit."""
     check_sequences(config, start.config)
-    model = build_model(start.config, device=groups.device, frozen=config.model.frozen, lora=config.model.lora)
+    own = config.model
+    model = build_model(start.config, device=groups.device, frozen=own.frozen, lora=own.lora, head=own.head)
     model.loss_function = next_token_loss
     plan = plan_buckets(model, options.sharding.shard_ranks(groups.world_size, groups.num_nodes))
     weights: dict[str, torch.Tensor] = {}
@@ -115,8 +116,8 @@ def make_packer(config: DataConfig, start: StartingModel) -> AnyPacker:
         return Packer(encode, size, start.end_token_id)
     if tokenizer.chat_template is None:
         raise ValueError(f"data.kind={config.kind}: {start.name} has no chat template; start from an instruct model")
-    pack = ChatPacker if config.kind == "chat" else PairPacker
-    return pack(ChatEncoder(tokenizer.render_chat, encode, tokenizer.eos_token_ids), size, start.end_token_id)
+    given = ChatEncoder(tokenizer.render_chat, encode, tokenizer.eos_token_ids), size, start.end_token_id
+    return ChatPacker(*given) if config.kind == "chat" else PairPacker(*given, scored=start.head == "reward")
 
 
 def _make_compressor(

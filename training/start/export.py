@@ -18,12 +18,14 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.hf_config import config_to_hf
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.training.config.lora import LoraConfig
-from tightwire.training.start.lora import adapter_json
+from tightwire.training.start.lora import adapter_json, base_of
+from tightwire.training.start.model import HEAD_NAME
 from tightwire.whole_folder import check_place, whole_folder
 
 _FILE_BYTES = 4_000_000_000
 CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
-_PREFIX = "base_model.model."  # of PEFT's tensor names
+PREFIX = "base_model.model."  # of PEFT's tensor names
+SCORE_NAME = "score.weight"  # of a reward model's head, as transformers' models for sequence classification name it
 
 
 def export_folder(
@@ -53,9 +55,13 @@ def export_adapter(
     """Write a PEFT folder of the adapter's matrices as ``export_folder`` does. ``base``: the name of its base model."""
 
     def write(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        held = {f"{_PREFIX}{name}": tensor.detach().to("cpu", dtype, copy=True) for name, tensor in tensors}
-        targets = sorted({name.split(".")[-3] for name in held})  # ....q_proj.lora_A.weight
-        settings = json.dumps(adapter_json(config, base, targets), indent=1) + "\n"
+        names = {HEAD_NAME: SCORE_NAME}
+        held = {
+            f"{PREFIX}{names.get(name, name)}": tensor.detach().to("cpu", dtype, copy=True) for name, tensor in tensors
+        }
+        targets = sorted({name.split(".")[-3] for name in held if base_of(name)})  # ....q_proj.lora_A.weight
+        saved = ["score"] if f"{PREFIX}{SCORE_NAME}" in held else []
+        settings = json.dumps(adapter_json(config, base, targets, saved), indent=1) + "\n"
         (folder / ADAPTER_CONFIG).write_text(settings)
         save_file(held, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         (folder / WEIGHTS_FILE).chmod((folder / ADAPTER_CONFIG).stat().st_mode)

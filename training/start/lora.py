@@ -65,11 +65,11 @@ def initial_matrix(name: str, base_shape: tuple[int, ...], config: LoraConfig, s
     return torch.empty(config.rank, num_inputs).uniform_(-bound, bound, generator=generator)
 
 
-def adapter_json(config: LoraConfig, base: str, targets: list[str]) -> dict[str, Any]:
-    """PEFT's ``adapter_config.json``. ``base``: the model that it belongs to."""
+def adapter_json(config: LoraConfig, base: str, targets: list[str], saved: list[str]) -> dict[str, Any]:
+    """PEFT's ``adapter_config.json``. ``base``: the model that it belongs to. ``saved``: whole modules, of a reward model."""
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if saved else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": config.rank,
@@ -77,6 +77,7 @@ def adapter_json(config: LoraConfig, base: str, targets: list[str]) -> dict[str,
         "use_rslora": config.rslora,
         "lora_dropout": config.dropout,
         "target_modules": targets,
+        "modules_to_save": saved or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,

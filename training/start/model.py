@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -34,6 +34,7 @@ from tightwire.training.config.lora import LoraConfig
 from tightwire.training.config.tree import BPE, BYTES, ModelConfig, ShapeConfig
 from tightwire.training.start.lora import add_lora, base_of, initial_matrix
 
+HEAD_NAME = "lm_head.weight"
 # Values of a new model's config.json that are not configurable.
 _FIXED: dict[str, Any] = {"model_type": "llama", "hidden_act": "silu", "dtype": "float32"}
 _SPECIAL = (BOS, EOS, START_OF_TURN, END_OF_TURN)
@@ -50,6 +51,7 @@ class StartingModel:
     tokenizer: Tokenizer
     lora: LoraConfig | None = None
     seed: int = 0
+    head: str = "tokens"
 
     @property
     def end_token_id(self) -> int:
@@ -66,6 +68,8 @@ class StartingModel:
         """Read a whole tensor in float32 by its Hugging Face name; an adapter's matrices have their initial values."""
         if self.lora is not None and (base := base_of(name)) is not None:
             return initial_matrix(name, self.reader.shape(base), self.lora, self.seed)
+        if self.head == "reward" and name == HEAD_NAME:
+            return torch.zeros(1, self.config.hidden_size)  # all rewards are 0 at first
         shape = self.reader.shape(name)
         out = torch.empty(shape)
         self.reader.read_into(out, name, rows=range(shape[0]))
@@ -88,6 +92,7 @@ def open_starting_model(
             tokenizer=checkpoint.tokenizer(),
             lora=config.lora,
             seed=seed,
+            head=config.head,
         )
     if config.tokenizer.startswith(BPE):
         tokenizer = train_bpe(int(config.tokenizer.removeprefix(BPE)), keep_in, texts)
@@ -108,12 +113,18 @@ def config_of(config: ModelConfig) -> LlamaConfig:
 
 
 def build_model(
-    config: LlamaConfig, *, device: torch.device, frozen: Iterable[str] = (), lora: LoraConfig | None = None
+    config: LlamaConfig,
+    *,
+    device: torch.device,
+    frozen: Iterable[str] = (),
+    lora: LoraConfig | None = None,
+    head: str = "tokens",
 ) -> PreTrainedModel:
     """Build the modules with parameters on the meta device, for the engine to replace.
 
     ``frozen``: name patterns of parameters that need no gradient. Raises ValueError: one matches nothing, or all are frozen.
-    ``lora``: only its matrices need gradients. Raises ValueError: a target does not exist.
+    ``lora``: only its matrices need gradients, and the head of ``reward``, one number a position, instead of the model's
+    own. Raises ValueError: a target does not exist.
     """
     hf = AutoConfig.for_model(**config_to_hf(config))
     with torch.device("meta"):
@@ -129,6 +140,8 @@ def build_model(
         )
     if lora is not None:
         add_lora(model, lora)
+    if head == "reward":
+        model.lm_head = nn.Linear(config.hidden_size, 1, bias=False, device="meta")
     names = [name for name, _ in model.named_parameters()]
     for pattern in frozen:
         matching = fnmatch.filter(names, pattern)

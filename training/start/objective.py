@@ -1,4 +1,4 @@
-"""Computes what a run minimizes: the next-token loss, or DPO's loss of preferred and rejected answers.
+"""Computes what a run minimizes: the next-token loss, or the loss of DPO or a reward model, of preferred and rejected answers.
 
 DPO's reference is the model without its adapter, so there is no second model. Source: Rafailov et al., arXiv 2305.18290.
 """
@@ -19,59 +19,96 @@ from tightwire.training.start.lora import LoraLinear
 
 
 class Objective(Protocol):
-    """The loss of a batch. All ranks make the same forwards."""
+    """The loss of a batch. All ranks make the same forwards. ``figures``: names of what is reported beside the loss."""
 
-    def loss(self, model: Any, batch: Batch) -> Tensor:
-        """The mean over the batch, with a graph for backward."""
+    figures: tuple[str, ...]
+
+    def loss(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The mean over the batch, with a graph for backward, and (F,) sums of the figures over the batch."""
         ...
 
     def weight(self, batch: Batch) -> int:
         """The number of items that ``loss`` is the mean of."""
         ...
 
-    def total(self, model: Any, batch: Batch) -> tuple[float, int]:
-        """(sum of the losses, number of items), for an evaluation; items without a target do not count."""
+    def total(self, model: Any, batch: Batch) -> list[float]:
+        """[number of items, sum of the losses, sums of the figures], for an evaluation; items without a target do not count."""
         ...
 
 
 class NextToken:
     """The mean loss of all targets; ``model.loss_function`` computes it."""
 
-    def loss(self, model: Any, batch: Batch) -> Tensor:
+    figures: tuple[str, ...] = ()
+
+    def loss(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         # The targets are shifted already, but transformers computes a loss only if `labels` is given.
-        return model(**_inputs(batch), labels=batch.targets_BS, shift_labels=batch.targets_BS).loss
+        loss = model(**_inputs(batch), labels=batch.targets_BS, shift_labels=batch.targets_BS).loss
+        return loss, loss.new_empty(0)
 
     def weight(self, batch: Batch) -> int:
         return int((batch.targets_BS != IGNORED).sum())
 
-    def total(self, model: Any, batch: Batch) -> tuple[float, int]:
+    def total(self, model: Any, batch: Batch) -> list[float]:
         logits_BSV = model(**_inputs(batch)).logits.float()
         flat = logits_BSV.flatten(0, 1), batch.targets_BS.flatten()
-        return float(cross_entropy(*flat, ignore_index=IGNORED, reduction="sum")), self.weight(batch)
+        return [self.weight(batch), float(cross_entropy(*flat, ignore_index=IGNORED, reduction="sum"))]
 
 
-@dataclass(frozen=True, slots=True)
-class Dpo:
-    """The mean over pairs of -log sigmoid(beta * margin), of batches whose sequences are a chosen and a rejected row."""
+class Pairs:
+    """The mean over pairs of -log sigmoid(margin), of batches whose sequences are a chosen and a rejected row."""
 
-    beta: float
+    figures: tuple[str, ...] = ("accuracy", "margin")
 
-    def loss(self, model: Any, batch: Batch) -> Tensor:
-        return self._losses(model, batch).mean()
+    def loss(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        losses_B, figures_BF = self._losses(model, batch)
+        return losses_B.mean(), figures_BF.sum(0)
 
     def weight(self, batch: Batch) -> int:
         return len(batch.inputs_BS)
 
-    def total(self, model: Any, batch: Batch) -> tuple[float, int]:
+    def total(self, model: Any, batch: Batch) -> list[float]:
         counted_B = (batch.targets_BS != IGNORED).any(1)
-        return float(self._losses(model, batch)[counted_B].sum()), int(counted_B.sum())
+        losses_B, figures_BF = self._losses(model, batch)
+        return [int(counted_B.sum()), float(losses_B[counted_B].sum()), *figures_BF[counted_B].sum(0).tolist()]
 
-    def _losses(self, model: Any, batch: Batch) -> Tensor:
+    def _losses(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(B,) losses and (B, F) figures."""
         rows = Batch(*(None if each is None else each.view(2 * len(each), -1) for each in batch))  # pyright: ignore[reportArgumentType]
+        chosen_B, rejected_B = self._rewards(model, rows).view(-1, 2).unbind(1)
+        margin_B = chosen_B - rejected_B
+        figures = (margin_B > 0).float(), margin_B
+        return -logsigmoid(margin_B), torch.stack(figures, 1).detach()
+
+    def _rewards(self, model: Any, rows: Batch) -> Tensor:
+        """(2B,) the reward of each row."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Dpo(Pairs):
+    """A row's reward is ``beta`` times how much likelier its answer is than in the reference."""
+
+    beta: float
+
+    def _rewards(self, model: Any, rows: Batch) -> Tensor:
         with torch.no_grad(), without_adapter(model):
             reference_2B = _answer_logprobs(model, rows)
-        chosen_B, rejected_B = (_answer_logprobs(model, rows) - reference_2B).view(-1, 2).unbind(1)
-        return -logsigmoid(self.beta * (chosen_B - rejected_B))
+        return self.beta * (_answer_logprobs(model, rows) - reference_2B)
+
+
+class Reward(Pairs):
+    """A row's reward is what the head of a reward model says at its target. Source: Ouyang et al., arXiv 2203.02155."""
+
+    def _rewards(self, model: Any, rows: Batch) -> Tensor:
+        return rewards_of(model, rows)
+
+
+def rewards_of(model: Any, rows: Batch) -> Tensor:
+    """(B,) the rewards of a model with such a head. A row without a target has 0."""
+    # Without the model's own scaling and caps of logits, which are for tokens.
+    scores_BS = model.lm_head(model.model(**_inputs(rows)).last_hidden_state)[..., 0].float()
+    return (scores_BS * (rows.targets_BS != IGNORED)).sum(1)
 
 
 @contextmanager
@@ -88,6 +125,8 @@ def without_adapter(model: Any) -> Iterator[None]:
 
 
 def make_objective(config: TrainConfig) -> Objective:
+    if config.model.head == "reward":
+        return Reward()
     return Dpo(config.dpo.beta) if config.data.kind == "preferences" else NextToken()
 
 

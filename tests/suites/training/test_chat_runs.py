@@ -2,15 +2,22 @@
 
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from helpers.training.training_runs import StopAfter, log_lines, losses, make_config, train
 from tiny import VARIANTS, make_tiny
 
 from tightwire.training.config.read import ConfigError
 from tightwire.training.config.tree import TrainConfig
+from tightwire.training.data.chats import up_to_answer
 from tightwire.training.data.documents import DataError
+from tightwire.training.start.reward import RewardModel
+
+_REWARD_RUNS = (("alone",), ("parted",), ("shared", "parallel={sharding: zero3, checkpoint_every: 1}"))
 
 
 def _config(folder: Path, *overrides: str, run: str = "run") -> TrainConfig:
@@ -86,6 +93,59 @@ def test_dpo_learns_preferences_on_any_number_of_ranks_and_resumes_to_the_bit(tm
     assert len(held_out) == 2 and held_out[1] < held_out[0] < math.log(2)
 
 
+def test_a_reward_model_learns_preferences_and_its_folder_scores_answers(tmp_path: Path) -> None:
+    base = make_tiny(tmp_path / "model", **VARIANTS["odd-heads"])
+    model = f"model={{start: {base}, lora: {{rank: 4}}, head: reward}}"
+    alone, parted, shared = (_pairs(tmp_path, base, model, *more, run=run) for run, *more in _REWARD_RUNS)
+    train(alone)
+    train(parted, stop_signal=StopAfter(parted, 3))
+    train(parted)
+    train(shared, 2)
+
+    assert losses(alone)[0] == pytest.approx(math.log(2))  # the head begins with zeros
+    assert losses(alone)[-1] < 0.6
+    assert losses(parted) == losses(alone)
+    assert losses(shared) == pytest.approx(losses(alone), abs=1e-4)
+    steps = [line for line in log_lines(alone) if "loss" in line]
+    assert steps[-1]["accuracy"] == 1.0 and steps[0]["margin"] == 0.0 < steps[-1]["margin"]
+    assert [line["held_out_accuracy"] for line in log_lines(alone) if "held_out_loss" in line][-1] == 1.0
+
+    reward = RewardModel.open(tmp_path / "alone" / "adapter", torch.device("cpu"))
+    prompt = [{"role": "user", "content": "say 7"}]
+    good, bad = reward([prompt, prompt], ["yes 7", "no, never 7"])
+    assert good - bad == pytest.approx(steps[-1]["margin"], rel=0.5)
+    with pytest.raises(
+        DataError, match=r"an answer of 5\d\d\d tokens with its prompt; the reward model has \d+ positions"
+    ):
+        reward([prompt], ["x" * 5000])
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="PEFT is not installed (pip install peft)")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_transformers_and_peft_open_the_folder_of_a_reward_model(tmp_path: Path) -> None:
+    import peft
+    from transformers import AutoModelForSequenceClassification
+
+    base = make_tiny(tmp_path / "model", **VARIANTS["odd-heads"])
+    config = _pairs(tmp_path, base, f"model={{start: {base}, lora: {{rank: 4}}, head: reward}}", "export.dtype=float32")
+    train(config)
+
+    folder = tmp_path / "run" / "adapter"
+    theirs: Any = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=0)
+    theirs = peft.PeftModel.from_pretrained(theirs, str(folder)).eval()
+    ours = RewardModel.open(folder, torch.device("cpu"))
+    chat = [{"role": "user", "content": "say 7"}, {"role": "assistant", "content": "yes 7"}]
+    tokens, _ = up_to_answer(*ours.encode(chat, "a chat"))
+    with torch.no_grad():
+        want = theirs(torch.tensor([tokens[:-1]])).logits.item()
+    assert ours([chat[:1]], ["yes 7"]) == pytest.approx([want], abs=1e-5)
+
+
+def test_a_reward_model_needs_preferences(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="head=reward learns from data.kind=preferences, got chat"):
+        _config(tmp_path, "model={start: tiny, lora: {}, head: reward}")
+
+
 def test_preferences_without_an_adapter_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="DPO's reference is the model without its adapter; set model.lora"):
+    with pytest.raises(ConfigError, match="without its adapter, .*; set model.lora"):
         _config(tmp_path, "data.kind=preferences")

@@ -69,7 +69,7 @@ def _step(groups: TrainGroups, config: TrainConfig) -> int:
             size = config.batch.micro_sequences, config.step_tokens // config.batch.sequences
             ids_BS = torch.zeros(size, dtype=torch.int64)
             with trained.engine.micro_batch(last=True):
-                trained.objective.loss(trained.model, Batch(ids_BS, ids_BS)).backward()
+                trained.objective.loss(trained.model, Batch(ids_BS, ids_BS))[0].backward()
             trained.engine.finish_gradients()
             trained.state.optimizer.step()
             trained.engine.weights_changed()
