@@ -93,9 +93,9 @@ gpu-check:
 gpu-wheels:
 	$(PYTHON) tools/gpu_check.py --wheels
 
-# All cases of a test of which `make test` runs a few; about five minutes of CPU.
+# All cases of tests of which `make test` runs a few; about five minutes of CPU.
 aot: $(installed_dev)
-	TIGHTWIRE_AOT=1 $(pytest) -n $(WORKERS) tests/suites/kernels/test_host_functions.py $(ARGS)
+	TIGHTWIRE_AOT=1 $(pytest) -n $(WORKERS) tests/suites/kernels/test_host_functions.py tests/suites/kernels/test_compiles.py $(ARGS)
 
 # `tightwire serve` beside the servers of vLLM, llama.cpp and transformers that bench/lab/peers/install.sh installed.
 bench: $(installed)

@@ -63,9 +63,9 @@ def _assert_close(batch: PagedBatch, num_decode_rows: int) -> None:
 
 
 def _check_mixed(group: Group) -> None:
-    _assert_close(PagedBatch(**MIXED, **ONE_KV_HEAD), NUM_DECODE)
-    for dtype in DTYPES[1:]:
-        _assert_close(PagedBatch(**MIXED, dtype=dtype), NUM_DECODE)
+    for dtype in (torch.float32, torch.float16):
+        _assert_close(PagedBatch(**MIXED, **ONE_KV_HEAD, dtype=dtype), NUM_DECODE)
+    _assert_close(PagedBatch(**MIXED, dtype=torch.bfloat16), NUM_DECODE)
 
 
 def _check_windows_and_caps(group: Group) -> None:

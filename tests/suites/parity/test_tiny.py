@@ -17,6 +17,7 @@ from tightwire.model.open import open_checkpoint
 from tightwire.server.engine.drafts import NgramDrafter
 
 _PROMPTS = [[5], [72, 101, 108, 108, 111], list(range(40, 140)), [200, 3, 17] * 11]
+_NUM_TOKENS = 13  # of an answer: the second one goes on into another block of the cache
 
 
 def _reference(folder: Path) -> LlamaForCausalLM:
@@ -27,11 +28,11 @@ def _reference(folder: Path) -> LlamaForCausalLM:
 def test_logits_and_tokens_equal_transformers_at_every_tp(variant: str, tmp_path: Path) -> None:
     folder = make_tiny(tmp_path, **VARIANTS[variant])
     checkpoint, model = open_checkpoint(str(folder)), _reference(folder)
-    wanted = [greedy(model, prompt, 24) for prompt in _PROMPTS]
+    wanted = [greedy(model, prompt, _NUM_TOKENS) for prompt in _PROMPTS]
 
     for tp in range(1, min(4, checkpoint.config.num_heads) + 1):
         with local_engine(checkpoint, tp=tp, max_model_len=256, max_num_batched_tokens=64) as local:
-            assert continue_prompts(local.engine, _PROMPTS, max_tokens=24) == wanted, f"tp={tp}"
+            assert continue_prompts(local.engine, _PROMPTS, max_tokens=_NUM_TOKENS) == wanted, f"tp={tp}"
             if tp == 1:
                 for prompt in _PROMPTS:
                     worst = (prompt_logits(local.runners[0], prompt) - logits(model, prompt)).abs().max()
@@ -44,11 +45,11 @@ def test_packed_weights_answer_as_transformers_does_with_the_same_numbers(quant:
     path = make_tiny_gguf(tmp_path / "m.gguf", quant, head_dim=32)
     checkpoint = open_checkpoint(str(path))
     model = _reference(save_as_folder(checkpoint, tmp_path / "expanded"))
-    wanted = [greedy(model, prompt, 24) for prompt in _PROMPTS]
+    wanted = [greedy(model, prompt, _NUM_TOKENS) for prompt in _PROMPTS]
 
     for tp in (1, 2, 3, 4):
         with local_engine(checkpoint, tp=tp, max_model_len=256, max_num_batched_tokens=64) as local:
-            assert continue_prompts(local.engine, _PROMPTS, max_tokens=24) == wanted, f"tp={tp}"
+            assert continue_prompts(local.engine, _PROMPTS, max_tokens=_NUM_TOKENS) == wanted, f"tp={tp}"
 
 
 @pytest.mark.parametrize("scheme", ["awq", "gptq", "w4a16", "w8a8-int"])
@@ -56,11 +57,11 @@ def test_other_projects_quantized_folders_answer_as_the_numbers_they_stand_for(s
     make_quantized(tmp_path / "m", SCHEMES[scheme])
     checkpoint = open_checkpoint(str(tmp_path / "m"))
     model = _reference(save_as_folder(checkpoint, tmp_path / "expanded"))
-    wanted = [greedy(model, prompt, 24) for prompt in _PROMPTS]
+    wanted = [greedy(model, prompt, _NUM_TOKENS) for prompt in _PROMPTS]
 
     for tp in (1, 2, 3):
         with local_engine(checkpoint, tp=tp, max_model_len=256, max_num_batched_tokens=64) as local:
-            assert continue_prompts(local.engine, _PROMPTS, max_tokens=24) == wanted, f"tp={tp}"
+            assert continue_prompts(local.engine, _PROMPTS, max_tokens=_NUM_TOKENS) == wanted, f"tp={tp}"
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -69,7 +70,7 @@ def test_what_is_quantized_when_it_is_read_does_not_depend_on_the_split(quantiza
     answers = []
     for tp in (1, 2, 4):
         with local_engine(checkpoint, tp=tp, quantization=quantization, max_model_len=256) as local:
-            answers.append(continue_prompts(local.engine, _PROMPTS, max_tokens=24))
+            answers.append(continue_prompts(local.engine, _PROMPTS, max_tokens=_NUM_TOKENS))
     assert answers[1:] == answers[:1] * 2
 
 
@@ -77,20 +78,20 @@ def test_what_is_quantized_when_it_is_read_does_not_depend_on_the_split(quantiza
 def test_tokens_do_not_depend_on_the_algorithm(algorithm: str, tmp_path: Path) -> None:
     folder = make_tiny(tmp_path, **VARIANTS["odd-heads"])
     checkpoint, model = open_checkpoint(str(folder)), _reference(folder)
-    wanted = [greedy(model, prompt, 24) for prompt in _PROMPTS]
+    wanted = [greedy(model, prompt, _NUM_TOKENS) for prompt in _PROMPTS]
 
     for tp in (2, 3, 4):
         with local_engine(checkpoint, tp=tp, all_reduce=algorithm, max_model_len=256) as local:
-            assert continue_prompts(local.engine, _PROMPTS, max_tokens=24) == wanted, f"tp={tp}"
+            assert continue_prompts(local.engine, _PROMPTS, max_tokens=_NUM_TOKENS) == wanted, f"tp={tp}"
 
 
 def test_unequal_shares_change_the_split_and_not_the_tokens(tmp_path: Path) -> None:
     folder = make_tiny(tmp_path, **VARIANTS["odd-heads"])
     checkpoint, model = open_checkpoint(str(folder)), _reference(folder)
-    wanted = [greedy(model, prompt, 24) for prompt in _PROMPTS]
+    wanted = [greedy(model, prompt, _NUM_TOKENS) for prompt in _PROMPTS]
 
     with local_engine(checkpoint, tp=2, shares=(1, 2), max_model_len=256) as local:
-        got = continue_prompts(local.engine, _PROMPTS, max_tokens=24)
+        got = continue_prompts(local.engine, _PROMPTS, max_tokens=_NUM_TOKENS)
 
     first, second = make_layout(checkpoint.config, 2, (1, 2)).shards
     assert first.local_kv_heads < second.local_kv_heads
