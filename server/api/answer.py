@@ -245,11 +245,14 @@ class Answer:
         return Tokens(usage.prompt_tokens, usage.completion_tokens)
 
     def _extra(self) -> TightwireExtra | UnsetType:
-        wanted = self._body.tightwire
+        wanted, drafts = self._body.tightwire, self._trace.drafts
         if not (wanted.comm or wanted.timing or wanted.token_ids):
             return UNSET
         return TightwireExtra(
             comm=self._trace.comm_report() if wanted.comm else UNSET,
             timing=self._trace.timing if wanted.timing else UNSET,
+            drafts={**drafts, "mean_length": drafts["accepted"] / drafts["steps"]}
+            if wanted.timing and drafts
+            else UNSET,
             token_ids=[s.token_ids for s in self._sequences.values()] if wanted.token_ids else UNSET,
         )

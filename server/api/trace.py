@@ -1,6 +1,7 @@
 """Records the times and collectives of one request: for /metrics, the ``tightwire`` field, the request log, traces, key limits."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -119,11 +120,13 @@ class CommReport(Struct, frozen=True):
 class TightwireExtra(Struct, frozen=True):
     """The parts that were asked for. ``timing`` is null without a first token; ``token_ids`` are by choice.
 
+    ``drafts`` comes with ``timing``: steps that checked drafts, the tokens of these, and how many were right.
     ``progress`` comes alone, in the chunks before a choice's first token.
     """
 
     comm: CommReport | UnsetType = UNSET
     timing: Timing | UnsetType | None = UNSET
+    drafts: dict[str, float] | UnsetType = UNSET
     token_ids: list[list[int]] | UnsetType = UNSET
     progress: PromptProgress | UnsetType = UNSET
 
@@ -156,6 +159,7 @@ class RequestTrace:
         self._comm_at_submit: _CommCounts = {}
         self._comm_at_first: _CommCounts = {}
         self.timing: Timing | None = None  # set once the first text is sent
+        self.drafts = Counter[str]()
 
     @contextmanager
     def tokenizing(self) -> Iterator[None]:
@@ -176,6 +180,8 @@ class RequestTrace:
             self._first_output_s, self._comm_at_first = now_s, self._read_comm()
         if output.queue_s is not None:
             self._metrics.queue_time.observe(output.queue_s)
+        if output.num_drafted:
+            self.drafts.update(steps=1, tokens=output.num_drafted, accepted=output.num_right)
         if output.token_ids:
             self._observe_tokens(output, now_s)
         if self._first_token is None and (first := output.first_token) is not None:

@@ -21,9 +21,8 @@ from tightwire.server.config.serve import ServeConfig
 from tightwire.server.hosts.launcher import planned_hosts
 from tightwire.server.hosts.place import last_probe
 from tightwire.server.plan.comm_decision import CommDecision, decide_sums, policy_requests
-from tightwire.server.plan.lora import describe_adapters, plan_adapters
 from tightwire.server.plan.rank_bytes import CacheShape
-from tightwire.server.plan.run_plan import open_model
+from tightwire.server.plan.run_plan import describe_adapters, open_model, plan_adapters
 from tightwire.server.plan.setting import requested_link
 from tightwire.sizes import aligned, format_bytes
 

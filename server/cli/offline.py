@@ -10,6 +10,7 @@ from tightwire.server.api.detokenize import Detokenizer, TokenTable
 from tightwire.server.cli.progress import Progress, Speed
 from tightwire.server.cli.start import AnswerOptions, say
 from tightwire.server.config.serve import ServeConfig
+from tightwire.server.engine.request import RequestRules
 from tightwire.server.ipc.engine_client import EngineUnavailableError
 from tightwire.server.ipc.messages import AddRequest
 from tightwire.server.ranks.processes import Ranks
@@ -34,33 +35,18 @@ def generate(config: ServeConfig, ranks: Ranks, progress: Progress, answer: Answ
 async def _generate(config: ServeConfig, ranks: Ranks, progress: Progress, answer: AnswerOptions) -> None:
     async with RankedEngine(config, ranks, progress) as engine:
         _, decision, tokenizer = await engine.start()
-        ids, adapters = _encode(tokenizer, answer, decision.plan.max_model_len), decision.plan.adapters
+        messages, adapters = [{"role": "user", "content": answer.prompt}], decision.plan.adapters
+        ids = tokenizer.encode_chat(messages) if answer.chat else tokenizer.encode(answer.prompt)
         seed = config.model.seed or secrets.randbits(63)
         params = SamplingParams(max_tokens=answer.max_tokens, temperature=answer.temperature, seed=seed)
         request = AddRequest("generate", ids, params, adapter=adapters.loaded[0].id if adapters else 0)
+        rules = RequestRules(vocab_size=tokenizer.vocab_size, max_model_len=decision.plan.max_model_len)
+        if (problem := rules.find_problem(request)) is not None:
+            raise ValueError(problem)
         await engine.wait_ready()
         progress.close()
         await engine.guard(_print_answer(engine, request, tokenizer, after_text=not answer.chat))
         await engine.stop()
-
-
-def _encode(tokenizer: Tokenizer, answer: AnswerOptions, max_model_len: int) -> list[int]:
-    messages = [{"role": "user", "content": answer.prompt}]
-    ids = tokenizer.encode_chat(messages) if answer.chat else tokenizer.encode(answer.prompt)
-    if not ids:
-        raise ValueError("the prompt has no tokens; give at least one word")
-    room = max_model_len - len(ids)
-    if room < 1:
-        raise ValueError(
-            f"the prompt has {len(ids)} tokens, and the context holds {max_model_len} for prompt and answer; "
-            f"shorten it to at most {max_model_len - 1}"
-        )
-    if answer.max_tokens > room:
-        raise ValueError(
-            f"{len(ids)} prompt tokens and --max-tokens {answer.max_tokens} exceed the context of {max_model_len}; "
-            f"shorten the prompt or ask for at most {room}"
-        )
-    return ids
 
 
 async def _print_answer(engine: RankedEngine, request: AddRequest, tokenizer: Tokenizer, *, after_text: bool) -> None:

@@ -109,9 +109,10 @@ class EngineOptions:
     )
     speculation: str = option(
         "none",
-        "draft tokens and check several in one step. ngram drafts the tokens that followed the last few tokens earlier in "
-        "the text. The answer does not change (on a CPU, to the bit), and is faster where it repeats its prompt",
-        ("none", "ngram"),
+        "draft tokens and check several in one step, as many as pay. suffix drafts what most often followed the last tokens "
+        "earlier in the text, ngram what followed the last 2 to 4 the latest time. The answer does not change (on a CPU, to "
+        "the bit), and is faster where it repeats its prompt",
+        ("none", "ngram", "suffix"),
     )
 
     def kv_dtype(self, dtype: str) -> str:

@@ -7,22 +7,22 @@ A request that cannot run, or whose logits are not finite, ends with its own err
 import copy
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import asdict
 
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.server.config.limits import Limits
-from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.engine.drafts import Drafter
 from tightwire.server.engine.lora import AdapterTable
 from tightwire.server.engine.pipeline import NewTokens, StepPipeline, StepRunner, StepTimes
-from tightwire.server.engine.progress import PromptWatch
 from tightwire.server.engine.request import Reading, Request, RequestRules, make_request
 from tightwire.server.engine.scheduler import Replicas
+from tightwire.server.engine.step_builder import Chunk
 from tightwire.server.ipc.engine_stats import EngineCounters, EngineStats
-from tightwire.server.ipc.messages import AddRequest, FirstToken, Output, StepResult
+from tightwire.server.ipc.messages import AddRequest, FirstToken, Output, PromptProgress, StepResult
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Engine:
         sampler: Sampler,
         limits: Limits,
         rules: RequestRules,
-        drafter: NgramDrafter | None = None,
+        drafter: Drafter | None = None,
         plan_ahead: bool = False,
         num_replicas: int = 1,
         adapters: AdapterTable | None = None,
@@ -115,11 +115,13 @@ class Engine:
         """Run one forward pass, if a sequence needs one, and return the outputs."""
         self._admit_compiled()
         outputs, self._pending = self._pending, []
-        step = self._pipeline.next()
+        start_s, step = self._clock(), self._pipeline.next()
         if step is None and self._compiling and not outputs:
             wait([future for future, _ in self._compiling.values()], _COMPILE_WAIT_S, FIRST_COMPLETED)
         if step is not None:
             new, scored, broken = self._pipeline.collect(step)
+            if self._drafter is not None and self._replicas.may_draft(step.num_seqs):
+                self._drafter.time(step.chunks, self._clock() - start_s)
             if self._watch.requests:
                 outputs += self._watch.take(step.chunks)
             outputs += [self._end(request, "error", _NOT_FINITE) for request in broken]
@@ -167,9 +169,10 @@ class Engine:
         request.num_computed += num_right
         self._counters.num_generation_tokens += num_new
         if new.chunk.draft and self._drafter is not None:
+            self._counters.num_drafts += 1
             self._counters.num_draft_tokens += len(new.chunk.draft)
             self._counters.num_accepted_draft_tokens += num_right
-            self._drafter.learn(request, num_right)
+            self._drafter.learn(request, len(new.chunk.draft), num_right)
         is_first = request.num_output_tokens == num_new
         if is_first:
             self._counters.num_prompt_tokens += request.num_prompt_tokens
@@ -186,6 +189,8 @@ class Engine:
             queue_s=request.queue_s if is_first else None,
             first_token=first_token(request.at_first_step, self._times.read()) if is_first else None,
             num_cached_tokens=request.num_cached_tokens if is_first else 0,
+            num_drafted=len(new.chunk.draft),
+            num_right=num_right,
         )
 
     def _end(self, request: Request, finish_reason: str, message: str | None = None) -> Output:
@@ -231,3 +236,44 @@ def first_token(scheduled: Reading, sampled: Reading) -> FirstToken:
         codec_s=codec_s,
         sampling_s=sampled.sampling_s - scheduled.sampling_s,
     )
+
+
+class _Reported(NamedTuple):
+    end: int = 0  # tokens of the prompt before this one are in the KV cache
+    computed: int = 0  # those of them that steps computed for this request
+
+
+class PromptWatch:
+    """Watches each added request until its prompt is computed. ``requests``: those; remove one that ends earlier."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.requests: dict[Request, _Reported] = {}  # with the last report
+
+    def add(self, request: Request) -> None:
+        self.requests[request] = _Reported()
+
+    def take(self, chunks: Iterable[Chunk]) -> list[Output]:
+        """One output for each watched request that a step brought forward.
+
+        Preempted requests compute a part of their prompt again; they are not reported until they are past it.
+        """
+        now_s = self._clock()
+        outputs: list[Output] = []
+        for chunk in chunks:
+            request, end, last = chunk.request, chunk.end, self.requests.get(chunk.request)
+            if last is None or end <= last.end:
+                continue
+            # Not from request.num_cached_tokens: a step planned ahead may have counted tokens after this chunk.
+            computed = last.computed + end - max(chunk.start, last.end)
+            if end < request.num_prompt_tokens:
+                self.requests[request] = _Reported(end, computed)
+            else:
+                del self.requests[request]
+            assert request.first_scheduled_s is not None, "a chunk before the first step"
+            seconds = now_s - request.first_scheduled_s
+            progress = PromptProgress(
+                prompt_tokens=request.num_prompt_tokens, cached=end - computed, computed=computed, seconds=seconds
+            )
+            outputs.append(Output(id=request.id, token_ids=[], progress=progress))
+        return outputs

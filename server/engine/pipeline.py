@@ -314,9 +314,8 @@ class StepPipeline:
             assert self._sampler.grammars is not None
             self._sampler.grammars.begin(constrained)
         chosen_R = None if last is None or last.choice is None else last.choice.ids_R
-        wanted = [
-            [c.wanted for c in step.results if c.request.replica == replica] for replica in range(len(step.plans))
-        ]
+        replicas = range(len(step.plans))
+        wanted = [[c.wanted for c in step.results if c.request.replica == replica] for replica in replicas]
         plans = self._times.sampling(self._with_rows, step.plans, wanted)
         self._runner.broadcast(plans)
         logits_RV = self._times.forward(self._runner.execute, plans[0], chosen_R)

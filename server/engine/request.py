@@ -53,7 +53,9 @@ class Request:
     num_entered_blocks: int = 0  # the number of blocks, from the first, that are in the prefix cache
     prefix_keys: list[bytes] = field(default_factory=list)  # of its first blocks in the prefix cache
     token_bytes: bytearray = field(default_factory=bytearray)  # token_ids as int32, extended when a draft is made
-    draft_limit: int = 0  # the longest useful draft, judged by the last one; 0: not known yet
+    # How often a drafted token was right, by the length of the match before it; that length and the shares of the last draft.
+    draft_rates: list[float] = field(default_factory=list)
+    draft_basis: tuple[int, list[float]] = (0, [])
     # Entries so far, the first None; None if not requested, or already sent.
     prompt_logprobs: list[TokenScore | None] | None = None
     needs_tokens: bool = False  # the sampler needs every token so far, so no step is planned ahead of them

@@ -20,7 +20,7 @@ import msgspec
 
 from tightwire.model.step import StepPlan, idle_plan
 from tightwire.server.config.limits import Limits
-from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.engine.drafts import Drafter
 from tightwire.server.engine.request import Request
 from tightwire.server.engine.sequences import Sequences
 from tightwire.server.engine.step_builder import Chunk, ScheduledStep, StepBuilder, make_step
@@ -38,9 +38,7 @@ class _PreemptionNeededError(Exception):
 class Scheduler:
     """``schedule`` makes the next step of one replica's sequences."""
 
-    def __init__(
-        self, limits: Limits, drafter: NgramDrafter | None = None, counters: EngineCounters | None = None
-    ) -> None:
+    def __init__(self, limits: Limits, drafter: Drafter | None = None, counters: EngineCounters | None = None) -> None:
         self.step_tokens = limits.max_num_batched_tokens  # budget of the next step
         self.counters = EngineCounters() if counters is None else counters
         self.sequences = Sequences(limits, self.counters)
@@ -185,7 +183,7 @@ class Scheduler:
                 return False
         return True
 
-    def _draft(self, request: Request, step: StepBuilder, drafter: NgramDrafter) -> None:
+    def _draft(self, request: Request, step: StepBuilder, drafter: Drafter) -> None:
         if request.in_prompt or request.num_to_compute != 1:
             return
         sequences, num_tokens = self.sequences, len(request.token_ids)
@@ -195,7 +193,8 @@ class Scheduler:
         free_slots = num_blocks * self._limits.block_size - num_tokens
         # The last token of an answer is chosen, not computed.
         wanted = request.params.max_tokens - request.num_output_tokens - 1
-        draft = drafter.draft(request, min(step.room_for_draft(request), free_slots, wanted))
+        room = min(step.room_for_draft(request), free_slots, wanted)
+        draft = drafter.draft(request, room, self.step_tokens - step.budget, len(step.tokens))
         if draft and sequences.grow(request, 1 + len(draft)):
             step.take_draft(request, draft)
 
@@ -227,9 +226,7 @@ class WorldStep(NamedTuple):
 class Replicas:
     """``schedule`` makes one step of all replicas; other calls go to the sequence's scheduler."""
 
-    def __init__(
-        self, limits: Limits, num_replicas: int, drafter: NgramDrafter | None, counters: EngineCounters
-    ) -> None:
+    def __init__(self, limits: Limits, num_replicas: int, drafter: Drafter | None, counters: EngineCounters) -> None:
         """``limits``: the limits of each replica. ``counters``: the counters of all replicas together."""
         self._schedulers = [Scheduler(limits, drafter, counters) for _ in range(num_replicas)]
         self._num_planned, self._limits = 0, limits

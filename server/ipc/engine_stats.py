@@ -49,6 +49,7 @@ class EngineCounters(msgspec.Struct):
     num_prefix_hit_tokens: Annotated[
         int, _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache and not computed again")
     ] = 0
+    num_drafts: Annotated[int, _counter("drafts", "Guesses of one or more tokens that a step checked")] = 0
     num_draft_tokens: Annotated[int, _counter("draft_tokens", "Tokens guessed ahead")] = 0
     num_accepted_draft_tokens: Annotated[int, _counter("accepted_draft_tokens", "Guessed tokens that were right")] = 0
 

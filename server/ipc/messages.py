@@ -130,6 +130,8 @@ class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     queue_s: float | None = None  # with the first token: from arrival at the engine to the first step
     first_token: FirstToken | None = None  # with the first token
     num_cached_tokens: int = 0  # with the first token: prompt tokens found in the prefix cache
+    num_drafted: int = 0  # tokens that were guessed for this step, and how many of them were right
+    num_right: int = 0
     progress: PromptProgress | None = None  # before the first token, if asked for
 
 

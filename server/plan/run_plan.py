@@ -2,27 +2,29 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from tightwire.comm.group.host import available_host_bytes
 from tightwire.comm.group.numa import describe_placement, read_numa_nodes
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.rules import Policy
+from tightwire.model.adapters.peft import adapter_digest, open_adapter
 from tightwire.model.adapters.product import AdapterRoom
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.layout import Layout
 from tightwire.model.open import Checkpoint, fingerprint, formats_of, open_checkpoint
 from tightwire.model.weights.formats import WeightFormats, describe_cuts
+from tightwire.server.config.lora import AdapterOptions
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.comm_decision import CommDecision, decide_sums, describe_request
 from tightwire.server.plan.devices import CudaDevice
 from tightwire.server.plan.layout_decision import choose_auto, decide_stages, describe_layout
 from tightwire.server.plan.layout_table import memory_inputs
-from tightwire.server.plan.lora import describe_adapters, plan_adapters
 from tightwire.server.plan.memory_budget import MemoryBudget, describe_offload
 from tightwire.server.plan.rank_bytes import Pool, split_ranks
-from tightwire.server.plan.rank_setup import LayoutChoice, NamedPolicy, RunPlan
+from tightwire.server.plan.rank_setup import AdapterPlan, LayoutChoice, NamedPolicy, RunPlan, ServedAdapter
 from tightwire.server.plan.setting import check_all_reduce_names, choose_activations, choose_overlap, choose_plan_ahead
 from tightwire.server.plan.weight_decision import IN_FILES, Files, as_prepared, decide_weights
 from tightwire.sizes import format_bytes
@@ -257,3 +259,31 @@ def _pools(
         )
         for rank, gpu in enumerate(own)
     ]
+
+
+def plan_adapters(options: AdapterOptions, model: LlamaConfig) -> AdapterPlan | None:
+    """Return the slots and what they hold at start; None: adapters are off. ModelError: an adapter is refused."""
+    if not options.num_slots:
+        return None
+    opened = [(name, open_adapter(Path(folder).expanduser().resolve(), model)) for name, folder in options.named]
+    max_rank = options.slot_rank(max((adapter.rank for _, adapter in opened), default=0))
+    for name, adapter in opened:
+        if adapter.rank > max_rank:
+            raise ValueError(
+                f"--max-lora-rank {max_rank}: the adapter {name!r} has rank {adapter.rank}; give at least that"
+            )
+    loaded = tuple(
+        ServedAdapter(id=number, name=name, folder=str(adapter.folder), digest=adapter_digest(adapter.folder))
+        for number, (name, adapter) in enumerate(opened, start=1)
+    )
+    return AdapterPlan(num_slots=options.num_slots, max_rank=max_rank, loaded=loaded)
+
+
+def describe_adapters(plan: AdapterPlan, bytes_per_rank: Sequence[int]) -> str:
+    """Describe the slots for the log and for ``explain``. ``bytes_per_rank``: what the slots take."""
+    names = ", ".join(adapter.name for adapter in plan.loaded) or "none"
+    sizes = " and ".join(dict.fromkeys(map(format_bytes, bytes_per_rank)))
+    return (
+        f"adapters: {plan.num_slots} slots for rank {plan.max_rank}, {sizes} a rank, loaded: {names}; the ranks' sums carry "
+        "no byte more"
+    )

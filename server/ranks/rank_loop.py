@@ -1,13 +1,18 @@
 """The loops of a loaded rank: rank 0 runs the engine, the others its numbered plans; one that misses a plan stops."""
 
 import contextlib
+import logging
+from pathlib import Path
 from typing import Self
 
 import msgspec
 import zmq
 
+from tightwire.model.adapters.peft import open_adapter
+from tightwire.model.adapters.product import AdapterProducts
 from tightwire.model.build import RankGroups
 from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.grammar import GrammarMasks
 from tightwire.model.sampling.parameters import SamplingParams
@@ -16,12 +21,13 @@ from tightwire.model.step import StepPlan
 from tightwire.server.config.chunks import WARM_UP_ROWS
 from tightwire.server.config.limits import BLOCK_SIZE, Limits
 from tightwire.server.config.serve import EngineOptions
-from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.engine.drafts import DRAFTERS
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.lora import AdapterTable, SlotsFullError
 from tightwire.server.engine.request import RequestRules
 from tightwire.server.ipc.channels import Inboxes, bind_receiver, connect_sender
 from tightwire.server.ipc.messages import (
+    AdapterLoaded,
     AddRequest,
     Banned,
     CancelRequest,
@@ -34,9 +40,10 @@ from tightwire.server.ipc.messages import (
     UnloadAdapter,
 )
 from tightwire.server.plan.rank_setup import RunPlan
-from tightwire.server.ranks.adapter_loader import AdapterLoader
 from tightwire.server.ranks.reporter import Reporter
 from tightwire.server.ranks.step_runner import RankZeroRunner, StepSize
+
+_log = logging.getLogger(__name__)
 
 _WARM_UP_PROMPT_TOKENS = 24
 _WARM_UP_ANSWER_TOKENS = 4
@@ -68,6 +75,35 @@ def _warm_up_request(
         params=SamplingParams(max_tokens=most, temperature=temperature, top_p=0.9, seed=1, ignore_eos=True),
         allreduce=policy,
     )
+
+
+class AdapterLoader:
+    """Loads adapters on one rank. ``products`` is None if adapters are off."""
+
+    def __init__(self, products: AdapterProducts | None, model: LlamaConfig, reporter: Reporter) -> None:
+        self._products, self._model, self._reporter = products, model, reporter
+
+    def load(self, message: LoadSlot) -> None:
+        """Load an adapter between two steps. A folder that is refused leaves the slot empty."""
+        self._reporter.begin(f"loading the adapter in {message.folder}")
+        refusal = "this server has no adapter slots"
+        if self._products is not None:
+            try:
+                self._products.load(
+                    message.slot, open_adapter(Path(message.folder), self._model, self._products.room.max_rank)
+                )
+                refusal = ""
+            except Exception as error:  # noqa: BLE001 - a bad folder must not end the rank
+                self._products.clear(message.slot)
+                refusal = str(error)
+                if not isinstance(error, ModelError):
+                    _log.exception("the adapter in %s cannot be loaded", message.folder)
+                    refusal = f"the adapter in {message.folder} cannot be loaded: {error!r}"
+        self.answer(message.id, refusal)
+
+    def answer(self, adapter: int, refusal: str) -> None:
+        """Tell the HTTP process what became of a ``LoadAdapter``."""
+        self._reporter.send(AdapterLoaded(rank=self._reporter.rank, id=adapter, refusal=refusal))
 
 
 class Leader:
@@ -118,9 +154,7 @@ class Leader:
             eos_token_ids=frozenset(model.eos_token_ids),
             has_grammars=grammars is not None,
         )
-        self._plan, self._loader = plan, AdapterLoader(runner.adapters, model, reporter)
-        drafts = options.speculation == "ngram"
-        self._drafter = NgramDrafter(max_tokens=5, longest=4, shortest=2) if drafts else None
+        self._options, self._plan, self._loader = options, plan, AdapterLoader(runner.adapters, model, reporter)
         self._sampler = Sampler(model.vocab_size, grammars)
 
     def __enter__(self) -> Self:
@@ -156,7 +190,7 @@ class Leader:
         self._runner.stop_followers()
 
     def make_engine(self) -> Engine:
-        plan, table = self._plan, AdapterTable(0)
+        plan, table, drafter = self._plan, AdapterTable(0), DRAFTERS.get(self._options.speculation)
         if plan.adapters is not None:
             table = AdapterTable(plan.adapters.num_slots, {each.id: each.slot for each in plan.adapters.loaded})
         return Engine(
@@ -164,7 +198,7 @@ class Leader:
             sampler=self._sampler,
             limits=self._limits,
             rules=self._rules,
-            drafter=self._drafter,
+            drafter=drafter and drafter(),
             plan_ahead=plan.plan_ahead,
             num_replicas=plan.num_replicas,
             adapters=table,

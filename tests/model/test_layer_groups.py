@@ -21,7 +21,7 @@ from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.open import open_checkpoint
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.weights import WeightPlan
-from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.engine.drafts import Drafter
 from tightwire.server.ipc.messages import AddRequest
 from tightwire.server.plan.weight_decision import spread
 
@@ -179,7 +179,7 @@ _LOADS: dict[str, dict[str, Any]] = {
     "no prefix cache": {"prefix_cache": "none"},
     "two ranks": {"tp": 2, "max_num_batched_tokens": 64},
     "three ranks, preempted": {"num_blocks": 100, "tp": 3, "max_num_batched_tokens": 32, "max_num_seqs": 32},
-    "speculation": {"drafter": NgramDrafter(max_tokens=4, longest=3, shortest=1)},
+    "speculation": {"drafter": Drafter(max_tokens=4, longest=3, shortest=1)},
     "8 bits, preempted": {"num_blocks": 90, "max_num_seqs": 8, "max_num_batched_tokens": 24, "kv_dtype": torch.int8},
     "8 bits, two ranks, prefix cache all": {"tp": 2, "kv_dtype": torch.int8, "prefix_cache": "all"},
     "weights stream": {"weight_plan": _STREAMED, "most_rows": 48},

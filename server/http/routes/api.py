@@ -11,6 +11,7 @@ from tightwire.server.api.chat import ChatDialect, chat_token_ids
 from tightwire.server.api.completions import CompletionDialect
 from tightwire.server.api.errors import ApiError, invalid, json_response
 from tightwire.server.api.prompts import check_ids, check_model, check_options, make_sequences, run_off_loop
+from tightwire.server.api.response_bodies import ModelCard, ModelList
 from tightwire.server.api.serving import ServedModel, Serving
 from tightwire.server.api.tools import check_tools
 from tightwire.server.api.trace import RequestTrace
@@ -66,12 +67,8 @@ def api_router(serving: Serving) -> APIRouter:
     @router.get("/v1/models", summary="List the served model and its LoRA adapters")
     async def list_models() -> Response:
         info = serving.require_model(Phase.DRAINING).info
-        adapters = [response_bodies.ModelCard.of_adapter(info, adapter) for adapter in info.adapters.by_name.values()]
-        return json_response(
-            response_bodies.ModelList(
-                data=[*(response_bodies.ModelCard.of_model(info, name) for name in info.names), *adapters]
-            )
-        )
+        adapters = [ModelCard.of_adapter(info, adapter) for adapter in info.adapters.by_name.values()]
+        return json_response(ModelList(data=[*(ModelCard.of_model(info, name) for name in info.names), *adapters]))
 
     # Names may contain slashes, as repository names do.
     @router.get("/v1/models/{model_id:path}", summary="Look a model up")
@@ -79,11 +76,7 @@ def api_router(serving: Serving) -> APIRouter:
         info = serving.require_model(Phase.DRAINING).info
         check_model(model_id, info)
         adapter = info.adapter(model_id)
-        return json_response(
-            response_bodies.ModelCard.of_adapter(info, adapter)
-            if adapter
-            else response_bodies.ModelCard.of_model(info, model_id)
-        )
+        return json_response(ModelCard.of_adapter(info, adapter) if adapter else ModelCard.of_model(info, model_id))
 
     @router.post("/v1/embeddings", include_in_schema=False)
     async def embeddings() -> Response:
@@ -117,7 +110,7 @@ def api_router(serving: Serving) -> APIRouter:
             raise invalid(f"{body.lora_name!r} is the base model's name", "lora_name")
         options = serving.adapters
         await info.adapters.load(serving.engine, options, body.lora_name, body.lora_path, replace=body.load_inplace)
-        return json_response(response_bodies.ModelCard.of_adapter(info, info.adapters.by_name[body.lora_name]))
+        return json_response(ModelCard.of_adapter(info, info.adapters.by_name[body.lora_name]))
 
     @router.post("/v1/unload_lora_adapter", summary="Unload a LoRA adapter; requests that run finish with it")
     async def unload(request: Request) -> Response:

@@ -140,6 +140,7 @@ class FakeEngine:
                 num_generation_tokens=calls,
                 num_prefix_queried_tokens=100,
                 num_prefix_hit_tokens=40,
+                num_drafts=10,
                 num_draft_tokens=30,
                 num_accepted_draft_tokens=20,
                 num_steps_ahead=6,

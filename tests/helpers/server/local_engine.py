@@ -30,7 +30,7 @@ from tightwire.model.step import StepPlan, make_plan
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.formats import choose_formats, split_model
 from tightwire.server.config.limits import Limits
-from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.engine.drafts import Drafter
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.lora import AdapterTable
 from tightwire.server.engine.request import RequestRules
@@ -83,7 +83,7 @@ def local_engine(
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 512,
     prefix_cache: str = "prompts",
-    drafter: NgramDrafter | None = None,
+    drafter: Drafter | None = None,
     overlap: bool = False,
     weight_plan: WeightPlan = EVERYTHING_RESIDENT,
     most_rows: int | None = None,

@@ -10,7 +10,7 @@ from tightwire.model.sampling.grammar import GrammarMasks
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.text.tokenizer import END_OF_TURN_ID
 from tightwire.server.config.limits import Limits
-from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.engine.drafts import DRAFTERS, Drafter
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.request import RequestRules
 from tightwire.server.ipc.messages import AddRequest, Output
@@ -25,6 +25,7 @@ class SamplingEngine(FakeEngine):
     """Each call of ``submit`` runs a new engine to its end."""
 
     drafts: bool = False
+    suffix: bool = False
     plan_ahead: bool = False
 
     async def submit(self, requests: Sequence[AddRequest]) -> AsyncGenerator[Output, None]:
@@ -40,7 +41,11 @@ class SamplingEngine(FakeEngine):
                 eos_token_ids=frozenset([END_OF_TURN_ID]),
                 has_grammars=True,
             ),
-            drafter=NgramDrafter(max_tokens=4, longest=2, shortest=1) if self.drafts else None,
+            drafter=DRAFTERS["suffix"]()
+            if self.suffix
+            else Drafter(max_tokens=4, longest=2, shortest=1)
+            if self.drafts
+            else None,
             plan_ahead=self.plan_ahead,
         )
         for request in requests:

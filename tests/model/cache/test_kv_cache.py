@@ -25,7 +25,7 @@ from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.step import StepArrays
 from tightwire.model.weights import WeightPlan
-from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.engine.drafts import Drafter
 from tightwire.server.ipc.messages import AddRequest
 from tightwire.server.plan.weight_decision import spread
 
@@ -92,8 +92,8 @@ LOADS: dict[str, tuple[int, dict[str, Any]]] = {
     "no prefix cache": (100, {"prefix_cache": "none"}),
     "two ranks": (100, {"tp": 2, "max_num_batched_tokens": 64}),
     "three ranks, preempted": (38, {"num_blocks": 45, "tp": 3, "max_num_batched_tokens": 64}),
-    "speculation": (100, {"drafter": NgramDrafter(max_tokens=4, longest=3, shortest=1)}),
-    "speculation in little": (26, {"drafter": NgramDrafter(max_tokens=9, longest=3, shortest=1)}),
+    "speculation": (100, {"drafter": Drafter(max_tokens=4, longest=3, shortest=1)}),
+    "speculation in little": (26, {"drafter": Drafter(max_tokens=9, longest=3, shortest=1)}),
     "8 bits, preempted": (
         45,
         {"num_blocks": 45, "max_num_seqs": 8, "max_num_batched_tokens": 24, "kv_dtype": torch.int8},

@@ -35,6 +35,7 @@ async def test_one_request_is_counted_and_timed(client: httpx.AsyncClient) -> No
     assert values["tightwire_generation_tokens_total"] == 8
     assert values["tightwire_prefix_cache_queries_total"] == 100
     assert values["tightwire_prefix_cache_hits_total"] == 40
+    assert values["tightwire_drafts_total"] == 10
     assert values["tightwire_draft_tokens_total"] == 30
     assert values["tightwire_accepted_draft_tokens_total"] == 20
     assert values["tightwire_engine_steps_planned_ahead_total"] == 6

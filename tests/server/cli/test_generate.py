@@ -51,8 +51,8 @@ def test_generate_on_two_ranks_prints_the_text_of_one_alone_on_standard_output(m
     ("arguments", "message"),
     [
         (["hi", "--model", "no/such/model.gguf"], "no/such/model.gguf"),
-        (["hi" * 300], "shorten it to at most 511"),
-        (["hi", "--max-tokens", "9000"], "shorten the prompt or ask for at most 510"),
+        (["hi" * 300], "exceed the context of 512 tokens; shorten the prompt"),
+        (["hi", "--max-tokens", "9000"], "exceed the context of 512 tokens; ask for at most 510"),
     ],
 )
 def test_generate_refuses_with_exit_code_2(model: Path, arguments: list[str], message: str) -> None:

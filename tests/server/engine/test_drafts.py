@@ -1,15 +1,20 @@
+import math
+from functools import partial
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.config.limits import Limits
-from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.engine.drafts import DRAFTERS, Drafter
 from tightwire.server.engine.request import Request, make_request
 from tightwire.server.engine.scheduler import Scheduler
+from tightwire.server.engine.step_builder import Chunk
 from tightwire.server.ipc.messages import AddRequest
 
-DRAFTER = NgramDrafter(max_tokens=3, longest=3, shortest=2)
+DRAFTER = Drafter(max_tokens=3, longest=3, shortest=2)
 
 
 def request(tokens: list[int], name: str = "r", max_tokens: int = 20) -> Request:
@@ -49,12 +54,144 @@ def test_drafts_use_new_tokens() -> None:
     assert DRAFTER.draft(growing, 3) == [3, 9, 1]
 
 
-def test_drafts_shorten_after_failures_and_lengthen_again() -> None:
-    again = request([1, 2, 3, 4, 5, 6, 1, 2, 3])
-    DRAFTER.learn(again, 0)
-    assert DRAFTER.draft(again, 3) == [4]
-    DRAFTER.learn(again, 1)
-    assert DRAFTER.draft(again, 3) == [4, 5, 6]
+SUFFIX = partial(Drafter, max_tokens=6, longest=5, shortest=1, num_places=1000)
+
+
+def best_by_search(text: list[int]) -> tuple[list[int], float]:
+    """What ``SUFFIX`` drafts, without shortcuts: every length, every place, every continuation; and the tokens expected to be right."""
+    best, most = list[int](), 0.0
+    for length in range(min(5, len(text)), 0, -1):
+        places = [p for p in range(length - 1, len(text) - 1) if text[p - length + 1 : p + 1] == text[-length:]]
+        draft, share, chance, expected = list[int](), 1.0, 1.0, 0.0
+        while len(draft) < 6:
+            same = [p for p in places if text[p + 1 : p + 1 + len(draft)] == draft]
+            nexts = [text[p + 1 + len(draft)] for p in same if p + 1 + len(draft) < len(text)]
+            if not nexts:
+                break
+            latest = {token: place for place, token in enumerate(nexts)}
+            token = max(latest, key=lambda token: (nexts.count(token), latest[token]))
+            share *= nexts.count(token) / len(nexts)
+            if share < 0.1:
+                break
+            rate = min(length + len(draft), 5)
+            chance *= nexts.count(token) / len(nexts) * rate / (rate + 1)
+            expected += chance
+            draft.append(token)
+        if expected > most + 1e-12:
+            best, most = draft, expected
+    return best, most
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.lists(st.integers(0, 3), min_size=1, max_size=60))
+def test_suffix_drafts_what_a_search_of_everything_finds(text: list[int]) -> None:
+    asked = request(text)
+    draft, (found, expected) = SUFFIX().draft(asked, 6), best_by_search(text)
+    assert len(draft) == len(found)
+    if draft != found:  # two continuations that promise the same, up to rounding
+        length, shares = asked.draft_basis
+        rates = [min(length + i, 5) / (min(length + i, 5) + 1) for i in range(len(shares))]
+        assert sum(
+            math.prod(s * r for s, r in zip(shares[:n], rates[:n], strict=True)) for n in range(1, len(shares) + 1)
+        ) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "draft"),
+    [
+        ([1, 2, 3, 4, 9, 1, 2, 3, 4, 9, 1, 2, 3, 7, 8, 1, 2, 3], [4, 9, 1, 2, 3, 7]),  # 4 twice, 7 once
+        ([5, 1, 2, 6, 7, 8, 9, 4, 5, 1, 3, 5, 1], [3, 5, 1]),  # of equally frequent ones the latest
+        ([1, 2, 3], []),
+    ],
+)
+def test_suffix_drafts_follow_the_most_frequent_continuation(tokens: list[int], draft: list[int]) -> None:
+    assert SUFFIX().draft(request(tokens), 6) == draft
+
+
+def test_a_draft_ends_where_its_places_disagree() -> None:
+    once = [token for follower in range(20, 32) for token in (1, follower)]
+    assert SUFFIX().draft(request([*once, 1]), 6) == []
+
+
+AGAIN = [1, 2, 3, 4, 5, 6, 1, 2, 3]
+
+
+def times(drafter: Drafter, **seconds: float) -> None:
+    """Record steps of a request with so many rows: ``_3=0.1`` is a step of three."""
+    for name, each in seconds.items():
+        rows = int(name[1:])
+        drafter.time([Chunk(request([1]), 1, 2, range(0), True, [0] * (rows - 1))], each)
+
+
+def test_as_many_tokens_are_drafted_as_pay() -> None:
+    def length(**seconds: float) -> int:
+        drafter = Drafter(max_tokens=3, longest=3, shortest=2, paced=True)
+        times(drafter, **seconds)
+        return len(drafter.draft(request(AGAIN), 3))
+
+    # Each token is right with 3/4: one makes 1.75 tokens of a step, two 2.31, three 2.73.
+    assert length() == length(_1=1.0) == 3, "a row count never measured is tried"
+    assert length(_1=1.0, _4=1.4) == 3
+    assert length(_1=1.0, _2=1.7, _3=2.4, _4=3.0) == 1
+    assert length(_1=1.0, _2=1.8, _4=3.6) == 0
+    assert length(_1=1.0, _2=1.2, _3=9.0) == 1
+
+
+def test_the_other_sequences_wait_for_a_draft_too() -> None:
+    drafter = Drafter(max_tokens=3, longest=3, shortest=2, paced=True)
+    times(drafter, _1=1.0, _4=1.6, _7=2.2)
+    assert len(drafter.draft(request(AGAIN), 3, num_rows=1, num_seqs=1)) == 3
+    assert drafter.draft(request(AGAIN), 3, num_rows=4, num_seqs=4) == [4, 5]
+    times(drafter, **{f"_{rows}": 1.6 + 2 * (rows - 4) for rows in range(5, 9)})
+    assert drafter.draft(request(AGAIN), 3, num_rows=4, num_seqs=4) == []
+
+
+def test_wrong_drafts_stop_drafting_until_one_is_tried_again() -> None:
+    drafter = Drafter(max_tokens=3, longest=3, shortest=2, paced=True)
+    times(drafter, _1=1.0, _2=1.3, _4=1.9)
+    wrong = request(AGAIN)
+    num_failures = 0
+    while (draft := drafter.draft(wrong, 3)) and num_failures < 20:
+        drafter.learn(wrong, len(draft), 0)
+        num_failures += 1
+    assert 1 < num_failures < 20
+    wrong.token_ids = [*range(100, 123), *AGAIN]
+    wrong.token_bytes.clear()
+    assert len(wrong.token_ids) == 32 and drafter.draft(wrong, 3) == [4]
+    for _ in range(20):
+        drafter.learn(wrong, 1, 1)
+    wrong.token_ids.append(4)
+    assert len(drafter.draft(wrong, 3)) == 3, "it was right again"
+    assert len(drafter.draft(request(AGAIN), 3)) == 2, "each request is judged alone"
+
+
+def test_one_slow_step_does_not_end_drafting() -> None:
+    drafter = Drafter(max_tokens=3, longest=3, shortest=2, paced=True)
+    times(drafter, _1=1.0, _2=1.1, _4=1.2)
+    times(drafter, _4=500.0)
+    assert len(drafter.draft(request(AGAIN), 3)) == 3
+
+
+def test_steps_with_prompts_are_not_timed() -> None:
+    drafter = Drafter(max_tokens=3, longest=3, shortest=2, paced=True)
+    drafter.time([Chunk(request([1] * 9), 0, 4, range(0), False)], 9.0)
+    times(drafter, _1=1.0, _2=1.7, _3=2.4, _4=3.0)
+    assert len(drafter.draft(request(AGAIN), 3)) == 1
+
+
+def test_replicas_run_at_the_same_time() -> None:
+    drafter = Drafter(max_tokens=3, longest=3, shortest=2, paced=True)
+    other = request([1], "other")
+    other.replica = 1
+    drafter.time([Chunk(each, 1, 2, range(0), True) for each in (request([1]), other)], 1.0)
+    times(drafter, _4=9.0)
+    assert drafter.draft(request(AGAIN), 3) == [], "the step had one row in each replica"
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_what_the_flag_names_drafts_a_repeated_line(name: str) -> None:
+    line = [*range(100, 110)]
+    assert DRAFTERS[name]().draft(request([*line, 1, *line[:5]]), 9)[:5] == line[5:]
 
 
 def make_scheduler(**changes: Any) -> Scheduler:
@@ -122,10 +259,10 @@ def test_no_drafts_with_many_sequences() -> None:
     assert draft_of(scheduler) == {"a": (), "b": ()}
 
 
-class Greedy(NgramDrafter):
+class Greedy(Drafter):
     """Guesses as many tokens as there is room for."""
 
-    def draft(self, request: Request, room: int) -> list[int]:
+    def draft(self, request: Request, room: int, num_rows: int = 1, num_seqs: int = 1) -> list[int]:
         return [7] * max(0, room)
 
 

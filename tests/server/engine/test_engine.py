@@ -18,7 +18,7 @@ from tightwire.model.sampling.parameters import SamplingParams, TokenScore
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.step import StepPlan
 from tightwire.server.config.limits import Limits
-from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.engine.drafts import Drafter
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.request import Request, RequestRules
 from tightwire.server.ipc.engine_stats import RankCounts
@@ -47,16 +47,17 @@ def make_engine(limits: Limits = ROOMY, *, policies: Sequence[str] = ("auto",), 
     return Engine(**(parts | options), limits=limits, rules=rules)
 
 
-class OddGuesses(NgramDrafter):
+class OddGuesses(Drafter):
     """Guesses (text length modulo four) right tokens, then wrong ones."""
 
-    def draft(self, request: Request, room: int) -> list[int]:
+    def draft(self, request: Request, room: int, num_rows: int = 1, num_seqs: int = 1) -> list[int]:
         text = list(request.token_ids)
         right = greedy_reference(text, len(text) % 4)
         return [*right, (len(text) * 7) % VOCAB][: max(0, room)]
 
 
 ODD_GUESSES = OddGuesses(max_tokens=4, longest=1, shortest=1)
+SUFFIX = Drafter(max_tokens=6, longest=8, shortest=1, num_places=8)
 
 
 def params(**changes: Any) -> SamplingParams:
@@ -403,7 +404,7 @@ def random_params(rng: random.Random) -> SamplingParams:
     extra_budget=st.integers(0, 24),
     block_size=st.sampled_from([3, 4]),
     prefix_cache=st.sampled_from(["none", "prompts", "all"]),
-    drafter=st.sampled_from([None, ODD_GUESSES, NgramDrafter(max_tokens=3, longest=2, shortest=1)]),
+    drafter=st.sampled_from([None, ODD_GUESSES, Drafter(max_tokens=3, longest=2, shortest=1), SUFFIX]),
     step_blocks=st.none() | st.integers(16, 30),
 )
 # One comes back after a preemption to find all but its last token in the prefix cache.
@@ -424,7 +425,7 @@ def test_mixed_load_gives_each_request_the_answer_it_gets_alone(
     extra_budget: int,
     block_size: int,
     prefix_cache: str,
-    drafter: NgramDrafter | None,
+    drafter: Drafter | None,
     step_blocks: int | None,
 ) -> None:
     """Random arrivals, tiny block pools, steps of few blocks, preemptions, cancellations, common beginnings, guesses.

@@ -12,7 +12,7 @@ from tiny import VARIANTS, make_tiny
 from tightwire.model.adapters.peft import open_adapter
 from tightwire.model.open import open_checkpoint
 from tightwire.model.sampling.parameters import SamplingParams
-from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.engine.drafts import Drafter
 from tightwire.server.engine.lora import AdapterTable, SlotsFullError
 from tightwire.server.ipc.messages import AddRequest
 
@@ -34,7 +34,7 @@ def _make(tmp_path: Path) -> tuple[Path, list[Path]]:
         {"tp": 2},
         {"tp": 3, "max_num_batched_tokens": 9, "max_num_seqs": 4},
         {"dp": 2},
-        {"prefix_cache": "all", "drafter": NgramDrafter(max_tokens=5, longest=4, shortest=2)},
+        {"prefix_cache": "all", "drafter": Drafter(max_tokens=5, longest=4, shortest=2)},
         {"block_size": 4, "num_blocks": 26, "max_model_len": 64, "plan_ahead": True},
         {"tp": 2, "overlap": True, "max_num_batched_tokens": 128},
         {"buffer_blocks": 16},

@@ -17,7 +17,7 @@ from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Choice, Sampled, Sampler
 from tightwire.model.step import StepPlan, ints
 from tightwire.server.config.limits import Limits
-from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.engine.drafts import Drafter
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.request import RequestRules
 from tightwire.server.ipc.messages import AddRequest, Output
@@ -212,7 +212,7 @@ def test_no_step_ahead_of_scored_prompts() -> None:
 
 def test_no_step_ahead_of_possible_drafts() -> None:
     limits = Limits(**{**_values(ROOMY), "max_drafting_seqs": 1})
-    engine = make_engine(FakeRunner(limits, VOCAB), limits, drafter=NgramDrafter(max_tokens=3, longest=2, shortest=1))
+    engine = make_engine(FakeRunner(limits, VOCAB), limits, drafter=Drafter(max_tokens=3, longest=2, shortest=1))
     engine.add(AddRequest("alone", [5, 6, 5], params(max_tokens=60)))
     run_to_end(engine)
     assert engine.stats().counters.num_steps_ahead == 0 and engine.stats().counters.num_draft_tokens > 0

@@ -15,7 +15,7 @@ from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.text.tokenizer import EOS_ID, byte_backend
 from tightwire.server.config.limits import Limits
-from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.engine.drafts import Drafter
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.request import RequestRules
 from tightwire.server.ipc.messages import AddRequest
@@ -23,7 +23,8 @@ from tightwire.server.ipc.messages import AddRequest
 pytest.importorskip("llguidance")
 
 VOCAB = 300
-DRAFTER = NgramDrafter(max_tokens=4, longest=2, shortest=1)
+DRAFTER = Drafter(max_tokens=4, longest=2, shortest=1)
+SUFFIX = Drafter(max_tokens=6, longest=8, shortest=1, num_places=8)
 SCHEMA = {
     "type": "object",
     "properties": {"word": {"type": "string", "maxLength": 4}, "flag": {"type": "boolean"}},
@@ -86,7 +87,7 @@ MESSAGES = [
 ]
 
 
-@pytest.mark.parametrize("options", [{}, {"drafter": DRAFTER}, {"plan_ahead": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"drafter": DRAFTER}, {"drafter": SUFFIX}, {"plan_ahead": True}], ids=str)
 @pytest.mark.parametrize("num_blocks", [200, 30])
 def test_a_mixed_load_gives_each_request_the_answer_it_gets_alone(num_blocks: int, options: dict[str, Any]) -> None:
     alone = {name: answer for message in MESSAGES for name, answer in run(make_engine(), message).items()}

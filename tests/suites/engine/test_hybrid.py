@@ -16,7 +16,7 @@ from tiny import VARIANTS, make_tiny
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.stages import divide_layers
-from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.engine.drafts import Drafter
 from tightwire.server.ipc.engine_stats import EngineStats
 from tightwire.server.ipc.messages import AddRequest
 
@@ -69,7 +69,7 @@ def test_prompts_are_scored_as_by_one_rank_to_the_bit(tp: int, checkpoint: Check
         {"max_num_batched_tokens": 500},
         {"prefix_cache": "none"},
         {"max_model_len": 256, "block_size": 4, "num_blocks": 64},  # preempts
-        {"drafter": NgramDrafter(max_tokens=4, longest=3, shortest=1)},
+        {"drafter": Drafter(max_tokens=4, longest=3, shortest=1)},
     ],
 )
 def test_answers_are_the_same_in_any_batch(

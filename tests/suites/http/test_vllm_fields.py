@@ -18,7 +18,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [USER]},
 }
 ABC = [ord(letter) for letter in "abc"]
-ENGINES = [{}, {"drafts": True}, {"plan_ahead": True}]
+ENGINES = [{}, {"drafts": True}, {"suffix": True}, {"plan_ahead": True}]
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 1, "top_k": 2},
@@ -267,3 +267,16 @@ async def test_a_prompt_ends_in_one_way(
     for path in ("/v1/chat/completions", "/tokenize"):
         error = error_of(await client.post(path, json={"messages": [USER], **fields}))
         assert error["param"] == param and message in error["message"]
+
+
+async def test_timing_has_the_drafts_of_the_request() -> None:
+    fields = {"prompt": "Hi", "temperature": 0, "max_tokens": 60, "allowed_token_ids": ABC[:1]}
+    for engine, drafted in ((SamplingEngine(suffix=True), True), (SamplingEngine(), False)):
+        async with open_client(engine) as client:
+            answer = await client.post("/v1/completions", json={**fields, "tightwire": {"timing": True}})
+        extra = answer.json()["tightwire"]
+        assert ("drafts" in extra) == drafted
+        if drafted:
+            drafts = extra["drafts"]
+            assert drafts["tokens"] >= drafts["accepted"] > 0 and drafts["steps"] > 0
+            assert drafts["mean_length"] == drafts["accepted"] / drafts["steps"]

@@ -14,7 +14,7 @@ from tightwire.comm.policy.rules import Policy
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.weights import WeightPlan
-from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.engine.drafts import Drafter
 from tightwire.server.ipc.engine_stats import EngineStats
 from tightwire.server.ipc.messages import AddRequest
 
@@ -65,7 +65,7 @@ def test_answers_are_those_of_one_replica_to_the_bit(tp: int, dp: int, checkpoin
 
 def test_answers_with_drafts_and_preemption(checkpoint: Checkpoint) -> None:
     wanted, _ = _answers(checkpoint, tp=2)
-    drafter = NgramDrafter(max_tokens=4, longest=3, shortest=1)
+    drafter = Drafter(max_tokens=4, longest=3, shortest=1)
     told, stats = _answers(checkpoint, tp=2, dp=2, max_model_len=128, block_size=4, num_blocks=32, drafter=drafter)
     assert told == wanted
     assert stats.counters.num_preemptions > 0 and stats.counters.num_draft_tokens > 0

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from tightwire.comm.all_reduce.names import plain_names
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
-from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.engine.drafts import Drafter
 
 _PROMPTS = [[5], [72, 101, 108, 108, 111], list(range(40, 140)), [200, 3, 17] * 11]
 _NUM_TOKENS = 13  # of an answer: the second one goes on into another block of the cache
@@ -183,10 +183,18 @@ def test_computing_one_half_while_the_other_is_summed_changes_no_bit(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_guessed_tokens_change_no_bit(temperature: float, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        Drafter(max_tokens=4, longest=3, shortest=1),
+        Drafter(max_tokens=16, longest=16, shortest=1, num_places=32),
+    ],
+    ids=["ngram", "suffix"],
+)
+def test_guessed_tokens_change_no_bit(drafter: Drafter, temperature: float, dtype: torch.dtype, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(make_tiny(tmp_path)))
     settings = {"temperature": temperature, "seed": 7, "max_tokens": 80, "frequency_penalty": -1.0}  # repeats itself
-    texts, drafter = [], NgramDrafter(max_tokens=4, longest=3, shortest=1)
+    texts = []
     for guessing in (None, drafter):
         with local_engine(checkpoint, tp=2, dtype=dtype, max_model_len=256, max_num_seqs=4, drafter=guessing) as local:
             texts.append(continue_prompts(local.engine, _PROMPTS, **settings))

@@ -15,8 +15,7 @@ from tightwire.server.cli.explain import explain
 from tightwire.server.cli.progress import Progress
 from tightwire.server.config.flags import make_config
 from tightwire.server.config.lora import AdapterOptions
-from tightwire.server.plan.lora import plan_adapters
-from tightwire.server.plan.run_plan import prepare
+from tightwire.server.plan.run_plan import plan_adapters, prepare
 from tightwire.sizes import format_bytes
 
 
