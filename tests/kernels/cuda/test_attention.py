@@ -209,16 +209,21 @@ def _check_8_bits(group: Group) -> None:
     """Within rounding of what the caches hold, with and without a bias of keys; decode rows and prompts."""
     from tightwire.kernels.cuda.attention import paged_attention
 
-    for dtype in (torch.float32, torch.bfloat16):
-        for bias in (0.0, 30.0):
-            batch = PagedBatch(**MIXED, dtype=dtype)
-            arguments, key_bias = batch.in_8_bits(bias)
-            want, bound = batch.expected()
-            got = attend(*arguments, num_decode_rows=NUM_DECODE, function=paged_attention, key_bias=key_bias)
-            if dtype != torch.float32:
-                bound = bound + batch.rounding_of_weights() + batch.rounding_of_keys()
-                bound = bound + (want.abs() + bound) * torch.finfo(dtype).eps
-            assert bool(((got.double() - want).abs() <= bound).all())
+    several: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2}
+    for dtype, bias, heads in (
+        (torch.float32, 0.0, ONE_KV_HEAD),
+        (torch.float32, 30.0, several),
+        (torch.bfloat16, 0.0, several),
+        (torch.bfloat16, 30.0, ONE_KV_HEAD),
+    ):
+        batch = PagedBatch(**MIXED, **heads, dtype=dtype)
+        arguments, key_bias = batch.in_8_bits(bias)
+        want, bound = batch.expected()
+        got = attend(*arguments, num_decode_rows=NUM_DECODE, function=paged_attention, key_bias=key_bias)
+        if dtype != torch.float32:
+            bound = bound + batch.rounding_of_weights() + batch.rounding_of_keys()
+            bound = bound + (want.abs() + bound) * torch.finfo(dtype).eps
+        assert bool(((got.double() - want).abs() <= bound).all())
 
 
 def _check_refusals(group: Group) -> None:
