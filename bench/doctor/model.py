@@ -9,6 +9,7 @@ import torch
 from msgspec import Struct
 
 from tightwire.comm.group.host import num_cores
+from tightwire.kernels.spec.int8_heads import SCALE_BYTES
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.tensors import EMBEDDING, HEAD, expected_tensors
 from tightwire.model.open import formats_of, open_checkpoint
@@ -20,8 +21,7 @@ from tightwire.server.plan.setting import decide_setting
 from tightwire.sizes import aligned, format_bytes
 
 _KINDS = {".self_attn.": "attention", ".mlp.": "MLP", EMBEDDING: "embedding", HEAD: "head"}
-_CONTEXT = 8192
-_TPS = (1, 2, 4)
+_CONTEXT, _TPS = 8192, (1, 2, 4)
 _READ_S, _READ_BYTES = 0.6, 256 << 20  # larger than any cache
 
 
@@ -35,11 +35,12 @@ class Kind(Struct, frozen=True):
 
 
 class RankMemory(Struct, frozen=True):
-    """Memory of the largest of ``tp`` ranks; ``problem``: why the model cannot be cut into so many."""
+    """Memory of the largest of ``tp`` ranks, with the cache in floats and in 8 bits; ``problem``: why it cannot be cut so."""
 
     tp: int
     weights_bytes: int = 0
     cache_bytes: int = 0
+    int8_cache_bytes: int = 0
     problem: str = ""
 
 
@@ -85,7 +86,7 @@ def examine_model(model: str) -> ModelReport:
         kinds=kinds,
         rank_context=context,
         blocks=CacheShape.of(config, EngineOptions()).describe(context),
-        ranks=[_rank_memory(config, formats, tp, decided.dtype, device, context) for tp in tps],
+        ranks=[_memory(config, formats, tp, decided.dtype, device, context) for tp in tps],
         token_bytes=token_bytes,
         read_bytes_per_s=rate,
         tokens_per_s=rate / token_bytes,
@@ -103,9 +104,7 @@ def measure_read_rate(device: str) -> float:
     return _READ_BYTES / best_s
 
 
-def _rank_memory(
-    config: LlamaConfig, formats: WeightFormats, tp: int, dtype: str, device: str, context: int
-) -> RankMemory:
+def _memory(config: LlamaConfig, formats: WeightFormats, tp: int, dtype: str, device: str, context: int) -> RankMemory:
     try:
         layout = split_model(config, formats, tp)
     except ValueError as error:
@@ -114,14 +113,15 @@ def _rank_memory(
         model=config, layout=layout, options=EngineOptions(), pools=(), dtype=dtype, formats=formats, device=device
     )
     largest = max(rank_bytes(inputs, EVERYTHING_RESIDENT), key=lambda rank: rank.weights + rank.block)
-    return RankMemory(tp, largest.weights, largest.block * CacheShape.of(config, inputs.options).blocks(context))
+    cache = largest.block * CacheShape.of(config, inputs.options).blocks(context)
+    heads = cache // (config.head_dim * inputs.elem_bytes)
+    return RankMemory(tp, largest.weights, cache, heads * (config.head_dim + SCALE_BYTES))
 
 
 def _kinds(config: LlamaConfig, formats: WeightFormats, dtype: str) -> list[Kind]:
     found: dict[str, Kind] = {}
-    for name, shape in expected_tensors(config):
-        kind = next((kind for part, kind in _KINDS.items() if part in name), None)
-        if kind is None or len(shape) < 2:
+    for name, shape in ((name, shape) for name, shape in expected_tensors(config) if len(shape) > 1):
+        if (kind := next((kind for part, kind in _KINDS.items() if part in name), None)) is None:
             continue
         packed, own = formats.packed.get(name), found.get(kind, Kind(kind))
         row_bytes = getattr(torch, dtype).itemsize * shape[1] if packed is None else packed.row_bytes(shape[1])
@@ -150,7 +150,8 @@ def describe_model(report: ModelReport) -> Iterator[str]:
     for rank in report.ranks:
         total = format_bytes(rank.weights_bytes + rank.cache_bytes)
         parts = f"weights {format_bytes(rank.weights_bytes)} + cache {format_bytes(rank.cache_bytes)} = {total}"
-        yield f"  --tp {rank.tp}  {rank.problem or parts}"
+        codes = f"; cache with --kv-cache-dtype int8: {format_bytes(rank.int8_cache_bytes)}"
+        yield f"  --tp {rank.tp}  {rank.problem or parts + codes}"
     if report.blocks:
         yield f"  cache: {report.blocks}"
     yield (

@@ -32,6 +32,7 @@ def test_a_packed_model_on_one_screen(tmp_path: Path, capsys: pytest.CaptureFixt
     assert lines[0].startswith("tiny: Llama, ") and len(lines) < 25
     assert any(line.split()[:5] == ["attention", "8", "Q4_1", "8", "Q4_1"] for line in lines)
     assert any("--tp 4  cannot split 2 query heads over 4 ranks" in line for line in lines)
+    assert any("--tp 1" in line and "; cache with --kv-cache-dtype int8: " in line for line in lines)
     assert "tokens/s here for one request" in lines[-1] and "1.0 GB/s (a bound" in lines[-1]
 
 
@@ -48,6 +49,8 @@ def test_its_numbers_are_the_plans(tmp_path: Path, capsys: pytest.CaptureFixture
     tokens = report["rank_context"]
     assert tokens == config.max_positions
     assert report["ranks"][1]["cache_bytes"] == 2 * 2 * kv_heads * config.head_dim * config.num_layers * tokens
+    codes = 2 * kv_heads * (config.head_dim + 2) * config.num_layers * tokens  # a scale of two bytes for each head
+    assert report["ranks"][1]["int8_cache_bytes"] == codes
     kinds = {kind["name"]: kind for kind in report["kinds"]}
     assert report["token_bytes"] == sum(kind["num_bytes"] for kind in report["kinds"]) - (
         0 if config.tied_embeddings else kinds["embedding"]["num_bytes"]
