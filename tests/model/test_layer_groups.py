@@ -243,3 +243,24 @@ def test_a_prompt_continues_from_a_prefix_whose_first_blocks_were_freed(family: 
         assert local.engine.stats().counters.num_prefix_hit_tokens == 192
         assert continue_prompts(local.engine, [prompt[:140] + other], max_tokens=40) == expected[1:]
         assert local.engine.stats().counters.num_prefix_hit_tokens == 192 + 128
+
+
+def test_drawn_answers_to_one_prompt_share_its_blocks_and_are_those_of_an_unbounded_cache(folders) -> None:
+    prompt: list[int] = list(range(3, 153))
+    given: dict[str, Any] = {"max_model_len": _CONTEXT, "max_num_batched_tokens": 64}
+    told = list[Any]()
+    for options in ({}, {"num_blocks": 400, "bounded": False}):
+        with local_engine(_opened(folders("Gemma 3")), tp=2, **given, **options) as local:
+            continue_prompts(local.engine, [prompt], max_tokens=1)
+            for index in range(3):  # as a server answers n = 3
+                params = SamplingParams(max_tokens=60, temperature=0.8, seed=index, ignore_eos=True, logprobs=2)
+                local.engine.add(AddRequest(id=str(index), prompt_token_ids=prompt, params=params))
+            outputs = run_to_end(local.engine)
+            told.append(
+                {name: [score for each in own for score in each.logprobs or []] for name, own in outputs.items()}
+            )
+            stats = local.engine.stats()
+            assert stats.counters.num_prefix_hit_tokens >= 3 * 128
+            assert stats.total.num_free_blocks == stats.total.num_blocks
+    assert told[0] == told[1]
+    assert len({tuple(score.token_id for score in own) for own in told[0].values()}) == 3
