@@ -136,6 +136,17 @@ def test_the_plan_says_what_lies_where_and_what_a_step_moves() -> None:
     assert describe_offload(on_device(24), inputs(24)) == ()
 
 
+def test_keys_and_values_in_8_bits_answer_from_the_host_as_from_the_device(tmp_path: Path) -> None:
+    small = ("--port", "0", "--max-num-seqs", "4", "--dtype", "float32", "--max-model-len", "128", "--tp", "2")
+    model, texts = str(make_tiny(tmp_path / "tiny", attention_bias=True)), list[str]()
+    for number, more in enumerate(((), ("--kv-offload",))):
+        with ServerProcess(tmp_path / f"run{number}", model, *small, "--kv-cache-dtype", "int8", *more) as server:
+            texts.append(complete(server.wait_ready(), 40).json()["choices"][0]["text"])
+            assert "int8 KV cache" in server.log and ("two buffers" in server.log) == bool(more)
+            assert server.end() == 0
+    assert texts[0] == texts[1] and len(texts[0]) > 20
+
+
 def test_a_server_answers_as_without_and_says_what_it_moves(tmp_path: Path) -> None:
     small = ("--port", "0", "--max-num-seqs", "4", "--dtype", "float32", "--max-model-len", "128")
     model = str(make_tiny(tmp_path / "tiny"))
