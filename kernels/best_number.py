@@ -10,7 +10,7 @@ from tightwire.kernels.cpu.library import available, lib
 
 MAX_ID = (1 << 31) - 1
 
-_NAN_BITS = 0x7FC0_0000
+NAN_BITS = 0x7FC0_0000
 
 
 def best_keys_reference(x_RV: Tensor, first_id: int) -> Tensor:
@@ -25,7 +25,7 @@ def keys_of(numbers: Tensor, ids: Tensor) -> Tensor:
     Keys are unique, and of equal numbers the lowest id has the largest.
     """
     # Plus zero, so that zeros of either sign are equal. Then in place: temporaries of whole vocabularies are large.
-    bits = (numbers + 0.0).view(torch.int32).masked_fill_(numbers.isnan(), _NAN_BITS)
+    bits = (numbers + 0.0).view(torch.int32).masked_fill_(numbers.isnan(), NAN_BITS)
     bits ^= (bits >> 31).bitwise_and_(0x7FFF_FFFF)
     return bits.long().bitwise_left_shift_(32).bitwise_or_(MAX_ID - ids)
 

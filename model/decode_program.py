@@ -19,8 +19,7 @@ from tightwire.kernels.cpu.run import CACHE_KIND, NUMBER_KIND, run_on_items
 from tightwire.kernels.spec.lora import AdapterRows
 from tightwire.kernels.spec.packed import Weight
 from tightwire.model.adapters.product import SITES, AdapterProducts
-from tightwire.model.cache.key_bias import KeyBiases
-from tightwire.model.cache.kv_cache import CacheSource
+from tightwire.model.cache.kv_cache import CacheSource, KeyBiases
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layer_kernels import finish, norm_form
 from tightwire.model.layout import Shard

@@ -30,8 +30,7 @@ from tightwire.kernels.cpu.library import available
 from tightwire.kernels.layer_ops import rms_norm
 from tightwire.kernels.linear import linear
 from tightwire.model.adapters.product import AdapterProducts
-from tightwire.model.cache.key_bias import KeyBiases
-from tightwire.model.cache.kv_cache import CacheSource
+from tightwire.model.cache.kv_cache import CacheSource, KeyBiases
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.decode_program import DecodeProgram
 from tightwire.model.layer_kernels import EagerLayers, Layers, norm_form

@@ -14,8 +14,7 @@ from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm
 from tightwire.kernels.spec.lora import AdapterRows
 from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.adapters.product import AdapterProducts
-from tightwire.model.cache.key_bias import KeyBiases
-from tightwire.model.cache.kv_cache import CacheSource
+from tightwire.model.cache.kv_cache import CacheSource, KeyBiases
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard
 from tightwire.model.rope import Angles

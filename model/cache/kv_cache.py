@@ -4,6 +4,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,11 +14,13 @@ from torch import Tensor
 
 from tightwire.buffers import BufferPool, make_stream, page_aligned, queue_on
 from tightwire.kernels.row_runs import copy_runs
+from tightwire.kernels.spec.attention import KeyBias
 from tightwire.kernels.spec.int8_heads import cache_width, head_bytes
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import CacheError
 from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.layout import Shard
+from tightwire.model.rope import Angles
 from tightwire.model.step import StepArrays
 
 
@@ -261,3 +264,30 @@ def runs_of(sources_I: np.ndarray, targets_I: np.ndarray) -> np.ndarray:
 def _first_blocks(num_tokens_B: np.ndarray, tables_BM: np.ndarray, block_size: int) -> np.ndarray:
     """Return (B, M) bool: the table entries that hold each sequence's first ``num_tokens_B`` tokens."""
     return np.arange(tables_BM.shape[1]) < -(-num_tokens_B // block_size)[:, None]
+
+
+class KeyBiases:
+    """Splits the bias of each layer's queries, keys and values: beside a cache in 8 bits keys are cached without theirs.
+
+    Qwen2.5's biases reach 145 in one channel, where the rest of a key is about 1: rounded together, a code's step would be as large
+    as the other channels. Rotation is linear, so attention adds the rotated bias, exactly, when it reads keys.
+    """
+
+    def __init__(self, config: LlamaConfig, shard: Shard, cache: CacheSource, angles: Sequence[Angles]) -> None:
+        # A norm of the keys comes after the bias, and is not linear.
+        self._apart = cache.kv_dtype == torch.int8 and config.qk_norm == "none"
+        self._rows = slice(shard.local_heads, shard.local_heads + shard.local_kv_heads)
+        self._head_dim, self._angles = config.head_dim, angles
+        self._split: dict[int, tuple[Tensor, KeyBias]] = {}
+
+    def split(self, index: int, qkv_bias: Tensor | None) -> tuple[Tensor | None, KeyBias | None]:
+        """Return layer ``index``'s bias without that of keys, and that of keys; computed once, as weights never change."""
+        if qkv_bias is None or not self._apart:
+            return qkv_bias, None
+        if index not in self._split:
+            rest = qkv_bias.clone()
+            keys_KE = rest.view(-1, self._head_dim)[self._rows]
+            key_bias = KeyBias(keys_KE.to(torch.float32, copy=True), *self._angles[index])
+            keys_KE.zero_()
+            self._split[index] = rest, key_bias
+        return self._split[index]

@@ -1,8 +1,8 @@
 """Chooses the tokens of a step on every rank, from the columns of the logits that each rank has.
 
 Ranks tell each other keys, once: 8 bytes a row for the largest logit or for a draw from the softmax, 8 bytes for each of top_k,
-and a front (``draw``) for min_p and top_p. For top_p they then tell the masses of the tokens before each of the front. A row
-with logprobs takes two rounds more. No rank ever has all logits.
+and a front (``draw``) for min_p and top_p. For top_p they then tell the masses of the tokens before each of the front; on CPUs
+not if nothing is before the best. A row with logprobs takes two rounds more. No rank ever has all logits.
 
 The order is that of vLLM: logit_bias; bans; repetition, frequency and presence penalties; temperature; min_p; top_k; top_p;
 one draw. Each filter applies to the result of the previous one.
@@ -16,21 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightwire.kernels.best_number import best_keys, keys_of
+from tightwire.kernels.best_number import MAX_ID, best_keys, keys_of
 from tightwire.kernels.transfer import upload
 from tightwire.model.sampling.draw import (
     FRONT,
-    front_keys,
+    ROWS_AT_ONCE,
+    WEIGHT,
     front_of_sorted,
     logits_and_ids,
-    masses_before,
-    rows_at_once,
     scores_of,
     steps_of,
     top_keys,
-    weights_of,
 )
 from tightwire.model.sampling.logprobs import Gather, score_tokens
+from tightwire.model.sampling.row_draw import RowDraw
 from tightwire.model.sampling.rows import Column, Kind, SampleRows, unpacked_edits
 
 
@@ -47,6 +46,7 @@ class TokenChooser:
         """``vocab_rows``: the token ids of each rank's columns. ``gather``: a ``Gather`` that is told the phase too."""
         self._ids, self._gather, self._device = vocab_rows[rank], gather, device
         self._vocab_size, self._most_columns = vocab_rows[-1].stop, max(map(len, vocab_rows))
+        self._by_row = device.type == "cpu"
         self._steps_V = steps_of(torch.arange(self._ids.start, self._ids.stop, device=device))
 
     @torch.inference_mode()
@@ -105,7 +105,13 @@ class TokenChooser:
         """Return the tokens drawn for the rows ``choosing``, whose logits are given."""
         logits_RV = self._edited(logits_RV, rows, choosing, banned)
         kind_R = rows.column(Column.KIND)[choosing].astype(int)
-        kinds = sorted(set(kind_R.tolist()))
+        drawn_R = torch.empty(len(choosing), dtype=torch.int64, device=self._device)
+        by_row = np.flatnonzero(kind_R >= Kind.PLAIN) if self._by_row else kind_R[:0]
+        if len(by_row):
+            drawn_R = _put(drawn_R, by_row, self._draw_rows(logits_RV, rows.table_RC[choosing], by_row, gather))
+        kinds = sorted({*np.delete(kind_R, by_row).tolist()})
+        if not kinds:
+            return drawn_R
         # A greedy row needs nothing of the table.
         table_RC = upload(rows.table_RC if kinds[-1] else rows.table_RC[:, :0], torch.float64, self._device)
         places = {Kind(kind): np.flatnonzero(kind_R == kind) for kind in kinds}
@@ -116,7 +122,6 @@ class TokenChooser:
         keys = [self._local_keys(kind, group) for kind, group in groups.items()]
         gathered = gather(torch.cat([own_RC.view(-1) for own_RC in keys]))
         by_rank = [own.split([own_RC.numel() for own_RC in keys]) for own in gathered]
-        drawn_R = torch.empty(len(choosing), dtype=torch.int64, device=self._device)
         for number, (kind, group) in enumerate(groups.items()):
             keys_RC = torch.cat([own[number].view(keys[number].shape) for own in by_rank], 1)
             logit_R, id_R = logits_and_ids(self._winners(kind, group, keys_RC, gather))
@@ -124,6 +129,23 @@ class TokenChooser:
                 logit_R = logit_R + 0 * logits_and_ids(keys_RC.amax(1))[0]  # not finite if the best is not
             drawn_R = _put(drawn_R, places[kind], torch.where(logit_R.isfinite(), id_R, -1))
         return drawn_R
+
+    def _draw_rows(self, logits_RV: Tensor, table_RC: np.ndarray, places: np.ndarray, gather: Gather) -> Tensor:
+        """Return the tokens of the rows at ``places``, which have neither temperature 0 nor top_k, on a CPU."""
+        steps_V, first_id = self._steps_V.numpy(), self._ids.start
+        draws = [RowDraw(logits_RV[place].numpy(), steps_V, first_id, table_RC[place]) for place in places]
+        own = [draw.own_keys() for draw in draws]
+        ends = np.cumsum([len(keys) for keys in own])[:-1]
+        by_rank = [np.split(keys.numpy(), ends) for keys in gather(torch.from_numpy(np.concatenate(own)))]
+        fronts = [draw.front(np.concatenate(keys)) for draw, *keys in zip(draws, *by_rank, strict=True)]
+        # Nothing is before the best one, which all ranks see alike.
+        cut = [row for row, draw in enumerate(draws) if draw.top_p < 1 and len(fronts[row]) > 1]
+        if cut:
+            masses = torch.from_numpy(np.stack([draws[row].masses(fronts[row]) for row in cut]))
+            for row, (*before, total) in zip(cut, torch.stack(list(gather(masses))).sum(0).tolist(), strict=True):
+                most = max(1.0, draws[row].top_p * float(total))
+                fronts[row] = [key for key, mass in zip(fronts[row], before, strict=False) if mass < most]
+        return torch.tensor([MAX_ID - (front[0] & MAX_ID) if front else -1 for front in fronts])
 
     def _group(self, rows: SampleRows, index: np.ndarray, logits_RV: Tensor, table_RC: Tensor) -> "_Group":
         top_k, has_top_p = int(rows.column(Column.TOP_K)[index].max()), (rows.column(Column.TOP_P)[index] < 1).any()
@@ -141,7 +163,8 @@ class TokenChooser:
         for (part,) in group.parts():
             scores_RV = part.scores(part.logits_RV, self._steps_V)
             if kind is Kind.FRONT:
-                found.append(front_keys(part.logits_RV, scores_RV, first_id))
+                keys_RV, order_RV = self._sorted_keys(part)
+                found.append(front_of_sorted(keys_RV, scores_RV.gather(1, order_RV)))
             else:
                 place_R1 = scores_RV.argmax(1, keepdim=True)
                 found.append(keys_of(part.logits_RV.gather(1, place_R1), place_R1 + first_id))
@@ -159,13 +182,13 @@ class TokenChooser:
             if kind is Kind.TOP_K:
                 places_C = torch.arange(keys_RC.shape[1], device=self._device)
                 shares_RC.masked_fill_(places_C >= group[Column.TOP_K], 0.0)
-                weights_RC = weights_of(shares_RC)
+                weights_RC = shares_RC.mul_(WEIGHT).long()
                 up_to_RC = weights_RC.cumsum(1)
                 kept_RC = group.keeps(up_to_RC - weights_RC, up_to_RC[:, -1:])
                 scores_RC.masked_fill_(~kept_RC, -torch.inf)
             else:
                 scores_RC.masked_fill_(shares_RC == 0.0, -torch.inf)
-                front_RC = front_of_sorted(keys_RC, logits_RC, scores_RC)
+                front_RC = front_of_sorted(keys_RC, scores_RC)
                 if not group.has_top_p:
                     return front_RC[:, 0]
                 masses_RC = torch.cat([self._masses(*part) for part in group.parts(front_RC, logits_RC[:, :1])])
@@ -177,18 +200,15 @@ class TokenChooser:
 
     def _masses(self, group: "_Group", front_RC: Tensor, best_R1: Tensor) -> Tensor:
         """Return (R, FRONT + 1) int64: of this rank's columns, the mass of the tokens before each of the front, and of all."""
-        if front_RC.is_cpu and not logits_and_ids(front_RC[:, 1])[0].isfinite().any():  # nothing is before the best
-            return torch.zeros(len(front_RC), FRONT + 1, dtype=torch.int64)
-        weights_RV = weights_of(group.shares(group.logits_RV, best_R1))
-        if weights_RV.is_cpu:
-            rows = zip(group.logits_RV.numpy(), weights_RV.numpy(), front_RC, strict=True)
-            before_RC = torch.from_numpy(np.stack([masses_before(*row, self._ids.start) for row in rows]))
-        else:
-            ids_V = torch.arange(self._ids.start, self._ids.stop, device=self._device)
-            keys_RV, order_RV = keys_of(group.logits_RV, ids_V).sort(1, descending=True)
-            up_to_RV = torch.nn.functional.pad(weights_RV.gather(1, order_RV).cumsum(1), (1, 0))
-            before_RC = up_to_RV.gather(1, torch.searchsorted(-keys_RV, -front_RC))
+        weights_RV = group.shares(group.logits_RV, best_R1).mul_(WEIGHT).long()
+        keys_RV, order_RV = self._sorted_keys(group)
+        up_to_RV = torch.nn.functional.pad(weights_RV.gather(1, order_RV).cumsum(1), (1, 0))
+        before_RC = up_to_RV.gather(1, torch.searchsorted(-keys_RV, -front_RC))
         return torch.cat([before_RC, weights_RV.sum(1, keepdim=True)], 1)
+
+    def _sorted_keys(self, group: "_Group") -> tuple[Tensor, Tensor]:
+        ids_V = torch.arange(self._ids.start, self._ids.stop, device=self._device)
+        return keys_of(group.logits_RV, ids_V).sort(1, descending=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +239,7 @@ class _Group:
 
     def parts(self, *others: Tensor) -> "list[tuple[Any, ...]]":
         """Return the group in parts whose temporaries are not too large, each with its rows of ``others``."""
-        size = rows_at_once(self.logits_RV)
-        split = zip(*(x.split(size) for x in (self.logits_RV, self.table_RC, *others)), strict=True)
+        split = zip(*(x.split(ROWS_AT_ONCE) for x in (self.logits_RV, self.table_RC, *others)), strict=True)
         return [(replace(self, logits_RV=logits, table_RC=table), *rest) for logits, table, *rest in split]
 
 

@@ -22,24 +22,23 @@ from torch import Tensor
 
 from tightwire.kernels.best_number import MAX_ID, keys_of
 
-KEY_BYTES = 8
 MAX_VOCAB_SIZE = 1 << 20  # sums of weights of 40 bits stay below 2^63
 # Keys of a front that are sent: the best scores, and the best logit. So a token could only be wrong if top_p or min_p dropped
 # 31 of a front; they drop -log(their mass) of it on average, 0.1 for 0.9: 31 less than once in 10^12 tokens even for 0.01.
 FRONT = 32
 
-_WEIGHT_BITS = 40
-_CPU_ELEMS = 8 * 49152  # four times as many took three times as long
-_NO_TOKEN = int(keys_of(torch.tensor(-torch.inf), torch.tensor(MAX_ID)))
-_GOLDEN, _FIRST, _SECOND = (
+WEIGHT = 2.0**40  # of the best token
+ROWS_AT_ONCE = 64  # of a GPU's large temporaries
+NO_TOKEN = int(keys_of(torch.tensor(-torch.inf), torch.tensor(MAX_ID)))
+FACTORS = GOLDEN, FIRST, SECOND = tuple(
     (factor ^ 1 << 63) - (1 << 63) for factor in (0x9E37_79B9_7F4A_7C15, 0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB)
 )
 
 
 def hashed(x: Any) -> Any:
     """Return splitmix64's output for states ``x``, an int64 array or tensor. Shifts are masked, so they are logical."""
-    x = x + _GOLDEN  # the rest in place: fresh memory takes longer than the arithmetic
-    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+    x = x + GOLDEN  # the rest in place: fresh memory takes longer than the arithmetic
+    for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):
         shifted = x >> shift
         shifted &= (1 << 64 - shift) - 1
         x ^= shifted
@@ -54,21 +53,14 @@ def mix_seed(seed: int) -> int:
 
 def steps_of(ids: Any) -> Any:
     """Return what counters, positions or token ids, add to the state of a stream."""
-    return ids * _GOLDEN
+    return ids * GOLDEN
 
 
-def scores_of(logits: Tensor, steps: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
+def scores_of(logits: Tensor, steps: Tensor, temperature: Tensor | float, noise: Tensor | int) -> Tensor:
     """Return the float64 scores of logits with these ``steps_of`` their ids; ``noise``: a hash for each row."""
-    state = noise + steps
-    bits = torch.from_numpy(hashed(state.numpy())) if state.is_cpu else hashed(state)
-    bits &= (1 << 63) - 1
+    bits = hashed(noise + steps).bitwise_and_((1 << 63) - 1)
     uniform = bits.float().add_(0.5).mul_(2.0**-63).clamp_(max=1 - 2.0**-24)
     return logits.double().div_(temperature).sub_(uniform.neg_().log1p_().neg_().log_())
-
-
-def weights_of(shares: Tensor) -> Tensor:
-    """Return int64 weights; overwrites ``shares``."""
-    return shares.mul_(2.0**_WEIGHT_BITS).long()
 
 
 def logits_and_ids(keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,14 +74,9 @@ def logits_and_ids(keys: Tensor) -> tuple[Tensor, Tensor]:
     return (bits ^ (bits >> 31 & 0x7FFF_FFFF)).view(torch.float32), MAX_ID - (keys & MAX_ID)
 
 
-def rows_at_once(x: Tensor) -> int:
-    """Return how many rows to process together: on a CPU as many as have temporaries that fit in the cache."""
-    return max(1, _CPU_ELEMS // x.shape[1]) if x.is_cpu else 64
-
-
 def padded(keys_RC: Tensor, width: int) -> Tensor:
     """Return (R, width) keys; what is missing are keys of no token, with a logit of minus infinity."""
-    return torch.nn.functional.pad(keys_RC, (0, width - keys_RC.shape[1]), value=_NO_TOKEN)
+    return torch.nn.functional.pad(keys_RC, (0, width - keys_RC.shape[1]), value=NO_TOKEN)
 
 
 def largest_keys(keys_RV: Tensor, width: int) -> Tensor:
@@ -117,27 +104,8 @@ def top_keys(logits_RV: Tensor, width: int, first_id: int) -> Tensor:
     return torch.cat(keys)
 
 
-def front_keys(logits_RV: Tensor, scores_RV: Tensor, first_id: int) -> Tensor:
-    """Return (R, FRONT) keys of each row's front, best score first. ``first_id``: the id of column 0."""
-    if logits_RV.is_cpu:
-        found = [torch.tensor(_front_columns(*row)) for row in zip(logits_RV.numpy(), scores_RV.numpy(), strict=True)]
-        keys = [keys_of(logits_V[own], own + first_id)[None] for logits_V, own in zip(logits_RV, found, strict=True)]
-        return torch.cat([padded(own_1C, FRONT) for own_1C in keys])
-    ids_V = torch.arange(first_id, first_id + logits_RV.shape[1], device=logits_RV.device)
-    keys_RV, order_RV = keys_of(logits_RV, ids_V).sort(-1, descending=True)
-    return front_on_device(keys_RV, scores_RV.gather(1, order_RV))
-
-
-def front_of_sorted(keys_RC: Tensor, logits_RC: Tensor, scores_RC: Tensor) -> Tensor:
-    """Return (R, FRONT) keys of the front of rows with descending keys, best score first, padded."""
-    if not keys_RC.is_cpu:
-        return front_on_device(keys_RC, scores_RC)
-    rows = zip(keys_RC, logits_RC.numpy(), scores_RC.numpy(), strict=True)
-    return torch.cat([padded(keys_C[_front_columns(*row)][None], FRONT) for keys_C, *row in rows])
-
-
-def front_on_device(keys_RC: Tensor, scores_RC: Tensor) -> Tensor:
-    """``front_of_sorted`` without a step that the host waits for."""
+def front_of_sorted(keys_RC: Tensor, scores_RC: Tensor) -> Tensor:
+    """Return (R, FRONT) keys of the front of rows with descending keys, padded. The host waits for nothing."""
     before_RC = scores_RC.cummax(-1).values.roll(1, -1)
     in_front_RC = scores_RC > before_RC
     in_front_RC[:, 0] = True
@@ -146,36 +114,3 @@ def front_on_device(keys_RC: Tensor, scores_RC: Tensor) -> Tensor:
     overfull_R = in_front_RC.sum(-1) > FRONT
     places_RC[:, -1].masked_fill_(overfull_R, 0)
     return padded(torch.where(in_front_RC, keys_RC, none).gather(1, places_RC), FRONT)
-
-
-def _front_columns(logits_V: np.ndarray, scores_V: np.ndarray) -> list[int]:
-    """Return the columns of one row's front, best score first, at most FRONT with the best logit among them."""
-    columns_V, found = np.arange(len(logits_V)), []
-    while len(columns_V):
-        best = int(scores_V.argmax())
-        found.append(int(columns_V[best]))
-        better = before(logits_V, logits_V[best], best)
-        columns_V, logits_V, scores_V = columns_V[better], logits_V[better], scores_V[better]
-    return found if len(found) <= FRONT else [*found[: FRONT - 1], found[-1]]
-
-
-def before(logits_V: np.ndarray, logit: float, num_lower: int) -> np.ndarray:
-    """Return the columns of larger logits, and of equal ones among the first ``num_lower``."""
-    before_V = logits_V > logit
-    if num_lower > 0:
-        before_V[:num_lower] |= logits_V[:num_lower] == logit
-    return np.flatnonzero(before_V)
-
-
-def masses_before(logits_V: np.ndarray, weights_V: np.ndarray, front_C: Tensor, first_id: int) -> np.ndarray:
-    """Return (FRONT,) int64, the weight of one row's columns before each of ``front_C``. Column 0 has the token ``first_id``."""
-    columns_V, masses_C = np.arange(len(logits_V)), np.zeros(FRONT, np.int64)
-    logits_C, ids_C = (x.tolist() for x in logits_and_ids(front_C))
-    for place, (logit, token_id) in enumerate(zip(logits_C, ids_C, strict=True)):
-        if not np.isfinite(logit):
-            break
-        # Each of a front is behind the next, so the columns before the next are among these.
-        kept = before(logits_V, logit, int(np.searchsorted(columns_V, token_id - first_id)))
-        columns_V, logits_V, weights_V = columns_V[kept], logits_V[kept], weights_V[kept]
-        masses_C[place] = weights_V.sum()
-    return masses_C

@@ -13,8 +13,8 @@ class Kind(IntEnum):
     """What a row's token depends on."""
 
     GREEDY = 0  # the largest logit
-    PLAIN = 1  # the best score
-    TOP_K = 2  # the top_k largest logits, and then perhaps min_p and top_p
+    TOP_K = 1  # the top_k largest logits, and then perhaps min_p and top_p
+    PLAIN = 2  # the best score
     FRONT = 3  # min_p or top_p, without top_k
 
 

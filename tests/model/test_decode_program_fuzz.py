@@ -23,8 +23,7 @@ from tightwire.kernels.spec.int8_heads import parts_of
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix, StackedMatrix, Weight, quantize
 from tightwire.model import decode_program
 from tightwire.model import layer_kernels as layers_file
-from tightwire.model.cache.key_bias import KeyBiases
-from tightwire.model.cache.kv_cache import KVCache
+from tightwire.model.cache.kv_cache import KeyBiases, KVCache
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layer_kernels import EagerLayers
 from tightwire.model.layout import Shard, make_layout

@@ -60,12 +60,17 @@ def choose_alone(logits_RV: Tensor, rows: SampleRows, banned: bytes = b"") -> Te
 class RankedSampler(Sampler):
     """``sample`` chooses on ranks whose columns begin at 0 and at each of ``cuts``, and holds that all get the same."""
 
-    def __init__(self, vocab_size: int, device: str = "cpu", cuts: Sequence[int] = (), **options: Any) -> None:
+    def __init__(
+        self, vocab_size: int, device: str = "cpu", cuts: Sequence[int] = (), by_row: bool | None = None, **options: Any
+    ) -> None:
+        """``by_row``: None: as on ``device``; False on a CPU: as on a GPU."""
         super().__init__(vocab_size, **options)
         bounds = [0, *cuts, vocab_size]
         self.vocab_rows = [range(*pair) for pair in pairwise(bounds)]
         self._device, self.gather = torch.device(device), SharedGather(len(self.vocab_rows))
         self.choosers = [self._make_chooser(rank) for rank in range(len(self.vocab_rows))]
+        for chooser in self.choosers if by_row is not None else ():
+            chooser._by_row = by_row
 
     def _make_chooser(self, rank: int) -> TokenChooser:
         return TokenChooser(self.vocab_rows, rank, self._device, lambda x, phase: self.gather(rank, x))

@@ -13,7 +13,7 @@ from tiny import tiny_config, tiny_tensors
 
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.checkpoint.gguf_rope import llama3_divisor
+from tightwire.model.checkpoint.gguf_config import llama3_divisor
 from tightwire.model.checkpoint.hf_config import config_from_hf
 from tightwire.model.checkpoint.tensors import gguf_name
 from tightwire.model.text.tokenizer import BOS_ID, CHAT_TEMPLATE, byte_backend

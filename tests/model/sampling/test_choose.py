@@ -108,7 +108,7 @@ def test_every_noise_of_a_tiny_vocabulary(changes: dict[str, Any], monkeypatch: 
 
     monkeypatch.setattr(choose, "scores_of", scores)
     monkeypatch.setattr(choose, "steps_of", lambda ids: ids)
-    sampler = RankedSampler(3, cuts=(1,))
+    sampler = RankedSampler(3, cuts=(1,), by_row=False)
     numbers = sampler.rows([Wanted(row)] * len(table)).table_RC.copy()
     numbers.view(np.int64)[:, Column.NOISE] = np.arange(len(table))
     monkeypatch.setattr(sampler, "rows", lambda wanted: SampleRows(numbers.tobytes()))
@@ -212,18 +212,53 @@ def test_zeros_of_both_signs_are_equal() -> None:
         ({}, [8]),
         ({"frequency_penalty": 0.5, "logit_bias": {3: 1.0}, "min_tokens": 9, "bad_words": banned_ids((5,))}, [8]),
         ({"min_p": 0.1}, [8 * FRONT]),
-        ({"top_p": 0.9}, [8 * FRONT, 8 * (FRONT + 1)]),
+        ({"top_p": 0.9, "temperature": 99.0}, [8 * FRONT, 8 * (FRONT + 1)]),  # no row draws its best token
         ({"top_k": 7, "top_p": 0.9}, [8 * 7]),
         ({"top_k": 60}, [8 * 50]),  # no rank has more columns
         ({"logprobs": 0}, [8, 8 * 3, 8]),
-        ({"logprobs": 5, "top_p": 0.9}, [8 * FRONT, 8 * (FRONT + 1), 8 * 8, 8]),
+        ({"logprobs": 5, "top_p": 0.9, "temperature": 99.0}, [8 * FRONT, 8 * (FRONT + 1), 8 * 8, 8]),
     ],
     ids=str,
 )
 def test_messages_have_the_bytes_of_the_formula(params: dict[str, Any], messages: list[int]) -> None:
     sampler = RankedSampler(VOCAB, cuts=(40,))
-    sampler.sample(torch.randn(3, VOCAB), [Row(seed=seed, **params) for seed in range(3)])
+    logits = torch.arange(3.0 * VOCAB).view(3, VOCAB)
+    sampler.sample(logits, [Row(seed=seed, **params) for seed in range(3)])
     assert sampler.gather.message_bytes == [3 * each for each in messages]
+
+
+def test_masses_are_told_only_where_a_token_is_before_the_best() -> None:
+    sampler, logits = RankedSampler(VOCAB, cuts=(40,)), torch.arange(float(VOCAB)).expand(3, VOCAB)
+    rows = [Row(seed=seed, top_p=0.9, temperature=temperature) for seed, temperature in enumerate((0.01, 99.0, 0.01))]
+    assert sampler.sample(logits, rows).token_ids[::2] == [VOCAB - 1, VOCAB - 1]
+    assert sampler.gather.message_bytes == [3 * 8 * FRONT, 8 * (FRONT + 1)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    spread=st.sampled_from([0.0, 0.5, 3.0, 30.0]),
+    levels=st.sampled_from([1, 1000]),
+    cuts=st.sets(st.integers(1, 2999), max_size=2).map(sorted),
+)
+def test_one_row_on_a_cpu_draws_what_rows_together_draw(seed: int, spread: float, levels: int, cuts: list[int]) -> None:
+    """Where few columns can win and where all can, with equal logits, banned tokens, and a best one that is not finite."""
+    chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    logits = (torch.randn(4, 3000, generator=generator) * spread * levels).round() / levels
+    logits[1, chance.randrange(3000)] += 40.0
+    logits[2, chance.randrange(3000) :] = -torch.inf
+    logits[3, chance.randrange(3000)] = chance.choice([torch.nan, torch.inf, -torch.inf, 0.0])
+    rows = [
+        Row(
+            seed=chance.randrange(1 << 62),
+            temperature=chance.choice([0.01, 0.7, 1.0, 4.0]),
+            top_p=chance.choice([1.0, 0.9, 0.3]),
+            min_p=chance.choice([0.0, 0.02]),
+        )
+        for _ in range(4)
+    ]
+    by_row, together = (RankedSampler(3000, cuts=cuts, by_row=by_row).sample(logits, rows) for by_row in (True, False))
+    assert by_row.token_ids == together.token_ids
 
 
 def test_prompts_are_scored_without_a_draw() -> None:
