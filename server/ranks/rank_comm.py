@@ -60,9 +60,9 @@ def check_comm(
         transport_reason=reason,
         num_nodes=plan.num_nodes,
         overlap=plan.overlap,
-        choices=choices.pop(plan.policy_names[0]),
+        choices=choices[plan.policy_names[0]],
         self_test=[SelfTestVerdict(algorithm=v.algorithm, ok=v.ok, detail=v.detail) for v in verdicts],
-        extra=choices,
+        extra={name: choices[name.removesuffix("/tensor")] for name in plan.policy_names[1:]},
     )
     return Routes(list(policies.items()), candidates), setup
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from harness import run_in_process
 from helpers.comm.fixed_policy import fixed_policy
+from msgspec import structs
 from torch import Tensor
 
 from tightwire.comm.all_reduce import make
@@ -16,6 +17,7 @@ from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.rules import Choice, Policy, QuarantinedError, Rule
+from tightwire.model.stages import StagePlan
 from tightwire.server.ipc.messages import CommChoice, CommSetup, SelfTestVerdict
 from tightwire.server.plan.rank_setup import NamedPolicy, RunPlan
 from tightwire.server.ranks.rank_comm import check_comm
@@ -113,6 +115,14 @@ def test_without_peer_memory_the_policy_for_the_library_is_in_force() -> None:
 def test_unavailable_peer_memory_is_refused_if_it_was_named() -> None:
     with pytest.raises(ValueError, match="--transport peer-memory is unavailable: rank 0: the GPUs are strangers; use"):
         run_in_process(2, _check_without_peer_memory, plan(fixed_policy("ring"), transport="peer-memory"))
+
+
+def test_a_hybrid_server_reports_the_policies_of_prompts_that_all_ranks_compute() -> None:
+    here = plan(fixed_policy("two-shot"), NamedPolicy("ring", fixed_policy("ring")))
+    hybrid = structs.replace(here, stages=StagePlan(((0, 1), (1, 2))))
+    setup = run_in_process(2, _check, hybrid)[1][0]
+    assert ["auto", *setup.extra] == list(hybrid.policy_names) == ["auto", "ring", "auto/tensor", "ring/tensor"]
+    assert setup.extra["auto/tensor"] == setup.choices and setup.extra["ring/tensor"] == setup.extra["ring"]
 
 
 def test_further_policies_are_checked_and_reported_by_name() -> None:
