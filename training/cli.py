@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tightwire.sizes import format_bytes
 from tightwire.training.config.read import EXAMPLES, describe_config, read_config
@@ -13,11 +14,17 @@ from tightwire.training.config.tree import TrainConfig
 from tightwire.training.log.spinner import spinner
 from tightwire.training.run.early_checks import check_early, find_topology, missing_packages
 
+if TYPE_CHECKING:
+    from tightwire.training.run.rollouts import OpenSampler
+
 _SIGTERM_CODE = 128 + signal.SIGTERM
 
 
-def train(argv: Sequence[str]) -> int:
-    """Run ``tightwire train``: 0 after the last step or Ctrl-C, 143 after SIGTERM, 1 if it failed, 2 if refused."""
+def train(argv: Sequence[str], open_sampler: "OpenSampler | None" = None) -> int:
+    """Run ``tightwire train``: 0 after the last step or Ctrl-C, 143 after SIGTERM, 1 if it failed, 2 if refused.
+
+    ``open_sampler``: the engine that answers the prompts of GRPO.
+    """
     args = _make_parser().parse_intermixed_args(argv)
     if args.keys:
         sys.stdout.write(describe_config())
@@ -34,7 +41,7 @@ def train(argv: Sequence[str]) -> int:
         config = _prepare(config)
     except ValueError as error:
         return _fail(error, 2)
-    return _run(config)
+    return _run(config, open_sampler)
 
 
 def _prepare(config: TrainConfig) -> TrainConfig:
@@ -55,11 +62,12 @@ def _prepare(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"log": log})
 
 
-def _run(config: TrainConfig) -> int:
+def _run(config: TrainConfig, open_sampler: "OpenSampler | None") -> int:
     with spinner("loading torch and transformers, usually 4 to 15 s", os.environ):
         from tightwire.training.run import run
     try:
-        return _SIGTERM_CODE if run.run_training(config) == signal.SIGTERM else 0
+        ended_by = run.run_training(config, open_sampler=open_sampler)
+        return _SIGTERM_CODE if ended_by == signal.SIGTERM else 0
     except run.FAILURES as error:
         return _fail(error, 1)
     except ValueError as error:

@@ -17,7 +17,7 @@ VERBS = {
     "explain": ("tightwire.server.cli.explain:explain", "show which AllReduce sums which message of a model, and why"),
     "doctor": ("tightwire.bench.doctor.cli:main", "check this machine: devices, links, and which options to use"),
     "pull": ("tightwire.server.cli.prepare:pull", "fetch a model of the catalog into the cache"),
-    "train": ("tightwire.training.cli:train", "pre-train or fine-tune a model, alone or under torchrun"),
+    "train": ("tightwire.post_training:train", "pre-train or fine-tune a model, alone or under torchrun"),
     "prepare": (
         "tightwire.server.cli.prepare:prepare",
         "repack a model for streaming, with checksums, or check such a folder",

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 
 from tightwire.comm.group.topology import Topology
 from tightwire.training.config.compression import CompressorOptions, DenseOptions
+from tightwire.training.config.grpo import GrpoConfig
 from tightwire.training.config.lora import LoraConfig
 from tightwire.training.config.optimizer import OptimizerConfig
 from tightwire.training.config.sharding import SHARDINGS
@@ -18,6 +19,7 @@ BYTES = "bytes"  # the byte tokenizer, which needs no file
 BPE = "bpe:"
 # The names of files of ``training.data.prose``.
 ENGLISH, CHATS, PREFERENCES = "english-prose", "example-chats", "example-preferences"
+PROMPTS = "example-prompts"
 
 
 class Section(BaseModel):
@@ -80,11 +82,11 @@ class DataConfig(Section):
 
     files: list[str] = Field(
         min_length=1,
-        description="patterns of text or .jsonl files, also .gz; english-prose, example-chats, example-preferences",
+        description="patterns of text or .jsonl files, also .gz; english-prose, example-chats, example-preferences, example-prompts",
     )
-    kind: Literal["text", "chat", "preferences"] = Field(
+    kind: Literal["text", "chat", "preferences", "prompts"] = Field(
         default="text",
-        description="chat: JSONL of messages, whose answers are learned; preferences: of answer pairs (DPO)",
+        description="chat: JSONL of messages, whose answers are learned; preferences: of answer pairs (DPO); prompts (GRPO)",
     )
     text_key: str = Field(default="text", description="the key of a JSONL line that holds the text")
     parted_by: Literal["blank-line", "file"] = Field(default="blank-line", description="what ends a document of a text")
@@ -267,6 +269,7 @@ class TrainConfig(Section):
     batch: BatchConfig = BatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     dpo: DpoConfig = DpoConfig()
+    grpo: GrpoConfig = GrpoConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     parallel: ParallelConfig = ParallelConfig(between=DenseOptions())
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -293,12 +296,28 @@ class TrainConfig(Section):
             )
         if self.model.head == "reward" and self.data.kind != "preferences":
             raise ValueError(f"model.head=reward learns from data.kind=preferences, got {self.data.kind}")
+        if self.data.kind == "prompts":
+            self._check_grpo()
         return self
+
+    def _check_grpo(self) -> None:
+        lora, grpo = self.model.lora, self.grpo
+        if lora is None or lora.dropout:
+            raise ValueError(
+                "data.kind=prompts: an adapter without dropout is trained, because the answers are sampled without; set model.lora={}"
+            )
+        if not grpo.rewards:
+            raise ValueError("data.kind=prompts: give grpo.rewards, such as [package.module:function]")
+        if grpo.answer_tokens >= self.data.sequence_tokens:
+            raise ValueError(
+                f"grpo.answer_tokens={grpo.answer_tokens} leaves no room for a prompt in data.sequence_tokens={self.data.sequence_tokens}"
+            )
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step over all ranks, with padding. Preferences have two rows a sequence."""
-        return self.batch.sequences * self.data.sequence_tokens * (2 if self.data.kind == "preferences" else 1)
+        """Most tokens of a step over all ranks, with padding. Preferences have two rows a sequence, prompts one an answer."""
+        rows = {"preferences": 2, "prompts": self.grpo.samples}.get(self.data.kind, 1)
+        return self.batch.sequences * self.data.sequence_tokens * rows
 
     @property
     def product_passes(self) -> int:
@@ -308,7 +327,8 @@ class TrainConfig(Section):
     @property
     def has_reference(self) -> bool:
         """True if a step computes the model without its adapter too."""
-        return self.data.kind == "preferences" and self.model.head == "tokens"
+        is_dpo = self.data.kind == "preferences" and self.model.head == "tokens"
+        return is_dpo or (self.data.kind == "prompts" and self.grpo.beta > 0)
 
     @property
     def run_folder(self) -> Path:

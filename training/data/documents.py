@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tightwire.training.config.tree import CHATS, ENGLISH, PREFERENCES, TrainConfig
-from tightwire.training.data.prose import english_files, example_chats, example_preferences
+from tightwire.training.config.tree import CHATS, ENGLISH, PREFERENCES, PROMPTS, TrainConfig
+from tightwire.training.data.prose import english_files, example_chats, example_preferences, example_prompts
 
 ROLES = ("system", "user", "assistant", "tool")
-_OWN_FILES = {ENGLISH: english_files, CHATS: example_chats, PREFERENCES: example_preferences}
+_OWN_FILES = {ENGLISH: english_files, CHATS: example_chats, PREFERENCES: example_preferences, PROMPTS: example_prompts}
 _HASH_BYTES = 8
 _MOST_NAMES = 3  # file names in an error message
 
@@ -38,7 +38,7 @@ class Documents:
     """All documents of ``files``; each iteration reads the files again.
 
     ``parted_by``: ``blank-line`` or ``file``, for text files. A JSONL file has one document per line, under ``text_key``.
-    ``kind``: of ``chat`` and ``preferences``, every file has JSON lines, and documents are ``Line``.
+    ``kind``: of any but ``text``, every file has JSON lines, and documents are ``Line``.
     """
 
     files: tuple[Path, ...]
@@ -64,7 +64,7 @@ class Documents:
 
     def _documents(self, path: Path, lines: IO[str]) -> Iterator[str]:
         if self.kind != "text":
-            check = check_chat if self.kind == "chat" else check_preference
+            check = {"chat": check_chat, "preferences": check_preference, "prompts": check_prompt}[self.kind]
             for line, value in _json_lines(path, lines):
                 check(value if isinstance(value, dict) else {}, line.place)
                 yield line
@@ -137,7 +137,9 @@ class RunData:
 
     @property
     def held_out_share(self) -> float:
-        return 0.0 if self.held_out_documents is not None else self.config.data.held_out
+        """Of prompts none: each step's rewards are those of new answers."""
+        is_used = self.held_out_documents is None and self.config.data.kind != "prompts"
+        return self.config.data.held_out if is_used else 0.0
 
     def training(self, epoch: int, *, in_order: bool = False) -> Iterator[str]:
         """The documents that are not held out, shuffled as ``training_documents`` does, or in order."""
@@ -240,15 +242,27 @@ def check_preference(value: Mapping[str, Any], place: str) -> None:
         raise DataError(f"{place}: chosen and rejected are the same")
 
 
-def check_messages(messages: Any, place: str) -> None:
-    """Raises DataError: these are not messages, or none is the assistant's."""
+def check_prompt(value: Mapping[str, Any], place: str) -> None:
+    """Raises DataError: it has no prompt, or one that the assistant ends or that is empty."""
+    prompt = value.get("prompt")
+    check_messages(prompt, place, answered=False)
+    assert isinstance(prompt, list)
+    if prompt[-1]["role"] == "assistant" or not prompt[-1]["content"].strip():
+        raise DataError(f"{place}: prompt must end with a message that is not the assistant's and not empty")
+    if taken := {"prompts", "completions"} & value.keys():
+        raise DataError(f"{place}: the key {taken.pop()} is what rewards get the prompts and answers by; rename it")
+
+
+def check_messages(messages: Any, place: str, *, answered: bool = True) -> None:
+    """Raises DataError: these are not messages, or none is the assistant's. ``answered`` False: none need be."""
     if not isinstance(messages, list) or not messages:
-        raise DataError(f'{place}: has no messages; write {{"messages": [{{"role": "user", "content": "..."}}, ...]}}')
+        key = "messages" if answered else "prompt"
+        raise DataError(f'{place}: has no messages; write {{"{key}": [{{"role": "user", "content": "..."}}, ...]}}')
     for number, message in enumerate(messages):
         role, content = (message.get(key) if isinstance(message, dict) else None for key in ("role", "content"))
         if role not in ROLES:
             raise DataError(f"{place}: message {number} has role {role!r}; known: {', '.join(ROLES)}")
         if not isinstance(content, str):
             raise DataError(f"{place}: message {number} has no text under content (got {type(content).__name__})")
-    if not any(message["role"] == "assistant" for message in messages):
+    if answered and not any(message["role"] == "assistant" for message in messages):
         raise DataError(f"{place}: has no message of the assistant, so there is nothing to learn")

@@ -18,6 +18,11 @@ def example_preferences() -> tuple[Path, ...]:
     return (Path(__file__).parent / "examples" / "preferences.jsonl",)
 
 
+def example_prompts() -> tuple[Path, ...]:
+    """240 such sentences, with the facts that an answer should have."""
+    return (Path(__file__).parent / "examples" / "prompts.jsonl",)
+
+
 def english_files() -> tuple[Path, ...]:
     """Four UTF-8 files of paragraphs that blank lines separate."""
     return tuple(ENGLISH_FOLDER / f"{piece}.txt" for piece in _PIECES)

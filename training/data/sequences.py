@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from threading import Event
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tightwire.training.data.chats import ChatPacker, PairPacker, Row
 from tightwire.training.data.documents import DataError, RunData
+from tightwire.training.data.prompts import Prompt, PromptPacker
 from tightwire.training.data.read_ahead import until_closed
 
 TokenSequence = list[int]  # S inputs and one more token: the targets are the inputs shifted by one
@@ -67,12 +68,12 @@ class Packer:
             del pending[:used]
 
 
-AnyPacker = Packer | ChatPacker | PairPacker
+AnyPacker = Packer | ChatPacker | PairPacker | PromptPacker
 
 
 def endless_sequences(
     documents_of: Callable[[int], Iterable[str]], pack: AnyPacker, position: int = 0
-) -> Iterator[tuple[int, TokenSequence | Row]]:
+) -> Iterator[tuple[int, TokenSequence | Row | Prompt]]:
     """The sequences from ``position`` on, numbered; ``documents_of(epoch)`` returns an epoch's documents.
 
     Each epoch is packed separately. Resuming tokenizes at most one whole epoch, to count its sequences, and then the used part
@@ -97,18 +98,19 @@ def endless_sequences(
 
 def rank_batches(
     data: RunData, pack: AnyPacker, *, rank: int, world_size: int, position: int, closed: Event
-) -> Iterator[Batch]:
-    """A rank's endless micro-batches of a run from ``position`` on. ``closed`` stops reading."""
+) -> Iterator[Any]:
+    """A rank's endless micro-batches of a run from ``position`` on: ``Batch``, or lists of prompts. ``closed`` stops reading."""
     numbered = endless_sequences(lambda epoch: until_closed(data.training(epoch), closed), pack, position)
     own = (sequence for index, sequence in numbered if index % world_size == rank)
     while True:
-        yield stack(islice(own, data.config.batch.micro_sequences))
+        own_batch = islice(own, data.config.batch.micro_sequences)
+        yield list(own_batch) if data.config.data.kind == "prompts" else stack(own_batch)  # pyright: ignore[reportArgumentType]
 
 
 def held_out_sequences(data: RunData, pack: AnyPacker) -> list[TokenSequence | Row]:
     """The evaluation sequences of all ranks. Raises DataError: the held-out documents do not fill one sequence."""
     config = data.config
-    sequences = list(islice(pack(data.held_out()), config.evaluation.sequences))
+    sequences: list[Any] = list(islice(pack(data.held_out()), config.evaluation.sequences))
     if not sequences:
         raise DataError(
             f"held-out documents do not fill one sequence of {config.data.sequence_tokens} tokens; raise data.held_out (now "

@@ -114,7 +114,7 @@ class RunLog:
         """Raises ValueError: the log file cannot be written."""
         self._path = run / LOG
         try:
-            _drop_after(self._path, after_step)
+            drop_after(self._path, after_step)
             self._file = self._path.open("a", encoding="utf-8")
         except OSError as error:
             raise ValueError(f"run: the log {self._path} cannot be written: {error}") from None
@@ -163,7 +163,8 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return values
 
 
-def _drop_after(path: Path, step: int) -> None:
+def drop_after(path: Path, step: int) -> None:
+    """Remove the lines of later steps."""
     if not path.exists():
         return
     kept = [json.dumps(values) + "\n" for values in read_log(path) if values["step"] <= step]

@@ -21,10 +21,10 @@ from tightwire.training.checkpoint.writer import Checkpointer
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
 from tightwire.training.data.read_ahead import ReadAhead
-from tightwire.training.data.sequences import Batch
 from tightwire.training.log.run_log import EvaluationRecord, RunLog, StepRecord, Terminal
 from tightwire.training.optimizer import learning_rate, set_learning_rate
 from tightwire.training.ranks.control import Control
+from tightwire.training.run.rollouts import Rollouts
 from tightwire.training.run.setup import Trained
 
 _NO_CLIPPING = math.inf
@@ -45,12 +45,13 @@ class Loop:
     config: TrainConfig
     trained: Trained
     control: Control
-    batches: ReadAhead[Batch]
+    batches: ReadAhead[Any]
     evaluate: Callable[[int], EvaluationRecord] | None
     checkpointer: Checkpointer
     describe: Callable[[int, int], Mapping[str, Any]]  # a checkpoint's metadata, by step and position
     terminal: Terminal
     log: RunLog | None  # None on ranks that do not write it
+    rollouts: Rollouts | None  # answers the prompts of ``batches``; None: these are what is learned
     stop_signal: Callable[[], int]
     flops_per_token: int
     peak_flops: float | None
@@ -62,7 +63,7 @@ class Loop:
         self._saved_step = self.step
         self._model, self._engine, self._state = self.trained.model, self.trained.engine, self.trained.state
         self._accumulation = self.config.batch.accumulation(self.control.world_size)
-        self._upcoming: list[Batch] = []  # micro-batches of the next step
+        self._upcoming: list[Any] = []  # micro-batches of the next step
         self._weight = 0  # targets or pairs of the next step, over all ranks
         self._data_error = ""
         self._logs = True  # the newest record was written to the log
@@ -105,6 +106,8 @@ class Loop:
 
     def _read(self) -> None:
         """Read the next step's micro-batches. A signal ends the wait."""
+        if self._upcoming and self._keeps_answers:
+            return
         self._upcoming = []
         if self.step == self.config.schedule.steps:
             return
@@ -112,10 +115,28 @@ class Loop:
             while len(self._upcoming) < self._accumulation:
                 batch = self.batches.get(self.stop_signal)
                 if batch is None:
-                    return
+                    break
                 self._upcoming.append(batch)
         except DataError as error:
             self._data_error = str(error)
+        if self.rollouts is not None:
+            self._answer(self.rollouts)
+
+    def _answer(self, rollouts: Rollouts) -> None:
+        """Replace the prompts of the next step by their answers. Collective."""
+        is_whole = len(self._upcoming) == self._accumulation
+        try:
+            if all(whole for (whole,) in self.control.gather_numbers(is_whole)):
+                self._upcoming = rollouts.run(self._upcoming, self.step)
+            else:
+                self._upcoming = []
+        except DataError as error:
+            self._upcoming, self._data_error = [], str(error)
+
+    @property
+    def _keeps_answers(self) -> bool:
+        """True if the next step learns from the answers of the last one again."""
+        return self.rollouts is not None and self.step % self.config.grpo.updates != 0
 
     def _step(self) -> tuple[int, bool]:
         """Run one step. Returns the signal that some rank received, and whether some rank failed to read its data."""
@@ -129,7 +150,9 @@ class Loop:
         self._state.optimizer.step()
         self._engine.weights_changed()
         self.step += 1
-        self.position += self.config.batch.sequences
+        self.position += 0 if self._keeps_answers else self.config.batch.sequences
+        answers = {} if self.rollouts is None else self.rollouts.figures
+        tokens = sum(batch.inputs_BS.numel() for batch in self._upcoming)
         self._read()
         ranks = self.control.gather_numbers(
             loss,
@@ -138,12 +161,14 @@ class Loop:
             _memory_bytes(self.trained.device),
             bool(self._data_error),
             self._own_weight(),
+            tokens,
             *sums,
         )
-        losses, signals, written, memory, broken, weights, *totals = zip(*ranks, strict=True)
+        losses, signals, written, memory, broken, weights, all_tokens, *totals = zip(*ranks, strict=True)
         self._weight = int(sum(weights))
+        means = [sum(total) / max(items, 1) for total in totals]
         seconds = perf_counter() - begun
-        tokens = self.config.step_tokens
+        tokens = int(sum(all_tokens))
         reached = self.flops_per_token * tokens / self.control.world_size / seconds
         if self.peak_flops is not None and self.config.log.peak_tflops is None:
             # A step can be faster than the measured peak, because other programs may have run during that measurement.
@@ -160,9 +185,7 @@ class Loop:
                 memory_bytes=int(max(memory)),
                 wire_bytes=self._engine.bytes_sent - sent,
                 exposed_ms=1e3 * (self._engine.waited_s - waited),
-                figures={
-                    name: sum(total) / items for name, total in zip(self.trained.objective.figures, totals, strict=True)
-                },
+                figures=answers | dict(zip(self.trained.objective.figures, means, strict=True)),
             )
         )
         if all(written):
@@ -178,7 +201,8 @@ class Loop:
         totals = torch.zeros(len(self.trained.objective.figures), device=self.trained.device)
         for number, batch in enumerate(self._upcoming):
             # Items of all ranks weigh the same, however many a micro-batch has; of text, all have equally many.
-            share = self._weight / (self.control.world_size * self.trained.objective.weight(batch))
+            own = self.trained.objective.weight(batch)  # 0: no group of answers has rewards that differ
+            share = self._weight / (self.control.world_size * own) if own else 1.0
             batch = batch.to(self.trained.device)
             self._seed_dropout(number)
             with self._engine.micro_batch(last=number == self._accumulation - 1):
@@ -245,7 +269,7 @@ class Loop:
         text = next(text for text in self.control.gather(self._data_error) if text)
         raise BrokenDataError(
             f"after step {self.step}: {text}. The trained weights are in {self.last_checkpoint}; repair the file without changing "
-            "its size (for example, blank out a bad JSON line), and the same command resumes"
+            "its size (for example, blank out a bad JSON line), or the reward, and the same command resumes"
         )
 
     def _save(self) -> None:

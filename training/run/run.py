@@ -42,6 +42,7 @@ from tightwire.training.run.checks import (
 from tightwire.training.run.early_checks import check_early, find_topology
 from tightwire.training.run.evaluate import Evaluator
 from tightwire.training.run.loop import BrokenDataError, DivergedError, Loop
+from tightwire.training.run.rollouts import OpenSampler, Rollouts
 from tightwire.training.run.setup import Ranks, connect_ranks, find_device, make_packer, make_trained
 from tightwire.training.start.export import export_adapter, export_folder
 from tightwire.training.start.model import StartingModel, open_starting_model
@@ -71,8 +72,12 @@ _READ_AHEAD = 4  # micro-batches, or those of a step if it has more
 _TOKENIZER = "tokenizer"
 
 
-def run_training(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> int:
+def run_training(
+    config: TrainConfig, environment: Mapping[str, str] = os.environ, *, open_sampler: OpenSampler | None = None
+) -> int:
     """Train, save and export. Returns the number of the signal that ended the run, or 0.
+
+    ``open_sampler``: the engine that answers the prompts of GRPO.
 
     Raises ValueError before anything has been changed, and one of ``FAILURES`` if the run cannot go on.
     """
@@ -84,7 +89,7 @@ def run_training(config: TrainConfig, environment: Mapping[str, str] = os.enviro
             store = open_store(environment, topology, timeout_s=config.parallel.timeout_s)
             ranks = stack.enter_context(connect_ranks(config.parallel, topology, store, device))
             received = stack.enter_context(stop_signals())
-            run = Run(config, options, data, ranks)
+            run = Run(config, options, data, ranks, open_sampler)
         stack.callback(run.close)
         return run.train(received)
 
@@ -92,9 +97,16 @@ def run_training(config: TrainConfig, environment: Mapping[str, str] = os.enviro
 class Run:
     """A run on connected ranks. All ranks make the same calls."""
 
-    def __init__(self, config: TrainConfig, options: EngineOptions, data: RunData, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        options: EngineOptions,
+        data: RunData,
+        ranks: Ranks,
+        open_sampler: OpenSampler | None = None,
+    ) -> None:
         """Raises ValueError: ranks have different configurations, a folder cannot be written, or there is no such model."""
-        self._config, self._data, self._control = config, data, ranks.control
+        self._config, self._data, self._control, self._open_sampler = config, data, ranks.control, open_sampler
         check_same_configuration(config, data, ranks.control)
         self._folder = make_run_folder(config, ranks.control)
         self._start = _open_starting_model(config, data, self._folder, ranks)
@@ -121,17 +133,20 @@ class Run:
         config, control, start, trained = self._config, self._control, self._start, self._trained
         checkpoint, step, position = self._load()
         terminal = Terminal(config.schedule.steps, config.log.every, rank=control.rank, done=step)
-        log = evaluator = None
+        log = evaluator = rollouts = None
         closed, ahead = Event(), max(_READ_AHEAD, config.batch.accumulation(control.world_size))
         where = {"rank": control.rank, "world_size": control.world_size, "position": position}
-        pack = make_packer(config.data, start)
+        pack = make_packer(config, start)
         batches = ReadAhead(rank_batches(self._data, pack, **where, closed=closed), ahead, closed)
         try:
             with control.failing_together(ValueError):
                 if control.rank == 0:
                     log = RunLog(self._folder, after_step=step, tensorboard=config.log.tensorboard)
             terminal.say(self._describe_start(checkpoint))
-            if config.evaluation.every:
+            if config.data.kind == "prompts":
+                with control.failing_together(ValueError):
+                    rollouts = self._open_rollouts(step)
+            elif config.evaluation.every:
                 evaluator = Evaluator(config, trained, start, control, held_out_sequences(self._data, pack))
             loop = Loop(
                 config=config,
@@ -145,6 +160,7 @@ class Run:
                 ),
                 terminal=terminal,
                 log=log,
+                rollouts=rollouts,
                 stop_signal=stop_signal,
                 flops_per_token=flops_per_token(
                     start.config,
@@ -171,8 +187,17 @@ class Run:
         finally:
             batches.close()
             terminal.close()
+            if rollouts is not None:
+                rollouts.close()
             if log is not None:
                 log.close()
+
+    def _open_rollouts(self, step: int) -> Rollouts:
+        if self._open_sampler is None:
+            raise ValueError("data.kind=prompts needs an engine that answers; start the run with `tightwire train`")
+        trained = self._trained
+        given = self._config, self._start, trained.engine, self._control
+        return Rollouts(*given, self._open_sampler, trained.device, step)
 
     def _load(self) -> tuple[Path | None, int, int]:
         """Load the weights. Returns the checkpoint (None: a new run), its step and its position."""

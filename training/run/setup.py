@@ -15,8 +15,9 @@ from tightwire.training.checkpoint.state import Replica, RunState
 from tightwire.training.compression.dense import Replicas
 from tightwire.training.compression.make import make_compressor
 from tightwire.training.config.compression import DenseOptions
-from tightwire.training.config.tree import DataConfig, ParallelConfig, TrainConfig
+from tightwire.training.config.tree import ParallelConfig, TrainConfig
 from tightwire.training.data.chats import ChatEncoder, ChatPacker, PairPacker
+from tightwire.training.data.prompts import PromptPacker
 from tightwire.training.data.sequences import AnyPacker, Packer
 from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.flat_parameters import BucketPlan, cut_shard, plan_buckets
@@ -108,16 +109,19 @@ def make_trained(config: TrainConfig, options: EngineOptions, start: StartingMod
     return Trained(model=model, objective=make_objective(config), engine=engine, state=state, device=groups.device)
 
 
-def make_packer(config: DataConfig, start: StartingModel) -> AnyPacker:
+def make_packer(config: TrainConfig, start: StartingModel) -> AnyPacker:
     """What makes sequences of the run's documents. Raises ValueError: messages, and the model has no chat template."""
-    tokenizer, size = start.tokenizer, config.sequence_tokens
+    tokenizer, size, kind = start.tokenizer, config.data.sequence_tokens, config.data.kind
     encode = partial(tokenizer.encode, add_special_tokens=False)
-    if config.kind == "text":
+    if kind == "text":
         return Packer(encode, size, start.end_token_id)
     if tokenizer.chat_template is None:
-        raise ValueError(f"data.kind={config.kind}: {start.name} has no chat template; start from an instruct model")
-    given = ChatEncoder(tokenizer.render_chat, encode, tokenizer.eos_token_ids), size, start.end_token_id
-    return ChatPacker(*given) if config.kind == "chat" else PairPacker(*given, scored=start.head == "reward")
+        raise ValueError(f"data.kind={kind}: {start.name} has no chat template; start from an instruct model")
+    chats = ChatEncoder(tokenizer.render_chat, encode, tokenizer.eos_token_ids)
+    if kind == "prompts":
+        return PromptPacker(chats, size, config.grpo.answer_tokens)
+    given = chats, size, start.end_token_id
+    return ChatPacker(*given) if kind == "chat" else PairPacker(*given, scored=start.head == "reward")
 
 
 def _make_compressor(

@@ -5,6 +5,8 @@ A layer's output is W x + B A dropout(x) * scale. Source: Hu et al., arXiv 2106.
 
 import hashlib
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,6 +65,19 @@ def initial_matrix(name: str, base_shape: tuple[int, ...], config: LoraConfig, s
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
     generator, bound = torch.Generator().manual_seed(int.from_bytes(digest)), 1 / math.sqrt(num_inputs)
     return torch.empty(config.rank, num_inputs).uniform_(-bound, bound, generator=generator)
+
+
+@contextmanager
+def without_adapter(model: Any) -> Iterator[None]:
+    """Compute the base model inside ``with``."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    for layer in layers:
+        layer.adapts = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.adapts = True
 
 
 def adapter_json(config: LoraConfig, base: str, targets: list[str], saved: list[str]) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 DPO's reference is the model without its adapter, so there is no second model. Source: Rafailov et al., arXiv 2305.18290.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,23 +13,25 @@ from torch.nn.functional import cross_entropy, logsigmoid
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.chats import IGNORED
 from tightwire.training.data.sequences import Batch
-from tightwire.training.start.lora import LoraLinear
+from tightwire.training.start.grpo import Grpo
+from tightwire.training.start.lora import without_adapter
 
 
 class Objective(Protocol):
     """The loss of a batch. All ranks make the same forwards. ``figures``: names of what is reported beside the loss."""
 
-    figures: tuple[str, ...]
+    @property
+    def figures(self) -> tuple[str, ...]: ...
 
-    def loss(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, model: Any, batch: Any) -> tuple[Tensor, Tensor]:
         """The mean over the batch, with a graph for backward, and (F,) sums of the figures over the batch."""
         ...
 
-    def weight(self, batch: Batch) -> int:
+    def weight(self, batch: Any) -> int:
         """The number of items that ``loss`` is the mean of."""
         ...
 
-    def total(self, model: Any, batch: Batch) -> list[float]:
+    def total(self, model: Any, batch: Any) -> list[float]:
         """[number of items, sum of the losses, sums of the figures], for an evaluation; items without a target do not count."""
         ...
 
@@ -111,22 +111,11 @@ def rewards_of(model: Any, rows: Batch) -> Tensor:
     return (scores_BS * (rows.targets_BS != IGNORED)).sum(1)
 
 
-@contextmanager
-def without_adapter(model: Any) -> Iterator[None]:
-    """Compute the base model inside ``with``."""
-    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
-    for layer in layers:
-        layer.adapts = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.adapts = True
-
-
 def make_objective(config: TrainConfig) -> Objective:
     if config.model.head == "reward":
         return Reward()
+    if config.data.kind == "prompts":
+        return Grpo(config.grpo)
     return Dpo(config.dpo.beta) if config.data.kind == "preferences" else NextToken()
 
 

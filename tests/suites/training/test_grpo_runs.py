@@ -1,0 +1,172 @@
+"""Runs of GRPO whose answers come from the server's engine in the same process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.training.training_runs import StopAfter, log_lines, losses, make_config, train
+from tiny import VARIANTS, make_tiny
+
+from tightwire.post_training import open_engine
+from tightwire.training.config.read import ConfigError
+from tightwire.training.config.tree import TrainConfig
+from tightwire.training.data.documents import DataError
+from tightwire.training.run.loop import BrokenDataError
+from tightwire.training.run.rollouts import SAMPLES, find_reward
+
+_SAMPLES = 4
+
+
+def count_es(prompts: Any, completions: list[str], offset: list[int], **_: Any) -> list[float]:
+    """A reward: the share of e in the text, with what the line says of it."""
+    assert len(prompts) == len(completions) == len(offset)
+    return [
+        sum(letter < "p" for letter in text) / max(1, len(text)) + own
+        for text, own in zip(completions, offset, strict=True)
+    ]
+
+
+def fails_in_the_third_call(completions: list[str], **_: Any) -> list[float]:
+    _calls.append(len(completions))
+    if len(_calls) == 3:
+        raise RuntimeError("no such word")
+    return [float(len(text)) for text in completions]
+
+
+_calls: list[int] = []
+
+
+def returns_nan(completions: list[str], **_: Any) -> list[float]:
+    return [float("nan")] * len(completions)
+
+
+def returns_too_few(completions: list[str], **_: Any) -> list[float]:
+    return [1.0]
+
+
+def says_the_same(completions: list[str], **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+
+
+def _config(folder: Path, *overrides: str, reward: str = "count_es", run: str = "run") -> TrainConfig:
+    base, path = folder / "model", folder / "prompts.jsonl"
+    if not base.exists():
+        make_tiny(base, **VARIANTS["odd-heads"])
+        lines = [{"prompt": [{"role": "user", "content": f"say {i}"}], "offset": i % 3} for i in range(40)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return make_config(
+        folder,
+        f"model={{start: {base}, lora: {{rank: 4}}}}",
+        f"data={{files: [{path}], kind: prompts, sequence_tokens: 64, shuffle_documents: 8}}",
+        "batch={sequences: 4, micro_sequences: 1}",
+        f"grpo={{rewards: ['test_grpo_runs:{reward}'], samples: {_SAMPLES}, answer_tokens: 8, beta: 0.1}}",
+        *overrides,
+        run=run,
+    )
+
+
+def _train(config: TrainConfig, world_size: int = 1, **options: Any) -> None:
+    train(config, world_size, open_sampler=open_engine, **options)
+
+
+def _samples(config: TrainConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(config.run) / SAMPLES).read_text().splitlines()]
+
+
+def test_trainer_and_engine_agree_in_float32_and_every_sample_is_kept(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    _train(config)
+
+    lines, samples = log_lines(config), _samples(config)
+    assert len(lines) == 6 and len(samples) == 6 * 4 * _SAMPLES
+    # The ratio of both probabilities is 1, at the first step and with each later version of the adapter.
+    assert all(line["mismatch"] < 1e-5 and line["mismatch_kl"] < 1e-6 for line in lines)
+    assert all(line["clipped"] == line["truncated"] == 0 for line in lines)
+    assert lines[0]["kl"] == pytest.approx(0, abs=1e-7) and lines[-1]["kl"] > 1e-5
+    for line in lines:
+        own = [sample for sample in samples if sample["step"] == line["step"]]
+        assert line["reward"] == pytest.approx(sum(sample["reward"] for sample in own) / len(own))
+        assert all(0 < sample["tokens"] <= 8 for sample in own)
+    assert lines[0]["grad_norm"] > 0
+
+
+def test_a_stopped_run_resumes_to_the_bit_and_ranks_draw_the_same(tmp_path: Path) -> None:
+    alone, parted = _config(tmp_path, run="alone"), _config(tmp_path, run="parted")
+    shared = _config(tmp_path, "parallel.sharding=zero3", run="shared")
+    _train(alone)
+    _train(parted, stop_signal=StopAfter(parted, 3))
+    _train(parted)
+    _train(shared, 2)
+
+    assert losses(parted) == losses(alone)
+    assert _samples(parted) == _samples(alone)
+    first = [sorted(s["answer"] for s in _samples(config) if s["step"] == 1) for config in (alone, shared)]
+    assert first[0] == first[1]
+    assert losses(shared)[0] == pytest.approx(losses(alone)[0], abs=1e-5)
+
+
+def test_answers_of_several_updates_move_away_from_ratio_one(tmp_path: Path) -> None:
+    config = _config(tmp_path, "grpo.updates=3", "grpo.clip=0.001", "optimizer.lr=3e-2")
+    _train(config)
+
+    lines = log_lines(config)
+    assert [line["clipped"] > 0 for line in lines] == [False, True, True, False, True, True]
+    assert {sample["step"] for sample in _samples(config)} == {1, 4}
+
+
+def test_groups_with_equal_rewards_change_nothing(tmp_path: Path) -> None:
+    config = _config(tmp_path, "schedule.steps=2", reward="says_the_same")
+    _train(config, 2)
+
+    assert [(line["loss"], line["grad_norm"], line["even_groups"]) for line in log_lines(config)] == [(0, 0, 1)] * 2
+
+
+def test_a_reward_that_fails_ends_the_run_with_its_weights_saved(tmp_path: Path) -> None:
+    _calls.clear()
+    config = _config(tmp_path, reward="fails_in_the_third_call")
+    with pytest.raises(
+        BrokenDataError, match=r"after step 2: the reward test_grpo_runs:fails.* failed: .*no such word.*step-00000002"
+    ):
+        _train(config)
+    _train(config)  # later calls do not fail
+
+    assert len(log_lines(config)) == 6
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [("returns_nan", "is nan for the answer"), ("returns_too_few", "returned 1 numbers for 16 answers")],
+)
+def test_wrong_rewards_are_named(tmp_path: Path, reward: str, message: str) -> None:
+    with pytest.raises(DataError, match=f"the reward test_grpo_runs:{reward} {message}"):
+        _train(_config(tmp_path, reward=reward))
+
+
+def test_missing_rewards_prompts_and_room_are_refused(tmp_path: Path) -> None:
+    for name, message in (("no_module:f", "cannot be imported"), ("test_grpo_runs:_SAMPLES", "neither a function")):
+        with pytest.raises(ValueError, match=message):
+            find_reward(name, None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="give grpo.rewards"):
+        _config(tmp_path, "grpo.rewards=[]")
+    with pytest.raises(ConfigError, match="leaves no room for a prompt"):
+        _config(tmp_path, "grpo.answer_tokens=64")
+    with pytest.raises(ConfigError, match="an adapter without dropout"):
+        _config(tmp_path, "model.lora={dropout: 0.1}")
+    with pytest.raises(
+        DataError, match=r"prompts.jsonl:\d+: a prompt of \d+ tokens and an answer of .*=60 are more than"
+    ):
+        _train(_config(tmp_path, "grpo.answer_tokens=60"))
+    path = tmp_path / "prompts.jsonl"
+    for line, message in (
+        ({"prompt": []}, "has no messages"),
+        ({"prompt": [{"role": "user", "content": " "}]}, "not empty"),
+    ):
+        path.write_text(json.dumps(line))
+        with pytest.raises(DataError, match=message):
+            _train(_config(tmp_path, run="other"))

@@ -1,0 +1,190 @@
+"""Answers of the model in training, with their rewards: what a step of GRPO learns from. Start with ``Rollouts``.
+
+``Sampler`` is the engine that answers; its implementation is given by the caller of ``tightwire train``, because training knows
+no server.
+"""
+
+import json
+import math
+import pkgutil
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tightwire.model.adapters.peft import CONFIG_FILE
+from tightwire.training.config.grpo import GrpoConfig
+from tightwire.training.config.tree import TrainConfig
+from tightwire.training.data.documents import DataError
+from tightwire.training.data.prompts import Prompt
+from tightwire.training.engine.engine import Engine
+from tightwire.training.log.run_log import drop_after
+from tightwire.training.ranks.control import Control
+from tightwire.training.start.grpo import Answer, Groups, advantages_of
+from tightwire.training.start.model import StartingModel
+from tightwire.training.start.reward import RewardModel
+
+SAMPLES = "samples.jsonl"
+Reward = Callable[..., Sequence[float]]
+
+
+class Sampler(Protocol):
+    """An engine that answers prompts with the base model and the newest adapter it was given."""
+
+    def load(self, matrices: Mapping[str, Tensor]) -> None:
+        """Use these matrices, by their names in the model, for the answers that begin from now on."""
+        ...
+
+    def answer(self, prompts: Sequence[tuple[list[int], int]], most_tokens: int) -> list[Answer]:
+        """One answer to each (tokens, seed), drawn from the model's own probabilities: temperature 1, no limits."""
+        ...
+
+    def close(self) -> None: ...
+
+
+# Of a starting model with LoRA: dtype, device, most tokens of a sequence, most sequences at once.
+OpenSampler = Callable[[StartingModel, torch.dtype, torch.device, int, int], Sampler]
+
+
+def find_reward(name: str, device: torch.device) -> Reward:
+    """Raises ValueError: there is no such function or folder."""
+    if (Path(name) / CONFIG_FILE).is_file():
+        return RewardModel.open(Path(name), device)
+    if "" not in sys.path:
+        sys.path.append("")  # modules of the folder that the run is started in
+    try:
+        found = pkgutil.resolve_name(name) if ":" in name else None
+    except Exception as error:  # noqa: BLE001, a module of the user's may raise anything
+        raise ValueError(f"grpo.rewards: {name} cannot be imported: {error!r}") from None
+    is_function = callable(found)
+    if not is_function:
+        raise ValueError(
+            f"grpo.rewards: {name} is neither a function, package.module:name, nor the folder of a reward model"
+        )
+    return found  # pyright: ignore[reportReturnType]
+
+
+def rewards_of_answers(
+    names: Sequence[str], rewards: Sequence[Reward], prompts: Sequence[Prompt], texts: Sequence[str]
+) -> list[list[float]]:
+    """What each function says of each answer. Raises DataError: one raises, or does not return a finite number for each."""
+    keys = dict.fromkeys(key for prompt in prompts for key in prompt.columns)
+    columns = {key: [prompt.columns.get(key) for prompt in prompts] for key in keys}
+    found = []
+    for name, reward in zip(names, rewards, strict=True):
+        try:
+            values = list(reward(prompts=[prompt.messages for prompt in prompts], completions=[*texts], **columns))
+            numbers = [float(value) for value in values]
+        except Exception as error:  # noqa: BLE001, the user's function may raise anything
+            raise DataError(f"the reward {name} failed: {error!r}") from None
+        if len(numbers) != len(texts):
+            raise DataError(f"the reward {name} returned {len(numbers)} numbers for {len(texts)} answers")
+        if bad := [at for at, number in enumerate(numbers) if not math.isfinite(number)]:
+            raise DataError(f"the reward {name} is {numbers[bad[0]]} for the answer {texts[bad[0]]!r:.200}")
+        found.append(numbers)
+    return found
+
+
+class Rollouts:
+    """Samples and rewards the answers of a step on all ranks; each answers its own prompts."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        start: StartingModel,
+        engine: Engine,
+        control: Control,
+        open_sampler: OpenSampler,
+        device: torch.device,
+        step: int,
+    ) -> None:
+        """Raises ValueError: a reward does not exist. ``step``: lines of ``samples.jsonl`` after it are dropped."""
+        self.config: GrpoConfig = config.grpo
+        self._seed, self._tokenizer, self._engine, self._control = config.seed, start.tokenizer, engine, control
+        self._rewards = [find_reward(name, device) for name in config.grpo.rewards]
+        self._path = config.run_folder / SAMPLES
+        if control.rank == 0:
+            drop_after(self._path, step)
+        dtype = getattr(torch, config.model.compute_dtype)
+        at_once = config.batch.sequences // control.world_size * config.grpo.samples
+        self._sampler = open_sampler(start, dtype, device, config.data.sequence_tokens, at_once)
+        self.figures: dict[str, float] = {}  # of the newest answers, over all ranks
+
+    def close(self) -> None:
+        self._sampler.close()
+
+    def run(self, batches: Sequence[Sequence[Prompt]], step: int) -> list[Groups]:
+        """Answer the prompts of the micro-batches after ``step`` steps. Collective; a rank may have none.
+
+        Raises DataError on all ranks: a reward failed.
+        """
+        self._sampler.load({name: tensor.clone() for name, tensor in self._engine.full_tensors()})
+        groups: list[Groups] = []
+        records: list[dict[str, Any]] = []
+        with self._control.failing_together(DataError):
+            if batches:
+                groups, records = self._answer(batches, step)
+        records = [record for of_rank in self._control.gather(records) for record in of_rank]
+        if records:
+            self._note(records)
+        return groups
+
+    def _answer(self, batches: Sequence[Sequence[Prompt]], step: int) -> tuple[list[Groups], list[dict[str, Any]]]:
+        config, control = self.config, self._control
+        asked = [prompt for batch in batches for prompt in batch for _ in range(config.samples)]
+        # By place in the step, so that any number of ranks draws the same.
+        places = (divmod(number, config.samples) for number in range(len(asked)))
+        seeds = [
+            random.Random(f"{self._seed} {step} {own * control.world_size + control.rank} {sample}").getrandbits(63)
+            for own, sample in places
+        ]
+        answers = self._sampler.answer(
+            [*zip((each.token_ids for each in asked), seeds, strict=True)], config.answer_tokens
+        )
+        texts = [self._tokenizer.decode(each.token_ids[: len(each.token_ids) - each.ended]) for each in answers]
+        each_reward = rewards_of_answers(config.rewards, self._rewards, asked, texts)
+        rewards_PG = torch.tensor(each_reward, dtype=torch.float64).sum(0).view(-1, config.samples)
+        counts_B = (rewards_PG.amax(1) > rewards_PG.amin(1)).repeat_interleave(config.samples)
+        advantages_B = advantages_of(rewards_PG, config.advantage).flatten().float()
+        groups, first = [], 0
+        for batch in batches:
+            own = slice(first, first + len(batch) * config.samples)
+            tokens = [prompt.token_ids for prompt in asked[own]]
+            groups.append(Groups.of(tokens, answers[own], advantages_B[own], counts_B[own]))
+            first = own.stop
+        totals = rewards_PG.flatten().tolist()
+        records = [
+            {
+                "step": step + 1,
+                "prompt": prompt.messages,
+                "answer": text,
+                "reward": total,
+                "rewards": dict(zip(config.rewards, numbers, strict=True)),
+                "advantage": advantage,
+                "tokens": len(answer.token_ids),
+                "ended": answer.ended,
+            }
+            for prompt, text, total, numbers, advantage, answer in zip(
+                asked, texts, totals, zip(*each_reward, strict=True), advantages_B.tolist(), answers, strict=True
+            )
+        ]
+        return groups, records
+
+    def _note(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Set the figures, and write the samples on rank 0."""
+        rewards_PG = torch.tensor([record["reward"] for record in records], dtype=torch.float64)
+        rewards_PG = rewards_PG.view(-1, self.config.samples)
+        self.figures = {
+            "reward": float(rewards_PG.mean()),
+            "reward_deviation": float(rewards_PG.std(1).mean()),
+            "even_groups": float((rewards_PG.amax(1) == rewards_PG.amin(1)).double().mean()),
+            "answer_tokens": sum(record["tokens"] for record in records) / len(records),
+            "ended": sum(record["ended"] for record in records) / len(records),
+        }
+        if self._control.rank == 0:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(record) + "\n" for record in records)
