@@ -104,7 +104,7 @@ def rank_batches(
     own = (sequence for index, sequence in numbered if index % world_size == rank)
     while True:
         own_batch = islice(own, data.config.batch.micro_sequences)
-        yield list(own_batch) if data.config.data.kind == "prompts" else stack(own_batch)  # pyright: ignore[reportArgumentType]
+        yield list(own_batch) if isinstance(pack, PromptPacker) else stack(own_batch)  # pyright: ignore[reportArgumentType]
 
 
 def held_out_sequences(data: RunData, pack: AnyPacker) -> list[TokenSequence | Row]:

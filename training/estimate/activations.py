@@ -19,6 +19,7 @@ from tightwire.training.data.sequences import Batch
 from tightwire.training.engine.flat_parameters import Bucket, plan_buckets
 from tightwire.training.engine.hooks import Hooks, MicroBatch
 from tightwire.training.engine.options import EngineOptions
+from tightwire.training.start.grpo import Groups
 from tightwire.training.start.loss import next_token_loss
 from tightwire.training.start.model import build_model
 from tightwire.training.start.objective import make_objective
@@ -103,11 +104,21 @@ def activation_bytes(llama: LlamaConfig, options: EngineOptions, config: TrainCo
     with LiveBytes() as live:
         hooks = Hooks(model, plan)
         anchor = torch.zeros((), device=_META, requires_grad=True)
-        size = config.batch.micro_sequences, config.step_tokens // config.batch.sequences
-        ids_BS = torch.zeros(size, dtype=torch.int64, device=_META)
+        batch = _batch(config)
         hooks.micro_batch = MicroBatch(plan, options, weights, gradients, anchor, last=True)
-        make_objective(config).loss(model, Batch(ids_BS, ids_BS))[0].backward()
+        make_objective(config).loss(model, batch)[0].backward()
         return Activations(max(most_before, live.most), live.most if most_before else 0)
+
+
+def _batch(config: TrainConfig) -> Batch | Groups:
+    """A micro-batch of the largest size, on the meta device."""
+    tokens = config.step_tokens // config.batch.sequences
+    if config.data.kind != "prompts":
+        ids_BS = torch.zeros(config.batch.micro_sequences, tokens, dtype=torch.int64, device=_META)
+        return Batch(ids_BS, ids_BS)
+    size = config.batch.micro_sequences * config.grpo.samples, config.data.sequence_tokens
+    ids_BS, numbers_BS = torch.zeros(size, dtype=torch.int64, device=_META), torch.zeros(size, device=_META)
+    return Groups(ids_BS, ids_BS, numbers_BS, numbers_BS[:, 0])
 
 
 class _FusedAttention(torch.autograd.Function):
