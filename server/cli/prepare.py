@@ -1,36 +1,15 @@
-"""Runs ``tightwire pull`` and ``prepare``: fetches a model of the catalog; writes or checks a prepared folder."""
+"""Runs ``tightwire prepare``: reads its flags, then imports what writes or checks a prepared folder."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tightwire.model.checkpoint import catalog
 from tightwire.option_flags import add_flags
-from tightwire.server.cli.progress import Progress
-from tightwire.server.cli.start import interrupts_end_at_once, refuse
+from tightwire.server.cli.start import interrupts_end_at_once
 from tightwire.server.config.flags import fields_of, parse
 
 _GROUPS = ("model", "parallel", "weights")
 _OPTIONS = ("tp", "tp_split", "dtype", "quantization", "weight_codec", "seed")
-
-
-def pull(argv: Sequence[str]) -> int:
-    """``tightwire pull``: the file's path on standard output; exit code 1 if it cannot be fetched."""
-    parser = argparse.ArgumentParser(prog="tightwire pull", description="Fetch a known model into the cache folder.")
-    names = sorted(catalog.CATALOG)
-    known = f"one of {', '.join(names)} (default: %(default)s)"
-    parser.add_argument("name", nargs="?", default="smollm2-135m", choices=names, metavar="NAME", help=known)
-    name = parser.parse_args(argv).name
-    progress = Progress()
-    try:
-        path = catalog.pull(name, progress=lambda fraction: progress.stage(f"downloading {name}", fraction))
-    except ValueError as error:
-        return refuse("pull", error, exit_code=1)
-    finally:
-        progress.close()
-    sys.stdout.write(f"{path}\n")
-    return 0
 
 
 def prepare(argv: Sequence[str]) -> int:

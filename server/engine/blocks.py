@@ -40,10 +40,6 @@ class BlockPool:
         """Blocks that ``allocate`` can return, kept ones included."""
         return len(self._blank) + len(self._evictable)
 
-    @property
-    def num_used(self) -> int:
-        return self.num_blocks - self.num_free
-
     def allocate(self, count: int) -> list[int]:
         """Allocate ``count`` blocks, and evict the content of kept ones once no other is free. ValueError: fewer are free."""
         if not 0 <= count <= self.num_free:

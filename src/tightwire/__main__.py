@@ -16,7 +16,7 @@ VERBS = {
     "tune": ("tightwire.bench.cli:tune", "measure every AllReduce on this host; `serve` then chooses by the results"),
     "explain": ("tightwire.server.cli.explain:explain", "show which AllReduce sums which message of a model, and why"),
     "doctor": ("tightwire.bench.doctor.cli:main", "check this machine: devices, links, and which options to use"),
-    "pull": ("tightwire.server.cli.prepare:pull", "fetch a model of the catalog into the cache"),
+    "pull": ("tightwire.server.cli.pull:pull", "fetch a model of the catalog into the cache"),
     "train": ("tightwire.post_training:train", "pre-train or fine-tune a model, alone or under torchrun"),
     "prepare": (
         "tightwire.server.cli.prepare:prepare",

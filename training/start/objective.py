@@ -3,6 +3,7 @@
 DPO's reference is the model without its adapter, so there is no second model. Source: Rafailov et al., arXiv 2305.18290.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,7 +56,7 @@ class NextToken:
         return [self.weight(batch), float(cross_entropy(*flat, ignore_index=IGNORED, reduction="sum"))]
 
 
-class Pairs:
+class Pairs(ABC):
     """The mean over pairs of -log sigmoid(margin), of batches whose sequences are a chosen and a rejected row."""
 
     figures: tuple[str, ...] = ("accuracy", "margin")
@@ -80,9 +81,10 @@ class Pairs:
         figures = (margin_B > 0).float(), margin_B
         return -logsigmoid(margin_B), torch.stack(figures, 1).detach()
 
+    @abstractmethod
     def _rewards(self, model: Any, rows: Batch) -> Tensor:
         """(2B,) the reward of each row."""
-        raise NotImplementedError
+        ...
 
 
 @dataclass(frozen=True, slots=True)

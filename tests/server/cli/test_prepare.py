@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 from tiny import make_tiny, tiny_config
 
-from tightwire.model.checkpoint.catalog import is_cached
-from tightwire.model.checkpoint.catalog import pull as fetch
 from tightwire.model.open import open_checkpoint
-from tightwire.server.cli.prepare import prepare, pull
+from tightwire.server.cli.prepare import prepare
 
 # Takes long enough to be ended in the middle, and soon has something written.
 _LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 64}
@@ -172,17 +170,3 @@ def test_what_a_killed_run_leaves_is_neither_opened_nor_kept(
     assert prepare([str(model), str(out)]) == 0
     assert f"removed {left}, which an earlier run left unfinished" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["large.json", "out", "tiny"]
-
-
-def test_pull_prints_where_the_model_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if not is_cached("smollm2-135m"):
-        pytest.skip("the model is not in the cache; `tightwire pull` fetches it")
-    assert pull([]) == 0
-    assert capsys.readouterr().out.strip() == str(fetch())
-
-
-def test_pull_refuses_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit:
-        pull(["llama-9"])
-    assert exit.value.code == 2
-    assert "smollm2-135m" in capsys.readouterr().err
