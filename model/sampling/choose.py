@@ -105,24 +105,27 @@ class TokenChooser:
         """Return the tokens drawn for the rows ``choosing``, whose logits are given."""
         logits_RV = self._edited(logits_RV, rows, choosing, banned)
         kind_R = rows.column(Column.KIND)[choosing].astype(int)
-        drawn_R = torch.empty(len(choosing), dtype=torch.int64, device=self._device)
         by_row = np.flatnonzero(kind_R >= Kind.PLAIN) if self._by_row else kind_R[:0]
-        if len(by_row):
-            drawn_R = _put(drawn_R, by_row, self._draw_rows(logits_RV, rows.table_RC[choosing], by_row, gather))
+        draws = [
+            RowDraw(logits_RV[row].numpy(), self._steps_V.numpy(), self._ids.start, rows.table_RC[choosing[row]])
+            for row in by_row
+        ]
         kinds = sorted({*np.delete(kind_R, by_row).tolist()})
-        if not kinds:
-            return drawn_R
         # A greedy row needs nothing of the table.
-        table_RC = upload(rows.table_RC if kinds[-1] else rows.table_RC[:, :0], torch.float64, self._device)
+        table_RC = upload(rows.table_RC if any(kinds) else rows.table_RC[:, :0], torch.float64, self._device)
         places = {Kind(kind): np.flatnonzero(kind_R == kind) for kind in kinds}
         groups = {
             kind: self._group(rows, choosing[place], _take(logits_RV, place), table_RC)
             for kind, place in places.items()
         }
-        keys = [self._local_keys(kind, group) for kind, group in groups.items()]
-        gathered = gather(torch.cat([own_RC.view(-1) for own_RC in keys]))
-        by_rank = [own.split([own_RC.numel() for own_RC in keys]) for own in gathered]
-        for number, (kind, group) in enumerate(groups.items()):
+        keys = [torch.from_numpy(draw.own_keys()) for draw in draws]
+        keys += [self._local_keys(kind, group) for kind, group in groups.items()]
+        gathered = gather(torch.cat([own.view(-1) for own in keys]))
+        by_rank = [own.split([own.numel() for own in keys]) for own in gathered]
+        fronts = [draw.front(torch.cat([own[row] for own in by_rank]).numpy()) for row, draw in enumerate(draws)]
+        drawn_R = torch.empty(len(choosing), dtype=torch.int64, device=self._device)
+        drawn_R = _put(drawn_R, by_row, self._tokens(draws, fronts, gather) if draws else None)
+        for number, (kind, group) in enumerate(groups.items(), len(draws)):
             keys_RC = torch.cat([own[number].view(keys[number].shape) for own in by_rank], 1)
             logit_R, id_R = logits_and_ids(self._winners(kind, group, keys_RC, gather))
             if kind is not Kind.GREEDY:
@@ -130,15 +133,9 @@ class TokenChooser:
             drawn_R = _put(drawn_R, places[kind], torch.where(logit_R.isfinite(), id_R, -1))
         return drawn_R
 
-    def _draw_rows(self, logits_RV: Tensor, table_RC: np.ndarray, places: np.ndarray, gather: Gather) -> Tensor:
-        """Return the tokens of the rows at ``places``, which have neither temperature 0 nor top_k, on a CPU."""
-        steps_V, first_id = self._steps_V.numpy(), self._ids.start
-        draws = [RowDraw(logits_RV[place].numpy(), steps_V, first_id, table_RC[place]) for place in places]
-        own = [draw.own_keys() for draw in draws]
-        ends = np.cumsum([len(keys) for keys in own])[:-1]
-        by_rank = [np.split(keys.numpy(), ends) for keys in gather(torch.from_numpy(np.concatenate(own)))]
-        fronts = [draw.front(np.concatenate(keys)) for draw, *keys in zip(draws, *by_rank, strict=True)]
-        # Nothing is before the best one, which all ranks see alike.
+    def _tokens(self, draws: list[RowDraw], fronts: list[list[int]], gather: Gather) -> Tensor:
+        """Return the tokens of rows that are drawn one by one, each with its front."""
+        # If only the best is in it, nothing is before that, which all ranks see alike.
         cut = [row for row, draw in enumerate(draws) if draw.top_p < 1 and len(fronts[row]) > 1]
         if cut:
             masses = torch.from_numpy(np.stack([draws[row].masses(fronts[row]) for row in cut]))

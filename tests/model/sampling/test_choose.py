@@ -227,6 +227,14 @@ def test_messages_have_the_bytes_of_the_formula(params: dict[str, Any], messages
     assert sampler.gather.message_bytes == [3 * each for each in messages]
 
 
+@pytest.mark.parametrize("by_row", [True, False])
+def test_rows_of_all_kinds_take_one_message(by_row: bool) -> None:
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_k": 5}, {"min_p": 0.1}]
+    sampler = RankedSampler(300, cuts=(100,), by_row=by_row)
+    sampler.sample(torch.randn(4, 300), [Row(seed=seed, **each) for seed, each in enumerate(kinds)])
+    assert sampler.gather.message_bytes == [8 * (1 + 1 + 5 + FRONT)]
+
+
 def test_masses_are_told_only_where_a_token_is_before_the_best() -> None:
     sampler, logits = RankedSampler(VOCAB, cuts=(40,)), torch.arange(float(VOCAB)).expand(3, VOCAB)
     rows = [Row(seed=seed, top_p=0.9, temperature=temperature) for seed, temperature in enumerate((0.01, 99.0, 0.01))]
