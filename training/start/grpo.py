@@ -48,7 +48,6 @@ class Groups:
     sampled_BS: Tensor  # log-probabilities of the targets when they were sampled
     advantages_B: Tensor
     old_BS: Tensor | None = None
-    positions_BS: None = None
 
     @classmethod
     def of(

@@ -69,8 +69,9 @@ class RankedSampler(Sampler):
         self.vocab_rows = [range(*pair) for pair in pairwise(bounds)]
         self._device, self.gather = torch.device(device), SharedGather(len(self.vocab_rows))
         self.choosers = [self._make_chooser(rank) for rank in range(len(self.vocab_rows))]
-        for chooser in self.choosers if by_row is not None else ():
-            chooser._by_row = by_row
+        if by_row is not None:
+            for chooser in self.choosers:
+                chooser._by_row = by_row
 
     def _make_chooser(self, rank: int) -> TokenChooser:
         return TokenChooser(self.vocab_rows, rank, self._device, lambda x, phase: self.gather(rank, x))

@@ -11,7 +11,6 @@ from helpers.training.training_runs import make_config
 
 from tightwire.comm.group.topology import Topology
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.training.config.tree import DataConfig
 from tightwire.training.engine.options import engine_options
 from tightwire.training.ranks.groups import open_store
 from tightwire.training.run.early_checks import find_topology
@@ -106,7 +105,8 @@ def test_patterns_of_frozen_parameters_must_match(tmp_path: Path) -> None:
         build_model(llama, device=torch.device("cpu"), frozen=["*"])
 
 
-def test_chats_need_a_model_with_a_chat_template() -> None:
+def test_chats_need_a_model_with_a_chat_template(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "data.kind=chat")
     start: Any = SimpleNamespace(name="base", tokenizer=SimpleNamespace(chat_template=None, encode=len))
     with pytest.raises(ValueError, match="data.kind=chat: base has no chat template; start from an instruct model"):
-        make_packer(DataConfig(files=["x"], kind="chat"), start)
+        make_packer(config, start)
