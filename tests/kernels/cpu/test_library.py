@@ -7,20 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
+from helpers.kernels.product import PRODUCT
 
 from tightwire.kernels.cpu import build
 from tightwire.kernels.cpu.library import level
-
-PRODUCT = """
-import torch
-from tightwire.kernels.cpu.library import level
-from tightwire.kernels.linear import linear
-torch.manual_seed(0)
-x, weight = torch.randn(3, 64), torch.randn(5, 64)
-assert torch.allclose(linear(x, weight), x @ weight.T, atol=1e-4)
-print(level())
-"""
 
 
 def _run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -35,20 +25,10 @@ def test_the_best_level_is_loaded() -> None:
     assert level() == (usable[-1] if usable else "spec")
 
 
-# The lower levels are built for this test only, so compiling them quickly is worth more than quick kernels.
-UNOPTIMIZED = """
-from pathlib import Path
-from tightwire.kernels.cpu import build
-build.BUILT = Path({folder!r})
-build._FLAGS = [option.replace("-O3", "-O0") for option in build._FLAGS]
-"""
-
-
-@pytest.mark.parametrize("name", build.usable_levels())
-def test_a_named_level_is_loaded(name: str, tmp_path: Path) -> None:
-    faster_to_build = UNOPTIMIZED.format(folder=str(tmp_path)) if name != build.usable_levels()[-1] else ""
-    done = _run(faster_to_build + PRODUCT, TIGHTWIRE_KERNELS=name)
-    assert done.stdout == f"{name}\n", done.stderr
+def test_a_named_level_is_loaded() -> None:
+    """The best one. The others: tests/suites/servers/test_wheel, because a wheel has them."""
+    done = _run(PRODUCT, TIGHTWIRE_KERNELS=build.usable_levels()[-1])
+    assert done.stdout == f"{build.usable_levels()[-1]}\n", done.stderr
 
 
 def test_a_level_that_the_cpu_lacks_is_refused() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.kernels.product import PRODUCT
 from helpers.server.server_process import ServerProcess, complete, get
 from tiny import make_tiny
 
@@ -20,8 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]  # compiles every level on al
 ROOT = Path(__file__).parents[3]
 
 
-def _run(*command: str | Path, cwd: Path = ROOT) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def _run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     done = subprocess.run(command, cwd=cwd, env=environment, check=False, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -64,6 +65,11 @@ def test_it_holds_every_level_of_this_architecture_and_no_tests(wheel: Path) -> 
     levels = {Path(name).name for name in names if name.startswith("tightwire/kernels/cpu/built/")}
     assert levels == {build.library_path(level).name for level in build.machine_levels()}
     assert not [name for name in names if name.startswith(("tests", "tools", "tightwire/tests"))]
+
+
+@pytest.mark.parametrize("name", build.usable_levels())
+def test_a_named_level_is_loaded(name: str, program: Path, tmp_path: Path) -> None:
+    assert _run(program.parent / "python", "-c", PRODUCT, cwd=tmp_path, TIGHTWIRE_KERNELS=name) == f"{name}\n"
 
 
 def test_it_serves_outside_the_checkout(program: Path, tmp_path: Path) -> None:
