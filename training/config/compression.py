@@ -52,6 +52,13 @@ class SparseOptions(_Options):
         span = (step - self.rampup_begin_step) * len(self.sparsity) // self.rampup_step
         return self.sparsity[min(span, len(self.sparsity) - 1)]
 
+    def phases(self) -> dict[int, float | None]:
+        """``sparsity_at`` of each step from which another sparsity holds, in order of the steps."""
+        count = len(self.sparsity)
+        firsts = [self.rampup_begin_step - (-number * self.rampup_step // count) for number in range(count)]
+        dense = {0: None} if self.rampup_begin_step else {}
+        return dense | dict(zip(firsts, self.sparsity, strict=True))
+
 
 class TopKOptions(SparseOptions):
     """The largest elements; the rest is added to the next gradient. Works with any optimizer."""

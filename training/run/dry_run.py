@@ -12,10 +12,13 @@ import torch
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.link import Link, parse_link
 from tightwire.sizes import format_bytes
+from tightwire.training.config.compression import CompressorOptions, SparseOptions
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError, RunData
+from tightwire.training.engine.flat_parameters import BucketPlan
 from tightwire.training.engine.options import engine_options
 from tightwire.training.estimate.memory import checkpoint_bytes
+from tightwire.training.estimate.phases import advice, sparse_phases
 from tightwire.training.estimate.step import StepModel, model_step, peak_flops
 from tightwire.training.estimate.step_time import Computing, Rates, predict_step
 from tightwire.training.run.early_checks import find_topology
@@ -95,6 +98,20 @@ def _about_traffic(model: StepModel) -> Iterator[str]:
     if any(sent.values()):
         yield "\nsent by a rank in a step"
         yield from _sizes({**sent, "inside nodes": model.inside_nodes, "between nodes": model.between_nodes})
+    yield from _about_phases(model.config.parallel.between, model.plan, model.topology.world_size)
+
+
+def _about_phases(compressor: CompressorOptions, plan: BucketPlan, num_ranks: int) -> Iterator[str]:
+    replicas = num_ranks // plan.shard_ranks
+    if replicas == 1 or not isinstance(compressor, SparseOptions):
+        return
+    phases, dense_bytes = sparse_phases(compressor, plan, replicas)
+    yield f"\nsent by the {compressor.kind} compressor of replica 0; dense sums would send {format_bytes(dense_bytes)}"
+    for first, phase in phases.items():
+        share = "every element" if phase.sparsity is None else f"sparsity {phase.sparsity:g}"
+        times = f"{phase.sent_bytes / dense_bytes:.2g} times dense"
+        yield f"    {f'from step {first}':<18}{format_bytes(phase.sent_bytes):>10}  {share}, {times}"
+    yield from (f"    ADVICE: {text}" for text in advice(compressor, plan, replicas))
 
 
 def _about_time(model: StepModel, links: Mapping[str, Link]) -> Iterator[str]:

@@ -28,6 +28,7 @@ from tightwire.training.data.read_ahead import ReadAhead
 from tightwire.training.data.sequences import held_out_sequences, rank_batches
 from tightwire.training.engine.options import EngineOptions, engine_options
 from tightwire.training.estimate.memory import checkpoint_bytes
+from tightwire.training.estimate.phases import advice
 from tightwire.training.estimate.step import flops_per_token, peak_flops
 from tightwire.training.log.run_log import RunLog, Terminal
 from tightwire.training.log.spinner import spinner
@@ -143,6 +144,8 @@ class Run:
                 if control.rank == 0:
                     log = RunLog(self._folder, after_step=step, tensorboard=config.log.tensorboard)
             terminal.say(self._describe_start(checkpoint))
+            for text in advice(config.parallel.between, trained.engine.plan, trained.state.replica.size):
+                terminal.say(f"WARNING: {text}")
             if config.data.kind == "prompts":
                 with control.failing_together(ValueError):
                     rollouts = self._open_rollouts(step)

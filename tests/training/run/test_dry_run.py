@@ -44,6 +44,7 @@ def test_a_dry_run_counts_what_a_compressor_keeps_and_sends(tmp_path: Path) -> N
     assert not numbers(dense, "between") and len(numbers(sparse, "between")) == 1
     assert numbers(dense, "between nodes")[0] != numbers(sparse, "between nodes")[0]
     assert numbers(sparse, "top-k compressor")
+    assert "from step 0" in sparse and "ADVICE" not in sparse and "from step" not in dense
 
     def disk(report: str) -> str:
         return next(line for line in report.splitlines() if line.startswith("disk"))
