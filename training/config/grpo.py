@@ -15,6 +15,9 @@ class GrpoConfig(BaseModel):
     )
     samples: Annotated[int, Field(ge=2)] = Field(default=8, description="answers to a prompt: its group")
     answer_tokens: PositiveInt = Field(default=64, description="longest answer; with the prompt, data.sequence_tokens")
+    temperature: PositiveFloat = Field(
+        default=1.0, description="divides the logits, in the answers and in all probabilities of the loss"
+    )
     advantage: Literal["group", "leave-one-out"] = Field(
         default="group", description="group: (reward - mean) / deviation of the group; leave-one-out: RLOO's"
     )

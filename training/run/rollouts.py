@@ -111,7 +111,8 @@ class Rollouts:
             drop_after(self._path, step)
         dtype = getattr(torch, config.model.compute_dtype)
         at_once = config.batch.sequences // control.world_size * config.grpo.samples
-        self._sampler = open_sampler(start, dtype, device, config.data.sequence_tokens, at_once)
+        tempered = start.tempered(config.grpo.temperature)  # so that the engine's log-probabilities are at it too
+        self._sampler = open_sampler(tempered, dtype, device, config.data.sequence_tokens, at_once)
         self.figures: dict[str, float] = {}  # of the newest answers, over all ranks
 
     def close(self) -> None:

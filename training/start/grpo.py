@@ -85,8 +85,8 @@ class Grpo:
         reference_BS = None
         if config.beta:  # first: the engine takes no forward between one and its backward
             with torch.no_grad(), without_adapter(model):
-                reference_BS = _logprobs(model, batch)
-        logprobs_BS, advantages_B1 = _logprobs(model, batch), batch.advantages_B[:, None]
+                reference_BS = _logprobs(model, batch, config.temperature)
+        logprobs_BS, advantages_B1 = _logprobs(model, batch, config.temperature), batch.advantages_B[:, None]
         if batch.old_BS is None:
             batch.old_BS = logprobs_BS.detach()
         ratio_BS = (logprobs_BS - batch.old_BS).exp()
@@ -118,14 +118,15 @@ class Grpo:
 
 def _k3(log_ratio: Tensor) -> Tensor:
     """Schulman's estimate of a KL that is never negative: r - 1 - log r."""
-    return log_ratio.exp() - 1 - log_ratio
+    return log_ratio.expm1() - log_ratio
 
 
-def _logprobs(model: Any, batch: Groups) -> Tensor:
+def _logprobs(model: Any, batch: Groups, temperature: float) -> Tensor:
     """(B, S) of the targets; 0 elsewhere."""
     logits_BSV = model(input_ids=batch.inputs_BS, use_cache=False).logits
     own = zip(logits_BSV.unbind(), batch.targets_BS.unbind(), strict=True)
     losses = [
-        cross_entropy(row_SV.float(), targets_S, ignore_index=IGNORED, reduction="none") for row_SV, targets_S in own
+        cross_entropy(row_SV.float() / temperature, targets_S, ignore_index=IGNORED, reduction="none")
+        for row_SV, targets_S in own
     ]
     return -torch.stack(losses)

@@ -4,7 +4,7 @@ import fnmatch
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
@@ -52,6 +52,11 @@ class StartingModel:
     lora: LoraConfig | None = None
     seed: int = 0
     head: str = "tokens"
+
+    def tempered(self, temperature: float) -> Self:
+        """The same model with logits divided by ``temperature``."""
+        divisor, cap = self.config.logits_divisor * temperature, self.config.logits_cap / temperature
+        return replace(self, config=replace(self.config, logits_divisor=divisor, logits_cap=cap))
 
     @property
     def end_token_id(self) -> int:

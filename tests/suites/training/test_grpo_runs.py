@@ -1,10 +1,12 @@
 """Runs of GRPO whose answers come from the server's engine in the same process."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.training.training_runs import StopAfter, log_lines, losses, make_config, train
 from tiny import VARIANTS, make_tiny
 
@@ -14,6 +16,7 @@ from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
 from tightwire.training.run.loop import BrokenDataError
 from tightwire.training.run.rollouts import SAMPLES, find_reward
+from tightwire.training.start.reward import RewardModel
 
 _SAMPLES = 4
 
@@ -54,10 +57,19 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
 
 
-def _config(folder: Path, *overrides: str, reward: str = "count_es", run: str = "run") -> TrainConfig:
+_CAPPED = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "final_logit_softcapping": 3.0}
+
+
+def _config(
+    folder: Path,
+    *overrides: str,
+    reward: str = "count_es",
+    run: str = "run",
+    shape: Mapping[str, Any] = VARIANTS["odd-heads"],
+) -> TrainConfig:
     base, path = folder / "model", folder / "prompts.jsonl"
     if not base.exists():
-        make_tiny(base, **VARIANTS["odd-heads"])
+        make_tiny(base, **shape)
         lines = [{"prompt": [{"role": "user", "content": f"say {i}"}], "offset": i % 3} for i in range(40)]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return make_config(
@@ -79,14 +91,15 @@ def _samples(config: TrainConfig) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(config.run) / SAMPLES).read_text().splitlines()]
 
 
-def test_trainer_and_engine_agree_in_float32_and_every_sample_is_kept(tmp_path: Path) -> None:
-    config = _config(tmp_path)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_trainer_and_engine_agree_in_float32_and_every_sample_is_kept(tmp_path: Path, temperature: float) -> None:
+    config = _config(tmp_path, f"grpo.temperature={temperature}")
     _train(config)
 
     lines, samples = log_lines(config), _samples(config)
     assert len(lines) == 6 and len(samples) == 6 * 4 * _SAMPLES
     # The ratio of both probabilities is 1, at the first step and with each later version of the adapter.
-    assert all(line["mismatch"] < 1e-5 and line["mismatch_kl"] < 1e-6 for line in lines)
+    assert all(line["mismatch"] < 1e-5 and 0 <= line["mismatch_kl"] < 1e-6 for line in lines)
     assert all(line["clipped"] == line["truncated"] == 0 for line in lines)
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-7) and lines[-1]["kl"] > 1e-5
     for line in lines:
@@ -118,6 +131,40 @@ def test_answers_of_several_updates_move_away_from_ratio_one(tmp_path: Path) -> 
     lines = log_lines(config)
     assert [line["clipped"] > 0 for line in lines] == [False, True, True, False, True, True]
     assert {sample["step"] for sample in _samples(config)} == {1, 4}
+
+
+def test_capped_logits_are_tempered_behind_the_cap(tmp_path: Path) -> None:
+    config = _config(tmp_path, "grpo.temperature=0.5", "schedule.steps=2", shape=_CAPPED)
+    _train(config)
+
+    assert all(line["mismatch"] < 1e-5 for line in log_lines(config))
+
+
+def test_the_folder_of_a_reward_model_is_a_reward(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    turns = (("prompt", "user", "say {}"), ("chosen", "assistant", "yes {}"), ("rejected", "assistant", "no, never {}"))
+    pairs = [{key: [{"role": role, "content": text.format(i)}] for key, role, text in turns} for i in range(60)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    train(
+        make_config(
+            tmp_path,
+            f"model={{start: {config.model.start}, lora: {{rank: 4}}, head: reward}}",
+            f"data={{files: [{tmp_path / 'pairs.jsonl'}], kind: preferences, sequence_tokens: 48}}",
+            "export.dtype=float32",
+            run="judge",
+        )
+    )
+    judge = tmp_path / "judge" / "adapter"
+
+    names = [str(judge), "test_grpo_runs:count_es"]
+    _train(config.model_copy(update={"grpo": config.grpo.model_copy(update={"rewards": names})}))
+
+    asked = RewardModel.open(judge, torch.device("cpu"))
+    samples = _samples(config)
+    assert all(sample["reward"] == sum(sample["rewards"].values()) for sample in samples)
+    assert len({sample["rewards"][str(judge)] for sample in samples}) > len(samples) // 2
+    sample = samples[-1]
+    assert asked([sample["prompt"]], [sample["answer"]]) == [pytest.approx(sample["rewards"][str(judge)], abs=1e-5)]
 
 
 def test_groups_with_equal_rewards_change_nothing(tmp_path: Path) -> None:

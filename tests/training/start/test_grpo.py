@@ -70,6 +70,31 @@ def test_the_first_step_with_answers_has_ratios_of_one_and_clips_nothing() -> No
     assert groups.old_BS is not None and sums[1] == 0
 
 
+def test_probabilities_are_those_at_the_temperature() -> None:
+    model, groups = adapted_llama(LoraConfig(rank=4, alpha=8)), _groups()
+    groups.old_BS, counted_BS = None, groups.targets_BS != IGNORED
+
+    Grpo(GrpoConfig(temperature=0.5)).loss(model, groups)
+
+    with torch.no_grad():
+        scores_BSV = (2 * model(groups.inputs_BS).logits).log_softmax(-1)
+    wanted_BS = scores_BSV.gather(2, groups.targets_BS.clamp(min=0)[..., None])[..., 0] * counted_BS
+    torch.testing.assert_close(groups.old_BS, wanted_BS)
+
+
+def test_the_kl_of_equal_probabilities_is_never_below_zero() -> None:
+    model, groups = adapted_llama(LoraConfig(rank=4, alpha=8)), _groups()
+    groups.old_BS, generator = None, torch.Generator().manual_seed(0)
+    grpo = Grpo(GrpoConfig(beta=0.0))
+    grpo.loss(model, groups)
+    assert groups.old_BS is not None
+    groups.sampled_BS = groups.old_BS + 1e-6 * torch.rand(groups.old_BS.shape, generator=generator)
+
+    _, sums = grpo.loss(model, groups)
+
+    assert 0 <= sums[grpo.figures.index("mismatch_kl")] < 1e-9
+
+
 def test_advantages_are_those_of_grpo_and_of_rloo() -> None:
     rewards_PG = torch.tensor([[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
 
