@@ -47,6 +47,7 @@ class MicroBatch:
         # By bucket without gates: parameters that await gradients.
         self._missing_gradients: dict[int, set[ParamSpan]] = {}
         self._awaiting: set[int] = set()  # blocks whose backward has not ended
+        self._next_block = 0  # whose forward comes next
         if self._ahead:
             for bucket in plan.buckets:
                 if bucket.block is None:
@@ -58,6 +59,12 @@ class MicroBatch:
         assert bucket.block is not None
         if bucket.block in self._awaiting:
             raise RuntimeError(f"{bucket.name} was called twice in a micro-batch; each block is called once")
+        if bucket.block != self._next_block:
+            raise RuntimeError(
+                f"{bucket.name} was called before {self._blocks[self._next_block].name}: weights are gathered in the order "
+                "of the model's blocks, so a forward calls all of them in that order"
+            )
+        self._next_block = (self._next_block + 1) % len(self._blocks)
         self._weights.request(bucket)
         self._request(range(bucket.block + 1, bucket.block + 1 + self._ahead))
         self._weights.use(bucket)

@@ -43,3 +43,21 @@ def test_keyword_inputs_in_containers_are_gated(checkpoint_every: int) -> None:
     assert [run.losses for run in runs] == [run.losses for run in want]
     unlike = [n for n, value in want[0].parameters.items() if not torch.equal(runs[0].parameters[n], value)]
     assert not unlike
+
+
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (0, 2, 1, 3), (0, 1, 3)], ids=["reversed", "mixed", "skipped"])
+@pytest.mark.parametrize("prefetch", ["explicit", "implicit"])
+def test_another_order_of_blocks_is_refused_at_once(order: tuple[int, ...], prefetch: Any) -> None:
+    """Their weights would be awaited in buffers that hold those of other blocks."""
+
+    def run_rank(groups: Any) -> str:
+        own = KeywordModel()
+        with open_engine(own, groups, EngineOptions(prefetch=prefetch), BLOCKS) as engine:
+            own.layers = nn.ModuleList(own.layers[number] for number in order)
+            with pytest.raises(RuntimeError, match="weights are gathered in the order") as refused, engine.evaluation():
+                own(batches_of(2, 1, 1)[0, 0, groups.rank])
+            return str(refused.value)
+
+    first = {(3, 2, 1, 0): "blocks.3 was called before blocks.0", (0, 2, 1, 3): "blocks.2 was called before blocks.1"}
+    messages = run_groups(in_process_train_groups(2), run_rank)
+    assert all(text.startswith(first.get(order, "blocks.3 was called before blocks.2")) for text in messages)
