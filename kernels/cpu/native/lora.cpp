@@ -143,7 +143,6 @@ void tw_adapter_expand(const void *adapter_args, int64_t start, int64_t stop) {
 }
 
 void prefetch_expand(const tw_adapter_args &args, int64_t start, int64_t stop) {
-    constexpr int64_t LINE_BYTES = 64;
     const tw_adapter_site &site = *args.site;
     const int64_t first = start / PANEL_OUTPUTS * PANEL_OUTPUTS;
     const int64_t end = least((stop + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS * PANEL_OUTPUTS, site.part_stops[site.num_parts - 1]);

@@ -71,6 +71,7 @@ INLINE float load_float(const void *source) {
 }
 INLINE void store_float(void *target, float value) { memcpy(target, &value, sizeof value); }
 
+constexpr int LINE_BYTES = 64;  // of a cache
 // Level 1 to 3 is the cache to load into; any address is allowed.
 template <int LEVEL = 1>
 INLINE void prefetch(const char *address) {

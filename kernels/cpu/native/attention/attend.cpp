@@ -126,7 +126,7 @@ void attend_tile(const tw_attend_args &args, const tw_tile &tile, int64_t kv_hea
 
     const int64_t num_keys = first_position + tile.num_tokens, num_before = first_position + 1 - args.window;
     const int64_t begin = args.window && num_before > 0 ? num_before / KEYS * KEYS : 0;
-    CacheWalk walk(args, tile.seq, kv_head, begin);
+    CacheWalk walk(args, tile.seq, kv_head, begin, num_keys);
     const int64_t depth = IN_PAIRS ? buffers.padded / 2 : args.head_dim;
     for (int64_t first_key = begin; first_key < num_keys; first_key += KEYS) {
         const int64_t left = num_keys - first_key, width = left > KEYS / 2 ? KEYS : KEYS / 2;

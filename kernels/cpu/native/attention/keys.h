@@ -5,9 +5,8 @@
 #include "products.h"
 
 namespace {
-constexpr int KEYS = 64;  // per block
-constexpr int CHUNK =
-    48;  // rows that take a step together: their scores stay in the nearest cache; a multiple of TALL and LANES
+constexpr int KEYS = 64;   // per block
+constexpr int CHUNK = 48;  // rows that take a step together, their scores in the nearest cache; a multiple of TALL and LANES
 
 // One tile's memory: rows of queries and sums are `padded` floats wide, head_dim rounded up to whole vectors.
 struct Buffers {
@@ -95,19 +94,24 @@ struct Place {
 struct CacheWalk {
     const int32_t *blocks;
     int64_t block_stride, head_offset, token_bytes, tokens_per_block;
-    int64_t index, in_block;  // of the next position
+    int64_t index, in_block, last;  // of the next position; the sequence's last index
 
-    CacheWalk(const tw_attend_args &args, int64_t seq, int64_t kv_head, int64_t first_key) {
+    CacheWalk(const tw_attend_args &args, int64_t seq, int64_t kv_head, int64_t first_key, int64_t num_keys) {
         blocks = (const int32_t *)(args.block_table + seq * args.table_stride);
-        block_stride = args.cache_block_stride, tokens_per_block = args.tokens_per_block;
+        block_stride = args.cache_block_stride, tokens_per_block = args.tokens_per_block,
+        last = (num_keys - 1) / tokens_per_block;
         token_bytes = args.cache_kind == INT8_HEADS ? args.head_dim : args.head_dim * size_of(args.cache_kind);
         head_offset = kv_head * tokens_per_block * cache_head_bytes(args.cache_kind, args.head_dim);
         index = first_key / tokens_per_block, in_block = first_key % tokens_per_block;
     }
-    Place next() {
+    // Also asks for the same place in the next block, because the CPU's own prefetchers begin anew with each block.
+    Place next(const tw_attend_args &args) {
         const int64_t head = blocks[index] * block_stride + head_offset;
         const Place place = {index * tokens_per_block + in_block, head + in_block * token_bytes,
                              head + tokens_per_block * token_bytes + in_block * SCALE_BYTES};
+        const int64_t ahead = (blocks[index + (index < last)] - blocks[index]) * block_stride + place.numbers;
+        for (int64_t at = ahead; at < ahead + token_bytes; at += LINE_BYTES)
+            prefetch((const char *)args.k_cache + at), prefetch((const char *)args.v_cache + at);
         if (++in_block == tokens_per_block) in_block = 0, index++;
         return place;
     }
@@ -148,10 +152,9 @@ INLINE void decode_biased(const tw_attend_args &args, const Place &place, int64_
         store_rounded<Out>(target + Out::size * at, x + (a * cos - b * sin), left);
         store_rounded<Out>(target + Out::size * second, y + (b * cos + a * sin), left);
     }
-    for (int64_t at = 2 * half; at < size; at += LANES) {
-        const F32 x = load_numbers<Codes>(codes + at, size - at) * scale;
-        store_rounded<Out>(target + Out::size * at, x + load_numbers<Float32>(bias + 4 * at, size - at), size - at);
-    }
+    for (int64_t at = 2 * half, left = size - at; at < size; at += LANES, left -= LANES)
+        store_rounded<Out>(target + Out::size * at,
+                           load_numbers<Codes>(codes + at, left) * scale + load_numbers<Float32>(bias + 4 * at, left), left);
 }
 
 // A position's key and value as rows of Out.
@@ -177,7 +180,7 @@ void read_keys(const tw_attend_args &args, CacheWalk &walk, int64_t kv_head, int
             memset(value_row, 0, 4 * padded);
             continue;
         }
-        const Place place = walk.next();
+        const Place place = walk.next(args);
         if constexpr (Number::size == 1) {
             decode_codes<Float32>(args, place, kv_head, padded, (char *)row, (char *)value_row);
         } else {
@@ -199,7 +202,7 @@ void read_keys(const tw_attend_args &args, CacheWalk &walk, int64_t kv_head, int
             memset(row, 0, 4 * padded);
             continue;
         }
-        const Place place = walk.next();
+        const Place place = walk.next(args);
         if (args.cache_kind == INT8_HEADS) {
             decode_codes<BFloat16>(args, place, kv_head, padded, row, row + value_at);
         } else {

@@ -3,9 +3,6 @@
 #include "../numbers.h"
 
 namespace {
-
-constexpr int LINE_BYTES = 64;
-
 // --- products of a step of REG_LANES lanes ----------------------------------------------------------------------------
 
 // float32 inputs with weights of Number, widened: one number a lane.
