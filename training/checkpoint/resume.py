@@ -38,8 +38,8 @@ def identity_of(config: TrainConfig, llama: LlamaConfig, *, name: str, files: st
     sizes = {key: value for key, value in config_to_hf(llama).items() if key not in ("torch_dtype", "architectures")}
     if config.model.lora is not None:
         sizes["lora"] = config.model.lora.model_dump(exclude={"dropout"})
-    if config.model.head != "tokens":
-        sizes["head"] = config.model.head
+    if config.head != "tokens":
+        sizes["head"] = config.head
     return Identity(
         model={"name": name, **sizes}, order={"seed": config.seed, "files": files, **{key: data[key] for key in _ORDER}}
     )

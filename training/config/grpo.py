@@ -1,27 +1,62 @@
-"""The ``grpo`` section of a configuration."""
+"""The ``grpo`` and ``ppo`` sections of a configuration: learning from answers that the model samples."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
+Share = Annotated[float, Field(ge=0, le=1)]
 
-class GrpoConfig(BaseModel):
-    """GRPO, the loss of data.kind prompts: groups of answers that the model samples, and what rewards say of them."""
+
+class AnswersConfig(BaseModel):
+    """What both have: how answers are sampled, rewarded and weighed. ``minibatches``: optimizer steps that divide the answers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    section: ClassVar[str]
 
     rewards: list[str] = Field(
         default=[], description="functions, package.module:name, or folders of reward models; their numbers are added"
     )
-    samples: Annotated[int, Field(ge=2)] = Field(default=8, description="answers to a prompt: its group")
     answer_tokens: PositiveInt = Field(default=64, description="longest answer; with the prompt, data.sequence_tokens")
     temperature: PositiveFloat = Field(
         default=1.0, description="divides the logits, in the answers and in all probabilities of the loss"
     )
+    clip: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.2, description="ratios beyond 1 +- clip learn nothing")
+    most_weight: PositiveFloat = Field(default=2.0, description="largest importance weight of a sampled token")
+
+
+class GrpoConfig(AnswersConfig):
+    """GRPO, the loss of data.kind prompts: groups of answers that the model samples, and what rewards say of them."""
+
+    section: ClassVar[str] = "grpo"
+    minibatches: ClassVar[int] = 1
+
+    samples: Annotated[int, Field(ge=2)] = Field(default=8, description="answers to a prompt: its group")
     advantage: Literal["group", "leave-one-out"] = Field(
         default="group", description="group: (reward - mean) / deviation of the group; leave-one-out: RLOO's"
     )
     beta: Annotated[float, Field(ge=0)] = Field(default=0.04, description="weight of the KL to the reference; 0: none")
-    clip: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.2, description="ratios beyond 1 +- clip learn nothing")
-    most_weight: PositiveFloat = Field(default=2.0, description="largest importance weight of a sampled token")
     updates: PositiveInt = Field(default=1, description="optimizer steps with the same answers")
+
+
+class PpoConfig(AnswersConfig):
+    """PPO instead of GRPO: a critic, an adapter of its own over the same base, says what to expect at each token; {} has these defaults."""
+
+    section: ClassVar[str] = "ppo"
+
+    samples: PositiveInt = Field(default=1, description="answers to a prompt")
+    beta: Annotated[float, Field(ge=0)] = Field(
+        default=0.05, description="what a token's log-probability above the reference's costs of the reward"
+    )
+    gamma: Share = Field(default=1.0, description="what a reward counts one token earlier")
+    lam: Share = Field(default=0.95, description="GAE's lambda; 1: rewards alone, 0: the critic's next value")
+    clip_value: PositiveFloat = Field(
+        default=0.2, description="values farther than this from the first ones learn nothing"
+    )
+    value_weight: PositiveFloat = Field(default=0.1, description="of the critic's loss")
+    epochs: PositiveInt = Field(default=2, description="times that all answers are learned from")
+    minibatches: PositiveInt = Field(default=1, description="optimizer steps of an epoch; each takes as many prompts")
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps with the same answers."""
+        return self.epochs * self.minibatches

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 
 from tightwire.comm.group.topology import Topology
 from tightwire.training.config.compression import CompressorOptions, DenseOptions
-from tightwire.training.config.grpo import GrpoConfig
+from tightwire.training.config.grpo import GrpoConfig, PpoConfig
 from tightwire.training.config.lora import LoraConfig
 from tightwire.training.config.optimizer import OptimizerConfig
 from tightwire.training.config.sharding import SHARDINGS
@@ -86,7 +86,7 @@ class DataConfig(Section):
     )
     kind: Literal["text", "chat", "preferences", "prompts"] = Field(
         default="text",
-        description="chat: JSONL of messages, whose answers are learned; preferences: of answer pairs (DPO); prompts (GRPO)",
+        description="chat: JSONL of messages, whose answers are learned; preferences: of answer pairs (DPO); prompts (GRPO, PPO)",
     )
     text_key: str = Field(default="text", description="the key of a JSONL line that holds the text")
     parted_by: Literal["blank-line", "file"] = Field(default="blank-line", description="what ends a document of a text")
@@ -270,6 +270,7 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     dpo: DpoConfig = DpoConfig()
     grpo: GrpoConfig = GrpoConfig()
+    ppo: PpoConfig | None = None
     schedule: ScheduleConfig = ScheduleConfig()
     parallel: ParallelConfig = ParallelConfig(between=DenseOptions())
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -296,39 +297,64 @@ class TrainConfig(Section):
             )
         if self.model.head == "reward" and self.data.kind != "preferences":
             raise ValueError(f"model.head=reward learns from data.kind=preferences, got {self.data.kind}")
+        if self.ppo is not None and (self.data.kind != "prompts" or "grpo" in self.model_fields_set):
+            raise ValueError(
+                f"ppo learns from data.kind=prompts without grpo, got {self.data.kind}; remove the one or the other"
+            )
         if self.data.kind == "prompts":
-            self._check_grpo()
+            self._check_answers()
         return self
 
-    def _check_grpo(self) -> None:
-        lora, grpo = self.model.lora, self.grpo
+    def _check_answers(self) -> None:
+        lora, answers = self.model.lora, self.answers
         if lora is None or lora.dropout:
             raise ValueError(
                 "data.kind=prompts: an adapter without dropout is trained, because the answers are sampled without; set model.lora={}"
             )
-        if not grpo.rewards:
-            raise ValueError("data.kind=prompts: give grpo.rewards, such as [package.module:function]")
-        if grpo.answer_tokens >= self.data.sequence_tokens:
+        if not answers.rewards:
+            raise ValueError(f"data.kind=prompts: give {answers.section}.rewards, such as [package.module:function]")
+        if answers.answer_tokens >= self.data.sequence_tokens:
             raise ValueError(
-                f"grpo.answer_tokens={grpo.answer_tokens} leaves no room for a prompt in data.sequence_tokens={self.data.sequence_tokens}"
+                f"{answers.section}.answer_tokens={answers.answer_tokens} leaves no room for a prompt in data.sequence_tokens="
+                f"{self.data.sequence_tokens}"
             )
+
+    @property
+    def answers(self) -> GrpoConfig | PpoConfig:
+        """How a run of data.kind prompts learns."""
+        return self.ppo or self.grpo
+
+    @property
+    def head(self) -> Literal["tokens", "reward", "critic"]:
+        """What the model ends with; ``critic``: the head for tokens, and the critic's beside it."""
+        return self.model.head if self.ppo is None else "critic"
+
+    def micro_batches(self, world_size: int) -> int:
+        """Micro-batches of an optimizer step on each rank. Raises ValueError: the sequences do not divide evenly."""
+        of_all = self.batch.accumulation(world_size)
+        if of_all % self.answers.minibatches:
+            raise ValueError(
+                f"ppo.minibatches={self.answers.minibatches} do not divide the {of_all} micro-batches that batch.sequences="
+                f"{self.batch.sequences} are on each of {world_size} ranks; give another batch.sequences or batch.micro_sequences"
+            )
+        return of_all // self.answers.minibatches
 
     @property
     def step_tokens(self) -> int:
         """Most tokens of a step over all ranks, with padding. Preferences have two rows a sequence, prompts one an answer."""
-        rows = {"preferences": 2, "prompts": self.grpo.samples}.get(self.data.kind, 1)
-        return self.batch.sequences * self.data.sequence_tokens * rows
+        rows = {"preferences": 2, "prompts": self.answers.samples}.get(self.data.kind, 1)
+        return self.batch.sequences // self.answers.minibatches * self.data.sequence_tokens * rows
 
     @property
     def product_passes(self) -> int:
-        """Times that a step multiplies by each matrix: forward, gradients of inputs, of weights, the reference."""
-        return 2 + (self.model.lora is None) + self.has_reference
+        """Times that a step multiplies by each matrix: forward, gradients of inputs, of weights, the reference; a critic's too."""
+        return 4 if self.ppo else 2 + (self.model.lora is None) + self.has_reference
 
     @property
     def has_reference(self) -> bool:
         """True if a step computes the model without its adapter too."""
         is_dpo = self.data.kind == "preferences" and self.model.head == "tokens"
-        return is_dpo or (self.data.kind == "prompts" and self.grpo.beta > 0)
+        return is_dpo or (self.data.kind == "prompts" and self.ppo is None and self.grpo.beta > 0)
 
     @property
     def run_folder(self) -> Path:
@@ -336,5 +362,5 @@ class TrainConfig(Section):
 
     def check_ranks(self, topology: Topology) -> None:
         """Raises ValueError: the configuration does not fit these ranks."""
-        self.batch.accumulation(topology.world_size)
+        self.micro_batches(topology.world_size)
         self.parallel.check_ranks(topology)

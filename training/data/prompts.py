@@ -38,7 +38,7 @@ class PromptPacker:
                 raise DataError(f"{place}: {error}") from None
             if len(tokens) + self.answer_tokens > self.sequence_tokens:
                 raise DataError(
-                    f"{place}: a prompt of {len(tokens)} tokens and an answer of grpo.answer_tokens={self.answer_tokens} are "
+                    f"{place}: a prompt of {len(tokens)} tokens and an answer of answer_tokens={self.answer_tokens} are "
                     f"more than data.sequence_tokens={self.sequence_tokens}; raise it, or shorten one"
                 )
             yield Prompt(tokens, messages, value)

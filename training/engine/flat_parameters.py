@@ -138,8 +138,9 @@ def _bucket_of(name: str, parameter: nn.Parameter, owners: dict[str, str], block
     if parameter.dim() <= 1:
         return NORMS
     module = name.rpartition(".")[0]
-    if module in owners:
-        return owners[module]
+    for owner, bucket in owners.items():
+        if f"{module}.".startswith(f"{owner}."):  # also of a module inside the head
+            return bucket
     for number, block in enumerate(blocks):
         if name.startswith(f"{block}."):
             return f"blocks.{number}"

@@ -19,7 +19,7 @@ from tightwire.training.data.sequences import Batch
 from tightwire.training.engine.flat_parameters import Bucket, plan_buckets
 from tightwire.training.engine.hooks import Hooks, MicroBatch
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.start.grpo import Groups
+from tightwire.training.start.grpo import Answers
 from tightwire.training.start.loss import next_token_loss
 from tightwire.training.start.model import build_model
 from tightwire.training.start.objective import make_objective
@@ -82,7 +82,7 @@ def activation_bytes(llama: LlamaConfig, options: EngineOptions, config: TrainCo
     # On the meta device torch uses plain attention, which keeps all scores; real devices use fused kernels.
     AttentionInterface.register(_ATTENTION, _attention)
     own = config.model
-    model: Any = build_model(llama, device=_META, frozen=own.frozen, lora=own.lora, head=own.head)
+    model: Any = build_model(llama, device=_META, frozen=own.frozen, lora=own.lora, head=config.head)
     model.loss_function = next_token_loss
     model.config._attn_implementation = _ATTENTION
     plan = plan_buckets(model, 1)
@@ -110,15 +110,15 @@ def activation_bytes(llama: LlamaConfig, options: EngineOptions, config: TrainCo
         return Activations(max(most_before, live.most), live.most if most_before else 0)
 
 
-def _batch(config: TrainConfig) -> Batch | Groups:
+def _batch(config: TrainConfig) -> Batch | Answers:
     """A micro-batch of the largest size, on the meta device."""
     tokens = config.step_tokens // config.batch.sequences
     if config.data.kind != "prompts":
         ids_BS = torch.zeros(config.batch.micro_sequences, tokens, dtype=torch.int64, device=_META)
         return Batch(ids_BS, ids_BS)
-    size = config.batch.micro_sequences * config.grpo.samples, config.data.sequence_tokens
+    size = config.batch.micro_sequences * config.answers.samples, config.data.sequence_tokens
     ids_BS, numbers_BS = torch.zeros(size, dtype=torch.int64, device=_META), torch.zeros(size, device=_META)
-    return Groups(ids_BS, ids_BS, numbers_BS, numbers_BS[:, 0])
+    return Answers(ids_BS, ids_BS, numbers_BS, numbers_BS[:, 0], *[numbers_BS] * 4)
 
 
 class _FusedAttention(torch.autograd.Function):

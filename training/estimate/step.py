@@ -103,14 +103,14 @@ def model_step(
     """``step``: its number, for compressors whose sparsity rises."""
     shard_ranks = options.sharding.shard_ranks(topology.world_size, topology.num_nodes)
     frozen, lora = config.model.frozen, config.model.lora
-    model = build_model(llama, device=torch.device("cpu"), frozen=frozen, lora=lora, head=config.model.head)
+    model = build_model(llama, device=torch.device("cpu"), frozen=frozen, lora=lora, head=config.head)
     plan = plan_buckets(model, shard_ranks)
     flows = step_traffic(
         plan,
         options,
         num_nodes=topology.num_nodes,
         ranks_per_node=topology.ranks_per_node,
-        accumulation=config.batch.accumulation(topology.world_size),
+        accumulation=config.micro_batches(topology.world_size),
         forwards=1 + config.has_reference,
     )
     return StepModel(

@@ -54,8 +54,8 @@ def _about_run(model: StepModel) -> Iterator[str]:
     )
     tokens = config.step_tokens
     yield (
-        f"a step            {config.batch.sequences} sequences of {config.data.sequence_tokens} tokens = {tokens} tokens; "
-        f"{config.batch.accumulation(topology.world_size)} micro-batches of {config.batch.micro_sequences} on each rank"
+        f"a step            {config.batch.sequences // config.answers.minibatches} sequences of {config.data.sequence_tokens} tokens = {tokens} tokens; "
+        f"{config.micro_batches(topology.world_size)} micro-batches of {config.batch.micro_sequences} on each rank"
     )
     yield f"the run           {config.schedule.steps} steps, {tokens * config.schedule.steps:,} tokens"
     try:
@@ -135,7 +135,7 @@ def _about_time(model: StepModel, links: Mapping[str, Link]) -> Iterator[str]:
     known = [seconds for seconds, *_ in times.values() if seconds is not None]
     steps = config.schedule.steps
     yield f"    {'a step':<18}{_seconds(max(known)):>10}; all {steps} steps {_seconds(max(known) * steps)}"
-    one_forward = config.batch.accumulation(topology.world_size) == 1 and not config.has_reference
+    one_forward = config.micro_batches(topology.world_size) == 1 and not config.has_reference
     if len(known) == len(times) and topology.world_size > 1 and one_forward:
         # Backward has twice the operations of forward.
         computing = Computing(forward_s=known[0] / 3, backward_s=2 * known[0] / 3, rest_s=0.0)

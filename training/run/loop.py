@@ -58,12 +58,15 @@ class Loop:
     step: int = 0
     position: int = 0
     last_checkpoint: Path | None = None
+    answers: Mapping[str, Any] | None = (
+        None  # ``Rollouts.kept`` of the checkpoint, if it was among the steps of one rollout
+    )
 
     def __post_init__(self) -> None:
         self._saved_step = self.step
         self._model, self._engine, self._state = self.trained.model, self.trained.engine, self.trained.state
         self._accumulation = self.config.batch.accumulation(self.control.world_size)
-        self._upcoming: list[Any] = []  # micro-batches of the next step
+        self._upcoming: list[Any] = []  # micro-batches of the next step, or of several that learn from the same answers
         self._weight = 0  # targets or pairs of the next step, over all ranks
         self._data_error = ""
         self._logs = True  # the newest record was written to the log
@@ -96,6 +99,8 @@ class Loop:
         """Read the data up to ``position``. Returns the signal that some rank received, or 0."""
         if self.position and self.step < self.config.schedule.steps:
             self.terminal.say(f"reading the data up to position {self.position}")
+        if self.answers is not None and self.rollouts is not None:
+            self._upcoming = self.rollouts.restored(self.answers)
         with self.control.failing_together(DataError):
             self._read()
             if self._data_error:
@@ -136,7 +141,14 @@ class Loop:
     @property
     def _keeps_answers(self) -> bool:
         """True if the next step learns from the answers of the last one again."""
-        return self.rollouts is not None and self.step % self.config.grpo.updates != 0
+        return self.rollouts is not None and self.step % self.config.answers.updates != 0
+
+    def _next(self) -> list[Any]:
+        """The micro-batches of the next step."""
+        config, all_of_them = self.config.answers, self._upcoming
+        size = len(all_of_them) // config.minibatches
+        first = self.step % config.minibatches * size
+        return all_of_them[first : first + size]
 
     def _step(self) -> tuple[int, bool]:
         """Run one step. Returns the signal that some rank received, and whether some rank failed to read its data."""
@@ -149,10 +161,10 @@ class Loop:
         set_learning_rate(self._state.optimizer, rate)
         self._state.optimizer.step()
         self._engine.weights_changed()
+        tokens = sum(batch.inputs_BS.numel() for batch in self._next())
         self.step += 1
         self.position += 0 if self._keeps_answers else self.config.batch.sequences
         answers = {} if self.rollouts is None else self.rollouts.figures
-        tokens = sum(batch.inputs_BS.numel() for batch in self._upcoming)
         self._read()
         ranks = self.control.gather_numbers(
             loss,
@@ -199,13 +211,14 @@ class Loop:
         """
         total = torch.zeros((), device=self.trained.device)
         totals = torch.zeros(len(self.trained.objective.figures), device=self.trained.device)
-        for number, batch in enumerate(self._upcoming):
+        batches = self._next()
+        for number, batch in enumerate(batches):
             # Items of all ranks weigh the same, however many a micro-batch has; of text, all have equally many.
             own = self.trained.objective.weight(batch)  # 0: no group of answers has rewards that differ
             share = self._weight / (self.control.world_size * own) if own else 1.0
             batch = batch.to(self.trained.device)
             self._seed_dropout(number)
-            with self._engine.micro_batch(last=number == self._accumulation - 1):
+            with self._engine.micro_batch(last=number == len(batches) - 1):
                 loss, sums = self.trained.objective.loss(self._model, batch)
                 loss = loss / share
                 loss.backward()
@@ -216,7 +229,7 @@ class Loop:
 
     def _own_weight(self) -> int:
         """The targets or pairs that this rank has in the next step."""
-        return sum(self.trained.objective.weight(batch) for batch in self._upcoming)
+        return sum(self.trained.objective.weight(batch) for batch in self._next())
 
     def _seed_dropout(self, micro_batch: int) -> None:
         """Make dropout depend on the step alone, so that a resumed run draws the same."""
@@ -277,7 +290,10 @@ class Loop:
         if self.step == self._saved_step:
             return
         chunks = snapshot(self._state)
-        self.checkpointer.begin(self.step, chunks, self.describe(self.step, self.position))
+        description = dict(self.describe(self.step, self.position))
+        if self.rollouts is not None and self._keeps_answers:
+            description["answers"] = self.rollouts.kept(self._upcoming)
+        self.checkpointer.begin(self.step, chunks, description)
         self._saved_step = self.step
 
     def _complete_checkpoint(self, *, raising: bool) -> None:

@@ -1,4 +1,4 @@
-"""Answers of the model in training, with their rewards: what a step of GRPO learns from. Start with ``Rollouts``.
+"""Answers of the model in training, with their rewards: what steps of GRPO and PPO learn from. Start with ``Rollouts``.
 
 ``Sampler`` is the engine that answers; its implementation is given by the caller of ``tightwire train``, because training knows
 no server.
@@ -21,11 +21,13 @@ from tightwire.training.config.grpo import GrpoConfig
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
 from tightwire.training.data.prompts import Prompt
-from tightwire.training.engine.engine import Engine
 from tightwire.training.log.run_log import drop_after
 from tightwire.training.ranks.control import Control
-from tightwire.training.start.grpo import Answer, Groups, advantages_of
+from tightwire.training.run.setup import Trained
+from tightwire.training.start.grpo import Answer, Answers, advantages_of
+from tightwire.training.start.lora import actors
 from tightwire.training.start.model import StartingModel
+from tightwire.training.start.ppo import Ppo
 from tightwire.training.start.reward import RewardModel
 
 SAMPLES = "samples.jsonl"
@@ -59,11 +61,11 @@ def find_reward(name: str, device: torch.device) -> Reward:
     try:
         found = pkgutil.resolve_name(name) if ":" in name else None
     except Exception as error:  # noqa: BLE001, a module of the user's may raise anything
-        raise ValueError(f"grpo.rewards: {name} cannot be imported: {error!r}") from None
+        raise ValueError(f"rewards: {name} cannot be imported: {error!r}") from None
     is_function = callable(found)
     if not is_function:
         raise ValueError(
-            f"grpo.rewards: {name} is neither a function, package.module:name, nor the folder of a reward model"
+            f"rewards: {name} is neither a function, package.module:name, nor the folder of a reward model"
         )
     return found  # pyright: ignore[reportReturnType]
 
@@ -96,35 +98,34 @@ class Rollouts:
         self,
         config: TrainConfig,
         start: StartingModel,
-        engine: Engine,
+        trained: Trained,
         control: Control,
         open_sampler: OpenSampler,
-        device: torch.device,
         step: int,
     ) -> None:
         """Raises ValueError: a reward does not exist. ``step``: lines of ``samples.jsonl`` after it are dropped."""
-        self.config: GrpoConfig = config.grpo
-        self._seed, self._tokenizer, self._engine, self._control = config.seed, start.tokenizer, engine, control
-        self._rewards = [find_reward(name, device) for name in config.grpo.rewards]
+        self.config, self._batch = config.answers, config.batch
+        self._seed, self._tokenizer, self._trained, self._control = config.seed, start.tokenizer, trained, control
+        self._rewards = [find_reward(name, trained.device) for name in self.config.rewards]
         self._path = config.run_folder / SAMPLES
         if control.rank == 0:
             drop_after(self._path, step)
         dtype = getattr(torch, config.model.compute_dtype)
-        at_once = config.batch.sequences // control.world_size * config.grpo.samples
-        tempered = start.tempered(config.grpo.temperature)  # so that the engine's log-probabilities are at it too
-        self._sampler = open_sampler(tempered, dtype, device, config.data.sequence_tokens, at_once)
+        at_once = config.batch.sequences // control.world_size * self.config.samples
+        tempered = start.tempered(self.config.temperature)  # so that the engine's log-probabilities are at it too
+        self._sampler = open_sampler(tempered, dtype, trained.device, config.data.sequence_tokens, at_once)
         self.figures: dict[str, float] = {}  # of the newest answers, over all ranks
 
     def close(self) -> None:
         self._sampler.close()
 
-    def run(self, batches: Sequence[Sequence[Prompt]], step: int) -> list[Groups]:
+    def run(self, batches: Sequence[Sequence[Prompt]], step: int) -> list[Answers]:
         """Answer the prompts of the micro-batches after ``step`` steps. Collective; a rank may have none.
 
         Raises DataError on all ranks: a reward failed.
         """
-        self._sampler.load({name: tensor.clone() for name, tensor in self._engine.full_tensors()})
-        groups: list[Groups] = []
+        self._sampler.load({name: tensor.clone() for name, tensor in actors(self._trained.engine.full_tensors())})
+        groups: list[Answers] = []
         records: list[dict[str, Any]] = []
         with self._control.failing_together(DataError):
             if batches:
@@ -132,9 +133,33 @@ class Rollouts:
         records = [record for of_rank in self._control.gather(records) for record in of_rank]
         if records:
             self._note(records)
+            self.figures |= self._prepare(groups)
         return groups
 
-    def _answer(self, batches: Sequence[Sequence[Prompt]], step: int) -> tuple[list[Groups], list[dict[str, Any]]]:
+    def kept(self, batches: Sequence[Answers]) -> dict[str, Any]:
+        """These answers as JSON, in the order of their prompts over all ranks. Collective."""
+        size = self.config.samples
+        rows = [row for batch in batches for row in batch.rows()]
+        ranks = self._control.gather([rows[first : first + size] for first in range(0, len(rows), size)])
+        return {"figures": self.figures, "prompts": [prompt for own in zip(*ranks, strict=True) for prompt in own]}
+
+    def restored(self, kept: Mapping[str, Any]) -> list[Answers]:
+        """This rank's micro-batches of ``kept`` answers, on any number of ranks."""
+        self.figures, at_once = dict(kept["figures"]), self._batch.micro_sequences
+        own = kept["prompts"][self._control.rank :: self._control.world_size]
+        chosen = (own[first : first + at_once] for first in range(0, len(own), at_once))
+        return [Answers.from_rows([row for prompt in prompts for row in prompt]) for prompts in chosen]
+
+    def _prepare(self, batches: Sequence[Answers]) -> dict[str, float]:
+        """What PPO computes before its first step with answers. Collective."""
+        objective, engine = self._trained.objective, self._trained.engine
+        if not isinstance(objective, Ppo):
+            return {}
+        moved = [batch.to(self._trained.device) for batch in batches]
+        with engine.evaluation():
+            return objective.prepare(self._trained.model, moved, self._control.gather_numbers)
+
+    def _answer(self, batches: Sequence[Sequence[Prompt]], step: int) -> tuple[list[Answers], list[dict[str, Any]]]:
         config, control = self.config, self._control
         asked = [prompt for batch in batches for prompt in batch for _ in range(config.samples)]
         # By place in the step, so that any number of ranks draws the same.
@@ -149,13 +174,15 @@ class Rollouts:
         texts = [self._tokenizer.decode(each.token_ids[: len(each.token_ids) - each.ended]) for each in answers]
         each_reward = rewards_of_answers(config.rewards, self._rewards, asked, texts)
         rewards_PG = torch.tensor(each_reward, dtype=torch.float64).sum(0).view(-1, config.samples)
-        counts_B = (rewards_PG.amax(1) > rewards_PG.amin(1)).repeat_interleave(config.samples)
-        advantages_B = advantages_of(rewards_PG, config.advantage).flatten().float()
+        counts_B, scores_B = torch.ones(len(asked)).bool(), rewards_PG.flatten().float()
+        if isinstance(config, GrpoConfig):
+            counts_B = (rewards_PG.amax(1) > rewards_PG.amin(1)).repeat_interleave(config.samples)
+            scores_B = advantages_of(rewards_PG, config.advantage).flatten().float()
         groups, first = [], 0
         for batch in batches:
             own = slice(first, first + len(batch) * config.samples)
             tokens = [prompt.token_ids for prompt in asked[own]]
-            groups.append(Groups.of(tokens, answers[own], advantages_B[own], counts_B[own]))
+            groups.append(Answers.of(tokens, answers[own], scores_B[own], counts_B[own]))
             first = own.stop
         totals = rewards_PG.flatten().tolist()
         records = [
@@ -165,14 +192,16 @@ class Rollouts:
                 "answer": text,
                 "reward": total,
                 "rewards": dict(zip(config.rewards, numbers, strict=True)),
-                "advantage": advantage,
                 "tokens": len(answer.token_ids),
                 "ended": answer.ended,
             }
-            for prompt, text, total, numbers, advantage, answer in zip(
-                asked, texts, totals, zip(*each_reward, strict=True), advantages_B.tolist(), answers, strict=True
+            for prompt, text, total, numbers, answer in zip(
+                asked, texts, totals, zip(*each_reward, strict=True), answers, strict=True
             )
         ]
+        if isinstance(config, GrpoConfig):
+            for record, score in zip(records, scores_B.tolist(), strict=True):
+                record["advantage"] = score
         return groups, records
 
     def _note(self, records: Sequence[Mapping[str, Any]]) -> None:
@@ -181,11 +210,12 @@ class Rollouts:
         rewards_PG = rewards_PG.view(-1, self.config.samples)
         self.figures = {
             "reward": float(rewards_PG.mean()),
-            "reward_deviation": float(rewards_PG.std(1).mean()),
-            "even_groups": float((rewards_PG.amax(1) == rewards_PG.amin(1)).double().mean()),
             "answer_tokens": sum(record["tokens"] for record in records) / len(records),
             "ended": sum(record["ended"] for record in records) / len(records),
         }
+        if isinstance(self.config, GrpoConfig):
+            self.figures["reward_deviation"] = float(rewards_PG.std(1).mean())
+            self.figures["even_groups"] = float((rewards_PG.amax(1) == rewards_PG.amin(1)).double().mean())
         if self._control.rank == 0:
             with self._path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(record) + "\n" for record in records)

@@ -46,7 +46,8 @@ from tightwire.training.run.loop import BrokenDataError, DivergedError, Loop
 from tightwire.training.run.rollouts import OpenSampler, Rollouts
 from tightwire.training.run.setup import Ranks, connect_ranks, find_device, make_packer, make_trained
 from tightwire.training.start.export import export_adapter, export_folder
-from tightwire.training.start.model import StartingModel, open_starting_model
+from tightwire.training.start.lora import actors, critics
+from tightwire.training.start.model import HEAD_NAME, StartingModel, open_starting_model
 
 
 @contextmanager
@@ -70,7 +71,7 @@ def stop_signals() -> Iterator[Callable[[], int]]:
 # Errors after a run has started.
 FAILURES = (CheckpointError, BrokenDataError, DivergedError, CommError, OSError)
 _READ_AHEAD = 4  # micro-batches, or those of a step if it has more
-_TOKENIZER = "tokenizer"
+_TOKENIZER, _CRITIC = "tokenizer", "critic"
 
 
 def run_training(
@@ -132,11 +133,12 @@ class Run:
     def train(self, stop_signal: Callable[[], int]) -> int:
         """Train from the newest checkpoint or from the start. ``stop_signal``: the signal that this rank received, or 0."""
         config, control, start, trained = self._config, self._control, self._start, self._trained
-        checkpoint, step, position = self._load()
+        checkpoint, step, position, answers = self._load()
         terminal = Terminal(config.schedule.steps, config.log.every, rank=control.rank, done=step)
         log = evaluator = rollouts = None
         closed, ahead = Event(), max(_READ_AHEAD, config.batch.accumulation(control.world_size))
-        where = {"rank": control.rank, "world_size": control.world_size, "position": position}
+        first = position + config.batch.sequences if answers else position
+        where = {"rank": control.rank, "world_size": control.world_size, "position": first}
         pack = make_packer(config, start)
         batches = ReadAhead(rank_batches(self._data, pack, **where, closed=closed), ahead, closed)
         try:
@@ -175,6 +177,7 @@ class Run:
                 step=step,
                 position=position,
                 last_checkpoint=checkpoint,
+                answers=answers,
             )
             signal = loop.run()
             if not signal:
@@ -198,12 +201,10 @@ class Run:
     def _open_rollouts(self, step: int) -> Rollouts:
         if self._open_sampler is None:
             raise ValueError("data.kind=prompts needs an engine that answers; start the run with `tightwire train`")
-        trained = self._trained
-        given = self._config, self._start, trained.engine, self._control
-        return Rollouts(*given, self._open_sampler, trained.device, step)
+        return Rollouts(self._config, self._start, self._trained, self._control, self._open_sampler, step)
 
-    def _load(self) -> tuple[Path | None, int, int]:
-        """Load the weights. Returns the checkpoint (None: a new run), its step and its position."""
+    def _load(self) -> tuple[Path | None, int, int, Mapping[str, Any] | None]:
+        """Load the weights. Returns the checkpoint (None: a new run), its step, its position and its answers."""
         config, control, trained = self._config, self._control, self._trained
         step = position = 0
         description: dict[str, Any] = {}
@@ -224,7 +225,7 @@ class Run:
         self._frozen_sum = check_replicas(trained.state, trained.engine, control)
         if checkpoint is not None:
             check_frozen(checkpoint, description, self._frozen_sum)
-        return checkpoint, step, position
+        return checkpoint, step, position, description.get("answers")
 
     def _peak_flops(self) -> float | None:
         if self._config.log.peak_tflops is not None:
@@ -241,13 +242,17 @@ class Run:
     def _export(self, terminal: Terminal) -> None:
         config = self._config
         out = find_export_folder(config, self._folder)
-        trained, start, lora = self._trained.engine.full_tensors(), self._start, config.model.lora
+        trained, start, lora = self._trained.engine.full_tensors, self._start, config.model.lora
         how: Any = {"dtype": getattr(torch, config.export.dtype), "writes": self._control.rank == 0}
-        if lora is not None:
-            error = export_adapter(out, trained, lora, config.model.start, **how)
-        else:
-            tensors = chain(trained, self._frozen_tensors())
+        if lora is None:
+            tensors = chain(trained(), self._frozen_tensors())
             error = export_folder(out, tensors, start.config, start.tokenizer, **how)
+        elif config.ppo is None:
+            error = export_adapter(out, trained(), lora, config.model.start, **how)
+        else:
+            error = export_adapter(out, actors(trained()), lora, config.model.start, **how)
+            values = critics(trained(), HEAD_NAME)
+            error = export_adapter(self._folder / _CRITIC, values, lora, config.model.start, **how) or error
         if error := self._control.gather(error)[0]:
             raise CheckpointError(
                 f"the trained model could not be exported: {error}; its checkpoint is complete, and the same command exports it again"

@@ -93,7 +93,7 @@ def make_trained(config: TrainConfig, options: EngineOptions, start: StartingMod
     """Build the model, engine and optimizer, with weights of zero until loaded; ValueError: something does not fit."""
     check_sequences(config, start.config)
     own = config.model
-    model = build_model(start.config, device=groups.device, frozen=own.frozen, lora=own.lora, head=own.head)
+    model = build_model(start.config, device=groups.device, frozen=own.frozen, lora=own.lora, head=config.head)
     model.loss_function = next_token_loss
     plan = plan_buckets(model, options.sharding.shard_ranks(groups.world_size, groups.num_nodes))
     weights: dict[str, torch.Tensor] = {}
@@ -119,7 +119,7 @@ def make_packer(config: TrainConfig, start: StartingModel) -> AnyPacker:
         raise ValueError(f"data.kind={kind}: {start.name} has no chat template; start from an instruct model")
     chats = ChatEncoder(tokenizer.render_chat, encode, tokenizer.eos_token_ids)
     if kind == "prompts":
-        return PromptPacker(chats, size, config.grpo.answer_tokens)
+        return PromptPacker(chats, size, config.answers.answer_tokens)
     given = chats, size, start.end_token_id
     return ChatPacker(*given) if kind == "chat" else PairPacker(*given, scored=start.head == "reward")
 

@@ -7,17 +7,19 @@ The mean is over the tokens of the groups that teach something: those whose rewa
 Source: GRPO, arXiv 2402.03300; the mean over tokens, DAPO, arXiv 2503.14476; RLOO, arXiv 2402.14740.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 
-from tightwire.training.config.grpo import GrpoConfig
+from tightwire.training.config.grpo import AnswersConfig, GrpoConfig
 from tightwire.training.data.chats import IGNORED
-from tightwire.training.start.lora import without_adapter
+from tightwire.training.start.lora import computing
 
 _LEAST_DEVIATION = 1e-4  # added to a group's, as in TRL
 
@@ -40,19 +42,23 @@ def advantages_of(rewards_PG: Tensor, kind: str) -> Tensor:
 
 
 @dataclass(slots=True)
-class Groups:
-    """The answers of a micro-batch, one a row. ``old_BS``: the log-probabilities of their first step, set by ``Grpo.loss``."""
+class Answers:
+    """The answers of a micro-batch, one a row. ``old_BS``: the log-probabilities of their first step, set by ``Grpo.loss``.
+
+    ``scores_B``: what an answer is learned by: GRPO's advantage, PPO's reward. The last three are set by ``Ppo.prepare``.
+    """
 
     inputs_BS: Tensor
-    targets_BS: Tensor  # the answers' tokens of groups whose rewards differ
+    targets_BS: Tensor  # the tokens of answers that teach something
     sampled_BS: Tensor  # log-probabilities of the targets when they were sampled
-    advantages_B: Tensor
+    scores_B: Tensor
     old_BS: Tensor | None = None
+    values_BS: Tensor | None = None
+    advantages_BS: Tensor | None = None
+    returns_BS: Tensor | None = None
 
     @classmethod
-    def of(
-        cls, prompts: Sequence[list[int]], answers: Sequence[Answer], advantages_B: Tensor, counts_B: Tensor
-    ) -> Self:
+    def of(cls, prompts: Sequence[list[int]], answers: Sequence[Answer], scores_B: Tensor, counts_B: Tensor) -> Self:
         """``prompts``: the tokens before each answer. ``counts_B``: False for answers that teach nothing."""
         length = max(len(prompt) + len(answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)) - 1
         size = len(answers), length
@@ -63,16 +69,70 @@ class Groups:
             if counts_B[row]:
                 targets_BS[row, len(prompt) - 1 : len(tokens) - 1] = tokens[len(prompt) :]
                 sampled_BS[row, len(prompt) - 1 : len(tokens) - 1] = torch.tensor(answer.logprobs)
-        return cls(inputs_BS, targets_BS, sampled_BS, advantages_B)
+        return cls(inputs_BS, targets_BS, sampled_BS, scores_B)
 
     def to(self, device: torch.device) -> Self:
-        for name in ("inputs_BS", "targets_BS", "sampled_BS", "advantages_B"):
-            setattr(self, name, getattr(self, name).to(device))
+        for name, tensor in self._tensors():
+            setattr(self, name, tensor.to(device))
         return self
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The numbers of each answer, for JSON; ``from_rows`` has the same bits."""
+        lists = {name: tensor.tolist() for name, tensor in self._tensors()}
+        return [{name: own[row] for name, own in lists.items()} for row in range(len(self.scores_B))]
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> Self:
+        columns = {name: [torch.tensor(row[name]) for row in rows] for name in rows[0]}
+        ends = {"targets_BS": IGNORED}
+        return cls(
+            **{
+                name: torch.stack(own) if own[0].dim() == 0 else pad_sequence(own, True, ends.get(name, 0))
+                for name, own in columns.items()
+            }
+        )
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        named = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return [(name, tensor) for name, tensor in named if tensor is not None]
 
 
 @dataclass(frozen=True, slots=True)
-class Grpo:
+class OfAnswers(ABC):
+    """What the losses of GRPO and PPO have in common: means over the tokens of answers, clipped ratios and importance weights."""
+
+    config: AnswersConfig
+
+    def weight(self, batch: Answers) -> int:
+        return int((batch.targets_BS != IGNORED).sum())
+
+    def total(self, model: Any, batch: Answers) -> list[float]:
+        loss, sums = self.loss(model, batch)
+        return [self.weight(batch), float(loss) * self.weight(batch), *sums.tolist()]
+
+    @abstractmethod
+    def loss(self, model: Any, batch: Answers) -> tuple[Tensor, Tensor]:
+        """As ``Objective.loss``."""
+        ...
+
+    def clipped_losses(
+        self, logprobs_BS: Tensor, old_BS: Tensor, sampled_BS: Tensor, advantages_BS: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Losses of the tokens, and their figures: clipped, truncated, mismatch, mismatch_kl."""
+        clip, most_weight = self.config.clip, self.config.most_weight
+        ratio_BS, off_BS = (logprobs_BS - old_BS).exp(), old_BS - sampled_BS
+        gains_BS, clipped_BS = ratio_BS * advantages_BS, ratio_BS.clamp(1 - clip, 1 + clip) * advantages_BS
+        weights_BS = off_BS.exp()
+        losses_BS = -torch.minimum(gains_BS, clipped_BS) * weights_BS.clamp(max=most_weight)
+        return losses_BS, [clipped_BS < gains_BS, weights_BS > most_weight, (weights_BS - 1).abs(), k3(off_BS)]
+
+    def mean(self, losses_BS: Tensor, figures: Sequence[Tensor], counted_BS: Tensor) -> tuple[Tensor, Tensor]:
+        sums = torch.stack([(figure_BS * counted_BS).sum() for figure_BS in figures])
+        return (losses_BS * counted_BS).sum() / counted_BS.sum().clamp(min=1), sums.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class Grpo(OfAnswers):
     """``kl``: to the reference. ``clipped``: share of tokens that learn nothing more. ``truncated``: of those whose weight is cut.
     ``mismatch``: mean difference from 1 of trainer's over sampler's probabilities; ``mismatch_kl``: the k3 of both.
     """
@@ -80,53 +140,37 @@ class Grpo:
     config: GrpoConfig
     figures: tuple[str, ...] = ("kl", "clipped", "truncated", "mismatch", "mismatch_kl")
 
-    def loss(self, model: Any, batch: Groups) -> tuple[Tensor, Tensor]:
+    def loss(self, model: Any, batch: Answers) -> tuple[Tensor, Tensor]:
         config, counted_BS = self.config, batch.targets_BS != IGNORED
         reference_BS = None
         if config.beta:  # first: the engine takes no forward between one and its backward
-            with torch.no_grad(), without_adapter(model):
-                reference_BS = _logprobs(model, batch, config.temperature)
-        logprobs_BS, advantages_B1 = _logprobs(model, batch, config.temperature), batch.advantages_B[:, None]
+            with torch.no_grad(), computing(model, "base"):
+                reference_BS = self._logprobs(model, batch)
+        logprobs_BS = self._logprobs(model, batch)
         if batch.old_BS is None:
             batch.old_BS = logprobs_BS.detach()
-        ratio_BS = (logprobs_BS - batch.old_BS).exp()
-        off_BS = batch.old_BS - batch.sampled_BS
-        gains_BS = ratio_BS * advantages_B1
-        clipped_BS = ratio_BS.clamp(1 - config.clip, 1 + config.clip) * advantages_B1
-        losses_BS = -torch.minimum(gains_BS, clipped_BS) * off_BS.exp().clamp(max=config.most_weight)
+        given = logprobs_BS, batch.old_BS, batch.sampled_BS, batch.scores_B[:, None]
+        losses_BS, figures = self.clipped_losses(*given)
         kl_BS = torch.zeros_like(losses_BS)
         if reference_BS is not None:
-            kl_BS = _k3(reference_BS - logprobs_BS)
+            kl_BS = k3(reference_BS - logprobs_BS)
             losses_BS = losses_BS + config.beta * kl_BS
-        figures = (
-            kl_BS,
-            clipped_BS < gains_BS,
-            off_BS.exp() > config.most_weight,
-            (off_BS.exp() - 1).abs(),
-            _k3(off_BS),
-        )
-        sums = torch.stack([(figure_BS * counted_BS).sum() for figure_BS in figures])
-        return (losses_BS * counted_BS).sum() / counted_BS.sum().clamp(min=1), sums.detach()
+        return self.mean(losses_BS, [kl_BS, *figures], counted_BS)
 
-    def weight(self, batch: Groups) -> int:
-        return int((batch.targets_BS != IGNORED).sum())
-
-    def total(self, model: Any, batch: Groups) -> list[float]:
-        loss, sums = self.loss(model, batch)
-        return [self.weight(batch), float(loss) * self.weight(batch), *sums.tolist()]
+    def _logprobs(self, model: Any, batch: Answers) -> Tensor:
+        logits_BSV = model(input_ids=batch.inputs_BS, use_cache=False).logits
+        return logprobs_of(logits_BSV, batch.targets_BS, self.config.temperature)
 
 
-def _k3(log_ratio: Tensor) -> Tensor:
+def k3(log_ratio: Tensor) -> Tensor:
     """Schulman's estimate of a KL that is never negative: r - 1 - log r."""
     return log_ratio.expm1() - log_ratio
 
 
-def _logprobs(model: Any, batch: Groups, temperature: float) -> Tensor:
+def logprobs_of(logits_BSV: Tensor, targets_BS: Tensor, temperature: float) -> Tensor:
     """(B, S) of the targets; 0 elsewhere."""
-    logits_BSV = model(input_ids=batch.inputs_BS, use_cache=False).logits
-    own = zip(logits_BSV.unbind(), batch.targets_BS.unbind(), strict=True)
     losses = [
         cross_entropy(row_SV.float() / temperature, targets_S, ignore_index=IGNORED, reduction="none")
-        for row_SV, targets_S in own
+        for row_SV, targets_S in zip(logits_BSV, targets_BS, strict=True)
     ]
     return -torch.stack(losses)

@@ -32,7 +32,7 @@ from tightwire.model.text.tokenizer import (
 )
 from tightwire.training.config.lora import LoraConfig
 from tightwire.training.config.tree import BPE, BYTES, ModelConfig, ShapeConfig
-from tightwire.training.start.lora import add_lora, base_of, initial_matrix
+from tightwire.training.start.lora import add_lora, base_of, initial_matrix, is_value
 
 HEAD_NAME = "lm_head.weight"
 # Values of a new model's config.json that are not configurable.
@@ -73,8 +73,8 @@ class StartingModel:
         """Read a whole tensor in float32 by its Hugging Face name; an adapter's matrices have their initial values."""
         if self.lora is not None and (base := base_of(name)) is not None:
             return initial_matrix(name, self.reader.shape(base), self.lora, self.seed)
-        if self.head == "reward" and name == HEAD_NAME:
-            return torch.zeros(1, self.config.hidden_size)  # all rewards are 0 at first
+        if is_value(name) or (self.head == "reward" and name == HEAD_NAME):
+            return torch.zeros(1, self.config.hidden_size)  # all rewards and values are 0 at first
         shape = self.reader.shape(name)
         out = torch.empty(shape)
         self.reader.read_into(out, name, rows=range(shape[0]))
@@ -129,7 +129,7 @@ def build_model(
 
     ``frozen``: name patterns of parameters that need no gradient. Raises ValueError: one matches nothing, or all are frozen.
     ``lora``: only its matrices need gradients, and the head of ``reward``, one number a position, instead of the model's
-    own. Raises ValueError: a target does not exist.
+    own, or that of ``critic``, beside it. Raises ValueError: a target does not exist.
     """
     hf = AutoConfig.for_model(**config_to_hf(config))
     with torch.device("meta"):
@@ -144,7 +144,7 @@ def build_model(
             config.embedding_scale, device=device
         )
     if lora is not None:
-        add_lora(model, lora)
+        add_lora(model, lora, critic=head == "critic")
     if head == "reward":
         model.lm_head = nn.Linear(config.hidden_size, 1, bias=False, device="meta")
     names = [name for name, _ in model.named_parameters()]

@@ -15,7 +15,8 @@ from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.chats import IGNORED
 from tightwire.training.data.sequences import Batch
 from tightwire.training.start.grpo import Grpo
-from tightwire.training.start.lora import without_adapter
+from tightwire.training.start.lora import computing
+from tightwire.training.start.ppo import Ppo
 
 
 class Objective(Protocol):
@@ -94,7 +95,7 @@ class Dpo(Pairs):
     beta: float
 
     def _rewards(self, model: Any, rows: Batch) -> Tensor:
-        with torch.no_grad(), without_adapter(model):
+        with torch.no_grad(), computing(model, "base"):
             reference_2B = _answer_logprobs(model, rows)
         return self.beta * (_answer_logprobs(model, rows) - reference_2B)
 
@@ -117,7 +118,7 @@ def make_objective(config: TrainConfig) -> Objective:
     if config.model.head == "reward":
         return Reward()
     if config.data.kind == "prompts":
-        return Grpo(config.grpo)
+        return Grpo(config.grpo) if config.ppo is None else Ppo(config.ppo)
     return Dpo(config.dpo.beta) if config.data.kind == "preferences" else NextToken()
 
 

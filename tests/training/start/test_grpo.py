@@ -10,7 +10,7 @@ from torch import Tensor
 from tightwire.training.config.grpo import GrpoConfig
 from tightwire.training.config.lora import LoraConfig
 from tightwire.training.data.chats import IGNORED
-from tightwire.training.start.grpo import Answer, Groups, Grpo, advantages_of
+from tightwire.training.start.grpo import Answer, Answers, Grpo, advantages_of
 
 _PROMPT_TOKENS, _ANSWER_TOKENS = 4, (6, 3, 5, 6)
 # (loss, norm of all gradients) by beta and clip, of trl 1.16.0: GRPOTrainer._compute_loss with loss_type dapo, and the sampler's
@@ -22,14 +22,14 @@ _TRL = {
 }
 
 
-def _groups() -> Groups:
+def _groups() -> Answers:
     """Four answers; the sampler's and the first step's log-probabilities are off by up to 1 and 0.4."""
     generator = torch.Generator().manual_seed(4)
     prompt = torch.randint(0, 80, (_PROMPT_TOKENS,), generator=generator).tolist()
     answers = [
         Answer(torch.randint(0, 80, (n,), generator=generator).tolist(), [0.0] * n, True) for n in _ANSWER_TOKENS
     ]
-    groups = Groups.of([prompt] * 4, answers, torch.tensor([1.2, -0.7, 0.4, -0.9]), torch.ones(4).bool())
+    groups = Answers.of([prompt] * 4, answers, torch.tensor([1.2, -0.7, 0.4, -0.9]), torch.ones(4).bool())
     with torch.no_grad():
         logprobs_BS = _logprobs(adapted_llama(LoraConfig(rank=4, alpha=8)), groups)
     off = torch.rand(2, *logprobs_BS.shape, generator=generator) * 2 - 1
@@ -39,7 +39,7 @@ def _groups() -> Groups:
     return groups
 
 
-def _logprobs(model: Any, groups: Groups) -> Tensor:
+def _logprobs(model: Any, groups: Answers) -> Tensor:
     logprobs_BSV = model(groups.inputs_BS).logits.log_softmax(-1)
     return logprobs_BSV.gather(2, groups.targets_BS.clamp(min=0)[..., None])[..., 0] * (groups.targets_BS != IGNORED)
 
@@ -65,7 +65,7 @@ def test_the_first_step_with_answers_has_ratios_of_one_and_clips_nothing() -> No
 
     loss, sums = Grpo(GrpoConfig(beta=0.0, most_weight=1e-3)).loss(model, groups)
 
-    advantages_BS = groups.advantages_B[:, None] * (groups.targets_BS != IGNORED)
+    advantages_BS = groups.scores_B[:, None] * (groups.targets_BS != IGNORED)
     assert loss.item() == pytest.approx(-1e-3 * advantages_BS.sum().item() / sum(_ANSWER_TOKENS))
     assert groups.old_BS is not None and sums[1] == 0
 
@@ -108,9 +108,7 @@ def test_advantages_are_those_of_grpo_and_of_rloo() -> None:
 def test_answers_that_teach_nothing_are_in_no_mean() -> None:
     model: Any = adapted_llama(LoraConfig(rank=4, alpha=8))
     grpo, groups = Grpo(GrpoConfig()), _groups()
-    alone = Groups(
-        *(each[:2] for each in (groups.inputs_BS, groups.targets_BS, groups.sampled_BS, groups.advantages_B))
-    )
+    alone = Answers(*(each[:2] for each in (groups.inputs_BS, groups.targets_BS, groups.sampled_BS, groups.scores_B)))
     alone.old_BS = groups.old_BS[:2] if groups.old_BS is not None else None
     groups.targets_BS[2:] = IGNORED
 

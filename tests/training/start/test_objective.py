@@ -20,7 +20,8 @@ from tightwire.training.data.sequences import Batch
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.traffic import step_traffic
 from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
-from tightwire.training.start.objective import Dpo, Reward, without_adapter
+from tightwire.training.start.lora import computing
+from tightwire.training.start.objective import Dpo, Reward
 
 # Where the answer of each row begins and ends; chosen rows, then rejected ones.
 _ANSWERS = ((5, 14), (5, 12), (7, 13), (5, 9), (5, 14), (7, 11))
@@ -88,7 +89,7 @@ def test_loss_gradients_and_figures_of_a_reward_model_equal_those_of_trl() -> No
 
 def test_the_model_without_its_adapter_has_the_bits_of_the_base() -> None:
     model, tokens = adapted_llama(LoraConfig(rank=4, alpha=8)), torch.arange(12).view(1, 12)
-    with torch.no_grad(), without_adapter(model):
+    with torch.no_grad(), computing(model, "base"):
         assert torch.equal(model(tokens).logits, small_llama()(tokens).logits)
     assert not torch.equal(model(tokens).logits, small_llama()(tokens).logits)
 

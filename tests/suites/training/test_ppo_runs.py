@@ -1,0 +1,137 @@
+"""Runs of PPO: an actor and a critic, adapters of one model whose answers come from the server's engine."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.training.training_runs import StopAfter, log_lines, losses, make_config, train
+from tiny import VARIANTS, make_tiny
+
+from tightwire.post_training import open_engine
+from tightwire.training.config.read import ConfigError
+from tightwire.training.config.tree import TrainConfig
+from tightwire.training.run.dry_run import dry_run
+from tightwire.training.run.rollouts import SAMPLES
+from tightwire.training.start.reward import RewardModel
+
+
+def early_letters(completions: list[str], **_: Any) -> list[float]:
+    """A reward: the share of letters before p."""
+    return [sum(letter < "p" for letter in text) / max(1, len(text)) for text in completions]
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+
+
+def _config(folder: Path, *overrides: str, run: str = "run") -> TrainConfig:
+    base, path = folder / "model", folder / "prompts.jsonl"
+    if not base.exists():
+        make_tiny(base, **VARIANTS["odd-heads"])
+        lines = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(40)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return make_config(
+        folder,
+        f"model={{start: {base}, lora: {{rank: 4}}}}",
+        f"data={{files: [{path}], kind: prompts, sequence_tokens: 64, shuffle_documents: 8}}",
+        "batch={sequences: 8, micro_sequences: 1}",
+        "ppo={rewards: ['test_ppo_runs:early_letters'], answer_tokens: 8, beta: 0.1, epochs: 2, minibatches: 2}",
+        "schedule={steps: 8, warmup_steps: 0}",
+        *overrides,
+        run=run,
+    )
+
+
+def _train(config: TrainConfig, world_size: int = 1, num_nodes: int = 1, **options: Any) -> None:
+    train(config, world_size, num_nodes, open_sampler=open_engine, **options)
+
+
+def _samples(config: TrainConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(config.run) / SAMPLES).read_text().splitlines()]
+
+
+def test_a_rollout_is_learned_in_minibatches_and_the_first_ratios_are_one(tmp_path: Path) -> None:
+    config = _config(tmp_path, "ppo.samples=2", "ppo.clip=1e-6", "ppo.temperature=0.8")
+    _train(config)
+
+    lines, samples = log_lines(config), _samples(config)
+    assert len(lines) == 8 and len(samples) == 2 * 8 * 2
+    assert {sample["step"] for sample in samples} == {1, 5}
+    assert all(line["mismatch"] < 1e-5 and 0 <= line["mismatch_kl"] < 1e-6 for line in lines)
+    assert [line["clipped"] > 0 for line in lines] == 2 * [False, True, True, True]
+    assert lines[0]["kl"] == pytest.approx(0, abs=1e-7) and lines[4]["kl"] > 1e-6
+    assert lines[0]["value"] == 0 != lines[4]["value"]
+    assert lines[0]["reward"] == lines[3]["reward"] != lines[4]["reward"]
+
+
+@pytest.mark.parametrize("stop", [3, 4])
+def test_a_run_stopped_among_the_steps_of_a_rollout_resumes_to_the_bit(tmp_path: Path, stop: int) -> None:
+    alone, parted = _config(tmp_path, run="alone"), _config(tmp_path, run="parted")
+    _train(alone)
+    _train(parted, stop_signal=StopAfter(parted, stop))
+    assert len(losses(parted)) == stop
+    _train(parted)
+
+    timed = ("seconds", "tokens_per_s", "mfu", "memory_bytes", "exposed_ms")
+    first, second = (
+        [{k: v for k, v in line.items() if k not in timed} for line in log_lines(c)] for c in (alone, parted)
+    )
+    assert first == second
+    assert _samples(parted) == _samples(alone)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_nodes", "parallel"),
+    [
+        (2, 1, "{sharding: zero1}"),
+        (2, 1, "{sharding: zero2}"),
+        (2, 1, "{sharding: zero3, checkpoint_every: 1}"),
+        (4, 2, "{sharding: zero3, secondary: true, reduce_path: hierarchical}"),
+        (4, 2, "{sharding: hybrid}"),
+    ],
+)
+def test_ranks_learn_the_same_with_every_sharding(
+    tmp_path: Path, world_size: int, num_nodes: int, parallel: str
+) -> None:
+    alone, shared = _config(tmp_path, run="alone"), _config(tmp_path, f"parallel={parallel}", run="shared")
+    _train(alone)
+    _train(shared, world_size, num_nodes)
+
+    assert losses(shared)[:4] == pytest.approx(losses(alone)[:4], abs=1e-4)
+    first = [sorted(s["answer"] for s in _samples(config) if s["step"] == 1) for config in (alone, shared)]
+    assert first[0] == first[1]
+
+
+def test_a_rollout_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    alone, parted = _config(tmp_path, run="alone"), _config(tmp_path, "parallel.sharding=zero3", run="parted")
+    _train(alone)
+    _train(parted, 2, stop_signal=StopAfter(parted, 2))
+    _train(parted, 4)
+
+    assert losses(parted)[:4] == pytest.approx(losses(alone)[:4], abs=1e-4)
+
+
+def test_actor_and_critic_are_exported_and_the_critic_says_its_values(tmp_path: Path) -> None:
+    config = _config(tmp_path, "export.dtype=float32", "optimizer.lr=3e-2")
+    _train(config)
+
+    critic = RewardModel.open(Path(config.run) / "critic", torch.device("cpu"))
+    (value,) = critic([_samples(config)[-1]["prompt"]], ["abc"])
+    assert value != 0
+    names = json.loads((Path(config.run) / "adapter" / "adapter_config.json").read_text())
+    assert names["modules_to_save"] is None and "q_proj" in names["target_modules"]
+
+
+def test_wrong_sections_are_refused_and_a_dry_run_counts_both(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="ppo learns from data.kind=prompts"):
+        _config(tmp_path, "data.kind=chat")
+    with pytest.raises(ConfigError, match="without grpo"):
+        _config(tmp_path, "grpo.samples=4")
+    with pytest.raises(ConfigError, match=r"give ppo.rewards"):
+        _config(tmp_path, "ppo.rewards=[]")
+    with pytest.raises(ValueError, match=r"ppo.minibatches=3 do not divide the 8 micro-batches"):
+        _train(_config(tmp_path, "ppo.minibatches=3"))
+    assert "4 sequences of 64 tokens = 256 tokens; 4 micro-batches" in dry_run(_config(tmp_path), {})
