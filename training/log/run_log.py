@@ -71,7 +71,7 @@ def plot_losses(lines: Sequence[Mapping[str, Any]], folder: Path) -> Path | None
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(*zip(*steps, strict=True), color="#9ecae1", linewidth=0.8, label="each step")
-    axes.plot([step for step, _ in steps], _smooth([loss for _, loss in steps]), color="#08519c", label="running mean")
+    axes.plot([step for step, _ in steps], smooth([loss for _, loss in steps]), color="#08519c", label="running mean")
     held_out = [(line["step"], line["held_out_loss"]) for line in lines if "held_out_loss" in line]
     if held_out:
         axes.plot(*zip(*held_out, strict=True), "o-", color="#e6550d", markersize=4, label="held-out loss")
@@ -84,7 +84,8 @@ def plot_losses(lines: Sequence[Mapping[str, Any]], folder: Path) -> Path | None
     return paths[0]
 
 
-def _smooth(losses: Sequence[float]) -> list[float]:
+def smooth(losses: Sequence[float]) -> list[float]:
+    """The running mean of the numbers so far."""
     mean, smoothed = 0.0, []
     for number, loss in enumerate(losses, start=1):
         mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
@@ -92,7 +93,7 @@ def _smooth(losses: Sequence[float]) -> list[float]:
     return smoothed
 
 
-LOG = "metrics.jsonl"
+LOG, SAMPLES = "metrics.jsonl", "samples.jsonl"
 _TENSORBOARD = "tensorboard"
 _SCALARS = [
     "loss",

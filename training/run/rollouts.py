@@ -21,7 +21,7 @@ from tightwire.training.config.grpo import GrpoConfig
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
 from tightwire.training.data.prompts import Prompt
-from tightwire.training.log.run_log import drop_after
+from tightwire.training.log.run_log import SAMPLES, drop_after
 from tightwire.training.ranks.control import Control
 from tightwire.training.run.setup import Trained
 from tightwire.training.start.grpo import Answer, Answers, advantages_of
@@ -30,7 +30,6 @@ from tightwire.training.start.model import StartingModel
 from tightwire.training.start.ppo import Ppo
 from tightwire.training.start.reward import RewardModel
 
-SAMPLES = "samples.jsonl"
 Reward = Callable[..., Sequence[float]]
 
 

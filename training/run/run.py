@@ -30,6 +30,7 @@ from tightwire.training.engine.options import EngineOptions, engine_options
 from tightwire.training.estimate.memory import checkpoint_bytes
 from tightwire.training.estimate.phases import advice
 from tightwire.training.estimate.step import flops_per_token, peak_flops
+from tightwire.training.log.page import write_page
 from tightwire.training.log.run_log import RunLog, Terminal
 from tightwire.training.log.spinner import spinner
 from tightwire.training.ranks.groups import open_store
@@ -197,6 +198,14 @@ class Run:
                 rollouts.close()
             if log is not None:
                 log.close()
+                self._write_page(terminal)
+
+    def _write_page(self, terminal: Terminal) -> None:
+        try:
+            if page := write_page(self._folder):
+                terminal.say(f"figures and answers are in {page}")
+        except OSError as error:
+            terminal.say(f"WARNING: the run's page could not be written: {error}")
 
     def _open_rollouts(self, step: int) -> Rollouts:
         if self._open_sampler is None:

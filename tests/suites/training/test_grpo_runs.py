@@ -14,8 +14,9 @@ from tightwire.post_training import open_engine
 from tightwire.training.config.read import ConfigError
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
+from tightwire.training.log.run_log import SAMPLES
 from tightwire.training.run.loop import BrokenDataError
-from tightwire.training.run.rollouts import SAMPLES, find_reward
+from tightwire.training.run.rollouts import find_reward
 from tightwire.training.start.reward import RewardModel
 
 _SAMPLES = 4

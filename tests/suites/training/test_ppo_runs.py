@@ -12,8 +12,9 @@ from tiny import VARIANTS, make_tiny
 from tightwire.post_training import open_engine
 from tightwire.training.config.read import ConfigError
 from tightwire.training.config.tree import TrainConfig
+from tightwire.training.log.page import PAGE
+from tightwire.training.log.run_log import SAMPLES
 from tightwire.training.run.dry_run import dry_run
-from tightwire.training.run.rollouts import SAMPLES
 from tightwire.training.start.reward import RewardModel
 
 
@@ -65,6 +66,8 @@ def test_a_rollout_is_learned_in_minibatches_and_the_first_ratios_are_one(tmp_pa
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-7) and lines[4]["kl"] > 1e-6
     assert lines[0]["value"] == 0 != lines[4]["value"]
     assert lines[0]["reward"] == lines[3]["reward"] != lines[4]["reward"]
+    page = (Path(config.run) / PAGE).read_text()
+    assert "value loss" in page and "step 5: 16 answers, mean reward" in page
 
 
 @pytest.mark.parametrize("stop", [3, 4])

@@ -1,0 +1,73 @@
+"""A run's page: its curves lie inside their charts, answers are escaped, and lines that are cut off do not break it."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+from tightwire.training.log.page import PAGE, write_page
+from tightwire.training.log.run_log import LOG, SAMPLES
+
+
+class _Checker(HTMLParser):
+    """Counts tags, and fails on what a page of this kind may not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "link", "img") and not {"src", "href"} & {name for name, _ in attrs}
+        self.tags.append(tag)
+
+
+def _write(run: Path, *, steps: int) -> None:
+    lines = [
+        {"step": n, "loss": 3.0 - n / 10, "reward": 0.5, "kl": 1e-9 * n, "lr": 1e-3, "seconds": 2.0}
+        for n in range(1, steps + 1)
+    ]
+    (run / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "lo')
+    prompt = [{"role": "user", "content": "as <b>JSON</b> & more"}]
+    samples = [
+        {"step": n, "prompt": prompt, "answer": f"<script>{k}", "reward": k / 4, "tokens": 7, "ended": k > 0}
+        for n in range(1, steps + 1)
+        for k in range(3)
+    ]
+    (run / SAMPLES).write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+
+
+def test_figures_are_drawn_inside_their_charts_with_reward_and_kl_first(tmp_path: Path) -> None:
+    _write(tmp_path, steps=20)
+
+    page = write_page(tmp_path)
+
+    assert page == tmp_path / PAGE
+    text = (tmp_path / PAGE).read_text()
+    names = re.findall(r"<figcaption>([a-z ]+) ", text)
+    assert names == ["reward", "kl", "loss", "lr"]
+    for points in re.findall(r"points='([^']+)'", text):
+        places = [tuple(map(float, point.split(","))) for point in points.split()]
+        assert len(places) == 20 and all(52 <= x <= 412 and 8 <= y <= 150 for x, y in places)
+        assert places == sorted(places)
+
+
+def test_answers_are_escaped_sorted_and_of_the_first_and_last_steps(tmp_path: Path) -> None:
+    _write(tmp_path, steps=20)
+
+    text = write_page(tmp_path).read_text()  # pyright: ignore[reportOptionalMemberAccess]
+
+    checker = _Checker()
+    checker.feed(text)
+    assert checker.tags.count("svg") == 4 and checker.tags.count("details") == 12
+    shown = [int(step) for step in re.findall(r"<summary>step (\d+): 3 answers, mean reward 0.25", text)]
+    assert shown == [20, 19, 18, 17, 16, 15, 6, 5, 4, 3, 2, 1]
+    assert re.findall(r"script&gt;(\d)", text)[:3] == ["2", "1", "0"]
+    assert "as &lt;b&gt;JSON&lt;/b&gt; &amp; more" in text and text.count("(cut)") == 12
+
+
+def test_a_run_without_steps_has_no_page(tmp_path: Path) -> None:
+    (tmp_path / LOG).write_text("")
+    assert write_page(tmp_path) is None and not (tmp_path / PAGE).exists()
+    _write(tmp_path, steps=1)
+    (tmp_path / SAMPLES).unlink()
+    assert "<h2>" not in write_page(tmp_path).read_text()  # pyright: ignore[reportOptionalMemberAccess]

@@ -1,0 +1,99 @@
+"""Writes a run's page, ``run.html``: every logged figure over the steps, and the answers that were learned from, if any.
+
+One file without scripts, fonts or links to elsewhere; it needs no package.
+"""
+
+import html
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tightwire.atomic_file import write_atomic
+from tightwire.training.log.run_log import LOG, SAMPLES, read_log, smooth
+
+PAGE = "run.html"
+_FIRST = ("reward", "held_out_reward", "kl", "loss", "held_out_loss")  # the others follow in the log's order
+_NOT_DRAWN = ("step", "tokens", "samples", "seconds", "mfu", "memory_bytes", "wire_bytes", "exposed_ms")
+_MOST_STEPS = 12  # of which answers are shown: the first ones and the last ones
+_WIDTH, _HEIGHT, _LEFT, _UNDER = 420, 170, 52, 20
+_STYLE = """:root{color-scheme:light dark}body{font:15px/1.45 system-ui,sans-serif;max-width:1320px;margin:24px auto;padding:0 16px}
+h1{font-size:22px}h2{font-size:17px}.charts{display:flex;flex-wrap:wrap;gap:16px}figure{margin:0}figcaption{font-weight:600}
+svg text{fill:currentColor;font-size:11px}.grid{stroke:currentColor;opacity:.18}.each{fill:none;stroke:#4a90d9;opacity:.45}
+.mean{fill:none;stroke:#2a6fc0;stroke-width:2}table{border-collapse:collapse;width:100%}
+th,td{text-align:left;vertical-align:top;padding:4px 8px;border-bottom:1px solid #8884}td:nth-child(n+3){text-align:right}
+td{white-space:pre-wrap;overflow-wrap:anywhere}summary{cursor:pointer;padding:4px 0}"""
+
+
+def write_page(run: Path) -> Path | None:
+    """Write the page from the run's log and samples. Returns None if the log has no steps. Raises OSError."""
+    lines = read_log(run / LOG)
+    if not lines:
+        return None
+    samples = read_log(run / SAMPLES) if (run / SAMPLES).exists() else []
+    title = html.escape(f"{run.name}: {lines[-1]['step']} steps")
+    charts = "".join(_chart(name, points) for name, points in _curves(lines).items())
+    body = f"<h1>{title}</h1><div class=charts>{charts}</div>{''.join(_answers(samples))}"
+    head = f"<meta charset=utf-8><meta name=viewport content='width=device-width'><title>{title}</title><style>{_STYLE}</style>"
+    write_atomic(run / PAGE, f"<!doctype html><html lang=en>{head}{body}</html>\n".encode())
+    return run / PAGE
+
+
+def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    names = dict.fromkeys([*_FIRST, *(name for line in lines for name in line)])
+    curves = {
+        name: [(line["step"], float(line[name])) for line in lines if isinstance(line.get(name), int | float)]
+        for name in names
+        if name not in _NOT_DRAWN
+    }
+    return {name: points for name, points in curves.items() if points}
+
+
+def _chart(name: str, points: Sequence[tuple[int, float]]) -> str:
+    """The points and their running mean."""
+    steps, values = zip(*points, strict=True)
+    low, high = min(values), max(values)
+    middle = (high + low) / 2
+    half = (high - low) / 2 or abs(middle) * 0.1 or 1.0
+
+    def place(step: int, value: float) -> str:
+        across = (step - steps[0]) / max(steps[-1] - steps[0], 1)
+        up = (value - middle + half) / (2 * half)
+        return f"{_LEFT + across * (_WIDTH - _LEFT - 8):.1f},{8 + (1 - up) * (_HEIGHT - 8 - _UNDER):.1f}"
+
+    each = " ".join(place(*point) for point in points)
+    mean = " ".join(place(*point) for point in zip(steps, smooth(values), strict=True))
+    grid = "".join(
+        f"<line class=grid x1={_LEFT} x2={_WIDTH - 8} y1={at} y2={at} /><text x={_LEFT - 6} y={at + 4} text-anchor=end>{value:.3g}</text>"
+        for at, value in (
+            (8, middle + half),
+            (8 + (_HEIGHT - 8 - _UNDER) / 2, middle),
+            (_HEIGHT - _UNDER, middle - half),
+        )
+    )
+    ends = f"<text x={_LEFT} y={_HEIGHT - 4}>step {steps[0]}</text><text x={_WIDTH - 8} y={_HEIGHT - 4} text-anchor=end>{steps[-1]}</text>"
+    lines = f"<polyline class=each points='{each}' /><polyline class=mean points='{mean}' />"
+    label = html.escape(f"{name.replace('_', ' ')} {values[-1]:.4g}")
+    return (
+        f"<figure><figcaption>{label}</figcaption><svg viewBox='0 0 {_WIDTH} {_HEIGHT}' width={_WIDTH} height={_HEIGHT} role=img "
+        f"aria-label='{label}'>{grid}{ends}{lines}</svg></figure>"
+    )
+
+
+def _answers(samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A folded table for each of some steps; the newest is open."""
+    steps = sorted({sample["step"] for sample in samples})
+    shown = steps if len(steps) <= _MOST_STEPS else steps[: _MOST_STEPS // 2] + steps[-_MOST_STEPS // 2 :]
+    if shown:
+        yield f"<h2>Answers</h2><p>Of {len(shown)} of {len(steps)} rollouts, the newest first; all are in {SAMPLES}.</p>"
+    for step in reversed(shown):
+        own = sorted((sample for sample in samples if sample["step"] == step), key=lambda sample: -sample["reward"])
+        mean = math.fsum(sample["reward"] for sample in own) / len(own)
+        rows = "".join(
+            f"<tr><td>{html.escape(str(sample['prompt'][-1]['content']))}<td>{html.escape(sample['answer'])}"
+            f"<td>{sample['reward']:.3g}<td>{sample['tokens']}{'' if sample['ended'] else ' (cut)'}"
+            for sample in own
+        )
+        opened = " open" if step == shown[-1] else ""
+        yield f"<details{opened}><summary>step {step}: {len(own)} answers, mean reward {mean:.3g}</summary>"
+        yield f"<table><tr><th>prompt<th>answer<th>reward<th>tokens{rows}</table></details>"
