@@ -2,7 +2,7 @@
 # make test      every check and test that needs no GPU
 # make check     the checks of `make test`: ruff, import-linter, clang-format, house, docs/models.md, pyright
 # make house     files and lines of each floor, and what breaks the layout's rules; installs nothing
-# make sanitize  the kernels' tests with checks of addresses and undefined behavior, about 90 s of CPU
+# make sanitize  the kernels' tests with checks of addresses and undefined behavior, about three minutes of CPU
 # make docs      the site of the documentation, in build/site
 # make gpu-test  the tests that need CUDA devices
 # make gpu-check everything that a machine with a GPU can show, without a network: tests, answers, speeds, one JSON
@@ -21,7 +21,7 @@ TP ?= 2
 HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
-WORKERS ?= 4
+WORKERS ?= 5
 PIP_FLAGS ?=
 
 bin := $(VENV)/bin
@@ -31,8 +31,9 @@ installed_dev := $(VENV)/.installed-dev
 sources := pyproject.toml constraints.txt
 # Workers and servers compile nothing twice: what they import is kept as bytecode, whatever the shell has set.
 pytest := PYTHONDONTWRITEBYTECODE= $(bin)/python -m pytest -q -rs
-# Importing every test takes longer than collecting the few files with such tests.
-alone := $(or $(ARGS),$(shell grep -rl 'mark\.alone' tests --include=test_*.py))
+# Importing every test takes longer than collecting the few files with such tests. In reverse order those of servers, whose
+# tests take longest, come first, and short ones last.
+alone := $(or $(ARGS),$(shell grep -rl 'mark\.alone' tests --include=test_*.py | sort -r))
 # pytest's 5: nothing was selected, which is well where ARGS select.
 none_of_these := $(if $(ARGS),[ $$? -eq 5 ],false)
 
@@ -46,13 +47,14 @@ serve: $(installed)
 	@echo "For tightwire in another terminal:  . $(abspath $(bin))/activate" >&2
 	@exec $(bin)/tightwire serve $(MODEL) --tp $(TP) --host $(HOST) --port $(PORT) $(ARGS)
 
-# Pyright keeps one core busy for half a minute, so it runs beside the tests; what it says comes after them.
+# Pyright keeps one core busy for half a minute, so it runs beside the tests; what it says comes after them. Workers wait for
+# servers and timers, so there are more than cores. Tests that are marked alone mostly wait, so two of those run at a time.
 test: quick-check
 	$(bin)/tightwire pull
 	$(bin)/pyright >$(VENV)/pyright.log 2>&1 & types=$$!; \
 	$(pytest) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu and not multi_gpu and not alone" $(ARGS) || $(none_of_these); \
 	tests=$$?; wait $$types; types=$$?; cat $(VENV)/pyright.log; [ $$tests = 0 ] && [ $$types = 0 ]
-	$(pytest) -m "alone and not gpu and not multi_gpu" $(alone) || $(none_of_these)
+	$(pytest) -n 2 --dist loadfile --no-loadscope-reorder -m "alone and not gpu and not multi_gpu" $(alone) || $(none_of_these)
 
 check: quick-check
 	$(bin)/pyright
