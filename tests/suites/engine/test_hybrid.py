@@ -1,7 +1,7 @@
 """Whole engines whose prompts pass stages, ranks as threads: scores of prompts to the bit those of one rank."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     )
 
 
-def _answers(checkpoint: Checkpoint, tp: int, *, hybrid: bool = True, **options: Any) -> tuple[dict, EngineStats]:
+def _answers(
+    checkpoint: Checkpoint, tp: int, *, hybrid: bool = True, names: Iterable[str] = REQUESTS, **options: Any
+) -> tuple[dict, EngineStats]:
     settings = {"dtype": torch.bfloat16, "max_model_len": 256, "max_num_batched_tokens": 48, "max_num_seqs": 12}
     stages = divide_layers(checkpoint.config.num_layers, [1] * tp) if hybrid else None
     with local_engine(checkpoint, tp=tp, stages=stages, **(settings | options)) as local:
-        for name, (prompt, changes) in REQUESTS.items():
+        for name in names:
+            prompt, changes = REQUESTS[name]
             local.engine.add(AddRequest(name, prompt, params(changes)))
         outputs = run_to_end(local.engine)
         told = {
@@ -52,15 +55,15 @@ def answers(checkpoint: Checkpoint) -> Callable[[int], dict]:
     return cache(lambda tp: _answers(checkpoint, tp)[0])
 
 
-@pytest.mark.parametrize("tp", [2, 3])
-def test_prompts_are_scored_as_by_one_rank_to_the_bit(tp: int, checkpoint: Checkpoint) -> None:
+def test_prompts_are_scored_as_by_one_rank_to_the_bit(checkpoint: Checkpoint) -> None:
     alone, _ = _answers(checkpoint, 1, hybrid=False)
-    told, stats = _answers(checkpoint, tp)
-    for name in ("echo", "scored"):
-        assert told[name][1] == alone[name][1], name
-    for name, (tokens, *_) in alone.items():
-        assert len(told[name][0]) == len(tokens), name
-    assert stats.total.num_free_blocks == stats.total.num_blocks
+    for tp in (2, 3):
+        told, stats = _answers(checkpoint, tp)
+        for name in ("echo", "scored"):
+            assert told[name][1] == alone[name][1], f"{name} on {tp} ranks"
+        for name, (tokens, *_) in alone.items():
+            assert len(told[name][0]) == len(tokens), f"{name} on {tp} ranks"
+        assert stats.total.num_free_blocks == stats.total.num_blocks
 
 
 @pytest.mark.parametrize(
@@ -83,17 +86,16 @@ def test_answers_are_the_same_in_any_batch(
 @pytest.mark.parametrize(
     ("variant", "options"),
     [
-        ("tied", {}),
         ("tied", {"quantization": "int8"}),
-        ("one-kv-head", {}),
         ("one-kv-head", {"kv_dtype": torch.int8}),
-        ("multi-head", {"kv_dtype": torch.int8}),
+        ("multi-head", {}),
         ("mlp-bias", {"quantization": "int8"}),
     ],
     ids=str,
 )
 def test_every_part_of_a_layer_has_the_bits_of_one_rank(variant: str, options: dict[str, Any], tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(make_tiny(tmp_path, num_hidden_layers=3, **VARIANTS[variant])))
+    options = options | {"names": ("greedy", "long", "echo", "scored")}
     alone, _ = _answers(checkpoint, 1, hybrid=False, **options)
     told, _ = _answers(checkpoint, 2, **options)
     assert [told[name][1] for name in ("echo", "scored")] == [alone[name][1] for name in ("echo", "scored")]
@@ -123,7 +125,7 @@ def test_bytes_are_those_of_the_formulas(kv_dtype: torch.dtype, checkpoint: Chec
     assert counts == [{"hidden-state": sent, "kv-heads": kv} for sent, kv in wanted]
 
 
-@pytest.mark.parametrize("seed", fuzz_seeds(4))
+@pytest.mark.parametrize("seed", fuzz_seeds(2))
 def test_cancelled_neighbours_change_nothing(seed: int, checkpoint: Checkpoint, answers: Callable[[int], dict]) -> None:
     """Blocks of cancelled and preempted prompts are used again while their chunks still pass the stages."""
     rng = random.Random(seed)

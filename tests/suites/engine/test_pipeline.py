@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tightwire.model.stages import divide_layers
 from tightwire.server.ipc.engine_stats import EngineStats
 from tightwire.server.ipc.messages import AddRequest
 
+_FEW = ("greedy", "long", "top-p", "echo", "scored", "n0")  # requests that show what the layers compute
 _OPTIONS: dict[str, Any] = {
     "dtype": torch.bfloat16,
     "max_model_len": 256,
@@ -43,10 +44,13 @@ def _pipeline(tp: int, checkpoint: Checkpoint) -> Any:
     return replace(divide_layers(checkpoint.config.num_layers, [1] * tp), pipeline=True)
 
 
-def _answers(checkpoint: Checkpoint, tp: int, **options: Any) -> tuple[dict, EngineStats]:
+def _answers(
+    checkpoint: Checkpoint, tp: int, *, names: Iterable[str] = REQUESTS, **options: Any
+) -> tuple[dict, EngineStats]:
     options = _OPTIONS | options
     with local_engine(checkpoint, tp=tp, stages=_pipeline(tp, checkpoint), **options) as local:
-        for name, (prompt, changes) in REQUESTS.items():
+        for name in names:
+            prompt, changes = REQUESTS[name]
             if len(prompt) + 20 > options["max_model_len"]:
                 continue
             local.engine.add(AddRequest(name, prompt, params(changes)))
@@ -69,16 +73,16 @@ def alone(checkpoint: Checkpoint) -> Callable[[torch.dtype | None], dict]:
     return cache(lambda kv_dtype: _answers(checkpoint, 1, kv_dtype=kv_dtype)[0])
 
 
-@pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize(
-    "options",
+    ("tp", "options"),
     [
-        {},
-        {"max_num_batched_tokens": 500},
-        {"prefix_cache": "none"},
-        {"prefix_cache": "all"},
-        {"max_model_len": 256, "block_size": 4, "num_blocks": 64},  # preempts
-        {"kv_dtype": torch.int8},
+        (2, {}),
+        (3, {}),
+        (2, {"max_num_batched_tokens": 500}),
+        (3, {"prefix_cache": "none"}),
+        (2, {"prefix_cache": "all"}),
+        *((tp, {"max_model_len": 256, "block_size": 4, "num_blocks": 64}) for tp in (2, 3)),  # preempts
+        (3, {"kv_dtype": torch.int8}),
     ],
     ids=str,
 )
@@ -104,16 +108,16 @@ def test_answers_are_those_of_one_rank_to_the_bit(
 )
 def test_every_part_of_a_layer_has_the_bits_of_one_rank(variant: str, options: dict[str, Any], tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(make_tiny(tmp_path, num_hidden_layers=3, **VARIANTS[variant])))
-    alone, _ = _answers(checkpoint, 1, **options)
-    assert _answers(checkpoint, 3, **options)[0] == alone
+    alone, _ = _answers(checkpoint, 1, names=_FEW, **options)
+    assert _answers(checkpoint, 3, names=_FEW, **options)[0] == alone
 
 
 @pytest.mark.parametrize("family", [family.names.name for family in FAMILIES if family.names.name != "Llama"])
 def test_families_whose_layers_differ_have_the_bits_of_one_rank(family: str, tmp_path: Path) -> None:
     """Windows and layers without rotation keep their numbers; an update's norm belongs to the stage that made the update."""
     checkpoint = open_checkpoint(str(make_family_folder(family_named(family), tmp_path)))
-    alone, _ = _answers(checkpoint, 1, max_model_len=128, bounded=False)
-    assert _answers(checkpoint, 3, max_model_len=128)[0] == alone
+    alone, _ = _answers(checkpoint, 1, names=_FEW, max_model_len=128, bounded=False)
+    assert _answers(checkpoint, 3, names=_FEW, max_model_len=128)[0] == alone
 
 
 def test_bytes_are_those_of_the_formulas(checkpoint: Checkpoint) -> None:
@@ -160,7 +164,7 @@ def test_sequences_form_as_many_groups_as_there_are_stages(num_seqs: int, checkp
     assert num_steps <= num_seqs + min(num_stages, num_seqs) * 35, "sequences that start or end apart join a group"
 
 
-@pytest.mark.parametrize("seed", fuzz_seeds(4))
+@pytest.mark.parametrize("seed", fuzz_seeds(2))
 def test_cancelled_neighbours_change_nothing(
     seed: int, checkpoint: Checkpoint, alone: Callable[[torch.dtype | None], dict]
 ) -> None:
