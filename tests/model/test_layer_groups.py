@@ -26,7 +26,7 @@ from tightwire.server.ipc.messages import AddRequest
 from tightwire.server.plan.weight_decision import spread
 
 _FAMILIES = ["Gemma 3", "Gemma 2", "Mistral", "OLMo 3"]
-_PROMPT, _NUM_TOKENS, _CONTEXT = 150, 60, 320
+_PROMPT, _NUM_TOKENS, _CONTEXT = 150, 40, 320
 
 
 @pytest.fixture(scope="session")
@@ -150,7 +150,7 @@ def _opened(folder: Path):
     return open_checkpoint(str(folder))
 
 
-def _answers(local: LocalEngine, *, num_requests: int = 16) -> dict[str, list[Any]]:
+def _answers(local: LocalEngine, *, num_requests: int = 12) -> dict[str, list[Any]]:
     """Tokens and scores of a mixed load: long and short, drawn and greedy, with common beginnings, some repetitive."""
     rng = random.Random(5)
     stem = [rng.randrange(3, 300) for _ in range(130)]
@@ -159,7 +159,7 @@ def _answers(local: LocalEngine, *, num_requests: int = 16) -> dict[str, list[An
             rng.randrange(3, 300) for _ in range(rng.choice([1, 4, 30, 90]))
         ]
         params = SamplingParams(
-            max_tokens=rng.choice([3, 12, 80]),
+            max_tokens=rng.choice([3, 12, 60]),
             temperature=rng.choice([0.0, 0.0, 0.8]),
             seed=index,
             ignore_eos=True,
@@ -179,7 +179,7 @@ _LOADS: dict[str, dict[str, Any]] = {
     "prefix cache all": {"prefix_cache": "all", "max_num_batched_tokens": 64},
     "no prefix cache": {"prefix_cache": "none"},
     "two ranks": {"tp": 2, "max_num_batched_tokens": 64},
-    "three ranks, preempted": {"num_blocks": 100, "tp": 3, "max_num_batched_tokens": 32, "max_num_seqs": 32},
+    "three ranks, preempted": {"num_blocks": 80, "tp": 3, "max_num_batched_tokens": 32, "max_num_seqs": 32},
     "speculation": {"drafter": Drafter(max_tokens=4, longest=3, shortest=1)},
     "8 bits, preempted": {"num_blocks": 90, "max_num_seqs": 8, "max_num_batched_tokens": 24, "kv_dtype": torch.int8},
     "8 bits, two ranks, prefix cache all": {"tp": 2, "kv_dtype": torch.int8, "prefix_cache": "all"},

@@ -35,7 +35,7 @@ _settings = settings(
 
 
 @schema.exclude(path_regex=_ADAPTED).parametrize()
-@settings(_settings, max_examples=60)
+@settings(_settings, max_examples=40)
 def test_generated_requests(case: Case) -> None:
     case.call_and_validate(checks=_CHECKS)
 

@@ -12,29 +12,23 @@ pytestmark = needs_triton
 ROOT = Path(__file__).parents[3]
 
 
-def _pytest(*arguments: str) -> str:
-    """The output of a pytest run in a process of its own, in which Triton is an interpreter and torch has a device."""
+@pytest.mark.slow
+def test_on_an_emulated_device() -> None:
+    """In a process of its own, in which Triton is an interpreter and torch has a device.
+
+    The device refuses what CUDA refuses and decode never waits for it, prompts of packed weights, training, replayed steps.
+    """
     command = [sys.executable, "-m", "pytest", "-q", "-p", "helpers.emulated.pytest_plugin", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests"}
+    files = ("rules", "decode_waits", "layer_kernels", "training", "decode_graphs")
+    chosen = "test_rules or test_decode_waits or prompts_of_packed or has_the_losses or models_logits[1]"
     run = subprocess.run(
-        [*command, *arguments], check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
+        [*command, *(f"tests/gpu/test_{file}.py" for file in files), "-k", chosen],
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests"},
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
     assert run.returncode == 0, run.stdout[-8000:]
-    return run.stdout
-
-
-def test_the_device_refuses_what_cuda_refuses_and_decode_never_waits_for_it() -> None:
-    output = _pytest("tests/gpu/test_rules.py", "tests/gpu/test_decode_waits.py")
-    assert "9 passed" in output, output
-
-
-def test_prompts_of_packed_weights_and_a_run_of_training() -> None:
-    output = _pytest(
-        *("tests/gpu/test_layer_kernels.py", "tests/gpu/test_training.py"), "-k", "prompts_of_packed or has_the_losses"
-    )
-    assert "14 passed" in output, output
-
-
-@pytest.mark.slow
-def test_replayed_steps() -> None:
-    assert "1 passed" in _pytest("tests/gpu/test_decode_graphs.py::test_replayed_steps_give_the_models_logits[1]")
+    assert "24 passed" in run.stdout, run.stdout

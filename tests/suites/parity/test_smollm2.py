@@ -67,9 +67,10 @@ def test_float32_tokens_are_those_of_transformers_and_logits_within_a_thousandth
 def test_float32_tokens_do_not_depend_on_the_split(
     tp: int, algorithm: str, checkpoint: Checkpoint, prompts: list[list[int]], float32_answers: list[list[int]]
 ) -> None:
+    own = slice(tp - 2, None, 3)  # a third of the prompts each
     with local_engine(checkpoint, tp=tp, all_reduce=algorithm) as local:
-        answers = continue_prompts(local.engine, prompts, max_tokens=_NUM_SPLIT_TOKENS)
-    assert answers == [answer[:_NUM_SPLIT_TOKENS] for answer in float32_answers]
+        answers = continue_prompts(local.engine, prompts[own], max_tokens=_NUM_SPLIT_TOKENS)
+    assert answers == [answer[:_NUM_SPLIT_TOKENS] for answer in float32_answers[own]]
 
 
 class Answer(NamedTuple):

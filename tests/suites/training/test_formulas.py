@@ -30,7 +30,7 @@ CODED = {
 FROZEN = ("model.embed_tokens", "model.layers.0", "model.layers.2.mlp")
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     **{name: (name, {}, {}) for name in SHARDINGS},
-    **{f"{name}-bf16": (name, {}, BF16) for name in SHARDINGS},
+    **{f"{name}-bf16": (name, {}, BF16) for name in ("none", "zero3", "hybrid")},
     "tied-frozen": ("zero3", {"tie_word_embeddings": True, "frozen": FROZEN}, {}),
     "frozen": ("zero3", {"frozen": FROZEN}, {"num_buffers": 3}),
     "frozen-zero2": ("zero2", {"frozen": FROZEN}, {}),

@@ -34,7 +34,7 @@ _CASES = {
     **{name: (f"parallel.sharding={name}",) for name in ("none", "zero1", "zero2", "zero3", "hybrid")},
     **{
         f"{name}-checkpointed": (f"parallel.sharding={name}", "parallel.checkpoint_every=1")
-        for name in ("none", "zero1", "zero2", "zero3", "hybrid")
+        for name in ("none", "zero3", "hybrid")
     },
     "every-second": ("parallel.sharding=zero3", "parallel.checkpoint_every=2"),
     "zero++": (
