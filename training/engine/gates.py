@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-TakeGrad = Callable[[Tensor], None]
+TakeGrad = Callable[[Tensor | None], None]
+GiveView = Callable[[torch.dtype], Tensor | None]
 Event = Callable[[], None]
 
 
@@ -45,9 +46,27 @@ def needs_gradient(args: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_flatten(args)[0])
 
 
-def weight(anchor: Tensor, values: Tensor, take: TakeGrad) -> Tensor:
-    """``values`` as a parameter of this forward; backward passes its gradient to ``take``."""
-    return _Weight.apply(anchor, values, take)  # pyright: ignore[reportReturnType]
+def weight(anchor: Tensor, values: Tensor, take: TakeGrad, give_view: GiveView) -> Tensor:
+    """``values`` as a parameter of this forward; backward passes its gradient to ``take``.
+
+    A layer whose backward asks ``give_view`` through ``gradient_view`` writes the gradient itself and returns None.
+    """
+    gated: Any = _Weight.apply(anchor, values, take)
+    gated.give_view = give_view
+    return gated
+
+
+def has_gradient_view(weight: Tensor) -> bool:
+    """Whether ``weight`` comes from ``weight()``."""
+    return hasattr(weight, "give_view")
+
+
+def gradient_view(weight: Any, dtype: torch.dtype) -> Tensor | None:
+    """Where a layer's backward writes the gradient of ``weight`` before it returns None for it; called once a backward.
+
+    None: the gradient is returned as usual, because it is added to another one or converted from ``dtype``.
+    """
+    return weight.give_view(dtype)
 
 
 class _Gate(torch.autograd.Function):
@@ -67,9 +86,10 @@ class _Weight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, values: Tensor, take: TakeGrad) -> Tensor:
         ctx.take = take
+        ctx.set_materialize_grads(False)
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.take(grad)
         return None, None, None

@@ -140,9 +140,9 @@ class Gradients:
                 f"gradients of {bucket.name} came after they were reduced; run one backward per micro-batch, and set "
                 "last=True only for the last one"
             )
-        place.is_open = True
-        if not place.alternates and place.written:
-            return  # it holds the buffer since an earlier micro-batch
+        begun, place.is_open = place.is_open, True
+        if not place.alternates and (begun or place.written):
+            return  # it holds the buffer, perhaps since an earlier micro-batch
         start_s = time.perf_counter()
         place.pool.fill(bucket.number, place.number, self._patience_s)
         self.waited_s += time.perf_counter() - start_s
@@ -156,13 +156,30 @@ class Gradients:
             place.is_last = last
             self._lane.start(lambda: self._reduce(bucket, place, last))
 
-    def add(self, bucket: Bucket, param: ParamSpan, grad: Tensor) -> None:
-        """Write a parameter's gradient to the bucket's buffer, or add it if the parameter has one there."""
+    def view(self, bucket: Bucket, param: ParamSpan, dtype: torch.dtype) -> Tensor | None:
+        """Where a layer writes a parameter's gradient itself; None: ``add`` adds it to another one or converts it."""
+        place = self._bucket_buffers[bucket.number]
+        if param in place.written or place.buffer_N.dtype != dtype:
+            return None
+        place.written.add(param)
+        return param.of(place.buffer_N)
+
+    def add(self, bucket: Bucket, param: ParamSpan, grad: Tensor | None) -> None:
+        """Write a parameter's gradient to the bucket's buffer, or add it if the parameter has one there.
+
+        None: the layer has written it to ``view``. Raises RuntimeError: it has not.
+        """
         place = self._bucket_buffers[bucket.number]
         if not place.is_open:
             raise RuntimeError(f"a gradient of {param.name} came outside the backward of {bucket.name}")
         target = param.of(place.buffer_N)
-        if param in place.written:
+        if grad is None:
+            if param not in place.written:
+                raise RuntimeError(
+                    f"a layer returned None as the gradient of {param.name} and has not written it: return the gradient, or "
+                    "write it to training.engine.gates.gradient_view"
+                )
+        elif param in place.written:
             target.add_(grad)
         else:
             target.copy_(grad)

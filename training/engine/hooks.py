@@ -16,6 +16,7 @@ from tightwire.training.engine.flat_parameters import Bucket, BucketPlan, ParamS
 from tightwire.training.engine.gates import gate_inputs, gate_outputs, needs_gradient, weight
 from tightwire.training.engine.gathered_weights import Weights
 from tightwire.training.engine.gradients import Gradients
+from tightwire.training.engine.linear import write_gradients
 from tightwire.training.engine.options import EngineOptions
 
 
@@ -86,10 +87,12 @@ class MicroBatch:
         if not flat_param.trainable or not torch.is_grad_enabled():
             return values
         if bucket.block is not None:
-            return weight(anchor, values, lambda grad: self._gradients.add(bucket, param, grad))
+            view = partial(self._gradients.view, bucket, param)
+            return weight(anchor, values, partial(self._gradients.add, bucket, param), view)
         if param not in self._made:
             self._missing_gradients.setdefault(bucket.number, set()).add(param)
-            self._made[param] = weight(anchor, values, lambda grad: self._take(bucket, param, grad))
+            view = partial(self._begun_view, bucket, param)
+            self._made[param] = weight(anchor, values, partial(self._take, bucket, param), view)
         return self._made[param]
 
     def backward_begins(self, bucket: Bucket) -> None:
@@ -122,7 +125,11 @@ class MicroBatch:
             if 0 <= block < len(self._blocks):
                 self._weights.request(self._blocks[block])
 
-    def _take(self, bucket: Bucket, param: ParamSpan, grad: Tensor) -> None:
+    def _begun_view(self, bucket: Bucket, param: ParamSpan, dtype: torch.dtype) -> Tensor | None:
+        self._gradients.begin(bucket, self._last)
+        return self._gradients.view(bucket, param, dtype)
+
+    def _take(self, bucket: Bucket, param: ParamSpan, grad: Tensor | None) -> None:
         """Take a gradient of a bucket without gates. The bucket is complete when all used parameters have theirs."""
         self._gradients.begin(bucket, self._last)
         self._gradients.add(bucket, param, grad)
@@ -138,6 +145,11 @@ class Hooks:
     def __init__(self, model: nn.Module, plan: BucketPlan) -> None:
         self.micro_batch: MicroBatch | None = None
         self._wrapped: list[nn.Module] = []
+        for use in plan.uses:
+            layer = model.get_submodule(use.module)
+            if use.flat_param.trainable and use.attribute == "weight" and type(layer) is nn.Linear:
+                write_gradients(layer)
+                self._wrapped.append(layer)
         hosted = _uses_by_host(plan)
         for host, uses in hosted.items():
             module = model.get_submodule(host)
@@ -147,7 +159,8 @@ class Hooks:
                 module.forward = self._plain_forward(module.forward, users)
             else:
                 module.forward = self._block_forward(module.forward, users, bucket)
-            self._wrapped.append(module)
+            if module not in self._wrapped:
+                self._wrapped.append(module)
         for use in plan.uses:
             del model.get_submodule(use.module)._parameters[use.attribute]
 

@@ -16,7 +16,8 @@ from transformers import AttentionInterface
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.sequences import Batch
-from tightwire.training.engine.flat_parameters import Bucket, plan_buckets
+from tightwire.training.engine.flat_parameters import Bucket, ParamSpan, plan_buckets
+from tightwire.training.engine.gradients import alternates
 from tightwire.training.engine.hooks import Hooks, MicroBatch
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.start.grpo import Answers
@@ -77,8 +78,13 @@ class Activations(NamedTuple):
     reducing: int
 
 
-def activation_bytes(llama: LlamaConfig, options: EngineOptions, config: TrainConfig) -> Activations:
-    """Measure one micro-batch, without the kernels' own working memory. Cost: a few milliseconds per block."""
+def activation_bytes(
+    llama: LlamaConfig, options: EngineOptions, config: TrainConfig, *, accumulates: bool
+) -> Activations:
+    """Measure one micro-batch, without the kernels' own working memory. Cost: a few milliseconds per block.
+
+    ``accumulates``: a step has several micro-batches.
+    """
     # On the meta device torch uses plain attention, which keeps all scores; real devices use fused kernels.
     AttentionInterface.register(_ATTENTION, _attention)
     own = config.model
@@ -98,9 +104,13 @@ def activation_bytes(llama: LlamaConfig, options: EngineOptions, config: TrainCo
 
     def nothing(*_: Any, **__: Any) -> None: ...
 
+    def view(bucket: Bucket, param: ParamSpan, dtype: torch.dtype) -> Tensor | None:
+        has_earlier = accumulates and not alternates(options, bucket)
+        return None if has_earlier or dtype != options.reduce_dtype else views[param]
+
     # Instead of the engine's: every weight is always present, and gradients are not stored.
     weights: Any = SimpleNamespace(request=nothing, use=nothing, done=nothing, view=lambda _, __, param: views[param])
-    gradients: Any = SimpleNamespace(begin=nothing, add=nothing, end=end)
+    gradients: Any = SimpleNamespace(begin=nothing, view=view, add=nothing, end=end)
     with LiveBytes() as live:
         hooks = Hooks(model, plan)
         anchor = torch.zeros((), device=_META, requires_grad=True)

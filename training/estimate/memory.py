@@ -85,7 +85,8 @@ def rank_memory(
     shards = [flat_param.num_elems // plan.shard_ranks for flat_param in trainable]
     has_replicas = topology.world_size > plan.shard_ranks
     between, optimizer = config.parallel.between, measure_optimizer(config.optimizer)
-    activations = activation_bytes(llama, options, config)
+    accumulates = config.batch.accumulation(topology.world_size) > 1
+    activations = activation_bytes(llama, options, config, accumulates=accumulates)
     transfers = transfer_bytes(plan, options, **nodes)
     return RankMemory(
         stays={

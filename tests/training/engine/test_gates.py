@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.server.keyword_model import BLOCKS, KeywordModel, keyword_loss
+from helpers.server.keyword_model import BLOCKS, WIDTH, KeywordBlock, KeywordModel, keyword_loss
 from helpers.training.trace_check import Trace
 from helpers.training.training_ranks import batches_of, open_engine, reference, run_groups, train
 from torch import nn
 
+from tightwire.training.engine.gates import gradient_view, has_gradient_view
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.ranks.groups import in_process_train_groups
 
@@ -45,19 +46,87 @@ def test_keyword_inputs_in_containers_are_gated(checkpoint_every: int) -> None:
     assert not unlike
 
 
-@pytest.mark.parametrize("order", [(3, 2, 1, 0), (0, 2, 1, 3), (0, 1, 3)], ids=["reversed", "mixed", "skipped"])
+@pytest.mark.parametrize(
+    ("order", "begins"),
+    [
+        ([3, 2, 1, 0], "blocks.3 was called before blocks.0"),
+        ([0, 2, 1, 3], "blocks.2 was called before blocks.1"),
+        ([0, 1, 3], "blocks.3 was called before blocks.2"),
+    ],
+    ids=["reversed", "mixed", "skipped"],
+)
 @pytest.mark.parametrize("prefetch", ["explicit", "implicit"])
-def test_another_order_of_blocks_is_refused_at_once(order: tuple[int, ...], prefetch: Any) -> None:
+def test_another_order_of_blocks_is_refused_at_once(order: list[int], begins: str, prefetch: Any) -> None:
     """Their weights would be awaited in buffers that hold those of other blocks."""
 
-    def run_rank(groups: Any) -> str:
+    def run_rank(groups: Any) -> None:
         own = KeywordModel()
         with open_engine(own, groups, EngineOptions(prefetch=prefetch), BLOCKS) as engine:
             own.layers = nn.ModuleList(own.layers[number] for number in order)
-            with pytest.raises(RuntimeError, match="weights are gathered in the order") as refused, engine.evaluation():
+            with pytest.raises(RuntimeError, match=begins), engine.evaluation():
                 own(batches_of(2, 1, 1)[0, 0, groups.rank])
-            return str(refused.value)
 
-    first = {(3, 2, 1, 0): "blocks.3 was called before blocks.0", (0, 2, 1, 3): "blocks.2 was called before blocks.1"}
-    messages = run_groups(in_process_train_groups(2), run_rank)
-    assert all(text.startswith(first.get(order, "blocks.3 was called before blocks.2")) for text in messages)
+    run_groups(in_process_train_groups(2), run_rank)
+
+
+class _OwnLinear(nn.Linear):
+    """A linear layer that writes its weight's gradient itself, if ``writes``, and never returns one."""
+
+    writes = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if has_gradient_view(self.weight):
+            return _OwnProduct.apply(input, self.weight, self.writes) + self.bias
+        return nn.functional.linear(input, self.weight) + self.bias
+
+
+class _OwnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, writes: bool) -> Any:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.writes = weight, writes
+        return nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        if ctx.writes:
+            view = gradient_view(ctx.weight, torch.float32)
+            assert view is not None and gradient_view(ctx.weight, torch.float32) is None
+            torch.mm(grad.flatten(0, -2).t(), x.flatten(0, -2), out=view)
+        return grad @ weight, None, None
+
+
+def _model_with_own_gradients() -> KeywordModel:
+    model = KeywordModel()
+    for block in model.layers:
+        assert isinstance(block, KeywordBlock)
+        block.right = _OwnLinear(WIDTH, WIDTH)
+    return model
+
+
+def test_a_layer_may_write_its_gradient_itself() -> None:
+    model, batches = _model_with_own_gradients(), batches_of(2, num_steps=3, accumulation=1)
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def run_rank(groups: Any) -> Any:
+        with open_engine(models[groups.rank], groups, EngineOptions(), BLOCKS) as engine:
+            return train(engine, models[groups.rank], batches, groups.rank, loss=keyword_loss)
+
+    runs = run_groups(in_process_train_groups(2), run_rank)
+
+    want = reference(model, EngineOptions(), batches, loss=keyword_loss)
+    assert [run.losses for run in runs] == [run.losses for run in want]
+    assert all(torch.equal(runs[0].parameters[name], value) for name, value in want[0].parameters.items())
+
+
+def test_a_layer_that_leaves_its_gradient_out_is_named() -> None:
+    model = _model_with_own_gradients()
+    for layer in model.modules():
+        if isinstance(layer, _OwnLinear):
+            layer.writes = False
+
+    with open_engine(model, in_process_train_groups(1)[0], EngineOptions(), BLOCKS) as engine:
+        missing = "returned None as the gradient of layers.3.right.weight and has not written it"
+        with pytest.raises(RuntimeError, match=missing), engine.micro_batch(last=True):
+            keyword_loss(model, batches_of(1, 1, 1)[0, 0, 0]).backward()
