@@ -2,11 +2,8 @@
 
 import json
 import math
-import os
 import re
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +16,7 @@ from helpers.model.broken_gguf import Parts, number, numbers, text, texts
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny, tiny_config
 
+from tightwire.__main__ import main
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.tensors import expected_tensors
 from tightwire.model.open import open_checkpoint
@@ -359,7 +357,9 @@ def test_a_broken_folder(tmp_path: Path, fault: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gguf", "safetensors", "config"])
-def test_serve_refuses_a_broken_model_in_one_line(good: Parts, tmp_path: Path, kind: str) -> None:
+def test_serve_refuses_a_broken_model_in_one_line(
+    good: Parts, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = make_tiny(tmp_path / "broken")
     path, words = folder, ""
     if kind == "gguf":
@@ -372,9 +372,8 @@ def test_serve_refuses_a_broken_model_in_one_line(good: Parts, tmp_path: Path, k
     else:
         config(architectures=["MixtralForCausalLM"])(folder)
         words = "mixture of experts"
-    command = [sys.executable, "-m", "tightwire", "serve", str(path), "--port", "0"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    lines = done.stderr.splitlines()  # a slow start shows its stages before
-    assert lines[-1].startswith("tightwire serve: ") and words in lines[-1] and "Traceback" not in done.stderr
+    assert main(["serve", str(path), "--port", "0"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "Traceback" not in said.err
+    last = said.err.splitlines()[-1]  # a slow start shows its stages before
+    assert last.startswith("tightwire serve: ") and words in last
