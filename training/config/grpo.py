@@ -16,6 +16,9 @@ class AnswersConfig(BaseModel):
     rewards: list[str] = Field(
         default=[], description="functions, package.module:name, or folders of reward models; their numbers are added"
     )
+    shuffled: bool = Field(
+        default=False, description="a control: answers learn from each other's rewards, so rewards should not rise"
+    )
     answer_tokens: PositiveInt = Field(default=64, description="longest answer; with the prompt, data.sequence_tokens")
     temperature: PositiveFloat = Field(
         default=1.0, description="divides the logits, in the answers and in all probabilities of the loss"

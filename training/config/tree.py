@@ -90,7 +90,7 @@ class DataConfig(Section):
     )
     text_key: str = Field(default="text", description="the key of a JSONL line that holds the text")
     parted_by: Literal["blank-line", "file"] = Field(default="blank-line", description="what ends a document of a text")
-    held_out: Share = Field(default=0.01, description="share of the documents used only for evaluation")
+    held_out: Share = Field(default=0.01, description="share of the documents used only for evaluation; prompts: 0")
     held_out_files: list[str] = Field(default=[], description="evaluate on these files instead")
     sequence_tokens: PositiveInt = Field(default=512, description="tokens per sequence")
     shuffle_documents: Count = Field(default=4096, description="window to draw documents from; 0: in order")

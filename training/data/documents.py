@@ -137,9 +137,10 @@ class RunData:
 
     @property
     def held_out_share(self) -> float:
-        """Of prompts none: each step's rewards are those of new answers."""
-        is_used = self.held_out_documents is None and self.config.data.kind != "prompts"
-        return self.config.data.held_out if is_used else 0.0
+        """Of prompts none unless it is given, because each step's rewards are those of new answers."""
+        data = self.config.data
+        is_given = data.kind != "prompts" or "held_out" in data.model_fields_set
+        return data.held_out if self.held_out_documents is None and is_given else 0.0
 
     def training(self, epoch: int, *, in_order: bool = False) -> Iterator[str]:
         """The documents that are not held out, shuffled as ``training_documents`` does, or in order."""

@@ -44,16 +44,21 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationRecord:
-    """One evaluation of the weights after ``step`` steps. ``samples`` holds (prompt, continuation) pairs."""
+    """One evaluation of the weights after ``step`` steps. ``samples`` holds (prompt, continuation) pairs.
+
+    ``held_out_loss`` None: answers were rewarded instead. ``tokens``: tokens, pairs or answers.
+    """
 
     step: int
-    held_out_loss: float
+    held_out_loss: float | None
     tokens: int
     samples: tuple[tuple[str, str], ...] = ()
     figures: Mapping[str, float] = field(default_factory=dict)
 
     def values(self) -> dict[str, Any]:
         values = {**asdict(self), "samples": [list(sample) for sample in self.samples]}
+        if self.held_out_loss is None:
+            del values["held_out_loss"]
         return values | {f"held_out_{name}": figure for name, figure in values.pop("figures").items()}
 
 
@@ -196,7 +201,8 @@ class Terminal:
 
     def evaluation(self, record: EvaluationRecord) -> None:
         figures = _figures(record.figures)
-        self.say(f"held-out loss {record.held_out_loss:.4f}{figures} after step {record.step} ({record.tokens} tokens)")
+        loss = "" if record.held_out_loss is None else f" loss {record.held_out_loss:.4f}"
+        self.say(f"held-out{loss}{figures} after step {record.step} ({record.tokens} tokens)")
         for prompt, text in record.samples:
             self.say(f"    {prompt!r} -> {text!r}")
 

@@ -87,7 +87,10 @@ class Loop:
             if saves or evaluates:
                 self._check_finite()
             if evaluates and not signal and not is_broken and self.evaluate is not None:
-                self._log_record(self.evaluate(self.step))  # after a signal, save at once
+                try:
+                    self._log_record(self.evaluate(self.step))  # after a signal, save at once
+                except DataError as error:  # a reward failed
+                    self._data_error, is_broken, saves = str(error), True, True
             if saves:
                 self._save()
             if is_broken:

@@ -21,7 +21,7 @@ from tightwire.training.config.grpo import GrpoConfig
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
 from tightwire.training.data.prompts import Prompt
-from tightwire.training.log.run_log import SAMPLES, drop_after
+from tightwire.training.log.run_log import SAMPLES, EvaluationRecord, drop_after
 from tightwire.training.ranks.control import Control
 from tightwire.training.run.setup import Trained
 from tightwire.training.start.grpo import Answer, Answers, advantages_of
@@ -123,7 +123,7 @@ class Rollouts:
 
         Raises DataError on all ranks: a reward failed.
         """
-        self._sampler.load({name: tensor.clone() for name, tensor in actors(self._trained.engine.full_tensors())})
+        self._load()
         groups: list[Answers] = []
         records: list[dict[str, Any]] = []
         with self._control.failing_together(DataError):
@@ -167,12 +167,12 @@ class Rollouts:
             random.Random(f"{self._seed} {step} {own * control.world_size + control.rank} {sample}").getrandbits(63)
             for own, sample in places
         ]
-        answers = self._sampler.answer(
-            [*zip((each.token_ids for each in asked), seeds, strict=True)], config.answer_tokens
-        )
-        texts = [self._tokenizer.decode(each.token_ids[: len(each.token_ids) - each.ended]) for each in answers]
-        each_reward = rewards_of_answers(config.rewards, self._rewards, asked, texts)
-        rewards_PG = torch.tensor(each_reward, dtype=torch.float64).sum(0).view(-1, config.samples)
+        answers, texts, each_reward = self._ask(asked, seeds)
+        totals = torch.tensor(each_reward, dtype=torch.float64).sum(0)
+        learned = totals.tolist()
+        if config.shuffled:
+            random.Random(f"{self._seed} {step} {control.rank}").shuffle(learned)
+        rewards_PG = torch.tensor(learned, dtype=torch.float64).view(-1, config.samples)
         counts_B, scores_B = torch.ones(len(asked)).bool(), rewards_PG.flatten().float()
         if isinstance(config, GrpoConfig):
             counts_B = (rewards_PG.amax(1) > rewards_PG.amin(1)).repeat_interleave(config.samples)
@@ -183,7 +183,6 @@ class Rollouts:
             tokens = [prompt.token_ids for prompt in asked[own]]
             groups.append(Answers.of(tokens, answers[own], scores_B[own], counts_B[own]))
             first = own.stop
-        totals = rewards_PG.flatten().tolist()
         records = [
             {
                 "step": step + 1,
@@ -195,13 +194,37 @@ class Rollouts:
                 "ended": answer.ended,
             }
             for prompt, text, total, numbers, answer in zip(
-                asked, texts, totals, zip(*each_reward, strict=True), answers, strict=True
+                asked, texts, totals.tolist(), zip(*each_reward, strict=True), answers, strict=True
             )
         ]
         if isinstance(config, GrpoConfig):
             for record, score in zip(records, scores_B.tolist(), strict=True):
                 record["advantage"] = score
         return groups, records
+
+    def _ask(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int]
+    ) -> tuple[list[Answer], list[str], list[list[float]]]:
+        """An answer to each prompt, its text, and what each reward says of them."""
+        asked = [(prompt.token_ids, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        answers = self._sampler.answer(asked, self.config.answer_tokens)
+        texts = [self._tokenizer.decode(each.token_ids[: len(each.token_ids) - each.ended]) for each in answers]
+        return answers, texts, rewards_of_answers(self.config.rewards, self._rewards, prompts, texts)
+
+    def evaluate(self, prompts: Sequence[Prompt], step: int) -> EvaluationRecord:
+        """The mean reward of an answer to each of ``prompts``, the same on all ranks. Collective. Raises DataError: a reward failed."""
+        self._load()
+        own, each_reward = range(self._control.rank, len(prompts), self._control.world_size), [[0.0]]
+        with self._control.failing_together(DataError):
+            if own:
+                _, _, each_reward = self._ask([prompts[place] for place in own], own)
+        sums = self._control.gather_numbers(sum(map(sum, each_reward)))
+        reward = sum(number for (number,) in sums) / len(prompts)
+        return EvaluationRecord(step=step, held_out_loss=None, tokens=len(prompts), figures={"reward": reward})
+
+    def _load(self) -> None:
+        """Give the newest adapter to the engine. Collective."""
+        self._sampler.load({name: tensor.clone() for name, tensor in actors(self._trained.engine.full_tensors())})
 
     def _note(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Set the figures, and write the samples on rank 0."""

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import Event
@@ -136,7 +137,7 @@ class Run:
         config, control, start, trained = self._config, self._control, self._start, self._trained
         checkpoint, step, position, answers = self._load()
         terminal = Terminal(config.schedule.steps, config.log.every, rank=control.rank, done=step)
-        log = evaluator = rollouts = None
+        log = evaluate = rollouts = None
         closed, ahead = Event(), max(_READ_AHEAD, config.batch.accumulation(control.world_size))
         first = position + config.batch.sequences if answers else position
         where = {"rank": control.rank, "world_size": control.world_size, "position": first}
@@ -152,14 +153,19 @@ class Run:
             if config.data.kind == "prompts":
                 with control.failing_together(ValueError):
                     rollouts = self._open_rollouts(step)
-            elif config.evaluation.every:
-                evaluator = Evaluator(config, trained, start, control, held_out_sequences(self._data, pack))
+            has_held_out = self._data.held_out_documents is not None or self._data.held_out_share > 0
+            if config.evaluation.every and (rollouts is None or has_held_out):
+                held_out: Any = held_out_sequences(self._data, pack)
+                if rollouts is None:
+                    evaluate = Evaluator(config, trained, start, control, held_out).run
+                else:
+                    evaluate = partial(rollouts.evaluate, held_out)
             loop = Loop(
                 config=config,
                 trained=trained,
                 control=control,
                 batches=batches,
-                evaluate=evaluator and evaluator.run,
+                evaluate=evaluate,
                 checkpointer=Checkpointer(self._folder, control, keep=config.checkpoint.keep),
                 describe=lambda step, position: describe_checkpoint(
                     config, self._identity, trained.state, frozen_sum=self._frozen_sum, step=step, position=position

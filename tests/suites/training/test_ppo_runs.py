@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tightwire.training.config.tree import TrainConfig
 from tightwire.training.log.page import PAGE
 from tightwire.training.log.run_log import SAMPLES
 from tightwire.training.run.dry_run import dry_run
+from tightwire.training.run.loop import BrokenDataError
 from tightwire.training.start.reward import RewardModel
 
 
@@ -26,6 +28,13 @@ def early_letters(completions: list[str], **_: Any) -> list[float]:
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
+
+
+def of_sixteen(completions: list[str], **_: Any) -> list[float]:
+    return [0.5] * 16 if len(completions) == 16 else []
+
+
+_HELD_OUT = "data.held_out=0.2"
 
 
 def _config(folder: Path, *overrides: str, run: str = "run") -> TrainConfig:
@@ -138,3 +147,46 @@ def test_wrong_sections_are_refused_and_a_dry_run_counts_both(tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"ppo.minibatches=3 do not divide the 8 micro-batches"):
         _train(_config(tmp_path, "ppo.minibatches=3"))
     assert "4 sequences of 64 tokens = 256 tokens; 4 micro-batches" in dry_run(_config(tmp_path), {})
+
+
+def test_rewards_rise_unless_answers_learn_from_each_others_rewards(tmp_path: Path) -> None:
+    found = {}
+    for shuffled in (False, True):
+        config = _config(
+            tmp_path,
+            _HELD_OUT,
+            "batch={sequences: 32, micro_sequences: 32}",
+            "ppo={rewards: ['test_ppo_runs:early_letters'], answer_tokens: 8, beta: 0.0, epochs: 4}",
+            f"ppo.shuffled={shuffled}",
+            "schedule={steps: 60, warmup_steps: 0, kind: constant}",
+            "evaluation={every: 4, sequences: 64}",
+            "optimizer={lr: 3e-2, weight_decay: 0.0}",
+            run=f"shuffled-{shuffled}",
+        )
+        _train(config)
+        lines, samples = log_lines(config), _samples(config)
+        curves = [[line[name] for line in lines if name in line] for name in ("reward", "held_out_reward")]
+        found[shuffled] = [(mean(each[: len(each) // 4]), mean(each[-len(each) // 4 :])) for each in curves]
+        assert all(sample["reward"] == early_letters([sample["answer"]])[0] for sample in samples)
+        assert [len(each) for each in curves] == [60, 15]
+
+    for (first, last), (_, of_control) in zip(found[False], found[True], strict=True):
+        assert last > first + 0.1 and last > of_control + 0.07, found
+
+
+def test_a_reward_that_fails_in_an_evaluation_ends_the_run_with_its_weights_saved(tmp_path: Path) -> None:
+    rewards = "ppo.rewards=['test_ppo_runs:of_sixteen']"
+    config = _config(tmp_path, _HELD_OUT, "ppo.samples=2", "evaluation.every=4", rewards)
+    with pytest.raises(BrokenDataError, match=r"after step 4: the reward .* returned 0 numbers for 6.*step-00000004"):
+        _train(config)
+
+
+def test_ranks_share_an_evaluation(tmp_path: Path) -> None:
+    steps = "schedule={steps: 2, warmup_steps: 0}"
+    alone, shared = (_config(tmp_path, _HELD_OUT, "evaluation.every=2", steps, run=run) for run in ("alone", "shared"))
+    _train(alone)
+    _train(shared, 4)
+
+    first, second = (log_lines(config)[-1] for config in (alone, shared))
+    assert first["held_out_reward"] == pytest.approx(second["held_out_reward"]) != 0
+    assert first["tokens"] == second["tokens"] == 6 and "held_out_loss" not in first
