@@ -7,9 +7,9 @@ A request that cannot run, or whose logits are not finite, ends with its own err
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec.structs import asdict
 
@@ -64,7 +64,6 @@ class Engine:
         given = sampler, self._replicas, self._times, self._counters
         self._pipeline = StepPipeline(runner, *given, plan_ahead=plan_ahead, most_launched=most)
         self._requests: dict[str, Request] = {}
-        self._watch = PromptWatch(clock)
         # Sequences that wait for their grammar, with the replica that was asked for.
         self._compiling: dict[Request, tuple[Future[Any], int | None]] = {}
         self._pending: list[Output] = []  # of requests that ended between steps
@@ -91,8 +90,6 @@ class Engine:
                 self.adapters.end(request.adapter)
             return
         self._requests[request.id] = request
-        if message.progress:
-            self._watch.add(request)
         if request.params.grammar:
             assert self._sampler.grammars is not None, "find_problem refuses grammars without it"
             self._compiling[request] = self._sampler.grammars.compile(request.params.grammar), replica
@@ -122,8 +119,7 @@ class Engine:
             new, scored, broken = self._pipeline.collect(step)
             if self._drafter is not None and self._replicas.may_draft(step.num_seqs):
                 self._drafter.time(step.chunks, self._clock() - start_s)
-            if self._watch.requests:
-                outputs += self._watch.take(step.chunks)
+            outputs += self._progress(step.chunks)
             outputs += [self._end(request, "error", _NOT_FINITE) for request in broken]
             for request in scored:
                 self._counters.num_prompt_tokens += request.num_prompt_tokens
@@ -156,6 +152,24 @@ class Engine:
                 continue
             del self._compiling[request]
             self._replicas.add(request, replica)
+
+    def _progress(self, chunks: Iterable[Chunk]) -> Iterator[Output]:
+        """One output for each request that asked to hear of its prompt, and that a step brought forward.
+
+        Preempted requests compute a part of their prompt again; they are not reported until they are past it.
+        """
+        for request, start, end, *_ in chunks:
+            if request.reported is None or end <= request.reported[0]:
+                continue
+            # Not from request.num_cached_tokens: a step planned ahead may have counted tokens after this chunk.
+            computed = request.reported[1] + end - max(start, request.reported[0])
+            request.reported = (end, computed) if end < request.num_prompt_tokens else None
+            assert request.first_scheduled_s is not None, "a chunk before the first step"
+            seconds = self._clock() - request.first_scheduled_s
+            progress = PromptProgress(
+                prompt_tokens=request.num_prompt_tokens, cached=end - computed, computed=computed, seconds=seconds
+            )
+            yield Output(id=request.id, token_ids=[], progress=progress)
 
     def stats(self) -> EngineStats:
         counts = asdict(self._runner.counts())
@@ -199,7 +213,6 @@ class Engine:
 
     def _forget(self, request: Request, *, spoiled: bool = False) -> None:
         del self._requests[request.id]
-        self._watch.requests.pop(request, None)
         if request.adapter:
             self.adapters.end(request.adapter)
         if self._compiling.pop(request, None) is not None:
@@ -236,44 +249,3 @@ def first_token(scheduled: Reading, sampled: Reading) -> FirstToken:
         codec_s=codec_s,
         sampling_s=sampled.sampling_s - scheduled.sampling_s,
     )
-
-
-class _Reported(NamedTuple):
-    end: int = 0  # tokens of the prompt before this one are in the KV cache
-    computed: int = 0  # those of them that steps computed for this request
-
-
-class PromptWatch:
-    """Watches each added request until its prompt is computed. ``requests``: those; remove one that ends earlier."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self.requests: dict[Request, _Reported] = {}  # with the last report
-
-    def add(self, request: Request) -> None:
-        self.requests[request] = _Reported()
-
-    def take(self, chunks: Iterable[Chunk]) -> list[Output]:
-        """One output for each watched request that a step brought forward.
-
-        Preempted requests compute a part of their prompt again; they are not reported until they are past it.
-        """
-        now_s = self._clock()
-        outputs: list[Output] = []
-        for chunk in chunks:
-            request, end, last = chunk.request, chunk.end, self.requests.get(chunk.request)
-            if last is None or end <= last.end:
-                continue
-            # Not from request.num_cached_tokens: a step planned ahead may have counted tokens after this chunk.
-            computed = last.computed + end - max(chunk.start, last.end)
-            if end < request.num_prompt_tokens:
-                self.requests[request] = _Reported(end, computed)
-            else:
-                del self.requests[request]
-            assert request.first_scheduled_s is not None, "a chunk before the first step"
-            seconds = now_s - request.first_scheduled_s
-            progress = PromptProgress(
-                prompt_tokens=request.num_prompt_tokens, cached=end - computed, computed=computed, seconds=seconds
-            )
-            outputs.append(Output(id=request.id, token_ids=[], progress=progress))
-        return outputs

@@ -58,6 +58,8 @@ class Request:
     draft_basis: tuple[int, list[float]] = (0, [])
     # Entries so far, the first None; None if not requested, or already sent.
     prompt_logprobs: list[TokenScore | None] | None = None
+    # Its progress as reported: the prompt's tokens in the KV cache, and those that its own steps computed. None: not asked for, or done.
+    reported: tuple[int, int] | None = None
     needs_tokens: bool = False  # the sampler needs every token so far, so no step is planned ahead of them
 
     @property
@@ -160,5 +162,6 @@ def make_request(
         adapter=message.adapter,
         adapter_slot=adapter_slot,
         prompt_logprobs=None if params.prompt_logprobs is None else [None],
+        reported=(0, 0) if message.progress else None,
         needs_tokens=params.needs_tokens,
     )
