@@ -18,9 +18,9 @@ _DIGEST_BYTES = 8
 _PROBLEM_BYTES = 240  # a fixed size, so that all ranks know how much to receive
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """The result for one algorithm; ``detail`` has the sizes checked, or the first rank that found an error, and the error."""
+@dataclass(frozen=True, slots=True)
+class SelfTestVerdict:
+    """The result for one algorithm that a policy may use; ``detail`` has the sizes checked, or the first rank that found an error, and the error."""
 
     algorithm: str
     ok: bool
@@ -29,7 +29,7 @@ class Verdict:
 
 def self_test(
     group: Group, candidates: Mapping[str, AllReduce], *, row_elems: int, max_rows: int, dtype: torch.dtype
-) -> list[Verdict]:
+) -> list[SelfTestVerdict]:
     """Check each of ``candidates`` with a message of one row and one of ``max_rows`` rows of ``row_elems``. Collective.
 
     Errors: a result further from the float64 sum than the algorithm's own ``max_error``, another shape or dtype, a
@@ -42,17 +42,17 @@ def self_test(
     return [_judge(group, name, all_reduce, checks) for name, all_reduce in candidates.items()]
 
 
-def agree(world: Group, verdicts: Sequence[Verdict], group_size: int) -> list[Verdict]:
+def agree(world: Group, verdicts: Sequence[SelfTestVerdict], group_size: int) -> list[SelfTestVerdict]:
     """Combine the verdicts of all groups of ``group_size`` ranks: wrong in one, wrong in all. Collective."""
     own = torch.tensor([not verdict.ok for verdict in verdicts], dtype=torch.uint8, device=world.device)
     reports = [report.tolist() for report in world.transport.gather(own)]
-    agreed: list[Verdict] = []
+    agreed: list[SelfTestVerdict] = []
     for index, verdict in enumerate(verdicts):
         wrong = [rank for rank, report in enumerate(reports) if report[index]]
         if wrong and verdict.ok:
             group = range(wrong[0] // group_size * group_size, (wrong[0] // group_size + 1) * group_size)
             detail = f"correct here, wrong on ranks {group.start} to {group.stop - 1}; see their log"
-            verdict = Verdict(algorithm=verdict.algorithm, ok=False, detail=detail)
+            verdict = SelfTestVerdict(algorithm=verdict.algorithm, ok=False, detail=detail)
         agreed.append(verdict)
     return agreed
 
@@ -85,7 +85,7 @@ def _wrong(all_reduce: AllReduce, known: "KnownSum", given: Tensor, result: Tens
     return "" if sent == stated else f"sent {sent} B, expected {stated}"
 
 
-def _judge(group: Group, name: str, all_reduce: AllReduce, checks: Sequence["KnownSum"]) -> Verdict:
+def _judge(group: Group, name: str, all_reduce: AllReduce, checks: Sequence["KnownSum"]) -> SelfTestVerdict:
     found = [_problem(group, all_reduce, known) for known in checks]
     problem = next((problem for problem, _ in found if problem), "").encode()[:_PROBLEM_BYTES]
     own = struct.pack(f"{_PROBLEM_BYTES}s", problem) + b"".join(digest for _, digest in found)
@@ -93,12 +93,12 @@ def _judge(group: Group, name: str, all_reduce: AllReduce, checks: Sequence["Kno
     reports = [report.cpu().numpy().tobytes() for report in group.transport.gather(message)]
     for rank, report in enumerate(reports):
         if text := report[:_PROBLEM_BYTES].rstrip(b"\0").decode(errors="replace"):
-            return Verdict(algorithm=name, ok=False, detail=f"rank {rank}: {text}")
+            return SelfTestVerdict(algorithm=name, ok=False, detail=f"rank {rank}: {text}")
     for rank, report in enumerate(reports):
         if report != reports[0]:
-            return Verdict(algorithm=name, ok=False, detail=f"ranks 0 and {rank} have different bits")
+            return SelfTestVerdict(algorithm=name, ok=False, detail=f"ranks 0 and {rank} have different bits")
     detail = f"checked with {' and '.join(map(str, checks))} of {str(checks[0].dtype)[6:]}"
-    return Verdict(algorithm=name, ok=True, detail=detail)
+    return SelfTestVerdict(algorithm=name, ok=True, detail=detail)
 
 
 _ALL_RANKS_ELEMS = 1 << 19  # random numbers of all ranks together: tens of milliseconds, tens of MiB for the bounds

@@ -81,13 +81,8 @@ def _check_choice(value: Any, info: ValidationInfo) -> str:
     return "=" + function["name"]
 
 
-class NamedTool(Fields):
-    type: Literal["function"]
-    function: Function
-
-
 # "none", "auto", "required", or the name of a tool after "=".
-_Choices = Literal["none", "auto", "required"] | NamedTool
+_Choices = Literal["none", "auto", "required"] | Tool
 ToolChoice = Annotated[str, BeforeValidator(_check_choice, json_schema_input_type=_Choices)]
 
 

@@ -11,7 +11,7 @@ from tightwire.server.cli.start import check_machine, interrupts_end_at_once, re
 from tightwire.server.config.flags import make_parser, parse
 from tightwire.server.hosts.launcher import resolve_hosts
 from tightwire.server.hosts.place import NotNowError, wait_for_place
-from tightwire.server.http.listener import PortTakenError, check_files, open_listener, remove_socket
+from tightwire.server.http.listener import check_files, open_listener, remove_socket
 from tightwire.server.plan.setting import refuse_wrong_model
 
 # A launcher may name a host before the name has an address: Kubernetes adds a pod's name some seconds after its start.
@@ -39,7 +39,7 @@ def serve(argv: Sequence[str]) -> int:
         listener = open_listener(config.http)
     except NotNowError as error:
         return refuse("serve", error, exit_code=1)
-    except (ValueError, PortTakenError) as error:
+    except ValueError as error:
         return refuse("serve", error)
     with listener, ExitStack() as stack:
         stack.callback(remove_socket, config.http)

@@ -11,10 +11,6 @@ from tightwire.server.config.http import HttpOptions, wants_traces
 from tightwire.server.config.keys import read_keys
 
 
-class PortTakenError(OSError):
-    """The server cannot listen on this address; the message says why and what to do."""
-
-
 def check_files(options: HttpOptions) -> None:
     """Open every file that the options name. ValueError: the first that is wrong, or packages that are missing."""
     if options.ssl_certfile is not None and options.ssl_keyfile is not None:
@@ -49,7 +45,7 @@ def _check_certificate(certfile: str, keyfile: str) -> None:
 
 
 def open_listener(options: HttpOptions) -> socket.socket:
-    """A listening socket. PortTakenError: the address is in use, not this machine's, or not permitted."""
+    """A listening socket. ValueError: the address is in use, not this machine's, or not permitted."""
     if options.uds is not None:
         return _unix_listener(options.uds)
     try:
@@ -58,10 +54,10 @@ def open_listener(options: HttpOptions) -> socket.socket:
     except OSError as error:
         where = f"{options.host}:{options.port}"
         if error.errno == errno.EADDRINUSE:
-            raise PortTakenError(
+            raise ValueError(
                 f"{where} is in use by another program; choose another --port, or --port 0 for any free one"
             ) from error
-        raise PortTakenError(f"cannot listen on {where}: {error.strerror or error}") from error
+        raise ValueError(f"cannot listen on {where}: {error.strerror or error}") from error
     # Connections inherit it. asyncio sets it only on sockets with an explicit protocol number, unlike this one. Without it
     # a body that follows its headers, or a token that follows a token, waits 40 ms for the client's acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -86,10 +82,10 @@ def _unix_listener(path: str) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise PortTakenError(
+            raise ValueError(
                 f"--uds {path} is in use by another program, or is not a socket; choose another path"
             ) from error
-        raise PortTakenError(f"cannot listen on --uds {path}: {error.strerror or error}") from error
+        raise ValueError(f"cannot listen on --uds {path}: {error.strerror or error}") from error
     return listener
 
 

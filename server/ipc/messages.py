@@ -6,6 +6,7 @@ HTTP process -> every rank's reporter, which answers even while the rank compute
 
 import msgspec
 
+from tightwire.comm.all_reduce.self_test import SelfTestVerdict
 from tightwire.comm.ledger.ledger import Latency
 from tightwire.comm.ledger.recording import Event
 from tightwire.comm.link.wire import LinkFacts
@@ -159,14 +160,6 @@ class CommChoice(msgspec.Struct, frozen=True):
     algorithm: str
     reason: str
     layers: list[int] | None = None  # None: all
-
-
-class SelfTestVerdict(msgspec.Struct, frozen=True):
-    """The start-up test's result for one algorithm that the policy may use."""
-
-    algorithm: str
-    ok: bool
-    detail: str  # the sizes tested, or the error
 
 
 class CommSetup(msgspec.Struct, frozen=True):

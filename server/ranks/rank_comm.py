@@ -9,7 +9,7 @@ from tightwire.comm.all_reduce.self_test import agree, self_test
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import Routes, make_candidates
 from tightwire.comm.policy.rules import Policy, QuarantinedError
-from tightwire.server.ipc.messages import CommSetup, SelfTestVerdict
+from tightwire.server.ipc.messages import CommSetup
 from tightwire.server.plan.comm_decision import policy_choices
 from tightwire.server.plan.rank_setup import RunPlan
 
@@ -61,7 +61,7 @@ def check_comm(
         num_nodes=plan.num_nodes,
         overlap=plan.overlap,
         choices=choices[plan.policy_names[0]],
-        self_test=[SelfTestVerdict(algorithm=v.algorithm, ok=v.ok, detail=v.detail) for v in verdicts],
+        self_test=verdicts,
         extra={name: choices[name.removesuffix("/tensor")] for name in plan.policy_names[1:]},
     )
     return Routes(list(policies.items()), candidates), setup

@@ -11,7 +11,7 @@ from torch import Tensor
 from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.all_reduce.names import all_reduce_names
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
-from tightwire.comm.all_reduce.self_test import KnownSum, Verdict, agree, self_test
+from tightwire.comm.all_reduce.self_test import KnownSum, SelfTestVerdict, agree, self_test
 from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.errors import PeerLostError
 from tightwire.comm.group.group import Group, in_process_groups
@@ -75,7 +75,7 @@ def loses_a_peer(group: Group, x: Tensor, result: Tensor) -> Tensor:
     raise PeerLostError("rank 1 is gone", [1])
 
 
-def _check(group: Group, break_it: Break) -> list[Verdict]:
+def _check(group: Group, break_it: Break) -> list[SelfTestVerdict]:
     arms = {"broken": BrokenAllReduce(group, break_it), "one-shot": OneShotAllReduce(group)}
     return self_test(group, arms, row_elems=64, max_rows=8, dtype=torch.float32)
 
@@ -106,7 +106,7 @@ def test_a_lost_peer_is_no_verdict_but_the_end_of_the_group() -> None:
         run_in_process(2, _check, loses_a_peer)
 
 
-def _check_all(group: Group, dtype: torch.dtype, row_elems: int) -> list[Verdict]:
+def _check_all(group: Group, dtype: torch.dtype, row_elems: int) -> list[SelfTestVerdict]:
     arms = {name: make_all_reduce(name, group) for name in all_reduce_names()}
     return self_test(group, arms, row_elems=row_elems, max_rows=20, dtype=dtype)
 
@@ -124,7 +124,7 @@ def test_every_algorithm_passes_between_processes() -> None:
         assert [verdict.algorithm for verdict in verdicts if not verdict.ok] == []
 
 
-def _check_large(group: Group) -> list[Verdict]:
+def _check_large(group: Group) -> list[SelfTestVerdict]:
     arms = {"one-shot": OneShotAllReduce(group)}
     return self_test(group, arms, row_elems=4096, max_rows=2048, dtype=torch.bfloat16)
 
@@ -152,7 +152,7 @@ def last_is_not_given_back(group: Group, x: Tensor, result: Tensor) -> Tensor:
     return result
 
 
-def _check_repeated(group: Group, break_it: Break) -> list[Verdict]:
+def _check_repeated(group: Group, break_it: Break) -> list[SelfTestVerdict]:
     def break_the_large(group: Group, x: Tensor, result: Tensor) -> Tensor:
         return result if len(x) == 100 else break_it(group, x, result)
 
@@ -175,7 +175,7 @@ def test_a_fault_in_a_message_of_repeated_numbers_is_found(break_it: Break, foun
     assert not verdict.ok and re.match(found, verdict.detail), verdict.detail
 
 
-def _check_all_repeated(group: Group) -> list[Verdict]:
+def _check_all_repeated(group: Group) -> list[SelfTestVerdict]:
     names = [*all_reduce_names(), "flash:int4-g32-had,int5", "flash:int2-sym,fp8", "hierarchical:int3-g64"]
     arms = {name: make_all_reduce(name, group) for name in names}
     return self_test(group, arms, row_elems=99, max_rows=1350, dtype=torch.bfloat16)
@@ -187,10 +187,10 @@ def test_every_algorithm_passes_with_repeated_numbers_that_end_within_a_group() 
         assert "267300 B (262144 B, repeated)" in verdicts[0].detail
 
 
-def _found_in_one_of_two(world: Group) -> list[Verdict]:
+def _found_in_one_of_two(world: Group) -> list[SelfTestVerdict]:
     own = [
-        Verdict(algorithm="ring", ok=world.rank < 2, detail="ranks 0 and 1 have different bits"),
-        Verdict(algorithm="one-shot", ok=True, detail="checked"),
+        SelfTestVerdict(algorithm="ring", ok=world.rank < 2, detail="ranks 0 and 1 have different bits"),
+        SelfTestVerdict(algorithm="one-shot", ok=True, detail="checked"),
     ]
     return agree(world, own, 2)
 
