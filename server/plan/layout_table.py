@@ -11,7 +11,7 @@ from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.schedule import HostRates
 from tightwire.model.cache.kv_cache import layer_block_bytes
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.layout import Shard, make_layout, whole_shard
+from tightwire.model.layout import Layout, Shard, make_layout, whole_shard
 from tightwire.model.stages import StagePlan, divide_layers
 from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.model.weights.formats import WeightFormats, layer_tensors, outer_tensors
@@ -139,18 +139,12 @@ def _token_stages(
 
 def host_bytes(inputs: MemoryInputs, layout: str, stages: Stages, context: int) -> list[int]:
     """The bytes of each host's rank with a KV cache of ``context`` tokens."""
-    if layout == "hybrid":
-        inputs = replace(inputs, stages=StagePlan(tuple(stages)))
-    ranks, outer = rank_bytes(inputs, EVERYTHING_RESIDENT), outer_bytes(inputs)
-    if layout != "pipeline":
-        num_blocks = CacheShape.of(inputs.model, inputs.options, bounded=inputs.stages is None).blocks(context)
-        return [rank.fixed + num_blocks * rank.block for rank in ranks]
-    layers, block, found = layer_bytes(inputs), _block_bytes(inputs) * -(-context // BLOCK_SIZE), list[int]()
-    for rank, (start, stop) in zip(ranks, stages, strict=True):
-        weights = sum(layers[start:stop]) + (outer["embedding"] if start == 0 else 0)
-        weights += outer.get("head", outer["embedding"]) if stop == len(layers) else 0
-        found.append(rank.fixed - rank.weights + weights + (stop - start) * block)
-    return found
+    if stages:
+        inputs = replace(inputs, stages=StagePlan(tuple(stages), pipeline=layout == "pipeline"))
+    if layout == "pipeline":
+        inputs = replace(inputs, layout=Layout(shards=(whole_shard(inputs.model),) * len(stages)))
+    num_blocks = CacheShape.of(inputs.model, inputs.options, bounded=inputs.stages is None).blocks(context)
+    return [rank.fixed + num_blocks * rank.block for rank in rank_bytes(inputs, EVERYTHING_RESIDENT)]
 
 
 def layer_bytes(inputs: MemoryInputs, shard: Shard | None = None) -> list[int]:

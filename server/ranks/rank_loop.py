@@ -178,7 +178,7 @@ class Leader:
             for output in engine.step().outputs:
                 if output.finish_reason not in (None, "length"):
                     raise RuntimeError(f"the model does not answer a first request: {output.message or output}")
-        self._runner.stop_followers()
+        self._runner.tell_followers(StopFollowing())
         self._runner.end_warm_up()
 
     def serve(self) -> None:
@@ -187,7 +187,7 @@ class Leader:
         while self.take_messages(engine):
             if engine.has_work():
                 self._reporter.send(engine.step())
-        self._runner.stop_followers()
+        self._runner.tell_followers(StopFollowing())
 
     def make_engine(self) -> Engine:
         plan, table, drafter = self._plan, AdapterTable(0), DRAFTERS.get(self._options.speculation)

@@ -193,38 +193,40 @@ class _Joining:
             return None
         return SocketOptions(read_secret(self.work.config.parallel.comm_secret_file), self.identity.socket_port)
 
+    def _open(
+        self, topology: Topology, name: str, timeout_s: float, *, segment_fd: int | None = None, **others: Any
+    ) -> Group:
+        return open_process_group(
+            topology,
+            store=self.store,
+            device=self.device,
+            timeout_s=timeout_s,
+            join_timeout_s=self.work.config.timeouts.comm_timeout_s,
+            name=name,
+            interface=self.identity.interface,
+            segment_fd=segment_fd if self._shares_memory and topology.world_size > 1 else None,
+            sockets=self._sockets,
+            **others,
+        )
+
     def world(self) -> Group | None:
         """The ranks of all replicas, if there are several."""
         if self.work.plan.num_replicas == 1:
             return None
-        return open_process_group(
-            self._topology,
-            store=self.store,
-            device=self.device,
-            timeout_s=_STEP_DEADLINE_S,
-            join_timeout_s=self.work.config.timeouts.comm_timeout_s,
-            name="replicas",
-            segment_fd=self.identity.segment_fd if self._shares_memory else None,
-            sockets=self._sockets,
-        )
+        return self._open(self._topology, "replicas", _STEP_DEADLINE_S, segment_fd=self.identity.segment_fd)
 
     def replica(self, world: Group | None) -> Group:
         """The ranks of this rank's replica, which sum together; in a pipeline this rank alone."""
         identity, parallel = self.identity, self.work.config.parallel
         if self.work.plan.is_pipeline:
-            return open_process_group(Topology(0, 1), store=self.store, device=self.device)
+            return self._open(Topology(0, 1), "rank", self.work.config.timeouts.comm_timeout_s)
         replica, place = divmod(identity.rank, parallel.tp)
         topology = Topology(place, parallel.tp, num_nodes=parallel.sum_nodes)
-        segment_fd = identity.segment_fd if world is None else identity.replica_segment_fd
-        group = open_process_group(
+        group = self._open(
             topology,
-            store=self.store,
-            device=self.device,
-            timeout_s=self.work.config.timeouts.comm_timeout_s,
-            name="ranks" if world is None else f"replica-{replica}",
-            interface=identity.interface,
-            segment_fd=segment_fd if self._shares_memory and parallel.tp > 1 else None,
-            sockets=self._sockets,
+            "ranks" if world is None else f"replica-{replica}",
+            self.work.config.timeouts.comm_timeout_s,
+            segment_fd=identity.segment_fd if world is None else identity.replica_segment_fd,
             peer_memory=self.work.plan.transport == "peer-memory" and parallel.tp > 1,
             ledger=None if world is None else world.ledger,
         )
@@ -242,16 +244,8 @@ class _Joining:
         """The ranks as stages, whose messages travel beside those of ``beside`` on connections of their own."""
         if self.work.plan.stages is None:
             return None
-        group = open_process_group(
-            Topology(self.identity.rank, self.identity.world_size),
-            store=self.store,
-            device=self.device,
-            timeout_s=_STEP_DEADLINE_S,  # a stage waits for whole steps of the one before
-            join_timeout_s=self.work.config.timeouts.comm_timeout_s,
-            name=name,
-            interface=self.identity.interface,
-            sockets=self._sockets,
-        )
+        # A stage waits for whole steps of the one before.
+        group = self._open(Topology(self.identity.rank, self.identity.world_size), name, _STEP_DEADLINE_S)
         return group if self.identity.throttle is None else throttle_group(group, self.identity.throttle, beside)
 
     def peers(self) -> PartitionPeers | None:

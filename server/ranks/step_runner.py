@@ -91,10 +91,6 @@ class RankZeroRunner:
         assert results is not None, "the engine runs on rank 0, which gets all tokens"
         return results
 
-    def stop_followers(self) -> None:
-        """Make the other ranks leave their loops."""
-        self.tell_followers(StopFollowing())
-
     def tell_followers(self, message: LoadSlot | StopFollowing) -> None:
         """Send one message to all other ranks, after the plans so far."""
         encoded = self._encoder.encode(message)

@@ -1,5 +1,6 @@
 """GET /, /comm and /comm/trace over a scripted engine. Health and metrics have their own files."""
 
+import dataclasses
 import shlex
 
 import httpx
@@ -92,7 +93,7 @@ async def test_comm_lists_policies_and_cost(client: httpx.AsyncClient, engine: F
         1,
     )
     assert policy["choices"] == [msgspec.structs.asdict(choice)]
-    assert policy["self_test"] == [msgspec.structs.asdict(verdict)]
+    assert policy["self_test"] == [dataclasses.asdict(verdict)]
     (cost,) = policy["counters"]
     assert (cost["op"], cost["calls"], cost["p50_us"], cost["p99_us"]) == ("all_reduce", 12, 3.0, 9.0)
     # The scripted engine takes 1 us for every 4 collectives of 500 bytes together.
