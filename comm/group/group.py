@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from tightwire.comm.transport.in_process import InProcessTransport, ThreadExchan
 from tightwire.comm.transport.peer_access import add_peer_memory, host_identity
 from tightwire.comm.transport.process_group import GlooTransport, NcclTransport, ProcessGroupTransport
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport
-from tightwire.comm.transport.socket_join import SocketOptions, connect_ranks, interface_address
+from tightwire.comm.transport.socket_join import SocketOptions, connect_ranks, interface_address, source_address
 from tightwire.comm.transport.sockets import SocketTransport
 from tightwire.comm.transport.store_notes import FactExchange, FailureNotes
 
@@ -278,10 +277,10 @@ def _make_nccl(topology: Topology, store: Store, timeout_s: float) -> Any:
 def _own_address(store: Store) -> str:
     """Return the address at which other hosts reach this one: that of the interface towards the store's host."""
     towards = getattr(_root(store), "host", _ELSEWHERE)
-    address = _source_address(towards)
+    address = source_address(towards)
     if address.startswith("127."):
         # On rank 0 the store may be local, with the host name localhost.
-        address = _source_address(_ELSEWHERE)
+        address = source_address(_ELSEWHERE)
     return address
 
 
@@ -295,13 +294,6 @@ def _root(store: Store) -> Store:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
-
-
-def _source_address(towards: str) -> str:
-    family, kind, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
-        return probe.getsockname()[0]
 
 
 _LOOP = "gloo_tcp_loop"

@@ -84,6 +84,14 @@ def interface_address(name: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
+def source_address(towards: str) -> str:
+    """This host's address on the route to another. Connecting a UDP socket sends no packet."""
+    family, kind, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return probe.getsockname()[0]
+
+
 def connect_ranks(
     facts: "FactExchange", address: str, options: SocketOptions, timeout_s: float
 ) -> tuple[dict[int, socket.socket], list[Peer]]:

@@ -1,11 +1,9 @@
 """This node's address and interface towards the others, and its ports. Reads the kernel's routes and guesses nothing."""
 
 import contextlib
-import fcntl
 import ipaddress
 import os
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,9 +14,9 @@ import msgspec
 from tightwire.atomic_file import write_atomic
 from tightwire.cache_folder import cache_folder
 from tightwire.comm.link.wire import LinkFacts
+from tightwire.comm.transport.socket_join import interface_address, source_address
 from tightwire.server.config.hosts import HostOptions, split_address
 
-_SIOCGIFADDR = 0x8915
 _LOOK_UP_S = 2.0  # from one look-up of a name to the next
 
 
@@ -154,25 +152,17 @@ def wait_for_place(options: HostOptions, name_s: float, say: Callable[[str], Non
 
 
 def _routed_address(towards: str) -> str:
-    """This host's address on the route to another. Connecting a UDP socket sends no packet."""
-    family, kind, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
     try:
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)
-            return probe.getsockname()[0]
+        return source_address(towards)
     except OSError as error:
         raise NotNowError(f"--master-addr {towards}: this host has no route to it: {error.strerror or error}") from None
 
 
 def _addresses() -> Iterator[tuple[str, str]]:
     """Interfaces with their addresses: the first of IPv4, and all of IPv6."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue  # no address
-            yield name, socket.inet_ntoa(found[20:24])
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(ValueError):  # no address
+            yield name, interface_address(name)
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else []:
         digits, _, _, _, _, name = line.split()
