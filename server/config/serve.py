@@ -110,9 +110,10 @@ class EngineOptions:
     speculation: str = option(
         "none",
         "draft tokens and check several in one step, as many as pay. suffix drafts what most often followed the last tokens "
-        "earlier in the text, ngram what followed the last 2 to 4 the latest time. The answer does not change (on a CPU, to "
-        "the bit), and is faster where it repeats its prompt",
-        ("none", "ngram", "suffix"),
+        "earlier in the text, ngram what followed the last 2 to 4 the latest time, suffix-shared as suffix in the text and in the "
+        "server's last answers to requests without cache_salt. The answer does not change (on a CPU, to the bit), and is faster "
+        "where it repeats its prompt",
+        ("none", "ngram", "suffix", "suffix-shared"),
     )
 
     def kv_dtype(self, dtype: str) -> str:

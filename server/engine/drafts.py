@@ -1,4 +1,4 @@
-"""Drafts what most often followed the last tokens earlier in the sequence's own text.
+"""Drafts what most often followed the last tokens earlier in the sequence's own text, and by choice in recent answers.
 
 It drafts what a suffix tree would (SuffixDecoding, arXiv 2411.04975) without building one: numpy compares the text with its last
 tokens in 0.1 ms for 10,000 tokens, and keeps 4 bytes a token. Prompt lookup decoding is the case of one place (``num_places``).
@@ -16,6 +16,7 @@ from tightwire.server.engine.request import Request
 from tightwire.server.engine.step_builder import Chunk
 
 _TOKEN_BYTES = array("i").itemsize
+_END = -1  # of an answer, in place of a token
 _LEAST_SHARE = 0.1  # of the places: a draft ends where fewer go on with its next token
 _WEIGHT = 1 / 8  # of the newest observation in an average
 _TRY_EVERY = 32  # tokens, after which one is drafted even if that did not pay
@@ -26,15 +27,19 @@ _MAX_ROWS = 512  # of a step whose time is kept
 class Drafter:
     """Drafts at most ``max_tokens`` that followed the last ``longest`` to ``shortest`` tokens at the last ``num_places`` places.
 
-    ``paced``: only as many as pay, by the times of steps; otherwise all.
+    ``num_recent``: so many tokens of the last answers are places too, for all requests without a cache salt. ``paced``: only as many as pay, by the times of steps; otherwise all.
     """
 
     max_tokens: int
     longest: int
     shortest: int
     num_places: int = 1
+    num_recent: int = 0
     paced: bool = False
     _seconds_R: np.ndarray = field(default_factory=lambda: np.zeros(_MAX_ROWS), init=False)  # of steps with R rows
+    _recent: bytearray = field(
+        default_factory=bytearray, init=False
+    )  # tokens of answers as int32, each with its ``_END``
 
     def draft(self, request: Request, room: int, num_rows: int = 1, num_seqs: int = 1) -> list[int]:
         """At most ``room`` tokens that may follow, for a step that has ``num_rows`` of ``num_seqs`` sequences without them."""
@@ -45,6 +50,8 @@ class Drafter:
         if not request.draft_rates:
             request.draft_rates = [length / (length + 1) for length in range(self.longest + 1)]
         text_N, best, best_odds = np.frombuffer(text, "i4"), list[int](), list[float]()
+        if self._recent and not request.cache_salt:
+            text_N = np.concatenate([np.frombuffer(self._recent, "i4"), text_N])
         for length, places in self._matches(text_N):
             token_ids, shares = _follow([text_N[p + 1 : p + 1 + room].tolist() for p in places])
             rates = [request.draft_rates[min(length + i, self.longest)] for i in range(len(shares))]
@@ -52,7 +59,13 @@ class Drafter:
             if sum(odds) > sum(best_odds):
                 best, best_odds, request.draft_basis = token_ids, odds, (length, shares)
         num_best = self._best_length(best_odds, num_rows, num_seqs) if self.paced else len(best)
-        return best[: max(num_best, len(text_N) % _TRY_EVERY == 0)]
+        return best[: max(num_best, len(request.token_ids) % _TRY_EVERY == 0)]
+
+    def keep(self, request: Request) -> None:
+        """Let drafts of others follow this request's answer, which has ended."""
+        if self.num_recent and not request.cache_salt:
+            self._recent.extend(array("i", [*request.token_ids[request.num_prompt_tokens :], _END]).tobytes())
+            del self._recent[: -self.num_recent * _TOKEN_BYTES]
 
     def learn(self, request: Request, num_drafted: int, num_right: int) -> None:
         """Record that the first ``num_right`` tokens of the last draft were right. Those behind the first wrong one were not judged."""
@@ -101,7 +114,7 @@ def _follow(continuations: list[list[int]]) -> tuple[list[int], list[float]]:
     while nexts := [each[len(token_ids)] for each in reversed(continuations) if len(each) > len(token_ids)]:
         token_id = max(dict.fromkeys(nexts), key=nexts.count)
         share *= nexts.count(token_id) / len(nexts)
-        if share < _LEAST_SHARE:
+        if share < _LEAST_SHARE or token_id == _END:
             break
         shares.append(nexts.count(token_id) / len(nexts))
         token_ids.append(token_id)
@@ -113,4 +126,7 @@ def _follow(continuations: list[list[int]]) -> tuple[list[int], list[float]]:
 DRAFTERS = {
     "ngram": partial(Drafter, max_tokens=5, longest=4, shortest=2, paced=True),
     "suffix": partial(Drafter, max_tokens=16, longest=16, shortest=1, num_places=32, paced=True),
+    "suffix-shared": partial(
+        Drafter, max_tokens=16, longest=16, shortest=1, num_places=32, num_recent=1 << 15, paced=True
+    ),
 }

@@ -191,6 +191,8 @@ class Engine:
         if is_first:
             self._counters.num_prompt_tokens += request.num_prompt_tokens
         if finish_reason is not None:
+            if self._drafter is not None:
+                self._drafter.keep(request)
             self._forget(request)
         assert request.at_first_step is not None, "a token before the first step"
         return Output(

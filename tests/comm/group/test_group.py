@@ -147,7 +147,7 @@ def test_several_hosts_use_the_interface_towards_the_store() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # The store is known as localhost, which other hosts cannot reach; without a network there is nothing better.
     try:
-        want = groups._source_address(groups._ELSEWHERE)
+        want = groups.source_address(groups._ELSEWHERE)
     except OSError:
         pytest.skip("this machine has no route to any other host")
     assert groups._gloo_address(store, False, None) == {"hostname": want}

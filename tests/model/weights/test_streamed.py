@@ -23,6 +23,7 @@ from tightwire.model.weights.load import CheckpointStore, load_weights
 from tightwire.model.weights.packed_layer import HostStore, LayerStore, Moved, PackedLayer, ThrottledStore, pack_model
 from tightwire.model.weights.residency import WeightSizes
 from tightwire.model.weights.streamed import StreamedWeights
+from tightwire.server.engine.drafts import Drafter
 from tightwire.server.plan.weight_decision import spread
 
 NUM_LAYERS = 6
@@ -84,6 +85,23 @@ def test_two_halves_of_a_prompt_share_a_layer(checkpoint: Checkpoint, dtype: tor
         assert continue_prompts(local.engine, PROMPTS, max_tokens=6) == expected
         for weights in streamed_of(local):
             OrderCheck().check(weights.pool.events)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_drafted_step_reads_each_layer_once(checkpoint: Checkpoint, tp: int) -> None:
+    """A checked token costs no layer of its own: steps, and with them reads, become fewer, and no bit changes."""
+    settings = {"max_tokens": 60, "temperature": 0.8, "seed": 5, "frequency_penalty": -1.5}  # repeats itself
+    texts, reads = [], []
+    for drafter in (None, Drafter(max_tokens=8, longest=8, shortest=1, num_places=8, num_recent=500)):
+        with local_engine(checkpoint, tp=tp, weight_plan=plan_for(6, "host"), drafter=drafter) as local:
+            texts.append(continue_prompts(local.engine, PROMPTS, **settings))
+            for weights in streamed_of(local):
+                OrderCheck().check(weights.pool.events)
+            used = [event for event in next(streamed_of(local)).pool.events if event.kind == "use"]
+            assert len(used) == NUM_LAYERS * local.engine.stats().counters.num_steps
+            reads.append(len(used))
+    assert texts[0] == texts[1]
+    assert reads[1] < 0.9 * reads[0]
 
 
 def test_order_of_reading_decoding_and_computing_does_not_depend_on_delays(

@@ -113,6 +113,61 @@ def test_a_draft_ends_where_its_places_disagree() -> None:
     assert SUFFIX().draft(request([*once, 1]), 6) == []
 
 
+SHARED = partial(Drafter, max_tokens=6, longest=5, shortest=1, num_places=8, num_recent=12)
+
+
+def ended(prompt: list[int], answer: list[int], **others: Any) -> Request:
+    own = request(prompt)
+    own.token_ids += answer
+    for name, value in others.items():
+        setattr(own, name, value)
+    return own
+
+
+def test_recent_answers_of_other_requests_are_followed() -> None:
+    drafter = SHARED()
+    drafter.keep(ended([50, 51, 52], [1, 2, 3, 4, 5]))
+    assert drafter.draft(request([9, 1, 2]), 6) == [3, 4, 5], "up to the answer's end"
+    assert drafter.draft(request([50, 51]), 6) == [], "prompts are not kept"
+    assert drafter.draft(request([9, 5]), 6) == [], "nothing follows an end"
+    assert drafter.draft(request([1, 2, 7, 1, 2]), 2) == [7, 1], "the text itself comes last"
+    assert SUFFIX().draft(request([9, 1, 2]), 6) == []
+
+
+def test_answers_with_a_salt_are_not_shared() -> None:
+    drafter = SHARED()
+    drafter.keep(ended([9], [1, 2, 3], cache_salt="mine"))
+    assert drafter.draft(request([9, 1, 2]), 6) == []
+    drafter.keep(ended([9], [1, 2, 3]))
+    assert drafter.draft(request([9, 1, 2]), 6) == [3]
+    assert drafter.draft(ended([9], [1, 2], cache_salt="mine"), 6) == []
+
+
+def test_the_oldest_answers_are_forgotten() -> None:
+    drafter = SHARED()
+    for start in (10, 20, 30):
+        drafter.keep(ended([9], [*range(start, start + 5)]))
+    assert drafter.draft(request([9, 10, 11]), 6) == []
+    assert drafter.draft(request([9, 20, 21]), 6) == [22, 23, 24]
+    assert drafter.draft(request([9, 30, 31]), 6) == [32, 33, 34]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    answers=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=8), max_size=6),
+    text=st.lists(st.integers(0, 3), min_size=1, max_size=20),
+)
+def test_drafts_from_answers_are_tokens_that_followed_there(answers: list[list[int]], text: list[int]) -> None:
+    drafter = SHARED()
+    for answer in answers:
+        drafter.keep(ended([9], answer))
+    draft = drafter.draft(request(text), 6)
+    places = [*answers, text]
+    for start in range(len(draft)):
+        pair = [*text, *draft][len(text) + start - 1 : len(text) + start + 1]
+        assert any(pair == own[at : at + 2] for own in places for at in range(len(own) - 1))
+
+
 AGAIN = [1, 2, 3, 4, 5, 6, 1, 2, 3]
 
 

@@ -186,7 +186,7 @@ def test_computing_one_half_while_the_other_is_summed_changes_no_bit(
 
 
 _NGRAM = Drafter(max_tokens=4, longest=3, shortest=1)
-_SUFFIX = Drafter(max_tokens=16, longest=16, shortest=1, num_places=32)
+_SUFFIX = Drafter(max_tokens=16, longest=16, shortest=1, num_places=32, num_recent=500)
 
 
 @pytest.mark.parametrize(

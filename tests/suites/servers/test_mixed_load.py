@@ -106,7 +106,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     arguments = (
         *("--tp", "2", "--port", "0", "--dtype", "bfloat16", "--served-model-name", "base"),
         *("--max-model-len", str(_CONTEXT), "--max-num-batched-tokens", "128", "--kv-cache-memory", _CACHE),
-        *("--speculation", "ngram", "--plan-ahead", "on", "--lora", adapters[0], "--lora", adapters[1]),
+        *("--speculation", "suffix-shared", "--plan-ahead", "on", "--lora", adapters[0], "--lora", adapters[1]),
     )
     with ServerProcess(folder / "run", str(model), *arguments) as process:
         yield process.wait_ready()
