@@ -56,11 +56,14 @@ def _config_from_gguf(file: GgufFile) -> LlamaConfig:
     fields |= _rope(file, family, head_dim)
     fields |= {name: value(fields) for name, value in family.gguf_fixed.items() if name not in fields}
     fields |= {name: value(fields) if callable(value) else value for name, value in family.fixed.items()}
+    ids = _token_ids(file, fields["vocab_size"], "eos_token_id", "eot_token_id", "eom_token_id")
+    tokens = file.get("tokenizer.ggml.tokens", [])
+    ids += [tokens.index(token) for token in _ENDS if token in tokens]
     return LlamaConfig(
         **fields,
         dtype=_DTYPES.get(query.kind.name if query else "", "bfloat16"),
         bos_token_id=next(iter(_token_ids(file, fields["vocab_size"], "bos_token_id")), None),
-        eos_token_ids=_eos_token_ids(file, fields["vocab_size"]),
+        eos_token_ids=tuple(dict.fromkeys(ids)),
     )
 
 
@@ -104,13 +107,6 @@ def _has_bias(file: GgufFile, *names: str) -> bool:
     if present and len(present) != len(names):
         raise ModelError(f"only {', '.join(present)} have a bias; supported: all of {', '.join(names)}")
     return bool(present)
-
-
-def _eos_token_ids(file: GgufFile, vocab_size: int) -> tuple[int, ...]:
-    ids = _token_ids(file, vocab_size, "eos_token_id", "eot_token_id", "eom_token_id")
-    tokens = file.get("tokenizer.ggml.tokens", [])
-    ids += [tokens.index(token) for token in _ENDS if token in tokens]
-    return tuple(dict.fromkeys(ids))
 
 
 def _token_ids(file: GgufFile, vocab_size: int, *names: str) -> list[int]:

@@ -89,7 +89,8 @@ class QuantizedReader:
             case "gptq":
                 return columns, rows * per_int
             case "packed":
-                return rows, self._stated_columns(name, columns * per_int)
+                stated = self._of(name, ".weight_shape")
+                return rows, int(self._plain.whole(stated)[1]) if stated in self._names else columns * per_int
             case _:
                 return rows, columns
 
@@ -199,10 +200,6 @@ class QuantizedReader:
     def _scale_name(self, name: str) -> str | None:
         candidates = (self._of(name, ending) for ending in (".weight_scale", ".weight_scale_inv"))
         return next((candidate for candidate in candidates if candidate in self._names), None)
-
-    def _stated_columns(self, name: str, padded: int) -> int:
-        stated = self._of(name, ".weight_shape")
-        return int(self._plain.whole(stated)[1]) if stated in self._names else padded
 
     def _of(self, name: str, ending: str) -> str:
         return name.removesuffix(".weight") + ending

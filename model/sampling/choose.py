@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightwire.kernels.best_number import MAX_ID, best_keys, keys_of
+from tightwire.kernels.best_number import best_keys, keys_of
 from tightwire.kernels.transfer import upload
 from tightwire.model.sampling.draw import (
     FRONT,
@@ -28,8 +28,8 @@ from tightwire.model.sampling.draw import (
     steps_of,
     top_keys,
 )
+from tightwire.model.sampling.host_draw import HostDraw
 from tightwire.model.sampling.logprobs import Gather, score_tokens
-from tightwire.model.sampling.row_draw import RowDraw
 from tightwire.model.sampling.rows import Column, Kind, SampleRows, unpacked_edits
 
 
@@ -106,10 +106,8 @@ class TokenChooser:
         logits_RV = self._edited(logits_RV, rows, choosing, banned)
         kind_R = rows.column(Column.KIND)[choosing].astype(int)
         by_row = np.flatnonzero(kind_R >= Kind.PLAIN) if self._by_row else kind_R[:0]
-        draws = [
-            RowDraw(logits_RV[row].numpy(), self._steps_V.numpy(), self._ids.start, rows.table_RC[choosing[row]])
-            for row in by_row
-        ]
+        host = [logits_RV[row].numpy() for row in by_row]
+        draws = [HostDraw(host, self._ids.start, rows.table_RC[choosing[by_row]])] if host else []
         kinds = sorted({*np.delete(kind_R, by_row).tolist()})
         # A greedy row needs nothing of the table.
         table_RC = upload(rows.table_RC if any(kinds) else rows.table_RC[:, :0], torch.float64, self._device)
@@ -118,13 +116,13 @@ class TokenChooser:
             kind: self._group(rows, choosing[place], _take(logits_RV, place), table_RC)
             for kind, place in places.items()
         }
-        keys = [torch.from_numpy(draw.own_keys()) for draw in draws]
+        keys = [draw.own_keys() for draw in draws]
         keys += [self._local_keys(kind, group) for kind, group in groups.items()]
         gathered = gather(torch.cat([own.view(-1) for own in keys]))
         by_rank = [own.split([own.numel() for own in keys]) for own in gathered]
-        fronts = [draw.front(torch.cat([own[row] for own in by_rank]).numpy()) for row, draw in enumerate(draws)]
         drawn_R = torch.empty(len(choosing), dtype=torch.int64, device=self._device)
-        drawn_R = _put(drawn_R, by_row, self._tokens(draws, fronts, gather) if draws else None)
+        for draw in draws:
+            drawn_R = _put(drawn_R, by_row, draw.tokens([own[0] for own in by_rank], gather))
         for number, (kind, group) in enumerate(groups.items(), len(draws)):
             keys_RC = torch.cat([own[number].view(keys[number].shape) for own in by_rank], 1)
             logit_R, id_R = logits_and_ids(self._winners(kind, group, keys_RC, gather))
@@ -132,17 +130,6 @@ class TokenChooser:
                 logit_R = logit_R + 0 * logits_and_ids(keys_RC.amax(1))[0]  # not finite if the best is not
             drawn_R = _put(drawn_R, places[kind], torch.where(logit_R.isfinite(), id_R, -1))
         return drawn_R
-
-    def _tokens(self, draws: list[RowDraw], fronts: list[list[int]], gather: Gather) -> Tensor:
-        """Return the tokens of rows that are drawn one by one, each with its front."""
-        # If only the best is in it, nothing is before that, which all ranks see alike.
-        cut = [row for row, draw in enumerate(draws) if draw.top_p < 1 and len(fronts[row]) > 1]
-        if cut:
-            masses = torch.from_numpy(np.stack([draws[row].masses(fronts[row]) for row in cut]))
-            for row, (*before, total) in zip(cut, torch.stack(list(gather(masses))).sum(0).tolist(), strict=True):
-                most = max(1.0, draws[row].top_p * float(total))
-                fronts[row] = [key for key, mass in zip(fronts[row], before, strict=False) if mass < most]
-        return torch.tensor([MAX_ID - (front[0] & MAX_ID) if front else -1 for front in fronts])
 
     def _group(self, rows: SampleRows, index: np.ndarray, logits_RV: Tensor, table_RC: Tensor) -> "_Group":
         top_k, has_top_p = int(rows.column(Column.TOP_K)[index].max()), (rows.column(Column.TOP_P)[index] < 1).any()
