@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils.rnn import pad_sequence
 
 from tightwire.training.config.grpo import AnswersConfig, GrpoConfig
@@ -75,6 +75,12 @@ class Answers:
         for name, tensor in self._tensors():
             setattr(self, name, tensor.to(device))
         return self
+
+    @property
+    def num_kept(self) -> int:
+        """Positions at the end of the rows that have all targets; the others need no logits. Waits for the device."""
+        length = self.targets_BS.shape[1]
+        return length if self.targets_BS.is_meta else length - int((self.targets_BS != IGNORED).any(0).int().argmax())
 
     def rows(self) -> list[dict[str, Any]]:
         """The numbers of each answer, for JSON; ``from_rows`` has the same bits."""
@@ -158,8 +164,8 @@ class Grpo(OfAnswers):
         return self.mean(losses_BS, [kl_BS, *figures], counted_BS)
 
     def _logprobs(self, model: Any, batch: Answers) -> Tensor:
-        logits_BSV = model(input_ids=batch.inputs_BS, use_cache=False).logits
-        return logprobs_of(logits_BSV, batch.targets_BS, self.config.temperature)
+        logits_BKV = model(input_ids=batch.inputs_BS, use_cache=False, logits_to_keep=batch.num_kept).logits
+        return logprobs_of(logits_BKV, batch.targets_BS, self.config.temperature)
 
 
 def k3(log_ratio: Tensor) -> Tensor:
@@ -167,10 +173,11 @@ def k3(log_ratio: Tensor) -> Tensor:
     return log_ratio.expm1() - log_ratio
 
 
-def logprobs_of(logits_BSV: Tensor, targets_BS: Tensor, temperature: float) -> Tensor:
-    """(B, S) of the targets; 0 elsewhere."""
+def logprobs_of(logits_BKV: Tensor, targets_BS: Tensor, temperature: float) -> Tensor:
+    """(B, S) of the targets, which are in the last K positions; 0 elsewhere."""
+    length, num_kept = targets_BS.shape[1], logits_BKV.shape[1]
     losses = [
-        cross_entropy(row_SV.float() / temperature, targets_S, ignore_index=IGNORED, reduction="none")
-        for row_SV, targets_S in zip(logits_BSV, targets_BS, strict=True)
+        cross_entropy(row_KV.float() / temperature, targets_K, ignore_index=IGNORED, reduction="none")
+        for row_KV, targets_K in zip(logits_BKV, targets_BS[:, -num_kept:], strict=True)
     ]
-    return -torch.stack(losses)
+    return pad(-torch.stack(losses), (length - num_kept, 0))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tightwire.training.config.grpo import PpoConfig
 from tightwire.training.data.chats import IGNORED
@@ -91,8 +92,8 @@ class Ppo(OfAnswers):
 
     def _compute(self, model: Any, batch: Answers, *roles: Role) -> tuple[Sequence[Tensor], Tensor]:
         """The targets' (B, S) log-probabilities by each role before the critic, and the critic's values before each target."""
+        inputs, num_kept = batch.inputs_BS.repeat(len(roles), 1), batch.num_kept
         with computing(model, *roles):
-            logits = model(input_ids=batch.inputs_BS.repeat(len(roles), 1), use_cache=False).logits.chunk(
-                len(roles) - 1
-            )
-        return [logprobs_of(each, batch.targets_BS, self.config.temperature) for each in logits], model.lm_head.values
+            logits = model(input_ids=inputs, use_cache=False, logits_to_keep=num_kept).logits.chunk(len(roles) - 1)
+        logprobs = [logprobs_of(each, batch.targets_BS, self.config.temperature) for each in logits]
+        return logprobs, pad(model.lm_head.values, (batch.targets_BS.shape[1] - num_kept, 0))

@@ -141,6 +141,8 @@ def test_answers_learn_the_same_beside_longer_ones_and_over_two_batches() -> Non
     ppo.prepare(model, [together], _alone)
     ppo.prepare(model, parts, _alone)
 
+    # The prompts have no logits.
+    assert (together.inputs_BS.shape[1], together.num_kept, parts[1].num_kept) == (9, 6, 6)
     for name in ("old_BS", "values_BS", "advantages_BS", "returns_BS"):
         torch.testing.assert_close(torch.cat([getattr(part, name) for part in parts]), getattr(together, name))
     advantages = together.advantages_BS
