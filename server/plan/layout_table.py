@@ -127,7 +127,7 @@ def _token_stages(
     sizes, rows, most = layer_bytes(inputs), max(1, CROWD // len(rates)), None
     if room:
         largest = max(sizes) + _block_bytes(inputs) * -(-min(CONTEXT, inputs.model.max_positions) // BLOCK_SIZE)
-        ranks, outer = rank_bytes(inputs, EVERYTHING_RESIDENT), sum(outer_bytes(inputs).values())
+        ranks, outer = rank_bytes(_whole(inputs, len(rates)), EVERYTHING_RESIDENT), sum(outer_bytes(inputs).values())
         most = [(own - outer - rank.fixed + rank.weights) // largest for own, rank in zip(room, ranks, strict=True)]
     layer_s, head_s = work.layer_s(rates[0], rows, 0), work.head_s(rates[0], rows)
     each_s = [layer_s * size / work.layer_bytes for size in sizes]
@@ -142,9 +142,14 @@ def host_bytes(inputs: MemoryInputs, layout: str, stages: Stages, context: int) 
     if stages:
         inputs = replace(inputs, stages=StagePlan(tuple(stages), pipeline=layout == "pipeline"))
     if layout == "pipeline":
-        inputs = replace(inputs, layout=Layout(shards=(whole_shard(inputs.model),) * len(stages)))
+        inputs = _whole(inputs, len(stages))
     num_blocks = CacheShape.of(inputs.model, inputs.options, bounded=inputs.stages is None).blocks(context)
     return [rank.fixed + num_blocks * rank.block for rank in rank_bytes(inputs, EVERYTHING_RESIDENT)]
+
+
+def _whole(inputs: MemoryInputs, num: int) -> MemoryInputs:
+    """The inputs for ranks that hold whole layers."""
+    return replace(inputs, layout=Layout(shards=(whole_shard(inputs.model),) * num))
 
 
 def layer_bytes(inputs: MemoryInputs, shard: Shard | None = None) -> list[int]:

@@ -85,7 +85,7 @@ def test_auto_takes_what_fits_every_host(monkeypatch: pytest.MonkeyPatch) -> Non
     assert small.layout == "pipeline" and "hybrid does not fit" in small.why
     (_, first), (_, last) = small.layers
     assert first > last - first, "the host with less memory has fewer layers"
-    assert _choose(monkeypatch, room=(16 * gib, 16 * gib), device_memory=2 * gib).layout == "pipeline"
+    assert _choose(monkeypatch, room=(16 * gib, 16 * gib), device_memory=9 * gib // 4).layout == "pipeline"
     assert _choose(monkeypatch, room=(gib // 8, gib // 8)).why == "no layout fits into the memory of the hosts"
 
 
