@@ -7,7 +7,6 @@ read back from the disk and verified before the folder gets its manifest and its
 import errno
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -143,8 +142,7 @@ def _write_small_files(job: _Job, folder: Path) -> dict[str, str]:
 
 
 def _check_space(folder: Path, num_bytes: int) -> None:
-    room = os.statvfs(folder)
-    free_bytes = room.f_bavail * room.f_frsize
+    free_bytes = shutil.disk_usage(folder).free
     if free_bytes < num_bytes:
         raise ModelError(
             f"{folder.parent}: {num_bytes / 1e9:.2f} GB are needed and {free_bytes / 1e9:.2f} GB are free; free "

@@ -13,13 +13,14 @@ rank's own heads of all layers and which decode rows read.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tightwire.comm.lane import Pending
-from tightwire.kernels.spec.int8_heads import head_bytes
+from tightwire.kernels.spec.int8_heads import head_bytes, parts_of
 from tightwire.model.cache.kv_cache import CacheSource, KVCache
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.decoder import Llama
@@ -217,19 +218,29 @@ class PromptStages:
 
 
 def take_rows(layers: Sequence[KeysAndValues], slots_T: Tensor) -> Tensor:
-    """Return (L, 2, T, K, E): the keys and values of ``layers`` in these slots, of all heads."""
-    block_T, offset_T = _places(layers, slots_T)
-    return torch.stack([torch.stack([each[block_T, :, offset_T] for each in layer]) for layer in layers])
+    """Return (L, 2, T, K, E): the keys and values of ``layers`` in these slots, of all heads; in int8 E + 2, with the scale."""
+    place = _place(layers, slots_T)
+    rows = [torch.cat([part[place] for part in _by_token(each)], -1) for each in chain(*layers)]
+    return torch.stack(rows).unflatten(0, (-1, 2))
 
 
 def put_rows(layers: Sequence[KeysAndValues], slots_T: Tensor, rows_LCTKE: Tensor) -> None:
     """Write (L, 2, T, K, E), of the heads that ``layers`` have, to these slots."""
-    block_T, offset_T = _places(layers, slots_T)
-    for layer, rows_CTKE in zip(layers, rows_LCTKE, strict=True):
-        for each, rows_TKE in zip(layer, rows_CTKE, strict=True):
-            each[block_T, :, offset_T] = rows_TKE
+    place = _place(layers, slots_T)
+    for each, rows_TKE in zip(chain(*layers), rows_LCTKE.flatten(0, 1), strict=True):
+        parts = _by_token(each)
+        for part, numbers in zip(parts, rows_TKE.split([part.shape[-1] for part in parts], -1), strict=True):
+            part[place] = numbers
 
 
-def _places(layers: Sequence[KeysAndValues], slots_T: Tensor) -> tuple[Tensor, Tensor]:
+def _by_token(cache: Tensor) -> Sequence[Tensor]:
+    """Return views of a cache, (N, K, P, ...), in which the numbers of a token are together."""
+    if cache.dtype != torch.int8:
+        return (cache,)
+    codes, scales = parts_of(cache)
+    return codes, scales[..., None].view(torch.int8)
+
+
+def _place(layers: Sequence[KeysAndValues], slots_T: Tensor) -> tuple[Tensor, slice, Tensor]:
     slots_T, block_size = slots_T.long(), layers[0][0].shape[2]
-    return slots_T // block_size, slots_T % block_size
+    return slots_T // block_size, slice(None), slots_T % block_size

@@ -206,16 +206,13 @@ class OffloadedCache(CacheSource):
                     for layer in range(self._num_layers):
                         if layer >= NUM_BUFFERS:
                             self._save(layer - NUM_BUFFERS, moves.save)
-                        self._fetch(layer, moves.fetch)
+                        buffer = self.pool.fill(layer)
+                        self._copy(self._blocks[buffer.number], self._host[layer], moves.fetch)
+                        self.pool.filled(layer)
                     for layer in range(max(0, self._num_layers - NUM_BUFFERS), self._num_layers):
                         self._save(layer, moves.save)
         except BaseException as error:  # noqa: BLE001 - raised in the pass that waits for a layer
             self.pool.close(error)
-
-    def _fetch(self, layer: int, runs_R3: Tensor) -> None:
-        buffer = self.pool.fill(layer)
-        self._copy(self._blocks[buffer.number], self._host[layer], runs_R3)
-        self.pool.filled(layer)
 
     def _save(self, layer: int, runs_R3: Tensor) -> None:
         buffer = self.pool.save(layer)

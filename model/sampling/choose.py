@@ -108,10 +108,9 @@ class TokenChooser:
         by_row = np.flatnonzero(kind_R >= Kind.PLAIN) if self._by_row else kind_R[:0]
         host = [logits_RV[row].numpy() for row in by_row]
         draws = [HostDraw(host, self._ids.start, rows.table_RC[choosing[by_row]])] if host else []
-        kinds = sorted({*np.delete(kind_R, by_row).tolist()})
+        places = {Kind(kind): np.flatnonzero(kind_R == kind) for kind in np.unique(np.delete(kind_R, by_row)).tolist()}
         # A greedy row needs nothing of the table.
-        table_RC = upload(rows.table_RC if any(kinds) else rows.table_RC[:, :0], torch.float64, self._device)
-        places = {Kind(kind): np.flatnonzero(kind_R == kind) for kind in kinds}
+        table_RC = upload(rows.table_RC if any(places) else rows.table_RC[:, :0], torch.float64, self._device)
         groups = {
             kind: self._group(rows, choosing[place], _take(logits_RV, place), table_RC)
             for kind, place in places.items()

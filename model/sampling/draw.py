@@ -100,11 +100,8 @@ def top_keys(logits_RV: Tensor, width: int, first_id: int) -> Tensor:
 
 def front_of_sorted(keys_RC: Tensor, scores_RC: Tensor) -> Tensor:
     """Return (R, FRONT) keys of the front of rows with descending keys, padded. The host waits for nothing."""
-    before_RC = scores_RC.cummax(-1).values.roll(1, -1)
-    in_front_RC = scores_RC > before_RC
+    in_front_RC = scores_RC > scores_RC.cummax(-1).values.roll(1, -1)
     in_front_RC[:, 0] = True
-    none = padded(keys_RC[:, :0], 1)
     places_RC = torch.where(in_front_RC, scores_RC, -torch.inf).topk(min(FRONT, scores_RC.shape[1])).indices
-    overfull_R = in_front_RC.sum(-1) > FRONT
-    places_RC[:, -1].masked_fill_(overfull_R, 0)
-    return padded(torch.where(in_front_RC, keys_RC, none).gather(1, places_RC), FRONT)
+    places_RC[:, -1].masked_fill_(in_front_RC.sum(-1) > FRONT, 0)
+    return padded(torch.where(in_front_RC, keys_RC, NO_TOKEN).gather(1, places_RC), FRONT)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightwire.kernels.best_number import MAX_ID, NAN_BITS
+from tightwire.kernels.best_number import MAX_ID, keys_of
 from tightwire.model.sampling.draw import FIRST, FRONT, NO_TOKEN, SECOND, WEIGHT, logits_and_ids, scores_of, steps_of
 from tightwire.model.sampling.logprobs import Gather
 from tightwire.model.sampling.rows import Column, Kind
@@ -49,15 +49,14 @@ class HostDraw:
         if self._min_p_R1.any():
             logits_RC = np.where(self._shares(logits_RC, best_R1, slice(None)) == 0, np.float32(-np.inf), logits_RC)
         fronts_RC = self._fronts(logits_RC, ids_RC)
-        chosen_R = fronts_RC[:, 0].copy()
         # If only the best is in a front, nothing is before it, which all ranks see alike.
         cut = np.flatnonzero((self._top_p_R1[:, 0] < 1) & (fronts_RC[:, 1] > NO_TOKEN))
         if len(cut):
             masses = torch.from_numpy(np.stack([self._masses(row, fronts_RC[row]) for row in cut.tolist()]))
             masses_RC = torch.stack(list(gather(masses))).sum(0).numpy()
             most_R1 = np.maximum(1.0, self._top_p_R1[cut] * masses_RC[:, FRONT:].astype(float))
-            chosen_R[cut] = fronts_RC[cut, (masses_RC[:, :FRONT] < most_R1).argmax(1)]
-        return torch.from_numpy(np.where(np.isfinite(best_R1[:, 0]), MAX_ID - (chosen_R & MAX_ID), -1))
+            fronts_RC[cut, 0] = fronts_RC[cut, (masses_RC[:, :FRONT] < most_R1).argmax(1)]
+        return torch.from_numpy(np.where(np.isfinite(best_R1[:, 0]), MAX_ID - (fronts_RC[:, 0] & MAX_ID), -1))
 
     def _masses(self, row: int, front_C: np.ndarray) -> np.ndarray:
         """Return (FRONT + 1,) int64: of this rank's columns, the mass of the tokens before each of the front, and of all."""
@@ -115,5 +114,4 @@ def near_columns(logits_V: np.ndarray, first_id: int, noise: int) -> np.ndarray:
 
 
 def _keys(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    bits = np.where(np.isnan(logits), NAN_BITS, (logits + np.float32(0.0)).view(np.int32)).astype(np.int64)
-    return (bits ^ bits >> 31 & 0x7FFF_FFFF) << 32 | MAX_ID - ids
+    return keys_of(torch.from_numpy(logits), torch.from_numpy(ids)).numpy()

@@ -295,11 +295,8 @@ def test_too_little_space_is_refused_before_weights_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint("random:llama-3.2-1b")
-
-    class Room:
-        f_bavail, f_frsize = 1000, 4096
-
-    monkeypatch.setattr(os, "statvfs", lambda path: Room)
+    room = shutil.disk_usage(tmp_path)._replace(free=4096000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: room)
     with pytest.raises(ModelError, match=r"2\.47 GB are needed and 0\.00 GB are free; free 2\.47 GB"):
         prepare(checkpoint, tmp_path / "out", PrepareOptions(tp=2))
     assert list(tmp_path.iterdir()) == []

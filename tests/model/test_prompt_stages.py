@@ -1,5 +1,6 @@
 import torch
 
+from tightwire.kernels.spec.int8_heads import parts_of, quantize_heads_reference
 from tightwire.model.prompt_stages import put_rows, take_rows
 
 
@@ -15,3 +16,18 @@ def test_rows_are_copied_from_slots_to_slots() -> None:
             assert torch.equal(got_keys[block, :, offset], keys[block, :, offset])
             assert torch.equal(got_values[block, :, offset], values[block, :, offset])
         assert int((got_keys != 0).sum()) == 3 * 3 * 8
+
+
+def test_rows_in_8_bits_are_copied_with_their_scales() -> None:
+    """A block has the codes of all its tokens and then their scales."""
+    codes, scales = quantize_heads_reference(torch.randn(20, 3, 8))
+    source, target = (torch.zeros(5, 3, 4, 10, dtype=torch.int8) for _ in range(2))
+    for stored, tokens in zip(parts_of(source), (codes, scales), strict=True):
+        stored.copy_(tokens.unflatten(0, (5, 4)).transpose(1, 2))
+    slots = torch.tensor([7, 0, 19, 6])
+    rows_LCTKE = take_rows([(source, source.clone())], slots)
+    put_rows([(target, target.clone())], slots + torch.tensor([0, 1, -3, -4]), rows_LCTKE)
+    assert rows_LCTKE.shape == (1, 2, 4, 3, 10)
+    for got, tokens in zip(parts_of(target), (codes, scales), strict=True):
+        for slot, wanted in ((7, 7), (1, 0), (16, 19), (2, 6)):
+            assert torch.equal(got[slot // 4, :, slot % 4], tokens[wanted])

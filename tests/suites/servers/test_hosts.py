@@ -130,7 +130,9 @@ def test_two_hosts_answer_as_one_for_each_algorithm_and_a_lost_host_ends_the_oth
 def test_prompts_pass_two_hosts_in_stages_and_a_stopped_host_ends_both(
     network: EmulatedNetwork, model: Path, tmp_path: Path
 ) -> None:
-    same, nodes = ("--tp", "2", "--layout", "hybrid", "--allreduce-extra", ",".join(_ALGORITHMS)), network.nodes
+    """With keys and values in 8 bits, which rank 0's stage hands over as they are in its cache."""
+    same = ("--tp", "2", "--layout", "hybrid", "--kv-cache-dtype", "int8", "--allreduce-extra", ",".join(_ALGORITHMS))
+    nodes = network.nodes
     with ServerProcess(tmp_path / "one", str(model), "--port", "0", "--kv-cache-memory", "1MiB", *same) as one:
         alone = texts(one.wait_ready(), 1)
         assert one.end() == 0
@@ -143,6 +145,7 @@ def test_prompts_pass_two_hosts_in_stages_and_a_stopped_host_ends_both(
         assert all(crowd[kind] == alone[kind] for kind in alone if kind[1] in _BY_ROW), "64 requests, eight cancelled"
         rows = nodes[0].visit(lambda: get(f"{url}/comm").json())["counters"]
         assert {row["algorithm"] for row in rows if row["op"] == "deliver"} == {"hidden-state", "kv-heads"}
+        assert "int8 KV cache for " in first.log
         second.process.send_signal(signal.SIGSTOP)
         assert first.wait_exit(30) == 1
         assert "node 1 (10.0.0.2)" in first.log
