@@ -64,9 +64,10 @@ def run(
         found |= {"why": why, "changes": changes}
         sys.stdout.write(json.dumps(msgspec.to_builtins(found, str_keys=True)) + "\n")
         return
+    cache = config.engine.kv_dtype(decide_setting(_on(config, num), model).dtype)
     context, mbit, us = min(CONTEXT, model.max_positions), 8e-6 * (link.measured_bytes_per_s or 0), 1e6 * link.latency_s
     sys.stdout.write(
-        f"{checkpoint.name} on {num} hosts, predicted. Memory: weights, a cache of {context} tokens and working space.\n"
+        f"{checkpoint.name} on {num} hosts, predicted. Memory: weights, {cache} KV cache for {context} tokens, working space.\n"
         f"Rates of a host: {'; '.join(map(str, rates))}. Network: {mbit:.4g} Mbit/s of payload, {us:.0f} us one way.\n\n"
     )
     sys.stdout.writelines(

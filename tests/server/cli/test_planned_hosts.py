@@ -17,10 +17,12 @@ def found(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]
 
 
 def test_table_names_every_layout_and_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain([MODEL, *SPEED, "--hosts", "2", "--link", "100mbit,latency=100us", "--memory", "16GiB"]) == 0
+    more = ("--memory", "16GiB", "--kv-cache-dtype", "int8")
+    assert explain([MODEL, *SPEED, "--hosts", "2", "--link", "100mbit,latency=100us", *more]) == 0
     text = capsys.readouterr().out
     for name in ("one host", "tensor, auto", "tensor, flash-int8", "tensor, flash-int4", "hybrid, auto", "pipeline"):
         assert f"\n* {name} " in text or f"\n  {name} " in text
+    assert "Memory: weights, int8 KV cache for 8192 tokens, working space." in text
     assert "TTFT(4096) ms" in text and "94.5 Mbit/s of payload, 100 us one way" in text
     assert "best: hybrid: " in text and "1 GbE would bring 1." in text
 
