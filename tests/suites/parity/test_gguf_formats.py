@@ -1,7 +1,6 @@
 """Every packed format of GGUF files against transformers in float32 with the numbers that the gguf library reads from it."""
 
 from functools import cache, partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,8 +34,6 @@ _NUM_TOKENS = PROMPT + 6
 _RANKS = (1, 2, 3)
 _every_format = pytest.mark.parametrize("kind", list(PACKED_FORMATS))
 _every_split = pytest.mark.parametrize("num_ranks", _RANKS)
-# Each format on one of the numbers of ranks: in float32 all have all, and how a matrix is cut does not depend on the type.
-_one_split = pytest.mark.parametrize(("kind", "num_ranks"), list(zip(PACKED_FORMATS, cycle(_RANKS), strict=False)))
 
 
 class _Reference(NamedTuple):
@@ -108,14 +105,16 @@ def test_logits_and_tokens_in_float32(kind: str, num_ranks: int, references) -> 
     assert torch.equal(got.argmax(-1), reference.exact.argmax(-1))
 
 
-@_one_split
+@_every_format
+@_every_split
 def test_the_default_is_nearer_to_float32_than_transformers_in_bfloat16(kind: str, num_ranks: int, references) -> None:
     reference = references(kind)
     got = _ours(reference, num_ranks, dtype=torch.bfloat16)
     assert (got - reference.exact).norm() < reference.bfloat16_error
 
 
-@_one_split
+@_every_format
+@_every_split
 def test_activations_in_8_bits_cost_their_rounding(kind: str, num_ranks: int, references) -> None:
     """What transformers loses when the inputs of its matrices are rounded likewise, and what the rest in bfloat16 loses."""
     reference = references(kind)
