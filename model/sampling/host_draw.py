@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightwire.kernels.best_number import MAX_ID, keys_of
+from tightwire.kernels.best_number import MAX_ID, NAN_BITS
 from tightwire.model.sampling.draw import FIRST, FRONT, NO_TOKEN, SECOND, WEIGHT, logits_and_ids, scores_of, steps_of
 from tightwire.model.sampling.logprobs import Gather
 from tightwire.model.sampling.rows import Column, Kind
 
-_LOW = 1 << 56  # one hash in 256 is lower
 _STEPS_C = steps_of(np.arange(1 << 15)).view(np.uint64)  # of columns whose hashes the cache holds
 
 
@@ -105,7 +104,7 @@ def near_columns(logits_V: np.ndarray, first_id: int, noise: int) -> np.ndarray:
         for shift, factor in ((30, FIRST), (27, SECOND << 1)):
             hash_C ^= hash_C >> shift
             hash_C *= factor & (1 << 64) - 1
-        low.append(np.flatnonzero(hash_C < _LOW) + start)
+        low.append(np.flatnonzero(hash_C < 1 << 56) + start)  # one in 256
     columns = np.concatenate(low)
     least = logits_V[columns].max(initial=np.finfo(np.float32).min)
     return np.concatenate(
@@ -114,4 +113,5 @@ def near_columns(logits_V: np.ndarray, first_id: int, noise: int) -> np.ndarray:
 
 
 def _keys(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    return keys_of(torch.from_numpy(logits), torch.from_numpy(ids)).numpy()
+    bits = np.where(np.isnan(logits), NAN_BITS, (logits + np.float32(0.0)).view(np.int32)).astype(np.int64)
+    return (bits ^ bits >> 31 & 0x7FFF_FFFF) << 32 | MAX_ID - ids
