@@ -16,7 +16,7 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 import httpx
 
-from tightwire.server.cli.remote import (
+from tightwire.remote import (
     CONNECT_TIMEOUT_S,
     Remote,
     RemoteError,

@@ -13,7 +13,7 @@ from typing import Self
 
 import httpx
 
-from tightwire.server.ranks.parent_death import die_with_parent
+from tightwire.parent_death import die_with_parent
 
 _STOP_S = 20.0
 _TAIL_LINES = 25

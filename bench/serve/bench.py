@@ -18,7 +18,7 @@ from tightwire.bench.serve.cells import latency_table, rate_table, summarize, wa
 from tightwire.bench.serve.load import LoadRun, run_load
 from tightwire.bench.serve.options import ServeOptions
 from tightwire.bench.serve.workload import Workload
-from tightwire.server.cli.remote import Remote, RemoteError, connect
+from tightwire.remote import Remote, RemoteError, connect
 
 _CSV_KEYS = (
     *("load", "index", "sent_s", "late_s", "ttft_s", "tpot_s", "e2e_s"),

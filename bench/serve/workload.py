@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from tightwire.bench.client import BenchClient, Prompt
-from tightwire.server.cli.remote import RemoteError
+from tightwire.remote import RemoteError
 from tightwire.training.data.prose import ENGLISH_FOLDER
 
 _FRESH_WORDS = 4  # of some 500, so that no two of many prompts begin alike

@@ -22,7 +22,7 @@ from tightwire.bench.ttft import report
 from tightwire.bench.ttft.facts import find_facts
 from tightwire.bench.ttft.measure import Measurement, RequestFailedError
 from tightwire.bench.ttft.options import GROUPS, TtftOptions, to_argv
-from tightwire.server.cli.remote import Remote, RemoteError, connect
+from tightwire.remote import Remote, RemoteError, connect
 
 _START_TIMEOUT_S = 1800.0  # weights may have to be fetched, or read from a slow disk
 

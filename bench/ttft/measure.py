@@ -22,7 +22,7 @@ from tightwire.bench.ttft.proof import SITES, ArmPolicy, Cell
 from tightwire.comm.all_reduce.make import parse_all_reduce
 from tightwire.comm.ledger.ledger import Count
 from tightwire.comm.policy.rules import DROP
-from tightwire.server.cli.remote import Remote
+from tightwire.remote import Remote
 from tightwire.training.data.prose import english_text
 
 _WARM_UPS = 2  # turns of each arm in each cell

@@ -11,11 +11,11 @@ from typing import Any, TextIO
 
 import httpx
 
+from tightwire import remote
 from tightwire.option import option, options_of
 from tightwire.option_flags import add_flags, make_options
-from tightwire.server.cli import remote
+from tightwire.remote import Remote, RemoteError, describe
 from tightwire.server.cli.progress import Speed
-from tightwire.server.cli.remote import Remote, RemoteError, describe
 from tightwire.server.cli.start import refuse, say
 from tightwire.server.config.flags import parse_flags
 

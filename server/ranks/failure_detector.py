@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from tightwire.parent_death import state_of
 from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Ready, Stage
 from tightwire.server.plan.rank_setup import rank_name
-from tightwire.server.ranks.parent_death import state_of
 
 # A rank that imports libraries from a slow disk may hold the interpreter, and delay the heartbeat, for long.
 _LOADING_PATIENCE = 12

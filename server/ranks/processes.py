@@ -21,10 +21,10 @@ from tightwire.comm.link.emulated_network import EmulatedNode
 from tightwire.comm.link.wire import Wire
 from tightwire.comm.transport.segment import make_segment, why_unusable
 from tightwire.kernels.cpu.library import available
+from tightwire.parent_death import die_with_parent, ignore_terminal_signals
 from tightwire.server.hosts.place import HostPlace, listen
 from tightwire.server.ipc.channels import make_address
 from tightwire.server.plan.rank_setup import RankIdentity, RankWork
-from tightwire.server.ranks.parent_death import die_with_parent, ignore_terminal_signals
 
 # Not imported here: it imports torch, and the ranks must start before that.
 WORKER = (sys.executable, "-m", f"{__package__}.worker")

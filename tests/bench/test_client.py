@@ -8,7 +8,7 @@ import pytest
 from helpers.server.fake_openai import FakeServer, running
 
 from tightwire.bench.client import BenchClient, Prompt, Sample, environment_proxy
-from tightwire.server.cli.remote import Remote
+from tightwire.remote import Remote
 
 PROMPT = Prompt(content="four words of prompt", max_tokens=6)
 

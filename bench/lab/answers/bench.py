@@ -28,7 +28,7 @@ from tightwire.model.checkpoint.hf_config import config_to_hf
 from tightwire.model.checkpoint.tensors import stored_tensors
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.text.tokenizer import Tokenizer
-from tightwire.server.cli.remote import Remote, RemoteError, connect
+from tightwire.remote import Remote, RemoteError, connect
 
 _PROMPTS = Path(__file__).with_name("prompts.txt")
 _BATCH = 10  # prompts that transformers answers together

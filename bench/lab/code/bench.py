@@ -23,7 +23,7 @@ from tightwire.bench.lab.code.options import OWN, CodeOptions
 from tightwire.bench.quality.items import accuracy
 from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench
-from tightwire.server.cli.remote import Remote, RemoteError, connect
+from tightwire.remote import Remote, RemoteError, connect
 
 _TIMEOUT_S = 900.0
 _RUN_S, _RUN_BYTES = 10, 1 << 30

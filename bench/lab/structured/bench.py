@@ -25,7 +25,7 @@ from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.open import open_checkpoint
 from tightwire.model.sampling.grammar import GrammarMasks, make_grammar
 from tightwire.model.sampling.parameters import SamplingParams
-from tightwire.server.cli.remote import Remote, RemoteError, connect
+from tightwire.remote import Remote, RemoteError, connect
 
 Schema = dict[str, Any]
 

@@ -6,7 +6,7 @@ import pytest
 from tightwire.bench.client import BenchClient, Prompt, Sample
 from tightwire.bench.serve.workload import Workload, english_words
 from tightwire.model.open import open_checkpoint
-from tightwire.server.cli.remote import RemoteError
+from tightwire.remote import RemoteError
 
 
 def synthetic(seed: int = 1, num_words: int = 32, salt: int = 0) -> Workload:

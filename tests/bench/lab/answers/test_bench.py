@@ -26,7 +26,7 @@ from tightwire.bench.lab.answers.bench import (
     summary,
 )
 from tightwire.model.open import open_checkpoint
-from tightwire.server.cli.remote import RemoteError, connect
+from tightwire.remote import RemoteError, connect
 
 _PROMPTS, _TOKENS, _EVERY = 8, 8, 4
 _MOST_KL = 5e-4  # nats: half of what sums and a residual in bfloat16 cost

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tightwire.server.ranks.parent_death import end_stopped_parent, state_of
+from tightwire.parent_death import end_stopped_parent, state_of
 
 
 @pytest.fixture
