@@ -22,7 +22,14 @@ from tightwire.server.hosts.launcher import planned_hosts
 from tightwire.server.hosts.place import last_probe
 from tightwire.server.plan.comm_decision import CommDecision, decide_sums, policy_requests
 from tightwire.server.plan.rank_bytes import CacheShape
-from tightwire.server.plan.run_plan import describe_adapters, open_model, plan_adapters
+from tightwire.server.plan.run_plan import (
+    describe_adapters,
+    describe_draft,
+    draft_inputs,
+    open_draft,
+    open_model,
+    plan_adapters,
+)
 from tightwire.server.plan.setting import requested_link
 from tightwire.sizes import aligned, format_bytes
 
@@ -56,6 +63,8 @@ def run(config: ServeConfig, as_json: bool, network: bool) -> None:
     model = checkpoint.config
     sums = decide_sums(config, model, link or requested_link(config.parallel), fingerprint(checkpoint))
     adapters = _explain_adapters(config, model, sums.decided.dtype)
+    draft = open_draft(config, checkpoint)
+    drafts = draft and describe_draft(draft.name, draft_inputs(config, draft, sums.decided))
     decision, request = sums.comm, next(iter(policy_requests(config, model).values()))
     assert decision is not None  # `explain` takes at least two ranks
     explained = explain(decision.chooser, request, decision.setting.elem_bytes, model.num_layers)
@@ -65,7 +74,7 @@ def run(config: ServeConfig, as_json: bool, network: bool) -> None:
         console = Console(highlight=False)
         _show(console, decision, explained)
         by_kind = CacheShape.of(model, config.engine).describe(config.engine.max_model_len or model.max_positions)
-        for line in filter(None, (adapters, by_kind and f"KV cache: {by_kind}")):
+        for line in filter(None, (adapters, drafts, by_kind and f"KV cache: {by_kind}")):
             console.print(line, markup=False)
 
 

@@ -240,6 +240,8 @@ def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready])
     memory.append(f"{plan.kv_dtype} KV cache for {num_tokens} tokens{each}")
     if plan.adapters is not None:
         memory.append(f"adapters {', '.join(adapter.name for adapter in plan.adapters.loaded) or 'none yet'}")
+    if plan.draft:
+        memory.append(f"draft model {Path(plan.draft).name} {format_bytes(budget.ranks[0].draft)} on rank 0")
     if plan.weights.streamed:
         memory.append(f"{len(plan.weights.streamed)} layers stream")
     lines = [f"  model      {info.name}: {numbers}, context {info.plan.max_model_len}", f"  split      {split}"]

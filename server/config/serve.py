@@ -111,9 +111,14 @@ class EngineOptions:
         "none",
         "draft tokens and check several in one step, as many as pay. suffix drafts what most often followed the last tokens "
         "earlier in the text, ngram what followed the last 2 to 4 the latest time, suffix-shared as suffix in the text and in the "
-        "server's last answers to requests without cache_salt. The answer does not change (on a CPU, to the bit), and is faster "
-        "where it repeats its prompt",
-        ("none", "ngram", "suffix", "suffix-shared"),
+        "server's last answers to requests without cache_salt, draft what --draft-model finds most likely. The answer does not change "
+        "(on a CPU, to the bit)",
+        ("none", "ngram", "suffix", "suffix-shared", "draft"),
+    )
+    draft_model: str | None = option(
+        None,
+        "a small model of the same vocabulary, named as --model, which rank 0 holds for --speculation draft",
+        metavar="MODEL",
     )
 
     def kv_dtype(self, dtype: str) -> str:
@@ -125,6 +130,10 @@ class EngineOptions:
         tokens, want = self.max_num_batched_tokens, f"at least --max-num-seqs ({self.max_num_seqs})"
         want += ", or running sequences could not all take a step"
         require(tokens >= self.max_num_seqs, "max_num_batched_tokens", tokens, want)
+        drafts, want = self.speculation == "draft", "given with --speculation draft, and only with it"
+        require(bool(self.draft_model) == drafts, "draft_model", self.draft_model, want)
+        want = "another with --kv-offload: a draft model has its keys and values on rank 0's device"
+        require(not (drafts and self.kv_offload), "speculation", self.speculation, want)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

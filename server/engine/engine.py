@@ -117,7 +117,7 @@ class Engine:
             wait([future for future, _ in self._compiling.values()], _COMPILE_WAIT_S, FIRST_COMPLETED)
         if step is not None:
             new, scored, broken = self._pipeline.collect(step)
-            if self._drafter is not None and self._replicas.may_draft(step.num_seqs):
+            if self._drafter is not None:
                 self._drafter.time(step.chunks, self._clock() - start_s)
             outputs += self._progress(step.chunks)
             outputs += [self._end(request, "error", _NOT_FINITE) for request in broken]

@@ -116,7 +116,9 @@ class Scheduler:
             step.budget = min(step.budget, rows)
         self._fill_with_prompts(prompts, step)
         if self._drafter is not None and not ahead and self.may_draft(len(step.tokens)):
-            for request in step.tokens:
+            drafting = [each for each in step.tokens if not each.in_prompt and each.num_to_compute == 1]
+            self._drafter.prepare(drafting, self.step_tokens - step.budget, len(step.tokens))
+            for request in drafting:
                 self._draft(request, step, self._drafter)
         return step
 
@@ -184,8 +186,6 @@ class Scheduler:
         return True
 
     def _draft(self, request: Request, step: StepBuilder, drafter: Drafter) -> None:
-        if request.in_prompt or request.num_to_compute != 1:
-            return
         sequences, num_tokens = self.sequences, len(request.token_ids)
         # Leave one block for each sequence's next token, because blocks of rejected drafts are not returned.
         num_free = max(0, sequences.pool.num_free - len(sequences.running))

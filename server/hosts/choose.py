@@ -12,7 +12,8 @@ from tightwire.server.hosts.member import Member
 from tightwire.server.hosts.place import HostPlace
 from tightwire.server.hosts.side import Joining
 
-_MAY_DIFFER = {"node_rank", "master_addr", "interface", "join_timeout_s", "comm_secret_file", "model", "stream_from"}
+_MAY_DIFFER = {"node_rank", "master_addr", "interface", "join_timeout_s", "comm_secret_file", "stream_from"}
+_MAY_DIFFER |= {"model", "draft_model"}  # names of what each host finds by itself
 
 
 def choose_hosts(

@@ -22,7 +22,7 @@ _HOST_CACHE_SHARE = {"cpu": 0.4, "cuda": 0.8}  # of a cache with --kv-offload
 # Share of free memory that messages recommend: the HTTP process needs some.
 _RECOMMENDED_SHARE = {"cpu": 0.8, "cuda": 0.95}
 
-_OPTIONAL_COLUMNS = ("adapters", "carried errors")  # of the table: left out where no rank has any
+_OPTIONAL_COLUMNS = ("adapters", "draft model", "carried errors")  # of the table: left out where no rank has any
 
 # Stream a few layers rather than accept a context shorter than this many tokens.
 LEAST_CONTEXT = 2048
@@ -79,6 +79,7 @@ class MemoryBudget:
         columns: dict[str, list[int]] = {
             "weights": [rank.weights for rank in self.ranks],
             "adapters": [rank.adapters for rank in self.ranks],
+            "draft model": [rank.draft for rank in self.ranks],
             "KV cache": [self.cache_bytes(rank) for rank in self.ranks],
             "activations": [rank.activations for rank in self.ranks],
             "carried errors": [rank.feedback for rank in self.ranks],

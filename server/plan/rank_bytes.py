@@ -1,7 +1,7 @@
 """Computes the bytes of a rank's memory outside its KV cache, and the bytes of a cache block."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -12,7 +12,7 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.layout import Layout, Shard, stage_model, whole_shard
 from tightwire.model.stages import StagePlan
-from tightwire.model.weights import WeightPlan
+from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.formats import WeightFormats, split_model, weight_bytes
 from tightwire.model.weights.residency import WeightSizes
 from tightwire.model.weights.stage import stage_bytes
@@ -81,6 +81,7 @@ class MemoryInputs:
     adapters: AdapterRoom | None = None  # room for LoRA adapters
     host_bytes: int = 0  # free on the host; on a CPU, the pool's own
     stages: StagePlan | None = None  # each rank holds the whole layers of one, in hybrid besides its shard
+    draft: "MemoryInputs | None" = None  # of the model that drafts, whole on rank 0
     feedback_elem_bytes: int = 0  # of rounding errors that sums carry, for each number of a step's messages
 
     @property
@@ -111,11 +112,12 @@ class RankBytes:
     block: int  # in all layers of a group
     buffer: int = 0  # for a cache on the host: in the buffers on the device
     adapters: int = 0
+    draft: int = 0  # weights and activations of the model that drafts, whose cache has a part of each block
     feedback: int = 0  # rounding errors that sums carry through a step
 
     @property
     def fixed(self) -> int:
-        return self.weights + self.adapters + self.activations + self.feedback + self.runtime
+        return self.weights + self.adapters + self.draft + self.activations + self.feedback + self.runtime
 
 
 def split_ranks(model: LlamaConfig, formats: WeightFormats, parallel: ParallelOptions, *, is_pipeline: bool) -> Layout:
@@ -137,11 +139,18 @@ def rank_bytes(inputs: MemoryInputs, plan: WeightPlan) -> tuple[RankBytes, ...]:
             own + stage_bytes(inputs.model, shard, stages.of(shard.rank), *given)
             for own, shard in zip(weights, inputs.layout.shards, strict=True)
         ]
-    return tuple(
+    ranks = [
         _rank_bytes(inputs, *part, num_bytes, plan.max_parts)
         for _ in range(inputs.num_replicas)
         for part, num_bytes in zip(inputs.parts, weights, strict=True)
-    )
+    ]
+    if inputs.draft is not None:  # with as many blocks as all replicas have
+        own, model = rank_bytes(inputs.draft, EVERYTHING_RESIDENT)[0], inputs.draft.model
+        kv_dtype = getattr(torch, inputs.options.kv_dtype(inputs.dtype))
+        block = model.num_layers * layer_block_bytes(model, whole_shard(model), BLOCK_SIZE, kv_dtype)
+        block = ranks[0].block + inputs.num_replicas * block
+        ranks[0] = replace(ranks[0], draft=own.weights + own.activations, block=block)
+    return tuple(ranks)
 
 
 def _rank_bytes(

@@ -98,6 +98,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     link: LinkFacts | None = None  # the emulated wire between the nodes
     policies: tuple[NamedPolicy, ...] = (NamedPolicy("auto", Policy(())),)  # the server's own first
     adapters: AdapterPlan | None = None  # None: no LoRA adapters
+    draft: str = ""  # where rank 0 opens the model that drafts; empty: there is none
 
     @property
     def policy_names(self) -> tuple[str, ...]:

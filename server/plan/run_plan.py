@@ -15,17 +15,25 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.layout import Layout
 from tightwire.model.open import Checkpoint, fingerprint, formats_of, open_checkpoint
+from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.model.weights.formats import WeightFormats, describe_cuts
 from tightwire.server.config.lora import AdapterOptions
+from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.comm_decision import CommDecision, decide_sums, describe_request
 from tightwire.server.plan.devices import CudaDevice
 from tightwire.server.plan.layout_decision import choose_auto, decide_stages, describe_layout
 from tightwire.server.plan.layout_table import memory_inputs
 from tightwire.server.plan.memory_budget import MemoryBudget, describe_offload
-from tightwire.server.plan.rank_bytes import Pool, split_ranks
+from tightwire.server.plan.rank_bytes import MemoryInputs, Pool, rank_bytes, split_ranks
 from tightwire.server.plan.rank_setup import AdapterPlan, LayoutChoice, NamedPolicy, RunPlan, ServedAdapter
-from tightwire.server.plan.setting import check_all_reduce_names, choose_activations, choose_overlap, choose_plan_ahead
+from tightwire.server.plan.setting import (
+    DecidedSetting,
+    check_all_reduce_names,
+    choose_activations,
+    choose_overlap,
+    choose_plan_ahead,
+)
 from tightwire.server.plan.weight_decision import IN_FILES, Files, as_prepared, decide_weights
 from tightwire.sizes import format_bytes
 
@@ -108,8 +116,9 @@ def prepare(
     choice = None
     if config.parallel.layout == "auto" and config.parallel.tp > 1 and link is not None:
         choice = settle(lambda room: choose_auto(config, checkpoint, formats, link, room))
-    model_id = fingerprint(checkpoint)
-    decision = decide(config, checkpoint.config, formats, link, files=files, model_id=model_id, choice=choice)
+    draft = None if config.hosts.node_rank else open_draft(config, checkpoint, fetching)  # rank 0 is on node 0
+    given = config, checkpoint.config, formats, link
+    decision = decide(*given, files=files, model_id=fingerprint(checkpoint), choice=choice, draft=draft)
     note = (f"the checkpoint is quantized: {checkpoint.note}",) if checkpoint.note else ()
     return checkpoint, replace(decision, notes=(*note, *decision.notes))
 
@@ -123,6 +132,22 @@ def open_model(
     return config if checkpoint.prepared is None else as_prepared(config, checkpoint.prepared), checkpoint
 
 
+def open_draft(
+    config: ServeConfig, checkpoint: Checkpoint, progress: Callable[[float], None] = lambda fraction: None
+) -> Checkpoint | None:
+    """The model that drafts, fetched if necessary; None: there is none. ValueError: its vocabulary is not the model's."""
+    if (name := config.engine.draft_model) is None:
+        return None
+    draft = open_checkpoint(name, config.model.seed, progress=progress)
+    tokens, others = (each.tokenizer().backend.get_vocab().items() for each in (draft, checkpoint))
+    if unlike := min(((token_id, token) for token, token_id in tokens ^ others), default=None):
+        raise ValueError(
+            f"--draft-model {name}: its vocabulary is not that of {checkpoint.name}, from token {unlike[0]} on ({unlike[1]!r} in "
+            "one of them); give a model of the same vocabulary, such as a smaller one of the family"
+        )
+    return draft
+
+
 def decide(
     config: ServeConfig,
     model: LlamaConfig,
@@ -132,10 +157,12 @@ def decide(
     files: Files = IN_FILES,
     model_id: str = "",
     choice: LayoutChoice | None = None,
+    draft: Checkpoint | None = None,
 ) -> Decision:
     """Resolve every ``auto``. ValueError: an impossible split, device, dtype or size; says what is possible.
 
-    ``model_id``: the fingerprint of the model, to find what quantized sums cost it. ``choice``: of ``--layout auto``.
+    ``model_id``: the fingerprint of the model, to find what quantized sums cost it. ``choice``: of ``--layout auto``. ``draft``: see
+    ``open_draft``.
     """
     if choice is not None:
         config = replace(config, parallel=replace(config.parallel, layout=choice.layout))
@@ -158,6 +185,7 @@ def decide(
         adapters=None if adapters is None else AdapterRoom(adapters.num_slots, adapters.max_rank),
         host_bytes=available_host_bytes(),
         stages=stages,
+        draft=None if draft is None else draft_inputs(config, draft, decided),
         feedback_elem_bytes=0 if comm is None else comm.feedback_elem_bytes,
     )
     weights = decide_weights(config.weights, inputs, num_nodes=parallel.nodes, files=files)
@@ -168,7 +196,7 @@ def decide(
         if choice is None:
             raise ValueError(f"--layout {cause}; give --layout tensor")
         other = LayoutChoice("tensor", cause)
-        return decide(config, model, formats, link, files=files, model_id=model_id, choice=other)
+        return decide(config, model, formats, link, files=files, model_id=model_id, choice=other, draft=draft)
     plan = RunPlan(
         device=setting.device,
         dtype=dtype,
@@ -191,6 +219,7 @@ def decide(
         link=link,
         policies=_policies(parallel.allreduce, comm, sums.library),
         adapters=adapters,
+        draft="" if draft is None else draft.location,
     )
     layout_note = describe_layout(stages, choice)
     return Decision(
@@ -203,6 +232,7 @@ def decide(
         notes=(
             *([cuts] if cuts else []),
             *([f"layout: {layout_note}"] if parallel.tp > 1 else []),
+            *([describe_draft(draft.name, inputs.draft)] if draft and inputs.draft else []),
             *weights.notes,
             *describe_offload(budget, inputs),
             *_placement(config, setting.device, budget),
@@ -259,6 +289,21 @@ def _pools(
         )
         for rank, gpu in enumerate(own)
     ]
+
+
+def draft_inputs(config: ServeConfig, draft: Checkpoint, decided: DecidedSetting) -> MemoryInputs:
+    """What the memory of the model that drafts depends on: it is whole on rank 0, in the formats of --quantization."""
+    alone = replace(config, parallel=ParallelOptions())
+    return memory_inputs(alone, draft.config, formats_of(draft, config.model.quantization), decided)
+
+
+def describe_draft(name: str, inputs: MemoryInputs) -> str:
+    """Describe the model that drafts, for the log and for ``explain``."""
+    own = rank_bytes(inputs, EVERYTHING_RESIDENT)[0]
+    return (
+        f"speculation: rank 0 drafts with {name}, which takes {format_bytes(own.weights)} of weights and {format_bytes(own.activations)} "
+        "of working space there, and a KV cache of as many tokens; no rank sums or receives more for it"
+    )
 
 
 def plan_adapters(options: AdapterOptions, model: LlamaConfig) -> AdapterPlan | None:

@@ -21,7 +21,7 @@ from tightwire.model.step import StepPlan
 from tightwire.server.config.chunks import WARM_UP_ROWS
 from tightwire.server.config.limits import BLOCK_SIZE, Limits
 from tightwire.server.config.serve import EngineOptions
-from tightwire.server.engine.drafts import DRAFTERS
+from tightwire.server.engine.drafts import DRAFTERS, ModelDrafter
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.lora import AdapterTable, SlotsFullError
 from tightwire.server.engine.request import RequestRules
@@ -119,8 +119,9 @@ class Leader:
         inboxes: Inboxes,
         reporter: Reporter,
         grammars: GrammarMasks | None = None,
+        drafting: ModelRunner | None = None,
     ) -> None:
-        """``inboxes``: of all ranks, this one's first. ``grammars``: None: requests with a grammar are errors."""
+        """``inboxes``: of all ranks, this one's first. ``grammars``: None: requests with a grammar are errors. ``drafting``: the draft model."""
         self._reporter = reporter
         self._context = zmq.Context()
         self._inbox = bind_receiver(self._context, inboxes.addresses[0])
@@ -154,6 +155,7 @@ class Leader:
             eos_token_ids=frozenset(model.eos_token_ids),
             has_grammars=grammars is not None,
         )
+        self._drafting = drafting
         self._options, self._plan, self._loader = options, plan, AdapterLoader(runner.adapters, model, reporter)
         self._sampler = Sampler(model.vocab_size, grammars)
 
@@ -190,7 +192,10 @@ class Leader:
         self._runner.tell_followers(StopFollowing())
 
     def make_engine(self) -> Engine:
-        plan, table, drafter = self._plan, AdapterTable(0), DRAFTERS.get(self._options.speculation)
+        plan, table, make = self._plan, AdapterTable(0), DRAFTERS.get(self._options.speculation)
+        drafter = make and make()
+        if self._drafting is not None:
+            drafter = ModelDrafter(self._drafting, self._limits, self._rules.vocab_size, plan.num_replicas)
         if plan.adapters is not None:
             table = AdapterTable(plan.adapters.num_slots, {each.id: each.slot for each in plan.adapters.loaded})
         return Engine(
@@ -198,7 +203,7 @@ class Leader:
             sampler=self._sampler,
             limits=self._limits,
             rules=self._rules,
-            drafter=drafter and drafter(),
+            drafter=drafter,
             plan_ahead=plan.plan_ahead,
             num_replicas=plan.num_replicas,
             adapters=table,

@@ -37,7 +37,8 @@ from tightwire.model.layout import Layout, stage_model
 from tightwire.model.open import Checkpoint, formats_of, open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.grammar import GrammarMasks
-from tightwire.model.weights.formats import WeightFormats
+from tightwire.model.weights import EVERYTHING_RESIDENT
+from tightwire.model.weights.formats import WeightFormats, split_model
 from tightwire.model.weights.residency import WeightSizes
 from tightwire.model.weights.streamed import StreamedWeights
 from tightwire.server.config.limits import BLOCK_SIZE
@@ -92,6 +93,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         with reporter.stage("weights") as progress:
             groups = RankGroups(group, routes=routes, world=world, stages=stages, beside=beside, peers=joining.peers())
             runner = _load(checkpoint, layout, formats, groups, work, progress)
+            drafting = _load_draft(work, RankGroups(joining.alone())) if plan.draft and not identity.rank else None
         sources = (runner.weights, runner.cache)
         pools = [source.pool for source in sources if isinstance(source, StreamedWeights | OffloadedCache)]
         reporter.num_fetched = lambda: sum(pool.num_moves for pool in pools)
@@ -107,7 +109,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         loop = (
             Follower(runner, config, inboxes, identity.rank, reporter)
             if identity.rank
-            else Leader(runner, config, plan, engine, groups, inboxes, reporter, grammars)
+            else Leader(runner, config, plan, engine, groups, inboxes, reporter, grammars, drafting)
         )
         with loop:
             with reporter.stage("warm-up"):
@@ -215,11 +217,15 @@ class _Joining:
             return None
         return self._open(self._topology, "replicas", _STEP_DEADLINE_S, segment_fd=self.identity.segment_fd)
 
+    def alone(self) -> Group:
+        """This rank."""
+        return self._open(Topology(0, 1), "rank", self.work.config.timeouts.comm_timeout_s)
+
     def replica(self, world: Group | None) -> Group:
         """The ranks of this rank's replica, which sum together; in a pipeline this rank alone."""
         identity, parallel = self.identity, self.work.config.parallel
         if self.work.plan.is_pipeline:
-            return self._open(Topology(0, 1), "rank", self.work.config.timeouts.comm_timeout_s)
+            return self.alone()
         replica, place = divmod(identity.rank, parallel.tp)
         topology = Topology(place, parallel.tp, num_nodes=parallel.sum_nodes)
         group = self._open(
@@ -299,7 +305,9 @@ def _load(
     formats: WeightFormats,
     groups: RankGroups,
     work: RankWork,
-    progress: Callable[[float], None],
+    progress: Callable[[float], None] = lambda fraction: None,
+    *,
+    bounded: bool = True,
 ) -> ModelRunner:
     plan, engine = work.plan, work.config.engine
     prepared = checkpoint.prepared
@@ -314,7 +322,7 @@ def _load(
             sum_dtype=getattr(torch, plan.sum_dtype),
             max_model_len=plan.max_model_len,
             num_blocks=plan.num_blocks,
-            groups=LayerGroups.of(checkpoint.config) if plan.stages is None else None,
+            groups=LayerGroups.of(checkpoint.config) if plan.stages is None and bounded else None,
             buffer_blocks=plan.buffer_blocks,
             block_size=BLOCK_SIZE,
             formats=formats,
@@ -333,3 +341,16 @@ def _load(
         for each in plan.adapters.loaded:
             runner.adapters.load(each.slot, open_adapter(Path(each.folder), checkpoint.config, plan.adapters.max_rank))
     return runner
+
+
+def _load_draft(work: RankWork, groups: RankGroups) -> ModelRunner:
+    """The whole model that drafts, with as many cache blocks as all replicas have."""
+    plan, options = work.plan, work.config.model
+    checkpoint = open_checkpoint(plan.draft, options.seed)
+    formats = formats_of(checkpoint, options.quantization)
+    if plan.activations == "int8":
+        formats = formats.with_int8_activations()
+    alone: dict[str, Any] = {"weights": EVERYTHING_RESIDENT, "stages": None, "overlap": False, "adapters": None}
+    own = msgspec.structs.replace(plan, num_blocks=plan.num_blocks * plan.num_replicas, **alone)
+    layout = split_model(checkpoint.config, formats, 1)
+    return _load(checkpoint, layout, formats, groups, msgspec.structs.replace(work, plan=own), bounded=False)

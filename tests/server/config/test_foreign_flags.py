@@ -23,7 +23,7 @@ def test_each_of_our_names_exists_and_is_not_theirs() -> None:
         (["serve", "-tp=2"], "vLLM's -tp is --tp"),
         (["serve", "--gpu-memory-utilization", "0.9"], "which is vLLM's; give bytes instead: --device-memory 20GiB"),
         (["serve", "-ctk", "q8_0"], "which is llama.cpp's; use --kv-cache-dtype"),
-        (["serve", "--speculative-model", "m"], "which is vLLM's; use --speculation suffix"),
+        (["serve", "--speculative-model", "m"], "which is vLLM's; use --speculation draft --draft-model MODEL"),
         (["serve", "-hf", "owner/repo"], "llama.cpp's -hf is --model"),
         (["serve", "-c", "4096"], "llama.cpp's -c is --max-model-len"),
         (["generate", "hi", "-n", "3"], "llama.cpp's -n is --max-tokens"),

@@ -1,0 +1,96 @@
+"""Plans with a draft model: the memory that it takes on rank 0, and what is refused before anything starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import make_tiny
+
+from tightwire.comm.group.group import in_process_groups
+from tightwire.model.build import RankGroups, RunnerOptions, build_runner
+from tightwire.model.open import open_checkpoint
+from tightwire.model.weights.formats import choose_formats, split_model
+from tightwire.server.cli.progress import Progress
+from tightwire.server.config.flags import make_config
+from tightwire.server.config.limits import BLOCK_SIZE
+from tightwire.server.plan.run_plan import prepare
+
+
+def plan_of(model: Path, draft: Path | None, **options: Any) -> Any:
+    given = {"model": str(model), "device": "cpu", "tp": 2, "kv_cache_memory": 1 << 20, **options}
+    if draft is not None:
+        given |= {"speculation": "draft", "draft_model": str(draft)}
+    return prepare(make_config(given), Progress())[1]
+
+
+@pytest.fixture(name="model")
+def fixture_model(tmp_path: Path) -> Path:
+    return make_tiny(tmp_path / "model")
+
+
+def test_rank_0_has_the_draft_model_and_its_cache_to_the_byte(model: Path, tmp_path: Path) -> None:
+    draft = make_tiny(tmp_path / "draft", num_hidden_layers=1)
+    decision, plain = plan_of(model, draft), plan_of(model, None)
+    checkpoint, plan = open_checkpoint(str(draft)), decision.plan
+    formats = choose_formats(checkpoint.reader(), checkpoint.config, "auto")
+    runner = build_runner(
+        checkpoint.config,
+        checkpoint.reader(),
+        split_model(checkpoint.config, formats, 1),
+        RankGroups(in_process_groups(1)[0]),
+        RunnerOptions(
+            dtype=getattr(torch, plan.dtype), max_model_len=64, num_blocks=plan.num_blocks, block_size=BLOCK_SIZE
+        ),
+    )
+    cache = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in runner.cache.layer(0)}
+    (first, second), (alone, _) = decision.budget.ranks, plain.budget.ranks
+    assert second == plain.budget.ranks[1] and second.draft == 0 < first.draft
+    assert (first.block - alone.block) * plan.num_blocks == sum(cache.values())
+    assert decision.budget.cache_bytes(first) <= 1 << 20, "--kv-cache-memory is for both caches"
+    assert plan.draft == checkpoint.location and not plain.plan.draft
+    assert "draft model" in decision.budget.table() and "draft model" not in plain.budget.table()
+    assert f"speculation: rank 0 drafts with {checkpoint.name}" in decision.summary()
+    runner.close()
+
+
+def test_replicas_have_one_draft_model_with_a_cache_for_all(model: Path) -> None:
+    one, two = (plan_of(model, model, dp=dp).budget.ranks for dp in (1, 2))
+    alone = plan_of(model, None).budget.ranks[0]
+    assert [rank.draft > 0 for rank in two] == [True, False, False, False]
+    assert two[0].block - alone.block == 2 * (one[0].block - alone.block)
+
+
+def test_another_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
+    other = make_tiny(tmp_path / "other", vocab_size=320)
+    with pytest.raises(
+        ValueError, match=r"--draft-model .*other: its vocabulary is not that of model, from token 304 on"
+    ):
+        plan_of(model, other)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculation": "draft"}, "--draft-model must be given with --speculation draft, and only with it, got None"),
+        ({"draft_model": "x"}, "--draft-model must be given with --speculation draft, and only with it, got 'x'"),
+        (
+            {"speculation": "draft", "draft_model": "x", "kv_offload": True},
+            "--speculation must be another with --kv-offload: a draft model has its keys and values",
+        ),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_config(options)
+
+
+@pytest.mark.usefixtures("model")
+def test_a_pipeline_has_no_draft_model(model: Path) -> None:
+    with pytest.raises(ValueError, match="--layout pipeline does not combine with --speculation draft"):
+        plan_of(model, model, layout="pipeline")
+
+
+def test_other_hosts_open_no_draft_model(model: Path) -> None:
+    options = {"nnodes": 2, "node_rank": 1, "master_addr": "127.0.0.1"}
+    assert not plan_of(model, model / "not-here", **options).plan.draft

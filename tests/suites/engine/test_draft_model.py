@@ -1,0 +1,227 @@
+"""Whole engines with a draft model: the texts are those without it, to the bit, whatever it drafts, and its cache follows."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.server.local_engine import LocalEngine, continue_prompts, local_engine, run_to_end
+from tiny import make_tiny
+
+from tightwire.comm.group.group import in_process_groups
+from tightwire.model.build import RankGroups, RunnerOptions, build_runner
+from tightwire.model.layout import make_layout
+from tightwire.model.open import Checkpoint, open_checkpoint
+from tightwire.model.runner import ModelRunner
+from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.model.weights import WeightPlan
+from tightwire.server.config.limits import Limits
+from tightwire.server.engine.drafts import ModelDrafter, RowTimes
+from tightwire.server.ipc.messages import AddRequest
+
+_PROMPTS = [[*range(1, 40)], [5, 6, 7], [9] * 70, [*range(100, 117)]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    """A model, and another of its vocabulary."""
+    folder = tmp_path_factory.mktemp("draft")
+    other: dict[str, Any] = {
+        "hidden_size": 48,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "num_hidden_layers": 1,
+    }
+    return {
+        "itself": open_checkpoint(str(make_tiny(folder / "target", num_hidden_layers=3))),
+        "another": open_checkpoint(str(make_tiny(folder / "other", seed=5, **other))),
+    }
+
+
+class Constant(RowTimes):
+    """Every step takes as long, whatever is measured."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def learn(self, num_rows: int, seconds: float) -> None:
+        assert seconds > 0
+
+    def of(self, num_rows: Any) -> np.ndarray:
+        return np.full(np.shape(num_rows), self._seconds)
+
+
+class Counting:
+    """A runner that keeps the rows of its steps."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner, self.rows = runner, list[int]()
+
+    def execute(self, plan: Any) -> Any:
+        self.rows.append(plan.num_rows)
+        return self._runner.execute(plan)
+
+
+@contextmanager
+def drafting_engine(
+    models: dict[str, Checkpoint], draft: str, dtype: torch.dtype = torch.float32, token_s: float = 0.0, **options: Any
+) -> Iterator[tuple[LocalEngine, ModelDrafter, Counting]]:
+    given: dict[str, Any] = {
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 48,
+        "num_blocks": 64,
+    } | options
+    own, dp = models[draft], given.get("dp", 1)
+    runner = build_runner(
+        own.config,
+        own.reader(),
+        make_layout(own.config, 1),
+        RankGroups(in_process_groups(1)[0]),
+        RunnerOptions(dtype=dtype, max_model_len=256, num_blocks=given["num_blocks"] * dp, block_size=16),
+    )
+    limits = {name: given[name] for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks")}
+    counting = Counting(runner)
+    drafter = ModelDrafter(counting, Limits(**limits, block_size=16), own.config.vocab_size, dp)  # pyright: ignore[reportArgumentType]
+    drafter.times, drafter._token_times = Constant(1.0), Constant(token_s)
+    with local_engine(models["itself"], dtype=dtype, drafter=drafter, **given) as local:
+        yield local, drafter, counting
+    runner.close()
+
+
+def plain_texts(models: dict[str, Checkpoint], dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    with local_engine(models["itself"], dtype=dtype, max_model_len=256, max_num_seqs=8, **options) as local:
+        return run(local)
+
+
+def run(local: LocalEngine) -> Any:
+    greedy = continue_prompts(local.engine, _PROMPTS, max_tokens=40)
+    return greedy, continue_prompts(local.engine, _PROMPTS, temperature=1.0, top_p=0.9, seed=7, max_tokens=40)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "draft", "tp"),
+    [
+        (torch.float32, "itself", 1),
+        (torch.bfloat16, "another", 1),
+        (torch.float32, "another", 2),
+        (torch.bfloat16, "itself", 2),
+    ],
+)
+def test_texts_are_those_without_a_draft_to_the_bit(
+    dtype: torch.dtype, draft: str, tp: int, models: dict[str, Checkpoint]
+) -> None:
+    wanted = plain_texts(models, dtype, tp=tp)
+    with drafting_engine(models, draft, dtype, tp=tp) as (local, drafter, _):
+        assert run(local) == wanted
+        counters = local.engine.stats().counters
+        assert counters.num_draft_tokens > 20
+        assert counters.num_accepted_draft_tokens < counters.num_draft_tokens  # at least the sampled ones
+        drafter.prepare([], 0, 0)
+        assert drafter._sequences.pool.num_free == 64, "all have ended"
+
+
+def test_a_model_that_drafts_for_itself_is_right(models: dict[str, Checkpoint]) -> None:
+    with drafting_engine(models, "itself") as (local, _, counting):
+        continue_prompts(local.engine, _PROMPTS[:1], max_tokens=64)
+        counters = local.engine.stats().counters
+        assert counters.num_accepted_draft_tokens == counters.num_draft_tokens == 56
+        assert counters.num_steps == 8, "the prompt, and nine tokens a step"
+        assert len(counting.rows) == 1 + counters.num_draft_tokens
+
+
+def _mixed_requests() -> list[AddRequest]:
+    """Requests with common beginnings, seeds, penalties and scores."""
+    rng = random.Random(3)
+    stems = [[rng.randrange(256) for _ in range(60)] for _ in range(3)]
+    requests = []
+    for number in range(12):
+        prompt = rng.choice(stems)[: rng.randint(1, 60)] + [rng.randrange(256) for _ in range(rng.randint(1, 20))]
+        params = SamplingParams(
+            max_tokens=rng.choice([1, 50, 80]),
+            temperature=rng.choice([0.0, 1.0]),
+            seed=number,
+            top_k=rng.choice([0, 5]),
+            frequency_penalty=rng.choice([0.0, 0.5]),
+            logprobs=rng.choice([None, 2]),
+            ignore_eos=True,
+        )
+        requests.append(AddRequest(str(number), prompt, params))
+    return requests
+
+
+@pytest.fixture(scope="module")
+def alone(models: dict[str, Checkpoint]) -> dict[str, list[int]]:
+    """The answer of each of the mixed requests by itself, without drafts."""
+    answers = {}
+    with local_engine(models["itself"], max_model_len=256) as local:
+        for request in _mixed_requests():
+            local.engine.add(request)
+            (outputs,) = run_to_end(local.engine).values()
+            answers[request.id] = [token for output in outputs for token in output.token_ids]
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("draft", "options"),
+    [
+        ("another", {"dp": 2, "tp": 2}),
+        ("itself", {"num_blocks": 16, "prefix_cache": "none"}),
+        ("itself", {"prefix_cache": "all"}),
+        ("another", {"weight_plan": WeightPlan(source="stream", origin="host", streamed=(0, 1, 2))}),
+    ],
+    ids=["replicas", "preempted", "answers cached", "streamed"],
+)
+def test_mixed_requests_get_the_text_that_each_gets_alone(
+    draft: str, options: dict[str, Any], models: dict[str, Checkpoint], alone: dict[str, list[int]]
+) -> None:
+    """In random order, some cancelled."""
+    requests, rng = _mixed_requests(), random.Random(3)
+    with drafting_engine(models, draft, **options) as (local, drafter, _):
+        waiting, told, cancelled = list(requests), dict[str, list[int]](), set[str]()
+        while waiting or local.engine.has_work():
+            for _ in range(min(len(waiting), rng.randrange(8))):
+                local.engine.add(waiting.pop(0))
+            for output in local.engine.step().outputs:
+                told.setdefault(output.id, []).extend(output.token_ids)
+                if output.finish_reason is None and rng.random() < 0.03:
+                    local.engine.cancel([output.id])
+                    cancelled.add(output.id)
+        counters = local.engine.stats().counters
+        drafter.prepare([], 0, 0)
+        assert drafter._sequences.pool.num_free == drafter._limits.num_blocks, "blocks of ended sequences are free"
+    assert counters.num_draft_tokens > 0 and cancelled
+    assert counters.num_preemptions > 0 or "num_blocks" not in options
+    for name, tokens in told.items():
+        assert tokens == alone[name][: len(tokens)], name
+        assert name in cancelled or len(tokens) == len(alone[name]), name
+
+
+def test_prompts_are_caught_up_a_step_at_a_time(models: dict[str, Checkpoint]) -> None:
+    with drafting_engine(models, "itself") as (local, _, counting):
+        continue_prompts(local.engine, [[7] * 200], max_tokens=40)
+        counters = local.engine.stats().counters
+        assert max(counting.rows) <= 48
+        assert counters.num_accepted_draft_tokens > 10
+
+
+def test_a_draft_that_is_never_right_is_seldom_asked(models: dict[str, Checkpoint]) -> None:
+    with drafting_engine(models, "another", token_s=0.5) as (local, _, counting):
+        continue_prompts(local.engine, _PROMPTS[1:2], max_tokens=250)
+        assert 8 < local.engine.stats().counters.num_draft_tokens < 40
+        assert len(counting.rows) < 60, "nor does it follow the text meanwhile"
+
+
+def test_a_second_answer_finds_the_prompt_in_the_drafts_cache(models: dict[str, Checkpoint]) -> None:
+    rows = []
+    for salt in ("", "of one's own"):
+        with drafting_engine(models, "itself", num_blocks=64) as (local, _, counting):
+            for name in ("first", "second"):
+                params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+                local.engine.add(AddRequest(name, [3] * 150, params, cache_salt=salt if name == "second" else ""))
+                run_to_end(local.engine)
+            rows.append(sum(counting.rows))
+    assert rows[0] + 100 < rows[1], "another salt shares nothing"
