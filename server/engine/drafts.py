@@ -170,14 +170,18 @@ class ModelDrafter(Drafter):
         self._own: dict[Request, Request] = {}  # the sequences as its cache has them, with their last drafts
         self._drafts: dict[Request, list[int]] = {}
         self._rates, self._token_times, self._spent_s = [_MODEL_RATE] * _MODEL_TOKENS, RowTimes(), 0.0
+        self._longest = 0  # draft so far
 
     def prepare(self, requests: Sequence[Request], num_rows: int, num_seqs: int) -> None:
         start_s, num = perf_counter(), len(requests)
         for request in [request for request, own in self._own.items() if own.epoch != request.epoch]:
             self._sequences.remove(self._own.pop(request))  # it has ended, or was preempted
+        if known := self._longest:  # tokens that were never drafted are taken to be right as often as the one before
+            self._rates[known:] = [self._rates[known - 1]] * (_MODEL_TOKENS - known)
         odds = num * np.cumprod(self._rates)
         length = self.best_length(odds, num_rows, num_seqs, rows_each=num, draft_s=self._token_times.of(num))
         length = max(length, any(len(request.token_ids) % _TRY_EVERY == 0 for request in requests))
+        self._longest = max(self._longest, length)
         wanted = dict[Request, int]()
         for request in requests:
             # The last token of an answer is chosen, not computed.
