@@ -1,5 +1,6 @@
 """Runs of `tightwire train` on ranks that are threads, with a tiny model and a little text."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 from harness import run_threads
+from tiny import VARIANTS, make_tiny
 
 from tightwire.comm.group.group import in_process_groups
 from tightwire.comm.group.topology import Topology
@@ -76,6 +78,24 @@ def train(
                 run.close()
 
     return run_threads([partial(one, rank) for rank in range(world_size)])
+
+
+def make_prompt_config(
+    folder: Path, *overrides: str, shape: Mapping[str, Any] = VARIANTS["odd-heads"], run: str = "run"
+) -> TrainConfig:
+    """A run of GRPO or PPO on 40 prompts, with a tiny model of ``shape``."""
+    base, path = folder / "model", folder / "prompts.jsonl"
+    if not base.exists():
+        make_tiny(base, **shape)
+        lines = [{"prompt": [{"role": "user", "content": f"say {i}"}], "offset": i % 3} for i in range(40)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return make_config(
+        folder,
+        f"model={{start: {base}, lora: {{rank: 4}}}}",
+        f"data={{files: [{path}], kind: prompts, sequence_tokens: 64, shuffle_documents: 8}}",
+        *overrides,
+        run=run,
+    )
 
 
 def losses(config: TrainConfig) -> list[float]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.training.training_runs import StopAfter, log_lines, losses, make_config, train
-from tiny import VARIANTS, make_tiny
+from helpers.training.training_runs import StopAfter, log_lines, losses, make_config, make_prompt_config, train
+from tiny import VARIANTS
 
 from tightwire.post_training import open_engine
 from tightwire.training.config.read import ConfigError
@@ -68,18 +68,12 @@ def _config(
     run: str = "run",
     shape: Mapping[str, Any] = VARIANTS["odd-heads"],
 ) -> TrainConfig:
-    base, path = folder / "model", folder / "prompts.jsonl"
-    if not base.exists():
-        make_tiny(base, **shape)
-        lines = [{"prompt": [{"role": "user", "content": f"say {i}"}], "offset": i % 3} for i in range(40)]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return make_config(
+    return make_prompt_config(
         folder,
-        f"model={{start: {base}, lora: {{rank: 4}}}}",
-        f"data={{files: [{path}], kind: prompts, sequence_tokens: 64, shuffle_documents: 8}}",
         "batch={sequences: 4, micro_sequences: 1}",
         f"grpo={{rewards: ['test_grpo_runs:{reward}'], samples: {_SAMPLES}, answer_tokens: 8, beta: 0.1}}",
         *overrides,
+        shape=shape,
         run=run,
     )
 

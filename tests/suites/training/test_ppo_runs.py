@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.training.training_runs import StopAfter, log_lines, losses, make_config, train
-from tiny import VARIANTS, make_tiny
+from helpers.training.training_runs import StopAfter, log_lines, losses, make_prompt_config, train
 
 from tightwire.post_training import open_engine
 from tightwire.training.config.read import ConfigError
@@ -38,15 +37,8 @@ _HELD_OUT = "data.held_out=0.2"
 
 
 def _config(folder: Path, *overrides: str, run: str = "run") -> TrainConfig:
-    base, path = folder / "model", folder / "prompts.jsonl"
-    if not base.exists():
-        make_tiny(base, **VARIANTS["odd-heads"])
-        lines = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(40)]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return make_config(
+    return make_prompt_config(
         folder,
-        f"model={{start: {base}, lora: {{rank: 4}}}}",
-        f"data={{files: [{path}], kind: prompts, sequence_tokens: 64, shuffle_documents: 8}}",
         "batch={sequences: 8, micro_sequences: 1}",
         "ppo={rewards: ['test_ppo_runs:early_letters'], answer_tokens: 8, beta: 0.1, epochs: 2, minibatches: 2}",
         "schedule={steps: 8, warmup_steps: 0}",
