@@ -176,7 +176,7 @@ def settle(weights: StreamedWeights) -> int:
         assert weights.pool._closed is None, weights.pool._closed
         assert time.monotonic() < deadline, weights.pool._describe()
         time.sleep(0.001)
-    OrderCheck().check(weights.pool.events)
+    OrderCheck().check([*weights.pool.events])
     gathering = weights.fetcher.read_pool or weights.pool
     OrderCheck().check(gathering.events)
     return sum(event.kind == "filled" for event in gathering.events)

@@ -237,7 +237,7 @@ def test_every_wait_is_necessary(checkpoint: Checkpoint, skipped: str, monkeypat
             continue_prompts(local.engine, PROMPTS, max_tokens=1)
         cache.close()
         with pytest.raises(BufferConflictError, match="C2" if skipped == "fill" else "C1"):
-            OrderCheck(saves=True).check(cache.pool.events)
+            OrderCheck(saves=True).check([*cache.pool.events])
 
 
 def test_a_step_that_begins_before_the_last_was_saved_is_detected(

@@ -71,7 +71,7 @@ def test_tokens_are_those_of_resident_weights(checkpoint: Checkpoint, num_stream
         assert continue_prompts(local.engine, PROMPTS, max_tokens=12, temperature=0.7, seed=3) == expected
         for weights in streamed_of(local):
             OrderCheck().check([*weights.pool.events])  # the lane goes on
-            used = [event.owner for event in weights.pool.events if event.kind == "use"]
+            used = [event.owner for event in [*weights.pool.events] if event.kind == "use"]
             order = [layer for layer in range(NUM_LAYERS) if layer in spread(NUM_LAYERS, num_streamed)]
             assert used == order * (len(used) // len(order))
 
@@ -97,7 +97,7 @@ def test_a_drafted_step_reads_each_layer_once(checkpoint: Checkpoint, tp: int) -
             texts.append(continue_prompts(local.engine, PROMPTS, **settings))
             for weights in streamed_of(local):
                 OrderCheck().check([*weights.pool.events])  # the lane goes on
-            used = [event for event in next(streamed_of(local)).pool.events if event.kind == "use"]
+            used = [event for event in [*next(streamed_of(local)).pool.events] if event.kind == "use"]
             assert len(used) == NUM_LAYERS * local.engine.stats().counters.num_steps
             reads.append(len(used))
     assert texts[0] == texts[1]
@@ -201,7 +201,7 @@ def test_a_slow_source_is_as_slow_as_its_bytes_and_overlaps_with_computing(check
         continue_prompts(local.engine, [[5]], max_tokens=5)
         elapsed_s = time.perf_counter() - start_s
         layer_bytes = weights.pool.buffers[0].memory.nbytes
-        fetched = [event for event in weights.pool.events if event.kind == "filled"]
+        fetched = [event for event in [*weights.pool.events] if event.kind == "filled"]
         assert len(fetched) >= 5 * 6
         # Two layers may have come before, and of others what a bucket holds at once.
         assert elapsed_s >= (5 * 6 - 2) * layer_bytes / 20e6 - 0.004
