@@ -17,17 +17,15 @@ import torch
 from torch import Tensor
 
 from tightwire.model.adapters.peft import CONFIG_FILE
-from tightwire.training.config.grpo import GrpoConfig
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
 from tightwire.training.data.prompts import Prompt
 from tightwire.training.log.run_log import SAMPLES, EvaluationRecord, drop_after
 from tightwire.training.ranks.control import Control
 from tightwire.training.run.setup import Trained
-from tightwire.training.start.grpo import Answer, Answers, advantages_of
+from tightwire.training.start.grpo import Answer, Answers, OfAnswers
 from tightwire.training.start.lora import actors
 from tightwire.training.start.model import StartingModel
-from tightwire.training.start.ppo import Ppo
 from tightwire.training.start.reward import RewardModel
 
 Reward = Callable[..., Sequence[float]]
@@ -103,6 +101,8 @@ class Rollouts:
         step: int,
     ) -> None:
         """Raises ValueError: a reward does not exist. ``step``: lines of ``samples.jsonl`` after it are dropped."""
+        assert isinstance(trained.objective, OfAnswers)
+        self._objective = trained.objective
         self.config, self._batch = config.answers, config.batch
         self._seed, self._tokenizer, self._trained, self._control = config.seed, start.tokenizer, trained, control
         self._rewards = [find_reward(name, trained.device) for name in self.config.rewards]
@@ -132,7 +132,9 @@ class Rollouts:
         records = [record for of_rank in self._control.gather(records) for record in of_rank]
         if records:
             self._note(records)
-            self.figures |= self._prepare(groups)
+            moved = [batch.to(self._trained.device) for batch in groups]
+            with self._trained.engine.evaluation():
+                self.figures |= self._objective.prepare(self._trained.model, moved, self._control.gather_numbers)
         return groups
 
     def kept(self, batches: Sequence[Answers]) -> dict[str, Any]:
@@ -149,15 +151,6 @@ class Rollouts:
         chosen = (own[first : first + at_once] for first in range(0, len(own), at_once))
         return [Answers.from_rows([row for prompt in prompts for row in prompt]) for prompts in chosen]
 
-    def _prepare(self, batches: Sequence[Answers]) -> dict[str, float]:
-        """What PPO computes before its first step with answers. Collective."""
-        objective, engine = self._trained.objective, self._trained.engine
-        if not isinstance(objective, Ppo):
-            return {}
-        moved = [batch.to(self._trained.device) for batch in batches]
-        with engine.evaluation():
-            return objective.prepare(self._trained.model, moved, self._control.gather_numbers)
-
     def _answer(self, batches: Sequence[Sequence[Prompt]], step: int) -> tuple[list[Answers], list[dict[str, Any]]]:
         config, control = self.config, self._control
         asked = [prompt for batch in batches for prompt in batch for _ in range(config.samples)]
@@ -173,10 +166,8 @@ class Rollouts:
         if config.shuffled:
             random.Random(f"{self._seed} {step} {control.rank}").shuffle(learned)
         rewards_PG = torch.tensor(learned, dtype=torch.float64).view(-1, config.samples)
-        counts_B, scores_B = torch.ones(len(asked)).bool(), rewards_PG.flatten().float()
-        if isinstance(config, GrpoConfig):
-            counts_B = (rewards_PG.amax(1) > rewards_PG.amin(1)).repeat_interleave(config.samples)
-            scores_B = advantages_of(rewards_PG, config.advantage).flatten().float()
+        scores_PG, counts_PG = self._objective.scores(rewards_PG)
+        scores_B, counts_B = scores_PG.flatten().float(), counts_PG.flatten()
         groups, first = [], 0
         for batch in batches:
             own = slice(first, first + len(batch) * config.samples)
@@ -197,9 +188,9 @@ class Rollouts:
                 asked, texts, totals.tolist(), zip(*each_reward, strict=True), answers, strict=True
             )
         ]
-        if isinstance(config, GrpoConfig):
+        if name := self._objective.score_name:
             for record, score in zip(records, scores_B.tolist(), strict=True):
-                record["advantage"] = score
+                record[name] = score
         return groups, records
 
     def _ask(
@@ -234,10 +225,8 @@ class Rollouts:
             "reward": float(rewards_PG.mean()),
             "answer_tokens": sum(record["tokens"] for record in records) / len(records),
             "ended": sum(record["ended"] for record in records) / len(records),
+            **self._objective.group_figures(rewards_PG),
         }
-        if isinstance(self.config, GrpoConfig):
-            self.figures["reward_deviation"] = float(rewards_PG.std(1).mean())
-            self.figures["even_groups"] = float((rewards_PG.amax(1) == rewards_PG.amin(1)).double().mean())
         if self._control.rank == 0:
             with self._path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(record) + "\n" for record in records)

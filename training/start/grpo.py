@@ -8,9 +8,9 @@ Source: GRPO, arXiv 2402.03300; the mean over tokens, DAPO, arXiv 2503.14476; RL
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tightwire.training.config.grpo import AnswersConfig, GrpoConfig
 from tightwire.training.data.chats import IGNORED
 from tightwire.training.start.lora import computing
+
+Add = Callable[..., Sequence[Sequence[float]]]  # gathers numbers of all ranks
 
 _LEAST_DEVIATION = 1e-4  # added to a group's, as in TRL
 
@@ -108,6 +110,19 @@ class OfAnswers(ABC):
     """What the losses of GRPO and PPO have in common: means over the tokens of answers, clipped ratios and importance weights."""
 
     config: AnswersConfig
+    score_name: ClassVar[str] = ""  # of an answer's score in ``samples.jsonl``; empty: it is the reward
+
+    def scores(self, rewards_PG: Tensor) -> tuple[Tensor, Tensor]:
+        """(P, G): what each answer is learned by, and whether it teaches something."""
+        return rewards_PG, torch.ones_like(rewards_PG).bool()
+
+    def group_figures(self, rewards_PG: Tensor) -> dict[str, float]:
+        """Figures of the rewards of all ranks' groups, beside their mean."""
+        return {}
+
+    def prepare(self, model: Any, batches: Sequence[Answers], add: Add) -> dict[str, float]:
+        """Compute what the first step with these answers needs, and return figures of it. Collective: ``add`` gathers numbers."""
+        return {}
 
     def weight(self, batch: Answers) -> int:
         return int((batch.targets_BS != IGNORED).sum())
@@ -145,6 +160,14 @@ class Grpo(OfAnswers):
 
     config: GrpoConfig
     figures: tuple[str, ...] = ("kl", "clipped", "truncated", "mismatch", "mismatch_kl")
+    score_name: ClassVar[str] = "advantage"
+
+    def scores(self, rewards_PG: Tensor) -> tuple[Tensor, Tensor]:
+        return advantages_of(rewards_PG, self.config.advantage), ~_even(rewards_PG)[:, None].expand_as(rewards_PG)
+
+    def group_figures(self, rewards_PG: Tensor) -> dict[str, float]:
+        even = float(_even(rewards_PG).double().mean())
+        return {"reward_deviation": float(rewards_PG.std(1).mean()), "even_groups": even}
 
     def loss(self, model: Any, batch: Answers) -> tuple[Tensor, Tensor]:
         config, counted_BS = self.config, batch.targets_BS != IGNORED
@@ -166,6 +189,11 @@ class Grpo(OfAnswers):
     def _logprobs(self, model: Any, batch: Answers) -> Tensor:
         logits_BKV = model(input_ids=batch.inputs_BS, use_cache=False, logits_to_keep=batch.num_kept).logits
         return logprobs_of(logits_BKV, batch.targets_BS, self.config.temperature)
+
+
+def _even(rewards_PG: Tensor) -> Tensor:
+    """(P,) whether a group's rewards are all the same."""
+    return rewards_PG.amax(1) == rewards_PG.amin(1)
 
 
 def k3(log_ratio: Tensor) -> Tensor:

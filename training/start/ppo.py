@@ -9,7 +9,7 @@ Actor, critic and reference are one model, two adapters and none: their rows go 
 Source: PPO, arXiv 1707.06347; GAE, arXiv 1506.02438; with a reference, arXiv 2203.02155; the formulas are those of TRL's PPOTrainer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from tightwire.training.config.grpo import PpoConfig
 from tightwire.training.data.chats import IGNORED
-from tightwire.training.start.grpo import Answers, OfAnswers, k3, logprobs_of
+from tightwire.training.start.grpo import Add, Answers, OfAnswers, k3, logprobs_of
 from tightwire.training.start.lora import Role, computing
 
 _LEAST_VARIANCE = 1e-8  # added to that of the advantages, as in TRL
@@ -47,12 +47,10 @@ class Ppo(OfAnswers):
     figures: tuple[str, ...] = ("clipped", "truncated", "mismatch", "mismatch_kl", "value_loss", "clipped_values")
 
     @torch.no_grad()
-    def prepare(
-        self, model: Any, batches: Sequence[Answers], add: Callable[..., Sequence[Sequence[float]]]
-    ) -> dict[str, float]:
+    def prepare(self, model: Any, batches: Sequence[Answers], add: Add) -> dict[str, float]:
         """Set what the answers' first step has: probabilities, values, advantages. One forward a batch.
 
-        ``add``: gathers numbers of all ranks. Returns figures: ``kl``, k3 to the reference, and ``value``, means over tokens.
+        Returns ``kl``, k3 to the reference, and ``value``, means over tokens.
         """
         sums = torch.zeros(5, dtype=torch.float64)
         for batch in batches:
