@@ -2,8 +2,9 @@
 
 A decode row reads all its keys and values for a few query heads, so memory bandwidth is the limit, and one program per
 row would leave most of the device idle. The number of programs that share a row's chunks is chosen to fill the device.
-Chunks are cut at multiples of CHUNK_KEYS for all batches, each is written to its own place in a scratch tensor, and
-they are merged in order, so a row's bits depend on its own keys alone.
+A row has at most MAX_CHUNKS chunks, which are longer in rows of more keys, so scratch and launches are the same for any
+context beyond that. Each chunk is written to its own place in a scratch tensor, and they are merged in order, so a row's
+bits depend on its own keys alone.
 
 Source: Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
 """
@@ -29,6 +30,7 @@ from tightwire.kernels.spec.attention import HeadGroups, KeyBias, PackedSequence
 # A chunk's partial sums cost 8 E bytes a query head to write and read, against 4 E CHUNK_KEYS of keys and values in 16
 # bits: 3 percent with four heads a KV head. Eight KV heads fill an H200 once over with 4096 tokens of one sequence.
 CHUNK_KEYS = 256
+MAX_CHUNKS = 64  # of 256 keys up to 16,384; one KV head still fills half of an H200 with them
 _MERGED_AT_ONCE = 16  # chunks
 
 # Triton uses them for the block table's entries, the keys and values that depend on those, and the arithmetic: with 5, two
@@ -41,7 +43,7 @@ _PROGRAMS_PER_PROCESSOR = 16
 _INTERPRETED_PROCESSORS = 1
 
 # Rows whose partial sums would take more scratch memory than this go in several rounds, each enough to fill the device.
-_SCRATCH_BYTES = 64 << 20
+_SCRATCH_BYTES = 128 << 20  # 126 rows of 32 heads of 128 numbers
 
 
 def attend_decode_rows(
@@ -61,14 +63,14 @@ def attend_decode_rows(
     """Compute ``attention.paged_attention`` for the decode rows into ``out_THE``; a row without keys becomes zeros.
 
     Cost: one launch if the block table has room for one chunk, otherwise two for each round of rows; scratch memory of
-    4 (E + 2) bytes per head and chunk of the table.
+    4 (E + 2) bytes per head and chunk of the table, at most MAX_CHUNKS.
     """
     query_start_B1, context_lens_B, block_table_BM, num_rows = sequences
     _, num_heads, head_dim = q_THE.shape
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
     per_kv_head = groups.heads_per_kv_head
     width = padded(head_dim, 16)
-    max_chunks = -(-block_table_BM.shape[1] * tokens_per_block // CHUNK_KEYS)
+    max_chunks = min(MAX_CHUNKS, -(-block_table_BM.shape[1] * tokens_per_block // CHUNK_KEYS))
     row_bytes = 4 * num_heads * max_chunks * (head_dim + 2)
     rows_at_once = num_rows if max_chunks == 1 else min(num_rows, max(1, scratch_bytes // row_bytes))
     wanted = _PROGRAMS_PER_PROCESSOR * _num_processors(q_THE.device)
@@ -77,16 +79,8 @@ def attend_decode_rows(
     rows, keys = padded(per_kv_head, 16), keys_at_once(width, (q_THE if key_bias else k_cache_NKPE).dtype)
     num_stages = BIASED_STAGES if key_bias else NUM_STAGES
     shape = AttentionShape.of(q_THE, k_cache_NKPE, groups, (rows, keys), cap_log2, key_bias)
-    tensors = (
-        q_THE,
-        k_cache_NKPE,
-        v_cache_NKPE,
-        *(key_bias or 3 * [q_THE]),
-        block_table_BM,
-        out_THE,
-        sum_TSHE,
-        stat_TSH2,
-    )
+    inputs = q_THE, k_cache_NKPE, v_cache_NKPE, *(key_bias or 3 * [q_THE]), block_table_BM
+    tensors = *inputs, out_THE, sum_TSHE, stat_TSH2
     lengths = query_start_B1, context_lens_B, len(context_lens_B)
     strides = block_table_BM.stride(0), *q_THE.stride()[:2], k_cache_NKPE.stride(0)
     for first_row in range(0, num_rows, rows_at_once):
@@ -108,9 +102,8 @@ def keys_at_once(width: int, dtype: torch.dtype) -> int:
 
 def _scratch(q_THE: Tensor, num_rows: int, max_chunks: int) -> tuple[Tensor, Tensor]:
     """Allocate scratch for chunks' weighted sums of values, and for maxima and sums of weights; empty for one chunk."""
-    _, num_heads, head_dim = q_THE.shape
-    shape = (num_rows, max_chunks, num_heads) if max_chunks > 1 else (0, 0, 0)
-    sums = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_THE.device)
+    shape = (num_rows, max_chunks, q_THE.shape[1]) if max_chunks > 1 else (0, 0, 0)
+    sums = torch.empty((*shape, q_THE.shape[2]), dtype=torch.float32, device=q_THE.device)
     return sums, torch.empty((*shape, 2), dtype=torch.float32, device=q_THE.device)
 
 
@@ -125,6 +118,12 @@ def _keys_of_row(row, query_start, context_lens, num_seqs):
     """Return a packed row's sequence, and the number of keys that it attends to, with its own key last."""
     seq = sequence_of(row, query_start, num_seqs, 0, 1, 0)
     return seq, tl.load(context_lens + seq) - (tl.load(query_start + seq + 1) - row) + 1
+
+
+@triton.jit
+def _chunk_length(num_keys, max_chunks, CHUNK: tl.constexpr):
+    """Return the keys of each of a row's chunks but the last: the least multiple of CHUNK that makes at most ``max_chunks``."""
+    return tl.maximum(tl.cdiv(num_keys, CHUNK * max_chunks), 1) * CHUNK
 
 
 @triton.jit(
@@ -178,10 +177,11 @@ def _attend_chunks(
     head_place = kv_head * shape.head_numbers
     bias_pair = load_bias(bias, kv_head, shape) if shape.turned > 0 else (0, 0)
     turning = bias_pair, cos, sin
-    for chunk in range(share, tl.maximum(tl.cdiv(num_keys, CHUNK), 1), sharing):
+    length = _chunk_length(num_keys, max_chunks, CHUNK)
+    for chunk in range(share, tl.maximum(tl.cdiv(num_keys, length), 1), sharing):
         state = no_keys(shape)
-        end = tl.minimum(chunk * CHUNK + CHUNK, num_keys)
-        begin = chunk * CHUNK
+        begin = chunk * length
+        end = tl.minimum(begin + length, num_keys)
         if window > 0:
             begin = tl.maximum(begin, tl.maximum(num_keys - window, 0) // shape.keys * shape.keys)
         for first in range(begin, end, shape.keys):
@@ -219,7 +219,7 @@ def _merge_chunks(
     place = tl.program_id(0) // shape.heads
     row = first_row + place
     _, num_keys = _keys_of_row(row, query_start, context_lens, num_seqs)
-    num_chunks = tl.maximum(tl.cdiv(num_keys, CHUNK), 1)
+    num_chunks = tl.maximum(tl.cdiv(num_keys, _chunk_length(num_keys, max_chunks, CHUNK)), 1)
 
     dim_E = tl.arange(0, width)
     maximum_1, total_1 = tl.full((1,), LOWEST, tl.float32), tl.zeros((1,), tl.float32)
@@ -239,8 +239,8 @@ def _merge_chunks(
         sum_E = sum_E * shrink_1 + tl.sum(sum_SE * weight_S[:, None], 0)
         maximum_1 = risen_1
     mixed_E = narrowed(sum_E / _divisor(total_1), out.dtype.element_ty)
-    out_place = (row.to(tl.int64) * shape.heads + head) * shape.head_dim
-    tl.store(raw(out) + out_place + dim_E, mixed_E, mask=dim_E < shape.head_dim)
+    out_E = raw(out) + (row.to(tl.int64) * shape.heads + head) * shape.head_dim + dim_E
+    tl.store(out_E, mixed_E, mask=dim_E < shape.head_dim)
 
 
 @triton.jit

@@ -158,14 +158,23 @@ def _check_sharing(group: Group) -> None:
     q, k_cache, v_cache, start, lens, table, scale = PagedBatch(
         query_lens=(1, 1, 1), context_lens=(700, 3, 256), **ONE_KV_HEAD
     ).arguments()
-    outs: list[Tensor] = []
-    for programs, scratch_bytes, more in ((1, 1 << 20, 0), (16, 1 << 20, 0), (100, 1 << 20, 0), (16, 1, 0), (1, 1, 99)):
-        wider = torch.cat((table, torch.zeros(3, more, dtype=torch.int32)), dim=1)
-        outs.append(torch.empty(q.shape))
-        given = q, k_cache, v_cache, PackedSequences(start, lens, wider, num_decode_rows=3), scale
-        with patch.object(decode, "_PROGRAMS_PER_PROCESSOR", programs):
-            decode.attend_decode_rows(*given, even_groups(q, k_cache), outs[-1], scratch_bytes=scratch_bytes)
-    assert all(torch.equal(out, outs[0]) for out in outs[1:])
+    cases = (1, 1 << 20, 0), (16, 1 << 20, 0), (100, 1 << 20, 0), (16, 1, 0), (1, 1, 99)
+    by_most: list[Tensor] = []
+    for most_chunks in (decode.MAX_CHUNKS, 2):  # 2: the row of 700 keys has chunks of 512
+        outs: list[Tensor] = []
+        for programs, scratch_bytes, more in cases:
+            wider = torch.cat((table, torch.zeros(3, more, dtype=torch.int32)), dim=1)
+            outs.append(torch.full(q.shape, torch.nan))
+            given = q, k_cache, v_cache, PackedSequences(start, lens, wider, num_decode_rows=3), scale
+            with (
+                patch.object(decode, "_PROGRAMS_PER_PROCESSOR", programs),
+                patch.object(decode, "MAX_CHUNKS", most_chunks),
+            ):
+                decode.attend_decode_rows(*given, even_groups(q, k_cache), outs[-1], scratch_bytes=scratch_bytes)
+        assert all(torch.equal(out, outs[0]) for out in outs[1:])
+        by_most.append(outs[0])
+    assert not torch.equal(*by_most)
+    torch.testing.assert_close(*by_most)
 
 
 def _check_unread(group: Group) -> None:
