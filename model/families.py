@@ -177,19 +177,15 @@ def family_named(name: str) -> Family:
 
 # Words in the name of an architecture, and keys of its configuration, that show a feature without support.
 _FEATURES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
-    (
-        "images or sound",
-        ("ConditionalGeneration", "Vision", "VL", "vl", "Audio", "clip"),
-        ("vision_config", "audio_config"),
-    ),
+    ("an encoder", ("Bert", "bert", "T5", "t5", "Encoder", "Bart"), ("is_encoder_decoder",)),
+    ("images or sound", ("Conditional", "Vision", "VL", "vl", "Audio", "clip"), ("vision_config", "audio_config")),
     (
         "a mixture of experts",
         ("Moe", "MoE", "moe", "Mixtral", "mixtral", "Jamba"),
         ("num_experts", "num_local_experts", "n_routed_experts", "expert_count"),
     ),
-    ("recurrent layers", ("Mamba", "mamba", "Hybrid", "hybrid", "Rwkv", "rwkv"), ("mamba_d_state", "ssm.state_size")),
+    ("recurrent layers", ("amba", "ybrid", "wkv", "Lfm", "lfm", "Qwen3_5"), ("mamba_d_state", "ssm.state_size")),
     ("temperatures of attention", (), ("attention.temperature_scale",)),
-    ("an encoder", ("Bert", "bert", "T5", "t5", "Encoder", "Bart"), ("is_encoder_decoder",)),
 )
 
 

@@ -35,13 +35,14 @@ class Kind(Struct, frozen=True):
 
 
 class RankMemory(Struct, frozen=True):
-    """Memory of the largest of ``tp`` ranks, with the cache in floats and in 8 bits; ``problem``: why it cannot be cut so."""
+    """Memory of the largest of ``tp`` ranks as ``serve`` plans it; ``other_bytes``: the process and the largest step."""
 
     tp: int
     weights_bytes: int = 0
+    other_bytes: int = 0
     cache_bytes: int = 0
     int8_cache_bytes: int = 0
-    problem: str = ""
+    problem: str = ""  # why the model cannot be cut so
 
 
 class ModelReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -112,10 +113,11 @@ def _memory(config: LlamaConfig, formats: WeightFormats, tp: int, dtype: str, de
     inputs = MemoryInputs(
         model=config, layout=layout, options=EngineOptions(), pools=(), dtype=dtype, formats=formats, device=device
     )
-    largest = max(rank_bytes(inputs, EVERYTHING_RESIDENT), key=lambda rank: rank.weights + rank.block)
+    largest = max(rank_bytes(inputs, EVERYTHING_RESIDENT), key=lambda rank: rank.fixed + rank.block)
     cache = largest.block * CacheShape.of(config, inputs.options).blocks(context)
     heads = cache // (config.head_dim * inputs.elem_bytes)
-    return RankMemory(tp, largest.weights, cache, heads * (config.head_dim + SCALE_BYTES))
+    codes = heads * (config.head_dim + SCALE_BYTES)
+    return RankMemory(tp, largest.weights, largest.fixed - largest.weights, cache, codes)
 
 
 def _kinds(config: LlamaConfig, formats: WeightFormats, dtype: str) -> list[Kind]:
@@ -148,10 +150,10 @@ def describe_model(report: ModelReport) -> Iterator[str]:
         yield "the head is the embedding"
     yield f"a rank's memory with a context of {report.rank_context} tokens:"
     for rank in report.ranks:
-        total = format_bytes(rank.weights_bytes + rank.cache_bytes)
-        parts = f"weights {format_bytes(rank.weights_bytes)} + cache {format_bytes(rank.cache_bytes)} = {total}"
-        codes = f"; cache with --kv-cache-dtype int8: {format_bytes(rank.int8_cache_bytes)}"
-        yield f"  --tp {rank.tp}  {rank.problem or parts + codes}"
+        own = {"weights": rank.weights_bytes, "cache": rank.cache_bytes, "process and steps": rank.other_bytes}
+        parts = " + ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in own.items())
+        codes = f"cache with --kv-cache-dtype int8: {format_bytes(rank.int8_cache_bytes)}"
+        yield f"  --tp {rank.tp}  {rank.problem or f'{parts} = {format_bytes(sum(own.values()))}; {codes}'}"
     if report.blocks:
         yield f"  cache: {report.blocks}"
     yield (

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tightwire.model.checkpoint.catalog import CATALOG, cached_path, is_cached
 from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
-from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.errors import ModelError, naming
 from tightwire.model.checkpoint.gguf_header import GgufHeader, split_parts
 from tightwire.model.checkpoint.hf_config import config_from_hf
 from tightwire.whole_folder import is_partial
@@ -81,7 +81,8 @@ def read_sizes(model: str) -> Sizes | None:
         return _gguf_sizes(path)
     if path.name != "config.json" or not path.is_file():
         return None
-    config = config_from_hf(read_json(path))
+    with naming(path.parent):
+        config = config_from_hf(read_json(path))
     return Sizes(config.num_heads, config.max_positions)
 
 

@@ -38,9 +38,9 @@ class ModelOptions:
     )
     quantization: str = option(
         "auto",
-        "format of weight matrices in memory. auto: GGUF's Q8_0, Q4_0 and Q4_1 as in the file, all others in --dtype; none: "
-        "all in --dtype; int8, int4: float matrices are quantized when they are read (with int4, the embedding and the head "
-        "get 8 bits)",
+        "format of weight matrices in memory. auto: blocks of a GGUF or of a quantized folder as packed as in the file, floats in "
+        "--dtype; none: all in --dtype; int8, int4: float matrices are quantized when they are read (with int4, the embedding and "
+        "the head get 8 bits)",
         QUANTIZATIONS,
     )
     activations: str = option(

@@ -32,7 +32,10 @@ def test_a_packed_model_on_one_screen(tmp_path: Path, capsys: pytest.CaptureFixt
     assert lines[0].startswith("tiny: Llama, ") and len(lines) < 25
     assert any(line.split()[:5] == ["attention", "8", "Q4_1", "8", "Q4_1"] for line in lines)
     assert any("--tp 4  cannot split 2 query heads over 4 ranks" in line for line in lines)
-    assert any("--tp 1" in line and "; cache with --kv-cache-dtype int8: " in line for line in lines)
+    assert any(
+        "--tp 1" in line and " + process and steps 3" in line and "; cache with --kv-cache-dtype int8: " in line
+        for line in lines
+    )
     assert "tokens/s here for one request" in lines[-1] and "1.0 GB/s (a bound" in lines[-1]
 
 
@@ -45,6 +48,7 @@ def test_its_numbers_are_the_plans(tmp_path: Path, capsys: pytest.CaptureFixture
     for rank in report["ranks"]:
         layout = make_layout(config, rank["tp"])
         assert rank["weights_bytes"] == max(weight_bytes(config, shard, formats, 2) for shard in layout.shards)
+        assert 300 << 20 < rank["other_bytes"] < 400 << 20  # a process, and a step of the tiny model
     kv_heads = max(shard.local_kv_heads for shard in make_layout(config, 2).shards)
     tokens = report["rank_context"]
     assert tokens == config.max_positions

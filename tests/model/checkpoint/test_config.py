@@ -110,6 +110,8 @@ def test_dtype_under_both_names(key: str) -> None:
         ({"architectures": ["XForCausalLM"], "num_experts": 8}, "XForCausalLM with a mixture of experts"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "with images or sound is not supported"),
         ({"architectures": ["FalconH1ForCausalLM"], "mamba_d_state": 16}, "with recurrent layers"),
+        ({"architectures": ["Lfm2ForCausalLM"]}, "with recurrent layers"),
+        ({"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "with an encoder"),
         ({"architectures": None, "model_type": "bert"}, "model_type 'bert' with an encoder"),
         ({"rope_scaling": {"rope_type": "xpos", "factor": 2.0}}, "'xpos' is not supported; supported: default, linear"),
         ({"rope_scaling": {"type": "dynamic"}}, "'dynamic' lacks 'factor'"),

@@ -50,5 +50,6 @@ def test_a_folder_with_several_gguf_files_lists_them(tmp_path: Path) -> None:
 
 def test_an_unsupported_configuration_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    with pytest.raises(ModelError, match="mamba"):
+    with pytest.raises(ModelError, match="mamba") as caught:
         read_sizes(str(tmp_path))
+    assert str(caught.value).startswith(f"{tmp_path}: ")
