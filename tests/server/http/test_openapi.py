@@ -1,5 +1,6 @@
 """/openapi.json is correct: requests generated from it never cause a 5xx, and every answer matches it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,24 +8,15 @@ import schemathesis
 from helpers.server.fake_engine import FakeEngine, app_for
 from hypothesis import HealthCheck, settings
 from schemathesis import Case
-from schemathesis.checks import not_a_server_error
+from schemathesis.checks import load_all_checks, not_a_server_error
+from schemathesis.core.result import Ok
+from schemathesis.pytest.lazy import get_all_tests
+from schemathesis.schemas import BaseSchema
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
     status_code_conformance,
 )
-
-_app: Any = app_for(FakeEngine())
-schema = schemathesis.openapi.from_asgi("/openapi.json", _app)
-
-
-@schema.hook
-def map_body(context: schemathesis.HookContext, body: Any) -> Any:
-    """Drop generated model names: they never match, and nothing after that check would be tested."""
-    if isinstance(body, dict) and isinstance(body.get("model"), str):
-        body["model"] = "tiny"
-    return body
-
 
 _CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 _ADAPTED = "^/v1/(responses|messages)"  # large bodies; tests/suites/http/test_odd_bodies.py tries more of them
@@ -34,20 +26,57 @@ _settings = settings(
 )
 
 
-@schema.exclude(path_regex=_ADAPTED).parametrize()
-@settings(_settings, max_examples=40)
-def test_generated_requests(case: Case) -> None:
+@pytest.fixture(scope="module")
+def app() -> Any:
+    return app_for(FakeEngine())
+
+
+@pytest.fixture(scope="module")
+def schema(app: Any) -> BaseSchema:
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+
+    @schema.hook
+    def map_body(context: schemathesis.HookContext, body: Any) -> Any:
+        """Drop generated model names: they never match, and nothing after that check would be tested."""
+        if isinstance(body, dict) and isinstance(body.get("model"), str):
+            body["model"] = "tiny"
+        return body
+
+    return schema
+
+
+@settings(_settings, max_examples=25)
+def _check(case: Case) -> None:
     case.call_and_validate(checks=_CHECKS)
 
 
-@schema.include(path_regex=_ADAPTED).parametrize()
-@settings(_settings, max_examples=15)
-def test_generated_requests_of_adapted_apis(case: Case) -> None:
+@settings(_settings, max_examples=10)
+def _check_adapted(case: Case) -> None:
     case.call_and_validate(checks=_CHECKS)
 
 
-def test_every_route_and_error_is_described() -> None:
-    page = _app.openapi()
+def test_generated_requests(schema: BaseSchema, subtests: pytest.Subtests) -> None:
+    """Not ``schema.parametrize()``, which makes its cases, in seconds, whenever tests are collected."""
+    _run_each(schema.exclude(path_regex=_ADAPTED), _check, subtests)
+
+
+def test_generated_requests_of_adapted_apis(schema: BaseSchema, subtests: pytest.Subtests) -> None:
+    _run_each(schema.include(path_regex=_ADAPTED), _check_adapted, subtests)
+
+
+def _run_each(schema: BaseSchema, check: Callable[[Case], None], subtests: pytest.Subtests) -> None:
+    load_all_checks()
+    tests = list(get_all_tests(schema=schema, test_func=check, settings=None, given_kwargs=None))
+    assert tests
+    for each in tests:
+        assert isinstance(each, Ok), each
+        operation, run = each.ok()
+        with subtests.test(operation.label):
+            run()
+
+
+def test_every_route_and_error_is_described(app: Any) -> None:
+    page = app.openapi()
     assert set(page["paths"]) == {
         "/",
         "/v1/completions",
@@ -78,5 +107,5 @@ def test_every_route_and_error_is_described() -> None:
 @pytest.mark.parametrize(
     "name", ["ChatBody", "CompletionBody", "ErrorBody", "MessagesErrorBody", "ChatCompletion", "Completion", "Usage"]
 )
-def test_schemas_are_in_the_page(name: str) -> None:
-    assert name in _app.openapi()["components"]["schemas"]
+def test_schemas_are_in_the_page(name: str, app: Any) -> None:
+    assert name in app.openapi()["components"]["schemas"]
