@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -10,8 +9,6 @@ from torch import Tensor
 from tightwire.comm.codec.codec import sum_in_rank_order
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, PeerLostError, name_ranks
 from tightwire.comm.protocols import FusedAllReduce, Moved, nothing_told
-
-_Result = TypeVar("_Result")
 
 
 class ThreadExchange:
@@ -76,24 +73,27 @@ class InProcessTransport:
         self._threads, self._timeout_s, self._describe = threads, timeout_s, describe
         self._failure: CommError | None = None
 
+    # What a rank gives is a copy: the sender may overwrite its buffer while others still read what they got.
+
     def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
         assert len(slices) == self.world_size, f"{len(slices)} slices for {self.world_size} ranks"
-        received = [parts[self.rank].clone() for parts in self._swap(list(slices), "exchange")]
+        given = [part.clone() for part in slices]
+        received = [parts[self.rank] for parts in self._swap(given, "exchange")]
         self.bytes_sent += sum(part.numel() for part in slices) - slices[self.rank].numel()
-        return self._depart(received)
+        return received
 
     def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
-        received = [part.clone() for part in self._swap(buf, "gather")]
+        received = [part.clone() for part in self._swap(buf.clone(), "gather")]
         self.bytes_sent += (self.world_size - 1) * buf.numel()
-        return self._depart(received)
+        return received
 
     def gather_into(self, buf: Tensor, out: Tensor, moved: Moved = nothing_told) -> None:
         torch.cat(self.gather(buf), out=out)
 
     def shift(self, buf: Tensor, recv_bytes: int | None = None) -> Tensor:
-        received = self._swap(buf, "shift")[self.rank - 1].clone()
+        received = self._swap(buf.clone(), "shift")[self.rank - 1]
         self.bytes_sent += buf.numel() if self.world_size > 1 else 0
-        return self._depart(received)
+        return received
 
     def deliver(self, parts: Sequence[Tensor], recv_bytes: Sequence[int]) -> list[Tensor]:
         received = self.exchange(parts)
@@ -103,9 +103,9 @@ class InProcessTransport:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums in rank order; counts the bytes of a library's ring, as the other transports do for ``native``."""
-        result = sum_in_rank_order(self._swap(x, "all_reduce"))
+        result = sum_in_rank_order(self._swap(x.clone(), "all_reduce"))
         self.bytes_sent += 2 * (self.world_size - 1) * x.numel() // self.world_size * x.element_size()
-        return self._depart(result.contiguous())
+        return result.contiguous()
 
     def barrier(self) -> None:
         self._swap(torch.empty(0, dtype=torch.uint8), "barrier")
@@ -122,8 +122,3 @@ class InProcessTransport:
         except CommError as failure:
             self._failure = failure
             raise
-
-    def _depart(self, result: _Result) -> _Result:
-        """Wait until all have copied what they need, because a sender may overwrite its buffer after it returns."""
-        self._swap(None, "departure")
-        return result
