@@ -1,7 +1,12 @@
 """Fixtures of every test: one thread per process, and the embedded model."""
 
 import gc
+import os
 from pathlib import Path
+
+# OpenMP's threads sleep while they wait, here and in what tests start: workers and ranks are more than the cores, and threads that
+# spin until another has its turn took a subprocess nine times its CPU. Read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
