@@ -157,6 +157,6 @@ def describe_model(report: ModelReport) -> Iterator[str]:
     if report.blocks:
         yield f"  cache: {report.blocks}"
     yield (
-        f"at most {report.tokens_per_s:.3g} tokens/s here for one request: a token reads {format_bytes(report.token_bytes)}, and "
+        f"at most {report.tokens_per_s:,.1f} tokens/s here for one request: a token reads {format_bytes(report.token_bytes)}, and "
         f"memory is read at {report.read_bytes_per_s / 1e9:.1f} GB/s (a bound, just measured; computing takes time too)"
     )

@@ -33,7 +33,8 @@ class Quantization:
         shared = "rows" if self.group_elems is None else f"groups of {self.group_elems}"
         if self.block_elems is not None:
             shared = f"blocks of {self.block_elems[0]} x {self.block_elems[1]}"
-        return f"{self.layout}: {kind}, {shared}{', act-order' if self.act_order else ''}"
+        stored = {"packed": "compressed-tensors: ", "plain": ""}.get(self.layout, f"{self.layout}: ")
+        return f"{stored}{kind}, {shared}{', act-order' if self.act_order else ''}"
 
 
 @naming("config.json")

@@ -21,7 +21,7 @@ def test_no_quantization() -> None:
         (GPTQ, "gptq: 4 bits, groups of 128"),
         ({**GPTQ, "group_size": -1, "desc_act": True}, "gptq: 4 bits, rows, act-order"),
         ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, "awq: 4 bits, groups of 64"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "plain: FP8, blocks of 128 x 128"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "FP8, blocks of 128 x 128"),
     ],
 )
 def test_names_say_how_weights_are_stored(stated: dict[str, Any], name: str) -> None:

@@ -59,7 +59,7 @@ def test_groups_that_are_not_whole_32s_in_a_row_are_expanded(tmp_path: Path) -> 
     make_quantized(tmp_path, SCHEMES["w8a8-int"], intermediate_size=200)
     reader = open_checkpoint(str(tmp_path)).reader()
     assert reader.stored_as(NAMES[0]) == "Q8_0"
-    assert reader.stored_as(NAMES[2]) == "plain: 8 bits, rows"
+    assert reader.stored_as(NAMES[2]) == "8 bits, rows"
 
 
 def test_a_missing_scale_is_named(tmp_path: Path) -> None:
