@@ -105,13 +105,13 @@ def _unpacked_product(x_TD: Tensor, weight_OD: PackedMatrix, bias_O: Tensor | No
     """torch's product, with matrix units if there are any, for some rows of the weights at a time."""
     num_outputs, num_inputs = weight_OD.shape
     at_once = max(1, _UNPACKED_ELEMS // num_inputs)
-    parts = []
+    sums_TO = x_TD.new_empty(len(x_TD), num_outputs, dtype=out_dtype)
     for first in range(0, num_outputs, at_once):
         stop = min(first + at_once, num_outputs)
         bias = None if bias_O is None else bias_O[first:stop]
         weight = dequantize(weight_OD.rows(first, stop), x_TD.dtype)
-        parts.append(_torch_product(x_TD, weight, bias, out_dtype))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        sums_TO[:, first:stop] = _torch_product(x_TD, weight, bias, out_dtype)
+    return sums_TO
 
 
 def _triton() -> Any:

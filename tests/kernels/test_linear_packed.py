@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,6 +99,24 @@ def test_rows_of_both_kinds_do_not_depend_on_each_other(
         assert torch.equal(blocks, linear_reference(x, weight, bias))
     else:
         assert torch.equal(blocks, singles)
+
+
+def test_torchs_product_of_unpacked_rows_takes_the_memory_of_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of 256 rows are large; a list of parts that is joined at the end would take them twice."""
+    monkeypatch.setattr(linear_module, "torch_has_bfloat16_products", lambda: True)
+    monkeypatch.setattr(linear_module, "torch_has_matrix_units", lambda: True)
+    monkeypatch.setattr(linear_module, "_UNPACKED_ELEMS", 1 << 20)
+    weight, x = quantize(_random(1 << 17, 64), Q4_1), _random(256, 64, dtype=torch.bfloat16)
+    linear(x, PackedMatrix(weight.blocks_OB[: 1 << 14], Q4_1), num_decode_rows=0, out_dtype=torch.float32)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    before = _resident_bytes("VmRSS")
+    result = linear(x, weight, num_decode_rows=0, out_dtype=torch.float32)
+    result_bytes = result.numel() * 4
+    assert _resident_bytes("VmHWM") - before < 1.5 * result_bytes
+
+
+def _resident_bytes(kind: str) -> int:
+    return int(re.findall(rf"{kind}:\s*(\d+)", Path("/proc/self/status").read_text())[0]) << 10
 
 
 @pytest.mark.parametrize("num_inputs", [64, 1568, 14336])
