@@ -12,8 +12,8 @@ import msgspec
 from msgspec import Struct
 
 from tightwire.bench.doctor.probing import run_probe
+from tightwire.cuda_devices import torch_has_cuda, why_no_launch
 from tightwire.parent_death import die_with_parent
-from tightwire.server.plan.devices import torch_has_cuda, why_no_launch
 
 _QUERY = (
     *("index", "name", "pci.bus_id", "memory.total", "driver_version"),

@@ -14,6 +14,7 @@ from typing import Any
 
 from tightwire.comm.group.numa import describe_numbers
 from tightwire.kernels.cpu.library import level
+from tightwire.parent_death import process_age_s
 from tightwire.server.api.errors import ApiError
 from tightwire.server.api.lora import Adapters
 from tightwire.server.api.request_bodies import SamplingBody
@@ -27,7 +28,6 @@ from tightwire.server.http.listener import url_of
 from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ipc.messages import Ready
 from tightwire.server.plan.comm_decision import describe_choices
-from tightwire.server.plan.devices import process_age_s
 from tightwire.server.plan.rank_setup import rank_name
 from tightwire.server.plan.run_plan import Decision
 from tightwire.server.ranks.processes import Ranks

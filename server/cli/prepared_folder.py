@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tightwire.cuda_devices import cuda_devices
 from tightwire.model.checkpoint.errors import ModelError, PrepareError
 from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, read_back
@@ -14,7 +15,6 @@ from tightwire.model.weights import WEIGHT_CODECS
 from tightwire.model.weights.prepared.manifest import Manifest
 from tightwire.server.cli.progress import Progress
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.plan.devices import cuda_devices
 from tightwire.server.plan.setting import choose_dtype
 from tightwire.sizes import format_bytes
 

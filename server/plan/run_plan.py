@@ -9,6 +9,7 @@ from tightwire.comm.group.host import available_host_bytes
 from tightwire.comm.group.numa import describe_placement, read_numa_nodes
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.rules import Policy
+from tightwire.cuda_devices import CudaDevice
 from tightwire.model.adapters.peft import adapter_digest, open_adapter
 from tightwire.model.adapters.product import AdapterRoom
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -21,7 +22,6 @@ from tightwire.server.config.lora import AdapterOptions
 from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.comm_decision import CommDecision, decide_sums, describe_request
-from tightwire.server.plan.devices import CudaDevice
 from tightwire.server.plan.layout_decision import choose_auto, decide_stages, describe_layout
 from tightwire.server.plan.layout_table import memory_inputs
 from tightwire.server.plan.memory_budget import MemoryBudget, describe_offload

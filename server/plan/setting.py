@@ -11,11 +11,11 @@ from tightwire.comm.link.wire import NAMESPACES, LinkFacts, plan_link
 from tightwire.comm.policy.rules import read_policy_file
 from tightwire.comm.transport.segment import why_unusable
 from tightwire.comm.transport.socket_join import read_secret
+from tightwire.cuda_devices import CudaDevice, cuda_devices
 from tightwire.model.checkpoint.config import LlamaConfig, check_context, check_ranks
 from tightwire.model.checkpoint.header import check_name, read_sizes
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import EngineOptions, ModelOptions, ServeConfig
-from tightwire.server.plan.devices import CudaDevice, cuda_devices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

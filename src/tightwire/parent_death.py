@@ -1,4 +1,4 @@
-"""Ends a child process when its parent dies, and a parent of several hosts that stays stopped."""
+"""Ends a child process when its parent dies, and a parent of several hosts that stays stopped; reads /proc of both."""
 
 import ctypes
 import os
@@ -56,3 +56,10 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
+
+
+def process_age_s() -> float:
+    """Seconds since this process started, imports included."""
+    stat = Path("/proc/self/stat").read_text()
+    start_ticks = int(stat.rpartition(")")[2].split()[19])  # field 22; the name before it may hold spaces
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tightwire.parent_death import end_stopped_parent, state_of
+from tightwire.parent_death import end_stopped_parent, process_age_s, state_of
 
 
 @pytest.fixture
@@ -29,3 +29,7 @@ def test_a_stopped_server_is_killed_and_says_so(
     assert process.wait(10) == -signal.SIGKILL
     watcher.join(10)
     assert f"(pid {process.pid}) has been stopped (SIGSTOP)" in capfd.readouterr().err
+
+
+def test_this_process_has_an_age() -> None:
+    assert 0 < process_age_s() < 7 * 24 * 3600

@@ -19,7 +19,7 @@ from tightwire.bench.doctor.gpus import (
 )
 from tightwire.comm.transport import peer_access
 from tightwire.comm.transport.peer_access import PeerCheck
-from tightwire.server.plan.devices import torch_has_cuda
+from tightwire.cuda_devices import torch_has_cuda
 
 QUERY = """0, NVIDIA GeForce RTX 3090, 00000000:0A:00.0, 24576, 580.65.06, 1, 4, 8, 16, P8
 1, NVIDIA H200, 00000000:C1:00.0, 143771, 580.65.06, [N/A], [N/A], [N/A], [N/A], P0

@@ -14,6 +14,7 @@ from tightwire.comm.group.host import num_cores
 from tightwire.comm.policy.error_budget import ErrorBudget
 from tightwire.comm.policy.rules import FileRule, Policy, PolicyFile, write_policy_file
 from tightwire.comm.policy.tune_file import Measured, Point, this_host, tune_path, write_tuned
+from tightwire.cuda_devices import CudaDevice
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.weights.formats import WeightFormats
@@ -21,7 +22,6 @@ from tightwire.server.cli.progress import Progress
 from tightwire.server.config.flags import make_config
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan import comm_decision, run_plan, setting
-from tightwire.server.plan.devices import CudaDevice
 
 GIB = 1 << 30
 MODEL = LlamaConfig(

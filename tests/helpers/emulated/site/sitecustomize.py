@@ -28,7 +28,7 @@ class _Torch(MetaPathFinder):
 
 
 def _versions(path: str, *args: Any, **kwargs: Any) -> Any:
-    """``server.plan.devices.torch_has_cuda`` reads this file."""
+    """``cuda_devices.torch_has_cuda`` reads this file."""
     found = _run_path(path, *args, **kwargs)
     return {**found, "cuda": "13.0"} if path.endswith("torch/version.py") else found
 

@@ -1,6 +1,6 @@
-"""Finds CUDA devices that work, and the age of this process, without torch here, which imports slowly.
+"""Finds CUDA devices that work, without torch here, which imports slowly.
 
-``python -m tightwire.server.plan.devices`` tries them: a line of JSON for each that ranks can use.
+``python -m tightwire.cuda_devices`` tries them: a line of JSON for each that ranks can use.
 """
 
 import importlib.util
@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Sequence
 from functools import cache
 from json import dumps, loads
@@ -25,13 +24,6 @@ class CudaDevice(NamedTuple):
     name: str
     total_bytes: int
     free_bytes: int
-
-
-def process_age_s() -> float:
-    """Seconds since this process started, imports included."""
-    stat = Path("/proc/self/stat").read_text()
-    start_ticks = int(stat.rpartition(")")[2].split()[19])  # field 22; the name before it may hold spaces
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def torch_has_cuda() -> bool:
