@@ -43,7 +43,8 @@ class RankGroups:
     replica: Group  # the ranks that the model is split over
     routes: Routes | None = None  # their AllReduces; None for a replica of one rank
     world: Group | None = None  # the ranks of all replicas; None: there is one replica
-    # The ranks again, with connections of their own; in a pipeline ``replica`` is this rank alone.
+    stage: int = 0  # in a pipeline, whose ``replica`` is the ranks of this stage
+    # The ranks again, with connections of their own; in a pipeline the first of each stage.
     stages: Group | None = None
     beside: Group | None = None  # and again, for KV heads or chosen tokens, which no stage waits for
     peers: PartitionPeers | None = None  # share this shard's partitioned weights; closed with the runner
@@ -89,8 +90,9 @@ def build_runner(
     missing or has another shape.
     """
     replica, world = groups.replica, groups.world
-    if (passed := options.stages) is not None and passed.pipeline and groups.stages is not None:
-        config = stage_model(config, passed.of(groups.stages.rank))
+    if (passed := options.stages) is not None and passed.pipeline:
+        config, first = stage_model(config, passed.of(groups.stage)), groups.stage * passed.ranks_each
+        layout = Layout(shards=layout.shards[first : first + passed.ranks_each])
     shard, plan = layout.shards[replica.rank], options.weight_plan
     weights = _load_weights(config, source, shard, groups, options, progress)
     cache = _make_cache(config, shard, options, replica.device)
@@ -135,13 +137,14 @@ def _make_stages(
     options: RunnerOptions,
     model: Llama,
 ) -> PromptStages | Passage:
-    """Load the whole layers of this rank's stage. ValueError: the weights are not all resident, or a prepared folder's."""
+    """Return the way through the stages; of hybrid, load the whole layers of this rank's stage. ValueError: see the message."""
     group, plan, weights = groups.stages, options.stages, model.weights
-    if isinstance(source, Prepared) or not isinstance(weights, ResidentWeights) or group is None or plan is None:
-        raise ValueError("prompts in stages need a checkpoint whose layers are all resident, and a group of the stages")
-    wire = StageWire(group, parse_codec(options.stage_codec), groups.beside)
+    if isinstance(source, Prepared) or not isinstance(weights, ResidentWeights) or plan is None:
+        raise ValueError("stages need a checkpoint whose layers are all resident")
+    wire = None if group is None else StageWire(group, parse_codec(options.stage_codec), groups.beside)
     if plan.pipeline:
-        return Passage(plan, wire, config.hidden_size)
+        return Passage(plan, groups.stage, config.hidden_size, wire, model.parallel)
+    assert group is not None and wire is not None, "each rank is a stage of hybrid"
     shard, layers = layout.shards[group.rank], plan.of(group.rank)
     given = source, config, shard, layers, options.formats, options.dtype
     stage = load_stage(*given, weights.layers, weights.outer)

@@ -54,8 +54,8 @@ class Llama:
         max_positions: int,
         adapters: AdapterProducts | None = None,
     ) -> None:
-        self._config, self._parallel, self.weights, self.cache = config, parallel, weights, cache
-        self.adapters = adapters
+        self._config, self.parallel, self.weights, self.cache = config, parallel, weights, cache
+        self.adapters, self.hidden_size = adapters, config.hidden_size
         self._angles = rope_tables(config, max_positions, cache.device)
         self._key_biases = KeyBiases(config, parallel.shard, cache, self._angles)
         on_cpu = cache.device.type == "cpu"
@@ -66,7 +66,7 @@ class Llama:
         self._sums = [
             [
                 (parallel.row_sums("o_proj", layer, policy), parallel.row_sums("down_proj", layer, policy))
-                for layer in range(config.num_layers)
+                for layer in range(config.first_layer, config.first_layer + config.num_layers)
             ]
             for policy in range(parallel.num_policies)
         ]
@@ -110,7 +110,7 @@ class Llama:
         residual_TD = yield partial(self._embed, batch)
         if program is None:
             given = self.cache, self._angles, self._key_biases, batch, residual_TD, self.adapters
-            layers = EagerLayers(self._config, self._parallel.shard, *given)
+            layers = EagerLayers(self._config, self.parallel.shard, *given)
         else:
             layers = program.begin(residual_TD, batch)
         update_TD: Tensor | None = None
@@ -136,7 +136,7 @@ class Llama:
         attention_sums, mlp_sums = self._sums[batch.policy][index]
         if self.sums_squares and isinstance(layers, EagerLayers):
             qkv_THE = layers.project(index, update_TD)
-            squares_T2 = yield partial(self._parallel.sum_small, layers.square_sums(qkv_THE), "qk_norm", batch.phase)
+            squares_T2 = yield partial(self.parallel.sum_small, layers.square_sums(qkv_THE), "qk_norm", batch.phase)
             partial_TD = layers.attend(index, qkv_THE, squares_T2 / self._projection_sizes)
         else:
             partial_TD = layers.attention(index, update_TD)
@@ -152,7 +152,7 @@ class Llama:
         return (yield self._sum(partial_TD, mlp_sums, batch, feedback))
 
     def _sum(self, partial_TD: Tensor, sums: RowSums | None, batch: Batch, feedback: Feedback) -> Collective:
-        return partial(self._parallel.sum_rows, partial_TD, sums, feedback, num_decode_rows=batch.num_decode_rows)
+        return partial(self.parallel.sum_rows, partial_TD, sums, feedback, num_decode_rows=batch.num_decode_rows)
 
     def _together(
         self, program: DecodeProgram, span: range, batch: Batch, update_TD: Tensor | None
@@ -162,7 +162,7 @@ class Llama:
         if not any(sums):
             return partial(program.run_layers, span, update_TD)
         known = [row_sums for row_sums in sums if row_sums is not None]
-        kernel_sums = self._parallel.sums_in_kernel({row_sums.generated for row_sums in known}, program.residual_TD)
+        kernel_sums = self.parallel.sums_in_kernel({row_sums.generated for row_sums in known}, program.residual_TD)
         if kernel_sums is None:
             return None
         return partial(program.run_and_sum, span, update_TD, kernel_sums, [row_sums.label for row_sums in known])
@@ -171,21 +171,11 @@ class Llama:
         residual_TD, scale = batch.hidden_TD, self._config.embedding_scale
         if residual_TD is None:
             given = self.weights.outer.embedding, batch.token_ids_T, batch.policy, batch.phase
-            residual_TD = self._parallel.embed(*given, self._residual_dtype)
+            residual_TD = self.parallel.embed(*given, self._residual_dtype)
         if scale == 1.0 or self._config.first_layer:
             return residual_TD
         # Rounded to the weights' dtype, as in the models' own code.
         return residual_TD.mul_(torch.tensor(scale, dtype=self.cache.dtype).item())
-
-    @torch.inference_mode()
-    def last_chosen(self, chosen_R: Tensor | None, num: int, phase: str) -> Tensor:
-        """Return (num,) int32 on every rank; see ``TensorParallel.last_chosen``."""
-        return self._parallel.last_chosen(chosen_R, num, phase)
-
-    @torch.inference_mode()
-    def share_rows(self, rows_RD: Tensor | None, num_rows: int) -> Tensor:
-        """Return on every rank the hidden states of the last stage's rows; see ``TensorParallel.share_rows``."""
-        return self._parallel.share_rows(rows_RD, num_rows, self._config.hidden_size)
 
     @torch.inference_mode()
     def logits(self, hidden_RD: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from tightwire.model.layout import Layout
 from tightwire.model.step import ints
 
 _FLOAT_BYTES, _INT64_BYTES = 4, 8
-_BOUNDARY = "stage boundary"  # where a message between stages arises
+BOUNDARY = "stage boundary"  # where a message between stages arises
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class TensorParallel:
     ) -> None:
         """``routes``: None for a single rank. ``sum_dtype``: dtype in which partial sums are sent; None keeps their own."""
         self.shard, self.num_ranks = layout.shards[group.rank], group.world_size
-        self.sum_dtype, self._group, self._layout, self._routes = sum_dtype, group, layout, routes
+        self.sum_dtype, self._group, self._routes = sum_dtype, group, routes
         self.num_policies = 1 if routes is None else len(routes.policies)
         self._embedding_sums = [
             None if routes is None else routes.all_reduce("embed", 0, "prefill", policy)
@@ -106,6 +106,7 @@ class TensorParallel:
         local_TD = embedding(local_ids_T, local_table_VD, sum_dtype).mul_(mine_T.unsqueeze(-1))
         return embedding_sum(local_TD, phase, "embed").to(dtype)
 
+    @torch.inference_mode()
     def last_chosen(self, chosen_R: Tensor | None, num: int, phase: str = "") -> Tensor:
         """Return on every rank the first ``num`` of the tokens that rank 0 chose after the last step.
 
@@ -119,11 +120,12 @@ class TensorParallel:
             raise ValueError(f"the plan has {num} deferred tokens, but the last step chose {given}")
         return broadcast(self._group, chosen_R[:num], phase=phase, site="chosen")
 
-    def share_rows(self, rows_RD: Tensor | None, num_rows: int, hidden_size: int) -> Tensor:
-        """Return on every rank (R, D) float32 hidden states that the last rank has. Cost: it sends 4 R D bytes to each other."""
+    @torch.inference_mode()
+    def share_rows(self, rows_RD: Tensor | None, shape: tuple[int, int], root: int, phase: str, site: str) -> Tensor:
+        """Return on every rank (R, D) float32 hidden states that ``root`` has. Cost: it sends 4 R D bytes to each other."""
         if rows_RD is None:
-            rows_RD = torch.empty(num_rows, hidden_size, dtype=torch.float32, device=self._group.device)
-        return broadcast(self._group, rows_RD, self.num_ranks - 1, phase="prefill", site="last stage")
+            rows_RD = torch.empty(shape, dtype=torch.float32, device=self._group.device)
+        return broadcast(self._group, rows_RD, root, phase=phase, site=site)
 
     def sum_rows(
         self, partial_TD: Tensor, sums: RowSums | None, feedback: Feedback | None = None, *, num_decode_rows: int
@@ -204,9 +206,9 @@ class ChoiceGather:
 
 
 class StageWire:
-    """Moves hidden states, KV heads and chosen tokens between the stages, one per rank, in threads beside computing.
+    """Moves hidden states, KV heads and chosen tokens between the stages, in threads beside computing.
 
-    ``group``: the ranks in the order of their stages, with connections and a ledger of its own. All ranks call the same
+    ``group``: a rank of each stage, the first if it has several, in order, with connections and a ledger of its own. All ranks call the same
     methods in the same order.
     """
 
@@ -228,7 +230,7 @@ class StageWire:
         sizes = [_INT64_BYTES * num if (self.group.rank, rank) == (0, last) else 0 for rank in ranks]
 
         given = self.beside, "token-ids", parts, sizes
-        move = partial(deliver, *given, phase=phase, site=_BOUNDARY)
+        move = partial(deliver, *given, phase=phase, site=BOUNDARY)
         return self._beside_lane.start(lambda: torch.cat(move()).view(torch.int64))
 
     def send_on(self, own_TD: Tensor | None, recv_shape: tuple[int, int] | None, phase: str) -> Pending:
@@ -246,7 +248,7 @@ class StageWire:
             num_bytes = 0 if recv_shape is None else codec.wire_bytes(math.prod(recv_shape), _FLOAT_BYTES)
             parts = [encoded if peer == rank + 1 else encoded[:0] for peer in ranks]
             sizes = [num_bytes if peer == rank - 1 else 0 for peer in ranks]
-            received = deliver(self.group, "hidden-state", parts, sizes, phase=phase, site=_BOUNDARY)
+            received = deliver(self.group, "hidden-state", parts, sizes, phase=phase, site=BOUNDARY)
             if recv_shape is None:
                 return torch.empty(0)
             with ledger.coding_if(not codec.exact):
@@ -257,5 +259,5 @@ class StageWire:
     def hand_over(self, parts: Sequence[Tensor], recv_bytes: Sequence[int]) -> Pending:
         """Send each other rank the keys and values that it decodes with, as bytes; the result are theirs, concatenated."""
         return self._beside_lane.start(
-            lambda: torch.cat(deliver(self.beside, "kv-heads", parts, recv_bytes, phase="prefill", site=_BOUNDARY))
+            lambda: torch.cat(deliver(self.beside, "kv-heads", parts, recv_bytes, phase="prefill", site=BOUNDARY))
         )

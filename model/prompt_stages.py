@@ -25,7 +25,7 @@ from tightwire.model.cache.kv_cache import CacheSource, KVCache
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.decoder import Llama
 from tightwire.model.layout import Layout, make_layout, stage_model, whole_shard
-from tightwire.model.parallel import StageWire, TensorParallel
+from tightwire.model.parallel import BOUNDARY, StageWire, TensorParallel
 from tightwire.model.stages import MAX_LATE_STEPS, StagePlan
 from tightwire.model.step import Batch, StepArrays, StepPlan, ints, phase_of
 from tightwire.model.weights.stage import StageWeights
@@ -38,6 +38,7 @@ class Chunk:
     """The rows of one step on their way through the stages."""
 
     step: int
+    policy: int
     arrays: StepArrays  # rows that must not be written any more have slots in the cache's last block
 
     @property
@@ -68,39 +69,52 @@ class _HandOver:
 class Passage:
     """The chunks under way, and the hidden states that they take along. In every step all ranks call ``advance`` and ``send_on``."""
 
-    def __init__(self, plan: StagePlan, wire: StageWire, hidden_size: int) -> None:
-        self.wire, self.rank, self._last = wire, wire.group.rank, plan.num_stages - 1
-        self.is_last, self._hidden_size = self.rank == self._last, hidden_size
+    def __init__(
+        self, plan: StagePlan, stage: int, hidden_size: int, wire: StageWire | None, parallel: TensorParallel
+    ) -> None:
+        """``wire``: on the first rank of each stage. ``parallel``: the ranks of this rank's stage."""
+        self.wire, self.stage, self._last, self._parallel = wire, stage, plan.num_stages - 1, parallel
+        self.is_last, self._hidden_size = stage == self._last, hidden_size
         self.chunks: deque[Chunk | None] = deque([None] * plan.num_stages, plan.num_stages)  # by stage
         self._moving: deque[Pending] = deque(maxlen=2)  # the last messages
 
     def close(self) -> None:
-        self.wire.close()
+        if self.wire is not None:
+            self.wire.close()
 
     def advance(self, entering: Chunk | None) -> Chunk | None:
         """Let every chunk move to the next stage; return the one that is in this rank's stage now."""
         self.chunks.appendleft(entering)
-        return self.chunks[self.rank]
+        return self.chunks[self.stage]
 
     def arrived(self) -> Tensor | None:
-        """Wait for the hidden states of this rank's chunk, (T, D) float32; None in the first stage.
+        """Wait for the hidden states of this stage's chunk, (T, D) float32; None in the first stage.
 
-        That waits for its message before the last instead, so that it does not run ahead of a slow wire.
+        That waits for its message before the last instead, so that it does not run ahead of a slow wire. Further ranks of a
+        stage get the rows from its first rank, in a collective.
         """
-        if self.rank:
-            return self._moving[-1].wait()
-        if len(self._moving) > 1:
-            self._moving[0].wait()
-        return None
+        rows_TD, chunk = None, self.chunks[self.stage]
+        if self.stage == 0:
+            if len(self._moving) > 1:
+                self._moving[0].wait()
+            return None
+        if self.wire is not None:
+            rows_TD = self._moving[-1].wait()
+        assert chunk is not None, "asked only for a chunk"
+        return self._parallel.share_rows(rows_TD, (chunk.num_rows, self._hidden_size), 0, chunk.phase, BOUNDARY)
 
     def send_on(self, hidden_TD: Tensor | None) -> None:
-        """Start to send this rank's hidden states, and to receive those of the chunk that it computes in the next step."""
+        """Start to send this stage's hidden states, and to receive those of the chunk that it computes in the next step."""
         chunks = list(self.chunks)
-        if moving := [each for each in chunks[: self._last] if each is not None]:
-            coming = chunks[self.rank - 1] if self.rank else None
+        if self.wire is not None and (moving := [each for each in chunks[: self._last] if each is not None]):
+            coming = chunks[self.stage - 1] if self.stage else None
             shape = None if coming is None else (coming.num_rows, self._hidden_size)
-            phase = (chunks[self.rank] or coming or moving[0]).phase
+            phase = (chunks[self.stage] or coming or moving[0]).phase
             self._moving.append(self.wire.send_on(None if self.is_last else hidden_TD, shape, phase))
+
+    def send_chosen(self, results: Tensor | None, num: int, phase: str) -> Pending | None:
+        """Send the last stage's ``results`` to rank 0; None on ranks without a wire. See ``StageWire.send_chosen``."""
+        return None if self.wire is None else self.wire.send_chosen(results, num, phase)
 
 
 class PromptStages:
@@ -118,7 +132,8 @@ class PromptStages:
     ) -> None:
         """``cache``: the ordinary cache, of this rank's KV heads in all layers."""
         self._config, self._plan, self._weights = config, plan, weights
-        self.wire, self._passage = wire, Passage(plan, wire, config.hidden_size)
+        alone = TensorParallel(replace(wire.group, rank=0, world_size=1), make_layout(config, 1), None)
+        self.wire, self._passage = wire, Passage(plan, wire.group.rank, config.hidden_size, wire, alone)
         self.is_last = self._passage.is_last
         self._rank, self.layers = wire.group.rank, plan.of(wire.group.rank)
         self._heads = [shard.kv_heads for shard in layout.shards]
@@ -132,7 +147,6 @@ class PromptStages:
             kv_dtype=cache.kv_dtype,
             device=cache.device,
         )
-        alone = TensorParallel(replace(wire.group, rank=0, world_size=1), make_layout(config, 1), None)
         self._model = Llama(own, alone, weights, self._cache, max_positions)
         self._under_way = self._passage.chunks
         self._hand_overs: deque[_HandOver] = deque()  # oldest first
@@ -148,7 +162,7 @@ class PromptStages:
         """
         if len(rewritten := ints(plan.rewritten)):
             self._abandon(rewritten)
-        self._passage.advance(None if entering is None else Chunk(plan.index, entering))
+        self._passage.advance(None if entering is None else Chunk(plan.index, 0, entering))
         needed = max(plan.awaits, plan.index - MAX_LATE_STEPS)
         while self._hand_overs and ((oldest := self._hand_overs[0]).pending.done.done() or oldest.serves(needed)):
             self._store(self._hand_overs.popleft())

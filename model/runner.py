@@ -93,7 +93,7 @@ class ModelRunner:
         if logits_RV is not None and plan.logit_rows and (passage is None or passage.is_last):
             results = self._chooser.choose(logits_RV, plan.sampling, banned, plan.phase)
         if passage is not None and plan.logit_rows:
-            return passage.wire.send_chosen(results, plan.sampling.num_results, plan.phase)
+            return passage.send_chosen(results, plan.sampling.num_results, plan.phase)
         if not plan.gather_sizes:
             return results
         assert self.choice_gather is not None, "a plan of several replicas, and there is one"
@@ -113,7 +113,7 @@ class ModelRunner:
     def _run_arrays(self, step: StepArrays, plan: StepPlan, chosen_R: Tensor | None) -> Tensor:
         arrays = self.cache.begin(step)
         num_chosen = num_deferred(arrays.token_ids_T)
-        chosen_R = self._model.last_chosen(chosen_R, num_chosen, plan.phase) if num_chosen else None
+        chosen_R = self._model.parallel.last_chosen(chosen_R, num_chosen, plan.phase) if num_chosen else None
         if self._graphs is not None and self._graphs.fits(arrays):
             return self._graphs.run(arrays, plan.policy, chosen_R)
         policy = plan.policy % self._model.num_policies  # later ones are these again, with prompts in another way
@@ -142,17 +142,19 @@ class ModelRunner:
             parts.append(hidden_TD[self._to_device(rows_R[rows_R < num_rows])])
         if len(leaving_R):
             own_RD = None if leaving_TD is None else leaving_TD[self._to_device(leaving_R)]
-            parts.append(self._model.share_rows(own_RD, len(leaving_R)))
+            shape, parallel = (len(leaving_R), self._model.hidden_size), self._model.parallel
+            parts.append(parallel.share_rows(own_RD, shape, parallel.num_ranks - 1, "prefill", "last stage"))
         return self._model.logits(torch.cat(parts))
 
     def _execute_stage(self, plan: StepPlan, passage: Passage) -> Tensor | None:
         """Compute the layers of this rank's stage for the rows of an earlier plan, which have reached it."""
         entering, rows_R = None, ints(plan.logit_rows)
         if plan.token_ids:
-            entering = Chunk(plan.index, StepArrays.from_plan(plan, self.cache.block_size, self.cache.groups))
+            arrays = StepArrays.from_plan(plan, self.cache.block_size, self.cache.groups)
+            entering = Chunk(plan.index, plan.policy, arrays)
         chunk, hidden_TD = passage.advance(entering), None
         if chunk is not None:
-            batch = self._batch(chunk.arrays, 0, None, rows_R if passage.is_last else None)
+            batch = self._batch(chunk.arrays, chunk.policy, None, rows_R if passage.is_last else None)
             hidden_TD = self._model.forward(replace(batch, hidden_TD=passage.arrived()))
         passage.send_on(hidden_TD)
         if hidden_TD is None or not passage.is_last or not len(rows_R):

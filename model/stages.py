@@ -1,4 +1,4 @@
-"""Stages: which layers of the model each host computes for prompts (hybrid). Imports no torch.
+"""Stages: which layers of the model each host computes, for prompts (hybrid) or all rows (pipeline). Imports no torch.
 
 docs/layouts.md has the pictures. With N stages, chunk c of the prompts passes stage s in step c + s: rank s of a replica
 computes the layers of stage s, and sends its hidden states to rank s + 1.
@@ -14,11 +14,12 @@ MAX_LATE_STEPS = 16
 
 
 class StagePlan(msgspec.Struct, frozen=True):
-    """The layers of each stage. One rank computes a stage, so a stage has the number of its rank."""
+    """The layers of each stage, and how many consecutive ranks compute one together."""
 
     layers: tuple[tuple[int, int], ...]  # of each stage: the first, and the one after the last
     # True: generated tokens pass the stages too, and a rank holds nothing but its stage; False: hybrid.
     pipeline: bool = False
+    ranks_each: int = 1  # of a pipeline: each has a part of every layer of its stage
 
     @property
     def num_stages(self) -> int:
@@ -27,6 +28,10 @@ class StagePlan(msgspec.Struct, frozen=True):
     def of(self, stage: int) -> range:
         """Return the layers of ``stage``."""
         return range(*self.layers[stage])
+
+    def stage_of(self, rank: int) -> int:
+        """Return the stage of a replica's ``rank``."""
+        return rank // self.ranks_each
 
 
 def divide_layers(

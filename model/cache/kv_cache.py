@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightwire.buffers import BufferPool, make_stream, page_aligned, queue_on
+from tightwire.buffers import BufferPool, PoolBuffer, SharedUses, make_stream, page_aligned, queue_on
 from tightwire.kernels.row_runs import copy_runs
 from tightwire.kernels.spec.attention import KeyBias
 from tightwire.kernels.spec.int8_heads import cache_width, head_bytes
@@ -153,7 +153,7 @@ class OffloadedCache(CacheSource):
         self._blocks = [buffer.memory.view(stored).view(buffer_blocks, *block_shape) for buffer in self.pool.buffers]
         self._keys_and_values = [(blocks[:, 0], blocks[:, 1]) for blocks in self._blocks]
         self._stream = make_stream(device)
-        self._users: dict[int, tuple[int, int]] = {}  # layer in use -> number of passes, buffer
+        self._uses = SharedUses(self.pool, self._take)
         self._num_bytes, self._waited_s = 0, 0.0
         self._steps: queue.SimpleQueue[_Moves | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._move, name="tightwire-kv-cache", daemon=True)
@@ -169,17 +169,10 @@ class OffloadedCache(CacheSource):
         return renamed
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        count, number = self._users.get(index) or (0, self._take(index))
-        self._users[index] = count + 1, number
-        return self._keys_and_values[number]
+        return self._keys_and_values[self._uses.use(index).number]
 
     def release(self, index: int) -> None:
-        count, number = self._users[index]
-        if count > 1:
-            self._users[index] = count - 1, number
-        else:
-            del self._users[index]
-            self.pool.release(index)
+        self._uses.release(index)
 
     def flow(self) -> CacheFlow:
         return CacheFlow(self._num_bytes, self._waited_s)
@@ -190,14 +183,14 @@ class OffloadedCache(CacheSource):
         self._steps.put(None)
         self._thread.join()
 
-    def _take(self, index: int) -> int:
+    def _take(self, index: int) -> PoolBuffer:
         start_s = time.perf_counter()
         try:
             buffer = self.pool.use(index, self._timeout_s)
         except TimeoutError as error:
             raise CacheError(f"keys and values of layer {index} did not arrive from the host: {error}") from None
         self._waited_s += time.perf_counter() - start_s
-        return buffer.number
+        return buffer
 
     def _move(self) -> None:
         try:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tightwire.buffers import BufferPool, PoolBuffer, make_stream, queue_on
+from tightwire.buffers import BufferPool, PoolBuffer, SharedUses, make_stream, queue_on
 from tightwire.comm.protocols import Moved
 from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.weights import NUM_BUFFERS
@@ -60,11 +60,11 @@ class StreamedWeights(WeightSource):
         self.fetcher = LayerFetcher(store, plain, self._order, device)
         self.store, self.pool = store, self.fetcher.pool
         self._layers = {
-            (layer, buffer.number): LayerWeights.of(plain[layer].tensors(buffer.memory))
+            (layer, buffer.number): LayerWeights(**plain[layer].tensors(buffer.memory))
             for layer in self._order
             for buffer in self.pool.buffers
         }
-        self._users: dict[int, tuple[int, int]] = {}  # layer in use -> number of passes, buffer
+        self._uses = SharedUses(self.pool, self._take)
         self._turn = cycle(self._order)
         self._waited_s = self._late_s = 0.0
 
@@ -74,19 +74,11 @@ class StreamedWeights(WeightSource):
     def layer(self, index: int) -> LayerWeights:
         if index in self._resident:
             return self._resident[index]
-        count, number = self._users.get(index) or (0, self._take(index))
-        self._users[index] = count + 1, number
-        return self._layers[index, number]
+        return self._layers[index, self._uses.use(index).number]
 
     def release(self, index: int) -> None:
-        if index in self._resident:
-            return
-        count, number = self._users[index]
-        if count > 1:
-            self._users[index] = count - 1, number
-        else:
-            del self._users[index]
-            self.pool.release(index)
+        if index not in self._resident:
+            self._uses.release(index)
 
     @property
     def pass_bytes(self) -> int:
@@ -101,7 +93,7 @@ class StreamedWeights(WeightSource):
         """Stop the threads; layers in use stay valid. May be called twice."""
         self.fetcher.close()
 
-    def _take(self, index: int) -> int:
+    def _take(self, index: int) -> PoolBuffer:
         if (due := next(self._turn)) != index:
             raise RuntimeError(f"streamed layers must be requested in order: expected {due}, got {index}")
         start_s = time.perf_counter()
@@ -109,7 +101,7 @@ class StreamedWeights(WeightSource):
         late_s = self.fetcher.late_since(index, start_s)
         self._late_s += late_s
         self._waited_s += time.perf_counter() - start_s - late_s
-        return buffer.number
+        return buffer
 
     def _use(self, index: int) -> PoolBuffer:
         while True:

@@ -55,9 +55,9 @@ def run(config: ServeConfig, as_json: bool, network: bool) -> None:
         nodes = 1 + max(pair.nodes[1] for pair in link.pairs)
         config = planned_hosts(config, nodes)
         sys.stderr.write(f"{link.describe(nodes)}\n")
-    if config.parallel.layout == "pipeline":
+    if config.parallel.num_summing == 1:
         raise ValueError(
-            "--layout pipeline sums nothing, and this explains sums; leave it out, or compare layouts with --hosts"
+            "--layout pipeline with a rank in each stage sums nothing, and this explains sums; leave it out, or compare layouts with --hosts"
         )
     config, checkpoint = open_model(config)
     model = checkpoint.config

@@ -227,12 +227,12 @@ def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready])
             f", {plan.num_replicas} replicas of {info.tp}" if plan.num_replicas > 1 else ""
         )
         split += f", over {comm.transport if comm else plan.transport}"
-    if plan.is_pipeline:
+    if plan.stages is not None and plan.is_pipeline and plan.stages.ranks_each == 1:
         sums = "none: hidden states pass from stage to stage"
     elif info.tp > 1 and comm is not None:
         split += f": {' + '.join(str(shard.local_heads) for shard in decision.layout.shards)} heads"
         split += f"; {comm.link.describe(plan.num_nodes if plan.num_nodes > 1 else info.tp)}" if comm.link else ""
-        sums = _joined(describe_choices(comm.choices))
+        sums = ("in each stage: " if plan.is_pipeline else "") + _joined(describe_choices(comm.choices))
     num_tokens = min(budget.shape.tokens(plan.num_blocks), plan.num_blocks * BLOCK_SIZE)
     memory = [f"{need} in {name}" for name, need in budget.needs()]
     memory.append(f"weights {format_bytes(sum(rank.weight_bytes for rank in ready.values()))}")

@@ -36,6 +36,12 @@ class ParallelOptions:
         "answer soonest (docs/layouts.md), else tensor",
         ("auto", "tensor", "hybrid", "pipeline"),
     )
+    stages: int | None = option(
+        None,
+        "stages of --layout pipeline, each of as many consecutive ranks, which sum their parts of its layers in memory. Default: "
+        "each host, or with --nodes each node, is a stage; else each rank",
+        metavar="N",
+    )
     stage_codec: str = option(
         "none",
         "codec of the hidden states between stages: none, which loses nothing, int8, int4-g32, ...",
@@ -132,6 +138,14 @@ class ParallelOptions:
         fits = self.layout in ("hybrid", "pipeline") or self.stage_codec == "none"
         want = "given with --layout hybrid or pipeline, whose stages send hidden states"
         require(fits, "stage_codec", self.stage_codec, want)
+        if (num := self.stages) is None:
+            return
+        want = "left out without --layout pipeline: in hybrid each rank is a stage, and tensor has none"
+        require(self.layout == "pipeline", "stages", num, want)
+        nodes = self.nodes if self.link is None else self.wire_nodes
+        want = f"2 or more, a divisor of --tp ({self.tp})"
+        want += f" and a multiple of the {nodes} nodes, because the ranks of a stage share memory" if nodes > 1 else ""
+        require(num > 1 and self.tp % num == num % nodes == 0, "stages", num, want)
 
     @property
     def num_ranks(self) -> int:
@@ -140,13 +154,18 @@ class ParallelOptions:
 
     @property
     def num_summing(self) -> int:
-        """The ranks that sum together: those of a replica, or each alone in a pipeline."""
-        return 1 if self.layout == "pipeline" else self.tp
+        """The ranks that sum together: those of a replica, or in a pipeline of a stage."""
+        return self.tp // self.num_stages if self.layout == "pipeline" else self.tp
+
+    @property
+    def num_stages(self) -> int:
+        """The stages if the layout is pipeline: by default one on each host or node."""
+        return self.stages or self.wire_nodes
 
     @property
     def sum_nodes(self) -> int:
-        """The nodes of the ranks that sum together; several replicas lie inside one node each."""
-        return self.nodes if self.dp == 1 and self.num_summing > 1 else 1
+        """The nodes of the ranks that sum together; several replicas, and stages, lie inside one node each."""
+        return self.nodes if self.dp == 1 and self.layout != "pipeline" else 1
 
     def _check_nodes(self) -> None:
         num, want = self.tp, f"a divisor of --tp ({self.tp})"

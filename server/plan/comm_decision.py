@@ -75,7 +75,7 @@ def describe_request(options: ParallelOptions) -> str:
 def policy_requests(config: ServeConfig, model: LlamaConfig) -> dict[str, PolicyRequest]:
     """The policy requests by name, the server's own first. ValueError: an impossible split, or another model's policy file."""
     parallel, engine = config.parallel, config.engine
-    make_layout(model, parallel.tp, parallel.tp_split)
+    make_layout(model, parallel.num_summing, parallel.tp_split and parallel.tp_split[: parallel.num_summing])
     budget = parallel.comm_error_budget
     base = PolicyRequest(
         row_elems=model.hidden_size,
@@ -85,7 +85,7 @@ def policy_requests(config: ServeConfig, model: LlamaConfig) -> dict[str, Policy
         decode=parallel.allreduce_decode,
         error_budget=None if budget is None or budget.is_kl else budget.limit,
         kl_budget=budget.limit if budget is not None and budget.is_kl else None,
-        accuracy=Accuracy(command=f"tightwire tune --quality {config.model.model} --tp {parallel.tp}"),
+        accuracy=Accuracy(command=f"tightwire tune --quality {config.model.model} --tp {parallel.num_summing}"),
     )
     names = dict.fromkeys([parallel.allreduce, *parallel.allreduce_extra])
     return {name: _request(base, name, model) for name in names}
@@ -179,6 +179,7 @@ def decide_sums(
     """Resolve every ``auto`` about sums; arguments and errors as for ``run_plan.decide``."""
     parallel, decided = config.parallel, decide_setting(config, model, link)
     comm, library = None, None
+    link = None if parallel.layout == "pipeline" else link  # between stages, which sum inside a host
     if parallel.num_summing > 1:
         requests, devices = policy_requests(config, model), [gpu.name for gpu in decided.gpus]
         comm = decide_comm(requests, decided.setting, devices, link, model_id)

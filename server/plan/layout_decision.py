@@ -1,6 +1,7 @@
 """Chooses the layout: what crosses the wire, for prompts and for tokens (docs/layouts.md); refuses what it cannot do yet."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -12,6 +13,7 @@ from tightwire.model.open import Checkpoint, fingerprint
 from tightwire.model.stages import StagePlan, divide_layers
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.option import flag_of
+from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan import layout_table
 from tightwire.server.plan.comm_decision import decide_sums
@@ -26,6 +28,9 @@ def describe_layout(stages: StagePlan | None, choice: LayoutChoice | None) -> st
     if stages is None:
         return f"tensor{chosen}"
     layers = ", ".join(f"{first} to {stop - 1}" for first, stop in stages.layers)
+    if stages.ranks_each > 1:
+        how = f"{stages.ranks_each} ranks with layers {layers}; the ranks of a stage sum in memory"
+        return f"pipeline: all rows pass stages of {how}{chosen}"
     if stages.pipeline:
         return f"pipeline: all rows pass the ranks in stages of layers {layers}; nothing is summed{chosen}"
     return f"hybrid: prompts pass the ranks in stages of layers {layers}; tokens are computed together{chosen}"
@@ -54,15 +59,24 @@ def decide_stages(
             f"--stage-codec {parallel.stage_codec}: a row has {model.hidden_size} numbers, which are not whole groups of "
             f"{codec.group_elems}, so a text would depend on its neighbours; give {parallel.stage_codec.split('-')[0]}-g64 or -g32"
         )
-    if layers:
-        return StagePlan(layers, pipeline=layout == "pipeline")
-    shares = parallel.tp_split or [1.0] * parallel.tp
     if layout == "hybrid":
-        return divide_layers(model.num_layers, shares)
+        shares = parallel.tp_split or [1.0] * parallel.tp
+        return StagePlan(layers) if layers else divide_layers(model.num_layers, shares)
+    pipeline = partial(replace, pipeline=True, ranks_each=parallel.num_summing)
+    if layers:
+        return pipeline(StagePlan(layers))
     # The last stage also reads the head for every token.
     outer = layout_table.outer_bytes(inputs := layout_table.memory_inputs(config, model, formats, decided))
     last = outer.get("head", outer["embedding"])
-    return replace(divide_layers(layout_table.layer_bytes(inputs), shares, last=last), pipeline=True)
+    return pipeline(
+        divide_layers(layout_table.layer_bytes(inputs), shares_of(parallel, parallel.num_stages), last=last)
+    )
+
+
+def shares_of(parallel: ParallelOptions, num_parts: int) -> list[float]:
+    """The speed of each of the replica's equal parts: as ``--tp-split`` states that of their ranks."""
+    split, each = parallel.tp_split or (1.0,) * parallel.tp, parallel.tp // num_parts
+    return [sum(split[first : first + each]) for first in range(0, parallel.tp, each)]
 
 
 def choose_auto(
@@ -81,14 +95,14 @@ def choose_auto(
         return LayoutChoice("tensor", f"hybrid does not combine with {option}: {why}")
     if parallel.allreduce != "auto" or parallel.allreduce_extra:
         return LayoutChoice("tensor", "AllReduces are named, and stages sum no prompts")
-    if parallel.tp != (config.hosts.nnodes or parallel.wire_nodes):
-        return LayoutChoice("tensor", "layouts are predicted for one rank on each host")
-    split, most = parallel.tp_split or (1.0,) * parallel.tp, config.weights.device_memory
+    num_hosts, most = parallel.wire_nodes, config.weights.device_memory
+    shares, each = shares_of(parallel, num_hosts), parallel.tp // num_hosts
     inputs = layout_table.memory_inputs(config, model, formats, asked.decided)
-    own = measure_rates(inputs, layout_table.work_of(inputs), 1 if room else parallel.tp)
-    rates = [own.scaled(share / split[0]) for share in split]  # hosts are as fast as their shares say
-    room = [min(each, most or each) for each in room or [available_host_bytes() // parallel.tp] * parallel.tp]
-    rows = layout_table.compare_layouts(asked, inputs, link, rates, room, parallel.tp_split)
+    own = measure_rates(inputs, layout_table.work_of(inputs), 1 if room else num_hosts)
+    rates = [own.scaled(share / shares[0]) for share in shares]  # hosts are as fast as their shares say
+    room = room or [available_host_bytes() // num_hosts] * num_hosts
+    room = [min(free, most * each) if most else free for free in room]
+    rows = layout_table.compare_layouts(asked, inputs, link, rates, room, shares if parallel.tp_split else None)
     try:
         best, why = layout_table.choose_layout([row for row in rows if not against.get(row.times.layout)])
     except ValueError as error:
@@ -101,9 +115,10 @@ def _obstacles(
 ) -> list[tuple[str, str]]:
     """Return what hybrid or pipeline does not work with, and why. ``prepared``: the model is a prepared folder."""
     parallel, engine, weights = config.parallel, config.engine, config.weights.weights
+    num_stages = parallel.num_stages if layout == "pipeline" else parallel.tp
     few = f"a stage has a layer or more, and the model has {model.num_layers}"
     given = [
-        (parallel.tp == 1, "--tp 1", "a stage is a rank, and there is one"),
+        (parallel.tp == 1, "--tp 1", "a stage has a rank or more, and there is one"),
         (parallel.dp > 1, f"--dp {parallel.dp}", "the ranks of a replica are the stages of one"),
         (decided.setting.device != "cpu", "--device cuda", "stages run on CPUs"),
         (weights not in ("auto", "resident"), f"--weights {weights}", "the layers of a stage stay in memory"),
@@ -111,19 +126,20 @@ def _obstacles(
         (engine.plan_ahead == "on", "--plan-ahead on", "several steps are under way already"),
         (config.adapters.lora or config.adapters.lora_dir, "--lora", "a stage's whole layers have no adapters"),
         (prepared, "a prepared folder", "it has no whole layers, which a stage computes"),
-        (parallel.tp > model.num_layers, f"--tp {parallel.tp}", few),
+        (num_stages > model.num_layers, f"--tp {parallel.tp}", few),
     ]
     if layout == "hybrid":
         cached = engine.prefix_cache == "all"
         given.append((cached, "--prefix-cache all", "a stage has no keys and values of generated tokens"))
     else:
-        drafts, transport, sums = engine.speculation, parallel.transport, "nothing is summed"
+        drafts, transport, alone = engine.speculation, parallel.transport, num_stages == parallel.tp
+        sums, possible = "nothing is summed", ("auto", "sockets") if alone else ("auto", "sockets", "shared-memory")
         given += [
             (drafts != "none", f"--speculation {drafts}", "drafts would wait for the last stage"),
-            (transport not in ("auto", "sockets"), f"--transport {transport}", "stages use sockets"),
-            (parallel.overlap == "on", "--overlap on", sums),
+            (transport not in possible, f"--transport {transport}", "stages use sockets"),
+            (parallel.overlap == "on", "--overlap on", sums if alone else "the ranks of a stage sum in memory"),
         ]
-        for option in ("allreduce", "allreduce_decode", "comm_error_budget", "allreduce_extra"):
+        for option in ("allreduce", "allreduce_decode", "comm_error_budget", "allreduce_extra") if alone else ():
             value = getattr(parallel, option)
             given.append((value not in ("auto", None, ()), f"{flag_of(option)} {value}", sums))
     return [(option, why) for is_given, option, why in given if is_given]

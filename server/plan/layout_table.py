@@ -14,7 +14,7 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Layout, Shard, make_layout, whole_shard
 from tightwire.model.stages import StagePlan, divide_layers
 from tightwire.model.weights import EVERYTHING_RESIDENT
-from tightwire.model.weights.formats import WeightFormats, layer_tensors, outer_tensors
+from tightwire.model.weights.formats import WeightFormats, layer_tensors, outer_tensors, split_model
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.comm_decision import SumDecision
@@ -77,7 +77,7 @@ def compare_layouts(
     room: Sequence[int] = (),
     shares: Sequence[float] | None = None,
 ) -> list[Row]:
-    """One host alone, then tensor by AllReduce, hybrid with the first AllReduce, and pipeline if it fits; a rank on each host.
+    """One host alone, then tensor by AllReduce, hybrid with the first AllReduce (of one rank on each host), and pipeline if it fits.
 
     ``asked``: the sums, of a layout that sums. ``rates``: of each host. ``room``: the memory of each; empty: not limited.
     ``shares``: of each in tensors and stages, as stated; None: by the rates.
@@ -86,8 +86,10 @@ def compare_layouts(
     model, work = inputs.model, work_of(inputs)
     row_bytes = asked.decided.setting.elem_bytes * model.hidden_size
     whole, shards = layer_bytes(inputs)[0], inputs.layout.shards
+    each = len(shards) // len(rates)  # ranks of a host, of which the slowest decides
     parts = [layer_bytes(inputs, shard)[0] / whole for shard in shards]  # KV heads may be held twice
-    predictor = Predictor(work=work, hosts=rates, shares=parts, link=link.link)
+    parts = [each * max(parts[first : first + each]) for first in range(0, len(parts), each)]
+    predictor = Predictor(work=work, hosts=rates, shares=parts, link=link.link, ranks_each=each)
     choosers = asked.comm.choosers.items()
     sums = {name: sums_of(own, work.num_layers, row_bytes, link.link) for name, own in choosers}
     (name, first), context = next(iter(sums.items())), min(CONTEXT, model.max_positions)
@@ -95,13 +97,14 @@ def compare_layouts(
     by_prompt = divide_layers(work.num_layers, shares or work.speeds(rates, _PROMPT_ROWS)).layers
     found: list[tuple[Times, tuple[tuple[int, int], ...]]] = [(alone, ())]
     found += [(predictor.times("tensor", name, own), ()) for name, own in sums.items()]
-    found.append((predictor.times("hybrid", name, first, by_prompt), by_prompt))
+    if each == 1:
+        found.append((predictor.times("hybrid", name, first, by_prompt), by_prompt))
     if by_token := _token_stages(inputs, rates, work, room, shares):
         found.append((predictor.times("pipeline", "", None, by_token), by_token))
     rows = []
     for times, stages in found:
         own = inputs if times is not alone else replace(inputs, layout=make_layout(model, 1))
-        needed = host_bytes(own, times.layout, stages, context)
+        needed = host_bytes(own, times.layout, stages, context, 1 if times is alone else len(rates))
         fits = all(least <= most for least, most in zip(needed, room, strict=False))
         rows.append(Row(times=times, stages=stages, host_bytes=tuple(needed), fits=fits))
     return rows
@@ -127,8 +130,12 @@ def _token_stages(
     sizes, rows, most = layer_bytes(inputs), max(1, CROWD // len(rates)), None
     if room:
         largest = max(sizes) + _block_bytes(inputs) * -(-min(CONTEXT, inputs.model.max_positions) // BLOCK_SIZE)
-        ranks, outer = rank_bytes(_whole(inputs, len(rates)), EVERYTHING_RESIDENT), sum(outer_bytes(inputs).values())
-        most = [(own - outer - rank.fixed + rank.weights) // largest for own, rank in zip(room, ranks, strict=True)]
+        ranks, outer = (
+            rank_bytes(_in_stages(inputs, len(rates)), EVERYTHING_RESIDENT),
+            sum(outer_bytes(inputs).values()),
+        )
+        besides = _by_host([rank.fixed - rank.weights for rank in ranks], len(rates))
+        most = [(own - outer - beside) // largest for own, beside in zip(room, besides, strict=True)]
     layer_s, head_s = work.layer_s(rates[0], rows, 0), work.head_s(rates[0], rows)
     each_s = [layer_s * size / work.layer_bytes for size in sizes]
     try:
@@ -137,19 +144,28 @@ def _token_stages(
         return ()
 
 
-def host_bytes(inputs: MemoryInputs, layout: str, stages: Stages, context: int) -> list[int]:
-    """The bytes of each host's rank with a KV cache of ``context`` tokens."""
-    if stages:
-        inputs = replace(inputs, stages=StagePlan(tuple(stages), pipeline=layout == "pipeline"))
+def host_bytes(inputs: MemoryInputs, layout: str, stages: Stages, context: int, num_hosts: int) -> list[int]:
+    """The bytes of each host's ranks with a KV cache of ``context`` tokens."""
     if layout == "pipeline":
-        inputs = _whole(inputs, len(stages))
+        inputs = _in_stages(inputs, len(stages))
+    if stages:
+        each = len(inputs.layout.shards) // len(stages)
+        plan = StagePlan(tuple(stages), pipeline=layout == "pipeline", ranks_each=each)
+        inputs = replace(inputs, stages=plan)
     num_blocks = CacheShape.of(inputs.model, inputs.options, bounded=inputs.stages is None).blocks(context)
-    return [rank.fixed + num_blocks * rank.block for rank in rank_bytes(inputs, EVERYTHING_RESIDENT)]
+    ranks = rank_bytes(inputs, EVERYTHING_RESIDENT)
+    return _by_host([rank.fixed + num_blocks * rank.block for rank in ranks], num_hosts)
 
 
-def _whole(inputs: MemoryInputs, num: int) -> MemoryInputs:
-    """The inputs for ranks that hold whole layers."""
-    return replace(inputs, layout=Layout(shards=(whole_shard(inputs.model),) * num))
+def _by_host(of_ranks: Sequence[int], num_hosts: int) -> list[int]:
+    each = len(of_ranks) // num_hosts
+    return [sum(of_ranks[first : first + each]) for first in range(0, len(of_ranks), each)]
+
+
+def _in_stages(inputs: MemoryInputs, num: int) -> MemoryInputs:
+    """The inputs for ranks that hold the layers of stages, each split over its ranks."""
+    each = split_model(inputs.model, inputs.formats, len(inputs.layout.shards) // num)
+    return replace(inputs, layout=Layout(shards=each.shards * num))
 
 
 def layer_bytes(inputs: MemoryInputs, shard: Shard | None = None) -> list[int]:

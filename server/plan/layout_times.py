@@ -80,12 +80,16 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predictor:
-    """Times of one model on ``hosts`` joined by ``link``. ``shares``: each host's part of every tensor; they add up to 1."""
+    """Times of one model on ``hosts`` joined by ``link``. ``shares``: each host's part of every tensor; they add up to 1.
+
+    ``ranks_each``: ranks of a host.
+    """
 
     work: RowWork
     hosts: Sequence[HostRates]
     shares: Sequence[float]
     link: Link
+    ranks_each: int = 1
 
     def times(self, layout: str, all_reduce: str, sums: Sums | None, stages: Stages = ()) -> Times:
         """``sums``: of tensor and hybrid; None on one host. ``stages``: of hybrid and pipeline."""
@@ -133,9 +137,11 @@ class Predictor:
         return _STEP_S + own_s + sum(map(sum, sums("decode", rows))) + self._answer_s() + rows * _ANSWER_S
 
     def _stages_s(self, rows: float, context: float, stages: Stages) -> list[float]:
-        """Computing of each stage."""
-        each = zip(stages, self.hosts, strict=True)
-        return [_STEP_S + (stop - start) * self.work.layer_s(host, rows, context) for (start, stop), host in each]
+        """Computing of each stage; several ranks sum twice a layer, in memory."""
+        each, sums_s = zip(stages, self.hosts, strict=True), 2 * _CALL_S if self.ranks_each > 1 else 0.0
+        return [
+            _STEP_S + (end - start) * (sums_s + self.work.layer_s(own, rows, context)) for (start, end), own in each
+        ]
 
     def _hop_s(self, rows: float) -> float:
         return _HOP_S + self.link.seconds(rows * self.work.row_elems * _RESIDUAL_BYTES)

@@ -80,7 +80,7 @@ class MemoryInputs:
     num_replicas: int = 1
     adapters: AdapterRoom | None = None  # room for LoRA adapters
     host_bytes: int = 0  # free on the host; on a CPU, the pool's own
-    stages: StagePlan | None = None  # each rank holds the whole layers of one, in hybrid besides its shard
+    stages: StagePlan | None = None  # each rank holds a part of one, or in hybrid the whole layers besides its shard
     draft: "MemoryInputs | None" = None  # of the model that drafts, whole on rank 0
     feedback_elem_bytes: int = 0  # of rounding errors that sums carry, for each number of a step's messages
 
@@ -94,7 +94,8 @@ class MemoryInputs:
         shards, stages = self.layout.shards, self.stages
         if stages is None or not stages.pipeline:
             return [(self.model, shard) for shard in shards]
-        return [(stage_model(self.model, stages.of(stage)), shard) for stage, shard in enumerate(shards)]
+        layers = [stages.of(stages.stage_of(rank)) for rank in range(len(shards))]
+        return [(stage_model(self.model, own), shard) for own, shard in zip(layers, shards, strict=True)]
 
     def weight_sizes(self, codec: str = "none") -> list[WeightSizes]:
         """One for each rank of a replica."""
@@ -121,10 +122,11 @@ class RankBytes:
 
 
 def split_ranks(model: LlamaConfig, formats: WeightFormats, parallel: ParallelOptions, *, is_pipeline: bool) -> Layout:
-    """Return the part of each layer that every rank holds: in a pipeline the whole of those that it has. ValueError: impossible."""
-    if is_pipeline:
-        return Layout(shards=(whole_shard(model),) * parallel.tp)
-    return split_model(model, formats, parallel.tp, parallel.tp_split)
+    """Return the part of each layer that every rank holds: in a pipeline of those of its stage. ValueError: impossible."""
+    each = parallel.tp // parallel.num_stages if is_pipeline else parallel.tp
+    shares = parallel.tp_split or (1.0,) * parallel.tp
+    parts = [split_model(model, formats, each, shares[first : first + each]) for first in range(0, parallel.tp, each)]
+    return Layout(shards=tuple(shard for part in parts for shard in part.shards))
 
 
 def rank_bytes(inputs: MemoryInputs, plan: WeightPlan) -> tuple[RankBytes, ...]:
@@ -184,7 +186,8 @@ def _activation_bytes(inputs: MemoryInputs, shard: Shard, max_parts: int, *, has
     num_tokens = options.max_num_batched_tokens
     if inputs.device == "cuda" and options.cuda_graphs and not options.kv_offload:
         num_tokens += options.max_num_seqs
-    num_columns = len(shard.mlp_columns) if inputs.stages is None else model.mlp_size
+    is_hybrid = inputs.stages is not None and not inputs.stages.pipeline  # prompts take the whole MLP
+    num_columns = model.mlp_size if is_hybrid else len(shard.mlp_columns)
     layer = elem * num_tokens * (4 * model.hidden_size + 3 * num_columns)
     layer += elem * (max_parts - 1) * options.max_num_batched_tokens * 3 * model.hidden_size
     # Rows that choose a token are copied when prompts are scored beside them, and again when they are edited or drawn from by kind.

@@ -25,7 +25,7 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
     store_fd: int | None  # rank 0 only: the socket already listening on that port
     segment_fd: int | None = None  # memory shared by all ranks; None: unavailable
     node_segment_fd: int | None = None  # memory shared by the ranks of this node, if there are several nodes
-    replica_segment_fd: int | None = None  # memory shared by the ranks of this replica, if there are several replicas
+    replica_segment_fd: int | None = None  # memory shared by the ranks of this replica or stage, if there are several
     peer_segment_fd: int | None = None  # memory shared by the ranks of this node that hold the same weights
     local_rank: int = 0  # its number among the ranks of this host
     num_local: int = 1
@@ -91,7 +91,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     transport_reason: str = ""  # why ``auto`` chose a slower transport; empty if it did not
     num_nodes: int = 1
     num_replicas: int = 1
-    stages: StagePlan | None = None  # one on each rank, of prompts or all rows; None: ranks compute together
+    stages: StagePlan | None = None  # that prompts or all rows pass; None: ranks compute together
     stage_codec: str = "none"  # of hidden states
     overlap: bool = False  # compute one half of a prompt while the other half is summed
     plan_ahead: bool = False  # launch a step before the previous one has finished, where possible

@@ -168,7 +168,9 @@ def decide(
         config = replace(config, parallel=replace(config.parallel, layout=choice.layout))
     parallel = config.parallel
     layout = split_ranks(model, formats, parallel, is_pipeline=parallel.layout == "pipeline")
-    cuts = describe_cuts(layout, model, parallel.tp_split) if parallel.num_summing > 1 else ""
+    cuts, num = "", parallel.num_summing
+    if num > 1:
+        cuts = describe_cuts(Layout(shards=layout.shards[:num]), model, parallel.tp_split and parallel.tp_split[:num])
     sums = decide_sums(config, model, link, model_id)
     decided, comm = sums.decided, sums.comm
     setting, dtype = decided.setting, decided.dtype

@@ -32,14 +32,15 @@ def decide_setting(config: ServeConfig, model: LlamaConfig, link: LinkFacts | No
     """Decide the device, dtype and transport of the ranks. ValueError: one of them is impossible here."""
     device, gpus = _choose_device(config.model.device, config.parallel, config.hosts.nnodes or 1)
     transport, reason = choose_transport(config.parallel, device, link, config.hosts.several)
+    crossed = None if config.parallel.layout == "pipeline" else link  # by sums
     dtype = choose_dtype(config.model, model, device)
     setting = Setting(
         transport=transport,
         device=device,
-        world_size=config.parallel.tp,
+        world_size=config.parallel.num_summing,
         num_nodes=config.parallel.sum_nodes,
         dtype=choose_sum_dtype(config.parallel, device, dtype),
-        link="" if link is None else f"{link.name} ({link.emulation})",
+        link="" if crossed is None else f"{crossed.name} ({crossed.emulation})",
     )
     return DecidedSetting(setting=setting, gpus=gpus, dtype=dtype, transport_reason=reason)
 
@@ -94,7 +95,9 @@ def choose_transport(
     if options.num_ranks == 1:
         return "none", ""
     over_wire = several_hosts or (link is not None and link.emulation == NAMESPACES)
-    if over_wire or options.layout == "pipeline":  # memory is refused: it bypasses the wire, and stages use sockets
+    if options.layout == "pipeline":  # stages use sockets; the ranks of one are on one host
+        over_wire = options.num_summing == 1
+    if over_wire:  # memory is refused: it bypasses the wire
         between = "sockets" if device == "cpu" else "process-group"
         return (between if asked == "auto" else asked), ""
     reason = "it carries CPU tensors, and the ranks run on CUDA" if device == "cuda" else why_unusable()
@@ -113,7 +116,8 @@ def choose_overlap(options: ParallelOptions, device: str, several_hosts: bool = 
         why = "a single rank sums nothing" if options.tp == 1 else "it works between CPU ranks, and these run on CUDA"
         raise ValueError(f"--overlap on is not possible: {why}; use --overlap auto or off")
     if options.overlap == "auto":
-        return options.num_summing > 1 and (options.link is not None or (several_hosts and device == "cpu"))
+        by_wire = options.link is not None or (several_hosts and device == "cpu")
+        return options.tp > 1 and options.layout != "pipeline" and by_wire
     return options.overlap == "on"
 
 
@@ -159,7 +163,7 @@ def choose_sum_dtype(options: ParallelOptions, device: str, dtype: str) -> str:
     """The dtype of the messages of partial sums. ``auto``: float32 where memory carries them, ``dtype`` on wires and GPUs."""
     if options.sum_dtype != "auto":
         return options.sum_dtype
-    one_host = options.nodes == 1 and options.link is None
+    one_host = options.layout == "pipeline" or (options.nodes == 1 and options.link is None)
     return "float32" if device == "cpu" and one_host else dtype
 
 

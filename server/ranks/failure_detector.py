@@ -193,7 +193,10 @@ class Watch:
             return None
         # Ranks begin a step together and their heartbeats arrive at different times, so the first rank over the limit
         # is not necessarily the cause. The others wait for the rank that has begun the fewest collectives.
-        if rank is not min(at_a_step, key=lambda each: each.beat.num_collectives):
+        # Stages of a pipeline have unlike layers, and so unlike numbers in one step; replicas count their own steps.
+        one_count = self._num_replicas == 1
+        behind = min(at_a_step, key=lambda each: (one_count and each.beat.step, each.beat.num_collectives))
+        if rank is not behind:
             return None
         stuck = f", {rank.stuck_s:.0f} s without a new collective" if rank.moved_s else ""
         return f"has been at one step for {rank.beat.busy_s:.0f} s{stuck}: {rank.doing}"

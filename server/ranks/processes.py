@@ -43,11 +43,13 @@ class Ranks:
         *,
         num_nodes: int = 1,
         num_replicas: int = 1,
+        num_stages: int = 1,
         shares_weights: bool = False,
         wire: Wire | None = None,
         place: HostPlace | None = None,
     ) -> None:
-        """Start the ranks. Nodes and replicas are equal, consecutive groups of ranks, each with its own shared memory.
+        """Start the ranks. Nodes, replicas and stages of one replica are equal, consecutive groups of ranks, each with its own
+        shared memory.
 
         ``shares_weights``: replicas of a node may share layers. ``wire``: between nodes; it must outlive the ranks.
         ``place``: of this host, if there are several; it starts its part of the ranks. ValueError: its store port is taken.
@@ -66,12 +68,13 @@ class Ranks:
         self.reporters = tuple(make_address(f"reporter{rank}", folder) for rank in self.numbers)
         self._wire = wire
         self._processes: list[subprocess.Popen[bytes]] = []
-        # Memory shared by all ranks, by those of a node, of a replica, and by those of a node that hold the same weights.
-        tp, per_node = world_size // num_replicas, num_replicas // num_nodes
+        # Memory shared by all ranks, by those of a node, of a replica or stage, and by those of a node that hold the same weights.
+        num_parts = num_replicas if num_replicas > 1 else num_stages
+        tp, per_node = world_size // num_parts, num_replicas // num_nodes
         sizes = {
             "segment_fd": world_size if place is None else 1,
             "node_segment_fd": world_size // num_nodes if num_nodes > 1 else 1,
-            "replica_segment_fd": tp if num_replicas > 1 else 1,
+            "replica_segment_fd": tp if num_parts > 1 else 1,
             "peer_segment_fd": per_node if shares_weights else 1,
         }
         if why_unusable() is not None:

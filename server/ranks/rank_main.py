@@ -25,6 +25,7 @@ from tightwire.comm.group.nodes import (
 )
 from tightwire.comm.group.numa import RankPlace, bind_rank
 from tightwire.comm.group.topology import Topology
+from tightwire.comm.link.link import Link
 from tightwire.comm.link.wire import LinkFacts, refuse_too_fast
 from tightwire.comm.transport.socket_join import SocketOptions, read_secret
 from tightwire.kernels.cpu.allocator import keep_freed_memory
@@ -72,9 +73,8 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         group = joining.replica(world)
         stages = joining.stages(group)
         beside = joining.stages(stages, "beside")
-        wire = stages if plan.is_pipeline and stages is not None else group
-        reporter.ledger = wire.ledger
-        link = joining.measured_link(wire)
+        reporter.ledger = (stages if stages is not None and group.world_size == 1 else group).ledger
+        link = joining.measured_link(stages if plan.is_pipeline else group)
     runner: ModelRunner | None = None
     try:
         place = RankPlace()
@@ -91,7 +91,8 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
                 world=world,
             )
         with reporter.stage("weights") as progress:
-            groups = RankGroups(group, routes=routes, world=world, stages=stages, beside=beside, peers=joining.peers())
+            others = stages, beside, joining.peers()
+            groups = RankGroups(group, routes, world, joining.stage, *others)
             runner = _load(checkpoint, layout, formats, groups, work, progress)
             drafting = _load_draft(work, RankGroups(joining.alone())) if plan.draft and not identity.rank else None
         sources = (runner.weights, runner.cache)
@@ -116,8 +117,9 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
                 loop.warm_up()
             model, dtype = checkpoint.config, getattr(torch, plan.dtype)
             if plan.stages is not None and plan.stages.pipeline:
-                model = stage_model(model, plan.stages.of(identity.rank))
-            sizes = WeightSizes(model, layout.shards[group.rank], formats, dtype, plan.weights.codec)
+                model = stage_model(model, plan.stages.of(joining.stage))
+            shard = layout.shards[identity.rank % work.config.parallel.tp]
+            sizes = WeightSizes(model, shard, formats, dtype, plan.weights.codec)
             reporter.send(
                 Ready(
                     rank=identity.rank,
@@ -221,11 +223,19 @@ class _Joining:
         """This rank."""
         return self._open(Topology(0, 1), "rank", self.work.config.timeouts.comm_timeout_s)
 
+    @property
+    def stage(self) -> int:
+        """This rank's stage; 0 if there are none."""
+        stages = self.work.plan.stages
+        return 0 if stages is None else stages.stage_of(self.identity.rank)
+
     def replica(self, world: Group | None) -> Group:
-        """The ranks of this rank's replica, which sum together; in a pipeline this rank alone."""
-        identity, parallel = self.identity, self.work.config.parallel
-        if self.work.plan.is_pipeline:
-            return self.alone()
+        """The ranks of this rank's replica, which sum together; in a pipeline those of its stage."""
+        identity, parallel, stages = self.identity, self.work.config.parallel, self.work.plan.stages
+        if stages is not None and stages.pipeline:  # the first rank waits for whole steps of the stage before
+            topology = Topology(identity.rank % stages.ranks_each, stages.ranks_each)
+            segment_fd = identity.replica_segment_fd
+            return self._open(topology, f"stage-{self.stage}", _STEP_DEADLINE_S, segment_fd=segment_fd)
         replica, place = divmod(identity.rank, parallel.tp)
         topology = Topology(place, parallel.tp, num_nodes=parallel.sum_nodes)
         group = self._open(
@@ -244,15 +254,16 @@ class _Joining:
         group = join_nodes(
             group, topology, store=self.store, interface=identity.interface, segment_fd=inside, sockets=self._sockets
         )
-        return group if identity.throttle is None else throttle_group(group, identity.throttle)
+        return group if self.throttle is None else throttle_group(group, self.throttle)
 
     def stages(self, beside: Group | None, name: str = "stages") -> Group | None:
-        """The ranks as stages, whose messages travel beside those of ``beside`` on connections of their own."""
-        if self.work.plan.stages is None:
+        """The first ranks of all stages, whose messages travel beside those of ``beside`` on connections of their own; None: another rank."""
+        stages = self.work.plan.stages
+        if stages is None or self.identity.rank % stages.ranks_each:
             return None
         # A stage waits for whole steps of the one before.
-        group = self._open(Topology(self.identity.rank, self.identity.world_size), name, _STEP_DEADLINE_S)
-        return group if self.identity.throttle is None else throttle_group(group, self.identity.throttle, beside)
+        group = self._open(Topology(self.stage, stages.num_stages), name, _STEP_DEADLINE_S)
+        return group if self.throttle is None else throttle_group(group, self.throttle, beside)
 
     def peers(self) -> PartitionPeers | None:
         """The ranks that share this one's partitioned weights."""
@@ -268,12 +279,23 @@ class _Joining:
             segment_fd=self.identity.peer_segment_fd if self._shares_memory else None,
         )
 
-    def measured_link(self, group: Group) -> LinkFacts | None:
-        """The link with its measured rate, if it is throttled here. ValueError: it cannot be emulated at the requested rate."""
-        link, throttle = self.work.plan.link, self.identity.throttle
-        if link is None or throttle is None or link.measured_bytes_per_s is not None:
+    @property
+    def throttle(self) -> Link | None:
+        """What slows down this rank's messages between nodes; the first rank of a stage sends for the others."""
+        own, stages = self.identity.throttle, self.work.plan.stages
+        if own is None or own.bytes_per_s is None or stages is None:
+            return own
+        return Link(own.name, own.bytes_per_s * stages.ranks_each, own.latency_s)
+
+    def measured_link(self, group: Group | None) -> LinkFacts | None:
+        """The link with its measured rate, if it is throttled here. ValueError: it cannot be emulated at the requested rate.
+
+        ``group``: None on a rank that sends nothing over it.
+        """
+        link, throttle = self.work.plan.link, self.throttle
+        if group is None or link is None or throttle is None or link.measured_bytes_per_s is not None:
             return link
-        per_node = self.identity.world_size / self.work.config.parallel.wire_nodes  # ranks of a node share its wire
+        per_node = group.world_size / self.work.config.parallel.wire_nodes  # ranks of a node share its wire
         measured = msgspec.structs.replace(link, measured_bytes_per_s=held_rate(group, throttle) * per_node)
         refuse_too_fast(measured)
         return measured

@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -233,3 +234,26 @@ class BufferPool:
     def _note(self, kind: str, owner: int, buffer: int) -> None:
         if self._traced:
             self.events.append(BufferEvent(time.perf_counter(), kind, owner, buffer))
+
+
+class SharedUses:
+    """Uses of a pool's pieces by several passes at once: the first pass takes a piece, and the last one releases it."""
+
+    def __init__(self, pool: BufferPool, take: Callable[[int], PoolBuffer]) -> None:
+        """``take``: waits for a piece as ``pool.use`` does."""
+        self._pool, self._take = pool, take
+        self._held: dict[int, tuple[int, PoolBuffer]] = {}  # by piece: the passes that use it, and its buffer
+
+    def use(self, owner: int) -> PoolBuffer:
+        """Return the buffer with ``owner``. Each call needs one of ``release``."""
+        count, buffer = self._held.get(owner) or (0, self._take(owner))
+        self._held[owner] = count + 1, buffer
+        return buffer
+
+    def release(self, owner: int) -> None:
+        """End one use."""
+        count, buffer = self._held.pop(owner)
+        if count > 1:
+            self._held[owner] = count - 1, buffer
+        else:
+            self._pool.release(owner)

@@ -11,7 +11,7 @@ from tightwire.model.step import StepPlan
 
 def whole_logits(runner: ModelRunner, plan: StepPlan) -> Tensor | None:
     """Run a step and gather the columns of all ranks; None on the others and without rows."""
-    logits_RV, parallel = runner.execute(plan), runner._model._parallel
+    logits_RV, parallel = runner.execute(plan), runner._model.parallel
     group, shards = parallel._group, parallel._layout.shards
     if logits_RV is None or group.world_size == 1:
         return logits_RV

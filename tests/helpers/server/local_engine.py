@@ -21,6 +21,7 @@ from tightwire.model.adapters.peft import open_adapter
 from tightwire.model.adapters.product import AdapterRoom
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.layer_groups import LayerGroups
+from tightwire.model.layout import Layout
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.parameters import SamplingParams
@@ -103,16 +104,23 @@ def local_engine(
     config = checkpoint.config
     formats = choose_formats(checkpoint.reader(), config, quantization)
     pipeline = stages is not None and stages.pipeline
-    layout = split_model(config, formats, 1 if pipeline else tp, shares)
+    num_summing = stages.ranks_each if stages is not None and stages.pipeline else tp
+    layout = split_model(config, formats, num_summing, shares)
+    if pipeline:
+        layout = Layout(shards=layout.shards * (tp // num_summing))
     layer_groups = LayerGroups.of(config, bounded=bounded and buffer_blocks is None and stages is None)
     num_blocks = num_blocks or 4 * layer_groups.num * -(-max_model_len // block_size)
     worlds = in_process_groups(tp * dp) if dp > 1 else []
     ledgers = [world.ledger for world in worlds] or [Ledger() for _ in range(tp)]
-    groups = [group for d in range(dp) for group in in_process_groups(tp, ledgers=ledgers[d * tp : (d + 1) * tp])]
-    groups = [in_process_groups(1)[0] for _ in groups] if pipeline else groups
+    sizes = [num_summing] * (tp * dp // num_summing)
+    groups = [
+        group
+        for number, size in enumerate(sizes)
+        for group in in_process_groups(size, ledgers=ledgers[number * size : (number + 1) * size])
+    ]
     policy = fixed_policy(all_reduce) if isinstance(all_reduce, str) else all_reduce
     arms = policy if isinstance(policy, Mapping) else {"fixed": policy}
-    stage_groups, beside_groups = ([*in_process_groups(tp)] if stages else [None] * tp for _ in range(2))
+    stage_groups, beside_groups = (_stage_groups(stages, tp) for _ in range(2))
     runners = [
         build_runner(
             config,
@@ -120,8 +128,9 @@ def local_engine(
             layout,
             RankGroups(
                 group,
-                routes=make_arms(arms, group) if tp > 1 and not pipeline else None,
+                routes=make_arms(arms, group) if num_summing > 1 else None,
                 world=worlds[number] if worlds else None,
+                stage=stages.stage_of(number % tp) if pipeline and stages else 0,
                 stages=stage_groups[number % tp],
                 beside=beside_groups[number % tp],
             ),
@@ -192,6 +201,14 @@ def local_engine(
             thread.join(timeout=120)
         for runner in runners:
             runner.close()
+
+
+def _stage_groups(stages: StagePlan | None, tp: int) -> list[Group | None]:
+    """The group of each stage's first rank; None for the others."""
+    found: list[Group | None] = [None] * tp
+    if stages is not None:
+        found[:: stages.ranks_each] = in_process_groups(stages.num_stages)
+    return found
 
 
 def _follow(runner: ModelRunner, inbox: "queue.SimpleQueue[StepPlan | bytes | None]") -> None:

@@ -26,4 +26,10 @@ def test_blocks_by_kind_of_layer_of_a_model_with_windows(
 
 def test_a_pipeline_sums_nothing_to_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert explain(["smollm2-135m", "--tp", "2", "--layout", "pipeline"]) != 0
-    assert "--layout pipeline sums nothing" in capsys.readouterr().err
+    assert "--layout pipeline with a rank in each stage sums nothing" in capsys.readouterr().err
+
+
+def test_sums_inside_the_stages_of_a_pipeline_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--tp", "4", "--layout", "pipeline", "--stages", "2", "--device", "cpu")
+    assert explain(["random:llama-3.2-1b", *options]) == 0
+    assert capsys.readouterr().out.startswith("2 ranks, float32 on cpu over ")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tightwire.comm.link.probe import PairFacts
@@ -11,6 +12,7 @@ from tightwire.comm.link.wire import LinkFacts, network_facts
 from tightwire.comm.policy.schedule import HostRates
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.open import open_checkpoint
+from tightwire.model.stages import StagePlan
 from tightwire.model.weights.formats import WeightFormats, choose_formats
 from tightwire.server.config.flags import make_config
 from tightwire.server.config.serve import ServeConfig
@@ -89,13 +91,27 @@ def test_auto_takes_what_fits_every_host(monkeypatch: pytest.MonkeyPatch) -> Non
     assert _choose(monkeypatch, room=(gib // 8, gib // 8)).why == "no layout fits into the memory of the hosts"
 
 
+def test_auto_counts_a_host_of_several_ranks_as_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    far, gib = network_facts([PairFacts((0, 1), 5e-3, 0.0, 12.5e6)]), 1 << 30
+    chosen = _choose(monkeypatch, far, tp=4)
+    assert chosen.layout == "pipeline" and len(chosen.layers) == 2 and "hybrid" not in chosen.why
+    fast = network_facts([PairFacts((0, 1), 2e-6, 0.0, 100e9)])
+    assert _choose(monkeypatch, fast, tp=4).layout == "tensor"
+    (_, first), (_, last) = _choose(monkeypatch, far, (16 * gib, 5 * gib // 2), tp=4).layers
+    assert first > last - first, "the host with less memory has fewer layers, and its limit counts once for both ranks"
+    (_, first), (_, last) = _choose(monkeypatch, far, tp=4, tp_split=(1, 1, 2, 2)).layers
+    assert first < last - first, "a host is as fast as its ranks together"
+    config = make_config({"model": "random:tiny", "device": "cpu", "tp": 4, "nodes": 2})
+    decision = run_plan.decide(config, MODEL, WeightFormats(), choice=LayoutChoice("pipeline", "1 s", ((0, 4), (4, 6))))
+    assert decision.plan.stages == StagePlan(((0, 4), (4, 6)), pipeline=True, ranks_each=2)
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
         ({"lora_dir": "adapters"}, "hybrid does not combine with --lora: a stage's whole layers have no adapters"),
         ({"allreduce": "flash-int8"}, "AllReduces are named, and stages sum no prompts"),
         ({"allreduce_extra": ("flash-int8",)}, "AllReduces are named, and stages sum no prompts"),
-        ({"tp": 4}, "layouts are predicted for one rank on each host"),
     ],
 )
 def test_auto_takes_tensor_and_says_why(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], why: str) -> None:
@@ -171,6 +187,56 @@ def test_a_stage_of_a_pipeline_takes_memory_for_its_layers_alone() -> None:
     assert first.activations < last.activations, "logits are those of the last stage"
     assert pipeline.comm is None and pipeline.plan.policy_names == ("auto",) and not pipeline.plan.overlap
     assert pipeline.plan.transport == "sockets" and "layout: pipeline: all rows pass" in pipeline.summary()
+
+
+def test_ranks_of_a_stage_split_its_layers_and_sum_in_memory() -> None:
+    alone, several = (_decide(layout="pipeline", tp=tp, stages=2, max_model_len=64) for tp in (2, 4))
+    assert several.plan.stages is not None and alone.plan.stages is not None
+    assert several.plan.stages == msgspec.structs.replace(alone.plan.stages, ranks_each=2)
+    for stage, whole in enumerate(alone.budget.ranks):
+        parts = several.budget.ranks[2 * stage : 2 * stage + 2]
+        norms = 2 * len(alone.plan.stages.of(stage)) + stage  # on both ranks; the last one is the head's
+        assert sum(part.weights for part in parts) == whole.weights + norms * MODEL.hidden_size * 2
+        assert [part.block for part in parts] == [whole.block // 2] * 2, "each has one of two KV heads"
+        assert all(part.activations < whole.activations for part in parts)
+    assert several.comm is not None and several.comm.setting.world_size == 2 and several.comm.setting.num_nodes == 1
+    assert several.plan.transport == "shared-memory" and several.plan.sum_dtype == "float32"
+    how = "all rows pass stages of 2 ranks with layers 0 to 2, 3 to 5; the ranks of a stage sum in memory"
+    assert f"layout: pipeline: {how}" in several.summary()
+    named = _decide(layout="pipeline", tp=4, nodes=2, allreduce="two-shot", allreduce_extra=("flash-int8",)).plan
+    assert (
+        named.policy_names == ("two-shot", "flash-int8") and named.stages is not None and named.stages.ranks_each == 2
+    )
+    sockets = _decide(layout="pipeline", tp=4, stages=2, transport="sockets").plan
+    assert sockets.transport == "sockets" and not sockets.overlap
+
+
+def test_shares_of_ranks_divide_layers_and_inside_a_stage_columns() -> None:
+    plan = _decide(layout="pipeline", tp=4, stages=2, tp_split=(3, 1, 1, 1))
+    assert plan.plan.stages is not None and len(plan.plan.stages.of(0)) == 4, "twice as fast as the other stage"
+    assert [len(shard.mlp_columns) for shard in plan.layout.shards] == [128, 32, 96, 64]
+
+
+@pytest.mark.parametrize(
+    ("options", "want"),
+    [
+        ({"tp": 4, "stages": 3}, r"2 or more, a divisor of --tp \(4\), got 3"),
+        ({"tp": 4, "stages": 1}, r"2 or more, a divisor of --tp \(4\), got 1"),
+        (
+            {"tp": 6, "nodes": 3, "stages": 2},
+            "and a multiple of the 3 nodes, because the ranks of a stage share memory, got 2",
+        ),
+        ({"tp": 4, "link": "1gbit", "stages": 2}, "and a multiple of the 4 nodes"),
+        (
+            {"tp": 4, "layout": "hybrid", "stages": 2},
+            "left out without --layout pipeline: in hybrid each rank is a stage",
+        ),
+        ({"tp": 4, "layout": "auto", "stages": 2}, "left out without --layout pipeline"),
+    ],
+)
+def test_stages_that_are_not_possible_are_refused(options: dict[str, Any], want: str) -> None:
+    with pytest.raises(ValueError, match=f"--stages must be .*{want}"):
+        _decide(**({"layout": "pipeline"} | options))
 
 
 def test_a_tied_table_is_held_by_the_first_and_the_last_stage() -> None:

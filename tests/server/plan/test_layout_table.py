@@ -71,8 +71,10 @@ def test_hosts_hold_their_part_of_the_weights(num: int) -> None:
     small = replace(inputs(num), model=model, layout=make_layout(model, num))
     stages = tuple((32 // num * stage, 32 // num * (stage + 1)) for stage in range(num))
     weights = 32 * MODEL.layer_matrix_elems * 2
-    base = host_bytes(small, "tensor", (), 0)[-1] - weights / num
-    hybrid, pipeline = ((host_bytes(small, name, stages, 0)[-1] - base) / weights for name in ("hybrid", "pipeline"))
+    base = host_bytes(small, "tensor", (), 0, num)[-1] - weights / num
+    hybrid, pipeline = (
+        (host_bytes(small, name, stages, 0, num)[-1] - base) / weights for name in ("hybrid", "pipeline")
+    )
     by_columns = (MODEL.hidden_size * (4096 + 14336)) / MODEL.layer_matrix_elems  # of o_proj and down_proj
     assert pipeline == pytest.approx(1 / num, rel=0.01)
     assert hybrid == pytest.approx(2 / num - 1 / num**2 + by_columns / num**2, rel=0.02)
@@ -80,7 +82,7 @@ def test_hosts_hold_their_part_of_the_weights(num: int) -> None:
 
 def test_cache_of_a_pipeline_is_that_of_its_layers() -> None:
     layouts = (("tensor", ()), ("pipeline", ((0, 24), (24, 32))))
-    more = [host_bytes(inputs(2), *layout, 8192)[0] - host_bytes(inputs(2), *layout, 0)[0] for layout in layouts]
+    more = [host_bytes(inputs(2), *layout, 8192, 2)[0] - host_bytes(inputs(2), *layout, 0, 2)[0] for layout in layouts]
     whole = 8192 * 32 * 2 * 8 * 128 * 2
     assert more == [whole / 2, whole * 24 / 32]
 

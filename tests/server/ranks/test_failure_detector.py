@@ -160,6 +160,14 @@ def test_of_ranks_that_hang_together_the_one_behind_is_blamed_and_each_ones_last
     )
 
 
+def test_of_stages_that_hang_together_the_one_at_the_earliest_step_is_blamed(watch: Watch) -> None:
+    """A stage with more layers has begun more collectives."""
+    for rank, step, number in ((0, 10, 300), (1, 9, 500)):
+        doing = f"step {step}"
+        watch.heard(Heartbeat(rank=rank, step=step, doing=doing, busy_s=121.0, num_collectives=number))
+    assert str(watch.check()).startswith("rank 1 (pid 22) has been at one step for 121 s")
+
+
 def test_a_step_that_moves_may_last_and_hangs_when_it_no_longer_does(watch: Watch) -> None:
     for busy_s, number in ((1.0, 10), (119.0, 400), (238.0, 800), (357.0, 801), (476.0, 801)):
         for rank in range(2):

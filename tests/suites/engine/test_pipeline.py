@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.comm.fixed_policy import fixed_policy
 from helpers.fuzz import fuzz_seeds
 from helpers.model.family_models import make_family_folder
 from helpers.server.local_engine import local_engine, run_to_end
@@ -38,17 +39,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     )
 
 
-def _pipeline(tp: int, checkpoint: Checkpoint) -> Any:
-    if tp == 1:
+def _pipeline(num_stages: int, checkpoint: Checkpoint, ranks_each: int = 1) -> Any:
+    if num_stages == 1:
         return None
-    return replace(divide_layers(checkpoint.config.num_layers, [1] * tp), pipeline=True)
+    return replace(divide_layers(checkpoint.config.num_layers, [1] * num_stages), pipeline=True, ranks_each=ranks_each)
 
 
 def _answers(
-    checkpoint: Checkpoint, tp: int, *, names: Iterable[str] = REQUESTS, **options: Any
+    checkpoint: Checkpoint, num_stages: int, ranks_each: int = 1, *, names: Iterable[str] = REQUESTS, **options: Any
 ) -> tuple[dict, EngineStats]:
     options = _OPTIONS | options
-    with local_engine(checkpoint, tp=tp, stages=_pipeline(tp, checkpoint), **options) as local:
+    stages = _pipeline(num_stages, checkpoint, ranks_each)
+    with local_engine(checkpoint, tp=num_stages * ranks_each, stages=stages, **options) as local:
         for name in names:
             prompt, changes = REQUESTS[name]
             if len(prompt) + 20 > options["max_model_len"]:
@@ -129,7 +131,8 @@ def test_bytes_are_those_of_the_formulas(checkpoint: Checkpoint) -> None:
         run_to_end(local.engine)
         passages = [runner.stages for runner in local.runners]
     # After the ranks have ended: the last one counts the last token while rank 0 already has it.
-    groups = [group for each in passages if each is not None for group in (each.wire.group, each.wire.beside)]
+    wires = [each.wire for each in passages if each is not None and each.wire is not None]
+    groups = [group for wire in wires for group in (wire.group, wire.beside)]
     counts = [each.ledger.counters.counts() for each in groups]
     assert {count.algorithm for each in counts for count in each} == {"hidden-state", "token-ids"}
     row = checkpoint.config.hidden_size * 4
@@ -141,6 +144,82 @@ def test_bytes_are_those_of_the_formulas(checkpoint: Checkpoint) -> None:
     nothing = {"prefill": 0, "decode": 0}
     assert sent[:5] == [hidden, nothing, hidden, nothing, nothing]
     assert sum(sent[5].values()) == 8 * num_new
+
+
+_PREEMPTS = {"max_model_len": 256, "block_size": 4, "num_blocks": 64}
+
+
+@pytest.fixture(scope="module")
+def together(checkpoint: Checkpoint) -> Callable[[torch.dtype | None], dict]:
+    """The answers of two ranks that compute all layers together."""
+    return cache(lambda kv_dtype: _answers(checkpoint, 1, 2, kv_dtype=kv_dtype)[0])
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "options"),
+    [(2, {}), (3, {"prefix_cache": "all"} | _PREEMPTS), (2, {"kv_dtype": torch.int8})],
+    ids=str,
+)
+def test_stages_of_two_ranks_answer_as_two_ranks_to_the_bit(
+    num_stages: int,
+    options: dict[str, Any],
+    checkpoint: Checkpoint,
+    together: Callable[[torch.dtype | None], dict],
+) -> None:
+    """Of nine heads one rank of a stage has five."""
+    told, stats = _answers(checkpoint, num_stages, 2, **options)
+    assert told == together(options.get("kv_dtype"))
+    assert stats.total.num_free_blocks == stats.total.num_blocks
+    assert stats.counters.num_preemptions > 0 or "num_blocks" not in options
+
+
+@pytest.mark.parametrize("family", ["OLMo 2", "Gemma 3"])
+def test_stages_of_two_ranks_of_a_family_answer_as_two_ranks(family: str, tmp_path: Path) -> None:
+    """Norms of whole projections sum over the ranks of a stage too; layers keep their windows."""
+    checkpoint = open_checkpoint(str(make_family_folder(family_named(family), tmp_path)))
+    together, _ = _answers(checkpoint, 1, 2, names=_FEW, max_model_len=128, bounded=False)
+    assert _answers(checkpoint, 2, 2, names=_FEW, max_model_len=128)[0] == together
+
+
+def test_a_request_chooses_the_sums_of_a_stages_ranks(tmp_path: Path) -> None:
+    """Requests of both AllReduces, of which one loses, are under way at once. A row of 64 numbers is whole groups."""
+    checkpoint = open_checkpoint(str(make_tiny(tmp_path)))
+    sums: Any = {name: fixed_policy(name) for name in ("one-shot", "flash:int4-g32,int4-g32")}
+    told = []
+    for num_stages in (1, 2):
+        options = _OPTIONS | {"tp": 2 * num_stages, "stages": _pipeline(num_stages, checkpoint, 2), "all_reduce": sums}
+        with local_engine(checkpoint, **options) as local:
+            for name in sums:
+                for index in range(2):
+                    message = AddRequest(
+                        f"{name} {index}", [3, 4 + index], params({"temperature": 0.0}), allreduce=name
+                    )
+                    local.engine.add(message)
+            outputs = run_to_end(local.engine)
+        told.append({name: [token for each in own for token in each.token_ids] for name, own in outputs.items()})
+    assert told[0] == told[1]
+    assert told[0]["one-shot 0"] != told[0]["flash:int4-g32,int4-g32 0"], "the AllReduces change nothing"
+
+
+def test_the_first_rank_of_a_stage_of_several_sends_its_rows(checkpoint: Checkpoint) -> None:
+    num_tokens, num_new = 100, 5
+    with local_engine(checkpoint, tp=4, stages=_pipeline(2, checkpoint, 2), dtype=torch.bfloat16) as local:
+        local.engine.add(
+            AddRequest("0", list(range(1, num_tokens + 1)), params({"max_tokens": num_new, "temperature": 0.0}))
+        )
+        run_to_end(local.engine)
+        passages = [runner.stages for runner in local.runners]
+    wires = [None if each is None else each.wire for each in passages]
+    assert [wire is None for wire in wires] == [False, True, False, True]
+    assert wires[0] is not None
+    row = checkpoint.config.hidden_size * 4
+    sent = sum(count.bytes_sent for count in wires[0].group.ledger.counters.counts())
+    assert sent == (num_tokens + num_new - 1) * row
+    inside = [
+        sum(count.bytes_sent for count in group.ledger.counters.counts() if count.op == "broadcast")
+        for group in local.groups
+    ]
+    assert inside == [0, 0, sent, 0]
 
 
 @pytest.mark.parametrize("num_seqs", [1, 2, 3, 7])
@@ -156,7 +235,7 @@ def test_sequences_form_as_many_groups_as_there_are_stages(num_seqs: int, checkp
             local.engine.add(message)
         run_to_end(local.engine)
         stages = local.runners[0].stages
-        assert stages is not None
+        assert stages is not None and stages.wire is not None
         num_steps = sum(count.calls for count in stages.wire.group.ledger.counters.counts())
     # A step has at most its group's share of the rows, whenever tokens come back. Each prompt is a step, which may have a group's rows too.
     at_least = math.ceil(num_decoded * num_seqs / math.ceil(num_seqs / num_stages))
@@ -165,12 +244,20 @@ def test_sequences_form_as_many_groups_as_there_are_stages(num_seqs: int, checkp
 
 
 @pytest.mark.parametrize("seed", fuzz_seeds(2))
+@pytest.mark.parametrize(("num_stages", "ranks_each"), [(3, 1), (2, 2)])
 def test_cancelled_neighbours_change_nothing(
-    seed: int, checkpoint: Checkpoint, alone: Callable[[torch.dtype | None], dict]
+    num_stages: int,
+    ranks_each: int,
+    seed: int,
+    checkpoint: Checkpoint,
+    alone: Callable[[torch.dtype | None], dict],
+    together: Callable[[torch.dtype | None], dict],
 ) -> None:
     """Blocks of cancelled and preempted sequences are used again while their rows still pass the stages."""
     rng = random.Random(seed)
     options: dict[str, Any] = _OPTIONS | {"block_size": 4, "num_blocks": 64}
-    with local_engine(checkpoint, tp=3, stages=_pipeline(3, checkpoint), **options) as local:
+    stages = _pipeline(num_stages, checkpoint, ranks_each)
+    with local_engine(checkpoint, tp=num_stages * ranks_each, stages=stages, **options) as local:
         told = tokens_among_neighbours(local.engine, rng)
-    assert told == {name: tokens for name, (tokens, *_) in alone(None).items()}
+    answers = alone(None) if ranks_each == 1 else together(None)
+    assert told == {name: tokens for name, (tokens, *_) in answers.items()}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import signal
 import time
@@ -152,11 +153,14 @@ def test_prompts_pass_two_hosts_in_stages_and_a_stopped_host_ends_both(
         second.process.send_signal(signal.SIGCONT)
 
 
-def test_all_rows_pass_two_hosts_and_a_killed_one_ends_both(
-    network: EmulatedNetwork, model: Path, tmp_path: Path
+@pytest.mark.parametrize("ranks_each", [1, 2])
+def test_all_rows_pass_two_hosts_and_a_killed_rank_ends_both(
+    ranks_each: int, network: EmulatedNetwork, model: Path, tmp_path: Path
 ) -> None:
-    same, nodes = ("--tp", "2", "--layout", "pipeline"), network.nodes
-    with ServerProcess(tmp_path / "one", str(model), "--port", "0", "--kv-cache-memory", "1MiB") as one:
+    """A host is a stage. Its ranks answer as they would alone with all layers."""
+    same, nodes = ("--tp", str(2 * ranks_each), "--layout", "pipeline"), network.nodes
+    options = ("--port", "0", "--kv-cache-memory", "1MiB", "--tp", str(ranks_each))
+    with ServerProcess(tmp_path / "one", str(model), *options) as one:
         alone = texts(one.wait_ready(), 1, ["auto"])
         assert one.end() == 0
     with (
@@ -165,11 +169,13 @@ def test_all_rows_pass_two_hosts_and_a_killed_one_ends_both(
     ):
         url = first.wait_ready()
         assert nodes[0].visit(lambda: texts(url, 16, ["auto"])) == alone, "16 requests at once, some cancelled"
-        rows = nodes[0].visit(lambda: get(f"{url}/comm").json())["counters"]
-        assert {row["algorithm"] for row in rows} == {"hidden-state", "token-ids"}
-        second.process.kill()
-        assert first.wait_exit(15) == 1
-        assert "node 1 (10.0.0.2)" in first.log
+        comm = nodes[0].visit(lambda: get(f"{url}/comm").json())
+        sums = {row["algorithm"] for row in comm["counters"]} - {"hidden-state", "token-ids"}
+        assert bool(sums) == (ranks_each > 1)
+        os.kill(second.ranks()[-1], signal.SIGKILL)
+        assert (first.wait_exit(15), second.wait_exit(15)) == (1, 1)
+        killed = rf"rank {2 * ranks_each - 1} \(.*?\) was killed by SIGKILL"  # as node 0 heard it, or as node 1 ended
+        assert re.search(killed, first.log), first.log
 
 
 def test_different_options_are_refused_by_node_on_both_hosts(
