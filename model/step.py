@@ -1,21 +1,21 @@
 """The step plan: the input of one forward pass, sent to every rank at every step.
 
-All ranks of a replica get the same one. Integer arrays are sent as little-endian int32 bytes, because encoding a few
-thousand Python ints takes longer than scheduling the step.
+All ranks of a replica get the same one. Arrays are int32 bytes: encoding Python ints takes longer than scheduling.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
-from torch import Tensor
 
 from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.sampling.rows import NO_ROWS, SampleRows
+
+if TYPE_CHECKING:  # a rank says that it is there before it imports torch
+    from torch import Tensor
 
 _INT_BYTES = 4
 
@@ -201,18 +201,18 @@ def split_prompts(step: StepArrays) -> tuple[StepArrays | None, StepArrays | Non
 class Batch:
     """One step on the device: B sequences packed into T rows; tensors are int32."""
 
-    token_ids_T: Tensor
-    positions_T: Tensor
-    slots_LT: Tensor  # cache slot of each row's key and value: block * P + offset
-    query_start_B1: Tensor  # the first row of each sequence, then T
-    context_lens_B: Tensor
-    block_tables_LBM: Tensor
+    token_ids_T: "Tensor"
+    positions_T: "Tensor"
+    slots_LT: "Tensor"  # cache slot of each row's key and value: block * P + offset
+    query_start_B1: "Tensor"  # the first row of each sequence, then T
+    context_lens_B: "Tensor"
+    block_tables_LBM: "Tensor"
     num_decode_rows: int  # decode rows come first; the others are prompt rows
     policy: int = 0  # index of the set of AllReduces
-    adapters_T: Tensor | None = None  # the slot of each row's adapter or -1; None: no row has one
+    adapters_T: "Tensor | None" = None  # the slot of each row's adapter or -1; None: no row has one
     # The rows that are needed after the last layer, and how many of them are decode rows; None: all.
-    needed: tuple[Tensor, int] | None = None
-    hidden_TD: Tensor | None = None  # float32, of the stage before, or embedded already; None: the tokens are embedded
+    needed: "tuple[Tensor, int] | None" = None
+    hidden_TD: "Tensor | None" = None  # float32, of the stage before, or embedded; None: tokens are embedded
 
     @property
     def phase(self) -> str:
@@ -224,7 +224,7 @@ def num_deferred(token_ids_T: np.ndarray) -> int:
     return max(0, -int(token_ids_T.min()))
 
 
-def resolve_deferred(token_ids_T: Tensor, chosen_R: Tensor) -> Tensor:
+def resolve_deferred(token_ids_T: "Tensor", chosen_R: "Tensor") -> "Tensor":
     """Replace deferred tokens by the tokens that the last step chose; a negative one (no choice) becomes token 0."""
     index_T = (-1 - token_ids_T).clamp_(min=0)
-    return torch.where(token_ids_T < 0, chosen_R.clamp(min=0)[index_T], token_ids_T)
+    return token_ids_T.where(token_ids_T >= 0, chosen_R.clamp(min=0)[index_T])

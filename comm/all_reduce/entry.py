@@ -109,3 +109,12 @@ def coding_effort(codec: "Codec") -> float:
 
 
 _GROUP_EFFORT = {128: 1.0, 64: 1.2, 32: 1.7}
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTestVerdict:
+    """The result for one algorithm that a policy may use; ``detail`` has the sizes checked, or the first rank that found an error, and the error."""
+
+    algorithm: str
+    ok: bool
+    detail: str

@@ -3,11 +3,11 @@
 import hashlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tightwire.comm.all_reduce.entry import SelfTestVerdict
 from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.errors import CommError
 from tightwire.comm.group.group import Group
@@ -16,15 +16,6 @@ from tightwire.comm.protocols import AllReduce
 PHASE = "self-test"  # phase of these sums in the ledger
 _DIGEST_BYTES = 8
 _PROBLEM_BYTES = 240  # a fixed size, so that all ranks know how much to receive
-
-
-@dataclass(frozen=True, slots=True)
-class SelfTestVerdict:
-    """The result for one algorithm that a policy may use; ``detail`` has the sizes checked, or the first rank that found an error, and the error."""
-
-    algorithm: str
-    ok: bool
-    detail: str
 
 
 def self_test(

@@ -6,7 +6,7 @@ HTTP process -> every rank's reporter, which answers even while the rank compute
 
 import msgspec
 
-from tightwire.comm.all_reduce.self_test import SelfTestVerdict
+from tightwire.comm.all_reduce.entry import SelfTestVerdict
 from tightwire.comm.ledger.ledger import Latency
 from tightwire.comm.ledger.recording import Event
 from tightwire.comm.link.wire import LinkFacts

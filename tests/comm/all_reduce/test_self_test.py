@@ -8,10 +8,11 @@ import torch
 from harness import run_in_process, run_ranks
 from torch import Tensor
 
+from tightwire.comm.all_reduce.entry import SelfTestVerdict
 from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.all_reduce.names import all_reduce_names
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
-from tightwire.comm.all_reduce.self_test import KnownSum, SelfTestVerdict, agree, self_test
+from tightwire.comm.all_reduce.self_test import KnownSum, agree, self_test
 from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.errors import PeerLostError
 from tightwire.comm.group.group import Group, in_process_groups
