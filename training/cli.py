@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tightwire.imports import importing
 from tightwire.sizes import format_bytes
 from tightwire.training.config.read import EXAMPLES, describe_config, read_config
 from tightwire.training.config.tree import TrainConfig
@@ -63,7 +64,7 @@ def _prepare(config: TrainConfig) -> TrainConfig:
 
 
 def _run(config: TrainConfig, open_sampler: "OpenSampler | None") -> int:
-    with spinner("loading torch and transformers, usually 4 to 15 s", os.environ):
+    with spinner("loading torch and transformers, usually 4 to 15 s", os.environ), importing():
         from tightwire.training.run import run
     try:
         ended_by = run.run_training(config, open_sampler=open_sampler)

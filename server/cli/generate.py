@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
+from tightwire.imports import importing
 from tightwire.option import options_of
 from tightwire.option_flags import add_flags, make_options
 from tightwire.server.cli.progress import START_STAGES, Progress
@@ -34,7 +35,7 @@ def generate(argv: Sequence[str]) -> int:
             return refuse("generate", error)
         progress = Progress(config.parallel.num_ranks, START_STAGES)
         progress.stage("import", 0.0)
-        with interrupts_end_at_once():
+        with interrupts_end_at_once(), importing():
             from tightwire.server.cli import offline
         try:
             return offline.generate(config, ranks, progress, answer)

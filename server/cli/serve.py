@@ -1,10 +1,10 @@
 """Runs ``tightwire serve``: checks the options, starts the ranks, then imports and runs the HTTP process."""
 
-import gc
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from tightwire.imports import importing
 from tightwire.model.checkpoint.header import has_copy
 from tightwire.server.cli.progress import START_STAGES, Progress
 from tightwire.server.cli.start import check_machine, interrupts_end_at_once, refuse, say, start_ranks
@@ -50,9 +50,6 @@ def serve(argv: Sequence[str]) -> int:
         num_shown = len(ranks.numbers) if place and place.node else config.parallel.num_ranks
         progress = Progress(num_shown, START_STAGES, verbose=config.http.log_level == "debug")
         progress.stage("import", 0.0)
-        gc.disable()  # what is imported stays: looking for garbage would take a fifth of the time
-        from tightwire.server.cli import http_process
-
-        gc.freeze()
-        gc.enable()
+        with importing():
+            from tightwire.server.cli import http_process
         return http_process.serve(config, listener, ranks, progress)

@@ -1,6 +1,5 @@
 """Starts one rank process, and reports to its parent. Imports no torch, so that heartbeats start early."""
 
-import gc
 import logging
 import os
 import queue
@@ -14,6 +13,7 @@ import msgspec
 
 from tightwire.comm.errors import CommError
 from tightwire.comm.link.wire import LinkTooFastError
+from tightwire.imports import importing
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.parent_death import die_at_end_of_stdin, end_stopped_parent
 from tightwire.server.ipc.messages import Failed
@@ -47,11 +47,8 @@ def main(import_body: Callable[[], Body] = _import_body) -> int:
     threading.Thread(target=_listen_to_parent, args=(work,), daemon=True).start()
     reporter = Reporter(identity.rank, identity.to_parent, identity.reporter)
     try:
-        with reporter.stage("import"):
-            gc.disable()  # what is imported stays: looking for garbage would take a fifth of the time
+        with reporter.stage("import"), importing():
             run = import_body()
-            gc.freeze()
-            gc.enable()
         reporter.begin("waiting for the model's name")
         own = work.get()
         if identity.num_local < identity.world_size:  # several hosts; they notice a stopped server after this time
