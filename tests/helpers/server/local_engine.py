@@ -260,10 +260,10 @@ def prompt_logits(runner: ModelRunner, prompt: Sequence[int], block_size: int = 
     return logits_TV
 
 
-def greedy_text(model: Path, prompt: str, max_tokens: int) -> str:
-    """The text that one rank in float32 continues ``prompt`` with."""
+def greedy_text(model: Path, prompt: str, max_tokens: int, **options: Any) -> str:
+    """The text that one rank in float32 continues ``prompt`` with, unless ``options`` of ``local_engine`` say else."""
     checkpoint = open_checkpoint(str(model))
     tokenizer = checkpoint.tokenizer()
-    with local_engine(checkpoint, max_model_len=128) as local:
+    with local_engine(checkpoint, **{"max_model_len": 256, **options}) as local:
         (token_ids,) = continue_prompts(local.engine, [tokenizer.encode(prompt)], max_tokens=max_tokens)
     return tokenizer.decode(token_ids)

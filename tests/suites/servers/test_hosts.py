@@ -13,6 +13,8 @@ from uuid import uuid4
 
 import httpx
 import pytest
+import torch
+from helpers.server.local_engine import greedy_text
 from helpers.server.server_process import SERVE, START_S, ServerProcess, complete, get, wait_until
 from tiny import make_tiny
 
@@ -159,10 +161,8 @@ def test_all_rows_pass_two_hosts_and_a_killed_rank_ends_both(
 ) -> None:
     """A host is a stage. Its ranks answer as they would alone with all layers."""
     same, nodes = ("--tp", str(2 * ranks_each), "--layout", "pipeline"), network.nodes
-    options = ("--port", "0", "--kv-cache-memory", "1MiB", "--tp", str(ranks_each))
-    with ServerProcess(tmp_path / "one", str(model), *options) as one:
-        alone = texts(one.wait_ready(), 1, ["auto"])
-        assert one.end() == 0
+    options = {"tp": ranks_each, "dtype": torch.bfloat16}
+    alone = {(prompt, "auto"): {greedy_text(model, prompt, 8, **options)} for prompt in _PROMPTS}
     with (
         start(tmp_path / "b", nodes[1], model, "--node-rank", "1", *same) as second,
         start(tmp_path / "a", nodes[0], model, "--node-rank", "0", *same) as first,
@@ -181,10 +181,11 @@ def test_all_rows_pass_two_hosts_and_a_killed_rank_ends_both(
 def test_different_options_are_refused_by_node_on_both_hosts(
     network: EmulatedNetwork, model: Path, tmp_path: Path
 ) -> None:
-    nodes, reason = network.nodes, "node 1 (10.0.0.2) has --tp 4, node 0 (10.0.0.1) has --tp 2; start the same command"
+    nodes, same = network.nodes, ("--tp", "2", "--dtype")
+    reason = "node 1 (10.0.0.2) has --dtype float32, node 0 (10.0.0.1) has --dtype bfloat16; start the same command"
     with (
-        start(tmp_path / "a", nodes[0], model, "--node-rank", "0", "--tp", "2") as first,
-        start(tmp_path / "b", nodes[1], model, "--node-rank", "1", "--tp", "4") as second,
+        start(tmp_path / "a", nodes[0], model, "--node-rank", "0", *same, "bfloat16") as first,
+        start(tmp_path / "b", nodes[1], model, "--node-rank", "1", *same, "float32") as second,
     ):
         assert (first.wait_exit(START_S), second.wait_exit(START_S)) == (2, 2)
         assert reason in first.log

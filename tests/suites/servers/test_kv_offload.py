@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.server.local_engine import greedy_text
 from helpers.server.server_process import ServerProcess, complete, get
 from tiny import make_tiny
@@ -136,27 +137,18 @@ def test_the_plan_says_what_lies_where_and_what_a_step_moves() -> None:
     assert describe_offload(on_device(24), inputs(24)) == ()
 
 
-def test_keys_and_values_in_8_bits_answer_from_the_host_as_from_the_device(tmp_path: Path) -> None:
-    small = ("--port", "0", "--max-num-seqs", "4", "--dtype", "float32", "--max-model-len", "128", "--tp", "2")
-    model, texts = str(make_tiny(tmp_path / "tiny", attention_bias=True)), list[str]()
-    for number, more in enumerate(((), ("--kv-offload",))):
-        with ServerProcess(tmp_path / f"run{number}", model, *small, "--kv-cache-dtype", "int8", *more) as server:
-            texts.append(complete(server.wait_ready(), 40).json()["choices"][0]["text"])
-            assert "int8 KV cache" in server.log and ("two buffers" in server.log) == bool(more)
-            assert server.end() == 0
-    assert texts[0] == texts[1] and len(texts[0]) > 20
-
-
 def test_a_server_answers_as_without_and_says_what_it_moves(tmp_path: Path) -> None:
-    small = ("--port", "0", "--max-num-seqs", "4", "--dtype", "float32", "--max-model-len", "128")
-    model = str(make_tiny(tmp_path / "tiny"))
-    options = ("--kv-offload", "--tp", "2")
-    with ServerProcess(tmp_path / "offloaded", model, *small, *options) as server:
+    """With keys and values in 8 bits, as with those of other types in ``tests/model/cache/test_kv_cache.py``."""
+    model = make_tiny(tmp_path / "tiny", attention_bias=True)
+    options = ("--port", "0", "--max-num-seqs", "4", "--dtype", "float32", "--max-model-len", "128", "--tp", "2")
+    options += ("--kv-offload", "--kv-cache-dtype", "int8")
+    with ServerProcess(tmp_path / "offloaded", str(model), *options) as server:
         url = server.wait_ready()
-        assert complete(url, 40).json()["choices"][0]["text"] == greedy_text(Path(model), "hello", 40)
+        text = complete(url, 40).json()["choices"][0]["text"]
         log, metrics = server.log, get(f"{url}/metrics").text
         assert server.end() == 0
-    assert "two buffers, each for 32 blocks (512 tokens) of a layer" in log
+    assert text == greedy_text(model, "hello", 40, tp=2, kv_dtype=torch.int8) and len(text) > 20
+    assert "int8 KV cache" in log and "two buffers, each for 32 blocks (512 tokens) of a layer" in log
     assert "warning: on a CPU, host and device are one memory" in log
     moved = re.search(r"^tightwire_kv_offload_bytes_total (\S+)", metrics, re.MULTILINE)
     assert moved and float(moved[1]) > 0

@@ -110,10 +110,37 @@ def test_a_trace_holds_both_ranks_collectives_and_what_outlasts_the_grace_time_i
     assert "cancelling 1 sequences" in server.log
 
 
+def _says_five_lines_and_a_command_to_paste(server: ServerProcess, url: str) -> None:
+    wait_until(lambda: "  try  " in server.log, 10)
+    ready = server.log[server.log.index("ready in") :].splitlines()
+    assert ready[0].endswith(f" s at {url}")
+    assert [line.split()[0] for line in ready[1:6]] == ["model", "split", "AllReduce", "memory", "try"]
+    assert "2 ranks on cpu" in ready[2] and "over shared-memory: 2 + 2 heads" in ready[2]
+    assert "predicted" in ready[3] and " available in host memory; weights " in ready[4]
+    answer = subprocess.run(ready[5].split(maxsplit=1)[1], shell=True, capture_output=True, timeout=60, check=True)
+    assert b'"choices"' in answer.stdout
+    assert all(line.startswith("[") for line in server.log.partition("ready in")[0].splitlines()), server.log
+
+
+def _a_second_signal_ends_at_once(server: ServerProcess, url: str) -> None:
+    streaming, ranks = Streaming(url, ENDLESS), server.ranks()
+    for _ in range(3):  # a terminal, a shell and make may all pass on the same Ctrl-C
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    wait_until(lambda: "shutting down" in server.log, 20)
+    time.sleep(1)
+    assert server.process.poll() is None
+    assert server.end(signal.SIGINT, timeout_s=10) == 128 + signal.SIGINT
+    assert not any(map(is_alive, ranks))
+    streaming.finish(5)
+
+
 @pytest.mark.alone
 def test_a_killed_rank_is_named_to_every_client_and_another_server_goes_on(start: Start) -> None:
-    server, other = start(), start()
+    """The other one says what a start says, and ends at a second signal."""
+    server, other = start(), start("--log-level", "info")
     url, other_url = server.wait_ready(), other.wait_ready()
+    _says_five_lines_and_a_command_to_paste(other, other_url)
     want = complete(other_url, 20).json()["choices"][0]["text"]
     assert complete(url, 20).json()["choices"][0]["text"] == want
     ranks = server.ranks()
@@ -131,7 +158,7 @@ def test_a_killed_rank_is_named_to_every_client_and_another_server_goes_on(start
     assert reason in server.log
     assert not any(map(is_alive, ranks))
     assert complete(other_url, 20).json()["choices"][0]["text"] == want
-    assert other.end() == 0
+    _a_second_signal_ends_at_once(other, other_url)
 
 
 @pytest.mark.alone
@@ -163,21 +190,6 @@ def test_a_hung_step_is_noticed_though_the_rank_lives(start: Start) -> None:
     step = f"step {faulty_server.HANG_AT_STEP}"
     blamed, told = rf"rank 1 \(pid \d+\) has been at one step for \d+ s: {step}, after", r"\S+ \S+ \d+ B, #\d+"
     assert re.search(rf"{blamed} {told} \(rank 0: {step}: {told}, \d", server.log), server.log
-
-
-def test_a_second_signal_ends_it_at_once(start: Start) -> None:
-    server = start()
-    streaming = Streaming(server.wait_ready(), ENDLESS)
-    ranks = server.ranks()
-    for _ in range(3):  # a terminal, a shell and make may all pass on the same Ctrl-C
-        server.process.send_signal(signal.SIGINT)
-        time.sleep(0.05)
-    wait_until(lambda: "shutting down" in server.log, 20)
-    time.sleep(1)
-    assert server.process.poll() is None
-    assert server.end(signal.SIGINT, timeout_s=10) == 128 + signal.SIGINT
-    assert not any(map(is_alive, ranks))
-    streaming.finish(5)
 
 
 @pytest.mark.parametrize("when", ["loading", "serving"])
@@ -217,17 +229,3 @@ def test_what_cannot_run_is_refused_before_it_is_loaded(start: Start) -> None:
     assert "the KV cache does not fit; --kv-cache-memory" in server.log and "host memory:" in server.log
     assert "weights  " not in server.log.partition("KV cache")[0]
     assert not any(map(is_alive, ranks))
-
-
-def test_a_start_says_five_lines_and_a_command_to_paste(start: Start) -> None:
-    server = start("--log-level", "info", "--max-model-len", "256")
-    url = server.wait_ready()
-    wait_until(lambda: "  try  " in server.log, 10)
-    ready = server.log[server.log.index("ready in") :].splitlines()
-    assert ready[0].endswith(f" s at {url}")
-    assert [line.split()[0] for line in ready[1:]] == ["model", "split", "AllReduce", "memory", "try"]
-    assert "2 ranks on cpu" in ready[2] and "over shared-memory: 2 + 2 heads" in ready[2]
-    assert "predicted" in ready[3] and " available in host memory; weights " in ready[4]
-    answer = subprocess.run(ready[5].split(maxsplit=1)[1], shell=True, capture_output=True, timeout=60, check=True)
-    assert b'"choices"' in answer.stdout
-    assert all(line.startswith("[") for line in server.log.partition("ready in")[0].splitlines()), server.log
