@@ -77,7 +77,7 @@ def compare_layouts(
     room: Sequence[int] = (),
     shares: Sequence[float] | None = None,
 ) -> list[Row]:
-    """One host alone, then tensor by AllReduce, hybrid with the first AllReduce (of one rank on each host), and pipeline if it fits.
+    """One host alone, then tensor by AllReduce, hybrid with the first AllReduce, and pipeline if it fits.
 
     ``asked``: the sums, of a layout that sums. ``rates``: of each host. ``room``: the memory of each; empty: not limited.
     ``shares``: of each in tensors and stages, as stated; None: by the rates.
@@ -88,17 +88,21 @@ def compare_layouts(
     whole, shards = layer_bytes(inputs)[0], inputs.layout.shards
     each = len(shards) // len(rates)  # ranks of a host, of which the slowest decides
     parts = [layer_bytes(inputs, shard)[0] / whole for shard in shards]  # KV heads may be held twice
-    parts = [each * max(parts[first : first + each]) for first in range(0, len(parts), each)]
-    predictor = Predictor(work=work, hosts=rates, shares=parts, link=link.link, ranks_each=each)
+    of_hosts = [each * max(parts[first : first + each]) for first in range(0, len(parts), each)]
+    predictor = Predictor(work=work, hosts=rates, shares=of_hosts, link=link.link, ranks_each=each)
+    # In hybrid each rank is a stage, with its part of a host's speed and wire; all its hops count as between hosts.
+    ranks, behind = [host.scaled(1 / each) for host in rates for _ in range(each)], work.handed_bytes * each
+    by_rank = Predictor(work=replace(work, handed_bytes=behind), hosts=ranks, shares=parts, link=link.link)
     choosers = asked.comm.choosers.items()
     sums = {name: sums_of(own, work.num_layers, row_bytes, link.link) for name, own in choosers}
     (name, first), context = next(iter(sums.items())), min(CONTEXT, model.max_positions)
     alone = Predictor(work=work, hosts=rates[:1], shares=(1.0,), link=link.link).times("one host", "", None)
-    by_prompt = divide_layers(work.num_layers, shares or work.speeds(rates, _PROMPT_ROWS)).layers
+    speeds = [share for share in shares or work.speeds(rates, _PROMPT_ROWS) for _ in range(each)]
     found: list[tuple[Times, tuple[tuple[int, int], ...]]] = [(alone, ())]
     found += [(predictor.times("tensor", name, own), ()) for name, own in sums.items()]
-    if each == 1:
-        found.append((predictor.times("hybrid", name, first, by_prompt), by_prompt))
+    if each == 1 or len(ranks) <= work.num_layers:
+        by_prompt = divide_layers(work.num_layers, speeds).layers
+        found.append((by_rank.times("hybrid", name, first, by_prompt), by_prompt))
     if by_token := _token_stages(inputs, rates, work, room, shares):
         found.append((predictor.times("pipeline", "", None, by_token), by_token))
     rows = []

@@ -94,7 +94,9 @@ def test_auto_takes_what_fits_every_host(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_auto_counts_a_host_of_several_ranks_as_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     far, gib = network_facts([PairFacts((0, 1), 5e-3, 0.0, 12.5e6)]), 1 << 30
     chosen = _choose(monkeypatch, far, tp=4)
-    assert chosen.layout == "pipeline" and len(chosen.layers) == 2 and "hybrid" not in chosen.why
+    assert chosen.layout == "pipeline" and len(chosen.layers) == 2, "a host is a stage"
+    slow = _choose(monkeypatch, tp=4)
+    assert slow.layout == "hybrid" and len(slow.layers) == 4, "a rank is a stage"
     fast = network_facts([PairFacts((0, 1), 2e-6, 0.0, 100e9)])
     assert _choose(monkeypatch, fast, tp=4).layout == "tensor"
     (_, first), (_, last) = _choose(monkeypatch, far, (16 * gib, 5 * gib // 2), tp=4).layers
