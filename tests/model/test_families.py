@@ -18,7 +18,7 @@ from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.weights import WeightPlan
 
-_NUM_TOKENS = 12  # after the prompt
+_NUM_TOKENS = 6  # after the prompt
 _every_family = pytest.mark.parametrize("family", [family.names.name for family in FAMILIES])
 
 

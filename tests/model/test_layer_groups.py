@@ -26,7 +26,7 @@ from tightwire.server.ipc.messages import AddRequest
 from tightwire.server.plan.weight_decision import spread
 
 _FAMILIES = ["Gemma 3", "Gemma 2", "Mistral", "OLMo 3"]
-_PROMPT, _NUM_TOKENS, _CONTEXT = 150, 40, 320
+_PROMPT, _NUM_TOKENS, _CONTEXT = 150, 20, 320
 
 
 @pytest.fixture(scope="session")
@@ -150,16 +150,16 @@ def _opened(folder: Path):
     return open_checkpoint(str(folder))
 
 
-def _answers(local: LocalEngine, *, num_requests: int = 12) -> dict[str, list[Any]]:
+def _answers(local: LocalEngine, *, num_requests: int = 9) -> dict[str, list[Any]]:
     """Tokens and scores of a mixed load: long and short, drawn and greedy, with common beginnings, some repetitive."""
-    rng = random.Random(5)
+    rng = random.Random(3)
     stem = [rng.randrange(3, 300) for _ in range(130)]
     for index in range(num_requests):
         prompt = rng.choice([stem, stem[:99], [], [4, 5, 6, 4, 5] * 20]) + [
             rng.randrange(3, 300) for _ in range(rng.choice([1, 4, 30, 90]))
         ]
         params = SamplingParams(
-            max_tokens=rng.choice([3, 12, 60]),
+            max_tokens=rng.choice([3, 12, 40]),
             temperature=rng.choice([0.0, 0.0, 0.8]),
             seed=index,
             ignore_eos=True,
@@ -185,7 +185,7 @@ _LOADS: dict[str, dict[str, Any]] = {
     "8 bits, two ranks, prefix cache all": {"tp": 2, "kv_dtype": torch.int8, "prefix_cache": "all"},
     "weights stream": {"weight_plan": _STREAMED, "most_rows": 48},
     "weights stream, 8 bits, two ranks, preempted": {
-        "num_blocks": 100,
+        "num_blocks": 80,
         "tp": 2,
         "weight_plan": _STREAMED,
         "kv_dtype": torch.int8,
@@ -223,9 +223,9 @@ def test_answers_are_those_of_an_unbounded_cache(name: str, folders) -> None:
 
 
 @pytest.mark.parametrize("family", ["Mistral", "Gemma 2"])
-def test_20_requests_together_answer_as_each_alone(family: str, folders) -> None:
+def test_12_requests_together_answer_as_each_alone(family: str, folders) -> None:
     rng = random.Random(3)
-    prompts = [[rng.randrange(3, 300) for _ in range(rng.choice([5, 40, 120, 200]))] for _ in range(20)]
+    prompts = [[rng.randrange(3, 300) for _ in range(rng.choice([5, 40, 120, 200]))] for _ in range(12)]
     given: dict[str, Any] = {"max_model_len": _CONTEXT, "max_num_batched_tokens": 96, "num_blocks": 75}
     with local_engine(_opened(folders(family)), **given) as local:
         together = continue_prompts(local.engine, prompts, max_tokens=40)

@@ -1,10 +1,8 @@
 """Answers of transformers, the reference of the parity tests."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -12,8 +10,8 @@ from tightwire.model.checkpoint.tensors import expected_tensors
 from tightwire.model.open import Checkpoint
 
 
-def save_as_folder(checkpoint: Checkpoint, folder: Path) -> Path:
-    """The checkpoint's weights, unpacked to float32, as a Hugging Face folder that transformers opens by itself."""
+def reference_of(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """transformers' model of the numbers that the checkpoint's weights stand for."""
     config, reader = checkpoint.config, checkpoint.reader()
     theirs = LlamaConfig(
         hidden_size=config.hidden_size,
@@ -29,13 +27,11 @@ def save_as_folder(checkpoint: Checkpoint, folder: Path) -> Path:
         tie_word_embeddings=config.tied_embeddings,
         architectures=["LlamaForCausalLM"],
     )
-    theirs.save_pretrained(folder)
     tensors: dict[str, Tensor] = {}
     for name, shape in expected_tensors(config):
         tensors[name] = torch.empty(shape, dtype=torch.float32)
         reader.read_into(tensors[name], name, rows=range(len(tensors[name])))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return LlamaForCausalLM.from_pretrained(None, config=theirs, state_dict=tensors, dtype=dtype).eval()
 
 
 @torch.inference_mode()

@@ -5,19 +5,17 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers.model.transformers_reference import logits, save_as_folder
+from helpers.model.transformers_reference import logits, reference_of
 from helpers.server.local_engine import continue_prompts, local_engine, prompt_logits, run_to_end
 from helpers.server.parity_prompts import SHORT, long_text
-from transformers import LlamaForCausalLM
 
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.ipc.messages import AddRequest
 
-_NUM_TOKENS = 16
-_NUM_SPLIT_TOKENS = 8
-_NUM_BFLOAT16_TOKENS = 24
-_LONG = 600  # tokens: two steps of at most 512
+_NUM_TOKENS = 8
+_NUM_BFLOAT16_TOKENS = 12
+_LONG = 528  # tokens: two steps of at most 512
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -38,11 +36,6 @@ def prompts(checkpoint: Checkpoint) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_as_folder(checkpoint, tmp_path_factory.mktemp("smollm2"))
-
-
-@pytest.fixture(scope="module")
 def float32_answers(checkpoint: Checkpoint, prompts: list[list[int]]) -> list[list[int]]:
     """One rank's."""
     with local_engine(checkpoint) as local:
@@ -50,10 +43,10 @@ def float32_answers(checkpoint: Checkpoint, prompts: list[list[int]]) -> list[li
 
 
 def test_float32_tokens_are_those_of_transformers_and_logits_within_a_thousandth(
-    checkpoint: Checkpoint, folder: Path, prompts: list[list[int]], float32_answers: list[list[int]]
+    checkpoint: Checkpoint, prompts: list[list[int]], float32_answers: list[list[int]]
 ) -> None:
     """What transformers would continue a prompt with is the best token at each place after those before it."""
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = reference_of(checkpoint)
 
     with local_engine(checkpoint) as local:
         for prompt, answer in zip(prompts, float32_answers, strict=True):
@@ -69,8 +62,8 @@ def test_float32_tokens_do_not_depend_on_the_split(
 ) -> None:
     own = slice(tp - 2, None, 3)  # a third of the prompts each
     with local_engine(checkpoint, tp=tp, all_reduce=algorithm) as local:
-        answers = continue_prompts(local.engine, prompts[own], max_tokens=_NUM_SPLIT_TOKENS)
-    assert answers == [answer[:_NUM_SPLIT_TOKENS] for answer in float32_answers[own]]
+        answers = continue_prompts(local.engine, prompts[own], max_tokens=_NUM_TOKENS)
+    assert answers == float32_answers[own]
 
 
 class Answer(NamedTuple):
@@ -78,12 +71,10 @@ class Answer(NamedTuple):
     top5: list[list[int]]  # best first, at each generated place
 
 
-def test_bfloat16_parts_only_between_near_equals(
-    checkpoint: Checkpoint, folder: Path, prompts: list[list[int]]
-) -> None:
+def test_bfloat16_parts_only_between_near_equals(checkpoint: Checkpoint, prompts: list[list[int]]) -> None:
     """At every place, after the same tokens, each side's choice is among the other's five best; one rank and two."""
     few = prompts[:13:4]  # bfloat16 is slow in transformers where a CPU has no products of it
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model = reference_of(checkpoint, torch.bfloat16)
 
     for tp in (1, 2):
         for prompt, answer in zip(few, _answers_with_top5(checkpoint, few, tp), strict=True):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.model.quantized_folders import SCHEMES, make_quantized
 from helpers.model.tiny_gguf import make_tiny_gguf
-from helpers.model.transformers_reference import greedy, logits, save_as_folder
+from helpers.model.transformers_reference import greedy, logits, reference_of
 from helpers.server.local_engine import continue_prompts, local_engine, prompt_logits
 from tiny import VARIANTS, make_tiny
 from transformers import LlamaForCausalLM
@@ -48,7 +48,7 @@ def test_packed_weights_answer_as_transformers_does_with_the_same_numbers(quant:
     """Greedy tokens in float32 are those of the weights that the blocks stand for, however many ranks hold them."""
     path = make_tiny_gguf(tmp_path / "m.gguf", quant, head_dim=32)
     checkpoint = open_checkpoint(str(path))
-    model = _reference(save_as_folder(checkpoint, tmp_path / "expanded"))
+    model = reference_of(checkpoint)
     wanted = [greedy(model, prompt, _NUM_TOKENS) for prompt in _PROMPTS]
 
     for tp in (1, 2, 3, 4):
@@ -60,7 +60,7 @@ def test_packed_weights_answer_as_transformers_does_with_the_same_numbers(quant:
 def test_other_projects_quantized_folders_answer_as_the_numbers_they_stand_for(scheme: str, tmp_path: Path) -> None:
     make_quantized(tmp_path / "m", SCHEMES[scheme])
     checkpoint = open_checkpoint(str(tmp_path / "m"))
-    model = _reference(save_as_folder(checkpoint, tmp_path / "expanded"))
+    model = reference_of(checkpoint)
     wanted = [greedy(model, prompt, _NUM_TOKENS) for prompt in _PROMPTS]
 
     for tp in (1, 2, 3):
