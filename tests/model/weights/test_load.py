@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +109,9 @@ def test_each_rank_gets_its_slices(tmp_path: Path, variant: str, world_size: int
         assert (weights.outer.head is weights.outer.embedding) == checkpoint.config.tied_embeddings
 
 
+# Each case in a child of a process that has imported everything.
 _MEASURE = """
-import json, sys, torch
+import json, os, sys, torch
 from pathlib import Path
 from tightwire.model.open import open_checkpoint
 from tightwire.large_file import PAGE_BYTES
@@ -124,54 +123,59 @@ def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
+def measure(location, quantization):
+    checkpoint = open_checkpoint(location)
+    shard = make_layout(checkpoint.config, 2).shards[1]
+    formats = choose_formats(checkpoint.reader(), checkpoint.config, quantization)
+    torch.ones(100).bfloat16().float()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    before = status("VmRSS")
+    load = load_resident(checkpoint.reader(), checkpoint.config, shard, dtype=torch.bfloat16, formats=formats)
+    print(json.dumps([status("VmHWM") - before, weight_bytes(checkpoint.config, shard, formats, 2)]), flush=True)
+
 torch.set_num_threads(1)
-checkpoint = open_checkpoint(sys.argv[1])
-shard = make_layout(checkpoint.config, 2).shards[1]
-formats = choose_formats(checkpoint.reader(), checkpoint.config, sys.argv[2])
-torch.ones(100).bfloat16().float()
-Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-before = status("VmRSS")
-load = load_resident(checkpoint.reader(), checkpoint.config, shard, dtype=torch.bfloat16, formats=formats)
-print(json.dumps([status("VmHWM") - before, weight_bytes(checkpoint.config, shard, formats, 2)]))
+for case in json.loads(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        measure(*case)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, case
 """
 
 _BIG: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 5, "vocab_size": 8192}
 
 
+_KINDS = (("safetensors", "none"), ("Q8_0", "none"), ("Q8_0", "auto"), ("safetensors", "int8"))
+
+
 @pytest.fixture(scope="module")
-def big_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Makes the model of a kind, once."""
-
-    @cache
-    def make(kind: str) -> Path:
-        folder = tmp_path_factory.mktemp("big")
-        if kind == "safetensors":
-            return make_tiny(folder / "m", dtype="bfloat16", **_BIG)
-        return make_tiny_gguf(folder / "m.gguf", kind, **_BIG)
-
-    return make
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[int, int]]:
+    """What each kind's memory grew by, and its share."""
+    folder = tmp_path_factory.mktemp("big")
+    models = {
+        "safetensors": make_tiny(folder / "m", dtype="bfloat16", **_BIG),
+        "Q8_0": make_tiny_gguf(folder / "m.gguf", "Q8_0", **_BIG),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, json.dumps([(str(models[kind]), name) for kind, name in _KINDS])],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(_KINDS, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(
-    ("kind", "quantization"),
-    [("safetensors", "none"), ("Q8_0", "none"), ("Q8_0", "auto"), ("safetensors", "int8")],
-)
+@pytest.mark.parametrize(("kind", "quantization"), _KINDS)
 def test_peak_memory_of_a_rank_stays_near_its_share(
-    big_models: Callable[[str], Path], kind: str, quantization: str
+    kind: str, quantization: str, measured: dict[tuple[str, str], tuple[int, int]]
 ) -> None:
     """Pages of the file that are mapped count too, so this bounds anonymous and file memory together."""
-    done = subprocess.run(
-        [sys.executable, "-c", _MEASURE, str(big_models(kind)), quantization],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    growth, share = json.loads(done.stdout)
+    growth, share = measured[kind, quantization]
     assert share > (90e6 if quantization == "none" else 45e6)
     # The piece in hand: at most 8 MiB of file; where numbers are unpacked or packed, float32 copies and temporaries as well.
     piece = (48 if (kind, quantization) in (("Q8_0", "none"), ("safetensors", "int8")) else 24) << 20
