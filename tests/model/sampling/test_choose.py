@@ -80,7 +80,7 @@ FILTERS = [
 
 
 # Rows one by one take longer; that they draw what rows together draw, for any cuts, has a test of its own below.
-@pytest.mark.parametrize(("cuts", "by_row", "num_seeds"), [((), True, 1000), ((2, 5), False, 3000)])
+@pytest.mark.parametrize(("cuts", "by_row", "num_seeds"), [((), True, 500), ((2, 5), False, 2500)])
 @pytest.mark.parametrize("changes", FILTERS, ids=str)
 def test_draws_agree_with_the_filtered_distribution(
     changes: dict[str, Any], cuts: tuple[int, ...], by_row: bool, num_seeds: int
@@ -168,7 +168,7 @@ def random_row(chance: random.Random) -> Row:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     levels=st.sampled_from([2, 9, 1000]),
@@ -246,7 +246,7 @@ def test_masses_are_told_only_where_a_token_is_before_the_best() -> None:
     assert sampler.gather.message_bytes == [3 * 8 * FRONT, 8 * (FRONT + 1)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     spread=st.sampled_from([0.0, 0.5, 3.0, 30.0]),

@@ -56,10 +56,11 @@ def test_noise_is_gumbels_and_uncorrelated(along: str) -> None:
     if along == "ids":
         got = noise(5, 3, torch.arange(n)).numpy()
     else:
-        ids = torch.tensor([7])
-        got = np.array(
-            [noise(s if along == "seeds" else 5, s if along == "positions" else 3, ids).item() for s in range(n)]
-        )
+        seeds = [mix_seed(s if along == "seeds" else 5) for s in range(n)]
+        positions = np.arange(n) if along == "positions" else np.full(n, 3)
+        streams_R1 = torch.from_numpy(hashed(np.array(seeds) + steps_of(positions)))[:, None]
+        got = scores_of(torch.zeros(n, 1), steps_of(torch.tensor([7])), torch.ones(n, 1), streams_R1)[:, 0].numpy()
+        assert got[9] == noise(9 if along == "seeds" else 5, 9 if along == "positions" else 3, torch.tensor([7])).item()
     uniform = np.exp(-np.exp(-got))
     counts = np.bincount((uniform * 50).astype(int), minlength=50)
     assert ((counts - n / 50) ** 2 / (n / 50)).sum() < 110  # chi-square, 49 degrees of freedom: p = 1e-6
