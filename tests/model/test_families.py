@@ -19,6 +19,9 @@ from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.weights import WeightPlan
 
 _NUM_TOKENS = 6  # after the prompt
+_FEW = (
+    PROMPT + 2
+)  # tokens, of which two are generated: where ranks and dtypes differ, each more repeats the same kernels
 _every_family = pytest.mark.parametrize("family", [family.names.name for family in FAMILIES])
 
 
@@ -66,7 +69,8 @@ def test_tokens_and_logits_of_transformers(family: str, num_ranks: int, folders)
 def test_many_ranks_share_kv_heads(family: str, num_ranks: int, wide_folders) -> None:
     """Two KV heads of which each rank keeps one, and nine groups of MLP columns."""
     tokens, want = _theirs(wide_folders(family))
-    _assert_close(run_in_process(num_ranks, rank_logits, str(wide_folders(family)), tokens[:-1])[0], want)
+    got = run_in_process(num_ranks, rank_logits, str(wide_folders(family)), tokens[:_FEW])[0]
+    _assert_close(got, want[:_FEW])
 
 
 @_every_family
@@ -76,7 +80,8 @@ def test_16_bits_over_ranks_are_as_close_as_they_round(
     family: str, dtype: torch.dtype, num_ranks: int, folders
 ) -> None:
     tokens, want = _theirs(folders(family))
-    got = run_in_process(num_ranks, rank_logits, str(folders(family)), tokens[:-1], dtype)[0]
+    want = want[:_FEW]
+    got = run_in_process(num_ranks, rank_logits, str(folders(family)), tokens[:_FEW], dtype)[0]
     assert got is not None and (got - want).abs().max() < 16 * torch.finfo(dtype).eps * want.abs().max()
 
 

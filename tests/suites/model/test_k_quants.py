@@ -35,7 +35,7 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "num_hidden_layers": NUM_LAYERS,
 }
-_TOKENS = list(range(3, PROMPT + 9))
+_TOKENS = list(range(3, PROMPT + 6))
 _every_mix = pytest.mark.parametrize("mix", _MIXES)
 
 

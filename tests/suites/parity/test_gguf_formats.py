@@ -30,7 +30,7 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": 12,
     "num_key_value_heads": 2,
 }
-_NUM_TOKENS = PROMPT + 6
+_NUM_TOKENS = PROMPT + 3
 _RANKS = (1, 2, 3)
 _every_format = pytest.mark.parametrize("kind", list(PACKED_FORMATS))
 _every_split = pytest.mark.parametrize("num_ranks", _RANKS)
