@@ -23,8 +23,8 @@ REQUESTS: dict[str, tuple[list[int], dict[str, Any]]] = {
 
 
 def params(changes: dict[str, Any]) -> SamplingParams:
-    """Return the parameters of a request of up to 20 tokens, with ``changes``."""
-    return SamplingParams(**({"max_tokens": 20, "ignore_eos": True} | changes))
+    """Return the parameters of a request of up to 14 tokens, with ``changes``."""
+    return SamplingParams(**({"max_tokens": 14, "ignore_eos": True} | changes))
 
 
 def tokens_among_neighbours(engine: Engine, rng: random.Random) -> dict[str, list[int]]:

@@ -98,8 +98,8 @@ def plain_texts(models: dict[str, Checkpoint], dtype: torch.dtype = torch.float3
 
 
 def run(local: LocalEngine) -> Any:
-    greedy = continue_prompts(local.engine, _PROMPTS, max_tokens=40)
-    return greedy, continue_prompts(local.engine, _PROMPTS, temperature=1.0, top_p=0.9, seed=7, max_tokens=40)
+    greedy = continue_prompts(local.engine, _PROMPTS, max_tokens=24)
+    return greedy, continue_prompts(local.engine, _PROMPTS, temperature=1.0, top_p=0.9, seed=7, max_tokens=24)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def _mixed_requests() -> list[AddRequest]:
     for number in range(12):
         prompt = rng.choice(stems)[: rng.randint(1, 60)] + [rng.randrange(256) for _ in range(rng.randint(1, 20))]
         params = SamplingParams(
-            max_tokens=rng.choice([1, 50, 80]),
+            max_tokens=rng.choice([1, 40, 70]),
             temperature=rng.choice([0.0, 1.0]),
             seed=number,
             top_k=rng.choice([0, 5]),

@@ -53,7 +53,7 @@ def _answers(
     with local_engine(checkpoint, tp=num_stages * ranks_each, stages=stages, **options) as local:
         for name in names:
             prompt, changes = REQUESTS[name]
-            if len(prompt) + 20 > options["max_model_len"]:
+            if len(prompt) + 14 > options["max_model_len"]:
                 continue
             local.engine.add(AddRequest(name, prompt, params(changes)))
         outputs = run_to_end(local.engine)

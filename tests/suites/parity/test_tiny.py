@@ -138,7 +138,7 @@ def test_chunked_prefill_changes_nothing(max_num_batched_tokens: int, tmp_path: 
 def test_what_the_prefix_cache_has_changes_no_bit(prefix_cache: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Chats that go on from their own answers, side by side, against each turn computed from nothing."""
     checkpoint = open_checkpoint(str(make_tiny(tmp_path)))
-    settings = {"temperature": 1.0, "seed": 7, "max_tokens": 20}
+    settings = {"temperature": 1.0, "seed": 7, "max_tokens": 14}
 
     def turns(prefix_cache: str) -> tuple[list[list[list[int]]], int]:
         answers, hits = [], 0
@@ -201,7 +201,7 @@ _SUFFIX = Drafter(max_tokens=16, longest=16, shortest=1, num_places=32, num_rece
 )
 def test_guessed_tokens_change_no_bit(drafter: Drafter, temperature: float, dtype: torch.dtype, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(make_tiny(tmp_path)))
-    settings = {"temperature": temperature, "seed": 7, "max_tokens": 80, "frequency_penalty": -1.0}  # repeats itself
+    settings = {"temperature": temperature, "seed": 7, "max_tokens": 48, "frequency_penalty": -1.0}  # repeats itself
     texts = []
     for guessing in (None, drafter):
         with local_engine(checkpoint, tp=2, dtype=dtype, max_model_len=256, max_num_seqs=4, drafter=guessing) as local:
@@ -215,7 +215,7 @@ def test_guessed_tokens_change_no_bit(drafter: Drafter, temperature: float, dtyp
 def test_bfloat16_text_is_the_same_alone_and_in_a_crowd(num_blocks: int, tmp_path: Path) -> None:
     """Sampled with a seed: neighbours, chunks, arrival order and preemption leave every bit of a row as it was."""
     checkpoint = open_checkpoint(str(make_tiny(tmp_path)))
-    settings = {"temperature": 1.0, "seed": 7, "max_tokens": 60}
+    settings = {"temperature": 1.0, "seed": 7, "max_tokens": 32}
 
     with local_engine(checkpoint, tp=2, dtype=torch.bfloat16, max_model_len=256) as local:
         alone = [continue_prompts(local.engine, [prompt], **settings)[0] for prompt in _PROMPTS]
