@@ -3,10 +3,9 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
@@ -14,13 +13,13 @@ from rich.text import Text
 from tightwire.comm.policy.choose import Chooser, PolicyRequest, Verdict
 from tightwire.comm.policy.rules import PHASES, Choice, describe_layers
 from tightwire.model.adapters.product import AdapterRoom, adapter_bytes
-from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.layout import make_layout
-from tightwire.model.open import fingerprint
+from tightwire.model.open import Checkpoint, fingerprint, formats_of
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.hosts.launcher import planned_hosts
 from tightwire.server.hosts.place import last_probe
 from tightwire.server.plan.comm_decision import CommDecision, decide_sums, policy_requests
+from tightwire.server.plan.layout_decision import decide_stages
+from tightwire.server.plan.layout_table import memory_inputs
 from tightwire.server.plan.rank_bytes import CacheShape
 from tightwire.server.plan.run_plan import (
     describe_adapters,
@@ -30,7 +29,7 @@ from tightwire.server.plan.run_plan import (
     open_model,
     plan_adapters,
 )
-from tightwire.server.plan.setting import requested_link
+from tightwire.server.plan.setting import DecidedSetting, requested_link
 from tightwire.sizes import aligned, format_bytes
 
 _SITES = ("o_proj", "down_proj")
@@ -62,7 +61,7 @@ def run(config: ServeConfig, as_json: bool, network: bool) -> None:
     config, checkpoint = open_model(config)
     model = checkpoint.config
     sums = decide_sums(config, model, link or requested_link(config.parallel), fingerprint(checkpoint))
-    adapters = _explain_adapters(config, model, sums.decided.dtype)
+    adapters = _explain_adapters(config, checkpoint, sums.decided)
     draft = open_draft(config, checkpoint)
     drafts = draft and describe_draft(draft.name, draft_inputs(config, draft, sums.decided))
     decision, request = sums.comm, next(iter(policy_requests(config, model).values()))
@@ -78,14 +77,16 @@ def run(config: ServeConfig, as_json: bool, network: bool) -> None:
             console.print(line, markup=False)
 
 
-def _explain_adapters(config: ServeConfig, model: LlamaConfig, dtype: str) -> str:
+def _explain_adapters(config: ServeConfig, checkpoint: Checkpoint, decided: DecidedSetting) -> str:
     """Describe the memory of LoRA adapters; empty without them."""
+    model, formats = checkpoint.config, formats_of(checkpoint, config.model.quantization)
     plan = plan_adapters(config.adapters, model)
     if plan is None:
         return ""
-    layout = make_layout(model, config.parallel.tp, config.parallel.tp_split)
-    elem_bytes, room = getattr(torch, dtype).itemsize, AdapterRoom(plan.num_slots, plan.max_rank)
-    return describe_adapters(plan, [adapter_bytes(model, shard, room, elem_bytes) for shard in layout.shards])
+    stages = decide_stages(config, model, formats, decided, checkpoint.prepared is not None)
+    inputs = replace(memory_inputs(config, model, formats, decided), stages=stages)
+    room = AdapterRoom(plan.num_slots, plan.max_rank)
+    return describe_adapters(plan, [adapter_bytes(*part, room, inputs.elem_bytes) for part in inputs.parts])
 
 
 def explain(chooser: Chooser, request: PolicyRequest, elem_bytes: int, num_layers: int) -> list[Explained]:

@@ -124,12 +124,12 @@ def _obstacles(
         (weights not in ("auto", "resident"), f"--weights {weights}", "the layers of a stage stay in memory"),
         (engine.kv_offload, "--kv-offload", "a stage has its keys and values in memory"),
         (engine.plan_ahead == "on", "--plan-ahead on", "several steps are under way already"),
-        (config.adapters.lora or config.adapters.lora_dir, "--lora", "a stage's whole layers have no adapters"),
         (prepared, "a prepared folder", "it has no whole layers, which a stage computes"),
         (num_stages > model.num_layers, f"--tp {parallel.tp}", few),
     ]
     if layout == "hybrid":
-        cached = engine.prefix_cache == "all"
+        lora, cached = config.adapters.lora or config.adapters.lora_dir, engine.prefix_cache == "all"
+        given.append((lora, "--lora", "a stage's whole layers have no adapters"))
         given.append((cached, "--prefix-cache all", "a stage has no keys and values of generated tokens"))
     else:
         drafts, transport, alone = engine.speculation, parallel.transport, num_stages == parallel.tp

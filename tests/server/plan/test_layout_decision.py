@@ -38,7 +38,6 @@ _REFUSED_BY_STAGES: list[tuple[dict[str, Any], str]] = [
     ({"weights": "stream"}, "--weights stream"),
     ({"kv_offload": True}, "--kv-offload"),
     ({"plan_ahead": "on"}, "--plan-ahead on"),
-    ({"lora_dir": "adapters"}, "--lora"),
 ]
 
 
@@ -78,6 +77,7 @@ def test_auto_takes_what_answers_soonest(monkeypatch: pytest.MonkeyPatch) -> Non
     far = network_facts([PairFacts((0, 1), 5e-3, 0.0, 12.5e6)])
     assert _choose(monkeypatch, far).layout == "pipeline"
     assert _choose(monkeypatch, far, speculation="ngram").layout == "hybrid", "a pipeline has no drafts"
+    assert _choose(monkeypatch, lora_dir="adapters").layout == "pipeline", "hybrid has no adapters"
 
 
 def test_auto_takes_what_fits_every_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_auto_counts_a_host_of_several_ranks_as_one_stage(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"lora_dir": "adapters"}, "hybrid does not combine with --lora: a stage's whole layers have no adapters"),
+        ({"kv_offload": True}, "hybrid does not combine with --kv-offload: a stage has its keys and values in memory"),
         ({"allreduce": "flash-int8"}, "AllReduces are named, and stages sum no prompts"),
         ({"allreduce_extra": ("flash-int8",)}, "AllReduces are named, and stages sum no prompts"),
     ],
@@ -168,6 +168,7 @@ def test_a_stage_takes_memory_for_its_layers_and_their_kv_heads() -> None:
     [
         *_REFUSED_BY_STAGES,
         ({"prefix_cache": "all"}, "--prefix-cache all"),
+        ({"lora_dir": "adapters"}, "--lora"),
     ],
 )
 def test_what_hybrid_does_not_work_with_is_refused_by_name(options: dict[str, Any], named: str) -> None:

@@ -12,7 +12,8 @@ import torch
 from helpers.comm.fixed_policy import fixed_policy
 from helpers.fuzz import fuzz_seeds
 from helpers.model.family_models import make_family_folder
-from helpers.server.local_engine import local_engine, run_to_end
+from helpers.model.lora import make_adapter
+from helpers.server.local_engine import continue_prompts, local_engine, run_to_end
 from helpers.server.staged_requests import REQUESTS, params, tokens_among_neighbours
 from msgspec.structs import replace
 from tiny import VARIANTS, make_tiny
@@ -199,6 +200,21 @@ def test_a_request_chooses_the_sums_of_a_stages_ranks(tmp_path: Path) -> None:
         told.append({name: [token for each in own for token in each.token_ids] for name, own in outputs.items()})
     assert told[0] == told[1]
     assert told[0]["one-shot 0"] != told[0]["flash:int4-g32,int4-g32 0"], "the AllReduces change nothing"
+
+
+@pytest.mark.parametrize("ranks_each", [1, 2])
+def test_adapters_of_requests_change_the_layers_of_each_stage(
+    ranks_each: int, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folders = [make_adapter(tmp_path / str(seed), checkpoint.config, seed=seed) for seed in range(2)]
+    prompts, told = [[3, 4, 5], [3, 4, 5], [3, 4, 5], list(range(1, 60))], []
+    for num_stages in (1, 2):
+        stages = _pipeline(num_stages, checkpoint, ranks_each)
+        options = _OPTIONS | {"tp": num_stages * ranks_each, "stages": stages, "adapters": folders}
+        with local_engine(checkpoint, **options) as local:
+            told.append(continue_prompts(local.engine, prompts, [0, 1, 2, 1], max_tokens=12))
+    assert told[0] == told[1]
+    assert len({*map(tuple, told[0][:3])}) == 3, "an adapter changes nothing"
 
 
 def test_the_first_rank_of_a_stage_of_several_sends_its_rows(checkpoint: Checkpoint) -> None:
