@@ -55,7 +55,7 @@ def _compiled(kernel: Any, capability: int, types: dict[str, Any], constants: di
 
 @pytest.mark.parametrize(
     ("name", "capability"),
-    [("int5-had", A100), ("int3-sym", H100), ("fp8", A100), *([("int8", H100)] if _AOT else ())],
+    [("int5", A100), ("int3-sym", H100), ("fp8", A100), *([("int5-had", A100), ("int8", H100)] if _AOT else ())],
 )
 def test_encode_and_decode(name: str, capability: int) -> None:
     from tightwire.kernels.cuda.block_quant import _decode, _encode
@@ -103,8 +103,8 @@ def test_encoding_that_carries_what_it_loses(name: str) -> None:
     [
         (None, H100),
         (("none", "none"), A100),
-        (("int4", "int8"), H100),
         (("int4-g64-sym-had-ef", "int8-g64-had-ef"), A100),
+        *([(("int4", "int8"), H100)] if _AOT else ()),
     ],
 )
 def test_all_reduce(codecs: tuple[str, str] | None, capability: int) -> None:
@@ -155,11 +155,11 @@ TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"
     ("capability", "dtype", "head_dim", "per_kv_head", "cap_log2"),
     [
         (L40, torch.float16, 128, 8, 72.0),
-        (A100, torch.bfloat16, 64, 3, 0.0),
         (H100, torch.bfloat16, 256, 8, 72.0),  # the least room in shared memory
         (L40, torch.float32, 64, 3, 0.0),
         *(
             (
+                (A100, torch.bfloat16, 64, 3, 0.0),
                 (H100, torch.bfloat16, 128, 4, 0.0),
                 (L40, torch.bfloat16, 80, 1, 72.0),
                 (H100, torch.float32, 128, 4, 72.0),

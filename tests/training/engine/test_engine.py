@@ -15,7 +15,7 @@ ZERO3 = EngineOptions()
 FROZEN = ("model.embed_tokens", "model.layers.0", "model.layers.2.mlp", "model.layers.3.input_layernorm")
 
 
-_NUM_STEPS = 8
+_NUM_STEPS = 5
 
 
 @cache

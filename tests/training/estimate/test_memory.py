@@ -38,7 +38,7 @@ _CASES = {
             "parallel.checkpoint_every=1",
             "data.sequence_tokens=96",  # so that backward takes more than the optimizer's step
         )
-        for name in ("none", "zero3", "hybrid")
+        for name in ("none", "zero3")
     },
     "every-second": ("parallel.sharding=zero3", "parallel.checkpoint_every=2"),
     "zero++": (
