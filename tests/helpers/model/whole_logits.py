@@ -11,13 +11,12 @@ from tightwire.model.step import StepPlan
 
 def whole_logits(runner: ModelRunner, plan: StepPlan) -> Tensor | None:
     """Run a step and gather the columns of all ranks; None on the others and without rows."""
-    logits_RV, parallel = runner.execute(plan), runner._model.parallel
-    group, shards = parallel._group, parallel._layout.shards
+    logits_RV, group = runner.execute(plan), runner._model.parallel._group
     if logits_RV is None or group.world_size == 1:
         return logits_RV
-    most = max(len(shard.vocab_rows) for shard in shards)
-    padded_RV = F.pad(logits_RV, (0, most - logits_RV.shape[1]))
+    widths = [int(width) for (width,) in group.gather_numbers([logits_RV.shape[1]])]
+    padded_RV = F.pad(logits_RV, (0, max(widths) - logits_RV.shape[1]))
     parts = all_gather(group, padded_RV, phase=plan.phase, site="logits")
     if group.rank != 0:
         return None
-    return torch.cat([part[:, : len(shard.vocab_rows)] for part, shard in zip(parts, shards, strict=True)], 1)
+    return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
