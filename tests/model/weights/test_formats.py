@@ -1,7 +1,8 @@
 """Formats of matrices: the result of each --quantization, its description and bytes, and refusals by name."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -207,12 +208,20 @@ def numbers_of(weights: ResidentWeights) -> dict[str, torch.Tensor]:
     return {name: dequantize(matrix, torch.float32) for name, matrix in fields.items()}
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The file of each format, made once."""
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 256, "num_attention_heads": 4}
+    return cache(lambda quant: make_tiny_gguf(tmp_path_factory.mktemp(quant) / "m.gguf", quant, **sizes))
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("quant", sorted(PACKED_FORMATS))
-def test_a_file_s_blocks_are_the_numbers_that_it_expands_to(quant: str, world_size: int, tmp_path: Path) -> None:
+def test_a_file_s_blocks_are_the_numbers_that_it_expands_to(
+    quant: str, world_size: int, files: Callable[[str], Path]
+) -> None:
     """Slices of every rank, query and key rows put in order."""
-    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 256, "num_attention_heads": 4}
-    checkpoint = open_checkpoint(str(make_tiny_gguf(tmp_path / "m.gguf", quant, **sizes)))
+    checkpoint = open_checkpoint(str(files(quant)))
     formats = choose_formats(checkpoint.reader(), checkpoint.config, "auto")
     assert set(formats.packed.values()) == {PACKED_FORMATS[quant]} and not formats.plain
     layout = split_model(checkpoint.config, formats, world_size)

@@ -70,7 +70,7 @@ def _stream(table: TokenTable, ids: list[int], **options: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(ids=_ids, skip=st.booleans())
 def test_stream_equals_decode_for_any_ids(name: str, ids: list[int], skip: bool) -> None:
     backend = BACKENDS[name]
@@ -163,7 +163,7 @@ def _reference(stops: list[str], text: str, *, include: bool) -> tuple[str, str 
     return text, None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     stops=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
     text=st.text("abc\n", max_size=20),

@@ -3,13 +3,11 @@
 import asyncio
 import json
 from collections.abc import Iterator
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
-from anthropic import Anthropic, AsyncAnthropic
-from anthropic.types import Message, RawMessageStreamEvent
 from helpers.server.fake_engine import FakeEngine, app_for, byte_tokenizer, planned, says, serve
 from helpers.server.sampling_engine import SamplingEngine
 from jsonschema_rs import validator_for
@@ -18,6 +16,9 @@ from pydantic import TypeAdapter
 from tightwire.model.text.tokenizer import CHAT_TEMPLATE
 from tightwire.server.config.http import HttpOptions
 from tightwire.server.ipc.engine_client import EngineState, Phase
+
+if TYPE_CHECKING:  # collecting tests imports it in every worker, which takes two seconds of each
+    from anthropic import Anthropic
 
 KEY = "secret"
 SCHEMA: dict[str, Any] = {
@@ -37,7 +38,11 @@ def body(**fields: Any) -> Any:
     return BODY | fields
 
 
-EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+@cache
+def event_type() -> TypeAdapter[Any]:
+    from anthropic.types import RawMessageStreamEvent
+
+    return TypeAdapter(RawMessageStreamEvent)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +60,9 @@ def engine(served: tuple[str, FakeEngine]) -> FakeEngine:
 
 
 @pytest.fixture
-def api(served: tuple[str, FakeEngine], engine: FakeEngine) -> Iterator[Anthropic]:
+def api(served: tuple[str, FakeEngine], engine: FakeEngine) -> "Iterator[Anthropic]":
+    from anthropic import Anthropic
+
     with Anthropic(base_url=served[0], api_key=KEY, max_retries=0, timeout=60) as client:
         yield client
 
@@ -76,7 +83,7 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         if event["type"] not in ("ping", "error"):
-            assert EVENT.validate_python(event).type == event["type"]
+            assert event_type().validate_python(event).type == event["type"]
         events.append(event)
     return events
 
@@ -85,7 +92,9 @@ def prompt_of(engine: FakeEngine) -> str:
     return byte_tokenizer().decode(engine.submitted[-1].prompt_token_ids)
 
 
-def test_answer(api: Anthropic, engine: FakeEngine) -> None:
+def test_answer(api: "Anthropic", engine: FakeEngine) -> None:
+    from anthropic.types import Message
+
     engine.num_cached_tokens = 4
     system: Any = [{"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}]
     answer = api.messages.create(
@@ -120,13 +129,13 @@ def test_stream_has_every_event_in_order(raw: httpx.Client) -> None:
     assert end["delta"] == {"stop_reason": "end_turn", "stop_sequence": None} and end["usage"] == whole["usage"]
 
 
-def test_the_clients_stream_helper_reads_it(api: Anthropic) -> None:
+def test_the_clients_stream_helper_reads_it(api: "Anthropic") -> None:
     with api.messages.stream(**BODY) as stream:
         assert "".join(stream.text_stream) == "Hello, world."
         assert stream.get_final_message().stop_reason == "end_turn"
 
 
-def test_stop_reasons(api: Anthropic, engine: FakeEngine) -> None:
+def test_stop_reasons(api: "Anthropic", engine: FakeEngine) -> None:
     answer = api.messages.create(**BODY, stop_sequences=["x", ", w"])
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", ", w")
     assert answer.content[0].type == "text" and answer.content[0].text == "Hello"
@@ -146,7 +155,7 @@ def test_an_answer_without_text_has_no_content(raw: httpx.Client, engine: FakeEn
     assert kinds == ["message_start", "ping", "message_delta", "message_stop"]
 
 
-def test_blocks_become_messages(api: Anthropic, engine: FakeEngine) -> None:
+def test_blocks_become_messages(api: "Anthropic", engine: FakeEngine) -> None:
     messages: Any = [
         {"role": "user", "content": "One"},
         {"role": "user", "content": [{"type": "text", "text": "Two"}]},
@@ -177,7 +186,7 @@ def test_blocks_become_messages(api: Anthropic, engine: FakeEngine) -> None:
     assert places == sorted(places)
 
 
-def test_a_last_message_of_the_assistant_is_continued(api: Anthropic, engine: FakeEngine) -> None:
+def test_a_last_message_of_the_assistant_is_continued(api: "Anthropic", engine: FakeEngine) -> None:
     api.messages.create(model="tiny", max_tokens=9, messages=[*HI, {"role": "assistant", "content": "The answer is"}])
     assert prompt_of(engine).endswith("The answer is")
 
@@ -213,6 +222,8 @@ def test_other_tools_are_ignored_and_named(raw: httpx.Client) -> None:
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "add"}], ids=str)
 async def test_demanded_calls_follow_the_schema(choice: dict[str, Any]) -> None:
+    from anthropic.types import Message
+
     pytest.importorskip("llguidance")
     tools = [{"type": "web_search_20250305", "name": "web_search"}, ADD]
     asked = BODY | {"tools": tools, "tool_choice": choice | {"disable_parallel_tool_use": True}, "seed": 3}
@@ -238,7 +249,7 @@ async def test_output_config_format() -> None:
     assert response.headers["x-tightwire-ignored"] == "output_config.effort"
 
 
-def test_count_tokens(api: Anthropic, engine: FakeEngine) -> None:
+def test_count_tokens(api: "Anthropic", engine: FakeEngine) -> None:
     fields: dict[str, Any] = {"model": "tiny", "messages": HI, "system": "Be kind.", "tools": [ADD]}
     counted = api.messages.count_tokens(**fields)
     assert counted.input_tokens == api.messages.create(**fields, max_tokens=9).usage.input_tokens
@@ -294,7 +305,9 @@ def test_count_tokens(api: Anthropic, engine: FakeEngine) -> None:
     ],
     ids=str,
 )
-def test_refusals_are_anthropics(api: Anthropic, fields: dict[str, Any], message: str) -> None:
+def test_refusals_are_anthropics(api: "Anthropic", fields: dict[str, Any], message: str) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError) as bad:
         api.post("/v1/messages", body=BODY | fields, cast_to=object)
     error: Any = bad.value.body
@@ -302,7 +315,10 @@ def test_refusals_are_anthropics(api: Anthropic, fields: dict[str, Any], message
     assert message in error["error"]["message"]
 
 
-def test_exceptions_are_the_ones_programs_catch(api: Anthropic, raw: httpx.Client, engine: FakeEngine) -> None:
+def test_exceptions_are_the_ones_programs_catch(api: "Anthropic", raw: httpx.Client, engine: FakeEngine) -> None:
+    import anthropic
+    from anthropic import Anthropic
+
     with pytest.raises(anthropic.AuthenticationError, match="x-api-key"):
         api.with_options(api_key="wrong").messages.create(**BODY)
     bearer = Anthropic(base_url=api.base_url, auth_token=KEY, api_key=None, max_retries=0)
@@ -322,7 +338,9 @@ def test_exceptions_are_the_ones_programs_catch(api: Anthropic, raw: httpx.Clien
         assert missing.json()["type"] == "error" and missing.status_code in (404, 405)
 
 
-def test_engine_death_in_a_stream_raises_in_the_client(api: Anthropic, engine: FakeEngine) -> None:
+def test_engine_death_in_a_stream_raises_in_the_client(api: "Anthropic", engine: FakeEngine) -> None:
+    import anthropic
+
     engine.dies_after = 3
     with pytest.raises(anthropic.APIStatusError, match="rank 1 was killed"):
         list(api.messages.create(**BODY, stream=True))
@@ -332,6 +350,9 @@ def test_engine_death_in_a_stream_raises_in_the_client(api: Anthropic, engine: F
 async def test_a_client_that_goes_away_cancels(
     served: tuple[str, FakeEngine], engine: FakeEngine, stream: bool
 ) -> None:
+    import anthropic
+    from anthropic import AsyncAnthropic
+
     engine.token_s, engine.script = 0.01, lambda request: [65] * 10_000
     async with AsyncAnthropic(base_url=served[0], api_key=KEY, max_retries=0) as client:
         if stream:
