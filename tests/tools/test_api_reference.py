@@ -115,7 +115,7 @@ def test_the_page_is_current() -> None:
     assert api_reference.current() == api_reference.render(), "run `python tools/api_reference.py`"
 
 
-@pytest.mark.parametrize("path", api_reference.OFFICIAL)
+@pytest.mark.parametrize("path", api_reference.PATHS)
 async def test_each_row_is_true(path: str, engine: FakeEngine) -> None:
     rows = api_reference.rows(path)
     assert len(rows) > 15
@@ -135,7 +135,7 @@ async def test_each_row_is_true(path: str, engine: FakeEngine) -> None:
             assert (row.field in ignored) == is_named, row
 
 
-@pytest.mark.parametrize("path", api_reference.OFFICIAL)
+@pytest.mark.parametrize("path", api_reference.PATHS)
 async def test_each_nested_entry_is_true(path: str, engine: FakeEngine) -> None:
     entries = api_reference.nested(path)
     assert len(entries) > 40 or path == "/v1/completions"
@@ -195,7 +195,7 @@ async def test_sampling_parameters_reach_the_engine(engine: FakeEngine) -> None:
     given = {"temperature": 0.5, "top_p": 0.25}
     limits = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_tokens")
     async with open_client(engine) as client:
-        for path, limit in zip(api_reference.OFFICIAL, limits, strict=True):
+        for path, limit in zip(api_reference.PATHS, limits, strict=True):
             response = await client.post(path, json={**BODIES[path], **given, limit: 3})
             assert response.status_code == 200, response.text
             params = engine.submitted[-1].params
