@@ -1,6 +1,6 @@
 """One contract for every AllReduce over every transport: the seam's promises (comm/protocols.py), checked on each rank.
 
-In process, where a call is cheap, every algorithm meets world sizes 1 to 5 and 8 with every dtype and length up to 4096.
+In process, where a call is cheap, every algorithm meets world sizes 1 to 5 and 8 with lengths up to 4096 (``CASES``).
 Between processes every algorithm, with codecs of a few kinds, runs over gloo with two and three ranks, over shared memory
 with two, three, five and eight, over NCCL's calls with two and three, behind a throttled link with two; all codecs give
 the bits there that they give in process. A million elements and three are summed in bfloat16 only, by three ranks in
@@ -11,7 +11,7 @@ NCCL itself needs a GPU per rank.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import pytest
@@ -27,9 +27,18 @@ from tightwire.kernels.spec.block_format import PLANES
 NAMES = [*all_reduce_names(), "flash:none,int4-g32", "flash:int8-g64-had,none"]
 # One of the presets, which are names of codecs that the others have too.
 NAMES_OF_KINDS = [name for name in NAMES if name not in preset_names() or name == "flash-int8"]
-SIZES = (0, 1, 7, 127, 128, 4096)
 LARGE = 1_000_003
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# All dtypes with part of a codec's group and with many groups; one or two with lengths that have less to go wrong.
+IN_ALL_DTYPES = list(product((127, 4096), DTYPES))
+CASES = [
+    (0, torch.float32),
+    (1, torch.bfloat16),
+    (7, torch.float32),
+    (7, torch.float16),
+    (128, torch.bfloat16),
+    *IN_ALL_DTYPES,
+]
 
 
 IN_PROCESS = [Over("in-process", world_size) for world_size in (1, 2, 3, 4, 5, 8)]
@@ -77,13 +86,11 @@ def _digest(x: Tensor) -> str:
     return hashlib.sha256(x.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def _check_contract(
-    group: Group, name: str, sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
-) -> list[tuple[str, str]]:
+def _check_contract(group: Group, name: str, cases: Sequence[tuple[int, torch.dtype]]) -> list[tuple[str, str]]:
     """Call and check on this rank; (case, digest of the result) for comparing ranks. Rank 0 checks the error bound."""
     all_reduce = make_all_reduce(name, group)
     digests, results = [], []
-    for num_elems, dtype in product(sizes, dtypes):
+    for num_elems, dtype in cases:
         case = f"{name} {num_elems} {dtype}"
         inputs = _inputs(group.world_size, num_elems, dtype)
         # The input is part of a larger tensor, at an address that suits its dtype and nothing wider.
@@ -111,11 +118,9 @@ def _check_contract(
     return digests
 
 
-def _assert_contract(
-    runner: Runner, name: str, sizes: tuple[int, ...] = SIZES, dtypes: tuple[torch.dtype, ...] = DTYPES
-) -> None:
-    per_rank = runner.run(_check_contract, name, sizes, dtypes)
-    assert len(per_rank[0]) == len(sizes) * len(dtypes)
+def _assert_contract(runner: Runner, name: str, cases: Sequence[tuple[int, torch.dtype]] = CASES) -> None:
+    per_rank = runner.run(_check_contract, name, cases)
+    assert len(per_rank[0]) == len(cases)
     for rank, digests in enumerate(per_rank):
         assert digests == per_rank[0], f"rank {rank} holds other bits than rank 0"
 
@@ -141,7 +146,7 @@ def test_keeps_the_contract_on_nodes(runner: Runner, name: str) -> None:
 @over(Over("in-process", 3), Over("shared-memory", 2))
 @pytest.mark.parametrize("name", NAMES_OF_KINDS)
 def test_keeps_the_contract_with_a_million_elements(runner: Runner, name: str) -> None:
-    _assert_contract(runner, name, (LARGE,), (torch.bfloat16,))
+    _assert_contract(runner, name, [(LARGE, torch.bfloat16)])
 
 
 @over(Over("gloo", 3), Over("sockets", 3), Over("shared-memory", 2), Over("shared-memory", 5), Over("nccl-calls", 3))
@@ -150,7 +155,7 @@ def test_the_same_bits_over_every_transport(runner: Runner) -> None:
     in_process = Runner(Over("in-process", runner.over.world_size))
     for name in NAMES:
         if name != "native":
-            got, want = (ranks.run(_check_contract, name, (1, 127, 4096), DTYPES)[0] for ranks in (runner, in_process))
+            got, want = (ranks.run(_check_contract, name, IN_ALL_DTYPES)[0] for ranks in (runner, in_process))
             assert got == want, name
 
 
@@ -163,7 +168,7 @@ CODECS = [
 @over(Over("in-process", 3))
 def test_flash_keeps_the_contract_with_every_codec(runner: Runner) -> None:
     for codec in [*CODECS, "fp8"]:
-        _assert_contract(runner, f"flash:{codec},{codec}", (1, 127, 1029), (torch.bfloat16,))
+        _assert_contract(runner, f"flash:{codec},{codec}", [(size, torch.bfloat16) for size in (1, 127, 1029)])
 
 
 def _check_shapes(group: Group, name: str) -> None:
