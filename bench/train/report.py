@@ -62,6 +62,7 @@ class ArmModel:
     """The step of one of the engine's arms by formula, on each rank."""
 
     ranks: tuple[StepModel, ...]
+    peak_bytes: int  # of a rank
 
     @property
     def node_bytes(self) -> int:
@@ -83,7 +84,8 @@ def model_arms(options: TrainOptions, llama: LlamaConfig) -> dict[str, ArmModel]
             first = model_step(
                 *config_of_arm(options, name), llama, Topology(0, options.world_size, num_nodes=options.nodes)
             )
-            found[name] = ArmModel((first, *map(first.on_rank, range(1, options.world_size))))
+            ranks = (first, *map(first.on_rank, range(1, options.world_size)))
+            found[name] = ArmModel(ranks, first.memory().most)
     return found
 
 
@@ -103,7 +105,7 @@ class Checks:
             "ledger_bytes": model and own.bytes_sent,
             "formula_bytes": model and [rank.bytes_sent for rank in model.ranks],
             "peak_bytes": own.peak_bytes,
-            "formula_peak_bytes": model and model.ranks[0].memory().most,
+            "formula_peak_bytes": model and model.peak_bytes,
         }
 
     def faults(self, arm: str) -> list[str]:

@@ -6,13 +6,13 @@ bench/RESULTS.md.
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
 from helpers.server.server_process import ServerProcess
+from transformers import PreTrainedModel
 
 from tightwire.bench import cli
 from tightwire.bench.lab.answers.bench import (
@@ -33,11 +33,13 @@ _MOST_KL = 5e-4  # nats: half of what sums and a residual in bfloat16 cost
 
 
 @pytest.fixture(scope="module")
-def references() -> Iterator[list[Answer]]:
-    checkpoint = open_checkpoint("smollm2-135m")
-    model = float32_model(checkpoint)
-    prompts = read_prompts(checkpoint.tokenizer(), _PROMPTS)
-    yield answer(model, prompts, _TOKENS)
+def model() -> PreTrainedModel:
+    return float32_model(open_checkpoint("smollm2-135m"))
+
+
+@pytest.fixture(scope="module")
+def references(model: PreTrainedModel) -> list[Answer]:
+    return answer(model, read_prompts(open_checkpoint("smollm2-135m").tokenizer(), _PROMPTS), _TOKENS)
 
 
 # The uneven splits: nine query heads and three KV heads, of which two and four ranks share one.
@@ -70,8 +72,8 @@ def test_divergence_counts_what_is_not_reported_as_one_token() -> None:
     assert divergence(*logs) <= float((p * (p / q).log()).sum())
 
 
-def test_answers_computed_together_are_those_of_each_alone(references: list[Answer]) -> None:
-    (alone,) = answer(float32_model(open_checkpoint("smollm2-135m")), {"": references[5].prompt_ids}, _TOKENS)
+def test_answers_computed_together_are_those_of_each_alone(model: PreTrainedModel, references: list[Answer]) -> None:
+    (alone,) = answer(model, {"": references[5].prompt_ids}, _TOKENS)
     assert alone.token_ids == references[5].token_ids
     assert (alone.log_probs_TV - references[5].log_probs_TV).abs().max() < 1e-3
 
