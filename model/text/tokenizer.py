@@ -284,6 +284,6 @@ def byte_backend(vocab_size: int) -> Backend:
 
 def byte_characters() -> list[str]:
     """Return the printable character for each byte in byte-level vocabularies (``bytes_to_unicode`` of openai/gpt-2)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [byte for byte in range(256) if byte not in printable]  # U+0100 and up
-    return [chr(256 + others.index(byte)) if byte in others else chr(byte) for byte in range(256)]
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    others = iter(range(256, 512))  # U+0100 and up
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -45,12 +45,12 @@ def schema(app: Any) -> BaseSchema:
     return schema
 
 
-@settings(_settings, max_examples=25)
+@settings(_settings, max_examples=15)
 def _check(case: Case) -> None:
     case.call_and_validate(checks=_CHECKS)
 
 
-@settings(_settings, max_examples=10)
+@settings(_settings, max_examples=7)
 def _check_adapted(case: Case) -> None:
     case.call_and_validate(checks=_CHECKS)
 

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from tightwire.comm.all_reduce.names import plain_names
 from tightwire.model.layout import make_layout
-from tightwire.model.open import open_checkpoint
+from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.server.engine.drafts import Drafter
 
 _PROMPTS = [[5], [72, 101, 108, 108, 111], list(range(40, 140)), [200, 3, 17] * 11]
@@ -78,22 +78,24 @@ def test_what_is_quantized_when_it_is_read_does_not_depend_on_the_split(quantiza
     assert answers[1:] == answers[:1] * 2
 
 
-@pytest.mark.parametrize("algorithm", plain_names())
-def test_tokens_do_not_depend_on_the_algorithm(algorithm: str, tmp_path: Path) -> None:
-    folder = make_tiny(tmp_path, **VARIANTS["odd-heads"])
-    checkpoint, model = open_checkpoint(str(folder)), _reference(folder)
-    wanted = [greedy(model, prompt, _NUM_TOKENS) for prompt in _PROMPTS]
+@pytest.fixture(scope="module")
+def odd_heads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, list[list[int]]]:
+    """A model, and transformers' answers to the prompts."""
+    folder = make_tiny(tmp_path_factory.mktemp("odd-heads"), **VARIANTS["odd-heads"])
+    model = _reference(folder)
+    return open_checkpoint(str(folder)), [greedy(model, prompt, _NUM_TOKENS) for prompt in _PROMPTS]
 
+
+@pytest.mark.parametrize("algorithm", plain_names())
+def test_tokens_do_not_depend_on_the_algorithm(algorithm: str, odd_heads: tuple[Checkpoint, list[list[int]]]) -> None:
+    checkpoint, wanted = odd_heads
     for tp in (2, 3, 4):
         with local_engine(checkpoint, tp=tp, all_reduce=algorithm, max_model_len=256) as local:
             assert continue_prompts(local.engine, _PROMPTS, max_tokens=_NUM_TOKENS) == wanted, f"tp={tp}"
 
 
-def test_unequal_shares_change_the_split_and_not_the_tokens(tmp_path: Path) -> None:
-    folder = make_tiny(tmp_path, **VARIANTS["odd-heads"])
-    checkpoint, model = open_checkpoint(str(folder)), _reference(folder)
-    wanted = [greedy(model, prompt, _NUM_TOKENS) for prompt in _PROMPTS]
-
+def test_unequal_shares_change_the_split_and_not_the_tokens(odd_heads: tuple[Checkpoint, list[list[int]]]) -> None:
+    checkpoint, wanted = odd_heads
     with local_engine(checkpoint, tp=2, shares=(1, 2), max_model_len=256) as local:
         got = continue_prompts(local.engine, _PROMPTS, max_tokens=_NUM_TOKENS)
 
