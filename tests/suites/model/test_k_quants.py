@@ -29,9 +29,10 @@ _MIXES: dict[str, tuple[str, dict[str, str]]] = {
 }
 # Each rank of two has another number of superblocks, of MLP columns and of attention outputs.
 _SIZES: dict[str, Any] = {
-    "hidden_size": 768,
+    "hidden_size": 256,
     "intermediate_size": 768,
     "num_attention_heads": 6,
+    "head_dim": 128,
     "num_key_value_heads": 2,
     "num_hidden_layers": NUM_LAYERS,
 }
