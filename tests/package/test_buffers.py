@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tightwire.bench.stream.order import OrderCheck
-from tightwire.buffers import BufferConflictError, BufferPool, page_aligned
+from tightwire.buffers import BufferConflictError, BufferPool, SharedUses, page_aligned
 
 CPU = torch.device("cpu")
 
@@ -218,3 +218,16 @@ def test_pinned_memory_has_the_size_that_was_asked_for(monkeypatch: pytest.Monke
     assert len(pinned) == 1 and int(part.sum()) == 7 * len(part)
     del part
     assert not pinned
+
+
+def test_a_piece_that_several_passes_use_is_released_by_the_last() -> None:
+    pool = BufferPool(1, 64, torch.device("cpu"))
+    uses = SharedUses(pool, lambda piece: pool.use(piece, timeout_s=10))
+    pool.fill(7)
+    pool.filled(7)
+    assert uses.use(7) is uses.use(7)
+    uses.release(7)
+    with pytest.raises(TimeoutError, match="buffer 0 is used for 7"):
+        pool.fill(8, timeout_s=0.0)
+    uses.release(7)
+    pool.fill(8, timeout_s=0.0)
