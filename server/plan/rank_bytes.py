@@ -6,6 +6,7 @@ from typing import Self
 
 import torch
 
+from tightwire.kernels.cpu.linear_widened import torch_has_matrix_units
 from tightwire.model.adapters.product import AdapterRoom, adapter_bytes
 from tightwire.model.cache.kv_cache import NUM_BUFFERS, layer_block_bytes
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -23,6 +24,7 @@ from tightwire.server.config.serve import EngineOptions
 # A process before its first tensor: interpreter and torch; with CUDA also the context and cuBLAS, on a CPU what choosing tokens
 # takes beside the logits (289 to 317 MiB in bench/RESULTS.md).
 _RUNTIME_BYTES = {"cpu": 300 << 20, "cuda": 1 << 30}
+_PRODUCTS_BYTES = 32 << 20  # compiled products for matrix units, of which `server/ranks/processes` lets 32 be kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,10 +167,11 @@ def _rank_bytes(
     if inputs.stages is not None and not inputs.stages.pipeline:  # all KV heads of its layers
         every = layer_block_bytes(model, whole_shard(model), BLOCK_SIZE, kv_dtype)
         of_stage = len(inputs.stages.of(shard.rank)) * every
+    products = inputs.device == "cpu" and inputs.dtype == "bfloat16" and torch_has_matrix_units()
     return RankBytes(
         weights=num_weight_bytes,
         activations=_activation_bytes(inputs, shard, max_parts, has_head=model.has_head),
-        runtime=_RUNTIME_BYTES[inputs.device],
+        runtime=_RUNTIME_BYTES[inputs.device] + products * _PRODUCTS_BYTES,
         block=CacheShape.of(model, options, bounded=inputs.stages is None).groups.num_layers * layer_block + of_stage,
         buffer=NUM_BUFFERS * layer_block if options.kv_offload else 0,
         adapters=adapter_bytes(model, shard, inputs.adapters, inputs.elem_bytes) if inputs.adapters else 0,
