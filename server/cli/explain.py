@@ -81,5 +81,6 @@ def explain(argv: Sequence[str]) -> int:
 
 def at_least_two_ranks(config: ServeConfig) -> ServeConfig:
     """Use two ranks in place of one, which has no AllReduce; the printed setting shows it."""
-    two = replace(config, parallel=replace(config.parallel, tp=2, tp_split=None))
-    return config if config.parallel.tp > 1 else two
+    if config.parallel.tp > 1:
+        return config
+    return replace(config, parallel=replace(config.parallel, tp=2, tp_split=None))
