@@ -174,11 +174,9 @@ def _answers(local: LocalEngine, *, num_requests: int = 9) -> dict[str, list[Any
 
 _STREAMED = WeightPlan(source="stream", origin="host", streamed=spread(6, 3))
 _LOADS: dict[str, dict[str, Any]] = {
-    "plain": {},
     "preempted": {"num_blocks": 80, "max_num_seqs": 8, "max_num_batched_tokens": 24},
     "prefix cache all": {"prefix_cache": "all", "max_num_batched_tokens": 64},
     "no prefix cache": {"prefix_cache": "none"},
-    "two ranks": {"tp": 2, "max_num_batched_tokens": 64},
     "three ranks, preempted": {"num_blocks": 60, "tp": 3, "max_num_batched_tokens": 32, "max_num_seqs": 32},
     "speculation": {"drafter": Drafter(max_tokens=4, longest=3, shortest=1)},
     "8 bits, preempted": {"num_blocks": 90, "max_num_seqs": 8, "max_num_batched_tokens": 24, "kv_dtype": torch.int8},

@@ -88,10 +88,8 @@ def answers(local: LocalEngine, *, num_requests: int = 12) -> dict[str, list[Any
 LOADS: dict[str, tuple[int, dict[str, Any]]] = {
     "preempted": (30, {"num_blocks": 30, "max_num_seqs": 8, "max_num_batched_tokens": 24}),
     "slots of one sequence": (25, {"max_num_batched_tokens": 64}),
-    "slots of a few": (40, {"max_num_seqs": 8, "max_num_batched_tokens": 33}),
     "prefix cache all": (100, {"prefix_cache": "all", "max_num_batched_tokens": 64}),
     "no prefix cache": (100, {"prefix_cache": "none"}),
-    "two ranks": (100, {"tp": 2, "max_num_batched_tokens": 64}),
     "three ranks, preempted": (28, {"num_blocks": 30, "tp": 3, "max_num_batched_tokens": 64}),
     "speculation": (100, {"drafter": Drafter(max_tokens=4, longest=3, shortest=1)}),
     "speculation in little": (26, {"drafter": Drafter(max_tokens=9, longest=3, shortest=1)}),

@@ -73,7 +73,7 @@ class Answer(NamedTuple):
 
 def test_bfloat16_parts_only_between_near_equals(checkpoint: Checkpoint, prompts: list[list[int]]) -> None:
     """At every place, after the same tokens, each side's choice is among the other's five best; one rank and two."""
-    few = prompts[:13:4]  # bfloat16 is slow in transformers where a CPU has no products of it
+    few = prompts[:7:2]  # bfloat16 is slow in transformers where a CPU has no products of it
     model = reference_of(checkpoint, torch.bfloat16)
 
     for tp in (1, 2):
