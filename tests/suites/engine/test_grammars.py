@@ -87,10 +87,17 @@ MESSAGES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def alone() -> dict[str, tuple[list[int], str | None]]:
+    """Each request's answer by itself."""
+    return {name: answer for message in MESSAGES for name, answer in run(make_engine(), message).items()}
+
+
 @pytest.mark.parametrize("options", [{}, {"drafter": DRAFTER}, {"drafter": SUFFIX}, {"plan_ahead": True}], ids=str)
 @pytest.mark.parametrize("num_blocks", [200, 30])
-def test_a_mixed_load_gives_each_request_the_answer_it_gets_alone(num_blocks: int, options: dict[str, Any]) -> None:
-    alone = {name: answer for message in MESSAGES for name, answer in run(make_engine(), message).items()}
+def test_a_mixed_load_gives_each_request_the_answer_it_gets_alone(
+    num_blocks: int, options: dict[str, Any], alone: dict[str, tuple[list[int], str | None]]
+) -> None:
     order = random.Random(num_blocks).sample(MESSAGES, len(MESSAGES))
     engine = make_engine(num_blocks, **options)
     assert run(engine, *order) == alone
