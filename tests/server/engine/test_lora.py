@@ -27,6 +27,19 @@ def _make(tmp_path: Path) -> tuple[Path, list[Path]]:
     return model, [first, make_adapter(tmp_path / "second", config, rank=7, targets=["q_proj", "v_proj"], seed=2)]
 
 
+@pytest.fixture(scope="module")
+def of_merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path], list[list[int]]]:
+    """A model, its adapters, and the answers of models into which they are merged."""
+    folder = tmp_path_factory.mktemp("merged")
+    model, adapters = _make(folder)
+    merged = [model, *(merge_adapter(model, a, folder / f"m{i}") for i, a in enumerate(adapters))]
+    wanted = []
+    for prompt, adapter in zip(_PROMPTS, _ADAPTERS, strict=True):
+        with local_engine(open_checkpoint(str(merged[adapter])), max_model_len=256) as alone:
+            wanted += continue_prompts(alone.engine, [prompt], max_tokens=16)
+    return model, adapters, wanted
+
+
 @pytest.mark.parametrize(
     "mode",
     [
@@ -41,14 +54,11 @@ def _make(tmp_path: Path) -> tuple[Path, list[Path]]:
     ],
     ids=str,
 )
-def test_a_mixed_batch_answers_as_the_merged_models(mode: dict[str, Any], tmp_path: Path) -> None:
+def test_a_mixed_batch_answers_as_the_merged_models(
+    mode: dict[str, Any], of_merged: tuple[Path, list[Path], list[list[int]]]
+) -> None:
     """Split, in chunks, with replicas, drafts, preemption, overlap, and an offloaded cache."""
-    model, adapters = _make(tmp_path)
-    merged = [model, *(merge_adapter(model, a, tmp_path / f"m{i}") for i, a in enumerate(adapters))]
-    wanted = []
-    for prompt, adapter in zip(_PROMPTS, _ADAPTERS, strict=True):
-        with local_engine(open_checkpoint(str(merged[adapter])), max_model_len=256) as alone:
-            wanted += continue_prompts(alone.engine, [prompt], max_tokens=16)
+    model, adapters, wanted = of_merged
     with local_engine(open_checkpoint(str(model)), adapters=adapters, **{"max_model_len": 256, **mode}) as local:
         for _ in range(2):  # the second time prompts are in the prefix cache
             assert continue_prompts(local.engine, _PROMPTS, _ADAPTERS, max_tokens=16) == wanted
