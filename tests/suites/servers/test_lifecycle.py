@@ -110,18 +110,6 @@ def test_a_trace_holds_both_ranks_collectives_and_what_outlasts_the_grace_time_i
     assert "cancelling 1 sequences" in server.log
 
 
-def _says_five_lines_and_a_command_to_paste(server: ServerProcess, url: str) -> None:
-    wait_until(lambda: "  try  " in server.log, 10)
-    ready = server.log[server.log.index("ready in") :].splitlines()
-    assert ready[0].endswith(f" s at {url}")
-    assert [line.split()[0] for line in ready[1:6]] == ["model", "split", "AllReduce", "memory", "try"]
-    assert "2 ranks on cpu" in ready[2] and "over shared-memory: 2 + 2 heads" in ready[2]
-    assert "predicted" in ready[3] and " available in host memory; weights " in ready[4]
-    answer = subprocess.run(ready[5].split(maxsplit=1)[1], shell=True, capture_output=True, timeout=60, check=True)
-    assert b'"choices"' in answer.stdout
-    assert all(line.startswith("[") for line in server.log.partition("ready in")[0].splitlines()), server.log
-
-
 def _a_second_signal_ends_at_once(server: ServerProcess, url: str) -> None:
     streaming, ranks = Streaming(url, ENDLESS), server.ranks()
     for _ in range(3):  # a terminal, a shell and make may all pass on the same Ctrl-C
@@ -137,10 +125,9 @@ def _a_second_signal_ends_at_once(server: ServerProcess, url: str) -> None:
 
 @pytest.mark.alone
 def test_a_killed_rank_is_named_to_every_client_and_another_server_goes_on(start: Start) -> None:
-    """The other one says what a start says, and ends at a second signal."""
-    server, other = start(), start("--log-level", "info")
+    """And ends at a second signal."""
+    server, other = start(), start()
     url, other_url = server.wait_ready(), other.wait_ready()
-    _says_five_lines_and_a_command_to_paste(other, other_url)
     want = complete(other_url, 20).json()["choices"][0]["text"]
     assert complete(url, 20).json()["choices"][0]["text"] == want
     ranks = server.ranks()
@@ -229,3 +216,17 @@ def test_what_cannot_run_is_refused_before_it_is_loaded(start: Start) -> None:
     assert "the KV cache does not fit; --kv-cache-memory" in server.log and "host memory:" in server.log
     assert "weights  " not in server.log.partition("KV cache")[0]
     assert not any(map(is_alive, ranks))
+
+
+def test_a_start_says_five_lines_and_a_command_to_paste(start: Start) -> None:
+    server = start("--log-level", "info", "--max-model-len", "256")
+    url = server.wait_ready()
+    wait_until(lambda: "  try  " in server.log, 10)
+    ready = server.log[server.log.index("ready in") :].splitlines()
+    assert ready[0].endswith(f" s at {url}")
+    assert [line.split()[0] for line in ready[1:]] == ["model", "split", "AllReduce", "memory", "try"]
+    assert "2 ranks on cpu" in ready[2] and "over shared-memory: 2 + 2 heads" in ready[2]
+    assert "predicted" in ready[3] and " available in host memory; weights " in ready[4]
+    answer = subprocess.run(ready[5].split(maxsplit=1)[1], shell=True, capture_output=True, timeout=60, check=True)
+    assert b'"choices"' in answer.stdout
+    assert all(line.startswith("[") for line in server.log.partition("ready in")[0].splitlines()), server.log
