@@ -92,7 +92,7 @@ class _Loading:
         layers: dict[int, LayerWeights] = {}
         for layer in self._plan.resident(self._num_layers):
             tensors = model.plain[layer].tensors(files.read_plain(layer, self._device, self._moved))
-            layers[layer] = LayerWeights(**_interleaved(tensors))
+            layers[layer] = LayerWeights.of(_interleaved(tensors))
         return outer, layers
 
     def load_to_host(self) -> packed_layer.HostStore:

@@ -60,7 +60,7 @@ class StreamedWeights(WeightSource):
         self.fetcher = LayerFetcher(store, plain, self._order, device)
         self.store, self.pool = store, self.fetcher.pool
         self._layers = {
-            (layer, buffer.number): LayerWeights(**plain[layer].tensors(buffer.memory))
+            (layer, buffer.number): LayerWeights.of(plain[layer].tensors(buffer.memory))
             for layer in self._order
             for buffer in self.pool.buffers
         }

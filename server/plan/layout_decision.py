@@ -128,7 +128,7 @@ def _obstacles(
         (num_stages > model.num_layers, f"--tp {parallel.tp}", few),
     ]
     if layout == "hybrid":
-        lora, cached = config.adapters.lora or config.adapters.lora_dir, engine.prefix_cache == "all"
+        lora, cached = bool(config.adapters.lora or config.adapters.lora_dir), engine.prefix_cache == "all"
         given.append((lora, "--lora", "a stage's whole layers have no adapters"))
         given.append((cached, "--prefix-cache all", "a stage has no keys and values of generated tokens"))
     else:

@@ -108,7 +108,7 @@ def test_bytes_are_those_of_the_formulas(kv_dtype: torch.dtype, checkpoint: Chec
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         local.engine.add(AddRequest("0", list(range(1, num_tokens + 1)), params))
         run_to_end(local.engine)
-        wires = [runner.stages.wire for runner in local.runners if runner.stages is not None]
+        wires = [each.stages.wire for each in local.runners if each.stages is not None and each.stages.wire is not None]
         counts = [
             {
                 count.algorithm: count.bytes_sent
@@ -146,6 +146,7 @@ def test_a_request_may_have_its_prompt_computed_by_all_ranks_together(checkpoint
                 local.engine.add(AddRequest(name, prompt, own, allreduce=name))
             outputs = run_to_end(local.engine)[policies[-1]]
             told.append([(output.token_ids, output.prompt_logprobs) for output in outputs])
-            wire = None if local.runners[0].stages is None else local.runners[0].stages.wire.group.ledger.counters
+            way = local.runners[0].stages
+            wire = None if way is None or way.wire is None else way.wire.group.ledger.counters
     assert told[0] == told[1], "that of --layout tensor to the bit, beside a prompt in stages"
     assert wire is not None and wire.counts()[0].bytes_sent == len(prompt) * checkpoint.config.hidden_size * 4
