@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.model.forked_cases import MEASURE_EACH
 from helpers.model.loading import load_resident
 from helpers.model.tiny_gguf import make_tiny_gguf
 from tiny import VARIANTS, make_tiny, tiny_config, tiny_tensors
@@ -132,14 +133,6 @@ def measure(location, quantization):
     before = status("VmRSS")
     load = load_resident(checkpoint.reader(), checkpoint.config, shard, dtype=torch.bfloat16, formats=formats)
     print(json.dumps([status("VmHWM") - before, weight_bytes(checkpoint.config, shard, formats, 2)]), flush=True)
-
-torch.set_num_threads(1)
-for case in json.loads(sys.argv[1]):
-    child = os.fork()
-    if not child:
-        measure(*case)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, case
 """
 
 _BIG: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 5, "vocab_size": 8192}
@@ -157,7 +150,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
         "Q8_0": make_tiny_gguf(folder / "m.gguf", "Q8_0", **_BIG),
     }
     done = subprocess.run(
-        [sys.executable, "-c", _MEASURE, json.dumps([(str(models[kind]), name) for kind, name in _KINDS])],
+        [
+            sys.executable,
+            "-c",
+            _MEASURE + MEASURE_EACH,
+            json.dumps([(str(models[kind]), name) for kind, name in _KINDS]),
+        ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import pytest
+from helpers.model.forked_cases import MEASURE_EACH
 from tiny import make_tiny
 
 from tightwire.model.open import open_checkpoint
@@ -68,14 +69,6 @@ def measure(model, origin, codec, io):
     layer_bytes = weights.pool.buffers[0].memory.nbytes
     weights.close()
     print(json.dumps([sizes.in_pool(plan, "cpu"), peak, passes, layer_bytes]), flush=True)
-
-torch.set_num_threads(1)
-for case in json.loads(sys.argv[1]):
-    child = os.fork()
-    if not child:
-        measure(*case)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, case
 """
 
 _BIG: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 3072, "num_hidden_layers": 12, "vocab_size": 8192}
@@ -101,7 +94,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], 
             prepare(open_checkpoint(str(model)), folder / codec, options)
         arguments.append((str(folder / codec if kind == "prepared" else model), origin, codec, io))
     done = subprocess.run(
-        [sys.executable, "-c", _MEASURE, json.dumps(arguments)],
+        [sys.executable, "-c", _MEASURE + MEASURE_EACH, json.dumps(arguments)],
         # What is freed goes back at once, so that what is allocated anew shows.
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": "65536"},
         capture_output=True,
