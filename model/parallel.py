@@ -132,10 +132,9 @@ class TensorParallel:
     ) -> Tensor:
         """Return (T, D), the sum of the ranks' partial results, in their dtype. Messages are of ``sum_dtype``.
 
-        ``feedback``: rounding errors that this pass carries from sum to sum of these rows.
-
-        Decode rows come first. If they and the others use different algorithms, they are summed separately, so a row's
-        bits do not depend on the kind of the other rows. The ledger counts a sum over any prefill row as prefill.
+        ``feedback``: rounding errors that this pass carries from sum to sum of these rows. Decode rows come first. If
+        they and the others use different algorithms, they are summed separately, so a row's bits do not depend on the
+        kind of the other rows. The ledger counts a sum over any prefill row as prefill.
         """
         if sums is None:
             return partial_TD
@@ -194,11 +193,8 @@ class ChoiceGather:
         is_first = self._world.rank % self._num_places == 0
         places, all_sizes = range(self._num_places), ints(sizes).tolist()  # no NumPy number: counts of bytes are sent
         num_bytes = [_INT64_BYTES * size if place == 0 else 0 for size in all_sizes for place in places]
-        own = (
-            results
-            if results is not None and is_first
-            else torch.empty(0, dtype=torch.int64, device=self._world.device)
-        )
+        nothing = torch.empty(0, dtype=torch.int64, device=self._world.device)
+        own = results if results is not None and is_first else nothing
         start_s = time.perf_counter()
         received = gather_to_root(self._world, as_bytes(own), num_bytes, phase=phase, site="logits")
         self.waited_s += time.perf_counter() - start_s
@@ -228,7 +224,6 @@ class StageWire:
         own = torch.empty(0, dtype=torch.uint8) if results is None else as_bytes(results.contiguous())
         parts = [own if rank == 0 else own[:0] for rank in ranks]
         sizes = [_INT64_BYTES * num if (self.group.rank, rank) == (0, last) else 0 for rank in ranks]
-
         given = self.beside, "token-ids", parts, sizes
         move = partial(deliver, *given, phase=phase, site=BOUNDARY)
         return self._beside_lane.start(lambda: torch.cat(move()).view(torch.int64))

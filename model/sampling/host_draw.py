@@ -107,9 +107,8 @@ def near_columns(logits_V: np.ndarray, first_id: int, noise: int) -> np.ndarray:
         low.append(np.flatnonzero(hash_C < 1 << 56) + start)  # one in 256
     columns = np.concatenate(low)
     least = logits_V[columns].max(initial=np.finfo(np.float32).min)
-    return np.concatenate(
-        [columns, np.flatnonzero(~(logits_V < least)), [0]]
-    )  # a NaN is larger than all; never no column
+    # A NaN is larger than all; never no column.
+    return np.concatenate([columns, np.flatnonzero(~(logits_V < least)), [0]])
 
 
 def _keys(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:

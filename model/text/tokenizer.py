@@ -162,9 +162,8 @@ def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> tuple[str 
     for name in ("chat_template.jinja", "chat_template.json"):
         if (path := folder / name).is_file():
             with naming(path, "cannot be read", UnicodeDecodeError):
-                return path.read_text("utf-8") if name.endswith(".jinja") else read_json(path).get(
-                    "chat_template"
-                ), path
+                text = path.read_text("utf-8") if name.endswith(".jinja") else read_json(path).get("chat_template")
+                return text, path
     source = config.get("chat_template")
     if isinstance(source, list):
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
