@@ -52,6 +52,8 @@ def _config_from_gguf(file: GgufFile) -> LlamaConfig:
     for name, key in family.keys.items():
         if key.gguf is not None and (value := file.own(key.gguf)):
             fields[name] = shortest_float(value) ** key.power
+    if file.own("attention.temperature_scale"):  # temperatures of attention are 1 in the original context
+        fields["max_positions"] = min(fields["max_positions"], file.size("rope.scaling.original_context_length"))
     fields |= _windows(file, family, fields["num_layers"])
     fields |= _rope(file, family, head_dim)
     fields |= {name: value(fields) for name, value in family.gguf_fixed.items() if name not in fields}

@@ -36,6 +36,8 @@ def rope_from_hf(config: Mapping[str, Any], family: Family, fields: Mapping[str,
                 f"partial_rotary_factor {partial} rotates {rotary_dim} of a head's {head_dim} numbers; supported: "
                 "an even number of them"
             )
+    if rope.get("llama_4_scaling_beta"):  # temperatures of attention are 1 in the original context
+        found["max_positions"] = min(fields["max_positions"], int(rope[ORIGINAL]))
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if "short_factor" in rope:
         kind = "longrope"  # early files of Phi-3 say su or yarn

@@ -50,6 +50,13 @@ def test_a_pattern_of_too_few_layers_is_refused(tmp_path: Path) -> None:
         config_of(tmp_path / "m.gguf", "olmo2", **given)
 
 
+def test_temperatures_of_attention_limit_the_context_to_where_they_are_1(tmp_path: Path) -> None:
+    given = {"attention__temperature_scale": number(0.1, "f"), "rope__scaling__original_context_length": number(64)}
+    assert config_of(tmp_path / "m.gguf", "mistral3", **given).max_positions == 64
+    given["attention__temperature_scale"] = number(0.0, "f")
+    assert config_of(tmp_path / "m.gguf", "mistral3", **given).max_positions == 512
+
+
 @pytest.mark.parametrize(
     ("multiplier", "factor"),
     [(None, 1 + 0.1 * math.log(16)), (1.0, 1.0), (0.5, (1 + 0.1 * math.log(16)) / (1 + 0.05 * math.log(16)))],
