@@ -24,6 +24,7 @@ from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.layout import Layout
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.runner import ModelRunner
+from tightwire.model.sampling.grammar import GrammarMasks
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.rows import Column
 from tightwire.model.sampling.sampler import Sampler
@@ -95,6 +96,7 @@ def local_engine(
     adapters: Sequence[Path] = (),
     stages: StagePlan | None = None,
     stage_codec: str = "none",
+    grammars: bool = False,
 ) -> Iterator[LocalEngine]:
     """An engine over ``dp`` replicas of ``tp`` ranks; followers run in threads until the block ends.
 
@@ -165,6 +167,9 @@ def local_engine(
     for thread in threads:
         thread.start()
 
+    masks = None
+    if grammars:
+        masks = GrammarMasks(config.vocab_size, config.eos_token_ids, checkpoint.tokenizer().backend.to_str)
     try:
         limits = Limits(
             max_model_len=max_model_len,
@@ -181,13 +186,14 @@ def local_engine(
         )
         engine = Engine(
             runner=_LocalRunner(runners[0], inboxes, tp),
-            sampler=Sampler(config.vocab_size),
+            sampler=Sampler(config.vocab_size, masks),
             limits=limits,
             rules=RequestRules(
                 vocab_size=config.vocab_size,
                 max_model_len=max_model_len,
                 policies=(*arms, *(f"{name}/tensor" for name in arms if stages and not pipeline)),
                 eos_token_ids=frozenset(config.eos_token_ids),
+                has_grammars=grammars,
             ),
             drafter=drafter,
             plan_ahead=plan_ahead,
