@@ -1,7 +1,7 @@
 """Builds one rank's runner from its weights, cache, layers and AllReduces."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.decoder import Llama
 from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.layout import Layout, Shard, stage_model
-from tightwire.model.parallel import ChoiceGather, StageWire, TensorParallel
+from tightwire.model.parallel import ChoiceGather, SideWire, StageWire, TensorParallel
 from tightwire.model.prompt_stages import Passage, PromptStages
 from tightwire.model.runner import DecodeGraphs, ModelRunner, cuda_capture, graph_sizes
 from tightwire.model.sampling.choose import TokenChooser
@@ -43,10 +43,11 @@ class RankGroups:
     replica: Group  # the ranks that the model is split over
     routes: Routes | None = None  # their AllReduces; None for a replica of one rank
     world: Group | None = None  # the ranks of all replicas; None: there is one replica
-    stage: int = 0  # in a pipeline, whose ``replica`` is the ranks of this stage
-    # The ranks again, with connections of their own; in a pipeline the first of each stage.
-    stages: Group | None = None
-    beside: Group | None = None  # and again, for KV heads or chosen tokens, which no stage waits for
+    stage: int = 0  # in a pipeline ``replica`` is the ranks of this stage
+    stages: Group | None = None  # the first ranks of all stages again, with connections of their own
+    beside: Group | None = None  # and again, for chosen tokens, or all ranks for KV heads, which no stage waits for
+    inside: Group | None = None  # in hybrid, the ranks of this stage; None: this one alone
+    inside_routes: Routes | None = None
     peers: PartitionPeers | None = None  # share this shard's partitioned weights; closed with the runner
 
 
@@ -70,7 +71,8 @@ class RunnerOptions:
     overlap: bool = False  # on CPU, compute one half of a prefill step while the ranks sum the other half
     most_rows: int | None = None  # prefill steps with more rows are computed in parts
     graphs_up_to: int = 0  # on CUDA, capture decode steps of up to this many rows; the same on all ranks
-    stages: StagePlan | None = None  # prompts pass these, one on each rank; None: all ranks compute prompts together
+    stages: StagePlan | None = None  # that prompts pass; None: all ranks compute prompts together
+    parts: Layout | None = None  # in hybrid, of each rank in the layers of its stage
     stage_codec: str = "none"  # of hidden states between stages
     adapters: AdapterRoom | None = None  # room for LoRA adapters; None: there are none
 
@@ -97,9 +99,7 @@ def build_runner(
     weights = _load_weights(config, source, shard, groups, options, progress)
     cache = _make_cache(config, shard, options, replica.device)
     parallel = TensorParallel(replica, layout, groups.routes, options.sum_dtype)
-    adapters = None
-    if options.adapters is not None:
-        adapters = AdapterProducts(config, shard, options.adapters, dtype=options.dtype, device=replica.device)
+    adapters = _make_adapters(config, shard, options, replica.device)
     model = Llama(config, parallel, weights, cache, options.max_model_len, adapters)
     graphs = None
     moving = bool(plan.streamed) or options.buffer_blocks is not None or model.sums_squares
@@ -137,18 +137,37 @@ def _make_stages(
     options: RunnerOptions,
     model: Llama,
 ) -> PromptStages | Passage:
-    """Return the way through the stages; of hybrid, load the whole layers of this rank's stage. ValueError: see the message."""
-    group, plan, weights = groups.stages, options.stages, model.weights
+    """Return the way through the stages; of hybrid, load this rank's part of its stage's layers. ValueError: see the message."""
+    plan, weights, parts, parallel = options.stages, model.weights, options.parts, model.parallel
     if isinstance(source, Prepared) or not isinstance(weights, ResidentWeights) or plan is None:
         raise ValueError("stages need a checkpoint whose layers are all resident")
-    wire = None if group is None else StageWire(group, parse_codec(options.stage_codec), groups.beside)
-    if plan.pipeline:
-        return Passage(plan, groups.stage, config.hidden_size, wire, model.parallel)
-    assert group is not None and wire is not None, "each rank is a stage of hybrid"
-    shard, layers = layout.shards[group.rank], plan.of(group.rank)
-    given = source, config, shard, layers, options.formats, options.dtype
-    stage = load_stage(*given, weights.layers, weights.outer)
-    return PromptStages(config, layout, plan, wire, stage, model.cache, options.max_model_len)
+    if parts is not None:
+        own = Layout(shards=tuple(parts.shards[rank] for rank in plan.ranks_of(groups.stage)))
+        group = groups.inside or replace(groups.replica, rank=0, world_size=1)
+        parallel = TensorParallel(group, own, groups.inside_routes, torch.float32)  # memory carries the sums
+    wire = None if groups.stages is None else StageWire(groups.stages, parse_codec(options.stage_codec))
+    beside = None if groups.beside is None else SideWire(groups.beside)
+    passage = Passage(plan, groups.stage, config.hidden_size, wire, beside, parallel)
+    if parts is None:
+        return passage
+    shard, part, layers = layout.shards[groups.replica.rank], parallel.shard, plan.of(groups.stage)
+    given = source, config, shard, part, layers, options.formats, options.dtype
+    loaded, other_rows = load_stage(*given, weights.layers, weights.outer)
+    own = stage_model(config, layers)
+    cache = _make_cache(own, part, replace(options, num_blocks=options.num_blocks + 1), groups.replica.device)
+    adapters = _make_adapters(own, part, options, groups.replica.device)
+    if model.adapters is not None:
+        model.adapters.beside = adapters
+    staged = Llama(own, parallel, loaded, cache, options.max_model_len, adapters)
+    return PromptStages(passage, layout, parts, staged, other_rows, model.cache)
+
+
+def _make_adapters(
+    config: LlamaConfig, shard: Shard, options: RunnerOptions, device: torch.device
+) -> AdapterProducts | None:
+    if options.adapters is None:
+        return None
+    return AdapterProducts(config, shard, options.adapters, dtype=options.dtype, device=device)
 
 
 def _make_cache(config: LlamaConfig, shard: Shard, options: RunnerOptions, device: torch.device) -> CacheSource:

@@ -157,11 +157,10 @@ class EagerLayers:
 
     def _normed(self, update_TD: Tensor | None, norm: Tensor | None, update_norm: Tensor | None) -> Tensor:
         """Add the update to the residual, and return the norm of the sum."""
+        dtype, residual_TD = self._cache.dtype, self.residual_TD
         if update_TD is None:
-            return (
-                self.residual_TD.to(self._cache.dtype) if norm is None else rms_norm(self.residual_TD, norm, self._form)
-            )
-        given = update_TD, self.residual_TD, norm, self._form, update_norm, self._cache.dtype
+            return residual_TD.to(dtype) if norm is None else rms_norm(residual_TD, norm, self._form)
+        given = update_TD, residual_TD, norm, self._form, update_norm, dtype
         normed_TD, self.residual_TD = add_rms_norm(*given)
         return normed_TD
 

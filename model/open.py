@@ -138,21 +138,28 @@ def _open_folder(folder: Path) -> Checkpoint:
     config = _folder_config(folder)
     plain = SafetensorsReader(folder)
     stated = read_json(folder / "config.json")
-    with naming(folder, "a quantized tensor has an unexpected shape", IndexError, ValueError):
+    with naming(folder):
         quantization = parse_quantization(stated)
         quantized = None if quantization is None else QuantizedReader(plain, quantization)
         reader = PartsReader(quantized or plain, config)
         check_tensors(reader, config)
     if not (stated.get("dtype") or stated.get("torch_dtype")):
         config = replace(config, dtype=plain.dtype_name(EMBEDDING))
+    note = "" if quantized is None else quantized.describe()
+    return _in_folder(folder, config, folder.absolute().name, lambda: reader, note=note)
+
+
+def _in_folder(
+    folder: Path, config: LlamaConfig, name: str, reader: Callable[[], CheckpointReader], **others: Any
+) -> Checkpoint:
     return Checkpoint(
-        name=folder.absolute().name,
+        name=name,
         location=str(folder.absolute()),
         config=config,
-        reader=lambda: reader,
+        reader=reader,
         tokenizer=lambda: tokenizer_from_folder(folder, config.bos_token_id, config.eos_token_ids),
-        note="" if quantized is None else quantized.describe(),
         generation=_generation(folder),
+        **others,
     )
 
 
@@ -166,15 +173,7 @@ def _open_prepared(folder: Path) -> Checkpoint:
             f"everything else needs the original model ({prepared.manifest.model})"
         )
 
-    return Checkpoint(
-        name=prepared.manifest.model,
-        location=str(folder.absolute()),
-        config=config,
-        reader=no_reader,
-        tokenizer=lambda: tokenizer_from_folder(folder, config.bos_token_id, config.eos_token_ids),
-        generation=_generation(folder),
-        prepared=prepared,
-    )
+    return _in_folder(folder, config, prepared.manifest.model, no_reader, prepared=prepared)
 
 
 def _folder_config(folder: Path) -> LlamaConfig:

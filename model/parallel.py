@@ -84,15 +84,11 @@ class TensorParallel:
 
     def row_sums(self, site: str, layer: int, policy: int = 0) -> RowSums | None:
         """Return the AllReduces of ``site``'s matrix in ``layer``, for ``sum_rows``; None for one rank."""
-        if self._routes is None:
+        if (routes := self._routes) is None:
             return None
-        prompt, generated = (
-            None
-            if self._routes.drops(site, layer, phase, policy)
-            else self._routes.all_reduce(site, layer, phase, policy)
-            for phase in ("prefill", "decode")
-        )
-        return RowSums(f"{site} {layer}", prompt, generated)
+        places = [(site, layer, phase, policy) for phase in ("prefill", "decode")]
+        sums = [None if routes.drops(*place) else routes.all_reduce(*place) for place in places]
+        return RowSums(f"{site} {layer}", *sums)
 
     def embed(self, local_table_VD: Matrix, token_ids_T: Tensor, policy: int, phase: str, dtype: torch.dtype) -> Tensor:
         """Return (T, D) embeddings in ``dtype``. One rank has each token's row; the others add exact zeros."""
@@ -132,9 +128,10 @@ class TensorParallel:
     ) -> Tensor:
         """Return (T, D), the sum of the ranks' partial results, in their dtype. Messages are of ``sum_dtype``.
 
-        ``feedback``: rounding errors that this pass carries from sum to sum of these rows. Decode rows come first. If
-        they and the others use different algorithms, they are summed separately, so a row's bits do not depend on the
-        kind of the other rows. The ledger counts a sum over any prefill row as prefill.
+        ``feedback``: rounding errors that this pass carries from sum to sum of these rows.
+
+        Decode rows come first. If they and the others use different algorithms, they are summed separately, so a row's
+        bits do not depend on the kind of the other rows. The ledger counts a sum over any prefill row as prefill.
         """
         if sums is None:
             return partial_TD
@@ -201,22 +198,15 @@ class ChoiceGather:
         return None if received is None else torch.cat(received).view(torch.int64)
 
 
-class StageWire:
-    """Moves hidden states, KV heads and chosen tokens between the stages, in threads beside computing.
+class SideWire:
+    """Moves KV heads and chosen tokens between the stages, in a thread beside computing, so that they delay no hidden states.
 
-    ``group``: a rank of each stage, the first if it has several, in order, with connections and a ledger of its own. All ranks call the same
-    methods in the same order.
+    ``group``: with connections and a ledger of its own; all of its ranks call the same methods in the same order.
     """
 
-    def __init__(self, group: Group, codec: Codec, beside: Group | None = None) -> None:
-        """``codec``: of hidden states. ``beside``: the ranks again, for KV heads and chosen tokens, which delay no hidden states."""
-        self.group, self._codec, self.beside = group, codec, beside or group
-        self._lane = Lane("stages", group.device, ledger=group.ledger)
-        self._beside_lane = Lane("beside", group.device, ledger=self.beside.ledger)
-
-    def close(self) -> None:
-        self._lane.close()
-        self._beside_lane.close()
+    def __init__(self, group: Group) -> None:
+        self.group, self._lane = group, Lane("beside", group.device, ledger=group.ledger)
+        self.close = self._lane.close
 
     def send_chosen(self, results: Tensor | None, num: int, phase: str) -> Pending:
         """Send the last rank's ``results``, (num,) int64, to the first; the result are these there, and nothing elsewhere."""
@@ -224,9 +214,24 @@ class StageWire:
         own = torch.empty(0, dtype=torch.uint8) if results is None else as_bytes(results.contiguous())
         parts = [own if rank == 0 else own[:0] for rank in ranks]
         sizes = [_INT64_BYTES * num if (self.group.rank, rank) == (0, last) else 0 for rank in ranks]
-        given = self.beside, "token-ids", parts, sizes
+
+        given = self.group, "token-ids", parts, sizes
         move = partial(deliver, *given, phase=phase, site=BOUNDARY)
-        return self._beside_lane.start(lambda: torch.cat(move()).view(torch.int64))
+        return self._lane.start(lambda: torch.cat(move()).view(torch.int64))
+
+    def hand_over(self, parts: Sequence[Tensor], recv_bytes: Sequence[int]) -> Pending:
+        """Send each other rank the keys and values that it decodes with, as bytes; the result are theirs, concatenated."""
+        return self._lane.start(
+            lambda: torch.cat(deliver(self.group, "kv-heads", parts, recv_bytes, phase="prefill", site=BOUNDARY))
+        )
+
+
+class StageWire:
+    """Moves hidden states between the stages, in a thread beside computing. ``group``: the first rank of each, in order; see ``SideWire``."""
+
+    def __init__(self, group: Group, codec: Codec) -> None:
+        self.group, self._codec, self._lane = group, codec, Lane("stages", group.device, ledger=group.ledger)
+        self.close = self._lane.close
 
     def send_on(self, own_TD: Tensor | None, recv_shape: tuple[int, int] | None, phase: str) -> Pending:
         """Send hidden states to the next stage; the result are those of the stage before, (T, D) float32.
@@ -250,9 +255,3 @@ class StageWire:
                 return codec.decode(received[rank - 1], math.prod(recv_shape), torch.float32).view(recv_shape)
 
         return self._lane.start(move)
-
-    def hand_over(self, parts: Sequence[Tensor], recv_bytes: Sequence[int]) -> Pending:
-        """Send each other rank the keys and values that it decodes with, as bytes; the result are theirs, concatenated."""
-        return self._beside_lane.start(
-            lambda: torch.cat(deliver(self.beside, "kv-heads", parts, recv_bytes, phase="prefill", site=BOUNDARY))
-        )

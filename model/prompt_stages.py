@@ -1,34 +1,36 @@
 """Prompts in stages (``--layout hybrid``): one rank's part of the chunks that pass from stage to stage.
 
-In each step a chunk of prompt rows enters the first stage, and every chunk under way passes one stage: in step t rank s
-computes the whole layers of its stage for the chunk of step t - s. It sends the hidden states to the next rank, and to each
-other rank the keys and values that this one decodes with. Messages travel beside the computing of later steps. Keys and
-values have connections of their own, so that hidden states, for which a stage waits, never follow them; only the first
-decode row of a prompt waits for its last ones.
+In each step a chunk of prompt rows enters the first stage, and every chunk under way passes one stage: in step t the ranks of
+stage s compute its layers for the chunk of step t - s; several sum their parts in memory. The first sends the hidden states to
+the first rank of the next stage, and each sends every other rank the keys and values that this one decodes with. Messages
+travel beside the computing of later steps. Keys and values have connections of their own, so that hidden states, for which a
+stage waits, never follow them; only the first decode row of a prompt waits for its last ones.
 
-A rank's stage has a cache of all KV heads of its layers, with the block numbers of the ordinary cache, which has the
-rank's own heads of all layers and which decode rows read.
+For its stage a rank has a cache of the KV heads that it computes there, all if it is alone, with the block numbers of the ordinary
+cache, which has the rank's own heads of all layers and which decode rows read.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tightwire.comm.lane import Pending
-from tightwire.kernels.spec.int8_heads import head_bytes, parts_of
-from tightwire.model.cache.kv_cache import CacheSource, KVCache
-from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.kernels.spec.int8_heads import parts_of
+from tightwire.kernels.spec.packed import Matrix
+from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.decoder import Llama
-from tightwire.model.layout import Layout, make_layout, stage_model, whole_shard
-from tightwire.model.parallel import BOUNDARY, StageWire, TensorParallel
+from tightwire.model.layout import Layout
+from tightwire.model.parallel import BOUNDARY, SideWire, StageWire, TensorParallel
 from tightwire.model.stages import MAX_LATE_STEPS, StagePlan
 from tightwire.model.step import Batch, StepArrays, StepPlan, ints, phase_of
-from tightwire.model.weights.stage import StageWeights
+from tightwire.model.weights.stage import embed_whole
 
 KeysAndValues = tuple[Tensor, Tensor]  # of one layer, (N, K, P, E) each
 
@@ -54,33 +56,37 @@ class Chunk:
         return self.arrays.slots_LT[0]  # all layers are one group
 
 
-@dataclass(slots=True, eq=False)
-class _HandOver:
+class _HandOver(NamedTuple):
     """Keys and values that all ranks send each other after one step."""
 
     chunks: list[tuple[int, Chunk]]  # every rank with its chunk, in order
+    oldest: int  # step in which one of them entered
     pending: Pending
-
-    def serves(self, step: int) -> bool:
-        """True if a chunk of ``step`` or before is in it."""
-        return any(chunk.step <= step for _, chunk in self.chunks)
 
 
 class Passage:
     """The chunks under way, and the hidden states that they take along. In every step all ranks call ``advance`` and ``send_on``."""
 
     def __init__(
-        self, plan: StagePlan, stage: int, hidden_size: int, wire: StageWire | None, parallel: TensorParallel
+        self,
+        plan: StagePlan,
+        stage: int,
+        hidden_size: int,
+        wire: StageWire | None,
+        beside: SideWire | None,
+        parallel: TensorParallel,
     ) -> None:
-        """``wire``: on the first rank of each stage. ``parallel``: the ranks of this rank's stage."""
-        self.wire, self.stage, self._last, self._parallel = wire, stage, plan.num_stages - 1, parallel
-        self.is_last, self._hidden_size = stage == self._last, hidden_size
+        """``wire``: on the first rank of each stage, as ``beside`` in a pipeline. ``parallel``: the ranks of this rank's stage."""
+        self.plan, self.stage, self.wire, self.beside, self.parallel = plan, stage, wire, beside, parallel
+        self._last, self._hidden_size = plan.num_stages - 1, hidden_size
+        self.is_last = stage == self._last
         self.chunks: deque[Chunk | None] = deque([None] * plan.num_stages, plan.num_stages)  # by stage
         self._moving: deque[Pending] = deque(maxlen=2)  # the last messages
 
     def close(self) -> None:
-        if self.wire is not None:
-            self.wire.close()
+        for wire in (self.wire, self.beside):
+            if wire is not None:
+                wire.close()
 
     def advance(self, entering: Chunk | None) -> Chunk | None:
         """Let every chunk move to the next stage; return the one that is in this rank's stage now."""
@@ -93,15 +99,17 @@ class Passage:
         That waits for its message before the last instead, so that it does not run ahead of a slow wire. Further ranks of a
         stage get the rows from its first rank, in a collective.
         """
-        rows_TD, chunk = None, self.chunks[self.stage]
         if self.stage == 0:
             if len(self._moving) > 1:
                 self._moving[0].wait()
             return None
-        if self.wire is not None:
-            rows_TD = self._moving[-1].wait()
+        return self.shared(None if self.wire is None else self._moving[-1].wait(), BOUNDARY)
+
+    def shared(self, rows_TD: Tensor | None, site: str) -> Tensor:
+        """Return on every rank of the stage its chunk's (T, D) float32, which the first has."""
+        chunk = self.chunks[self.stage]
         assert chunk is not None, "asked only for a chunk"
-        return self._parallel.share_rows(rows_TD, (chunk.num_rows, self._hidden_size), 0, chunk.phase, BOUNDARY)
+        return self.parallel.share_rows(rows_TD, (chunk.num_rows, self._hidden_size), 0, chunk.phase, site)
 
     def send_on(self, hidden_TD: Tensor | None) -> None:
         """Start to send this stage's hidden states, and to receive those of the chunk that it computes in the next step."""
@@ -113,47 +121,31 @@ class Passage:
             self._moving.append(self.wire.send_on(None if self.is_last else hidden_TD, shape, phase))
 
     def send_chosen(self, results: Tensor | None, num: int, phase: str) -> Pending | None:
-        """Send the last stage's ``results`` to rank 0; None on ranks without a wire. See ``StageWire.send_chosen``."""
-        return None if self.wire is None else self.wire.send_chosen(results, num, phase)
+        """Send the last stage's ``results`` to rank 0; None on ranks without a wire. See ``SideWire.send_chosen``."""
+        return None if self.beside is None else self.beside.send_chosen(results, num, phase)
 
 
 class PromptStages:
     """The chunks under way, and this rank's stage. Call ``begin``, before decode rows are computed, and ``run`` in each step."""
 
     def __init__(
-        self,
-        config: LlamaConfig,
-        layout: Layout,
-        plan: StagePlan,
-        wire: StageWire,
-        weights: StageWeights,
-        cache: CacheSource,
-        max_positions: int,
+        self, passage: Passage, layout: Layout, parts: Layout, model: Llama, others: Matrix | None, cache: CacheSource
     ) -> None:
-        """``cache``: the ordinary cache, of this rank's KV heads in all layers."""
-        self._config, self._plan, self._weights = config, plan, weights
-        alone = TensorParallel(replace(wire.group, rank=0, world_size=1), make_layout(config, 1), None)
-        self.wire, self._passage = wire, Passage(plan, wire.group.rank, config.hidden_size, wire, alone)
-        self.is_last = self._passage.is_last
-        self._rank, self.layers = wire.group.rank, plan.of(wire.group.rank)
-        self._heads = [shard.kv_heads for shard in layout.shards]
-        self._decode_cache, own = cache, stage_model(config, self.layers)
-        self._cache = KVCache(
-            own,
-            whole_shard(config),
-            num_blocks=cache.num_blocks + 1,  # the last block takes the rows that nobody reads
-            block_size=cache.block_size,
-            dtype=cache.dtype,
-            kv_dtype=cache.kv_dtype,
-            device=cache.device,
-        )
-        self._model = Llama(own, alone, weights, self._cache, max_positions)
-        self._under_way = self._passage.chunks
-        self._hand_overs: deque[_HandOver] = deque()  # oldest first
-        self._head_bytes = head_bytes(config.head_dim, cache.kv_dtype)  # of a token
+        """``parts``: of each rank in the layers of its stage; this one's is ``model``, whose cache has one block more, for rows that nobody reads.
 
-    def close(self) -> None:
-        self.wire.close()
+        ``others``: rows of the embedding, on rank 0. ``cache``: the ordinary cache, of this rank's KV heads in all layers.
+        """
+        assert passage.beside is not None, "each rank hands keys and values over"
+        self.passage, self._plan, self.wire, self.beside = passage, passage.plan, passage.wire, passage.beside
+        self._model, self._other_rows, self._heads = model, others, moved_heads(layout, parts)
+        self._rank = rank = passage.beside.group.rank
+        # Of the KV heads that this rank decodes with, and of those that it computes in its stage.
+        self._own_start, self._start = (each.shards[rank].kv_heads.start for each in (layout, parts))
+        self._decode_cache, self._cache = cache, model.cache
+        self._under_way, self.is_last, self.close = passage.chunks, passage.is_last, passage.close
+        self._hand_overs: deque[_HandOver] = deque()  # oldest first
+        keys_NKPE, _ = cache.layer(0)
+        self._head_bytes = keys_NKPE.shape[-1] * keys_NKPE.itemsize  # of a token
 
     def begin(self, plan: StepPlan, entering: StepArrays | None) -> None:
         """Begin a step: every chunk moves to the next stage. ``entering``: the prompt rows of this step.
@@ -162,61 +154,66 @@ class PromptStages:
         """
         if len(rewritten := ints(plan.rewritten)):
             self._abandon(rewritten)
-        self._passage.advance(None if entering is None else Chunk(plan.index, 0, entering))
-        needed = max(plan.awaits, plan.index - MAX_LATE_STEPS)
-        while self._hand_overs and ((oldest := self._hand_overs[0]).pending.done.done() or oldest.serves(needed)):
-            self._store(self._hand_overs.popleft())
+        self.passage.advance(None if entering is None else Chunk(plan.index, 0, entering))
+        needed, waiting = max(plan.awaits, plan.index - MAX_LATE_STEPS), self._hand_overs
+        while waiting and (waiting[0].pending.done.done() or waiting[0].oldest <= needed):
+            self._store(waiting.popleft())
 
     @torch.inference_mode()
     def run(self, to_batch: Callable[[StepArrays], Batch]) -> Tensor | None:
-        """Compute this rank's chunk; return (T, D) hidden states of the chunk that leaves the last stage, on its rank."""
-        chunk, hidden_TD = self._under_way[self._rank], None
-        if chunk is not None:
-            batch, before_TD = to_batch(chunk.arrays), self._passage.arrived() if self._rank else None
-            before_TD = self._weights.embed(batch.token_ids_T) if before_TD is None else before_TD
+        """Compute this stage's chunk; return (T, D) hidden states of the chunk that leaves the last stage, on its ranks."""
+        passage, before_TD, hidden_TD = self.passage, None, None
+        if (chunk := self._under_way[passage.stage]) is not None:
+            batch = to_batch(chunk.arrays)
+            if self._other_rows is not None:
+                before_TD = embed_whole(batch.token_ids_T, self._model.weights.outer.embedding, self._other_rows)
+            before_TD = passage.arrived() if passage.stage else passage.shared(before_TD, "embed")
             hidden_TD = self._model.forward(replace(batch, hidden_TD=before_TD))
-        self._passage.send_on(hidden_TD)
+        passage.send_on(hidden_TD)
         if any(self._under_way):
             self._hand_overs.append(self._hand_over(chunk))
         return hidden_TD if self.is_last else None
 
     def _hand_over(self, chunk: Chunk | None) -> _HandOver:
-        """Start to send copies of the keys and values of ``chunk`` that this stage has computed for the other ranks."""
-        num_stages, own = self._plan.num_stages, self._rank
-        parts, sizes = [torch.empty(0, dtype=torch.uint8)] * num_stages, [0] * num_stages
+        """Start to send copies of the keys and values of ``chunk`` that this rank has computed for the other ranks."""
+        num_ranks, own = len(self._heads), self._rank
+        parts, sizes = [torch.empty(0, dtype=torch.uint8)] * num_ranks, [0] * num_ranks
         if chunk is not None:
-            layers = [self._cache.layer(layer) for layer in range(len(self.layers))]
+            layers = [self._cache.layer(layer) for layer in range(len(self._plan.of(self.passage.stage)))]
             rows_LCTKE = take_rows(layers, torch.from_numpy(chunk.slots_T))
-            for rank, heads in enumerate(self._heads):
-                part = rows_LCTKE[:, :, :, heads.start : heads.stop].contiguous()
+            for rank, heads in enumerate(self._heads[own]):
+                part = rows_LCTKE[:, :, :, heads.start - self._start : heads.stop - self._start].contiguous()
                 if rank == own:
                     self._write(chunk, own, part)
                 else:
                     parts[rank] = part.view(-1).view(torch.uint8)
-        chunks = [(rank, each) for rank, each in enumerate(self._under_way) if each is not None]
+        passing = [(stage, each) for stage, each in enumerate(self._under_way) if each is not None]
+        chunks = [(rank, each) for stage, each in passing for rank in self._plan.ranks_of(stage)]
         for rank, each in chunks:
-            sizes[rank] = 0 if rank == own else self._bytes_from(rank, each)
-        return _HandOver(chunks, self.wire.hand_over(parts, sizes))
+            sizes[rank] = 0 if rank == own else math.prod(self._shape_from(rank, each)) * self._head_bytes
+        return _HandOver(chunks, min(each.step for _, each in chunks), self.beside.hand_over(parts, sizes))
 
-    def _bytes_from(self, rank: int, chunk: Chunk) -> int:
-        """Return the bytes of this rank's KV heads of a chunk in the layers of stage ``rank``."""
-        num_heads = 2 * len(self._plan.of(rank)) * len(self._heads[self._rank])
-        return num_heads * chunk.num_rows * self._head_bytes
+    def _shape_from(self, rank: int, chunk: Chunk) -> tuple[int, int, int, int]:
+        """Return (L, 2, T, K): what ``rank`` sends this one of a chunk."""
+        num_layers = len(self._plan.of(self._plan.stage_of(rank)))
+        return num_layers, 2, chunk.num_rows, len(self._heads[rank][self._rank])
 
     def _store(self, arrived: _HandOver) -> None:
         data, start = arrived.pending.wait(), 0
         for rank, chunk in arrived.chunks:
-            if rank != self._rank:
-                stop = start + self._bytes_from(rank, chunk)
-                shape = len(self._plan.of(rank)), 2, chunk.num_rows, len(self._heads[self._rank]), -1
-                self._write(chunk, rank, data[start:stop].view(self._cache.kv_dtype).view(shape))
+            shape = self._shape_from(rank, chunk)
+            if rank != self._rank and shape[-1]:
+                stop = start + math.prod(shape) * self._head_bytes
+                self._write(chunk, rank, data[start:stop].view(self._cache.kv_dtype).view(*shape, -1))
                 start = stop
 
-    def _write(self, chunk: Chunk, stage: int, rows_LCTKE: Tensor) -> None:
-        """Write this rank's KV heads of a chunk in the layers of ``stage`` to the ordinary cache."""
-        slots = chunk.slots_T
+    def _write(self, chunk: Chunk, rank: int, rows_LCTKE: Tensor) -> None:
+        """Write the KV heads of a chunk that ``rank`` has computed for this one to the ordinary cache."""
+        slots, heads = chunk.slots_T, self._heads[rank][self._rank]
         written = slots < self._decode_cache.num_blocks * self._decode_cache.block_size
-        layers = [self._decode_cache.layer(layer) for layer in self._plan.of(stage)]
+        places = slice(heads.start - self._own_start, heads.stop - self._own_start)
+        layers = [self._decode_cache.layer(layer) for layer in self._plan.of(self._plan.stage_of(rank))]
+        layers = [(keys_NKPE[:, places], values_NKPE[:, places]) for keys_NKPE, values_NKPE in layers]
         if not written.all():
             rows_LCTKE = rows_LCTKE[:, :, torch.from_numpy(written)]
         put_rows(layers, torch.from_numpy(slots[written]), rows_LCTKE)
@@ -229,6 +226,16 @@ class PromptStages:
             nowhere = self._decode_cache.num_blocks * size
             changed = np.where(np.isin(slots // size, blocks), np.int32(nowhere), slots)
             chunk.arrays = replace(chunk.arrays, slots_LT=changed[None])
+
+
+def moved_heads(layout: Layout, parts: Layout) -> list[list[range]]:
+    """Return the KV heads that each rank hands to each, which decodes with them; of several with a head in a stage the first does."""
+    found, done = list[list[range]](), 0
+    for part in parts.shards:
+        first, done = max(part.kv_heads.start, done if part.rank else 0), part.kv_heads.stop
+        spans = [(max(first, shard.kv_heads.start), min(done, shard.kv_heads.stop)) for shard in layout.shards]
+        found.append([range(start, max(start, stop)) for start, stop in spans])
+    return found
 
 
 def take_rows(layers: Sequence[KeysAndValues], slots_T: Tensor) -> Tensor:

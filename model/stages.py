@@ -1,7 +1,7 @@
 """Stages: which layers of the model each host computes, for prompts (hybrid) or all rows (pipeline). Imports no torch.
 
-docs/layouts.md has the pictures. With N stages, chunk c of the prompts passes stage s in step c + s: rank s of a replica
-computes the layers of stage s, and sends its hidden states to rank s + 1.
+docs/layouts.md has the pictures. With N stages, chunk c of the prompts passes stage s in step c + s: a replica's ranks of stage s
+compute its layers, and the first of them sends the hidden states to the first of stage s + 1.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class StagePlan(msgspec.Struct, frozen=True):
     layers: tuple[tuple[int, int], ...]  # of each stage: the first, and the one after the last
     # True: generated tokens pass the stages too, and a rank holds nothing but its stage; False: hybrid.
     pipeline: bool = False
-    ranks_each: int = 1  # of a pipeline: each has a part of every layer of its stage
+    ranks_each: int = 1  # each has a part of every layer of its stage
 
     @property
     def num_stages(self) -> int:
@@ -32,6 +32,10 @@ class StagePlan(msgspec.Struct, frozen=True):
     def stage_of(self, rank: int) -> int:
         """Return the stage of a replica's ``rank``."""
         return rank // self.ranks_each
+
+    def ranks_of(self, stage: int) -> range:
+        """Return the ranks that compute ``stage`` together."""
+        return range(stage * self.ranks_each, (stage + 1) * self.ranks_each)
 
 
 def divide_layers(

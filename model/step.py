@@ -133,9 +133,8 @@ class StepArrays:
         np.cumsum(query_lens_B, out=query_start_B1[1:])
         sequence_T = np.repeat(np.arange(len(query_lens_B)), query_lens_B)
         first_position_B = context_lens_B - query_lens_B
-        positions_T = (
-            np.arange(query_start_B1[-1], dtype=np.int32) + (first_position_B - query_start_B1[:-1])[sequence_T]
-        )
+        begin_T = (first_position_B - query_start_B1[:-1])[sequence_T]
+        positions_T = np.arange(query_start_B1[-1], dtype=np.int32) + begin_T
         tables_LBM = ints(plan.block_tables)
         if groups.num_sliding:
             held_LBM = groups.held(first_position_B, context_lens_B, block_size)

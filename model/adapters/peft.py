@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.errors import ModelError, naming
 from tightwire.model.checkpoint.header import read_json
 from tightwire.model.checkpoint.safetensors import SafetensorsReader
 from tightwire.model.checkpoint.tensors import StackedParts, stored_tensors
@@ -76,19 +76,15 @@ class AdapterFile:
 
 def open_adapter(folder: Path, config: LlamaConfig, max_rank: int | None = None) -> AdapterFile:
     """Check the folder against the model's shapes. ModelError: what is wrong with it, or is not supported, by name."""
-    path = folder / CONFIG_FILE
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not isfile(folder / name):  # false for a path that is too long, and for a pipe, which would never end
             raise ModelError(f"{str(folder)[:500]}: has no {name}; give the folder that PEFT's save_pretrained wrote")
-    try:
-        settings = read_json(path)
+    wrong, damage = f"{CONFIG_FILE}: a value has the wrong type or is invalid", (TypeError, ValueError, AttributeError)
+    with naming(f"adapter {folder}", wrong, *damage, OverflowError, RecursionError, re.error):
+        settings = read_json(folder / CONFIG_FILE)
         _refuse_unsupported(settings)
         reader = SafetensorsReader(folder, [folder / WEIGHTS_FILE])
         modules = _modules(settings, reader, config)
-    except ModelError as error:
-        raise ModelError(f"adapter {folder}: {error}") from None
-    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError, re.error) as error:
-        raise ModelError(f"{path}: a value has the wrong type or is invalid: {error}") from None
     adapter = AdapterFile(folder=folder, modules=modules, parts=StackedParts(config), reader=reader)
     if max_rank is not None and adapter.rank > max_rank:
         raise ModelError(

@@ -43,6 +43,7 @@ class AdapterProducts:
     ):
         """Memory on a CPU is used only once an adapter is loaded into it."""
         self._config, self._shard, self.room = config, shard, room
+        self.beside: AdapterProducts | None = None  # the same adapters in the layers of a stage (``--layout hybrid``)
         like = torch.empty(0, dtype=dtype, device=device)
         self.sites: dict[str, AdapterSite] = {}
         for name, (fused, num_inputs) in _sites(config, shard).items():
@@ -52,9 +53,11 @@ class AdapterProducts:
     def load(self, entry: int, adapter: AdapterFile) -> None:
         """Read this rank's part of an adapter into an entry that no running step uses. ModelError: it cannot be read."""
         self.clear(entry)
+        if self.beside is not None:
+            self.beside.load(entry, adapter)
         for name, site in self.sites.items():
             fused = [layer_tensors(self._config, self._shard, layer)[name] for layer in range(site.num_layers)]
-            if not any(adapter.has(_module(tensor)) for each in fused for tensor in each.names):
+            if not any(adapter.has(tensor.removesuffix(".weight")) for each in fused for tensor in each.names):
                 continue
             site.set_rank(entry, adapter.rank)
             for layer, each in enumerate(fused):
@@ -63,7 +66,7 @@ class AdapterProducts:
 
     def clear(self, entry: int) -> None:
         """Empty an entry: rows that use it get no adapter."""
-        for site in self.sites.values():
+        for site in (*self.sites.values(), *(self.beside.sites.values() if self.beside else ())):
             site.set_rank(entry, 0)
 
     def add(self, name: str, layer: int, x_TD: Tensor, out_TO: Tensor, rows: AdapterRows) -> None:
@@ -76,7 +79,7 @@ class AdapterProducts:
         rank = len(a_PD) // len(parts)
         b_RO = torch.zeros(rank, parts[-1].stop)
         for part, ((tensor, rows), columns) in enumerate(zip(fused.parts, parts, strict=True)):
-            module, own = _module(tensor), slice(part * rank, (part + 1) * rank)
+            module, own = tensor.removesuffix(".weight"), slice(part * rank, (part + 1) * rank)
             a_PD[own].zero_()
             if adapter.has(module):
                 a_RD, b_OR = adapter.read(module, rows, fused.columns)
@@ -89,7 +92,3 @@ def _sites(config: LlamaConfig, shard: Shard) -> Mapping[str, tuple[Fused, int]]
     """The fused matrices that adapters may change, each with its number of inputs on this rank."""
     tensors = layer_tensors(config, shard, 0)
     return {name: (tensors[name], tensors[name].shape[1]) for name in SITES}
-
-
-def _module(tensor: str) -> str:
-    return tensor.removesuffix(".weight")

@@ -1,10 +1,10 @@
 """Reads the metadata of a .gguf as ``LlamaConfig``; of the rotary embedding also its tensors of factors."""
 
-import math
 from typing import Any
 
 import torch
 
+from tightwire.kernels.spec import rope
 from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
 from tightwire.model.checkpoint.errors import ModelError, naming
 from tightwire.model.checkpoint.gguf import GgufFile
@@ -52,8 +52,6 @@ def _config_from_gguf(file: GgufFile) -> LlamaConfig:
     for name, key in family.keys.items():
         if key.gguf is not None and (value := file.own(key.gguf)):
             fields[name] = shortest_float(value) ** key.power
-    if file.own("attention.temperature_scale"):  # temperatures of attention are 1 in the original context
-        fields["max_positions"] = min(fields["max_positions"], file.size("rope.scaling.original_context_length"))
     fields |= _windows(file, family, fields["num_layers"])
     fields |= _rope(file, family, head_dim)
     fields |= {name: value(fields) for name, value in family.gguf_fixed.items() if name not in fields}
@@ -83,14 +81,13 @@ def _family(file: GgufFile) -> Family:
 
 
 def _windows(file: GgufFile, family: Family, num_layers: int) -> dict[str, Any]:
-    """Return the layers with a window, as the file or else the family says, and those without rotary embedding."""
+    """Return the layers with a window, and those without rotary embedding; files do not say which, as in llama.cpp."""
     layers, found = range(num_layers), dict[str, Any]()
     if family.nope_every:
         found["nope"] = tuple(layer for layer in layers if (layer + 1) % family.nope_every == 0)
     if family.full_every and (window := file.own("attention.sliding_window")):
-        every = file.own("attention.sliding_window_pattern", 0 if family.full_every == 1 else family.full_every)
-        flags = every if isinstance(every, list) else [not every or (layer + 1) % every for layer in layers]
-        found |= {"window": int(window), "sliding": tuple(layer for layer in layers if flags[layer])}
+        every = family.full_every
+        found |= {"window": int(window), "sliding": tuple(i for i in layers if every == 1 or (i + 1) % every)}
     return found
 
 
@@ -148,13 +145,11 @@ def _scaling(file: GgufFile, rotary_dim: int, theta: float) -> RopeScaling:
     if all(name in file.tensors for name in _FACTORS):
         return _longrope(file, rotary_dim)
     if kind == "yarn":
-        of_all = float(file.own("rope.scaling.yarn_log_multiplier") or 0)
-        usual = yarn_attention(factor) / yarn_attention(factor, of_all)
         return RopeScaling(
             kind="yarn",
             factor=factor,
             original_max_positions=file.size("rope.scaling.original_context_length"),
-            attention_factor=usual * float(file.own("rope.scaling.attn_factor") or 1.0),
+            attention_factor=yarn_attention(factor) * float(file.own("rope.scaling.attn_factor") or 1.0),
             beta_fast=float(file.own("rope.scaling.yarn_beta_fast") or 32),
             beta_slow=float(file.own("rope.scaling.yarn_beta_slow") or 1),
         )
@@ -190,19 +185,13 @@ def _llama3(file: GgufFile, rotary_dim: int, theta: float) -> RopeScaling:
     if all(divisor == 1.0 for divisor in divisors):
         return RopeScaling()
     scaling = RopeScaling(kind="llama3", factor=shortest_float(max(divisors)))
-    want = [llama3_divisor(scaling, 2 * math.pi * theta ** (2 * i / rotary_dim)) for i in range(rotary_dim // 2)]
-    if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(divisors, want, strict=True)):
+    wavelengths = theta ** (torch.arange(0, rotary_dim, 2).double() / rotary_dim)
+    bounds = scaling.original_max_positions, scaling.low_freq_factor, scaling.high_freq_factor
+    want = 1 / (wavelengths * rope.llama3(wavelengths, scaling.factor, *bounds))
+    if not torch.allclose(torch.tensor(divisors).double(), want, rtol=1e-4, atol=0):
         raise ModelError(
             f"the rope divisors in {_DIVISORS} are not those of Llama 3 "
             f"(low_freq_factor {scaling.low_freq_factor}, high_freq_factor {scaling.high_freq_factor}, trained context "
             f"{scaling.original_max_positions}); other long-context scalings are not supported"
         )
     return scaling
-
-
-def llama3_divisor(scaling: RopeScaling, wavelength: float) -> float:
-    """The divisor that Llama 3's scaling applies to the frequency with this wavelength, in positions."""
-    turns = scaling.original_max_positions / wavelength
-    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept_share = min(max(share, 0.0), 1.0)
-    return 1 / ((1 - kept_share) / scaling.factor + kept_share)

@@ -17,7 +17,7 @@ _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4  # of ggml
-# Keys, or tensors; models have up to 100 and 2,000. An entry takes 10 us: half a million would take seconds.
+# Of keys, or tensors; models have up to 100 and 2,000. An entry takes 10 us: half a million would take seconds.
 _MAX_ENTRIES = 1 << 16
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 

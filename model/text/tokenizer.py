@@ -124,7 +124,10 @@ def tokenizer_from_folder(folder: Path, bos_token_id: int | None, eos_token_ids:
     path = folder / "tokenizer_config.json"
     config = read_json(path) if path.is_file() else {}
     backend = _read_backend(folder)
-    _add_missing_tokens(backend, config)
+    # Tokens that are only in the configuration; most folders have added tokens in both files.
+    for _, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
+        if backend.token_to_id(token["content"]) is None:
+            backend.add_tokens([AddedToken(**token)])
     template, template_path = _chat_template_source(folder, config)
     return Tokenizer(
         backend,
@@ -162,7 +165,7 @@ def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> tuple[str 
     for name in ("chat_template.jinja", "chat_template.json"):
         if (path := folder / name).is_file():
             with naming(path, "cannot be read", UnicodeDecodeError):
-                text = path.read_text("utf-8") if name.endswith(".jinja") else read_json(path).get("chat_template")
+                text = path.read_text("utf-8") if path.suffix == ".jinja" else read_json(path).get("chat_template")
                 return text, path
     source = config.get("chat_template")
     if isinstance(source, list):
@@ -183,13 +186,6 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         if key.endswith("_token") and isinstance(text, str):
             tokens[key] = text
     return tokens
-
-
-def _add_missing_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
-    """Add tokens that are only in the configuration; most folders have added tokens in both files."""
-    for _, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
-        if backend.token_to_id(token["content"]) is None:
-            backend.add_tokens([AddedToken(**token)])
 
 
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the last message; the space shows whether a template trims

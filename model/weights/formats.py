@@ -53,12 +53,8 @@ def layer_tensors(config: LlamaConfig, shard: Shard, index: int) -> dict[str, Fu
     """Return tensors by field of ``LayerWeights``, with only the biases that this rank holds."""
     prefix = f"model.layers.{config.first_layer + index}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
-    every = range(config.hidden_size)
-    query, kv = (
-        range(heads.start * config.head_dim, heads.stop * config.head_dim)
-        for heads in (shard.query_heads, shard.kv_heads)
-    )
-    columns = shard.mlp_columns
+    every, size, columns = range(config.hidden_size), config.head_dim, shard.mlp_columns
+    query, kv = (range(heads.start * size, heads.stop * size) for heads in (shard.query_heads, shard.kv_heads))
     qkv = {"q_proj": query, "k_proj": kv, "v_proj": kv}
     matrices = {
         "qkv": ({attention + name: rows for name, rows in qkv.items()}, every, config.qkv_bias),

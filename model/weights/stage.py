@@ -1,8 +1,8 @@
-"""The whole layers of a rank's stage, beside its shard of all layers (``--layout hybrid``).
+"""A rank's part of the layers of its stage, beside its shard of all layers (``--layout hybrid``): whole layers if it is alone there.
 
-Rows of q, k, v, gate and up that the shard has are not held twice: the product with the whole matrix is the shard's and
-that with the other rows, put in order. The output and down projections, whose columns are split, are held whole too. So
-a prompt's row has the bits of one rank alone.
+Rows of q, k, v, gate and up that the shard has are not held twice if all are in the part: the product with the part's matrix is
+the shard's and that with the other rows, put in order. The output and down projections, whose columns are split, are
+held besides. So a prompt's row has the bits of as many ranks as a stage has.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from tightwire.kernels.spec.packed import Matrix, Weight
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.checkpoint.tensors import EMBEDDING
-from tightwire.model.layout import Shard, whole_shard
+from tightwire.model.layout import Shard
 from tightwire.model.weights.formats import Fused, WeightFormats, layer_tensors, read_tensors
 from tightwire.model.weights.packed_layer import pack_tensors
 from tightwire.model.weights.source import LayerWeights, OuterWeights, ResidentWeights
@@ -28,7 +28,7 @@ _JOINED = ("qkv", "gate_up")  # matrices whose rows are split
 
 
 class _Run(NamedTuple):
-    """Consecutive rows of a whole matrix, and where they are: in the shard's matrix or in that of the other rows."""
+    """Consecutive rows of the part's matrix, and where they are: in the shard's matrix or in that of the other rows."""
 
     in_rest: bool
     rows: slice  # of that matrix
@@ -37,7 +37,7 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JoinedRows:
-    """A whole matrix as two: the shard's rows, and the other rows."""
+    """A matrix of the part as two: the shard's rows, and the other rows."""
 
     shard: Weight
     rest: Weight
@@ -55,28 +55,20 @@ class JoinedRows:
         return torch.cat([bias_O[run.whole] for run in self.runs if run.in_rest == in_rest])
 
 
-class StageWeights(ResidentWeights):
-    """The whole layers of one stage; of the first stage also the whole embedding."""
-
-    def __init__(self, outer: OuterWeights, layers: tuple[LayerWeights, ...], other_rows: Matrix | None) -> None:
-        """``other_rows``: of the embedding, those after the shard's; None: another stage embeds."""
-        super().__init__(outer, layers)
-        self._other_rows = other_rows
-
-    def embed(self, token_ids_T: Tensor) -> Tensor:
-        """Return (T, D) float32, unscaled embeddings. The first rank's shard has the first rows."""
-        assert self._other_rows is not None, "only the first stage embeds"
-        num_own = self.outer.embedding.shape[0]
-        own_T = token_ids_T < num_own
-        first_TD = embedding(torch.where(own_T, token_ids_T, 0), self.outer.embedding, torch.float32)
-        other_TD = embedding(torch.where(own_T, 0, token_ids_T - num_own), self._other_rows, torch.float32)
-        return torch.where(own_T.unsqueeze(1), first_TD, other_TD)
+def embed_whole(token_ids_T: Tensor, first: Matrix, others: Matrix) -> Tensor:
+    """Return (T, D) float32, unscaled embeddings, from the table's first rows and the others."""
+    first_T = token_ids_T < (num_first := first.shape[0])
+    first_TD = embedding(torch.where(first_T, token_ids_T, 0), first, torch.float32)
+    other_TD = embedding(torch.where(first_T, 0, token_ids_T - num_first), others, torch.float32)
+    return torch.where(first_T.unsqueeze(1), first_TD, other_TD)
 
 
-def stage_bytes(config: LlamaConfig, shard: Shard, layers: range, formats: WeightFormats, elem_bytes: int) -> int:
+def stage_bytes(
+    config: LlamaConfig, shard: Shard, part: Shard, layers: range, formats: WeightFormats, elem_bytes: int
+) -> int:
     """Return the bytes of a stage's weights in addition to the shard's; plain numbers take ``elem_bytes`` each."""
-    tensors = [fused for layer in layers for fused in _lacking(config, shard, layer)[0].values()]
-    tensors += _other_rows(config, shard, layers).values()
+    tensors = [fused for layer in layers for fused in _lacking(config, shard, part, layer)[0].values()]
+    tensors += _other_rows(config, shard).values()
     return sum(formats.num_bytes(fused, elem_bytes) for fused in tensors)
 
 
@@ -84,13 +76,17 @@ def load_stage(
     reader: CheckpointReader,
     config: LlamaConfig,
     shard: Shard,
+    part: Shard,
     layers: range,
     formats: WeightFormats,
     dtype: torch.dtype,
     own: Sequence[LayerWeights],
     outer: OuterWeights,
-) -> StageWeights:
-    """Load what the stage needs in addition to the rank's own layers. Raises ModelError. Cost: ``stage_bytes``."""
+) -> tuple[ResidentWeights, Matrix | None]:
+    """Load what the stage needs in addition to the rank's own layers: its ``part`` of ``layers``, and rank 0's other rows of the embedding.
+
+    Raises ModelError. Cost: ``stage_bytes``.
+    """
 
     def load(tensors: dict[str, Fused]) -> dict[str, Weight]:
         packed = pack_tensors(tensors, formats, dtype)
@@ -100,30 +96,37 @@ def load_stage(
 
     whole: list[LayerWeights] = []
     for layer in layers:
-        tensors, runs = _lacking(config, shard, layer)
+        tensors, runs = _lacking(config, shard, part, layer)
         changed: dict = load(tensors)
         changed |= {name: JoinedRows(getattr(own[layer], name), changed[name], runs[name]) for name in runs}
         whole.append(replace(own[layer], **changed))
-    rows = load(_other_rows(config, shard, layers)).get("embedding")
+    rows = load(_other_rows(config, shard)).get("embedding")
     assert rows is None or isinstance(rows, Matrix)
     if layers.stop < config.num_layers:  # the norm of the stage's last update is in the layer after it
         outer = replace(outer, last_update_norm=own[layers.stop].attention_update_norm)
-    return StageWeights(outer, tuple(whole), rows)
+    return ResidentWeights(outer, tuple(whole)), rows
 
 
-def _lacking(config: LlamaConfig, shard: Shard, layer: int) -> tuple[dict[str, Fused], dict[str, list[_Run]]]:
-    """Return the tensors of a whole layer that the shard lacks, and for matrices in ``_JOINED`` where all rows are.
+def _lacking(
+    config: LlamaConfig, shard: Shard, part: Shard, layer: int
+) -> tuple[dict[str, Fused], dict[str, list[_Run]]]:
+    """Return the tensors of the part of a layer that the shard lacks, and for matrices that are held as two where all rows are.
 
-    Of the matrices in ``_JOINED`` only the other rows are lacking.
+    Of these only the other rows are lacking.
     """
-    whole, own = layer_tensors(config, whole_shard(config), layer), layer_tensors(config, shard, layer)
+    whole, own = (layer_tensors(config, each, layer) for each in (part, shard))
     lacking = {name: fused for name, fused in whole.items() if fused != own.get(name)}
-    joined: dict[str, list[_Run]] = {name: [] for name in _JOINED if name in lacking}
-    for name, runs in joined.items():
+    joined: dict[str, list[_Run]] = {}
+    for name in _JOINED:
+        pairs = [(*of, mine) for of, (_, mine) in zip(whole[name].parts, own[name].parts, strict=True)]
+        if name not in lacking or any(mine.start < rows.start or mine.stop > rows.stop for _, rows, mine in pairs):
+            continue
+        joined[name] = runs = list[_Run]()
         others, end = list[tuple[str, range]](), 0
         ends = [0, 0]  # of the rows used so far, in the shard's matrix and in the other
-        for (tensor, all_rows), (_, mine) in zip(whole[name].parts, own[name].parts, strict=True):
-            for in_rest, rows in ((True, range(mine.start)), (False, mine), (True, range(mine.stop, all_rows.stop))):
+        for tensor, every, mine in pairs:
+            before, behind = range(every.start, mine.start), range(mine.stop, every.stop)
+            for in_rest, rows in ((True, before), (False, mine), (True, behind)):
                 if in_rest and rows:
                     others.append((tensor, rows))
                 start, num = ends[in_rest], len(rows)
@@ -134,9 +137,9 @@ def _lacking(config: LlamaConfig, shard: Shard, layer: int) -> tuple[dict[str, F
     return lacking, joined
 
 
-def _other_rows(config: LlamaConfig, shard: Shard, layers: range) -> dict[str, Fused]:
-    """Return the rows of the embedding that the first stage's shard lacks."""
-    if layers.start:
+def _other_rows(config: LlamaConfig, shard: Shard) -> dict[str, Fused]:
+    """Return the rows of the embedding that rank 0's shard lacks; no other rank embeds prompts."""
+    if shard.rank:
         return {}
     rows = range(shard.vocab_rows.stop, config.vocab_size)
     return {"embedding": Fused(((EMBEDDING, rows),), range(config.hidden_size))}

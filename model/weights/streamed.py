@@ -96,21 +96,18 @@ class StreamedWeights(WeightSource):
     def _take(self, index: int) -> PoolBuffer:
         if (due := next(self._turn)) != index:
             raise RuntimeError(f"streamed layers must be requested in order: expected {due}, got {index}")
-        start_s = time.perf_counter()
-        buffer = self._use(index)
-        late_s = self.fetcher.late_since(index, start_s)
-        self._late_s += late_s
-        self._waited_s += time.perf_counter() - start_s - late_s
-        return buffer
-
-    def _use(self, index: int) -> PoolBuffer:
-        while True:
+        start_s, buffer = time.perf_counter(), None
+        while buffer is None:
             try:
-                return self.pool.use(index, self._timeout_s)
+                buffer = self.pool.use(index, self._timeout_s)
             except TimeoutError as error:
                 # Other ranks may compute for any length of time: the transport has a deadline.
                 if self.store.others_late(index)[1] < math.inf:
                     raise WeightsError(f"layer {index} did not arrive from {self.store.name}: {error}") from None
+        late_s = self.fetcher.late_since(index, start_s)
+        self._late_s += late_s
+        self._waited_s += time.perf_counter() - start_s - late_s
+        return buffer
 
 
 def _spans(num_layers: int, resident: Mapping[int, LayerWeights]) -> tuple[range, ...]:

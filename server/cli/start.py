@@ -67,7 +67,7 @@ def start_ranks(config: ServeConfig, stack: ExitStack, place: HostPlace | None =
         options.num_ranks,
         num_nodes=options.nodes,
         num_replicas=options.dp,
-        num_stages=options.num_stages if options.layout in ("auto", "pipeline") else 1,
+        num_stages=1 if options.layout == "tensor" else options.num_stages,
         shares_weights=config.weights.weights in ("auto", "partition"),
         wire=wire,
         place=place,

@@ -31,15 +31,15 @@ class ParallelOptions:
     layout: str = option(
         "auto",
         "what crosses the wire. tensor: partial sums, in prompts and in tokens; hybrid: hidden states between stages in prompts "
-        "(each rank computes whole layers, and holds them besides its part of all layers), partial sums in tokens; pipeline: hidden "
-        "states in both (each rank holds whole layers only); auto: over a wire the one that fits and is predicted to "
+        "(each stage computes whole layers, and holds them besides its part of all layers), partial sums in tokens; pipeline: hidden "
+        "states in both (each stage holds whole layers only); auto: over a wire the one that fits and is predicted to "
         "answer soonest (docs/layouts.md), else tensor",
         ("auto", "tensor", "hybrid", "pipeline"),
     )
     stages: int | None = option(
         None,
-        "stages of --layout pipeline, each of as many consecutive ranks, which sum their parts of its layers in memory. Default: "
-        "each host, or with --nodes each node, is a stage; else each rank",
+        "stages of --layout hybrid or pipeline, each of as many consecutive ranks, which sum their parts of its layers in memory. "
+        "Default: each host, or with --nodes each node, is a stage; else each rank",
         metavar="N",
     )
     stage_codec: str = option(
@@ -135,13 +135,11 @@ class ParallelOptions:
         except ValueError as error:
             raise ValueError(f"--stage-codec: {error}") from None
         require(not has_feedback(self.stage_codec), "stage_codec", self.stage_codec, "a codec without -ef")
-        fits = self.layout in ("hybrid", "pipeline") or self.stage_codec == "none"
-        want = "given with --layout hybrid or pipeline, whose stages send hidden states"
-        require(fits, "stage_codec", self.stage_codec, want)
+        staged, want = self.layout in ("hybrid", "pipeline"), "given with --layout hybrid or pipeline, whose stages"
+        require(staged or self.stage_codec == "none", "stage_codec", self.stage_codec, f"{want} send hidden states")
         if (num := self.stages) is None:
             return
-        want = "left out without --layout pipeline: in hybrid each rank is a stage, and tensor has none"
-        require(self.layout == "pipeline", "stages", num, want)
+        require(staged, "stages", num, "left out without --layout hybrid or pipeline, which have stages")
         nodes = self.nodes if self.link is None else self.wire_nodes
         want = f"2 or more, a divisor of --tp ({self.tp})"
         want += f" and a multiple of the {nodes} nodes, because the ranks of a stage share memory" if nodes > 1 else ""
@@ -159,7 +157,7 @@ class ParallelOptions:
 
     @property
     def num_stages(self) -> int:
-        """The stages if the layout is pipeline: by default one on each host or node."""
+        """The stages if the layout has some: by default one on each host or node."""
         return self.stages or self.wire_nodes
 
     @property

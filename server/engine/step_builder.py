@@ -152,9 +152,8 @@ def make_step(
         first_rows.append(len(token_ids))
         token_ids.extend(request.token_ids[start:end])
         token_ids.extend(draft)
-        tables_LBM[:, b, : len(request.blocks) // num_groups] = (
-            np.frombuffer(request.blocks, "i4").reshape(-1, num_groups).T
-        )
+        own_ML = np.frombuffer(request.blocks, "i4").reshape(-1, num_groups)
+        tables_LBM[:, b, : len(own_ML)] = own_ML.T
     ends_B = np.array([chunk.start + chunk.num_rows for chunk in chunks])
     if groups.num_sliding:
         held_LBM = groups.held(np.array([chunk.start for chunk in chunks]), ends_B, limits.block_size)

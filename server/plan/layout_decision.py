@@ -1,7 +1,6 @@
 """Chooses the layout: what crosses the wire, for prompts and for tokens (docs/layouts.md); refuses what it cannot do yet."""
 
 from collections.abc import Sequence
-from functools import partial
 
 from msgspec.structs import replace
 
@@ -28,12 +27,13 @@ def describe_layout(stages: StagePlan | None, choice: LayoutChoice | None) -> st
     if stages is None:
         return f"tensor{chosen}"
     layers = ", ".join(f"{first} to {stop - 1}" for first, stop in stages.layers)
-    if stages.ranks_each > 1:
-        how = f"{stages.ranks_each} ranks with layers {layers}; the ranks of a stage sum in memory"
-        return f"pipeline: all rows pass stages of {how}{chosen}"
-    if stages.pipeline:
-        return f"pipeline: all rows pass the ranks in stages of layers {layers}; nothing is summed{chosen}"
-    return f"hybrid: prompts pass the ranks in stages of layers {layers}; tokens are computed together{chosen}"
+    rows, tokens = "pipeline: all rows", "" if stages.ranks_each > 1 else "; nothing is summed"
+    if not stages.pipeline:
+        rows, tokens = "hybrid: prompts", "; tokens are computed together"
+    if stages.ranks_each == 1:
+        return f"{rows} pass the ranks in stages of layers {layers}{tokens}{chosen}"
+    how = f"{stages.ranks_each} ranks with layers {layers}; the ranks of a stage sum in memory"
+    return f"{rows} pass stages of {how}{tokens}{chosen}"
 
 
 def decide_stages(
@@ -59,18 +59,16 @@ def decide_stages(
             f"--stage-codec {parallel.stage_codec}: a row has {model.hidden_size} numbers, which are not whole groups of "
             f"{codec.group_elems}, so a text would depend on its neighbours; give {parallel.stage_codec.split('-')[0]}-g64 or -g32"
         )
-    if layout == "hybrid":
-        shares = parallel.tp_split or [1.0] * parallel.tp
-        return StagePlan(layers) if layers else divide_layers(model.num_layers, shares)
-    pipeline = partial(replace, pipeline=True, ranks_each=parallel.num_summing)
+    shares, each = shares_of(parallel, parallel.num_stages), parallel.tp // parallel.num_stages
     if layers:
-        return pipeline(StagePlan(layers))
-    # The last stage also reads the head for every token.
-    outer = layout_table.outer_bytes(inputs := layout_table.memory_inputs(config, model, formats, decided))
-    last = outer.get("head", outer["embedding"])
-    return pipeline(
-        divide_layers(layout_table.layer_bytes(inputs), shares_of(parallel, parallel.num_stages), last=last)
-    )
+        stages = StagePlan(layers)
+    elif layout == "hybrid":
+        stages = divide_layers(model.num_layers, shares)
+    else:  # the last stage also reads the head for every token
+        outer = layout_table.outer_bytes(inputs := layout_table.memory_inputs(config, model, formats, decided))
+        last = outer.get("head", outer["embedding"])
+        stages = divide_layers(layout_table.layer_bytes(inputs), shares, last=last)
+    return replace(stages, pipeline=layout == "pipeline", ranks_each=each)
 
 
 def shares_of(parallel: ParallelOptions, num_parts: int) -> list[float]:
@@ -115,7 +113,7 @@ def _obstacles(
 ) -> list[tuple[str, str]]:
     """Return what hybrid or pipeline does not work with, and why. ``prepared``: the model is a prepared folder."""
     parallel, engine, weights = config.parallel, config.engine, config.weights.weights
-    num_stages = parallel.num_stages if layout == "pipeline" else parallel.tp
+    num_stages = parallel.num_stages
     few = f"a stage has a layer or more, and the model has {model.num_layers}"
     given = [
         (parallel.tp == 1, "--tp 1", "a stage has a rank or more, and there is one"),
@@ -128,14 +126,12 @@ def _obstacles(
         (num_stages > model.num_layers, f"--tp {parallel.tp}", few),
     ]
     if layout == "hybrid":
-        lora, cached = bool(config.adapters.lora or config.adapters.lora_dir), engine.prefix_cache == "all"
-        given.append((lora, "--lora", "a stage's whole layers have no adapters"))
+        cached = engine.prefix_cache == "all"
         given.append((cached, "--prefix-cache all", "a stage has no keys and values of generated tokens"))
     else:
-        drafts, transport, alone = engine.speculation, parallel.transport, num_stages == parallel.tp
+        transport, alone = parallel.transport, num_stages == parallel.tp
         sums, possible = "nothing is summed", ("auto", "sockets") if alone else ("auto", "sockets", "shared-memory")
         given += [
-            (drafts != "none", f"--speculation {drafts}", "drafts would wait for the last stage"),
             (transport not in possible, f"--transport {transport}", "stages use sockets"),
             (parallel.overlap == "on", "--overlap on", sums if alone else "the ranks of a stage sum in memory"),
         ]

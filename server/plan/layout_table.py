@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 
 import msgspec
@@ -39,8 +40,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join(filter(None, (self.times.layout, self.times.all_reduce)))
 
 
-def work_of(inputs: MemoryInputs) -> RowWork:
-    """The work of a row in the mean layer."""
+def work_of(inputs: MemoryInputs, ranks_each: int = 1) -> RowWork:
+    """The work of a row in the mean layer. ``ranks_each``: of a host, to whose own the first does not hand keys and values over a wire."""
     model, outer = inputs.model, outer_bytes(inputs)
     return RowWork(
         num_layers=model.num_layers,
@@ -50,7 +51,7 @@ def work_of(inputs: MemoryInputs) -> RowWork:
         pair_flops=4 * model.num_heads * model.head_dim,
         head_bytes=outer.get("head", outer["embedding"]),
         head_flops=2 * model.vocab_size * model.hidden_size,
-        handed_bytes=sum(_block_bytes(inputs, shard) for shard in inputs.layout.shards[1:]) / BLOCK_SIZE,
+        handed_bytes=sum(_block_bytes(inputs, shard) for shard in inputs.layout.shards[ranks_each:]) / BLOCK_SIZE,
     )
 
 
@@ -58,9 +59,11 @@ def memory_inputs(
     config: ServeConfig, model: LlamaConfig, formats: WeightFormats, decided: DecidedSetting
 ) -> MemoryInputs:
     """What the memory of a rank depends on; without pools, and all that the table of layouts does not ask for."""
+    split = partial(split_ranks, model, formats, config.parallel)
     return MemoryInputs(
         model=model,
-        layout=split_ranks(model, formats, config.parallel, is_pipeline=config.parallel.layout == "pipeline"),
+        layout=split(by_stage=config.parallel.layout == "pipeline"),
+        parts_of_stages=split(by_stage=True) if config.parallel.layout == "hybrid" else None,
         options=config.engine,
         pools=(),
         formats=formats.with_int8_activations() if config.model.activations == "int8" else formats,
@@ -83,26 +86,22 @@ def compare_layouts(
     ``shares``: of each in tensors and stages, as stated; None: by the rates.
     """
     assert asked.comm is not None, "several hosts"
-    model, work = inputs.model, work_of(inputs)
-    row_bytes = asked.decided.setting.elem_bytes * model.hidden_size
-    whole, shards = layer_bytes(inputs)[0], inputs.layout.shards
+    model, shards = inputs.model, inputs.layout.shards
     each = len(shards) // len(rates)  # ranks of a host, of which the slowest decides
+    row_bytes = asked.decided.setting.elem_bytes * model.hidden_size
+    whole, work = layer_bytes(inputs)[0], work_of(inputs, each)
     parts = [layer_bytes(inputs, shard)[0] / whole for shard in shards]  # KV heads may be held twice
     of_hosts = [each * max(parts[first : first + each]) for first in range(0, len(parts), each)]
     predictor = Predictor(work=work, hosts=rates, shares=of_hosts, link=link.link, ranks_each=each)
-    # In hybrid each rank is a stage, with its part of a host's speed and wire; all its hops count as between hosts.
-    ranks, behind = [host.scaled(1 / each) for host in rates for _ in range(each)], work.handed_bytes * each
-    by_rank = Predictor(work=replace(work, handed_bytes=behind), hosts=ranks, shares=parts, link=link.link)
     choosers = asked.comm.choosers.items()
     sums = {name: sums_of(own, work.num_layers, row_bytes, link.link) for name, own in choosers}
     (name, first), context = next(iter(sums.items())), min(CONTEXT, model.max_positions)
     alone = Predictor(work=work, hosts=rates[:1], shares=(1.0,), link=link.link).times("one host", "", None)
-    speeds = [share for share in shares or work.speeds(rates, _PROMPT_ROWS) for _ in range(each)]
     found: list[tuple[Times, tuple[tuple[int, int], ...]]] = [(alone, ())]
     found += [(predictor.times("tensor", name, own), ()) for name, own in sums.items()]
-    if each == 1 or len(ranks) <= work.num_layers:
-        by_prompt = divide_layers(work.num_layers, speeds).layers
-        found.append((by_rank.times("hybrid", name, first, by_prompt), by_prompt))
+    if len(rates) <= work.num_layers:
+        by_prompt = divide_layers(work.num_layers, shares or work.speeds(rates, _PROMPT_ROWS)).layers
+        found.append((predictor.times("hybrid", name, first, by_prompt), by_prompt))
     if by_token := _token_stages(inputs, rates, work, room, shares):
         found.append((predictor.times("pipeline", "", None, by_token), by_token))
     rows = []
@@ -134,10 +133,8 @@ def _token_stages(
     sizes, rows, most = layer_bytes(inputs), max(1, CROWD // len(rates)), None
     if room:
         largest = max(sizes) + _block_bytes(inputs) * -(-min(CONTEXT, inputs.model.max_positions) // BLOCK_SIZE)
-        ranks, outer = (
-            rank_bytes(_in_stages(inputs, len(rates)), EVERYTHING_RESIDENT),
-            sum(outer_bytes(inputs).values()),
-        )
+        ranks = rank_bytes(_in_stages(inputs, len(rates)), EVERYTHING_RESIDENT)
+        outer = sum(outer_bytes(inputs).values())
         besides = _by_host([rank.fixed - rank.weights for rank in ranks], len(rates))
         most = [(own - outer - beside) // largest for own, beside in zip(room, besides, strict=True)]
     layer_s, head_s = work.layer_s(rates[0], rows, 0), work.head_s(rates[0], rows)
@@ -150,11 +147,10 @@ def _token_stages(
 
 def host_bytes(inputs: MemoryInputs, layout: str, stages: Stages, context: int, num_hosts: int) -> list[int]:
     """The bytes of each host's ranks with a KV cache of ``context`` tokens."""
-    if layout == "pipeline":
-        inputs = _in_stages(inputs, len(stages))
     if stages:
-        each = len(inputs.layout.shards) // len(stages)
+        each, by_stage = len(inputs.layout.shards) // len(stages), _in_stages(inputs, len(stages))
         plan = StagePlan(tuple(stages), pipeline=layout == "pipeline", ranks_each=each)
+        inputs = by_stage if plan.pipeline else replace(inputs, parts_of_stages=by_stage.layout)
         inputs = replace(inputs, stages=plan)
     num_blocks = CacheShape.of(inputs.model, inputs.options, bounded=inputs.stages is None).blocks(context)
     ranks = rank_bytes(inputs, EVERYTHING_RESIDENT)

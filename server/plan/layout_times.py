@@ -69,9 +69,8 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: dict[int, float]
     token_s: float
     crowd_tokens_per_s: float
-    handed_s: float = (
-        0.0  # from the first token of ``REQUEST``, until the second may begin: keys and values of hybrid arrive
-    )
+    # From the first token of ``REQUEST`` until the second may begin: keys and values of hybrid arrive.
+    handed_s: float = 0.0
 
     @property
     def request_s(self) -> float:

@@ -82,7 +82,8 @@ class MemoryInputs:
     num_replicas: int = 1
     adapters: AdapterRoom | None = None  # room for LoRA adapters
     host_bytes: int = 0  # free on the host; on a CPU, the pool's own
-    stages: StagePlan | None = None  # each rank holds a part of one, or in hybrid the whole layers besides its shard
+    stages: StagePlan | None = None  # each rank holds a part of one, in hybrid besides its shard
+    parts_of_stages: Layout | None = None  # in hybrid: of each rank in the layers of its stage
     draft: "MemoryInputs | None" = None  # of the model that drafts, whole on rank 0
     feedback_elem_bytes: int = 0  # of rounding errors that sums carry, for each number of a step's messages
 
@@ -123,9 +124,9 @@ class RankBytes:
         return self.weights + self.adapters + self.draft + self.activations + self.feedback + self.runtime
 
 
-def split_ranks(model: LlamaConfig, formats: WeightFormats, parallel: ParallelOptions, *, is_pipeline: bool) -> Layout:
-    """Return the part of each layer that every rank holds: in a pipeline of those of its stage. ValueError: impossible."""
-    each = parallel.tp // parallel.num_stages if is_pipeline else parallel.tp
+def split_ranks(model: LlamaConfig, formats: WeightFormats, parallel: ParallelOptions, *, by_stage: bool) -> Layout:
+    """Return the part of each layer that every rank holds: of all, or ``by_stage`` of those of its stage. ValueError: impossible."""
+    each = parallel.tp // parallel.num_stages if by_stage else parallel.tp
     shares = parallel.tp_split or (1.0,) * parallel.tp
     parts = [split_model(model, formats, each, shares[first : first + each]) for first in range(0, parallel.tp, each)]
     return Layout(shards=tuple(shard for part in parts for shard in part.shards))
@@ -137,11 +138,11 @@ def rank_bytes(inputs: MemoryInputs, plan: WeightPlan) -> tuple[RankBytes, ...]:
         weights = [sizes.in_pool(plan, inputs.device) for sizes in inputs.weight_sizes(plan.codec)]
     else:
         weights = [weight_bytes(*part, inputs.formats, inputs.elem_bytes) for part in inputs.parts]
-    if (stages := inputs.stages) is not None and not stages.pipeline:
-        given = inputs.formats, inputs.elem_bytes
+    if (stages := inputs.stages) is not None and inputs.parts_of_stages is not None:
+        both = zip(inputs.layout.shards, inputs.parts_of_stages.shards, strict=True)
         weights = [
-            own + stage_bytes(inputs.model, shard, stages.of(shard.rank), *given)
-            for own, shard in zip(weights, inputs.layout.shards, strict=True)
+            own + stage_bytes(inputs.model, *parts, stages.of(stages.stage_of(rank)), inputs.formats, inputs.elem_bytes)
+            for rank, (own, parts) in enumerate(zip(weights, both, strict=True))
         ]
     ranks = [
         _rank_bytes(inputs, *part, num_bytes, plan.max_parts)
@@ -163,24 +164,26 @@ def _rank_bytes(
     options = inputs.options
     kv_dtype = getattr(torch, options.kv_dtype(inputs.dtype))
     layer_block = layer_block_bytes(model, shard, BLOCK_SIZE, kv_dtype)
-    of_stage = 0
-    if inputs.stages is not None and not inputs.stages.pipeline:  # all KV heads of its layers
-        every = layer_block_bytes(model, whole_shard(model), BLOCK_SIZE, kv_dtype)
-        of_stage = len(inputs.stages.of(shard.rank)) * every
+    of_stage, part, adapted = 0, shard, [(model, shard)]
+    if (stages := inputs.stages) is not None and inputs.parts_of_stages is not None:  # what it computes prompts with
+        part, layers = inputs.parts_of_stages.shards[shard.rank], stages.of(stages.stage_of(shard.rank))
+        of_stage = len(layers) * layer_block_bytes(model, part, BLOCK_SIZE, kv_dtype)
+        adapted.append((stage_model(model, layers), part))
+    adapters = [adapter_bytes(*each, inputs.adapters, inputs.elem_bytes) for each in adapted if inputs.adapters]
     products = inputs.device == "cpu" and inputs.dtype == "bfloat16" and torch_has_matrix_units()
     return RankBytes(
         weights=num_weight_bytes,
-        activations=_activation_bytes(inputs, shard, max_parts, has_head=model.has_head),
+        activations=_activation_bytes(inputs, shard, len(part.mlp_columns), max_parts, has_head=model.has_head),
         runtime=_RUNTIME_BYTES[inputs.device] + products * _PRODUCTS_BYTES,
         block=CacheShape.of(model, options, bounded=inputs.stages is None).groups.num_layers * layer_block + of_stage,
         buffer=NUM_BUFFERS * layer_block if options.kv_offload else 0,
-        adapters=adapter_bytes(model, shard, inputs.adapters, inputs.elem_bytes) if inputs.adapters else 0,
+        adapters=sum(adapters),
         feedback=inputs.feedback_elem_bytes * options.max_num_batched_tokens * model.hidden_size,
     )
 
 
-def _activation_bytes(inputs: MemoryInputs, shard: Shard, max_parts: int, *, has_head: bool) -> int:
-    """The peak of a step: the MLP's two halves and the residual, and the rank's columns of the logits.
+def _activation_bytes(inputs: MemoryInputs, shard: Shard, num_columns: int, max_parts: int, *, has_head: bool) -> int:
+    """The peak of a step: the MLP's two halves, of ``num_columns``, and the residual, and the rank's columns of the logits.
 
     CUDA graphs keep the activations of the largest decode step as well. Each further part of a step that shares a layer
     holds the residual, its increment, and the sum in flight.
@@ -189,8 +192,6 @@ def _activation_bytes(inputs: MemoryInputs, shard: Shard, max_parts: int, *, has
     num_tokens = options.max_num_batched_tokens
     if inputs.device == "cuda" and options.cuda_graphs and not options.kv_offload:
         num_tokens += options.max_num_seqs
-    is_hybrid = inputs.stages is not None and not inputs.stages.pipeline  # prompts take the whole MLP
-    num_columns = model.mlp_size if is_hybrid else len(shard.mlp_columns)
     layer = elem * num_tokens * (4 * model.hidden_size + 3 * num_columns)
     layer += elem * (max_parts - 1) * options.max_num_batched_tokens * 3 * model.hidden_size
     # Rows that choose a token are copied when prompts are scored beside them, and again when they are edited or drawn from by kind.

@@ -1,12 +1,11 @@
 """Decides before loading which device, dtype, split and cache to use, and refuses what cannot work."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from tightwire.comm.group.host import available_host_bytes, num_cores
+from tightwire.comm.group.host import available_host_bytes
 from tightwire.comm.group.numa import describe_placement, read_numa_nodes
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.rules import Policy
@@ -17,6 +16,7 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.layout import Layout
 from tightwire.model.open import Checkpoint, fingerprint, formats_of, open_checkpoint
+from tightwire.model.stages import StagePlan
 from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.model.weights.formats import WeightFormats, describe_cuts
 from tightwire.server.config.lora import AdapterOptions
@@ -168,7 +168,7 @@ def decide(
     if choice is not None:
         config = replace(config, parallel=replace(config.parallel, layout=choice.layout))
     parallel = config.parallel
-    layout = split_ranks(model, formats, parallel, is_pipeline=parallel.layout == "pipeline")
+    layout = split_ranks(model, formats, parallel, by_stage=parallel.layout == "pipeline")
     cuts, num = "", parallel.num_summing
     if num > 1:
         cuts = describe_cuts(Layout(shards=layout.shards[:num]), model, parallel.tp_split and parallel.tp_split[:num])
@@ -216,6 +216,7 @@ def decide(
         num_nodes=parallel.nodes,
         num_replicas=parallel.dp,
         stages=stages,
+        inside=_inside(config, model, stages),
         stage_codec=parallel.stage_codec,
         overlap=choose_overlap(parallel, setting.device, config.hosts.several),
         plan_ahead=choose_plan_ahead(config.engine, setting.device, parallel.dp),
@@ -238,23 +239,27 @@ def decide(
             *([describe_draft(draft.name, inputs.draft)] if draft and inputs.draft else []),
             *weights.notes,
             *describe_offload(budget, inputs),
-            *describe_nodes(config, setting.device, [rank.fixed + budget.cache_bytes(rank) for rank in budget.ranks]),
+            *_placement(config, setting.device, budget),
         ),
     )
 
 
-def describe_nodes(config: ServeConfig, device: str, needed: Sequence[int]) -> tuple[str, ...]:
-    """Say which NUMA nodes this host's ranks run on; nothing for GPUs and hosts with one node. ``needed``: bytes of each rank."""
-    nodes = read_numa_nodes()
-    if device != "cpu" or config.parallel.numa == "off" or len(nodes) < 2:
+def _inside(config: ServeConfig, model: LlamaConfig, stages: StagePlan | None) -> tuple[NamedPolicy, ...]:
+    """How the ranks of a stage of hybrid sum prompts: as those of a pipeline do by default."""
+    if stages is None or stages.pipeline or stages.ranks_each == 1:
         return ()
-    if (num_usable := num_cores()) < (num_allowed := len(os.sched_getaffinity(0))):
-        why = (
-            f"a quota allows {num_usable} of {num_allowed} cores, so ranks are not bound to the {len(nodes)} NUMA nodes"
-        )
-        return (f"warning: {why}, and read memory of other nodes, which is slower",)
+    alike = ParallelOptions(tp=config.parallel.tp, layout="pipeline", stages=stages.num_stages)
+    return _policies("auto", decide_sums(replace(config, parallel=alike), model).comm, None)
+
+
+def _placement(config: ServeConfig, device: str, budget: MemoryBudget) -> tuple[str, ...]:
+    """Say which NUMA nodes this host's ranks run on; nothing for GPUs and hosts with one node."""
+    if device != "cpu" or config.parallel.numa == "off":
+        return ()
     num_local = config.parallel.num_ranks // (config.hosts.nnodes or 1)
-    return (describe_placement(num_local, nodes, needed[:num_local]),)
+    needed = [rank.fixed + budget.cache_bytes(rank) for rank in budget.ranks[:num_local]]
+    line = describe_placement(num_local, read_numa_nodes(), needed)
+    return (line,) if line else ()
 
 
 def _policies(own: str, comm: CommDecision | None, library: CommDecision | None) -> tuple[NamedPolicy, ...]:

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +65,18 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
     with reporter.stage("open"):
         checkpoint = open_checkpoint(work.location, work.config.model.seed)
         formats = formats_of(checkpoint, work.config.model.quantization)
-        layout = split_ranks(checkpoint.config, formats, work.config.parallel, is_pipeline=plan.is_pipeline)
+        given = checkpoint.config, formats, work.config.parallel
+        layout = split_ranks(*given, by_stage=plan.is_pipeline)
+        parts = None if plan.stages is None or plan.is_pipeline else split_ranks(*given, by_stage=True)
         if plan.activations == "int8":
             formats = formats.with_int8_activations()
     with reporter.stage("join"):
         joining = _Joining(identity, work, _open_store(identity, work.config.hosts.join_timeout_s))
         world = joining.world()
         group = joining.replica(world)
+        inside = joining.of_stage(group) if plan.inside else None
         stages = joining.stages(group)
-        beside = joining.stages(stages, "beside")
+        beside = joining.stages(stages or group, "beside")
         reporter.ledger = (stages if stages is not None and group.world_size == 1 else group).ledger
         link = joining.measured_link(stages if plan.is_pipeline else group)
     runner: ModelRunner | None = None
@@ -82,18 +86,15 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
             threads, numa = torch.get_num_threads(), work.config.parallel.numa == "auto"
             place = bind_rank(identity.local_rank, identity.num_local, threads, numa=numa)
         with reporter.stage("self-test"):
-            routes, comm = check_comm(
-                group,
-                plan,
-                row_elems=checkpoint.config.hidden_size,
-                max_rows=engine.max_num_batched_tokens,
-                await_others=lambda: joining.await_others(reporter, "compile"),
-                world=world,
-            )
+            check = partial(check_comm, row_elems=checkpoint.config.hidden_size, max_rows=engine.max_num_batched_tokens)
+            compiled = partial(joining.await_others, reporter, "compile")
+            routes, comm = check(group, plan, await_others=compiled, world=world)
+            alike = msgspec.structs.replace(plan, policies=plan.inside, sum_dtype="float32")
+            inside_routes = None if inside is None else check(inside, alike)[0]
         with reporter.stage("weights") as progress:
-            others = stages, beside, joining.peers()
+            others = stages, beside, inside, inside_routes, joining.peers()
             groups = RankGroups(group, routes, world, joining.stage, *others)
-            runner = _load(checkpoint, layout, formats, groups, work, progress)
+            runner = _load(checkpoint, layout, formats, groups, work, progress, parts=parts)
             drafting = _load_draft(work, RankGroups(joining.alone())) if plan.draft and not identity.rank else None
         sources = (runner.weights, runner.cache)
         pools = [source.pool for source in sources if isinstance(source, StreamedWeights | OffloadedCache)]
@@ -134,7 +135,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
     finally:
         if runner is not None:
             runner.close()
-        for each in (group, world, stages, beside):
+        for each in (group, world, inside, stages, beside):
             if each is not None:
                 each.close()
 
@@ -190,6 +191,10 @@ class _Joining:
     def _shares_memory(self) -> bool:
         return self.work.plan.transport == "shared-memory"
 
+    def _memory(self, segment_fd: int | None) -> int | None:
+        """The memory, if it is the transport."""
+        return segment_fd if self._shares_memory else None
+
     @property
     def _sockets(self) -> SocketOptions | None:
         """The options of sockets, which join all CPU ranks that share no memory, unless gloo was requested."""
@@ -208,7 +213,7 @@ class _Joining:
             join_timeout_s=self.work.config.timeouts.comm_timeout_s,
             name=name,
             interface=self.identity.interface,
-            segment_fd=segment_fd if self._shares_memory and topology.world_size > 1 else None,
+            segment_fd=segment_fd if topology.world_size > 1 else None,
             sockets=self._sockets,
             **others,
         )
@@ -217,7 +222,8 @@ class _Joining:
         """The ranks of all replicas, if there are several."""
         if self.work.plan.num_replicas == 1:
             return None
-        return self._open(self._topology, "replicas", _STEP_DEADLINE_S, segment_fd=self.identity.segment_fd)
+        segment_fd = self._memory(self.identity.segment_fd)
+        return self._open(self._topology, "replicas", _STEP_DEADLINE_S, segment_fd=segment_fd)
 
     def alone(self) -> Group:
         """This rank."""
@@ -231,18 +237,16 @@ class _Joining:
 
     def replica(self, world: Group | None) -> Group:
         """The ranks of this rank's replica, which sum together; in a pipeline those of its stage."""
-        identity, parallel, stages = self.identity, self.work.config.parallel, self.work.plan.stages
-        if stages is not None and stages.pipeline:  # the first rank waits for whole steps of the stage before
-            topology = Topology(identity.rank % stages.ranks_each, stages.ranks_each)
-            segment_fd = identity.replica_segment_fd
-            return self._open(topology, f"stage-{self.stage}", _STEP_DEADLINE_S, segment_fd=segment_fd)
+        identity, parallel = self.identity, self.work.config.parallel
+        if self.work.plan.is_pipeline:
+            return self.of_stage()
         replica, place = divmod(identity.rank, parallel.tp)
         topology = Topology(place, parallel.tp, num_nodes=parallel.sum_nodes)
         group = self._open(
             topology,
             "ranks" if world is None else f"replica-{replica}",
             self.work.config.timeouts.comm_timeout_s,
-            segment_fd=identity.segment_fd if world is None else identity.replica_segment_fd,
+            segment_fd=self._memory(identity.segment_fd if world is None else identity.replica_segment_fd),
             peer_memory=self.work.plan.transport == "peer-memory" and parallel.tp > 1,
             ledger=None if world is None else world.ledger,
         )
@@ -256,13 +260,28 @@ class _Joining:
         )
         return group if self.throttle is None else throttle_group(group, self.throttle)
 
+    def of_stage(self, replica: Group | None = None) -> Group:
+        """The ranks of this rank's stage. ``replica``: in hybrid, whose ledger counts their sums too, which memory carries in any case."""
+        stages, fd, ledger = self.work.plan.stages, self.identity.replica_segment_fd, replica and replica.ledger
+        assert stages is not None, "asked only for a stage's ranks"
+        topology = Topology(self.identity.rank % stages.ranks_each, stages.ranks_each)
+        fd = fd if replica else self._memory(fd)
+        # The first rank waits for whole steps of the stage before.
+        return self._open(topology, f"stage-{self.stage}", _STEP_DEADLINE_S, segment_fd=fd, ledger=ledger)
+
     def stages(self, beside: Group | None, name: str = "stages") -> Group | None:
-        """The first ranks of all stages, whose messages travel beside those of ``beside`` on connections of their own; None: another rank."""
-        stages = self.work.plan.stages
-        if stages is None or self.identity.rank % stages.ranks_each:
+        """The first ranks of all stages, in hybrid's group "beside" all ranks, on connections of their own; None: this is another.
+
+        ``beside``: a group of this rank whose messages take the same wire.
+        """
+        if (stages := self.work.plan.stages) is None:
+            return None
+        each = stages.ranks_each if stages.pipeline or name == "stages" else 1
+        place, is_further = divmod(self.identity.rank, each)
+        if is_further:
             return None
         # A stage waits for whole steps of the one before.
-        group = self._open(Topology(self.stage, stages.num_stages), name, _STEP_DEADLINE_S)
+        group = self._open(Topology(place, self.identity.world_size // each), name, _STEP_DEADLINE_S)
         return group if self.throttle is None else throttle_group(group, self.throttle, beside)
 
     def peers(self) -> PartitionPeers | None:
@@ -281,9 +300,9 @@ class _Joining:
 
     @property
     def throttle(self) -> Link | None:
-        """What slows down this rank's messages between nodes; the first rank of a stage sends for the others."""
+        """What slows down this rank's messages between nodes; the first rank of a pipeline's stage sends for the others."""
         own, stages = self.identity.throttle, self.work.plan.stages
-        if own is None or own.bytes_per_s is None or stages is None:
+        if own is None or own.bytes_per_s is None or stages is None or not stages.pipeline:
             return own
         return Link(own.name, own.bytes_per_s * stages.ranks_each, own.latency_s)
 
@@ -330,6 +349,7 @@ def _load(
     progress: Callable[[float], None] = lambda fraction: None,
     *,
     bounded: bool = True,
+    parts: Layout | None = None,
 ) -> ModelRunner:
     plan, engine = work.plan, work.config.engine
     prepared = checkpoint.prepared
@@ -353,6 +373,7 @@ def _load(
             most_rows=engine.max_num_batched_tokens if plan.weights.max_parts > 1 else None,
             overlap=plan.overlap,
             stages=plan.stages,
+            parts=parts,
             stage_codec=plan.stage_codec,
             graphs_up_to=engine.max_num_seqs if engine.cuda_graphs else 0,
             adapters=AdapterRoom(plan.adapters.num_slots, plan.adapters.max_rank) if plan.adapters else None,

@@ -1,16 +1,12 @@
-"""The verb `train`, with the server's engine as what answers the prompts of GRPO and of a distillation.
-
-torch is imported when a run needs it.
-"""
+"""The verb `train`, with the server's engine as what answers the prompts of GRPO. torch is imported when a run needs it."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-    from tightwire.training.data.documents import RunData
-    from tightwire.training.run.rollouts import Engines, Sampler
+    from tightwire.training.run.rollouts import Sampler
     from tightwire.training.start.model import StartingModel
 
 
@@ -18,14 +14,7 @@ def train(argv: Sequence[str]) -> int:
     """Run ``tightwire train``; exit codes as there."""
     from tightwire.training.cli import train as run
 
-    return run(argv, make_engines)
-
-
-def make_engines() -> "Engines":
-    """What a run has answers from."""
-    from tightwire.training.run.rollouts import Engines
-
-    return Engines(open_engine, record)
+    return run(argv, open_engine)
 
 
 def open_engine(
@@ -35,10 +24,3 @@ def open_engine(
     from tightwire.rollout_engine import RolloutEngine
 
     return RolloutEngine(start, dtype, device, most_tokens, most_sequences)
-
-
-def record(*given: Any) -> "RunData | int":
-    """The answers of a distillation's target, as ``rollout_engine.record``."""
-    from tightwire.rollout_engine import record
-
-    return record(*given)

@@ -1,14 +1,11 @@
-"""The server's engine inside a rank of the trainer: it answers the prompts of GRPO with the newest adapter, or those of a distillation.
+"""The server's engine inside a rank of the trainer: it answers the prompts of GRPO with the newest adapter.
 
-Each rank has its own: the base model's weights as the checkpoint has them, a paged cache, and room for two versions of an adapter, if any.
+Each rank has its own: the base model's weights as the checkpoint has them, a paged cache, and room for two versions of the adapter.
 An answer ends under the version that it began with.
 """
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,31 +18,21 @@ from tightwire.comm.ledger.ledger import Spent
 from tightwire.model.adapters.peft import AdapterFile
 from tightwire.model.adapters.product import AdapterRoom
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
-from tightwire.model.checkpoint.errors import ChatTemplateError, ModelError
 from tightwire.model.checkpoint.tensors import StackedParts
 from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler as TokenSampler
 from tightwire.model.weights.formats import choose_formats, split_model
-from tightwire.recorded_answers import Prompt, Recording
 from tightwire.server.config.limits import BLOCK_SIZE, Limits
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.lora import AdapterTable
 from tightwire.server.engine.request import RequestRules
 from tightwire.server.ipc.engine_stats import RankCounts
 from tightwire.server.ipc.messages import AddRequest
-from tightwire.training.config.tree import ModelConfig, TrainConfig
-from tightwire.training.data.chats import ChatEncoder
-from tightwire.training.data.documents import DataError, Documents, RunData, describe_files
-from tightwire.training.data.prompts import PromptPacker
-from tightwire.training.ranks.control import Control
 from tightwire.training.start.grpo import Answer
-from tightwire.training.start.model import StartingModel, open_starting_model
+from tightwire.training.start.model import StartingModel
 
 _NUM_VERSIONS = 2
-_AT_ONCE = 64  # answers that a rank samples at a time
-_QUESTION_TOKENS = 64  # longest question that a target asks itself
-_ASKED = "tightwire-asks"  # stands for a question in a rendered chat
 
 
 class RolloutEngine:
@@ -55,6 +42,7 @@ class RolloutEngine:
         self, start: StartingModel, dtype: torch.dtype, device: torch.device, most_tokens: int, most_sequences: int
     ) -> None:
         """``most_tokens``: of a prompt and its answer. ``most_sequences``: at once."""
+        assert start.lora is not None, "GRPO trains an adapter"
         config, groups = start.config, LayerGroups.of(start.config)
         self._config, self._lora, self._version = config, start.lora, 0
         limits = Limits(
@@ -65,7 +53,7 @@ class RolloutEngine:
             block_size=BLOCK_SIZE,
             groups=groups,
         )
-        self._rank = _OneRank(start, dtype, device, limits)
+        self._rank = _OneRank(start, dtype, device, limits, start.lora.rank)
         self._engine = Engine(
             runner=self._rank,
             sampler=TokenSampler(config.vocab_size),
@@ -75,14 +63,14 @@ class RolloutEngine:
                 max_model_len=most_tokens,
                 eos_token_ids=frozenset(start.tokenizer.eos_token_ids),
             ),
-            adapters=AdapterTable(_NUM_VERSIONS if start.lora else 0),
+            adapters=AdapterTable(_NUM_VERSIONS),
         )
 
     @torch.inference_mode()
     def load(self, matrices: Mapping[str, Tensor]) -> None:
         modules = {name.removesuffix(".lora_A.weight") for name in matrices if name.endswith(".lora_A.weight")}
         table, products = self._engine.adapters, self._rank.runner.adapters
-        assert products is not None and self._lora is not None, "only a run of an adapter loads one"
+        assert products is not None
         table.unload(self._version)
         self._version += 1
         own = AdapterFile(
@@ -94,13 +82,10 @@ class RolloutEngine:
         products.load(table.assign(self._version), own)
 
     @torch.inference_mode()
-    def answer(
-        self, prompts: Sequence[tuple[list[int], int]], most_tokens: int, temperature: float = 1.0, top: int = 0
-    ) -> list[Answer]:
-        tops: list[list[list[tuple[int, float]]]] = [[] for _ in prompts]
-        answers = [Answer([], [], False, own) for own in tops]
+    def answer(self, prompts: Sequence[tuple[list[int], int]], most_tokens: int) -> list[Answer]:
+        answers = [Answer([], [], False) for _ in prompts]
         for number, (tokens, seed) in enumerate(prompts):
-            params = SamplingParams(max_tokens=most_tokens, temperature=temperature, seed=seed, logprobs=top)
+            params = SamplingParams(max_tokens=most_tokens, temperature=1.0, seed=seed, logprobs=0)
             self._engine.add(AddRequest(id=str(number), prompt_token_ids=tokens, params=params, adapter=self._version))
         while self._engine.has_work():
             for output in self._engine.step().outputs:
@@ -109,7 +94,6 @@ class RolloutEngine:
                 place = int(output.id)
                 answers[place].token_ids.extend(output.token_ids)
                 answers[place].logprobs.extend(score.logprob for score in output.logprobs or ())
-                tops[place].extend(score.top for score in output.logprobs or ())
                 if output.finish_reason == "stop":
                     answers[place] = answers[place]._replace(ended=True)
         return answers
@@ -122,7 +106,9 @@ class RolloutEngine:
 class _OneRank:
     """The ranks of the engine (a ``StepRunner``): this one."""
 
-    def __init__(self, start: StartingModel, dtype: torch.dtype, device: torch.device, limits: Limits) -> None:
+    def __init__(
+        self, start: StartingModel, dtype: torch.dtype, device: torch.device, limits: Limits, lora_rank: int
+    ) -> None:
         formats = choose_formats(start.reader, start.config, "auto")
         self.group = open_process_group(Topology(0, 1), store=HashStore(), device=device)
         self.runner = build_runner(
@@ -138,7 +124,7 @@ class _OneRank:
                 groups=limits.groups,
                 formats=formats,
                 graphs_up_to=limits.max_num_seqs,
-                adapters=AdapterRoom(_NUM_VERSIONS, start.lora.rank) if start.lora else None,
+                adapters=AdapterRoom(_NUM_VERSIONS, lora_rank),
             ),
         )
         self.execute = self.runner.execute
@@ -168,97 +154,3 @@ class _Matrices:
     def read_into(self, out: Tensor, name: str, *, rows: range, columns: range | None = None) -> None:
         kept = slice(None) if columns is None else slice(columns.start, columns.stop)
         out.copy_(self._tensors[name.removeprefix("base_model.model.")][rows.start : rows.stop, kept])
-
-
-def record(
-    config: TrainConfig,
-    data: RunData,
-    start: StartingModel,
-    control: Control,
-    device: torch.device,
-    stop_signal: Callable[[], int],
-) -> RunData | int:
-    """Record what is missing of the answers to the prompts of ``data``. Returns them as the data of the run. Collective.
-
-    Returns the signal that some rank received meanwhile, if any; what is recorded stays. Raises ValueError on all ranks: the target
-    cannot be opened, does not fit, or the folder has other answers; OSError: it cannot be written.
-    """
-    with control.failing_together(ValueError):
-        target = open_target(config, start)
-        recording = plan_recording(config, data, target)
-        if control.rank == 0:
-            recording.check()
-    missing = control.gather(recording.missing())[0]
-    if missing:
-        engine = RolloutEngine(
-            target, getattr(torch, config.model.compute_dtype), device, config.data.sequence_tokens, _AT_ONCE
-        )
-        begun = perf_counter()
-        try:
-            for number in missing:
-                recording.record(number, engine.answer, control)
-                if control.rank == 0:
-                    told = f"{recording.num_after(number)} of {recording.num_prompts} prompts"
-                    sys.stderr.write(f"{target.name} has answered {told}, {perf_counter() - begun:.0f} s\n")
-                if signal := max(control.gather_numbers(stop_signal()))[0]:
-                    return int(signal)
-        finally:
-            engine.close()
-    documents = Documents(files=tuple(recording.files()), kind="distill")
-    recorded = RunData(config=config, documents=documents, held_out_documents=None)
-    with control.failing_together(DataError):
-        recorded.check_documents()
-    return recorded
-
-
-def open_target(config: TrainConfig, start: StartingModel) -> StartingModel:
-    """The model that answers. Raises ValueError: it has another vocabulary than the model to train, or no chat template."""
-    assert config.distill is not None
-    name = config.distill.target
-    try:
-        target = open_starting_model(ModelConfig(start=name), seed=config.seed, keep_in=config.run_folder, texts=list)
-    except ModelError as error:
-        raise ValueError(f"distill.target: {error}") from None
-    tokens, others = (each.tokenizer.backend.get_vocab().items() for each in (start, target))
-    if unlike := min(((token_id, token) for token, token_id in tokens ^ others), default=None):
-        raise ValueError(
-            f"distill.target: the vocabulary of {target.name} is not that of the model to train, from token {unlike[0]} on "
-            f"({unlike[1]!r} in one of them); give model.tokenizer={name} with model.shape, or a model.start of the same family"
-        )
-    if target.tokenizer.chat_template is None:
-        raise ValueError(f"distill.target: {target.name} has no chat template; give an instruct model")
-    return target
-
-
-def plan_recording(config: TrainConfig, data: RunData, target: StartingModel) -> Recording:
-    """What there is to record. Raises DataError: a prompt does not fit, or the chat template has no place for questions."""
-    assert config.distill is not None
-    own, size, tokenizer = config.distill, config.data.sequence_tokens, target.tokenizer
-    encode = partial(tokenizer.encode, add_special_tokens=False)
-    pack = PromptPacker(ChatEncoder(tokenizer.render_chat, encode, tokenizer.eos_token_ids), size, own.answer_tokens)
-
-    def to_prompt(question: str) -> Prompt | None:
-        messages = [{"role": "user", "content": question}]
-        tokens = tokenizer.encode_chat(messages)
-        return (tokens, messages) if len(tokens) + own.answer_tokens <= size else None
-
-    try:
-        begun = tokenizer.render_chat([{"role": "user", "content": _ASKED}], False).partition(_ASKED)[0]
-    except ChatTemplateError as error:
-        raise DataError(f"distill.target: {error}") from None
-    first, settings = encode(begun), own.model_dump(mode="json", exclude={"answers"})
-    return Recording(
-        folder=config.answers_folder,
-        settings={**settings, "seed": config.seed, "prompts": describe_files(data.documents.files), "tokens": size},
-        prompts=[(prompt.token_ids, prompt.messages) for prompt in pack(data.documents)],
-        num_questions=own.questions,
-        first_question=first,
-        question_tokens=min(_QUESTION_TOKENS, size - own.answer_tokens - len(first)),
-        to_prompt=to_prompt,
-        decode=tokenizer.decode,
-        vocab_size=tokenizer.vocab_size,
-        answer_tokens=own.answer_tokens,
-        temperature=own.temperature,
-        top=own.top,
-        seed=config.seed,
-    )

@@ -1,7 +1,8 @@
 import torch
 
 from tightwire.kernels.spec.int8_heads import parts_of, quantize_heads_reference
-from tightwire.model.prompt_stages import put_rows, take_rows
+from tightwire.model.layout import Layout, Shard
+from tightwire.model.prompt_stages import moved_heads, put_rows, take_rows
 
 
 def test_rows_are_copied_from_slots_to_slots() -> None:
@@ -31,3 +32,28 @@ def test_rows_in_8_bits_are_copied_with_their_scales() -> None:
     for got, tokens in zip(parts_of(target), (codes, scales), strict=True):
         for slot, wanted in ((7, 7), (1, 0), (16, 19), (2, 6)):
             assert torch.equal(got[slot // 4, :, slot % 4], tokens[wanted])
+
+
+def test_of_a_head_that_several_ranks_of_a_stage_compute_the_first_hands_it_over() -> None:
+    """Three KV heads, of which two ranks of a stage share the second; four ranks decode."""
+
+    def layout(*heads: range) -> Layout:
+        return Layout(
+            shards=tuple(
+                Shard(
+                    rank=rank,
+                    world_size=len(heads),
+                    query_heads=range(1),
+                    kv_heads=own,
+                    mlp_columns=range(1),
+                    vocab_rows=range(1),
+                )
+                for rank, own in enumerate(heads)
+            )
+        )
+
+    two = layout(range(2), range(1, 3))
+    moved = moved_heads(layout(range(1), range(1), range(1, 2), range(1, 3)), Layout(shards=two.shards * 2))
+    assert moved[:2] == moved[2:]
+    assert [list(heads) for heads in moved[0]] == [[0], [0], [1], [1]]
+    assert [list(heads) for heads in moved[1]] == [[], [], [], [2]]

@@ -64,7 +64,7 @@ class Documents:
 
     def _documents(self, path: Path, lines: IO[str]) -> Iterator[str]:
         if self.kind != "text":
-            check = {"chat": check_chat, "preferences": check_preference}.get(self.kind, check_prompt)
+            check = {"chat": check_chat, "preferences": check_preference, "prompts": check_prompt}[self.kind]
             for line, value in _json_lines(path, lines):
                 check(value if isinstance(value, dict) else {}, line.place)
                 yield line

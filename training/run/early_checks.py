@@ -29,11 +29,7 @@ def find_topology(environment: Mapping[str, str], nodes: int | None) -> Topology
 def check_early(config: TrainConfig, topology: Topology) -> RunData:
     """The run's data, after all checks that need no torch. Raises ValueError: the run would fail its later checks."""
     config.check_ranks(topology)
-    for key, name in (
-        ("model.start", config.model.start),
-        ("distill.target", config.distill and config.distill.target),
-    ):
-        _check_start(key, name or "")
+    _check_start(config.model.start)
     data = RunData.find(config)
     data.check_documents()
     if topology.rank == 0:
@@ -47,12 +43,12 @@ def missing_packages(config: LogConfig) -> dict[str, str]:
     return {name: what for name, what, wanted in needed if wanted and importlib.util.find_spec(name) is None}
 
 
-def _check_start(key: str, start: str) -> None:
+def _check_start(start: str) -> None:
     try:
         if start:
             check_name(start)
     except ModelError as error:
-        raise ValueError(f"{key}: {error}") from None
+        raise ValueError(f"model.start: {error}") from None
 
 
 def _check_run_folder(config: TrainConfig) -> None:

@@ -11,17 +11,16 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tightwire.model.adapters.peft import CONFIG_FILE
-from tightwire.run_page import SAMPLES
 from tightwire.training.config.tree import TrainConfig
-from tightwire.training.data.documents import DataError, RunData
+from tightwire.training.data.documents import DataError
 from tightwire.training.data.prompts import Prompt
-from tightwire.training.log.run_log import EvaluationRecord, drop_after
+from tightwire.training.log.run_log import SAMPLES, EvaluationRecord, drop_after
 from tightwire.training.ranks.control import Control
 from tightwire.training.run.setup import Trained
 from tightwire.training.start.grpo import Answer, Answers, OfAnswers
@@ -39,24 +38,15 @@ class Sampler(Protocol):
         """Use these matrices, by their names in the model, for the answers that begin from now on."""
         ...
 
-    def answer(
-        self, prompts: Sequence[tuple[list[int], int]], most_tokens: int, temperature: float = 1.0, top: int = 0
-    ) -> list[Answer]:
-        """One answer to each (tokens, seed), drawn from the model's own probabilities; with the ``top`` likeliest tokens."""
+    def answer(self, prompts: Sequence[tuple[list[int], int]], most_tokens: int) -> list[Answer]:
+        """One answer to each (tokens, seed), drawn from the model's own probabilities: temperature 1, no limits."""
         ...
 
     def close(self) -> None: ...
 
 
-# Of a starting model: dtype, device, most tokens of a sequence, most sequences at once.
+# Of a starting model with LoRA: dtype, device, most tokens of a sequence, most sequences at once.
 OpenSampler = Callable[[StartingModel, torch.dtype, torch.device, int, int], Sampler]
-
-
-class Engines(NamedTuple):
-    """What answers prompts. ``record``: has the target of a distillation answer; its result is the run's data, or a signal."""
-
-    open: OpenSampler
-    record: Callable[..., RunData | int]
 
 
 def find_reward(name: str, device: torch.device) -> Reward:

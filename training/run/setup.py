@@ -121,9 +121,7 @@ def make_packer(config: TrainConfig, start: StartingModel) -> AnyPacker:
     if kind == "prompts":
         return PromptPacker(chats, size, config.answers.answer_tokens)
     given = chats, size, start.end_token_id
-    if kind == "preferences":
-        return PairPacker(*given, scored=start.head == "reward")
-    return ChatPacker(*given, recorded=kind == "distill")
+    return ChatPacker(*given) if kind == "chat" else PairPacker(*given, scored=start.head == "reward")
 
 
 def _make_compressor(

@@ -27,15 +27,11 @@ _LEAST_DEVIATION = 1e-4  # added to a group's, as in TRL
 
 
 class Answer(NamedTuple):
-    """Sampled tokens with the natural-log probability that each was sampled with. ``ended``: the last one is an end token.
-
-    ``tops``: the most likely tokens at each place, as many as were asked for.
-    """
+    """Sampled tokens with the natural-log probability that each was sampled with. ``ended``: the last one is an end token."""
 
     token_ids: list[int]
     logprobs: list[float]
     ended: bool
-    tops: Sequence[Sequence[tuple[int, float]]] = ()
 
 
 def advantages_of(rewards_PG: Tensor, kind: str) -> Tensor:

@@ -14,7 +14,6 @@ from torch.nn.functional import cross_entropy, logsigmoid
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.chats import IGNORED
 from tightwire.training.data.sequences import Batch
-from tightwire.training.start.distill import Distill
 from tightwire.training.start.grpo import Grpo
 from tightwire.training.start.lora import computing
 from tightwire.training.start.ppo import Ppo
@@ -118,8 +117,6 @@ def rewards_of(model: Any, rows: Batch) -> Tensor:
 def make_objective(config: TrainConfig) -> Objective:
     if config.model.head == "reward":
         return Reward()
-    if config.distill is not None:
-        return Distill(config.distill.top, config.answers_folder)
     if config.data.kind == "prompts":
         return Grpo(config.grpo) if config.ppo is None else Ppo(config.ppo)
     return Dpo(config.dpo.beta) if config.data.kind == "preferences" else NextToken()

@@ -13,7 +13,6 @@ from tiny import tiny_config, tiny_tensors
 
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.checkpoint.gguf_config import llama3_divisor
 from tightwire.model.checkpoint.hf_config import config_from_hf
 from tightwire.model.checkpoint.tensors import gguf_name
 from tightwire.model.text.tokenizer import BOS_ID, CHAT_TEMPLATE, byte_backend
@@ -132,4 +131,7 @@ def write_tokenizer(writer: gguf.GGUFWriter, config: LlamaConfig) -> None:
 
 def _rope_divisors(config: LlamaConfig) -> npt.NDArray[np.float32]:
     wavelengths = [2 * np.pi * config.rope_theta ** (2 * i / config.head_dim) for i in range(config.head_dim // 2)]
-    return np.array([llama3_divisor(config.rope_scaling, w) for w in wavelengths], np.float32)
+    scaling = config.rope_scaling
+    bounds = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.interp(scaling.original_max_positions / np.array(wavelengths), bounds, (0.0, 1.0))
+    return (1 / ((1 - kept) / scaling.factor + kept)).astype(np.float32)

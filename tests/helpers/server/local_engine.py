@@ -26,7 +26,6 @@ from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.grammar import GrammarMasks
 from tightwire.model.sampling.parameters import SamplingParams
-from tightwire.model.sampling.rows import Column
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.stages import StagePlan
 from tightwire.model.step import StepPlan, make_plan
@@ -96,21 +95,22 @@ def local_engine(
     adapters: Sequence[Path] = (),
     stages: StagePlan | None = None,
     stage_codec: str = "none",
-    grammars: bool = False,
+    grammars: GrammarMasks | None = None,
 ) -> Iterator[LocalEngine]:
     """An engine over ``dp`` replicas of ``tp`` ranks; followers run in threads until the block ends.
 
     ``all_reduce``: a name, a policy, or several policies by the names that requests ask for them. ``buffer_blocks``: the KV
     cache is offloaded, and steps have at most so many blocks. ``bounded``: layers with a window free blocks. ``adapters``: folders; ids count from 1, and a slot stays free.
-    ``stages``: prompts, or in a pipeline all rows, pass these, one on each rank; in hybrid a request whose policy is the name and "/tensor" does without.
+    ``stages``: prompts, or in a pipeline all rows, pass these; in hybrid a request whose policy is the name and "/tensor" does without.
     """
     config = checkpoint.config
     formats = choose_formats(checkpoint.reader(), config, quantization)
-    pipeline = stages is not None and stages.pipeline
-    num_summing = stages.ranks_each if stages is not None and stages.pipeline else tp
+    pipeline, each = stages is not None and stages.pipeline, 1 if stages is None else stages.ranks_each
+    num_summing = each if pipeline else tp
     layout = split_model(config, formats, num_summing, shares)
+    by_stage = Layout(shards=split_model(config, formats, each).shards * (tp // each))
     if pipeline:
-        layout = Layout(shards=layout.shards * (tp // num_summing))
+        layout = by_stage
     layer_groups = LayerGroups.of(config, bounded=bounded and buffer_blocks is None and stages is None)
     num_blocks = num_blocks or 4 * layer_groups.num * -(-max_model_len // block_size)
     worlds = in_process_groups(tp * dp) if dp > 1 else []
@@ -121,9 +121,18 @@ def local_engine(
         for number, size in enumerate(sizes)
         for group in in_process_groups(size, ledgers=ledgers[number * size : (number + 1) * size])
     ]
+    is_split = stages is not None and not pipeline and each > 1
+    insides = [
+        inside
+        for first in range(0, tp if is_split else 0, each)
+        for inside in in_process_groups(each, ledgers=ledgers[first : first + each])
+    ]
+    inside_arms = {"auto": fixed_policy("one-shot")}
     policy = fixed_policy(all_reduce) if isinstance(all_reduce, str) else all_reduce
     arms = policy if isinstance(policy, Mapping) else {"fixed": policy}
-    stage_groups, beside_groups = (_stage_groups(stages, tp) for _ in range(2))
+    stage_groups, beside_groups = _first_ranks(stages, tp), _first_ranks(stages, tp)
+    if stages is not None and not pipeline:
+        beside_groups = [*in_process_groups(tp)]
     runners = [
         build_runner(
             config,
@@ -133,9 +142,11 @@ def local_engine(
                 group,
                 routes=make_arms(arms, group) if num_summing > 1 else None,
                 world=worlds[number] if worlds else None,
-                stage=stages.stage_of(number % tp) if pipeline and stages else 0,
+                stage=stages.stage_of(number % tp) if stages else 0,
                 stages=stage_groups[number % tp],
                 beside=beside_groups[number % tp],
+                inside=insides[number] if insides else None,
+                inside_routes=make_arms(inside_arms, insides[number]) if insides else None,
             ),
             RunnerOptions(
                 dtype=dtype,
@@ -151,6 +162,7 @@ def local_engine(
                 most_rows=most_rows,
                 adapters=AdapterRoom(len(adapters) + 1, 16) if adapters else None,
                 stages=stages,
+                parts=by_stage if stages and not pipeline else None,
                 stage_codec=stage_codec,
             ),
         )
@@ -167,9 +179,6 @@ def local_engine(
     for thread in threads:
         thread.start()
 
-    masks = None
-    if grammars:
-        masks = GrammarMasks(config.vocab_size, config.eos_token_ids, checkpoint.tokenizer().backend.to_str)
     try:
         limits = Limits(
             max_model_len=max_model_len,
@@ -186,14 +195,14 @@ def local_engine(
         )
         engine = Engine(
             runner=_LocalRunner(runners[0], inboxes, tp),
-            sampler=Sampler(config.vocab_size, masks),
+            sampler=Sampler(config.vocab_size, grammars),
             limits=limits,
             rules=RequestRules(
                 vocab_size=config.vocab_size,
                 max_model_len=max_model_len,
                 policies=(*arms, *(f"{name}/tensor" for name in arms if stages and not pipeline)),
                 eos_token_ids=frozenset(config.eos_token_ids),
-                has_grammars=grammars,
+                has_grammars=grammars is not None,
             ),
             drafter=drafter,
             plan_ahead=plan_ahead,
@@ -210,7 +219,7 @@ def local_engine(
             runner.close()
 
 
-def _stage_groups(stages: StagePlan | None, tp: int) -> list[Group | None]:
+def _first_ranks(stages: StagePlan | None, tp: int) -> list[Group | None]:
     """The group of each stage's first rank; None for the others."""
     found: list[Group | None] = [None] * tp
     if stages is not None:
@@ -222,7 +231,7 @@ def _follow(runner: ModelRunner, inbox: "queue.SimpleQueue[StepPlan | bytes | No
     while (plan := inbox.get()) is not None:
         assert isinstance(plan, StepPlan)
         logits_RV = runner.execute(plan)
-        banned = inbox.get() if plan.sampling.column(Column.MASKED).any() else b""
+        banned = inbox.get() if plan.sampling.num_masked else b""
         assert isinstance(banned, bytes)
         runner.choose(plan, logits_RV, banned)
 

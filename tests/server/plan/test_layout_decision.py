@@ -76,8 +76,7 @@ def test_auto_takes_what_answers_soonest(monkeypatch: pytest.MonkeyPatch) -> Non
     assert _choose(monkeypatch, fast).layout == "tensor"
     far = network_facts([PairFacts((0, 1), 5e-3, 0.0, 12.5e6)])
     assert _choose(monkeypatch, far).layout == "pipeline"
-    assert _choose(monkeypatch, far, speculation="ngram").layout == "hybrid", "a pipeline has no drafts"
-    assert _choose(monkeypatch, lora_dir="adapters").layout == "pipeline", "hybrid has no adapters"
+    assert _choose(monkeypatch, prefix_cache="all").layout == "pipeline", "which hybrid does not work with"
 
 
 def test_auto_takes_what_fits_every_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +95,7 @@ def test_auto_counts_a_host_of_several_ranks_as_one_stage(monkeypatch: pytest.Mo
     chosen = _choose(monkeypatch, far, tp=4)
     assert chosen.layout == "pipeline" and len(chosen.layers) == 2, "a host is a stage"
     slow = _choose(monkeypatch, tp=4)
-    assert slow.layout == "hybrid" and len(slow.layers) == 4, "a rank is a stage"
+    assert slow.layout == "hybrid" and len(slow.layers) == 2, "in both layouts"
     fast = network_facts([PairFacts((0, 1), 2e-6, 0.0, 100e9)])
     assert _choose(monkeypatch, fast, tp=4).layout == "tensor"
     (_, first), (_, last) = _choose(monkeypatch, far, (16 * gib, 5 * gib // 2), tp=4).layers
@@ -168,7 +167,6 @@ def test_a_stage_takes_memory_for_its_layers_and_their_kv_heads() -> None:
     [
         *_REFUSED_BY_STAGES,
         ({"prefix_cache": "all"}, "--prefix-cache all"),
-        ({"lora_dir": "adapters"}, "--lora"),
     ],
 )
 def test_what_hybrid_does_not_work_with_is_refused_by_name(options: dict[str, Any], named: str) -> None:
@@ -214,6 +212,24 @@ def test_ranks_of_a_stage_split_its_layers_and_sum_in_memory() -> None:
     assert sockets.transport == "sockets" and not sockets.overlap
 
 
+def test_ranks_of_a_stage_of_hybrid_hold_their_parts_of_its_layers_too() -> None:
+    tensor, hybrid = _decide(layout="tensor", tp=4, max_model_len=64), _decide(tp=4, stages=2, max_model_len=64)
+    assert hybrid.plan.stages == StagePlan(((0, 3), (3, 6)), ranks_each=2)
+    how = "prompts pass stages of 2 ranks with layers 0 to 2, 3 to 5; the ranks of a stage sum in memory"
+    assert f"layout: hybrid: {how}; tokens are computed together" in hybrid.summary()
+    for without, rank in zip(tensor.budget.ranks, hybrid.budget.ranks, strict=True):
+        assert rank.block == without.block + 3 * 2 * 1 * 16 * 16 * 2, "one of two KV heads in three layers"
+        assert rank.weights > without.weights
+    # Rank 1 has other heads and columns in its stage than its shard: two query heads, a KV head, and 64 of 160 columns.
+    added = hybrid.budget.ranks[1].weights - tensor.budget.ranks[1].weights
+    assert added == 3 * 2 * 64 * ((2 + 2) * 16 + 2 * 16 + 3 * 64)
+    assert [named.name for named in hybrid.plan.inside] == ["auto"] and hybrid.plan.policy_names[0] == "auto"
+    assert _decide(tp=4, nodes=2).plan.stages == hybrid.plan.stages, "a node is a stage"
+    assert _decide(tp=4).plan.inside == () and tensor.plan.inside == ()
+    lossy = _decide(tp=4, nodes=2, allreduce="flash-int8").plan
+    assert lossy.inside == hybrid.plan.inside, "sums in memory lose nothing"
+
+
 def test_shares_of_ranks_divide_layers_and_inside_a_stage_columns() -> None:
     plan = _decide(layout="pipeline", tp=4, stages=2, tp_split=(3, 1, 1, 1))
     assert plan.plan.stages is not None and len(plan.plan.stages.of(0)) == 4, "twice as fast as the other stage"
@@ -230,11 +246,8 @@ def test_shares_of_ranks_divide_layers_and_inside_a_stage_columns() -> None:
             "and a multiple of the 3 nodes, because the ranks of a stage share memory, got 2",
         ),
         ({"tp": 4, "link": "1gbit", "stages": 2}, "and a multiple of the 4 nodes"),
-        (
-            {"tp": 4, "layout": "hybrid", "stages": 2},
-            "left out without --layout pipeline: in hybrid each rank is a stage",
-        ),
-        ({"tp": 4, "layout": "auto", "stages": 2}, "left out without --layout pipeline"),
+        ({"tp": 4, "layout": "hybrid", "stages": 3}, r"2 or more, a divisor of --tp \(4\), got 3"),
+        ({"tp": 4, "layout": "auto", "stages": 2}, "left out without --layout hybrid or pipeline, which have stages"),
     ],
 )
 def test_stages_that_are_not_possible_are_refused(options: dict[str, Any], want: str) -> None:
@@ -262,7 +275,6 @@ def test_shares_of_a_pipeline_are_speeds_and_layers_need_not_be_divisible() -> N
     ("options", "named"),
     [
         *_REFUSED_BY_STAGES,
-        ({"speculation": "ngram"}, "--speculation ngram"),
         ({"transport": "shared-memory"}, "--transport shared-memory"),
         ({"allreduce": "ring"}, "--allreduce ring"),
         ({"allreduce_decode": "ring"}, "--allreduce-decode ring"),

@@ -1,5 +1,6 @@
 """Whole engines whose rows all pass stages, ranks as threads: answers and scores are those of one rank to the bit."""
 
+import json
 import math
 import random
 from collections.abc import Callable, Iterable
@@ -20,7 +21,9 @@ from tiny import VARIANTS, make_tiny
 
 from tightwire.model.families import FAMILIES, family_named
 from tightwire.model.open import Checkpoint, open_checkpoint
+from tightwire.model.sampling.grammar import GrammarMasks, make_grammar
 from tightwire.model.stages import divide_layers
+from tightwire.server.engine.drafts import Drafter
 from tightwire.server.ipc.engine_stats import EngineStats
 from tightwire.server.ipc.messages import AddRequest
 
@@ -61,7 +64,7 @@ def _answers(
         told = {
             name: (
                 [token for output in own for token in output.token_ids],
-                [output.logprobs for output in own],
+                [score for output in own for score in output.logprobs or ()],
                 [output.prompt_logprobs for output in own if output.prompt_logprobs],
                 own[-1].finish_reason,
             )
@@ -86,6 +89,8 @@ def alone(checkpoint: Checkpoint) -> Callable[[torch.dtype | None], dict]:
         (2, {"prefix_cache": "all"}),
         *((tp, {"max_model_len": 256, "block_size": 4, "num_blocks": 64}) for tp in (2, 3)),  # preempts
         (3, {"kv_dtype": torch.int8}),
+        (2, {"drafter": Drafter(max_tokens=4, longest=3, shortest=1)}),
+        (3, {"drafter": Drafter(max_tokens=4, longest=3, shortest=1), "block_size": 4, "num_blocks": 64}),
     ],
     ids=str,
 )
@@ -96,6 +101,38 @@ def test_answers_are_those_of_one_rank_to_the_bit(
     assert told == alone(options.get("kv_dtype"))
     assert stats.total.num_free_blocks == stats.total.num_blocks
     assert stats.counters.num_preemptions > 0 or "num_blocks" not in options
+    assert (stats.counters.num_accepted_draft_tokens > 0) == ("drafter" in options)
+
+
+@pytest.mark.parametrize(("tp", "pipeline"), [(3, True), (2, False)])
+def test_grammars_hold_where_rows_or_prompts_pass_stages(tp: int, pipeline: bool, checkpoint: Checkpoint) -> None:
+    """The ranks of the last stage, or all, get the masks of a step's rows, which in a pipeline entered steps before."""
+    pytest.importorskip("llguidance")
+    config = checkpoint.config
+    grammars = GrammarMasks(config.vocab_size, config.eos_token_ids, lambda: checkpoint.tokenizer().backend.to_str())
+    schema = {"type": "array", "items": {"enum": ["a", "bc", 7]}, "minItems": 3, "maxItems": 3}
+    sources: Any = [("json", schema), ("choice", ["yes, of course", "no"]), ("regex", "(abc){4}")]
+    told, texts = [], list[str]()
+    for num in (1, tp):
+        stages = divide_layers(4, [1] * num)
+        options: Any = _OPTIONS | {
+            "grammars": grammars,
+            "stages": None if num == 1 else replace(stages, pipeline=pipeline),
+        }
+        with local_engine(checkpoint, tp=num, **options) as local:
+            for number, source in enumerate(sources * 2):
+                changes = {"grammar": make_grammar(*source), "seed": number, "max_tokens": 40, "ignore_eos": False}
+                local.engine.add(AddRequest(str(number), [3, 4, 5 + number] * 20, params(changes)))
+                local.engine.add(AddRequest(f"free {number}", [6, 7], params({"temperature": 0.0})))
+            outputs = run_to_end(local.engine)
+        told.append({name: [token for each in own for token in each.token_ids] for name, own in outputs.items()})
+        texts = [checkpoint.tokenizer().decode(told[-1][str(number)]) for number in range(6)]
+        for text, (kind, source) in zip(texts, sources * 2, strict=True):
+            if kind == "json":
+                assert len(json.loads(text)) == 3, text
+            else:
+                assert text in (source if kind == "choice" else ["abc" * 4])
+    assert told[0] == told[1] or not pipeline, "those of one rank to the bit"
 
 
 @pytest.mark.parametrize(
@@ -132,9 +169,8 @@ def test_bytes_are_those_of_the_formulas(checkpoint: Checkpoint) -> None:
         run_to_end(local.engine)
         passages = [runner.stages for runner in local.runners]
     # After the ranks have ended: the last one counts the last token while rank 0 already has it.
-    wires = [each.wire for each in passages if each is not None and each.wire is not None]
-    groups = [group for wire in wires for group in (wire.group, wire.beside)]
-    counts = [each.ledger.counters.counts() for each in groups]
+    wires = [wire for each in passages if each is not None for wire in (each.wire, each.beside)]
+    counts = [wire.group.ledger.counters.counts() for wire in wires if wire is not None]
     assert {count.algorithm for each in counts for count in each} == {"hidden-state", "token-ids"}
     row = checkpoint.config.hidden_size * 4
     sent = [

@@ -1,6 +1,7 @@
 """Two hosts as network namespaces: the answer is that of one host, and the loss of a host ends the other by name."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -37,8 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("model") / "tiny")
 
 
-def start(folder: Path, node: EmulatedNode, model: Path, *arguments: str) -> ServerProcess:
-    options = ("--port", "0", "--kv-cache-memory", "1MiB", "--nnodes", "2", "--master-addr", "10.0.0.1")
+def start(folder: Path, node: EmulatedNode, model: Path, *arguments: str, num: int = 2) -> ServerProcess:
+    options = ("--port", "0", "--kv-cache-memory", "1MiB", "--nnodes", str(num), "--master-addr", "10.0.0.1")
     options += ("--join-timeout-s", str(START_S / 2), *arguments)  # so that a host that waits says for which
     command = ("nsenter", f"--net=/proc/{node.pid}/ns/net", *SERVE)
     return ServerProcess(folder, str(model), *options, command=command)
@@ -155,6 +156,31 @@ def test_prompts_pass_two_hosts_in_stages_and_a_stopped_host_ends_both(
         second.process.send_signal(signal.SIGCONT)
 
 
+def test_prompts_pass_two_hosts_of_two_ranks_and_a_killed_rank_ends_both(
+    network: EmulatedNetwork, model: Path, tmp_path: Path
+) -> None:
+    """A host is a stage, whose ranks sum prompts in memory; all four generate, with sums over the wire."""
+    same, nodes = ("--tp", "4", "--layout", "hybrid"), network.nodes
+    with ServerProcess(
+        tmp_path / "one", str(model), "--port", "0", "--kv-cache-memory", "1MiB", "--nodes", "2", *same
+    ) as one:
+        alone = texts(one.wait_ready(), 1, ["auto"])
+        assert one.end() == 0
+    with (
+        start(tmp_path / "b", nodes[1], model, "--node-rank", "1", *same) as second,
+        start(tmp_path / "a", nodes[0], model, "--node-rank", "0", *same) as first,
+    ):
+        url = first.wait_ready()
+        assert "prompts pass stages of 2 ranks with layers 0 to 0, 1 to 1; the ranks of a stage sum" in first.log
+        before = nodes[0].visit(lambda: get(f"{url}/comm").json())["counters"]
+        assert nodes[0].visit(lambda: texts(url, 16, ["auto"])) == alone, "16 requests at once, some cancelled"
+        rows = nodes[0].visit(lambda: get(f"{url}/comm").json())["counters"]
+        assert before != rows and {"hidden-state", "kv-heads"} <= {row["algorithm"] for row in rows}
+        os.kill(second.ranks()[-1], signal.SIGKILL)
+        assert (first.wait_exit(15), second.wait_exit(15)) == (1, 1)
+        assert re.search(r"rank 3 \(.*?\) was killed by SIGKILL", first.log), first.log
+
+
 @pytest.mark.parametrize("ranks_each", [1, 2])
 def test_all_rows_pass_two_hosts_and_a_killed_rank_ends_both(
     ranks_each: int, network: EmulatedNetwork, model: Path, tmp_path: Path
@@ -176,6 +202,29 @@ def test_all_rows_pass_two_hosts_and_a_killed_rank_ends_both(
         assert (first.wait_exit(15), second.wait_exit(15)) == (1, 1)
         killed = rf"rank {2 * ranks_each - 1} \(.*?\) was killed by SIGKILL"  # as node 0 heard it, or as node 1 ended
         assert re.search(killed, first.log), first.log
+
+
+@pytest.mark.parametrize(("layout", "num_tokens"), [("hybrid", 1), ("pipeline", 8)])
+def test_prompts_pass_four_hosts(layout: str, num_tokens: int, network: EmulatedNetwork, tmp_path: Path) -> None:
+    """Of hybrid the first token, which comes from a prompt's row, has the bits of one rank; later ones sum over the wire."""
+    model, same = make_tiny(tmp_path / "tiny", num_hidden_layers=4), ("--tp", "4", "--layout", layout)
+    alone = [greedy_text(model, prompt, num_tokens, dtype=torch.bfloat16) for prompt in _PROMPTS]
+    with EmulatedNetwork(network.link, num_nodes=4) as four, contextlib.ExitStack() as stack:
+        hosts = [
+            stack.enter_context(start(tmp_path / str(rank), node, model, "--node-rank", str(rank), *same, num=4))
+            for rank, node in enumerate(four.nodes)
+        ]
+        url, home = hosts[0].wait_ready(*hosts[1:]), four.nodes[0]
+        told = home.visit(lambda: texts(url, 1, ["auto"]))
+        for prompt, text in zip(_PROMPTS, alone, strict=True):
+            (own,) = told[prompt, "auto"]
+            assert own.startswith(text) if layout == "hybrid" else own == text
+        rows = home.visit(lambda: get(f"{url}/comm").json())["counters"]
+        sent = {row["algorithm"] for row in rows if row["op"] == "deliver"}
+        assert sent == {"hidden-state", "kv-heads" if layout == "hybrid" else "token-ids"}
+        os.kill(hosts[2].ranks()[-1], signal.SIGKILL)
+        assert [host.wait_exit(15) for host in hosts] == [1] * 4
+        assert re.search(r"rank 2 \(.*?\) was killed by SIGKILL", hosts[0].log), hosts[0].log
 
 
 def test_different_options_are_refused_by_node_on_both_hosts(

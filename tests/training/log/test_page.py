@@ -5,7 +5,8 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-from tightwire.run_page import LOG, PAGE, SAMPLES, write_page
+from tightwire.training.log.page import PAGE, write_page
+from tightwire.training.log.run_log import LOG, SAMPLES
 
 
 class _Checker(HTMLParser):
