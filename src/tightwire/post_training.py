@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
-
+    from tightwire.comm.group.group import Group
+    from tightwire.training.config.tree import TrainConfig
     from tightwire.training.run.rollouts import Sampler
     from tightwire.training.start.model import StartingModel
 
@@ -17,10 +17,8 @@ def train(argv: Sequence[str]) -> int:
     return run(argv, open_engine)
 
 
-def open_engine(
-    start: "StartingModel", dtype: "torch.dtype", device: "torch.device", most_tokens: int, most_sequences: int
-) -> "Sampler":
-    """An engine of one rank. Raises ModelError: the weights cannot be read."""
+def open_engine(start: "StartingModel", config: "TrainConfig", group: "Group", most_sequences: int) -> "Sampler":
+    """This rank of an engine of the ranks of ``group``. Raises ValueError: the weights cannot be read, or split over them."""
     from tightwire.rollout_engine import RolloutEngine
 
-    return RolloutEngine(start, dtype, device, most_tokens, most_sequences)
+    return RolloutEngine(start, config, group, most_sequences)

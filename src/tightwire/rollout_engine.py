@@ -1,23 +1,35 @@
-"""The server's engine inside a rank of the trainer: it answers the prompts of GRPO with the newest adapter.
+"""The server's engine inside the ranks of the trainer: it answers the prompts of GRPO with the newest adapter.
 
 Each rank has its own: the base model's weights as the checkpoint has them, a paged cache, and room for two versions of the adapter.
-An answer ends under the version that it began with.
+An answer ends under the version that it began with. With ``rollout.tp`` several ranks share the weights and the cache as those of a
+server do: all answer the prompts of all, and each plans the same steps, because steps depend on the requests alone.
 """
 
+import contextlib
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.group.group import open_process_group
-from tightwire.comm.group.topology import Topology
+from tightwire.comm.all_reduce.entry import Setting
+from tightwire.comm.all_reduce.self_test import self_test
+from tightwire.comm.group.group import Group
 from tightwire.comm.ledger.ledger import Spent
+from tightwire.comm.policy.choose import Chooser, PolicyRequest
+from tightwire.comm.policy.cost import CostModel
+from tightwire.comm.policy.routes import Routes, make_candidates
+from tightwire.comm.transport.peer_access import host_identity
+from tightwire.comm.transport.process_group import GlooTransport
+from tightwire.comm.transport.segment import make_segment, why_unusable
+from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 from tightwire.model.adapters.peft import AdapterFile
 from tightwire.model.adapters.product import AdapterRoom
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
+from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.tensors import StackedParts
 from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.sampling.parameters import SamplingParams
@@ -29,6 +41,8 @@ from tightwire.server.engine.lora import AdapterTable
 from tightwire.server.engine.request import RequestRules
 from tightwire.server.ipc.engine_stats import RankCounts
 from tightwire.server.ipc.messages import AddRequest
+from tightwire.training.config.tree import TrainConfig
+from tightwire.training.ranks.control import Control
 from tightwire.training.start.grpo import Answer
 from tightwire.training.start.model import StartingModel
 
@@ -38,13 +52,19 @@ _NUM_VERSIONS = 2
 class RolloutEngine:
     """A ``training.run.rollouts.Sampler``."""
 
-    def __init__(
-        self, start: StartingModel, dtype: torch.dtype, device: torch.device, most_tokens: int, most_sequences: int
-    ) -> None:
-        """``most_tokens``: of a prompt and its answer. ``most_sequences``: at once."""
+    def __init__(self, start: StartingModel, config: TrainConfig, group: Group, most_sequences: int) -> None:
+        """``group``: the ranks that answer together. ``most_sequences``: theirs, at once."""
         assert start.lora is not None, "GRPO trains an adapter"
-        config, groups = start.config, LayerGroups.of(start.config)
-        self._config, self._lora, self._version = config, start.lora, 0
+        model, groups, most_tokens = start.config, LayerGroups.of(start.config), config.data.sequence_tokens
+        scaling = model.rope_scaling
+        if scaling.long_factors and most_tokens > scaling.original_max_positions:
+            raise ValueError(
+                f"data.sequence_tokens={most_tokens}: beyond {scaling.original_max_positions} tokens {start.name} has other rotary "
+                "factors, which the engine would use for all sequences and the trainer for longer ones only; give at most "
+                f"{scaling.original_max_positions}"
+            )
+        self._config, self._lora, self._version = model, start.lora, 0
+        self._lane, self._group = group, _through_memory(group)
         limits = Limits(
             max_model_len=most_tokens,
             max_num_seqs=most_sequences,
@@ -53,18 +73,22 @@ class RolloutEngine:
             block_size=BLOCK_SIZE,
             groups=groups,
         )
-        self._rank = _OneRank(start, dtype, device, limits, start.lora.rank)
+        self._rank = _OneRank(start, config, self._group, limits)
         self._engine = Engine(
             runner=self._rank,
-            sampler=TokenSampler(config.vocab_size),
+            sampler=TokenSampler(model.vocab_size),
             limits=limits,
             rules=RequestRules(
-                vocab_size=config.vocab_size,
+                vocab_size=model.vocab_size,
                 max_model_len=most_tokens,
                 eos_token_ids=frozenset(start.tokenizer.eos_token_ids),
             ),
             adapters=AdapterTable(_NUM_VERSIONS),
         )
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._group.bytes_sent
 
     @torch.inference_mode()
     def load(self, matrices: Mapping[str, Tensor]) -> None:
@@ -83,8 +107,10 @@ class RolloutEngine:
 
     @torch.inference_mode()
     def answer(self, prompts: Sequence[tuple[list[int], int]], most_tokens: int) -> list[Answer]:
-        answers = [Answer([], [], False) for _ in prompts]
-        for number, (tokens, seed) in enumerate(prompts):
+        ranks = Control(self._group).gather([*prompts])
+        asked = [each for of_rank in ranks for each in of_rank]
+        answers = [Answer([], [], False) for _ in asked]
+        for number, (tokens, seed) in enumerate(asked):
             params = SamplingParams(max_tokens=most_tokens, temperature=1.0, seed=seed, logprobs=0)
             self._engine.add(AddRequest(id=str(number), prompt_token_ids=tokens, params=params, adapter=self._version))
         while self._engine.has_work():
@@ -96,41 +122,41 @@ class RolloutEngine:
                 answers[place].logprobs.extend(score.logprob for score in output.logprobs or ())
                 if output.finish_reason == "stop":
                     answers[place] = answers[place]._replace(ended=True)
-        return answers
+        first = sum(map(len, ranks[: self._group.rank]))
+        return answers[first : first + len(prompts)]
 
     def close(self) -> None:
         self._rank.runner.close()
-        self._rank.group.close()
+        if self._group is not self._lane:
+            self._group.transport.close()
 
 
 class _OneRank:
-    """The ranks of the engine (a ``StepRunner``): this one."""
+    """The ranks of the engine (a ``StepRunner``): this one. The others plan and choose the same."""
 
-    def __init__(
-        self, start: StartingModel, dtype: torch.dtype, device: torch.device, limits: Limits, lora_rank: int
-    ) -> None:
+    def __init__(self, start: StartingModel, config: TrainConfig, group: Group, limits: Limits) -> None:
+        assert start.lora is not None
         formats = choose_formats(start.reader, start.config, "auto")
-        self.group = open_process_group(Topology(0, 1), store=HashStore(), device=device)
         self.runner = build_runner(
             start.config,
             start.reader,
-            split_model(start.config, formats, 1, None),
-            RankGroups(self.group),
+            split_model(start.config, formats, group.world_size),
+            RankGroups(group, _routes(config, start.config, group, limits)),
             RunnerOptions(
-                dtype=dtype,
+                dtype=getattr(torch, config.model.compute_dtype),
                 max_model_len=limits.max_model_len,
                 num_blocks=limits.num_blocks,
                 block_size=limits.block_size,
                 groups=limits.groups,
                 formats=formats,
                 graphs_up_to=limits.max_num_seqs,
-                adapters=AdapterRoom(_NUM_VERSIONS, lora_rank),
+                adapters=AdapterRoom(_NUM_VERSIONS, start.lora.rank),
             ),
         )
         self.execute = self.runner.execute
 
     def broadcast(self, plans: Sequence[Any]) -> None:
-        """There is no other rank."""
+        """Every rank has the plans."""
 
     def choose(self, plans: Sequence[Any], logits_RV: Any, banned: Sequence[bytes]) -> Any:
         return self.runner.choose(plans[0], logits_RV, banned[0])
@@ -143,6 +169,50 @@ class _OneRank:
 
     def counts(self) -> RankCounts:
         return RankCounts()
+
+
+def _through_memory(group: Group) -> Group:
+    """``group`` with messages through shared memory, if its ranks are processes of one host on CPUs; else itself. Collective.
+
+    Rank 0 makes the memory, which the others find among its open files.
+    """
+    library, control, fd = group.transport, Control(group), -1
+    if not isinstance(library, GlooTransport):
+        return group
+    if group.rank == 0 and why_unusable() is None:
+        fd = make_segment(group.world_size)
+    host, path = control.gather((host_identity(), f"/proc/{os.getpid()}/fd/{fd}"))[0]
+    if group.rank and host == host_identity():
+        with contextlib.suppress(OSError):  # there is none, or a sandbox hides it
+            fd = os.open(path, os.O_RDWR)
+    if any(each < 0 for each in control.gather(fd)):
+        return group
+    return replace(group, transport=SharedMemoryTransport(fd, library))
+
+
+def _routes(config: TrainConfig, model: LlamaConfig, group: Group, limits: Limits) -> Routes | None:
+    """The AllReduces of the ranks' sums, chosen as for a server and tested. Raises ValueError: one sums wrongly. None: there is one rank."""
+    if group.world_size == 1:
+        return None
+    device = group.device.type
+    dtype = config.model.compute_dtype if device == "cuda" else "float32"  # of the messages
+    num_nodes = 1 if group.nodes is None else group.nodes.across.world_size
+    transport = "process-group" if group.transport.fused is None else "shared-memory"
+    setting = Setting(transport, device, group.world_size, num_nodes, dtype)
+    request = PolicyRequest(
+        row_elems=model.hidden_size,
+        max_rows=limits.max_num_batched_tokens,
+        max_decode_rows=limits.max_num_seqs,
+        num_layers=model.num_layers,
+        allreduce=config.rollout.allreduce,
+        decode=config.rollout.allreduce_decode,
+    )
+    policy = Chooser(request, CostModel(setting)).policy()
+    candidates = make_candidates([policy], group)
+    sizes = {"row_elems": model.hidden_size, "max_rows": limits.max_num_batched_tokens}
+    verdicts = self_test(group, candidates, **sizes, dtype=getattr(torch, dtype))
+    wrong = {verdict.algorithm: verdict.detail for verdict in verdicts if not verdict.ok}
+    return Routes([("rollout", policy.without(wrong))], candidates)
 
 
 class _Matrices:

@@ -132,6 +132,8 @@ async def test_a_command_is_accepted(command: Command, monkeypatch: pytest.Monke
             _expand(words)
         case [".venv/bin/python", "-m", "pytest", *rest]:
             assert all((ROOT / word).exists() for word in rest if word.startswith("tests"))
+        case ["python", path, *_] if path.startswith("examples/"):
+            assert (ROOT / path).is_file()
         case ["python", "-m", module, *_]:
             assert importlib.util.find_spec(module)
         case ["curl", *_]:

@@ -11,13 +11,7 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.hf_config import config_to_hf
 from tightwire.training.checkpoint.files import FlatShard, keys_in, read_chunks
 from tightwire.training.checkpoint.folders import OtherRunError, read_description
-from tightwire.training.checkpoint.state import (
-    CompressorReader,
-    RunState,
-    parameters_in,
-    scalars_of,
-    wanted_state,
-)
+from tightwire.training.checkpoint.state import CompressorReader, RunState, parameters_in, scalars_of, wanted_state
 from tightwire.training.config.read import to_values
 from tightwire.training.config.tree import TrainConfig
 

@@ -1,8 +1,11 @@
-"""The ``grpo`` and ``ppo`` sections of a configuration: learning from answers that the model samples."""
+"""The ``grpo``, ``ppo`` and ``rollout`` sections of a configuration: learning from answers that the model samples."""
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+from tightwire.comm.all_reduce.names import split_name
+from tightwire.comm.group.topology import Topology
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -63,3 +66,28 @@ class PpoConfig(AnswersConfig):
     def updates(self) -> int:
         """Optimizer steps with the same answers."""
         return self.epochs * self.minibatches
+
+
+class RolloutConfig(BaseModel, extra="forbid", frozen=True):
+    """The engine that answers prompts. The names are those of a server's options."""
+
+    tp: PositiveInt = Field(
+        default=1, description="ranks that split its weights and answer together: 1, those of a node, or all"
+    )
+    allreduce: str = Field(default="auto", description="what sums their partial results; auto is lossless")
+    allreduce_decode: str | None = Field(
+        default=None, description="the same for generated tokens; default: allreduce if it is lossless, else auto"
+    )
+
+    @model_validator(mode="after")
+    def _sums_exist(self) -> "RolloutConfig":
+        for name in (self.allreduce, self.allreduce_decode or "auto"):
+            split_name(name)
+        if self.tp == 1 and (self.allreduce, self.allreduce_decode) != ("auto", None):
+            raise ValueError("allreduce is for several ranks that answer together; give tp, their number")
+        return self
+
+    def check_ranks(self, topology: Topology) -> None:
+        """Raises ValueError: so many ranks cannot answer together."""
+        if self.tp not in (possible := sorted({1, topology.ranks_per_node, topology.world_size})):
+            raise ValueError(f"rollout.tp={self.tp}: these ranks can answer in groups of {possible}")

@@ -3,13 +3,11 @@
 import math
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 
 
-class LoraConfig(BaseModel):
+class LoraConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """LoRA: trains low-rank matrices beside frozen linear layers; {} has these defaults."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     rank: PositiveInt = 16
     alpha: PositiveFloat = Field(default=32.0, description="the matrices' product counts alpha / rank times")

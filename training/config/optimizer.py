@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+from pydantic import BaseModel, Field, PositiveFloat, model_validator
 
 # An optimizer here sees shards of flat parameters, each with elements of many matrices.
 _REFUSED = {
@@ -17,10 +17,8 @@ _NAMES = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RA
 _TORCH_NAMES = {name.lower(): name for name in (*_NAMES, *_REFUSED)}
 
 
-class OptimizerConfig(BaseModel):
+class OptimizerConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Any optimizer of torch that works element by element."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str = Field(default="adamw", description="a class of torch.optim")
     lr: PositiveFloat = Field(default=3e-4, description="peak learning rate")

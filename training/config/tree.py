@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 
 from tightwire.comm.group.topology import Topology
 from tightwire.training.config.compression import CompressorOptions, DenseOptions
-from tightwire.training.config.grpo import GrpoConfig, PpoConfig
+from tightwire.training.config.grpo import GrpoConfig, PpoConfig, RolloutConfig
 from tightwire.training.config.lora import LoraConfig
 from tightwire.training.config.optimizer import OptimizerConfig
 from tightwire.training.config.sharding import SHARDINGS
@@ -271,6 +271,7 @@ class TrainConfig(Section):
     dpo: DpoConfig = DpoConfig()
     grpo: GrpoConfig = GrpoConfig()
     ppo: PpoConfig | None = None
+    rollout: RolloutConfig = RolloutConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     parallel: ParallelConfig = ParallelConfig(between=DenseOptions())
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -364,3 +365,4 @@ class TrainConfig(Section):
         """Raises ValueError: the configuration does not fit these ranks."""
         self.micro_batches(topology.world_size)
         self.parallel.check_ranks(topology)
+        self.rollout.check_ranks(topology)

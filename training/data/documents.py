@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from tightwire.training.config.tree import CHATS, ENGLISH, PREFERENCES, PROMPTS, TrainConfig
-from tightwire.training.data.prose import english_files, example_chats, example_preferences, example_prompts
+from tightwire.training.data.prose import english_files, example_file
 
 ROLES = ("system", "user", "assistant", "tool")
-_OWN_FILES = {ENGLISH: english_files, CHATS: example_chats, PREFERENCES: example_preferences, PROMPTS: example_prompts}
+_OWN_FILES = {name: example_file(name.removeprefix("example-")) for name in (CHATS, PREFERENCES, PROMPTS)}
+_OWN_FILES[ENGLISH] = english_files()
 _HASH_BYTES = 8
 _MOST_NAMES = 3  # file names in an error message
 
@@ -83,7 +84,7 @@ def find_files(patterns: Sequence[str]) -> tuple[Path, ...]:
     found: set[Path] = set()
     for pattern in patterns:
         if pattern in _OWN_FILES:
-            found |= set(_OWN_FILES[pattern]())
+            found |= set(_OWN_FILES[pattern])
             continue
         matching = map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True))
         files = {path for path in matching if path.is_file()}

@@ -8,19 +8,9 @@ ENGLISH_FOLDER = Path(__file__).parent / "english"
 _PIECES = ("emma", "jargon", "opticks", "tom_sawyer")
 
 
-def example_chats() -> tuple[Path, ...]:
-    """240 chats of the project: a sentence about a person, and its facts as JSON."""
-    return (Path(__file__).parent / "examples" / "chats.jsonl",)
-
-
-def example_preferences() -> tuple[Path, ...]:
-    """240 such sentences with that answer and a worse one."""
-    return (Path(__file__).parent / "examples" / "preferences.jsonl",)
-
-
-def example_prompts() -> tuple[Path, ...]:
-    """240 such sentences, with the facts that an answer should have."""
-    return (Path(__file__).parent / "examples" / "prompts.jsonl",)
+def example_file(kind: str) -> tuple[Path, ...]:
+    """240 sentences about persons; ``chats``: with the facts as JSON, ``preferences``: and a worse answer, ``prompts``: the facts alone."""
+    return (Path(__file__).parent / "examples" / f"{kind}.jsonl",)
 
 
 def english_files() -> tuple[Path, ...]:

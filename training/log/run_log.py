@@ -100,17 +100,6 @@ def smooth(losses: Sequence[float]) -> list[float]:
 
 LOG, SAMPLES = "metrics.jsonl", "samples.jsonl"
 _TENSORBOARD = "tensorboard"
-_SCALARS = [
-    "loss",
-    "lr",
-    "grad_norm",
-    "tokens_per_s",
-    "mfu",
-    "memory_bytes",
-    "wire_bytes",
-    "exposed_ms",
-    "held_out_loss",
-]
 
 
 class RunLog:
@@ -138,9 +127,9 @@ class RunLog:
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
         if self._writer is not None:
-            for name in [*_SCALARS, *record.figures]:
-                if values.get(name) is not None:
-                    self._writer.add_scalar(name, values[name], record.step)
+            for name, value in values.items():
+                if name != "step" and isinstance(value, int | float):
+                    self._writer.add_scalar(name, value, record.step)
             for prompt, text in values.get("samples", ()):
                 self._writer.add_text(prompt, text, record.step)
 

@@ -21,15 +21,15 @@ class Control:
 
     def gather_numbers(self, *numbers: float) -> list[tuple[float, ...]]:
         """The numbers of all ranks, in rank order; all pass equally many. Cost: 8 (W-1) bytes a number, one round."""
-        rows = all_gather(self._group, torch.tensor(numbers, dtype=torch.float64))
+        rows = all_gather(self._group, torch.tensor(numbers, dtype=torch.float64, device=self._group.device))
         return [tuple(row.tolist()) for row in rows]
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order, pickled. Cost: (W-1) times the largest pickle, two rounds."""
         data = pickle.dumps(value)
         longest = int(max(length for (length,) in self.gather_numbers(len(data))))
-        padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
-        return [pickle.loads(bytes(row.numpy())) for row in all_gather(self._group, padded)]
+        padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(self._group.device)
+        return [pickle.loads(bytes(row.cpu().numpy())) for row in all_gather(self._group, padded)]
 
     @contextmanager
     def failing_together(self, *expected: type[Exception]) -> Iterator[None]:

@@ -4,7 +4,7 @@ A *lane group* contains all ranks and, on several nodes, the smaller groups insi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.group.group import Group, in_process_groups, open_process_group
-from tightwire.comm.group.nodes import in_process_node_groups, join_nodes
+from tightwire.comm.group.nodes import join_nodes
 from tightwire.comm.group.topology import Topology
 from tightwire.training.config.sharding import Sharding
 
@@ -67,6 +67,13 @@ def replica_group(lane: Group, sharding: Sharding) -> Group:
     return lane.nodes.across if sharding.shard_over == "node" and lane.nodes is not None else _alone(lane)
 
 
+def rollout_group(lane: Group, num_ranks: int) -> Group:
+    """The ranks of a lane group that answer prompts together: all, those of this rank's node, or this one."""
+    if num_ranks == lane.world_size:
+        return lane
+    return _alone(lane) if num_ranks == 1 or lane.nodes is None else lane.nodes.inside
+
+
 def open_train_groups(
     topology: Topology,
     *,
@@ -87,14 +94,8 @@ def open_train_groups(
     return TrainGroups(**{lane: join(lane) for lane in _LANES})
 
 
-def in_process_train_groups(world_size: int, num_nodes: int = 1, timeout_s: float = 30.0) -> list[TrainGroups]:
-    """The groups by rank, for ranks that are threads of this process."""
-    lanes = {lane: in_process_node_groups(world_size, num_nodes, timeout_s) for lane in _LANES}
-    return [TrainGroups(**{lane: groups[rank] for lane, groups in lanes.items()}) for rank in range(world_size)]
-
-
 def _alone(lane: Group) -> Group:
-    return in_process_groups(1, lane.timeout_s, [lane.ledger])[0]
+    return replace(in_process_groups(1, lane.timeout_s, [lane.ledger])[0], device=lane.device)
 
 
 def open_store(environment: Mapping[str, str], topology: Topology, *, timeout_s: float) -> Store:

@@ -9,6 +9,7 @@ import math
 import pkgutil
 import random
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tightwire.comm.group.group import Group
 from tightwire.model.adapters.peft import CONFIG_FILE
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
@@ -32,21 +34,24 @@ Reward = Callable[..., Sequence[float]]
 
 
 class Sampler(Protocol):
-    """An engine that answers prompts with the base model and the newest adapter it was given."""
+    """An engine that answers prompts with the base model and the newest adapter it was given. ``bytes_sent``: to other ranks."""
+
+    @property
+    def bytes_sent(self) -> int: ...
 
     def load(self, matrices: Mapping[str, Tensor]) -> None:
         """Use these matrices, by their names in the model, for the answers that begin from now on."""
         ...
 
     def answer(self, prompts: Sequence[tuple[list[int], int]], most_tokens: int) -> list[Answer]:
-        """One answer to each (tokens, seed), drawn from the model's own probabilities: temperature 1, no limits."""
+        """One answer to each (tokens, seed), drawn from the model's own probabilities: temperature 1, no limits. Collective."""
         ...
 
     def close(self) -> None: ...
 
 
-# Of a starting model with LoRA: dtype, device, most tokens of a sequence, most sequences at once.
-OpenSampler = Callable[[StartingModel, torch.dtype, torch.device, int, int], Sampler]
+# Of a starting model with LoRA: the run's configuration, the ranks that answer together, and their most sequences at once.
+OpenSampler = Callable[[StartingModel, TrainConfig, Group, int], Sampler]
 
 
 def find_reward(name: str, device: torch.device) -> Reward:
@@ -89,7 +94,7 @@ def rewards_of_answers(
 
 
 class Rollouts:
-    """Samples and rewards the answers of a step on all ranks; each answers its own prompts."""
+    """Samples and rewards the answers of a step on all ranks; each has its own prompts."""
 
     def __init__(
         self,
@@ -98,9 +103,13 @@ class Rollouts:
         trained: Trained,
         control: Control,
         open_sampler: OpenSampler,
+        group: Group,
         step: int,
     ) -> None:
-        """Raises ValueError: a reward does not exist. ``step``: lines of ``samples.jsonl`` after it are dropped."""
+        """Raises ValueError: a reward does not exist. ``step``: lines of ``samples.jsonl`` after it are dropped.
+
+        ``group``: the ranks that answer together.
+        """
         assert isinstance(trained.objective, OfAnswers)
         self._objective = trained.objective
         self.config, self._batch = config.answers, config.batch
@@ -109,32 +118,23 @@ class Rollouts:
         self._path = config.run_folder / SAMPLES
         if control.rank == 0:
             drop_after(self._path, step)
-        dtype = getattr(torch, config.model.compute_dtype)
-        at_once = config.batch.sequences // control.world_size * self.config.samples
+        at_once = config.batch.sequences // control.world_size * self.config.samples * group.world_size
         tempered = start.tempered(self.config.temperature)  # so that the engine's log-probabilities are at it too
-        self._sampler = open_sampler(tempered, dtype, trained.device, config.data.sequence_tokens, at_once)
+        self._sampler = open_sampler(tempered, config, group, at_once)
         self.figures: dict[str, float] = {}  # of the newest answers, over all ranks
+        self._spent: dict[str, float] = {}  # on them, by this rank
 
     def close(self) -> None:
         self._sampler.close()
 
     def run(self, batches: Sequence[Sequence[Prompt]], step: int) -> list[Answers]:
-        """Answer the prompts of the micro-batches after ``step`` steps. Collective; a rank may have none.
-
-        Raises DataError on all ranks: a reward failed.
-        """
+        """Answer the prompts of the micro-batches after ``step`` steps. Collective. Raises DataError on all ranks: a reward failed."""
         self._load()
-        groups: list[Answers] = []
-        records: list[dict[str, Any]] = []
-        with self._control.failing_together(DataError):
-            if batches:
-                groups, records = self._answer(batches, step)
-        records = [record for of_rank in self._control.gather(records) for record in of_rank]
-        if records:
-            self._note(records)
-            moved = [batch.to(self._trained.device) for batch in groups]
-            with self._trained.engine.evaluation():
-                self.figures |= self._objective.prepare(self._trained.model, moved, self._control.gather_numbers)
+        groups, records = self._answer(batches, step)
+        self._note([record for of_rank in self._control.gather(records) for record in of_rank])
+        moved = [batch.to(self._trained.device) for batch in groups]
+        with self._trained.engine.evaluation():
+            self.figures |= self._objective.prepare(self._trained.model, moved, self._control.gather_numbers)
         return groups
 
     def kept(self, batches: Sequence[Answers]) -> dict[str, Any]:
@@ -196,19 +196,23 @@ class Rollouts:
     def _ask(
         self, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> tuple[list[Answer], list[str], list[list[float]]]:
-        """An answer to each prompt, its text, and what each reward says of them."""
+        """An answer to each prompt, its text, and what each reward says of them. Collective. Raises DataError as ``run``."""
         asked = [(prompt.token_ids, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        sent, begun_s = self._sampler.bytes_sent, time.perf_counter()
         answers = self._sampler.answer(asked, self.config.answer_tokens)
+        seconds, sent = time.perf_counter() - begun_s, self._sampler.bytes_sent - sent
+        self._spent = {"answer_s": seconds, "answer_wire_bytes": sent}
         texts = [self._tokenizer.decode(each.token_ids[: len(each.token_ids) - each.ended]) for each in answers]
-        return answers, texts, rewards_of_answers(self.config.rewards, self._rewards, prompts, texts)
+        with self._control.failing_together(DataError):
+            given = self.config.rewards, self._rewards, prompts, texts
+            given = self.config.rewards, self._rewards, prompts, texts
+            return answers, texts, rewards_of_answers(*given) if prompts else []
 
     def evaluate(self, prompts: Sequence[Prompt], step: int) -> EvaluationRecord:
         """The mean reward of an answer to each of ``prompts``, the same on all ranks. Collective. Raises DataError: a reward failed."""
         self._load()
-        own, each_reward = range(self._control.rank, len(prompts), self._control.world_size), [[0.0]]
-        with self._control.failing_together(DataError):
-            if own:
-                _, _, each_reward = self._ask([prompts[place] for place in own], own)
+        own = range(self._control.rank, len(prompts), self._control.world_size)
+        _, _, each_reward = self._ask([prompts[place] for place in own], own)
         sums = self._control.gather_numbers(sum(map(sum, each_reward)))
         reward = sum(number for (number,) in sums) / len(prompts)
         return EvaluationRecord(step=step, held_out_loss=None, tokens=len(prompts), figures={"reward": reward})
@@ -226,6 +230,7 @@ class Rollouts:
             "answer_tokens": sum(record["tokens"] for record in records) / len(records),
             "ended": sum(record["ended"] for record in records) / len(records),
             **self._objective.group_figures(rewards_PG),
+            **self._spent,
         }
         if self._control.rank == 0:
             with self._path.open("a", encoding="utf-8") as file:

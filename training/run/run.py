@@ -34,7 +34,7 @@ from tightwire.training.estimate.step import flops_per_token, peak_flops
 from tightwire.training.log.page import write_page
 from tightwire.training.log.run_log import RunLog, Terminal
 from tightwire.training.log.spinner import spinner
-from tightwire.training.ranks.groups import open_store
+from tightwire.training.ranks.groups import open_store, rollout_group
 from tightwire.training.run.checks import (
     check_disk_space,
     check_replicas,
@@ -111,6 +111,7 @@ class Run:
     ) -> None:
         """Raises ValueError: ranks have different configurations, a folder cannot be written, or there is no such model."""
         self._config, self._data, self._control, self._open_sampler = config, data, ranks.control, open_sampler
+        self._answering = rollout_group(ranks.groups.main, config.rollout.tp)
         check_same_configuration(config, data, ranks.control)
         self._folder = make_run_folder(config, ranks.control)
         self._start = _open_starting_model(config, data, self._folder, ranks)
@@ -216,7 +217,8 @@ class Run:
     def _open_rollouts(self, step: int) -> Rollouts:
         if self._open_sampler is None:
             raise ValueError("data.kind=prompts needs an engine that answers; start the run with `tightwire train`")
-        return Rollouts(self._config, self._start, self._trained, self._control, self._open_sampler, step)
+        shared = self._control, self._open_sampler, self._answering
+        return Rollouts(self._config, self._start, self._trained, *shared, step)
 
     def _load(self) -> tuple[Path | None, int, int, Mapping[str, Any] | None]:
         """Load the weights. Returns the checkpoint (None: a new run), its step, its position and its answers."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import run_threads
+from helpers.training.thread_groups import in_process_train_groups
 from helpers.training.trace_check import Trace, check_trace
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ from tightwire.training.config.compression import DenseOptions
 from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.flat_parameters import cut_shard, plan_buckets
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups, replica_group, shard_group
+from tightwire.training.ranks.groups import TrainGroups, replica_group, shard_group
 
 _END_S = 10.0  # for a lane's thread to end once its engine is closed
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from harness import run_threads
+from helpers.training.thread_groups import in_process_train_groups
 from tiny import VARIANTS, make_tiny
 
 from tightwire.comm.group.group import in_process_groups
@@ -18,7 +19,6 @@ from tightwire.training.data.documents import RunData
 from tightwire.training.engine.options import engine_options
 from tightwire.training.log.run_log import LOG, read_log
 from tightwire.training.ranks.control import Control
-from tightwire.training.ranks.groups import in_process_train_groups
 from tightwire.training.run.rollouts import OpenSampler
 from tightwire.training.run.run import Run
 from tightwire.training.run.setup import Ranks

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.model.small_llama import small_llama
+from helpers.training.thread_groups import in_process_train_groups
 from helpers.training.training_ranks import batches_of, open_engine, run_groups, train
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ from tightwire.training.engine.flat_parameters import plan_buckets
 from tightwire.training.engine.memory import engine_memory
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.traffic import Flow, gathers_per_step, step_traffic
-from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
+from tightwire.training.ranks.groups import TrainGroups
 
 BF16: dict[str, Any] = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
 CODED = {

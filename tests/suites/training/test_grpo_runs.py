@@ -10,6 +10,7 @@ import torch
 from helpers.training.training_runs import StopAfter, log_lines, losses, make_config, make_prompt_config, train
 from tiny import VARIANTS
 
+from tightwire.comm.group.topology import Topology
 from tightwire.post_training import open_engine
 from tightwire.training.config.read import ConfigError
 from tightwire.training.config.tree import TrainConfig
@@ -119,6 +120,34 @@ def test_a_stopped_run_resumes_to_the_bit_and_ranks_draw_the_same(tmp_path: Path
     assert losses(shared)[0] == pytest.approx(losses(alone)[0], abs=1e-5)
 
 
+@pytest.mark.parametrize(("num_ranks", "num_nodes", "tp"), [(2, 1, 2), (4, 2, 2), (4, 2, 4)])
+def test_ranks_that_answer_together_answer_as_one(tmp_path: Path, num_ranks: int, num_nodes: int, tp: int) -> None:
+    configs = [_config(tmp_path, f"rollout.tp={each}", "schedule.steps=2", run=str(each)) for each in (1, tp)]
+    for config in configs:
+        _train(config, num_ranks, num_nodes=num_nodes)
+
+    first = [[s["answer"] for s in _samples(config) if s["step"] == 1] for config in configs]
+    assert first[0] == first[1] and len(first[0]) == 4 * _SAMPLES
+    assert all(line["mismatch"] < 1e-5 for config in configs for line in log_lines(config))
+    assert [log_lines(config)[0]["answer_wire_bytes"] > 0 for config in configs] == [False, True]
+
+
+def test_what_the_allreduce_of_answers_rounds_is_logged(tmp_path: Path) -> None:
+    found = []
+    for name in ("auto", "flash-int8", "flash-int3"):
+        config = _config(
+            tmp_path, f"rollout={{tp: 2, allreduce: {name}, allreduce_decode: {name}}}", "schedule.steps=2", run=name
+        )
+        _train(config, 2)
+        found.append([line["mismatch_kl"] for line in log_lines(config)])
+
+    for exact, eight, three in zip(*found, strict=True):
+        assert exact < 1e-6 < eight < three / 10
+    prompts_alone = _config(tmp_path, "rollout={tp: 2, allreduce: flash-int3}", "schedule.steps=2", run="prompts")
+    _train(prompts_alone, 2)
+    assert found[0][0] < log_lines(prompts_alone)[0]["mismatch_kl"] < found[2][0]
+
+
 def test_answers_of_several_updates_move_away_from_ratio_one(tmp_path: Path) -> None:
     config = _config(tmp_path, "grpo.updates=3", "grpo.clip=0.001", "optimizer.lr=3e-2")
     _train(config)
@@ -198,6 +227,12 @@ def test_missing_rewards_prompts_and_room_are_refused(tmp_path: Path) -> None:
         _config(tmp_path, "grpo.rewards=[]")
     with pytest.raises(ConfigError, match="leaves no room for a prompt"):
         _config(tmp_path, "grpo.answer_tokens=64")
+    with pytest.raises(ConfigError, match="unknown all-reduce 'flash-int2'; choose one of"):
+        _config(tmp_path, "rollout={tp: 2, allreduce: flash-int2}")
+    with pytest.raises(ConfigError, match="give tp, their number"):
+        _config(tmp_path, "rollout.allreduce=flash-int4")
+    with pytest.raises(ValueError, match=r"rollout.tp=3: these ranks can answer in groups of \[1, 2, 4\]"):
+        _config(tmp_path, "rollout.tp=3").check_ranks(Topology(0, 4, num_nodes=2))
     with pytest.raises(ConfigError, match="an adapter without dropout"):
         _config(tmp_path, "model.lora={dropout: 0.1}")
     with pytest.raises(

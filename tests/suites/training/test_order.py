@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.model.small_llama import small_llama
+from helpers.training.thread_groups import in_process_train_groups
 from helpers.training.trace_check import Event, OrderError, Trace, check_trace
 from helpers.training.training_ranks import (
     adamw,
@@ -29,7 +30,7 @@ from tightwire.comm.lane import Lane
 from tightwire.training.config.sharding import SHARDINGS
 from tightwire.training.engine import gathered_weights, gradients
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
+from tightwire.training.ranks.groups import TrainGroups
 
 Delay = Callable[[], object]
 _LONGEST_WAIT_S = 60.0  # of what is to happen; nothing takes as long

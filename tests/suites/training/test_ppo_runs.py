@@ -90,7 +90,7 @@ def test_a_run_stopped_among_the_steps_of_a_rollout_resumes_to_the_bit(
     assert len(losses(parted)) == stop
     _train(parted)
 
-    timed = ("seconds", "tokens_per_s", "mfu", "memory_bytes", "exposed_ms")
+    timed = ("seconds", "tokens_per_s", "mfu", "memory_bytes", "exposed_ms", "answer_s")
     first, second = (
         [{k: v for k, v in line.items() if k not in timed} for line in log_lines(c)] for c in (alone, parted)
     )

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from helpers.training.thread_groups import in_process_train_groups
 from helpers.training.training_ranks import run_groups
 
 from tightwire.bench.train.bench import TrainBench
@@ -10,7 +11,7 @@ from tightwire.bench.train.measure import EngineTrainee, draw_tokens, open_model
 from tightwire.bench.train.options import TrainOptions
 from tightwire.bench.train.ranks import Switch, detachable
 from tightwire.bench.train.report import Checks, model_arms
-from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
+from tightwire.training.ranks.groups import TrainGroups
 
 
 def two_steps(groups: TrainGroups, options: TrainOptions, arm: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.model.small_llama import small_llama
+from helpers.training.thread_groups import in_process_train_groups
 from helpers.training.training_ranks import (
     Run,
     assert_same,
@@ -23,7 +24,7 @@ from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.training.config.sharding import SHARDINGS
 from tightwire.training.engine.flat_parameters import NORMS, plan_buckets
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
+from tightwire.training.ranks.groups import TrainGroups
 
 ZERO3 = EngineOptions()
 BY_NODE = replace(ZERO3, reduce_path="hierarchical")

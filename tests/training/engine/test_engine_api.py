@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.model.small_llama import small_llama
+from helpers.training.thread_groups import in_process_train_groups
 from helpers.training.training_ranks import (
     adamw,
     batches_of,
@@ -25,7 +26,7 @@ from tightwire.training.config.sharding import SHARDINGS
 from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.flat_parameters import plan_buckets
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
+from tightwire.training.ranks.groups import TrainGroups
 
 ZERO3 = EngineOptions()
 TOKENS = torch.arange(12).view(1, 12)

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.server.keyword_model import BLOCKS, WIDTH, KeywordBlock, KeywordModel, keyword_loss
+from helpers.training.thread_groups import in_process_train_groups
 from helpers.training.trace_check import Trace
 from helpers.training.training_ranks import batches_of, open_engine, reference, run_groups, train
 from torch import nn
 
 from tightwire.training.engine.gates import gradient_view, has_gradient_view
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.ranks.groups import in_process_train_groups
 
 
 @pytest.mark.parametrize("checkpoint_every", [0, 1])

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.model.small_llama import small_llama
+from helpers.training.thread_groups import in_process_train_groups
 from helpers.training.training_ranks import (
     Run,
     batches_of,
@@ -23,7 +24,7 @@ from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.flat_parameters import plan_buckets
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.shards import form_of
-from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
+from tightwire.training.ranks.groups import TrainGroups
 
 FROZEN = ("model.embed_tokens", "lm_head", *(f"model.layers.{i}.{m}" for i in range(4) for m in ("mlp", "self")))
 INT4 = EngineOptions(frozen_codec="int4")

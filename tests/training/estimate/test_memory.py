@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.training.thread_groups import in_process_train_groups
 from helpers.training.training_ranks import run_groups
 from helpers.training.training_runs import make_config
 
@@ -20,7 +21,7 @@ from tightwire.training.engine.flat_parameters import plan_buckets
 from tightwire.training.engine.options import engine_options
 from tightwire.training.estimate.activations import LiveBytes
 from tightwire.training.estimate.memory import RankMemory, rank_memory
-from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
+from tightwire.training.ranks.groups import TrainGroups
 from tightwire.training.run.setup import make_trained
 from tightwire.training.start.model import build_model, config_of, open_starting_model
 

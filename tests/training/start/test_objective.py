@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.model.small_llama import small_llama
 from helpers.training.adapted_llama import adapted_llama
+from helpers.training.thread_groups import in_process_train_groups
 from helpers.training.training_ranks import open_engine, run_groups
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ from tightwire.training.data.chats import IGNORED
 from tightwire.training.data.sequences import Batch
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.traffic import step_traffic
-from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
+from tightwire.training.ranks.groups import TrainGroups
 from tightwire.training.start.lora import computing
 from tightwire.training.start.objective import Dpo, Reward
 
