@@ -56,6 +56,7 @@ class ChatChoice(Struct):
     finish_reason: str
     logprobs: Logprobs = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(HeadedBody):
@@ -188,7 +189,8 @@ class ChatDialect(Dialect[ChatBody]):
         if self.body.may_call_tools:
             message = _message(self.pieces(delta), self._role)
             reason = _reason(reason, self._readers[delta.index])
-        return ChatChoice(delta.index, message, reason, logprobs, of_prompt)
+        ids = delta.token_ids if self.body.return_token_ids else UNSET
+        return ChatChoice(delta.index, message, reason, logprobs, of_prompt, ids)
 
     def logprobs(self, delta: Delta) -> ChatLogprobs:
         return chat_logprobs(delta.entries, self.model.tokens, self.name_of)

@@ -19,6 +19,7 @@ class CompletionChoice(Struct):
     logprobs: Logprobs = None
     finish_reason: str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(HeadedBody):
@@ -51,7 +52,8 @@ class CompletionDialect(Dialect[CompletionBody]):
         return CompletionChoice(index, text, logprobs, finish_reason)
 
     def choice(self, delta: Delta, logprobs: Logprobs, of_prompt: PromptLogprobs | UnsetType) -> CompletionChoice:
-        return CompletionChoice(delta.index, delta.text, logprobs, delta.finish_reason, of_prompt)
+        ids = delta.token_ids if self.body.return_token_ids else UNSET
+        return CompletionChoice(delta.index, delta.text, logprobs, delta.finish_reason, of_prompt, ids)
 
     def logprobs(self, delta: Delta) -> CompletionLogprobs:
         return completion_logprobs(delta.entries, self.name_of)

@@ -33,13 +33,14 @@ class Delta:
     prompt_logprobs: list[TokenScore | None] | None = None
     finish_reason: str | None = None
     stop_string: str | None = None  # the one that ended it
+    token_ids: list[int] = field(default_factory=list)  # of the choice so far
     progress: PromptProgress | None = None
 
     def append(self, later: "Delta") -> None:
         self.text += later.text
         self.entries += later.entries
         self.prompt_logprobs = later.prompt_logprobs or self.prompt_logprobs
-        self.finish_reason, self.stop_string = later.finish_reason, later.stop_string
+        self.finish_reason, self.stop_string, self.token_ids = later.finish_reason, later.stop_string, later.token_ids
 
 
 class Prompt(NamedTuple):
@@ -69,7 +70,7 @@ class TokenSequence:
         self._stops = StopStrings(body.stop, include=body.include_stop_str_in_output)
         self._text_start = len(prompt.echo or "")
         self._started = False
-        self._delta = Delta(index)
+        self._delta = Delta(index, token_ids=self.token_ids)
 
     def take(self, output: Output) -> Delta | None:
         """What becomes final with this output, if anything. Raises ApiError if the engine ended it with an error."""
@@ -132,7 +133,7 @@ class TokenSequence:
         """Hold logprobs back until their text is final, so that they never reveal more than the text does."""
         if not self._delta.text and not self.finished:
             return None
-        delta, self._delta = self._delta, Delta(self.index)
+        delta, self._delta = self._delta, Delta(self.index, token_ids=self.token_ids)
         return delta
 
 

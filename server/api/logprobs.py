@@ -53,12 +53,11 @@ def chat_logprobs(entries: Iterable[TokenEntry], table: TokenTable, name_of: Nam
         return TopLogprob(name_of(token_id), _finite(logprob), list(table.bytes_of(token_id)))
 
     scored = [(entry.token_id, entry.logprob) for entry in entries if entry.logprob is not None]
-    return ChatLogprobs(
-        [
-            ChatLogprob(*astuple(top(token_id, score.logprob)), top_logprobs=[top(*each) for each in score.top])
-            for token_id, score in scored
-        ]
-    )
+    content = [
+        ChatLogprob(*astuple(top(token_id, score.logprob)), top_logprobs=[top(*each) for each in score.top])
+        for token_id, score in scored
+    ]
+    return ChatLogprobs(content)
 
 
 def completion_logprobs(entries: Iterable[TokenEntry], name_of: NameOf) -> CompletionLogprobs:

@@ -51,8 +51,9 @@ def check_options(body: GenerationBody, info: ModelInfo, max_sequences: int) -> 
         )
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options requires stream: true", param="stream_options")
-    if body.prompt_logprobs is not None and body.stream:
-        raise invalid("prompt_logprobs is not available with stream: true; leave out stream", param="prompt_logprobs")
+    for name in ("prompt_logprobs", "return_token_ids") if body.stream else ():
+        if getattr(body, name) not in (None, False):
+            raise invalid(f"{name} is not available with stream: true; leave out stream", param=name)
     for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         check_ids(getattr(body, name) or (), info, name)
 

@@ -206,6 +206,7 @@ class GenerationBody(SamplingBody):
     stop: Stop = Field(default_factory=list)
     response_format: ResponseFormat | None = Field(None, description="Text, any JSON object, or JSON of a schema.")
     prompt_logprobs: NumLogprobs | None = Field(None, description="Extension, without stream.")
+    return_token_ids: bool = Field(False, description="Extension, without stream: choices have token_ids.")
 
     def ignored_values(self) -> Iterator[tuple[str, str]]:
         if self.tightwire.progress and not self.stream:

@@ -128,14 +128,9 @@ class Engine:
                 if each.token_ids:
                     outputs.append(self._make_output(each))
                 if each.broken:
-                    request = each.chunk.request
-                    outputs.append(
-                        self._end(request, "refused", _GRAMMAR_BROKE)
-                        if request.params.grammar
-                        else self._end(request, "refused", _ALL_BANNED)
-                        if request.params.bad_words
-                        else self._end(request, "error", _NOT_FINITE)
-                    )
+                    params = each.chunk.request.params
+                    why = _GRAMMAR_BROKE if params.grammar else _ALL_BANNED if params.bad_words else ""
+                    outputs.append(self._end(each.chunk.request, "refused" if why else "error", why or _NOT_FINITE))
         return StepResult(outputs=outputs, stats=self.stats())
 
     def _admit_compiled(self) -> None:

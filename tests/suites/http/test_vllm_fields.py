@@ -206,6 +206,22 @@ async def test_tokens_as_token_ids(client: httpx.AsyncClient, engine: FakeEngine
 
 
 @pytest.mark.parametrize("path", BODIES)
+async def test_ids_of_the_answers_tokens(client: httpx.AsyncClient, engine: FakeEngine, path: str) -> None:
+    """As TRL's rollout worker asks: one for each of the log-probabilities, with the token that ended the answer."""
+    engine.script = says("é")
+    fields = {"return_token_ids": True, "n": 2, "max_tokens": 5}
+    more = {"logprobs": 0, "echo": True} if path == "/v1/completions" else {}
+    choices = await ask(client, path, **fields, **more)
+    assert [choice["token_ids"] for choice in choices] == [[195, 169, END_OF_TURN_ID]] * 2
+    [plain, _] = await ask(client, path, n=2)
+    assert "token_ids" not in plain
+    [choice, _] = await ask(client, "/v1/completions", **fields, logprobs=0)
+    assert len(choice["logprobs"]["token_logprobs"]) == 3
+    error = error_of(await client.post(path, json={**BODIES[path], "return_token_ids": True, "stream": True}))
+    assert error["param"] == "return_token_ids"
+
+
+@pytest.mark.parametrize("path", BODIES)
 async def test_usage_in_every_chunk(client: httpx.AsyncClient, path: str) -> None:
     async def events(**options: bool) -> list[dict[str, Any]]:
         body = {**BODIES[path], "n": 2, "max_tokens": 5, "stream": True, "stream_options": options}
