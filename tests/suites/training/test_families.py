@@ -1,0 +1,113 @@
+"""An adapter of any family is learned from chats, preferences and rewards; trainer and engine compute the same."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.model.family_models import make_family_folder
+from helpers.training.training_runs import log_lines, losses, make_config, train
+
+from tightwire.model.families import FAMILIES, family_named
+from tightwire.model.open import open_checkpoint
+from tightwire.model.text.tokenizer import MIN_VOCAB_SIZE, byte_backend
+from tightwire.post_training import open_engine
+from tightwire.training.config.tree import TrainConfig
+from tightwire.training.start.model import StartingModel, build_model, with_template
+
+NAMES = [family.names.name for family in FAMILIES]
+_TURNS = {
+    "chat": {"messages": ["user say {}", "assistant {}"]},
+    "preferences": {"prompt": ["user say {}"], "chosen": ["assistant yes {}"], "rejected": ["assistant no {}"]},
+    "prompts": {"prompt": ["user say {}"]},
+}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _base(tmp_path_factory.mktemp("base"), request.param)
+
+
+def _base(folder: Path, family: str) -> Path:
+    """A model of the family, in float32, with a tokenizer of bytes."""
+    model = make_family_folder(family_named(family), folder / "model")
+    with_template(byte_backend(MIN_VOCAB_SIZE)).save(model)
+    return model
+
+
+def early_letters(completions: list[str], **_: object) -> list[float]:
+    return [sum(letter < "p" for letter in text) / max(1, len(text)) for text in completions]
+
+
+def _trained(folder: Path, base: Path, kind: str, *overrides: str, world_size: int = 1) -> TrainConfig:
+    path = folder / f"{kind}.jsonl"
+    lines = [
+        {
+            key: [dict(zip(("role", "content"), turn.format(i).split(" ", 1), strict=True)) for turn in turns]
+            for key, turns in _TURNS[kind].items()
+        }
+        for i in range(40)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = make_config(
+        folder,
+        f"model={{start: {base}, lora: {{rank: 4}}}}",
+        f"data={{files: [{path}], kind: {kind}, sequence_tokens: 80, shuffle_documents: 8}}",
+        "batch={sequences: 4, micro_sequences: 1}",
+        "schedule={steps: 4, warmup_steps: 0, kind: constant}",
+        *overrides,
+    )
+    train(config, world_size, open_sampler=open_engine)
+    return config
+
+
+def test_chats_and_preferences_are_learned(tmp_path: Path, base: Path) -> None:
+    chats = _trained(tmp_path, base, "chat", "parallel.sharding=zero3", world_size=2)
+    assert losses(chats)[-1] < losses(chats)[0]
+    assert (Path(chats.run) / "adapter" / "adapter_model.safetensors").is_file()
+    pairs = _trained(tmp_path, base, "preferences", f"run={tmp_path}/dpo")
+    assert losses(pairs)[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert losses(pairs)[-1] < losses(pairs)[0]
+
+
+def test_answers_have_the_probabilities_of_the_trainer(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    config = _trained(
+        tmp_path,
+        base,
+        "prompts",
+        "data.sequence_tokens=64",
+        "grpo={rewards: ['test_families:early_letters'], samples: 4, answer_tokens: 24, beta: 0.1}",
+        "rollout.tp=2",
+        world_size=2,
+    )
+    lines = log_lines(config)
+    assert all(line["mismatch"] < 2e-5 for line in lines)
+    assert lines[-1]["kl"] > 1e-5  # the adapter has changed the model
+
+
+def test_answers_beyond_the_context_of_the_short_rotary_factors_are_refused(tmp_path: Path) -> None:
+    base = _base(tmp_path, "Phi-3")
+    with pytest.raises(ValueError, match="data.sequence_tokens=80: beyond 64 tokens .* give at most 64"):
+        _trained(tmp_path, base, "prompts", "grpo.rewards=['tightwire.training.data.rewards:json_facts']")
+
+
+def test_samples_of_a_row_do_not_attend_to_each_other(base: Path) -> None:
+    checkpoint = open_checkpoint(str(base))
+    reader, tokenizer = checkpoint.reader(), checkpoint.tokenizer()
+    start = StartingModel(name=checkpoint.name, config=checkpoint.config, reader=reader, tokenizer=tokenizer)
+    model = build_model(start.config, device=torch.device("cpu"))
+    for name, _ in list(model.named_parameters()):
+        module, _, field = name.rpartition(".")
+        setattr(model.get_submodule(module), field, torch.nn.Parameter(start.read(name)))
+    model.tie_weights()
+
+    samples = [torch.arange(3, 48), torch.arange(60, 99)]
+    positions = [torch.arange(len(sample)) for sample in samples]
+    with torch.inference_mode():
+        packed = model(torch.cat(samples)[None], position_ids=torch.cat(positions)[None], use_cache=False).logits
+        alone = [model(sample[None], use_cache=False).logits for sample in samples]
+    torch.testing.assert_close(packed, torch.cat(alone, 1))
