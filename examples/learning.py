@@ -59,6 +59,11 @@ def mean_of(name: str, factor: float = 1.0) -> Callable[[Steps], float]:
     return lambda steps: factor * statistics.mean(step[name] for step in steps)
 
 
+def mean_of_tokens(name: str, factor: float = 1.0) -> Callable[[Steps], float]:
+    """Of steps that learned something: a group whose rewards are all equal has no tokens."""
+    return lambda steps: mean_of(name, factor)([step for step in steps if step["even_groups"] < 1] or steps)
+
+
 def tasks(folder: Path) -> tuple[list[Arm], Columns]:
     """The arms of three tasks, with their prompts; those of JSON come with Tightwire."""
     draw = random.Random(0)
@@ -92,9 +97,9 @@ def allreduce(folder: Path) -> tuple[list[Arm], Columns]:
         Arm(name, [*both, f"rollout.allreduce={name}", f"rollout.allreduce_decode={name}"], 2) for name in ALLREDUCES
     ]
     return arms, {
-        "mismatch KL, nats": mean_of("mismatch_kl"),
-        "clipped tokens, %": mean_of("clipped", 100),
-        "truncated tokens, %": mean_of("truncated", 100),
+        "mismatch KL, nats": mean_of_tokens("mismatch_kl"),
+        "clipped tokens, %": mean_of_tokens("clipped", 100),
+        "truncated tokens, %": mean_of_tokens("truncated", 100),
         "reward of the last answers": lambda steps: reward(steps[-NUM_COMPARED:]),
         "s a rollout": mean_of("answer_s"),
         "MB a rollout": mean_of("answer_wire_bytes", 1e-6),

@@ -22,6 +22,7 @@ from tightwire.comm.ledger.ledger import Spent
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
 from tightwire.comm.policy.routes import Routes, make_candidates
+from tightwire.comm.protocols import Transport
 from tightwire.comm.transport.peer_access import host_identity
 from tightwire.comm.transport.process_group import GlooTransport
 from tightwire.comm.transport.segment import make_segment, why_unusable
@@ -85,6 +86,11 @@ class RolloutEngine:
             ),
             adapters=AdapterTable(_NUM_VERSIONS),
         )
+
+    @property
+    def transport(self) -> Transport:
+        """Between the ranks that answer together."""
+        return self._group.transport
 
     @property
     def bytes_sent(self) -> int:
