@@ -55,7 +55,7 @@ def _trained(folder: Path, base: Path, kind: str, *overrides: str, world_size: i
         f"model={{start: {base}, lora: {{rank: 4}}}}",
         f"data={{files: [{path}], kind: {kind}, sequence_tokens: 80, shuffle_documents: 8}}",
         "batch={sequences: 4, micro_sequences: 1}",
-        "schedule={steps: 4, warmup_steps: 0, kind: constant}",
+        "schedule={steps: 3, warmup_steps: 0, kind: constant}",
         *overrides,
     )
     train(config, world_size, open_sampler=open_engine)
