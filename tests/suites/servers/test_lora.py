@@ -24,7 +24,8 @@ def _answer(url: str, model: str) -> str:
     return response.json()["choices"][0]["text"]
 
 
-def test_adapters_at_start_and_at_run_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [["--tp", "2"], ["--tp", "4", "--stages", "2", "--layout", "hybrid"]], ids=" ".join)
+def test_adapters_at_start_and_at_run_time(ranks: list[str], tmp_path: Path) -> None:
     model = make_tiny(tmp_path / "model", dtype="float32")
     config, root = open_checkpoint(str(model)).config, tmp_path / "adapters"
     folders = {name: make_adapter(root / name, config, seed=seed) for seed, name in enumerate(("poet", "clerk"))}
@@ -33,7 +34,7 @@ def test_adapters_at_start_and_at_run_time(tmp_path: Path) -> None:
         for name, folder in folders.items()
     }
     wanted["base"] = greedy_text(model, _PROMPT, _NUM_TOKENS)
-    arguments = ["--tp", "2", "--port", "0", "--served-model-name", "base", "--dtype", "float32"]
+    arguments = [*ranks, "--port", "0", "--served-model-name", "base", "--dtype", "float32"]
     arguments += ["--max-model-len", "128", "--max-num-seqs", "4"]
     arguments += ["--lora", f"poet={folders['poet']}", "--lora-dir", str(root), "--max-loras", "2"]
     with ServerProcess(tmp_path / "temp", str(model), *arguments) as server:
