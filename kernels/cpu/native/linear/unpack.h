@@ -156,38 +156,38 @@ INLINE __m512i group_pairs(const char *block, const Scales<Format> &scales, unsi
     constexpr int bits = Format::Low::bits + Format::High::bits + (Format::fifths_at > 0);
     FloatReg numbers[2];
     if constexpr (Format::num_parts == 1 && bits <= 5) {
-        // All numbers of such codes are computed once, then looked up: the lookup takes five bits.
+        // All numbers of such codes are computed once, then looked up: the lookup takes five bits, with four those of two groups.
         UNROLL for (int upper = 0; upper < 2; upper++) {
+            const unsigned own = bits == 4 ? (group / 2 * 2 + upper) % Format::num_groups : group;
             UintReg codes = (UintReg)lane_numbers().reg[0] + (bits == 5 ? 16 * upper : 0);
             if constexpr (Format::table != nullptr) codes = (UintReg)((IntReg)(look_up<Format>(codes) << 24) >> 24);
             numbers[upper] = __builtin_convertvector((IntReg)codes - Format::offset, FloatReg);
             if constexpr (Format::has_minimum)
-                numbers[upper] = fma_reg(numbers[upper], splat_reg(scales.scales[group]), splat_reg(scales.minima[group]));
+                numbers[upper] = fma_reg(numbers[upper], splat_reg(scales.scales[own]), splat_reg(scales.minima[own]));
             else
-                numbers[upper] = numbers[upper] * splat_reg(scales.scales[group]);
+                numbers[upper] = numbers[upper] * splat_reg(scales.scales[own]);
         }
         const __m512i table = (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
-        return _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16((__m256i)group_codes<Format>(block, group)), table);
+        const Codes codes = group_codes<Format>(block, group) | (uint8_t)(bits == 4 ? group % 2 << 4 : 0);
+        return _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16((__m256i)codes), table);
     }
     if constexpr (Format::num_parts == 2 && bits <= 3) {
-        // Likewise, of as many parts as two registers have room for.
-        constexpr unsigned parts = 64 >> bits;
-        FloatReg all[4];
-        UNROLL for (int i = 0; i < 4; i++) {
+        // Likewise, of as many parts as a register has room for.
+        constexpr unsigned parts = 32 >> bits;
+        UNROLL for (int i = 0; i < 2; i++) {
             const UintReg number = (UintReg)lane_numbers().reg[0] + LANES * i;
             const __m512i part = (__m512i)((number >> bits) + 2 * group / parts * parts);
-            all[i] = __builtin_convertvector((IntReg)(number & ((1 << bits) - 1)) - Format::offset, FloatReg);
+            numbers[i] = __builtin_convertvector((IntReg)(number & ((1 << bits) - 1)) - Format::offset, FloatReg);
             const FloatReg scale = (FloatReg)_mm512_permutexvar_ps(part, _mm512_load_ps(scales.scales));
             if constexpr (Format::has_minimum)
-                all[i] = fma_reg(all[i], scale, (FloatReg)_mm512_permutexvar_ps(part, _mm512_load_ps(scales.minima)));
+                numbers[i] = fma_reg(numbers[i], scale, (FloatReg)_mm512_permutexvar_ps(part, _mm512_load_ps(scales.minima)));
             else
-                all[i] = all[i] * scale;
+                numbers[i] = numbers[i] * scale;
         }
-        const __m512i low = (__m512i)_mm512_cvtne2ps_pbh((__m512)all[1], (__m512)all[0]);
-        const __m512i high = (__m512i)_mm512_cvtne2ps_pbh((__m512)all[3], (__m512)all[2]);
+        const __m512i table = (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
         Codes codes = group_codes<Format>(block, group) | (uint8_t)(2 * group % parts << bits);
         const __m256i second = _mm256_inserti128_si256(_mm256_setzero_si256(), _mm_set1_epi8(1 << bits), 1);
-        return _mm512_permutex2var_epi16(low, _mm512_cvtepu8_epi16((__m256i)codes | second), high);
+        return _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16((__m256i)codes | second), table);
     }
     with_group(block, scales, group, [&](int at, FloatReg those) { numbers[at / LANES] = those; });
     return (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
