@@ -87,6 +87,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(names=Names("Llama", "LlamaForCausalLM", "llama", "llama"), gguf_permuted=True, keys=_BIASES),
     Family(names=Names("Mistral", "MistralForCausalLM", "mistral", "mistral3"), **_MISTRAL),  # older files say llama
     Family(names=Names("Ministral", "MinistralForCausalLM", "ministral", "llama"), **_MISTRAL),
+    Family(names=Names("Ministral 3", "Ministral3ForCausalLM", "ministral3", "mistral3"), **_MISTRAL),
     Family(
         names=Names("Qwen2", "Qwen2ForCausalLM", "qwen2", "qwen2"),
         fixed={"qkv_bias": True},
@@ -182,7 +183,6 @@ _FEATURES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("num_experts", "num_local_experts", "n_routed_experts", "expert_count"),
     ),
     ("recurrent layers", ("amba", "ybrid", "wkv", "Lfm", "lfm", "Qwen3_5"), ("mamba_d_state", "ssm.state_size")),
-    ("temperatures of attention", (), ("attention.temperature_scale",)),
 )
 
 

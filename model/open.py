@@ -138,7 +138,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     config = _folder_config(folder)
     plain = SafetensorsReader(folder)
     stated = read_json(folder / "config.json")
-    with naming(folder):
+    with naming(folder, "a quantized tensor has an unexpected shape", IndexError, ValueError):
         quantization = parse_quantization(stated)
         quantized = None if quantization is None else QuantizedReader(plain, quantization)
         reader = PartsReader(quantized or plain, config)

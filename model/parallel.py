@@ -128,10 +128,9 @@ class TensorParallel:
     ) -> Tensor:
         """Return (T, D), the sum of the ranks' partial results, in their dtype. Messages are of ``sum_dtype``.
 
-        ``feedback``: rounding errors that this pass carries from sum to sum of these rows.
-
-        Decode rows come first. If they and the others use different algorithms, they are summed separately, so a row's
-        bits do not depend on the kind of the other rows. The ledger counts a sum over any prefill row as prefill.
+        ``feedback``: rounding errors that this pass carries from sum to sum of these rows. Decode rows come first. If
+        they and the others use different algorithms, they are summed separately, so a row's bits do not depend on the
+        kind of the other rows. The ledger counts a sum over any prefill row as prefill.
         """
         if sums is None:
             return partial_TD
@@ -214,16 +213,13 @@ class SideWire:
         own = torch.empty(0, dtype=torch.uint8) if results is None else as_bytes(results.contiguous())
         parts = [own if rank == 0 else own[:0] for rank in ranks]
         sizes = [_INT64_BYTES * num if (self.group.rank, rank) == (0, last) else 0 for rank in ranks]
-
-        given = self.group, "token-ids", parts, sizes
-        move = partial(deliver, *given, phase=phase, site=BOUNDARY)
+        move = partial(deliver, self.group, "token-ids", parts, sizes, phase=phase, site=BOUNDARY)
         return self._lane.start(lambda: torch.cat(move()).view(torch.int64))
 
     def hand_over(self, parts: Sequence[Tensor], recv_bytes: Sequence[int]) -> Pending:
         """Send each other rank the keys and values that it decodes with, as bytes; the result are theirs, concatenated."""
-        return self._lane.start(
-            lambda: torch.cat(deliver(self.group, "kv-heads", parts, recv_bytes, phase="prefill", site=BOUNDARY))
-        )
+        move = partial(deliver, self.group, "kv-heads", parts, recv_bytes, phase="prefill", site=BOUNDARY)
+        return self._lane.start(lambda: torch.cat(move()))
 
 
 class StageWire:

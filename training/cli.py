@@ -4,27 +4,26 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightwire.imports import importing
+from tightwire.imports import importing, spinner
 from tightwire.sizes import format_bytes
 from tightwire.training.config.read import EXAMPLES, describe_config, read_config
 from tightwire.training.config.tree import TrainConfig
-from tightwire.training.log.spinner import spinner
 from tightwire.training.run.early_checks import check_early, find_topology, missing_packages
 
 if TYPE_CHECKING:
-    from tightwire.training.run.rollouts import OpenSampler
+    from tightwire.training.run.rollouts import Engines
 
 _SIGTERM_CODE = 128 + signal.SIGTERM
 
 
-def train(argv: Sequence[str], open_sampler: "OpenSampler | None" = None) -> int:
+def train(argv: Sequence[str], make_engines: "Callable[[], Engines] | None" = None) -> int:
     """Run ``tightwire train``: 0 after the last step or Ctrl-C, 143 after SIGTERM, 1 if it failed, 2 if refused.
 
-    ``open_sampler``: the engine that answers the prompts of GRPO.
+    ``make_engines``: of what answers the prompts of GRPO and of a distillation.
     """
     args = _make_parser().parse_intermixed_args(argv)
     if args.keys:
@@ -42,7 +41,7 @@ def train(argv: Sequence[str], open_sampler: "OpenSampler | None" = None) -> int
         config = _prepare(config)
     except ValueError as error:
         return _fail(error, 2)
-    return _run(config, open_sampler)
+    return _run(config, make_engines)
 
 
 def _prepare(config: TrainConfig) -> TrainConfig:
@@ -63,11 +62,11 @@ def _prepare(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"log": log})
 
 
-def _run(config: TrainConfig, open_sampler: "OpenSampler | None") -> int:
+def _run(config: TrainConfig, make_engines: "Callable[[], Engines] | None") -> int:
     with spinner("loading torch and transformers, usually 4 to 15 s", os.environ), importing():
         from tightwire.training.run import run
     try:
-        ended_by = run.run_training(config, open_sampler=open_sampler)
+        ended_by = run.run_training(config, engines=make_engines and make_engines())
         return _SIGTERM_CODE if ended_by == signal.SIGTERM else 0
     except run.FAILURES as error:
         return _fail(error, 1)

@@ -106,7 +106,7 @@ def _check_host(facts: Facts, tp: int, problems: list[str], notes: list[str]) ->
     if host.kernels not in _KERNELS:
         cure = "install a C++ compiler (g++), or python -m pip install ziglang"
         problems.append(f"no compiled CPU kernels, so torch's much slower references compute: {cure}")
-    if len(host.numa_nodes) > 1 and not facts.num_gpus:
+    if len(host.numa_nodes) > 1 and not facts.num_gpus and host.num_usable == host.num_allowed:
         num = len(host.numa_nodes)
         text = f"{num} NUMA nodes: with --tp {num}, or a multiple, each rank computes and allocates on one node"
         notes.append(f"{text}; memory of another node is slower")
@@ -132,6 +132,6 @@ def _options(facts: Facts, tp: int) -> list[Advice]:
         return [Advice("use", "one usable core: a second rank would share it", "--tp 1")]
     problem = facts.host.shared_memory_problem
     sums = "ranks exchange messages in shared memory" if problem is None else f"messages go through sockets: {problem}"
-    if (num_nodes := len(facts.host.numa_nodes)) > 1:
+    if (num_nodes := len(facts.host.numa_nodes)) > 1 and facts.host.num_usable == facts.host.num_allowed:
         return [Advice("use", f"no GPU; a rank for each of {num_nodes} NUMA nodes; {sums}", f"--tp {num_nodes}")]
     return [Advice("use", f"no GPU; {sums}", f"--tp {min(tp, facts.host.num_usable)}")]

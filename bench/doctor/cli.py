@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         "--timeout-s", type=float, default=60.0, metavar="S", help="limit of each probe (default: %(default)g)"
     )
     parser.add_argument(
-        "--tp", type=int, default=2, metavar="N", help="ranks on a machine without a GPU (default: %(default)s)"
+        "--tp", type=int, default=2, metavar="N", help="ranks without a GPU, or of MODEL (default: %(default)s)"
     )
     args = parser.parse_args(argv)
     if not 0 < args.timeout_s <= 3600:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     if args.tp < 1:
         parser.error(f"--tp must be at least 1, got {args.tp}")
     if args.model is not None:
-        return _examine_model(args.model, as_json=args.json)
+        return _examine_model(args.model, args.tp, as_json=args.json)
     report = examine(args.timeout_s, args.tp)
     if args.json:
         _write_json(report)
@@ -71,10 +71,10 @@ def main(argv: Sequence[str]) -> int:
     return 0 if report.ok else 1
 
 
-def _examine_model(model: str, *, as_json: bool) -> int:
+def _examine_model(model: str, tp: int, *, as_json: bool) -> int:
     from tightwire.bench.doctor.model import describe_model, examine_model  # imports torch
 
-    found = examine_model(model)
+    found = examine_model(model, tp)
     if as_json:
         _write_json(found)
     elif found.unsupported:

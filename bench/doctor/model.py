@@ -63,8 +63,8 @@ class ModelReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens_per_s: float = 0.0
 
 
-def examine_model(model: str) -> ModelReport:
-    """Open the model, which fetches one that is not here, and measure how fast memory is read."""
+def examine_model(model: str, tp: int = 1) -> ModelReport:
+    """Open the model, which fetches one that is not here, and measure how fast memory is read. ``tp``: beside ``_TPS``."""
     try:
         checkpoint = open_checkpoint(model)
         checkpoint.tokenizer()
@@ -73,7 +73,7 @@ def examine_model(model: str) -> ModelReport:
     except ValueError as error:
         return ModelReport(model=model, unsupported=str(error))
     device, context = decided.setting.device, min(_CONTEXT, config.max_positions)
-    tps = _TPS if checkpoint.prepared is None else (checkpoint.prepared.tp,)
+    tps = sorted({*_TPS, tp}) if checkpoint.prepared is None else [checkpoint.prepared.tp]
     kinds = _kinds(config, formats, decided.dtype)
     # Of an embedding that is not the head, a token reads one row.
     token_bytes = sum(kind.num_bytes for kind in kinds if kind.name != "embedding" or config.tied_embeddings)

@@ -10,6 +10,8 @@ _CHOICES = {
     "norms": ("before", "after", "both"),
     "activation": ("silu", "gelu_tanh"),
 }
+_POSITIVE = ("rope_theta", "logits_divisor", "embedding_scale", "residual_scale")
+_POSITIVE_OR_OFF = ("norm_eps", "score_scale", "score_cap", "logits_cap", "local_rope_theta")
 ROPE_KINDS = ("none", "linear", "llama3", "dynamic", "yarn", "longrope")
 
 
@@ -84,9 +86,12 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings rotate pairs")
-        rope = self.rope_scaling
+        rope, width = self.rope_scaling, self.rotary_dim or self.head_dim
+        if wrong := {len(rope.short_factors), len(rope.long_factors)} - {0, width // 2}:
+            raise ValueError(f"rope scaling has {wrong.pop()} factors, and heads rotate {width // 2} pairs")
         factor = math.prod((rope.factor, rope.attention_factor, *rope.short_factors, *rope.long_factors))
-        given = {"rope_theta": self.rope_theta, "norm_eps": self.norm_eps or 1.0, "a factor of rope scaling": factor}
+        given = {name: getattr(self, name) for name in _POSITIVE} | {"a factor of rope scaling": factor}
+        given |= {name: getattr(self, name) or 1.0 for name in _POSITIVE_OR_OFF}
         for name, value in given.items():
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a number above 0, got {value}")

@@ -52,6 +52,8 @@ def _config_from_gguf(file: GgufFile) -> LlamaConfig:
     for name, key in family.keys.items():
         if key.gguf is not None and (value := file.own(key.gguf)):
             fields[name] = shortest_float(value) ** key.power
+    if file.own("attention.temperature_scale"):  # temperatures of attention are 1 in the original context
+        fields["max_positions"] = min(fields["max_positions"], file.size("rope.scaling.original_context_length"))
     fields |= _windows(file, family, fields["num_layers"])
     fields |= _rope(file, family, head_dim)
     fields |= {name: value(fields) for name, value in family.gguf_fixed.items() if name not in fields}
@@ -81,13 +83,14 @@ def _family(file: GgufFile) -> Family:
 
 
 def _windows(file: GgufFile, family: Family, num_layers: int) -> dict[str, Any]:
-    """Return the layers with a window, and those without rotary embedding; files do not say which, as in llama.cpp."""
+    """Return the layers with a window, as the file or else the family says, and those without rotary embedding."""
     layers, found = range(num_layers), dict[str, Any]()
     if family.nope_every:
         found["nope"] = tuple(layer for layer in layers if (layer + 1) % family.nope_every == 0)
     if family.full_every and (window := file.own("attention.sliding_window")):
-        every = family.full_every
-        found |= {"window": int(window), "sliding": tuple(i for i in layers if every == 1 or (i + 1) % every)}
+        every = file.own("attention.sliding_window_pattern", 0 if family.full_every == 1 else family.full_every)
+        flags = every if isinstance(every, list) else [not every or (layer + 1) % every for layer in layers]
+        found |= {"window": int(window), "sliding": tuple(layer for layer in layers if flags[layer])}
     return found
 
 
@@ -145,11 +148,13 @@ def _scaling(file: GgufFile, rotary_dim: int, theta: float) -> RopeScaling:
     if all(name in file.tensors for name in _FACTORS):
         return _longrope(file, rotary_dim)
     if kind == "yarn":
+        of_all = float(file.own("rope.scaling.yarn_log_multiplier") or 0)
+        usual = yarn_attention(factor) / yarn_attention(factor, of_all)
         return RopeScaling(
             kind="yarn",
             factor=factor,
             original_max_positions=file.size("rope.scaling.original_context_length"),
-            attention_factor=yarn_attention(factor) * float(file.own("rope.scaling.attn_factor") or 1.0),
+            attention_factor=usual * float(file.own("rope.scaling.attn_factor") or 1.0),
             beta_fast=float(file.own("rope.scaling.yarn_beta_fast") or 32),
             beta_slow=float(file.own("rope.scaling.yarn_beta_slow") or 1),
         )

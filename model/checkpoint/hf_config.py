@@ -5,7 +5,7 @@ from typing import Any
 
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError, naming
-from tightwire.model.checkpoint.hf_rope import rope_from_hf, rope_to_hf
+from tightwire.model.checkpoint.hf_rope import FULL, SLIDING, rope_from_hf, rope_to_hf
 from tightwire.model.checkpoint.quantization import parse_quantization
 from tightwire.model.families import FAMILIES, SUPPORTED, Family, unsupported_feature
 
@@ -23,7 +23,6 @@ _SIZES = {
     "max_positions": "max_position_embeddings",
 }
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 @naming(
@@ -55,8 +54,8 @@ def config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | No
     return LlamaConfig(
         **fields,
         dtype=dtype,
-        bos_token_id=next(iter(_ids("bos_token_id", config.get("bos_token_id"))), None),
-        eos_token_ids=_ids("eos_token_id", generation.get("eos_token_id"), config.get("eos_token_id")),
+        bos_token_id=next(iter(_ids("bos_token_id", fields, config.get("bos_token_id"))), None),
+        eos_token_ids=_ids("eos_token_id", fields, generation.get("eos_token_id"), config.get("eos_token_id")),
     )
 
 
@@ -85,9 +84,6 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
-    kv_heads = _size(config, "num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise ModelError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
     if config.get("head_dim") is None and hidden % heads:
         raise ModelError(f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
     defaults = {"num_kv_heads": heads, "head_dim": hidden // heads, "max_positions": 2048}
@@ -108,6 +104,9 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
 def _windows(config: Mapping[str, Any], family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the layers with a window, and those without rotary embedding."""
     layers = range(fields["num_layers"])
+    for key in ("layer_types", "no_rope_layers"):
+        if config.get(key) is not None and len(config[key]) != len(layers):
+            raise ModelError(f"{key} has {len(config[key])} entries, and the model {len(layers)} layers")
     flags = config.get("no_rope_layers")  # despite its name 1 stands for a layer with rotary embedding
     if flags is None and family.nope_every:
         every = config.get("no_rope_layer_interval") or family.nope_every
@@ -117,21 +116,21 @@ def _windows(config: Mapping[str, Any], family: Family, fields: Mapping[str, Any
         found["nope"] = tuple(layer for layer in layers if not flags[layer])
     if family.full_every and config.get("sliding_window"):
         every = config.get("sliding_window_pattern") or family.full_every
-        by_pattern = [_FULL if every > 1 and (layer + 1) % every == 0 else _SLIDING for layer in layers]
+        by_pattern = [FULL if every > 1 and (layer + 1) % every == 0 else SLIDING for layer in layers]
         types = config.get("layer_types") or by_pattern
-        window, sliding = _size(config, "sliding_window"), tuple(layer for layer in layers if types[layer] == _SLIDING)
+        window, sliding = _size(config, "sliding_window"), tuple(layer for layer in layers if types[layer] == SLIDING)
         if sliding:
             found |= {"window": window, "sliding": sliding}
     return found
 
 
-def _ids(key: str, *values: int | Sequence[int] | None) -> tuple[int, ...]:
+def _ids(key: str, fields: Mapping[str, Any], *values: int | Sequence[int] | None) -> tuple[int, ...]:
     """Return all ids in order, without duplicates."""
     ids: list[int] = []
     for value in values:
         ids += [value] if isinstance(value, int) else list(value or ())
-    if not all(isinstance(token_id, int) and 0 <= token_id < 1 << 31 for token_id in ids):
-        raise ModelError(f"{key} must be a token id or a list of them, got {ids}")
+    if not all(isinstance(token_id, int) and 0 <= token_id < fields["vocab_size"] for token_id in ids):
+        raise ModelError(f"{key} must be a token id below {fields['vocab_size']} or a list of them, got {ids}")
     return tuple(dict.fromkeys(ids))
 
 
@@ -155,7 +154,7 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
     layers = range(config.num_layers)
     if family.full_every:
         exported["sliding_window"] = config.window or None
-        exported["layer_types"] = [_SLIDING if layer in config.sliding else _FULL for layer in layers]
+        exported["layer_types"] = [SLIDING if layer in config.sliding else FULL for layer in layers]
     if family.nope_every:
         exported["no_rope_layers"] = [int(layer not in config.nope) for layer in layers]
     exported |= rope_to_hf(config)

@@ -8,19 +8,20 @@ from tightwire.model.checkpoint.config import ROPE_KINDS, LlamaConfig, RopeScali
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.families import Family
 
-# Parts of ``rope_parameters`` where layers with a window rotate otherwise.
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+# Kinds of layers, and parts of ``rope_parameters`` where those with a window rotate otherwise.
+FULL, SLIDING = "full_attention", "sliding_attention"
+ORIGINAL = "original_max_position_embeddings"
 
 
 def rope_from_hf(config: Mapping[str, Any], family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return theta, scaling and width, from ``rope_theta`` and ``rope_scaling`` or transformers 5's ``rope_parameters``."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     found: dict[str, Any] = {}
-    if _FULL in rope:
-        local_theta = (rope.get(_SLIDING) or {}).get("rope_theta")
+    if FULL in rope:
+        local_theta = (rope.get(SLIDING) or {}).get("rope_theta")
         if local_theta and "local_rope_theta" in family.keys:
             found["local_rope_theta"] = float(local_theta)
-        rope = rope[_FULL] or {}
+        rope = rope[FULL] or {}
     found["rope_theta"] = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
@@ -35,6 +36,8 @@ def rope_from_hf(config: Mapping[str, Any], family: Family, fields: Mapping[str,
                 f"partial_rotary_factor {partial} rotates {rotary_dim} of a head's {head_dim} numbers; supported: "
                 "an even number of them"
             )
+    if rope.get("llama_4_scaling_beta"):  # temperatures of attention are 1 in the original context
+        found["max_positions"] = min(fields["max_positions"], int(rope[ORIGINAL]))
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if "short_factor" in rope:
         kind = "longrope"  # early files of Phi-3 say su or yarn
@@ -50,14 +53,13 @@ def _scaling(kind: str, rope: Mapping[str, Any], config: Mapping[str, Any], max_
         return RopeScaling()
     if kind not in ROPE_KINDS:
         raise ModelError(f"rope scaling {kind!r} is not supported; supported: default, {', '.join(ROPE_KINDS[1:])}")
-    original = "original_max_position_embeddings"
     given: dict[str, Any] = {"kind": kind}
     if kind in ("linear", "dynamic", "llama3"):
         given["factor"] = float(rope["factor"])
     if kind == "llama3":
         given |= {name: float(rope[name]) for name in ("low_freq_factor", "high_freq_factor")}
     if kind in ("llama3", "yarn", "longrope"):
-        given["original_max_positions"] = int(rope.get(original) or config.get(original) or max_positions)
+        given["original_max_positions"] = int(rope.get(ORIGINAL) or config.get(ORIGINAL) or max_positions)
     if kind in ("yarn", "longrope"):
         ratio = max_positions / given["original_max_positions"]
         given["factor"] = float(rope.get("factor") or ratio)
@@ -95,9 +97,9 @@ def rope_to_hf(config: LlamaConfig) -> dict[str, Any]:
         written["partial_rotary_factor"] = (config.rotary_dim + 0.25) / config.head_dim
     if config.local_rope_theta is not None:
         local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
-        return {"rope_parameters": {_FULL: {"rope_type": "default", **(rope or {}), **written}, _SLIDING: local}}
+        return {"rope_parameters": {FULL: {"rope_type": "default", **(rope or {}), **written}, SLIDING: local}}
     if rope is not None and config.rope_scaling.kind == "longrope":
-        written["original_max_position_embeddings"] = config.rope_scaling.original_max_positions
+        written[ORIGINAL] = config.rope_scaling.original_max_positions
     return {**written, "rope_scaling": rope}
 
 
@@ -106,7 +108,7 @@ def _scaling_to_hf(scaling: RopeScaling) -> dict[str, Any] | None:
         return None
     rope: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind in ("llama3", "yarn", "longrope"):
-        rope["original_max_position_embeddings"] = scaling.original_max_positions
+        rope[ORIGINAL] = scaling.original_max_positions
     if scaling.kind == "llama3":
         rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
     if scaling.kind in ("yarn", "longrope"):

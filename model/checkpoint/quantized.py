@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tightwire.kernels.spec.gguf_blocks import GROUP_ELEMS, Q4_0, Q4_1, Q8_0, PackedFormat
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix
-from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.errors import ModelError, naming
 from tightwire.model.checkpoint.quantization import Quantization
 from tightwire.model.checkpoint.reader import growth_of, row_chunks, store_rows
 from tightwire.model.checkpoint.safetensors import SafetensorsReader
@@ -22,6 +22,7 @@ from tightwire.model.checkpoint.safetensors import SafetensorsReader
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in an int32 of each of eight neighbouring columns
 _CODES = {"awq": ".qweight", "gptq": ".qweight", "packed": ".weight_packed", "plain": ".weight"}
 _EXACT = "kept"
+_DAMAGED = "its codes, scales, zeros and groups do not belong together"
 _ROUNDED = "rounded again, by at most 1/254 of the largest of 32 numbers"
 
 
@@ -81,18 +82,12 @@ class QuantizedReader:
     def shape(self, name: str) -> tuple[int, ...]:
         if not self._is_quantized(name):
             return self._plain.shape(name)
-        rows, columns = self._plain.shape_in_file(self._of(name, _CODES[self._quantization.layout]))
-        per_int = 32 // self._quantization.bits
-        match self._quantization.layout:
-            case "awq":
-                return columns * per_int, rows
-            case "gptq":
-                return columns, rows * per_int
-            case "packed":
-                stated = self._of(name, ".weight_shape")
-                return rows, int(self._plain.whole(stated)[1]) if stated in self._names else columns * per_int
-            case _:
-                return rows, columns
+        layout, per_int = self._quantization.layout, 32 // self._quantization.bits
+        rows, columns = self._plain.shape_in_file(self._of(name, _CODES[layout]))
+        if layout == "packed" and (stated := self._of(name, ".weight_shape")) in self._names:
+            return rows, int(self._plain.whole(stated)[1])
+        transposed = {"awq": (columns * per_int, rows), "gptq": (columns, rows * per_int)}
+        return transposed.get(layout, (rows, columns * (per_int if layout == "packed" else 1)))
 
     def stored_as(self, name: str) -> str:
         if not self._is_quantized(name):
@@ -104,18 +99,17 @@ class QuantizedReader:
         if not self._is_quantized(name):
             self._plain.read_into(out, name, rows=rows, columns=columns)
             return
-        columns = range(self.shape(name)[1]) if columns is None else columns
-        own = self._codes(name, rows, columns)
-        in_order = self._in_order(name)
-        for chunk in row_chunks(range(len(rows)), 4 * len(columns) * growth_of(out)):
-            part = own.rows(chunk)
-            if isinstance(out, PackedMatrix) and not self._is_rounded(out.format, in_order=in_order):
-                try:
-                    out.rows(chunk.start, chunk.stop).blocks_OB.copy_(part.blocks(out.format))
-                except ModelError as error:
-                    raise ModelError(f"tensor {name}: {error}") from None
-            else:
-                store_rows(out, chunk.start, part.numbers(), name)
+        with naming(f"tensor {name}", _DAMAGED, IndexError, RuntimeError):
+            columns = range(self.shape(name)[1]) if columns is None else columns
+            own, blocks = self._codes(name, rows, columns), None
+            if isinstance(out, PackedMatrix) and not self._is_rounded(out.format, in_order=self._in_order(name)):
+                blocks = out
+            for chunk in row_chunks(range(len(rows)), 4 * len(columns) * growth_of(out)):
+                part = own.rows(chunk)
+                if blocks is not None:
+                    blocks.rows(chunk.start, chunk.stop).blocks_OB.copy_(part.blocks(blocks.format))
+                else:
+                    store_rows(out, chunk.start, part.numbers(), name)
 
     def _is_quantized(self, name: str) -> bool:
         layout = self._quantization.layout
@@ -173,6 +167,12 @@ class QuantizedReader:
             codes_OD = (_unpack(raw[out], own.bits, 1) if own.layout == "packed" else raw[out])[:, inputs]
             scale_OG = self._scales(name, rows)
             zero_OG = self._zeros(name, rows, scale_OG)
+        if own.layout == "gptq" and own.symmetric and bool((zero_OG != 1 << own.bits - 1).any()):
+            raise ModelError('its zeros are not those of "sym": true in config.json; is "checkpoint_format" right?')
+        num_groups = 1 + int(self._groups(name, range(self.shape(name)[1])).max())
+        if {scale_OG.shape, zero_OG.shape} != {(len(rows), num_groups)}:
+            found = f"{scale_OG.shape[1]} scales and {zero_OG.shape[1]} zeros a row"
+            raise ModelError(f"{found}, and {own.name} need {num_groups} each; is its config.json another model's?")
         return _Codes(codes_OD.contiguous(), scale_OG, zero_OG.float(), self._groups(name, columns))
 
     def _scales(self, name: str, rows: range) -> Tensor:

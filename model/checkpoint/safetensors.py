@@ -64,8 +64,10 @@ class SafetensorsReader:
         dtype = (_DTYPES | _CODES).get(entry.dtype)
         if dtype is None:
             raise ModelError(f"{entry.file.path}: tensor {name} is stored as {entry.dtype}, which is not supported")
-        shape = entry.shape or (1,)
-        return entry.file.numbers(entry.offset, shape, dtype).clone()
+        numbers = entry.file.numbers(entry.offset, entry.shape or (1,), dtype).clone()
+        if entry.dtype in _DTYPES:
+            check_finite(numbers, entry.file.path, name)
+        return numbers
 
     def read_into(self, out: Matrix, name: str, *, rows: range, columns: range | None = None) -> None:
         entry = self._entry(name)

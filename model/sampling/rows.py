@@ -61,10 +61,6 @@ class SampleRows(msgspec.Struct, frozen=True, array_like=True):
         return max(0, int(self.column(Column.TOP_N).max(initial=0)))
 
     @property
-    def num_masked(self) -> int:
-        return int(self.column(Column.MASKED).sum())
-
-    @property
     def num_results(self) -> int:
         """The number of int64 that ``TokenChooser.choose`` returns."""
         return len(self.table_RC) + len(self.scored) * (3 + 2 * self.num_top)

@@ -33,6 +33,7 @@ def _split_by(regex: str) -> pre_tokenizers.PreTokenizer:
 
 
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+_LLAMA3_NAMES = ("llama-bpe", "llama-v3", "llama3", "pixtral", "falcon3")
 # Keys: ``tokenizer.ggml.pre``, llama.cpp's name of the pre-tokenizer.
 _WORDS: dict[str, pre_tokenizers.PreTokenizer] = {
     **dict.fromkeys(("default", "gpt-2", "olmo"), _GPT2),
@@ -40,12 +41,11 @@ _WORDS: dict[str, pre_tokenizers.PreTokenizer] = {
         ("smollm", "refact", "starcoder"),
         pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2]),
     ),
-    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3", "smaug-bpe", "dbrx"), _split_by(_LLAMA3_REGEX)),
+    **dict.fromkeys((*_LLAMA3_NAMES, "smaug-bpe", "dbrx"), _split_by(_LLAMA3_REGEX)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _split_by(_QWEN_REGEX)),
     "tekken": _split_by(_TEKKEN_REGEX),
     "gpt-4o": _split_by(_GPT4O_REGEX),
 }
-_LLAMA3_NAMES = ("llama-bpe", "llama-v3", "llama3")
 _WHOLE_WORDS = (*_LLAMA3_NAMES, "tekken")  # a word that is a token is not merged from its parts
 _NORMALIZED = ("qwen2", "deepseek-r1-qwen")  # to NFC
 
@@ -148,8 +148,8 @@ def _add_special(backend: Backend, tokens: list[str], types: list[int]) -> None:
 def _add_bos_and_eos(backend: Backend, file: GgufFile, special_tokens: dict[str, str]) -> None:
     """Set the tokens that ``encode(..., add_special_tokens=True)`` adds; missing keys get llama.cpp's defaults."""
     is_llama2 = file.get("tokenizer.ggml.model") == "llama"
-    is_llama3 = file.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
-    add_bos = file.get("tokenizer.ggml.add_bos_token", is_llama2 or is_llama3)
+    has_whole_words = file.get("tokenizer.ggml.pre") in _WHOLE_WORDS
+    add_bos = file.get("tokenizer.ggml.add_bos_token", is_llama2 or has_whole_words)
     add_eos = file.get("tokenizer.ggml.add_eos_token", False)
     bos = special_tokens.get("bos_token") if add_bos else None
     eos = special_tokens.get("eos_token") if add_eos else None

@@ -140,8 +140,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The text of a character that was never completed."""
-        rest = self._utf8.decode(b"", final=True) if self._table.byte_level else self._end_byte_run()
-        return self._emit(rest)
+        return self._emit(self._utf8.decode(b"", final=True) if self._table.byte_level else self._end_byte_run())
 
     def _emit(self, text: str) -> str:
         if self._at_start and text:

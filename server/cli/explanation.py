@@ -13,7 +13,8 @@ from rich.text import Text
 from tightwire.comm.policy.choose import Chooser, PolicyRequest, Verdict
 from tightwire.comm.policy.rules import PHASES, Choice, describe_layers
 from tightwire.model.adapters.product import AdapterRoom
-from tightwire.model.open import Checkpoint, fingerprint, formats_of
+from tightwire.model.checkpoint.config import check_context
+from tightwire.model.open import fingerprint, formats_of
 from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.hosts.launcher import planned_hosts
@@ -21,16 +22,17 @@ from tightwire.server.hosts.place import last_probe
 from tightwire.server.plan.comm_decision import CommDecision, decide_sums, policy_requests
 from tightwire.server.plan.layout_decision import decide_stages
 from tightwire.server.plan.layout_table import memory_inputs
-from tightwire.server.plan.rank_bytes import CacheShape, rank_bytes
+from tightwire.server.plan.rank_bytes import CacheShape, MemoryInputs, rank_bytes
 from tightwire.server.plan.run_plan import (
     describe_adapters,
     describe_draft,
+    describe_nodes,
     draft_inputs,
     open_draft,
     open_model,
     plan_adapters,
 )
-from tightwire.server.plan.setting import DecidedSetting, requested_link
+from tightwire.server.plan.setting import choose_activations, requested_link
 from tightwire.sizes import aligned, format_bytes
 
 _SITES = ("o_proj", "down_proj")
@@ -60,9 +62,16 @@ def run(config: ServeConfig, as_json: bool, network: bool) -> None:
             "--layout pipeline with a rank in each stage sums nothing, and this explains sums; leave it out, or compare layouts with --hosts"
         )
     config, checkpoint = open_model(config)
-    model = checkpoint.config
+    model, formats = checkpoint.config, formats_of(checkpoint, config.model.quantization)
+    check_context(model.max_positions, config.engine.max_model_len or 0)
     sums = decide_sums(config, model, link or requested_link(config.parallel), fingerprint(checkpoint))
-    adapters = _explain_adapters(config, checkpoint, sums.decided)
+    device = sums.decided.setting.device
+    choose_activations(config.model.activations, device, formats.packed)
+    stages = decide_stages(config, model, formats, sums.decided, checkpoint.prepared is not None)
+    inputs = replace(
+        memory_inputs(config, model, formats, sums.decided), stages=stages, num_replicas=config.parallel.dp
+    )
+    adapters = _explain_adapters(config, inputs)
     draft = open_draft(config, checkpoint)
     drafts = draft and describe_draft(draft.name, draft_inputs(config, draft, sums.decided))
     decision, request = sums.comm, next(iter(policy_requests(config, model).values()))
@@ -74,20 +83,17 @@ def run(config: ServeConfig, as_json: bool, network: bool) -> None:
         console = Console(highlight=False)
         _show(console, decision, explained)
         by_kind = CacheShape.of(model, config.engine).describe(config.engine.max_model_len or model.max_positions)
-        for line in filter(None, (adapters, drafts, by_kind and f"KV cache: {by_kind}")):
+        nodes = describe_nodes(config, device, [rank.fixed for rank in rank_bytes(inputs, EVERYTHING_RESIDENT)])
+        for line in filter(None, (adapters, drafts, by_kind and f"KV cache: {by_kind}", *nodes)):
             console.print(line, markup=False)
 
 
-def _explain_adapters(config: ServeConfig, checkpoint: Checkpoint, decided: DecidedSetting) -> str:
+def _explain_adapters(config: ServeConfig, inputs: MemoryInputs) -> str:
     """Describe the memory of LoRA adapters; empty without them."""
-    model, formats = checkpoint.config, formats_of(checkpoint, config.model.quantization)
-    plan = plan_adapters(config.adapters, model)
+    plan = plan_adapters(config.adapters, inputs.model)
     if plan is None:
         return ""
-    stages = decide_stages(config, model, formats, decided, checkpoint.prepared is not None)
-    inputs = replace(memory_inputs(config, model, formats, decided), stages=stages)
-    room = AdapterRoom(plan.num_slots, plan.max_rank)
-    ranks = rank_bytes(replace(inputs, adapters=room), EVERYTHING_RESIDENT)
+    ranks = rank_bytes(replace(inputs, adapters=AdapterRoom(plan.num_slots, plan.max_rank)), EVERYTHING_RESIDENT)
     return describe_adapters(plan, [rank.adapters for rank in ranks])
 
 

@@ -87,8 +87,7 @@ class Progress:
             if name != self._shown:
                 self._shown, self._since_s, self._line_s = name, now_s, now_s + _FIRST_LINE_S
             if self._live:
-                columns = shutil.get_terminal_size().columns
-                self._write(self._erase + self._text(name, now_s)[: columns - 1])
+                self._write(self._erase + self._text(name, now_s)[: shutil.get_terminal_size().columns - 1])
             elif now_s >= self._line_s:
                 self._line_s = now_s + _LINE_PERIOD_S
                 self._write(self._text(name, now_s) + "\n")

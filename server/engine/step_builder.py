@@ -131,8 +131,7 @@ class StepBuilder:
         free = most - len(self._blocks) - sum(block not in self._blocks for block in request.blocks)
         if self._reserved is not None and self._reserved[0] is not request:
             free -= self._reserved[1]
-        room = (len(request.blocks) + free) * self._limits.block_size
-        return max(0, room - request.num_computed)
+        return max(0, (len(request.blocks) + free) * self._limits.block_size - request.num_computed)
 
     def _take_blocks(self, request: Request, num_tokens: int) -> None:
         if self._limits.max_step_blocks is not None:

@@ -151,8 +151,7 @@ def _describe(problem: ErrorDetails, param: str) -> str:
 def _path(parts: tuple[int | str, ...]) -> str:
     """``("messages", 0, "role")`` as OpenAI writes it: ``messages[0].role``. A part after ~ names a kind (``told_apart``)."""
     named = [part for part in parts if isinstance(part, int) or not part.startswith("~")]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in named).removeprefix(".")
-    return _shown(path)
+    return _shown("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in named).removeprefix("."))
 
 
 def _shown(path: str) -> str:

@@ -58,8 +58,7 @@ class Telemetry:
             root.set_status(trace.Status(trace.StatusCode.ERROR))
         inside = trace.set_span_in_context(root)
         for name, start_s, end_s in _phases(record):
-            span = self._tracer.start_span(name, inside, start_time=_ns(record, start_s))
-            span.end(_ns(record, end_s))
+            self._tracer.start_span(name, inside, start_time=_ns(record, start_s)).end(_ns(record, end_s))
         assert record.ended_s is not None, "records are complete when they come here"
         root.end(_ns(record, record.ended_s))
 

@@ -100,5 +100,4 @@ class EngineStats(RankCounts, frozen=True):
     @property
     def total(self) -> ReplicaLoad:
         """The sum over replicas."""
-        fields = ReplicaLoad.__struct_fields__
-        return ReplicaLoad(*(sum(getattr(load, name) for load in self.loads) for name in fields))
+        return ReplicaLoad(*(sum(getattr(load, name) for load in self.loads) for name in ReplicaLoad.__struct_fields__))

@@ -125,8 +125,7 @@ def decide_comm(
     default = next(iter(requests.values())).accuracy
     accuracy, damage = read_accuracy(cache_folder(), model_id, setting.world_size, default)
     choosers = {name: Chooser(replace(request, accuracy=accuracy), costs, wrong) for name, request in requests.items()}
-    warning = "; ".join(filter(None, (records.warning, damage)))
-    return CommDecision(choosers, setting, measured, warning or None)
+    return CommDecision(choosers, setting, measured, "; ".join(filter(None, (records.warning, damage))) or None)
 
 
 def policy_choices(policy: Policy) -> list[CommChoice]:

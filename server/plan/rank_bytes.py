@@ -102,8 +102,7 @@ class MemoryInputs:
 
     def weight_sizes(self, codec: str = "none") -> list[WeightSizes]:
         """One for each rank of a replica."""
-        dtype = getattr(torch, self.dtype)
-        return [WeightSizes(*part, self.formats, dtype, codec) for part in self.parts]
+        return [WeightSizes(*part, self.formats, getattr(torch, self.dtype), codec) for part in self.parts]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,5 +194,4 @@ def _activation_bytes(inputs: MemoryInputs, shard: Shard, num_columns: int, max_
     layer = elem * num_tokens * (4 * model.hidden_size + 3 * num_columns)
     layer += elem * (max_parts - 1) * options.max_num_batched_tokens * 3 * model.hidden_size
     # Rows that choose a token are copied when prompts are scored beside them, and again when they are edited or drawn from by kind.
-    num_rows = MAX_SCORED_ROWS + 3 * options.max_num_seqs
-    return layer + 4 * num_rows * len(shard.vocab_rows) * has_head
+    return layer + 4 * (MAX_SCORED_ROWS + 3 * options.max_num_seqs) * len(shard.vocab_rows) * has_head

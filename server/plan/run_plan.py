@@ -1,11 +1,12 @@
 """Decides before loading which device, dtype, split and cache to use, and refuses what cannot work."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from tightwire.comm.group.host import available_host_bytes
+from tightwire.comm.group.host import available_host_bytes, num_cores
 from tightwire.comm.group.numa import describe_placement, read_numa_nodes
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.rules import Policy
@@ -239,7 +240,7 @@ def decide(
             *([describe_draft(draft.name, inputs.draft)] if draft and inputs.draft else []),
             *weights.notes,
             *describe_offload(budget, inputs),
-            *_placement(config, setting.device, budget),
+            *describe_nodes(config, setting.device, [rank.fixed + budget.cache_bytes(rank) for rank in budget.ranks]),
         ),
     )
 
@@ -252,14 +253,18 @@ def _inside(config: ServeConfig, model: LlamaConfig, stages: StagePlan | None) -
     return _policies("auto", decide_sums(replace(config, parallel=alike), model).comm, None)
 
 
-def _placement(config: ServeConfig, device: str, budget: MemoryBudget) -> tuple[str, ...]:
-    """Say which NUMA nodes this host's ranks run on; nothing for GPUs and hosts with one node."""
-    if device != "cpu" or config.parallel.numa == "off":
+def describe_nodes(config: ServeConfig, device: str, needed: Sequence[int]) -> tuple[str, ...]:
+    """Say which NUMA nodes this host's ranks run on; nothing for GPUs and hosts with one node. ``needed``: bytes of each rank."""
+    nodes = read_numa_nodes()
+    if device != "cpu" or config.parallel.numa == "off" or len(nodes) < 2:
         return ()
+    if (num_usable := num_cores()) < (num_allowed := len(os.sched_getaffinity(0))):
+        why = (
+            f"a quota allows {num_usable} of {num_allowed} cores, so ranks are not bound to the {len(nodes)} NUMA nodes"
+        )
+        return (f"warning: {why}, and read memory of other nodes, which is slower",)
     num_local = config.parallel.num_ranks // (config.hosts.nnodes or 1)
-    needed = [rank.fixed + budget.cache_bytes(rank) for rank in budget.ranks[:num_local]]
-    line = describe_placement(num_local, read_numa_nodes(), needed)
-    return (line,) if line else ()
+    return (describe_placement(num_local, nodes, needed[:num_local]),)
 
 
 def _policies(own: str, comm: CommDecision | None, library: CommDecision | None) -> tuple[NamedPolicy, ...]:

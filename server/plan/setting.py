@@ -98,8 +98,7 @@ def choose_transport(
     if options.layout == "pipeline":  # stages use sockets; the ranks of one are on one host
         over_wire = options.num_summing == 1
     if over_wire:  # memory is refused: it bypasses the wire
-        between = "sockets" if device == "cpu" else "process-group"
-        return (between if asked == "auto" else asked), ""
+        return (("sockets" if device == "cpu" else "process-group") if asked == "auto" else asked), ""
     reason = "it carries CPU tensors, and the ranks run on CUDA" if device == "cuda" else why_unusable()
     if asked == "shared-memory" and reason:
         raise ValueError(f"--transport shared-memory is unavailable: {reason}; use --transport sockets")

@@ -16,6 +16,7 @@ from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.grammar import GrammarMasks
 from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.model.sampling.rows import Column
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.step import StepPlan
 from tightwire.server.config.chunks import WARM_UP_ROWS
@@ -278,7 +279,7 @@ class Follower:
             self._reporter.begin("step", plan.index)
             logits_RV = self._runner.execute(plan)
             banned = b""
-            if plan.sampling.num_masked:
+            if plan.sampling.column(Column.MASKED).any():
                 follows = self._receive()
                 assert isinstance(follows, Banned), "rank 0 sends the masks of a plan next"
                 banned = follows.bits

@@ -1,12 +1,16 @@
-"""The verb `train`, with the server's engine as what answers the prompts of GRPO. torch is imported when a run needs it."""
+"""The verb `train`, with the server's engine as what answers the prompts of GRPO and of a distillation.
+
+torch is imported when a run needs it.
+"""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tightwire.comm.group.group import Group
     from tightwire.training.config.tree import TrainConfig
-    from tightwire.training.run.rollouts import Sampler
+    from tightwire.training.data.documents import RunData
+    from tightwire.training.run.rollouts import Engines, Sampler
     from tightwire.training.start.model import StartingModel
 
 
@@ -14,7 +18,14 @@ def train(argv: Sequence[str]) -> int:
     """Run ``tightwire train``; exit codes as there."""
     from tightwire.training.cli import train as run
 
-    return run(argv, open_engine)
+    return run(argv, make_engines)
+
+
+def make_engines() -> "Engines":
+    """What a run has answers from."""
+    from tightwire.training.run.rollouts import Engines
+
+    return Engines(open_engine, record)
 
 
 def open_engine(start: "StartingModel", config: "TrainConfig", group: "Group", most_sequences: int) -> "Sampler":
@@ -22,3 +33,10 @@ def open_engine(start: "StartingModel", config: "TrainConfig", group: "Group", m
     from tightwire.rollout_engine import RolloutEngine
 
     return RolloutEngine(start, config, group, most_sequences)
+
+
+def record(*given: Any) -> "RunData | int":
+    """The answers of a distillation's target, as ``rollout_engine.record``."""
+    from tightwire.rollout_engine import record
+
+    return record(*given)

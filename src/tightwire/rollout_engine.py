@@ -1,4 +1,5 @@
-"""The server's engine inside the ranks of the trainer: it answers the prompts of GRPO with the newest adapter.
+"""The server's engine inside the ranks of the trainer: it answers the prompts of GRPO with the newest adapter, or
+those of a distillation.
 
 Each rank has its own: the base model's weights as the checkpoint has them, a paged cache, and room for two versions of the adapter.
 An answer ends under the version that it began with. With ``rollout.tp`` several ranks share the weights and the cache as those of a
@@ -7,17 +8,23 @@ server do: all answer the prompts of all, and each plans the same steps, because
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.self_test import self_test
-from tightwire.comm.group.group import Group
+from tightwire.comm.group.group import Group, open_process_group
+from tightwire.comm.group.topology import Topology
 from tightwire.comm.ledger.ledger import Spent
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
@@ -31,23 +38,31 @@ from tightwire.model.adapters.peft import AdapterFile
 from tightwire.model.adapters.product import AdapterRoom
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.errors import ChatTemplateError, ModelError
 from tightwire.model.checkpoint.tensors import StackedParts
 from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler as TokenSampler
 from tightwire.model.weights.formats import choose_formats, split_model
+from tightwire.recorded_answers import Prompt, Recording
 from tightwire.server.config.limits import BLOCK_SIZE, Limits
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.lora import AdapterTable
 from tightwire.server.engine.request import RequestRules
 from tightwire.server.ipc.engine_stats import RankCounts
 from tightwire.server.ipc.messages import AddRequest
-from tightwire.training.config.tree import TrainConfig
+from tightwire.training.config.tree import ModelConfig, TrainConfig
+from tightwire.training.data.chats import ChatEncoder
+from tightwire.training.data.documents import DataError, Documents, RunData, describe_files
+from tightwire.training.data.prompts import PromptPacker
 from tightwire.training.ranks.control import Control
 from tightwire.training.start.grpo import Answer
-from tightwire.training.start.model import StartingModel
+from tightwire.training.start.model import StartingModel, open_starting_model
 
 _NUM_VERSIONS = 2
+_AT_ONCE = 64  # answers that a rank samples at a time
+_QUESTION_TOKENS = 64  # longest question that a target asks itself
+_ASKED = "tightwire-asks"  # stands for a question in a rendered chat
 
 
 class RolloutEngine:
@@ -55,7 +70,6 @@ class RolloutEngine:
 
     def __init__(self, start: StartingModel, config: TrainConfig, group: Group, most_sequences: int) -> None:
         """``group``: the ranks that answer together. ``most_sequences``: theirs, at once."""
-        assert start.lora is not None, "GRPO trains an adapter"
         model, groups, most_tokens = start.config, LayerGroups.of(start.config), config.data.sequence_tokens
         scaling = model.rope_scaling
         if scaling.long_factors and most_tokens > scaling.original_max_positions:
@@ -84,7 +98,7 @@ class RolloutEngine:
                 max_model_len=most_tokens,
                 eos_token_ids=frozenset(start.tokenizer.eos_token_ids),
             ),
-            adapters=AdapterTable(_NUM_VERSIONS),
+            adapters=AdapterTable(_NUM_VERSIONS if start.lora else 0),
         )
 
     @property
@@ -100,7 +114,7 @@ class RolloutEngine:
     def load(self, matrices: Mapping[str, Tensor]) -> None:
         modules = {name.removesuffix(".lora_A.weight") for name in matrices if name.endswith(".lora_A.weight")}
         table, products = self._engine.adapters, self._rank.runner.adapters
-        assert products is not None
+        assert products is not None and self._lora is not None, "only a run of an adapter loads one"
         table.unload(self._version)
         self._version += 1
         own = AdapterFile(
@@ -112,15 +126,26 @@ class RolloutEngine:
         products.load(table.assign(self._version), own)
 
     @torch.inference_mode()
-    def answer(self, prompts: Sequence[tuple[list[int], int]], most_tokens: int) -> list[Answer]:
+    def answer(
+        self,
+        prompts: Sequence[tuple[list[int], int]],
+        most_tokens: int,
+        temperature: float = 1.0,
+        top: int | None = None,
+    ) -> list[Answer]:
         ranks = Control(self._group).gather([*prompts])
         asked = [each for of_rank in ranks for each in of_rank]
-        answers = [Answer([], [], False) for _ in asked]
+        tops: list[list[Any]] = [[] for _ in asked]
+        answers = [Answer([], [], False, own) for own in tops]
+        self._rank.num_top = top or 0
         for number, (tokens, seed) in enumerate(asked):
-            params = SamplingParams(max_tokens=most_tokens, temperature=1.0, seed=seed, logprobs=0)
+            params = SamplingParams(
+                max_tokens=most_tokens, temperature=temperature, seed=seed, logprobs=0 if top is None else None
+            )
             self._engine.add(AddRequest(id=str(number), prompt_token_ids=tokens, params=params, adapter=self._version))
         while self._engine.has_work():
-            for output in self._engine.step().outputs:
+            outputs = self._engine.step().outputs
+            for output in outputs:
                 if output.finish_reason in ("error", "refused"):
                     raise RuntimeError(f"the engine did not answer a prompt: {output.message}")
                 place = int(output.id)
@@ -128,6 +153,10 @@ class RolloutEngine:
                 answers[place].logprobs.extend(score.logprob for score in output.logprobs or ())
                 if output.finish_reason == "stop":
                     answers[place] = answers[place]._replace(ended=True)
+            if top:  # a step has a row of logits for each of its tokens, in this order
+                told = [int(output.id) for output in outputs if output.token_ids]
+                for place, *row in zip(told, *self._rank.take_top(), strict=True):
+                    tops[place].append(row)
         first = sum(map(len, ranks[: self._group.rank]))
         return answers[first : first + len(prompts)]
 
@@ -141,7 +170,6 @@ class _OneRank:
     """The ranks of the engine (a ``StepRunner``): this one. The others plan and choose the same."""
 
     def __init__(self, start: StartingModel, config: TrainConfig, group: Group, limits: Limits) -> None:
-        assert start.lora is not None
         formats = choose_formats(start.reader, start.config, "auto")
         self.runner = build_runner(
             start.config,
@@ -156,16 +184,26 @@ class _OneRank:
                 groups=limits.groups,
                 formats=formats,
                 graphs_up_to=limits.max_num_seqs,
-                adapters=AdapterRoom(_NUM_VERSIONS, start.lora.rank),
+                adapters=AdapterRoom(_NUM_VERSIONS, start.lora.rank) if start.lora else None,
             ),
         )
-        self.execute = self.runner.execute
+        self.execute, self._vocab_size = self.runner.execute, start.tokenizer.vocab_size
+        self.num_top, self._top = 0, (np.empty((0, 0)), np.empty((0, 0)))  # of one rank alone, which has all logits
 
     def broadcast(self, plans: Sequence[Any]) -> None:
         """Every rank has the plans."""
 
     def choose(self, plans: Sequence[Any], logits_RV: Any, banned: Sequence[bytes]) -> Any:
+        if self.num_top:  # some times faster than the server's scores, which have ranks too
+            top = logits_RV[:, : self._vocab_size].topk(min(self.num_top, self._vocab_size))
+            logs_RK = top.values - logits_RV.logsumexp(1, keepdim=True)
+            self._top = top.indices.cpu().numpy(), logs_RK.cpu().numpy()
         return self.runner.choose(plans[0], logits_RV, banned[0])
+
+    def take_top(self) -> tuple[np.ndarray, np.ndarray]:
+        """(R, K) the most likely tokens of the newest step's rows of logits and their log-probabilities; each only once."""
+        taken, self._top = self._top, (self._top[0][:0], self._top[1][:0])
+        return taken
 
     def step_tokens(self) -> None:
         return None
@@ -230,3 +268,96 @@ class _Matrices:
     def read_into(self, out: Tensor, name: str, *, rows: range, columns: range | None = None) -> None:
         kept = slice(None) if columns is None else slice(columns.start, columns.stop)
         out.copy_(self._tensors[name.removeprefix("base_model.model.")][rows.start : rows.stop, kept])
+
+
+def record(
+    config: TrainConfig,
+    data: RunData,
+    start: StartingModel,
+    control: Control,
+    device: torch.device,
+    stop_signal: Callable[[], int],
+) -> RunData | int:
+    """Record what is missing of the answers to the prompts of ``data``. Returns them as the data of the run. Collective.
+
+    Returns the signal that some rank received meanwhile, if any; what is recorded stays. Raises ValueError on all ranks: the target
+    cannot be opened, does not fit, or the folder has other answers; OSError: it cannot be written.
+    """
+    with control.failing_together(ValueError):
+        target = open_target(config, start)
+        recording = plan_recording(config, data, target)
+        if control.rank == 0:
+            recording.check()
+    missing = control.gather(recording.missing())[0]
+    if missing:
+        engine = RolloutEngine(
+            target, config, open_process_group(Topology(0, 1), store=HashStore(), device=device), _AT_ONCE
+        )
+        begun = perf_counter()
+        try:
+            for number in missing:
+                recording.record(number, engine.answer, control)
+                if control.rank == 0:
+                    told = f"{recording.num_after(number)} of {recording.num_prompts} prompts"
+                    sys.stderr.write(f"{target.name} has answered {told}, {perf_counter() - begun:.0f} s\n")
+                if signal := max(control.gather_numbers(stop_signal()))[0]:
+                    return int(signal)
+        finally:
+            engine.close()
+    documents = Documents(files=tuple(recording.files()), kind="distill")
+    recorded = RunData(config=config, documents=documents, held_out_documents=None)
+    with control.failing_together(DataError):
+        recorded.check_documents()
+    return recorded
+
+
+def open_target(config: TrainConfig, start: StartingModel) -> StartingModel:
+    """The model that answers. Raises ValueError: it has another vocabulary than the model to train, or no chat template."""
+    assert config.distill is not None
+    name = config.distill.target
+    try:
+        target = open_starting_model(ModelConfig(start=name), seed=config.seed, keep_in=config.run_folder, texts=list)
+    except ModelError as error:
+        raise ValueError(f"distill.target: {error}") from None
+    tokens, others = (each.tokenizer.backend.get_vocab().items() for each in (start, target))
+    if unlike := min(((token_id, token) for token, token_id in tokens ^ others), default=None):
+        raise ValueError(
+            f"distill.target: the vocabulary of {target.name} is not that of the model to train, from token {unlike[0]} on "
+            f"({unlike[1]!r} in one of them); give model.tokenizer={name} with model.shape, or a model.start of the same family"
+        )
+    if target.tokenizer.chat_template is None:
+        raise ValueError(f"distill.target: {target.name} has no chat template; give an instruct model")
+    return target
+
+
+def plan_recording(config: TrainConfig, data: RunData, target: StartingModel) -> Recording:
+    """What there is to record. Raises DataError: a prompt does not fit, or the chat template has no place for questions."""
+    assert config.distill is not None
+    own, size, tokenizer = config.distill, config.data.sequence_tokens, target.tokenizer
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    pack = PromptPacker(ChatEncoder(tokenizer.render_chat, encode, tokenizer.eos_token_ids), size, own.answer_tokens)
+
+    def to_prompt(question: str) -> Prompt | None:
+        messages = [{"role": "user", "content": question}]
+        tokens = tokenizer.encode_chat(messages)
+        return (tokens, messages) if len(tokens) + own.answer_tokens <= size else None
+
+    try:
+        begun = tokenizer.render_chat([{"role": "user", "content": _ASKED}], False).partition(_ASKED)[0]
+    except ChatTemplateError as error:
+        raise DataError(f"distill.target: {error}") from None
+    first, settings = encode(begun), own.model_dump(mode="json", exclude={"answers"})
+    return Recording(
+        folder=config.answers_folder,
+        settings={**settings, "seed": config.seed, "prompts": describe_files(data.documents.files), "tokens": size},
+        prompts=[(prompt.token_ids, prompt.messages) for prompt in pack(data.documents)],
+        num_questions=own.questions,
+        first_question=first,
+        question_tokens=min(_QUESTION_TOKENS, size - own.answer_tokens - len(first)),
+        to_prompt=to_prompt,
+        decode=tokenizer.decode,
+        answer_tokens=own.answer_tokens,
+        temperature=own.temperature,
+        top=own.top,
+        seed=config.seed,
+    )

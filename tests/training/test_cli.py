@@ -12,8 +12,8 @@ import pytest
 from helpers.training.training_runs import log_lines, losses, make_config, train, write_config
 
 from tightwire.__main__ import main
+from tightwire.run_page import LOG
 from tightwire.training.checkpoint.folders import checkpoints_in
-from tightwire.training.log.run_log import LOG
 
 _OVERRIDES = ("checkpoint.every=2", "schedule.steps=40")
 _PATIENCE_S = 120.0

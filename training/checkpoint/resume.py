@@ -34,6 +34,11 @@ def identity_of(config: TrainConfig, llama: LlamaConfig, *, name: str, files: st
         sizes["lora"] = config.model.lora.model_dump(exclude={"dropout"})
     if config.head != "tokens":
         sizes["head"] = config.head
+    if config.distill is not None or config.model.layers:
+        sizes |= {
+            "distill": config.distill and config.distill.model_dump(exclude={"answers"}),
+            "layers": config.model.layers,
+        }
     return Identity(
         model={"name": name, **sizes}, order={"seed": config.seed, "files": files, **{key: data[key] for key in _ORDER}}
     )

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 
 from tightwire.comm.group.topology import Topology
 from tightwire.training.config.compression import CompressorOptions, DenseOptions
+from tightwire.training.config.distill import DistillConfig
 from tightwire.training.config.grpo import GrpoConfig, PpoConfig, RolloutConfig
 from tightwire.training.config.lora import LoraConfig
 from tightwire.training.config.optimizer import OptimizerConfig
@@ -58,6 +59,7 @@ class ModelConfig(Section):
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="in forward and backward; the optimizer has float32"
     )
+    layers: list[Count] = Field(default=[], description="layers to keep of start, such as [0, 1, 29]; default: all")
     frozen: list[str] = Field(default=[], description="names not trained, such as model.embed_tokens.*")
     head: Literal["tokens", "reward"] = Field(
         default="tokens", description="reward: one number instead of a token's scores, learned from preferences"
@@ -72,8 +74,10 @@ class ModelConfig(Section):
             raise ValueError(f"{self.start} has its own tokenizer; remove tokenizer")
         if self.tokenizer.startswith(BPE) and not self.tokenizer.removeprefix(BPE).isdecimal():
             raise ValueError(f"tokenizer {self.tokenizer!r} has no size; write {BPE}4096")
-        if self.lora is not None and (self.frozen or self.shape is not None):
-            raise ValueError("lora freezes all weights of an existing model (start); remove frozen or shape")
+        if self.lora is not None and (self.frozen or self.layers or self.shape is not None):
+            raise ValueError("lora freezes all weights of an existing model (start); remove frozen, layers or shape")
+        if self.layers and self.shape is not None:
+            raise ValueError("layers are those of an existing model (start); a new one has shape.num_hidden_layers")
         return self
 
 
@@ -84,9 +88,10 @@ class DataConfig(Section):
         min_length=1,
         description="patterns of text or .jsonl files, also .gz; english-prose, example-chats, example-preferences, example-prompts",
     )
-    kind: Literal["text", "chat", "preferences", "prompts"] = Field(
+    kind: Literal["text", "chat", "preferences", "prompts", "distill"] = Field(
         default="text",
-        description="chat: JSONL of messages, whose answers are learned; preferences: of answer pairs (DPO); prompts (GRPO, PPO)",
+        description="chat: JSONL of messages, whose answers are learned; preferences: of answer pairs (DPO); prompts (GRPO, PPO); "
+        "distill: prompts that distill.target answers",
     )
     text_key: str = Field(default="text", description="the key of a JSONL line that holds the text")
     parted_by: Literal["blank-line", "file"] = Field(default="blank-line", description="what ends a document of a text")
@@ -272,6 +277,7 @@ class TrainConfig(Section):
     grpo: GrpoConfig = GrpoConfig()
     ppo: PpoConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
+    distill: DistillConfig | None = None
     schedule: ScheduleConfig = ScheduleConfig()
     parallel: ParallelConfig = ParallelConfig(between=DenseOptions())
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -304,7 +310,24 @@ class TrainConfig(Section):
             )
         if self.data.kind == "prompts":
             self._check_answers()
+        if (self.data.kind == "distill") != (self.distill is not None):
+            raise ValueError(
+                "data.kind=distill and a section distill, with its target, are given together or not at all"
+            )
+        if self.distill is not None:
+            self._check_distill(self.distill)
         return self
+
+    def _check_distill(self, distill: DistillConfig) -> None:
+        if self.model.lora is not None or self.data.held_out_files:
+            raise ValueError(
+                "data.kind=distill: a whole model learns, and a share of the answers is held out; remove model.lora and data.held_out_files"
+            )
+        if distill.answer_tokens >= self.data.sequence_tokens:
+            raise ValueError(
+                f"distill.answer_tokens={distill.answer_tokens} leaves no room for a prompt in data.sequence_tokens="
+                f"{self.data.sequence_tokens}"
+            )
 
     def _check_answers(self) -> None:
         lora, answers = self.model.lora, self.answers
@@ -360,6 +383,12 @@ class TrainConfig(Section):
     @property
     def run_folder(self) -> Path:
         return Path(self.run).expanduser()
+
+    @property
+    def answers_folder(self) -> Path:
+        """The folder of the answers that a run of data.kind distill learns from."""
+        given = self.distill.answers if self.distill else ""
+        return Path(given).expanduser() if given else self.run_folder / "answers"
 
     def check_ranks(self, topology: Topology) -> None:
         """Raises ValueError: the configuration does not fit these ranks."""

@@ -64,19 +64,26 @@ class ChatEncoder:
 
 @dataclass(frozen=True, slots=True)
 class ChatPacker:
-    """Packs chats in the order they come; a chat that does not fit begins a new row."""
+    """Packs chats in the order they come; a chat that does not fit begins a new row.
+
+    ``recorded``: they are lines of ``recorded_answers``, whose tokens are known, and the targets are the places of its rows.
+    """
 
     encode: ChatEncoder
     sequence_tokens: int
     end_token_id: int
+    recorded: bool = False
     same_length = False  # epochs in another order may have more or fewer rows
 
     def __call__(self, documents: Iterable[str]) -> Iterator[Row]:
         """Raises DataError: a chat is longer than a row, or has no token to learn."""
         row = Row([], [], [])
         for document in documents:
-            place = document.place if isinstance(document, Line) else "a chat"
-            sample = make_row(*self.encode(json.loads(document)["messages"], place), self.sequence_tokens, place)
+            place, value = document.place if isinstance(document, Line) else "a chat", json.loads(document)
+            if self.recorded:
+                sample = recorded_row(value)
+            else:
+                sample = make_row(*self.encode(value["messages"], place), self.sequence_tokens, place)
             if len(row.inputs) + len(sample.inputs) > self.sequence_tokens:
                 yield fill_row(row, self.sequence_tokens, self.end_token_id)
                 row = Row([], [], [])
@@ -130,6 +137,12 @@ def make_row(tokens: list[int], learned: list[bool], most: int, place: str) -> R
     if all(target == IGNORED for target in targets):
         raise DataError(f"{place}: the assistant's messages are empty, so there is no token to learn")
     return Row(tokens[:-1], targets, list(range(len(targets))))
+
+
+def recorded_row(value: Mapping[str, Any]) -> Row:
+    """A line of ``recorded_answers``; the targets are its rows of most likely tokens."""
+    tokens, num, place = value["tokens"][:-1], value["num_answered"], value["place"]
+    return Row(tokens, [IGNORED] * (len(tokens) - num) + list(range(place, place + num)), list(range(len(tokens))))
 
 
 def fill_row(row: Row, length: int, token: int) -> Row:

@@ -65,7 +65,7 @@ class Documents:
 
     def _documents(self, path: Path, lines: IO[str]) -> Iterator[str]:
         if self.kind != "text":
-            check = {"chat": check_chat, "preferences": check_preference, "prompts": check_prompt}[self.kind]
+            check = {"chat": check_chat, "preferences": check_preference}.get(self.kind, check_prompt)
             for line, value in _json_lines(path, lines):
                 check(value if isinstance(value, dict) else {}, line.place)
                 yield line
@@ -99,8 +99,7 @@ def find_files(patterns: Sequence[str]) -> tuple[Path, ...]:
 
 def describe_files(files: Sequence[Path]) -> str:
     """A fingerprint of the files' names and sizes, in order."""
-    listing = "\n".join(f"{path.name} {path.stat().st_size}" for path in files)
-    return hashlib.sha256(listing.encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(f"{path.name} {path.stat().st_size}" for path in files).encode()).hexdigest()[:16]
 
 
 def is_held_out(document: str, share: float) -> bool:

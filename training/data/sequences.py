@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tightwire.read_ahead import until_closed
 from tightwire.training.data.chats import ChatPacker, PairPacker, Row
 from tightwire.training.data.documents import DataError, RunData
 from tightwire.training.data.prompts import Prompt, PromptPacker
-from tightwire.training.data.read_ahead import until_closed
 
 TokenSequence = list[int]  # S inputs and one more token: the targets are the inputs shifted by one
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tightwire.atomic_file import write_atomic
+from tightwire.run_page import LOG, read_log, smooth
 from tightwire.sizes import format_bytes
 
 
@@ -62,7 +63,6 @@ class EvaluationRecord:
         return values | {f"held_out_{name}": figure for name, figure in values.pop("figures").items()}
 
 
-_SMOOTHING = 0.95  # weight of the previous mean
 _FORMATS = ("svg", "png")
 
 
@@ -89,16 +89,6 @@ def plot_losses(lines: Sequence[Mapping[str, Any]], folder: Path) -> Path | None
     return paths[0]
 
 
-def smooth(losses: Sequence[float]) -> list[float]:
-    """The running mean of the numbers so far."""
-    mean, smoothed = 0.0, []
-    for number, loss in enumerate(losses, start=1):
-        mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
-        smoothed.append(mean / (1 - _SMOOTHING**number))  # removes the bias of starting at 0
-    return smoothed
-
-
-LOG, SAMPLES = "metrics.jsonl", "samples.jsonl"
 _TENSORBOARD = "tensorboard"
 
 
@@ -142,20 +132,6 @@ class RunLog:
             self._file.close()
         if self._writer is not None:
             self._writer.close()
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """Read the records up to the first line that is incomplete or invalid."""
-    values = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            break
-        if not isinstance(value, dict) or "step" not in value:
-            break
-        values.append(value)
-    return values
 
 
 def drop_after(path: Path, step: int) -> None:

@@ -29,7 +29,8 @@ def find_topology(environment: Mapping[str, str], nodes: int | None) -> Topology
 def check_early(config: TrainConfig, topology: Topology) -> RunData:
     """The run's data, after all checks that need no torch. Raises ValueError: the run would fail its later checks."""
     config.check_ranks(topology)
-    _check_start(config.model.start)
+    _check_start("model.start", config.model.start)
+    _check_start("distill.target", config.distill.target if config.distill else "")
     data = RunData.find(config)
     data.check_documents()
     if topology.rank == 0:
@@ -43,12 +44,12 @@ def missing_packages(config: LogConfig) -> dict[str, str]:
     return {name: what for name, what, wanted in needed if wanted and importlib.util.find_spec(name) is None}
 
 
-def _check_start(start: str) -> None:
+def _check_start(key: str, start: str) -> None:
     try:
         if start:
             check_name(start)
     except ModelError as error:
-        raise ValueError(f"model.start: {error}") from None
+        raise ValueError(f"{key}: {error}") from None
 
 
 def _check_run_folder(config: TrainConfig) -> None:

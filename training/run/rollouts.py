@@ -12,17 +12,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from tightwire.comm.group.group import Group
 from tightwire.model.adapters.peft import CONFIG_FILE
+from tightwire.run_page import SAMPLES
 from tightwire.training.config.tree import TrainConfig
-from tightwire.training.data.documents import DataError
+from tightwire.training.data.documents import DataError, RunData
 from tightwire.training.data.prompts import Prompt
-from tightwire.training.log.run_log import SAMPLES, EvaluationRecord, drop_after
+from tightwire.training.log.run_log import EvaluationRecord, drop_after
 from tightwire.training.ranks.control import Control
 from tightwire.training.run.setup import Trained
 from tightwire.training.start.grpo import Answer, Answers, OfAnswers
@@ -31,6 +32,7 @@ from tightwire.training.start.model import StartingModel
 from tightwire.training.start.reward import RewardModel
 
 Reward = Callable[..., Sequence[float]]
+Asked = Sequence[tuple[list[int], int]]  # the tokens of prompts, with a seed for the answer to each
 
 
 class Sampler(Protocol):
@@ -43,15 +45,27 @@ class Sampler(Protocol):
         """Use these matrices, by their names in the model, for the answers that begin from now on."""
         ...
 
-    def answer(self, prompts: Sequence[tuple[list[int], int]], most_tokens: int) -> list[Answer]:
-        """One answer to each (tokens, seed), drawn from the model's own probabilities: temperature 1, no limits. Collective."""
+    def answer(
+        self, prompts: Asked, most_tokens: int, temperature: float = 1.0, top: int | None = None
+    ) -> list[Answer]:
+        """One answer to each (tokens, seed), drawn from the model's own probabilities, without limits. Collective.
+
+        ``top``: keep so many of the most likely tokens at each place; None: the log-probability of each token.
+        """
         ...
 
     def close(self) -> None: ...
 
 
-# Of a starting model with LoRA: the run's configuration, the ranks that answer together, and their most sequences at once.
+# Of a starting model: the run's configuration, the ranks that answer together, and their most sequences at once.
 OpenSampler = Callable[[StartingModel, TrainConfig, Group, int], Sampler]
+
+
+class Engines(NamedTuple):
+    """What answers prompts. ``record``: has the target of a distillation answer; its result is the run's data, or a signal."""
+
+    open: OpenSampler
+    record: Callable[..., RunData | int]
 
 
 def find_reward(name: str, device: torch.device) -> Reward:

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 
 from tightwire.comm.errors import CommError
+from tightwire.imports import spinner
+from tightwire.read_ahead import ReadAhead
+from tightwire.run_page import write_page
 from tightwire.training.checkpoint.folders import CheckpointError, OtherRunError, check_files, find_checkpoint
 from tightwire.training.checkpoint.resume import (
     check_checkpoint,
@@ -25,15 +28,12 @@ from tightwire.training.checkpoint.resume import (
 from tightwire.training.checkpoint.writer import Checkpointer
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import RunData, describe_files
-from tightwire.training.data.read_ahead import ReadAhead
 from tightwire.training.data.sequences import held_out_sequences, rank_batches
 from tightwire.training.engine.options import EngineOptions, engine_options
 from tightwire.training.estimate.memory import checkpoint_bytes
 from tightwire.training.estimate.phases import advice
 from tightwire.training.estimate.step import flops_per_token, peak_flops
-from tightwire.training.log.page import write_page
 from tightwire.training.log.run_log import RunLog, Terminal
-from tightwire.training.log.spinner import spinner
 from tightwire.training.ranks.groups import open_store, rollout_group
 from tightwire.training.run.checks import (
     check_disk_space,
@@ -45,7 +45,7 @@ from tightwire.training.run.checks import (
 from tightwire.training.run.early_checks import check_early, find_topology
 from tightwire.training.run.evaluate import Evaluator
 from tightwire.training.run.loop import BrokenDataError, DivergedError, Loop
-from tightwire.training.run.rollouts import OpenSampler, Rollouts
+from tightwire.training.run.rollouts import Engines, Rollouts
 from tightwire.training.run.setup import Ranks, connect_ranks, find_device, make_packer, make_trained
 from tightwire.training.start.export import export_adapter, export_folder
 from tightwire.training.start.lora import actors, critics
@@ -77,11 +77,11 @@ _TOKENIZER, _CRITIC = "tokenizer", "critic"
 
 
 def run_training(
-    config: TrainConfig, environment: Mapping[str, str] = os.environ, *, open_sampler: OpenSampler | None = None
+    config: TrainConfig, environment: Mapping[str, str] = os.environ, *, engines: Engines | None = None
 ) -> int:
     """Train, save and export. Returns the number of the signal that ended the run, or 0.
 
-    ``open_sampler``: the engine that answers the prompts of GRPO.
+    ``engines``: what answers the prompts of GRPO and of a distillation.
 
     Raises ValueError before anything has been changed, and one of ``FAILURES`` if the run cannot go on.
     """
@@ -93,7 +93,7 @@ def run_training(
             store = open_store(environment, topology, timeout_s=config.parallel.timeout_s)
             ranks = stack.enter_context(connect_ranks(config.parallel, topology, store, device))
             received = stack.enter_context(stop_signals())
-            run = Run(config, options, data, ranks, open_sampler)
+            run = Run(config, options, data, ranks, engines)
         stack.callback(run.close)
         return run.train(received)
 
@@ -107,10 +107,10 @@ class Run:
         options: EngineOptions,
         data: RunData,
         ranks: Ranks,
-        open_sampler: OpenSampler | None = None,
+        engines: Engines | None = None,
     ) -> None:
         """Raises ValueError: ranks have different configurations, a folder cannot be written, or there is no such model."""
-        self._config, self._data, self._control, self._open_sampler = config, data, ranks.control, open_sampler
+        self._config, self._data, self._control, self._engines = config, data, ranks.control, engines
         self._answering = rollout_group(ranks.groups.main, config.rollout.tp)
         check_same_configuration(config, data, ranks.control)
         self._folder = make_run_folder(config, ranks.control)
@@ -137,6 +137,11 @@ class Run:
         """Train from the newest checkpoint or from the start. ``stop_signal``: the signal that this rank received, or 0."""
         config, control, start, trained = self._config, self._control, self._start, self._trained
         checkpoint, step, position, answers = self._load()
+        if config.distill is not None:  # the target's answers are the data
+            given = config, self._data, start, control, trained.device, stop_signal
+            if isinstance(recorded := self._need_engines().record(*given), int):
+                return recorded
+            self._data = recorded
         terminal = Terminal(config.schedule.steps, config.log.every, rank=control.rank, done=step)
         log = evaluate = rollouts = None
         closed, ahead = Event(), max(_READ_AHEAD, config.batch.accumulation(control.world_size))
@@ -207,6 +212,12 @@ class Run:
                 log.close()
                 self._write_page(terminal)
 
+    def _need_engines(self) -> Engines:
+        if self._engines is None:
+            kind = self._config.data.kind
+            raise ValueError(f"data.kind={kind} needs an engine that answers; start the run with `tightwire train`")
+        return self._engines
+
     def _write_page(self, terminal: Terminal) -> None:
         try:
             if page := write_page(self._folder):
@@ -215,9 +226,7 @@ class Run:
             terminal.say(f"WARNING: the run's page could not be written: {error}")
 
     def _open_rollouts(self, step: int) -> Rollouts:
-        if self._open_sampler is None:
-            raise ValueError("data.kind=prompts needs an engine that answers; start the run with `tightwire train`")
-        shared = self._control, self._open_sampler, self._answering
+        shared = self._control, self._need_engines().open, self._answering
         return Rollouts(self._config, self._start, self._trained, *shared, step)
 
     def _load(self) -> tuple[Path | None, int, int, Mapping[str, Any] | None]:
@@ -281,7 +290,8 @@ class Run:
                 f"the adapter is in {out}; to serve it: tightwire serve {config.model.start} --lora mine={out}"
             )
         else:
-            terminal.say(f"the model is in {out}; to serve it: tightwire serve {out}")
+            target = config.distill and f"{config.distill.target} --speculation draft --draft-model "
+            terminal.say(f"the model is in {out}; to serve it: tightwire serve {target or ''}{out}")
 
     def _frozen_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The frozen weights as the starting model has them, on the rank that writes them."""

@@ -121,7 +121,9 @@ def make_packer(config: TrainConfig, start: StartingModel) -> AnyPacker:
     if kind == "prompts":
         return PromptPacker(chats, size, config.answers.answer_tokens)
     given = chats, size, start.end_token_id
-    return ChatPacker(*given) if kind == "chat" else PairPacker(*given, scored=start.head == "reward")
+    if kind == "preferences":
+        return PairPacker(*given, scored=start.head == "reward")
+    return ChatPacker(*given, recorded=kind == "distill")
 
 
 def _make_compressor(

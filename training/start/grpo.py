@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
@@ -27,11 +28,15 @@ _LEAST_DEVIATION = 1e-4  # added to a group's, as in TRL
 
 
 class Answer(NamedTuple):
-    """Sampled tokens with the natural-log probability that each was sampled with. ``ended``: the last one is an end token."""
+    """Sampled tokens with the natural-log probability that each was sampled with. ``ended``: the last one is an end token.
+
+    ``tops``: (K,) the most likely tokens at each place, as many as were asked for, and their log-probabilities.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     ended: bool
+    tops: Sequence[tuple[np.ndarray, np.ndarray]] = ()
 
 
 def advantages_of(rewards_PG: Tensor, kind: str) -> Tensor:

@@ -1,7 +1,7 @@
 """Opens the model a run starts from: a transformers Llama without weights, a reader of its weights, and its tokenizer."""
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -34,7 +34,7 @@ from tightwire.training.config.lora import LoraConfig
 from tightwire.training.config.tree import BPE, BYTES, ModelConfig, ShapeConfig
 from tightwire.training.start.lora import add_lora, base_of, initial_matrix, is_value
 
-HEAD_NAME = "lm_head.weight"
+HEAD_NAME, _LAYERS = "lm_head.weight", "model.layers."
 # Values of a new model's config.json that are not configurable.
 _FIXED: dict[str, Any] = {"model_type": "llama", "hidden_act": "silu", "dtype": "float32"}
 _SPECIAL = (BOS, EOS, START_OF_TURN, END_OF_TURN)
@@ -52,6 +52,7 @@ class StartingModel:
     lora: LoraConfig | None = None
     seed: int = 0
     head: str = "tokens"
+    layers: Sequence[int] = ()  # of the checkpoint; empty: all
 
     def tempered(self, temperature: float) -> Self:
         """The same model with logits divided by ``temperature``."""
@@ -75,6 +76,9 @@ class StartingModel:
             return initial_matrix(name, self.reader.shape(base), self.lora, self.seed)
         if is_value(name) or (self.head == "reward" and name == HEAD_NAME):
             return torch.zeros(1, self.config.hidden_size)  # all rewards and values are 0 at first
+        if self.layers and name.startswith(_LAYERS):
+            number, _, rest = name.removeprefix(_LAYERS).partition(".")
+            name = f"{_LAYERS}{self.layers[int(number)]}.{rest}"
         shape = self.reader.shape(name)
         out = torch.empty(shape)
         self.reader.read_into(out, name, rows=range(shape[0]))
@@ -92,12 +96,13 @@ def open_starting_model(
         checkpoint = open_checkpoint(config.start, seed)
         return StartingModel(
             name=checkpoint.name,
-            config=checkpoint.config,
+            config=_with_layers(checkpoint.config, config.layers),
             reader=checkpoint.reader(),
             tokenizer=checkpoint.tokenizer(),
             lora=config.lora,
             seed=seed,
             head=config.head,
+            layers=config.layers,
         )
     if config.tokenizer.startswith(BPE):
         tokenizer = train_bpe(int(config.tokenizer.removeprefix(BPE)), keep_in, texts)
@@ -111,7 +116,7 @@ def open_starting_model(
 def config_of(config: ModelConfig) -> LlamaConfig:
     """The model's sizes, without reading weights or training a tokenizer. Raises ModelError as ``open_starting_model``."""
     if config.shape is None:
-        return open_checkpoint(config.start).config
+        return _with_layers(open_checkpoint(config.start).config, config.layers)
     if config.tokenizer.startswith(BPE):
         return _new_config(config.shape, int(config.tokenizer.removeprefix(BPE)))
     return _new_config(config.shape, _given_tokenizer(config).vocab_size)
@@ -132,6 +137,9 @@ def build_model(
     own, or that of ``critic``, beside it. Raises ValueError: a target does not exist.
     """
     hf = AutoConfig.for_model(**config_to_hf(config))
+    (getattr(hf, "rope_parameters", None) or {}).setdefault(
+        "llama_4_scaling_beta", 0.0
+    )  # of Ministral 3: no temperatures
     with torch.device("meta"):
         # torch's fused attention has no cap of scores.
         attention = "eager" if config.score_cap else "sdpa"
@@ -157,6 +165,18 @@ def build_model(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("model.frozen: all parameters are frozen")
     return model
+
+
+def _with_layers(llama: LlamaConfig, layers: Sequence[int]) -> LlamaConfig:
+    """The sizes with these layers alone. Raises ModelError: there is no such layer."""
+    if not layers:
+        return llama
+    if max(layers) >= llama.num_layers:
+        raise ModelError(f"model.layers: the model has layers 0 to {llama.num_layers - 1}, got {max(layers)}")
+    sliding, nope = (
+        tuple(own for own, layer in enumerate(layers) if layer in those) for those in (llama.sliding, llama.nope)
+    )
+    return replace(llama, num_layers=len(layers), sliding=sliding, nope=nope)
 
 
 def _new_config(shape: ShapeConfig, vocab_size: int) -> LlamaConfig:

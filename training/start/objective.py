@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy, logsigmoid
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.chats import IGNORED
 from tightwire.training.data.sequences import Batch
+from tightwire.training.start.distill import Distill
 from tightwire.training.start.grpo import Grpo
 from tightwire.training.start.lora import computing
 from tightwire.training.start.ppo import Ppo
@@ -79,8 +80,7 @@ class Pairs(ABC):
         rows = Batch(*(None if each is None else each.view(2 * len(each), -1) for each in batch))  # pyright: ignore[reportArgumentType]
         chosen_B, rejected_B = self._rewards(model, rows).view(-1, 2).unbind(1)
         margin_B = chosen_B - rejected_B
-        figures = (margin_B > 0).float(), margin_B
-        return -logsigmoid(margin_B), torch.stack(figures, 1).detach()
+        return -logsigmoid(margin_B), torch.stack([(margin_B > 0).float(), margin_B], 1).detach()
 
     @abstractmethod
     def _rewards(self, model: Any, rows: Batch) -> Tensor:
@@ -117,6 +117,8 @@ def rewards_of(model: Any, rows: Batch) -> Tensor:
 def make_objective(config: TrainConfig) -> Objective:
     if config.model.head == "reward":
         return Reward()
+    if config.distill is not None:
+        return Distill(config.distill.top, config.answers_folder)
     if config.data.kind == "prompts":
         return Grpo(config.grpo) if config.ppo is None else Ppo(config.ppo)
     return Dpo(config.dpo.beta) if config.data.kind == "preferences" else NextToken()

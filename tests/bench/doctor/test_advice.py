@@ -86,6 +86,9 @@ def test_numa_nodes_get_a_note_without_gpus() -> None:
     advice = of(numa_nodes=["0", "1"])
     assert "2 NUMA nodes: with --tp 2" in texts(advice, "note")[0]
     assert options(advice) == ["--tp 2"]
+    # A rank that shares its cores' time by a quota is not bound to a node.
+    limited = of(numa_nodes=["0", "1"], num_usable=4)
+    assert texts(limited, "note") == [] and "NUMA" not in texts(limited, "use")[0]
 
 
 def test_missing_kernels_are_a_problem_with_a_cure() -> None:

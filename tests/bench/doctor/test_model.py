@@ -27,11 +27,12 @@ def read_rate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_packed_model_on_one_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_tiny_gguf(tmp_path / "tiny.gguf", "Q4_1", num_attention_heads=2, num_key_value_heads=2, head_dim=32)
-    assert cli.main([str(path)]) == 0
+    assert cli.main([str(path), "--tp", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("tiny: Llama, ") and len(lines) < 25
     assert any(line.split()[:5] == ["attention", "8", "Q4_1", "8", "Q4_1"] for line in lines)
     assert any("--tp 4  cannot split 2 query heads over 4 ranks" in line for line in lines)
+    assert [line.split()[1] for line in lines if line.startswith("  --tp")] == ["1", "2", "3", "4"]
     assert any(
         "--tp 1" in line and " + process and steps 3" in line and "; cache with --kv-cache-dtype int8: " in line
         for line in lines

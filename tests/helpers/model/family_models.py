@@ -42,6 +42,16 @@ _LONGROPE = {
 _OWN: dict[str, dict[str, Any]] = {
     "Mistral": {**_WINDOW, "head_dim": 32},
     "Ministral": {**_WINDOW, "head_dim": 32, "layer_types": ["sliding_attention", "full_attention"] * 3},
+    "Ministral 3": {
+        "head_dim": 32,
+        "rope_parameters": {
+            **_YARN,
+            "original_max_position_embeddings": 64,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
     "Qwen2": {"tie_word_embeddings": True},
     "Qwen3": {"head_dim": 32, "attention_bias": True},
     "Granite": {

@@ -26,6 +26,7 @@ from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.grammar import GrammarMasks
 from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.model.sampling.rows import Column
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.stages import StagePlan
 from tightwire.model.step import StepPlan, make_plan
@@ -231,7 +232,7 @@ def _follow(runner: ModelRunner, inbox: "queue.SimpleQueue[StepPlan | bytes | No
     while (plan := inbox.get()) is not None:
         assert isinstance(plan, StepPlan)
         logits_RV = runner.execute(plan)
-        banned = inbox.get() if plan.sampling.num_masked else b""
+        banned = inbox.get() if plan.sampling.column(Column.MASKED).any() else b""
         assert isinstance(banned, bytes)
         runner.choose(plan, logits_RV, banned)
 

@@ -13,13 +13,13 @@ from tiny import VARIANTS, make_tiny
 
 from tightwire.comm.group.group import in_process_groups
 from tightwire.comm.group.topology import Topology
+from tightwire.run_page import LOG, read_log
 from tightwire.training.config.read import read_config
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import RunData
 from tightwire.training.engine.options import engine_options
-from tightwire.training.log.run_log import LOG, read_log
 from tightwire.training.ranks.control import Control
-from tightwire.training.run.rollouts import OpenSampler
+from tightwire.training.run.rollouts import Engines
 from tightwire.training.run.run import Run
 from tightwire.training.run.setup import Ranks
 
@@ -60,7 +60,7 @@ def train(
     num_nodes: int = 1,
     stop_signal: Callable[[], int] = lambda: 0,
     others: Mapping[int, TrainConfig] | None = None,
-    open_sampler: OpenSampler | None = None,
+    engines: Engines | None = None,
 ) -> list[int]:
     """Run it; what each rank's ended with. The first rank's error is raised. ``others``: ranks that are told otherwise."""
     torch.set_num_threads(1)
@@ -71,7 +71,7 @@ def train(
 
     def one(rank: int) -> int:
         with Ranks(groups=groups[rank], control=controls[rank]) as ranks:
-            run = Run(from_launcher[rank], options, RunData.find(from_launcher[rank]), ranks, open_sampler)
+            run = Run(from_launcher[rank], options, RunData.find(from_launcher[rank]), ranks, engines)
             try:
                 return run.train(stop_signal)
             finally:

@@ -18,6 +18,7 @@ from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.header import RANDOM_SHAPES
 from tightwire.model.checkpoint.hf_config import config_from_hf, config_to_hf
+from tightwire.model.families import FAMILIES, Family
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.weights.formats import layer_tensors
@@ -89,7 +90,8 @@ def test_rope_parameters_carry_theta() -> None:
 )
 def test_end_tokens_of_both_files(in_config: Any, in_generation: Any, want: tuple[int, ...]) -> None:
     generation = None if in_generation is None else {"eos_token_id": in_generation}
-    assert config_from_hf(tiny_config(eos_token_id=in_config), generation).eos_token_ids == want
+    raw = tiny_config(eos_token_id=in_config, vocab_size=128256)
+    assert config_from_hf(raw, generation).eos_token_ids == want
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
@@ -121,12 +123,33 @@ def test_dtype_under_both_names(key: str) -> None:
         ({"hidden_act": "gelu"}, "'gelu' is not supported; supported: silu"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": "many"}, "vocab_size must be a whole number above 0, got 'many'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be"),
         ({"hidden_size": 66}, "hidden_size=66 is not a multiple of num_attention_heads=4"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be"),
+        ({"eos_token_id": [2, 304]}, "eos_token_id must be a token id below 304 or a list of them, got [2, 304]"),
+        ({"bos_token_id": 304}, "bos_token_id must be a token id below 304"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "layer_types": ["sliding_attention"]},
+            "layer_types has 1 entries, and the model 2 layers",
+        ),
+        (
+            {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 1, 0]},
+            "no_rope_layers has 3 entries, and the model 2 layers",
+        ),
+        ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, "logits_divisor must be a number above 0"),
+        ({"architectures": ["GraniteForCausalLM"], "residual_multiplier": float("nan")}, "residual_scale must be"),
+        ({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": -50.0}, "score_cap must be"),
+        ({"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": -256}, "config.json"),
+        (
+            {
+                "architectures": ["Phi3ForCausalLM"],
+                "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 7},
+            },
+            "rope scaling has 7 factors, and heads rotate 8 pairs",
+        ),
         ({"rope_scaling": "linear"}, "wrong type"),
         ({"head_dim": 7}, "head_dim=7 is odd"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
@@ -144,12 +167,14 @@ JSON = st.recursive(
     max_leaves=5,
 )
 KEYS = [*tiny_config(), "rope_scaling", "rope_parameters", "quantization_config", "head_dim", "partial_rotary_factor"]
+KEYS += ["layer_types", "sliding_window", "sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval"]
 
 
-@given(key=st.sampled_from(KEYS), value=JSON)
-def test_any_value_is_accepted_or_refused_in_words(key: str, value: Any) -> None:
+@given(data=st.data(), family=st.sampled_from(FAMILIES), value=JSON)
+def test_any_value_is_accepted_or_refused_in_words(data: st.DataObject, family: Family, value: Any) -> None:
+    key = data.draw(st.sampled_from([*KEYS, *(own.hf for own in family.keys.values() if own.hf)]))
     try:
-        config_from_hf(tiny_config(**{key: value}))
+        config_from_hf(tiny_config(**{"architectures": [family.names.architecture], key: value}))
     except ModelError as error:
         assert "config.json: " in str(error)
 

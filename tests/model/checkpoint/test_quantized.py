@@ -1,6 +1,8 @@
 """Quantized safetensors: each format against its own formula in numpy, whole, in slices, and as packed blocks."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference
 from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.open import open_checkpoint
 
 NAMES = [f"model.layers.1.{part}.weight" for part in ("self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj")]
@@ -70,6 +73,66 @@ def test_a_missing_scale_is_named(tmp_path: Path) -> None:
     out = torch.empty(128, 192)
     with pytest.raises(ModelError, match=r"tensor model\.layers\.1\.mlp\.down_proj\.scales is missing"):
         open_checkpoint(str(tmp_path)).reader().read_into(out, NAMES[2], rows=range(128))
+
+
+def change_folder(folder: Path, scheme: str, tensors: dict[str, torch.Tensor], **stated: Any) -> CheckpointReader:
+    """The reader of a tiny model in ``scheme``, of which tensors and keys of quantization_config are replaced."""
+    make_quantized(folder, SCHEMES[scheme])
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= stated
+    (folder / "config.json").write_text(json.dumps(config))
+    module = NAMES[2].removesuffix("weight")
+    changed = {module + ending: tensor for ending, tensor in tensors.items()}
+    save_file(load_file(folder / "model.safetensors") | changed, folder / "model.safetensors")
+    return open_checkpoint(str(folder)).reader()
+
+
+_GROUPS = {"group_0": {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 96}}}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tensors", "stated", "message"),
+    [
+        ("awq", {}, {"group_size": 96}, "3 scales and 3 zeros a row, and awq: 4 bits, groups of 96 need 2"),
+        ("gptq", {}, {"group_size": 32}, "3 scales and 3 zeros a row, and gptq: 4 bits, groups of 32 need 6"),
+        ("w4a16", {}, {"config_groups": _GROUPS}, "3 scales and 3 zeros a row"),
+        ("fp8-blocks", {}, {"weight_block_size": [32, 32]}, "3 scales and 3 zeros a row"),
+        ("fp8-blocks", {}, {"weight_block_size": [16, 64]}, "do not belong together"),
+        ("awq", {"qzeros": torch.zeros(2, 16, dtype=torch.int32)}, {}, "3 scales and 2 zeros a row"),
+        ("gptq", {"scales": torch.ones(3, 64, dtype=torch.float16)}, {}, "3 scales and 3 zeros a row"),
+        ("gptq-act-order", {"g_idx": torch.full((192,), 3, dtype=torch.int32)}, {}, "need 4 each"),
+        ("gptq-act-order", {"g_idx": (torch.arange(191) // 64).int()}, {}, "do not belong together"),
+        ("gptq", {}, {"checkpoint_format": "gptq_v2"}, "its zeros are not those of"),
+        ("w8a8-int", {"weight_scale": torch.full((128, 1), torch.nan)}, {}, "infinite or no numbers"),
+        ("awq", {"scales": torch.full((3, 128), torch.inf)}, {}, "infinite or no numbers"),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_named(
+    scheme: str, tensors: dict[str, torch.Tensor], stated: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    reader = change_folder(tmp_path, scheme, tensors, **stated)
+    kept_as = PACKED_FORMATS[SCHEMES[scheme].kept_as]
+    packed = PackedMatrix(torch.empty(128, kept_as.row_bytes(192), dtype=torch.uint8), kept_as)
+    for out in (torch.empty(128, 192), packed):
+        with pytest.raises(ModelError, match=message) as caught:
+            reader.read_into(out, NAMES[2], rows=range(128))
+        assert NAMES[2].removesuffix(".weight") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tensors", "message"),
+    [
+        ("awq", {"qweight": torch.zeros(7, dtype=torch.int32)}, "unexpected shape"),
+        ("gptq", {"qweight": torch.zeros(8, 128, dtype=torch.int32)}, "has shape"),
+        ("w4a16", {"weight_shape": torch.tensor([128])}, "unexpected shape"),
+        ("w4a16", {"weight_packed": torch.zeros(1, 1, 1, dtype=torch.int32)}, "unexpected shape"),
+    ],
+)
+def test_codes_of_other_shapes_are_refused(
+    scheme: str, tensors: dict[str, torch.Tensor], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        change_folder(tmp_path, scheme, tensors)
 
 
 def test_scales_too_large_for_float16_are_named(tmp_path: Path) -> None:

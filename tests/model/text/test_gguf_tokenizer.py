@@ -166,10 +166,13 @@ def test_word_cutting_of_families(pre: str, words: list[str], tmp_path: Path) ->
     texts = "I'M 12 x=y;\n\n  ok", "CamelCase"
     cut = [word for text in texts for word, _ in tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)]
     assert cut == words
+    # llama.cpp's defaults of files that leave add_bos_token out.
+    assert tokenizer.encode("") == ([1] if pre == "tekken" else [])
 
 
-def test_llama3_word_cutting(tmp_path: Path) -> None:
-    tokenizer = tokenizer_from_gguf(write_metadata(tmp_path / "m.gguf", "gpt2", pre="llama-bpe"), CONFIG)
+@pytest.mark.parametrize("pre", ["llama-bpe", "pixtral", "falcon3"])
+def test_llama3_word_cutting(pre: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_from_gguf(write_metadata(tmp_path / "m.gguf", "gpt2", pre=pre), CONFIG)
     assert tokenizer.backend.pre_tokenizer is not None
     words = [word for word, _ in tokenizer.backend.pre_tokenizer.pre_tokenize_str("I'M 12345 x=y;\n\n  ok")]
     assert words == ["I", "'M", "Ġ", "123", "45", "Ġx", "=y", ";ĊĊ", "Ġ", "Ġok"]

@@ -1,12 +1,17 @@
 """What ``tightwire explain`` says beside the AllReduces."""
 
+import os
 from pathlib import Path
 
 import pytest
 from helpers.model.family_models import make_family_folder
+from helpers.model.tiny_gguf import make_tiny_gguf
+from tiny import make_tiny
 
+from tightwire.comm.group.numa import NumaNode
 from tightwire.model.families import family_named
 from tightwire.server.cli.explain import explain
+from tightwire.server.plan import run_plan
 
 
 @pytest.mark.parametrize(("family", "times"), [("Gemma 3", 1), ("Llama", 0)])
@@ -33,3 +38,54 @@ def test_sums_inside_the_stages_of_a_pipeline_are_explained(capsys: pytest.Captu
     options = ("--tp", "9", "--layout", "pipeline", "--stages", "3", "--device", "cpu")
     assert explain(["random:llama-3.2-1b", *options]) == 0
     assert capsys.readouterr().out.startswith("3 ranks, float32 on cpu over ")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tp", "2"], "cannot split model.layers.0.self_attn.o_proj.weight in Q4_K over 2 ranks"),
+        (["--tp", "5"], "cannot split 4 query heads over 5 ranks"),
+        (
+            ["--max-model-len", "513", "--quantization", "none"],
+            "--max-model-len 513 exceeds the model's context of 512",
+        ),
+        (["--activations", "int8", "--quantization", "none"], "--activations int8 is for packed weights"),
+        (["--layout", "hybrid", "--kv-offload", "--quantization", "none"], "hybrid does not combine with --kv-offload"),
+    ],
+)
+def test_what_serve_refuses_is_not_explained(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Attention outputs of one superblock."""
+    path = make_tiny_gguf(tmp_path / "m.gguf", "Q4_K", hidden_size=256, intermediate_size=256)
+    assert explain([str(path), "--device", "cpu", *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and message in captured.err
+
+
+def _two_nodes() -> tuple[NumaNode, ...]:
+    cores = tuple(os.sched_getaffinity(0))
+    return tuple(NumaNode(number=n, cores=cores, free_bytes=1 << 40, distances=(10, 21)) for n in range(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "quota", "line"),
+    [
+        ([], False, "memory and threads by NUMA node: rank 0 on node 0, rank 1 on node 1"),
+        (["--numa", "off"], False, ""),
+        ([], True, "so ranks are not bound to the 2 NUMA nodes, and read memory of other nodes, which is slower"),
+    ],
+)
+def test_the_nodes_of_ranks(
+    options: list[str],
+    quota: bool,
+    line: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_plan, "read_numa_nodes", _two_nodes)
+    monkeypatch.setattr(run_plan, "num_cores", lambda: len(os.sched_getaffinity(0)) - quota)
+    assert explain([str(make_tiny(tmp_path / "m")), "--device", "cpu", *options]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (line in shown) if line else "NUMA" not in shown

@@ -1,14 +1,18 @@
 """Whole engines with a draft model: the texts are those without it, to the bit, whatever it drafts, and its cache follows."""
 
+import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.model.lora import make_adapter
 from helpers.server.local_engine import LocalEngine, continue_prompts, local_engine, run_to_end
+from msgspec.structs import replace
 from tiny import make_tiny
 
 from tightwire.comm.group.group import in_process_groups
@@ -16,12 +20,15 @@ from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.runner import ModelRunner
+from tightwire.model.sampling.grammar import GrammarMasks, make_grammar
 from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.model.stages import divide_layers
 from tightwire.model.weights import WeightPlan
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import ModelDrafter, RowTimes
-from tightwire.server.ipc.messages import AddRequest
+from tightwire.server.ipc.messages import AddRequest, Output
 
+_SIZES: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 48, "num_blocks": 64}
 _PROMPTS = [[*range(1, 40)], [5, 6, 7], [9] * 70, [*range(100, 117)]]
 
 
@@ -69,12 +76,7 @@ class Counting:
 def drafting_engine(
     models: dict[str, Checkpoint], draft: str, dtype: torch.dtype = torch.float32, token_s: float = 0.0, **options: Any
 ) -> Iterator[tuple[LocalEngine, ModelDrafter, Counting]]:
-    given: dict[str, Any] = {
-        "max_model_len": 256,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 48,
-        "num_blocks": 64,
-    } | options
+    given: dict[str, Any] = _SIZES | options
     own, dp = models[draft], given.get("dp", 1)
     runner = build_runner(
         own.config,
@@ -198,6 +200,97 @@ def test_mixed_requests_get_the_text_that_each_gets_alone(
     for name, tokens in told.items():
         assert tokens == alone[name][: len(tokens)], name
         assert name in cancelled or len(tokens) == len(alone[name]), name
+
+
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "word": {"type": "string", "maxLength": 5},
+        "flag": {"type": "boolean"},
+        "age": {"type": "integer", "maximum": 99},
+    },
+    "required": ["word", "flag", "age"],
+    "additionalProperties": False,
+}
+
+
+def _constrained_requests(num_adapters: int) -> list[AddRequest]:
+    """A prompt with n = 3, greedy and with seeds, in JSON by a schema and free, with each adapter and without."""
+    schema, prompt = make_grammar("json", _SCHEMA), list(b"Write about Ida.")
+    kinds: dict[str, dict[str, Any]] = {
+        "json": {"grammar": schema, "temperature": 0.0, "max_tokens": 60},
+        **{
+            f"json-{seed}": {"grammar": schema, "temperature": 1.0, "seed": seed, "max_tokens": 60}
+            for seed in (1, 2, 3)
+        },
+        "choice": {
+            "grammar": make_grammar("choice", ["abcabc", "abd"]),
+            "temperature": 1.0,
+            "seed": 3,
+            "max_tokens": 9,
+        },
+        "greedy": {"temperature": 0.0, "max_tokens": 30, "ignore_eos": True, "logprobs": 1},
+        **{f"n-{seed}": {"temperature": 1.0, "seed": seed, "max_tokens": 30, "ignore_eos": True} for seed in (1, 2, 3)},
+    }
+    return [
+        AddRequest(f"{name}@{adapter}", prompt, SamplingParams(**params), adapter=adapter)
+        for adapter in range(num_adapters + 1)
+        for name, params in kinds.items()
+    ]
+
+
+_LAYOUTS: dict[str, Any] = {
+    "tensor": {"tp": 2},
+    "hybrid": {"tp": 2, "stages": divide_layers(3, [1, 1])},
+    "pipeline": {"tp": 2, "stages": replace(divide_layers(3, [1, 1]), pipeline=True)},
+}
+
+
+@pytest.mark.parametrize("draft", ["itself", "another"])
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_grammars_adapters_and_n_have_the_text_without_drafts_in_any_batch(
+    layout: str, draft: str, models: dict[str, Checkpoint], tmp_path: Path
+) -> None:
+    """Alone without drafts, alone with them, and together in random order. Hybrid has no adapters."""
+    pytest.importorskip("llguidance")
+    adapters = (
+        [] if layout == "hybrid" else [make_adapter(tmp_path / f"{i}", models["itself"].config, seed=i) for i in (1, 2)]
+    )
+    requests, options = (
+        _constrained_requests(len(adapters)),
+        {"adapters": adapters, "grammars": _masks(models["itself"]), **_LAYOUTS[layout]},
+    )
+    with local_engine(models["itself"], **(_SIZES | options)) as local:
+        wanted = {request.id: _run_alone(local, request) for request in requests}
+    with drafting_engine(models, draft, **options) as (local, drafter, _):
+        assert {request.id: _run_alone(local, request) for request in requests} == wanted
+        for request in random.Random(layout).sample(requests, len(requests)):
+            local.engine.add(request)
+        together = {name: _told(outputs) for name, outputs in run_to_end(local.engine).items()}
+        counters = local.engine.stats().counters
+        drafter.prepare([], 0, 0)
+        assert drafter._sequences.pool.num_free == drafter._limits.num_blocks, "blocks of ended sequences are free"
+    assert together == wanted
+    assert counters.num_draft_tokens > 50
+    assert counters.num_accepted_draft_tokens > 20 or draft == "another"
+    decode = models["itself"].tokenizer().decode
+    whole = [decode(tokens) for name, (tokens, reason) in wanted.items() if "json" in name and reason == "stop"]
+    assert whole and all(json.loads(text).keys() == _SCHEMA["properties"].keys() for text in whole)
+
+
+def _masks(checkpoint: Checkpoint) -> GrammarMasks:
+    config = checkpoint.config
+    return GrammarMasks(config.vocab_size, config.eos_token_ids, checkpoint.tokenizer().backend.to_str)
+
+
+def _run_alone(local: LocalEngine, request: AddRequest) -> tuple[list[int], str | None]:
+    local.engine.add(request)
+    (outputs,) = run_to_end(local.engine).values()
+    return _told(outputs)
+
+
+def _told(outputs: list[Output]) -> tuple[list[int], str | None]:
+    return [token for output in outputs for token in output.token_ids], outputs[-1].finish_reason
 
 
 def test_prompts_are_caught_up_a_step_at_a_time(models: dict[str, Checkpoint]) -> None:

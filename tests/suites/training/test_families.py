@@ -12,7 +12,7 @@ from helpers.training.training_runs import log_lines, losses, make_config, train
 from tightwire.model.families import FAMILIES, family_named
 from tightwire.model.open import open_checkpoint
 from tightwire.model.text.tokenizer import MIN_VOCAB_SIZE, byte_backend
-from tightwire.post_training import open_engine
+from tightwire.post_training import make_engines
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.start.model import StartingModel, build_model, with_template
 
@@ -50,15 +50,16 @@ def _trained(folder: Path, base: Path, kind: str, *overrides: str, world_size: i
         for i in range(40)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tokens = min(80, open_checkpoint(str(base)).config.max_positions)
     config = make_config(
         folder,
         f"model={{start: {base}, lora: {{rank: 4}}}}",
-        f"data={{files: [{path}], kind: {kind}, sequence_tokens: 80, shuffle_documents: 8}}",
+        f"data={{files: [{path}], kind: {kind}, sequence_tokens: {tokens}, shuffle_documents: 8}}",
         "batch={sequences: 4, micro_sequences: 1}",
         "schedule={steps: 3, warmup_steps: 0, kind: constant}",
         *overrides,
     )
-    train(config, world_size, open_sampler=open_engine)
+    train(config, world_size, engines=make_engines())
     return config
 
 

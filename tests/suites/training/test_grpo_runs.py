@@ -11,11 +11,11 @@ from helpers.training.training_runs import StopAfter, log_lines, losses, make_co
 from tiny import VARIANTS
 
 from tightwire.comm.group.topology import Topology
-from tightwire.post_training import open_engine
+from tightwire.post_training import make_engines
+from tightwire.run_page import SAMPLES
 from tightwire.training.config.read import ConfigError
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
-from tightwire.training.log.run_log import SAMPLES
 from tightwire.training.run.loop import BrokenDataError
 from tightwire.training.run.rollouts import find_reward
 from tightwire.training.start.reward import RewardModel
@@ -80,7 +80,7 @@ def _config(
 
 
 def _train(config: TrainConfig, world_size: int = 1, **options: Any) -> None:
-    train(config, world_size, open_sampler=open_engine, **options)
+    train(config, world_size, engines=make_engines(), **options)
 
 
 def _samples(config: TrainConfig) -> list[dict[str, Any]]:

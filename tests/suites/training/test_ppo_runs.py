@@ -9,11 +9,10 @@ import pytest
 import torch
 from helpers.training.training_runs import StopAfter, log_lines, losses, make_prompt_config, train
 
-from tightwire.post_training import open_engine
+from tightwire.post_training import make_engines
+from tightwire.run_page import PAGE, SAMPLES
 from tightwire.training.config.read import ConfigError
 from tightwire.training.config.tree import TrainConfig
-from tightwire.training.log.page import PAGE
-from tightwire.training.log.run_log import SAMPLES
 from tightwire.training.run.dry_run import dry_run
 from tightwire.training.run.loop import BrokenDataError
 from tightwire.training.start.reward import RewardModel
@@ -48,7 +47,7 @@ def _config(folder: Path, *overrides: str, run: str = "run") -> TrainConfig:
 
 
 def _train(config: TrainConfig, world_size: int = 1, num_nodes: int = 1, **options: Any) -> None:
-    train(config, world_size, num_nodes, open_sampler=open_engine, **options)
+    train(config, world_size, num_nodes, engines=make_engines(), **options)
 
 
 @pytest.fixture(scope="module")

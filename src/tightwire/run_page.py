@@ -1,18 +1,21 @@
-"""Writes a run's page, ``run.html``: every logged figure over the steps, and the answers that were learned from, if any.
+"""Reads the log of a training run, and writes its page, ``run.html``: every logged figure over the steps, and the answers that were
+learned from, if any.
 
 One file without scripts, fonts or links to elsewhere; it needs no package.
 """
 
 import html
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tightwire.atomic_file import write_atomic
-from tightwire.training.log.run_log import LOG, SAMPLES, read_log, smooth
 
 PAGE = "run.html"
+LOG, SAMPLES = "metrics.jsonl", "samples.jsonl"
+_SMOOTHING = 0.95  # weight of the previous mean
 _FIRST = ("reward", "held_out_reward", "kl", "loss", "held_out_loss")  # the others follow in the log's order
 _NOT_DRAWN = ("step", "tokens", "samples", "seconds", "mfu", "memory_bytes", "wire_bytes", "exposed_ms")
 _MOST_STEPS = 12  # of which answers are shown: the first ones and the last ones
@@ -37,6 +40,29 @@ def write_page(run: Path) -> Path | None:
     head = f"<meta charset=utf-8><meta name=viewport content='width=device-width'><title>{title}</title><style>{_STYLE}</style>"
     write_atomic(run / PAGE, f"<!doctype html><html lang=en>{head}{body}</html>\n".encode())
     return run / PAGE
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Read the records up to the first line that is incomplete or invalid."""
+    values = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            break
+        if not isinstance(value, dict) or "step" not in value:
+            break
+        values.append(value)
+    return values
+
+
+def smooth(losses: Sequence[float]) -> list[float]:
+    """The running mean of the numbers so far."""
+    mean, smoothed = 0.0, []
+    for number, loss in enumerate(losses, start=1):
+        mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
+        smoothed.append(mean / (1 - _SMOOTHING**number))  # removes the bias of starting at 0
+    return smoothed
 
 
 def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:

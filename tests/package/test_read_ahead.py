@@ -6,8 +6,8 @@ from threading import Event
 
 import pytest
 
-from tightwire.training.data import read_ahead as module
-from tightwire.training.data.read_ahead import ReadAhead, until_closed
+from tightwire import read_ahead as module
+from tightwire.read_ahead import ReadAhead, until_closed
 
 
 def _next(ahead: ReadAhead[int]) -> int | None:

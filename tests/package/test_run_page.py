@@ -5,8 +5,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-from tightwire.training.log.page import PAGE, write_page
-from tightwire.training.log.run_log import LOG, SAMPLES
+from tightwire.run_page import LOG, PAGE, SAMPLES, write_page
 
 
 class _Checker(HTMLParser):
