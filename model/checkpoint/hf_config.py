@@ -105,8 +105,8 @@ def _windows(config: Mapping[str, Any], family: Family, fields: Mapping[str, Any
     """Return the layers with a window, and those without rotary embedding."""
     layers = range(fields["num_layers"])
     for key in ("layer_types", "no_rope_layers"):
-        if config.get(key) is not None and len(config[key]) != len(layers):
-            raise ModelError(f"{key} has {len(config[key])} entries, and the model {len(layers)} layers")
+        if (own := config.get(key)) is not None and (not isinstance(own, list) or len(own) != len(layers)):
+            raise ModelError(f"{key} must be a list of {len(layers)} entries, one for each layer, got {own!r:.80}")
     flags = config.get("no_rope_layers")  # despite its name 1 stands for a layer with rotary embedding
     if flags is None and family.nope_every:
         every = config.get("no_rope_layer_interval") or family.nope_every

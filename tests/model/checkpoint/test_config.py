@@ -133,11 +133,12 @@ def test_dtype_under_both_names(key: str) -> None:
         ({"bos_token_id": 304}, "bos_token_id must be a token id below 304"),
         (
             {"architectures": ["Gemma3ForCausalLM"], "layer_types": ["sliding_attention"]},
-            "layer_types has 1 entries, and the model 2 layers",
+            "layer_types must be a list of 2 entries, one for each layer, got ['sliding_attention']",
         ),
+        ({"architectures": ["Olmo3ForCausalLM"], "layer_types": "no"}, "layer_types must be a list of 2 entries"),
         (
             {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 1, 0]},
-            "no_rope_layers has 3 entries, and the model 2 layers",
+            "no_rope_layers must be a list of 2 entries, one for each layer, got [1, 1, 0]",
         ),
         ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, "logits_divisor must be a number above 0"),
         ({"architectures": ["GraniteForCausalLM"], "residual_multiplier": float("nan")}, "residual_scale must be"),
@@ -149,6 +150,13 @@ def test_dtype_under_both_names(key: str) -> None:
                 "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 7},
             },
             "rope scaling has 7 factors, and heads rotate 8 pairs",
+        ),
+        (
+            {
+                "architectures": ["Phi3ForCausalLM"],
+                "rope_scaling": {"rope_type": "longrope", "short_factor": [], "long_factor": []},
+            },
+            "rope scaling has 0 factors, and heads rotate 8 pairs",
         ),
         ({"rope_scaling": "linear"}, "wrong type"),
         ({"head_dim": 7}, "head_dim=7 is odd"),
