@@ -64,8 +64,7 @@ class ToolCall(Fields):
             arguments = self.function.arguments
         if is_nested_deeply(arguments):
             arguments = self.function.arguments
-        called = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": "function", "function": called}
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
 def _check_choice(value: Any, info: ValidationInfo) -> str:

@@ -67,6 +67,7 @@ class Engine:
         # Sequences that wait for their grammar, with the replica that was asked for.
         self._compiling: dict[Request, tuple[Future[Any], int | None]] = {}
         self._pending: list[Output] = []  # of requests that ended between steps
+        self._begun_s: float | None = None  # when the first step since the last one with results began
 
     def add(self, message: AddRequest, replica: int | None = None) -> None:
         """Queue a sequence for the next step; one that cannot run gets its error then. ``replica``: None: the engine chooses."""
@@ -112,14 +113,16 @@ class Engine:
         """Run one forward pass, if a sequence needs one, and return the outputs."""
         self._admit_compiled()
         outputs, self._pending = self._pending, []
-        start_s, step = self._clock(), self._pipeline.next()
+        start_s, step = self._begun_s or self._clock(), self._pipeline.next()
         if step is None and self._compiling and not outputs:
             wait([future for future, _ in self._compiling.values()], _COMPILE_WAIT_S, FIRST_COMPLETED)
         if step is not None:
             new, scored, broken = self._pipeline.collect(step)
-            if self._drafter is not None:
-                self._drafter.time(step.chunks, self._clock() - start_s)
-            outputs += self._progress(step.chunks)
+            chunks = list(step.chunks)
+            self._begun_s = None if chunks else start_s  # rows that only pass a stage have no result
+            if self._drafter is not None and chunks:
+                self._drafter.time(chunks, self._clock() - start_s)
+            outputs += self._progress(chunks)
             outputs += [self._end(request, "error", _NOT_FINITE) for request in broken]
             for request in scored:
                 self._counters.num_prompt_tokens += request.num_prompt_tokens
@@ -210,6 +213,7 @@ class Engine:
 
     def _forget(self, request: Request, *, spoiled: bool = False) -> None:
         del self._requests[request.id]
+        self._begun_s = None
         if request.adapter:
             self.adapters.end(request.adapter)
         if self._compiling.pop(request, None) is not None:

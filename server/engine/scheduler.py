@@ -192,8 +192,7 @@ class Scheduler:
         num_blocks = (len(request.blocks) + num_free) // self._limits.groups.num
         free_slots = num_blocks * self._limits.block_size - num_tokens
         # The last token of an answer is chosen, not computed.
-        wanted = request.params.max_tokens - request.num_output_tokens - 1
-        room = min(step.room_for_draft(request), free_slots, wanted)
+        room = min(step.room_for_draft(request), free_slots, request.params.max_tokens - request.num_output_tokens - 1)
         draft = drafter.draft(request, room, self.step_tokens - step.budget, len(step.tokens))
         if draft and sequences.grow(request, 1 + len(draft)):
             step.take_draft(request, draft)
