@@ -40,15 +40,10 @@ def copy_runs(target_NX: Tensor, source_MX: Tensor, runs_R3: Tensor) -> None:
 
 
 def _check_runs(runs_R3: Tensor, num_source_rows: int, num_target_rows: int) -> None:
-    if available():
-        wrong = lib.tw_check_runs(runs_R3.data_ptr(), len(runs_R3), num_source_rows, num_target_rows)
-    else:
-        source_R, target_R, count_R = runs_R3.unbind(1)
-        inside_R = (
-            (runs_R3 >= 0).all(1) & (source_R <= num_source_rows - count_R) & (target_R <= num_target_rows - count_R)
-        )
-        wrong = -1 if bool(inside_R.all()) else int(inside_R.logical_not().int().argmax())
-    if wrong >= 0:
+    source_R, target_R, count_R = runs_R3.unbind(1)
+    inside_R = (runs_R3 >= 0).all(1) & (source_R <= num_source_rows - count_R) & (target_R <= num_target_rows - count_R)
+    if not inside_R.all():
+        wrong = int(inside_R.logical_not().int().argmax())
         raise ValueError(
             f"run {wrong} is {runs_R3[wrong].tolist()} (source, target, count); "
             f"there are {num_source_rows} rows to copy from and {num_target_rows} to copy to"

@@ -4,6 +4,7 @@ The build hook of the package runs this while installing, without Tightwire's de
 sources of a checkout are newer than its library. Standard library only.
 """
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -26,6 +27,10 @@ LEVELS = {
         "v3": (["-march=x86-64-v3"], {"avx2", "fma", "f16c"}),
         "v4": (["-march=x86-64-v4"], {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
         "v4-bf16": (["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"], {"avx512_bf16", "avx512_vnni"}),
+        "v4-amx": (
+            ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"],
+            {"amx_tile", "amx_bf16"},
+        ),
     },
     "aarch64": {"neon": (["-march=armv8.2-a+fp16"], set())},
 }
@@ -61,10 +66,15 @@ def usable_levels() -> list[str]:
     """The levels that this CPU can run, the best one last."""
     usable, flags = [], _cpu_flags()
     for level, (_, needed) in machine_levels().items():
-        if not needed <= flags:
+        if not needed <= flags or ("amx_tile" in needed and not _may_use_tiles()):
             break
         usable.append(level)
     return usable
+
+
+def _may_use_tiles() -> bool:
+    """Ask Linux for the registers of matrix units, which each process must (ARCH_REQ_XCOMP_PERM of XTILEDATA)."""
+    return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
 
 
 def _cpu_flags() -> set[str]:

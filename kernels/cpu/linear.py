@@ -23,53 +23,47 @@ from tightwire.kernels.spec.packed import Matrix, PackedMatrix, StackedMatrix, W
 # One thread multiplies with this many weights (with eight rows, or waiting for memory with fewer) in about 100 us.
 _WORK_PER_THREAD = 1 << 20
 
+_ROWS_AT_ONCE = 16  # an item of tw_prepare_rows
+
 # Bits of the kind of a packed format (native/linear/formats.h).
 _INT8, _INTERLEAVED = 32, 64
 
 
 def linear_cpu(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
     """``linear.linear`` for CPU tensors; see there."""
-    out_dtype, bias_dtype = out_dtype or x_TD.dtype, x_TD.dtype
+    out_dtype = out_dtype or x_TD.dtype
     check_linear(x_TD, weight_OD, bias_O)
     num_tokens, num_inputs = x_TD.shape
     num_outputs = weight_OD.shape[0]
     out_TO = torch.empty((num_tokens, num_outputs), dtype=out_dtype)
-    in_pairs = x_TD.dtype == torch.bfloat16 and has_pairs()
+    kind, in_pairs = NUMBER_KIND[x_TD.dtype], x_TD.dtype == torch.bfloat16 and has_pairs()
     weight, weight_stride, weight_kind = matrix_integers(weight_OD)
-    if weight_kind & _INT8:
-        x_TD = _quantize_rows(x_TD)
-    elif not in_pairs:
-        x_TD = x_TD.float()
+    x_stride = x_TD.stride(0) * x_TD.element_size()
+    given = (0, x_TD.data_ptr(), x_stride, num_tokens, num_inputs, kind, weight_kind)
+    rows = struct("tw_rows_args", given)
+    if num_bytes := lib.tw_prepared_bytes(rows):
+        prepared = torch.empty(num_bytes, dtype=torch.uint8)
+        rows.out, x_stride = prepared.data_ptr(), num_bytes // max(1, num_tokens)
+        run_on_rows("tw_prepare_rows", rows, -(-num_tokens // _ROWS_AT_ONCE), _ROWS_AT_ONCE * num_inputs)
     arguments = (
         out_TO.data_ptr(),
-        x_TD.data_ptr(),
+        rows.out or rows.x,
         weight,
         0 if bias_O is None else bias_O.data_ptr(),
-        x_TD.stride(0) * x_TD.element_size(),
+        x_stride,
         weight_stride,
         weight_kind,
         num_tokens,
         num_outputs,
         num_inputs,
         NUMBER_KIND[out_dtype],
-        NUMBER_KIND[bias_dtype],
+        kind,
         in_pairs,
     )
-    panel = lib.tw_panel()
+    panel = lib.tw_panel(num_outputs)
     max_threads = min(-(-num_outputs // panel), useful_threads(num_tokens, num_outputs * num_inputs))
     run_on_items("tw_linear", struct("tw_linear_args", arguments), num_outputs, panel, max_threads)
     return out_TO
-
-
-def _quantize_rows(x_TD: Tensor) -> Tensor:
-    """(T, bytes) uint8: the activations as integer products read them."""
-    num_tokens, num_inputs = x_TD.shape
-    num_groups = num_inputs // GROUP_ELEMS
-    out_TB = torch.empty(num_tokens, num_groups * lib.tw_activation_group_bytes(), dtype=torch.uint8)
-    stride = x_TD.stride(0) * x_TD.element_size()
-    arguments = (out_TB.data_ptr(), x_TD.data_ptr(), stride, NUMBER_KIND[x_TD.dtype], num_groups)
-    run_on_rows("tw_quantize_rows", struct("tw_quantize_args", arguments), num_tokens, num_inputs)
-    return out_TB
 
 
 def matrix_integers(weight_OD: Matrix) -> tuple[int, int, int]:

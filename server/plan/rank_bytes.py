@@ -6,7 +6,6 @@ from typing import Self
 
 import torch
 
-from tightwire.kernels.cpu.linear_widened import torch_has_matrix_units
 from tightwire.model.adapters.product import AdapterRoom, adapter_bytes
 from tightwire.model.cache.kv_cache import NUM_BUFFERS, layer_block_bytes
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -24,7 +23,6 @@ from tightwire.server.config.serve import EngineOptions
 # A process before its first tensor: interpreter and torch; with CUDA also the context and cuBLAS, on a CPU what choosing tokens
 # takes beside the logits (289 to 317 MiB in bench/RESULTS.md).
 _RUNTIME_BYTES = {"cpu": 300 << 20, "cuda": 1 << 30}
-_PRODUCTS_BYTES = 32 << 20  # compiled products for matrix units, of which `server/ranks/processes` lets 32 be kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,11 +167,10 @@ def _rank_bytes(
         of_stage = len(layers) * layer_block_bytes(model, part, BLOCK_SIZE, kv_dtype)
         adapted.append((stage_model(model, layers), part))
     adapters = [adapter_bytes(*each, inputs.adapters, inputs.elem_bytes) for each in adapted if inputs.adapters]
-    products = inputs.device == "cpu" and inputs.dtype == "bfloat16" and torch_has_matrix_units()
     return RankBytes(
         weights=num_weight_bytes,
         activations=_activation_bytes(inputs, shard, len(part.mlp_columns), max_parts, has_head=model.has_head),
-        runtime=_RUNTIME_BYTES[inputs.device] + products * _PRODUCTS_BYTES,
+        runtime=_RUNTIME_BYTES[inputs.device],
         block=CacheShape.of(model, options, bounded=inputs.stages is None).groups.num_layers * layer_block + of_stage,
         buffer=NUM_BUFFERS * layer_block if options.kv_offload else 0,
         adapters=sum(adapters),

@@ -31,8 +31,6 @@ WORKER = (sys.executable, "-m", f"{__package__}.worker")
 # The store resolves the names of clients, and warns where there is no DNS.
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-# How many compiled products oneDNN and torch keep, each about 1 MiB. By default 1024: one for each matrix and number of prompt rows.
-_PRODUCT_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
 class Ranks:
@@ -232,7 +230,6 @@ def _environment(num_local: int, interface: str) -> dict[str, str]:
     source = str(Path(tightwire.__file__).parent.parent)
     return {
         **dict.fromkeys(_THREAD_VARIABLES, threads),
-        **dict.fromkeys(_PRODUCT_CACHES, "32"),
         **os.environ,
         # Ranks run the parent's own code, even if it is not installed.
         "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")])),

@@ -6,8 +6,6 @@ import pytest
 import torch
 from helpers.kernels.packed_blocks import common_blocks
 
-from tightwire.kernels import linear as linear_module
-from tightwire.kernels.cpu import linear_widened
 from tightwire.kernels.linear import linear
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS, PackedFormat
 
@@ -89,8 +87,9 @@ def test_nan_in_one_row_stays_there() -> None:
     assert torch.equal(got[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
 
 
-def test_no_rows() -> None:
-    assert linear(torch.zeros(0, 8), torch.zeros(6, 8)).shape == (0, 6)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_rows(dtype: torch.dtype) -> None:
+    assert linear(torch.zeros(0, 8, dtype=dtype), torch.zeros(6, 8, dtype=dtype)).shape == (0, 6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -135,47 +134,3 @@ def test_arguments_that_do_not_match_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         linear(x, weight, bias)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_decode_rows", [0, 1, 17, 40])
-def test_rows_of_both_kinds_keep_their_bits_and_bounds(dtype: torch.dtype, num_decode_rows: int) -> None:
-    """What a row gets depends on its kind, single or in a block, and not on how many of either came with it."""
-    weight, bias = _random(320, 192, dtype=dtype), _random(320, dtype=dtype, seed=1)
-    x = _random(40, 192, dtype=dtype, seed=2)
-    singles, blocks = linear(x, weight, bias, num_decode_rows=40), linear(x, weight, bias, num_decode_rows=0)
-
-    got = linear(x, weight, bias, num_decode_rows=num_decode_rows)
-
-    assert torch.equal(got[:num_decode_rows], singles[:num_decode_rows])
-    assert torch.equal(got[num_decode_rows:], blocks[num_decode_rows:])
-    _assert_close(got, x, weight, bias)
-    assert torch.equal(linear(x[39:], weight, bias, num_decode_rows=0), blocks[39:])
-
-
-@pytest.mark.parametrize("has_units", [True, False])
-@pytest.mark.parametrize("independent", [True, False])
-def test_prefill_rows_do_not_depend_on_each_other_with_or_without_bfloat16_units(
-    monkeypatch: pytest.MonkeyPatch, has_units: bool, independent: bool
-) -> None:
-    monkeypatch.setattr(linear_module, "torch_has_bfloat16_products", lambda: has_units)
-    if not independent:
-        monkeypatch.setattr(linear_module, "rows_are_independent", lambda: False)
-    weight, bias = _random(320, 192, dtype=torch.bfloat16), _random(320, dtype=torch.bfloat16, seed=1)
-    x = _random(300, 192, dtype=torch.bfloat16, seed=2)
-    together = linear(x, weight, bias, num_decode_rows=0)
-    for first, last in ((0, 1), (1, 3), (3, 16), (16, 77), (77, 300)):
-        assert torch.equal(linear(x[first:last], weight, bias, num_decode_rows=0), together[first:last])
-    _assert_close(together, x, weight, bias)
-
-
-def test_independence_of_rows_is_tested_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    product = torch.nn.functional.linear
-    monkeypatch.setattr(linear_widened.F, "linear", lambda x, weight: product(x, weight) * (1 + len(x) / 1024))
-    assert not linear_widened._rows_are_independent.__wrapped__(1)
-
-
-def test_a_torch_without_onednn_has_no_bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    monkeypatch.setattr(torch.ops, "mkldnn", object())  # nothing to ask
-    assert not linear_widened.torch_has_bfloat16_products()

@@ -2,18 +2,15 @@
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from helpers.kernels.packed_blocks import common_blocks, each_format
 
-from tightwire.kernels import linear as linear_module
 from tightwire.kernels.cpu.library import has_pairs
 from tightwire.kernels.linear import linear
 from tightwire.kernels.packed import dequantize
 from tightwire.kernels.spec.gguf_blocks import Q4_1, Q6_K, PackedFormat
-from tightwire.kernels.spec.layer_ops import linear_reference
 from tightwire.kernels.spec.packed import PackedMatrix, quantize
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -74,49 +71,6 @@ def test_a_slice_of_rows_and_columns_is_read_without_a_copy() -> None:
         part = PackedMatrix(weight.blocks_OB[10:70, block_bytes : 4 * block_bytes], packed)
         x = _random(3, 3 * elems, seed=1)
         assert torch.equal(linear(x, part), linear(x, dequantize(weight, torch.float32)[10:70, elems : 4 * elems]))
-
-
-@pytest.mark.parametrize("units", ["matrix", "vector", "none"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_both_kinds_do_not_depend_on_each_other(
-    dtype: torch.dtype, units: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompt rows in bfloat16 go to torch where it has faster units, with the weights rounded, some outputs at a time."""
-    monkeypatch.setattr(linear_module, "torch_has_bfloat16_products", lambda: units != "none")
-    monkeypatch.setattr(linear_module, "torch_has_matrix_units", lambda: units == "matrix")
-    monkeypatch.setattr(linear_module, "_UNPACKED_ELEMS", 192 * 100)
-    weight, bias = quantize(_random(320, 192), Q4_1), _random(320, dtype=dtype, seed=1)
-    x = _random(40, 192, dtype=dtype, seed=2)
-    singles, blocks = linear(x, weight, bias), linear(x, weight, bias, num_decode_rows=0)
-
-    for num_decode_rows in (0, 1, 17, 40):
-        got = linear(x, weight, bias, num_decode_rows=num_decode_rows)
-        assert torch.equal(got[:num_decode_rows], singles[:num_decode_rows])
-        assert torch.equal(got[num_decode_rows:], blocks[num_decode_rows:])
-    for first, stop in ((0, 1), (1, 3), (3, 16), (39, 40)):
-        assert torch.equal(linear(x[first:stop], weight, bias, num_decode_rows=0), blocks[first:stop])
-    if dtype == torch.bfloat16 and (units == "matrix" or (units == "vector" and not has_pairs())):
-        assert torch.equal(blocks, linear_reference(x, weight, bias))
-    else:
-        assert torch.equal(blocks, singles)
-
-
-def test_torchs_product_of_unpacked_rows_takes_the_memory_of_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of 256 rows are large; a list of parts that is joined at the end would take them twice."""
-    monkeypatch.setattr(linear_module, "torch_has_bfloat16_products", lambda: True)
-    monkeypatch.setattr(linear_module, "torch_has_matrix_units", lambda: True)
-    monkeypatch.setattr(linear_module, "_UNPACKED_ELEMS", 1 << 20)
-    weight, x = quantize(_random(1 << 17, 64), Q4_1), _random(256, 64, dtype=torch.bfloat16)
-    linear(x, PackedMatrix(weight.blocks_OB[: 1 << 14], Q4_1), num_decode_rows=0, out_dtype=torch.float32)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-    before = _resident_bytes("VmRSS")
-    result = linear(x, weight, num_decode_rows=0, out_dtype=torch.float32)
-    result_bytes = result.numel() * 4
-    assert _resident_bytes("VmHWM") - before < 1.5 * result_bytes
-
-
-def _resident_bytes(kind: str) -> int:
-    return int(re.findall(rf"{kind}:\s*(\d+)", Path("/proc/self/status").read_text())[0]) << 10
 
 
 @pytest.mark.parametrize("num_inputs", [64, 1568, 14336])

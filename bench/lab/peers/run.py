@@ -27,7 +27,7 @@ from tightwire.bench.report.quiet import QUIET_SHARE, OthersWatch, describe_othe
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.bench.server_process import ServerFailedError, ServerProcess
 from tightwire.cache_folder import cache_folder
-from tightwire.kernels.cpu.linear_widened import torch_has_bfloat16_products
+from tightwire.kernels.cpu.library import has_pairs
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.tensors import expected_tensors
 from tightwire.model.open import open_checkpoint
@@ -249,7 +249,7 @@ def _make_setup(options: PeersOptions, hosts: EmulatedHosts | None) -> Setup:
         )
     peers = options.peers or cache_folder() / "peers"
     return Setup(
-        torch_dtype="bfloat16" if torch_has_bfloat16_products() else "float32",
+        torch_dtype="bfloat16" if has_pairs() else "float32",
         model=options.model,
         gguf=path,
         weights=(options.weights or peers / "weights" / path.stem).absolute(),

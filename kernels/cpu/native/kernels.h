@@ -63,7 +63,6 @@ typedef struct {
 TW_API void tw_swiglu(const void *swiglu_args, int64_t start, int64_t stop);
 
 // Copy runs of rows; `runs` is (R, 3) int64: first source row, first target row, number of rows.
-TW_API int64_t tw_check_runs(address runs, int64_t num_runs, int64_t num_source_rows, int64_t num_target_rows);
 TW_API void tw_copy_runs(address target, address source, address runs, int64_t num_runs, int64_t row_bytes);
 
 // One sortable int64 key for each row's best number (candidates of greedy sampling).
@@ -71,16 +70,24 @@ TW_API void tw_best_keys(address keys, address x, int64_t stride, int64_t num_ro
 
 // --- linear: matrix products ----------------------------------------------------------------------------------------
 
-// out (T, O) = x (T, D) @ weight (O, D)^T + bias. Items are outputs, drawn in panels of tw_panel(). `x` is bfloat16 if
-// `in_pairs`, else float32, or quantized rows if the weight's kind is an integer kind; `out` is of `kind`.
+// out (T, O) = x (T, D) @ weight (O, D)^T + bias. Items are outputs, drawn in panels of tw_panel(num_outputs). `x` holds rows of
+// tw_prepare_rows, which were bfloat16 if `in_pairs`; `out` is of `kind`.
 typedef struct {
     address out, x, weight, bias;
     int64_t x_stride, weight_stride, weight_kind, num_tokens, num_outputs, num_inputs, kind, bias_kind, in_pairs;
 } tw_linear_args;
 TW_API void tw_linear(const void *linear_args, int64_t start, int64_t stop);
-TW_API int64_t tw_panel(void);
+TW_API int64_t tw_panel(int64_t num_outputs);
 // Whether bfloat16 numbers are multiplied in pairs (AVX512-BF16).
 TW_API int64_t tw_has_pairs(void);
+// Rows of x of `kind` as tw_linear reads them: quantized for an integer kind of weights, in tiles for matrix units, else
+// widened; in tw_prepared_bytes(), which is 0 if x is read as it is. Items are sixteens of rows.
+typedef struct {
+    address out, x;
+    int64_t x_stride, num_rows, num_inputs, kind, weight_kind;
+} tw_rows_args;
+TW_API int64_t tw_prepared_bytes(const void *rows_args);
+TW_API void tw_prepare_rows(const void *rows_args, int64_t start, int64_t stop);
 
 // Packed rows to plain numbers of `out_kind`, contiguous in `out`: row i of `out` is row i of the `num_rows`, or row
 // indices[i] (int64).
@@ -89,16 +96,6 @@ typedef struct {
     int64_t out_kind, kind, row_stride, num_rows, num_groups;
 } tw_unpack_args;
 TW_API void tw_unpack(const void *unpack_args, int64_t start, int64_t stop);
-
-// --- linear: packed weights with activations in 8 bits --------------------------------------------------------------------
-
-// Rows of `kind` as groups of tw_activation_group_bytes(), which tw_linear multiplies with integer kinds of weights.
-typedef struct {
-    address out, x;
-    int64_t x_stride, kind, num_groups;
-} tw_quantize_args;
-TW_API void tw_quantize_rows(const void *quantize_args, int64_t start, int64_t stop);
-TW_API int64_t tw_activation_group_bytes(void);
 
 // Interleave sixteens of contiguous packed rows in place. Items are sixteens.
 typedef struct {

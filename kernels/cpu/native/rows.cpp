@@ -238,16 +238,6 @@ void tw_swiglu(const void *swiglu_args, int64_t start, int64_t stop) {
     with_kind(args.kind, [&](auto number) { swiglu_rows<decltype(number)>(args, start, stop); });
 }
 
-int64_t tw_check_runs(address runs, int64_t num_runs, int64_t num_source_rows, int64_t num_target_rows) {
-    const int64_t (*run)[3] = (const int64_t (*)[3])runs;
-    for (int64_t i = 0; i < num_runs; i++) {
-        const int64_t source = run[i][0], target = run[i][1], count = run[i][2];
-        if (source < 0 || target < 0 || count < 0) return i;
-        if (count > num_source_rows - source || count > num_target_rows - target) return i;
-    }
-    return -1;
-}
-
 void tw_copy_runs(address target, address source, address runs, int64_t num_runs, int64_t row_bytes) {
     const int64_t (*run)[3] = (const int64_t (*)[3])runs;
     for (int64_t i = 0; i < num_runs; i++)

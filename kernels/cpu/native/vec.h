@@ -35,18 +35,25 @@ typedef int32_t IntReg __attribute__((vector_size(4 * REG_LANES)));
 typedef uint32_t UintReg __attribute__((vector_size(4 * REG_LANES)));
 
 struct F32 {
-    FloatReg reg[REGS];
+    typedef FloatReg Reg;
+    Reg reg[REGS];
 };
 struct I32 {
-    IntReg reg[REGS];
+    typedef IntReg Reg;
+    Reg reg[REGS];
 };
 
-// `EACH(expression of i)` fills the registers of a vector `out` one by one.
-#define EACH(expression)             \
-    for (int i = 0; i < REGS; i++) { \
-        out.reg[i] = expression;     \
-    }                                \
-    return out
+// EACH(F32, f, (F32 a), expression of a.reg[i]): a function of vectors, register by register.
+#define EACH(Out, name, parameters, expression) \
+    INLINE Out name parameters {                \
+        Out out;                                \
+        for (int i = 0; i < REGS; i++) {        \
+            out.reg[i] = expression;            \
+        }                                       \
+        return out;                             \
+    }
+// An operator between the lanes of two vectors.
+#define LANEWISE(Out, op, In) EACH(Out, operator op, (In a, In b), (Out::Reg)(a.reg[i] op b.reg[i]))
 
 // --- memory ---------------------------------------------------------------------------------------------------------
 
@@ -81,30 +88,12 @@ INLINE void prefetch(const char *address) {
 
 // x - 0 is x to the bit, and no instruction; x + 0 would turn -0 into 0.
 INLINE FloatReg splat_reg(float value) { return value - FloatReg{}; }
-INLINE F32 splat(float value) {
-    F32 out;
-    EACH(splat_reg(value));
-}
-INLINE F32 operator+(F32 a, F32 b) {
-    F32 out;
-    EACH(a.reg[i] + b.reg[i]);
-}
-INLINE F32 operator-(F32 a, F32 b) {
-    F32 out;
-    EACH(a.reg[i] - b.reg[i]);
-}
-INLINE F32 operator*(F32 a, F32 b) {
-    F32 out;
-    EACH(a.reg[i] * b.reg[i]);
-}
-INLINE F32 operator-(F32 a) {
-    F32 out;
-    EACH(-a.reg[i]);
-}
-INLINE F32 operator/(F32 a, F32 b) {
-    F32 out;
-    EACH(a.reg[i] / b.reg[i]);
-}
+EACH(F32, splat, (float value), splat_reg(value))
+LANEWISE(F32, +, F32)
+LANEWISE(F32, -, F32)
+LANEWISE(F32, *, F32)
+EACH(F32, operator-, (F32 a), -a.reg[i])
+LANEWISE(F32, /, F32)
 
 INLINE FloatReg fma_reg(FloatReg a, FloatReg b, FloatReg c) {
 #if defined(__AVX512F__)
@@ -116,10 +105,7 @@ INLINE FloatReg fma_reg(FloatReg a, FloatReg b, FloatReg c) {
 #endif
 }
 // a * b + c, rounded once.
-INLINE F32 fma(F32 a, F32 b, F32 c) {
-    F32 out;
-    EACH(fma_reg(a.reg[i], b.reg[i], c.reg[i]));
-}
+EACH(F32, fma, (F32 a, F32 b, F32 c), fma_reg(a.reg[i], b.reg[i], c.reg[i]))
 // Where a lane of either is NaN, maximum and minimum give b's. By intrinsics: compilers compare and blend.
 #if defined(__AVX512F__)
 INLINE FloatReg max_reg(FloatReg a, FloatReg b) { return (FloatReg)_mm512_max_ps((__m512)a, (__m512)b); }
@@ -130,21 +116,12 @@ INLINE FloatReg max_reg(FloatReg a, FloatReg b) { return a > b ? a : b; }
 INLINE FloatReg min_reg(FloatReg a, FloatReg b) { return a < b ? a : b; }
 INLINE UintReg max_reg(UintReg a, UintReg b) { return a > b ? a : b; }
 #endif
-INLINE F32 maximum(F32 a, F32 b) {
-    F32 out;
-    EACH(max_reg(a.reg[i], b.reg[i]));
-}
-INLINE F32 minimum(F32 a, F32 b) {
-    F32 out;
-    EACH(min_reg(a.reg[i], b.reg[i]));
-}
+EACH(F32, maximum, (F32 a, F32 b), max_reg(a.reg[i], b.reg[i]))
+EACH(F32, minimum, (F32 a, F32 b), min_reg(a.reg[i], b.reg[i]))
 
 // --- integer lanes --------------------------------------------------------------------------------------------------
 
-INLINE I32 splat_int(int32_t value) {
-    I32 out;
-    EACH(IntReg{} + value);
-}
+EACH(I32, splat_int, (int32_t value), IntReg{} + value)
 INLINE I32 lane_numbers() {
     I32 out;
     int32_t numbers[LANES];
@@ -152,91 +129,34 @@ INLINE I32 lane_numbers() {
     memcpy(&out, numbers, sizeof out);
     return out;
 }
-INLINE I32 operator+(I32 a, I32 b) {  // wraps around
-    I32 out;
-    EACH((IntReg)((UintReg)a.reg[i] + (UintReg)b.reg[i]));
-}
-INLINE I32 operator-(I32 a, I32 b) {
-    I32 out;
-    EACH(a.reg[i] - b.reg[i]);
-}
-INLINE I32 operator*(I32 a, I32 b) {
-    I32 out;
-    EACH(a.reg[i] * b.reg[i]);
-}
-INLINE I32 operator&(I32 a, I32 b) {
-    I32 out;
-    EACH(a.reg[i] & b.reg[i]);
-}
-INLINE I32 operator|(I32 a, I32 b) {
-    I32 out;
-    EACH(a.reg[i] | b.reg[i]);
-}
+EACH(I32, operator+, (I32 a, I32 b), (IntReg)((UintReg)a.reg[i] + (UintReg)b.reg[i]))  // wraps around
+LANEWISE(I32, -, I32)
+LANEWISE(I32, *, I32)
+LANEWISE(I32, &, I32)
+LANEWISE(I32, |, I32)
 // Shifts by less than 32; right shifts fill with zeros.
-INLINE I32 shift_left(I32 a, I32 places) {
-    I32 out;
-    EACH(a.reg[i] << places.reg[i]);
-}
-INLINE I32 shift_right(I32 a, I32 places) {
-    I32 out;
-    EACH((IntReg)((UintReg)a.reg[i] >> (UintReg)places.reg[i]));
-}
+EACH(I32, shift_left, (I32 a, I32 places), a.reg[i] << places.reg[i])
+EACH(I32, shift_right, (I32 a, I32 places), (IntReg)((UintReg)a.reg[i] >> (UintReg)places.reg[i]))
 INLINE I32 shift_left(I32 a, int places) { return shift_left(a, splat_int(places)); }
 INLINE I32 shift_right(I32 a, int places) { return shift_right(a, splat_int(places)); }
 
-INLINE I32 bits_of(F32 value) {
-    I32 out;
-    EACH((IntReg)value.reg[i]);
-}
-INLINE F32 floats_of(I32 bits) {
-    F32 out;
-    EACH((FloatReg)bits.reg[i]);
-}
+EACH(I32, bits_of, (F32 value), (IntReg)value.reg[i])
+EACH(F32, floats_of, (I32 bits), (FloatReg)bits.reg[i])
 INLINE uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
 INLINE float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
-INLINE I32 maximum_unsigned(I32 a, I32 b) {
-    I32 out;
-    EACH((IntReg)max_reg((UintReg)a.reg[i], (UintReg)b.reg[i]));
-}
-INLINE F32 to_float(I32 value) {
-    F32 out;
-    EACH(__builtin_convertvector(value.reg[i], FloatReg));
-}
+EACH(I32, maximum_unsigned, (I32 a, I32 b), (IntReg)max_reg((UintReg)a.reg[i], (UintReg)b.reg[i]))
+EACH(F32, to_float, (I32 value), __builtin_convertvector(value.reg[i], FloatReg))
 
 // Lanes of a where the condition holds, of b elsewhere.
-INLINE F32 select(I32 condition, F32 a, F32 b) {
-    F32 out;
-    EACH(condition.reg[i] != 0 ? a.reg[i] : b.reg[i]);
-}
-INLINE I32 select(I32 condition, I32 a, I32 b) {
-    I32 out;
-    EACH(condition.reg[i] != 0 ? a.reg[i] : b.reg[i]);
-}
-INLINE I32 operator<(F32 a, F32 b) {
-    I32 out;
-    EACH((IntReg)(a.reg[i] < b.reg[i]));
-}
-INLINE I32 operator<=(F32 a, F32 b) {
-    I32 out;
-    EACH((IntReg)(a.reg[i] <= b.reg[i]));
-}
-INLINE I32 operator<(I32 a, I32 b) {
-    I32 out;
-    EACH((IntReg)(a.reg[i] < b.reg[i]));
-}
-INLINE I32 operator==(F32 a, F32 b) {
-    I32 out;
-    EACH((IntReg)(a.reg[i] == b.reg[i]));
-}
-INLINE I32 operator==(I32 a, I32 b) {
-    I32 out;
-    EACH((IntReg)(a.reg[i] == b.reg[i]));
-}
-INLINE I32 is_nan(F32 a) {
-    I32 out;
-    EACH((IntReg)(a.reg[i] != a.reg[i]));
-}
+EACH(F32, select, (I32 condition, F32 a, F32 b), condition.reg[i] != 0 ? a.reg[i] : b.reg[i])
+EACH(I32, select, (I32 condition, I32 a, I32 b), condition.reg[i] != 0 ? a.reg[i] : b.reg[i])
+LANEWISE(I32, <, F32)
+LANEWISE(I32, <=, F32)
+LANEWISE(I32, <, I32)
+LANEWISE(I32, ==, F32)
+LANEWISE(I32, ==, I32)
+EACH(I32, is_nan, (F32 a), (IntReg)(a.reg[i] != a.reg[i]))
 // Bit i is set where lane i of the condition holds.
 INLINE uint32_t mask_of(I32 condition) {
     uint32_t mask = 0;

@@ -70,11 +70,13 @@ static void run_linear() {
                                    0};
             tw_linear(&args, 0, OUTPUTS);
             report("linear", kind * 100 + tokens, out, bytes);
-            const int64_t groups = INPUTS / 32, group_bytes = tw_activation_group_bytes();
-            void *codes = filled((size_t)(tokens * groups * group_bytes), false);
-            tw_quantize_args quantize = {(address)codes, (address)x, 4 * INPUTS, 0, groups};
-            tw_quantize_rows(&quantize, 0, tokens);
-            args.x = (address)codes, args.x_stride = groups * group_bytes, args.weight_kind |= INT8;
+            args.weight_kind |= INT8;
+            tw_rows_args rows = {0, (address)x, 4 * INPUTS, tokens, INPUTS, 0, args.weight_kind};
+            const int64_t prepared_bytes = tw_prepared_bytes(&rows);
+            void *codes = filled((size_t)prepared_bytes, false);
+            rows.out = (address)codes;
+            tw_prepare_rows(&rows, 0, (tokens + 15) / 16);
+            args.x = (address)codes, args.x_stride = prepared_bytes / tokens;
             tw_linear(&args, 0, OUTPUTS);
             report("linear_int8", kind * 100 + tokens, out, bytes);
             free(x), free(out), free(codes);

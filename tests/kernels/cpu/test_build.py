@@ -14,6 +14,7 @@ from tightwire.kernels.cpu import build
 
 V3 = {"avx2", "fma", "f16c"}
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+BF16 = V4 | {"avx512_bf16", "avx512_vnni"}
 
 
 @pytest.mark.parametrize(
@@ -23,13 +24,22 @@ V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
         (V3, ["v3"]),
         (V3 | {"avx512_bf16", "avx512_vnni"}, ["v3"]),  # a virtual machine may hide the levels between
         (V4, ["v3", "v4"]),
-        (V4 | {"avx512_bf16", "avx512_vnni"}, ["v3", "v4", "v4-bf16"]),
+        (BF16, ["v3", "v4", "v4-bf16"]),
+        (BF16 | {"amx_tile", "amx_bf16"}, ["v3", "v4", "v4-bf16", "v4-amx"]),
     ],
 )
 def test_usable_levels_follow_the_cpu(flags: set[str], levels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(build, "_cpu_flags", lambda: flags)
+    monkeypatch.setattr(build, "_may_use_tiles", lambda: True)
     assert build.usable_levels() == levels
+
+
+def test_matrix_units_that_linux_does_not_grant_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build, "_cpu_flags", lambda: BF16 | {"amx_tile", "amx_bf16"})
+    monkeypatch.setattr(build, "_may_use_tiles", lambda: False)
+    assert build.usable_levels()[-1] == "v4-bf16"
 
 
 def test_an_unknown_architecture_has_no_levels(monkeypatch: pytest.MonkeyPatch) -> None:

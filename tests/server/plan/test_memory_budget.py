@@ -17,7 +17,6 @@ from tightwire.model.weights.formats import WeightFormats, choose_formats, weigh
 from tightwire.server.config.flags import make_config
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import EngineOptions
-from tightwire.server.plan import rank_bytes
 from tightwire.server.plan.memory_budget import MemoryBudget, NotEnoughMemoryError, make_budget
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool
 from tightwire.sizes import parse_bytes
@@ -238,19 +237,6 @@ def test_memory_below_the_runtime_is_refused_with_the_least_that_works(device: s
     budget(least / GIB, 2, device, **options)
     with pytest.raises(NotEnoughMemoryError):
         budget((least - ranks_of_a_pool * (2 << 20)) / GIB, 2, device, **options)
-
-
-def test_compiled_products_of_matrix_units_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    def runtimes(device: str) -> list[int]:
-        made = []
-        for has_units in (False, True):
-            monkeypatch.setattr(rank_bytes, "torch_has_matrix_units", lambda has_units=has_units: has_units)
-            made.append(budget(16, device=device).ranks[0].runtime)
-        return made
-
-    without, with_units = runtimes("cpu")
-    assert with_units - without == 32 << 20
-    assert len(set(runtimes("cuda"))) == 1
 
 
 def windowed(gib: float, model: LlamaConfig = WINDOWED, **options: Any) -> MemoryBudget:

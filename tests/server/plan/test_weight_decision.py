@@ -21,7 +21,6 @@ from tightwire.model.weights.residency import WeightSizes
 from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import EngineOptions, ModelOptions, ServeConfig
 from tightwire.server.config.weights import WeightOptions
-from tightwire.server.plan import rank_bytes
 from tightwire.server.plan.memory_budget import NotEnoughMemoryError
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool
 from tightwire.server.plan.weight_decision import Files, WeightDecision, as_prepared, decide_weights
@@ -29,12 +28,6 @@ from tightwire.server.plan.weight_decision import Files, WeightDecision, as_prep
 MODEL = RANDOM_SHAPES["llama-3.2-1b"]  # 16 layers, 2.3 GiB in bfloat16
 PLAIN = WeightFormats()
 GIB = 1 << 30
-
-
-@pytest.fixture(autouse=True)
-def no_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of these tests is that of a CPU without: their compiled products take 32 MiB more."""
-    monkeypatch.setattr(rank_bytes, "torch_has_matrix_units", lambda: False)
 
 
 def decide(

@@ -245,28 +245,16 @@ void multiply_panel(const tw_linear_args &args, int64_t first, int64_t num_outpu
 
 }  // namespace
 
-void tw_quantize_rows(const void *quantize_args, int64_t start, int64_t stop) {
-    const tw_quantize_args &args = *(const tw_quantize_args *)quantize_args;
-    with_kind(args.kind, [&](auto number) {
+int64_t quantized_bytes(int64_t depth) { return depth / GROUP * sizeof(ActivationGroup); }
+
+void quantize_rows(char *target, const char *x, int64_t x_stride, int64_t num_rows, int64_t depth, int64_t kind) {
+    with_kind(kind, [&](auto number) {
         using Number = decltype(number);
-        for (int64_t row = start; row < stop; row++) {
-            const char *source = (const char *)args.x + args.x_stride * row;
-            ActivationGroup *groups = (ActivationGroup *)args.out + args.num_groups * row;
-            for (int64_t group = 0; group < args.num_groups; group++)
-                quantize_group<Number>(groups + group, source + Number::size * GROUP * group);
-        }
+        ActivationGroup *group = (ActivationGroup *)target;
+        for (int64_t row = 0; row < num_rows; row++)
+            for (int64_t at = 0; at < depth; at += GROUP)
+                quantize_group<Number>(group++, x + x_stride * row + Number::size * at);
     });
-}
-
-int64_t tw_activation_group_bytes(void) { return sizeof(ActivationGroup); }
-
-const char *quantize_rows(const char *x, int64_t num_rows, int64_t depth, int64_t kind, int64_t *stride) {
-    const int64_t groups = depth / GROUP;
-    *stride = sizeof(ActivationGroup) * groups;
-    char *rows = (char *)thread_scratch(PREPARED_ROWS, *stride * num_rows / 4);
-    tw_quantize_args args = {(address)rows, (address)x, depth * size_of(kind), kind, groups};
-    tw_quantize_rows(&args, 0, num_rows);
-    return rows;
 }
 
 void multiply_int8(const tw_linear_args &args, int64_t start, int64_t stop) {

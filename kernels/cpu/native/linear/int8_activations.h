@@ -11,7 +11,7 @@ INLINE F32 load_bias(const tw_linear_args &args, int64_t first, int64_t count) {
     });
 }
 
-// tw_linear for an integer kind of weights (formats.h). `x` holds rows of tw_quantize_rows.
+// tw_linear for an integer kind of weights (formats.h). `x` holds rows of quantize_rows.
 void multiply_int8(const tw_linear_args &args, int64_t start, int64_t stop);
-// Contiguous rows of `kind` as tw_quantize_rows makes them, in scratch memory of this thread. Sets `stride`.
-const char *quantize_rows(const char *x, int64_t num_rows, int64_t depth, int64_t kind, int64_t *stride);
+int64_t quantized_bytes(int64_t depth);  // of a row
+void quantize_rows(char *target, const char *x, int64_t x_stride, int64_t num_rows, int64_t depth, int64_t kind);

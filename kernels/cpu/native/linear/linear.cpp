@@ -16,6 +16,7 @@
 
 #include "../parallel.h"
 #include "int8_activations.h"
+#include "matrix_units.h"
 #include "unpack.h"
 #include "tiles.h"
 
@@ -165,8 +166,9 @@ template <class Number>
 void widen_rows(char *target, int64_t target_stride, const char *source, int64_t source_stride, int64_t rows, int64_t depth) {
     for (int64_t row = 0; row < rows; row++)
         for (int64_t at = 0; at < depth; at += LANES)
-            store(target + target_stride * row + 4 * at,
-                  load_numbers<Number>(source + source_stride * row + Number::size * at, depth - at));
+            store_numbers<Float32>(target + target_stride * row + 4 * at,
+                                   load_numbers<Number>(source + source_stride * row + Number::size * at, depth - at),
+                                   depth - at);
 }
 
 // The sums of a panel of plain weights, a block after the other.
@@ -269,30 +271,114 @@ void multiply_outputs(const tw_linear_args &args, int64_t start, int64_t stop) {
     }
 }
 
+#if defined(__AMX_BF16__)
+// A column as a row of whole steps.
+void copy_column(char *target, const char *source, int64_t depth, int64_t kind) {
+    if (is_packed(kind))
+        return with_packed(kind, [&](auto format) { unpack_groups<decltype(format), true>(target, source, depth / GROUP); });
+    memset(target + (2 * depth & -64), 0, 64);
+    memcpy(target, source, 2 * depth);
+}
+
+// The outputs by matrix units; x lies in tiles. Columns are copied while those before are multiplied with few rows.
+void multiply_in_units(const tw_linear_args &args, int64_t start, int64_t stop) {
+    TileShapes shapes;
+    for (int tile = 0; tile < 8; tile++)
+        if (tile < 4 || tile > 5) shapes.row_bytes[tile] = tile_bytes(args.num_tokens) / LANES;
+    _tile_loadconfig(&shapes);
+    constexpr int64_t rows = 2 * LANES, columns = 2 * LANES;
+    const int64_t depth = args.num_inputs, steps = tile_steps(depth), kind = args.weight_kind, stride = 64 * steps + 64;
+    const int64_t x_bytes = tile_bytes(args.num_tokens);
+    const auto add = [&](const Block &block, int64_t token, int64_t begin, int64_t end) {
+        const char *x = (const char *)args.x + x_bytes * (steps * (token / LANES) + begin),
+                   *weights = block.weights + 64 * begin;
+        if (args.num_tokens - token > LANES)
+            add_products<2>(x, x_bytes, x_bytes * steps, weights, block.weight_stride, end - begin);
+        else
+            add_products<1>(x, x_bytes, x_bytes * steps, weights, block.weight_stride, end - begin);
+    };
+    alignas(64) float sums[rows * PANEL];
+    const auto take = [&](Block block, int64_t token, int64_t first) {
+        block.rows = least(rows, args.num_tokens - token);
+        take_cells(sums, block.rows);
+        zero_cells();
+        write_sums(args, block, token, first);
+    };
+    zero_cells();
+    Block before = {};
+    char *scratch = (char *)thread_scratch(WIDENED_WEIGHTS, 2 * columns * stride / 4);
+    for (int64_t first = start; first < stop; first += columns) {
+        const char *weights = (const char *)args.weight + args.weight_stride * first;
+        Block block = {(char *)sums, nullptr, weights, 0, args.weight_stride, 0, least(columns, stop - first), depth};
+        if (is_packed(kind) || block.columns < columns || depth % TILE_INPUTS) {
+            block.weights = scratch + (first - start) / columns % 2 * columns * stride, block.weight_stride = stride;
+            for (int64_t at = 0; at < block.columns; at++) {
+                copy_column((char *)block.weights + stride * at, weights + args.weight_stride * at, depth, kind);
+                if (before.depth) add(before, 0, steps * at / block.columns, steps * (at + 1) / block.columns);
+            }
+        } else if (before.depth) {
+            add(before, 0, 0, steps);
+        }
+        if (before.depth) take(before, 0, first - columns);
+        before = {};
+        if (args.num_tokens <= rows)
+            before = block;
+        else
+            for (int64_t token = 0; token < args.num_tokens; token += rows)
+                add(block, token, 0, steps), take(block, token, first);
+    }
+    if (before.depth) add(before, 0, 0, steps), take(before, 0, stop - before.columns);
+    _tile_release();
+}
+#endif
+
 }  // namespace
 
 void tw_linear(const void *linear_args, int64_t start, int64_t stop) {
     const tw_linear_args &args = *(const tw_linear_args *)linear_args;
     if (is_int8(args.weight_kind)) return multiply_int8(args, start, stop);
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+    if (args.in_pairs && args.num_tokens) return multiply_in_units(args, start, stop);
+#elif defined(__AVX512BF16__)
     if (args.in_pairs) return multiply_outputs<PairDot>(args, start, stop);
 #endif
     multiply_outputs<SingleDot<Float32>>(args, start, stop);
 }
 
-int64_t tw_panel(void) { return PANEL; }
+int64_t tw_panel(int64_t num_outputs) { return outputs_at_once(num_outputs); }
 
 int64_t tw_has_pairs(void) { return PAIRS; }
 
+int64_t tw_prepared_bytes(const void *rows_args) {
+    const tw_rows_args &args = *(const tw_rows_args *)rows_args;
+    if (is_int8(args.weight_kind)) return args.num_rows * quantized_bytes(args.num_inputs);
+    if (UNITS && args.kind == BFLOAT16) return tiled_bytes(args.num_rows, args.num_inputs);
+    return args.kind == FLOAT32 || (PAIRS && args.kind == BFLOAT16) ? 0 : 4 * args.num_rows * args.num_inputs;
+}
+
+void tw_prepare_rows(const void *rows_args, int64_t start, int64_t stop) {
+    const tw_rows_args &args = *(const tw_rows_args *)rows_args;
+    const int64_t row = LANES * start, rows = least(LANES * stop, args.num_rows) - row, depth = args.num_inputs,
+                  kind = args.kind;
+    const char *x = (const char *)args.x + args.x_stride * row;
+    char *out = (char *)args.out;
+    if (is_int8(args.weight_kind))
+        return quantize_rows(out + quantized_bytes(depth) * row, x, args.x_stride, rows, depth, kind);
+#if defined(__AMX_BF16__)
+    const int64_t bytes = tile_bytes(args.num_rows);
+    if (kind == BFLOAT16) return make_tiles(out + bytes * tile_steps(depth) * start, bytes, x, args.x_stride, rows, depth);
+#endif
+    with_kind(kind, [&](auto number) {
+        widen_rows<decltype(number)>(out + 4 * depth * row, 4 * depth, x, args.x_stride, rows, depth);
+    });
+}
+
 const char *prepare_rows(const char *x, int64_t num_rows, int64_t depth, int64_t kind, int64_t weight_kind, int64_t *stride) {
-    if (is_int8(weight_kind)) return quantize_rows(x, num_rows, depth, kind, stride);
-    if (kind == FLOAT32 || (PAIRS && kind == BFLOAT16)) {
-        *stride = depth * size_of(kind);
-        return x;
-    }
-    *stride = 4 * depth;
-    char *rows = (char *)thread_scratch(PREPARED_ROWS, num_rows * depth + LANES);
-    with_kind(kind,
-              [&](auto number) { widen_rows<decltype(number)>(rows, *stride, x, depth * size_of(kind), num_rows, depth); });
-    return rows;
+    tw_rows_args args = {0, (address)x, depth * size_of(kind), num_rows, depth, kind, weight_kind};
+    const int64_t bytes = tw_prepared_bytes(&args);
+    *stride = bytes ? bytes / num_rows : args.x_stride;
+    if (!bytes) return x;
+    args.out = (address)thread_scratch(PREPARED_ROWS, bytes / 4);
+    tw_prepare_rows(&args, 0, (num_rows + LANES - 1) / LANES);
+    return (const char *)args.out;
 }

@@ -57,6 +57,15 @@ struct Lanes<0, I...> {
         return __builtin_shufflevector(a, b, (I & HALF ? REG_LANES + I : I)...) +
                __builtin_shufflevector(a, b, (I & HALF ? REG_LANES + I - HALF : I + HALF)...);
     }
+    // The lanes of a and of b without HALF in their numbers, those of b HALF further on; and the others.
+    template <int HALF>
+    INLINE FloatReg low_halves(FloatReg a, FloatReg b) {
+        return __builtin_shufflevector(a, b, (I & HALF ? REG_LANES + I - HALF : I)...);
+    }
+    template <int HALF>
+    INLINE FloatReg high_halves(FloatReg a, FloatReg b) {
+        return __builtin_shufflevector(a, b, (I & HALF ? REG_LANES + I : I + HALF)...);
+    }
     static constexpr int reversed(int lane) {
         int out = 0;
         for (int bit = 1; bit < REG_LANES; bit *= 2) out = 2 * out + (lane & bit ? 1 : 0);
