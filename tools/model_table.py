@@ -40,7 +40,14 @@ _OF_MIXES = (
     (_MIXES, "test_partitioned_weights_give_the_bits_of_weights_of_ones_own", "partitioned"),
     (_MIXES, "test_adapters_answer_alike_on_resident_and_streamed_weights", "LoRA"),
 )  # fmt: skip
-_OF_IMPORTS = ((_IMPORTS, "test_other_projects_quantized_folders_answer_as_the_numbers_they_stand_for", "tokens"),)
+_OF_IMPORTS = (
+    (_IMPORTS, "test_other_projects_quantized_folders_answer_as_the_numbers_they_stand_for", "tokens"),
+    (
+        _IMPORTS,
+        "test_folders_rounded_again_answer_as_their_numbers_if_expanded_and_else_as_their_blocks",
+        "tokens with `--quantization none`; tokens of the Q8_0 blocks",
+    ),
+)
 _TABLES = {"FAMILIES": FAMILIES, "PACKED_FORMATS": PACKED_FORMATS}
 _Tests = Sequence[tuple[str, str, str]]
 
@@ -124,10 +131,11 @@ def _grouped(rows: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 def render() -> str:
     """Return the generated part of the page."""
     names = [each.names for each in FAMILIES]
-    mixes, imports = (parameters_of(*tests[0][:2]) for tests in (_OF_MIXES, _OF_IMPORTS))
+    mixes = parameters_of(*_OF_MIXES[0][:2])["mix"]
+    schemes = [scheme for file, test, _ in _OF_IMPORTS for scheme in parameters_of(file, test)["scheme"]]
     formats = [(kind, _shown(kind, "kind", _OF_TYPES)) for kind in PACKED_FORMATS]
-    formats += [(f"a mix as of {mix}", _shown(mix, "mix", _OF_MIXES)) for mix in mixes["mix"]]
-    formats += [(f"{scheme} folder", _shown(scheme, "scheme", _OF_IMPORTS)) for scheme in imports["scheme"]]
+    formats += [(f"a mix as of {mix}", _shown(mix, "mix", _OF_MIXES)) for mix in mixes]
+    formats += [(f"{scheme} folder", _shown(scheme, "scheme", _OF_IMPORTS)) for scheme in schemes]
     families = [
         (own.name, f"safetensors, GGUF ({own.gguf})", _shown(own.name, "family", _OF_FAMILIES)) for own in names
     ]

@@ -6,12 +6,19 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
+from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference
 from tightwire.model.checkpoint.tensors import expected_tensors
 from tightwire.model.open import Checkpoint
 
 
-def reference_of(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    """transformers' model of the numbers that the checkpoint's weights stand for."""
+def reference_of(
+    checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, *, of_blocks: bool = False
+) -> LlamaForCausalLM:
+    """transformers' model of the numbers that the checkpoint's weights stand for.
+
+    ``of_blocks``: those of the packed blocks that ranks keep, which are other numbers if the import rounds again.
+    """
     config, reader = checkpoint.config, checkpoint.reader()
     theirs = LlamaConfig(
         hidden_size=config.hidden_size,
@@ -30,7 +37,14 @@ def reference_of(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> 
     tensors: dict[str, Tensor] = {}
     for name, shape in expected_tensors(config):
         tensors[name] = torch.empty(shape, dtype=torch.float32)
-        reader.read_into(tensors[name], name, rows=range(len(tensors[name])))
+        rows = range(len(tensors[name]))
+        packed = PACKED_FORMATS.get(reader.stored_as(name)) if of_blocks else None
+        if packed is None:
+            reader.read_into(tensors[name], name, rows=rows)
+        else:
+            blocks = PackedMatrix(torch.empty(len(rows), packed.row_bytes(shape[1]), dtype=torch.uint8), packed)
+            reader.read_into(blocks, name, rows=rows)
+            tensors[name] = dequantize_reference(blocks, torch.float32)
     return LlamaForCausalLM.from_pretrained(None, config=theirs, state_dict=tensors, dtype=dtype).eval()
 
 

@@ -1,6 +1,7 @@
 """Every configuration variant against transformers, in seconds, on a seeded two-layer Llama."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,15 +57,27 @@ def test_packed_weights_answer_as_transformers_does_with_the_same_numbers(quant:
             assert continue_prompts(local.engine, _PROMPTS, max_tokens=_NUM_TOKENS) == wanted, f"tp={tp}"
 
 
-@pytest.mark.parametrize("scheme", ["awq", "gptq", "w4a16", "w8a8-int"])
+@pytest.mark.parametrize("scheme", ["awq", "gptq", "gptq-8", "w4a16", "w8a16", "w8a8-int"])
 def test_other_projects_quantized_folders_answer_as_the_numbers_they_stand_for(scheme: str, tmp_path: Path) -> None:
     make_quantized(tmp_path / "m", SCHEMES[scheme])
     checkpoint = open_checkpoint(str(tmp_path / "m"))
-    model = reference_of(checkpoint)
-    wanted = [greedy(model, prompt, _NUM_TOKENS) for prompt in _PROMPTS]
+    _assert_tokens_on_ranks(checkpoint, reference_of(checkpoint))
 
+
+@pytest.mark.parametrize("scheme", ["w8a8-fp8", "fp8-blocks", "gptq-act-order"])
+def test_folders_rounded_again_answer_as_their_numbers_if_expanded_and_else_as_their_blocks(
+    scheme: str, tmp_path: Path
+) -> None:
+    make_quantized(tmp_path / "m", SCHEMES[scheme])
+    checkpoint = open_checkpoint(str(tmp_path / "m"))
+    _assert_tokens_on_ranks(checkpoint, reference_of(checkpoint), quantization="none")
+    _assert_tokens_on_ranks(checkpoint, reference_of(checkpoint, of_blocks=True))
+
+
+def _assert_tokens_on_ranks(checkpoint: Checkpoint, model: LlamaForCausalLM, **options: Any) -> None:
+    wanted = [greedy(model, prompt, _NUM_TOKENS) for prompt in _PROMPTS]
     for tp in (1, 2, 3):
-        with local_engine(checkpoint, tp=tp, max_model_len=256, max_num_batched_tokens=64) as local:
+        with local_engine(checkpoint, tp=tp, max_model_len=256, max_num_batched_tokens=64, **options) as local:
             assert continue_prompts(local.engine, _PROMPTS, max_tokens=_NUM_TOKENS) == wanted, f"tp={tp}"
 
 
