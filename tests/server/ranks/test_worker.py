@@ -20,7 +20,7 @@ from tightwire.server.config.serve import ServeConfig
 from tightwire.server.ipc.channels import bind_receiver, connect_sender
 from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Record, Recorded, Stage
 from tightwire.server.plan.rank_setup import RankWork, RunPlan
-from tightwire.server.ranks.processes import Ranks, _environment
+from tightwire.server.ranks.processes import Ranks
 
 WORK = RankWork(
     location="some/model",
@@ -167,24 +167,3 @@ def test_a_rank_ends_when_its_input_does() -> None:
         assert process.stdin is not None
         process.stdin.close()
         wait_until(lambda: not is_alive(process.pid), 30)
-
-
-_MANY_SHAPES = """
-import re, torch
-from pathlib import Path
-def resident(): return int(re.findall(r"VmRSS:\\s*(\\d+)", Path("/proc/self/status").read_text())[0]) << 10
-torch.set_num_threads(1)
-x, weight = torch.ones(300, 512).bfloat16(), torch.ones(256, 512).bfloat16()
-torch.nn.functional.linear(x, weight)
-before = resident()
-for rows in range(2, 300):
-    torch.nn.functional.linear(x[:rows], weight)
-print(resident() - before)
-"""
-
-
-def test_products_of_many_numbers_of_rows_keep_little_memory() -> None:
-    """oneDNN compiles a product for each number of rows and keeps the last ones, by default 1024 of about 1 MiB."""
-    command = [sys.executable, "-c", _MANY_SHAPES]
-    output = subprocess.run(command, env=_environment(1, ""), capture_output=True, text=True, check=True).stdout
-    assert int(output) < 80 << 20
