@@ -57,6 +57,7 @@ class LlamaConfig:
     output_bias: bool = False  # on attention's output projection
     mlp_bias: bool = False  # on gate, up and down
     dtype: str = "bfloat16"  # of the checkpoint
+    packed_file: bool = field(default=False, compare=False, repr=False)  # it has blocks, and no dtype of its own
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     family: str = "Llama"  # an entry of ``families``, for names in files and messages
@@ -80,10 +81,7 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
-                "grouped-query attention needs equal groups"
-            )
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings rotate pairs")
         rope, num_pairs = self.rope_scaling, (self.rotary_dim or self.head_dim) // 2

@@ -64,6 +64,7 @@ def _config_from_gguf(file: GgufFile) -> LlamaConfig:
     return LlamaConfig(
         **fields,
         dtype=_DTYPES.get(query.kind.name if query else "", "bfloat16"),
+        packed_file=query is not None and query.kind.name not in (*_DTYPES, "BF16"),
         bos_token_id=next(iter(_token_ids(file, fields["vocab_size"], "bos_token_id")), None),
         eos_token_ids=tuple(dict.fromkeys(ids)),
     )

@@ -167,10 +167,11 @@ def choose_sum_dtype(options: ParallelOptions, device: str, dtype: str) -> str:
 
 
 def choose_dtype(options: ModelOptions, model: LlamaConfig, device: str) -> str:
-    if options.dtype == "float16" and model.dtype == "bfloat16":
+    # Packed numbers fit into float16, and CPU ranks add in float32; a sequence beyond its range ends with an error.
+    if options.dtype == "float16" and model.dtype == "bfloat16" and not (model.packed_file and device == "cpu"):
+        what = "sums of packed weights on CUDA need" if model.packed_file else "the checkpoint is in"
         raise ValueError(
-            "--dtype float16: the checkpoint is in bfloat16, which has a larger range than float16; "
-            "use --dtype bfloat16 or float32"
+            f"--dtype float16: {what} bfloat16, which has a larger range than float16; use --dtype bfloat16 or float32"
         )
     if options.dtype != "auto":
         return options.dtype

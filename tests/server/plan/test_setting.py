@@ -6,13 +6,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from helpers.model.tiny_gguf import make_tiny_gguf
 
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import NAMESPACES, USER_SPACE, plan_link
+from tightwire.model.open import open_checkpoint
 from tightwire.server.config.flags import make_config
 from tightwire.server.config.parallel import ParallelOptions
-from tightwire.server.config.serve import EngineOptions
+from tightwire.server.config.serve import EngineOptions, ModelOptions
 from tightwire.server.plan.setting import (
+    choose_dtype,
     choose_overlap,
     choose_plan_ahead,
     choose_sum_dtype,
@@ -86,3 +89,22 @@ def test_sockets_are_refused_between_gpus_and_a_bad_secret_early(tmp_path: Path)
     options = {"tp": 2, "device": "cpu", "comm_secret_file": f"{tmp_path}/secret"}
     with pytest.raises(ValueError, match="the shared secret in .* has 5 bytes and needs at least 16"):
         refuse_early(make_config(options))
+
+
+@pytest.mark.parametrize(
+    ("quant", "device", "message"),
+    [
+        ("F16", "cpu", ""),
+        ("Q8_0", "cpu", ""),
+        ("Q8_0", "cuda", "sums of packed weights on CUDA need bfloat16"),
+        ("BF16", "cpu", "the checkpoint is in bfloat16"),
+    ],
+)
+def test_float16_is_possible_for_files_within_its_range(quant: str, device: str, message: str, tmp_path: Path) -> None:
+    model = open_checkpoint(str(make_tiny_gguf(tmp_path / "m.gguf", quant))).config
+    options = ModelOptions(model="m", dtype="float16")
+    if not message:
+        assert choose_dtype(options, model, device) == "float16"
+        return
+    with pytest.raises(ValueError, match=f"--dtype float16: {message}"):
+        choose_dtype(options, model, device)

@@ -44,16 +44,19 @@ def test_logits_and_tokens_equal_transformers_on_one_rank_and_split(variant: str
                     assert worst <= 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("quant", ["Q8_0", "Q4_0", "Q4_1"])
-def test_packed_weights_answer_as_transformers_does_with_the_same_numbers(quant: str, tmp_path: Path) -> None:
-    """Greedy tokens in float32 are those of the weights that the blocks stand for, however many ranks hold them."""
+def test_packed_weights_answer_as_transformers_does_with_the_same_numbers(
+    quant: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Greedy tokens are those of the weights that the blocks stand for, however many ranks hold them."""
     path = make_tiny_gguf(tmp_path / "m.gguf", quant, head_dim=32)
     checkpoint = open_checkpoint(str(path))
     model = reference_of(checkpoint)
     wanted = [greedy(model, prompt, _NUM_TOKENS) for prompt in _PROMPTS]
 
     for tp in (1, 2, 3, 4):
-        with local_engine(checkpoint, tp=tp, max_model_len=256, max_num_batched_tokens=64) as local:
+        with local_engine(checkpoint, tp=tp, max_model_len=256, max_num_batched_tokens=64, dtype=dtype) as local:
             assert continue_prompts(local.engine, _PROMPTS, max_tokens=_NUM_TOKENS) == wanted, f"tp={tp}"
 
 
