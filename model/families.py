@@ -177,6 +177,7 @@ def family_named(name: str) -> Family:
 _FEATURES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("an encoder", ("Bert", "bert", "T5", "t5", "Encoder", "Bart"), ("is_encoder_decoder",)),
     ("images or sound", ("Conditional", "Vision", "VL", "vl", "Audio", "clip"), ("vision_config", "audio_config")),
+    ("layers of Granite 4 (a dense one's GGUF is served)", ("GraniteMoeHybrid", "granitemoehybrid"), ()),
     (
         "a mixture of experts",
         ("Moe", "MoE", "moe", "Mixtral", "mixtral", "Jamba"),
