@@ -73,14 +73,14 @@ def _config_from_gguf(file: GgufFile) -> LlamaConfig:
 def _family(file: GgufFile) -> Family:
     """Return the entry of the table. ModelError: there is none, with the feature that is missing."""
     arch = file.arch
-    feature = unsupported_feature(arch, lambda key: bool(file.own(key)))
     families = [family for family in FAMILIES if family.names.gguf == arch]
+    # Files of a dense Granite 4 keep the sizes of recurrent layers, of which they have none.
+    feature = unsupported_feature(arch, lambda key: bool(file.own(key)) and not (families and key.startswith("ssm.")))
     if feature or not families:
         raise ModelError(f"architecture {arch!r:.60}{feature} is not supported; supported families: {SUPPORTED}")
     # OLMo 3 has OLMo 2's architecture, and a window.
     with_window = [family for family in families if family.full_every > 1]
-    has_window = bool(file.own("attention.sliding_window"))
-    return with_window[0] if has_window and with_window else families[0]
+    return with_window[0] if with_window and file.own("attention.sliding_window") else families[0]
 
 
 def _windows(file: GgufFile, family: Family, num_layers: int) -> dict[str, Any]:

@@ -182,6 +182,10 @@ def test_other_architectures_and_kinds_are_refused(tmp_path: Path) -> None:
         config_from_gguf(metadata_only(path, "qwen3moe"))
     with pytest.raises(ModelError, match="with a mixture of experts"):
         config_from_gguf(metadata_only(path, llama__expert_count=8))
+    with pytest.raises(ModelError, match="'plamo2' with recurrent layers is not supported"):
+        config_from_gguf(metadata_only(path, "plamo2", plamo2__ssm__state_size=64))
+    with pytest.raises(ModelError, match=r"attention\.head_count is missing"):  # of a dense Granite 4, which is read
+        config_from_gguf(metadata_only(path, "granite", granite__ssm__state_size=128))
     with pytest.raises(ModelError, match=r"m\.gguf: states split\.count 3, and by its name it is one of 1"):
         metadata_only(path, split__count=3)
     with pytest.raises(ModelError, match=r"attention\.head_count is missing"):
