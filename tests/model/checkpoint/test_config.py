@@ -110,7 +110,7 @@ def test_dtype_under_both_names(key: str) -> None:
         ),
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM with a mixture of experts is not supported"),
         ({"architectures": ["XForCausalLM"], "num_experts": 8}, "XForCausalLM with a mixture of experts"),
-        ({"architectures": ["GraniteMoeHybridForCausalLM"]}, "layers of Granite 4 .a dense one's GGUF is served"),
+        ({"architectures": ["GraniteMoeHybridForCausalLM"]}, "layers of Granite 4 (a dense one's GGUF is served"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "with images or sound is not supported"),
         ({"architectures": ["FalconH1ForCausalLM"], "mamba_d_state": 16}, "with recurrent layers"),
         ({"architectures": ["Lfm2ForCausalLM"]}, "with recurrent layers"),
