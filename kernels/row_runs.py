@@ -31,20 +31,16 @@ def copy_runs(target_NX: Tensor, source_MX: Tensor, runs_R3: Tensor) -> None:
         raise ValueError("copy_runs needs contiguous tensors")
     if runs_R3.dtype != torch.int64 or runs_R3.dim() != 2 or runs_R3.shape[1] != 3:
         raise ValueError(f"copy_runs needs runs (R, 3) in int64, got {tuple(runs_R3.shape)} {runs_R3.dtype}")
-    _check_runs(runs_R3, len(source_MX), len(target_NX))
+    source_R, target_R, count_R = runs_R3.unbind(1)
+    inside_R = (runs_R3 >= 0).all(1) & (source_R <= len(source_MX) - count_R) & (target_R <= len(target_NX) - count_R)
+    if not inside_R.all():
+        wrong = int(inside_R.logical_not().int().argmax())
+        raise ValueError(
+            f"run {wrong} is {runs_R3[wrong].tolist()} (source, target, count); "
+            f"there are {len(source_MX)} rows to copy from and {len(target_NX)} to copy to"
+        )
     if target_NX.is_cuda or source_MX.is_cuda or not available():
         copy_runs_reference(target_NX, source_MX, runs_R3)
     elif len(runs_R3):
         row_bytes = source_MX[0].numel() * source_MX.element_size()
         lib.tw_copy_runs(target_NX.data_ptr(), source_MX.data_ptr(), runs_R3.data_ptr(), len(runs_R3), row_bytes)
-
-
-def _check_runs(runs_R3: Tensor, num_source_rows: int, num_target_rows: int) -> None:
-    source_R, target_R, count_R = runs_R3.unbind(1)
-    inside_R = (runs_R3 >= 0).all(1) & (source_R <= num_source_rows - count_R) & (target_R <= num_target_rows - count_R)
-    if not inside_R.all():
-        wrong = int(inside_R.logical_not().int().argmax())
-        raise ValueError(
-            f"run {wrong} is {runs_R3[wrong].tolist()} (source, target, count); "
-            f"there are {num_source_rows} rows to copy from and {num_target_rows} to copy to"
-        )

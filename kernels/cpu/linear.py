@@ -60,7 +60,7 @@ def linear_cpu(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype
         kind,
         in_pairs,
     )
-    panel = lib.tw_panel(num_outputs)
+    panel = lib.tw_panel()
     max_threads = min(-(-num_outputs // panel), useful_threads(num_tokens, num_outputs * num_inputs))
     run_on_items("tw_linear", struct("tw_linear_args", arguments), num_outputs, panel, max_threads)
     return out_TO

@@ -40,8 +40,7 @@ def add_adapters_cpu(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int
     num_items = num_runs * -(-native.most_width // _SHRINK_OUTPUTS)
     max_threads = min(num_items, useful_threads(num_rows, native.most_width * site.num_inputs))
     run_on_items("tw_adapter_shrink", arguments, num_items, 1, max_threads)
-    num_outputs = site.part_stops[-1]
-    panel = lib.tw_panel(num_outputs)
+    num_outputs, panel = site.part_stops[-1], lib.tw_panel()
     max_threads = min(-(-num_outputs // panel), useful_threads(num_rows, max(site.ranks) * num_outputs))
     run_on_items("tw_adapter_expand", arguments, num_outputs, panel, max_threads)
 

@@ -67,12 +67,6 @@ void multiply(const tw_decode_program &program, tw_phase *phase, Site site, int6
               int64_t num_inputs, address out, int64_t num_outputs, int64_t out_kind) {
     tw_linear_args args = {
         .out = out,
-        .x = 0,
-        .weight = 0,
-        .bias = 0,
-        .x_stride = 0,
-        .weight_stride = 0,
-        .weight_kind = 0,
         .num_tokens = program.num_rows,
         .num_outputs = num_outputs,
         .num_inputs = num_inputs,
@@ -91,8 +85,7 @@ void multiply(const tw_decode_program &program, tw_phase *phase, Site site, int6
         .out_kind = out_kind,
     };
     const int64_t num_shrinks = adapters.num_runs ? shrink_items(adapters) : 0;
-    const int64_t step = outputs_at_once(num_outputs);
-    const auto panels_of = [&](const tw_matrix_part &part) { return (part.num_outputs + step - 1) / step; };
+    const auto panels_of = [](const tw_matrix_part &part) { return (part.num_outputs + PANEL - 1) / PANEL; };
     int64_t num_panels = 0;
     for (int64_t i = 0; i < matrix.num_parts; i++) num_panels += panels_of(matrix.parts[i]);
     run_phase(phase, num_shrinks + num_panels, [&](int64_t item) {
@@ -108,7 +101,7 @@ void multiply(const tw_decode_program &program, tw_phase *phase, Site site, int6
         const tw_matrix_part *part = matrix.parts;
         int64_t panel = item - num_shrinks, first = 0;  // output of the part
         for (; panel >= panels_of(*part); part++) panel -= panels_of(*part), first += part->num_outputs;
-        const int64_t begin = step * panel, end = begin + step < part->num_outputs ? begin + step : part->num_outputs;
+        const int64_t begin = PANEL * panel, end = begin + PANEL < part->num_outputs ? begin + PANEL : part->num_outputs;
         const int64_t start = first + begin, stop = first + end;
         if (num_shrinks) prefetch_expand(adapters, start, stop);
         args.weight = part->data, args.weight_stride = part->stride, args.weight_kind = part->kind;

@@ -70,14 +70,14 @@ TW_API void tw_best_keys(address keys, address x, int64_t stride, int64_t num_ro
 
 // --- linear: matrix products ----------------------------------------------------------------------------------------
 
-// out (T, O) = x (T, D) @ weight (O, D)^T + bias. Items are outputs, drawn in panels of tw_panel(num_outputs). `x` holds rows of
+// out (T, O) = x (T, D) @ weight (O, D)^T + bias. Items are outputs, drawn in panels of tw_panel(). `x` holds rows of
 // tw_prepare_rows, which were bfloat16 if `in_pairs`; `out` is of `kind`.
 typedef struct {
     address out, x, weight, bias;
     int64_t x_stride, weight_stride, weight_kind, num_tokens, num_outputs, num_inputs, kind, bias_kind, in_pairs;
 } tw_linear_args;
 TW_API void tw_linear(const void *linear_args, int64_t start, int64_t stop);
-TW_API int64_t tw_panel(int64_t num_outputs);
+TW_API int64_t tw_panel(void);
 // Whether bfloat16 numbers are multiplied in pairs (AVX512-BF16).
 TW_API int64_t tw_has_pairs(void);
 // Rows of x of `kind` as tw_linear reads them: quantized for an integer kind of weights, in tiles for matrix units, else

@@ -9,9 +9,6 @@ namespace {
 
 constexpr int64_t PANEL_OUTPUTS = 64;  // that lie together in B
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 const tw_adapter &adapter_of(const tw_adapter_args &args, const tw_adapter_run &run) { return args.site->slots[run.slot]; }
 // The panel of B whose first output is `output`, of this layer; `output` may be the number of outputs: the end of B.
 const char *panel_of(const tw_adapter_args &args, const tw_adapter_run &run, int64_t output) {
@@ -32,10 +29,7 @@ void shrink(const tw_adapter_args &args, const tw_adapter_run &run, int64_t firs
     const char *x = (const char *)args.x + run.first_row * row_bytes;
     tw_linear_args product = {
         .out = (address)shrunk_rows(args, run),
-        .x = 0,
         .weight = adapter.a + args.layer * width * row_bytes,
-        .bias = 0,
-        .x_stride = 0,
         .weight_stride = row_bytes,
         .weight_kind = site.kind,
         .num_tokens = run.num_rows,

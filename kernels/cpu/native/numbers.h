@@ -6,6 +6,9 @@
 // (attention/int8_heads.h).
 enum Kind : int64_t { INT8_HEADS = -1, FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
 #if defined(__AVX512BF16__)
 constexpr bool PAIRS = true;  // bfloat16 is multiplied in pairs: AVX512-BF16
 #else

@@ -1,15 +1,6 @@
 // Products of packed weights with activations in 8 bits.
 #pragma once
-#include "../kernels.h"
-#include "../numbers.h"
-
-// The bias of up to sixteen outputs from `first` on; not called without a bias.
-INLINE F32 load_bias(const tw_linear_args &args, int64_t first, int64_t count) {
-    return with_kind(args.bias_kind, [&](auto number) {
-        using Number = decltype(number);
-        return load_numbers<Number>((const char *)args.bias + Number::size * first, count);
-    });
-}
+#include "linear.h"
 
 // tw_linear for an integer kind of weights (formats.h). `x` holds rows of quantize_rows.
 void multiply_int8(const tw_linear_args &args, int64_t start, int64_t stop);

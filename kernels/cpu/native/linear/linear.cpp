@@ -37,9 +37,6 @@ constexpr int64_t PART_ROW_BYTES = WIDE ? 600 << 10 : 1 << 22;  // of those rows
 constexpr int64_t MANY_ROWS = 60;                               // rows worth cutting columns into parts for
 constexpr int TILES_AHEAD = 2;                                  // how far ahead memory is asked for
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 // Rows of the next tile: as many as possible, but never so that a single row is left where two pairs would do.
 INLINE int64_t tile_rows(int64_t left) { return left >= TALL && (WIDE || left != 4) ? TALL : least(left, 2); }
 
@@ -210,7 +207,8 @@ Block widened(Block block, int64_t kind) {
         with_packed(kind, [&](auto format) {
             for (int64_t at = 0; at < block.columns; at++)
                 unpack_groups<decltype(format), Dot::b_bytes == 2>(
-                    target + stride * at, block.weights + block.weight_stride * at, block.depth / GROUP);
+                    target + stride * at, block.weights + block.weight_stride * at, block.depth / GROUP,
+                    block.weights + block.weight_stride * at + UNPACK_AHEAD);
         });
     else
         with_kind(kind, [&](auto number) {
@@ -225,21 +223,6 @@ int64_t rows_at_once(int64_t num_rows, int64_t limit) {
     const int64_t turns = (num_rows + limit - 1) / limit;
     if (turns < 2) return limit;
     return (num_rows + turns * TALL - 1) / (turns * TALL) * TALL;
-}
-
-// Rounds the sums of a block, whose first row and column are `token` and `first` of the product, and writes them.
-void write_sums(const tw_linear_args &args, const Block &block, int64_t token, int64_t first) {
-    with_kind(args.kind, [&](auto number) {
-        using Number = decltype(number);
-        for (int64_t row = 0; row < block.rows; row++)
-            for (int64_t at = 0; at < block.columns; at += LANES) {
-                const int64_t count = block.columns - at;
-                F32 value = load(block.sums + 4 * (row * PANEL + at));
-                if (args.bias) value = value + load_bias(args, first + at, count);
-                store_numbers<Number>((char *)args.out + Number::size * ((token + row) * args.num_outputs + first + at), value,
-                                      count);
-            }
-    });
 }
 
 template <class Dot>
@@ -266,71 +249,10 @@ void multiply_outputs(const tw_linear_args &args, int64_t start, int64_t stop) {
                 multiply_packed_row<Dot>(block, kind);
             else
                 multiply_plain<Dot>(block, kind);
-            write_sums(args, block, token, first);
+            write_sums(args, sums, block.rows, block.columns, token, first);
         }
     }
 }
-
-#if defined(__AMX_BF16__)
-// A column as a row of whole steps.
-void copy_column(char *target, const char *source, int64_t depth, int64_t kind) {
-    if (is_packed(kind))
-        return with_packed(kind, [&](auto format) { unpack_groups<decltype(format), true>(target, source, depth / GROUP); });
-    memset(target + (2 * depth & -64), 0, 64);
-    memcpy(target, source, 2 * depth);
-}
-
-// The outputs by matrix units; x lies in tiles. Columns are copied while those before are multiplied with few rows.
-void multiply_in_units(const tw_linear_args &args, int64_t start, int64_t stop) {
-    TileShapes shapes;
-    for (int tile = 0; tile < 8; tile++)
-        if (tile < 4 || tile > 5) shapes.row_bytes[tile] = tile_bytes(args.num_tokens) / LANES;
-    _tile_loadconfig(&shapes);
-    constexpr int64_t rows = 2 * LANES, columns = 2 * LANES;
-    const int64_t depth = args.num_inputs, steps = tile_steps(depth), kind = args.weight_kind, stride = 64 * steps + 64;
-    const int64_t x_bytes = tile_bytes(args.num_tokens);
-    const auto add = [&](const Block &block, int64_t token, int64_t begin, int64_t end) {
-        const char *x = (const char *)args.x + x_bytes * (steps * (token / LANES) + begin),
-                   *weights = block.weights + 64 * begin;
-        if (args.num_tokens - token > LANES)
-            add_products<2>(x, x_bytes, x_bytes * steps, weights, block.weight_stride, end - begin);
-        else
-            add_products<1>(x, x_bytes, x_bytes * steps, weights, block.weight_stride, end - begin);
-    };
-    alignas(64) float sums[rows * PANEL];
-    const auto take = [&](Block block, int64_t token, int64_t first) {
-        block.rows = least(rows, args.num_tokens - token);
-        take_cells(sums, block.rows);
-        zero_cells();
-        write_sums(args, block, token, first);
-    };
-    zero_cells();
-    Block before = {};
-    char *scratch = (char *)thread_scratch(WIDENED_WEIGHTS, 2 * columns * stride / 4);
-    for (int64_t first = start; first < stop; first += columns) {
-        const char *weights = (const char *)args.weight + args.weight_stride * first;
-        Block block = {(char *)sums, nullptr, weights, 0, args.weight_stride, 0, least(columns, stop - first), depth};
-        if (is_packed(kind) || block.columns < columns || depth % TILE_INPUTS) {
-            block.weights = scratch + (first - start) / columns % 2 * columns * stride, block.weight_stride = stride;
-            for (int64_t at = 0; at < block.columns; at++) {
-                copy_column((char *)block.weights + stride * at, weights + args.weight_stride * at, depth, kind);
-                if (before.depth) add(before, 0, steps * at / block.columns, steps * (at + 1) / block.columns);
-            }
-        } else if (before.depth) {
-            add(before, 0, 0, steps);
-        }
-        if (before.depth) take(before, 0, first - columns);
-        before = {};
-        if (args.num_tokens <= rows)
-            before = block;
-        else
-            for (int64_t token = 0; token < args.num_tokens; token += rows)
-                add(block, token, 0, steps), take(block, token, first);
-    }
-    if (before.depth) add(before, 0, 0, steps), take(before, 0, stop - before.columns);
-    _tile_release();
-}
-#endif
 
 }  // namespace
 
@@ -345,7 +267,7 @@ void tw_linear(const void *linear_args, int64_t start, int64_t stop) {
     multiply_outputs<SingleDot<Float32>>(args, start, stop);
 }
 
-int64_t tw_panel(int64_t num_outputs) { return outputs_at_once(num_outputs); }
+int64_t tw_panel(void) { return PANEL; }
 
 int64_t tw_has_pairs(void) { return PAIRS; }
 

@@ -3,16 +3,31 @@
 #include "../kernels.h"
 #include "../numbers.h"
 
-#if defined(__AMX_BF16__)
-constexpr bool UNITS = true;
-#else
-constexpr bool UNITS = false;
-#endif
-
+// Outputs that a thread takes at a time.
 constexpr int64_t PANEL = WIDE ? 64 : 32;
-// Outputs that a thread takes at a time. Matrix units end each run of outputs with a wait, so runs are longer where there are many.
-INLINE int64_t outputs_at_once(int64_t num_outputs) { return UNITS && num_outputs >= 32 * PANEL ? 2 * PANEL : PANEL; }
 
 // Rows of `kind`, contiguous, as tw_linear reads them: as they are, or widened to float32 or quantized in scratch memory of
 // this thread. Sets `stride` to the bytes from row to row.
 const char *prepare_rows(const char *x, int64_t num_rows, int64_t depth, int64_t kind, int64_t weight_kind, int64_t *stride);
+
+// The bias of up to sixteen outputs from `first` on; not called without a bias.
+INLINE F32 load_bias(const tw_linear_args &args, int64_t first, int64_t count) {
+    return with_kind(args.bias_kind, [&](auto number) {
+        using Number = decltype(number);
+        return load_numbers<Number>((const char *)args.bias + Number::size * first, count);
+    });
+}
+// Rounds sums (rows, PANEL), whose first row and column are `token` and `first` of the product, and writes them.
+INLINE void write_sums(const tw_linear_args &args, const float *sums, int64_t rows, int64_t columns, int64_t token,
+                       int64_t first) {
+    with_kind(args.kind, [&](auto number) {
+        using Number = decltype(number);
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t at = 0; at < columns; at += LANES) {
+                F32 value = load(sums + row * PANEL + at);
+                if (args.bias) value = value + load_bias(args, first + at, columns - at);
+                char *out = (char *)args.out + Number::size * ((token + row) * args.num_outputs + first + at);
+                store_numbers<Number>(out, value, columns - at);
+            }
+    });
+}

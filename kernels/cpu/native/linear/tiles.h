@@ -51,12 +51,6 @@ template <int NEXT, int... I>
 struct Lanes : Lanes<NEXT - 1, NEXT - 1, I...> {};
 template <int... I>
 struct Lanes<0, I...> {
-    // A lane and the one HALF further on, or before: those of a, or of b where HALF is in the lane's number.
-    template <int HALF>
-    INLINE FloatReg add_halves(FloatReg a, FloatReg b) {
-        return __builtin_shufflevector(a, b, (I & HALF ? REG_LANES + I : I)...) +
-               __builtin_shufflevector(a, b, (I & HALF ? REG_LANES + I - HALF : I + HALF)...);
-    }
     // The lanes of a and of b without HALF in their numbers, those of b HALF further on; and the others.
     template <int HALF>
     INLINE FloatReg low_halves(FloatReg a, FloatReg b) {
@@ -79,7 +73,8 @@ INLINE void fold_registers(FloatReg *values) {
     if constexpr (HALF > 0) {
         constexpr int LEFT = COUNT > 1 ? COUNT / 2 : 1;
         UNROLL for (int i = 0; i < LEFT; i++)
-            values[i] = Lanes<REG_LANES>::add_halves<HALF>(values[2 * i], values[COUNT > 1 ? 2 * i + 1 : 0]);
+            values[i] = Lanes<REG_LANES>::low_halves<HALF>(values[2 * i], values[COUNT > 1 ? 2 * i + 1 : 0]) +
+                        Lanes<REG_LANES>::high_halves<HALF>(values[2 * i], values[COUNT > 1 ? 2 * i + 1 : 0]);
         fold_registers<LEFT, HALF / 2>(values);
     }
 }

@@ -46,7 +46,7 @@ void tw_unpack(const void *unpack_args, int64_t start, int64_t stop) {
                 char *out = (char *)args.out + Number::size * GROUP * args.num_groups * row;
                 for (int64_t at = 0; at < num_blocks; at++, block += Format::num_bytes) {
                     char numbers[4 * GROUP * Format::num_groups];
-                    unpack_groups<Format, false>(numbers, block, Format::num_groups);
+                    unpack_groups<Format, false>(numbers, block, Format::num_groups, block + UNPACK_AHEAD);
                     for (int each = 0; each < GROUP * Format::num_groups; each += LANES, out += Number::size * LANES)
                         Number::store(out, load(numbers + 4 * each));
                 }
