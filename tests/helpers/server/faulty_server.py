@@ -33,7 +33,7 @@ def run_faulty(identity: RankIdentity, work: RankWork, reporter: Reporter) -> No
 
 
 def _fail_to_load() -> None:
-    def load(*_: object) -> None:
+    def load(*_: object, **__: object) -> None:
         raise OSError("the disk is on fire")
 
     rank._load = load  # type: ignore[assignment]

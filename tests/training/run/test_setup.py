@@ -57,10 +57,8 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path, override
 
 
 def test_an_invalid_shape_is_named_by_its_configuration_key(tmp_path: Path) -> None:
-    with pytest.raises(
-        ModelError, match="model.shape: num_attention_heads=3 is not a multiple of num_key_value_heads=2"
-    ):
-        config_of(make_config(tmp_path, "model.shape.num_attention_heads=3", "model.shape.num_key_value_heads=2").model)
+    with pytest.raises(ModelError, match="model.shape: hidden_size=32 is not a multiple of num_attention_heads=3"):
+        config_of(make_config(tmp_path, "model.shape.num_attention_heads=3").model)
 
 
 def test_nodes_come_from_the_launcher_or_the_configuration() -> None:
