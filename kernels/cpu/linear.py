@@ -4,7 +4,7 @@ The host of native/linear. torch's product reads the weights at half the memory'
 float32 it gives a row other bits when it is alone. Here an output's bits depend on its row of x and its row of weights only,
 not on the number of rows or threads.
 
-On CPUs with AVX512-BF16 bfloat16 numbers are multiplied as they are, in pairs; elsewhere they are widened to float32.
+On CPUs with AVX512-BF16 or AMX bfloat16 numbers are multiplied as they are, in pairs; elsewhere they are widened to float32.
 Packed weights give the bits of the same numbers in float32, or in bfloat16 where bfloat16 is multiplied in pairs; or those
 of ``packed_int8`` where their format says so.
 """

@@ -44,9 +44,9 @@ class JoinedRows:
     runs: Sequence[_Run]  # in the order of the whole matrix's rows
 
     def multiply(self, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Return ``linear`` with the whole matrix, for prefill rows. ``bias``: of the whole matrix."""
+        """Return ``linear`` with the whole matrix. ``bias``: of the whole matrix."""
         products = [
-            linear(x_TD, weight, None if bias_O is None else self._bias(bias_O, in_rest), num_decode_rows=0)
+            linear(x_TD, weight, None if bias_O is None else self._bias(bias_O, in_rest))
             for weight, in_rest in ((self.shard, False), (self.rest, True))
         ]
         return torch.cat([products[run.in_rest][:, run.rows] for run in self.runs], dim=1)
