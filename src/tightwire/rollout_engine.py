@@ -7,6 +7,7 @@ server do: all answer the prompts of all, and each plans the same steps, because
 """
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -58,6 +59,8 @@ from tightwire.training.data.prompts import PromptPacker
 from tightwire.training.ranks.control import Control
 from tightwire.training.start.grpo import Answer
 from tightwire.training.start.model import StartingModel, open_starting_model
+
+_log = logging.getLogger(__name__)
 
 _NUM_VERSIONS = 2
 _AT_ONCE = 64  # answers that a rank samples at a time
@@ -225,11 +228,15 @@ def _through_memory(group: Group) -> Group:
         return group
     if group.rank == 0 and why_unusable() is None:
         fd = make_segment(group.world_size)
-    host, path = control.gather((host_identity(), f"/proc/{os.getpid()}/fd/{fd}"))[0]
+    places = control.gather((host_identity(), f"/proc/{os.getpid()}/fd/{fd}"))
+    host, path = places[0]
     if group.rank and host == host_identity():
         with contextlib.suppress(OSError):  # there is none, or a sandbox hides it
             fd = os.open(path, os.O_RDWR)
     if any(each < 0 for each in control.gather(fd)):
+        if group.rank == 0 and {place for place, _ in places} == {host}:
+            why = why_unusable() or "a rank cannot open rank 0's memory in /proc"
+            _log.warning("ranks that answer together send their sums over sockets, which is slower: %s", why)
         return group
     return replace(group, transport=SharedMemoryTransport(fd, library))
 
