@@ -1,5 +1,6 @@
 """Collects the reports of ranks into cells: an AllReduce at a message size with its time, bytes, error and faults."""
 
+import math
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -76,8 +77,8 @@ class Cells:
             "algbw_bytes_per_s": first.size / seconds,
             "busbw_bytes_per_s": first.size / seconds * 2 * (self._world_size - 1) / self._world_size,
             "wire_bytes": wire_bytes,
-            "relative_error": first.relative_error,
-            "share_of_bound": first.share_of_bound,
+            "relative_error": math.sqrt(sum(o.squared_error for o in cell) / sum(o.squared_exact for o in cell)),
+            "share_of_bound": max(outcome.share_of_bound for outcome in cell),
             "speed_up_over_native": native_s / seconds if native_s else None,
             "computing_s": computing_s,
             "faults": find_faults(cell),
@@ -105,8 +106,7 @@ def _samples(cell: Sequence[Outcome]) -> list[float]:
 def find_faults(cell: Sequence[Outcome]) -> list[str]:
     """The ways in which the answers of an algorithm at a size are wrong, by rank; empty when they are right."""
     found: list[str] = []
-    share = cell[0].share_of_bound
-    if share is not None and share > 1:
+    if (share := max(outcome.share_of_bound for outcome in cell)) > 1:
         found.append(f"the largest error of an element is {share:.3g} times the algorithm's bound")
     if len({outcome.digest for outcome in cell}) > 1:
         digests = ", ".join(f"rank {rank} {outcome.digest[:8]}" for rank, outcome in enumerate(cell))

@@ -1,7 +1,8 @@
 """Checks and times AllReduces, on every rank of ``bench comm`` and ``tune``.
 
-Every call is checked: in the first of an algorithm at a size each element's error against the algorithm's bound (on rank 0),
-the ranks' digests against each other and counted bytes against the formula; each later call against the bits of the first.
+Every call is checked: in the first of an algorithm at a size each element's error against the algorithm's bound,
+the ranks' digests against each other and counted bytes against the formula; each later call against the digest of the first.
+Ranks make and check numbers in pieces, each rank every W-th piece, so that 1 GiB takes little memory and no rank waits long.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.group.group import Group
+from tightwire.comm.policy.routes import SizedAllReduce
 from tightwire.comm.protocols import AllReduce
 from tightwire.comm.transport.emulated import WeightlessTransport
 
@@ -22,6 +24,7 @@ _WARM_UP_ROUNDS = 2
 _MIN_ROUNDS = 3
 _COMPUTING_ROUNDS = 15
 _SIGN_OF_LIFE_S = 1.0
+_PIECE_ELEMS = 1 << 20  # whole groups of every codec, so that a piece's bound is that of the whole message
 _NOT_COMPUTABLE_ALONE = ("native", "hierarchical")  # torch.distributed's sum; one that uses groups of its own
 
 
@@ -41,15 +44,16 @@ class MeasurePlan:
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """One algorithm at one size on one rank. Errors, of the first answer, are None on all ranks but rank 0."""
+    """One algorithm at one size on one rank. Errors are those of the first answer's pieces that this rank checked."""
 
     size: int
     algorithm: str
     digest: str  # of the first answer
     wire_bytes: int
     formula_bytes: int
-    relative_error: float | None = None  # root of the squared error's sum over that of the exact sum's squares
-    share_of_bound: float | None = None  # the largest error of an element over its bound; above 1 is wrong
+    squared_error: float = 0.0  # the sum over elements
+    squared_exact: float = 0.0  # that of the exact sum
+    share_of_bound: float = 0.0  # the largest error of an element over its bound; above 1 is wrong
     seconds: list[float] = field(default_factory=list)
     changed: bool = False  # a later call gave other bits
     computing: list[float] = field(default_factory=list)  # seconds of each call without a wire
@@ -93,12 +97,11 @@ class _Size:
 
     def __init__(self, group: Group, plan: MeasurePlan, size: int) -> None:
         self._group, self._plan, self._size = group, plan, size
-        inputs = [_numbers(plan, size, rank).to(group.device) for rank in range(group.world_size)]
-        self._x = inputs[group.rank]
-        self._inputs = inputs if group.rank == 0 else []
-        # A sum in float64 rounds at 2**-53 of it, far below any algorithm's bound.
-        self._exact = sum(inputs[1:], inputs[0].double()) if group.rank == 0 else None
-        self._first: dict[str, Tensor] = {}
+        dtype: torch.dtype = getattr(torch, plan.dtype)
+        self._x = torch.empty(size // dtype.itemsize, dtype=dtype, device=group.device)
+        for first, piece in enumerate(self._x.split(_PIECE_ELEMS)):
+            piece.copy_(self._numbers(first, len(piece), group.rank))
+        self._first: dict[str, bytes] = {}
         # The same on all ranks: they must call the same algorithm at the same time.
         self._order = random.Random(f"{plan.seed}/{size}/order")
 
@@ -107,21 +110,33 @@ class _Size:
         sent_before = group.bytes_sent
         result = all_reduce(self._x)
         wire_bytes = group.bytes_sent - sent_before
-        self._first[name] = result.clone()
-        relative_error = share_of_bound = None
-        if self._exact is not None:
-            error = (result.double() - self._exact).abs()
-            relative_error = float(error.norm() / self._exact.norm())
-            share_of_bound = _share(error, all_reduce.max_error(self._inputs))
-        return Outcome(
+        self._first[name] = _digest(result)
+        outcome = Outcome(
             size=self._size,
             algorithm=name,
-            digest=hashlib.blake2b(_bits(result).cpu().numpy().data, digest_size=16).hexdigest(),
+            digest=self._first[name].hex(),
             wire_bytes=wire_bytes,
             formula_bytes=all_reduce.wire_bytes(self._x.numel(), self._x.element_size()),
-            relative_error=relative_error,
-            share_of_bound=share_of_bound,
         )
+        bounded = all_reduce.choose(self._size) if isinstance(all_reduce, SizedAllReduce) else all_reduce
+        pieces = result.split(_PIECE_ELEMS)
+        for number in range(group.rank, len(pieces), group.world_size):
+            self._check_piece(outcome, number, pieces[number], bounded)
+        return outcome
+
+    def _check_piece(self, outcome: Outcome, number: int, result: Tensor, all_reduce: AllReduce) -> None:
+        inputs = [self._numbers(number, len(result), rank) for rank in range(self._group.world_size)]
+        # A sum in float64 rounds at 2**-53 of it, far below any algorithm's bound.
+        exact = sum(inputs[1:], inputs[0].double())
+        error = (result.double() - exact).abs()
+        outcome.squared_error += float(error.square().sum())
+        outcome.squared_exact += float(exact.square().sum())
+        outcome.share_of_bound = max(outcome.share_of_bound, _share(error, all_reduce.max_error(inputs)))
+
+    def _numbers(self, piece: int, num_elems: int, rank: int) -> Tensor:
+        """Normal numbers of unit variance, which every rank can make for every other."""
+        source = torch.Generator().manual_seed(((self._plan.seed * 1_000_003 + self._size) * 64 + rank) * 1024 + piece)
+        return torch.randn(num_elems, generator=source).to(self._x.dtype).to(self._group.device)
 
     def agree_on_rounds(self, seconds_per_round: float) -> int:
         """Rank 0 decides how many rounds fit into the time."""
@@ -140,19 +155,12 @@ class _Size:
             result = arms[name](self._x)
             self._synchronize()
             taken = time.perf_counter() - start
-            found[name] = taken, torch.equal(_bits(result), _bits(self._first[name]))
+            found[name] = taken, _digest(result) == self._first[name]
         return found
 
     def _synchronize(self) -> None:
         if self._group.device.type == "cuda":
             torch.cuda.synchronize(self._group.device)
-
-
-def _numbers(plan: MeasurePlan, size: int, rank: int) -> Tensor:
-    """Normal numbers of unit variance, which every rank can make for every other."""
-    dtype: torch.dtype = getattr(torch, plan.dtype)
-    source = torch.Generator().manual_seed((plan.seed * 1_000_003 + size) * 64 + rank)
-    return torch.randn(size // dtype.itemsize, generator=source).to(dtype)
 
 
 def _share(error: Tensor, bound: Tensor) -> float:
@@ -161,5 +169,5 @@ def _share(error: Tensor, bound: Tensor) -> float:
     return float("inf") if bool(shares.isnan().any()) else float(shares.max())
 
 
-def _bits(x: Tensor) -> Tensor:
-    return x.view(torch.uint8)
+def _digest(x: Tensor) -> bytes:
+    return hashlib.blake2b(x.view(torch.uint8).cpu().numpy().data, digest_size=16).digest()

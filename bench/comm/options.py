@@ -15,7 +15,7 @@ from tightwire.option import option
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _DEFAULT_SIZES = tuple(8192 * 4**power for power in range(6))  # 8 KiB to 8 MiB
-_MAX_SIZE = 1 << 30  # every rank holds a message, its result and the exact sum in float64
+_MAX_SIZE = 1 << 30  # every rank holds a message, its result and what the algorithm needs
 _MAX_RANKS = 64
 
 

@@ -215,7 +215,7 @@ def test_an_algorithm_with_a_wrong_answer_is_recorded_as_wrong() -> None:
             digest="d",
             wire_bytes=64,
             formula_bytes=64,
-            relative_error=0.0,
+            squared_exact=1.0,
             share_of_bound=share,
             seconds=[1e-6] * 3,
         )

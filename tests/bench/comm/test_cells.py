@@ -4,10 +4,10 @@ from tightwire.bench.comm.cells import Cells, find_faults
 from tightwire.bench.comm.measure import Outcome
 
 
-def _outcome(name: str, seconds: list[float], *, error: float | None = None, digest: str = "d") -> Outcome:
+def _outcome(name: str, seconds: list[float], *, error: float = 0.0, digest: str = "d") -> Outcome:
     return Outcome(
-        size=3000, algorithm=name, digest=digest, wire_bytes=4000, formula_bytes=4000, relative_error=error,
-        share_of_bound=None if error is None else 0.5, seconds=seconds,
+        size=3000, algorithm=name, digest=digest, wire_bytes=4000, formula_bytes=4000, squared_error=error**2,
+        squared_exact=1.0, share_of_bound=0.5, seconds=seconds,
     )  # fmt: skip
 
 
@@ -25,7 +25,7 @@ def test_a_call_takes_as_long_as_its_slowest_rank() -> None:
     assert (native["seconds"]["p50"], native["seconds"]["n"]) == (3.0, 3)
     assert native["algbw_bytes_per_s"] == pytest.approx(1000)
     assert native["busbw_bytes_per_s"] == pytest.approx(1000 * 4 / 3)  # 2 (N-1)/N with three ranks
-    assert (native["relative_error"], native["wire_bytes"]) == (0.1, 4000)
+    assert (native["relative_error"], native["wire_bytes"]) == (pytest.approx(0.1 / 3**0.5), 4000)  # of three pieces
     assert ring["speed_up_over_native"] == pytest.approx(3.0)
     assert cells.faults() == []
 
