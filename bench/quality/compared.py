@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tightwire.bench.quality.compared_formats import AmdFormat, uniform
+from tightwire.bench.quality.compared_formats import AMD_SCALE_BITS, amd, uniform
 from tightwire.bench.quality.options import SPEC, is_compared
 from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.codec.codec import Feedback
@@ -38,14 +38,10 @@ def compared(name: str) -> Compared:
     kind, bits, *rows = name.removeprefix(SPEC).replace("-int", "-").split("-")
     if kind == "uniform":
         return Compared(lambda x: uniform(x, int(bits)), int(bits), row_bits=16)
-    fmt = AmdFormat(int(bits))
-
-    def through(x: Tensor) -> Tensor:
-        return fmt.decode(fmt.encode(x.reshape(-1)), x.numel()).view(x.shape)
-
+    number_bits = int(bits) + AMD_SCALE_BITS
     if not rows:
-        return Compared(through, fmt.bits_per_number)
-    return Compared(lambda x: _in_range(x.float(), through), fmt.bits_per_number, row_bits=8)
+        return Compared(lambda x: amd(x, int(bits)), number_bits)
+    return Compared(lambda x: _in_range(x.float(), lambda y: amd(y, int(bits))), number_bits, row_bits=8)
 
 
 def _in_range(x_TD: Tensor, through: Callable[[Tensor], Tensor]) -> Tensor:
