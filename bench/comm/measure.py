@@ -8,7 +8,7 @@ Ranks make and check numbers in pieces, each rank every W-th piece, so that 1 Gi
 import hashlib
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -72,8 +72,7 @@ def measure(group: Group, plan: MeasurePlan) -> Iterator[list[Outcome] | None]:
         bench = _Size(group, plan, size)
         outcomes = {}
         for name, all_reduce in arms.items():
-            outcomes[name] = bench.check(name, all_reduce)
-            yield None
+            outcomes[name] = yield from bench.check(name, all_reduce)
         start = time.perf_counter()
         for _ in range(_WARM_UP_ROUNDS):
             bench.round(arms)
@@ -105,7 +104,7 @@ class _Size:
         # The same on all ranks: they must call the same algorithm at the same time.
         self._order = random.Random(f"{plan.seed}/{size}/order")
 
-    def check(self, name: str, all_reduce: AllReduce) -> Outcome:
+    def check(self, name: str, all_reduce: AllReduce) -> Generator[None, None, Outcome]:
         group = self._group
         sent_before = group.bytes_sent
         result = all_reduce(self._x)
@@ -122,6 +121,7 @@ class _Size:
         pieces = result.split(_PIECE_ELEMS)
         for number in range(group.rank, len(pieces), group.world_size):
             self._check_piece(outcome, number, pieces[number], bounded)
+            yield
         return outcome
 
     def _check_piece(self, outcome: Outcome, number: int, result: Tensor, all_reduce: AllReduce) -> None:
