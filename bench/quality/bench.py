@@ -83,7 +83,7 @@ class QualityBench(Bench[QualityOptions]):
         budget = self.options.budget
         if budget is None or self._setting is None:
             return None
-        arms = (arm for arm in self._arms(self._setting) if not is_compared(arm.name))
+        arms = (arm for arm in self._arms(self._setting) if not is_compared(arm.name) and "@" not in arm.name)
         served = {arm.name for arm in arms if arm.weights == PLAIN_WEIGHTS and arm.kv_dtype is None}
         if not (rows := [row for row in self.cells() if row["algorithm"] in served]):
             return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tightwire.bench.quality.compared_formats import AMD_SCALE_BITS, amd, uniform
+from tightwire.bench.quality.compared_formats import AMD_SCALE_BITS, affine, amd, uniform
 from tightwire.bench.quality.options import SPEC, is_compared
 from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.codec.codec import Feedback
@@ -31,13 +31,15 @@ class Compared:
 
 
 def compared(name: str) -> Compared:
-    """The format of ``spec:amd-intB``, ``spec:amd-intB-rows`` or ``spec:uniform-intB``; ``options.is_compared`` checks names.
+    """The format of ``spec:amd-intB``, ``spec:amd-intB-rows``, ``spec:uniform-intB`` or ``spec:affine-intB``; ``options.is_compared`` checks names.
 
     ``-rows``: each row is first multiplied by a power of two, so that its largest size is in AMD's range of scales.
     """
     kind, bits, *rows = name.removeprefix(SPEC).replace("-int", "-").split("-")
     if kind == "uniform":
         return Compared(lambda x: uniform(x, int(bits)), int(bits), row_bits=16)
+    if kind == "affine":
+        return Compared(lambda x: affine(x, int(bits)), int(bits), row_bits=32)
     number_bits = int(bits) + AMD_SCALE_BITS
     if not rows:
         return Compared(lambda x: amd(x, int(bits)), number_bits)

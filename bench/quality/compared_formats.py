@@ -1,4 +1,4 @@
-"""Formats of other projects, in torch, to compare our codecs with: AMD's INT6 and INT4, and uniform quantization.
+"""Formats of other projects, in torch, to compare our codecs with: AMD's INT6 and INT4, and quantization by rows.
 
 No server sends them, so they have no bytes: a function gives the numbers that a receiver would have. AMD's formats are those
 of QuickReduce in FlyDSL (ROCm/aiter, quick_allreduce_codec). Here the arithmetic is float32, and there float16, so that a
@@ -55,3 +55,13 @@ def uniform(x_RE: Tensor, bits: int) -> Tensor:
     scale_R1 = (x_RE.abs().amax(1, keepdim=True) / top).clamp(min=2.0**-126)
     scale_R1 = (((scale_R1.view(torch.int32) + 0xFFFF) >> 16) << 16).view(torch.float32)
     return (x_RE / scale_R1).round().clamp(-top, top) * scale_R1
+
+
+def affine(x_RE: Tensor, bits: int) -> Tensor:
+    """The numbers of each row after asymmetric quantization, float32: 2^bits levels from the row's minimum to its maximum.
+
+    A row has a step and a minimum in bfloat16. So it takes ``bits`` a number and 32 a row.
+    """
+    low_R1, high_R1 = (end.unsqueeze(1).bfloat16().float() for end in x_RE.float().aminmax(dim=1))
+    step_R1 = ((high_R1 - low_R1) / (2**bits - 1)).clamp(min=2.0**-126).bfloat16().float()
+    return ((x_RE.float() - low_R1) / step_R1).round().clamp(0, 2**bits - 1) * step_R1 + low_R1

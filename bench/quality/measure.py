@@ -23,8 +23,9 @@ from torch import Tensor
 
 from tightwire.bench.quality.compared import make_any
 from tightwire.bench.quality.items import ROW_TOKENS, TaskItem, batches, judge
+from tightwire.bench.quality.options import LOSSY_SITES
 from tightwire.bench.quality.ranks import ThreadRanks
-from tightwire.bench.quality.setting import EXACT, LOSSY_SITES, Arm, Setting, exact_arm, places
+from tightwire.bench.quality.setting import EXACT, Arm, Setting, exact_arm, places
 from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import Routes, make_candidates
@@ -193,7 +194,9 @@ def measure_arms(
         states: dict[str, Tensor] = {}
         for number, name in enumerate([EXACT, *(arm.name for arm in arms)]):
             show(name)
-            states[name] = windows.scored(ranks.prefill(windows.token_ids_NL[list(numbers)], number))
+            states[name] = windows.scored(
+                ranks.forward(windows.token_ids_NL[list(numbers)], number, windows.num_decode)
+            )
             if not states[name].isfinite().all():
                 raise ValueError(f"{name} with {ranks.world_size} ranks: hidden states are not finite")
         show("comparing")

@@ -25,9 +25,11 @@ WEIGHTS = "weights:"  # an arm with exact sums and encoded weights
 INT8_ACTIVATIONS = "activations:int8"
 KV_CACHES = ("kv:int8", "kv:bfloat16", "kv:float32")  # arms with exact sums and a KV cache in that dtype
 SPEC = "spec:"  # an arm with a format of another project, for comparison; no server offers it
-_COMPARED = re.compile(SPEC + r"(amd-int[46](-rows)?|uniform-int[2-8])")
+LOSSY_SITES = ("o_proj", "down_proj")
+_COMPARED = re.compile(SPEC + r"(amd-int[46](-rows)?|(uniform|affine)-int[2-8])")
 _BUDGET = re.compile(r"(kl)=([0-9.eE+-]+)|(ppl)=([0-9.eE+-]+)%")
 _MAX_RANKS = 64
+_LEAST_PROMPT = 8  # tokens of a window before those of --decode
 _ALGORITHMS = (
     "two-shot",  # lossless: what messages in --dtype cost
     "ring",  # lossless, but it rounds the sum at every hop
@@ -85,11 +87,21 @@ def is_compared(name: str) -> bool:
 def check_name(name: str) -> None:
     """Raise ValueError if ``name`` is not a valid arm, as far as this can be checked without a model."""
     codecs = [f"{WEIGHTS}{codec}" for codec in WEIGHT_CODECS if codec != "none"]
-    if name in (*codecs, INT8_ACTIVATIONS, *KV_CACHES) or is_compared(name):
+    if name in (*codecs, INT8_ACTIVATIONS, *KV_CACHES):
+        return
+    algorithm, at, site = name.partition("@")
+    if at and not name.startswith(POLICY):
+        if site not in LOSSY_SITES:
+            raise ValueError(
+                f"{name!r} is at no site of sums; write {algorithm}@{f' or {algorithm}@'.join(LOSSY_SITES)}"
+            )
+        name = algorithm
+    if is_compared(name):
         return
     if name.startswith(SPEC):
         raise ValueError(
-            f"{name!r} is not a format to compare with; use {SPEC}amd-int6, {SPEC}amd-int4 or {SPEC}uniform-intB"
+            f"{name!r} is not a format to compare with; use {SPEC}amd-int6, {SPEC}amd-int4, {SPEC}uniform-intB "
+            f"or {SPEC}affine-intB"
         )
     if name.startswith(WEIGHTS):
         raise ValueError(f"{name!r} is not a weight codec; use {' or '.join(codecs)}")
@@ -116,13 +128,20 @@ class QualityOptions(OutputOptions):
         f"what to measure: {describe_all_reduce_names()}, {POLICY}FILE, {WEIGHTS}int8 or {WEIGHTS}int4 (weights encoded as by "
         f"`serve --weight-codec`), {INT8_ACTIVATIONS} (in products with the layers' packed weights), {KV_CACHES[0]} "
         f"(--kv-cache-dtype), {SPEC}amd-int6, "
-        f"{SPEC}amd-int4, {SPEC}uniform-intB (formats to compare with, that no server sends)",
+        f"{SPEC}amd-int4, {SPEC}uniform-intB, {SPEC}affine-intB (formats to compare with, that no server sends); "
+        f"NAME@{LOSSY_SITES[0]} or NAME@{LOSSY_SITES[1]}: quantized only there",
         parse=split_all_reduce_names,
     )
     world_sizes: tuple[int, ...] = option((2,), "numbers of ranks")
     text: Path | None = option(None, "UTF-8 text to measure on (default: English prose of the project)", metavar="FILE")
     tokens: int = option(12_288, "tokens to measure on, spread over the text", least=1)
     window: int = option(512, "tokens of context: the text is cut into windows of N tokens", least=16)
+    decode: int = option(
+        0,
+        "compute the last N tokens of a window one at a time, as generated ones, with the AllReduces only there, and measure these",
+        metavar="N",
+        least=0,
+    )
     items: int = option(
         0,
         "cloze and multiple-choice items that every arm answers as well, from prose, code and chat, the same in every run; 300 "
@@ -173,6 +192,12 @@ class QualityOptions(OutputOptions):
                 raise ValueError(f"{flag} takes different values, got {','.join(map(str, values)) or 'none'}")
         if not all(2 <= size <= _MAX_RANKS for size in self.world_sizes):
             raise ValueError(f"--world-sizes must be 2 to {_MAX_RANKS}, got {','.join(map(str, self.world_sizes))}")
+        if self.decode and (self.search is not None or self.items or self.write_policy is not None):
+            raise ValueError("--decode measures generated tokens; leave --search, --items and --write-policy out")
+        if self.decode > self.window - _LEAST_PROMPT:
+            raise ValueError(
+                f"--decode must leave {_LEAST_PROMPT} of the --window {self.window} tokens, got {self.decode}"
+            )
         if self.write_policy is not None:
             if self.budget is None and self.search is None:
                 raise ValueError("--write-policy writes the result of --budget or --search; give one of them")

@@ -139,14 +139,25 @@ class ThreadRanks:
         files = CheckpointStore.for_plan(reader, self._config, shard, plan, self._dtype, formats)
         return load_weights(files, plan, device=self._device, timeout_s=_TIMEOUT_S)
 
-    def prefill(self, token_ids_BL: Tensor, arm: int) -> Tensor:
+    def forward(self, token_ids_BL: Tensor, arm: int, num_decode: int = 0) -> Tensor:
+        """``prefill``, but the last ``num_decode`` tokens are decode rows, computed one at a time."""
+        start = token_ids_BL.shape[1] - num_decode
+        parts = [self.prefill(token_ids_BL[:, :start], arm, num_tokens=token_ids_BL.shape[1])]
+        for place in range(start, token_ids_BL.shape[1]):
+            parts.append(self.prefill(token_ids_BL[:, : place + 1], arm, first=place, num_tokens=token_ids_BL.shape[1]))
+        return torch.cat(parts, 1)
+
+    def prefill(self, token_ids_BL: Tensor, arm: int, *, first: int = 0, num_tokens: int = 0) -> Tensor:
         """Run B prompts of L tokens; return (B, L, D) hidden states after the final norm.
 
-        B may exceed the constructor's ``num_sequences`` if all tokens fit into the cache.
+        B may exceed the constructor's ``num_sequences`` if all tokens fit into the cache. ``first``: the place of the only token to
+        compute, as a generated one, after others. ``num_tokens``: those that each sequence has room for, by default L.
         """
-        num_sequences, length = token_ids_BL.shape
-        blocks_each = -(-length // _BLOCK_SIZE)
-        positions_BL = torch.arange(length).expand(num_sequences, -1)
+        num_sequences, context = token_ids_BL.shape
+        token_ids_BL = token_ids_BL[:, first:]
+        length = context - first
+        blocks_each = -(-max(context, num_tokens) // _BLOCK_SIZE)
+        positions_BL = torch.arange(first, context).expand(num_sequences, -1)
         tables_BM = torch.arange(num_sequences * blocks_each).view(num_sequences, -1)
         blocks_BL = tables_BM.gather(1, positions_BL // _BLOCK_SIZE)
         batch = Batch(
@@ -154,9 +165,9 @@ class ThreadRanks:
             positions_T=positions_BL.flatten().int(),
             slots_LT=(blocks_BL * _BLOCK_SIZE + positions_BL % _BLOCK_SIZE).view(1, -1).int(),
             query_start_B1=torch.arange(0, num_sequences * length + 1, length).int(),
-            context_lens_B=torch.full((num_sequences,), length).int(),
+            context_lens_B=torch.full((num_sequences,), context).int(),
             block_tables_LBM=tables_BM.int()[None],
-            num_decode_rows=0,
+            num_decode_rows=num_sequences if first else 0,
             policy=arm,
         )
         hidden_TD = self._on_ranks(lambda rank: self._models[arm][rank].forward(batch))[0]

@@ -10,7 +10,8 @@ import numpy as np
 
 from tightwire.bench.quality.items import accuracy
 from tightwire.bench.quality.measure import Floats, Measured, Power, Scores, sqnr_db
-from tightwire.bench.quality.setting import EXACT, LOSSY_SITES, MIX, Arm, Setting, bytes_per_token, exact_arm
+from tightwire.bench.quality.options import LOSSY_SITES
+from tightwire.bench.quality.setting import EXACT, MIX, Arm, Setting, bytes_per_token, exact_arm
 from tightwire.bench.report.page import Item, Text
 from tightwire.bench.report.plot import lines
 from tightwire.bench.report.table import Column, Table
@@ -43,7 +44,7 @@ CSV_COLUMNS = (
     *(Column(key, key) for key in ("perplexity_delta_low", "perplexity_delta_high", "kl_max")),
 )
 LEGEND = (
-    "bytes: sent by a rank for each prompt token, averaged over ranks; share: of a lossless sum's bytes in --dtype; ppl: perplexity, "
+    "bytes: sent by a rank for each token of a step, averaged over ranks; share: of a lossless sum's bytes in --dtype; ppl: perplexity, "
     "its rise, and half of the 95 % interval of the rise; KL: KL(exact || algorithm) of next-token distributions in nats, mean "
     "and 99th percentile; top-1: positions with the same most likely token; dB: signal to noise of the sums of o_proj and down_proj; "
     "items: answered rightly, half of the 95 % interval (Wilson), and right or wrong as with exact sums"
@@ -83,8 +84,9 @@ def _item_accuracy(measured: Measured, arm: Arm) -> dict[str, float | None]:
 
 
 def _bytes(arm: Arm, measured: Measured, setting: Setting) -> float:
-    window, elem_bytes = setting.options.window, arm.sum_dtype(setting.dtype).itemsize
-    return bytes_per_token(arm, setting.config, measured.world_size, window, elem_bytes)
+    options, elem_bytes = setting.options, arm.sum_dtype(setting.dtype).itemsize
+    rows = options.batch if options.decode else options.window
+    return bytes_per_token(arm, setting.config, measured.world_size, rows, elem_bytes)
 
 
 def _window_means(scores: Scores, setting: Setting) -> tuple[Floats, Floats]:
@@ -149,10 +151,10 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
 
 
 def describe_setting(facts: Mapping[str, Any]) -> str:
-    dtype, weights = facts["dtype"], facts["weights"]
-    numbers = dtype if weights == dtype else f"{dtype} (weights in {weights})"
+    generated = f"the last {facts['decode']} generated one at a time; " if facts["decode"] else ""
     return (
-        f"{facts['model']} in {numbers}, {facts['tokens']:,} tokens of {facts['text']} in windows of {facts['window']}; "
+        f"{facts['model']} in {facts['dtype']}, {facts['weights']}; {facts['tokens']:,} tokens of {facts['text']} in windows of "
+        f"{facts['window']}; {generated}"
         "ranks are threads; exact: lossless sums with the same number of ranks"
     )
 
@@ -161,7 +163,7 @@ def findings(result: Mapping[str, Any]) -> list[str]:
     """The chosen arm, and the results of the search."""
     found = []
     if (choice := result["choice"]) is not None:
-        found.append(_describe_choice(choice))
+        found.append(_describe_choice(choice, "--allreduce-decode" if result["decode"] else "--allreduce"))
     if (search := result["search"]) is not None:
         limit = f"at most the bytes of {search['bytes_of']}"
         if search["bytes_of"].startswith("kl="):
@@ -175,12 +177,12 @@ def findings(result: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _describe_choice(choice: Mapping[str, Any]) -> str:
+def _describe_choice(choice: Mapping[str, Any], option: str) -> str:
     name, sizes = choice["algorithm"], ", ".join(map(str, choice["world_sizes"]))
     within = f"within {choice['budget']} at {sizes} ranks"
     if name is None:
         return f"{within}: none of the measured AllReduces"
-    flag = "the mix" if name == MIX else f"--allreduce {name}"
+    flag = "the mix" if name == MIX else f"{option} {name}"
     return f"{within}, the cheapest is {flag}"
 
 

@@ -19,6 +19,7 @@ from tightwire.bench.quality.items import ROW_TOKENS, TaskItem, digest, make_ite
 from tightwire.bench.quality.options import (
     INT8_ACTIVATIONS,
     KV_CACHES,
+    LOSSY_SITES,
     POLICY,
     WEIGHTS,
     QualityOptions,
@@ -48,7 +49,6 @@ from tightwire.training.data.prose import ENGLISH_NAME, english_text
 LOSSLESS = "two-shot"  # adds in float32 in rank order and rounds once, as `auto` does on CPUs
 EXACT = "exact"
 MIX = "mix"  # the mix that ``--search`` finds
-LOSSY_SITES = ("o_proj", "down_proj")
 
 PLAIN_WEIGHTS = ("none", False)  # ``Arm.weights`` of the exact model
 
@@ -59,6 +59,7 @@ Place = tuple[str, int]  # site and layer
 class Arm:
     name: str
     policy: Policy
+    phase: str = "prefill"  # of the rows that are measured
     weight_codec: str = "none"  # as ``serve --weight-codec`` sets it for the layers' matrices
     kv_dtype: torch.dtype | None = None  # of the KV cache; None: --dtype
     int8_activations: bool = False  # in products with the layers' packed matrices
@@ -75,8 +76,8 @@ class Arm:
         return torch.float32 if self.float32_sums else dtype
 
     def algorithm(self, site: str, layer: int) -> str:
-        """The AllReduce of prompt rows at this site and layer."""
-        return self.policy.choices(site, layer, "prefill")[0].algorithms[0]
+        """The AllReduce of the measured rows at this site and layer."""
+        return self.policy.choices(site, layer, self.phase)[0].algorithms[0]
 
 
 def places(config: LlamaConfig) -> list[Place]:
@@ -87,10 +88,10 @@ def exact_arm() -> Arm:
     return Arm(name=EXACT, policy=one_for_all(LOSSLESS), float32_sums=True)
 
 
-def make_arm(name: str, config: LlamaConfig) -> Arm:
-    """Make an arm that sums prompt rows as ``serve --allreduce NAME`` does.
+def make_arm(name: str, config: LlamaConfig, phase: str = "prefill") -> Arm:
+    """Make an arm that sums the rows of ``phase`` as ``serve --allreduce NAME`` or ``--allreduce-decode NAME`` does.
 
-    Decode rows and embeddings are exact unless a policy file says otherwise; all sums are, in arms of weights, activations and
+    Other rows and embeddings are exact unless a policy file says otherwise; all sums are, in arms of weights, activations and
     caches. Raises ValueError if the AllReduce is unknown or needs several nodes, or a file is for another model.
     """
     check_name(name)
@@ -101,27 +102,30 @@ def make_arm(name: str, config: LlamaConfig) -> Arm:
     if name == INT8_ACTIVATIONS:
         return replace(exact_arm(), name=name, int8_activations=True)
     if name.startswith(POLICY):
-        return file_arm(name, read_policy_file(Path(name.removeprefix(POLICY))), config)
-    arm = one_algorithm_arm(name, name)
+        return file_arm(name, read_policy_file(Path(name.removeprefix(POLICY))), config, phase)
+    algorithm, _, site = name.partition("@")
+    arm = one_algorithm_arm(name, algorithm, site=site or None, phase=phase)
     rules = (part for rule in arm.policy.rules for part in guarded(rule, config.num_layers))
     return replace(arm, policy=Policy(tuple(rules)))
 
 
-def one_algorithm_arm(name: str, algorithm: str, layers: tuple[int, ...] | None = None, site: str | None = None) -> Arm:
-    """Make an arm that uses ``algorithm`` for prompt rows, in some ``layers`` or at one ``site`` only if they are given."""
+def one_algorithm_arm(
+    name: str, algorithm: str, layers: tuple[int, ...] | None = None, site: str | None = None, phase: str = "prefill"
+) -> Arm:
+    """Make an arm that uses ``algorithm`` for rows of ``phase``, in some ``layers`` or at one ``site`` only if they are given."""
     choices = (Choice(up_to_bytes=None, algorithms=(algorithm,), reason="requested"),)
-    lossy = (Rule(each, "prefill", choices, layers) for each in LOSSY_SITES if site in (None, each))
-    return Arm(name=name, policy=Policy((*lossy, *one_for_all(LOSSLESS).rules)))
+    lossy = (Rule(each, phase, choices, layers) for each in LOSSY_SITES if site in (None, each))
+    return Arm(name=name, policy=Policy((*lossy, *one_for_all(LOSSLESS).rules)), phase=phase)
 
 
-def file_arm(name: str, file: PolicyFile, config: LlamaConfig) -> Arm:
+def file_arm(name: str, file: PolicyFile, config: LlamaConfig, phase: str = "prefill") -> Arm:
     """Make the arm of a policy file. Raises ValueError: the file is for another model."""
     check_shape(file, name, {"num_layers": config.num_layers, "hidden_size": config.hidden_size})
-    return Arm(name=name, policy=apply(one_for_all(LOSSLESS), file))
+    return Arm(name=name, policy=apply(one_for_all(LOSSLESS), file), phase=phase)
 
 
 def bytes_per_token(arm: Arm, config: LlamaConfig, world_size: int, rows: int, elem_bytes: int) -> float:
-    """Bytes a rank sends per token of a ``rows``-token prompt in all layers' AllReduces, averaged over ranks."""
+    """Bytes a rank sends per token of a step of ``rows`` tokens in all layers' AllReduces, averaged over ranks."""
     names = Counter(arm.algorithm(*place) for place in places(config))
     return sum(
         count * bytes_at(name, config.hidden_size, world_size, rows, elem_bytes) for name, count in names.items()
@@ -142,26 +146,30 @@ def bytes_at(name: str, row_elems: int, world_size: int, rows: int, elem_bytes: 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Windows:
-    """N windows, each after ``num_first`` special tokens. ``calibration`` and ``measured`` are disjoint indices."""
+    """N windows, each after ``num_first`` special tokens. ``calibration`` and ``measured`` are disjoint indices.
+
+    ``num_decode``: only the rows of so many last tokens are scored, but for the very last, which nothing follows.
+    """
 
     token_ids_NL: Tensor
     num_first: int
     text_tokens: int  # tokens of the whole text
     calibration: tuple[int, ...]
     measured: tuple[int, ...]
+    num_decode: int = 0
 
     @property
     def num_scored(self) -> int:
-        """The number of a window's rows whose next token is text."""
-        return self.token_ids_NL.shape[1] - max(1, self.num_first)
+        """The number of a window's rows whose next token is text, or of the generated ones among them."""
+        return self.num_decode - 1 if self.num_decode else self.token_ids_NL.shape[1] - max(1, self.num_first)
 
     def scored(self, hidden_BLD: Tensor) -> Tensor:
-        """Select the rows whose next token is text: (T, D)."""
-        return hidden_BLD[:, max(0, self.num_first - 1) : -1].flatten(0, 1)
+        """Select the scored rows: (T, D)."""
+        return hidden_BLD[:, -1 - self.num_scored : -1].flatten(0, 1)
 
     def next_ids(self, numbers: Sequence[int]) -> Tensor:
         """The next tokens of the rows of ``scored``: (T,)."""
-        return self.token_ids_NL[list(numbers), max(1, self.num_first) :].flatten()
+        return self.token_ids_NL[list(numbers), -self.num_scored :].flatten()
 
 
 def make_windows(tokenizer: Tokenizer, text: str, *, num_tokens: int, window: int, num_calibration: int = 0) -> Windows:
@@ -217,11 +225,12 @@ class Setting:
             "num_layers": self.config.num_layers,
             "hidden_size": self.config.hidden_size,
             "dtype": dtype,
-            "weights": self.formats.name or dtype,
+            "weights": self.formats.describe(dtype),
             "text": ENGLISH_NAME if options.text is None else str(options.text),
             "text_tokens": self.windows.text_tokens,
             "tokens": len(self.windows.next_ids(self.windows.measured)),
             "window": options.window,
+            "decode": options.decode,
             "batch": options.batch,
             "world_sizes": list(options.world_sizes),
             "seed": options.seed,
@@ -250,7 +259,8 @@ def make_setting(options: QualityOptions) -> Setting:
         split_model(config, formats, world_size)
     if options.window > config.max_positions:
         raise ValueError(f"--window {options.window} exceeds the model's {config.max_positions} positions")
-    arms = tuple(make_arm(name, config) for name in options.algorithms)
+    phase = "decode" if options.decode else "prefill"
+    arms = tuple(make_arm(name, config, phase) for name in options.algorithms)
     if formats.packed and (coded := [arm.name for arm in arms if arm.weight_codec != "none"]):
         raise ValueError(
             f"{', '.join(coded)}: a weight codec encodes plain matrices only, but these are packed ({formats.name}); use "
@@ -270,6 +280,7 @@ def make_setting(options: QualityOptions) -> Setting:
         window=options.window,
         num_calibration=0 if options.search is None else -(-options.search_tokens // options.window),
     )
+    windows = replace(windows, num_decode=options.decode)
     name = config.dtype if options.dtype == "auto" else options.dtype
     dtype = torch.float32 if name == "float64" else getattr(torch, name)
     return Setting(

@@ -69,6 +69,21 @@ def test_caches_in_eight_bits(model: str, capsys: pytest.CaptureFixture[str]) ->
     assert 0 < int8["kl_mean"] < 0.01 and result["choice"] is None  # no AllReduce was measured
 
 
+def test_generated_tokens_and_single_sites(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names = "flash:int4,int4,flash:int4,int4@o_proj,flash:int4,none,spec:affine-int4"
+    argv = ["--dtype", "float32", "--decode", "5", "--algorithms", names, "--budget", "kl=10"]
+    status, result, text = bench(model, *SMALL, *argv, capsys=capsys)
+
+    assert (
+        status == 0 and result["error"] is None and result["tokens"] == 3 * 4
+    )  # windows, generated tokens with a next one
+    both, at_one, leg, _ = result["cells"]
+    assert all(cell["kl_mean"] > 0 for cell in result["cells"])
+    assert at_one["sqnr_db"]["down_proj"]["total"] is None and both["sqnr_db"]["o_proj"] == at_one["sqnr_db"]["o_proj"]
+    assert both["bytes_per_token"] < leg["bytes_per_token"] < at_one["bytes_per_token"] + leg["bytes_per_token"]
+    assert "the cheapest is --allreduce-decode flash:int4,int4" in text
+
+
 def test_a_run_with_a_mix(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy = tmp_path / "mix.json"
     names = "one-shot,flash-int8-plain,flash-int6-plain,flash:int4-had,int4-had"
@@ -179,6 +194,9 @@ def test_an_interrupted_run_keeps_its_measurements(
         (["--write-policy", "x.json"], "give one of them"),
         (["--budget", "kl=1", "--write-policy", "no/where/x.json"], "cannot be written"),
         (["--tokens", "0"], "--tokens: must be at least 1"),
+        (["--algorithms", "flash-int4@up_proj"], "write flash-int4@o_proj or flash-int4@down_proj"),
+        (["--decode", "100", "--items", "3"], "leave --search, --items and --write-policy out"),
+        (["--decode", "505"], "must leave 8 of the --window 512 tokens, got 505"),
     ],
 )
 def test_wrong_options_are_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

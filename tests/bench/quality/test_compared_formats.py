@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from tightwire.bench.quality.compared_formats import amd, uniform
+from tightwire.bench.quality.compared_formats import affine, amd, uniform
 
 BITS = pytest.mark.parametrize("bits", [4, 6])
 
@@ -63,3 +63,13 @@ def test_uniform_levels_are_one_step_apart(bits: int) -> None:
     step = x.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1) * (1 + 2.0**-7)
     assert ((y - x).abs() <= step / 2 * (1 + 1e-6)).all()
     assert all(len(row.unique()) <= 2**bits - 1 for row in y)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_affine_levels_lie_between_the_least_and_the_largest_number(bits: int) -> None:
+    x = random_numbers(4 * 576).view(4, 576) + 5
+    y = affine(x, bits)
+    low, high = (end.unsqueeze(1) for end in x.aminmax(dim=1))
+    # Half a step, and what rounding the minimum and the step to bfloat16 moves an end.
+    assert ((y - x).abs() <= (high - low) / (2**bits - 1) / 2 + 2.0**-8 * (high - low + low.abs() + high.abs())).all()
+    assert all(len(row.unique()) <= 2**bits for row in y)

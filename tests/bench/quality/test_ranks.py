@@ -51,6 +51,16 @@ def test_quantized_sums_differ_more_than_lossless_ones_in_bfloat16(ranks: Thread
     assert torch.equal(lossy, ranks.prefill(PROMPTS, 1)), "the same pass gave other bits"
 
 
+def test_generated_rows_are_those_of_a_prompt_and_alone_are_quantized(checkpoint: Checkpoint) -> None:
+    with open_ranks(checkpoint, 3, torch.float32) as ranks:
+        ranks.set_arms([exact_arm(), make_arm(LOSSY, checkpoint.config, "decode")])
+        prompt, generated, lossy = ranks.prefill(PROMPTS, 0), ranks.forward(PROMPTS, 0, 7), ranks.forward(PROMPTS, 1, 7)
+
+    assert generated == pytest.approx(prompt, abs=1e-4)
+    assert torch.equal(lossy[:, :33], generated[:, :33])
+    assert ((lossy - generated)[:, 33:].abs().amax(2) > 1e-3).all()
+
+
 def test_in_float32_messages_lossless_sums_are_exact(checkpoint: Checkpoint) -> None:
     with open_ranks(checkpoint, 3, torch.float32) as ranks:
         ranks.set_arms([exact_arm(), make_arm("one-shot", checkpoint.config)])

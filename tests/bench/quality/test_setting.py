@@ -1,5 +1,6 @@
 """Windows: spread over the text, never overlapping, calibration apart from measurement."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,10 @@ def test_scored_rows_are_followed_by_their_next_ids(tokenizer: Tokenizer) -> Non
     next_places = windows.scored(places_BL1).flatten() + 1
     assert windows.token_ids_NL.flatten()[next_places].tolist() == windows.next_ids((0, 1)).tolist()
     assert len(next_places) == 2 * windows.num_scored
+    generated = replace(windows, num_decode=9)
+    places = generated.scored(places_BL1).flatten()
+    assert places.tolist() == [*range(31, 39), *range(71, 79)]
+    assert windows.token_ids_NL.flatten()[places + 1].tolist() == generated.next_ids((0, 1)).tolist()
 
 
 def test_a_short_text_says_how_short(tokenizer: Tokenizer) -> None:
