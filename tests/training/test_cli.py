@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,10 @@ _OVERRIDES = ("checkpoint.every=2", "schedule.steps=40")
 _PATIENCE_S = 120.0
 
 
-def _wait_for(path: Path, words: str) -> None:
+def _wait_for(event: str, happened: Callable[[], object]) -> None:
     deadline = time.monotonic() + _PATIENCE_S
-    while not (path.is_file() and words in path.read_text()):
-        assert time.monotonic() < deadline, f"{path} never had {words}"
+    while not happened():
+        assert time.monotonic() < deadline, f"{event} never came"
         time.sleep(0.02)
 
 
@@ -31,7 +32,8 @@ def test_a_signal_saves_and_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals, code: int
 ) -> None:
     def send() -> None:
-        _wait_for(tmp_path / "run" / LOG, '"step": 2')
+        log = tmp_path / "run" / LOG
+        _wait_for("step 2", lambda: log.is_file() and '"step": 2' in log.read_text())
         os.kill(os.getpid(), number)
 
     sender = threading.Thread(target=send)
@@ -114,7 +116,7 @@ def test_a_killed_rank_is_restarted_and_the_loss_curve_continues_exactly(tmp_pat
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
-            _wait_for(tmp_path / "run" / LOG, '"step": 3')
+            _wait_for("a whole checkpoint", lambda: checkpoints_in(tmp_path / "run"))
             os.kill(_children(process.pid)[-1], signal.SIGKILL)
             _, errors = process.communicate(timeout=_PATIENCE_S)
         finally:
