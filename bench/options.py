@@ -59,6 +59,7 @@ class RankOptions:
     transport: str = "auto"
     link: Link | None = None
     timeout_s: float = 60.0
+    peer_blocks: int | None = None  # of a sum's kernel on GPUs
 
     def __post_init__(self) -> None:
         if self.nodes is not None and (self.nodes < 1 or self.ranks % self.nodes):

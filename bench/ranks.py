@@ -40,6 +40,7 @@ class GroupPlan:
     device: str = "cpu"
     node_segments: tuple[str | None, ...] = ()  # of each node's ranks
     peer_memory: bool = False
+    peer_blocks: int | None = None
     sockets: bool = False  # between ranks that share no segment
     network: tuple[EmulatedNode, ...] = ()  # of each node's ranks; (): the machine's own network
     throttle: Link | None = None  # slows the transport itself, where the kernel does not
@@ -68,6 +69,7 @@ def open_ranks(options: RankOptions, preload: Sequence[ModuleType] = ()) -> Iter
                 _segment(stack, options.ranks_per_node, has_node_segments) for _ in range(options.num_nodes)
             ),
             peer_memory=transport == "peer-memory",
+            peer_blocks=options.peer_blocks,
             sockets=options.device == "cpu" and transport != "process-group",
             network=wire.nodes if wire else (),
             throttle=wire.throttle if wire else None,
@@ -107,6 +109,7 @@ def open_group(plan: GroupPlan, rank: int) -> Group:
         segment_fd=_open(plan.segment),
         sockets=sockets,
         peer_memory=plan.peer_memory,
+        peer_blocks=plan.peer_blocks,
     )
     if plan.num_nodes > 1:
         segment_fd = _open(plan.node_segments[topology.node])

@@ -1,13 +1,16 @@
 """``tightwire bench comm``: times every AllReduce between processes of this machine; a wrong result fails the run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
-from tightwire.bench.comm.cells import COLUMNS, LINK, PREDICTION_COLUMNS, SIZE, Cells, size_table
+from tightwire.bench.comm.cells import COLUMNS, LINK, PREDICTION_COLUMNS, SIZE, US, WORKERS, Cells, size_table
 from tightwire.bench.comm.measure import MeasurePlan, measure
 from tightwire.bench.comm.options import CommOptions
 from tightwire.bench.ranks import open_ranks
 from tightwire.bench.report.page import Item
+from tightwire.bench.report.plot import lines
 from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.comm.all_reduce.make import make_all_reduce
@@ -16,6 +19,7 @@ from tightwire.comm.group.local_ranks import LocalRankError
 from tightwire.comm.link.link import Link
 from tightwire.comm.link.wire import LinkTooFastError
 from tightwire.comm.protocols import AllReduce
+from tightwire.sizes import format_bytes
 
 
 class CommBench(Bench[CommOptions]):
@@ -43,9 +47,9 @@ class CommBench(Bench[CommOptions]):
         self.facts |= {"nodes": options.num_nodes, "links": {}, "link_facts": []}
         faults: list[str] = []
         with self.watch_others():
-            for link in options.links or (None,):
+            for link, workers in product(options.links or (None,), options.workers or (None,)):
                 try:
-                    self._measure_on(link)
+                    self._measure_on(link, workers)
                 except LinkTooFastError as error:
                     faults.append(str(error))
         faults += [f"wrong answer: {fault}" for cells in self._by_link for fault in cells.faults()]
@@ -57,7 +61,7 @@ class CommBench(Bench[CommOptions]):
 
     def csv(self, result: Mapping[str, Any]) -> Table:
         columns = (SIZE, *COLUMNS, Column("calls", "seconds.n", "d"), Column("share of bound", "share_of_bound", ".3f"))
-        columns = (LINK, *columns) if result["links"] else columns
+        columns = (*([LINK] if result["links"] else []), *([WORKERS] if self.options.workers else []), *columns)
         note = f"{_TIMES} The result of every call was checked."
         return Table(title="All cells", columns=columns, rows=result["cells"], note=note)
 
@@ -68,11 +72,29 @@ class CommBench(Bench[CommOptions]):
     def sections(self, result: Mapping[str, Any]) -> list[Item]:
         rows, table = result["cells"], self.csv(result)
         if not result["links"]:
-            return [table]
+            return [*self._plots(rows), table]
         return [Table(title="Prediction", columns=PREDICTION_COLUMNS, rows=rows, note=_PREDICTED), table]
 
-    def _measure_on(self, link: Link | None) -> None:
-        with open_ranks(self.options.rank_options(link)) as (ranks, facts):
+    def _plots(self, rows: Sequence[Mapping[str, Any]]) -> list[Item]:
+        """Time by the number of workers, for each size, where they were varied."""
+        kind = "blocks of a kernel" if self.options.device == "cuda" else "threads of a rank"
+        return [
+            lines(
+                f"{format_bytes(size)} by {kind}",
+                [row for row in rows if row["size"] == size],
+                by="algorithm",
+                x=replace(WORKERS, name=kind),
+                y=US,
+                ticks=True,
+            )
+            for size in (self.options.sizes if len(self.options.workers) > 1 else ())
+        ]
+
+    def _measure_on(self, link: Link | None, workers: int | None) -> None:
+        options, plan = self.options, self._plan
+        if workers is not None and options.device == "cpu":
+            plan = replace(plan, threads=workers)
+        with open_ranks(options.rank_options(link, workers)) as (ranks, facts):
             self.facts["transport"] = facts["transport"]
             rate = None
             if (link_facts := facts["link"]) is not None:
@@ -80,11 +102,11 @@ class CommBench(Bench[CommOptions]):
                 self.facts["link_facts"].append(link_facts)
                 rate = link_facts["measured_bytes_per_s"] or link_facts["bytes_per_s"]
             self.print(_describe_setting(self.facts, link_facts), f"{_TIMES}\n")
-            cells = Cells(self.options.ranks, link=link and link.name, link_bytes_per_s=rate)
+            cells = Cells(options.ranks, link=link and link.name, link_bytes_per_s=rate, workers=workers)
             self._by_link.append(cells)
             with self.progress:
                 task = self.progress.add_task("message sizes", total=len(self._plan.sizes))
-                for rank, outcomes in ranks.stream(measure, self._plan):
+                for rank, outcomes in ranks.stream(measure, plan):
                     if outcomes and (rows := cells.add(rank, outcomes)):
                         self.print_table(size_table(rows))
                         self.progress.advance(task)

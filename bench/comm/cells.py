@@ -17,10 +17,11 @@ def _us(name: str, key: str) -> Column:
     return Column(name, key, ",.1f", 1e6)
 
 
-SIZE, LINK = Column("size", "size", format_bytes), Column("link", "link")
+SIZE, LINK, WORKERS = Column("size", "size", format_bytes), Column("link", "link"), Column("workers", "workers", "d")
+US = _us("us median", "seconds.p50")
 _ALGORITHM, _WIRE_BYTES = Column("algorithm", "algorithm"), Column("wire bytes", "wire_bytes", ",d")
 COLUMNS = (
-    *(_ALGORITHM, _us("us median", "seconds.p50"), _us("p99", "seconds.p99")),
+    *(_ALGORITHM, US, _us("p99", "seconds.p99")),
     Column("algbw GB/s", "algbw_bytes_per_s", ".3f", 1e-9),
     *(Column("busbw GB/s", "busbw_bytes_per_s", ".3f", 1e-9), _WIRE_BYTES),
     *(Column("rel. error", "relative_error", ".1e"), Column("x native", "speed_up_over_native", ".2f")),
@@ -40,10 +41,17 @@ def size_table(rows: Sequence[Row]) -> Table:
 
 
 class Cells:
-    """``rows``: the cells of one group of ranks, in the order in which they were measured, over ``link`` if there is one."""
+    """``rows``: the cells of one group of ranks, in the order in which they were measured, over ``link`` and with ``workers``, if given."""
 
-    def __init__(self, world_size: int, *, link: str | None = None, link_bytes_per_s: float | None = None) -> None:
-        self._world_size = world_size
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        link: str | None = None,
+        link_bytes_per_s: float | None = None,
+        workers: int | None = None,
+    ) -> None:
+        self._world_size, self._workers = world_size, workers
         self._link, self._link_bytes_per_s = link, link_bytes_per_s
         self._waiting: dict[int, dict[int, list[Outcome]]] = {}  # by size and rank
         self.rows: list[dict[str, Any]] = []
@@ -85,6 +93,8 @@ class Cells:
             "samples": {"seconds": samples},
             "batch": neighbour_batch(len(samples)),
         }
+        if self._workers is not None:
+            row |= {"name": f"{row['name']}, {self._workers} workers", "workers": self._workers}
         if self._link is None:
             return row
         rate = self._link_bytes_per_s

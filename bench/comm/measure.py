@@ -39,6 +39,7 @@ class MeasurePlan:
     seconds_per_size: float
     seed: int
     computing: bool = False
+    threads: int = 1  # of each rank
     make: Callable[[str, Group], AllReduce] = make_all_reduce
 
 
@@ -61,6 +62,7 @@ class Outcome:
 
 def measure(group: Group, plan: MeasurePlan) -> Iterator[list[Outcome] | None]:
     """The outcomes of each size; in between None, as a sign of life."""
+    torch.set_num_threads(plan.threads)
     arms = {name: plan.make(name, group) for name in plan.algorithms}
     alone = replace(group, transport=WeightlessTransport(group.rank, group.world_size), nodes=None)
     computing = {

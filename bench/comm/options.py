@@ -17,6 +17,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _DEFAULT_SIZES = tuple(8192 * 4**power for power in range(6))  # 8 KiB to 8 MiB
 _MAX_SIZE = 1 << 30  # every rank holds a message, its result and what the algorithm needs
 _MAX_RANKS = 64
+_MAX_WORKERS = 1024
 
 
 def _parse_links(text: str) -> tuple[Link, ...]:
@@ -59,6 +60,9 @@ class CommOptions(OutputOptions):
     nodes: int | None = option(
         None, "divide the ranks among this many equal nodes (default: 1; with --link one for each rank)"
     )
+    workers: tuple[int, ...] = option(
+        (), "threads of a CPU rank, or blocks of a GPU's kernel: measure these, one after the other (default: 1, 32)"
+    )
     repeats: int = option(50, "timed calls of each algorithm at a size", least=3)
     seconds_per_size: float = option(
         5.0, "time for the calls at a size; slow calls are repeated less often, but at least three times", above=0
@@ -76,10 +80,12 @@ class CommOptions(OutputOptions):
         if any(size % 4 or size > _MAX_SIZE for size in self.sizes):
             sizes = ", ".join(map(str, self.sizes))
             raise ValueError(f"--sizes takes multiples of 4 bytes up to {_MAX_SIZE >> 30}GiB, got {sizes}")
+        if len(set(self.workers)) < len(self.workers) or any(not 1 <= count <= _MAX_WORKERS for count in self.workers):
+            raise ValueError(f"--workers takes different numbers of 1 to {_MAX_WORKERS}, got {self.workers}")
         for link in self.links or (None,):
             self.rank_options(link)
 
-    def rank_options(self, link: Link | None) -> RankOptions:
+    def rank_options(self, link: Link | None, workers: int | None = None) -> RankOptions:
         return RankOptions(
             ranks=self.ranks,
             nodes=self.nodes,
@@ -87,6 +93,7 @@ class CommOptions(OutputOptions):
             transport=self.transport,
             link=link,
             timeout_s=self.timeout_s,
+            peer_blocks=workers if self.device == "cuda" else None,
         )
 
     @property

@@ -116,6 +116,7 @@ def open_process_group(
     segment_fd: int | None = None,
     sockets: SocketOptions | None = None,
     peer_memory: bool = False,
+    peer_blocks: int | None = None,
     ledger: Ledger | None = None,
 ) -> Group:
     """Join the ``topology.world_size`` processes that open the same ``name`` on the same ``store``.
@@ -132,6 +133,7 @@ def open_process_group(
         sockets: options of our own sockets (``comm.transport.sockets``) for messages between CPU ranks that share no memory;
             without them messages go over gloo.
         peer_memory: sum CUDA tensors through each other's memory (``comm.transport.peer_access``), if possible.
+        peer_blocks: blocks of such a sum's kernel, by default 32; the device may limit them.
     """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device}")
@@ -179,7 +181,7 @@ def open_process_group(
         if segment_fd is not None:
             transport = SharedMemoryTransport(segment_fd, joined)
         if peer_memory:
-            no_peer_memory = add_peer_memory(joined, PrefixStore("peer-memory", store))
+            no_peer_memory = add_peer_memory(joined, PrefixStore("peer-memory", store), peer_blocks)
     return Group(
         rank=rank,
         world_size=world_size,

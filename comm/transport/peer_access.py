@@ -70,7 +70,7 @@ def _objection_to_peers(device: torch.device, facts: Sequence[Sequence[str]]) ->
     return None
 
 
-def add_peer_memory(library: ProcessGroupTransport, store: Store) -> str:
+def add_peer_memory(library: ProcessGroupTransport, store: Store, num_blocks: int | None = None) -> str:
     """Let ``library`` sum through peer memory, or log and return why not; CollectiveTimeoutError: a rank is late.
 
     All ranks reach ``store``, and nothing else writes to it.
@@ -83,7 +83,7 @@ def add_peer_memory(library: ProcessGroupTransport, store: Store) -> str:
         from tightwire.comm.transport.peer_memory import PeerAllReduce, map_peer_buffers
 
         try:
-            buffers = map_peer_buffers(exchange, store, device)
+            buffers = map_peer_buffers(exchange, store, device, num_blocks=num_blocks)
         except CollectiveTimeoutError:
             raise
         except CommError as error:

@@ -104,7 +104,7 @@ def map_peer_buffers(
     device: torch.device,
     *,
     send_bytes: int = SEND_BYTES,
-    num_blocks: int = NUM_BLOCKS,
+    num_blocks: int | None = None,
 ) -> PeerBuffers:
     """Map GPU memory of every rank on all ranks, zeroed, and verified by writing to it.
 
@@ -112,7 +112,7 @@ def map_peer_buffers(
     Raises CommError, the same on all ranks, if neither works; CollectiveTimeoutError if a rank does not arrive.
     """
     world_size = exchange.world_size
-    num_blocks = min(num_blocks, torch.cuda.get_device_properties(device).multi_processor_count)
+    num_blocks = min(num_blocks or NUM_BLOCKS, torch.cuda.get_device_properties(device).multi_processor_count)
     num_blocks = min(int(told) for told in exchange.share("blocks", str(num_blocks).encode()))
     size = buffer_bytes(send_bytes, num_blocks, world_size)
     ways: list[tuple[str, _Mapping]] = [

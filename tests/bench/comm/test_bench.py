@@ -72,6 +72,28 @@ def _check_page(text: str) -> None:
     assert not re.findall(r'(?:src|href)="(?!data:)', text)
 
 
+def test_ranks_with_several_threads_are_cells_of_their_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = [
+        "--algorithms",
+        "two-shot",
+        "--sizes",
+        "4KiB",
+        "--repeats",
+        "3",
+        "--workers",
+        "1,2",
+        "--output",
+        str(tmp_path),
+    ]
+    status, result, _ = bench(*argv, capsys=capsys)
+
+    assert status == 0 and [cell["workers"] for cell in result["cells"]] == [1, 2]
+    assert [cell["name"] for cell in result["cells"]] == [f"two-shot, 4KiB, {count} workers" for count in (1, 2)]
+    assert "4KiB by threads of a rank" in Path(result["files"][2]).read_text()
+    with pytest.raises(ValueError, match="--workers takes different numbers of 1 to 1024"):
+        CommOptions(workers=(2, 2))
+
+
 def test_every_kind_of_wrong_answer_fails_the_run_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     names = ("auto", "ring", "two-shot", "one-shot", "native")
     options = CommOptions(

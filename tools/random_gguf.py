@@ -1,6 +1,6 @@
 """Writes a GGUF file of random 4-bit weights that four ranks can share: 8 heads, 4 of keys and values, 239 M parameters.
 
-    python bench/lab/peers/random_gguf.py TOKENIZER.gguf OUT.gguf
+    python tools/random_gguf.py TOKENIZER.gguf OUT.gguf
     tightwire bench lab peers --model OUT.gguf --nnodes 4 --link 200mbit --servers tightwire-tp4-q4,llama.cpp-rpc-q4
 
 The tokenizer is the other file's. Its ids are those of the new model, so both have the same vocabulary.
