@@ -15,6 +15,7 @@ from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.group.group import Group
+from tightwire.comm.group.host import num_cores
 from tightwire.comm.group.local_ranks import LocalRankError
 from tightwire.comm.link.link import Link
 from tightwire.comm.link.wire import LinkTooFastError
@@ -45,6 +46,8 @@ class CommBench(Bench[CommOptions]):
         options = self.options
         self.facts = {name: getattr(options, name) for name in ("ranks", "dtype", "device", "seed")}
         self.facts |= {"nodes": options.num_nodes, "links": {}, "link_facts": []}
+        if options.device == "cpu" and (most := options.ranks * max(options.workers, default=1)) > num_cores():
+            self.note(f"{most} threads share {num_cores()} cores: those that wait take time from those that work")
         faults: list[str] = []
         with self.watch_others():
             for link, workers in product(options.links or (None,), options.workers or (None,)):
