@@ -10,6 +10,7 @@ from helpers.comm.faulty_all_reduce import make_faulty, make_raising
 
 from tightwire.bench import ranks as bench_ranks
 from tightwire.bench.cli import main
+from tightwire.bench.comm import bench as comm_bench
 from tightwire.bench.comm.bench import CommBench
 from tightwire.bench.comm.options import CommOptions
 from tightwire.comm.link import wire
@@ -72,7 +73,10 @@ def _check_page(text: str) -> None:
     assert not re.findall(r'(?:src|href)="(?!data:)', text)
 
 
-def test_ranks_with_several_threads_are_cells_of_their_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_ranks_with_several_threads_are_cells_of_their_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(comm_bench, "num_cores", lambda: 3)
     argv = [
         "--algorithms",
         "two-shot",
@@ -85,9 +89,10 @@ def test_ranks_with_several_threads_are_cells_of_their_own(capsys: pytest.Captur
         "--output",
         str(tmp_path),
     ]
-    status, result, _ = bench(*argv, capsys=capsys)
+    status, result, text = bench(*argv, capsys=capsys)
 
-    assert status == 0 and [cell["workers"] for cell in result["cells"]] == [1, 2]
+    assert status == 0 and "note: 4 threads share 3 cores" in text
+    assert [cell["workers"] for cell in result["cells"]] == [1, 2]
     assert [cell["name"] for cell in result["cells"]] == [f"two-shot, 4KiB, {count} workers" for count in (1, 2)]
     assert "4KiB by threads of a rank" in Path(result["files"][2]).read_text()
     with pytest.raises(ValueError, match="--workers takes different numbers of 1 to 1024"):
