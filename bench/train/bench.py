@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,19 +40,22 @@ class TrainBench(Bench[TrainOptions]):
     def measure(self) -> None:
         options = self.options
         llama = measure.open_model(options.model, options.seed).config
-        checks = report.Checks(models=report.model_arms(options, llama), dtype=options.dtype)
+        by_sequences = [replace(options, sequences=(count,)) for count in options.sequences]
+        models = [report.model_arms(own, llama) for own in by_sequences]  # before ranks start: an arm may not fit
         parameters = plan_buckets(build_model(llama, device=torch.device("cpu")), 1).num_parameters
         self.facts = {name: getattr(options, name) for name in _SHOWN}
         self.facts |= {"num_parameters": parameters, "links": []}
         self.print(report.describe_setting(self.facts), "")
         faults: list[str] = []
         with self.watch_others(), self.progress:
-            self.check(checks)
-            for link in options.links:
-                try:
-                    self._measure_link(link, checks)
-                except LinkTooFastError as error:
-                    faults.append(str(error))
+            for own, model in zip(by_sequences, models, strict=True):
+                checks = report.Checks(models=model, dtype=options.dtype)
+                self.check(own, checks)
+                for link in options.links:
+                    try:
+                        self._measure_link(own, link, checks)
+                    except LinkTooFastError as error:
+                        faults.append(str(error))
         if faults := [*report.fault_texts(self.cells()), *faults]:
             raise BenchFailedError("; ".join(faults))
 
@@ -65,9 +69,8 @@ class TrainBench(Bench[TrainOptions]):
         described = [report.describe_setting(result), *map(report.describe_link, result["links"])]
         return "Training between nodes", "; ".join(described)
 
-    def check(self, checks: report.Checks) -> None:
+    def check(self, options: TrainOptions, checks: report.Checks) -> None:
         """Check each arm in fresh processes, so that memory is that arm's alone."""
-        options = self.options
         task = self.progress.add_task("", total=len(options.arms))
         for arm in options.arms:
             self.progress.update(task, description=f"checking {arm}")
@@ -76,12 +79,11 @@ class TrainBench(Bench[TrainOptions]):
                     checks.checked[arm] = checked
             self.progress.advance(task)
 
-    def _measure_link(self, link: str, checks: report.Checks) -> None:
-        options = self.options
+    def _measure_link(self, options: TrainOptions, link: str, checks: report.Checks) -> None:
         steps = sum(1 if ARMS[arm].peer else 2 for arm in options.arms) * options.repeats * options.steps
         task = self.progress.add_task(link, total=steps)
         with self._open_ranks(parse_link(link)) as (ranks, folder, facts):
-            cells = report.LinkCells(link=link, checks=checks)
+            cells = report.LinkCells(link=link, sequences=options.rank_sequences, checks=checks)
             self._by_link.append(cells)
             for _, event in ranks.stream(measure.measure_link, folder, options):
                 cells.add(event)

@@ -52,7 +52,10 @@ def config_of_arm(options: TrainOptions, name: str) -> tuple[TrainConfig, Engine
             "device": "cpu",
             "model": {**model_values(options.model), "compute_dtype": options.dtype},
             "data": {"files": ["-"], "sequence_tokens": options.sequence_tokens},  # tokens are random, no file is read
-            "batch": {"sequences": options.sequences * options.world_size, "micro_sequences": options.sequences},
+            "batch": {
+                "sequences": options.rank_sequences * options.world_size,
+                "micro_sequences": options.rank_sequences,
+            },
             "optimizer": ARMS[name].optimizer,
             "parallel": {**ARMS[name].parallel, "timeout_s": options.timeout_s},
         }
@@ -173,7 +176,9 @@ def make_trainee(name: str, options: TrainOptions, start: StartingModel, groups:
 def draw_tokens(options: TrainOptions, vocab_size: int, rank: int, step: int) -> Tensor:
     """Random tokens, the same in every arm. At most 256 different ids, so that the loss can fall."""
     source = torch.Generator().manual_seed((options.seed * 1_000_003 + step) * 1_009 + rank)
-    return torch.randint(0, min(256, vocab_size), (options.sequences, options.sequence_tokens + 1), generator=source)
+    return torch.randint(
+        0, min(256, vocab_size), (options.rank_sequences, options.sequence_tokens + 1), generator=source
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,7 +217,10 @@ def check_arm(world: Group, folder: str, options: TrainOptions, name: str) -> It
             stack.enter_context(open_torch(folder, world))
         groups, _ = stack.enter_context(open_groups(folder, world, options))
         # A step of a tiny model, so that memory of libraries and compiled kernels does not count for the arm.
-        tiny, tiny_start = replace(options, model=TINY, sequences=1, sequence_tokens=16), open_model(TINY, options.seed)
+        tiny, tiny_start = (
+            replace(options, model=TINY, sequences=(1,), sequence_tokens=16),
+            open_model(TINY, options.seed),
+        )
         with closing(make_trainee(name, tiny, tiny_start, groups)) as trainee:
             trainee.step(draw_tokens(tiny, tiny_start.config.vocab_size, 0, 0))
         before = reset_peak() if return_freed_memory() else None

@@ -91,7 +91,9 @@ class TrainOptions(OutputOptions):
         f"ways to train: {', '.join(ARMS)}",
         unique=True,
     )
-    sequences: int = option(4, "sequences of each rank in a step", least=1)
+    sequences: tuple[int, ...] = option(
+        (4,), "sequences of each rank in a step, one number after the other", unique=True, least=1
+    )
     sequence_tokens: int = option(128, "tokens of a sequence", least=2)
     dtype: str = option(
         "float32", "of weights and activations in forward and backward", choices=("float32", "bfloat16")
@@ -109,6 +111,12 @@ class TrainOptions(OutputOptions):
         for link in self.links:
             if parse_link(link).bytes_per_s is None:
                 raise ValueError(f"--links: {link} limits no rate; write one such as 200mbit")
+
+    @property
+    def rank_sequences(self) -> int:
+        """The sequences of each rank in a step, of options with one number."""
+        (count,) = self.sequences
+        return count
 
     @property
     def world_size(self) -> int:

@@ -25,7 +25,7 @@ _MESSAGE_BYTES = 256  # gloo's own bytes per message
 _BARRIER_MESSAGES = 16  # of clipping and the barriers around the step
 
 _STEP = Column("step s", "seconds.p50", ".2f")
-_WHERE = (Column("link", "link"), Column("arm", "arm"))
+_WHERE = (Column("link", "link"), Column("sequences", "sequences", "d"), Column("arm", "arm"))
 _STEP_COLUMNS = (
     *_WHERE,
     _STEP,
@@ -45,12 +45,13 @@ _CHECK_COLUMNS = (
     Column("by formula", "formula_peak_bytes", ".1f", 1e-6),
     Column("bytes / formula", "payload_over_formula", ".3f"),
 )
-CSV_COLUMNS = (*_STEP_COLUMNS, *_CHECK_COLUMNS[3:])
+CSV_COLUMNS = (*_STEP_COLUMNS, *_CHECK_COLUMNS[len(_WHERE) :])
 _STEP_WORDS = (
     "Medians of steps; a step is as long as on the slowest rank. Exposed: the step without its computing, which is the same "
     "step in the same process without messages. Predicted: from the formulas' bytes, computing without messages, the link's "
     "rate and latency as collectives of 1 MiB and 1 KiB measure them, and the engine's scheduling rules."
 )
+_DASHED = "Dashed: torch's own."
 _CHECK_WORDS = (
     "From the first steps, in separate processes without a slow link. Exact arms must have the same losses up to rounding. "
     "Peak: the growth of resident memory while all freed memory returns to the system."
@@ -138,6 +139,7 @@ class LinkCells:
     """The results over one link so far."""
 
     link: str
+    sequences: int  # of each rank in a step
     checks: Checks
     rates: Rates | None = None
     wired: dict[str, Wired] = field(default_factory=dict)
@@ -167,8 +169,9 @@ class LinkCells:
             parts = [median(values) for values in zip(*(step.computing for step in own if step.computing), strict=True)]
             predicted_s = predict_step(model.busiest, Computing(*parts), self.rates)
         return {
-            "name": f"{arm}, {self.link}",
+            "name": f"{arm}, {self.link}, {self.sequences} sequences",
             "link": self.link,
+            "sequences": self.sequences,
             "link_bytes_per_s": parse_link(self.link).bytes_per_s,
             "arm": arm,
             "seconds": describe(seconds),
@@ -207,27 +210,28 @@ def make_tables(rows: Sequence[Row]) -> list[Table]:
     ]
 
 
+def _is_peer(arm: str) -> bool:
+    return ARMS[arm].peer is not None
+
+
 def make_sections(rows: Sequence[Row]) -> list[Item]:
-    return [
-        lines(
-            "Step time by link",
-            rows,
-            by="arm",
-            x=Column("link between nodes, Mbit/s", "link_bytes_per_s", ",g", 8e-6),
-            y=_STEP,
-            dashed=lambda arm: ARMS[arm].peer is not None,
-            ticks=True,
-            note="Dashed: torch's own.",
-        ),
-        *make_tables(rows),
-    ]
+    """Step time by link for each number of sequences; with several, also by their number for each link."""
+    by_link, by_sequences = Column("link between nodes, Mbit/s", "link_bytes_per_s", ",g", 8e-6), _WHERE[1]
+    plots: list[Item] = []
+    for x, title, key in ((by_link, "{} sequences a rank", "sequences"), (by_sequences, "{}", "link")):
+        for value in dict.fromkeys(row[key] for row in rows):
+            own = [row for row in rows if row[key] == value]
+            if x is by_link or len({row["sequences"] for row in own}) > 1:
+                title_of = f"Step time by {x.name}, {title.format(value)}"
+                plots.append(lines(title_of, own, by="arm", x=x, y=_STEP, dashed=_is_peer, ticks=True, note=_DASHED))
+    return [*plots, *make_tables(rows)]
 
 
 def describe_setting(facts: Mapping[str, Any]) -> str:
     return (
         f"{facts['model']} ({facts['num_parameters'] / 1e6:.1f} M parameters), {facts['dtype']}; {facts['nodes']} nodes of "
-        f"{facts['ranks_per_node']} ranks, one thread each; {facts['sequences']} sequences of {facts['sequence_tokens']} "
-        "tokens per rank and step"
+        f"{facts['ranks_per_node']} ranks, one thread each; {', '.join(map(str, facts['sequences']))} sequences of "
+        f"{facts['sequence_tokens']} tokens per rank and step"
     )
 
 

@@ -35,9 +35,11 @@ def checks_of(models: Mapping[str, ArmModel], losses: Mapping[str, Sequence[floa
     return Checks(models=models, dtype="float32", checked=found)
 
 
-def cells_of(checks: Checks, link: str = "200mbit", step_s: float = 2.0, payload: int | None = None) -> LinkCells:
+def cells_of(
+    checks: Checks, link: str = "200mbit", step_s: float = 2.0, payload: int | None = None, sequences: int = 4
+) -> LinkCells:
     """Steps of ``step_s``, of which one second is computing, on a wire of 1 MB/s for each rank."""
-    cells = LinkCells(link=link, checks=checks)
+    cells = LinkCells(link=link, sequences=sequences, checks=checks)
     cells.add(_RATES)
     for arm in _ARMS:
         of_node = 1000 if ARMS[arm].peer else checks.models[arm].node_bytes
@@ -94,8 +96,9 @@ def test_a_result_has_a_page_and_can_be_compared(models: dict[str, ArmModel], tm
     class Bench(TrainBench):
         def measure(self) -> None:
             self._by_link = [cells_of(checks_of(models), link) for link in ("50mbit", "200mbit")]
+            self._by_link.append(cells_of(checks_of(models), "200mbit", sequences=8))
             links = [{"name": "50mbit", "measured_bytes_per_s": 6e6, "rates": _RATES._asdict()}]
-            batch = {"sequences": 4, "sequence_tokens": 128}
+            batch = {"sequences": [4, 8], "sequence_tokens": 128}
             self.facts = {"model": "tiny", "num_parameters": 10**6, "dtype": "float32", "links": links, **batch}
             self.facts |= {"nodes": 2, "ranks_per_node": 2}
             self.keep()
@@ -105,11 +108,15 @@ def test_a_result_has_a_page_and_can_be_compared(models: dict[str, ArmModel], tm
 
     page = next(tmp_path.glob("*.html")).read_text()
     assert "zero3: it is wrong" in page
-    assert all(page.count(f">{arm}</td>") >= 4 for arm in _ARMS)  # two links, two tables
+    assert all(page.count(f">{arm}</td>") >= 6 for arm in _ARMS)  # two links, one of them twice, two tables
+    assert all(
+        f"Step time by {what}" in page
+        for what in ("link between nodes, Mbit/s, 8 sequences a rank", "sequences, 200mbit")
+    )
     result = read_result(next(tmp_path.glob("*.json")))
-    assert [*result.cells][:2] == ["zero3, 50mbit", "zero++, 50mbit"]
+    assert [*result.cells][:2] == ["zero3, 50mbit, 4 sequences", "zero++, 50mbit, 4 sequences"]
     assert next(iter(result.cells.values())).samples["step_s"] == {0: pytest.approx(2.0)}
-    assert next(tmp_path.glob("*.csv")).read_text().startswith("link,arm,seconds.p50,")
+    assert next(tmp_path.glob("*.csv")).read_text().startswith("link,sequences,arm,seconds.p50,")
 
 
 def test_payload_of_a_node_excludes_headers(monkeypatch: pytest.MonkeyPatch) -> None:

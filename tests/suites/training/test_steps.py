@@ -30,7 +30,7 @@ def two_steps(groups: TrainGroups, options: TrainOptions, arm: str) -> dict[str,
 
 @pytest.mark.parametrize("arm", ["none", "zero3-flat", "zero++", "dgc"])
 def test_bytes_equal_the_formula_and_a_detached_step_sends_none(arm: str) -> None:
-    options = TrainOptions(model="tiny", arms=(arm,), sequences=1, sequence_tokens=16)
+    options = TrainOptions(model="tiny", arms=(arm,), sequences=(1,), sequence_tokens=16)
     model = model_arms(options, open_model("tiny", 0).config)[arm]
 
     results = run_groups(in_process_train_groups(4, 2), two_steps, options, arm)
@@ -45,11 +45,11 @@ def test_bytes_equal_the_formula_and_a_detached_step_sends_none(arm: str) -> Non
 
 def test_processes_have_the_losses_of_torch() -> None:
     options = TrainOptions(
-        model="tiny", nodes=2, ranks_per_node=1, arms=("zero3", "ddp"), sequences=16, sequence_tokens=128
+        model="tiny", nodes=2, ranks_per_node=1, arms=("zero3", "ddp"), sequences=(16,), sequence_tokens=128
     )
     checks = Checks(models=model_arms(options, open_model("tiny", 0).config), dtype="float32")
 
-    TrainBench(options).check(checks)
+    TrainBench(options).check(options, checks)
 
     assert {arm: checks.faults(arm) for arm in options.arms} == {"zero3": [], "ddp": []}
     ours, torchs = (checks.facts(arm) for arm in options.arms)
