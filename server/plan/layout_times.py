@@ -26,8 +26,10 @@ PROMPTS = (128, 512, 4096)
 CROWD, CROWD_PROMPT, CROWD_TOKENS = 16, 128, 64  # requests at once, tokens of each prompt and answer
 REQUEST = (512, 128)  # tokens of prompt and answer by which layouts are compared
 _STEP_ROWS, _PART_ROWS = 512, 64  # of a prompt's step, and of one that is computed in two parts
-# To plan a step, to choose and send a token, to hand a message to another host, to go from a layer to its sum and back.
-_STEP_S, _ANSWER_S, _HOP_S, _CALL_S = 0.4e-3, 0.3e-3, 60e-6, 20e-6
+# To receive a request, to plan a step, to choose and send a token, to hand a message to another host, to go from a layer to its sum.
+_REQUEST_S, _STEP_S, _ANSWER_S, _HOP_S, _CALL_S = 6e-3, 0.4e-3, 0.3e-3, 60e-6, 20e-6
+# In hybrid, whose stages multiply with matrices in two parts: this share and seconds more a layer; copying of what is handed over, a byte.
+_JOINED_SHARE, _JOINED_S, _COPYING_S = 0.15, 0.2e-3, 5e-9
 # Moving costs the cores that compute so many seconds a byte (measured between namespaces), but at most this share of its time;
 # messages that a socket's buffer takes at once do not.
 _MOVING_S, _MOVING_SHARE, _BUFFER_BYTES = 2.5e-9, 0.3, 64 << 10
@@ -105,7 +107,7 @@ class Predictor:
         return Times(
             layout=layout,
             all_reduce=all_reduce,
-            ttft_s={length: prompts_s([length])[0] for length in PROMPTS},
+            ttft_s={length: _REQUEST_S + prompts_s([length])[0] for length in PROMPTS},
             token_s=token_s(1),
             crowd_tokens_per_s=CROWD * CROWD_TOKENS / crowd_s,
             handed_s=prompts_s([REQUEST[0]])[1],
@@ -135,29 +137,32 @@ class Predictor:
         )
         return _STEP_S + own_s + sum(map(sum, sums("decode", rows))) + self._answer_s() + rows * _ANSWER_S
 
-    def _stages_s(self, rows: float, context: float, stages: Stages) -> list[float]:
-        """Computing of each stage; several ranks sum twice a layer, in memory."""
-        each, sums_s = zip(stages, self.hosts, strict=True), 2 * _CALL_S if self.ranks_each > 1 else 0.0
-        return [
-            _STEP_S + (end - start) * (sums_s + self.work.layer_s(own, rows, context)) for (start, end), own in each
-        ]
+    def _stages_s(self, rows: float, context: float, stages: Stages, handed: float = 0.0) -> list[float]:
+        """Computing of each stage; several ranks sum twice a layer, in memory. ``handed``: bytes of a row and layer, in hybrid."""
+        sums_s = 2 * _CALL_S if self.ranks_each > 1 else 0.0
+        share, besides_s = (1 + _JOINED_SHARE, _JOINED_S + _COPYING_S * handed * rows) if handed else (1.0, 0.0)
+        each_s = (sums_s + besides_s + share * self.work.layer_s(own, rows, context) for own in self.hosts)
+        return [_STEP_S + (end - start) * own_s for (start, end), own_s in zip(stages, each_s, strict=True)]
 
     def _hop_s(self, rows: float) -> float:
         return _HOP_S + self.link.seconds(rows * self.work.row_elems * _RESIDUAL_BYTES)
 
     def _staged_s(self, sizes: Sequence[int], stages: Stages, handed: float) -> tuple[float, float]:
         """The first token, and from there until the keys and values have come."""
-        steps = self._chunks(sizes, stages)
-        chunks, behind_s = [self._stages_s(*step, stages) for step in steps], handed / (self.link.bytes_per_s or inf)
+        steps = self._chunks(sizes, stages, handed)
+        chunks, behind_s = (
+            [self._stages_s(*step, stages, handed) for step in steps],
+            handed / (self.link.bytes_per_s or inf),
+        )
         beside_s = [rows * behind_s * (stages[0][1] - stages[0][0]) for rows, _ in steps]
         passing_s, settled_s = staged_s(chunks, [self._hop_s(rows) for rows, _ in steps], beside_s)
         first_s = passing_s + self.work.head_s(self.hosts[-1], len(sizes)) + self._answer_s()
         return first_s, max(0.0, settled_s - first_s)
 
-    def _chunks(self, sizes: Sequence[int], stages: Stages) -> list[tuple[int, float]]:
+    def _chunks(self, sizes: Sequence[int], stages: Stages, handed: float) -> list[tuple[int, float]]:
         """The chunks that the engine makes once it has measured them: rows, and the tokens that a row attends to in the mean."""
-        few_s = [max(self._stages_s(FEW_ROWS, context, stages)) for context in (0.0, 1.0)]
-        row_s = max(self._stages_s(FEW_ROWS + 1, 0.0, stages)) - few_s[0]
+        few_s = [max(self._stages_s(FEW_ROWS, context, stages, handed)) for context in (0.0, 1.0)]
+        row_s = max(self._stages_s(FEW_ROWS + 1, 0.0, stages, handed)) - few_s[0]
         times = ChunkTimes(few_s[0] - FEW_ROWS * row_s, row_s, (few_s[1] - few_s[0]) / FEW_ROWS)
         part_s, start, found = times.part_s([(0, size) for size in sizes], len(stages)), 0, []
         if len(sizes) > 1:

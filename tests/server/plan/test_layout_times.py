@@ -77,6 +77,17 @@ def test_keys_and_values_take_the_wire_of_hidden_states_in_hybrid() -> None:
     assert hybrid.request_s == hybrid.ttft_s[REQUEST[0]] + hybrid.handed_s + REQUEST[1] * hybrid.token_s
 
 
+def test_matrices_in_two_parts_and_copied_keys_and_values_slow_the_stages_of_hybrid() -> None:
+    times = [
+        Predictor(work=replace(WORK, handed_bytes=handed), hosts=[HOST] * 2, shares=[0.5] * 2, link=Link("", None, 0.0))
+        .times("hybrid", "auto", free, STAGES)
+        .ttft_s[512]
+        for handed in (0.0, 1e-9, 8192.0)
+    ]
+    assert 1.14 < times[1] / times[0] < 1.25, "0.15 of a layer's time, and 0.2 ms"
+    assert times[2] - times[1] == pytest.approx(512 * 16 * 8192 * 5e-9, rel=0.5)
+
+
 def test_pipeline_pays_a_hop_where_tensors_pay_two_sums_a_layer() -> None:
     pipeline = predictor(latency_s=5e-3).times("pipeline", "", None, STAGES)
     tensor = predictor(latency_s=5e-3).times("tensor", "auto", slow)

@@ -10,7 +10,12 @@ import pytest
 from tightwire.bench.cli import main
 from tightwire.bench.lab.plan import bench
 
-_TIMES = {"ttft_s": {"128": 0.1, "512": 0.4, "4096": 4.0}, "token_s": 0.01, "crowd_tokens_per_s": 300.0}
+_TIMES = {
+    "ttft_s": {"128": 0.1, "512": 0.4, "4096": 4.0},
+    "token_s": 0.01,
+    "handed_s": 0.0,
+    "crowd_tokens_per_s": 300.0,
+}
 
 
 class _Hosts:
@@ -47,6 +52,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return {"cells": [cell]}
 
     rows = [{"layout": "tensor", "all_reduce": "auto"}, {"layout": "pipeline", "all_reduce": ""}]
+    rows.append({"layout": "hybrid", "all_reduce": "auto", "handed_s": 0.23})  # pyright: ignore[reportArgumentType]
     rows[1]["token_s"] = 0.02  # pyright: ignore[reportArgumentType]
     plan = {"link": {}, "rates": [], "layouts": [{"times": _TIMES | row} for row in rows]}
     done = SimpleNamespace(stdout=json.dumps(plan).encode())
@@ -65,6 +71,10 @@ def _cells(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, flo
 def test_predictions_stand_beside_what_the_servers_did(capsys: pytest.CaptureFixture[str]) -> None:
     ratios = {"TTFT(128) ms": 0.1 / 0.128, "TTFT(512) ms": 0.4 / 0.512, "ms a token": 0.5, "tokens/s of 16": 1.5}
     assert _cells(capsys) == pytest.approx(ratios)
+
+
+def test_wait_for_keys_and_values_is_in_the_mean_of_the_later_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _cells(capsys, "--row", "hybrid, auto")["ms a token"] == pytest.approx((0.01 + 0.23 / 23) / 0.02)
 
 
 def test_flags_of_the_server_and_the_row_are_chosen(
