@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightwire.imports import importing, spinner
+from tightwire.progress import importing, spinner
 from tightwire.sizes import format_bytes
 from tightwire.training.config.read import EXAMPLES, describe_config, read_config
 from tightwire.training.config.tree import TrainConfig

@@ -14,8 +14,8 @@ import httpx
 from tightwire import remote
 from tightwire.option import option, options_of
 from tightwire.option_flags import add_flags, make_options
+from tightwire.progress import Speed
 from tightwire.remote import Remote, RemoteError, describe
-from tightwire.server.cli.progress import Speed
 from tightwire.server.cli.start import refuse, say
 from tightwire.server.config.flags import parse_flags
 

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from tightwire.imports import importing
 from tightwire.option import options_of
 from tightwire.option_flags import add_flags, make_options
-from tightwire.server.cli.progress import START_STAGES, Progress
+from tightwire.progress import START_STAGES, Progress, importing
 from tightwire.server.cli.start import AnswerOptions, check_machine, interrupts_end_at_once, refuse, start_ranks
 from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 from tightwire.server.config.lora import AdapterOptions

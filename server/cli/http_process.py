@@ -15,11 +15,11 @@ from typing import Any
 from tightwire.comm.group.numa import describe_numbers
 from tightwire.kernels.cpu.library import level
 from tightwire.parent_death import process_age_s
+from tightwire.progress import Progress
 from tightwire.server.api.errors import ApiError
 from tightwire.server.api.lora import Adapters
 from tightwire.server.api.request_bodies import SamplingBody
 from tightwire.server.api.serving import ModelHolder, ModelInfo
-from tightwire.server.cli.progress import Progress
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.http.app import make_app, run_server

@@ -6,8 +6,8 @@ import sys
 
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.text.tokenizer import Tokenizer
+from tightwire.progress import Progress, Speed
 from tightwire.server.api.detokenize import Detokenizer, TokenTable
-from tightwire.server.cli.progress import Progress, Speed
 from tightwire.server.cli.start import AnswerOptions, say
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.engine.request import RequestRules

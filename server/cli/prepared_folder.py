@@ -13,7 +13,7 @@ from tightwire.model.prepare import PrepareOptions, read_back
 from tightwire.model.prepare import prepare as make_folder
 from tightwire.model.weights import WEIGHT_CODECS
 from tightwire.model.weights.prepared.manifest import Manifest
-from tightwire.server.cli.progress import Progress
+from tightwire.progress import Progress
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.setting import choose_dtype
 from tightwire.sizes import format_bytes

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from tightwire.model.checkpoint import catalog
-from tightwire.server.cli.progress import Progress
+from tightwire.progress import Progress
 from tightwire.server.cli.start import refuse
 
 

@@ -4,9 +4,8 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from tightwire.imports import importing
 from tightwire.model.checkpoint.header import has_copy
-from tightwire.server.cli.progress import START_STAGES, Progress
+from tightwire.progress import START_STAGES, Progress, importing
 from tightwire.server.cli.start import check_machine, interrupts_end_at_once, refuse, say, start_ranks
 from tightwire.server.config.flags import make_parser, parse
 from tightwire.server.hosts.launcher import resolve_hosts

@@ -12,7 +12,7 @@ from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import open_wire
 from tightwire.kernels.cpu.library import available
 from tightwire.option import REQUIRED, option, require
-from tightwire.server.cli.progress import Progress
+from tightwire.progress import Progress
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.hosts.place import HostPlace
 from tightwire.server.plan.setting import refuse_early

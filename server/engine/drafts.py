@@ -1,4 +1,4 @@
-"""Drafts tokens: those that most often followed the last ones earlier in the text or in recent answers, or a small model's.
+"""Drafts the tokens that most often followed the last ones earlier in the text or in recent answers, as many as pay.
 
 Without building one, ``Drafter`` finds what a suffix tree would (SuffixDecoding, arXiv 2411.04975): numpy compares the text with its
 last tokens in 0.1 ms for 10,000 tokens, and keeps 4 bytes a token. Prompt lookup decoding is the case of one place (``num_places``).
@@ -9,46 +9,47 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tightwire.model.runner import ModelRunner
-from tightwire.server.config.limits import Limits
+from tightwire.model.sampling.grammar import GrammarMasks
 from tightwire.server.engine.request import Request
-from tightwire.server.engine.sequences import Sequences
-from tightwire.server.engine.step_builder import Chunk, StepBuilder, make_step
-from tightwire.server.ipc.engine_stats import EngineCounters
+from tightwire.server.engine.step_builder import Chunk
 
 _TOKEN_BYTES = array("i").itemsize
 _END = -1  # of an answer, in place of a token
 _LEAST_SHARE = 0.1  # of the places: a draft ends where fewer go on with its next token
-_WEIGHT = 1 / 8  # of the newest observation in an average
+WEIGHT = 1 / 8  # of the newest observation in an average
 _TRY_EVERY = 32  # tokens, after which one is drafted even if that did not pay
 _MAX_ROWS = 512  # of a step whose time is kept
-_MODEL_TOKENS, _MODEL_RATE = 8, 0.75  # of a model's draft: the most tokens, and the share taken to be right at first
+_KEPT_STEPS = 128  # the last ones, whose times are known
 
 
 class RowTimes:
-    """The usual seconds of a step by its number of rows."""
+    """The usual seconds of a step by its number of rows; those not seen for many steps are forgotten, and so tried again."""
 
     def __init__(self) -> None:
-        self._seconds_R = np.zeros(_MAX_ROWS)
+        self._seconds_R, self._seen_R, self._num_seen = np.zeros(_MAX_ROWS), np.zeros(_MAX_ROWS, int), 0
 
     def learn(self, num_rows: int, seconds: float) -> None:
-        """Record the time of a step. One far above the average does not spoil it."""
+        """Record the time of a step. One far above what was expected does not spoil it, and one below soon counts."""
         if num_rows < _MAX_ROWS:
-            usual = self._seconds_R[num_rows] or seconds
-            self._seconds_R[num_rows] = usual + _WEIGHT * (min(seconds, 2 * usual) - usual)
+            known, expected = self._seconds_R[num_rows], float(self.of(num_rows)) if self._num_seen else seconds
+            usual, weight = known or expected, (WEIGHT if seconds > known else 1 / 2) if known else 1
+            self._seconds_R[num_rows] = usual + weight * (min(seconds, 2 * usual) - usual)
+            self._num_seen += 1
+            self._seen_R[num_rows] = self._num_seen
 
     def of(self, num_rows: Any) -> np.ndarray:
-        """The times of steps with so many rows: of longer ones than were measured, that of the longest; without any, next to 0."""
-        known_R = np.flatnonzero(self._seconds_R)
+        """The times of steps with so many rows, of unmeasured ones on a line through others; without any, next to 0."""
+        known_R = np.flatnonzero(self._seen_R > max(0, self._num_seen - _KEPT_STEPS))
         if not len(known_R):
             return np.full(np.shape(num_rows), 1e-9)
-        return np.interp(num_rows, known_R, np.maximum.accumulate(self._seconds_R[known_R]))
+        seconds_R = np.maximum.accumulate(self._seconds_R[known_R])
+        more = (seconds_R[-1] - seconds_R[0]) / max(1, known_R[-1] - known_R[0])
+        return np.interp(num_rows, known_R, seconds_R) + more * np.maximum(0, np.subtract(num_rows, known_R[-1]))
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -64,6 +65,7 @@ class Drafter:
     num_places: int = 1
     num_recent: int = 0
     paced: bool = False
+    grammars: GrammarMasks | None = None  # that drafts follow too
     _recent: bytearray = field(
         default_factory=bytearray, init=False
     )  # answers' tokens as int32, each with its ``_END``
@@ -74,13 +76,20 @@ class Drafter:
 
     def draft(self, request: Request, room: int, num_rows: int = 1, num_seqs: int = 1) -> list[int]:
         """At most ``room`` tokens that may follow, for a step that has ``num_rows`` of ``num_seqs`` sequences without them."""
-        text, room = request.token_bytes, min(room, self.max_tokens)
+        best, odds = self.search(request, min(room, self.max_tokens))
+        num_best = self.best_length(odds, num_rows, num_seqs) if self.paced else len(best)
+        return best[: max(num_best, len(request.token_ids) % _TRY_EVERY == 0)]
+
+    def search(self, request: Request, room: int, ahead: Sequence[int] = ()) -> tuple[list[int], list[float]]:
+        """The best tokens behind the text and ``ahead``, and the odds that each of them is right with those before it."""
+        text, best, best_odds = request.token_bytes, list[int](), list[float]()
         text += array("i", request.token_ids[len(text) // _TOKEN_BYTES :]).tobytes()
+        request.draft_basis = (0, [])
         if room < 1:
-            return []
+            return best, best_odds
         if not request.draft_rates:
             request.draft_rates = [length / (length + 1) for length in range(self.longest + 1)]
-        text_N, best, best_odds = np.frombuffer(text, "i4"), list[int](), list[float]()
+        text_N = np.frombuffer(text + array("i", ahead).tobytes(), "i4")
         if self._recent and not request.cache_salt:
             text_N = np.concatenate([np.frombuffer(self._recent, "i4"), text_N])
         for length, places in self._matches(text_N):
@@ -89,8 +98,11 @@ class Drafter:
             odds = np.cumprod(np.multiply(shares, rates)).tolist()
             if sum(odds) > sum(best_odds):
                 best, best_odds, request.draft_basis = token_ids, odds, (length, shares)
-        num_best = self.best_length(best_odds, num_rows, num_seqs) if self.paced else len(best)
-        return best[: max(num_best, len(request.token_ids) % _TRY_EVERY == 0)]
+        num_allowed = len(best)
+        if best and request.params.grammar and self.grammars is not None:
+            banned = self.grammars.banned(request, [*ahead, *best])[len(ahead) :]
+            num_allowed = next((i for i, token_id in enumerate(best) if banned[i][token_id]), num_allowed)
+        return best[:num_allowed], best_odds[:num_allowed]
 
     def keep(self, request: Request) -> None:
         """Let drafts of others follow this request's answer, which has ended."""
@@ -103,7 +115,7 @@ class Drafter:
         (first, shares), rates = request.draft_basis, request.draft_rates
         for i, share in enumerate(shares[: min(num_drafted, num_right + 1)]):
             length = min(first + i, self.longest)
-            rates[length] = min(1.0, rates[length] + _WEIGHT * ((i < num_right) - share * rates[length]))
+            rates[length] = min(1.0, rates[length] + WEIGHT * ((i < num_right) - share * rates[length]))
 
     def time(self, chunks: Iterable[Chunk], seconds: float) -> None:
         """Record the time of a step, unless it has prompts, whose rows take another."""
@@ -112,11 +124,10 @@ class Drafter:
             rows[request.replica] += _MAX_ROWS if start < request.num_prompt_tokens else end - start + len(draft)
         self.times.learn(max(rows.values(), default=_MAX_ROWS), seconds)
 
-    def best_length(self, odds: ArrayLike, num_rows: int, num_seqs: int, rows_each: int = 1, draft_s: Any = 0) -> int:
-        """The number of drafted tokens that makes most tokens a second; one more takes ``rows_each`` rows, and ``draft_s`` to draft."""
-        tokens = num_seqs + np.cumsum(np.append(0.0, odds))
-        lengths = np.arange(len(tokens))
-        return int(np.argmax(tokens / (self.times.of(num_rows + rows_each * lengths) + draft_s * lengths)))
+    def best_length(self, odds: ArrayLike, num_rows: int, num_tokens: float, spent_s: float = 0.0) -> int:
+        """The number of drafted tokens that makes most tokens a second, in a step that took ``spent_s`` before it begins."""
+        tokens = num_tokens + np.cumsum(np.append(0.0, odds))
+        return int(np.argmax(tokens / (self.times.of(num_rows + np.arange(len(tokens))) + spent_s)))
 
     def _matches(self, text_N: np.ndarray) -> list[tuple[int, np.ndarray]]:
         """The lengths at which the text's end occurs earlier, longest first, and where; only those that have more places than longer ones."""
@@ -148,99 +159,10 @@ def _follow(continuations: list[list[int]]) -> tuple[list[int], list[float]]:
     return token_ids, shares
 
 
-class ModelDrafter(Drafter):
-    """Drafts what a small model of the same vocabulary finds most likely, on rank 0 alone, for all sequences of a step together.
-
-    Its cache is its own. It computes what it lacks of a sequence with the first draft that pays, of prompts at most a step's tokens at
-    a time, and what was wrong is overwritten.
-    """
-
-    def __init__(self, runner: ModelRunner, limits: Limits, vocab_size: int, num_replicas: int = 1) -> None:
-        """``limits`` and ``vocab_size``: the target's, which may have fewer ids for padding. It has the blocks of all replicas."""
-        super().__init__(max_tokens=_MODEL_TOKENS, longest=_MODEL_TOKENS - 1, shortest=0)
-        self._runner, self._vocab_size = runner, vocab_size
-        self._limits = Limits(
-            max_model_len=limits.max_model_len,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            num_blocks=limits.num_blocks * num_replicas,
-            block_size=limits.block_size,
-        )
-        self._sequences = Sequences(self._limits, EngineCounters())
-        self._own: dict[Request, Request] = {}  # the sequences as its cache has them, with their last drafts
-        self._drafts: dict[Request, list[int]] = {}
-        self._rates, self._token_times, self._spent_s = [_MODEL_RATE] * _MODEL_TOKENS, RowTimes(), 0.0
-        self._longest = 0  # draft so far
-
-    def prepare(self, requests: Sequence[Request], num_rows: int, num_seqs: int) -> None:
-        start_s, num = perf_counter(), len(requests)
-        for request in [request for request, own in self._own.items() if own.epoch != request.epoch]:
-            self._sequences.remove(self._own.pop(request))  # it has ended, or was preempted
-        if known := self._longest:  # tokens that were never drafted are taken to be right as often as the one before
-            self._rates[known:] = [self._rates[known - 1]] * (_MODEL_TOKENS - known)
-        odds = num * np.cumprod(self._rates)
-        length = self.best_length(odds, num_rows, num_seqs, rows_each=num, draft_s=self._token_times.of(num))
-        length = max(length, any(len(request.token_ids) % _TRY_EVERY == 0 for request in requests))
-        self._longest = max(self._longest, length)
-        wanted = dict[Request, int]()
-        for request in requests:
-            # The last token of an answer is chosen, not computed.
-            if (most := min(length, request.params.max_tokens - request.num_output_tokens - 1)) > 0:
-                wanted[self._follow(request)] = len(request.token_ids) + most
-        self._extend(wanted, length + 1)
-        self._drafts = {each: own.token_ids[len(each.token_ids) :] for each, own in self._own.items() if own in wanted}
-        self._spent_s += perf_counter() - start_s
-
-    def draft(self, request: Request, room: int, num_rows: int = 1, num_seqs: int = 1) -> list[int]:
-        draft = self._drafts.get(request, [])[: max(0, room)]
-        request.draft_rates, request.draft_basis = self._rates, (0, [1.0] * len(draft))
-        return draft
-
-    def time(self, chunks: Iterable[Chunk], seconds: float) -> None:
-        super().time(chunks, seconds - self._spent_s)
-        self._spent_s = 0.0
-
-    def _follow(self, request: Request) -> Request:
-        """The draft model's sequence, with the tokens that the request has now."""
-        if (own := self._own.get(request)) is None:
-            given = request.id, request.params, list(request.token_ids), request.num_prompt_tokens, request.stop_ids
-            own = self._own[request] = Request(*given, 0.0, cache_salt=request.cache_salt, epoch=request.epoch)
-            self._sequences.running.append(own)
-            self._sequences.advance(own)
-        same = max(0, len(own.token_ids) - _MODEL_TOKENS)
-        while own.token_ids[same : same + 1] == request.token_ids[same : same + 1] != []:
-            same += 1
-        own.token_ids[same:] = request.token_ids[same:]
-        own.num_computed = min(own.num_computed, same)
-        return own
-
-    def _extend(self, wanted: dict[Request, int], num_steps: int) -> None:
-        """Run steps until each has its wanted number of tokens. One that lacks blocks, or more than a step of its prompt, has none."""
-        for number in range(num_steps):
-            step = StepBuilder(self._limits, self._limits.max_num_batched_tokens)
-            for own, num in wanted.items():
-                num_tokens = 0 if len(own.token_ids) == num or (number and own.in_prompt) else step.affordable(own)
-                if num_tokens and self._sequences.grow(own, num_tokens):
-                    step.take(own, num_tokens)
-            if not (chunks := step.chunks()):
-                return
-            start_s = perf_counter()
-            logits_RV = self._runner.execute(make_step(number, chunks, self._limits).plan)
-            drafted = [] if logits_RV is None else logits_RV[:, : self._vocab_size].argmax(-1).tolist()
-            for chunk in chunks:
-                chunk.request.num_computed = chunk.end
-                self._sequences.prefixes.enter(chunk.request, chunk.end)
-            for chunk, token_id in zip([chunk for chunk in chunks if chunk.samples], drafted, strict=True):
-                chunk.request.token_ids.append(token_id)
-            if len(drafted) == sum(chunk.num_rows for chunk in chunks):  # no step that catches up
-                self._token_times.learn(len(drafted), perf_counter() - start_s)
-
-
+SUFFIX: dict[str, Any] = {"max_tokens": 16, "longest": 16, "shortest": 1, "num_places": 32, "paced": True}
 # What ``--speculation`` names, besides ``ModelDrafter``.
 DRAFTERS = {
     "ngram": partial(Drafter, max_tokens=5, longest=4, shortest=2, paced=True),
-    "suffix": partial(Drafter, max_tokens=16, longest=16, shortest=1, num_places=32, paced=True),
-    "suffix-shared": partial(
-        Drafter, max_tokens=16, longest=16, shortest=1, num_places=32, num_recent=1 << 15, paced=True
-    ),
+    "suffix": partial(Drafter, **SUFFIX),
+    "suffix-shared": partial(Drafter, **SUFFIX, num_recent=1 << 15),
 }

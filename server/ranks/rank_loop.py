@@ -22,9 +22,10 @@ from tightwire.model.step import StepPlan
 from tightwire.server.config.chunks import WARM_UP_ROWS
 from tightwire.server.config.limits import BLOCK_SIZE, Limits
 from tightwire.server.config.serve import EngineOptions
-from tightwire.server.engine.drafts import DRAFTERS, ModelDrafter
+from tightwire.server.engine.drafts import DRAFTERS
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.lora import AdapterTable, SlotsFullError
+from tightwire.server.engine.model_drafts import ModelDrafter
 from tightwire.server.engine.request import RequestRules
 from tightwire.server.ipc.channels import Inboxes, bind_receiver, connect_sender
 from tightwire.server.ipc.messages import (
@@ -197,6 +198,9 @@ class Leader:
         drafter = make and make()
         if self._drafting is not None:
             drafter = ModelDrafter(self._drafting, self._limits, self._rules.vocab_size, plan.num_replicas)
+            drafter.measure()
+        if drafter is not None:
+            drafter.grammars = self._sampler.grammars
         if plan.adapters is not None:
             table = AdapterTable(plan.adapters.num_slots, {each.id: each.slot for each in plan.adapters.loaded})
         return Engine(

@@ -13,9 +13,9 @@ import msgspec
 
 from tightwire.comm.errors import CommError
 from tightwire.comm.link.wire import LinkTooFastError
-from tightwire.imports import importing
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.parent_death import die_at_end_of_stdin, end_stopped_parent
+from tightwire.progress import importing
 from tightwire.server.ipc.messages import Failed
 from tightwire.server.plan.rank_setup import RankIdentity, RankWork
 from tightwire.server.ranks.reporter import Reporter

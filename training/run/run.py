@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tightwire.comm.errors import CommError
-from tightwire.imports import spinner
+from tightwire.progress import spinner
 from tightwire.read_ahead import ReadAhead
 from tightwire.run_page import write_page
 from tightwire.training.checkpoint.folders import CheckpointError, OtherRunError, check_files, find_checkpoint

@@ -11,8 +11,8 @@ from torch import Tensor
 from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.model.step import StepPlan
+from tightwire.progress import Progress
 from tightwire.server.cli.http_process import serve
-from tightwire.server.cli.progress import Progress
 from tightwire.server.config.flags import make_parser, parse
 from tightwire.server.http.listener import open_listener
 from tightwire.server.plan.rank_setup import RankIdentity, RankWork

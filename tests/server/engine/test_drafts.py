@@ -227,6 +227,17 @@ def test_one_slow_step_does_not_end_drafting() -> None:
     assert len(drafter.draft(request(AGAIN), 3)) == 3
 
 
+def test_a_slow_step_is_forgotten_when_none_like_it_was_seen_for_long() -> None:
+    drafter = Drafter(max_tokens=3, longest=3, shortest=2, paced=True)
+    times(drafter, _1=1.0)
+    for _ in range(20):
+        times(drafter, _4=9.0)
+    assert drafter.draft(request(AGAIN), 3) == []
+    for _ in range(200):
+        times(drafter, _1=1.0)
+    assert len(drafter.draft(request(AGAIN), 3)) == 3
+
+
 def test_steps_with_prompts_are_not_timed() -> None:
     drafter = Drafter(max_tokens=3, longest=3, shortest=2, paced=True)
     drafter.time([Chunk(request([1] * 9), 0, 4, range(0), False)], 9.0)
@@ -239,7 +250,8 @@ def test_replicas_run_at_the_same_time() -> None:
     other = request([1], "other")
     other.replica = 1
     drafter.time([Chunk(each, 1, 2, range(0), True) for each in (request([1]), other)], 1.0)
-    times(drafter, _4=9.0)
+    for _ in range(20):
+        times(drafter, _4=9.0)
     assert drafter.draft(request(AGAIN), 3) == [], "the step had one row in each replica"
 
 

@@ -18,7 +18,7 @@ from tightwire.cuda_devices import CudaDevice
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.server.cli.progress import Progress
+from tightwire.progress import Progress
 from tightwire.server.config.flags import make_config
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan import comm_decision, run_plan, setting

@@ -11,8 +11,8 @@ from tightwire.model.adapters.product import AdapterRoom, adapter_bytes
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
+from tightwire.progress import Progress
 from tightwire.server.cli.explain import explain
-from tightwire.server.cli.progress import Progress
 from tightwire.server.config.flags import make_config
 from tightwire.server.config.lora import AdapterOptions
 from tightwire.server.plan.run_plan import plan_adapters, prepare

@@ -11,7 +11,7 @@ from tightwire.comm.group.group import in_process_groups
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.open import open_checkpoint
 from tightwire.model.weights.formats import choose_formats, split_model
-from tightwire.server.cli.progress import Progress
+from tightwire.progress import Progress
 from tightwire.server.config.flags import make_config
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.plan.run_plan import prepare

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tightwire.server.cli.progress import Progress
+from tightwire.progress import Progress
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ranks.processes import Ranks

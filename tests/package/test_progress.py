@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from tightwire.server.cli.progress import START_STAGES, Progress
+from tightwire.progress import START_STAGES, Progress
 
 
 class Screen(io.StringIO):
