@@ -111,7 +111,7 @@ class DecodeProgram:
         _check_range("slot", batch.slots_LT.flatten(), self._cache.num_blocks * self._cache.block_size)
         lens, sizes = (batch.query_start_B1, batch.context_lens_B), (self._cache.num_blocks, self._cache.block_size)
         # The tiles are the same in every group; each table is checked.
-        tiles, *_ = (cut_into_tiles(*lens, table, num_rows, 1, *sizes) for table in batch.block_tables_LBM)
+        tiles, *_ = (cut_into_tiles((*lens, table), num_rows, 1, *sizes) for table in batch.block_tables_LBM)
         self.residual_TD, self._step = residual_TD, (batch, tiles)
         self._phases.zero_()
         program.num_rows = num_rows

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.cpu.library import lib, struct
-from tightwire.kernels.cpu.run import CACHE_KIND, NUMBER_KIND, run_on_items
+from tightwire.kernels.cpu.run import CACHE_KIND, NUMBER_KIND, addresses, run_on_items
 from tightwire.kernels.spec.attention import HeadGroups, KeyBias, PackedSequences, check_attention, even_groups
 
 LOG2_E = 1 / math.log(2)
@@ -36,29 +36,19 @@ def paged_attention_cpu(
     groups = groups or even_groups(q_THE, k_cache_NKPE)
     if not scale > 0 or window < 0 or not cap >= 0:
         raise ValueError(f"attention needs a positive scale, window and cap (or 0), got {scale}, {window} and {cap}")
-    query_start_B1, context_lens_B, block_table_BM, _ = sequences
-    given = q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM
-    check_attention(*given, groups, key_bias)
+    indices, (_, context_lens_B, block_table_BM, _) = sequences[:3], sequences
+    check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, *indices, groups, key_bias)
     num_tokens, num_heads, head_dim = q_THE.shape
     num_blocks, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
     tile_tokens = max(1, ROWS // groups.heads_per_kv_head)
-    tiles = cut_into_tiles(
-        query_start_B1, context_lens_B, block_table_BM, num_tokens, tile_tokens, num_blocks, tokens_per_block
-    )
+    tiles = cut_into_tiles(indices, num_tokens, tile_tokens, num_blocks, tokens_per_block)
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype)
     token_stride, head_stride, _ = q_THE.stride()
     q_bytes = q_THE.element_size()
     arguments = struct(
         "tw_attend_args",
         (
-            out_THE.data_ptr(),
-            q_THE.data_ptr(),
-            k_cache_NKPE.data_ptr(),
-            v_cache_NKPE.data_ptr(),
-            query_start_B1.data_ptr(),
-            context_lens_B.data_ptr(),
-            block_table_BM.data_ptr(),
-            tiles.tiles_W3.data_ptr(),
+            *addresses(out_THE, q_THE, k_cache_NKPE, v_cache_NKPE, *indices, tiles.tiles_W3),
             token_stride * q_bytes,
             head_stride * q_bytes,
             NUMBER_KIND[q_THE.dtype],
@@ -85,13 +75,12 @@ def paged_attention_cpu(
     return out_THE
 
 
-def _key_bias(key_bias: KeyBias, context_lens_B: Tensor) -> tuple[int, int, int, int]:
+def _key_bias(key_bias: KeyBias, context_lens_B: Tensor) -> tuple[int, ...]:
     """Return the fields of ``tw_key_bias``."""
     num_positions, half = key_bias.cos_SN.shape
     if len(context_lens_B) and num_positions < (longest := int(context_lens_B.max())):
         raise ValueError(f"a bias of keys needs cosines of {longest} positions, got {num_positions}")
-    bias_KE, cos_SN, sin_SN = key_bias
-    return bias_KE.data_ptr(), cos_SN.data_ptr(), sin_SN.data_ptr(), half
+    return *addresses(*key_bias), half
 
 
 class Tiles(NamedTuple):
@@ -103,24 +92,19 @@ class Tiles(NamedTuple):
 
 
 def cut_into_tiles(
-    query_start_B1: Tensor,
-    context_lens_B: Tensor,
-    block_table_BM: Tensor,
-    num_tokens: int,
-    tile_tokens: int,
-    num_blocks: int,
-    tokens_per_block: int,
+    indices: tuple[Tensor, Tensor, Tensor], num_tokens: int, tile_tokens: int, num_blocks: int, tokens_per_block: int
 ) -> Tiles:
-    """Cut each sequence into tiles of at most ``tile_tokens``; raises ValueError for impossible lengths or blocks."""
+    """Cut each sequence into tiles of at most ``tile_tokens``; raises ValueError for impossible lengths or blocks.
+
+    ``indices`` are the tensors of ``PackedSequences``.
+    """
+    block_table_BM = indices[2]
     num_seqs, max_blocks = block_table_BM.shape
     tiles_W3 = torch.empty(num_tokens // tile_tokens + num_seqs, 3, dtype=torch.int64)
     plan: Any = struct(
         "tw_plan_args",
         (
-            query_start_B1.data_ptr(),
-            context_lens_B.data_ptr(),
-            block_table_BM.data_ptr(),
-            tiles_W3.data_ptr(),
+            *addresses(*indices, tiles_W3),
             num_seqs,
             num_tokens,
             tile_tokens,
@@ -132,11 +116,7 @@ def cut_into_tiles(
     )
     impossible = lib.tw_plan_tiles(plan)
     if impossible >= 0:
-        raise ValueError(
-            _impossible(
-                impossible, num_tokens, query_start_B1, context_lens_B, block_table_BM, num_blocks, tokens_per_block
-            )
-        )
+        raise ValueError(_impossible(impossible, num_tokens, *indices, num_blocks, tokens_per_block))
     return Tiles(tiles_W3, plan.num_tiles, plan.num_keys)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.cpu.library import available, struct
-from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_rows
+from tightwire.kernels.cpu.run import NUMBER_KIND, addresses, run_on_rows
 from tightwire.kernels.spec import block_quant as reference
 from tightwire.kernels.spec.block_format import MAX_GROUP_ELEMS, BlockFormat
 
@@ -67,11 +67,11 @@ def decode_reduce_encode(
     out = _bytes_for(num_elems, out_fmt, out)
     if not available():
         return out.copy_(reference.decode_reduce_encode_reference(bufs, fmt, out_fmt, num_elems, carried_M))
-    addresses = array("q", [buf.data_ptr() for buf in bufs])
-    messages, num_messages = addresses.buffer_info()
+    places = array("q", addresses(*bufs))
+    messages, num_messages = places.buffer_info()
     arguments = struct(
         "tw_recode_args",
-        (out.data_ptr(), messages, _address(carried_M), num_messages, num_elems, _fields(fmt), _fields(out_fmt)),
+        (*addresses(out), messages, *addresses(carried_M), num_messages, num_elems, _fields(fmt), _fields(out_fmt)),
     )
     run_on_rows("tw_decode_reduce_encode", arguments, -(-num_elems // MAX_GROUP_ELEMS), MAX_GROUP_ELEMS)
     return out
@@ -79,13 +79,8 @@ def decode_reduce_encode(
 
 def _run(kernel: str, buf: Tensor, x_N: Tensor, fmt: BlockFormat, carried_M: Tensor | None = None) -> None:
     num_elems, kind = x_N.numel(), NUMBER_KIND[x_N.dtype]
-    given = buf.data_ptr(), x_N.data_ptr(), _address(carried_M), num_elems, kind, _fields(fmt)
-    arguments = struct("tw_code_args", given)
+    arguments = struct("tw_code_args", (*addresses(buf, x_N, carried_M), num_elems, kind, _fields(fmt)))
     run_on_rows(kernel, arguments, fmt.num_groups(num_elems), fmt.group_elems)
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 def _fields(fmt: BlockFormat) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.cpu.library import has_pairs, lib, struct
-from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_items, run_on_rows
+from tightwire.kernels.cpu.run import NUMBER_KIND, addresses, run_on_items, run_on_rows
 from tightwire.kernels.spec.gguf_blocks import GROUP_ELEMS, INTERLEAVED_ROWS
 from tightwire.kernels.spec.layer_ops import check_linear
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix, StackedMatrix, Weight
@@ -49,7 +49,7 @@ def linear_cpu(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype
         out_TO.data_ptr(),
         rows.out or rows.x,
         weight,
-        0 if bias_O is None else bias_O.data_ptr(),
+        *addresses(bias_O),
         x_stride,
         weight_stride,
         weight_kind,
@@ -93,9 +93,17 @@ def unpack_cpu(matrix: PackedMatrix, dtype: torch.dtype, indices_T: Tensor | Non
     num_unpacked = num_rows if indices_T is None else len(indices_T)
     out_OD = torch.empty(num_unpacked, num_columns, dtype=dtype)
     blocks, row_stride, kind = matrix_integers(matrix)
-    indices = 0 if indices_T is None else indices_T.data_ptr()
     num_groups = num_columns // GROUP_ELEMS
-    arguments = (out_OD.data_ptr(), blocks, indices, NUMBER_KIND[dtype], kind, row_stride, num_rows, num_groups)
+    arguments = (
+        out_OD.data_ptr(),
+        blocks,
+        *addresses(indices_T),
+        NUMBER_KIND[dtype],
+        kind,
+        row_stride,
+        num_rows,
+        num_groups,
+    )
     run_on_rows("tw_unpack", struct("tw_unpack_args", arguments), num_unpacked, num_columns)
     return out_OD
 

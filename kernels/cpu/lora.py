@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tightwire.kernels.cpu.library import ffi, lib, struct
 from tightwire.kernels.cpu.linear import useful_threads
-from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_items
+from tightwire.kernels.cpu.run import NUMBER_KIND, addresses, run_on_items
 from tightwire.kernels.spec.lora import AdapterRows, AdapterSite, check_adapters
 
 _SHRINK_OUTPUTS = 16  # of an item of tw_adapter_shrink
@@ -31,9 +31,7 @@ def add_adapters_cpu(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int
             ffi.cast("tw_adapter_run *", runs_S3.data_ptr()),
             num_runs,
             layer,
-            x_TD.data_ptr(),
-            shrunk_TR.data_ptr(),
-            out_TO.data_ptr(),
+            *addresses(x_TD, shrunk_TR, out_TO),
             NUMBER_KIND[out_TO.dtype],
         ),
     )

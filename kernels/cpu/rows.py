@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.cpu.library import struct
-from tightwire.kernels.cpu.run import CACHE_KIND, NUMBER_KIND, run_on_rows
+from tightwire.kernels.cpu.run import CACHE_KIND, NUMBER_KIND, addresses, run_on_rows
 from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm
 
 
@@ -44,18 +44,14 @@ def _norm(
     num_tokens, size = x.shape
     number_bytes = x.element_size()
     arguments = (
-        out.data_ptr(),
-        0 if total is None else total.data_ptr(),
-        x.data_ptr(),
-        0 if residual is None else residual.data_ptr(),
-        0 if weight is None else weight.data_ptr(),
+        *addresses(out, total, x, residual, weight),
         x.stride(0) * number_bytes,
         0 if residual is None else residual.stride(0) * number_bytes,
         size,
         NUMBER_KIND[out.dtype],
         NUMBER_KIND[x.dtype],
         *form,
-        0 if x_weight is None else x_weight.data_ptr(),
+        *addresses(x_weight),
     )
     run_on_rows("tw_norm", struct("tw_norm_args", arguments), num_tokens, size)
 
@@ -73,9 +69,8 @@ def rotate_and_cache_cpu(
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
     num_heads, number_bytes = num_all_heads - 2 * num_kv_heads, qkv_THE.element_size()
     q_THE = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv_THE.dtype)
-    addresses = (each.data_ptr() for each in (q_THE, qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T))
     arguments = (
-        *addresses,
+        *addresses(q_THE, qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T),
         *(stride * number_bytes for stride in qkv_THE.stride()[:2]),
         cos_TE.stride(0) * 4,
         sin_TE.stride(0) * 4,
@@ -95,9 +90,8 @@ def rotate_and_cache_cpu(
 
 def _head_norms(norms: HeadNorms) -> tuple[int | float, ...]:
     """Return the fields of ``tw_head_norms``."""
-    squares = 0 if norms.mean_squares_T2 is None else norms.mean_squares_T2.data_ptr()
-    form = norms.form
-    return norms.q_norm.data_ptr(), norms.k_norm.data_ptr(), squares, int(norms.whole), form.eps, form.offset
+    given = addresses(norms.q_norm, norms.k_norm, norms.mean_squares_T2)
+    return *given, int(norms.whole), norms.form.eps, norms.form.offset
 
 
 def swiglu_cpu(gate_up_T2F: Tensor, *, gelu: bool = False) -> Tensor:
@@ -105,6 +99,6 @@ def swiglu_cpu(gate_up_T2F: Tensor, *, gelu: bool = False) -> Tensor:
     out_TF = torch.empty((num_tokens, columns // 2), dtype=gate_up_T2F.dtype)
     row_stride = gate_up_T2F.stride(0) * gate_up_T2F.element_size()
     kind = NUMBER_KIND[gate_up_T2F.dtype]
-    arguments = (out_TF.data_ptr(), gate_up_T2F.data_ptr(), row_stride, columns // 2, kind, int(gelu))
+    arguments = (*addresses(out_TF, gate_up_T2F), row_stride, columns // 2, kind, int(gelu))
     run_on_rows("tw_swiglu", struct("tw_swiglu_args", arguments), num_tokens, columns)
     return out_TF

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tightwire.kernels.cpu.library import ffi, lib, load
 
@@ -18,6 +19,11 @@ CACHE_KIND = {**NUMBER_KIND, torch.int8: -1}  # of a KV cache
 _ELEMS_PER_THREAD, _ELEMS_AT_ONCE = 1 << 16, 1 << 14
 
 _log = logging.getLogger(__name__)
+
+
+def addresses(*tensors: Tensor | None) -> list[int]:
+    """Return each tensor's address as kernels take it, 0 for one that is not there."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def run_on_items(name: str, arguments: Any, num_items: int, items_at_once: int, max_threads: int) -> None:

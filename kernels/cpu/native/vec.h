@@ -66,17 +66,6 @@ INLINE F32 load(const void *source) {
 INLINE void store(void *target, F32 value) {
     for (int i = 0; i < REGS; i++) memcpy((char *)target + sizeof(FloatReg) * i, &value.reg[i], sizeof(FloatReg));
 }
-INLINE I32 load_ints(const void *source) {
-    I32 out;
-    for (int i = 0; i < REGS; i++) memcpy(&out.reg[i], (const char *)source + sizeof(IntReg) * i, sizeof(IntReg));
-    return out;
-}
-INLINE float load_float(const void *source) {
-    float value;
-    memcpy(&value, source, sizeof value);
-    return value;
-}
-INLINE void store_float(void *target, float value) { memcpy(target, &value, sizeof value); }
 
 constexpr int LINE_BYTES = 64;  // of a cache
 // Level 1 to 3 is the cache to load into; any address is allowed.
@@ -177,6 +166,33 @@ INLINE F32 keep_first(F32 value, int64_t count, float fill) {
 }
 
 // --- across lanes ---------------------------------------------------------------------------------------------------
+
+// Shuffles of a register's lanes I: 0 to REG_LANES - 1.
+template <int NEXT, int... I>
+struct Lanes : Lanes<NEXT - 1, NEXT - 1, I...> {};
+template <int... I>
+struct Lanes<0, I...> {
+    // The lanes of a and of b without HALF in their numbers, those of b HALF further on; and the others.
+    template <int HALF>
+    INLINE FloatReg low_halves(FloatReg a, FloatReg b) {
+        return __builtin_shufflevector(a, b, (I & HALF ? REG_LANES + I - HALF : I)...);
+    }
+    template <int HALF>
+    INLINE FloatReg high_halves(FloatReg a, FloatReg b) {
+        return __builtin_shufflevector(a, b, (I & HALF ? REG_LANES + I : I + HALF)...);
+    }
+    static constexpr int reversed(int lane) {
+        int out = 0;
+        for (int bit = 1; bit < REG_LANES; bit *= 2) out = 2 * out + (lane & bit ? 1 : 0);
+        return out;
+    }
+    // Each lane's value goes to the lane STEP apart.
+    template <int STEP>
+    INLINE FloatReg partners(FloatReg a) {
+        return __builtin_shufflevector(a, a, (I ^ STEP)...);
+    }
+    INLINE FloatReg reverse_bits(FloatReg a) { return __builtin_shufflevector(a, a, reversed(I)...); }
+};
 
 // Combines all lanes in one fixed tree: lanes 8 apart, then 4, 2 and 1.
 template <class Vector, class Combine>

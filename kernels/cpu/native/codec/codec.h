@@ -34,20 +34,6 @@ struct Message {
 
 // --- rotation -------------------------------------------------------------------------------------------------------
 
-template <int... LANE>
-struct Lanes {};
-template <int COUNT, int... LANE>
-struct FirstLanes : FirstLanes<COUNT - 1, COUNT - 1, LANE...> {};
-template <int... LANE>
-struct FirstLanes<0, LANE...> {
-    using type = Lanes<LANE...>;
-};
-using RegLanes = FirstLanes<REG_LANES>;
-// Each lane's value goes to the lane STEP apart.
-template <int STEP, int... LANE>
-INLINE FloatReg partners(FloatReg value, Lanes<LANE...>) {
-    return __builtin_shufflevector(value, value, (LANE ^ STEP)...);
-}
 // a + b and a - b of lanes STEP apart, all over the vector.
 template <int STEP>
 INLINE F32 butterfly(F32 value) {
@@ -62,7 +48,7 @@ INLINE F32 butterfly(F32 value) {
         FloatReg signs;
         for (int lane = 0; lane < REG_LANES; lane++) signs[lane] = lane & STEP ? -1.0f : 1.0f;
         for (int i = 0; i < REGS; i++)
-            out.reg[i] = fma_reg(value.reg[i], signs, partners<STEP>(value.reg[i], RegLanes::type()));
+            out.reg[i] = fma_reg(value.reg[i], signs, Lanes<REG_LANES>::partners<STEP>(value.reg[i]));
     }
     return out;
 }

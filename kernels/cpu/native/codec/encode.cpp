@@ -98,7 +98,7 @@ __attribute__((noinline)) void scale_block(Block &block, const Message &message,
         I32 is_sound;
         if (IS_SYMMETRIC) {
             constexpr float levels = (float)Shape::num_levels;  // a power of two
-            const I32 largest = load_ints(block.largest + at), size = shift_right(largest, 1);
+            const I32 largest = bits_of(load(block.largest + at)), size = shift_right(largest, 1);
             is_sound = size < splat_int((LARGEST_BF16 << 16) + 1);
             scale = bf16_above(maximum(floats_of(size) * splat(1.0f / levels), splat(MIN_SCALE)));
             // The number of the largest size gets the lowest level, which has no counterpart.

@@ -4,10 +4,9 @@
 // weights lie side by side, so that an int32 lane adds up one output, and four activations are broadcast to all lanes. A
 // group's integer sum is exact; it is converted and added by one fused multiply-add, in the order of the groups. So the bits
 // do not depend on the instructions, the shape of a tile, or the number of rows.
-#include "int8_activations.h"
-
 #include "../parallel.h"
 #include "interleaved.h"
+#include "linear.h"
 
 namespace {
 
@@ -65,12 +64,7 @@ INLINE Int8Reg load_weights(TileSource source, unsigned number, unsigned at) {
     return (Int8Reg)codes;
 }
 
-INLINE int32_t load_int(const void *source) {
-    int32_t value;
-    memcpy(&value, source, sizeof value);
-    return value;
-}
-INLINE IntReg broadcast(const void *source) { return IntReg{} + load_int(source); }
+INLINE IntReg broadcast(const void *source) { return IntReg{} + (int32_t)load_bits((const char *)source, 4); }
 
 // A sum begins with `start`, adds a word with `step` and is exact after `finish`. `minus_sum`: of the activations' codes.
 template <class Format>
@@ -94,7 +88,7 @@ struct IntegerDot {
         return weights;
     }
     static IntReg step(IntReg sum, Int8Reg weights, const void *activations) {
-        return (IntReg)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(load_int(activations)));
+        return (IntReg)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)broadcast(activations));
     }
     static IntReg finish(IntReg sum, const int32_t *) { return sum; }
 #elif defined(__x86_64__)
@@ -207,13 +201,12 @@ __attribute__((noinline)) void multiply_tile(float *out, const char *x, int64_t 
     memcpy(out, sums, sizeof sums);
 }
 
-template <class Format>
+// Returns how many rows it multiplied, at most ROWS.
+template <class Format, int ROWS = TALLEST>
 int64_t multiply_rows(float *out, const char *x, int64_t x_stride, int64_t rows, const char *panel, int64_t num_groups) {
-    if (WIDE && rows >= 12) return multiply_tile<WIDE ? 12 : 1, Format>(out, x, x_stride, panel, num_groups), 12;
-    if (WIDE && rows >= 8) return multiply_tile<WIDE ? 8 : 1, Format>(out, x, x_stride, panel, num_groups), 8;
-    if (WIDE && rows >= 4) return multiply_tile<WIDE ? 4 : 1, Format>(out, x, x_stride, panel, num_groups), 4;
-    if (rows >= 2) return multiply_tile<2, Format>(out, x, x_stride, panel, num_groups), 2;
-    return multiply_tile<1, Format>(out, x, x_stride, panel, num_groups), 1;
+    if constexpr (ROWS > 1)
+        if (rows < ROWS) return multiply_rows<Format, ROWS == 12 ? 8 : ROWS / 2>(out, x, x_stride, rows, panel, num_groups);
+    return multiply_tile<ROWS, Format>(out, x, x_stride, panel, num_groups), ROWS;
 }
 
 template <class Format>
@@ -225,21 +218,12 @@ void multiply_panel(const tw_linear_args &args, int64_t first, int64_t num_outpu
         interleave_rows<Format>(scratch, panel, args.weight_stride, num_outputs, num_blocks);
         panel = scratch;
     }
-    const F32 bias = args.bias ? load_bias(args, first, num_outputs) : splat(0.0f);
     int64_t step;
     for (int64_t token = 0; token < args.num_tokens; token += step) {
         alignas(64) float sums[TALLEST * LANES];
         const char *x = (const char *)args.x + args.x_stride * token;
         step = multiply_rows<Format>(sums, x, args.x_stride, args.num_tokens - token, panel, num_groups);
-        with_kind(args.kind, [&](auto number) {
-            using Number = decltype(number);
-            for (int64_t row = 0; row < step; row++) {
-                F32 value = load(sums + LANES * row);
-                if (args.bias) value = value + bias;
-                char *out = (char *)args.out + Number::size * ((token + row) * args.num_outputs + first);
-                store_numbers<Number>(out, value, num_outputs);
-            }
-        });
+        write_sums<LANES>(args, sums, step, num_outputs, token, first);
     }
 }
 

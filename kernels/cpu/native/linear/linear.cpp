@@ -15,7 +15,6 @@
 #include "linear.h"
 
 #include "../parallel.h"
-#include "int8_activations.h"
 #include "matrix_units.h"
 #include "unpack.h"
 #include "tiles.h"

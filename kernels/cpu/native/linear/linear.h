@@ -17,17 +17,23 @@ INLINE F32 load_bias(const tw_linear_args &args, int64_t first, int64_t count) {
         return load_numbers<Number>((const char *)args.bias + Number::size * first, count);
     });
 }
-// Rounds sums (rows, PANEL), whose first row and column are `token` and `first` of the product, and writes them.
+// Rounds sums (rows, WIDTH), whose first row and column are `token` and `first` of the product, and writes them.
+template <int64_t WIDTH = PANEL>
 INLINE void write_sums(const tw_linear_args &args, const float *sums, int64_t rows, int64_t columns, int64_t token,
                        int64_t first) {
     with_kind(args.kind, [&](auto number) {
         using Number = decltype(number);
         for (int64_t row = 0; row < rows; row++)
             for (int64_t at = 0; at < columns; at += LANES) {
-                F32 value = load(sums + row * PANEL + at);
+                F32 value = load(sums + row * WIDTH + at);
                 if (args.bias) value = value + load_bias(args, first + at, columns - at);
                 char *out = (char *)args.out + Number::size * ((token + row) * args.num_outputs + first + at);
                 store_numbers<Number>(out, value, columns - at);
             }
     });
 }
+
+// int8_activations.cpp: tw_linear for an integer kind of weights (formats.h). `x` holds rows of quantize_rows.
+void multiply_int8(const tw_linear_args &args, int64_t start, int64_t stop);
+int64_t quantized_bytes(int64_t depth);  // of a row
+void quantize_rows(char *target, const char *x, int64_t x_stride, int64_t num_rows, int64_t depth, int64_t kind);

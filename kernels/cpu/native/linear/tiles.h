@@ -46,28 +46,6 @@ struct PairDot {
 
 // --- sums over lanes ------------------------------------------------------------------------------------------------
 
-// Shuffles of a register's lanes I: 0 to REG_LANES - 1.
-template <int NEXT, int... I>
-struct Lanes : Lanes<NEXT - 1, NEXT - 1, I...> {};
-template <int... I>
-struct Lanes<0, I...> {
-    // The lanes of a and of b without HALF in their numbers, those of b HALF further on; and the others.
-    template <int HALF>
-    INLINE FloatReg low_halves(FloatReg a, FloatReg b) {
-        return __builtin_shufflevector(a, b, (I & HALF ? REG_LANES + I - HALF : I)...);
-    }
-    template <int HALF>
-    INLINE FloatReg high_halves(FloatReg a, FloatReg b) {
-        return __builtin_shufflevector(a, b, (I & HALF ? REG_LANES + I : I + HALF)...);
-    }
-    static constexpr int reversed(int lane) {
-        int out = 0;
-        for (int bit = 1; bit < REG_LANES; bit *= 2) out = 2 * out + (lane & bit ? 1 : 0);
-        return out;
-    }
-    INLINE FloatReg reverse_bits(FloatReg a) { return __builtin_shufflevector(a, a, reversed(I)...); }
-};
-
 template <int COUNT, int HALF>
 INLINE void fold_registers(FloatReg *values) {
     if constexpr (HALF > 0) {
