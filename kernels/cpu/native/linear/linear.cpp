@@ -130,26 +130,29 @@ template <int COLS, class Format, bool PAIR>
 __attribute__((noinline)) void multiply_packed(char *c, const char *x, const char *b, int64_t b_stride, int64_t num_groups) {
     FloatReg sums[COLS][REGS] = {};
     const char *ahead = b + b_stride * (TILES_AHEAD * COLS);
-    for (; num_groups > 0; num_groups -= Format::num_groups, b += Format::num_bytes, ahead += COLS * Format::num_bytes) {
-        for (int64_t line = 0; line < COLS * Format::num_bytes; line += LINE_BYTES) prefetch(ahead + line);
+    for (int64_t count; num_groups > 0; num_groups -= count) {
+        count = least(Scales<Format>::run_groups, num_groups);
+        const int64_t num_bytes = count / Format::num_groups * Format::num_bytes;
+        for (int64_t line = 0; line < COLS * num_bytes; line += LINE_BYTES) prefetch(ahead + line);
         UNROLL for (int column = 0; column < COLS; column++) {
-            const char *block = b + b_stride * column, *inputs = x;
-            const Scales<Format> scales(block);
-            UNROLL for (unsigned group = 0; group < Format::num_groups; group++, inputs += (PAIR ? 2 : 4) * GROUP) {
+            const char *run = b + b_stride * column;
+            const Scales<Format> scales(run, count);
+            with_groups<Format>(count, [&](int64_t first, unsigned group) {
+                const char *inputs = x + (PAIR ? 2 : 4) * GROUP * (first + group);
                 if constexpr (PAIR) {
 #if defined(__AVX512BF16__)
-                    const FloatReg weights = (FloatReg)group_pairs(block, scales, group);
+                    const FloatReg weights = (FloatReg)group_pairs(run, scales, first, group);
                     sums[column][0] = PairDot::step(PairDot::load_a(inputs), weights, sums[column][0]);
 #endif
                 } else {
-                    with_group(block, scales, group, [&](int at, FloatReg weights) {
+                    with_group(run, scales, first, group, [&](int at, FloatReg weights) {
                         FloatReg &sum = sums[column][at / REG_LANES % REGS];
                         sum = fma_reg(SingleDot<Float32>::load_a(inputs + 4 * at), weights, sum);
                     });
                 }
-            }
+            });
         }
-        x += (PAIR ? 2 : 4) * GROUP * Format::num_groups;
+        x += (PAIR ? 2 : 4) * GROUP * count, b += num_bytes, ahead += COLS * num_bytes;
     }
     float out[COLS];
     sum_cells<COLS>(sums, out);

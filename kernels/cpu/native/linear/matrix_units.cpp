@@ -56,19 +56,21 @@ INLINE void zero_cells() {
 
 // sums (num_rows, PANEL) = the cells.
 INLINE void take_cells(float *sums, int64_t num_rows) {
+    if (num_rows == 1) {
+        _tile_stored(0, sums, 4);
+        _tile_stored(1, sums + LANES, 4);
+        return;
+    }
     alignas(64) float cells[4][LANES][LANES];
     _tile_stored(0, cells[0], 64);
     _tile_stored(1, cells[1], 64);
     if (num_rows > LANES) _tile_stored(2, cells[2], 64);
     if (num_rows > LANES) _tile_stored(3, cells[3], 64);
-    if (num_rows == 1)
-        for (int at = 0; at < 2 * LANES; at++) sums[at] = cells[at / LANES][at % LANES][0];
-    else
-        for (int i = 0; i < (num_rows > LANES ? 4 : 2); i++)
-            transpose((char *)(sums + i / 2 * LANES * PANEL + i % 2 * LANES), 4 * PANEL, cells[i]);
+    for (int i = 0; i < (num_rows > LANES ? 4 : 2); i++)
+        transpose((char *)(sums + i / 2 * LANES * PANEL + i % 2 * LANES), 4 * PANEL, cells[i]);
 }
 
-// Inputs of columns that are copied at a time for few rows: sixteen columns of them stay in the nearest cache.
+// The most inputs of columns that are copied at a time for few rows: sixteen columns of twice as many stay in the nearest cache.
 constexpr int64_t UNIT_INPUTS = 256, UNIT_STEPS = UNIT_INPUTS / TILE_INPUTS;
 
 // Inputs of columns, unpacked or as they are, as rows of whole steps. Calls `between` after each column.
@@ -97,6 +99,11 @@ void copy_columns(char *copy, int64_t stride, const tw_linear_args &args, int64_
 }  // namespace
 
 void make_tiles(char *tiles, int64_t bytes, const char *x, int64_t x_stride, int64_t num_rows, int64_t depth) {
+    if (num_rows == 1 && depth) {  // lies as it is
+        memset(tiles + 64 * (tile_steps(depth) - 1), 0, 64);
+        memcpy(tiles, x, 2 * depth);
+        return;
+    }
     for (int64_t row = 0; row < num_rows; row += LANES, x += LANES * x_stride)
         for (int64_t at = 0; at < depth; at += TILE_INPUTS, tiles += bytes) {
             alignas(64) char inputs[LANES][64] = {};
@@ -115,7 +122,9 @@ void multiply_in_units(const tw_linear_args &args, int64_t start, int64_t stop) 
     zero_cells();
     constexpr int64_t rows = 2 * LANES;
     const bool few = args.num_tokens <= rows;
-    const int64_t width = few ? LANES : 2 * LANES, unit_inputs = few ? UNIT_INPUTS : depth;
+    const int64_t width = few ? LANES : 2 * LANES;
+    const int64_t num_units = few ? most(1, (depth + UNIT_INPUTS - 1) / UNIT_INPUTS) : 1;
+    const int64_t unit_inputs = TILE_INPUTS * ((steps + num_units - 1) / num_units);
     const int64_t copy_stride = 64 * tile_steps(unit_inputs) + 64;
     char *copies = (char *)thread_scratch(WIDENED_WEIGHTS, 2 * width * copy_stride / 4);
     alignas(64) float sums[rows * PANEL];
@@ -133,9 +142,9 @@ void multiply_in_units(const tw_linear_args &args, int64_t start, int64_t stop) 
         if (step >= unit.steps) return;
         const char *x = unit.x + x_bytes * step, *weights = unit.weights + 64 * step;
         if (args.num_tokens > LANES)
-            add_products<2, 16>(x, x_bytes, x_bytes * steps, weights, unit.stride, 1);
+            add_products<2, LANES>(x, x_bytes, x_bytes * steps, weights, unit.stride, 1);
         else
-            add_products<1, 16>(x, x_bytes, 0, weights, unit.stride, 1);
+            add_products<1, LANES>(x, x_bytes, 0, weights, unit.stride, 1);
     };
     for (int64_t first = start, turn = 0; first < stop; first += width) {
         const int64_t columns = least(width, stop - first);

@@ -23,24 +23,59 @@ struct BlockSource {
     static float float_of_bits(uint32_t bits) { return float_of(bits); }
 };
 
-// Scales and minima of all parts of a block.
+#if defined(__AVX512F__)
+// The first four bytes of sixteen blocks: two float16.
+struct HeadSource {
+    __m512i heads;
+
+    FloatReg half(int at) const { return (FloatReg)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(heads, 8 * at))); }
+};
+#endif
+
+// Scales and minima of a run of groups: of a block, or of up to sixteen blocks of one group with both, whose conversion one by one
+// takes as long as all the rest (CPUs without AVX-512 take them one by one).
 template <class Format>
 struct Scales {
+    static constexpr bool gathers = LANES == REG_LANES && Format::num_groups == 1 && Format::has_minimum;
+    static constexpr int run_groups = gathers ? LANES : Format::num_groups;
     alignas(64) float scales[LANES], minima[LANES];
 
-    explicit Scales(const char *block) {
-        const BlockSource source = {block};
-        if constexpr (Format::num_groups == 1) {
-            scales[0] = Format::scale(source, 0);
-            if constexpr (Format::has_minimum) minima[0] = Format::minimum(source, 0);
-        } else {
+    Scales(const char *block, int64_t num_groups) {
+        if constexpr (Format::num_groups > 1) {
+            const BlockSource source = {block};
             I32 scale, minimum;
             Format::integers(block, scale, minimum);
             store(scales, to_float(scale) * splat(source.half(Format::floats_at)));
             if constexpr (Format::has_minimum) store(minima, to_float(minimum) * splat(-source.half(Format::floats_at + 2)));
+        } else if constexpr (gathers) {
+#if defined(__AVX512F__)
+            const __m512i places = (__m512i)(lane_numbers().reg[0] * Format::num_bytes);
+            const HeadSource source = {
+                _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), (1 << num_groups) - 1, places, block, 1)};
+            _mm512_store_ps(scales, (__m512)Format::scale(source, 0));
+            _mm512_store_ps(minima, (__m512)Format::minimum(source, 0));
+#endif
+        } else {
+            scales[0] = Format::scale(BlockSource{block}, 0);
+            if constexpr (Format::has_minimum) minima[0] = Format::minimum(BlockSource{block}, 0);
         }
     }
 };
+
+// Calls `work(first, group)` for each group of a run: group `group` from `first` on. Of blocks of one group two that follow each other
+// have the same `first`, so that they share what is computed for both.
+template <class Format, class Work>
+INLINE void with_groups(int64_t num_groups, Work work) {
+    if constexpr (!Scales<Format>::gathers) {
+        UNROLL for (unsigned group = 0; group < Format::num_groups; group++)
+            work(0, group);
+    } else {
+        _Pragma("GCC unroll 1") for (int64_t first = 0; first < num_groups; first += 2) {
+            work(first, 0u);
+            if (first + 1 < num_groups) work(first, 1u);
+        }
+    }
+}
 
 // Codes of a group, a byte each.
 typedef uint8_t Codes __attribute__((vector_size(GROUP)));
@@ -56,8 +91,8 @@ INLINE Codes plane_codes(const char *block, unsigned group, int up) {
     const uint8_t mask = ((1 << P::bits) - 1) << up;
     if constexpr (P::in_run == GROUP && P::bits == 4) {  // the second half is in the same bytes
 #if defined(__x86_64__)
-        const __m128i bytes = _mm_loadu_si128((const __m128i *)(block + P::place(GROUP * group)));
-        stored = (CodePairs)_mm256_inserti128_si256(_mm256_castsi128_si256(bytes), _mm_srli_epi16(bytes, 4), 1);
+        const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(block + P::place(GROUP * group))));
+        stored = (CodePairs)_mm256_srlv_epi32(twice, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
 #else
         for (int half = 0; half < 2; half++) memcpy((char *)&stored + LANES * half, block + P::place(GROUP * group), LANES);
         for (int i = GROUP / 4; i < GROUP / 2; i++) stored[i] >>= 4;
@@ -118,19 +153,21 @@ INLINE IntReg code_lanes(Codes codes, int at) {
 #endif
 }
 
-// Calls `work(at, numbers)` for each register of a group, `at` numbers from its start.
+// Calls `work(at, numbers)` for each register of a group of a run, `at` numbers from the group's start.
 template <class Format, class Work>
-INLINE void with_group(const char *block, const Scales<Format> &scales, unsigned group, Work work) {
+INLINE void with_group(const char *run, const Scales<Format> &scales, int64_t first, unsigned group, Work work) {
     using Low = typename Format::Low;
     auto scaled = [&](int at, IntReg integers) {
-        const int part = (GROUP * group + at) / (GROUP / Format::num_parts);
+        const int64_t part = first + (GROUP * group + at) / (GROUP / Format::num_parts);
         const FloatReg numbers = __builtin_convertvector(integers, FloatReg), scale = splat_reg(scales.scales[part]);
         if constexpr (Format::has_minimum)
             work(at, fma_reg(numbers, scale, splat_reg(scales.minima[part])));
         else
             work(at, numbers * scale);
     };
-    const char *stored = block + Low::place(GROUP * group);
+    const unsigned in_block = group % Format::num_groups;
+    const char *block = run + (first + group / Format::num_groups) * Format::num_bytes;
+    const char *stored = block + Low::place(GROUP * in_block);
     if constexpr (Low::bits == 8) {
         UNROLL for (int at = 0; at < GROUP; at += REG_LANES)
             scaled(at, load_bytes(stored + at));
@@ -141,7 +178,7 @@ INLINE void with_group(const char *block, const Scales<Format> &scales, unsigned
             scaled(at, (both & 15) - Format::offset), scaled(LANES + at, (both >> 4 & 15) - Format::offset);
         }
     } else {
-        Codes codes = group_codes<Format>(block, group);
+        Codes codes = group_codes<Format>(block, in_block);
         if constexpr (Format::table != nullptr) codes = look_up<Format>(codes);
         codes -= Format::offset;
         UNROLL for (int at = 0; at < GROUP; at += REG_LANES)
@@ -150,15 +187,16 @@ INLINE void with_group(const char *block, const Scales<Format> &scales, unsigned
 }
 
 #if defined(__AVX512BF16__)
-// The 32 numbers of a group rounded to bfloat16, in order.
+// The 32 numbers of a group of a run rounded to bfloat16, in order.
 template <class Format>
-INLINE __m512i group_pairs(const char *block, const Scales<Format> &scales, unsigned group) {
+INLINE __m512i group_pairs(const char *run, const Scales<Format> &scales, int64_t first, unsigned group) {
     constexpr int bits = Format::Low::bits + Format::High::bits + (Format::fifths_at > 0);
+    const char *block = run + (first + group / Format::num_groups) * Format::num_bytes;
     FloatReg numbers[2];
     if constexpr (Format::num_parts == 1 && bits <= 5) {
         // All numbers of such codes are computed once, then looked up: the lookup takes five bits, with four those of two groups.
         UNROLL for (int upper = 0; upper < 2; upper++) {
-            const unsigned own = bits == 4 ? (group / 2 * 2 + upper) % Format::num_groups : group;
+            const int64_t own = first + (bits == 4 ? (group / 2 * 2 + upper) % Scales<Format>::run_groups : group);
             UintReg codes = (UintReg)lane_numbers().reg[0] + (bits == 5 ? 16 * upper : 0);
             if constexpr (Format::table != nullptr) codes = (UintReg)((IntReg)(look_up<Format>(codes) << 24) >> 24);
             numbers[upper] = __builtin_convertvector((IntReg)codes - Format::offset, FloatReg);
@@ -168,7 +206,7 @@ INLINE __m512i group_pairs(const char *block, const Scales<Format> &scales, unsi
                 numbers[upper] = numbers[upper] * splat_reg(scales.scales[own]);
         }
         const __m512i table = (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
-        const Codes codes = group_codes<Format>(block, group) | (uint8_t)(bits == 4 ? group % 2 << 4 : 0);
+        const Codes codes = group_codes<Format>(block, group % Format::num_groups) | (uint8_t)(bits == 4 ? group % 2 << 4 : 0);
         return _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16((__m256i)codes), table);
     }
     if constexpr (Format::num_parts == 2 && bits <= 3) {
@@ -189,7 +227,7 @@ INLINE __m512i group_pairs(const char *block, const Scales<Format> &scales, unsi
         const __m256i second = _mm256_inserti128_si256(_mm256_setzero_si256(), _mm_set1_epi8(1 << bits), 1);
         return _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16((__m256i)codes | second), table);
     }
-    with_group(block, scales, group, [&](int at, FloatReg those) { numbers[at / LANES] = those; });
+    with_group(run, scales, first, group, [&](int at, FloatReg those) { numbers[at / LANES] = those; });
     return (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
 }
 #endif
@@ -199,18 +237,22 @@ INLINE __m512i group_pairs(const char *block, const Scales<Format> &scales, unsi
 constexpr int UNPACK_AHEAD = 8192;
 template <class Format, bool PAIR>
 INLINE void unpack_groups(char *target, const char *source, int64_t num_groups, const char *ahead) {
-    for (; num_groups > 0; num_groups -= Format::num_groups, source += Format::num_bytes, ahead += Format::num_bytes) {
-        for (int line = 0; line < Format::num_bytes; line += 64) prefetch(ahead + line);
-        const Scales<Format> scales(source);
-        if constexpr (PAIR) {
+    for (int64_t count; num_groups > 0; num_groups -= count) {
+        count = least(Scales<Format>::run_groups, num_groups);
+        const int64_t num_bytes = count / Format::num_groups * Format::num_bytes;
+        for (int64_t line = 0; line < num_bytes; line += 64) prefetch(ahead + line);
+        const Scales<Format> scales(source, count);
+        with_groups<Format>(count, [&](int64_t first, unsigned group) {
+            char *numbers = target + (PAIR ? 2 : 4) * GROUP * (first + group);
+            if constexpr (PAIR) {
 #if defined(__AVX512BF16__)
-            UNROLL for (unsigned group = 0; group < Format::num_groups; group++, target += 2 * GROUP)
-                _mm512_storeu_si512(target, group_pairs(source, scales, group));
+                _mm512_storeu_si512(numbers, group_pairs(source, scales, first, group));
 #endif
-        } else {
-            for (unsigned group = 0; group < Format::num_groups; group++, target += 4 * GROUP)
-                with_group(source, scales, group,
-                           [&](int at, FloatReg numbers) { memcpy(target + 4 * at, &numbers, sizeof numbers); });
-        }
+            } else {
+                with_group(source, scales, first, group,
+                           [&](int at, FloatReg those) { memcpy(numbers + 4 * at, &those, sizeof those); });
+            }
+        });
+        target += (PAIR ? 2 : 4) * GROUP * count, source += num_bytes, ahead += num_bytes;
     }
 }
