@@ -46,6 +46,8 @@ ARMS = {
     "zero3-flat": _sharded("zero3", gather_path="flat"),
     "zero3-by-node": _sharded("zero3", reduce_path="hierarchical"),
     "zero3-on-demand": _sharded("zero3", prefetch="implicit"),
+    "zero3-1-buffer": _sharded("zero3", num_buffers=1),
+    "zero3-4-buffers": _sharded("zero3", num_buffers=4),
     "zero++": Arm(_ZERO_PP, is_exact=False),
     "hybrid": _hybrid("dense"),
     "hybrid-quantized": _hybrid("quantized"),
