@@ -1,6 +1,7 @@
 """The command line of ``tightwire train``. It imports torch only after everything that needs no torch is checked."""
 
 import argparse
+import importlib.util
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ from tightwire.progress import importing, spinner
 from tightwire.sizes import format_bytes
 from tightwire.training.config.read import EXAMPLES, describe_config, read_config
 from tightwire.training.config.tree import TrainConfig
-from tightwire.training.run.early_checks import check_early, find_topology, missing_packages
+from tightwire.training.run.early_checks import check_early, find_topology
 
 if TYPE_CHECKING:
     from tightwire.training.run.rollouts import Engines
@@ -47,18 +48,16 @@ def train(argv: Sequence[str], make_engines: "Callable[[], Engines] | None" = No
 def _prepare(config: TrainConfig) -> TrainConfig:
     """Check the run, say what it will read and which outputs it lacks packages for, and switch those off."""
     topology = find_topology(os.environ, config.parallel.nodes)
-    data, missing = check_early(config, topology), missing_packages(config.log)
+    data = check_early(config, topology)
+    is_missing = config.log.tensorboard and importlib.util.find_spec("tensorboard") is None
     if topology.rank == 0:
         paths = data.documents.files
         num_files = f"{len(paths)} file{'s' if len(paths) > 1 else ''}"
         size = format_bytes(sum(path.stat().st_size for path in paths))
         _say(f"text: {num_files}, {size}")
-        if missing:
-            packages, outputs = " and ".join(missing), " and ".join(missing.values())
-            are = "are" if len(missing) > 1 else "is"
-            _say(f"{outputs} will not be written: {packages} {are} not installed (pip install 'tightwire[train]')")
-    kept = {"tensorboard": "tensorboard" not in missing, "plot": "matplotlib" not in missing}
-    log = config.log.model_copy(update={name: False for name, has_package in kept.items() if not has_package})
+        if is_missing:
+            _say("TensorBoard files will not be written: tensorboard is not installed (pip install 'tightwire[train]')")
+    log = config.log.model_copy(update={"tensorboard": config.log.tensorboard and not is_missing})
     return config.model_copy(update={"log": log})
 
 

@@ -34,11 +34,6 @@ def make_optimizer(config: OptimizerConfig, param_groups: Sequence[Mapping[str, 
         raise ValueError(f"optimizer.options: {config.torch_name} refuses these values: {error}") from None
 
 
-def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
 def learning_rate(schedule: ScheduleConfig, height: float, step: int) -> float:
     """The rate of ``step``, counted from 0: ``height`` / N in the first of N warm-up steps, the final rate in
     the last step.
@@ -47,7 +42,5 @@ def learning_rate(schedule: ScheduleConfig, height: float, step: int) -> float:
         return height * (step + 1) / schedule.warmup_steps
     steps_left = schedule.steps - 1 - schedule.warmup_steps
     progress = min(1.0, (step - schedule.warmup_steps) / steps_left) if steps_left > 0 else 0.0
-    remaining = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}[
-        schedule.kind
-    ]
-    return height * (schedule.final_share + (1.0 - schedule.final_share) * remaining)
+    remaining = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
+    return height * (schedule.final_share + (1.0 - schedule.final_share) * remaining[schedule.kind])

@@ -61,16 +61,16 @@ def test_refusals_and_failures_have_different_exit_codes(tmp_path: Path, capsys:
 
 
 def test_named_examples_are_checked_anywhere_before_torch_is_imported(tmp_path: Path) -> None:
-    """In an empty folder, without tensorboard and matplotlib: nothing to refuse, and one line says what is not written."""
+    """In an empty folder, without tensorboard: nothing to refuse, and one line says what is not written."""
     code = """
 import importlib.util, sys
 found = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name in ("tensorboard", "matplotlib") else found(name, *rest)
+importlib.util.find_spec = lambda name, *rest: None if name == "tensorboard" else found(name, *rest)
 from tightwire.training import cli
 from tightwire.training.config.read import read_config
 for example in ("pretrain-10m", "finetune-smollm2"):
     config = cli._prepare(read_config(example))
-    assert not config.log.tensorboard and not config.log.plot
+    assert not config.log.tensorboard
 assert "torch" not in sys.modules
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -81,7 +81,7 @@ assert "torch" not in sys.modules
 
     assert done.returncode == 0, done.stderr
     assert "text: 4 files, 323.9KiB" in done.stderr
-    assert "TensorBoard files and the loss plot will not be written: tensorboard and matplotlib are not" in done.stderr
+    assert "TensorBoard files will not be written: tensorboard is not installed" in done.stderr
 
 
 def test_exit_codes_of_another_models_checkpoint_and_of_damaged_data(

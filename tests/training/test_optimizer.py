@@ -6,7 +6,7 @@ import torch
 from tightwire.training.config.optimizer import OptimizerConfig
 from tightwire.training.config.tree import ScheduleConfig
 from tightwire.training.estimate.memory import measure_optimizer
-from tightwire.training.optimizer import learning_rate, make_optimizer, set_learning_rate
+from tightwire.training.optimizer import learning_rate, make_optimizer
 
 
 def _make(**values: object) -> torch.optim.Optimizer:
@@ -17,8 +17,6 @@ def _make(**values: object) -> torch.optim.Optimizer:
 def test_only_matrices_decay() -> None:
     optimizer = _make(weight_decay=0.3)
     assert {group["name"]: group["weight_decay"] for group in optimizer.param_groups} == {"norms": 0.0, "matrices": 0.3}
-    set_learning_rate(optimizer, 0.5)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
 
 
 def test_options_are_passed_to_the_optimizer_class() -> None:

@@ -104,11 +104,6 @@ def read_chunks(folder: Path, wanted: Sequence[Chunk]) -> None:
         raise CheckpointError(f"{folder}: cannot be read: {error}") from error
 
 
-def files_of(results: Sequence[WriteResult]) -> set[str]:
-    """The names of the files in a rank's results."""
-    return {result.storage_data.relative_path for result in results}
-
-
 def keys_in(folder: Path) -> dict[str, int]:
     """The length of each key's flat tensor."""
     tensors = FileSystemReader(folder).read_metadata().state_dict_metadata

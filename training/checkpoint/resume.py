@@ -12,7 +12,6 @@ from tightwire.model.checkpoint.hf_config import config_to_hf
 from tightwire.training.checkpoint.files import FlatShard, keys_in, read_chunks
 from tightwire.training.checkpoint.folders import OtherRunError, read_description
 from tightwire.training.checkpoint.state import CompressorReader, RunState, parameters_in, scalars_of, wanted_state
-from tightwire.training.config.read import to_values
 from tightwire.training.config.tree import TrainConfig
 
 # Besides the seed and the files, these options determine the order of the data.
@@ -28,7 +27,7 @@ class Identity(NamedTuple):
 
 def identity_of(config: TrainConfig, llama: LlamaConfig, *, name: str, files: str) -> Identity:
     """``files``: a fingerprint of the data files."""
-    data = to_values(config)["data"]
+    data = config.model_dump(mode="json")["data"]
     sizes = {key: value for key, value in config_to_hf(llama).items() if key not in ("torch_dtype", "architectures")}
     if config.model.lora is not None:
         sizes["lora"] = config.model.lora.model_dump(exclude={"dropout"})
@@ -58,7 +57,7 @@ def describe_checkpoint(
         "between": config.parallel.between.kind,
         "replicas": state.replica.size,
         "scalars": scalars_of(state),
-        "config": to_values(config),
+        "config": config.model_dump(mode="json"),
         "versions": {"tightwire": tightwire.__version__, "torch": torch.__version__},
     }
 

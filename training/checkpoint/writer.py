@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from tightwire.sizes import format_bytes
-from tightwire.training.checkpoint.files import TABLE_OF_CONTENTS, Chunk, files_of, finish, plan_of, write_chunks
+from tightwire.training.checkpoint.files import TABLE_OF_CONTENTS, Chunk, finish, plan_of, write_chunks
 from tightwire.training.checkpoint.folders import file_digests, folder_of, partial_of, prune, publish
 from tightwire.training.ranks.control import Control
 
@@ -103,7 +103,7 @@ class Checkpointer:
 def _write_file(folder: Path, chunks: Sequence[Chunk], plans: Sequence[SavePlan], rank: int) -> _Written:
     try:
         results = write_chunks(folder, chunks, plans, rank)
-        return _Written(results, file_digests(folder, files_of(results)), "")
+        return _Written(results, file_digests(folder, {result.storage_data.relative_path for result in results}), "")
     except Exception as error:  # noqa: BLE001, ``complete`` reports any failure on all ranks
         # Torch's error for a full disk may not say so, so the message includes the free space.
         free = format_bytes(shutil.disk_usage(folder.parent).free)

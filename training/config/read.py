@@ -33,11 +33,6 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raise ConfigError("\n".join(_lines(error))) from None
 
 
-def to_values(config: TrainConfig) -> dict[str, Any]:
-    """The configuration as plain values, with defaults."""
-    return config.model_dump(mode="json")
-
-
 def _find(path: Path) -> Path:
     named = {example.stem: example for example in sorted(EXAMPLES.glob("*.yaml"))}
     if path.is_file():

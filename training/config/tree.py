@@ -18,6 +18,7 @@ Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, Field(gt=0, strict=True)]  # strict rejects `true`
 BYTES = "bytes"  # the byte tokenizer, which needs no file
 BPE = "bpe:"
+PACKED = "packed"  # frozen weights in the blocks of their file
 # The names of files of ``training.data.prose``.
 ENGLISH, CHATS, PREFERENCES = "english-prose", "example-chats", "example-preferences"
 PROMPTS = "example-prompts"
@@ -150,7 +151,8 @@ class ParallelConfig(Section):
     num_buffers: Annotated[int, Field(ge=1)] = Field(default=2, description="weight buffers that blocks share")
     gather_codec: str = Field(default="none", description="codec of gathered weights, such as int8 (qwZ)")
     frozen_codec: str | None = Field(
-        default=None, description="codec in which frozen weights are kept and gathered; default: gather_codec"
+        default=None,
+        description="how frozen weights are kept and gathered: a codec, or packed (a GGUF's own blocks); default: gather_codec",
     )
     gather_path: Literal["hierarchical", "flat"] = Field(
         default="hierarchical", description="over nodes: across them first and then inside, or all at once"
@@ -242,9 +244,8 @@ class LogConfig(Section):
 
     every: PositiveInt = Field(default=10, description="steps between two lines on the terminal")
     tensorboard: bool = Field(default=True, description="write TensorBoard files, if tensorboard is installed")
-    plot: bool = Field(default=True, description="draw the loss when the run ends, if matplotlib is installed")
     peak_tflops: PositiveFloat | None = Field(
-        default=None, description="of a rank's device, for MFU; default: known or measured"
+        default=None, description="of a rank's device, for MFU; default: measured"
     )
 
 
@@ -266,7 +267,7 @@ class DryRunConfig(Section):
 class TrainConfig(Section):
     """The whole run."""
 
-    run: str = Field(min_length=1, description="the run's folder: checkpoints, log, plot, exported model")
+    run: str = Field(min_length=1, description="the run's folder: checkpoints, log, page, exported model")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     model: ModelConfig

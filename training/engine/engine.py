@@ -41,6 +41,8 @@ from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.shards import group_of, make_shards
 from tightwire.training.ranks.groups import TrainGroups, shard_group
 
+ReadTensor = Callable[[str], Tensor]
+
 
 class Engine:
     """Takes the parameters out of ``model``; its modules have them only during their forward.
@@ -173,21 +175,28 @@ class Engine:
             for param in flat_param.params:
                 yield param.name, param.of(full_N)
 
-    def load_full(self, tensor_of: Callable[[str], Tensor]) -> None:
-        """Set every parameter to ``tensor_of(name)``. Not collective. Raises ValueError: a tensor has another shape."""
+    def load_full(self, tensor_of: ReadTensor, blocks_of: ReadTensor | None = None) -> None:
+        """Set every parameter to ``tensor_of(name)``. Not collective. Raises ValueError: a tensor has another shape.
+
+        ``blocks_of``: the bytes of a parameter that is kept in blocks, (rows, bytes of a row).
+        """
         for flat_param, main in self.named_flat_params():
             copy_into_shard(tensor_of, cut_shard(flat_param, self.shard_rank, self.plan.shard_ranks), main.data)
-        self.load_frozen(tensor_of)
+        self.load_frozen(tensor_of, blocks_of)
         self.weights_changed()
 
-    def load_frozen(self, tensor_of: Callable[[str], Tensor]) -> None:
+    def load_frozen(self, tensor_of: ReadTensor, blocks_of: ReadTensor | None = None) -> None:
         """The same for frozen parameters only. Cost: memory of one float32 shard at a time."""
         self._check_idle()
         for shard in self._shards.frozen.values():
             group = group_of(shard.form, self._group)
             numbers_S = torch.zeros(shard.flat_param.num_elems // group.world_size, device=self._groups.device)
             copy_into_shard(tensor_of, cut_shard(shard.flat_param, group.rank, group.world_size), numbers_S)
-            shard.load(numbers_S)
+            blocks_S = None
+            if (blocks := shard.flat_param.blocks) is not None and blocks_of is not None:
+                blocks_S = torch.empty_like(shard.encoded)
+                copy_into_shard(blocks_of, cut_shard(blocks, group.rank, group.world_size), blocks_S)
+            shard.load(numbers_S, blocks_S)
         self._weights.changed()
 
     def frozen_sums(self) -> dict[tuple[str, int], int]:

@@ -7,14 +7,18 @@
 
 The parameters of a bucket are concatenated to a flat parameter, each at a multiple of ``ALIGN_ELEMS``, independent of the number
 of ranks. Only the padding at the end depends on it: shards have equal length and consist of whole codec groups. Frozen
-parameters are in a flat parameter of their own (``.frozen``) without gradients.
+parameters are in a flat parameter of their own (``.frozen``) without gradients, and those that are kept in the blocks of their file
+in another (``.packed``).
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 from torch import Tensor, nn
+
+from tightwire.kernels.spec.gguf_blocks import PackedFormat
 
 ALIGN_ELEMS = 16  # 64 bytes of float32: a cache line
 SHARD_MULTIPLE = 256  # elements of a shard: whole groups of every codec, whole words at every bit width
@@ -36,12 +40,17 @@ class ParamSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FlatParameter:
-    """Parameters as one vector. ``num_elems`` includes padding and is a multiple of shard ranks * SHARD_MULTIPLE."""
+    """Parameters as one vector. ``num_elems`` includes padding and is a multiple of shard ranks * SHARD_MULTIPLE.
+
+    ``formats``: of parameters that are kept in blocks, and ``blocks``: the same matrices as bytes, each (rows, bytes of a row).
+    """
 
     name: str
     params: tuple[ParamSpan, ...]
     num_elems: int
     trainable: bool
+    formats: tuple[PackedFormat, ...] = ()
+    blocks: "FlatParameter | None" = None
 
     @property
     def num_parameters(self) -> int:
@@ -50,7 +59,7 @@ class FlatParameter:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """``flat_params``: trainable, then frozen; at least one of them. ``block``: the block's index, or None."""
+    """``flat_params``: trainable, frozen, packed; at least one of them. ``block``: the block's index, or None."""
 
     number: int
     name: str
@@ -106,28 +115,31 @@ class BucketPlan:
         return sum(flat_param.num_parameters for flat_param in self.flat_params if flat_param.trainable)
 
 
-def plan_buckets(model: nn.Module, shard_ranks: int, blocks: str = "model.layers") -> BucketPlan:
+def plan_buckets(
+    model: nn.Module,
+    shard_ranks: int,
+    blocks: str = "model.layers",
+    packed: Mapping[str, PackedFormat] | None = None,
+) -> BucketPlan:
     """Plan the buckets of ``model``, which may be on the meta device: only names, shapes and ``requires_grad`` are read.
 
-    ``blocks``: name of the module list whose entries are called in order. Raises ValueError: a parameter is in no bucket.
+    ``blocks``: name of the module list whose entries are called in order. ``packed``: the formats of frozen matrices that are kept
+    in blocks. Raises ValueError: a parameter is in no bucket.
     """
+    packed = packed or {}
     block_names = tuple(f"{blocks}.{i}" for i, _ in enumerate(model.get_submodule(blocks).children()))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     names = {id(module): name for name, module in model.named_modules()}
     owners = {names[id(embedding)]: EMBEDDING} | ({} if head is None else {names[id(head)]: HEAD})
-    members: dict[str, list[tuple[str, nn.Parameter]]] = {EMBEDDING: []}
-    members |= {f"blocks.{i}": [] for i in range(len(block_names))} | {HEAD: [], NORMS: []}
-    bucket_of: dict[int, str] = {}  # by parameter id
+    members: dict[str, dict[str, list[tuple[str, nn.Parameter]]]] = {EMBEDDING: {}}
+    members |= {f"blocks.{i}": {} for i in range(len(block_names))} | {HEAD: {}, NORMS: {}}
     for name, parameter in model.named_parameters():
-        bucket_of[id(parameter)] = bucket = _bucket_of(name, parameter, owners, block_names)
-        members[bucket].append((name, parameter))
+        kind = "" if parameter.requires_grad else ".packed" if name in packed else ".frozen"
+        members[_bucket_of(name, parameter, owners, block_names)].setdefault(kind, []).append((name, parameter))
     buckets: list[Bucket] = []
     for name, found in members.items():
-        flat_params = tuple(
-            _make_flat_param(name if trainable else f"{name}.frozen", chosen, trainable, shard_ranks * SHARD_MULTIPLE)
-            for trainable in (True, False)
-            if (chosen := [(n, p) for n, p in found if p.requires_grad == trainable])
-        )
+        kinds = [kind for kind in ("", ".frozen", ".packed") if kind in found]
+        flat_params = tuple(_make_flat_param(f"{name}{kind}", found[kind], packed, shard_ranks) for kind in kinds)
         if flat_params:
             block = int(name.removeprefix("blocks.")) if name.startswith("blocks.") else None
             buckets.append(Bucket(len(buckets), name, block, flat_params))
@@ -150,13 +162,23 @@ def _bucket_of(name: str, parameter: nn.Parameter, owners: dict[str, str], block
 
 
 def _make_flat_param(
-    name: str, members: list[tuple[str, nn.Parameter]], trainable: bool, multiple: int
+    name: str, members: list[tuple[str, nn.Parameter]], packed: Mapping[str, PackedFormat], shard_ranks: int
 ) -> FlatParameter:
+    shapes = {own: tuple(parameter.shape) for own, parameter in members}
+    flat_param = _lay_out(name, shapes, shard_ranks, members[0][1].requires_grad)
+    if not name.endswith(".packed"):
+        return flat_param
+    formats = tuple(packed[own] for own in shapes)
+    in_bytes = {own: (rows, packed[own].row_bytes(columns)) for own, (rows, columns) in shapes.items()}
+    return replace(flat_param, formats=formats, blocks=_lay_out(name, in_bytes, shard_ranks, trainable=False))
+
+
+def _lay_out(name: str, shapes: Mapping[str, tuple[int, ...]], shard_ranks: int, trainable: bool) -> FlatParameter:
     params, end = [], 0
-    for parameter_name, parameter in members:
-        params.append(ParamSpan(parameter_name, tuple(parameter.shape), end, parameter.numel()))
-        end = _round_up(end + parameter.numel(), ALIGN_ELEMS)
-    return FlatParameter(name, tuple(params), _round_up(end, multiple), trainable)
+    for own, shape in shapes.items():
+        params.append(ParamSpan(own, shape, end, prod(shape)))
+        end = _round_up(end + prod(shape), ALIGN_ELEMS)
+    return FlatParameter(name, tuple(params), _round_up(end, shard_ranks * SHARD_MULTIPLE), trainable)
 
 
 def _uses(model: nn.Module, buckets: list[Bucket]) -> Iterator[Use]:

@@ -17,6 +17,8 @@ from tightwire.comm.collectives.gather_shards import gather_across, gather_insid
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
 from tightwire.comm.lane import Lane
+from tightwire.kernels.packed import dequantize
+from tightwire.kernels.spec.packed import PackedMatrix
 from tightwire.training.engine.flat_parameters import Bucket, BucketPlan, FlatParameter, ParamSpan
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.shards import MainShard, Shard, Shards, group_of
@@ -82,9 +84,14 @@ def alternates(options: EngineOptions, bucket: Bucket) -> bool:
 
 def room_bytes(shards: Shards) -> int:
     """Bytes of the lane's receive buffer, for weights that are encoded or gathered across nodes in two legs."""
-    forms = [shard.form for shard in shards.all.values()]
-    needed = [form for form in forms if not form.codec.exact or form.two_legs]
-    return max((form.ranks.world_size * form.wire_bytes for form in needed), default=0)
+    return max(
+        (
+            own.form.ranks.world_size * own.form.wire_bytes
+            for own in shards.all.values()
+            if own.flat_param.blocks is not None or own.form.two_legs or not own.form.codec.exact
+        ),
+        default=0,
+    )
 
 
 def make_buffers(plan: BucketPlan, options: EngineOptions, shards: Shards, device: torch.device) -> list[BucketBuffer]:
@@ -117,6 +124,12 @@ def _whole_shards(bucket: Bucket, shards: Shards) -> dict[str, Tensor]:
     numbers = {shard.flat_param.name: shard.computable() for shard in own if shard.form.ranks.world_size == 1}
     views = {name: numbers_N for name, numbers_N in numbers.items() if numbers_N is not None}
     return views if len(views) == len(own) else {}
+
+
+def _unpack(flat_param: FlatParameter, blocks_B: Tensor, out_N: Tensor) -> None:
+    assert flat_param.blocks is not None
+    for param, place, packed in zip(flat_param.params, flat_param.blocks.params, flat_param.formats, strict=True):
+        param.of(out_N).copy_(dequantize(PackedMatrix(place.of(blocks_B), packed), out_N.dtype))
 
 
 class Weights:
@@ -216,7 +229,11 @@ class Weights:
 
     def _gather(self, shard: Shard, out_N: Tensor) -> None:
         form, group = shard.form, group_of(shard.form, self._group)
-        if form.copied and isinstance(shard, MainShard):
+        if (blocks := shard.flat_param.blocks) is not None:
+            blocks_B = self._room[: blocks.num_elems]
+            run_leg(self._lane_group, group, gather_shards, group, shard.wire(), form.codec, blocks_B, self._room)
+            _unpack(shard.flat_param, blocks_B, out_N)
+        elif form.copied and isinstance(shard, MainShard):
             self._node_copy.gather(shard, out_N, self._room)
         elif form.two_legs:
             gather_over_nodes(group, shard.wire(), form.codec, out_N, self._room)

@@ -8,7 +8,7 @@ import torch
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.training.config.compression import QuantizedOptions
 from tightwire.training.config.sharding import SHARDINGS, Sharding
-from tightwire.training.config.tree import TrainConfig
+from tightwire.training.config.tree import PACKED, TrainConfig
 
 Path = Literal["flat", "hierarchical"]
 _OWN = ("sharding", "compute_dtype", "reduce_dtype")  # these need a conversion from the configuration
@@ -43,7 +43,7 @@ class EngineOptions:
     def codecs(self) -> list[Codec]:
         """All codecs that may run, each once."""
         names = dict.fromkeys([self.gather_codec, self.frozen_codec, self.reduce_codec, self.reduce_across_codec])
-        return [parse_codec(name) for name in names if name and name != "none"]
+        return [parse_codec(name) for name in names if name and name not in ("none", PACKED)]
 
 
 def engine_options(config: TrainConfig) -> EngineOptions:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tightwire.comm.codec.codec import NONE, Codec, parse_codec
 from tightwire.comm.group.group import Group
 from tightwire.training.config.sharding import GroupShape
+from tightwire.training.config.tree import PACKED
 from tightwire.training.engine.flat_parameters import NORMS, Bucket, BucketPlan, FlatParameter
 from tightwire.training.engine.options import EngineOptions
 
@@ -34,14 +35,17 @@ class Form:
 
 
 def form_of(options: EngineOptions, bucket: Bucket, flat_param: FlatParameter, ranks: GroupShape) -> Form:
-    """``ranks``: the shard group. Norms and biases are not quantized, nor are trainable weights of a single rank."""
+    """``ranks``: the shard group. Norms and biases are not quantized, nor are trainable weights of a single rank; blocks are sent as
+    they are."""
     codec_name = options.gather_codec
     if not flat_param.trainable:
-        codec_name = options.frozen_codec or codec_name
+        codec_name = "none" if options.frozen_codec == PACKED else options.frozen_codec or codec_name
         ranks = GroupShape(1, ranks.per_node) if options.secondary else ranks
     elif ranks.world_size == 1:
         codec_name = "none"
     codec = NONE if bucket.name == NORMS else parse_codec(codec_name)
+    if flat_param.blocks is not None:
+        return Form(ranks, codec, False, False, flat_param.blocks.num_elems // ranks.world_size)
     copied = options.secondary and flat_param.trainable and bucket.block is not None
     two_legs = ranks.num_nodes > 1 and (copied or options.gather_path == "hierarchical")
     num_bytes = codec.wire_bytes(flat_param.num_elems // ranks.world_size, options.compute_dtype.itemsize)
@@ -97,17 +101,22 @@ class FrozenShard:
         self._dtype = dtype
         self.encoded = torch.zeros(form.wire_bytes, dtype=torch.uint8, device=device)
 
-    def load(self, numbers_S: Tensor) -> None:
+    def load(self, numbers_S: Tensor, blocks_S: Tensor | None) -> None:
+        """``blocks_S``: this rank's bytes of a flat parameter that is kept in blocks."""
         self.sum = sum_bits(numbers_S)
         self.version += 1
-        _encode(self.form.codec, numbers_S, self._dtype, self.encoded)
+        if blocks_S is None:
+            _encode(self.form.codec, numbers_S, self._dtype, self.encoded)
+        else:
+            self.encoded.copy_(blocks_S)
 
     def wire(self) -> Tensor:
         return self.encoded
 
     def computable(self) -> Tensor | None:
         """The shard as numbers that modules can compute with, if it has them in memory."""
-        return self.encoded.view(self._dtype) if self.form.codec.exact else None
+        has_numbers = self.form.codec.exact and self.flat_param.blocks is None
+        return self.encoded.view(self._dtype) if has_numbers else None
 
 
 Shard = MainShard | FrozenShard

@@ -16,13 +16,13 @@ from transformers import AttentionInterface
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.sequences import Batch
-from tightwire.training.engine.flat_parameters import Bucket, ParamSpan, plan_buckets
+from tightwire.training.engine.flat_parameters import Bucket, ParamSpan
 from tightwire.training.engine.gradients import alternates
 from tightwire.training.engine.hooks import Hooks, MicroBatch
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.start.grpo import Answers
 from tightwire.training.start.loss import next_token_loss
-from tightwire.training.start.model import build_model
+from tightwire.training.start.model import plan_model
 from tightwire.training.start.objective import make_objective
 
 _META = torch.device("meta")
@@ -87,11 +87,10 @@ def activation_bytes(
     """
     # On the meta device torch uses plain attention, which keeps all scores; real devices use fused kernels.
     AttentionInterface.register(_ATTENTION, _attention)
-    own = config.model
-    model: Any = build_model(llama, device=_META, frozen=own.frozen, lora=own.lora, head=config.head)
+    model: Any
+    model, plan = plan_model(config, llama, _META, 1)
     model.loss_function = next_token_loss
     model.config._attn_implementation = _ATTENTION
-    plan = plan_buckets(model, 1)
     params = [param for flat_param in plan.flat_params for param in flat_param.params]
     views = {param: torch.empty(param.shape, dtype=options.compute_dtype, device=_META) for param in params}
     most_before = 0  # peak until the first block's gradients were complete

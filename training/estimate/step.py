@@ -12,27 +12,14 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.training.compression.make import compressor_bytes, inside_bytes
 from tightwire.training.config.compression import DenseOptions, SparseOptions
 from tightwire.training.config.tree import TrainConfig
-from tightwire.training.engine.flat_parameters import BucketPlan, cut_shard, plan_buckets
+from tightwire.training.engine.flat_parameters import BucketPlan, cut_shard
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.traffic import Flow, step_traffic
 from tightwire.training.estimate.memory import RankMemory, rank_memory
-from tightwire.training.start.model import build_model
+from tightwire.training.start.model import plan_model
 
 _NORM_BYTES = 8  # a shard's squared gradient norm, sent to each rank of its shard group
-_BFLOAT16_TFLOPS = {  # vendor's dense rates; the longest key that is part of the device's name applies
-    "A100": 312.0,
-    "A10G": 70.0,
-    "A30": 165.0,
-    "A40": 149.7,
-    "H100 PCIe": 756.0,
-    "H100": 989.4,
-    "H200": 989.4,
-    "L4": 121.0,
-    "L40": 181.0,
-    "L40S": 362.0,
-    "RTX 4090": 165.2,
-}
-_SIDE, _TRIES = 1024, 8
+_CPU_SIDE, _GPU_SIDE, _TRIES = 1024, 8192, 8
 
 
 class CompressorBytes(NamedTuple):
@@ -102,9 +89,7 @@ def model_step(
 ) -> StepModel:
     """``step``: its number, for compressors whose sparsity rises."""
     shard_ranks = options.sharding.shard_ranks(topology.world_size, topology.num_nodes)
-    frozen, lora = config.model.frozen, config.model.lora
-    model = build_model(llama, device=torch.device("cpu"), frozen=frozen, lora=lora, head=config.head)
-    plan = plan_buckets(model, shard_ranks)
+    _, plan = plan_model(config, llama, torch.device("cpu"), shard_ranks)
     flows = step_traffic(
         plan,
         options,
@@ -168,26 +153,13 @@ def flops_per_token(config: LlamaConfig, sequence_tokens: int, passes: int = 3, 
     return 2 * passes * products + 12 * config.num_layers * width * sequence_tokens
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak operations per second of one device; None: not known.
-
-    The vendor's bfloat16 rate of a GPU; the rate of a large matrix product on a CPU, measured in about 0.2 s.
-    """
-    if device.type == "cpu":
-        return _measure(dtype)
-    if dtype != torch.bfloat16:
-        return None
-    name = torch.cuda.get_device_name(device)
-    fitting = [known for known in _BFLOAT16_TFLOPS if known in name]
-    return _BFLOAT16_TFLOPS[max(fitting, key=len)] * 1e12 if fitting else None
-
-
-def _measure(dtype: torch.dtype) -> float:
-    a, b = torch.rand(_SIDE, _SIDE, dtype=dtype), torch.rand(_SIDE, _SIDE, dtype=dtype)
-    torch.mm(a, b)
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Peak operations per second of one device: the rate of a large matrix product, measured in about 0.2 s on a CPU."""
+    side = _CPU_SIDE if device.type == "cpu" else _GPU_SIDE
+    a, b = (torch.rand(side, side, dtype=dtype, device=device) for _ in range(2))
     times = []
-    for _ in range(_TRIES):
+    for _ in range(1 + _TRIES):
         begun = time.perf_counter()
-        torch.mm(a, b)
+        torch.mm(a, b).sum().item()  # waits for the device
         times.append(time.perf_counter() - begun)
-    return 2 * _SIDE**3 / min(times)  # the fastest try, because other programs slow the rest
+    return 2 * side**3 / min(times)  # the fastest try, because other programs slow the rest

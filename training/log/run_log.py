@@ -1,8 +1,8 @@
-"""Writes the run's log: one JSON line per step and evaluation, TensorBoard scalars if enabled, and the loss plot."""
+"""Writes the run's log: one JSON line per step and evaluation, and TensorBoard scalars if enabled."""
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tightwire.atomic_file import write_atomic
-from tightwire.run_page import LOG, read_log, smooth
+from tightwire.run_page import LOG, read_log
 from tightwire.sizes import format_bytes
 
 
@@ -26,7 +26,7 @@ class StepRecord:
     grad_norm: float
     tokens: int  # in this step, over all ranks
     seconds: float
-    mfu: float | None  # model FLOPs utilization, without recomputation; None: the peak is not known
+    mfu: float  # model FLOPs utilization, without recomputation
     memory_bytes: int  # highest peak of any rank so far
     wire_bytes: int  # sent by this rank in this step
     exposed_ms: float  # time that this rank waited for communication in this step
@@ -63,32 +63,6 @@ class EvaluationRecord:
         return values | {f"held_out_{name}": figure for name, figure in values.pop("figures").items()}
 
 
-_FORMATS = ("svg", "png")
-
-
-def plot_losses(lines: Sequence[Mapping[str, Any]], folder: Path) -> Path | None:
-    """Draw ``loss.svg`` and ``loss.png`` from a log's lines. Returns the SVG's path, or None if the log has no steps."""
-    steps = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    if not steps:
-        return None
-    from matplotlib.figure import Figure  # takes half a second to import
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(*zip(*steps, strict=True), color="#9ecae1", linewidth=0.8, label="each step")
-    axes.plot([step for step, _ in steps], smooth([loss for _, loss in steps]), color="#08519c", label="running mean")
-    held_out = [(line["step"], line["held_out_loss"]) for line in lines if "held_out_loss" in line]
-    if held_out:
-        axes.plot(*zip(*held_out, strict=True), "o-", color="#e6550d", markersize=4, label="held-out loss")
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    paths = [folder / f"loss.{kind}" for kind in _FORMATS]
-    for path in paths:
-        figure.savefig(path)
-    return paths[0]
-
-
 _TENSORBOARD = "tensorboard"
 
 
@@ -122,10 +96,6 @@ class RunLog:
                     self._writer.add_scalar(name, value, record.step)
             for prompt, text in values.get("samples", ()):
                 self._writer.add_text(prompt, text, record.step)
-
-    def plot(self) -> Path | None:
-        """Plot the log so far. Returns None if it has no steps."""
-        return plot_losses(read_log(self._path), self._path.parent)
 
     def close(self) -> None:
         with suppress(OSError):  # lines that `add` failed to write fail again here; do not hide the run's own error
@@ -178,10 +148,9 @@ class Terminal:
 
 def describe(record: StepRecord) -> str:
     """The record on one line."""
-    mfu = "" if record.mfu is None else f"  MFU {100 * record.mfu:.1f} %"
     return (
         f"loss {record.loss:.4f}{_figures(record.figures)}  lr {record.lr:.3g}  grad {record.grad_norm:.3g}  "
-        f"{_count(record.tokens_per_s)} tok/s{mfu}  memory {format_bytes(record.memory_bytes)}  "
+        f"{_count(record.tokens_per_s)} tok/s  MFU {100 * record.mfu:.1f} %  memory {format_bytes(record.memory_bytes)}  "
         f"wire {format_bytes(record.wire_bytes)}  waited {record.exposed_ms:.0f} ms of {1e3 * record.seconds:.0f}"
     )
 

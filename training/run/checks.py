@@ -14,7 +14,6 @@ from tightwire.comm.errors import name_ranks
 from tightwire.sizes import format_bytes
 from tightwire.training.checkpoint.folders import checkpoints_in, remove_partial
 from tightwire.training.checkpoint.state import RunState
-from tightwire.training.config.read import to_values
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import RunData, describe_files
 from tightwire.training.engine.engine import Engine
@@ -29,7 +28,7 @@ _MOST_KEYS = 5  # keys in the error message
 
 def check_same_configuration(config: TrainConfig, data: RunData, control: Control) -> None:
     """Collective. Raises ValueError: configuration values or data differ between ranks; the message names them."""
-    own = {key: value for key, value in _flatten(to_values(config), "") if not key.startswith(_MAY_DIFFER)}
+    own = {key: value for key, value in _flatten(config.model_dump(mode="json"), "") if not key.startswith(_MAY_DIFFER)}
     own["the fingerprint of data.files"] = describe_files(data.documents.files)
     if data.held_out_documents is not None:
         own["the fingerprint of data.held_out_files"] = describe_files(data.held_out_documents.files)
@@ -93,7 +92,9 @@ def make_run_folder(config: TrainConfig, control: Control) -> Path:
             try:
                 run.mkdir(parents=True, exist_ok=True)
                 remove_partial(run)
-                (run / _CONFIG).write_text(yaml.safe_dump(to_values(config), sort_keys=False), encoding="utf-8")
+                (run / _CONFIG).write_text(
+                    yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8"
+                )
             except OSError as failure:
                 raise ValueError(f"run: {run} cannot be written to: {failure}") from None
             try:

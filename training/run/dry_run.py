@@ -120,10 +120,10 @@ def _about_time(model: StepModel, links: Mapping[str, Link]) -> Iterator[str]:
     config, topology, tflop = model.config, model.topology, model.flops / 1e12
     given, dtype = config.log.peak_tflops, getattr(torch, config.model.compute_dtype)
     rate = given * 1e12 if given else peak_flops(find_device(config.device, Topology(0, 1)), dtype)
-    at_rate = f" at {rate / 1e12:.3g} TFLOP/s, {'as given' if given else 'of this machine'}" if rate else ""
+    at_rate = f" at {rate / 1e12:.3g} TFLOP/s, {'as given' if given else 'of this machine'}"
     inside, between = model.inside_nodes, model.between_nodes * topology.ranks_per_node
     times = {
-        "computing": (rate and model.flops / rate, f"{tflop:.3g} TFLOP a rank{at_rate}", "log.peak_tflops"),
+        "computing": (model.flops / rate, f"{tflop:.3g} TFLOP a rank{at_rate}", "log.peak_tflops"),
         "inside nodes": (_sending_s(links.get("inside"), inside), format_bytes(inside), "dry_run.inside=200gbit"),
         "between nodes": (_sending_s(links.get("between"), between), format_bytes(between), "dry_run.between=1gbit"),
     }

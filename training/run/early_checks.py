@@ -1,6 +1,5 @@
 """Refuses a run before torch is imported: ranks that do not fit, missing data, an unknown model, an unusable folder."""
 
-import importlib.util
 import os
 from collections.abc import Mapping
 
@@ -8,7 +7,7 @@ from tightwire.comm.group.topology import Topology
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.header import check_name
 from tightwire.training.checkpoint.folders import find_checkpoint
-from tightwire.training.config.tree import LogConfig, TrainConfig
+from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import RunData
 
 
@@ -36,12 +35,6 @@ def check_early(config: TrainConfig, topology: Topology) -> RunData:
     if topology.rank == 0:
         _check_run_folder(config)
     return data
-
-
-def missing_packages(config: LogConfig) -> dict[str, str]:
-    """The outputs that are on but need a package that is not installed: what is not written, by the package's name."""
-    needed = (("tensorboard", "TensorBoard files", config.tensorboard), ("matplotlib", "the loss plot", config.plot))
-    return {name: what for name, what, wanted in needed if wanted and importlib.util.find_spec(name) is None}
 
 
 def _check_start(key: str, start: str) -> None:

@@ -22,7 +22,7 @@ from tightwire.training.checkpoint.writer import Checkpointer
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
 from tightwire.training.log.run_log import EvaluationRecord, RunLog, StepRecord, Terminal
-from tightwire.training.optimizer import learning_rate, set_learning_rate
+from tightwire.training.optimizer import learning_rate
 from tightwire.training.ranks.control import Control
 from tightwire.training.run.rollouts import Rollouts
 from tightwire.training.run.setup import Trained
@@ -54,7 +54,7 @@ class Loop:
     rollouts: Rollouts | None  # answers the prompts of ``batches``; None: these are what is learned
     stop_signal: Callable[[], int]
     flops_per_token: int
-    peak_flops: float | None
+    peak_flops: float
     step: int = 0
     position: int = 0
     last_checkpoint: Path | None = None
@@ -161,7 +161,8 @@ class Loop:
         norm = self._engine.clip_gradients(self.config.optimizer.clip_norm or _NO_CLIPPING)
         if not math.isfinite(norm):
             self._diverged(loss)
-        set_learning_rate(self._state.optimizer, rate)
+        for group in self._state.optimizer.param_groups:
+            group["lr"] = rate
         self._state.optimizer.step()
         self._engine.weights_changed()
         tokens = sum(batch.inputs_BS.numel() for batch in self._next())
@@ -185,7 +186,7 @@ class Loop:
         seconds = perf_counter() - begun
         tokens = int(sum(all_tokens))
         reached = self.flops_per_token * tokens / self.control.world_size / seconds
-        if self.peak_flops is not None and self.config.log.peak_tflops is None:
+        if self.config.log.peak_tflops is None:
             # A step can be faster than the measured peak, because other programs may have run during that measurement.
             self.peak_flops = max(self.peak_flops, reached)
         self._log_record(
@@ -196,7 +197,7 @@ class Loop:
                 grad_norm=norm,
                 tokens=tokens,
                 seconds=seconds,
-                mfu=None if self.peak_flops is None else reached / self.peak_flops,
+                mfu=reached / self.peak_flops,
                 memory_bytes=int(max(memory)),
                 wire_bytes=self._engine.bytes_sent - sent,
                 exposed_ms=1e3 * (self._engine.waited_s - waited),

@@ -186,7 +186,9 @@ class Run:
                     config.product_passes,
                     scores=config.model.head == "reward",
                 ),
-                peak_flops=self._peak_flops(),
+                peak_flops=config.log.peak_tflops * 1e12
+                if config.log.peak_tflops
+                else peak_flops(self._trained.device, getattr(torch, config.model.compute_dtype)),
                 step=step,
                 position=position,
                 last_checkpoint=checkpoint,
@@ -195,8 +197,6 @@ class Run:
             signal = loop.run()
             if not signal:
                 self._export(terminal)
-            if log is not None and config.log.plot and (plot := log.plot()):
-                terminal.say(f"the loss curve is in {plot}")
             if signal:
                 saved = "saved" if loop.step > step else "nothing new to save"
                 terminal.say(
@@ -238,25 +238,20 @@ class Run:
             checkpoint = find_checkpoint(self._folder, resume=config.checkpoint.resume)
         checkpoint = control.gather(checkpoint)[0]
         if checkpoint is None:
-            trained.engine.load_full(self._start.read)
+            trained.engine.load_full(self._start.read, self._start.read_blocks)
         else:
             with control.failing_together(OtherRunError, CheckpointError):
                 description = check_checkpoint(checkpoint, self._identity, config)
                 check_files(checkpoint, description, rank=control.rank, world_size=control.world_size)
             with control.failing_together(OtherRunError, CheckpointError):
                 restore(checkpoint, description, trained.state)
-            trained.engine.load_frozen(self._start.read)
+            trained.engine.load_frozen(self._start.read, self._start.read_blocks)
             trained.engine.weights_changed()
             step, position = description["step"], description["position"]
         self._frozen_sum = check_replicas(trained.state, trained.engine, control)
         if checkpoint is not None:
             check_frozen(checkpoint, description, self._frozen_sum)
         return checkpoint, step, position, description.get("answers")
-
-    def _peak_flops(self) -> float | None:
-        if self._config.log.peak_tflops is not None:
-            return self._config.log.peak_tflops * 1e12
-        return peak_flops(self._trained.device, getattr(torch, self._config.model.compute_dtype))
 
     def _describe_start(self, checkpoint: Path | None) -> str:
         config, world_size = self._config, self._control.world_size

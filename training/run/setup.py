@@ -20,14 +20,14 @@ from tightwire.training.data.chats import ChatEncoder, ChatPacker, PairPacker
 from tightwire.training.data.prompts import PromptPacker
 from tightwire.training.data.sequences import AnyPacker, Packer
 from tightwire.training.engine.engine import Engine
-from tightwire.training.engine.flat_parameters import BucketPlan, cut_shard, plan_buckets
+from tightwire.training.engine.flat_parameters import BucketPlan, cut_shard
 from tightwire.training.engine.gradients import GradientCompressor
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.optimizer import make_optimizer
 from tightwire.training.ranks.control import Control
 from tightwire.training.ranks.groups import TrainGroups, open_train_groups, replica_group, shard_group
 from tightwire.training.start.loss import next_token_loss
-from tightwire.training.start.model import StartingModel, build_model
+from tightwire.training.start.model import StartingModel, plan_model
 from tightwire.training.start.objective import Objective, make_objective
 
 
@@ -92,10 +92,9 @@ def connect_ranks(parallel: ParallelConfig, topology: Topology, store: Store, de
 def make_trained(config: TrainConfig, options: EngineOptions, start: StartingModel, groups: TrainGroups) -> Trained:
     """Build the model, engine and optimizer, with weights of zero until loaded; ValueError: something does not fit."""
     check_sequences(config, start.config)
-    own = config.model
-    model = build_model(start.config, device=groups.device, frozen=own.frozen, lora=own.lora, head=config.head)
+    shard_ranks = options.sharding.shard_ranks(groups.world_size, groups.num_nodes)
+    model, plan = plan_model(config, start.config, groups.device, shard_ranks)
     model.loss_function = next_token_loss
-    plan = plan_buckets(model, options.sharding.shard_ranks(groups.world_size, groups.num_nodes))
     weights: dict[str, torch.Tensor] = {}
     compressor = _make_compressor(config, options, plan, groups, weights)
     engine = Engine(model, plan, groups, options, compressor)

@@ -42,10 +42,7 @@ def export_folder(
 
     ``tensors``: collective; consumed to the end even if the disk fails, so that no other rank waits.
     """
-
-    def write(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        _write(folder, tensors, config, tokenizer, dtype, file_bytes)
-
+    write = partial(_write, config=config, tokenizer=tokenizer, dtype=dtype, file_bytes=file_bytes)
     return _export(out, tensors, write, CONFIG, writes)
 
 

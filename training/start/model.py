@@ -12,6 +12,8 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
+from tightwire.kernels.spec.packed import PackedMatrix
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.hf_config import config_from_hf, config_to_hf
@@ -31,7 +33,8 @@ from tightwire.model.text.tokenizer import (
     tokenizer_from_folder,
 )
 from tightwire.training.config.lora import LoraConfig
-from tightwire.training.config.tree import BPE, BYTES, ModelConfig, ShapeConfig
+from tightwire.training.config.tree import BPE, BYTES, PACKED, ModelConfig, ShapeConfig, TrainConfig
+from tightwire.training.engine.flat_parameters import BucketPlan, plan_buckets
 from tightwire.training.start.lora import add_lora, base_of, initial_matrix, is_value
 
 HEAD_NAME, _LAYERS = "lm_head.weight", "model.layers."
@@ -76,13 +79,17 @@ class StartingModel:
             return initial_matrix(name, self.reader.shape(base), self.lora, self.seed)
         if is_value(name) or (self.head == "reward" and name == HEAD_NAME):
             return torch.zeros(1, self.config.hidden_size)  # all rewards and values are 0 at first
-        if self.layers and name.startswith(_LAYERS):
-            number, _, rest = name.removeprefix(_LAYERS).partition(".")
-            name = f"{_LAYERS}{self.layers[int(number)]}.{rest}"
-        shape = self.reader.shape(name)
-        out = torch.empty(shape)
-        self.reader.read_into(out, name, rows=range(shape[0]))
+        out = torch.empty(self.reader.shape(own := _stored_name(name, self.layers)))
+        self.reader.read_into(out, own, rows=range(len(out)))
         return out
+
+    def read_blocks(self, name: str) -> Tensor:
+        """Read a whole matrix in the blocks of its file, (rows, bytes of a row)."""
+        rows, columns = self.reader.shape(own := _stored_name(name, self.layers))
+        packed = PACKED_FORMATS[self.reader.stored_as(own)]
+        out = PackedMatrix(torch.empty(rows, packed.row_bytes(columns), dtype=torch.uint8), packed)
+        self.reader.read_into(out, own, rows=range(rows))
+        return out.blocks_OB
 
 
 def open_starting_model(
@@ -165,6 +172,34 @@ def build_model(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("model.frozen: all parameters are frozen")
     return model
+
+
+def plan_model(
+    config: TrainConfig, llama: LlamaConfig, device: torch.device, shard_ranks: int
+) -> tuple[PreTrainedModel, BucketPlan]:
+    """``build_model`` and its buckets. Raises ValueError: weights shall be kept in blocks, and the model has none to freeze."""
+    own, packed = config.model, {}
+    model = build_model(llama, device=device, frozen=own.frozen, lora=own.lora, head=config.head)
+    if config.parallel.frozen_codec == PACKED:
+        stored_as = open_checkpoint(own.start).reader().stored_as if own.start else lambda _: ""
+        for name, parameter in model.named_parameters():
+            stored = "" if parameter.requires_grad else stored_as(_stored_name(name, own.layers))
+            if stored in PACKED_FORMATS:
+                packed[name] = PACKED_FORMATS[stored]
+        if not packed:
+            raise ValueError(
+                f"parallel.frozen_codec: {PACKED} keeps the blocks of frozen matrices of a quantized GGUF, and {own.start or 'a new model'} "
+                "has none; give a codec such as int8, or such a file as model.start"
+            )
+    return model, plan_buckets(model, shard_ranks, packed=packed)
+
+
+def _stored_name(name: str, layers: Sequence[int]) -> str:
+    """The name in the checkpoint, of which the model has these ``layers``; none: all."""
+    if not layers or not name.startswith(_LAYERS):
+        return name
+    number, _, rest = name.removeprefix(_LAYERS).partition(".")
+    return f"{_LAYERS}{layers[int(number)]}.{rest}"
 
 
 def _with_layers(llama: LlamaConfig, layers: Sequence[int]) -> LlamaConfig:

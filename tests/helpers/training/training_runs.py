@@ -34,7 +34,7 @@ optimizer: {{lr: 1e-2}}
 schedule: {{steps: 6, warmup_steps: 2}}
 evaluation: {{every: 0, sequences: 6, sample_tokens: 4}}
 checkpoint: {{every: 0}}
-log: {{tensorboard: false, peak_tflops: 1, plot: false}}
+log: {{tensorboard: false, peak_tflops: 1}}
 """
 
 

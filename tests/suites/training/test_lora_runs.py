@@ -7,17 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.model.tiny_gguf import make_tiny_gguf
 from helpers.model.transformers_reference import greedy
 from helpers.server.local_engine import continue_prompts, local_engine
 from helpers.training.training_runs import StopAfter, losses, make_config, train
 from tiny import VARIANTS, make_tiny
 from transformers import LlamaForCausalLM
 
+from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.model.adapters.peft import open_adapter
+from tightwire.model.checkpoint.gguf import GgufFile
 from tightwire.model.open import open_checkpoint
 from tightwire.training.checkpoint.folders import OtherRunError
 from tightwire.training.config.read import ConfigError
 from tightwire.training.config.tree import TrainConfig
+from tightwire.training.start.model import plan_model
 
 _PROMPTS = [[5], [72, 101, 108, 108, 111], [200, 3, 17] * 11]
 _LORA = "lora: {rank: 4, alpha: 64, dropout: 0.1}"
@@ -99,6 +103,42 @@ def test_a_stopped_run_resumes_to_the_bit_with_dropout(tmp_path: Path, base: Pat
     assert losses(parted) == losses(whole)
     folders = [Path(config.run) / "adapter" for config in (whole, parted)]
     assert len({(folder / "adapter_model.safetensors").read_bytes() for folder in folders}) == 1
+
+
+@pytest.mark.parametrize("quant", ["Q8_0", "Q4_K"])
+def test_a_gguf_that_keeps_its_own_blocks_is_trained_to_the_bit_as_its_numbers(tmp_path: Path, quant: str) -> None:
+    """Blocks of two formats beside a matrix of plain numbers, on one rank, four, and four that keep a copy on each node."""
+    sizes: Any = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 3}
+    others = {"attn_v": "Q6_K", "attn_k": "F16"}
+    base = make_tiny_gguf(tmp_path / "base.gguf", quant, others=others, **sizes)
+    stored = {name: tensor for name, tensor in GgufFile(base).tensors.items() if len(tensor.shape) == 2}
+    block_bytes = sum(
+        tensor.shape[0] * PACKED_FORMATS[tensor.kind.name].row_bytes(tensor.shape[1])
+        for name, tensor in stored.items()
+        if name.startswith("blk.0.") and "attn_k" not in name
+    )
+
+    def trained(run: str, codec: str, world_size: int = 1, num_nodes: int = 1, secondary: bool = False) -> TrainConfig:
+        parallel = f"parallel={{sharding: zero3, frozen_codec: {codec}, secondary: {str(secondary).lower()}}}"
+        config = _config(tmp_path, base, parallel, "schedule.steps=3", "model.lora.dropout=0", run=run)
+        train(config, world_size, num_nodes)
+        return config
+
+    packed = trained("packed", "packed")
+    assert losses(packed) == losses(trained("numbers", "none"))
+    _, plan = plan_model(packed, open_checkpoint(str(base)).config, torch.device("cpu"), 1)
+    (blocks,) = [own.blocks for own in plan.flat_params if own.name == "blocks.0.packed"]
+    assert blocks is not None and 0 <= blocks.num_elems - block_bytes < 512  # padding only
+    for secondary in (False, True):
+        runs = [trained(f"{codec}-{secondary}", codec, 4, 2, secondary) for codec in ("packed", "none")]
+        assert losses(runs[0]) == losses(runs[1])
+
+
+def test_blocks_are_kept_only_of_a_quantized_gguf(tmp_path: Path, base: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"frozen_codec: packed keeps the blocks of frozen matrices of a quantized GGUF"
+    ):
+        train(_config(tmp_path, base, "parallel.frozen_codec=packed"))
 
 
 def test_another_adapter_on_resume_is_refused(tmp_path: Path, base: Path) -> None:

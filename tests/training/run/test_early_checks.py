@@ -7,16 +7,7 @@ from helpers.training.training_runs import make_config
 
 from tightwire.comm.group.topology import Topology
 from tightwire.training.checkpoint.folders import OtherRunError
-from tightwire.training.config.tree import LogConfig
-from tightwire.training.run import early_checks
-from tightwire.training.run.early_checks import check_early, missing_packages
-
-
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early_checks.importlib.util, "find_spec", lambda name: None)
-    assert list(missing_packages(LogConfig())) == ["tensorboard", "matplotlib"]
-    assert missing_packages(LogConfig(tensorboard=False)) == {"matplotlib": "the loss plot"}
-    assert not missing_packages(LogConfig(tensorboard=False, plot=False))
+from tightwire.training.run.early_checks import check_early
 
 
 @pytest.mark.parametrize(
