@@ -1,7 +1,7 @@
 """Errors between ranks that name the ranks at fault."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 
 class CommError(RuntimeError):
@@ -22,6 +22,26 @@ class PeerLostError(CommError):
 
 class CollectiveMismatchError(CommError):
     """The ranks called different collectives: operation, shape or dtype differ. ``ranks`` differ from the majority."""
+
+
+Numbered = Callable[[CommError], CommError]  # turns an error of a subgroup into one with group-wide numbers
+
+
+def renumbered(
+    error: CommError,
+    ranks: Sequence[int],
+    where: str,
+    rank: int,
+    world_size: int,
+    culprits: Collection[int] | None = None,
+) -> CommError:
+    """Convert ``error`` of a subgroup with these ``ranks``; ``culprits`` are group-wide ranks, by default those of the error."""
+    culprits = [ranks[each] for each in error.ranks] if culprits is None else culprits
+    return type(error)(
+        f"rank {rank} lost {name_ranks(culprits)} of {world_size} {where}; from here on ranks "
+        f"{', '.join(map(str, ranks))} are numbered from 0: {error}",
+        culprits,
+    )
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

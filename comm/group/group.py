@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.errors import CommError
+from tightwire.comm.errors import CommError, Numbered
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.protocols import Transport
@@ -118,6 +118,7 @@ def open_process_group(
     peer_memory: bool = False,
     peer_blocks: int | None = None,
     ledger: Ledger | None = None,
+    numbered: Numbered | None = None,
 ) -> Group:
     """Join the ``topology.world_size`` processes that open the same ``name`` on the same ``store``.
 
@@ -133,6 +134,7 @@ def open_process_group(
         sockets: options of our own sockets (``comm.transport.sockets``) for messages between CPU ranks that share no memory;
             without them messages go over gloo.
         peer_memory: sum CUDA tensors through each other's memory (``comm.transport.peer_access``), if possible.
+        numbered: converts errors of CPU ranks, whose numbers are those of this group.
         peer_blocks: blocks of such a sum's kernel, by default 32; the device may limit them.
     """
     if device.type not in ("cpu", "cuda"):
@@ -141,19 +143,18 @@ def open_process_group(
         raise ValueError(f"shared memory and sockets carry CPU tensors, got device {device}")
     if peer_memory and device.type != "cuda":
         raise ValueError(f"peer memory is between GPUs, got device {device}")
-    ledger, rank, world_size = ledger or Ledger(), topology.rank, topology.world_size
-    no_peer_memory = ""
+    ledger, rank, world_size, no_peer_memory = ledger or Ledger(), topology.rank, topology.world_size, ""
     if world_size == 1:
         transport: Transport = InProcessTransport(ThreadExchange(1), 0, timeout_s=timeout_s)
     else:
         store = PrefixStore(f"tightwire/{name}", store)
         join_s = timeout_s if join_timeout_s is None else join_timeout_s
         joining = FactExchange(store, rank=rank, world_size=world_size, timeout_s=join_s, doing="join")
-        one_host = len(set(joining.share("host", host_identity().encode()))) == 1
         notes = FailureNotes(PrefixStore("notes", store), rank, world_size)
         pair_store = PrefixStore("rendezvous", store)
         make: Callable[..., ProcessGroupTransport]
         try:
+            one_host = len(set(joining.share("host", host_identity().encode()))) == 1
             if device.type == "cuda":
                 library, make = _make_nccl(topology, pair_store, timeout_s), NcclTransport
             else:
@@ -168,8 +169,10 @@ def open_process_group(
                 if own is not None:
                     host = address.get("hostname") or _address_on(address["interface"], store)
                     make = partial(SocketTransport, *connect_ranks(joining, host, own, join_s))
-        except CommError:
-            raise
+        except CommError as error:
+            if numbered is None:
+                raise
+            raise numbered(error) from error
         except RuntimeError as error:
             raise CommError(
                 f"rank {rank} of {world_size} could not connect to the others on {device}: {error}"
@@ -177,6 +180,7 @@ def open_process_group(
         transport = joined = make(
             library, notes, rank=rank, world_size=world_size, device=device, timeout_s=timeout_s, ledger=ledger
         )
+        joined.numbered = numbered or joined.numbered
         joined.barrier()
         if segment_fd is not None:
             transport = SharedMemoryTransport(segment_fd, joined)

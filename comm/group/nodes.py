@@ -1,7 +1,7 @@
 """Subgroups of a group on several nodes, inside and across them, and of ranks that share weights; errors name group-wide ranks."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
+from tightwire.comm.errors import CollectiveTimeoutError, CommError, renumbered
 from tightwire.comm.group.group import Group, NodeGroups, in_process_groups, open_process_group
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.link import Link
@@ -67,17 +67,6 @@ def join_nodes(
         raise
     notes = FailureNotes(PrefixStore(f"tightwire/{name}/nodes", store), group.rank, group.world_size)
     return replace(group, nodes=NodeGroups(inside=inside, across=across, notes=notes))
-
-
-def renumbered(
-    error: CommError, ranks: Sequence[int], where: str, rank: int, world_size: int, culprits: Collection[int]
-) -> CommError:
-    """Convert ``error`` of a subgroup with these ``ranks``; ``culprits`` are group-wide ranks."""
-    return type(error)(
-        f"rank {rank} lost {name_ranks(culprits)} of {world_size} {where}; from here on ranks "
-        f"{', '.join(map(str, ranks))} are numbered from 0: {error}",
-        culprits,
-    )
 
 
 def in_process_node_groups(world_size: int, num_nodes: int, timeout_s: float = 30.0) -> list[Group]:
@@ -207,6 +196,11 @@ class PartitionPlace:
         first = self.topology.node * self.topology.ranks_per_node
         return tuple(range(first + self.shard, first + self.topology.ranks_per_node, self.tp))
 
+    def numbered(self, error: CommError) -> CommError:
+        """Convert an error of the ranks ``inside``, which are numbered from 0 there."""
+        where = "among the ranks of its node with the same weights"
+        return renumbered(error, self.inside, where, self.topology.rank, self.topology.world_size)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionPeers:
@@ -218,16 +212,6 @@ class PartitionPeers:
     at: PartitionPlace
     inside: Group
     await_all: Callable[[], None]
-
-    def run(self, fn: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        """Call ``fn(...)``, which uses the group ``inside``. A CommError has the ranks' numbers in the world."""
-        try:
-            return fn(*args, **kwargs)
-        except CommError as error:
-            ranks, topology = self.at.inside, self.at.topology
-            culprits = [ranks[rank] for rank in error.ranks]
-            where = "among the ranks of its node with the same weights"
-            raise renumbered(error, ranks, where, topology.rank, topology.world_size, culprits) from error
 
     def close(self) -> None:
         self.inside.close()
@@ -247,8 +231,7 @@ def join_partition(
     """Join the ranks with the same shard. All ranks of the world call this.
 
     The arguments are those of ``open_process_group``. ``timeout_s`` must exceed the time a rank computes between two layers, and
-    the ranks ``at.inside`` share ``segment_fd``. In ``CollectiveTimeoutError`` ranks have the numbers of their own
-    group.
+    the ranks ``at.inside`` share ``segment_fd``. Errors have the ranks' numbers in the world.
     """
     name = f"{name}/shard-{at.shard}"
     inside = open_process_group(
@@ -260,6 +243,7 @@ def join_partition(
         name=f"{name}/node-{at.topology.node}",
         interface=interface,
         segment_fd=segment_fd,
+        numbered=at.numbered,
     )
     return PartitionPeers(at=at, inside=inside, await_all=make_barrier(store, name, at))
 

@@ -14,6 +14,7 @@ from tightwire.comm.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     CommError,
+    Numbered,
     PeerLostError,
     name_ranks,
     unlike_most,
@@ -60,6 +61,7 @@ class ProcessGroupTransport(Transport):
         self._others = [(rank + i) % world_size for i in range(1, world_size)]
         self._peer: int | None = None  # the rank that the current wait is for, when it is one rank
         self._failure: CommError | None = None
+        self.numbered: Numbered = lambda error: error
 
     def add_fused(self, fused: FusedAllReduce, check: Callable[[], None]) -> None:
         """Use ``fused``; messages first call its ``check``, which raises if it has failed. Collective."""
@@ -103,29 +105,27 @@ class ProcessGroupTransport(Transport):
         # Closing makes the ranks that wait for this one fail too and leave their notes.
         self.close()
         culprits, notes = self._notes.blame(own, self.timeout_s)
-        self._failure = self._explain(own, notes, culprits, error)
+        self._failure = self.numbered(self._explain(own, notes, culprits, error))
         return self._failure
 
     def _explain(self, own: Note, notes: dict[int, Note], culprits: set[int], error: RuntimeError) -> CommError:
         doing = {self.rank: own.doing, **{rank: note.doing for rank, note in notes.items()}}
-        waiting = "; ".join(doing.get(rank, f"rank {rank}: no report") for rank in range(self.world_size))
-        cause = str(error).splitlines()[0].split(". ")[0]
+        reports = "; ".join(doing.get(rank, f"rank {rank}: no report") for rank in range(self.world_size))
+        waiting = f"Waiting: {reports}. ({str(error).splitlines()[0].split('. ')[0]})"
         if own.timed_out or any(note.timed_out for note in notes.values()):
             calls = {rank: _TIME_SPENT.sub("", words.partition(" in ")[2]) for rank, words in doing.items()}
             if len(calls) == self.world_size and len(set(calls.values())) > 1:  # all ranks came, but to different calls
                 return CollectiveMismatchError(
-                    f"rank {self.rank} of {self.world_size}: the ranks called different collectives. "
-                    f"Waiting: {waiting}. ({cause})",
+                    f"rank {self.rank} of {self.world_size}: the ranks called different collectives. {waiting}",
                     unlike_most(calls),
                 )
             return CollectiveTimeoutError(
                 f"{name_ranks(culprits)} of {self.world_size} did not arrive within {self.timeout_s:g} s: hung, stopped "
-                f"or busy elsewhere. Waiting: {waiting}. ({cause})",
+                f"or busy elsewhere. {waiting}",
                 culprits,
             )
         return PeerLostError(
-            f"lost {name_ranks(culprits)} of {self.world_size}: the process died, closed its group or is cut off. "
-            f"Waiting: {waiting}. ({cause})",
+            f"lost {name_ranks(culprits)} of {self.world_size}: the process died, closed its group or is cut off. {waiting}",
             culprits,
         )
 

@@ -30,6 +30,7 @@ from tightwire.comm.errors import (
     unlike_most,
 )
 from tightwire.comm.ledger.ledger import Ledger
+from tightwire.comm.transport.process_group import ProcessGroupTransport
 from tightwire.comm.transport.segment import RANK_BYTES, header_bytes
 from tightwire.kernels.cpu.library import lib
 from tightwire.kernels.cpu.run import NUMBER_KIND
@@ -201,11 +202,11 @@ class SharedTurns:
     Errors quote the running collective in the group's ``ledger`` and those of the other ranks.
     """
 
-    def __init__(self, fd: int, rank: int, world_size: int, timeout_s: float, ledger: Ledger) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, fd: int, library: ProcessGroupTransport) -> None:
+        self.rank, self.world_size, self._numbered = library.rank, library.world_size, library.numbered
         self.bytes_sent = 0
-        self.board = SharedBoard(fd, rank, world_size, ledger)
-        self._timeout_s, self.ledger = timeout_s, ledger
+        self.board = SharedBoard(fd, library.rank, library.world_size, library.ledger)
+        self._timeout_s, self.ledger = library.timeout_s, library.ledger
         self._failure: CommError | None = None
 
     def open_turn(self) -> Tensor:
@@ -299,20 +300,16 @@ class SharedTurns:
         deadline = time.monotonic() + min(_GRACE_S, _GRACE_SHARE * self._timeout_s)
         while not lib.tw_wait_for_all(board.native, turn) and time.monotonic() < deadline:
             pass
-        self._failure = CollectiveMismatchError(
-            f"rank {self.rank} of {self.world_size}: the ranks called different collectives: {board.last_collectives(turn)}",
-            board.mismatched(turn),
-        )
+        text = f"rank {self.rank} of {self.world_size}: the ranks called different collectives: {board.last_collectives(turn)}"
+        self._failure = self._numbered(CollectiveMismatchError(text, board.mismatched(turn)))
         board.mark_closed(MISMATCHED)
         self.close()
         raise self._failure
 
     def _fail(self, error: type[CommError], verb: str, ranks: Sequence[int], reason: str) -> None:
         """Close the group and raise: messages may be half read, so the group cannot be used any more."""
-        self._failure = error(
-            f"rank {self.rank} {verb} {name_ranks(ranks)} of {self.world_size} in {self.ledger.current() or 'a barrier'}: "
-            f"{reason}. Last collectives: {self.board.last_collectives()}",
-            ranks,
-        )
+        text = f"rank {self.rank} {verb} {name_ranks(ranks)} of {self.world_size} in {self.ledger.current() or 'a barrier'}: "
+        text += f"{reason}. Last collectives: {self.board.last_collectives()}"
+        self._failure = self._numbered(error(text, ranks))
         self.close()
         raise self._failure

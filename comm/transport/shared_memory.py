@@ -39,10 +39,9 @@ class SharedMemoryTransport(SharedTurns):
     """One rank's end of a segment (``comm.transport.segment``). ``library`` runs its own all-reduce, for ``native``."""
 
     def __init__(self, fd: int, library: ProcessGroupTransport) -> None:
-        super().__init__(fd, library.rank, library.world_size, library.timeout_s, library.ledger)
+        super().__init__(fd, library)
         self.fused: FusedAllReduce | None = SharedAllReduce(self)
         self._library = library
-        self._others = self.board.others
         library.barrier()  # all ranks have registered, and gloo's connections exist before the first collective
 
     def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
@@ -55,7 +54,7 @@ class SharedMemoryTransport(SharedTurns):
             pieces = [part[start : start + step] for part in slices]
             offset = sum(piece.numel() for piece in pieces[: self.rank])
             self._send(pieces, call)
-            for peer in self._others:
+            for peer in self.board.others:
                 self._read(peer, received[peer][start : start + step], offset, call)
         self.bytes_sent += sum(sizes) - own
         return received
@@ -78,7 +77,7 @@ class SharedMemoryTransport(SharedTurns):
             self._send([piece], call)
             if own is not buf:
                 own[start : start + step].copy_(piece)
-            for peer in self._others:
+            for peer in self.board.others:
                 self._read(peer, parts[peer][start : start + step], 0, call)
             moved(self.world_size * len(piece))
         self.bytes_sent += (self.world_size - 1) * buf.numel()

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
@@ -74,8 +73,8 @@ class PartitionStore(LayerStore):
         part, tail = kept[: cut.part_bytes], kept[cut.part_bytes :]
         self._await_others(layer)
         moved(0)  # the transfer starts now
-        all_gather = partial(all_gather_into, phase=GATHERING, site="weights")
-        self._peers.run(all_gather, inside, part, into[: cut.tail_start], self._codec, exact.pass_bytes, moved)
+        given = inside, part, into[: cut.tail_start], self._codec, exact.pass_bytes, moved
+        all_gather_into(*given, phase=GATHERING, site="weights")
         into[cut.tail_start :].copy_(tail)
         moved(tail.nbytes)
         return into
@@ -89,7 +88,7 @@ class PartitionStore(LayerStore):
             return
         start_s = time.perf_counter()
         self._late[layer] = start_s, math.inf
-        self._peers.run(self._peers.inside.transport.barrier)
+        self._peers.inside.transport.barrier()
         self._late[layer] = start_s, time.perf_counter()
 
     def stop(self) -> None:

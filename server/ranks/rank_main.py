@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch.distributed import DistStoreError, HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.errors import name_ranks
+from tightwire.comm.errors import name_ranks, renumbered
 from tightwire.comm.group.group import Group, open_process_group, within
 from tightwire.comm.group.nodes import (
     PartitionPeers,
@@ -133,9 +133,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
             )
             loop.serve()
     finally:
-        if runner is not None:
-            runner.close()
-        for each in (group, world, inside, stages, beside):
+        for each in (runner, group, world, inside, stages, beside):
             if each is not None:
                 each.close()
 
@@ -149,16 +147,8 @@ def _open_store(identity: RankIdentity, timeout_s: float) -> Store:
     listening: dict[str, Any] = {} if identity.store_fd is None else {"master_listen_fd": identity.store_fd}
     host, port = identity.store_host, identity.store_port
 
-    def connect() -> Store:
-        return TCPStore(
-            host,
-            port,
-            is_master=bool(listening),
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            **listening,
-        )
-
+    given: dict[str, Any] = {"is_master": bool(listening), "timeout": timedelta(seconds=timeout_s), **listening}
+    connect = partial(TCPStore, host, port, wait_for_workers=False, **given)
     # The socket listens before rank 0 answers on it, and torch waits for the first answer without a deadline.
     return within(
         timeout_s, connect, lambda: f"rank 0 did not answer rank {identity.rank} at {host}:{port} for {timeout_s:g} s"
@@ -203,8 +193,11 @@ class _Joining:
         return SocketOptions(read_secret(self.work.config.parallel.comm_secret_file), self.identity.socket_port)
 
     def _open(
-        self, topology: Topology, name: str, timeout_s: float, *, segment_fd: int | None = None, **others: Any
+        self, topology: Topology, name: str, timeout_s: float, ranks: range | None = None, **others: Any
     ) -> Group:
+        """``ranks``: those of the group, by whose numbers errors name them; None: all."""
+        own = self.identity
+        numbered = partial(renumbered, ranks=ranks or (), where=f"in {name}", rank=own.rank, world_size=own.world_size)
         return open_process_group(
             topology,
             store=self.store,
@@ -213,8 +206,8 @@ class _Joining:
             join_timeout_s=self.work.config.timeouts.comm_timeout_s,
             name=name,
             interface=self.identity.interface,
-            segment_fd=segment_fd if topology.world_size > 1 else None,
             sockets=self._sockets,
+            numbered=numbered if ranks and len(ranks) < own.world_size else None,
             **others,
         )
 
@@ -246,6 +239,7 @@ class _Joining:
             topology,
             "ranks" if world is None else f"replica-{replica}",
             self.work.config.timeouts.comm_timeout_s,
+            range(identity.rank - place, identity.rank - place + parallel.tp),
             segment_fd=self._memory(identity.segment_fd if world is None else identity.replica_segment_fd),
             peer_memory=self.work.plan.transport == "peer-memory" and parallel.tp > 1,
             ledger=None if world is None else world.ledger,
@@ -267,7 +261,8 @@ class _Joining:
         topology = Topology(self.identity.rank % stages.ranks_each, stages.ranks_each)
         fd = fd if replica else self._memory(fd)
         # The first rank waits for whole steps of the stage before.
-        return self._open(topology, f"stage-{self.stage}", _STEP_DEADLINE_S, segment_fd=fd, ledger=ledger)
+        given = topology, f"stage {self.stage}", _STEP_DEADLINE_S, stages.ranks_of(self.stage)
+        return self._open(*given, segment_fd=fd, ledger=ledger)
 
     def stages(self, beside: Group | None, name: str = "stages") -> Group | None:
         """The first ranks of all stages, in hybrid's group "beside" all ranks, on connections of their own; None: this is another.
@@ -281,7 +276,8 @@ class _Joining:
         if is_further:
             return None
         # A stage waits for whole steps of the one before.
-        group = self._open(Topology(place, self.identity.world_size // each), name, _STEP_DEADLINE_S)
+        ranks = range(0, self.identity.world_size, each)
+        group = self._open(Topology(place, len(ranks)), name, _STEP_DEADLINE_S, ranks)
         return group if self.throttle is None else throttle_group(group, self.throttle, beside)
 
     def peers(self) -> PartitionPeers | None:

@@ -1,15 +1,17 @@
 """All ranks learn of one rank's objection to peer memory; the check of peer writes reports wrong values."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.errors import CollectiveTimeoutError
+from tightwire.comm.errors import CollectiveTimeoutError, renumbered
 from tightwire.comm.group.group import open_process_group
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.transport import peer_access
@@ -95,6 +97,17 @@ def test_the_library_is_kept_and_the_log_says_why(tmp_path: Path, caplog: pytest
     assert library.fused is None
     assert reason.startswith("rank 0: peer memory is between GPUs")
     assert "not through peer memory: rank 0: peer memory is between GPUs" in caplog.text
+
+
+def test_a_failed_library_tells_the_numbers_that_its_group_was_given() -> None:
+    notes: Any = SimpleNamespace(blame=lambda own, timeout_s: ({1}, {}))
+    library = GlooTransport(None, notes, rank=0, world_size=2, device=CPU, timeout_s=1.0)
+    library.numbered = partial(renumbered, ranks=(0, 2), where="in stages", rank=0, world_size=4)
+    error = library._failed(RuntimeError("connection reset"))
+    assert error.ranks == (2,)
+    assert str(error).startswith(
+        "rank 0 lost rank 2 of 4 in stages; from here on ranks 0, 2 are numbered from 0: lost rank 1"
+    )
 
 
 def test_peer_memory_of_cpu_ranks_is_refused(tmp_path: Path) -> None:

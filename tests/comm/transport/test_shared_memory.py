@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.codec.codec import Feedback
-from tightwire.comm.errors import CollectiveTimeoutError, CommError, PeerLostError
+from tightwire.comm.errors import CollectiveTimeoutError, CommError, PeerLostError, renumbered
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.ledger.ledger import Ledger
@@ -160,9 +161,26 @@ def test_random_calls_never_mix_even_with_more_ranks_than_cores(world_size: int,
         ranks.run(_random_calls, world_size, num_calls, timeout_s=100)
 
 
+def _library(rank: int, world_size: int) -> Any:
+    stage = partial(renumbered, ranks=(2, 3), where="in stage 1", rank=2 + rank, world_size=4)
+    given = {"timeout_s": 5, "ledger": Ledger(), "barrier": lambda: None, "close": lambda: None, "numbered": stage}
+    return SimpleNamespace(rank=rank, world_size=world_size, **given)
+
+
+def test_errors_of_a_stage_name_the_ranks_as_the_server_numbers_them() -> None:
+    fd = make_segment(2)
+    first, second = (SharedMemoryTransport(fd, _library(rank, 2)) for rank in range(2))
+    second.close()
+    said = "rank 2 lost rank 3 of 4 in stage 1; from here on ranks 2, 3 are numbered from 0: rank 0 lost rank 1 of 2"
+    with pytest.raises(PeerLostError, match=said) as caught:
+        first.gather(torch.ones(8, dtype=torch.uint8))
+    assert caught.value.ranks == (3,)
+    os.close(fd)
+
+
 def test_a_segment_carries_one_group() -> None:
     fd = make_segment(1)
-    library: Any = SimpleNamespace(rank=0, world_size=1, timeout_s=1, ledger=Ledger(), barrier=lambda: None)
+    library = _library(0, 1)
     SharedMemoryTransport(fd, library)
     with pytest.raises(ValueError, match="already has a rank 0"):
         SharedMemoryTransport(fd, library)

@@ -3,12 +3,15 @@
 import socket
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.errors import CommError
+from tightwire.comm.errors import CommError, PeerLostError
+from tightwire.model.stages import StagePlan
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.rank_setup import RankIdentity
 from tightwire.server.ranks import rank_main
@@ -52,3 +55,30 @@ def test_a_rank_that_waits_says_for_which(monkeypatch: pytest.MonkeyPatch) -> No
     store.set("load/0", "")
     waiting.join(20)
     assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("which", "told", "said", "ranks"),
+    [
+        (
+            "of_stage",
+            [0],
+            "rank 2 lost rank 2 of 4 in stage 1; from here on ranks 2, 3 are numbered from 0: lost",
+            (2,),
+        ),
+        ("stages", [0, 1], "rank 2 lost ranks 0 and 2 of 4 in stages; from here on ranks 0, 2 are numbered", (0, 2)),
+    ],
+)
+def test_errors_inside_stages_have_the_numbers_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, which: str, told: list[int], said: str, ranks: tuple[int, ...]
+) -> None:
+    opened: dict[str, Any] = {}
+    monkeypatch.setattr(rank_main, "open_process_group", lambda *_, **given: opened.update(given))
+    stages = StagePlan(((0, 1), (1, 2)), pipeline=True, ranks_each=2)
+    plan = SimpleNamespace(stages=stages, is_pipeline=True, device="cpu", transport="sockets")
+    work: Any = SimpleNamespace(plan=plan, config=ServeConfig())
+    joining = rank_main._Joining(msgspec.structs.replace(_identity(2, 0), world_size=4), work, cast(Any, None))
+    _ = joining.of_stage() if which == "of_stage" else joining.stages(None)
+    error = opened["numbered"](PeerLostError("lost", told))
+    assert isinstance(error, PeerLostError) and error.ranks == ranks
+    assert str(error).startswith(said)
