@@ -1,16 +1,24 @@
 """qgZ, the quantized gradients of ZeRO++ (arXiv 2306.10209, section 3.3): reduce-scatter inside each node, then between nodes.
 
-Each leg has a codec of its own. Without codecs it is a hierarchical reduce-scatter. A group on one node uses
-``reduce_scatter``.
+Each leg has a codec of its own. Without codecs it is a hierarchical reduce-scatter. On one node use ``reduce_scatter``.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec.codec import NONE, Codec, check_summable, encode_slices, slice_lengths, sum_encoded
+from tightwire.comm.codec.codec import (
+    NONE,
+    Codec,
+    check_summable,
+    encode_slices,
+    slice_lengths,
+    sum_and_encode,
+    sum_encoded,
+)
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
-from tightwire.comm.transport.legs import exchange_encoded
 
 
 def hierarchical_reduce_scatter(
@@ -39,15 +47,13 @@ def hierarchical_reduce_scatter(
         return x.new_empty(0, dtype=dtype)
     inside, across, ledger = group.nodes.inside, group.nodes.across, group.ledger
     lengths = hierarchical_slices(x.numel(), group.world_size, inside_codec, across_codec)
-    own = _lengths_by_place(inside.world_size, lengths)[inside.rank]
     exact = inside_codec.exact and across_codec.exact
     exact_bytes = None if exact else (x.numel() - lengths[group.rank]) * x.element_size()
     algorithm = f"hierarchical:{inside_codec.name},{across_codec.name}"
     with group.recorded("reduce_scatter", algorithm, x.nbytes, exact_bytes):
-        sum_N = run_leg(group, inside, _sum_inside, inside, x.contiguous().view(-1), lengths, inside_codec)
-        if across_codec.exact:
-            sum_N = sum_N.to(x.dtype)
-        received = run_leg(group, across, exchange_encoded, across.transport, sum_N, own, across_codec, ledger)
+        flat_N = x.contiguous().view(-1)
+        sums = run_leg(group, inside, _encoded_sums, inside, flat_N, lengths, inside_codec, across_codec)
+        received = run_leg(group, across, across.transport.exchange, sums)
         with ledger.coding_if(not across_codec.exact):
             return sum_encoded(received, lengths[group.rank], across_codec, x.dtype).to(dtype)
 
@@ -68,7 +74,7 @@ def hierarchical_bytes(
 ) -> tuple[int, int]:
     """The bytes that ``rank`` sends (inside, between) nodes: about (L-1)/L a(n), (K-1)/K b(n/L) for codecs a, b."""
     lengths = hierarchical_slices(num_elems, num_nodes * ranks_per_node, inside_codec, across_codec)
-    by_place = _lengths_by_place(ranks_per_node, lengths)
+    by_place = [lengths[place::ranks_per_node] for place in range(ranks_per_node)]
     node, place = divmod(rank, ranks_per_node)
     own = by_place.pop(place)
     inside = sum(inside_codec.wire_bytes(sum(slices), elem_bytes) for slices in by_place)
@@ -76,23 +82,17 @@ def hierarchical_bytes(
     return inside, sum(across_codec.wire_bytes(length, elem_bytes) for length in own)
 
 
-def _sum_inside(inside: Group, x_N: Tensor, lengths: list[int], codec: Codec) -> Tensor:
-    """The node's float32 sum of the slices of this place on every node, concatenated."""
-    if inside.world_size == 1:
-        return x_N.float()  # nothing is sent, so nothing is quantized
-    # All but one slice are whole groups and the short one is last, so joined slices have the same encoding as single ones.
-    parts, per_node = x_N.split(lengths), inside.world_size
-    coding = inside.ledger.coding_if(not codec.exact)
-    encoded = []
+def _encoded_sums(
+    inside: Group, x_N: Tensor, lengths: list[int], codec: Codec, across_codec: Codec
+) -> Sequence[Tensor]:
+    """The node's sums of the slices of this place on every node, each encoded for its owner, in one pass if both codecs quantize."""
+    codec = NONE if inside.world_size == 1 else codec  # nothing is sent inside, so nothing is quantized
+    coding = inside.ledger.coding_if(not (codec.exact and across_codec.exact))
+    per_node, own = inside.world_size, lengths[inside.rank :: inside.world_size]
+    with coding:  # each slice where it is, so that nothing is copied into the order of places before it is small
+        encoded = [encode_slices(part, [part.numel()], codec)[0] for part in x_N.split(lengths)]
+    received = inside.transport.exchange([torch.cat(encoded[place::per_node]) for place in range(per_node)])
+    sizes = [codec.wire_bytes(length, x_N.element_size()) for length in own]
     with coding:
-        for place in range(per_node):
-            joined_N = torch.cat(parts[place::per_node])
-            encoded += encode_slices(joined_N, [joined_N.numel()], codec)
-    received = inside.transport.exchange(encoded)
-    with coding:
-        return sum_encoded(received, sum(lengths[inside.rank :: per_node]), codec, x_N.dtype)
-
-
-def _lengths_by_place(per_node: int, lengths: list[int]) -> list[list[int]]:
-    """For each place on a node, the slices of the ranks with that place, by node."""
-    return [lengths[place::per_node] for place in range(per_node)]
+        slices = zip(own, *(buf.split(sizes) for buf in received), strict=True)
+        return [sum_and_encode(bufs, length, codec, across_codec, x_N.dtype) for length, *bufs in slices]
