@@ -13,11 +13,13 @@ from tightwire.kernels.cpu.run import NUMBER_KIND, addresses, run_on_rows
 from tightwire.kernels.spec import block_quant as reference
 from tightwire.kernels.spec.block_format import MAX_GROUP_ELEMS, BlockFormat
 
+_CPU = torch.device("cpu")
+
 
 def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None, carried_M: Tensor | None = None) -> Tensor:
-    _check_numbers(x_N, "x_N")
+    reference.check_numbers(x_N, "x_N", _CPU)
     num_elems = x_N.numel()
-    out = _bytes_for(num_elems, fmt, out)
+    out = reference.bytes_for(num_elems, fmt, out, _CPU)
     if carried_M is not None:
         _check_carried(carried_M, fmt.carried_elems(num_elems))
     if not available():
@@ -29,10 +31,10 @@ def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None, carried_M: 
 def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     if out is None:
         out = torch.empty(num_elems, dtype=dtype)
-    _check_numbers(out, "out")
+    reference.check_numbers(out, "out", _CPU)
     if out.dtype != dtype or out.numel() != num_elems:
         raise ValueError(f"out must be {num_elems} numbers of {dtype}, got {out.numel()} of {out.dtype}")
-    _check_message(buf, fmt, num_elems)
+    reference.check_message(buf, fmt, num_elems, _CPU)
     if not available():
         return out.copy_(reference.decode_reference(buf, fmt, num_elems, dtype))
     _run("tw_decode", buf, out, fmt)
@@ -40,10 +42,10 @@ def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, ou
 
 
 def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
-    _check_numbers(sum_N, "sum_N")
+    reference.check_numbers(sum_N, "sum_N", _CPU)
     if sum_N.dtype != torch.float32:
         raise ValueError(f"sum_N must be float32, got {sum_N.dtype}")
-    _check_message(buf, fmt, sum_N.numel())
+    reference.check_message(buf, fmt, sum_N.numel(), _CPU)
     if not available():
         return reference.decode_add_reference(buf, fmt, sum_N)
     return _run("tw_decode_add", buf, sum_N, fmt)
@@ -61,10 +63,10 @@ def decode_reduce_encode(
     if not bufs:
         raise ValueError("decode_reduce_encode needs at least one message to add, got none")
     for buf in bufs:
-        _check_message(buf, fmt, num_elems)
+        reference.check_message(buf, fmt, num_elems, _CPU)
     if carried_M is not None:
         _check_carried(carried_M, out_fmt.carried_elems(num_elems))
-    out = _bytes_for(num_elems, out_fmt, out)
+    out = reference.bytes_for(num_elems, out_fmt, out, _CPU)
     if not available():
         return out.copy_(reference.decode_reduce_encode_reference(bufs, fmt, out_fmt, num_elems, carried_M))
     places = array("q", addresses(*bufs))
@@ -87,36 +89,9 @@ def _fields(fmt: BlockFormat) -> tuple[int, ...]:
     return fmt.bits, fmt.group_elems, fmt.symmetric, fmt.hadamard, fmt.float8
 
 
-# --- kernels check nothing -----------------------------------------------------------------------------------------------
-
-
-def _check_numbers(x_N: Tensor, name: str) -> None:
-    if x_N.dtype not in NUMBER_KIND or x_N.dim() != 1 or not x_N.is_contiguous() or not x_N.is_cpu:
-        raise ValueError(
-            f"{name} must be one-dimensional and contiguous, of {', '.join(map(str, NUMBER_KIND))}, on the CPU; "
-            f"got {tuple(x_N.shape)} {x_N.dtype} with strides {x_N.stride()} on {x_N.device}"
-        )
-
-
 def _check_carried(carried_M: Tensor, num_elems: int) -> None:
-    _check_numbers(carried_M, "carried_M")
+    reference.check_numbers(carried_M, "carried_M", _CPU)
     if carried_M.dtype != torch.bfloat16 or len(carried_M) != num_elems:
         raise ValueError(
             f"carried_M must be {num_elems} numbers of bfloat16, whole groups, got {len(carried_M)} of {carried_M.dtype}"
         )
-
-
-def _check_message(buf: Tensor, fmt: BlockFormat, num_elems: int) -> None:
-    size = fmt.encoded_bytes(num_elems)
-    if buf.dtype != torch.uint8 or buf.shape != (size,) or not buf.is_contiguous() or not buf.is_cpu:
-        raise ValueError(
-            f"{num_elems} numbers in {fmt} are ({size},) torch.uint8, contiguous, on the CPU; "
-            f"got {tuple(buf.shape)} {buf.dtype} with strides {buf.stride()} on {buf.device}"
-        )
-
-
-def _bytes_for(num_elems: int, fmt: BlockFormat, out: Tensor | None) -> Tensor:
-    if out is None:
-        return torch.empty(fmt.encoded_bytes(num_elems), dtype=torch.uint8)
-    _check_message(out, fmt, num_elems)
-    return out

@@ -45,24 +45,12 @@ def linear_cpu(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype
         prepared = torch.empty(num_bytes, dtype=torch.uint8)
         rows.out, x_stride = prepared.data_ptr(), num_bytes // max(1, num_tokens)
         run_on_rows("tw_prepare_rows", rows, -(-num_tokens // _ROWS_AT_ONCE), _ROWS_AT_ONCE * num_inputs)
-    arguments = (
-        out_TO.data_ptr(),
-        rows.out or rows.x,
-        weight,
-        *addresses(bias_O),
-        x_stride,
-        weight_stride,
-        weight_kind,
-        num_tokens,
-        num_outputs,
-        num_inputs,
-        NUMBER_KIND[out_dtype],
-        kind,
-        in_pairs,
-    )
+    places = out_TO.data_ptr(), rows.out or rows.x, weight, *addresses(bias_O)
+    sizes = x_stride, weight_stride, weight_kind, num_tokens, num_outputs, num_inputs
+    arguments = struct("tw_linear_args", (*places, *sizes, NUMBER_KIND[out_dtype], kind, in_pairs))
     panel = lib.tw_panel()
     max_threads = min(-(-num_outputs // panel), useful_threads(num_tokens, num_outputs * num_inputs))
-    run_on_items("tw_linear", struct("tw_linear_args", arguments), num_outputs, panel, max_threads)
+    run_on_items("tw_linear", arguments, num_outputs, panel, max_threads)
     return out_TO
 
 

@@ -15,15 +15,14 @@ from tightwire.kernels.cuda.block_tiles import decode_row, encode_row, stays_rot
 from tightwire.kernels.cuda.launch import launch
 from tightwire.kernels.cuda.numbers import add_tiles, load_tiles, make_tiling, store_tiles
 from tightwire.kernels.spec.block_format import BlockFormat
-
-NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
+from tightwire.kernels.spec.block_quant import bytes_for, check_message, check_numbers
 
 
 def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None, carried_M: Tensor | None = None) -> Tensor:
-    _check_numbers(x_N)
+    check_numbers(x_N, "x_N", x_N.device)
     num_elems = x_N.numel()
     check_carried(carried_M, fmt, num_elems, x_N)
-    out = _bytes_for(fmt.encoded_bytes(num_elems), x_N, out)
+    out = bytes_for(num_elems, fmt, out, x_N.device)
     if num_elems:
         tiling = make_tiling(num_elems, fmt)
         launch(_encode, tiling.num_programs(num_elems), x_N.device, x_N, out, carried_M, num_elems, fmt, tiling)
@@ -31,10 +30,10 @@ def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None, carried_M: 
 
 
 def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    _check_bytes(buf, fmt, num_elems)
+    check_message(buf, fmt, num_elems, buf.device)
     if out is None:
         out = torch.empty(num_elems, dtype=dtype, device=buf.device)
-    _check_numbers(out)
+    check_numbers(out, "out", buf.device)
     if out.dtype != dtype or out.numel() != num_elems:
         raise ValueError(f"out must be {num_elems} numbers of {dtype}, got {out.numel()} of {out.dtype}")
     _launch_decode(buf, fmt, out, adds=False)
@@ -43,8 +42,8 @@ def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, ou
 
 def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
     num_elems = sum_N.numel()
-    _check_bytes(buf, fmt, num_elems)
-    _check_numbers(sum_N)
+    check_message(buf, fmt, num_elems, buf.device)
+    check_numbers(sum_N, "sum_N", buf.device)
     if sum_N.dtype != torch.float32:
         raise ValueError(f"sum_N must be float32, got {sum_N.dtype}")
     _launch_decode(buf, fmt, sum_N, adds=True)
@@ -68,22 +67,14 @@ def decode_reduce_encode(
     if not bufs:
         raise ValueError("decode_reduce_encode needs at least one buffer to add")
     for buf in bufs:
-        _check_bytes(buf, fmt, num_elems)
+        check_message(buf, fmt, num_elems, bufs[0].device)
     check_carried(carried_M, out_fmt, num_elems, bufs[0])
-    out = _bytes_for(out_fmt.encoded_bytes(num_elems), bufs[0], out)
+    out = bytes_for(num_elems, out_fmt, out, bufs[0].device)
     if num_elems:
         tiling = make_tiling(num_elems, fmt, out_fmt)
         given = tuple(bufs), out, carried_M, num_elems, fmt, out_fmt, tiling
         launch(_decode_reduce_encode, tiling.num_programs(num_elems), out.device, *given)
     return out
-
-
-def _check_numbers(x_N: Tensor) -> None:
-    if x_N.dim() != 1 or not x_N.is_contiguous() or x_N.dtype not in NUMBERS:
-        raise ValueError(
-            f"block quantization needs a contiguous vector of one of {', '.join(map(str, NUMBERS))}; "
-            f"got {tuple(x_N.shape)} of {x_N.dtype} with strides {x_N.stride()}"
-        )
 
 
 def check_carried(carried_M: Tensor | None, fmt: BlockFormat | None, num_elems: int, like: Tensor) -> None:
@@ -97,25 +88,6 @@ def check_carried(carried_M: Tensor | None, fmt: BlockFormat | None, num_elems: 
             f"carried_M must be {least} or more contiguous numbers of bfloat16 on {like.device}, for a format; got "
             f"{tuple(carried_M.shape)} of {carried_M.dtype} on {carried_M.device}"
         )
-
-
-def _check_bytes(buf: Tensor, fmt: BlockFormat, num_elems: int) -> None:
-    if buf.dtype != torch.uint8 or not buf.is_contiguous() or buf.numel() != fmt.encoded_bytes(num_elems):
-        raise ValueError(
-            f"{num_elems} numbers need {fmt.encoded_bytes(num_elems)} contiguous bytes of uint8 in this format; "
-            f"got {buf.numel()} of {buf.dtype}"
-        )
-
-
-def _bytes_for(num_bytes: int, like: Tensor, out: Tensor | None) -> Tensor:
-    if out is None:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
-    if out.dtype != torch.uint8 or not out.is_contiguous() or out.numel() != num_bytes or out.device != like.device:
-        raise ValueError(
-            f"out must be {num_bytes} contiguous bytes of uint8 on {like.device}, got {out.numel()} of {out.dtype} on "
-            f"{out.device}"
-        )
-    return out
 
 
 @triton.jit

@@ -127,18 +127,8 @@ def rotate_and_cache(
         q_norm, k_norm, form = (qkv_THE, qkv_THE, NormForm(0.0)) if norms is None else norms[:3]
         tensors = qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T, q_THE, q_norm, k_norm
         strides = *qkv_THE.stride()[:2], cos_TE.stride(0), sin_TE.stride(0), k_cache_NKPE.stride(0)
-        turned = cos_TE.shape[1]
-        sizes = (
-            num_heads,
-            num_kv_heads,
-            head_dim // 2,
-            turned,
-            tokens_per_block,
-            stored,
-            heads_at_once,
-            pairs,
-            norms is not None,
-        )
+        heads = num_heads, num_kv_heads, head_dim // 2, cos_TE.shape[1]
+        sizes = *heads, tokens_per_block, stored, heads_at_once, pairs, norms is not None
         num_programs = num_tokens * -(-num_all_heads // heads_at_once)
         given = *tensors, *strides, form.eps, form.offset
         launch(_rotate_and_cache_heads, num_programs, qkv_THE.device, *given, *sizes)

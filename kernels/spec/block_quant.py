@@ -30,6 +30,7 @@ from torch import Tensor
 
 from tightwire.kernels.spec.block_format import FLOAT8_MAX, MIN_SCALE, BlockFormat
 
+_NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 _NAN_BF16, _SIGN_BF16 = 0x7FC0, 0x8000
 _INF_BITS = 0x7F800000
 
@@ -214,3 +215,31 @@ def _from_bf16(bits: Tensor) -> Tensor:
 
 def _as_bytes(bits: Tensor) -> Tensor:
     return bits.to(torch.int16).view(-1).view(torch.uint8)
+
+
+# --- kernels check nothing: raise ValueError unless they can take a tensor -----------------------------------------------
+
+
+def check_numbers(x_N: Tensor, name: str, device: torch.device) -> None:
+    if x_N.dtype not in _NUMBERS or x_N.dim() != 1 or not x_N.is_contiguous() or x_N.device != device:
+        raise ValueError(
+            f"{name} must be one-dimensional and contiguous, of {', '.join(map(str, _NUMBERS))}, on {device}; "
+            f"got {tuple(x_N.shape)} {x_N.dtype} with strides {x_N.stride()} on {x_N.device}"
+        )
+
+
+def check_message(buf: Tensor, fmt: BlockFormat, num_elems: int, device: torch.device) -> None:
+    size = fmt.encoded_bytes(num_elems)
+    if buf.dtype != torch.uint8 or buf.shape != (size,) or not buf.is_contiguous() or buf.device != device:
+        raise ValueError(
+            f"{num_elems} numbers in {fmt} are ({size},) torch.uint8, contiguous, on {device}; "
+            f"got {tuple(buf.shape)} {buf.dtype} with strides {buf.stride()} on {buf.device}"
+        )
+
+
+def bytes_for(num_elems: int, fmt: BlockFormat, out: Tensor | None, device: torch.device) -> Tensor:
+    """Return ``out``, or a new tensor for a message of these numbers."""
+    if out is None:
+        return torch.empty(fmt.encoded_bytes(num_elems), dtype=torch.uint8, device=device)
+    check_message(out, fmt, num_elems, device)
+    return out

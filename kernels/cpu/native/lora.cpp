@@ -98,12 +98,8 @@ void expand(const tw_adapter_args &args, const tw_adapter_run &run, int64_t part
         char *out = (char *)args.out + (run.first_row + row) * out_stride + Out::size * start;
         const float *shrunk = shrunk_rows(args, run) + row * width + part * rank;
         rows = left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        if (rows == 4)
-            add_rows<Number, Out, 4>(out, out_stride, shrunk, width, b, b_stride, rank, count);
-        else if (rows == 2)
-            add_rows<Number, Out, 2>(out, out_stride, shrunk, width, b, b_stride, rank, count);
-        else
-            add_rows<Number, Out, 1>(out, out_stride, shrunk, width, b, b_stride, rank, count);
+        const auto add = rows == 4 ? add_rows<Number, Out, 4> : rows == 2 ? add_rows<Number, Out, 2> : add_rows<Number, Out, 1>;
+        add(out, out_stride, shrunk, width, b, b_stride, rank, count);
     }
 }
 

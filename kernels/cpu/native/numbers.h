@@ -31,6 +31,26 @@ INLINE I32 bf16_bits(F32 value) {
     return shift_right(select(is_nan(value), splat_int(0x7FC00000), rounded), 16);
 }
 
+// Sixteen bytes, each as a lane.
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+typedef uint64_t TwoWords __attribute__((vector_size(LANES)));
+typedef uint32_t FourWords __attribute__((vector_size(LANES)));
+
+INLINE I32 widen(Bytes bytes) {
+    I32 out;
+#if defined(__AVX512F__)
+    out.reg[0] = (IntReg)_mm512_maskz_cvtepu8_epi32(0xFFFF, (__m128i)bytes);
+#elif defined(__AVX2__)
+    out.reg[0] = (IntReg)_mm256_cvtepu8_epi32((__m128i)bytes);
+    out.reg[1] = (IntReg)_mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)bytes, 8));
+#else
+    uint16x8_t low = vmovl_u8(vget_low_u8((uint8x16_t)bytes)), high = vmovl_u8(vget_high_u8((uint8x16_t)bytes));
+    out.reg[0] = (IntReg)vmovl_u16(vget_low_u16(low)), out.reg[1] = (IntReg)vmovl_u16(vget_high_u16(low));
+    out.reg[2] = (IntReg)vmovl_u16(vget_low_u16(high)), out.reg[3] = (IntReg)vmovl_u16(vget_high_u16(high));
+#endif
+    return out;
+}
+
 // The lower 16 bits of each lane.
 INLINE void store_low_halves(char *target, I32 value) {
 #if defined(__AVX512F__)

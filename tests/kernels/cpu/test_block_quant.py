@@ -182,10 +182,10 @@ _BUF = torch.zeros(132, dtype=torch.uint8)
         (lambda fmt: block_quant.decode(_BUF, fmt, 8, torch.float32, torch.zeros(9)), "out must be 8 numbers"),
         (lambda fmt: block_quant.decode_add(_BUF, fmt, torch.zeros(8).bfloat16()), "sum_N must be float32"),
         (lambda fmt: block_quant.decode_reduce_encode([], fmt, fmt, 8), "at least one message"),
-        (lambda fmt: block_quant.encode(torch.zeros(4, device="meta"), fmt), "on the CPU; got (4,) torch.float32"),
+        (lambda fmt: block_quant.encode(torch.zeros(4, device="meta"), fmt), "on cpu; got (4,) torch.float32"),
         (
             lambda fmt: block_quant.decode(torch.zeros(132, dtype=torch.uint8, device="meta"), fmt, 4, torch.float32),
-            "on the CPU; got (132,) torch.uint8 with strides (1,) on meta",
+            "on cpu; got (132,) torch.uint8 with strides (1,) on meta",
         ),
     ],
 )

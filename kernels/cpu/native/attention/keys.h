@@ -28,56 +28,6 @@ Buffers make_buffers(int64_t num_rows, int64_t head_dim) {
     return {padded, floats[0], floats[1], floats[2], floats[3], floats[4], floats[5], floats[6], floats[7]};
 }
 
-// Four floats of every fourth row: of four rows with registers of sixteen lanes, of two with eight, of one with four.
-INLINE FloatReg load_fours(const float *row, int64_t stride) {
-#if defined(__AVX512F__)
-    __m512 fours = _mm512_castps128_ps512(_mm_loadu_ps(row));
-    fours = _mm512_insertf32x4(fours, _mm_loadu_ps(row + 4 * stride), 1);
-    fours = _mm512_insertf32x4(fours, _mm_loadu_ps(row + 8 * stride), 2);
-    return (FloatReg)_mm512_insertf32x4(fours, _mm_loadu_ps(row + 12 * stride), 3);
-#elif defined(__AVX2__)
-    __m256 fours = _mm256_castps128_ps256(_mm_loadu_ps(row));
-    return (FloatReg)_mm256_insertf128_ps(fours, _mm_loadu_ps(row + 4 * stride), 1);
-#else
-    (void)stride;
-    return (FloatReg)vld1q_f32(row);
-#endif
-}
-
-// Within each four lanes: lanes I to L of a (0 to 3) and b (4 to 7).
-template <int I, int J, int K, int L>
-INLINE FloatReg pick(FloatReg a, FloatReg b) {
-#define LANE(first, i) (first) + ((i) < 4 ? (i) : (i) - 4 + REG_LANES)
-#define FOUR(first) LANE(first, I), LANE(first, J), LANE(first, K), LANE(first, L)
-#if defined(__AVX512F__)
-    return __builtin_shufflevector(a, b, FOUR(0), FOUR(4), FOUR(8), FOUR(12));
-#elif defined(__AVX2__)
-    return __builtin_shufflevector(a, b, FOUR(0), FOUR(4));
-#else
-    return __builtin_shufflevector(a, b, FOUR(0));
-#endif
-#undef FOUR
-#undef LANE
-}
-
-// Sixteen floats of each of sixteen rows become sixteen rows of sixteen.
-INLINE void transpose(const float *rows, int64_t row_stride, float *target, int64_t target_stride) {
-    UNROLL for (int column = 0; column < LANES; column += 4) {
-        UNROLL for (int i = 0; i < REGS; i++) {
-            FloatReg fours[4];
-            const float *first = rows + REG_LANES * i * row_stride + column;
-            UNROLL for (int row = 0; row < 4; row++)
-                fours[row] = load_fours(first + row * row_stride, row_stride);
-            FloatReg low_01 = pick<0, 4, 1, 5>(fours[0], fours[1]), low_23 = pick<0, 4, 1, 5>(fours[2], fours[3]);
-            FloatReg high_01 = pick<2, 6, 3, 7>(fours[0], fours[1]), high_23 = pick<2, 6, 3, 7>(fours[2], fours[3]);
-            FloatReg columns[] = {pick<0, 1, 4, 5>(low_01, low_23), pick<2, 3, 6, 7>(low_01, low_23),
-                                  pick<0, 1, 4, 5>(high_01, high_23), pick<2, 3, 6, 7>(high_01, high_23)};
-            UNROLL for (int k = 0; k < 4; k++)
-                memcpy(target + (column + k) * target_stride + REG_LANES * i, &columns[k], sizeof columns[k]);
-        }
-    }
-}
-
 // `count` numbers as float32; `target` has room for whole vectors.
 template <class Number>
 void widen(const char *source, int64_t count, float *target) {

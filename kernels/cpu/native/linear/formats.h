@@ -50,20 +50,7 @@ INLINE uint64_t load_bits(const char *source, int num_bytes) {
     return bits;
 }
 constexpr uint64_t EACH_BYTE = 0x0101010101010101;
-// Sixteen bytes, each widened to a lane.
-INLINE I32 widen_bytes(uint64_t low, uint64_t high) {
-    I32 out;
-#if defined(__AVX512F__)
-    out.reg[0] = (IntReg)_mm512_maskz_cvtepu8_epi32(0xFFFF, _mm_set_epi64x(high, low));
-#elif defined(__AVX2__)
-    out.reg[0] = (IntReg)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(low));
-    out.reg[1] = (IntReg)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(high));
-#else
-    for (int lane = 0; lane < LANES; lane++)
-        out.reg[lane / REG_LANES][lane % REG_LANES] = (lane < 8 ? low : high) >> (8 * (lane % 8)) & 255;
-#endif
-    return out;
-}
+INLINE I32 widen_bytes(uint64_t low, uint64_t high) { return widen((Bytes)TwoWords{low, high}); }
 
 alignas(16) constexpr int8_t IQ4_TABLE[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 alignas(16) constexpr int8_t MXFP4_TABLE[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};

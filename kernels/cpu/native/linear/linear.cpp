@@ -57,13 +57,10 @@ template <int COLS, class Dot, int AHEAD, int LEVEL>
 INLINE void multiply_rows_of_tile(const Block &block, int64_t rows, int64_t row, int64_t column, Kept kept = {}) {
     char *c = block.sums + 4 * PANEL * row + 4 * column;
     const char *a = block.x + block.x_stride * row, *b = block.weights + block.weight_stride * column;
-    const int64_t c_stride = 4 * PANEL, a_stride = block.x_stride, b_stride = block.weight_stride;
-    if (rows == 1)
-        multiply_tile<1, COLS, Dot, AHEAD, LEVEL>(c, c_stride, a, a_stride, b, b_stride, block.depth, kept);
-    else if (rows == 2)
-        multiply_tile<2, COLS, Dot, AHEAD, LEVEL>(c, c_stride, a, a_stride, b, b_stride, block.depth, kept);
-    else
-        multiply_tile<TALL, COLS, Dot, AHEAD, LEVEL>(c, c_stride, a, a_stride, b, b_stride, block.depth, kept);
+    const auto multiply = rows == 1   ? multiply_tile<1, COLS, Dot, AHEAD, LEVEL>
+                          : rows == 2 ? multiply_tile<2, COLS, Dot, AHEAD, LEVEL>
+                                      : multiply_tile<TALL, COLS, Dot, AHEAD, LEVEL>;
+    multiply(c, 4 * PANEL, a, block.x_stride, b, block.weight_stride, block.depth, kept);
 }
 
 // The sums of a block, one tile after the other. `from_memory`: the weights are not in the cache yet.

@@ -9,25 +9,6 @@
 
 namespace {
 
-template <int HALF>
-INLINE void transpose(FloatReg *rows) {
-    UNROLL for (int row = 0; row < LANES; row++) {
-        if (row & HALF) continue;
-        const FloatReg low = rows[row], high = rows[row + HALF];
-        rows[row] = Lanes<LANES>::low_halves<HALF>(low, high), rows[row + HALF] = Lanes<LANES>::high_halves<HALF>(low, high);
-    }
-    if constexpr (HALF > 1) transpose<HALF / 2>(rows);
-}
-
-// Sixteen rows of sixteen words, contiguous, with rows as columns.
-INLINE void transpose(char *target, int64_t target_stride, const void *source) {
-    FloatReg rows[LANES];
-    memcpy(rows, source, sizeof rows);
-    transpose<LANES / 2>(rows);
-    UNROLL for (int row = 0; row < LANES; row++)
-        memcpy(target + target_stride * row, &rows[row], 4 * LANES);
-}
-
 // Adds to the cells in tiles 0 to 3: x (ROWS tiles of `x_bytes`, `x_ahead` apart) @ COLS, 16 or 32, rows of weights^T.
 template <int ROWS, int COLS>
 INLINE void add_products(const char *x, int64_t x_bytes, int64_t x_ahead, const char *weights, int64_t stride, int64_t steps) {
@@ -67,7 +48,7 @@ INLINE void take_cells(float *sums, int64_t num_rows) {
     if (num_rows > LANES) _tile_stored(2, cells[2], 64);
     if (num_rows > LANES) _tile_stored(3, cells[3], 64);
     for (int i = 0; i < (num_rows > LANES ? 4 : 2); i++)
-        transpose((char *)(sums + i / 2 * LANES * PANEL + i % 2 * LANES), 4 * PANEL, cells[i]);
+        transpose(cells[i][0], LANES, sums + i / 2 * LANES * PANEL + i % 2 * LANES, PANEL);
 }
 
 // The most inputs of columns that are copied at a time for few rows: sixteen columns of twice as many stay in the nearest cache.
@@ -109,7 +90,7 @@ void make_tiles(char *tiles, int64_t bytes, const char *x, int64_t x_stride, int
             alignas(64) char inputs[LANES][64] = {};
             for (int64_t i = 0; i < least(LANES, num_rows - row); i++)
                 memcpy(inputs[i], x + x_stride * i + 2 * at, 2 * least(TILE_INPUTS, depth - at));
-            transpose(tiles, bytes / LANES, inputs[0]);
+            transpose((const float *)inputs[0], LANES, (float *)tiles, bytes / 64);
         }
 }
 
