@@ -28,8 +28,8 @@ LEVELS = {
         "v4": (["-march=x86-64-v4"], {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
         "v4-bf16": (["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"], {"avx512_bf16", "avx512_vnni"}),
         "v4-amx": (
-            ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"],
-            {"amx_tile", "amx_bf16"},
+            ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
+            {"amx_tile", "amx_bf16", "amx_int8"},
         ),
     },
     "aarch64": {"neon": (["-march=armv8.2-a+fp16"], set())},

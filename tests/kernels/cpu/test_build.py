@@ -25,7 +25,7 @@ BF16 = V4 | {"avx512_bf16", "avx512_vnni"}
         (V3 | {"avx512_bf16", "avx512_vnni"}, ["v3"]),  # a virtual machine may hide the levels between
         (V4, ["v3", "v4"]),
         (BF16, ["v3", "v4", "v4-bf16"]),
-        (BF16 | {"amx_tile", "amx_bf16"}, ["v3", "v4", "v4-bf16", "v4-amx"]),
+        (BF16 | {"amx_tile", "amx_bf16", "amx_int8"}, ["v3", "v4", "v4-bf16", "v4-amx"]),
     ],
 )
 def test_usable_levels_follow_the_cpu(flags: set[str], levels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ def test_usable_levels_follow_the_cpu(flags: set[str], levels: list[str], monkey
 
 def test_matrix_units_that_linux_does_not_grant_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(build, "_cpu_flags", lambda: BF16 | {"amx_tile", "amx_bf16"})
+    monkeypatch.setattr(build, "_cpu_flags", lambda: BF16 | {"amx_tile", "amx_bf16", "amx_int8"})
     monkeypatch.setattr(build, "_may_use_tiles", lambda: False)
     assert build.usable_levels()[-1] == "v4-bf16"
 

@@ -3,7 +3,8 @@
 // Each group of 32 activations is rounded to int8 codes with one float32 scale. Sixteen outputs are multiplied together: their
 // weights lie side by side, so that an int32 lane adds up one output, and four activations are broadcast to all lanes. A
 // group's integer sum is exact; it is converted and added by one fused multiply-add, in the order of the groups. So the bits
-// do not depend on the instructions, the shape of a tile, or the number of rows.
+// do not depend on the instructions, the shape of a tile, or the number of rows. With matrix units (AMX) rows are taken by
+// sixteens, where there are enough of them.
 #include "../parallel.h"
 #include "interleaved.h"
 #include "linear.h"
@@ -209,23 +210,92 @@ int64_t multiply_rows(float *out, const char *x, int64_t x_stride, int64_t rows,
     return multiply_tile<ROWS, Format>(out, x, x_stride, panel, num_groups), ROWS;
 }
 
+// Up to sixteen outputs from `first` on as an interleaved panel, in scratch memory where they do not lie so.
 template <class Format>
-void multiply_panel(const tw_linear_args &args, int64_t first, int64_t num_outputs) {
-    const int64_t num_groups = args.num_inputs / GROUP, num_blocks = num_groups / Format::num_groups;
+const char *panel_of(const tw_linear_args &args, int64_t first, int64_t num_outputs) {
+    const int64_t num_blocks = args.num_inputs / GROUP / Format::num_groups;
     const char *panel = (const char *)args.weight + args.weight_stride * first;
-    if (!is_interleaved(args.weight_kind) || num_outputs < LANES) {
-        char *scratch = (char *)thread_scratch(WIDENED_WEIGHTS, LANES * Format::num_bytes * num_blocks / 4 + 1);
-        interleave_rows<Format>(scratch, panel, args.weight_stride, num_outputs, num_blocks);
-        panel = scratch;
-    }
-    int64_t step;
-    for (int64_t token = 0; token < args.num_tokens; token += step) {
-        alignas(64) float sums[TALLEST * LANES];
-        const char *x = (const char *)args.x + args.x_stride * token;
-        step = multiply_rows<Format>(sums, x, args.x_stride, args.num_tokens - token, panel, num_groups);
-        write_sums<LANES>(args, sums, step, num_outputs, token, first);
-    }
+    if (is_interleaved(args.weight_kind) && num_outputs == LANES) return panel;
+    char *scratch = (char *)thread_scratch(WIDENED_WEIGHTS, LANES * Format::num_bytes * num_blocks / 4 + 1);
+    interleave_rows<Format>(scratch, panel, args.weight_stride, num_outputs, num_blocks);
+    return scratch;
 }
+
+#if defined(__AMX_INT8__)
+// --- products in matrix units -----------------------------------------------------------------------------------------
+
+// A part of a group of sixteen outputs. Codes less the offset are a tile: four of each output, then the next four.
+template <class Format>
+struct TilePart {
+    static constexpr unsigned elems = GROUP / Format::num_parts;
+    FloatReg scale, minimum;
+    Int8Reg codes[elems / 4];
+};
+
+template <class Format>
+void make_parts(TilePart<Format> *part, const char *tile, int64_t num_groups) {
+    constexpr unsigned elems = TilePart<Format>::elems;
+    for (; num_groups > 0; num_groups -= Format::num_groups, tile += LANES * Format::num_bytes)
+        for (unsigned number = 0; number < GROUP * Format::num_groups; number += elems, part++) {
+            const TileSource source = {tile, 0};
+            part->scale = Format::scale(source, number / elems);
+            if constexpr (Format::has_minimum) part->minimum = Format::minimum(source, number / elems);
+            UNROLL for (unsigned at = 0; at < elems; at += 4)
+                part->codes[at / 4] =
+                    load_weights<Format>(source, number + at / LANES * LANES, at % LANES) - (int8_t)Format::offset;
+        }
+}
+
+// out (16, 16) = activations (16, groups) @ parts^T. The sums of a part are exact, so the bits are those of multiply_tile.
+template <class Format>
+__attribute__((noinline)) void multiply_sixteen(float *out, const char *x, int64_t x_stride, const TilePart<Format> *part,
+                                                int64_t num_groups) {
+    FloatReg sums[LANES] = {};
+    for (; num_groups > 0; num_groups--, x += sizeof(ActivationGroup)) UNROLL
+        for (int half = 0; half < Format::num_parts; half++, part++) {
+            IntReg dots[LANES];
+            _tile_zero(0);
+            _tile_loadd(1, x + LANES * half, x_stride);
+            _tile_loadd(2, part->codes, 64);
+            _tile_dpbssd(0, 1, 2);
+            _tile_stored(0, dots, 64);
+            UNROLL for (int row = 0; row < LANES; row++) {
+                const ActivationGroup *group = (const ActivationGroup *)(x + x_stride * row);
+                const FloatReg exact = __builtin_convertvector(dots[row], FloatReg);
+                sums[row] = fma_reg(exact, part->scale * splat_reg(group->scale), sums[row]);
+                if constexpr (Format::has_minimum)
+                    sums[row] = fma_reg(part->minimum, splat_reg(group->terms[Format::num_parts == 2 ? half : 2]), sums[row]);
+            }
+        }
+    memcpy(out, sums, sizeof sums);
+}
+
+// Whole sixteens of rows; returns how many they are: 0 for few, where it takes as long or longer.
+template <class Format>
+int64_t multiply_in_units(const tw_linear_args &args, int64_t start, int64_t stop) {
+    using Part = TilePart<Format>;
+    const int64_t num_groups = args.num_inputs / GROUP, num_parts = num_groups * Format::num_parts;
+    const int64_t num_rows = args.num_tokens / LANES * LANES;
+    if (num_rows < (Format::num_groups > 1 ? LANES : 4 * LANES)) return 0;
+    Part *parts = (Part *)thread_scratch(WEIGHT_TILES, PANEL / LANES * num_parts * sizeof(Part) / 4);
+    alignas(64) uint8_t shapes[64] = {1};  // of sums, x and weights: bytes of a row from 16 on, rows from 48 on
+    shapes[16] = 64, shapes[48] = LANES, shapes[18] = Part::elems, shapes[49] = LANES, shapes[20] = 64,
+    shapes[50] = Part::elems / 4;
+    _tile_loadconfig(shapes);
+    for (int64_t first = start; first < stop; first += LANES)
+        make_parts(parts + (first - start) / LANES * num_parts, panel_of<Format>(args, first, least(LANES, stop - first)),
+                   num_groups);
+    for (int64_t token = 0; token < num_rows; token += LANES)
+        for (int64_t first = start; first < stop; first += LANES) {
+            alignas(64) float sums[LANES * LANES];
+            const char *x = (const char *)args.x + args.x_stride * token;
+            multiply_sixteen(sums, x, args.x_stride, parts + (first - start) / LANES * num_parts, num_groups);
+            write_sums<LANES>(args, sums, LANES, least(LANES, stop - first), token, first);
+        }
+    _tile_release();
+    return num_rows;
+}
+#endif
 
 }  // namespace
 
@@ -243,7 +313,24 @@ void quantize_rows(char *target, const char *x, int64_t x_stride, int64_t num_ro
 
 void multiply_int8(const tw_linear_args &args, int64_t start, int64_t stop) {
     with_packed(args.weight_kind, [&](auto format) {
-        for (int64_t first = start; first < stop; first += LANES)
-            multiply_panel<decltype(format)>(args, first, stop - first < LANES ? stop - first : LANES);
+        using Format = decltype(format);
+        for (int64_t first = start, end; first < stop; first = end) {
+            end = least(first + PANEL, stop);
+            int64_t done = 0;  // rows
+#if defined(__AMX_INT8__)
+            done = multiply_in_units<Format>(args, first, end);
+#endif
+            for (int64_t at = first; at < end && done < args.num_tokens; at += LANES) {
+                const int64_t count = least(LANES, end - at);
+                const char *panel = panel_of<Format>(args, at, count);
+                for (int64_t token = done, step; token < args.num_tokens; token += step) {
+                    alignas(64) float sums[TALLEST * LANES];
+                    const char *x = (const char *)args.x + args.x_stride * token;
+                    step =
+                        multiply_rows<Format>(sums, x, args.x_stride, args.num_tokens - token, panel, args.num_inputs / GROUP);
+                    write_sums<LANES>(args, sums, step, count, token, at);
+                }
+            }
+        }
     });
 }
