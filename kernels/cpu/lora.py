@@ -24,17 +24,9 @@ def add_adapters_cpu(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int
         return
     num_rows, num_runs = len(x_TD), len(runs_S3)
     shrunk_TR = torch.empty(num_rows, native.most_width)
-    arguments = struct(
-        "tw_adapter_args",
-        (
-            native,
-            ffi.cast("tw_adapter_run *", runs_S3.data_ptr()),
-            num_runs,
-            layer,
-            *addresses(x_TD, shrunk_TR, out_TO),
-            NUMBER_KIND[out_TO.dtype],
-        ),
-    )
+    given = native, ffi.cast("tw_adapter_run *", runs_S3.data_ptr()), num_runs, layer
+    places = addresses(x_TD, shrunk_TR, out_TO)
+    arguments = struct("tw_adapter_args", (*given, *places, NUMBER_KIND[out_TO.dtype]))
     num_items = num_runs * -(-native.most_width // _SHRINK_OUTPUTS)
     max_threads = min(num_items, useful_threads(num_rows, native.most_width * site.num_inputs))
     run_on_items("tw_adapter_shrink", arguments, num_items, 1, max_threads)

@@ -251,6 +251,8 @@ template <class Format>
 __attribute__((noinline)) void multiply_sixteen(float *out, const char *x, int64_t x_stride, const TilePart<Format> *part,
                                                 int64_t num_groups) {
     FloatReg sums[LANES] = {};
+    int64_t three = 3 * x_stride, four = 4 * x_stride, twelve = 12 * x_stride;
+    __asm__("" : "+r"(three), "+r"(four), "+r"(twelve));  // else GCC keeps sixteen addresses, more than there are registers
     for (; num_groups > 0; num_groups--, x += sizeof(ActivationGroup)) UNROLL
         for (int half = 0; half < Format::num_parts; half++, part++) {
             IntReg dots[LANES];
@@ -260,9 +262,10 @@ __attribute__((noinline)) void multiply_sixteen(float *out, const char *x, int64
             _tile_dpbssd(0, 1, 2);
             _tile_stored(0, dots, 64);
             UNROLL for (int row = 0; row < LANES; row++) {
-                const ActivationGroup *group = (const ActivationGroup *)(x + x_stride * row);
-                const FloatReg exact = __builtin_convertvector(dots[row], FloatReg);
-                sums[row] = fma_reg(exact, part->scale * splat_reg(group->scale), sums[row]);
+                const char *quad = row / 4 == 3 ? x + twelve : x + four * (row / 4);
+                const ActivationGroup *group = (const ActivationGroup *)(quad + (row % 4 == 3 ? three : x_stride * (row % 4)));
+                const FloatReg scale = part->scale * splat_reg(group->scale);
+                sums[row] = fma_reg(__builtin_convertvector(dots[row], FloatReg), scale, sums[row]);
                 if constexpr (Format::has_minimum)
                     sums[row] = fma_reg(part->minimum, splat_reg(group->terms[Format::num_parts == 2 ? half : 2]), sums[row]);
             }
@@ -279,17 +282,16 @@ int64_t multiply_in_units(const tw_linear_args &args, int64_t start, int64_t sto
     if (num_rows < (Format::num_groups > 1 ? LANES : 4 * LANES)) return 0;
     Part *parts = (Part *)thread_scratch(WEIGHT_TILES, PANEL / LANES * num_parts * sizeof(Part) / 4);
     alignas(64) uint8_t shapes[64] = {1};  // of sums, x and weights: bytes of a row from 16 on, rows from 48 on
-    shapes[16] = 64, shapes[48] = LANES, shapes[18] = Part::elems, shapes[49] = LANES, shapes[20] = 64,
-    shapes[50] = Part::elems / 4;
+    shapes[16] = shapes[20] = 64, shapes[18] = Part::elems, shapes[48] = shapes[49] = LANES, shapes[50] = Part::elems / 4;
     _tile_loadconfig(shapes);
-    for (int64_t first = start; first < stop; first += LANES)
-        make_parts(parts + (first - start) / LANES * num_parts, panel_of<Format>(args, first, least(LANES, stop - first)),
-                   num_groups);
+    Part *own = parts;
+    for (int64_t first = start; first < stop; first += LANES, own += num_parts)
+        make_parts(own, panel_of<Format>(args, first, least(LANES, stop - first)), num_groups);
     for (int64_t token = 0; token < num_rows; token += LANES)
         for (int64_t first = start; first < stop; first += LANES) {
             alignas(64) float sums[LANES * LANES];
-            const char *x = (const char *)args.x + args.x_stride * token;
-            multiply_sixteen(sums, x, args.x_stride, parts + (first - start) / LANES * num_parts, num_groups);
+            own = parts + (first - start) / LANES * num_parts;
+            multiply_sixteen(sums, (const char *)args.x + args.x_stride * token, args.x_stride, own, num_groups);
             write_sums<LANES>(args, sums, LANES, least(LANES, stop - first), token, first);
         }
     _tile_release();
