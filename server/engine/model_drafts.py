@@ -25,6 +25,7 @@ from tightwire.server.ipc.engine_stats import EngineCounters
 
 _MOST_TOKENS = 16  # of one draft by the model
 _LEAST_CHANCE = 0.2  # that all tokens of a draft are right: below, the model is not asked to go on with it
+_PAID_IN = 32  # steps, in which drafts must regain the time of the prompts that the model lacks
 _TRY_EVERY = 64  # steps, after which the model is asked even if that did not pay
 _NUM_CLASSES = 8  # of tokens by the probability that the model gave them: below 1/2, 3/4, 7/8 and so on
 _FIRST_RATE = 0.75  # the share of tokens taken to be right before any was checked
@@ -82,7 +83,7 @@ class ModelDrafter(Drafter):
         # The last token of an answer is chosen, not computed.
         self._drafts = {each: _Draft(each.params.max_tokens - each.num_output_tokens - 1) for each in requests}
         self._follow_text(requests, spent_s)
-        for number in range(_MOST_TOKENS):
+        for number in range(_MOST_TOKENS if num_rows <= 2 * num_seqs else 0):  # no prompt waits for the model
             if not (asked := self._worth_asking(number, spent_s) or self._tried(number)):
                 break
             spent_s += float(self._token_times.of(len(asked)))
@@ -125,7 +126,7 @@ class ModelDrafter(Drafter):
             draft.text, draft.text_odds = found[:num], odds[:num]
 
     def _worth_asking(self, number: int, spent_s: float) -> list[Request]:
-        """The sequences whose next token the model drafts; none if the step as it is makes more tokens a second."""
+        """The sequences whose next token the model drafts; none if the step as it is makes more a second. Prompts must pay too."""
         more_M = np.arange(1, _MOST_TOKENS - number + 1)
         chances_M = np.cumsum(self._rate**more_M)  # tokens expected from so many more
         asked = {
@@ -139,6 +140,7 @@ class ModelDrafter(Drafter):
         rate = tokens / (self.times.of(rows) + spent_s)
         rows, tokens = self._totals(asked)
         seconds_M = self.times.of(rows + len(asked) * more_M) + spent_s + self._token_times.of(len(asked)) * more_M
+        seconds_M += np.diff(self._token_times.of([1, 1 + sum(map(self._num_lacking, asked))])) / _PAID_IN
         rates_M = (tokens + sum(draft.chance for draft in asked.values()) * chances_M) / seconds_M
         return list(asked) if asked and rates_M.max() > rate else []
 
@@ -147,9 +149,11 @@ class ModelDrafter(Drafter):
         self._num_unasked = 0 if number else self._num_unasked + 1
         if self._num_unasked < _TRY_EVERY:
             return []
-        able = [request for request, draft in self._drafts.items() if draft.room > 0]
-        computed = [self._own[each].num_computed if each in self._own else 0 for each in able]
-        return [able[np.argmin([len(able[i].token_ids) - computed[i] for i in range(len(able))])]] if able else []
+        return sorted((each for each, draft in self._drafts.items() if draft.room > 0), key=self._num_lacking)[:1]
+
+    def _num_lacking(self, request: Request) -> int:
+        """The number of its tokens that the model has not computed."""
+        return len(request.token_ids) - (self._own[request].num_computed if request in self._own else 0)
 
     def _follow(self, request: Request) -> Request:
         """The draft model's sequence, with the tokens that the request and its draft have now."""

@@ -48,7 +48,7 @@ class Scheduler:
         self._under_way = ChunksUnderWay(limits) if limits.num_stages > 1 else None
 
     def may_draft(self, num_seqs: int) -> bool:
-        """True if a step of this many sequences may hold drafts."""
+        """True if steps may hold drafts while there are so many sequences, in steps or waiting."""
         return self._drafter is not None and num_seqs <= self._limits.max_drafting_seqs
 
     def schedule(self, now_s: float, *, ahead: bool = False) -> ScheduledStep | None:
@@ -115,7 +115,7 @@ class Scheduler:
             rows = self._limits.chunks.choose(whole, prompts[0].num_computed, self._limits.num_stages)
             step.budget = min(step.budget, rows)
         self._fill_with_prompts(prompts, step)
-        if self._drafter is not None and not ahead and self.may_draft(len(step.tokens)):
+        if self._drafter is not None and not ahead and self.may_draft(len(self.sequences)):
             drafting = [each for each in step.tokens if not each.in_prompt and each.num_to_compute == 1]
             self._drafter.prepare(drafting, self.step_tokens - step.budget, len(step.tokens))
             for request in drafting:

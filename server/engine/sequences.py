@@ -19,8 +19,8 @@ class Sequences:
         self.running: list[Request] = []
         self._limits, self._counters = limits, counters
 
-    def __bool__(self) -> bool:
-        return bool(self.running or self.waiting)
+    def __len__(self) -> int:
+        return len(self.running) + len(self.waiting)
 
     @property
     def load(self) -> ReplicaLoad:
