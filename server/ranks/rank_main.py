@@ -387,9 +387,9 @@ def _load_draft(work: RankWork, groups: RankGroups) -> ModelRunner:
     plan, options = work.plan, work.config.model
     checkpoint = open_checkpoint(plan.draft, options.seed)
     formats = formats_of(checkpoint, options.quantization)
-    if plan.activations == "int8":
-        formats = formats.with_int8_activations()
     alone: dict[str, Any] = {"weights": EVERYTHING_RESIDENT, "stages": None, "overlap": False, "adapters": None}
+    if formats.packed and plan.device == "cpu":  # faster, and a guess may be rounded
+        formats, alone["activations"] = formats.with_int8_activations(), "int8"
     own = msgspec.structs.replace(plan, num_blocks=plan.num_blocks * plan.num_replicas, **alone)
     layout = split_model(checkpoint.config, formats, 1)
     return _load(checkpoint, layout, formats, groups, msgspec.structs.replace(work, plan=own), bounded=False)
