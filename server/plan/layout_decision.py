@@ -137,5 +137,6 @@ def _obstacles(
         ]
         for option in ("allreduce", "allreduce_decode", "comm_error_budget", "allreduce_extra") if alone else ():
             value = getattr(parallel, option)
-            given.append((value not in ("auto", None, ()), f"{flag_of(option)} {value}", sums))
+            named = ",".join(value) if isinstance(value, tuple) else value
+            given.append((value not in ("auto", None, ()), f"{flag_of(option)} {named}", sums))
     return [(option, why) for is_given, option, why in given if is_given]

@@ -278,6 +278,7 @@ def test_shares_of_a_pipeline_are_speeds_and_layers_need_not_be_divisible() -> N
         ({"transport": "shared-memory"}, "--transport shared-memory"),
         ({"allreduce": "ring"}, "--allreduce ring"),
         ({"allreduce_decode": "ring"}, "--allreduce-decode ring"),
+        ({"allreduce_extra": ("ring", "native")}, "--allreduce-extra ring,native"),
         ({"overlap": "on"}, "--overlap on"),
     ],
 )
