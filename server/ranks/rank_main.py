@@ -77,7 +77,9 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         inside = joining.of_stage(group) if plan.inside else None
         stages = joining.stages(group)
         beside = joining.stages(stages or group, "beside")
-        reporter.ledger = (stages if stages is not None and group.world_size == 1 else group).ledger
+        ledgers = [each.ledger for each in (group, stages, beside) if each is not None]
+        reporter.ledger = ledgers.pop(group.world_size == 1 and stages is not None)
+        reporter.other_ledgers = ledgers
         link = joining.measured_link(stages if plan.is_pipeline else group)
     runner: ModelRunner | None = None
     try:

@@ -23,11 +23,11 @@ _EVENTS_PER_PART = 4096  # about a millisecond to encode, during which the rank'
 
 
 class Reporter:
-    """Sends the main thread's messages. The caller replaces ``ledger``, ``num_fetched`` and ``num_choice_gathers``."""
+    """Sends the main thread's messages. The caller replaces ``ledger``, ``other_ledgers`` (whose times are told too), ``num_fetched`` and ``num_choice_gathers``."""
 
     def __init__(self, rank: int, address: str, inbox: str) -> None:
         self.rank = rank
-        self.ledger = Ledger()
+        self.ledger, self.other_ledgers = Ledger(), list[Ledger]()
         self.num_fetched: Callable[[], int] = lambda: 0  # parts of weights and cache fetched since the start
         self.num_choice_gathers: Callable[[], int] = lambda: 0  # gathers of tokens begun since the start
         self._encoder = msgspec.msgpack.Encoder()
@@ -122,7 +122,7 @@ class Reporter:
             num_collectives=self.ledger.number,
             num_choice_gathers=self.num_choice_gathers(),
             num_fetched=self.num_fetched(),
-            latencies=self.ledger.counters.latencies(),
+            latencies=[each for own in (self.ledger, *self.other_ledgers) for each in own.counters.latencies()],
         )
 
 

@@ -100,7 +100,8 @@ class RankZeroRunner:
     def end_warm_up(self) -> None:
         """Exclude everything so far from the counts."""
         self._warm_up_counts = {count[:3]: count for count in self._all_counts()}
-        self._group.ledger.counters.forget_latencies()
+        for ledger in self._ledgers:
+            ledger.counters.forget_latencies()
 
     def step_tokens(self) -> int:
         return self._step_size.tokens

@@ -1,10 +1,12 @@
 """A rank's recording, on a clock of the test: parts while it goes on, one last part when the time is over."""
 
+from pathlib import Path
+
 import pytest
 
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.server.ipc.messages import Record, Recorded
-from tightwire.server.ranks.reporter import Recorder
+from tightwire.server.ranks.reporter import Recorder, Reporter
 
 
 @pytest.fixture
@@ -74,3 +76,19 @@ def test_a_new_wish_ends_the_recording_under_way(recorder: Recorder, sent: list[
     recorder.pump(1.5)
     assert {part.id for part in sent} == {1}
     assert [event.number for part in sent for event in part.events] == [2]
+
+
+def test_a_heartbeat_has_the_times_of_all_ledgers(tmp_path: Path) -> None:
+    reporter = Reporter(0, f"ipc://{tmp_path}/parent", f"ipc://{tmp_path}/own")
+    try:
+        beside = Ledger()
+        reporter.other_ledgers = [beside]
+        collective(reporter.ledger)
+        beside.begin("deliver", "hidden-state", 8)
+        beside.end(8)
+        assert [each[:2] for each in reporter._heartbeat().latencies] == [
+            ("all_reduce", "ring"),
+            ("deliver", "hidden-state"),
+        ]
+    finally:
+        reporter.close()
