@@ -137,6 +137,6 @@ def _obstacles(
         ]
         for option in ("allreduce", "allreduce_decode", "comm_error_budget", "allreduce_extra") if alone else ():
             value = getattr(parallel, option)
-            named = ",".join(value) if isinstance(value, tuple) else value
-            given.append((value not in ("auto", None, ()), f"{flag_of(option)} {named}", sums))
+            named = f"{flag_of(option)} {','.join(value) if isinstance(value, tuple) else value}"
+            given.append((value not in ("auto", None, ()), named, sums))
     return [(option, why) for is_given, option, why in given if is_given]

@@ -150,11 +150,9 @@ class Predictor:
     def _staged_s(self, sizes: Sequence[int], stages: Stages, handed: float) -> tuple[float, float]:
         """The first token, and from there until the keys and values have come."""
         steps = self._chunks(sizes, stages, handed)
-        chunks, behind_s = (
-            [self._stages_s(*step, stages, handed) for step in steps],
-            handed / (self.link.bytes_per_s or inf),
-        )
-        beside_s = [rows * behind_s * (stages[0][1] - stages[0][0]) for rows, _ in steps]
+        chunks = [self._stages_s(*step, stages, handed) for step in steps]
+        behind_s = (stages[0][1] - stages[0][0]) * handed / (self.link.bytes_per_s or inf)
+        beside_s = [rows * behind_s for rows, _ in steps]
         passing_s, settled_s = staged_s(chunks, [self._hop_s(rows) for rows, _ in steps], beside_s)
         first_s = passing_s + self.work.head_s(self.hosts[-1], len(sizes)) + self._answer_s()
         return first_s, max(0.0, settled_s - first_s)

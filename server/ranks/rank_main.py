@@ -77,9 +77,8 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         inside = joining.of_stage(group) if plan.inside else None
         stages = joining.stages(group)
         beside = joining.stages(stages or group, "beside")
-        ledgers = [each.ledger for each in (group, stages, beside) if each is not None]
-        reporter.ledger = ledgers.pop(group.world_size == 1 and stages is not None)
-        reporter.other_ledgers = ledgers
+        reporter.other_ledgers = [each.ledger for each in (group, stages, beside) if each is not None]
+        reporter.ledger = reporter.other_ledgers.pop(group.world_size == 1 and stages is not None)
         link = joining.measured_link(stages if plan.is_pipeline else group)
     runner: ModelRunner | None = None
     try:
@@ -148,7 +147,6 @@ def _open_store(identity: RankIdentity, timeout_s: float) -> Store:
         return HashStore()
     listening: dict[str, Any] = {} if identity.store_fd is None else {"master_listen_fd": identity.store_fd}
     host, port = identity.store_host, identity.store_port
-
     given: dict[str, Any] = {"is_master": bool(listening), "timeout": timedelta(seconds=timeout_s), **listening}
     connect = partial(TCPStore, host, port, wait_for_workers=False, **given)
     # The socket listens before rank 0 answers on it, and torch waits for the first answer without a deadline.
