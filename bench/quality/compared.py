@@ -5,14 +5,15 @@ Each rank gets the others' numbers exactly and computes both legs, so what it se
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from tightwire.bench.quality.compared_formats import AMD_SCALE_BITS, affine, amd, uniform
-from tightwire.bench.quality.options import SPEC, is_compared
+from tightwire.bench.quality.options import RING, SPEC, is_compared
 from tightwire.comm.all_reduce.make import make_all_reduce
-from tightwire.comm.codec.codec import Feedback
+from tightwire.comm.codec.codec import Feedback, parse_codec
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import AllReduce
 
@@ -31,13 +32,17 @@ class Compared:
 
 
 def compared(name: str) -> Compared:
-    """The format of ``spec:amd-intB``, ``spec:amd-intB-rows``, ``spec:uniform-intB`` or ``spec:affine-intB``; ``options.is_compared`` checks names.
+    """The format of ``spec:amd-intB``, ``spec:amd-intB-rows``, ``spec:uniform-intB``, ``spec:affine-intB`` or ``spec:ring-intB``; ``options.is_compared`` checks names.
 
     ``-rows``: each row is first multiplied by a power of two, so that its largest size is in AMD's range of scales.
     """
     kind, bits, *rows = name.removeprefix(SPEC).replace("-int", "-").split("-")
     if kind == "uniform":
         return Compared(lambda x: uniform(x, int(bits)), int(bits), row_bits=16)
+    if name.startswith(RING):
+        codec = parse_codec(name.removeprefix(RING))
+        bits = 8 * codec.wire_bytes(1024, 4) / 1024
+        return Compared(lambda x: codec.decode(codec.encode(x.flatten()), x.numel(), x.dtype).view(x.shape), bits)
     if kind == "affine":
         return Compared(lambda x: affine(x, int(bits)), int(bits), row_bits=32)
     number_bits = int(bits) + AMD_SCALE_BITS
@@ -70,8 +75,12 @@ class ComparedAllReduce:
         sizes = [own.nbytes] * self._group.world_size
         parts = self._group.transport.gather(own.view(-1).view(torch.uint8), sizes)
         through = self._format.through
-        total = torch.stack([through(part.view(x.dtype).view(x.shape)) for part in parts]).sum(0)
-        return through(total).to(x.dtype)
+        numbers = [part.view(x.dtype).view(x.shape).float() for part in parts]
+        if self.name.startswith(
+            RING
+        ):  # each rank encodes the sum so far for the next one; real rings begin each slice elsewhere
+            return through(reduce(lambda total, part: through(total) + part, numbers)).to(x.dtype)
+        return through(torch.stack([through(part) for part in numbers]).sum(0)).to(x.dtype)
 
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
         """Bytes that a rank would send for one row of ``num_elems``."""

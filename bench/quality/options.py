@@ -26,7 +26,9 @@ INT8_ACTIVATIONS = "activations:int8"
 KV_CACHES = ("kv:int8", "kv:bfloat16", "kv:float32")  # arms with exact sums and a KV cache in that dtype
 SPEC = "spec:"  # an arm with a format of another project, for comparison; no server offers it
 LOSSY_SITES = ("o_proj", "down_proj")
-_COMPARED = re.compile(SPEC + r"(amd-int[46](-rows)?|(uniform|affine)-int[2-8])")
+RING = f"{SPEC}ring-"
+_COMPARED = re.compile(SPEC + r"(amd-int[46](-rows)?|(uniform|affine|ring)-int[2-8])")
+_FORMATS = f"{SPEC}amd-int6, {SPEC}amd-int4, {SPEC}uniform-intB, {SPEC}affine-intB or {RING}intB (a ring that encodes every hop)"
 _BUDGET = re.compile(r"(kl)=([0-9.eE+-]+)|(ppl)=([0-9.eE+-]+)%")
 _MAX_RANKS = 64
 _LEAST_PROMPT = 8  # tokens of a window before those of --decode
@@ -99,10 +101,7 @@ def check_name(name: str) -> None:
     if is_compared(name):
         return
     if name.startswith(SPEC):
-        raise ValueError(
-            f"{name!r} is not a format to compare with; use {SPEC}amd-int6, {SPEC}amd-int4, {SPEC}uniform-intB "
-            f"or {SPEC}affine-intB"
-        )
+        raise ValueError(f"{name!r} is not a format to compare with; use {_FORMATS}")
     if name.startswith(WEIGHTS):
         raise ValueError(f"{name!r} is not a weight codec; use {' or '.join(codecs)}")
     if name.startswith(POLICY):
@@ -127,8 +126,7 @@ class QualityOptions(OutputOptions):
         _ALGORITHMS,
         f"what to measure: {describe_all_reduce_names()}, {POLICY}FILE, {WEIGHTS}int8 or {WEIGHTS}int4 (weights encoded as by "
         f"`serve --weight-codec`), {INT8_ACTIVATIONS} (in products with the layers' packed weights), {KV_CACHES[0]} "
-        f"(--kv-cache-dtype), {SPEC}amd-int6, "
-        f"{SPEC}amd-int4, {SPEC}uniform-intB, {SPEC}affine-intB (formats to compare with, that no server sends); "
+        f"(--kv-cache-dtype), to compare with what no server sends {_FORMATS}; "
         f"NAME@{LOSSY_SITES[0]} or NAME@{LOSSY_SITES[1]}: quantized only there",
         parse=split_all_reduce_names,
     )

@@ -40,7 +40,7 @@ class TrainBench(Bench[TrainOptions]):
     def measure(self) -> None:
         options = self.options
         llama = measure.open_model(options.model, options.seed).config
-        by_sequences = [replace(options, sequences=(count,)) for count in options.sequences]
+        by_sequences = [replace(options, sequences=(count,)) for count in options.sequences]  # ranks take the first
         models = [report.model_arms(own, llama) for own in by_sequences]  # before ranks start: an arm may not fit
         parameters = plan_buckets(build_model(llama, device=torch.device("cpu")), 1).num_parameters
         self.facts = {name: getattr(options, name) for name in _SHOWN}
@@ -83,7 +83,7 @@ class TrainBench(Bench[TrainOptions]):
         steps = sum(1 if ARMS[arm].peer else 2 for arm in options.arms) * options.repeats * options.steps
         task = self.progress.add_task(link, total=steps)
         with self._open_ranks(parse_link(link)) as (ranks, folder, facts):
-            cells = report.LinkCells(link=link, sequences=options.rank_sequences, checks=checks)
+            cells = report.LinkCells(link=link, sequences=options.sequences[0], checks=checks)
             self._by_link.append(cells)
             for _, event in ranks.stream(measure.measure_link, folder, options):
                 cells.add(event)

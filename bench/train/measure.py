@@ -53,8 +53,8 @@ def config_of_arm(options: TrainOptions, name: str) -> tuple[TrainConfig, Engine
             "model": {**model_values(options.model), "compute_dtype": options.dtype},
             "data": {"files": ["-"], "sequence_tokens": options.sequence_tokens},  # tokens are random, no file is read
             "batch": {
-                "sequences": options.rank_sequences * options.world_size,
-                "micro_sequences": options.rank_sequences,
+                "sequences": options.sequences[0] * options.world_size,
+                "micro_sequences": options.sequences[0],
             },
             "optimizer": ARMS[name].optimizer,
             "parallel": {**ARMS[name].parallel, "timeout_s": options.timeout_s},
@@ -176,9 +176,7 @@ def make_trainee(name: str, options: TrainOptions, start: StartingModel, groups:
 def draw_tokens(options: TrainOptions, vocab_size: int, rank: int, step: int) -> Tensor:
     """Random tokens, the same in every arm. At most 256 different ids, so that the loss can fall."""
     source = torch.Generator().manual_seed((options.seed * 1_000_003 + step) * 1_009 + rank)
-    return torch.randint(
-        0, min(256, vocab_size), (options.rank_sequences, options.sequence_tokens + 1), generator=source
-    )
+    return torch.randint(0, min(256, vocab_size), (options.sequences[0], options.sequence_tokens + 1), generator=source)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

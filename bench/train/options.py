@@ -115,11 +115,5 @@ class TrainOptions(OutputOptions):
                 raise ValueError(f"--links: {link} limits no rate; write one such as 200mbit")
 
     @property
-    def rank_sequences(self) -> int:
-        """The sequences of each rank in a step, of options with one number."""
-        (count,) = self.sequences
-        return count
-
-    @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node

@@ -28,6 +28,7 @@ def _sum(group: Group, name: str) -> torch.Tensor:
         # The largest of 576 Gaussians has a mean square of 10.2; a leg has a noise of 10.2 / (12 L^2).
         ("spec:uniform-int8", 8 + 16 / ROW_ELEMS, 39.7),
         ("spec:uniform-int4", 4 + 16 / ROW_ELEMS, 14.6),
+        ("spec:ring-int4", 4.25, 18.2),  # encodes one part and the sum: 3 units of noise, flash 4
         ("two-shot", 32, math.inf),
     ],
 )
@@ -49,6 +50,16 @@ def test_an_exponent_for_each_row_keeps_numbers_beyond_amds_range() -> None:
         error = (compared(name).through(x) - x).abs()
         relative = error.amax(1) / x.abs().amax(1)
         assert (relative.max() < worst) and (relative.max() > 0.9) == (worst == 1.0)
+
+
+def test_a_quantized_ring_encodes_a_part_once_for_each_rank_after_it() -> None:
+    exact = torch.stack(_parts(8)).sum(0)
+    noise = {
+        name: float((run_in_process(8, _sum, name)[0] - exact).square().sum())
+        for name in ("spec:ring-int4", "flash-int4-plain")
+    }
+    # Hop k encodes a sum of k parts, and the result is one of 8: 1 + ... + 8 = 36 units of noise against 8 + 8.
+    assert noise["spec:ring-int4"] / noise["flash-int4-plain"] == pytest.approx(36 / 16, rel=0.05)
 
 
 def test_other_names_are_refused() -> None:

@@ -16,7 +16,7 @@ def test_the_defaults_compare_the_engine_with_torch() -> None:
 
     assert options.links == ("50mbit", "200mbit", "1gbit")
     assert {"zero3", "zero++", "dgc", "ddp", "fsdp2"} <= set(options.arms)
-    assert options.world_size == 4 and options.rank_sequences == 4
+    assert options.world_size == 4 and options.sequences == (4,)
     assert parse("--sequences", "1,2,16").sequences == (1, 2, 16)
 
 
