@@ -66,9 +66,8 @@ class Drafter:
     num_recent: int = 0
     paced: bool = False
     grammars: GrammarMasks | None = None  # that drafts follow too
-    _recent: bytearray = field(
-        default_factory=bytearray, init=False
-    )  # answers' tokens as int32, each with its ``_END``
+    # Answers' tokens as int32, each with its ``_END``.
+    _recent: bytearray = field(default_factory=bytearray, init=False)
     times: RowTimes = field(default_factory=RowTimes, init=False, repr=False)
 
     def prepare(self, requests: Sequence[Request], num_rows: int, num_seqs: int) -> None:

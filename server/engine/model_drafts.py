@@ -52,9 +52,9 @@ class ModelDrafter(Drafter):
     """
 
     def __init__(self, runner: ModelRunner, limits: Limits, vocab_size: int, num_replicas: int = 1) -> None:
-        """``limits`` and ``vocab_size``: the target's, which may have fewer ids for padding. It has the blocks of all replicas."""
+        """``limits`` and ``vocab_size``: the target's, which may have fewer or more ids for padding. It has the blocks of all replicas."""
         super().__init__(**SUFFIX)
-        self._runner, self._vocab_size = runner, vocab_size
+        self._runner, self._vocab_size, self._num_ids = runner, vocab_size, vocab_size
         same = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")
         given = {name: getattr(limits, name) for name in same}
         self._limits = Limits(**given, num_blocks=limits.num_blocks * num_replicas)
@@ -73,7 +73,9 @@ class ModelDrafter(Drafter):
             rows: dict[str, Any] = dict.fromkeys(("token_ids", "query_lens", "context_lens"), [1] * num)
             rows |= {"block_tables": np.arange(num)[:, None], "num_decode_rows": num, "logit_rows": range(num)}
             start_s = perf_counter()
-            self._runner.execute(make_plan(**rows))
+            logits_RV = self._runner.execute(make_plan(**rows))
+            assert logits_RV is not None
+            self._num_ids = logits_RV[:1].cpu().shape[1]  # waits for the device
             self._token_times.learn(num, perf_counter() - start_s)
 
     def prepare(self, requests: Sequence[Request], num_rows: int, num_seqs: int) -> None:
@@ -158,6 +160,8 @@ class ModelDrafter(Drafter):
     def _follow(self, request: Request) -> Request:
         """The draft model's sequence, with the tokens that the request and its draft have now."""
         token_ids = request.token_ids + self._drafts[request].token_ids
+        if self._num_ids < self._vocab_size:  # only prompts of ids have those of padding
+            token_ids = [min(each, self._num_ids - 1) for each in token_ids]
         if (own := self._own.get(request)) is None:
             given = request.id, request.params, list(token_ids), request.num_prompt_tokens, request.stop_ids
             own = self._own[request] = Request(*given, 0.0, cache_salt=request.cache_salt, epoch=request.epoch)
@@ -199,7 +203,7 @@ class ModelDrafter(Drafter):
         """Add the most likely token that the request's grammar allows."""
         draft = self._drafts[request]
         if request.params.grammar and self.grammars is not None:
-            banned_V = torch.from_numpy(self.grammars.banned(request, draft.token_ids)[-1])
+            banned_V = torch.from_numpy(self.grammars.banned(request, draft.token_ids)[-1][: len(logits_V)])
             logits_V = logits_V.masked_fill(banned_V.to(logits_V.device), -math.inf)
         best, token_id = logits_V.max(-1)
         unlikely = 1 - float((best - logits_V.logsumexp(-1)).exp())

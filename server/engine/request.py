@@ -56,9 +56,8 @@ class Request:
     # How often a drafted token was right, by the length of the match before it; that length and the shares of the last draft.
     draft_rates: list[float] = field(default_factory=list)
     draft_basis: tuple[int, list[float]] = (0, [])
-    draft_classes: list[int] = field(
-        default_factory=list
-    )  # of its tokens from a model (``ModelDrafter``), before those of the text
+    # The classes of its tokens from a model (``ModelDrafter``), before those of the text.
+    draft_classes: list[int] = field(default_factory=list)
     # Entries so far, the first None; None if not requested, or already sent.
     prompt_logprobs: list[TokenScore | None] | None = None
     # Its progress as reported: the prompt's tokens in the KV cache, and those that its own steps computed. None: not asked for, or done.

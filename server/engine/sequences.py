@@ -119,7 +119,5 @@ class Sequences:
         limits = self._limits
         num_tokens = min(len(request.token_ids) + limits.block_size, limits.max_model_len)
         before = max(request.num_computed, num_tokens - limits.max_step_tokens)
-        return max(
-            self._num_held(request),
-            limits.blocks_for(num_tokens) - limits.groups.num_sliding * limits.first_block(before),
-        )
+        freed = limits.groups.num_sliding * limits.first_block(before)
+        return max(self._num_held(request), limits.blocks_for(num_tokens) - freed)

@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,7 @@ def drafting_engine(
     )
     limits = {name: given[name] for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks")}
     counting = Counting(runner)
-    drafter = ModelDrafter(counting, Limits(**limits, block_size=16), own.config.vocab_size, dp)  # pyright: ignore[reportArgumentType]
+    drafter = ModelDrafter(counting, Limits(**limits, block_size=16), models["itself"].config.vocab_size, dp)  # pyright: ignore[reportArgumentType]
     drafter.max_tokens *= text
     drafter.times, drafter._token_times = Constant(1.0), Constant(token_s)
     with local_engine(models["itself"], dtype=dtype, drafter=drafter, **given) as local:
@@ -311,6 +312,30 @@ def test_drafts_follow_the_grammar(text: bool, models: dict[str, Checkpoint]) ->
         local.engine.add(AddRequest("ab", list(b"abxabyab"), params))
         run_to_end(local.engine)
     assert len(drafted) > 10 and {*drafted} <= {*b"ab"}
+
+
+def test_a_model_of_fewer_ids_of_padding_drafts_behind_any_prompt_and_under_a_grammar(
+    tmp_path: Path, models: dict[str, Checkpoint]
+) -> None:
+    wide: Any = {"itself": open_checkpoint(str(make_tiny(tmp_path, vocab_size=320))), "another": models["another"]}
+    with drafting_engine(wide, "another", text=False) as (local, drafter, _):
+        drafter.measure()
+        drafter.grammars = SimpleNamespace(banned=lambda request, draft: [~np.eye(320, dtype=bool)[7]])  # type: ignore[assignment]
+        drafter._rates = [1.0] * len(drafter._rates)
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        prepare, draft, drafted = drafter.prepare, drafter.draft, list[int]()
+
+        def as_with_a_grammar(requests: Any, *step: int) -> None:
+            for each in requests:
+                each.params = replace(params, grammar="x")
+            prepare(requests, *step)
+            for each in requests:
+                each.params = params
+
+        drafter.prepare = as_with_a_grammar  # type: ignore[method-assign]
+        drafter.draft = lambda *given: drafted.extend(found := draft(*given)) or found  # type: ignore[method-assign]
+        continue_prompts(local.engine, [[5, 319, 6]], max_tokens=9)
+    assert drafted and {*drafted} == {7}
 
 
 def test_prompts_are_caught_up_a_step_at_a_time(models: dict[str, Checkpoint]) -> None:
