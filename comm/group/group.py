@@ -134,8 +134,8 @@ def open_process_group(
         sockets: options of our own sockets (``comm.transport.sockets``) for messages between CPU ranks that share no memory;
             without them messages go over gloo.
         peer_memory: sum CUDA tensors through each other's memory (``comm.transport.peer_access``), if possible.
-        numbered: converts errors of CPU ranks, whose numbers are those of this group.
         peer_blocks: blocks of such a sum's kernel, by default 32; the device may limit them.
+        numbered: converts errors of CPU ranks, whose numbers are those of this group.
     """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device}")

@@ -1,1 +1,1 @@
-"""Log file, TensorBoard, loss plot and terminal output of a run. Start with ``run_log``."""
+"""Log file, TensorBoard and terminal output of a run. Start with ``run_log``."""
