@@ -239,7 +239,7 @@ class Replicas:
         self._schedulers[request.replica].sequences.remove(request, spoiled=spoiled)
 
     def may_draft(self, num_seqs: int) -> bool:
-        return self._schedulers[0].may_draft(num_seqs)
+        return any(each.may_draft(max(num_seqs, len(each.sequences))) for each in self._schedulers)
 
     def limit_steps(self, num_tokens: int) -> None:
         """Set the token limit of each replica's next steps."""

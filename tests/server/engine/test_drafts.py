@@ -10,8 +10,9 @@ from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import DRAFTERS, Drafter
 from tightwire.server.engine.request import Request, make_request
-from tightwire.server.engine.scheduler import Scheduler
+from tightwire.server.engine.scheduler import Replicas, Scheduler
 from tightwire.server.engine.step_builder import Chunk
+from tightwire.server.ipc.engine_stats import EngineCounters
 from tightwire.server.ipc.messages import AddRequest
 
 DRAFTER = Drafter(max_tokens=3, longest=3, shortest=2)
@@ -324,6 +325,15 @@ def test_no_drafts_with_many_sequences() -> None:
     scheduler.sequences.add(request([7] * 8, "b"))
     draft_of(scheduler)
     assert draft_of(scheduler) == {"a": (), "b": ()}
+
+
+def test_steps_of_few_sequences_are_planned_ahead_while_many_wait() -> None:
+    sizes: dict[str, Any] = {"max_num_batched_tokens": 8, "num_blocks": 64, "block_size": 4}
+    limits = Limits(max_model_len=64, max_num_seqs=1, max_drafting_seqs=1, **sizes)
+    replicas = Replicas(limits, 2, DRAFTER, EngineCounters())
+    for name, replica, may_draft in (("a", 0, True), ("b", 0, True), ("c", 1, True), ("d", 1, False)):
+        replicas.add(request([7] * 4, name), replica)
+        assert replicas.may_draft(1) == may_draft
 
 
 class Greedy(Drafter):
