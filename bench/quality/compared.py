@@ -76,9 +76,8 @@ class ComparedAllReduce:
         parts = self._group.transport.gather(own.view(-1).view(torch.uint8), sizes)
         through = self._format.through
         numbers = [part.view(x.dtype).view(x.shape).float() for part in parts]
-        if self.name.startswith(
-            RING
-        ):  # each rank encodes the sum so far for the next one; real rings begin each slice elsewhere
+        if self.name.startswith(RING):
+            # Each rank encodes the sum so far for the next one. Real rings begin each slice elsewhere.
             return through(reduce(lambda total, part: through(total) + part, numbers)).to(x.dtype)
         return through(torch.stack([through(part) for part in numbers]).sum(0)).to(x.dtype)
 
