@@ -42,8 +42,9 @@ class EngineOptions:
     @property
     def codecs(self) -> list[Codec]:
         """All codecs that may run, each once."""
-        names = dict.fromkeys([self.gather_codec, self.frozen_codec, self.reduce_codec, self.reduce_across_codec])
-        return [parse_codec(name) for name in names if name and name not in ("none", PACKED)]
+        kept = {self.frozen_codec} - {PACKED}
+        names = dict.fromkeys([self.gather_codec, *kept, self.reduce_codec, self.reduce_across_codec])
+        return [parse_codec(name) for name in names if name and name != "none"]
 
 
 def engine_options(config: TrainConfig) -> EngineOptions:

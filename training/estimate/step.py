@@ -147,9 +147,8 @@ def flops_per_token(config: LlamaConfig, sequence_tokens: int, passes: int = 3, 
     width = config.num_heads * config.head_dim
     attention = config.hidden_size * (2 * width + 2 * config.num_kv_heads * config.head_dim)
     products = config.num_layers * (attention + 3 * config.hidden_size * config.mlp_size)
-    products += (
-        1 if scores else config.vocab_size
-    ) * config.hidden_size  # the head, tied or not; an embedding lookup has no arithmetic
+    # The head, tied or not; an embedding lookup has no arithmetic.
+    products += (1 if scores else config.vocab_size) * config.hidden_size
     return 2 * passes * products + 12 * config.num_layers * width * sequence_tokens
 
 

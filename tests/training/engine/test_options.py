@@ -11,6 +11,9 @@ from tightwire.training.engine.options import EngineOptions
 def test_an_unknown_codec_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown codec 'int9'"):
         EngineOptions(gather_codec="int9")
+    with pytest.raises(ValueError, match="unknown codec 'packed'"):
+        EngineOptions(gather_codec="packed")
+    assert EngineOptions(frozen_codec="packed").codecs == []
 
 
 def test_defaults_are_those_of_the_configuration() -> None:
