@@ -19,7 +19,7 @@ from tightwire.training.estimate.memory import RankMemory, rank_memory
 from tightwire.training.start.model import plan_model
 
 _NORM_BYTES = 8  # a shard's squared gradient norm, sent to each rank of its shard group
-_CPU_SIDE, _GPU_SIDE, _TRIES = 1024, 8192, 8
+_CPU_SIDE, _GPU_SIDE, _TRIES = 1024, 4096, 8
 
 
 class CompressorBytes(NamedTuple):

@@ -189,7 +189,7 @@ def plan_model(
         if not packed:
             raise ValueError(
                 f"parallel.frozen_codec: {PACKED} keeps the blocks of frozen matrices of a quantized GGUF, and {own.start or 'a new model'} "
-                "has none; give a codec such as int8, or such a file as model.start"
+                "has none here; give a codec such as int8, or such a file as model.start with model.lora or model.frozen"
             )
     return model, plan_buckets(model, shard_ranks, packed=packed)
 

@@ -40,7 +40,7 @@ struct Scales {
     static constexpr int run_groups = gathers ? LANES : Format::num_groups;
     alignas(64) float scales[LANES], minima[LANES];
 
-    Scales(const char *block, int64_t num_groups) {
+    Scales(const char *block, [[maybe_unused]] int64_t num_groups) {
         if constexpr (Format::num_groups > 1) {
             const BlockSource source = {block};
             I32 scale, minimum;
