@@ -28,15 +28,10 @@ Numbered = Callable[[CommError], CommError]  # turns an error of a subgroup into
 
 
 def renumbered(
-    error: CommError,
-    ranks: Sequence[int],
-    where: str,
-    rank: int,
-    world_size: int,
-    culprits: Collection[int] | None = None,
+    error: CommError, ranks: Sequence[int], where: str, rank: int, world_size: int, culprits: Collection[int] = ()
 ) -> CommError:
     """Convert ``error`` of a subgroup with these ``ranks``; ``culprits`` are group-wide ranks, by default those of the error."""
-    culprits = [ranks[each] for each in error.ranks] if culprits is None else culprits
+    culprits = culprits or [ranks[each] for each in error.ranks]
     return type(error)(
         f"rank {rank} lost {name_ranks(culprits)} of {world_size} {where}; from here on ranks "
         f"{', '.join(map(str, ranks))} are numbered from 0: {error}",

@@ -51,8 +51,9 @@ def hierarchical_reduce_scatter(
     exact_bytes = None if exact else (x.numel() - lengths[group.rank]) * x.element_size()
     algorithm = f"hierarchical:{inside_codec.name},{across_codec.name}"
     with group.recorded("reduce_scatter", algorithm, x.nbytes, exact_bytes):
-        flat_N = x.contiguous().view(-1)
-        sums = run_leg(group, inside, _encoded_sums, inside, flat_N, lengths, inside_codec, across_codec)
+        sums = run_leg(
+            group, inside, _encoded_sums, inside, x.contiguous().view(-1), lengths, inside_codec, across_codec
+        )
         received = run_leg(group, across, across.transport.exchange, sums)
         with ledger.coding_if(not across_codec.exact):
             return sum_encoded(received, lengths[group.rank], across_codec, x.dtype).to(dtype)
@@ -91,7 +92,8 @@ def _encoded_sums(
     per_node, own = inside.world_size, lengths[inside.rank :: inside.world_size]
     with coding:  # each slice where it is, so that nothing is copied into the order of places before it is small
         encoded = [encode_slices(part, [part.numel()], codec)[0] for part in x_N.split(lengths)]
-    received = inside.transport.exchange([torch.cat(encoded[place::per_node]) for place in range(per_node)])
+        encoded = [torch.cat(encoded[place::per_node]) for place in range(per_node)]
+    received = inside.transport.exchange(encoded)
     sizes = [codec.wire_bytes(length, x_N.element_size()) for length in own]
     with coding:
         slices = zip(own, *(buf.split(sizes) for buf in received), strict=True)

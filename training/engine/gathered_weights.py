@@ -26,6 +26,7 @@ from tightwire.training.ranks.groups import shard_group
 
 # Told kind (gather, compute, write or reduce), whether it begins, bucket, and buffer: of the work itself, not of the waits.
 Trace = Callable[[str, bool, str, str], None]
+_UNPACKED_ROWS = 1024  # of a matrix at a time, which bounds the memory
 PATIENCE = 4  # in timeouts of a collective: a wait for the lane may include earlier collectives
 
 
@@ -84,14 +85,14 @@ def alternates(options: EngineOptions, bucket: Bucket) -> bool:
 
 def room_bytes(shards: Shards) -> int:
     """Bytes of the lane's receive buffer, for weights that are encoded or gathered across nodes in two legs."""
-    return max(
-        (
-            own.form.ranks.world_size * own.form.wire_bytes
-            for own in shards.all.values()
-            if own.flat_param.blocks is not None or own.form.two_legs or not own.form.codec.exact
-        ),
-        default=0,
-    )
+    forms = [shard.form for shard in shards.all.values()]
+    needed = [form for form in forms if not form.codec.exact or form.two_legs]
+    return max((form.ranks.world_size * form.wire_bytes for form in needed), default=0)
+
+
+def blocks_bytes(shards: Shards) -> int:
+    """Bytes of the lane's buffer of gathered blocks, from which matrices are decoded."""
+    return max((blocks.num_elems for own in shards.all.values() if (blocks := own.flat_param.blocks)), default=0)
 
 
 def make_buffers(plan: BucketPlan, options: EngineOptions, shards: Shards, device: torch.device) -> list[BucketBuffer]:
@@ -126,10 +127,11 @@ def _whole_shards(bucket: Bucket, shards: Shards) -> dict[str, Tensor]:
     return views if len(views) == len(own) else {}
 
 
-def _unpack(flat_param: FlatParameter, blocks_B: Tensor, out_N: Tensor) -> None:
-    assert flat_param.blocks is not None
-    for param, place, packed in zip(flat_param.params, flat_param.blocks.params, flat_param.formats, strict=True):
-        param.of(out_N).copy_(dequantize(PackedMatrix(place.of(blocks_B), packed), out_N.dtype))
+def _unpack(flat_param: FlatParameter, blocks: FlatParameter, blocks_B: Tensor, out_N: Tensor) -> None:
+    for param, place, packed in zip(flat_param.params, blocks.params, flat_param.formats, strict=True):
+        parts = param.of(out_N).split(_UNPACKED_ROWS), place.of(blocks_B).split(_UNPACKED_ROWS)
+        for numbers, blocks_OB in zip(*parts, strict=True):
+            numbers.copy_(dequantize(PackedMatrix(blocks_OB, packed), numbers.dtype))
 
 
 class Weights:
@@ -146,7 +148,8 @@ class Weights:
         self._node_copy = NodeCopy(shards, lane_group)
         self._bucket_buffers = make_buffers(plan, options, shards, lane_group.device)
         self._pools = list({id(place.pool): place.pool for place in self._bucket_buffers if place.pool}.values())
-        self._room = torch.empty(room_bytes(shards), dtype=torch.uint8, device=lane_group.device)
+        sizes = room_bytes(shards), blocks_bytes(shards)
+        self._room, self._blocks = (torch.empty(size, dtype=torch.uint8, device=lane_group.device) for size in sizes)
         self._held: set[int] = set()  # buckets requested and not released
         self._lane = Lane("gather", lane_group.device, self._close_pools)
 
@@ -228,17 +231,16 @@ class Weights:
             pool.moved()  # extends the deadline of waits for later buckets
 
     def _gather(self, shard: Shard, out_N: Tensor) -> None:
-        form, group = shard.form, group_of(shard.form, self._group)
-        if (blocks := shard.flat_param.blocks) is not None:
-            blocks_B = self._room[: blocks.num_elems]
-            run_leg(self._lane_group, group, gather_shards, group, shard.wire(), form.codec, blocks_B, self._room)
-            _unpack(shard.flat_param, blocks_B, out_N)
-        elif form.copied and isinstance(shard, MainShard):
-            self._node_copy.gather(shard, out_N, self._room)
+        form, group, blocks = shard.form, group_of(shard.form, self._group), shard.flat_param.blocks
+        gathered = out_N if blocks is None else self._blocks[: blocks.num_elems]
+        if form.copied and isinstance(shard, MainShard):
+            self._node_copy.gather(shard, gathered, self._room)
         elif form.two_legs:
-            gather_over_nodes(group, shard.wire(), form.codec, out_N, self._room)
+            gather_over_nodes(group, shard.wire(), form.codec, gathered, self._room)
         else:
-            run_leg(self._lane_group, group, gather_shards, group, shard.wire(), form.codec, out_N, self._room)
+            run_leg(self._lane_group, group, gather_shards, group, shard.wire(), form.codec, gathered, self._room)
+        if blocks is not None:
+            _unpack(shard.flat_param, blocks, gathered, out_N)
 
     def _close_pools(self, reason: BaseException) -> None:
         for pool in self._pools:

@@ -46,7 +46,7 @@ def engine_memory(plan: BucketPlan, options: EngineOptions, *, num_nodes: int, r
             buffer.memory.nbytes for pool in {place.pool for place in places} for buffer in pool.buffers
         ),
         "node_copy": sum(gathered_weights.node_copy_bytes(shards).values()),
-        "gather_room": gathered_weights.room_bytes(shards),
+        "gather_room": gathered_weights.room_bytes(shards) + gathered_weights.blocks_bytes(shards),
     }
 
 

@@ -10,10 +10,11 @@ import torch
 from helpers.model.tiny_gguf import make_tiny_gguf
 from helpers.model.transformers_reference import greedy
 from helpers.server.local_engine import continue_prompts, local_engine
-from helpers.training.training_runs import StopAfter, losses, make_config, train
+from helpers.training.training_runs import StopAfter, log_lines, losses, make_config, train
 from tiny import VARIANTS, make_tiny
 from transformers import LlamaForCausalLM
 
+from tightwire.comm.group.topology import Topology
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.model.adapters.peft import open_adapter
 from tightwire.model.checkpoint.gguf import GgufFile
@@ -21,6 +22,8 @@ from tightwire.model.open import open_checkpoint
 from tightwire.training.checkpoint.folders import OtherRunError
 from tightwire.training.config.read import ConfigError
 from tightwire.training.config.tree import TrainConfig
+from tightwire.training.engine.options import engine_options
+from tightwire.training.estimate.step import model_step
 from tightwire.training.start.model import plan_model
 
 _PROMPTS = [[5], [72, 101, 108, 108, 111], [200, 3, 17] * 11]
@@ -108,7 +111,7 @@ def test_a_stopped_run_resumes_to_the_bit_with_dropout(tmp_path: Path, base: Pat
 @pytest.mark.parametrize("quant", ["Q8_0", "Q4_K"])
 def test_a_gguf_that_keeps_its_own_blocks_is_trained_to_the_bit_as_its_numbers(tmp_path: Path, quant: str) -> None:
     """Blocks of two formats beside a matrix of plain numbers, on one rank, four, and four that keep a copy on each node."""
-    sizes: Any = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 3}
+    sizes: Any = {"hidden_size": 256, "intermediate_size": 1280, "head_dim": 64, "num_hidden_layers": 3}
     others = {"attn_v": "Q6_K", "attn_k": "F16"}
     base = make_tiny_gguf(tmp_path / "base.gguf", quant, others=others, **sizes)
     stored = {name: tensor for name, tensor in GgufFile(base).tensors.items() if len(tensor.shape) == 2}
@@ -126,12 +129,16 @@ def test_a_gguf_that_keeps_its_own_blocks_is_trained_to_the_bit_as_its_numbers(t
 
     packed = trained("packed", "packed")
     assert losses(packed) == losses(trained("numbers", "none"))
-    _, plan = plan_model(packed, open_checkpoint(str(base)).config, torch.device("cpu"), 1)
+    llama = open_checkpoint(str(base)).config
+    _, plan = plan_model(packed, llama, torch.device("cpu"), 1)
     (blocks,) = [own.blocks for own in plan.flat_params if own.name == "blocks.0.packed"]
     assert blocks is not None and 0 <= blocks.num_elems - block_bytes < 512  # padding only
     for secondary in (False, True):
         runs = [trained(f"{codec}-{secondary}", codec, 4, 2, secondary) for codec in ("packed", "none")]
         assert losses(runs[0]) == losses(runs[1])
+        for config in runs:
+            step = model_step(config, engine_options(config), llama, Topology(0, 4, num_nodes=2))
+            assert log_lines(config)[1]["wire_bytes"] == step.bytes_sent
 
 
 def test_blocks_are_kept_only_of_a_quantized_gguf(tmp_path: Path, base: Path) -> None:
