@@ -43,6 +43,7 @@ ZIG_NAMES = {
 _FLAGS = [
     *("-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"),
     *("-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics"),
+    # Wrong alarms of GCC: vectors in arguments, registers filled in parts, fields left out because they are 0.
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-missing-field-initializers"),
 ]
 # The longest time for one compiler call: ten times that of the slowest file with sanitizers on a busy core.

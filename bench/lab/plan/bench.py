@@ -32,6 +32,7 @@ class PlanOptions(OutputOptions):
 
 class PlanBench(Bench[PlanOptions]):
     verb = "plan"
+    later_tokens = 23  # of a request whose times are measured
     of_lab = True
     columns = (Column("of", "name"), *(Column(name, name, ",.4g") for name in ("predicted", "measured", "ratio")))
     failures = ((ServerFailedError, 1), (ValueError, 2), (subprocess.CalledProcessError, 1))
@@ -48,9 +49,11 @@ class PlanBench(Bench[PlanOptions]):
             plan = json.loads(subprocess.run(hosts.on(0, explain), capture_output=True, check=True).stdout)
         self.facts |= {"link": plan["link"], "rates": plan["rates"], "hosts": num, "serve": list(self.options.serve)}
         rows = [row["times"] for row in plan["layouts"]]
-        times = {", ".join(filter(None, (row["layout"], row["all_reduce"]))): row for row in rows}[self.options.row]
+        named = {", ".join(filter(None, (row["layout"], row["all_reduce"]))): row for row in rows}
+        if (times := named.get(self.options.row)) is None:
+            raise ValueError(f"--row {self.options.row!r}: --serve makes the rows {', '.join(map(repr, named))}")
         predicted = {f"TTFT({length}) ms": 1e3 * seconds for length, seconds in times["ttft_s"].items()}
-        token_s = times["token_s"] + times["handed_s"] / 23  # the mean of the later tokens, of which the first waits
+        token_s = times["token_s"] + times["handed_s"] / self.later_tokens  # the mean; the first of them waits
         predicted |= {"ms a token": 1e3 * token_s, f"tokens/s of {CROWD}": times["crowd_tokens_per_s"]}
         for name, value in found.items():
             own = {"name": name, "predicted": predicted[name], "measured": value, "ratio": predicted[name] / value}
@@ -62,8 +65,9 @@ class PlanBench(Bench[PlanOptions]):
             own = Load(concurrency=(at_once,), num_requests=(num,), input_len=size, output_len=output)
             return bench_serve(url, own, seed=1)["cells"][0]
 
-        cells = {length: load(1, 3 if length < 1000 else 1, length, 24) for length in self.options.prompt_lens}
+        asked, output = self.options.prompt_lens, 1 + self.later_tokens
+        cells = {length: load(1, 3 if length < 1000 else 1, length, output) for length in asked}
         for length, cell in cells.items():
             yield f"TTFT({length}) ms", 1e3 * cell["ttft_s"]["p50"]
-        yield "ms a token", 1e3 * cells[self.options.prompt_lens[-1]]["tpot_s"]["p50"]
+        yield "ms a token", 1e3 * cells[asked[-1]]["tpot_s"]["p50"]
         yield f"tokens/s of {CROWD}", load(CROWD, CROWD, CROWD_PROMPT, CROWD_TOKENS)["output_tokens_per_s"]
