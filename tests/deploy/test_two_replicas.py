@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from helpers.server.hosts import free_ports
 from helpers.server.server_process import START_S, get, wait_until
 from tiny import make_tiny
 
@@ -18,22 +18,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "deploy" / "routers" / "two-replicas.sh"
-
-
-def free_ports(count: int) -> int:
-    """The first of ``count`` neighbouring ports that are free now."""
-    for first in range(20_000 + os.getpid() % 5_000, 30_000, count):
-        sockets = [socket.socket() for _ in range(count)]
-        try:
-            for number, one in enumerate(sockets):
-                one.bind(("127.0.0.1", first + number))
-            return first
-        except OSError:
-            continue
-        finally:
-            for one in sockets:
-                one.close()
-    raise AssertionError("no free ports")
 
 
 def answers(url: str) -> bool:

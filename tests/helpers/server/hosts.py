@@ -1,6 +1,7 @@
 """Hosts over loopback for tests: what a side is told, free ports, and two models to agree about."""
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -54,8 +55,8 @@ class Told:
 
 
 def free_ports(count: int) -> int:
-    """The first of some neighbouring free ports."""
-    for first in range(31000, 60000, count):
+    """The first of some neighbouring free ports. Each process looks elsewhere, below the ports that systems give to connections."""
+    for first in range(12_000 + os.getpid() % 250 * 64, 32_768 - count, count):
         held: list[socket.socket] = []
         try:
             held.extend(socket.create_server(("127.0.0.1", first + i)) for i in range(count))
