@@ -223,10 +223,8 @@ def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready])
     device = f"{plan.device} ({info.kernels} kernels)" if info.kernels else plan.device
     sums, split = "none: one rank holds the whole model", f"one rank on {device}"
     if len(ready) > 1:
-        split = f"{len(ready)} ranks on {device}" + (
-            f", {plan.num_replicas} replicas of {info.tp}" if plan.num_replicas > 1 else ""
-        )
-        split += f", over {comm.transport if comm else plan.transport}"
+        replicas = f", {plan.num_replicas} replicas of {info.tp}" if plan.num_replicas > 1 else ""
+        split = f"{len(ready)} ranks on {device}{replicas}, over {comm.transport if comm else plan.transport}"
     if plan.stages is not None and plan.is_pipeline and plan.stages.ranks_each == 1:
         sums = "none: hidden states pass from stage to stage"
     elif info.tp > 1 and comm is not None:

@@ -161,9 +161,14 @@ class ParallelOptions:
         return self.stages or self.wire_nodes
 
     @property
+    def sums_inside(self) -> bool:
+        """Whether ranks that sum together are on one node: those of each of several replicas, or of a pipeline's stage."""
+        return self.dp > 1 or self.layout == "pipeline"
+
+    @property
     def sum_nodes(self) -> int:
-        """The nodes of the ranks that sum together; several replicas, and stages, lie inside one node each."""
-        return self.nodes if self.dp == 1 and self.layout != "pipeline" else 1
+        """The nodes of the ranks that sum together."""
+        return 1 if self.sums_inside else self.nodes
 
     def _check_nodes(self) -> None:
         num, want = self.tp, f"a divisor of --tp ({self.tp})"

@@ -87,11 +87,9 @@ def planned_hosts(config: ServeConfig, num: int) -> ServeConfig:
 def _spread(config: ServeConfig) -> ServeConfig:
     parallel, options = config.parallel, config.hosts
     nnodes = options.nnodes or 1
-    if parallel.tp % nnodes or parallel.dp > 1:
-        raise ValueError(
-            f"--nnodes {nnodes} must divide --tp ({parallel.tp}), with --dp 1 (got {parallel.dp}); for several replicas start "
-            "several servers behind a router"
-        )
+    flag, num = ("--dp", parallel.dp) if parallel.dp > 1 else ("--tp", parallel.tp)
+    if num % nnodes:  # a replica is inside one host
+        raise ValueError(f"--nnodes {nnodes} must divide {flag} ({num}): hosts have equal numbers of ranks")
     if parallel.link is not None or parallel.nodes not in (1, nnodes):
         raise ValueError("--link and --nodes emulate nodes on one host; leave them out with --nnodes")
     if parallel.transport in ("shared-memory", "peer-memory"):
@@ -101,9 +99,9 @@ def _spread(config: ServeConfig) -> ServeConfig:
         raise ValueError(
             f"--port-range {options.port_range} contains {port}, the port of --master-addr where nodes meet; choose another of them"
         )
-    if len(options.ports) <= 2 * parallel.tp:
+    if len(options.ports) <= 2 * parallel.num_ranks:
         raise ValueError(
-            f"--port-range {options.port_range} must hold {2 * parallel.tp + 1} ports: the store's, and two a rank"
+            f"--port-range {options.port_range} must hold {2 * parallel.num_ranks + 1} ports: the store's, and two a rank"
         )
     return replace(config, parallel=replace(parallel, nodes=nnodes))
 

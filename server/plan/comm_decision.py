@@ -178,10 +178,9 @@ def decide_sums(
     """Resolve every ``auto`` about sums; arguments and errors as for ``run_plan.decide``."""
     parallel, decided = config.parallel, decide_setting(config, model, link)
     comm, library = None, None
-    link = None if parallel.layout == "pipeline" else link  # between stages, which sum inside a host
     if parallel.num_summing > 1:
         requests, devices = policy_requests(config, model), [gpu.name for gpu in decided.gpus]
-        comm = decide_comm(requests, decided.setting, devices, link, model_id)
+        comm = decide_comm(requests, decided.setting, devices, None if parallel.sums_inside else link, model_id)
         if decided.setting.transport == "peer-memory" and parallel.transport == "auto":
             other = msgspec.structs.replace(decided.setting, transport="process-group")
             library = decide_comm(requests, other, devices, model_id=model_id)

@@ -32,7 +32,7 @@ def decide_setting(config: ServeConfig, model: LlamaConfig, link: LinkFacts | No
     """Decide the device, dtype and transport of the ranks. ValueError: one of them is impossible here."""
     device, gpus = _choose_device(config.model.device, config.parallel, config.hosts.nnodes or 1)
     transport, reason = choose_transport(config.parallel, device, link, config.hosts.several)
-    crossed = None if config.parallel.layout == "pipeline" else link  # by sums
+    crossed = None if config.parallel.sums_inside else link
     dtype = choose_dtype(config.model, model, device)
     setting = Setting(
         transport=transport,
@@ -95,7 +95,7 @@ def choose_transport(
     if options.num_ranks == 1:
         return "none", ""
     over_wire = several_hosts or (link is not None and link.emulation == NAMESPACES)
-    if options.layout == "pipeline":  # stages use sockets; the ranks of one are on one host
+    if options.sums_inside and (over_wire or options.dp == 1):  # stages or replicas, joined by sockets
         over_wire = options.num_summing == 1
     if over_wire:  # memory is refused: it bypasses the wire
         return (("sockets" if device == "cpu" else "process-group") if asked == "auto" else asked), ""
@@ -116,7 +116,7 @@ def choose_overlap(options: ParallelOptions, device: str, several_hosts: bool = 
         raise ValueError(f"--overlap on is not possible: {why}; use --overlap auto or off")
     if options.overlap == "auto":
         by_wire = options.link is not None or (several_hosts and device == "cpu")
-        return options.tp > 1 and options.layout != "pipeline" and by_wire
+        return options.tp > 1 and by_wire and not options.sums_inside
     return options.overlap == "on"
 
 
@@ -162,7 +162,7 @@ def choose_sum_dtype(options: ParallelOptions, device: str, dtype: str) -> str:
     """The dtype of the messages of partial sums. ``auto``: float32 where memory carries them, ``dtype`` on wires and GPUs."""
     if options.sum_dtype != "auto":
         return options.sum_dtype
-    one_host = options.layout == "pipeline" or (options.nodes == 1 and options.link is None)
+    one_host = options.sums_inside or (options.nodes == 1 and options.link is None)
     return "float32" if device == "cpu" and one_host else dtype
 
 

@@ -181,12 +181,20 @@ def test_prompts_pass_two_hosts_of_two_ranks_and_a_killed_rank_ends_both(
         assert re.search(r"rank 3 \(.*?\) was killed by SIGKILL", first.log), first.log
 
 
-@pytest.mark.parametrize("ranks_each", [1, 2])
-def test_all_rows_pass_two_hosts_and_a_killed_rank_ends_both(
-    ranks_each: int, network: EmulatedNetwork, model: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("same", "ranks_each"),
+    [
+        (("--tp", "2", "--layout", "pipeline"), 1),
+        (("--tp", "4", "--layout", "pipeline"), 2),
+        (("--tp", "2", "--dp", "2"), 2),
+    ],
+    ids=str,
+)
+def test_hosts_that_sum_inside_answer_as_one_of_them_and_a_killed_rank_ends_both(
+    same: tuple[str, ...], ranks_each: int, network: EmulatedNetwork, model: Path, tmp_path: Path
 ) -> None:
-    """A host is a stage. Its ranks answer as they would alone with all layers."""
-    same, nodes = ("--tp", str(2 * ranks_each), "--layout", "pipeline"), network.nodes
+    """A host is a stage, or has a replica. Its ranks answer as they would alone with all layers."""
+    nodes = network.nodes
     options = {"tp": ranks_each, "dtype": torch.bfloat16}
     alone = {(prompt, "auto"): {greedy_text(model, prompt, 8, **options)} for prompt in _PROMPTS}
     with (
