@@ -189,8 +189,7 @@ def _load_weights(
     plan, timeout_s = options.weight_plan, options.fetch_timeout_s
     files: LayerFiles
     if isinstance(source, Prepared):
-        patience_s = _PATIENCE_SHARE * timeout_s
-        files = source.store(shard.rank, plan.io, patience_s=patience_s)
+        files = source.store(shard.rank, plan.io, patience_s=_PATIENCE_SHARE * timeout_s)
     else:
         files = CheckpointStore.for_plan(source, config, shard, plan, options.dtype, options.formats)
     peers = groups.peers if plan.source == "partition" else None

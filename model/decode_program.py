@@ -16,6 +16,7 @@ from tightwire.kernels.cpu.library import ffi, lib, struct
 from tightwire.kernels.cpu.linear import useful_threads, weight_parts
 from tightwire.kernels.cpu.lora import native_site
 from tightwire.kernels.cpu.run import CACHE_KIND, NUMBER_KIND, run_on_items
+from tightwire.kernels.layer_ops import check_slots
 from tightwire.kernels.spec.lora import AdapterRows
 from tightwire.kernels.spec.packed import Weight
 from tightwire.model.adapters.product import SITES, AdapterProducts
@@ -107,8 +108,10 @@ class DecodeProgram:
         if num_rows > len(self._partial_TD):
             self._make_buffers(num_rows)
         _check_rows("the embeddings", residual_TD, self._partial_TD[:num_rows])
-        _check_range("position", batch.positions_T, self._num_positions)
-        _check_range("slot", batch.slots_LT.flatten(), self._cache.num_blocks * self._cache.block_size)
+        check_slots(batch.slots_LT.flatten(), self._cache.num_blocks * self._cache.block_size)
+        least, most = batch.positions_T.aminmax()
+        if least < 0 or most >= self._num_positions:
+            raise ValueError(f"positions are {least} to {most}; there are positions 0 to {self._num_positions - 1}")
         lens, sizes = (batch.query_start_B1, batch.context_lens_B), (self._cache.num_blocks, self._cache.block_size)
         # The tiles are the same in every group; each table is checked.
         tiles, *_ = (cut_into_tiles((*lens, table), num_rows, 1, *sizes) for table in batch.block_tables_LBM)
@@ -250,11 +253,3 @@ def _check_rows(what: str, rows_TD: Tensor, like_TD: Tensor) -> None:
             f"{what} must be {tuple(like_TD.shape)} {like_TD.dtype}, contiguous; "
             f"got {tuple(rows_TD.shape)} {rows_TD.dtype} with strides {rows_TD.stride()}"
         )
-
-
-def _check_range(what: str, numbers_T: Tensor, stop: int) -> None:
-    numbers = numbers_T.numpy()
-    wrong = (numbers < 0) | (numbers >= stop)
-    if wrong.any():
-        token = int(wrong.argmax())
-        raise ValueError(f"token {token} has {what} {numbers[token]}; there are {what}s 0 to {stop - 1}")

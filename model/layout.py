@@ -88,15 +88,17 @@ def whole_shard(config: LlamaConfig) -> Shard:
     return make_layout(config, 1).shards[0]
 
 
+def keep_layers(config: LlamaConfig, layers: Sequence[int]) -> LlamaConfig:
+    """Return the description of a model with these layers alone, numbered anew."""
+    kinds = config.sliding, config.nope
+    sliding, nope = (tuple(own for own, layer in enumerate(layers) if layer in kind) for kind in kinds)
+    return replace(config, num_layers=len(layers), sliding=sliding, nope=nope)
+
+
 def stage_model(config: LlamaConfig, layers: range) -> LlamaConfig:
     """Return the description of these layers as a model of their own; the first stage embeds, and the last has the head."""
-
-    def inside(chosen: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(layer - layers.start for layer in chosen if layer in layers)
-
     has_head = layers.stop == config.num_layers
-    own = {"sliding": inside(config.sliding), "nope": inside(config.nope)}
-    return replace(config, num_layers=len(layers), first_layer=layers.start, has_head=has_head, **own)
+    return replace(keep_layers(config, layers), first_layer=layers.start, has_head=has_head)
 
 
 def _split_heads(config: LlamaConfig, shares: list[float], unit: int) -> list[tuple[range, range]]:

@@ -37,6 +37,7 @@ from tightwire.model.weights.prepared.manifest import (
     write_manifest,
 )
 from tightwire.model.weights.residency import check_codec
+from tightwire.sizes import disk_shortage
 from tightwire.whole_folder import whole_folder
 
 _CPU = torch.device("cpu")
@@ -102,7 +103,8 @@ def prepare(
 
     with _disk_errors(out), whole_folder(out, check_replaced=check_replaced, say=say) as folder:
         files = _write_small_files(job, folder)
-        _check_space(folder, job.num_bytes)
+        if lacking := disk_shortage(folder, job.num_bytes):
+            raise ModelError(f"{out.parent}: {lacking}, {_SMALLER}")
         manifest = _write_ranks(job, folder, files, progress)
         if damage := read_back(folder, manifest, progress):
             raise PrepareError(
@@ -139,15 +141,6 @@ def _write_small_files(job: _Job, folder: Path) -> dict[str, str]:
     if source is not None and (source / _GENERATION).is_file():
         shutil.copyfile(source / _GENERATION, folder / _GENERATION)
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
-
-
-def _check_space(folder: Path, num_bytes: int) -> None:
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < num_bytes:
-        raise ModelError(
-            f"{folder.parent}: {num_bytes / 1e9:.2f} GB are needed and {free_bytes / 1e9:.2f} GB are free; free "
-            f"{(num_bytes - free_bytes) / 1e9:.2f} GB, {_SMALLER}"
-        )
 
 
 def _write_ranks(job: _Job, folder: Path, files: dict[str, str], progress: Progress) -> Manifest:

@@ -120,10 +120,6 @@ class Passage:
             phase = (chunks[self.stage] or coming or moving[0]).phase
             self._moving.append(self.wire.send_on(None if self.is_last else hidden_TD, shape, phase))
 
-    def send_chosen(self, results: Tensor | None, num: int, phase: str) -> Pending | None:
-        """Send the last stage's ``results`` to rank 0; None on ranks without a wire. See ``SideWire.send_chosen``."""
-        return None if self.beside is None else self.beside.send_chosen(results, num, phase)
-
 
 class PromptStages:
     """The chunks under way, and this rank's stage. Call ``begin``, before decode rows are computed, and ``run`` in each step."""

@@ -34,15 +34,6 @@ def _table(config: LlamaConfig, theta: float, scaling: RopeScaling, max_position
     return angles.cos() * scaling.attention_factor, angles.sin() * scaling.attention_factor
 
 
-def _longrope(wavelengths: Tensor, own: RopeScaling, max_positions: int) -> Tensor:
-    """The short factors if all sequences fit the original context.
-
-    transformers changes the factors when a sequence grows past it, after which its cached keys no longer fit.
-    """
-    is_long = max_positions > own.original_max_positions
-    return rope.longrope(wavelengths, own.long_factors if is_long else own.short_factors)
-
-
 _FREQUENCIES: dict[str, Callable[[Tensor, RopeScaling, float, int], Tensor]] = {
     "none": lambda wavelengths, *_: 1.0 / wavelengths,
     "dynamic": lambda wavelengths, *_: 1.0 / wavelengths,
@@ -53,5 +44,9 @@ _FREQUENCIES: dict[str, Callable[[Tensor, RopeScaling, float, int], Tensor]] = {
     "yarn": lambda wavelengths, own, theta, _: rope.yarn(
         wavelengths, theta, own.factor, own.original_max_positions, own.beta_fast, own.beta_slow, own.truncate
     ),
-    "longrope": lambda wavelengths, own, _, max_positions: _longrope(wavelengths, own, max_positions),
+    # The short factors if all sequences fit the original context: transformers changes the factors when a sequence grows past it,
+    # after which its cached keys no longer fit.
+    "longrope": lambda wavelengths, own, _, max_positions: rope.longrope(
+        wavelengths, own.long_factors if max_positions > own.original_max_positions else own.short_factors
+    ),
 }

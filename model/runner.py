@@ -93,7 +93,8 @@ class ModelRunner:
         if logits_RV is not None and plan.logit_rows and (passage is None or passage.is_last):
             results = self._chooser.choose(logits_RV, plan.sampling, banned, plan.phase)
         if passage is not None and plan.logit_rows:
-            return passage.send_chosen(results, plan.sampling.num_results, plan.phase)
+            wire = passage.beside  # None on ranks that are not the first of their stage
+            return None if wire is None else wire.send_chosen(results, plan.sampling.num_results, plan.phase)
         if not plan.gather_sizes:
             return results
         assert self.choice_gather is not None, "a plan of several replicas, and there is one"
@@ -238,7 +239,7 @@ class DecodeGraphs:
     def fits(self, arrays: StepArrays) -> bool:
         """Return True if a graph covers the step: decode rows only, one per sequence, and few enough."""
         num_rows = len(arrays.token_ids_T)
-        return arrays.num_decode_rows == num_rows <= self._sizes[-1] and arrays.has_one_token_each
+        return arrays.num_decode_rows == num_rows == len(arrays.context_lens_B) <= self._sizes[-1]
 
     def run(self, arrays: StepArrays, policy: int, chosen_R: Tensor | None = None) -> Tensor:
         """Return (B, D) hidden states, valid until the next step. ``chosen_R``: the tokens of the last step."""

@@ -147,10 +147,6 @@ class StepArrays:
         adapters_T = ints(plan.adapters)[sequence_T] if plan.adapters else None
         return cls(ints(plan.token_ids), positions_T, slots_LT, *lens, plan.num_decode_rows, adapters_T)
 
-    @property
-    def has_one_token_each(self) -> bool:
-        return len(self.token_ids_T) == len(self.context_lens_B)
-
 
 def cut_row(num_rows: int, num_decode_rows: int = 0) -> int:
     """Return the row at which to cut a step, to sum one half while the other is computed; 0: cutting does not pay."""

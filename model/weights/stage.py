@@ -45,14 +45,11 @@ class JoinedRows:
 
     def multiply(self, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
         """Return ``linear`` with the whole matrix. ``bias``: of the whole matrix."""
-        products = [
-            linear(x_TD, weight, None if bias_O is None else self._bias(bias_O, in_rest))
-            for weight, in_rest in ((self.shard, False), (self.rest, True))
-        ]
+        products = list[Tensor]()
+        for weight, in_rest in ((self.shard, False), (self.rest, True)):
+            bias = None if bias_O is None else [bias_O[run.whole] for run in self.runs if run.in_rest == in_rest]
+            products.append(linear(x_TD, weight, None if bias is None else torch.cat(bias)))
         return torch.cat([products[run.in_rest][:, run.rows] for run in self.runs], dim=1)
-
-    def _bias(self, bias_O: Tensor, in_rest: bool) -> Tensor:
-        return torch.cat([bias_O[run.whole] for run in self.runs if run.in_rest == in_rest])
 
 
 def embed_whole(token_ids_T: Tensor, first: Matrix, others: Matrix) -> Tensor:

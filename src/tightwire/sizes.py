@@ -1,7 +1,9 @@
-"""Parses and formats byte sizes: ``2GiB``, ``512MB``, ``4096``; aligns the columns of a table in text."""
+"""Parses, formats and compares byte sizes: ``2GiB``, ``512MB``, ``4096``; aligns the columns of a table in text."""
 
 import re
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
@@ -26,6 +28,16 @@ def format_bytes(num_bytes: float) -> str:
             break
         size, unit = size / 1024, larger
     return f"{size:.1f}".removesuffix(".0") + unit
+
+
+def disk_shortage(folder: Path, num_bytes: int) -> str:
+    """What the disk of ``folder`` lacks to hold ``num_bytes`` more, in words; empty if it has room."""
+    free = shutil.disk_usage(folder).free
+    if free >= num_bytes:
+        return ""
+    return (
+        f"{format_bytes(num_bytes)} are needed and {format_bytes(free)} are free; free {format_bytes(num_bytes - free)}"
+    )
 
 
 def aligned(rows: Sequence[Sequence[str]], num_left: int = 1) -> list[str]:

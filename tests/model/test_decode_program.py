@@ -188,8 +188,8 @@ def test_several_tokens_of_a_sequence_see_each_other_in_order(dtype: torch.dtype
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"block_tables": [[32 * _MAX_BLOCKS] * _MAX_BLOCKS]}, "has slot 4100; there are slots 0 to 4095"),
-        ({"block_tables": [[-1] * _MAX_BLOCKS]}, "token 0 has slot -12"),
+        ({"block_tables": [[32 * _MAX_BLOCKS] * _MAX_BLOCKS]}, "slots are .*4100.*; the cache has slots 0 to 4095"),
+        ({"block_tables": [[-1] * _MAX_BLOCKS]}, "slots are .*-12"),
         ({"block_tables": [[999, *range(7)]], "context_lens": [21]}, "sequence 0 has query rows"),
     ],
 )

