@@ -43,13 +43,24 @@ class Family:
     full_every: int = 0
     nope_every: int = 0  # of so many layers the last one has no rotary embedding; 0: all have one
     partial_rotary: bool = False  # ``partial_rotary_factor`` may be below 1
-    # Matrices that files keep stacked by rows: the file's name, and the names of its parts in order.
+    mlp_size: str = "intermediate_size"  # its key in config.json
+    # Keys of config.json that must have one value, and the feature that a model with another one, or none, has.
+    required: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)  # further keys, which transformers checks
+    # Matrices that config.json's files keep stacked by rows, or name otherwise: their name, and its parts in order.
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 _ATTENTION_BIAS = {"qkv_bias": Key("attention_bias"), "output_bias": Key("attention_bias")}
 _BIASES = {**_ATTENTION_BIAS, "mlp_bias": Key("mlp_bias")}
 _MISTRAL: Any = {"gguf_permuted": True, "defaults": {"max_position_embeddings": 131072}, "full_every": 1}
+_GRANITE = {
+    "embedding_scale": Key("embedding_multiplier", "embedding_scale"),
+    "residual_scale": Key("residual_multiplier", "residual_scale"),
+    "score_scale": Key("attention_multiplier", "attention.scale"),
+    "logits_divisor": Key("logits_scaling", "logit_scale"),
+}
+_GRANITE_DEFAULTS = {"attention_multiplier": 1.0}  # without the key, transformers multiplies scores by 1
 _OLMO: Mapping[str, Any] = {"norms": "after", "qk_norm": "projection"}
 _GEMMA: Mapping[str, Any] = {
     "norms": "both",
@@ -109,15 +120,24 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         names=Names("Granite", "GraniteForCausalLM", "granite", "granite"),
         gguf_permuted=True,
-        keys={
-            **_BIASES,
-            "embedding_scale": Key("embedding_multiplier", "embedding_scale"),
-            "residual_scale": Key("residual_multiplier", "residual_scale"),
-            "score_scale": Key("attention_multiplier", "attention.scale"),
-            "logits_divisor": Key("logits_scaling", "logit_scale"),
+        keys={**_BIASES, **_GRANITE},
+        defaults=_GRANITE_DEFAULTS,
+    ),
+    Family(
+        names=Names("Granite 4", "GraniteMoeHybridForCausalLM", "granitemoehybrid", "granite"),
+        gguf_permuted=True,
+        keys={**_ATTENTION_BIAS, **_GRANITE},
+        defaults={**_GRANITE_DEFAULTS, "layer_types": ["linear_attention"]},
+        mlp_size="shared_intermediate_size",
+        required={
+            "num_local_experts": (0, "a mixture of experts"),
+            "position_embedding_type": ("rope", "attention without rotary embedding"),
         },
-        # Without the key, transformers multiplies scores by 1.
-        defaults={"attention_multiplier": 1.0},
+        written={"mamba_n_heads": 1},
+        stacked={
+            "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
+            "shared_mlp.output_linear": ("mlp.down_proj",),
+        },
     ),
     Family(
         names=Names("Phi-3", "Phi3ForCausalLM", "phi3", "phi3"),
@@ -177,13 +197,12 @@ def family_named(name: str) -> Family:
 _FEATURES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("an encoder", ("Bert", "bert", "T5", "t5", "Encoder", "Bart"), ("is_encoder_decoder",)),
     ("images or sound", ("Conditional", "Vision", "VL", "vl", "Audio", "clip"), ("vision_config", "audio_config")),
-    ("layers of Granite 4 (a dense one's GGUF is served)", ("GraniteMoeHybrid", "granitemoehybrid"), ()),
     (
         "a mixture of experts",
         ("Moe", "MoE", "moe", "Mixtral", "mixtral", "Jamba"),
         ("num_experts", "num_local_experts", "n_routed_experts", "expert_count"),
     ),
-    ("recurrent layers", ("amba", "ybrid", "wkv", "Lfm", "lfm", "Qwen3_5"), ("mamba_d_state", "ssm.state_size")),
+    ("recurrent layers", ("amba", "linear", "ybrid", "wkv", "fm2", "Qwen3_5"), ("mamba_d_state", "ssm.state_size")),
 )
 
 

@@ -38,7 +38,7 @@ def config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | No
     family = _family(config)
     config, generation = {**family.defaults, **config}, generation or {}
     _refuse_unsupported(config, family)
-    fields: dict[str, Any] = {**_sizes(config), "family": family.names.name}
+    fields: dict[str, Any] = {**_sizes(config, family), "family": family.names.name}
     fields["norm_eps"] = float(config.get("rms_norm_eps", 1e-6))
     fields["tied_embeddings"] = bool(config.get("tie_word_embeddings", False))
     for name, key in family.keys.items():
@@ -80,14 +80,23 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     for key in ("use_sliding_window", "use_bidirectional_attention"):
         if config.get(key):
             raise ModelError(f"{key} is not supported; supported: false")
+    for key, (value, feature) in family.required.items():
+        if config.get(key) != value:
+            raise ModelError(f"{family.names.name} with {feature} is not supported; supported: {key} {value!r}")
+    types = config.get("layer_types") or family.defaults.get("layer_types")
+    for kind in types if isinstance(types, list) else ():
+        if kind not in (FULL, SLIDING, "attention"):  # the last one of Granite 4
+            feature = unsupported_feature(str(kind), lambda key: False) or f" with {kind!r:.60} in layer_types"
+            raise ModelError(f"{family.names.name}{feature} is not supported; supported: {FULL}, {SLIDING}")
 
 
-def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+def _sizes(config: Mapping[str, Any], family: Family) -> dict[str, int]:
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     if config.get("head_dim") is None and hidden % heads:
         raise ModelError(f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
     defaults = {"num_kv_heads": heads, "head_dim": hidden // heads, "max_positions": 2048}
-    sizes = {name: _size(config, key, defaults.get(name)) for name, key in _SIZES.items()}
+    keys = _SIZES | {"mlp_size": family.mlp_size}
+    sizes = {name: _size(config, key, defaults.get(name)) for name, key in keys.items()}
     if sizes["num_layers"] > _MOST_LAYERS:
         raise ModelError(f"num_hidden_layers is {sizes['num_layers']}; possible: 1 to {_MOST_LAYERS}")
     return sizes
@@ -140,7 +149,8 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
     activation = next(name for name, own in _ACTIVATIONS.items() if own == config.activation)
     exported: dict[str, Any] = {"architectures": [family.names.architecture], "model_type": family.names.model_type}
     exported |= {"hidden_act": activation, "hidden_activation": activation}
-    exported |= {key: getattr(config, name) for name, key in _SIZES.items()}
+    exported |= {key: value for key, (value, _) in family.required.items()} | dict(family.written)
+    exported |= {key: getattr(config, name) for name, key in (*_SIZES.items(), ("mlp_size", family.mlp_size))}
     exported |= {"rms_norm_eps": config.norm_eps, "tie_word_embeddings": config.tied_embeddings}
     exported |= {"torch_dtype": config.dtype, "bos_token_id": config.bos_token_id, "pad_token_id": None}
     for name, key in family.keys.items():
@@ -152,7 +162,7 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
         if key.hf is not None:
             exported[key.hf] = value or (None if isinstance(value, float) else value)
     layers = range(config.num_layers)
-    if family.full_every:
+    if family.full_every or "layer_types" in family.defaults:
         exported["sliding_window"] = config.window or None
         exported["layer_types"] = [SLIDING if layer in config.sliding else FULL for layer in layers]
     if family.nope_every:

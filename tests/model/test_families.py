@@ -129,7 +129,7 @@ def test_a_cache_in_8_bits_on_any_number_of_ranks(family: str, folders) -> None:
 )
 def test_a_gguf_is_the_same_model(family: str, folders, tmp_path: Path) -> None:
     path = make_family_gguf(family_named(family), folders(family), tmp_path / "m.gguf")
-    assert open_checkpoint(str(path)).config.family == family
+    assert open_checkpoint(str(path)).config.family == family.removesuffix(" 4")  # a dense Granite 4 says granite
     tokens, want = _theirs(folders(family))
     _assert_close(rank_logits(in_process_groups(1)[0], str(path), tokens[:-1]), want)
 

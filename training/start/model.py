@@ -11,6 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
 
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.kernels.spec.packed import PackedMatrix
@@ -19,6 +20,7 @@ from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.hf_config import config_from_hf, config_to_hf
 from tightwire.model.checkpoint.random import RandomReader
 from tightwire.model.checkpoint.reader import CheckpointReader
+from tightwire.model.layout import keep_layers
 from tightwire.model.open import open_checkpoint
 from tightwire.model.text.tokenizer import (
     BOS,
@@ -144,9 +146,7 @@ def build_model(
     own, or that of ``critic``, beside it. Raises ValueError: a target does not exist.
     """
     hf = AutoConfig.for_model(**config_to_hf(config))
-    (getattr(hf, "rope_parameters", None) or {}).setdefault(
-        "llama_4_scaling_beta", 0.0
-    )  # of Ministral 3: no temperatures
+    (getattr(hf, "rope_parameters", None) or {}).setdefault("llama_4_scaling_beta", 0.0)  # of Ministral 3
     with torch.device("meta"):
         # torch's fused attention has no cap of scores.
         attention = "eager" if config.score_cap else "sdpa"
@@ -155,9 +155,10 @@ def build_model(
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
     for name, buffer in [each for each in model.named_buffers() if each[1].device.type != device.type]:
         assert name.endswith(".embed_scale"), name
-        model.get_submodule(name.rpartition(".")[0]).embed_scale = buffer.new_tensor(
-            config.embedding_scale, device=device
-        )
+        scale = buffer.new_tensor(config.embedding_scale, device=device)
+        model.get_submodule(name.rpartition(".")[0]).embed_scale = scale
+    if hf.model_type == "granitemoehybrid":  # the only class that does not see in positions where a sample begins
+        model.model.register_forward_pre_hook(_part_samples, with_kwargs=True)
     if lora is not None:
         add_lora(model, lora, critic=head == "critic")
     if head == "reward":
@@ -172,6 +173,13 @@ def build_model(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("model.frozen: all parameters are frozen")
     return model
+
+
+def _part_samples(decoder: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Let each sample of a row attend to itself alone, by the mask that other classes make from positions."""
+    inputs_BS1 = given["input_ids"][..., None].float()  # of which the shape is used
+    mask = create_causal_mask(decoder.config, inputs_BS1, None, None, given.get("position_ids"))
+    return args, given | {"attention_mask": {"full_attention": mask}}
 
 
 def plan_model(
@@ -204,14 +212,9 @@ def _stored_name(name: str, layers: Sequence[int]) -> str:
 
 def _with_layers(llama: LlamaConfig, layers: Sequence[int]) -> LlamaConfig:
     """The sizes with these layers alone. Raises ModelError: there is no such layer."""
-    if not layers:
-        return llama
-    if max(layers) >= llama.num_layers:
+    if layers and max(layers) >= llama.num_layers:
         raise ModelError(f"model.layers: the model has layers 0 to {llama.num_layers - 1}, got {max(layers)}")
-    sliding, nope = (
-        tuple(own for own, layer in enumerate(layers) if layer in those) for those in (llama.sliding, llama.nope)
-    )
-    return replace(llama, num_layers=len(layers), sliding=sliding, nope=nope)
+    return keep_layers(llama, layers) if layers else llama
 
 
 def _new_config(shape: ShapeConfig, vocab_size: int) -> LlamaConfig:

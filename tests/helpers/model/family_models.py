@@ -1,5 +1,6 @@
 """A tiny random model of each family, made by transformers' own classes, as a folder and as a .gguf."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,15 @@ _OWN: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.125,
         "logits_scaling": 8.0,
     },
+    "Granite 4": {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.125,
+        "logits_scaling": 8.0,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 1,
+    },
     "Phi-3": {**_WINDOW, "rope_parameters": _LONGROPE, "original_max_position_embeddings": 64},
     "OLMo 3": {
         **_WINDOW,
@@ -76,6 +86,9 @@ _OWN: dict[str, dict[str, Any]] = {
 def make_family_folder(family: Family, folder: Path, **changes: Any) -> Path:
     """Write a float32 model of the family as transformers writes it."""
     settings = {**_SIZES, **_OWN.get(family.names.name, {}), **changes}
+    settings[family.mlp_size] = settings["intermediate_size"]
+    if "layer_types" in family.defaults:
+        settings["layer_types"] = ["full_attention"] * settings["num_hidden_layers"]
     config = AutoConfig.for_model(family.names.model_type, **settings)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -103,7 +116,7 @@ def make_family_gguf(family: Family, folder: Path, path: Path) -> Path:
     writer = gguf.GGUFWriter(path, family.names.gguf)
     _write_sizes(writer, config, family)
     write_tokenizer(writer, config)
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    for name, tensor in _parts_for_gguf(load_file(folder / "model.safetensors"), family):
         own_name = gguf_name(name, config.norms)
         assert own_name is not None, name
         if family.gguf_permuted and (".q_proj." in name or ".k_proj." in name):
@@ -120,6 +133,17 @@ def make_family_gguf(family: Family, folder: Path, path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _parts_for_gguf(tensors: dict[str, Tensor], family: Family) -> Iterator[tuple[str, Tensor]]:
+    """Yield a folder's tensors; stacked ones without a name in GGUF files by their parts, of equal size."""
+    for name, tensor in tensors.items():
+        module = name.partition(".layers.")[2].partition(".")[2].removesuffix(".weight")
+        parts = family.stacked.get(module, ()) if gguf_name(name) is None else ()
+        for part, piece in zip(parts, tensor.chunk(len(parts) or 1), strict=False):
+            yield name.replace(module, part), piece
+        if not parts:
+            yield name, tensor
 
 
 def _write_sizes(writer: gguf.GGUFWriter, config: LlamaConfig, family: Family) -> None:

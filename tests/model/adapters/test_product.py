@@ -112,13 +112,13 @@ def test_an_adapter_answers_as_the_merged_model(variant: str, tmp_path: Path) ->
             assert (got - plain).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("family", ["Phi-3", "Gemma 3", "OLMo 2"])
+@pytest.mark.parametrize("family", ["Phi-3", "Granite 4", "Gemma 3", "OLMo 2"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_adapter_of_another_family(family: str, num_ranks: int, tmp_path: Path) -> None:
     """Of matrices that its files keep stacked, and beside norms of results."""
     model = make_family_folder(family_named(family), tmp_path / "model")
     config = open_checkpoint(str(model)).config
-    targets = (*ALL_TARGETS, "qkv_proj", "gate_up_proj")
+    targets = (*ALL_TARGETS, "qkv_proj", "gate_up_proj", "input_linear", "output_linear")
     targets = [name for name in targets if any(f".{name}." in tensor for tensor in stored_tensors(config))]
     adapter = make_adapter(tmp_path / "adapter", config, targets=targets)
     merged = merge_adapter(model, adapter, tmp_path / "merged")

@@ -94,6 +94,14 @@ def test_end_tokens_of_both_files(in_config: Any, in_generation: Any, want: tupl
     assert config_from_hf(raw, generation).eos_token_ids == want
 
 
+_GRANITE_4 = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "num_local_experts": 0,
+    "position_embedding_type": "rope",
+    "layer_types": ["attention"] * 2,
+}
+
+
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_dtype_under_both_names(key: str) -> None:
     raw = tiny_config()
@@ -110,7 +118,13 @@ def test_dtype_under_both_names(key: str) -> None:
         ),
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM with a mixture of experts is not supported"),
         ({"architectures": ["XForCausalLM"], "num_experts": 8}, "XForCausalLM with a mixture of experts"),
-        ({"architectures": ["GraniteMoeHybridForCausalLM"]}, "layers of Granite 4 (a dense one's GGUF is served"),
+        ({"architectures": ["GraniteMoeHybridForCausalLM"]}, "Granite 4 with a mixture of experts is not supported"),
+        (_GRANITE_4 | {"num_local_experts": 8}, "Granite 4 with a mixture of experts is not supported"),
+        (_GRANITE_4 | {"position_embedding_type": "nope"}, "Granite 4 with attention without rotary embedding"),
+        (_GRANITE_4 | {"layer_types": ["mamba", "attention"]}, "Granite 4 with recurrent layers is not supported"),
+        (_GRANITE_4 | {"layer_types": None}, "Granite 4 with recurrent layers is not supported"),
+        (_GRANITE_4, "shared_intermediate_size is missing"),
+        ({"layer_types": ["chunked_attention"] * 2}, "Llama with 'chunked_attention' in layer_types is not supported"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "with images or sound is not supported"),
         ({"architectures": ["FalconH1ForCausalLM"], "mamba_d_state": 16}, "with recurrent layers"),
         ({"architectures": ["Lfm2ForCausalLM"]}, "with recurrent layers"),
