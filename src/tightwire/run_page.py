@@ -19,7 +19,7 @@ _SMOOTHING = 0.95  # weight of the previous mean
 _FIRST = ("reward", "held_out_reward", "kl", "loss", "held_out_loss")  # the others follow in the log's order
 _NOT_DRAWN = ("step", "tokens", "samples", "seconds", "mfu", "memory_bytes", "wire_bytes", "exposed_ms")
 _MOST_STEPS = 12  # of which answers are shown: the first ones and the last ones
-_WIDTH, _HEIGHT, _LEFT, _UNDER = 420, 170, 52, 20
+_WIDTH, _HEIGHT, _LEFT, _UNDER = 432, 170, 64, 20
 _STYLE = """:root{color-scheme:light dark}body{font:15px/1.45 system-ui,sans-serif;max-width:1320px;margin:24px auto;padding:0 16px}
 h1{font-size:22px}h2{font-size:17px}.charts{display:flex;flex-wrap:wrap;gap:16px}figure{margin:0}figcaption{font-weight:600}
 svg text{fill:currentColor;font-size:11px}.grid{stroke:currentColor;opacity:.18}.each{fill:none;stroke:#4a90d9;opacity:.45}
