@@ -38,6 +38,7 @@ _OFFER_S = 20e-6
 _NUM_SLEEPS = 64
 _SPIN_BYTES = 64 << 10  # longer messages take longer on the wire than waking up takes
 _SLEEP_S = 1.0  # until the next look at the clock
+_WAKE_BYTES = 256 << 10  # a long message wakes its receiver once for so many, and not for each frame
 _LAST_ACK_AT = 56  # in Linux's struct tcp_info: milliseconds since the last acknowledgement
 
 
@@ -111,7 +112,9 @@ class SocketTransport(GlooTransport):
         """Return when a message can move, or after a second; raise if the deadline has passed or a link is dead."""
         poll, events = select.poll(), dict[int, int]()
         for message in messages:
-            fd = message.connection.sock.fileno()
+            fd = (sock := message.connection.sock).fileno()
+            if message.event == select.POLLIN:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(message.left, _WAKE_BYTES))
             events[fd] = events.get(fd, 0) | message.event
             poll.register(fd, events[fd])
         left_s = deadline - time.perf_counter()
