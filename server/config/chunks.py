@@ -1,8 +1,8 @@
 """The sizes of the chunks of prompts that pass stages: chunks take equal time, and are neither few nor costly.
 
-A chunk of x rows after L tokens of its prompt takes c + b x + a x (L + x / 2) in each of S stages that take equally long. With n chunks
-the last stage ends after n c + T + (c + T / n) (S - 1), where T is the time of all rows: soonest with n = sqrt(T (S - 1) / c). So a short
-prompt passes in one chunk, and later chunks of a long one have fewer rows.
+A chunk of x rows after L tokens of its prompt takes c + b x + a x (L + x / 2) in each of S stages that take equally long, and m x on the
+wire between two. With n chunks the last stage ends after n c + T + (c + (T + M) / n) (S - 1), where T and M are the times of all rows:
+soonest with n = sqrt((T + M) (S - 1) / c). So a short prompt passes in one chunk, and later chunks of a long one have fewer rows.
 """
 
 import math
@@ -31,10 +31,11 @@ class ChunkTimes:
         """The time of the rows of a prompt from ``start`` to ``end``."""
         return (end - start) * (self.row_s + self.pair_s * (start + end) / 2)
 
-    def part_s(self, prompts: Sequence[tuple[int, int]], num_stages: int) -> float:
-        """The time that the rows of one chunk should take. ``prompts``: what to compute of each, from and to which token."""
+    def part_s(self, prompts: Sequence[tuple[int, int]], num_stages: int, moving_s: float = 0.0) -> float:
+        """The time that the rows of one chunk should take. ``prompts``: from and to which token to compute; ``moving_s``: of a row."""
         total_s = sum(self.rows_s(*each) for each in prompts)
-        return total_s / max(1, round(math.sqrt(total_s * (num_stages - 1) / max(self.chunk_s, 1e-9))))
+        both_s = total_s + moving_s * sum(end - start for start, end in prompts)
+        return total_s / max(1, round(math.sqrt(both_s * (num_stages - 1) / max(self.chunk_s, 1e-9))))
 
     def num_rows(self, start: int, part_s: float) -> int:
         """The rows after ``start`` tokens that take ``part_s`` together; the last ones of equal parts are not left over."""
@@ -49,6 +50,7 @@ class ChunkSizes:
 
     times: ChunkTimes = ChunkTimes(0.0, 0.0, 0.0)
     num_learned: int = 0
+    moving_s: float = 0.0  # of a row's hidden states on the wire between two stages
     _squares: np.ndarray = field(default_factory=lambda: np.zeros((3, 3)))
     _products: np.ndarray = field(default_factory=lambda: np.zeros(3))
 
@@ -56,7 +58,7 @@ class ChunkSizes:
         """The rows of the next chunk, after ``start`` tokens of the first of ``prompts``."""
         if self.num_learned < len(_FIRST_ROWS):
             return _FIRST_ROWS[self.num_learned]
-        return self.times.num_rows(start, self.times.part_s(prompts, num_stages))
+        return self.times.num_rows(start, self.times.part_s(prompts, num_stages, self.moving_s))
 
     def learn(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
         """Correct the times by a step of these parts of prompts, by least squares of relative errors; no time is negative."""

@@ -43,9 +43,7 @@ class ParallelOptions:
         metavar="N",
     )
     stage_codec: str = option(
-        "none",
-        "codec of the hidden states between stages: none, which loses nothing, int8, int4-g32, ...",
-        metavar="CODEC",
+        "none", "codec of hidden states between stages: none, which loses nothing, int8, int4-g32, ...", metavar="CODEC"
     )
     allreduce: str = option(
         "auto",

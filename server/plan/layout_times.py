@@ -27,13 +27,13 @@ CROWD, CROWD_PROMPT, CROWD_TOKENS = 16, 128, 64  # requests at once, tokens of e
 REQUEST = (512, 128)  # tokens of prompt and answer by which layouts are compared
 _STEP_ROWS, _PART_ROWS = 512, 64  # of a prompt's step, and of one that is computed in two parts
 # To receive a request, to plan a step, to choose and send a token, to hand a message to another host, to go from a layer to its sum.
-_REQUEST_S, _STEP_S, _ANSWER_S, _HOP_S, _CALL_S = 6e-3, 0.4e-3, 0.3e-3, 60e-6, 20e-6
+_REQUEST_S, _STEP_S, _ANSWER_S, _HOP_S, _CALL_S = 6e-3, 1.2e-3, 0.3e-3, 60e-6, 20e-6
 # In hybrid, whose stages multiply with matrices in two parts: this share and seconds more a layer; copying of what is handed over, a byte.
 _JOINED_SHARE, _JOINED_S, _COPYING_S = 0.15, 0.2e-3, 5e-9
 # Moving costs the cores that compute so many seconds a byte (measured between namespaces), but at most this share of its time;
 # messages that a socket's buffer takes at once do not.
 _MOVING_S, _MOVING_SHARE, _BUFFER_BYTES = 2.5e-9, 0.3, 64 << 10
-_RESIDUAL_BYTES = 4  # of a number of the hidden states between stages
+HIDDEN_BYTES = 4  # of a number of the hidden states between stages
 Stages = Sequence[tuple[int, int]]  # the first layer of each, and the one after its last
 Sums = Callable[[str, int], list[tuple[float, float]]]  # (phase, rows) -> seconds of computing and moving of each sum
 
@@ -145,7 +145,7 @@ class Predictor:
         return [_STEP_S + (end - start) * own_s for (start, end), own_s in zip(stages, each_s, strict=True)]
 
     def _hop_s(self, rows: float) -> float:
-        return _HOP_S + self.link.seconds(rows * self.work.row_elems * _RESIDUAL_BYTES)
+        return _HOP_S + self.link.seconds(rows * self.work.row_elems * HIDDEN_BYTES)
 
     def _staged_s(self, sizes: Sequence[int], stages: Stages, handed: float) -> tuple[float, float]:
         """The first token, and from there until the keys and values have come."""
@@ -162,7 +162,8 @@ class Predictor:
         few_s = [max(self._stages_s(FEW_ROWS, context, stages, handed)) for context in (0.0, 1.0)]
         row_s = max(self._stages_s(FEW_ROWS + 1, 0.0, stages, handed)) - few_s[0]
         times = ChunkTimes(few_s[0] - FEW_ROWS * row_s, row_s, (few_s[1] - few_s[0]) / FEW_ROWS)
-        part_s, start, found = times.part_s([(0, size) for size in sizes], len(stages)), 0, []
+        moving_s = (1 + (handed > 0)) * self.work.row_elems * HIDDEN_BYTES / (self.link.bytes_per_s or inf)
+        part_s, start, found = times.part_s([(0, size) for size in sizes], len(stages), moving_s), 0, []
         if len(sizes) > 1:
             return _steps(sizes, min(_STEP_ROWS, times.num_rows(0, part_s)))
         while start < sizes[0]:

@@ -2,12 +2,13 @@
 
 import contextlib
 import logging
+import math
 from pathlib import Path
-from typing import Self
 
 import msgspec
 import zmq
 
+from tightwire.comm.codec.codec import parse_codec
 from tightwire.model.adapters.peft import open_adapter
 from tightwire.model.adapters.product import AdapterProducts
 from tightwire.model.build import RankGroups
@@ -19,7 +20,7 @@ from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.rows import Column
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.step import StepPlan
-from tightwire.server.config.chunks import WARM_UP_ROWS
+from tightwire.server.config.chunks import WARM_UP_ROWS, ChunkSizes
 from tightwire.server.config.limits import BLOCK_SIZE, Limits
 from tightwire.server.config.serve import EngineOptions
 from tightwire.server.engine.drafts import DRAFTERS
@@ -41,6 +42,7 @@ from tightwire.server.ipc.messages import (
     ToFollower,
     UnloadAdapter,
 )
+from tightwire.server.plan.layout_times import HIDDEN_BYTES
 from tightwire.server.plan.rank_setup import RunPlan
 from tightwire.server.ranks.reporter import Reporter
 from tightwire.server.ranks.step_runner import RankZeroRunner, StepSize
@@ -128,6 +130,9 @@ class Leader:
         self._context = zmq.Context()
         self._inbox = bind_receiver(self._context, inboxes.addresses[0])
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        rate = math.inf if plan.link is None else plan.link.link.bytes_per_s or math.inf
+        rate *= 1.0 if plan.is_pipeline else 0.5  # keys and values of hybrid take the rest
+        row_bytes = parse_codec(plan.stage_codec).wire_bytes(model.hidden_size, HIDDEN_BYTES)
         self._limits = Limits(
             max_model_len=plan.max_model_len,
             max_num_seqs=options.max_num_seqs,
@@ -140,6 +145,7 @@ class Leader:
             max_parts=plan.weights.max_parts,
             num_stages=1 if plan.stages is None else plan.stages.num_stages,
             pipeline=plan.is_pipeline,
+            chunks=ChunkSizes(moving_s=row_bytes / rate),
             num_policies=len(plan.policies),
         )
         self._runner = RankZeroRunner(
@@ -161,10 +167,7 @@ class Leader:
         self._options, self._plan, self._loader = options, plan, AdapterLoader(runner.adapters, model, reporter)
         self._sampler = Sampler(model.vocab_size, grammars)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._inbox.close(linger=0)
         self._runner.close()
         self._context.term()
@@ -258,16 +261,9 @@ class Follower:
         self._inbox = bind_receiver(self._context, inboxes.addresses[rank], inboxes.secret)
         self._decoder = msgspec.msgpack.Decoder(ToFollower)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._inbox.close(linger=0)
         self._context.term()
-
-    def warm_up(self) -> None:
-        """Follow rank 0 through its warm-up."""
-        self.serve()
 
     def serve(self) -> None:
         """Run plans until rank 0 says that there are no more. RuntimeError: a plan is missing."""
@@ -290,6 +286,8 @@ class Follower:
                 self._reporter.begin("step", plan.index)
             self._runner.choose(plan, logits_RV, banned)
             del logits_RV  # or it would be kept while the next step makes its own
+
+    warm_up = serve  # rank 0 ends both
 
     def _receive(self) -> ToFollower:
         if not self._inbox.poll(0):

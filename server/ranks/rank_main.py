@@ -114,7 +114,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
             if identity.rank
             else Leader(runner, config, plan, engine, groups, inboxes, reporter, grammars, drafting)
         )
-        with loop:
+        with contextlib.closing(loop):
             with reporter.stage("warm-up"):
                 loop.warm_up()
             model, dtype = checkpoint.config, getattr(torch, plan.dtype)

@@ -39,6 +39,13 @@ def test_chunks_take_equal_time_and_end_sooner_than_chunks_of_equal_rows(num_tok
         assert ours_s < 1.02 * _staged_s(TIMES, equal, num_stages), rows
 
 
+def test_a_slow_wire_makes_smaller_chunks_and_so_the_last_one_comes_sooner() -> None:
+    fast = TIMES.part_s([(0, 512)], 2)
+    assert TIMES.part_s([(0, 512)], 2, moving_s=3 * TIMES.row_s) == pytest.approx(fast * 13 / 23)
+    sizes = ChunkSizes(TIMES, num_learned=99, moving_s=3 * TIMES.row_s)
+    assert sizes.choose([(0, 512)], 0, 2) < 0.6 * ChunkSizes(TIMES, num_learned=99).choose([(0, 512)], 0, 2)
+
+
 def test_a_short_prompt_passes_in_one_chunk_and_so_does_every_one_where_chunks_are_costly() -> None:
     assert len(_chunks(TIMES, 6, 2)) == 1
     assert len(_chunks(ChunkTimes(10.0, 1e-3, 1e-6), 512, 2)) == 1

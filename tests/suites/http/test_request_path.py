@@ -1,6 +1,7 @@
 """The files of the server that a chat request and a decode step walk through, and no call from a lower floor up."""
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -123,7 +124,7 @@ def _walks_of_rank(folder: Path) -> tuple[Walk, Walk]:
     request = AddRequest("a", [1, 2, 3], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True))
     reporter = Reporter(0, parent, make_address("reporter"))
     leader = Leader(runner, checkpoint.config, plan, EngineOptions(), RankGroups(group), Inboxes((inbox,)), reporter)
-    with bind_receiver(context, parent), leader, connect_sender(context, inbox) as sender:
+    with bind_receiver(context, parent), contextlib.closing(leader), connect_sender(context, inbox) as sender:
         engine = leader.make_engine()
         sender.send(msgspec.msgpack.encode(request))
         with walking() as taking:
