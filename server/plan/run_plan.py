@@ -317,9 +317,10 @@ def draft_inputs(config: ServeConfig, draft: Checkpoint, decided: DecidedSetting
 def describe_draft(name: str, inputs: MemoryInputs) -> str:
     """Describe the model that drafts, for the log and for ``explain``."""
     own = rank_bytes(inputs, EVERYTHING_RESIDENT)[0]
+    products = choose_activations("fastest", inputs.device, inputs.formats.packed)
     return (
-        f"speculation: rank 0 drafts with {name}, which takes {format_bytes(own.weights)} of weights and {format_bytes(own.activations)} "
-        "of working space there, and a KV cache of as many tokens; no rank sums or receives more for it"
+        f"speculation: rank 0 drafts with {name} (activations in {products}), which takes {format_bytes(own.weights)} of weights and "
+        f"{format_bytes(own.activations)} of working space there, and a KV cache of as many tokens; no rank sums or receives more for it"
     )
 
 

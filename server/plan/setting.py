@@ -12,6 +12,7 @@ from tightwire.comm.policy.rules import read_policy_file
 from tightwire.comm.transport.segment import why_unusable
 from tightwire.comm.transport.socket_join import read_secret
 from tightwire.cuda_devices import CudaDevice, cuda_devices
+from tightwire.kernels.cpu.library import available
 from tightwire.model.checkpoint.config import LlamaConfig, check_context, check_ranks
 from tightwire.model.checkpoint.header import check_name, read_sizes
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
@@ -137,8 +138,7 @@ def _choose_device(asked: str, options: ParallelOptions, num_hosts: int) -> tupl
         fewer = "fewer of both, or --device cpu" if replicas else f"--tp {len(gpus)} or less, or --device cpu"
         raise ValueError(
             f"--tp {options.tp}{replicas} needs {num_ranks} CUDA devices, one per rank, and {len(gpus)} are visible"
-            + (f" ({why})" if why else "")
-            + f"; use {fewer}"
+            f"{why and f' ({why})'}; use {fewer}"
         )
     if options.link is not None and device != "cpu":
         raise ValueError("--link emulates a wire between CPU ranks, and --device auto chose CUDA; give --device cpu")
@@ -146,15 +146,16 @@ def _choose_device(asked: str, options: ParallelOptions, num_hosts: int) -> tupl
 
 
 def choose_activations(asked: str, device: str, packed: object = True) -> str:
-    """``float`` or ``int8``. ``packed``: false for a model without packed weights. ValueError: int8 is not possible here."""
-    if asked == "int8" and device != "cpu":
-        raise ValueError(
-            "--activations int8 works on a CPU, and the ranks run on CUDA; leave it out, or use --device cpu"
-        )
-    if asked == "int8" and not packed:
-        raise ValueError(
-            "--activations int8 is for packed weights, and these are plain; add --quantization int8 or int4, or leave it out"
-        )
+    """``float`` or ``int8``. ``packed``: false for a model without packed weights. ValueError: int8 is not possible here.
+
+    ``asked``: ``fastest`` for a model that drafts, because a guess may be rounded: int8 if there are compiled kernels.
+    """
+    if asked == "fastest":
+        return "int8" if packed and device == "cpu" and available() else "float"
+    if asked == "int8" and not (packed and device == "cpu"):
+        on_cuda = "works on a CPU, and the ranks run on CUDA; leave it out, or use --device cpu"
+        plain = "is for packed weights, and these are plain; add --quantization int8 or int4, or leave it out"
+        raise ValueError(f"--activations int8 {plain if device == 'cpu' else on_cuda}")
     return "int8" if asked == "int8" else "float"
 
 

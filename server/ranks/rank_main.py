@@ -48,6 +48,7 @@ from tightwire.server.ipc.channels import Inboxes
 from tightwire.server.ipc.messages import Ready
 from tightwire.server.plan.rank_bytes import split_ranks
 from tightwire.server.plan.rank_setup import RankIdentity, RankWork
+from tightwire.server.plan.setting import choose_activations
 from tightwire.server.ranks.rank_comm import check_comm
 from tightwire.server.ranks.rank_loop import Follower, Leader
 from tightwire.server.ranks.reporter import Reporter
@@ -68,8 +69,6 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         given = checkpoint.config, formats, work.config.parallel
         layout = split_ranks(*given, by_stage=plan.is_pipeline)
         parts = None if plan.stages is None or plan.is_pipeline else split_ranks(*given, by_stage=True)
-        if plan.activations == "int8":
-            formats = formats.with_int8_activations()
     with reporter.stage("join"):
         joining = _Joining(identity, work, _open_store(identity, work.config.hosts.join_timeout_s))
         world = joining.world()
@@ -134,9 +133,8 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
             )
             loop.serve()
     finally:
-        for each in (runner, group, world, inside, stages, beside):
-            if each is not None:
-                each.close()
+        for each in filter(None, (runner, group, world, inside, stages, beside)):
+            each.close()
 
 
 def _open_store(identity: RankIdentity, timeout_s: float) -> Store:
@@ -347,8 +345,9 @@ def _load(
     bounded: bool = True,
     parts: Layout | None = None,
 ) -> ModelRunner:
-    plan, engine = work.plan, work.config.engine
-    prepared = checkpoint.prepared
+    plan, engine, prepared = work.plan, work.config.engine, checkpoint.prepared
+    if plan.activations == "int8":
+        formats = formats.with_int8_activations()
     runner = build_runner(
         checkpoint.config,
         replace(prepared, int8_activations=plan.activations == "int8") if prepared else checkpoint.reader(),
@@ -388,8 +387,7 @@ def _load_draft(work: RankWork, groups: RankGroups) -> ModelRunner:
     checkpoint = open_checkpoint(plan.draft, options.seed)
     formats = formats_of(checkpoint, options.quantization)
     alone: dict[str, Any] = {"weights": EVERYTHING_RESIDENT, "stages": None, "overlap": False, "adapters": None}
-    if formats.packed and plan.device == "cpu":  # faster, and a guess may be rounded
-        formats, alone["activations"] = formats.with_int8_activations(), "int8"
+    alone["activations"] = choose_activations("fastest", plan.device, formats.packed)
     own = msgspec.structs.replace(plan, num_blocks=plan.num_blocks * plan.num_replicas, **alone)
     layout = split_model(checkpoint.config, formats, 1)
     return _load(checkpoint, layout, formats, groups, msgspec.structs.replace(work, plan=own), bounded=False)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.model.tiny_gguf import make_tiny_gguf
 from tiny import make_tiny
 
 from tightwire.comm.group.group import in_process_groups
@@ -14,7 +15,9 @@ from tightwire.model.weights.formats import choose_formats, split_model
 from tightwire.progress import Progress
 from tightwire.server.config.flags import make_config
 from tightwire.server.config.limits import BLOCK_SIZE
+from tightwire.server.plan import setting
 from tightwire.server.plan.run_plan import prepare
+from tightwire.server.plan.setting import choose_activations
 
 
 def plan_of(model: Path, draft: Path | None, **options: Any) -> Any:
@@ -50,7 +53,7 @@ def test_rank_0_has_the_draft_model_and_its_cache_to_the_byte(model: Path, tmp_p
     assert decision.budget.cache_bytes(first) <= 1 << 20, "--kv-cache-memory is for both caches"
     assert plan.draft == checkpoint.location and not plain.plan.draft
     assert "draft model" in decision.budget.table() and "draft model" not in plain.budget.table()
-    assert f"speculation: rank 0 drafts with {checkpoint.name}" in decision.summary()
+    assert f"speculation: rank 0 drafts with {checkpoint.name} (activations in float)" in decision.summary()
     runner.close()
 
 
@@ -93,3 +96,16 @@ def test_the_first_stage_of_a_pipeline_has_the_draft_model(model: Path) -> None:
 def test_other_hosts_open_no_draft_model(model: Path) -> None:
     options = {"nnodes": 2, "node_rank": 1, "master_addr": "127.0.0.1"}
     assert not plan_of(model, model / "not-here", **options).plan.draft
+
+
+def test_a_packed_draft_model_rounds_activations_only_where_that_is_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = make_tiny_gguf(tmp_path / "m.gguf", "Q4_1")
+    for compiled, used in ((True, "int8"), (False, "float")):
+        monkeypatch.setattr(setting, "available", lambda compiled=compiled: compiled)
+        assert f"(activations in {used})" in plan_of(packed, packed).summary()
+        assert choose_activations("fastest", "cpu", packed=True) == used
+    assert (
+        choose_activations("fastest", "cuda", packed=True) == choose_activations("fastest", "cpu", packed={}) == "float"
+    )
