@@ -3,23 +3,20 @@
 import argparse
 import os
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
-
-import httpx
+from typing import TextIO
 
 from tightwire import remote
 from tightwire.option import option, options_of
 from tightwire.option_flags import add_flags, make_options
 from tightwire.progress import Speed
-from tightwire.remote import Remote, RemoteError, describe
+from tightwire.remote import Conversation, RemoteError
 from tightwire.server.cli.start import refuse, say
 from tightwire.server.config.flags import parse_flags
 
-_READ_TIMEOUT_S = 300.0  # longest silence within an answer
 _HELP = "/reset starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer\n"
 # Escape sequences in a model's answer could rewrite the screen or the clipboard, so only text is printed.
 _CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], None)
@@ -38,72 +35,6 @@ class ChatOptions:
     max_tokens: int | None = option(None, "longest answer (the server's default)", metavar="N")
 
 
-@dataclass(kw_only=True, slots=True)
-class Conversation:
-    """The turns so far; asks the server for the next one."""
-
-    remote: Remote
-    options: ChatOptions
-    turns: list[dict[str, str]] = field(default_factory=list)
-    num_tokens: int | None = None  # of the last answer, if the server says it
-
-    def answer(self, text: str) -> Generator[str, None, None]:
-        """Send ``text``; yields the answer. Keeps a partial one; removes a question without any. Raises RemoteError."""
-        self.turns.append({"role": "user", "content": text})
-        parts: list[str] = []
-        self.num_tokens = None
-        try:
-            for part in self._stream():
-                parts.append(part)
-                yield part
-        finally:
-            if parts:
-                self.turns.append({"role": "assistant", "content": "".join(parts)})
-            else:
-                self.turns.pop()
-
-    def _body(self) -> dict[str, Any]:
-        given = self.options
-        system = [{"role": "system", "content": given.system}] if given.system else []
-        options = {"temperature": given.temperature, "max_tokens": given.max_tokens}
-        return {
-            "model": self.remote.model,
-            "messages": [*system, *self.turns],
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **{name: value for name, value in options.items() if value is not None},
-        }
-
-    def _stream(self) -> Iterator[str]:
-        at, url = self.remote, f"{self.remote.base}/chat/completions"
-        client = httpx.Client(headers=at.headers, timeout=at.timeout(_READ_TIMEOUT_S), trust_env=at.trust_env)
-        try:
-            with client, client.stream("POST", url, json=self._body()) as response:
-                if response.status_code != 200:
-                    response.read()
-                    raise RemoteError(f"the server answered {response.status_code}: {remote.error_text(response)}")
-                yield from self._texts(response)
-        except httpx.ReadTimeout as error:
-            raise RemoteError(f"no more of the answer within {_READ_TIMEOUT_S:g} s") from error
-        except httpx.HTTPError as error:
-            raise RemoteError(f"lost the server at {self.remote.base} ({describe(error)})") from error
-
-    def _texts(self, response: httpx.Response) -> Iterator[str]:
-        decoder, finished = remote.SseDecoder(), False
-        for chunk in response.iter_bytes():
-            for data in decoder.feed(chunk):
-                if data == "[DONE]":
-                    return
-                event = remote.parse_event(data)
-                self.num_tokens = (event.get("usage") or {}).get("completion_tokens", self.num_tokens)
-                choice = remote.first_choice(event) or {}
-                finished = finished or bool(choice.get("finish_reason"))
-                if text := remote.choice_text(choice):
-                    yield text
-        if not finished:
-            raise RemoteError("the server closed the connection before the answer was complete")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0; 1 if the server cannot be used; 2 for invalid options."""
     description = "Chat in the terminal with a running server."
@@ -112,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = make_options(ChatOptions, parser, parse_flags(parser, sys.argv[1:] if argv is None else argv))
     try:
         served = remote.connect(given.url, model=given.model, api_key=given.api_key)
-        conversation = Conversation(remote=served, options=given)
+        fields = {"temperature": given.temperature, "max_tokens": given.max_tokens}
+        conversation = Conversation(remote=served, system=given.system, fields=fields)
         if sys.stdin.isatty():
             return _talk(conversation)
         return _answer_lines(conversation, sys.stdin)

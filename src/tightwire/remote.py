@@ -2,13 +2,14 @@
 
 import ipaddress
 import json
-from collections.abc import Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
 CONNECT_TIMEOUT_S = 10.0
+_READ_TIMEOUT_S = 300.0  # longest silence within an answer
 _ERROR_CHARS = 500  # of a body that is not an OpenAI error: enough to recognise a proxy's page
 
 
@@ -162,3 +163,68 @@ def choice_text(choice: Mapping[str, Any]) -> str:
     if isinstance(delta, dict):
         return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
     return choice.get("text") or ""
+
+
+@dataclass(kw_only=True, slots=True)
+class Conversation:
+    """The turns so far; asks the server for the next one."""
+
+    remote: Remote
+    system: str | None = None  # a message that heads the conversation
+    fields: Mapping[str, Any] = field(default_factory=dict)  # more of a request's; those that are None are left out
+    turns: list[dict[str, str]] = field(default_factory=list)
+    num_tokens: int | None = None  # of the last answer, if the server says it
+
+    def answer(self, text: str) -> Generator[str, None, None]:
+        """Send ``text``; yields the answer. Keeps a partial one; removes a question without any. Raises RemoteError."""
+        self.turns.append({"role": "user", "content": text})
+        parts: list[str] = []
+        self.num_tokens = None
+        try:
+            for part in self._stream():
+                parts.append(part)
+                yield part
+        finally:
+            if parts:
+                self.turns.append({"role": "assistant", "content": "".join(parts)})
+            else:
+                self.turns.pop()
+
+    def _body(self) -> dict[str, Any]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return {
+            "model": self.remote.model,
+            "messages": [*system, *self.turns],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **{name: value for name, value in self.fields.items() if value is not None},
+        }
+
+    def _stream(self) -> Iterator[str]:
+        at, url = self.remote, f"{self.remote.base}/chat/completions"
+        client = httpx.Client(headers=at.headers, timeout=at.timeout(_READ_TIMEOUT_S), trust_env=at.trust_env)
+        try:
+            with client, client.stream("POST", url, json=self._body()) as response:
+                if response.status_code != 200:
+                    response.read()
+                    raise RemoteError(f"the server answered {response.status_code}: {error_text(response)}")
+                yield from self._texts(response)
+        except httpx.ReadTimeout as error:
+            raise RemoteError(f"no more of the answer within {_READ_TIMEOUT_S:g} s") from error
+        except httpx.HTTPError as error:
+            raise RemoteError(f"lost the server at {self.remote.base} ({describe(error)})") from error
+
+    def _texts(self, response: httpx.Response) -> Iterator[str]:
+        decoder, finished = SseDecoder(), False
+        for chunk in response.iter_bytes():
+            for data in decoder.feed(chunk):
+                if data == "[DONE]":
+                    return
+                event = parse_event(data)
+                self.num_tokens = (event.get("usage") or {}).get("completion_tokens", self.num_tokens)
+                choice = first_choice(event) or {}
+                finished = finished or bool(choice.get("finish_reason"))
+                if text := choice_text(choice):
+                    yield text
+        if not finished:
+            raise RemoteError("the server closed the connection before the answer was complete")
