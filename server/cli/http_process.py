@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -25,6 +24,7 @@ from tightwire.server.config.serve import ServeConfig
 from tightwire.server.http.app import make_app, run_server
 from tightwire.server.http.check_body import check_fields
 from tightwire.server.http.listener import url_of
+from tightwire.server.http.routes.observe import first_request
 from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ipc.messages import Ready
 from tightwire.server.plan.comm_decision import describe_choices
@@ -147,16 +147,8 @@ class _Server:
         self._progress.close()
         self._progress.say(
             f"ready in {self._holder.startup_s:.1f} s at {self._url}\n"
-            f"{ready_lines(info, decision, ready)}\n  try        {self._example()}"
+            f"{ready_lines(info, decision, ready)}\n  try        {first_request(self._url, self._config.http, self._holder.model)}"
         )
-
-    def _example(self) -> str:
-        http = self._config.http
-        key = ' -H "Authorization: Bearer $KEY"' if http.needs_key else ""
-        question = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
-        url = f"{self._url}/v1/chat/completions"
-        socket = f" --unix-socket {shlex.quote(http.uds)}" if http.uds is not None else ""
-        return f"curl -s{socket} {url}{key} -H 'Content-Type: application/json' -d '{question}'"
 
     async def _unless_stopped(self, loading: Awaitable[None]) -> None:
         task = asyncio.ensure_future(loading)

@@ -19,7 +19,8 @@ from tightwire.comm.ledger.ledger import Count, Latency
 from tightwire.comm.ledger.recording import chrome_trace
 from tightwire.server.api.errors import invalid, json_response
 from tightwire.server.api.response_bodies import CommCost, CommPolicy, Health, Home, Version
-from tightwire.server.api.serving import ModelInfo, Serving
+from tightwire.server.api.serving import ModelInfo, ServedModel, Serving
+from tightwire.server.config.http import HttpOptions
 from tightwire.server.http.middleware import wants_page
 from tightwire.server.http.routes.pages import file_response
 from tightwire.server.ipc.engine_client import EngineClient, Phase
@@ -100,16 +101,19 @@ def observe_router(serving: Serving) -> APIRouter:
     return router
 
 
+def first_request(url: str, http: HttpOptions, model: ServedModel | None) -> str:
+    """A command to try. ``url``: without a slash at its end."""
+    key = " -H 'authorization: Bearer KEY'" if http.needs_key else ""
+    socket = f" --unix-socket {shlex.quote(http.uds)}" if http.uds is not None else ""
+    path, body = "completions", {"prompt": "A wire is"}
+    if model is None or model.tokenizer.chat_template is not None:
+        path, body = "chat/completions", {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    data = json.dumps({**body, "temperature": 0, "max_tokens": 60})
+    return f"curl{socket} {shlex.quote(f'{url}/v1/{path}')} -H 'content-type: application/json'{key} -d '{data}'"
+
+
 def _home(serving: Serving, url: str) -> Home:
-    model, key = serving.holder.model, " -H 'authorization: Bearer KEY'" if serving.http.needs_key else ""
-    chats = model is None or model.tokenizer.chat_template is not None
-    question = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
-    body = question if chats else {"prompt": "A wire is"}
-    path = "v1/chat/completions" if chats else "v1/completions"
-    example = (
-        f"curl {shlex.quote(url + path)} -H 'content-type: application/json'{key} \\\n"
-        f"  -d '{json.dumps({**body, 'temperature': 0, 'max_tokens': 60})}'"
-    )
+    model, example = serving.holder.model, first_request(url.rstrip("/"), serving.http, serving.holder.model)
     status = serving.status
     if status.phase is Phase.READY and status.reason:  # another node takes the requests
         example = f"curl {shlex.quote(url + 'health')}"
