@@ -2,6 +2,8 @@
 
 A drafted token costs a pass of the small model. After each one it is decided whether another pays, by how sure the model was so far:
 while tokens expected a second rise. Where the text itself goes on as it did before, its tokens cost nothing and the model is not asked.
+A pass may choose among the first ids of the vocabulary only, the more frequent ones (FR-Spec, arXiv 2502.14856): the head's other
+rows are not read, and their tokens not guessed.
 """
 
 import math
@@ -14,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightwire.model.runner import ModelRunner
 from tightwire.model.step import make_plan
 from tightwire.server.config.limits import Limits
+from tightwire.server.engine.draft_runner import DraftRunner
 from tightwire.server.engine.drafts import SUFFIX, WEIGHT, Drafter, RowTimes
 from tightwire.server.engine.request import Request
 from tightwire.server.engine.sequences import Sequences
@@ -28,6 +30,8 @@ _LEAST_CHANCE = 0.2  # that all tokens of a draft are right: below, the model is
 _PAID_IN = 32  # steps, in which drafts must regain the time of the prompts that the model lacks
 _TRY_EVERY = 64  # steps, after which the model is asked even if that did not pay
 _NUM_CLASSES = 8  # of tokens by the probability that the model gave them: below 1/2, 3/4, 7/8 and so on
+# A pass chooses among the vocabulary's ids up to one of these parts. At first so many tokens are taken to be there.
+_HEADS, _FIRST_COVERED = (1, 2, 4, 8), (1.0, 0.96, 0.91, 0.85)
 _FIRST_RATE = 0.75  # the share of tokens taken to be right before any was checked
 
 
@@ -51,10 +55,13 @@ class ModelDrafter(Drafter):
     tokens at a time, and what was wrong is overwritten.
     """
 
-    def __init__(self, runner: ModelRunner, limits: Limits, vocab_size: int, num_replicas: int = 1) -> None:
+    def __init__(self, runner: DraftRunner, limits: Limits, vocab_size: int, num_replicas: int = 1) -> None:
         """``limits`` and ``vocab_size``: the target's, which may have fewer or more ids for padding. It has the blocks of all replicas."""
         super().__init__(**SUFFIX)
-        self._runner, self._vocab_size, self._num_ids = runner, vocab_size, vocab_size
+        self._runner, self._vocab_size, self._num_ids = runner, vocab_size, runner.num_ids
+        # The numbers of ids that a pass may choose among, its seconds with each, and the share of tokens that are there.
+        self._sizes_H = np.array([self._num_ids, *(self._num_ids // each // 16 * 16 for each in _HEADS[1:])])
+        self._head_s_H, self._covered_H = np.zeros(len(_HEADS)), np.array(_FIRST_COVERED)
         same = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")
         given = {name: getattr(limits, name) for name in same}
         self._limits = Limits(**given, num_blocks=limits.num_blocks * num_replicas)
@@ -67,16 +74,20 @@ class ModelDrafter(Drafter):
         self._num_unasked = 0  # steps
 
     def measure(self) -> None:
-        """Time the model's steps of one row and of many, so that no request waits to learn what does not pay."""
+        """Time the model's steps of one row and of many, and each head, so that no request waits to learn what does not pay."""
         most = min(self._limits.max_num_seqs, self._limits.max_drafting_seqs, self._limits.num_blocks)
-        for num in (1, most) * 3:
+        for number, num in [(0, most), *((each, 1) for each in range(len(_HEADS)))] * 3:
             rows: dict[str, Any] = dict.fromkeys(("token_ids", "query_lens", "context_lens"), [1] * num)
             rows |= {"block_tables": np.arange(num)[:, None], "num_decode_rows": num, "logit_rows": range(num)}
             start_s = perf_counter()
-            logits_RV = self._runner.execute(make_plan(**rows))
+            logits_RV = self._runner.execute(make_plan(**rows), int(self._sizes_H[number]))
             assert logits_RV is not None
-            self._num_ids = logits_RV[:1].cpu().shape[1]  # waits for the device
-            self._token_times.learn(num, perf_counter() - start_s)
+            logits_RV[:1].cpu()  # waits for the device
+            seconds = perf_counter() - start_s
+            if num == 1:
+                self._head_s_H[number] = min(seconds, self._head_s_H[number] or seconds)
+            if not number:
+                self._token_times.learn(num, seconds)
 
     def prepare(self, requests: Sequence[Request], num_rows: int, num_seqs: int) -> None:
         start_s, spent_s, self._base = perf_counter(), 0.0, (num_rows, num_seqs)
@@ -85,6 +96,8 @@ class ModelDrafter(Drafter):
         # The last token of an answer is chosen, not computed.
         self._drafts = {each: _Draft(each.params.max_tokens - each.num_output_tokens - 1) for each in requests}
         self._follow_text(requests, spent_s)
+        tokens_H = 1 + self._rate * self._covered_H
+        self._size = int(self._sizes_H[np.argmax(tokens_H / (self.times.of(num_rows) + self._head_s_H))])
         for number in range(_MOST_TOKENS if num_rows <= 2 * num_seqs else 0):  # no prompt waits for the model
             if not (asked := self._worth_asking(number, spent_s) or self._tried(number)):
                 break
@@ -99,6 +112,8 @@ class ModelDrafter(Drafter):
         return [*draft.token_ids, *draft.text][:room]
 
     def learn(self, request: Request, num_drafted: int, num_right: int) -> None:
+        for token_id in request.token_ids[-num_right - 1 :]:
+            self._covered_H += WEIGHT / 4 * ((token_id < self._sizes_H) - self._covered_H)
         num = len(classes := request.draft_classes)
         for place, each in enumerate(classes[: num_right + 1]):
             self._rates[each] += WEIGHT / 2 * ((place < num_right) - self._rates[each])
@@ -188,7 +203,7 @@ class ModelDrafter(Drafter):
             if not (chunks := step.chunks()):
                 return
             start_s = perf_counter()
-            logits_RV = self._runner.execute(make_step(number, chunks, self._limits).plan)
+            logits_RV = self._runner.execute(make_step(number, chunks, self._limits).plan, self._size)
             for chunk in chunks:
                 chunk.request.num_computed = chunk.end
                 self._sequences.prefixes.enter(chunk.request, chunk.end)

@@ -30,6 +30,8 @@ from tightwire.server.plan.rank_setup import RankIdentity, RankWork
 WORKER = (sys.executable, "-m", f"{__package__}.worker")
 # The store resolves the names of clients, and warns where there is no DNS.
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+# Threads without work spin for 1 ms, not 16, so those of a draft model do not keep the other ranks from their cores.
+_BRIEF = {"GOMP_SPINCOUNT": "20000"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -47,12 +49,13 @@ class Ranks:
         shares_weights: bool = False,
         wire: Wire | None = None,
         place: HostPlace | None = None,
+        drafts: bool = False,
     ) -> None:
         """Start the ranks. Nodes, replicas and stages of one replica are equal, consecutive groups of ranks, each with its own
         shared memory.
 
         ``shares_weights``: replicas of a node may share layers. ``wire``: between nodes; it must outlive the ranks.
-        ``place``: of this host, if there are several; it starts its part of the ranks. ValueError: its store port is taken.
+        ``place``: of this host, if there are several; it starts its part of the ranks. ``drafts``: rank 0 has a draft model. ValueError: its store port is taken.
         """
         self.link = None if wire is None else wire.facts
         folder = None if wire is None else wire.folder
@@ -66,7 +69,7 @@ class Ranks:
             for rank in range(world_size)
         )
         self.reporters = tuple(make_address(f"reporter{rank}", folder) for rank in self.numbers)
-        self._wire = wire
+        self._wire, self._variables = wire, _BRIEF if drafts else {}
         self._processes: list[subprocess.Popen[bytes]] = []
         # Memory shared by all ranks, by those of a node, of a replica or stage, and by those of a node that hold the same weights.
         num_parts = num_replicas if num_replicas > 1 else num_stages
@@ -153,7 +156,8 @@ class Ranks:
             command,
             stdin=subprocess.PIPE,
             env=_environment(len(self.numbers), "" if place is None else place.interface)
-            | (_QUIET if node or place else {}),
+            | (_QUIET if node or place else {})
+            | self._variables,
             pass_fds=inherited,
             preexec_fn=partial(_begin, node),  # noqa: PLW1509 - a few system calls, and no other thread runs yet
         )

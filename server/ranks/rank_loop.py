@@ -23,6 +23,7 @@ from tightwire.model.step import StepPlan
 from tightwire.server.config.chunks import WARM_UP_ROWS, ChunkSizes
 from tightwire.server.config.limits import BLOCK_SIZE, Limits
 from tightwire.server.config.serve import EngineOptions
+from tightwire.server.engine.draft_runner import DraftRunner
 from tightwire.server.engine.drafts import DRAFTERS
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.lora import AdapterTable, SlotsFullError
@@ -123,7 +124,7 @@ class Leader:
         inboxes: Inboxes,
         reporter: Reporter,
         grammars: GrammarMasks | None = None,
-        drafting: ModelRunner | None = None,
+        drafting: DraftRunner | None = None,
     ) -> None:
         """``inboxes``: of all ranks, this one's first. ``grammars``: None: requests with a grammar are errors. ``drafting``: the draft model."""
         self._reporter = reporter

@@ -1,6 +1,7 @@
 """Runs one rank: joins the group, loads its part of the model, then enters ``rank_loop``. ``worker`` calls it."""
 
 import contextlib
+import os
 import resource
 import socket
 from collections.abc import Callable
@@ -44,6 +45,7 @@ from tightwire.model.weights.formats import WeightFormats, split_model
 from tightwire.model.weights.residency import WeightSizes
 from tightwire.model.weights.streamed import StreamedWeights
 from tightwire.server.config.limits import BLOCK_SIZE
+from tightwire.server.engine.draft_runner import DraftRunner
 from tightwire.server.ipc.channels import Inboxes
 from tightwire.server.ipc.messages import Ready
 from tightwire.server.plan.rank_bytes import split_ranks
@@ -81,7 +83,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         link = joining.measured_link(stages if plan.is_pipeline else group)
     runner: ModelRunner | None = None
     try:
-        place = RankPlace()
+        place, allowed = RankPlace(), os.sched_getaffinity(0)
         if plan.device == "cpu":
             threads, numa = torch.get_num_threads(), work.config.parallel.numa == "auto"
             place = bind_rank(identity.local_rank, identity.num_local, threads, numa=numa)
@@ -95,7 +97,8 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
             others = stages, beside, inside, inside_routes, joining.peers()
             groups = RankGroups(group, routes, world, joining.stage, *others)
             runner = _load(checkpoint, layout, formats, groups, work, progress, parts=parts)
-            drafting = _load_draft(work, RankGroups(joining.alone())) if plan.draft and not identity.rank else None
+            alone = joining.alone() if plan.draft and not identity.rank else None
+            drafting = None if alone is None else _load_draft(work, alone, allowed if place.cores else set())
         sources = (runner.weights, runner.cache)
         pools = [source.pool for source in sources if isinstance(source, StreamedWeights | OffloadedCache)]
         reporter.num_fetched = lambda: sum(pool.num_moves for pool in pools)
@@ -381,13 +384,15 @@ def _load(
     return runner
 
 
-def _load_draft(work: RankWork, groups: RankGroups) -> ModelRunner:
-    """The whole model that drafts, with as many cache blocks as all replicas have."""
+def _load_draft(work: RankWork, alone: Group, cores: set[int]) -> DraftRunner:
+    """The whole model that drafts, with as many cache blocks as all replicas have. ``cores``: those of all ranks here."""
     plan, options = work.plan, work.config.model
     checkpoint = open_checkpoint(plan.draft, options.seed)
     formats = formats_of(checkpoint, options.quantization)
-    alone: dict[str, Any] = {"weights": EVERYTHING_RESIDENT, "stages": None, "overlap": False, "adapters": None}
-    alone["activations"] = choose_activations("fastest", plan.device, formats.packed)
-    own = msgspec.structs.replace(plan, num_blocks=plan.num_blocks * plan.num_replicas, **alone)
-    layout = split_model(checkpoint.config, formats, 1)
-    return _load(checkpoint, layout, formats, groups, msgspec.structs.replace(work, plan=own), bounded=False)
+    whole: dict[str, Any] = {"weights": EVERYTHING_RESIDENT, "stages": None, "overlap": False, "adapters": None}
+    whole["activations"] = choose_activations("fastest", plan.device, formats.packed)
+    own = msgspec.structs.replace(plan, num_blocks=plan.num_blocks * plan.num_replicas, **whole)
+    given = checkpoint, split_model(checkpoint.config, formats, 1), formats, RankGroups(alone)
+    runner = _load(*given, msgspec.structs.replace(work, plan=own), bounded=False)
+    # Stages compute while rank 0 drafts, and with an emulated link the other ranks stand for other hosts.
+    return DraftRunner(runner, set() if plan.is_pipeline or work.config.parallel.link else cores)

@@ -1,6 +1,7 @@
 """Whole engines with a draft model: the texts are those without it, to the bit, whatever it drafts, and its cache follows."""
 
 import json
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +25,10 @@ from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.grammar import GrammarMasks, make_grammar
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.stages import divide_layers
+from tightwire.model.step import make_plan
 from tightwire.model.weights import WeightPlan
 from tightwire.server.config.limits import Limits
+from tightwire.server.engine.draft_runner import DraftRunner
 from tightwire.server.engine.drafts import RowTimes
 from tightwire.server.engine.model_drafts import ModelDrafter
 from tightwire.server.ipc.messages import AddRequest, Output
@@ -67,11 +70,13 @@ class Counting:
     """A runner that keeps the rows of its steps."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._runner, self.rows = runner, list[int]()
+        self._runner, self.rows, self.sizes = DraftRunner(runner), list[int](), set[int]()
+        self.num_ids = self._runner.num_ids
 
-    def execute(self, plan: Any) -> Any:
+    def execute(self, plan: Any, num_ids: int) -> Any:
         self.rows.append(plan.num_rows)
-        return self._runner.execute(plan)
+        self.sizes.add(num_ids)
+        return self._runner.execute(plan, num_ids)
 
 
 @contextmanager
@@ -363,3 +368,29 @@ def test_a_second_answer_finds_the_prompt_in_the_drafts_cache(models: dict[str, 
                 run_to_end(local.engine)
             rows.append(sum(counting.rows))
     assert rows[0] + 100 < rows[1], "another salt shares nothing"
+
+
+def test_a_pass_chooses_among_the_first_ids_while_tokens_are_there(models: dict[str, Checkpoint]) -> None:
+    wanted = plain_texts(models)
+    with drafting_engine(models, "itself") as (local, drafter, counting):
+        drafter._head_s_H = np.array([0.2, 0.1, 0.1, 0.1])  # against a step of 1 s
+        assert run(local) == wanted
+        assert drafter._sizes_H[1] in counting.sizes
+        beyond = SimpleNamespace(
+            token_ids=[counting.num_ids - 1], draft_classes=[], draft_basis=(0, []), draft_rates=[]
+        )
+        for _ in range(200):
+            drafter.learn(beyond, 1, 0)  # pyright: ignore[reportArgumentType]
+        drafter.prepare([], 1, 1)
+        assert drafter._size == counting.num_ids
+
+
+def test_the_first_ids_have_their_logits_on_all_cores(models: dict[str, Checkpoint]) -> None:
+    rows: dict[str, Any] = {name: [1] for name in ("token_ids", "query_lens", "context_lens")}
+    with drafting_engine(models, "itself") as (_, _, counting):
+        plan, own = make_plan(**rows, block_tables=[[0]], num_decode_rows=1, logit_rows=[0]), os.sched_getaffinity(0)
+        whole = counting._runner.execute(plan)
+        counting._runner._cores = {min(own)}
+        first = counting._runner.execute(plan, 32)
+        assert whole is not None and first is not None and os.sched_getaffinity(0) == own
+        torch.testing.assert_close(first, whole[:, :32], rtol=0, atol=1e-5)
