@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tightwire.option import flag_of
-from tightwire.option_flags import Fields, add_flags, convert
+from tightwire.option_flags import add_flags, read_yaml
 from tightwire.server.config.foreign_flags import ours
 from tightwire.server.config.serve import GROUPS, ServeConfig, option_fields
 from tightwire.suggest import suggest
@@ -95,33 +95,3 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
     for name, value in values.items():
         by_group[option_fields()[name][0]][name] = value
     return ServeConfig(**{group: cls(**by_group[group]) for group, cls in GROUPS.items()})
-
-
-def read_yaml(path: Path, fields: Fields) -> dict[str, Any]:
-    """Options from a flat YAML mapping, by field name. ValueError: names what is wrong with the file."""
-    import yaml  # saves `--help` 20 ms
-
-    try:
-        text = path.read_text()
-        content, root = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
-    except OSError as error:
-        raise ValueError(f"--config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path} is not YAML: {error}") from error
-    if content is not None and not isinstance(content, dict):
-        raise ValueError(f"--config {path}: must be `name: value` lines, got {content!r}")
-    keys = [key.value for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
-    if doubled := [key for key in keys if keys.count(key) > 1]:
-        raise ValueError(f"--config {path}: {doubled[0]!r} is given twice")
-    values: dict[str, Any] = {}
-    for key, value in (content or {}).items():
-        name = str(key).replace("-", "_")
-        if name not in fields:
-            raise ValueError(f"--config {path}: unknown option {key!r}{suggest(name, fields)}")
-        if name in values:
-            raise ValueError(f"--config {path}: {name!r} is given twice, with dashes and with underscores")
-        try:
-            values[name] = convert(fields[name], value)
-        except ValueError as error:
-            raise ValueError(f"--config {path}: {key}: {error}") from error
-    return values
