@@ -71,7 +71,6 @@ def start_ranks(config: ServeConfig, stack: ExitStack, place: HostPlace | None =
         shares_weights=config.weights.weights in ("auto", "partition"),
         wire=wire,
         place=place,
-        drafts=config.engine.draft_model is not None,
     )
     return stack.enter_context(ranks)
 

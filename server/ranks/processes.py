@@ -30,8 +30,6 @@ from tightwire.server.plan.rank_setup import RankIdentity, RankWork
 WORKER = (sys.executable, "-m", f"{__package__}.worker")
 # The store resolves the names of clients, and warns where there is no DNS.
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-# Threads without work spin for 1 ms, not 16, so those of a draft model do not keep the other ranks from their cores.
-_BRIEF = {"GOMP_SPINCOUNT": "20000"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -49,13 +47,12 @@ class Ranks:
         shares_weights: bool = False,
         wire: Wire | None = None,
         place: HostPlace | None = None,
-        drafts: bool = False,
     ) -> None:
         """Start the ranks. Nodes, replicas and stages of one replica are equal, consecutive groups of ranks, each with its own
         shared memory.
 
         ``shares_weights``: replicas of a node may share layers. ``wire``: between nodes; it must outlive the ranks.
-        ``place``: of this host, if there are several; it starts its part of the ranks. ``drafts``: rank 0 has a draft model. ValueError: its store port is taken.
+        ``place``: of this host, if there are several; it starts its part of the ranks. ValueError: its store port is taken.
         """
         self.link = None if wire is None else wire.facts
         folder = None if wire is None else wire.folder
@@ -69,7 +66,7 @@ class Ranks:
             for rank in range(world_size)
         )
         self.reporters = tuple(make_address(f"reporter{rank}", folder) for rank in self.numbers)
-        self._wire, self._variables = wire, _BRIEF if drafts else {}
+        self._wire = wire
         self._processes: list[subprocess.Popen[bytes]] = []
         # Memory shared by all ranks, by those of a node, of a replica or stage, and by those of a node that hold the same weights.
         num_parts = num_replicas if num_replicas > 1 else num_stages
@@ -156,8 +153,7 @@ class Ranks:
             command,
             stdin=subprocess.PIPE,
             env=_environment(len(self.numbers), "" if place is None else place.interface)
-            | (_QUIET if node or place else {})
-            | self._variables,
+            | (_QUIET if node or place else {}),
             pass_fds=inherited,
             preexec_fn=partial(_begin, node),  # noqa: PLW1509 - a few system calls, and no other thread runs yet
         )
@@ -234,6 +230,7 @@ def _environment(num_local: int, interface: str) -> dict[str, str]:
     source = str(Path(tightwire.__file__).parent.parent)
     return {
         **dict.fromkeys(_THREAD_VARIABLES, threads),
+        "GOMP_SPINCOUNT": "40000",  # 2 ms, not 16, of threads without work, which keep ranks from cores that drafts used
         **os.environ,
         # Ranks run the parent's own code, even if it is not installed.
         "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")])),
