@@ -245,14 +245,12 @@ class Answer:
         return Tokens(usage.prompt_tokens, usage.completion_tokens)
 
     def _extra(self) -> TightwireExtra | UnsetType:
-        wanted, drafts = self._body.tightwire, self._trace.drafts
+        wanted = self._body.tightwire
         if not (wanted.comm or wanted.timing or wanted.token_ids):
             return UNSET
         return TightwireExtra(
             comm=self._trace.comm_report() if wanted.comm else UNSET,
             timing=self._trace.timing if wanted.timing else UNSET,
-            drafts={**drafts, "mean_length": drafts["accepted"] / drafts["steps"]}
-            if wanted.timing and drafts
-            else UNSET,
+            drafts=self._trace.draft_report() if wanted.timing else UNSET,
             token_ids=[s.token_ids for s in self._sequences.values()] if wanted.token_ids else UNSET,
         )

@@ -128,9 +128,10 @@ _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
 
 def _snapshot(stats: EngineStats, startup_s: float | None, setup: CommSetup | None) -> Iterator[Metric]:
-    for struct in (stats.total, stats.counters, stats.stream, stats.kv_offload):
+    for struct in (stats.total, stats.counters, stats.drafts, stats.stream, stats.kv_offload):
         for field, (kind, name, help) in metric_fields(type(struct)).items():
-            yield _FAMILIES[kind](f"tightwire_{name}", help, getattr(struct, field))
+            if (value := getattr(struct, field)) is not None:
+                yield _FAMILIES[kind](f"tightwire_{name}", help, value)
     yield GaugeMetricFamily("tightwire_kv_cache_usage_ratio", _USAGE_HELP, _kv_usage(stats.total))
     if len(stats.loads) > 1:
         for field, (_, name, help) in metric_fields(ReplicaLoad).items():

@@ -7,7 +7,7 @@ from msgspec import UNSET, Struct, UnsetType
 from tightwire.model.text.tokenizer import TOKENIZER_CLASS, Tokenizer
 from tightwire.server.api.serving import ModelInfo
 from tightwire.server.api.trace import CommTotals
-from tightwire.server.ipc.engine_stats import ReplicaLoad
+from tightwire.server.ipc.engine_stats import DraftReport, ReplicaLoad
 from tightwire.server.ipc.messages import CommSetup
 from tightwire.server.plan.rank_setup import ServedAdapter
 
@@ -133,7 +133,7 @@ class CommPolicy(CommSetup, frozen=True, kw_only=True):
 
     ``sum_dtype``: the number format of partial sums in messages. ``transport_reason``: why ``--transport auto`` chose a
     slower transport than this device's best; otherwise empty. ``tp`` ranks form one of ``dp`` replicas of the model.
-    ``replicas``: the load of each, if there are several. ``overlap``: half of a prompt's step is computed while the other
+    ``replicas``: the load of each, if there are several. ``drafts``: since start, of ``--speculation``. ``overlap``: half of a prompt's step is computed while the other
     half is summed. ``choices``: the default policy; the first line counts whose site, phase and layer match (``layers``
     null: any) and whose ``up_to_bytes`` is not exceeded. ``extra``: the policies that a request may choose by name.
     ``link``: the link that ``serve --link`` emulates. ``self_test``: an algorithm that is not ``ok`` is never used.
@@ -145,6 +145,7 @@ class CommPolicy(CommSetup, frozen=True, kw_only=True):
     dp: int
     replicas: list[ReplicaLoad]
     num_steps: int
+    drafts: DraftReport
     bytes_sent: int
     exact_bytes: int
     saved_bytes: int

@@ -13,6 +13,7 @@ from msgspec.structs import asdict
 from tightwire.comm.ledger.ledger import GATHERING, Count
 from tightwire.server.api.metrics import Metrics
 from tightwire.server.ipc.engine_client import EngineClient
+from tightwire.server.ipc.engine_stats import DraftReport
 from tightwire.server.ipc.messages import FirstToken, Output, PromptProgress
 
 
@@ -120,13 +121,13 @@ class CommReport(Struct, frozen=True):
 class TightwireExtra(Struct, frozen=True):
     """The parts that were asked for. ``timing`` is null without a first token; ``token_ids`` are by choice.
 
-    ``drafts`` comes with ``timing``: steps that checked drafts, the tokens of these, and how many were right.
+    ``drafts`` comes with ``timing`` if there were any; its sums are also those of other requests' steps (``CommReport.shared``).
     ``progress`` comes alone, in the chunks before a choice's first token.
     """
 
     comm: CommReport | UnsetType = UNSET
     timing: Timing | UnsetType | None = UNSET
-    drafts: dict[str, float] | UnsetType = UNSET
+    drafts: DraftReport | UnsetType = UNSET
     token_ids: list[list[int]] | UnsetType = UNSET
     progress: PromptProgress | UnsetType = UNSET
 
@@ -159,7 +160,7 @@ class RequestTrace:
         self._comm_at_submit: _CommCounts = {}
         self._comm_at_first: _CommCounts = {}
         self.timing: Timing | None = None  # set once the first text is sent
-        self.drafts = Counter[str]()
+        self._drafts = Counter[str]()
 
     @contextmanager
     def tokenizing(self) -> Iterator[None]:
@@ -181,8 +182,9 @@ class RequestTrace:
         if output.queue_s is not None:
             self._metrics.queue_time.observe(output.queue_s)
         if output.num_drafted:
-            self.drafts.update(steps=1, tokens=output.num_drafted, accepted=output.num_right)
+            self._drafts.update(steps=1, tokens=output.num_drafted, accepted=output.num_right)
         if output.token_ids:
+            self._drafts["chosen"] += len(output.token_ids) if self._first_token else 0
             self._observe_tokens(output, now_s)
         if self._first_token is None and (first := output.first_token) is not None:
             self._first_token = first
@@ -219,6 +221,13 @@ class RequestTrace:
         ttft = _span(first_s - self._arrived_s, _seconds(first) - _seconds(start))
         decode = _span(end_s - first_s, _seconds(end) - _seconds(first))
         return CommReport(ttft, decode, bytes_sent, exact_bytes, exact_bytes - bytes_sent, counters)
+
+    def draft_report(self) -> DraftReport | UnsetType:
+        """The drafts of this request's sequences, and their tokens after the first for each sum since then."""
+        if not (drafts := self._drafts)["steps"]:
+            return UNSET
+        comm = [now.since(self._comm_at_first.get(key)) for key, now in self._read_comm().items()]
+        return DraftReport.of(drafts["steps"], drafts["tokens"], drafts["accepted"], drafts["chosen"], comm)
 
     def _observe_tokens(self, output: Output, now_s: float) -> None:
         last_s = self._last_token_s[output.id]

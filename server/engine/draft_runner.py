@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,16 +27,13 @@ class DraftRunner:
         head, size = self._outer.head, num_ids or self.num_ids
         first = head[:size] if isinstance(head, Tensor) else head.rows(0, size)
         self._runner.weights.outer = replace(self._outer, head=first)
-        own: tuple[Any, int] = os.sched_getaffinity(0), torch.get_num_threads()
+        if self._cores is None:
+            return self._runner.execute(plan)
+        own, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
+        os.sched_setaffinity(0, self._cores)
+        torch.set_num_threads(len(self._cores))
         try:
-            if self._cores:
-                self._use(self._cores, len(self._cores))
             return self._runner.execute(plan)
         finally:
-            if self._cores:
-                self._use(*own)
-
-    @staticmethod
-    def _use(cores: set[int], num_threads: int) -> None:
-        os.sched_setaffinity(0, cores)
-        torch.set_num_threads(num_threads)
+            os.sched_setaffinity(0, own)
+            torch.set_num_threads(num_threads)

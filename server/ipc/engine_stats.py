@@ -1,7 +1,8 @@
 """Counters and gauges of the engine. Each field carries the name and help of its metric on /metrics."""
 
+from collections.abc import Iterable
 from functools import cache, partial
-from typing import Annotated, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Literal, NamedTuple, Self, get_type_hints
 
 import msgspec
 
@@ -91,6 +92,25 @@ class RankCounts(msgspec.Struct, frozen=True):
     kv_offload: CacheCount | None = None  # set if the KV cache is on the host
 
 
+class DraftReport(msgspec.Struct, frozen=True):
+    """``steps`` checked drafts of ``tokens`` in all, of which ``accepted`` were right, on average ``mean_length`` a draft.
+
+    ``tokens_per_sum``: tokens chosen for each sum over the ranks in decode steps; null where there was none.
+    """
+
+    steps: int
+    tokens: int
+    accepted: int
+    mean_length: Annotated[float, _gauge("draft_mean_length", "Right tokens of a draft, on average since start")]
+    tokens_per_sum: Annotated[float | None, _gauge("tokens_per_sum", "Tokens for each sum of decode steps since start")]
+
+    @classmethod
+    def of(cls, steps: int, tokens: int, accepted: int, chosen: int, comm: Iterable[Count]) -> Self:
+        """``chosen``: tokens of answers, for which the ranks made the sums that ``comm`` counts."""
+        sums = sum(count.calls for count in comm if (count.op, count.phase) == ("all_reduce", "decode"))
+        return cls(steps, tokens, accepted, accepted / max(1, steps), chosen / sums if sums else None)
+
+
 class EngineStats(RankCounts, frozen=True):
     """The engine at the end of a step. The defaults describe an engine before its first step."""
 
@@ -101,3 +121,9 @@ class EngineStats(RankCounts, frozen=True):
     def total(self) -> ReplicaLoad:
         """The sum over replicas."""
         return ReplicaLoad(*(sum(getattr(load, name) for load in self.loads) for name in ReplicaLoad.__struct_fields__))
+
+    @property
+    def drafts(self) -> DraftReport:
+        own = self.counters
+        drafted = own.num_drafts, own.num_draft_tokens, own.num_accepted_draft_tokens
+        return DraftReport.of(*drafted, own.num_generation_tokens, self.comm)

@@ -24,6 +24,7 @@ from tightwire.server.config.http import HttpOptions
 from tightwire.server.http.middleware import wants_page
 from tightwire.server.http.routes.pages import file_response
 from tightwire.server.ipc.engine_client import EngineClient, Phase
+from tightwire.server.ipc.engine_stats import EngineStats
 from tightwire.server.ipc.messages import CommSetup
 
 _TRACE_DEFAULT_S = 2.0
@@ -173,8 +174,11 @@ def _trace_seconds(request: Request) -> float:
 
 
 def _comm_policy(info: ModelInfo, engine: EngineClient) -> CommPolicy:
-    stats, setup = engine.stats, engine.comm_setup or CommSetup(transport=info.plan.transport, num_nodes=1)
-    counts = stats.comm if stats else []
+    stats, setup = (
+        engine.stats or EngineStats(),
+        engine.comm_setup or CommSetup(transport=info.plan.transport, num_nodes=1),
+    )
+    counts = stats.comm
     quantiles = {latency[:3]: latency for latency in engine.comm_latencies}
     bytes_sent, exact_bytes = sum(count.bytes_sent for count in counts), sum(count.exact_bytes for count in counts)
     return CommPolicy(
@@ -183,8 +187,9 @@ def _comm_policy(info: ModelInfo, engine: EngineClient) -> CommPolicy:
         sum_dtype=info.plan.sum_dtype,
         tp=info.tp,
         dp=info.plan.num_replicas,
-        replicas=stats.loads if stats and len(stats.loads) > 1 else [],
-        num_steps=stats.counters.num_steps if stats else 0,
+        replicas=stats.loads if len(stats.loads) > 1 else [],
+        num_steps=stats.counters.num_steps,
+        drafts=stats.drafts,
         bytes_sent=bytes_sent,
         exact_bytes=exact_bytes,
         saved_bytes=exact_bytes - bytes_sent,

@@ -99,6 +99,7 @@ function Tiles({ history }) {
     ["Between tokens, p50", seconds(latest.inter50), `p95 ${seconds(latest.inter95)}, over 30 s`],
     ["KV cache", percent(latest.kv), `${percent(hits)} of prompts cached`],
     ["Communication", percent(latest.commShare), "of rank 0's time, over 30 s"],
+    ...(newest?.drafts ? [["Drafted tokens right", `${count(newest.accepted)} of ${count(newest.drafted)}`, draftsOf(newest)]] : []),
     ["Finished", count(newest && finished), `${count(done.cancelled)} cancelled, ${count(done.error)} failed, ${count(done.refused)} refused`],
   ];
   return html`
@@ -106,6 +107,12 @@ function Tiles({ history }) {
       ${tiles.map(([name, value, more]) => html`<div><dt>${name}</dt><dd class="value">${value}</dd><dd class="more">${more}</dd></div>`)}
     </dl>
   `;
+}
+
+/** What drafts brought since start. */
+function draftsOf({ draftLength, tokensPerSum }) {
+  const sums = tokensPerSum === null || tokensPerSum === undefined ? "no sums" : `${tokensPerSum.toFixed(4)} tokens a sum`;
+  return `${draftLength.toFixed(2)} a draft, ${sums}`;
 }
 
 function Comm({ comm, history }) {

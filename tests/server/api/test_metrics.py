@@ -38,6 +38,8 @@ async def test_one_request_is_counted_and_timed(client: httpx.AsyncClient) -> No
     assert values["tightwire_drafts_total"] == 10
     assert values["tightwire_draft_tokens_total"] == 30
     assert values["tightwire_accepted_draft_tokens_total"] == 20
+    assert values["tightwire_draft_mean_length"] == 2
+    assert values["tightwire_tokens_per_sum"] == 8 / 32
     assert values["tightwire_engine_steps_planned_ahead_total"] == 6
     assert values["tightwire_requests_running"] == 0
     assert values["tightwire_kv_cache_usage_ratio"] == 0
@@ -123,7 +125,7 @@ def test_two_apps_in_one_process_have_separate_registries() -> None:
 def test_before_the_first_step_all_metrics_are_zero() -> None:
     page, _ = Metrics(lambda: None).render("")
     assert b"tightwire_requests_waiting 0.0" in page
-    assert b"tightwire_startup_seconds" not in page
+    assert b"tightwire_startup_seconds" not in page and b"tightwire_tokens_per_sum" not in page
     assert b"tightwire_kv_cache_usage_ratio 0.0" in page
 
 

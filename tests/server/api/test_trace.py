@@ -7,9 +7,11 @@ from typing import Any
 import httpx
 import pytest
 from helpers.server.fake_engine import FakeEngine
+from msgspec import UNSET
 
 from tightwire.server.api.metrics import Metrics
 from tightwire.server.api.trace import RequestRecord, RequestTrace
+from tightwire.server.ipc.engine_stats import DraftReport
 from tightwire.server.ipc.messages import FirstToken, Output
 
 PARTS = ("http_s", "tokenize_s", "queue_s", "compute_s", "allreduce_s", "codec_s", "sampling_s", "engine_s", "send_s")
@@ -74,6 +76,19 @@ def test_a_whole_answer_ends_with_its_first_token(clock: Clock) -> None:
     trace.saw(token(FirstToken(40.0, 50.0, 0.0, 0.0, 0.0, 0.0), "1"))
 
     assert trace.timing is not None and (trace.timing.ttft_s, trace.timing.send_s) == (21.0, 1.0)
+
+
+def test_drafts_with_the_tokens_of_a_sum_after_the_first(clock: Clock) -> None:
+    engine, record = FakeEngine(), RequestRecord(id="a", method="POST", path="/")
+    trace = RequestTrace(engine, Metrics(lambda: None), record, streamed=False, clock=clock)
+    trace.submitted(["0"])
+    engine.num_outputs = 3  # of 4 sums each
+    trace.saw(token(FIRST))
+    trace.saw(token())
+    assert trace.draft_report() is UNSET
+    engine.num_outputs = 5
+    trace.saw(Output(id="0", token_ids=[66, 67, 68], num_drafted=4, num_right=2))
+    assert trace.draft_report() == DraftReport(steps=1, tokens=4, accepted=2, mean_length=2.0, tokens_per_sum=0.5)
 
 
 def test_codec_time_in_a_fused_kernel_is_unknown(clock: Clock) -> None:

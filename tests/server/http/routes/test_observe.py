@@ -94,6 +94,7 @@ async def test_comm_lists_policies_and_cost(client: httpx.AsyncClient, engine: F
     )
     assert policy["choices"] == [msgspec.structs.asdict(choice)]
     assert policy["self_test"] == [dataclasses.asdict(verdict)]
+    assert policy["drafts"] == {"steps": 10, "tokens": 30, "accepted": 20, "mean_length": 2.0, "tokens_per_sum": 0.25}
     (cost,) = policy["counters"]
     assert (cost["op"], cost["calls"], cost["p50_us"], cost["p99_us"]) == ("all_reduce", 12, 3.0, 9.0)
     # The scripted engine takes 1 us for every 4 collectives of 500 bytes together.
