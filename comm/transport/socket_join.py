@@ -40,6 +40,7 @@ class SocketOptions(NamedTuple):
 
     secret: bytes = b""
     port: int = 0
+    most_unsent: int = 0  # bytes of a connection in the kernel, for which others on the wire wait; 0: as it chooses
 
 
 class Peer(NamedTuple):
@@ -56,10 +57,7 @@ class Peer(NamedTuple):
 
 
 def read_secret(path: str | None) -> bytes:
-    """The shared secret in a file, without surrounding white space. ValueError: unreadable, or shorter than 16 bytes.
-
-    Without a file it is empty.
-    """
+    """The secret in a file without white space around it; empty without a file. ValueError: unreadable, or below 16 bytes."""
     if path is None:
         return b""
     try:
@@ -117,6 +115,8 @@ def connect_ranks(
         ]
         key = hmac.digest(options.secret, words[0][4].encode(), "sha256")
         sockets = _Joining(facts.rank, peers, key, time.monotonic() + timeout_s).connect(opened, listener)
+        for sock in sockets.values() if options.most_unsent else ():
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, options.most_unsent)
         opened.pop_all()
         return sockets, peers
 

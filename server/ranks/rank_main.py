@@ -197,8 +197,11 @@ class _Joining:
         self, topology: Topology, name: str, timeout_s: float, ranks: range | None = None, **others: Any
     ) -> Group:
         """``ranks``: those of the group, by whose numbers errors name them; None: all."""
-        own = self.identity
+        own, sockets, link = self.identity, self._sockets, self.work.plan.link
         numbered = partial(renumbered, ranks=ranks or (), where=f"in {name}", rank=own.rank, world_size=own.world_size)
+        # Hidden states queue behind what the kernel holds of keys and values: a round trip and a millisecond of the wire.
+        if name == "beside" and sockets and link and (rate := link.link.bytes_per_s):
+            sockets = sockets._replace(most_unsent=max(16 << 10, int(rate * (1e-3 + 2 * link.latency_s))))
         return open_process_group(
             topology,
             store=self.store,
@@ -207,7 +210,7 @@ class _Joining:
             join_timeout_s=self.work.config.timeouts.comm_timeout_s,
             name=name,
             interface=self.identity.interface,
-            sockets=self._sockets,
+            sockets=sockets,
             numbered=numbered if ranks and len(ranks) < own.world_size else None,
             **others,
         )
@@ -276,7 +279,6 @@ class _Joining:
         place, is_further = divmod(self.identity.rank, each)
         if is_further:
             return None
-        # A stage waits for whole steps of the one before.
         ranks = range(0, self.identity.world_size, each)
         group = self._open(Topology(place, len(ranks)), name, _STEP_DEADLINE_S, ranks)
         return group if self.throttle is None else throttle_group(group, self.throttle, beside)

@@ -72,11 +72,9 @@ class RankZeroRunner:
 
     def execute(self, plan: StepPlan, chosen_R: Tensor | None) -> Tensor:
         self._reporter.begin("step", plan.index)
-        if self._streamed is None or not plan.token_ids:
-            logits_RV = self._runner.execute(plan, chosen_R)
-        else:
-            before_s, start_s = self._streamed.flow().waited_s, time.perf_counter()
-            logits_RV = self._runner.execute(plan, chosen_R)
+        before_s, start_s = 0.0 if self._streamed is None else self._streamed.flow().waited_s, time.perf_counter()
+        logits_RV = self._runner.execute(plan, chosen_R)
+        if self._streamed is not None and plan.token_ids:
             waited_s = self._streamed.flow().waited_s - before_s
             self._step_size.learn(plan.num_rows, time.perf_counter() - start_s, waited_s)
         if logits_RV is None:  # a step that only fills the cache; the caller still waits for its end on the device

@@ -11,6 +11,8 @@ import pytest
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.errors import CommError, PeerLostError
+from tightwire.comm.link.probe import PairFacts
+from tightwire.comm.link.wire import network_facts
 from tightwire.model.stages import StagePlan
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.rank_setup import RankIdentity
@@ -75,10 +77,24 @@ def test_errors_inside_stages_have_the_numbers_of_all_ranks(
     opened: dict[str, Any] = {}
     monkeypatch.setattr(rank_main, "open_process_group", lambda *_, **given: opened.update(given))
     stages = StagePlan(((0, 1), (1, 2)), pipeline=True, ranks_each=2)
-    plan = SimpleNamespace(stages=stages, is_pipeline=True, device="cpu", transport="sockets")
+    plan = SimpleNamespace(stages=stages, is_pipeline=True, device="cpu", transport="sockets", link=None)
     work: Any = SimpleNamespace(plan=plan, config=ServeConfig())
     joining = rank_main._Joining(msgspec.structs.replace(_identity(2, 0), world_size=4), work, cast(Any, None))
     _ = joining.of_stage() if which == "of_stage" else joining.stages(None)
     error = opened["numbered"](PeerLostError("lost", told))
     assert isinstance(error, PeerLostError) and error.ranks == ranks
     assert str(error).startswith(said)
+
+
+@pytest.mark.parametrize(("name", "most_unsent"), [("stages", 0), ("beside", 36_000)])
+def test_keys_and_values_leave_the_wire_to_hidden_states(
+    monkeypatch: pytest.MonkeyPatch, name: str, most_unsent: int
+) -> None:
+    """A millisecond of 12 MB/s, and a round trip of two."""
+    opened: dict[str, Any] = {}
+    monkeypatch.setattr(rank_main, "open_process_group", lambda *_, **given: opened.update(given))
+    facts = network_facts([PairFacts((0, 1), 2e-3, 0.0, 12e6)])
+    plan = SimpleNamespace(stages=StagePlan(((0, 1), (1, 2))), device="cpu", transport="sockets", link=facts)
+    work: Any = SimpleNamespace(plan=plan, config=ServeConfig())
+    rank_main._Joining(_identity(1, 0), work, cast(Any, None)).stages(None, name)
+    assert opened["sockets"].most_unsent == most_unsent
