@@ -44,7 +44,7 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.model.weights.formats import WeightFormats, choose_formats, split_model
-from tightwire.training.data.prose import ENGLISH_NAME, english_text
+from tightwire.training.data.documents import ENGLISH_NAME, english_text
 
 LOSSLESS = "two-shot"  # adds in float32 in rank order and rounds once, as `auto` does on CPUs
 EXACT = "exact"

@@ -11,7 +11,7 @@ from typing import Any
 
 from tightwire.bench.client import BenchClient, Prompt
 from tightwire.remote import RemoteError
-from tightwire.training.data.prose import ENGLISH_FOLDER
+from tightwire.training.data.documents import ENGLISH_FOLDER
 
 _FRESH_WORDS = 4  # of some 500, so that no two of many prompts begin alike
 _TRIAL_WORDS = (4, 24)  # short: a word may be many tokens, and the context small

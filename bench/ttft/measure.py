@@ -23,7 +23,7 @@ from tightwire.comm.all_reduce.make import parse_all_reduce
 from tightwire.comm.ledger.ledger import Count
 from tightwire.comm.policy.rules import DROP
 from tightwire.remote import Remote
-from tightwire.training.data.prose import english_text
+from tightwire.training.data.documents import english_text
 
 _WARM_UPS = 2  # turns of each arm in each cell
 _TIMEOUT_S = 1800.0  # of one request: a long prompt over a slow wire takes minutes

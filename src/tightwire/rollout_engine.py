@@ -53,10 +53,9 @@ from tightwire.server.engine.request import RequestRules
 from tightwire.server.ipc.engine_stats import RankCounts
 from tightwire.server.ipc.messages import AddRequest
 from tightwire.training.config.tree import ModelConfig, TrainConfig
-from tightwire.training.data.chats import ChatEncoder
+from tightwire.training.data.chats import ChatEncoder, PromptPacker
 from tightwire.training.data.documents import DataError, Documents, RunData, describe_files
-from tightwire.training.data.prompts import PromptPacker
-from tightwire.training.ranks.control import Control
+from tightwire.training.ranks.groups import Control
 from tightwire.training.start.grpo import Answer
 from tightwire.training.start.model import StartingModel, open_starting_model
 

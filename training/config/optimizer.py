@@ -1,9 +1,12 @@
-"""The optimizer's options. Names torch's optimizers as text, so that reading a configuration does not import torch."""
+"""Options of the optimizer, and of the sum of gradients between replicas, with one class per method, which ``kind`` selects.
+
+Names torch's optimizers as text, so that reading a configuration does not import torch.
+"""
 
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, PositiveFloat, model_validator
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, model_validator
 
 # An optimizer here sees shards of flat parameters, each with elements of many matrices.
 _REFUSED = {
@@ -61,3 +64,114 @@ class OptimizerConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fals
             if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
                 raise ValueError(f"options.{option} must be finite, got {value}")
         return self
+
+
+Sparsity = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class _Options(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+    @property
+    def takes_all_sums(self) -> bool:
+        """True if the compressor begins after backward, with all gradients."""
+        return isinstance(self, SparseOptions) and self.clip_norm is not None and self.clip == "global"
+
+    def check_optimizer(self, optimizer: OptimizerConfig) -> None:
+        """Raises ValueError: the compressor does not work with ``optimizer``, or both would do the same work."""
+
+
+class DenseOptions(_Options, frozen=True):
+    """Every element, exactly."""
+
+    kind: Literal["dense"] = "dense"
+
+
+class QuantizedOptions(_Options, frozen=True):
+    """Every element, encoded: qgZ's sum between nodes, returned to every replica."""
+
+    kind: Literal["quantized"] = "quantized"
+    reduce_codec: str = Field(default="int4", description="codec of node sums sent to the rank that adds them")
+    gather_codec: str = Field(default="int8", description="codec of the sum sent back")
+
+
+class SparseOptions(_Options, frozen=True):
+    """Options of both sparse compressors. The article's warm-up of ``sparsity`` is 0.75, 0.9375, 0.984375, 0.996."""
+
+    sparsity: tuple[Sparsity, ...] = Field(
+        default=(0.999,), min_length=1, description="shares of elements that are not sent, one after the other"
+    )
+    rampup_begin_step: Count = Field(default=0, description="steps before it are dense")
+    rampup_step: PositiveInt = Field(default=1, description="steps over which the sparsities are divided")
+    dense_below: Count = Field(default=16384, description="parameters with fewer elements are sent whole")
+    value_type: Literal["float32", "float16"] = "float32"
+    clip_norm: PositiveFloat | None = Field(
+        default=None, description="largest norm of the mean gradient; each replica clips its own gradient"
+    )
+    clip: Literal["parameter", "global"] = Field(
+        default="parameter",
+        description="global: the norm is over all parameters, so sums between replicas wait for backward",
+    )
+
+    def sparsity_at(self, step: int) -> float | None:
+        """The sparsity at ``step``, from 0; None: dense. Each lasts an equal share of the ``rampup_step`` steps."""
+        if step < self.rampup_begin_step:
+            return None
+        span = (step - self.rampup_begin_step) * len(self.sparsity) // self.rampup_step
+        return self.sparsity[min(span, len(self.sparsity) - 1)]
+
+    def phases(self) -> dict[int, float | None]:
+        """``sparsity_at`` of each step from which another sparsity holds, in order of the steps."""
+        count = len(self.sparsity)
+        firsts = [self.rampup_begin_step - (-number * self.rampup_step // count) for number in range(count)]
+        dense = {0: None} if self.rampup_begin_step else {}
+        return dense | dict(zip(firsts, self.sparsity, strict=True))
+
+
+class TopKOptions(SparseOptions, frozen=True):
+    """The largest elements; the rest is added to the next gradient. Works with any optimizer."""
+
+    kind: Literal["top-k"] = "top-k"
+
+
+class DgcOptions(SparseOptions, frozen=True):
+    """Deep gradient compression: top-k of momentum SGD's velocities. Replaces the optimizer's momentum."""
+
+    kind: Literal["dgc"] = "dgc"
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    nesterov: bool = False
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    mask_momentum: bool = Field(default=True, description="clear the momentum of elements that were sent")
+
+    @model_validator(mode="after")
+    def _check_nesterov(self) -> "DgcOptions":
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum above 0")
+        return self
+
+    def check_optimizer(self, optimizer: OptimizerConfig) -> None:
+        name, given = optimizer.torch_name, optimizer.options
+        if name != "SGD":
+            raise ValueError(
+                f"parallel.between.kind=dgc needs SGD, but optimizer.name is "
+                f"{optimizer.name}: use optimizer.name=sgd, or parallel.between.kind=top-k, which works with {name}"
+            )
+        own = "parallel.between.kind=dgc has its own"
+        for option in ("momentum", "nesterov"):
+            if given.get(option):
+                raise ValueError(f"{own} momentum: set parallel.between.{option} and remove optimizer.options.{option}")
+        for option in ("dampening", "maximize"):
+            if given.get(option):
+                raise ValueError(
+                    f"parallel.between.kind=dgc does not support {option}: remove optimizer.options.{option}"
+                )
+        if optimizer.weight_decay:
+            raise ValueError(
+                f"{own} weight decay, of the local gradient: set parallel.between.weight_decay and optimizer.weight_decay=0"
+            )
+        if optimizer.clip_norm is not None:
+            raise ValueError(
+                f"{own} clipping, of local gradients: set parallel.between.clip_norm and remove optimizer.clip_norm"
+            )
+
+
+CompressorOptions = DenseOptions | QuantizedOptions | DgcOptions | TopKOptions

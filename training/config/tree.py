@@ -6,15 +6,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from tightwire.comm.group.topology import Topology
-from tightwire.training.config.compression import CompressorOptions, DenseOptions
-from tightwire.training.config.distill import DistillConfig
-from tightwire.training.config.grpo import GrpoConfig, PpoConfig, RolloutConfig
-from tightwire.training.config.lora import LoraConfig
-from tightwire.training.config.optimizer import OptimizerConfig
+from tightwire.training.config.learning import DistillConfig, GrpoConfig, LoraConfig, PpoConfig, RolloutConfig
+from tightwire.training.config.optimizer import CompressorOptions, Count, DenseOptions, OptimizerConfig
 from tightwire.training.config.sharding import SHARDINGS
 
 Share = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, Field(gt=0, strict=True)]  # strict rejects `true`
 BYTES = "bytes"  # the byte tokenizer, which needs no file
 BPE = "bpe:"
@@ -168,7 +164,9 @@ class ParallelConfig(Section):
     )
     reduce_across_codec: str = Field(default="none", description="codec between nodes with the hierarchical path (qgZ)")
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    checkpoint_every: Count = Field(default=0, description="recompute activations of every k-th block; 0: none")
+    checkpoint_blocks: Count | Literal["all", "auto"] = Field(
+        default=0, description="the first blocks recompute their activations in backward; auto: as few as memory asks"
+    )
     between: Annotated[CompressorOptions, Field(discriminator="kind")] = Field(
         default=DenseOptions(), description="how replicas sum gradients (sharding none, hybrid)"
     )
@@ -260,6 +258,9 @@ class DryRunConfig(Section):
     """Assumptions of a dry run; a run ignores them."""
 
     ranks: PositiveInt | None = Field(default=None, description="number of ranks; default: the launcher's")
+    memory: str = Field(
+        default="", description="of a rank, such as 80GB; default: nine tenths of this machine's free one"
+    )
     inside: str = Field(default="", description="link between ranks of a node, such as 200gbit")
     between: str = Field(default="", description="link of a node to the others, such as 1gbit,latency=50us")
 

@@ -1,4 +1,4 @@
-"""Chats and preferences as training data: JSON lines of messages, of which only the assistant's tokens are learned.
+"""Chats, preferences and prompts as training data: JSON lines of messages, of which only the assistant's tokens are learned.
 
 Each chat is one sample. Samples are packed into rows of equal length without attention across them: positions begin again at
 each sample, which transformers reads as its border. A row's rest is filled with end tokens that nothing learns.
@@ -118,6 +118,40 @@ class PairPacker:
                 for values, more in zip(pair, row, strict=True):
                     values += more
             yield pair
+
+
+class Prompt(NamedTuple):
+    """A prompt's tokens, up to where the answer begins; its messages; the other keys of its line."""
+
+    token_ids: list[int]
+    messages: Messages
+    columns: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPacker:
+    """Makes one sequence of each prompt."""
+
+    encode: ChatEncoder
+    sequence_tokens: int
+    answer_tokens: int
+    same_length = True
+
+    def __call__(self, documents: Iterable[str]) -> Iterator[Prompt]:
+        """Raises DataError: the chat template rejects a prompt, or its answer would not fit."""
+        for document in documents:
+            place, value = document.place if isinstance(document, Line) else "a prompt", json.loads(document)
+            messages = value.pop("prompt")
+            try:
+                tokens = self.encode.encode(self.encode.render(messages, add_generation_prompt=True))
+            except ChatTemplateError as error:
+                raise DataError(f"{place}: {error}") from None
+            if len(tokens) + self.answer_tokens > self.sequence_tokens:
+                raise DataError(
+                    f"{place}: a prompt of {len(tokens)} tokens and an answer of answer_tokens={self.answer_tokens} are "
+                    f"more than data.sequence_tokens={self.sequence_tokens}; raise it, or shorten one"
+                )
+            yield Prompt(tokens, messages, value)
 
 
 def up_to_answer(tokens: list[int], learned: list[bool]) -> tuple[list[int], list[bool]]:

@@ -11,17 +11,28 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
 from tightwire.training.config.tree import CHATS, ENGLISH, PREFERENCES, PROMPTS, TrainConfig
-from tightwire.training.data.prose import english_files, example_file
 
 ROLES = ("system", "user", "assistant", "tool")
-_OWN_FILES = {name: example_file(name.removeprefix("example-")) for name in (CHATS, PREFERENCES, PROMPTS)}
-_OWN_FILES[ENGLISH] = english_files()
+# Of the benches and the training examples; ``english/ORIGIN.md`` lists sources and licences.
+ENGLISH_NAME = "English prose of the project (Austen, Twain, Newton, the Jargon File)"
+ENGLISH_FOLDER = Path(__file__).parent / "english"
+OWN_FILES = {ENGLISH: tuple(ENGLISH_FOLDER / f"{piece}.txt" for piece in ("emma", "jargon", "opticks", "tom_sawyer"))}
+# 240 sentences about persons: with the facts as JSON, and a worse answer, or the facts alone.
+_EXAMPLES = ENGLISH_FOLDER.with_name("examples")
+OWN_FILES |= {name: (_EXAMPLES / f"{name.removeprefix('example-')}.jsonl",) for name in (CHATS, PREFERENCES, PROMPTS)}
 _HASH_BYTES = 8
 _MOST_NAMES = 3  # file names in an error message
+
+
+@cache
+def english_text() -> str:
+    """330 000 characters, about 77 000 tokens of SmolLM2's tokenizer."""
+    return "\n".join(path.read_text(encoding="utf-8") for path in OWN_FILES[ENGLISH])
 
 
 class DataError(ValueError):
@@ -53,8 +64,9 @@ class Documents:
     def read(self, files: Iterable[Path]) -> Iterator[str]:
         """The documents of ``files``; DataError: a file is unreadable or not UTF-8, or a line has no text."""
         for path in files:
+            opened = gzip.open if path.suffix == ".gz" else open
             try:
-                with _open(path) as lines:
+                with opened(path, "rt", encoding="utf-8") as lines:
                     yield from self._documents(path, lines)
             except (OSError, EOFError) as error:
                 raise DataError(f"{path}: cannot be read: {error}") from None
@@ -65,9 +77,10 @@ class Documents:
 
     def _documents(self, path: Path, lines: IO[str]) -> Iterator[str]:
         if self.kind != "text":
-            check = {"chat": check_chat, "preferences": check_preference}.get(self.kind, check_prompt)
+            check = {"preferences": check_preference, "prompts": check_prompt, "distill": check_prompt}.get(self.kind)
             for line, value in _json_lines(path, lines):
-                check(value if isinstance(value, dict) else {}, line.place)
+                value = value if isinstance(value, dict) else {}
+                check(value, line.place) if check else check_messages(value.get("messages"), line.place)
                 yield line
         elif ".jsonl" in path.suffixes:
             yield from _json_texts(path, lines, self.text_key)
@@ -83,8 +96,8 @@ def find_files(patterns: Sequence[str]) -> tuple[Path, ...]:
     """The files that match any pattern, sorted, each once. Raises DataError: a pattern matches no file."""
     found: set[Path] = set()
     for pattern in patterns:
-        if pattern in _OWN_FILES:
-            found |= set(_OWN_FILES[pattern])
+        if pattern in OWN_FILES:
+            found |= set(OWN_FILES[pattern])
             continue
         matching = map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True))
         files = {path for path in matching if path.is_file()}
@@ -181,12 +194,6 @@ def _shuffled(documents: Iterator[str], window: int, draw: random.Random) -> Ite
     yield from held
 
 
-def _open(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
-
-
 def _paragraphs(lines: IO[str]) -> Iterator[str]:
     document: list[str] = []
     for line in lines:
@@ -220,11 +227,6 @@ def _json_texts(path: Path, lines: IO[str], key: str) -> Iterator[str]:
             raise DataError(f"{line.place}: has no text under {key!r} (found: {keys}); set data.text_key")
         if text:
             yield text
-
-
-def check_chat(value: Mapping[str, Any], place: str) -> None:
-    """Raises DataError: it has no messages, or none of the assistant."""
-    check_messages(value.get("messages"), place)
 
 
 def check_preference(value: Mapping[str, Any], place: str) -> None:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from tightwire.read_ahead import until_closed
-from tightwire.training.data.chats import ChatPacker, PairPacker, Row
+from tightwire.training.data.chats import ChatPacker, PairPacker, Prompt, PromptPacker, Row
 from tightwire.training.data.documents import DataError, RunData
-from tightwire.training.data.prompts import Prompt, PromptPacker
 
 TokenSequence = list[int]  # S inputs and one more token: the targets are the inputs shifted by one
 

@@ -28,7 +28,6 @@ from tightwire.comm.collectives.all_gather import all_gather
 from tightwire.comm.group.nodes import run_leg
 from tightwire.training.engine.flat_parameters import (
     NORMS,
-    Bucket,
     BucketPlan,
     FlatParameter,
     copy_into_shard,
@@ -106,8 +105,8 @@ class Engine:
     def param_groups(self) -> list[dict[str, Any]]:
         """Parameter groups for an optimizer: ``matrices``, and ``norms`` (norms and biases), which should not decay."""
         chosen = {
-            "matrices": [main for bucket, main in self._trainable() if bucket.name != NORMS],
-            "norms": [main for bucket, main in self._trainable() if bucket.name == NORMS],
+            "matrices": [main for flat_param, main in self.named_flat_params() if flat_param.name != NORMS],
+            "norms": [main for flat_param, main in self.named_flat_params() if flat_param.name == NORMS],
         }
         return [{"params": params, "name": name} for name, params in chosen.items() if params]
 
@@ -128,12 +127,15 @@ class Engine:
     def finish_gradients(self) -> None:
         """Wait until the gradients are summed over all ranks; set ``grad`` of each shard to their mean."""
         self._gradients.finish()
-        for bucket, main in self._trainable():
-            main.grad = self._gradients.grad(bucket)
+        grads = self._gradients.grads()
+        for flat_param, main in self.named_flat_params():
+            main.grad = grads[flat_param.name]
 
     def gradient_norm(self) -> float:
         """The global norm of the gradients, summed in float64; the same bits on every rank."""
-        squares = [torch.linalg.vector_norm(main.grad, dtype=torch.float64).square() for _, main in self._trainable()]
+        squares = [
+            torch.linalg.vector_norm(main.grad, dtype=torch.float64).square() for _, main in self.named_flat_params()
+        ]
         own = torch.stack(squares).sum().view(1)
         squares_of_ranks = run_leg(self._groups.main, self._group, all_gather, self._group, own)
         return math.sqrt(sum(float(square) for square in squares_of_ranks))
@@ -143,7 +145,7 @@ class Engine:
         norm = self.gradient_norm()
         scale = max_norm / (norm + 1e-6)
         if scale < 1:
-            for _, main in self._trainable():
+            for _, main in self.named_flat_params():
                 assert main.grad is not None
                 main.grad.mul_(scale)
         return norm
@@ -234,11 +236,3 @@ class Engine:
             raise RuntimeError("an earlier micro-batch or evaluation failed; close the engine")
         if self._hooks.micro_batch is not None:
             raise RuntimeError("a micro-batch or evaluation is running; end it first")
-
-    def _trainable(self) -> Iterator[tuple[Bucket, nn.Parameter]]:
-        trainable = ((bucket, bucket.trainable) for bucket in self.plan.buckets)
-        return (
-            (bucket, self._shards.main[flat_param.name].main)
-            for bucket, flat_param in trainable
-            if flat_param is not None
-        )

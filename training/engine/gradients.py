@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,7 +35,14 @@ class GradientCompressor(ABC):
 
     Calls are collective, one per flat parameter and step, in the same order, from the thread of the reduce lane. The methods
     below are those of a compressor without state. ``training.compression`` implements compressors.
+
+    ``takes_all_sums``: the calls of a step come after its ``begin_step``, so none runs beside backward.
     """
+
+    takes_all_sums = False
+
+    def begin_step(self, sums: Mapping[str, Tensor]) -> None:
+        """Called before the calls of a step, with the sums by flat parameter, if it takes all. It may overwrite them."""
 
     @abstractmethod
     def __call__(self, name: str, sum_N: Tensor) -> Tensor:
@@ -128,9 +136,9 @@ class Gradients:
         self._layouts: dict[int, list[tuple[int, int]]] = {}  # by shared buffer: parameters' (start, length)
         self._lane = Lane("reduce", lane_group.device, self._close_pools)
 
-    def grad(self, bucket: Bucket) -> Tensor:
-        """(N / ranks,) float32: this rank's shard of the bucket's gradient; valid from ``finish`` to the next step."""
-        return self._bucket_buffers[bucket.number].grad_S
+    def grads(self) -> dict[str, Tensor]:
+        """(N / ranks,) float32, by flat parameter: this rank's shards of the gradients; valid from ``finish`` to the next step."""
+        return {place.flat_param.name: place.grad_S for place in self._bucket_buffers.values()}
 
     def begin(self, bucket: Bucket, last: bool) -> None:
         """Wait until backward may write ``bucket``'s gradients to its buffer. ``last``: the step's last micro-batch."""
@@ -177,7 +185,7 @@ class Gradients:
             if param not in place.written:
                 raise RuntimeError(
                     f"a layer returned None as the gradient of {param.name} and has not written it: return the gradient, or "
-                    "write it to training.engine.gates.gradient_view"
+                    "write it to training.engine.autograd.gradient_view"
                 )
         elif param in place.written:
             target.add_(grad)
@@ -219,6 +227,8 @@ class Gradients:
         if not all(place.is_last for place in self._bucket_buffers.values()):
             raise RuntimeError("the step's last micro-batch has not run; pass last=True to it")
         start_s = time.perf_counter()
+        if self._compressor is not None and self._compressor.takes_all_sums:
+            self._lane.start(partial(self._compress_all, self._compressor))
         self._lane.finish(self._patience_s)
         self.waited_s += time.perf_counter() - start_s
         for bucket in self._buckets():
@@ -265,8 +275,13 @@ class Gradients:
         """Sum over replicas, once the shard has the sum of all micro-batches."""
         if not place.has_sum:
             place.grad_S.zero_()
-        if self._compressor is not None:
+        if self._compressor is not None and not self._compressor.takes_all_sums:
             place.grad_S.copy_(self._compressor(bucket.name, place.grad_S))
+
+    def _compress_all(self, compressor: GradientCompressor) -> None:
+        compressor.begin_step(self.grads())
+        for name, sum_S in self.grads().items():
+            sum_S.copy_(compressor(name, sum_S))
 
     def _buckets(self) -> list[Bucket]:
         return [bucket for bucket in self._plan.buckets if bucket.trainable is not None]

@@ -12,11 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tightwire.training.engine.flat_parameters import Bucket, BucketPlan, ParamSpan, Use
-from tightwire.training.engine.gates import gate_inputs, gate_outputs, needs_gradient, weight
+from tightwire.training.engine.autograd import (
+    gate_inputs,
+    gate_outputs,
+    is_gated,
+    keep_gate_and_up,
+    keep_norms_input,
+    needs_gradient,
+    weight,
+    write_gradients,
+)
+from tightwire.training.engine.flat_parameters import NORMS, Bucket, BucketPlan, ParamSpan, Use
 from tightwire.training.engine.gathered_weights import Weights
 from tightwire.training.engine.gradients import Gradients
-from tightwire.training.engine.linear import write_gradients
 from tightwire.training.engine.options import EngineOptions
 
 
@@ -149,7 +157,14 @@ class Hooks:
             layer = model.get_submodule(use.module)
             if use.flat_param.trainable and use.attribute == "weight" and type(layer) is nn.Linear:
                 write_gradients(layer)
-                self._wrapped.append(layer)
+            elif [*layer._parameters] == ["weight"] and use.bucket.name == NORMS:
+                keep_norms_input(layer)
+            else:
+                continue
+            self._wrapped.append(layer)
+        for module in filter(is_gated, model.modules()):
+            keep_gate_and_up(module)
+            self._wrapped.append(module)
         hosted = _uses_by_host(plan)
         for host, uses in hosted.items():
             module = model.get_submodule(host)
@@ -184,7 +199,6 @@ class Hooks:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             micro_batch = self._current()
-            every = micro_batch.options.checkpoint_every
             anchor = micro_batch.anchor
             micro_batch.begin_block(bucket)
             awaits_backward = torch.is_grad_enabled() and (trainable or needs_gradient((args, kwargs)))
@@ -196,7 +210,7 @@ class Hooks:
                 with _given(users, weights):
                     return forward(*args, **kwargs)
 
-            if awaits_backward and every and bucket.block is not None and bucket.block % every == 0:
+            if awaits_backward and (bucket.block or 0) < micro_batch.options.checkpoint_blocks:
                 outputs = checkpoint(compute, use_reentrant=False)
             else:
                 outputs = compute()

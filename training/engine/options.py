@@ -6,12 +6,18 @@ from typing import Literal
 import torch
 
 from tightwire.comm.codec.codec import Codec, parse_codec
-from tightwire.training.config.compression import QuantizedOptions
+from tightwire.training.config.optimizer import QuantizedOptions
 from tightwire.training.config.sharding import SHARDINGS, Sharding
 from tightwire.training.config.tree import PACKED, TrainConfig
 
 Path = Literal["flat", "hierarchical"]
-_OWN = ("sharding", "compute_dtype", "reduce_dtype")  # these need a conversion from the configuration
+_ALL = 1 << 30  # blocks
+_OWN = (
+    "sharding",
+    "compute_dtype",
+    "reduce_dtype",
+    "checkpoint_blocks",
+)  # these need a conversion from the configuration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +40,7 @@ class EngineOptions:
     reduce_path: Path = "flat"
     reduce_codec: str = "none"
     reduce_across_codec: str = "none"
-    checkpoint_every: int = 0
+    checkpoint_blocks: int = 0
 
     def __post_init__(self) -> None:
         _ = self.codecs
@@ -61,6 +67,7 @@ def engine_options(config: TrainConfig) -> EngineOptions:
             sharding=SHARDINGS[config.parallel.sharding],
             compute_dtype=getattr(torch, config.model.compute_dtype),
             reduce_dtype=getattr(torch, config.parallel.reduce_dtype),
+            checkpoint_blocks={"all": _ALL, "auto": 0}.get(str(blocks := config.parallel.checkpoint_blocks), blocks),
             **{name: getattr(config.parallel, name) for name in names},
         )
     except ValueError as error:

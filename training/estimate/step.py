@@ -1,7 +1,8 @@
-"""The bytes, operations, memory and predicted seconds of one training step on one rank."""
+"""The bytes, operations, memory and predicted seconds of one training step on one rank, and advice on sparse gradients."""
 
 import time
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -9,15 +10,23 @@ import torch
 
 from tightwire.comm.group.topology import Topology
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.training.compression.make import compressor_bytes, inside_bytes
-from tightwire.training.config.compression import DenseOptions, SparseOptions
+from tightwire.sizes import format_bytes
+from tightwire.training.compression.compressors import compressor_bytes, inside_bytes
+from tightwire.training.config.optimizer import (
+    CompressorOptions,
+    DenseOptions,
+    DgcOptions,
+    SparseOptions,
+    TopKOptions,
+)
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.engine.flat_parameters import BucketPlan, cut_shard
+from tightwire.training.engine.memory import Flow, step_traffic
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.traffic import Flow, step_traffic
 from tightwire.training.estimate.memory import RankMemory, rank_memory
 from tightwire.training.start.model import plan_model
 
+_MOST_REPLICAS = 128  # the article on DGC in Paddle asks for dense sums above
 _NORM_BYTES = 8  # a shard's squared gradient norm, sent to each rank of its shard group
 _CPU_SIDE, _GPU_SIDE, _TRIES = 1024, 4096, 8
 
@@ -75,6 +84,14 @@ class StepModel:
     def memory(self) -> RankMemory:
         """Cost: runs the model once on the meta device, a few milliseconds per block."""
         return rank_memory(self.config, self.options, self.llama, self.plan, self.topology)
+
+    def fitting(self, num_bytes: int) -> "StepModel":
+        """The same step with as few recomputed blocks as ``num_bytes`` of memory ask; with all, if no number is enough."""
+        counts = range(len(self.plan.blocks))
+        tried = [
+            replace(self, options=replace(self.options, checkpoint_blocks=count)) for count in (*counts, len(counts))
+        ]
+        return tried[bisect_left(counts, True, key=lambda count: tried[count].memory().most <= num_bytes)]
 
     def on_rank(self, rank: int) -> "StepModel":
         """The same step on another rank."""
@@ -162,3 +179,51 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         torch.mm(a, b).sum().item()  # waits for the device
         times.append(time.perf_counter() - begun)
     return 2 * side**3 / min(times)  # the fastest try, because other programs slow the rest
+
+
+class Phase(NamedTuple):
+    """The steps from one change of sparsity to the next. ``sent_bytes`` of a step; ``sparsity`` None: every element."""
+
+    sparsity: float | None
+    sent_bytes: int
+
+
+def sparse_phases(
+    options: DgcOptions | TopKOptions, plan: BucketPlan, replicas: int
+) -> tuple[Mapping[int, Phase], int]:
+    """Each phase by its first step, and the bytes of a step with dense sums: those that replica 0 sends of shard 0."""
+    shards = [cut_shard(param, 0, plan.shard_ranks) for param in plan.flat_params if param.trainable]
+
+    def sent_bytes(compressor: CompressorOptions, step: int) -> int:
+        return sum(compressor_bytes(compressor, shard, rank=0, world_size=replicas, step=step) for shard in shards)
+
+    phases = {first: Phase(sparsity, sent_bytes(options, first)) for first, sparsity in options.phases().items()}
+    return phases, sent_bytes(DenseOptions(), 0)
+
+
+def advice(options: CompressorOptions, plan: BucketPlan, replicas: int) -> Iterator[str]:
+    """Sentences on what ``options`` waste between ``replicas``; none if they waste nothing."""
+    if not isinstance(options, SparseOptions) or replicas == 1:
+        return
+    phases, dense_bytes = sparse_phases(options, plan, replicas)
+    sparse = {first: phase for first, phase in phases.items() if phase.sparsity is not None}
+    wasteful = [first for first, phase in sparse.items() if phase.sent_bytes > dense_bytes]
+    useful = [first for first in sparse if first > max(wasteful, default=0)]
+    if wasteful:
+        phase = phases[wasteful[0]]
+        yield (
+            f"parallel.between sends {format_bytes(phase.sent_bytes)} a step at sparsity {phase.sparsity:g}, and dense sums "
+            f"{format_bytes(dense_bytes)}: every one of {replicas} replicas receives the elements of all others; "
+            + (
+                f"make the first {useful[0]} steps dense: rampup_begin_step={useful[0]}, rampup_step="
+                f"{max(1, options.rampup_begin_step + options.rampup_step - useful[0])}, "
+                f"sparsity=[{', '.join(f'{phases[first].sparsity:g}' for first in useful)}]"
+                if useful
+                else "use parallel.between.kind=dense, or a higher sparsity"
+            )
+        )
+    if replicas > _MOST_REPLICAS:
+        yield (
+            f"parallel.between.kind={options.kind} has {replicas} replicas, and its bytes grow with their number; above "
+            f"{_MOST_REPLICAS} use dense or quantized sums, or a sharding with fewer replicas"
+        )

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from tightwire.training.engine import gathered_weights, gradients
 from tightwire.training.engine.flat_parameters import EMBEDDING, Bucket, BucketPlan
+from tightwire.training.engine.memory import Flow
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.traffic import Flow
 from tightwire.training.estimate.step import StepModel
 
 _COMPUTE, _GATHER, _REDUCE = "compute", "gather", "reduce"
@@ -48,7 +48,7 @@ class Task(NamedTuple):
 def predict_step(model: StepModel, computing: Computing, rates: Rates) -> float:
     """Seconds of a step of one micro-batch."""
     gathers = _gathers(model.plan, model.options, model.flows, rates)
-    reduces = list(_reduces(model, rates))
+    reduces = _reduces(model, rates)
     # Clipping takes one collective.
     rest_s = computing.rest_s + rates.across_round_s
     rest = Task("rest", _COMPUTE, tuple(task.name for task in reduces), rest_s)
@@ -96,18 +96,21 @@ def _computing(plan: BucketPlan, options: EngineOptions, computing: Computing) -
         yield Task(f"backward {block}", _COMPUTE, tuple(after), computing.backward_s * count / total)
 
 
-def _reduces(model: StepModel, rates: Rates) -> Iterator[Task]:
+def _reduces(model: StepModel, rates: Rates) -> list[Task]:
+    tasks: list[Task] = []
+    compressing = [] if model.config.parallel.between.takes_all_sums else tasks
     # Norms are complete before the embedding.
     others = [bucket for bucket in reversed(model.plan.buckets) if bucket.block is None]
     for bucket in (*reversed(model.plan.blocks), *others):
         after = f"backward {bucket.block or 0}"
         for flow in _flows_of(bucket, model.flows, _REDUCE):
             if flow.calls:
-                yield Task(f"reduce {bucket.name}", _REDUCE, (after,), *_seconds([flow], rates))
+                tasks.append(Task(f"reduce {bucket.name}", _REDUCE, (after,), *_seconds([flow], rates)))
         if sent := model.compressors.get(bucket.name):
             fixed_s = sent.rounds * rates.across_round_s + sent.inside / rates.inside_bytes_per_s
             wire_s = sent.between_nodes / rates.across_bytes_per_s
-            yield Task(f"compress {bucket.name}", _REDUCE, (after,), fixed_s, wire_s)
+            compressing.append(Task(f"compress {bucket.name}", _REDUCE, (after,), fixed_s, wire_s))
+    return tasks if compressing is tasks else [*tasks, *compressing]
 
 
 def _calls(bucket: Bucket, flows: Sequence[Flow], rates: Rates) -> list[tuple[float, float]]:

@@ -17,7 +17,7 @@ from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import RunData, describe_files
 from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.shards import sum_bits
-from tightwire.training.ranks.control import Control
+from tightwire.training.ranks.groups import Control
 from tightwire.training.start.export import ADAPTER_CONFIG, CONFIG, check_out
 
 # Data paths, whose files are compared instead, and values that only rank 0 or no rank uses.

@@ -11,18 +11,17 @@ import torch
 
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.link import Link, parse_link
-from tightwire.sizes import format_bytes
-from tightwire.training.config.compression import CompressorOptions, SparseOptions
+from tightwire.sizes import format_bytes, parse_bytes
+from tightwire.training.config.optimizer import CompressorOptions, SparseOptions
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError, RunData
 from tightwire.training.engine.flat_parameters import BucketPlan
 from tightwire.training.engine.options import engine_options
 from tightwire.training.estimate.memory import checkpoint_bytes
-from tightwire.training.estimate.phases import advice, sparse_phases
-from tightwire.training.estimate.step import StepModel, model_step, peak_flops
+from tightwire.training.estimate.step import StepModel, advice, model_step, peak_flops, sparse_phases
 from tightwire.training.estimate.step_time import Computing, Rates, predict_step
 from tightwire.training.run.early_checks import find_topology
-from tightwire.training.run.setup import check_sequences, find_device
+from tightwire.training.run.setup import check_sequences, find_device, usable_bytes
 from tightwire.training.start.model import config_of
 
 
@@ -38,6 +37,12 @@ def dry_run(config: TrainConfig, environment: Mapping[str, str] = os.environ) ->
     options, llama = engine_options(config), config_of(config.model)
     check_sequences(config, llama)
     model = model_step(config, options, llama, topology, step=config.schedule.steps - 1)
+    if config.parallel.checkpoint_blocks == "auto":
+        device, ranks_of_host = (
+            find_device(config.device, Topology(0, 1)),
+            find_topology(environment, None).ranks_per_node,
+        )
+        model = model.fitting(parse_bytes(given.memory) if given.memory else usable_bytes(device, ranks_of_host))
     lines = [*_about_run(model), *_about_memory(model), *_about_traffic(model), *_about_time(model, links)]
     return "".join(f"{line}\n" for line in lines)
 
@@ -73,6 +78,8 @@ def _about_memory(model: StepModel) -> Iterator[str]:
     yield "  plus the largest of these peaks"
     yield from _sizes(memory.moments)
     yield f"    {'together':<18}{format_bytes(memory.most):>10}, without the program itself"
+    if count := min(model.options.checkpoint_blocks, len(plan.blocks)):
+        yield f"    {'recomputed':<18}{count} of {len(plan.blocks)} blocks"
     replicas = model.topology.world_size // plan.shard_ranks
     one = checkpoint_bytes(config.optimizer, plan, config.parallel.between, replicas)
     yield (

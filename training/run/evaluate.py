@@ -8,7 +8,7 @@ from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.chats import IGNORED, Row
 from tightwire.training.data.sequences import TokenSequence, stack
 from tightwire.training.log.run_log import EvaluationRecord
-from tightwire.training.ranks.control import Control
+from tightwire.training.ranks.groups import Control
 from tightwire.training.run.setup import Trained
 from tightwire.training.start.model import StartingModel
 

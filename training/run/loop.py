@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from tightwire.read_ahead import ReadAhead
+from tightwire.training.checkpoint.files import Checkpointer
 from tightwire.training.checkpoint.folders import CheckpointError, newest_before, step_of
 from tightwire.training.checkpoint.state import find_not_finite, snapshot
-from tightwire.training.checkpoint.writer import Checkpointer
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
 from tightwire.training.log.run_log import EvaluationRecord, RunLog, StepRecord, Terminal
 from tightwire.training.optimizer import learning_rate
-from tightwire.training.ranks.control import Control
+from tightwire.training.ranks.groups import Control
 from tightwire.training.run.rollouts import Rollouts
 from tightwire.training.run.setup import Trained
 

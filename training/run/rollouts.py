@@ -21,10 +21,10 @@ from tightwire.comm.group.group import Group
 from tightwire.model.adapters.peft import CONFIG_FILE
 from tightwire.run_page import SAMPLES
 from tightwire.training.config.tree import TrainConfig
+from tightwire.training.data.chats import Prompt
 from tightwire.training.data.documents import DataError, RunData
-from tightwire.training.data.prompts import Prompt
 from tightwire.training.log.run_log import EvaluationRecord, drop_after
-from tightwire.training.ranks.control import Control
+from tightwire.training.ranks.groups import Control
 from tightwire.training.run.setup import Trained
 from tightwire.training.start.grpo import Answer, Answers, OfAnswers
 from tightwire.training.start.lora import actors
@@ -218,7 +218,6 @@ class Rollouts:
         self._spent = {"answer_s": seconds, "answer_wire_bytes": sent}
         texts = [self._tokenizer.decode(each.token_ids[: len(each.token_ids) - each.ended]) for each in answers]
         with self._control.failing_together(DataError):
-            given = self.config.rewards, self._rewards, prompts, texts
             given = self.config.rewards, self._rewards, prompts, texts
             return answers, texts, rewards_of_answers(*given) if prompts else []
 

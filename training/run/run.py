@@ -14,25 +14,25 @@ from typing import Any
 import torch
 
 from tightwire.comm.errors import CommError
+from tightwire.comm.group.topology import Topology
 from tightwire.progress import spinner
 from tightwire.read_ahead import ReadAhead
 from tightwire.run_page import write_page
+from tightwire.training.checkpoint.files import Checkpointer
 from tightwire.training.checkpoint.folders import CheckpointError, OtherRunError, check_files, find_checkpoint
-from tightwire.training.checkpoint.resume import (
+from tightwire.training.checkpoint.state import (
     check_checkpoint,
     check_frozen,
     describe_checkpoint,
     identity_of,
     restore,
 )
-from tightwire.training.checkpoint.writer import Checkpointer
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import RunData, describe_files
 from tightwire.training.data.sequences import held_out_sequences, rank_batches
 from tightwire.training.engine.options import EngineOptions, engine_options
 from tightwire.training.estimate.memory import checkpoint_bytes
-from tightwire.training.estimate.phases import advice
-from tightwire.training.estimate.step import flops_per_token, peak_flops
+from tightwire.training.estimate.step import advice, flops_per_token, model_step, peak_flops
 from tightwire.training.log.run_log import RunLog, Terminal
 from tightwire.training.ranks.groups import open_store, rollout_group
 from tightwire.training.run.checks import (
@@ -46,7 +46,7 @@ from tightwire.training.run.early_checks import check_early, find_topology
 from tightwire.training.run.evaluate import Evaluator
 from tightwire.training.run.loop import BrokenDataError, DivergedError, Loop
 from tightwire.training.run.rollouts import Engines, Rollouts
-from tightwire.training.run.setup import Ranks, connect_ranks, find_device, make_packer, make_trained
+from tightwire.training.run.setup import Ranks, connect_ranks, find_device, make_packer, make_trained, usable_bytes
 from tightwire.training.start.export import export_adapter, export_folder
 from tightwire.training.start.lora import actors, critics
 from tightwire.training.start.model import HEAD_NAME, StartingModel, open_starting_model
@@ -118,6 +118,10 @@ class Run:
         self._identity = identity_of(
             config, self._start.config, name=self._start.name, files=describe_files(data.documents.files)
         )
+        if config.parallel.checkpoint_blocks == "auto":
+            topology = Topology(0, ranks.groups.world_size, num_nodes=ranks.groups.num_nodes)
+            usable = usable_bytes(ranks.groups.device, find_topology(os.environ, None).ranks_per_node)
+            options = model_step(config, options, self._start.config, topology).fitting(usable).options
         self._trained = make_trained(config, options, self._start, ranks.groups)
         plan, replicas = self._trained.engine.plan, self._trained.state.replica.size
         compressor = config.parallel.between
@@ -158,7 +162,8 @@ class Run:
                 terminal.say(f"WARNING: {text}")
             if config.data.kind == "prompts":
                 with control.failing_together(ValueError):
-                    rollouts = self._open_rollouts(step)
+                    shared = control, self._need_engines().open, self._answering
+                    rollouts = Rollouts(config, start, trained, *shared, step)
             has_held_out = self._data.held_out_documents is not None or self._data.held_out_share > 0
             if config.evaluation.every and (rollouts is None or has_held_out):
                 held_out: Any = held_out_sequences(self._data, pack)
@@ -225,10 +230,6 @@ class Run:
         except OSError as error:
             terminal.say(f"WARNING: the run's page could not be written: {error}")
 
-    def _open_rollouts(self, step: int) -> Rollouts:
-        shared = self._control, self._need_engines().open, self._answering
-        return Rollouts(self._config, self._start, self._trained, *shared, step)
-
     def _load(self) -> tuple[Path | None, int, int, Mapping[str, Any] | None]:
         """Load the weights. Returns the checkpoint (None: a new run), its step, its position and its answers."""
         config, control, trained = self._config, self._control, self._trained
@@ -258,7 +259,9 @@ class Run:
         ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
         start = "random weights" if config.model.shape is not None else self._start.name
         begins = f"resuming from {checkpoint}" if checkpoint else f"training from {start}"
-        return f"{begins}: {config.schedule.steps} steps on {ranks}, sharding {config.parallel.sharding}, in the folder {self._folder}"
+        count = self._trained.engine.options.checkpoint_blocks
+        how = f"sharding {config.parallel.sharding}{f', {count} blocks recomputed' if count else ''}"
+        return f"{begins}: {config.schedule.steps} steps on {ranks}, {how}, in the folder {self._folder}"
 
     def _export(self, terminal: Terminal) -> None:
         config = self._config

@@ -8,24 +8,22 @@ import torch
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.group.group import open_process_group
+from tightwire.comm.group.host import available_host_bytes
 from tightwire.comm.group.topology import Topology
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.training.checkpoint.files import flat_shards
 from tightwire.training.checkpoint.state import Replica, RunState
-from tightwire.training.compression.dense import Replicas
-from tightwire.training.compression.make import make_compressor
-from tightwire.training.config.compression import DenseOptions
+from tightwire.training.compression.compressors import Replicas, make_compressor
+from tightwire.training.config.optimizer import DenseOptions
 from tightwire.training.config.tree import ParallelConfig, TrainConfig
-from tightwire.training.data.chats import ChatEncoder, ChatPacker, PairPacker
-from tightwire.training.data.prompts import PromptPacker
+from tightwire.training.data.chats import ChatEncoder, ChatPacker, PairPacker, PromptPacker
 from tightwire.training.data.sequences import AnyPacker, Packer
 from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.flat_parameters import BucketPlan, cut_shard
 from tightwire.training.engine.gradients import GradientCompressor
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.optimizer import make_optimizer
-from tightwire.training.ranks.control import Control
-from tightwire.training.ranks.groups import TrainGroups, open_train_groups, replica_group, shard_group
+from tightwire.training.ranks.groups import Control, TrainGroups, open_train_groups, replica_group, shard_group
 from tightwire.training.start.loss import next_token_loss
 from tightwire.training.start.model import StartingModel, plan_model
 from tightwire.training.start.objective import Objective, make_objective
@@ -78,6 +76,12 @@ def find_device(wanted: str, topology: Topology) -> torch.device:
         )
     torch.cuda.set_device(topology.local_rank)
     return torch.device("cuda", topology.local_rank)
+
+
+def usable_bytes(device: torch.device, ranks_of_host: int) -> int:
+    """The memory that one of so many ranks may plan to take: nine tenths of its share of what is free now."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_host_bytes() // ranks_of_host
+    return free * 9 // 10
 
 
 def connect_ranks(parallel: ParallelConfig, topology: Topology, store: Store, device: torch.device) -> Ranks:

@@ -15,12 +15,13 @@ from torch import Tensor
 from tightwire.recorded_answers import read_recorded
 from tightwire.training.data.chats import IGNORED
 from tightwire.training.data.sequences import Batch
+from tightwire.training.start.loss import MeanOfTargets
 
 _PIECES = 16  # the rows are processed in this many chunks
 
 
 @dataclass(frozen=True)
-class Distill:
+class Distill(MeanOfTargets):
     """The mean KL over all places of the answers in ``folder``; a batch's targets are their numbers.
 
     ``greedy``: share of places where the model's most likely token is the target's, which a greedy target accepts as a draft.
@@ -51,13 +52,6 @@ class Distill:
         loss, best_N = forward_kl(logits_NV, ids_NK, probs_NK)
         is_best_NK = (ids_NK == best_N[:, None]) & learned_N[:, None]
         return loss, torch.stack([is_best_NK[:, 0].sum(), (logs_NK.exp() * is_best_NK).sum()]).float()
-
-    def weight(self, batch: Batch) -> int:
-        return int((batch.targets_BS != IGNORED).sum())
-
-    def total(self, model: Any, batch: Batch) -> list[float]:
-        loss, sums = self.loss(model, batch)
-        return [self.weight(batch), float(loss) * self.weight(batch), *sums.tolist()]
 
 
 def forward_kl(logits_NV: Tensor, ids_NK: Tensor, probs_NK: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from tightwire.model.adapters.peft import WEIGHTS_FILE
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.hf_config import config_to_hf
 from tightwire.model.text.tokenizer import Tokenizer
-from tightwire.training.config.lora import LoraConfig
+from tightwire.training.config.learning import LoraConfig
 from tightwire.training.start.lora import adapter_json, base_of
 from tightwire.training.start.model import HEAD_NAME
 from tightwire.whole_folder import check_place, whole_folder

@@ -7,7 +7,6 @@ The mean is over the tokens of the groups that teach something: those whose rewa
 Source: GRPO, arXiv 2402.03300; the mean over tokens, DAPO, arXiv 2503.14476; RLOO, arXiv 2402.14740.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Self
@@ -18,9 +17,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils.rnn import pad_sequence
 
-from tightwire.training.config.grpo import AnswersConfig, GrpoConfig
+from tightwire.training.config.learning import AnswersConfig, GrpoConfig
 from tightwire.training.data.chats import IGNORED
 from tightwire.training.start.lora import computing
+from tightwire.training.start.loss import MeanOfTargets
 
 Add = Callable[..., Sequence[Sequence[float]]]  # gathers numbers of all ranks
 
@@ -111,7 +111,7 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True)
-class OfAnswers(ABC):
+class OfAnswers(MeanOfTargets):
     """What the losses of GRPO and PPO have in common: means over the tokens of answers, clipped ratios and importance weights."""
 
     config: AnswersConfig
@@ -128,18 +128,6 @@ class OfAnswers(ABC):
     def prepare(self, model: Any, batches: Sequence[Answers], add: Add) -> dict[str, float]:
         """Compute what the first step with these answers needs, and return figures of it. Collective: ``add`` gathers numbers."""
         return {}
-
-    def weight(self, batch: Answers) -> int:
-        return int((batch.targets_BS != IGNORED).sum())
-
-    def total(self, model: Any, batch: Answers) -> list[float]:
-        loss, sums = self.loss(model, batch)
-        return [self.weight(batch), float(loss) * self.weight(batch), *sums.tolist()]
-
-    @abstractmethod
-    def loss(self, model: Any, batch: Answers) -> tuple[Tensor, Tensor]:
-        """As ``Objective.loss``."""
-        ...
 
     def clipped_losses(
         self, logprobs_BS: Tensor, old_BS: Tensor, sampled_BS: Tensor, advantages_BS: Tensor

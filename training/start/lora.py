@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
-from tightwire.training.config.lora import LoraConfig
+from tightwire.training.config.learning import LoraConfig
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _CRITIC_A, _CRITIC_B = ".critic_A.weight", ".critic_B.weight"

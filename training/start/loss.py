@@ -4,6 +4,7 @@ torch's cross-entropy makes four tensors as large as float32 logits. Three of th
 the step's memory peak. Here torch's own operators process a few rows at a time, so losses and gradients have the same bits.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -23,6 +24,22 @@ def next_token_loss(logits: Tensor, labels: Tensor, vocab_size: int, shift_label
     the token after each position. Cost: memory of the float32 logits, plus two sixteenths of that for temporaries.
     """
     return _NextTokenLoss.apply(logits.float().view(-1, vocab_size), shift_labels.flatten())  # pyright: ignore[reportReturnType]
+
+
+class MeanOfTargets(ABC):
+    """An objective whose loss is the mean over the targets of a batch."""
+
+    def weight(self, batch: Any) -> int:
+        return int((batch.targets_BS != _IGNORED).sum())
+
+    def total(self, model: Any, batch: Any) -> list[float]:
+        loss, sums = self.loss(model, batch)
+        return [self.weight(batch), float(loss) * self.weight(batch), *sums.tolist()]
+
+    @abstractmethod
+    def loss(self, model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        """As ``Objective.loss``."""
+        ...
 
 
 class _NextTokenLoss(torch.autograd.Function):

@@ -34,7 +34,7 @@ from tightwire.model.text.tokenizer import (
     byte_characters,
     tokenizer_from_folder,
 )
-from tightwire.training.config.lora import LoraConfig
+from tightwire.training.config.learning import LoraConfig
 from tightwire.training.config.tree import BPE, BYTES, PACKED, ModelConfig, ShapeConfig, TrainConfig
 from tightwire.training.engine.flat_parameters import BucketPlan, plan_buckets
 from tightwire.training.start.lora import add_lora, base_of, initial_matrix, is_value

@@ -17,6 +17,7 @@ from tightwire.training.data.sequences import Batch
 from tightwire.training.start.distill import Distill
 from tightwire.training.start.grpo import Grpo
 from tightwire.training.start.lora import computing
+from tightwire.training.start.loss import MeanOfTargets
 from tightwire.training.start.ppo import Ppo
 
 
@@ -39,7 +40,7 @@ class Objective(Protocol):
         ...
 
 
-class NextToken:
+class NextToken(MeanOfTargets):
     """The mean loss of all targets; ``model.loss_function`` computes it."""
 
     figures: tuple[str, ...] = ()
@@ -48,9 +49,6 @@ class NextToken:
         # The targets are shifted already, but transformers computes a loss only if `labels` is given.
         loss = model(**_inputs(batch), labels=batch.targets_BS, shift_labels=batch.targets_BS).loss
         return loss, loss.new_empty(0)
-
-    def weight(self, batch: Batch) -> int:
-        return int((batch.targets_BS != IGNORED).sum())
 
     def total(self, model: Any, batch: Batch) -> list[float]:
         logits_BSV = model(**_inputs(batch)).logits.float()

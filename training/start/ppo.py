@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tightwire.training.config.grpo import PpoConfig
+from tightwire.training.config.learning import PpoConfig
 from tightwire.training.data.chats import IGNORED
 from tightwire.training.start.grpo import Add, Answers, OfAnswers, k3, logprobs_of
 from tightwire.training.start.lora import Role, computing

@@ -14,7 +14,7 @@ from tightwire.model.adapters.peft import CONFIG_FILE, WEIGHTS_FILE
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.header import read_json
 from tightwire.model.open import open_checkpoint
-from tightwire.training.config.lora import LoraConfig
+from tightwire.training.config.learning import LoraConfig
 from tightwire.training.data.chats import ChatEncoder, Messages, make_row, up_to_answer
 from tightwire.training.data.documents import DataError
 from tightwire.training.data.sequences import stack

@@ -12,7 +12,7 @@ from tightwire.bench.quality.ranks import ThreadRanks
 from tightwire.bench.quality.setting import bytes_per_token, exact_arm, make_arm, one_algorithm_arm
 from tightwire.comm.policy.rules import DROP
 from tightwire.model.open import Checkpoint, formats_of, open_checkpoint
-from tightwire.training.data.prose import english_text
+from tightwire.training.data.documents import english_text
 
 PROMPTS = torch.arange(2 * 40).view(2, 40) * 3 % 200
 LOSSY = "flash:int4-g32,int4-g32"

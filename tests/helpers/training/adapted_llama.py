@@ -4,7 +4,7 @@ import torch
 from helpers.model.small_llama import small_llama
 from torch import nn
 
-from tightwire.training.config.lora import LoraConfig
+from tightwire.training.config.learning import LoraConfig
 from tightwire.training.start.lora import add_lora, base_of, is_value
 
 

@@ -49,7 +49,7 @@ class Case:
 
     @property
     def options(self) -> EngineOptions:
-        return replace(EngineOptions(), sharding=SHARDINGS[self.sharding], checkpoint_every=int(self.rich))
+        return replace(EngineOptions(), sharding=SHARDINGS[self.sharding], checkpoint_blocks=9 * self.rich)
 
     @property
     def is_exact(self) -> bool:

@@ -18,9 +18,8 @@ from helpers.training.thread_groups import in_process_train_groups
 from helpers.training.trace_check import Trace, check_trace
 from torch import Tensor, nn
 
-from tightwire.training.compression.dense import Replicas
-from tightwire.training.compression.make import make_compressor
-from tightwire.training.config.compression import DenseOptions
+from tightwire.training.compression.compressors import Replicas, make_compressor
+from tightwire.training.config.optimizer import CompressorOptions, DenseOptions
 from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.flat_parameters import cut_shard, plan_buckets
 from tightwire.training.engine.options import EngineOptions
@@ -28,6 +27,7 @@ from tightwire.training.ranks.groups import TrainGroups, replica_group, shard_gr
 
 _END_S = 10.0  # for a lane's thread to end once its engine is closed
 
+DENSE = DenseOptions()
 VOCABULARY = 80
 _TOKENS = 12
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -52,6 +52,7 @@ def open_engine(
     options: EngineOptions,
     blocks: str = "model.layers",
     trace: Trace | None = None,
+    compressor: CompressorOptions = DENSE,
 ) -> closing[Engine]:
     replicas = replica_group(groups.reduce, options.sharding)
     plan = plan_buckets(model, options.sharding.shard_ranks(groups.world_size, groups.num_nodes), blocks)
@@ -63,7 +64,8 @@ def open_engine(
     }
     between = None
     if replicas.world_size > 1:
-        between = make_compressor(DenseOptions(), Replicas(group=replicas, shards=shards))
+        inside = None if compressor == DENSE else shard
+        between = make_compressor(compressor, Replicas(group=replicas, shards=shards, inside=inside))
     given = {name: parameter.data for name, parameter in model.named_parameters()}
     engine = Engine(model, plan, groups, options, between, trace or Trace())
     if not any(tensor.is_meta for tensor in given.values()):

@@ -18,7 +18,7 @@ from tightwire.training.config.read import read_config
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import RunData
 from tightwire.training.engine.options import engine_options
-from tightwire.training.ranks.control import Control
+from tightwire.training.ranks.groups import Control
 from tightwire.training.run.rollouts import Engines
 from tightwire.training.run.run import Run
 from tightwire.training.run.setup import Ranks

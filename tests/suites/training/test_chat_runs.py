@@ -17,7 +17,7 @@ from tightwire.training.data.chats import up_to_answer
 from tightwire.training.data.documents import DataError
 from tightwire.training.start.reward import RewardModel
 
-_REWARD_RUNS = (("alone",), ("parted",), ("shared", "parallel={sharding: zero3, checkpoint_every: 1}"))
+_REWARD_RUNS = (("alone",), ("parted",), ("shared", "parallel={sharding: zero3, checkpoint_blocks: all}"))
 
 
 def _config(folder: Path, *overrides: str, run: str = "run") -> TrainConfig:
@@ -79,7 +79,7 @@ def _pairs(folder: Path, base: Path, *overrides: str, run: str = "run") -> Train
 def test_dpo_learns_preferences_on_any_number_of_ranks_and_resumes_to_the_bit(tmp_path: Path) -> None:
     base = make_tiny(tmp_path / "model", **VARIANTS["odd-heads"])
     alone, parted = _pairs(tmp_path, base, run="alone"), _pairs(tmp_path, base, run="parted")
-    shared = _pairs(tmp_path, base, "parallel={sharding: zero3, checkpoint_every: 1}", run="shared")
+    shared = _pairs(tmp_path, base, "parallel={sharding: zero3, checkpoint_blocks: all}", run="shared")
     train(alone)
     train(shared, 2)
     train(parted, stop_signal=StopAfter(parted, 3))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tightwire.comm.group.group import in_process_groups
-from tightwire.training.checkpoint import writer as module
-from tightwire.training.checkpoint.files import Chunk
+from tightwire.training.checkpoint import files as module
+from tightwire.training.checkpoint.files import Checkpointer, Chunk
 from tightwire.training.checkpoint.folders import (
     CheckpointError,
     check_files,
@@ -20,8 +20,7 @@ from tightwire.training.checkpoint.folders import (
     read_description,
     remove_partial,
 )
-from tightwire.training.checkpoint.writer import Checkpointer
-from tightwire.training.ranks.control import Control
+from tightwire.training.ranks.groups import Control
 
 
 def _checkpointer(run: Path, keep: int = 2) -> Checkpointer:

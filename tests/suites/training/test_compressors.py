@@ -9,9 +9,8 @@ from helpers.training.shards import fill, make_flat
 from torch import Tensor
 
 from tightwire.comm.group.group import Group
-from tightwire.training.compression.dense import Replicas
-from tightwire.training.compression.make import compressor_bytes, kept_bytes, make_compressor
-from tightwire.training.config.compression import (
+from tightwire.training.compression.compressors import Replicas, compressor_bytes, kept_bytes, make_compressor
+from tightwire.training.config.optimizer import (
     CompressorOptions,
     DenseOptions,
     DgcOptions,

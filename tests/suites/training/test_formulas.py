@@ -16,9 +16,8 @@ from tightwire.comm.transport.in_process import ThreadExchange
 from tightwire.training.config.sharding import SHARDINGS
 from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.flat_parameters import plan_buckets
-from tightwire.training.engine.memory import engine_memory
+from tightwire.training.engine.memory import Flow, engine_memory, gathers_per_step, step_traffic
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.traffic import Flow, gathers_per_step, step_traffic
 from tightwire.training.ranks.groups import TrainGroups
 
 BF16: dict[str, Any] = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}

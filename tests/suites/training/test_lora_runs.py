@@ -77,7 +77,7 @@ def test_the_adapter_gives_the_same_greedy_text_in_peft_and_when_served(tmp_path
     [
         (2, 1, ("parallel.sharding=zero2",)),
         (4, 2, ("parallel={sharding: zero3, secondary: true}",)),
-        (4, 2, ("parallel.sharding=hybrid", "parallel.checkpoint_every=1")),
+        (4, 2, ("parallel.sharding=hybrid", "parallel.checkpoint_blocks=all")),
         (8, 2, ("parallel.sharding=zero3", "batch.micro_sequences=1")),
     ],
     ids=str,

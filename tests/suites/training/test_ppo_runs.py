@@ -101,7 +101,7 @@ def test_a_run_stopped_among_the_steps_of_a_rollout_resumes_to_the_bit(
     ("world_size", "num_nodes", "parallel"),
     [
         (2, 1, "{sharding: zero2}"),
-        (2, 1, "{sharding: zero3, checkpoint_every: 1}"),
+        (2, 1, "{sharding: zero3, checkpoint_blocks: all}"),
         (4, 2, "{sharding: zero3, secondary: true, reduce_path: hierarchical}"),
         (4, 2, "{sharding: hybrid}"),
     ],

@@ -22,7 +22,7 @@ _ZERO3 = "parallel.sharding=zero3"
     ("world_size", "num_nodes", "overrides"),
     [
         (1, 1, ()),
-        (2, 1, (_ZERO3, "parallel.gather_codec=int8")),
+        (2, 1, (_ZERO3, "parallel.gather_codec=int8", "parallel.checkpoint_blocks=auto")),
         (
             2,
             2,

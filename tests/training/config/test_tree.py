@@ -13,7 +13,7 @@ from tightwire.training.config.tree import ParallelConfig
     [
         ({"sharding": "zero4"}, "Input should be 'none', 'zero1'"),
         ({"num_buffers": 0}, "num_buffers"),
-        ({"checkpoint_every": -1}, "checkpoint_every"),
+        ({"checkpoint_blocks": -1}, "checkpoint_blocks"),
         ({"secondary": True, "sharding": "zero2"}, "needs sharding zero3, got zero2"),
         ({"secondary": True, "sharding": "hybrid"}, "needs sharding zero3, got hybrid"),
         ({"gather_codec": "int8", "sharding": "none"}, "every rank has all weights"),

@@ -11,8 +11,7 @@ from helpers.training.training_ranks import VOCABULARY
 
 from tightwire.model.text.tokenizer import END_OF_TURN_ID, byte_backend
 from tightwire.training.data.chats import IGNORED, ChatEncoder, ChatPacker, PairPacker, Row
-from tightwire.training.data.documents import DataError, Documents
-from tightwire.training.data.prose import example_file
+from tightwire.training.data.documents import OWN_FILES, DataError, Documents
 from tightwire.training.data.sequences import stack
 from tightwire.training.start.model import with_template
 
@@ -112,7 +111,7 @@ def test_a_template_that_rejects_or_rewrites_earlier_messages_is_refused() -> No
 
 
 def test_the_example_has_chats_that_fit_its_rows() -> None:
-    rows = list(_packer(400)(Documents(files=example_file("chats"), kind="chat")))
+    rows = list(_packer(400)(Documents(files=OWN_FILES["example-chats"], kind="chat")))
 
     assert len(rows) == 80
     assert _learned(rows[0]).startswith('{"name": ')
@@ -152,4 +151,4 @@ def test_bad_preferences_are_refused_with_file_and_line(tmp_path: Path, line: st
 
 
 def test_the_example_of_preferences_can_be_read() -> None:
-    assert len(list(Documents(files=example_file("preferences"), kind="preferences"))) == 240
+    assert len(list(Documents(files=OWN_FILES["example-preferences"], kind="preferences"))) == 240

@@ -43,10 +43,10 @@ def test_many_steps_equal_those_of_one_model(name: str, world_size: int) -> None
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulation": ({}, {}),
     "tied": ({"tie_word_embeddings": True}, {}),
-    "checkpointed": ({}, {"checkpoint_every": 1}),
-    "every-second-checkpointed": ({"tie_word_embeddings": True}, {"checkpoint_every": 2}),
+    "checkpointed": ({}, {"checkpoint_blocks": 9}),
+    "two-checkpointed": ({"tie_word_embeddings": True}, {"checkpoint_blocks": 2}),
     "frozen": ({"frozen": FROZEN}, {}),
-    "frozen-checkpointed": ({"frozen": FROZEN}, {"checkpoint_every": 1, "num_buffers": 3}),
+    "frozen-checkpointed": ({"frozen": FROZEN}, {"checkpoint_blocks": 4, "num_buffers": 3}),
     "only-norms": (
         {"frozen": ("model.embed", "lm_head", *(f"model.layers.{i}.{m}" for i in range(4) for m in ("mlp", "self")))},
         {},

@@ -3,6 +3,7 @@
 import copy
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from helpers.training.training_ranks import (
 from torch import Tensor
 
 from tightwire.comm.errors import CollectiveTimeoutError, PeerLostError
+from tightwire.training.config.optimizer import DgcOptions
 from tightwire.training.config.sharding import SHARDINGS
 from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.flat_parameters import plan_buckets
@@ -82,6 +84,31 @@ def test_clipping_uses_the_norm_over_all_ranks(name: str) -> None:
     assert runs[0].norms[0] == pytest.approx(float(want), rel=1e-6)
     assert len({run.norms[0] for run in runs}) == 1
     assert all(torch.equal(run.parameters[n], runs[0].parameters[n]) for run in runs for n in run.parameters)
+
+
+@pytest.mark.parametrize("sharding", ["none", "hybrid"])
+@pytest.mark.parametrize("begin", [0, 9])
+def test_dgc_clips_the_norm_over_the_whole_gradient(begin: int, sharding: str) -> None:
+    """Each of N equal replicas clips its own to N^1/2 times the norm: a dense step that clips to that, at no sparsity and before."""
+    model, options, sgd = small_llama(), replace(ZERO3, sharding=SHARDINGS[sharding]), partial(torch.optim.SGD, lr=1.0)
+    ranks, num_nodes, max_norm = ([0, 0], 1, 0.01) if sharding == "none" else ([0, 1, 0, 1], 2, 0.01)
+    batches = batches_of(2, 2, 1)[:, :, ranks]
+    sparse = {"sparsity": (0.0,), "momentum": 0, "dense_below": 0, "rampup_begin_step": begin}
+    dgc = DgcOptions(**sparse, clip_norm=max_norm, clip="global")
+    models = [copy.deepcopy(model) for _ in ranks]
+
+    def run_rank(groups: TrainGroups) -> dict[str, Tensor]:
+        own = models[groups.rank]
+        with open_engine(own, groups, options, compressor=dgc) as engine:
+            return train(engine, own, batches, groups.rank, sgd).parameters
+
+    results = run_groups(in_process_train_groups(len(ranks), num_nodes), run_rank)
+
+    want, *_ = run_training(model, options, batches, num_nodes, optimizer=sgd, max_norm=max_norm * 2**0.5)
+    for parameters in results:
+        for name, tensor in want.parameters.items():
+            # Each parameter has moved by far more than this.
+            assert torch.allclose(parameters[name], tensor, rtol=0, atol=1e-6), name
 
 
 def test_bfloat16_computes_on_rounded_weights_and_steps_on_exact_ones() -> None:
@@ -159,7 +186,7 @@ def test_backward_raises_the_error_of_the_lane() -> None:
 
 
 def test_wrong_use_is_an_error() -> None:
-    model, options = small_llama(), replace(ZERO3, checkpoint_every=1)
+    model, options = small_llama(), replace(ZERO3, checkpoint_blocks=4)
     with open_engine(model, alone(), options) as engine:
         with pytest.raises(RuntimeError, match=r"run it inside engine\.micro_batch"):
             model(TOKENS)

@@ -19,8 +19,7 @@ from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.sequences import Batch
 from tightwire.training.engine.flat_parameters import plan_buckets
 from tightwire.training.engine.options import engine_options
-from tightwire.training.estimate.activations import LiveBytes
-from tightwire.training.estimate.memory import RankMemory, rank_memory
+from tightwire.training.estimate.memory import LiveBytes, RankMemory, rank_memory
 from tightwire.training.ranks.groups import TrainGroups
 from tightwire.training.run.setup import make_trained
 from tightwire.training.start.model import build_model, config_of, open_starting_model
@@ -36,12 +35,12 @@ _CASES = {
     **{
         f"{name}-checkpointed": (
             f"parallel.sharding={name}",
-            "parallel.checkpoint_every=1",
+            "parallel.checkpoint_blocks=all",
             "data.sequence_tokens=96",  # so that backward takes more than the optimizer's step
         )
         for name in ("none", "zero3")
     },
-    "every-second": ("parallel.sharding=zero3", "parallel.checkpoint_every=2"),
+    "two-checkpointed": ("parallel.sharding=zero3", "parallel.checkpoint_blocks=2"),
     "zero++": (
         "parallel={sharding: zero3, gather_codec: int8, secondary: true}",
         "parallel.reduce_path=hierarchical",
@@ -100,7 +99,7 @@ def test_the_peak_memory_of_a_rank_equals_the_formula(case: str, tmp_path: Path)
     [
         ("{sharding: zero3, frozen_codec: int8}", "text"),
         ("{sharding: none}", "text"),
-        ("{sharding: zero3, frozen_codec: int4, secondary: true, checkpoint_every: 1}", "text"),
+        ("{sharding: zero3, frozen_codec: int4, secondary: true, checkpoint_blocks: 3}", "text"),
         ("{sharding: zero3, frozen_codec: int8}", "preferences"),
     ],
 )
@@ -119,12 +118,12 @@ def test_the_peak_memory_of_training_an_adapter_equals_the_formula(parallel: str
 
 def test_checkpointing_needs_less_memory(tmp_path: Path) -> None:
     shapes = (*_SIZES, "model.shape.vocab_size=300", "model.shape.num_hidden_layers=8")
-    whole, second, every = (
-        _formula(make_config(tmp_path, *shapes, f"parallel.checkpoint_every={k}")).moments["backward"]
-        for k in (0, 2, 1)
+    none, half, every = (
+        _formula(make_config(tmp_path, *shapes, f"parallel.checkpoint_blocks={count}")).moments["backward"]
+        for count in ("0", "4", "all")
     )
-    assert every < second < whole
-    assert every < whole / 3
+    assert every < half < none
+    assert every < none / 2
 
 
 def test_live_bytes_count_referenced_tensors() -> None:

@@ -1,5 +1,6 @@
 """The report of ``tightwire train --dry-run``."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,25 @@ def test_a_dry_run_counts_what_clipping_sends_inside_nodes(tmp_path: Path) -> No
 
     num_parameters = 3 * 9 + 2  # of three blocks, the embedding and the last norm
     assert (inside("null"), inside("1.0")) == (0, 8 * num_parameters)
+    assert inside("1.0, clip: global") == 8 * 5  # one number of each flat parameter
+
+
+def test_as_few_blocks_are_recomputed_as_memory_asks(tmp_path: Path) -> None:
+    shapes = ("model.shape.num_hidden_layers=6", "model.shape.vocab_size=300", "data.sequence_tokens=64")
+    auto = (*shapes, "parallel={sharding: zero3, checkpoint_blocks: auto}", "dry_run.ranks=2")
+    config = make_config(tmp_path, *auto)
+    model = model_step(config, engine_options(config), config_of(config.model), Topology(0, 2))
+    most = [replace(model, options=replace(model.options, checkpoint_blocks=n)).memory().most for n in range(7)]
+    assert most[0] > most[3] > most[5]
+
+    assert [model.fitting(num_bytes).options.checkpoint_blocks for num_bytes in (most[0], most[3], most[3] - 1, 1)] == [
+        0,
+        3,
+        4,
+        6,
+    ]
+    assert "recomputed        3 of 6 blocks" in dry_run(make_config(tmp_path, *auto, f"dry_run.memory='{most[3]}'"), {})
+    assert "recomputed" not in dry_run(config, {})  # this machine has enough
 
 
 def test_a_dry_run_works_without_the_data() -> None:
@@ -96,7 +116,7 @@ def test_frozen_weights_of_8b_are_planned_with_their_bytes_only(tmp_path: Path) 
     """In 4 bits on 4 ranks 1 GiB each, and nothing in float32; kept once a node they are those of the ranks of a node."""
     overrides = (
         "model={start: random:llama-3-8b, shape: null, frozen: ['*proj*', '*embed*', 'lm_head*']}",
-        "parallel={sharding: zero3, frozen_codec: int4, checkpoint_every: 1, nodes: 2}",
+        "parallel={sharding: zero3, frozen_codec: int4, checkpoint_blocks: all, nodes: 2}",
         "dry_run.ranks=4",
         "batch.sequences=32",
     )

@@ -12,7 +12,7 @@ from torch.nn.functional import kl_div, log_softmax
 
 from tightwire.training.data.chats import IGNORED
 from tightwire.training.data.sequences import Batch
-from tightwire.training.estimate.activations import LiveBytes
+from tightwire.training.estimate.memory import LiveBytes
 from tightwire.training.start.distill import Distill, forward_kl
 
 _ROWS, _VOCAB = 37, 80

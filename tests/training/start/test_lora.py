@@ -12,7 +12,7 @@ from helpers.training.adapted_llama import adapted_llama
 from helpers.training.training_ranks import batches_of, loss_of, run_training
 from torch import Tensor, nn
 
-from tightwire.training.config.lora import LoraConfig
+from tightwire.training.config.learning import LoraConfig
 from tightwire.training.config.sharding import SHARDINGS
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.start.lora import add_lora, initial_matrix
@@ -47,7 +47,7 @@ def _gradients_of_peft(model: nn.Module, config: LoraConfig, batches: Tensor) ->
         (1, 1, {"sharding": SHARDINGS["none"]}),
         (2, 1, {"sharding": SHARDINGS["zero1"]}),
         (2, 1, {"sharding": SHARDINGS["zero2"]}),
-        (4, 1, {"checkpoint_every": 1}),
+        (4, 1, {"checkpoint_blocks": 9}),
         (4, 2, {"sharding": SHARDINGS["hybrid"]}),
         (4, 2, {"secondary": True, "reduce_path": "hierarchical"}),
     ],

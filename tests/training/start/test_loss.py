@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tightwire.training.estimate.activations import LiveBytes
+from tightwire.training.estimate.memory import LiveBytes
 from tightwire.training.start.loss import next_token_loss
 
 _SHAPE = 3, 11, 157

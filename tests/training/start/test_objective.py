@@ -15,11 +15,11 @@ from helpers.training.thread_groups import in_process_train_groups
 from helpers.training.training_ranks import open_engine, run_groups
 from torch import Tensor, nn
 
-from tightwire.training.config.lora import LoraConfig
+from tightwire.training.config.learning import LoraConfig
 from tightwire.training.data.chats import IGNORED
 from tightwire.training.data.sequences import Batch
+from tightwire.training.engine.memory import step_traffic
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.traffic import step_traffic
 from tightwire.training.ranks.groups import TrainGroups
 from tightwire.training.start.lora import computing
 from tightwire.training.start.objective import Dpo, Reward

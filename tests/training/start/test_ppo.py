@@ -7,8 +7,7 @@ import torch
 from helpers.training.adapted_llama import adapted_llama
 from torch import Tensor
 
-from tightwire.training.config.grpo import PpoConfig
-from tightwire.training.config.lora import LoraConfig
+from tightwire.training.config.learning import LoraConfig, PpoConfig
 from tightwire.training.data.chats import IGNORED
 from tightwire.training.start.grpo import Answer, Answers
 from tightwire.training.start.lora import computing

@@ -5,9 +5,9 @@ import re
 import pytest
 from helpers.model.small_llama import small_llama
 
-from tightwire.training.config.compression import DenseOptions, SparseOptions, TopKOptions
+from tightwire.training.config.optimizer import DenseOptions, SparseOptions, TopKOptions
 from tightwire.training.engine.flat_parameters import BucketPlan, plan_buckets
-from tightwire.training.estimate.phases import advice, sparse_phases
+from tightwire.training.estimate.step import advice, sparse_phases
 
 _ARTICLE = (0.75, 0.9375, 0.984375, 0.996)
 

@@ -8,10 +8,17 @@ from torch import Tensor
 
 from tightwire.comm.collectives.all_gather import sparse_all_gather_bytes
 from tightwire.comm.group.group import Group
-from tightwire.training.compression.dense import Replicas, dense_bytes
-from tightwire.training.compression.make import make_compressor
-from tightwire.training.compression.sparse import clip_bytes, clip_spans, num_sent, sparse_bytes, top_elements
-from tightwire.training.config.compression import CompressorOptions, DgcOptions, TopKOptions
+from tightwire.training.compression.compressors import (
+    Replicas,
+    clip_bytes,
+    clip_spans,
+    dense_bytes,
+    make_compressor,
+    num_sent,
+    sparse_bytes,
+    top_elements,
+)
+from tightwire.training.config.optimizer import CompressorOptions, DgcOptions, TopKOptions
 from tightwire.training.engine.flat_parameters import cut_shard
 
 _PARAMETERS = {"first": 1000, "second": 700}

@@ -1,21 +1,75 @@
-"""Sparse gradient compressors: send the largest accumulated elements and keep the rest.
+"""Gradient compressors, made from their options: they sum gradients between nodes, after each node has summed its own.
 
-The largest elements are selected per parameter, so parameters of a small scale are sent too. Values are mean gradients
-of a node, so the kept state stays valid on another number of ranks. The rounding error of sent values is kept too.
+Sparse ones send the largest accumulated elements and keep the rest. The largest elements are selected per parameter, so parameters of a
+small scale are sent too. Values are mean gradients of a node, so the kept state stays valid on another number of ranks. The rounding error
+of sent values is kept too.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tightwire.comm.all_reduce.base import BaseAllReduce
+from tightwire.comm.all_reduce.flash import FlashAllReduce, flash_bytes
+from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
+from tightwire.comm.all_reduce.two_shot import TwoShotAllReduce, two_shot_bytes
+from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.collectives.all_gather import all_gather, sparse_all_gather, sparse_all_gather_bytes
 from tightwire.comm.group.group import Group
-from tightwire.training.compression.dense import Replicas, dense_bytes, exact_all_reduce
-from tightwire.training.config.compression import DgcOptions, SparseOptions
+from tightwire.training.config.optimizer import CompressorOptions, DgcOptions, QuantizedOptions, SparseOptions
 from tightwire.training.engine.flat_parameters import ShardLayout, ShardSpan
 from tightwire.training.engine.gradients import GradientCompressor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replicas:
+    """This rank's shards by flat parameter, and the groups that a compressor communicates over.
+
+    ``group``: the ranks that hold the same shards, one of each node. ``inside``: the ranks that together hold this node's sum,
+    None if that is this rank alone; only clipping needs it. ``weights``: gives a float32 shard, for weight decay.
+    """
+
+    group: Group
+    shards: Mapping[str, ShardLayout]
+    inside: Group | None = None
+    weights: Callable[[str], Tensor] | None = None
+
+    @property
+    def gradients_per_node(self) -> int:
+        """Number of ranks whose gradients are summed in a compressor's input."""
+        return 1 if self.inside is None else self.inside.world_size
+
+    @property
+    def num_gradients(self) -> int:
+        """Number of ranks whose gradients are summed in a compressor's result; the engine divides by it."""
+        return self.group.world_size * self.gradients_per_node
+
+
+FLOAT32_BYTES = 4
+
+
+def exact_all_reduce(group: Group) -> BaseAllReduce:
+    """The exact all-reduce that sends the fewest bytes: one-shot for two ranks, two-shot for more."""
+    return OneShotAllReduce(group) if group.world_size == 2 else TwoShotAllReduce(group)
+
+
+def dense_bytes(rank: int, world_size: int, num_elems: int) -> int:
+    """Bytes that ``exact_all_reduce`` sends for ``num_elems`` float32 values: 2 (n-1)/n of them, rounded to slices."""
+    return two_shot_bytes(rank, world_size, num_elems, FLOAT32_BYTES)
+
+
+class AllReduceCompressor(GradientCompressor):
+    """Sums every element with one AllReduce: exact in float32 and in rank order, or encoded by two codecs."""
+
+    def __init__(self, all_reduce: BaseAllReduce) -> None:
+        self._all_reduce = all_reduce
+
+    def __call__(self, name: str, sum_N: Tensor) -> Tensor:
+        return self._all_reduce(sum_N)
+
 
 # For 4 million normally distributed values at 99.9 % sparsity, sampling takes 16 ms instead of 70. For smaller tensors
 # or larger shares, sampling costs more than it saves.
@@ -58,15 +112,16 @@ def local_norm(clip_norm: float, num_nodes: int) -> float:
     return clip_norm * math.sqrt(num_nodes)
 
 
-def clip_spans(spans: Sequence[Tensor], max_norm: float, inside: Group | None) -> None:
+def clip_spans(spans: Sequence[Tensor], max_norm: float, inside: Group | None, *, together: bool = False) -> None:
     """Scale each parameter in place to a norm of at most ``max_norm``; ``spans`` has one per parameter.
 
     All ranks of ``inside`` pass the same parameters; the norm is over all their spans, which may be empty. A NaN norm makes
-    the span NaN. Cost: ``clip_bytes`` inside a node, one round.
+    the span NaN. ``together``: the norm is that of all parameters. Cost: ``clip_bytes`` inside a node, one round.
     """
     squares = torch.stack([torch.linalg.vector_norm(span, dtype=torch.float64).square() for span in spans])
     if inside is not None and inside.world_size > 1:
         squares = torch.stack(all_gather(inside, squares)).sum(0)
+    squares = squares.sum().expand_as(squares) if together else squares
     factors = (max_norm / (squares.sqrt() + _TINY)).clamp(max=1.0).float()
     for span, factor in zip(spans, factors, strict=True):
         span.mul_(factor)
@@ -112,7 +167,7 @@ class SparseCompressor(GradientCompressor):
 
     With DGC each node computes, with g the mean gradient of its ranks, m the momentum, d the weight decay and w the weights:
 
-        g <- clip(g) + d w                  local clipping (8) and weight decay (12)
+        g <- clip(g) + d w                  local clipping (8), of a parameter or of the whole gradient, and weight decay (12)
         u <- m u + g                        momentum correction (7); with Nesterov, v below gets g + m u
         v <- v + u
         send the largest of v; v <- v - what was sent; u <- 0 where sent        momentum factor masking (9)
@@ -146,6 +201,8 @@ class SparseCompressor(GradientCompressor):
         }
         self._step = 0
         self._summed: set[str] = set()
+        self.takes_all_sums = options.takes_all_sums
+        self._span_norm = None if options.takes_all_sums else options.clip_norm
 
     def __call__(self, name: str, sum_N: Tensor) -> Tensor:
         if name in self._summed:
@@ -161,6 +218,12 @@ class SparseCompressor(GradientCompressor):
         if largest and sparsity is not None:
             self._sum_largest(name, largest, sparsity, sum_N)
         return sum_N
+
+    def begin_step(self, sums: Mapping[str, Tensor]) -> None:
+        """Clip the norm over all of this node's gradient, in dense steps too."""
+        replicas, max_norm = self._replicas, self._options.clip_norm or math.inf
+        limit = local_norm(max_norm, replicas.group.world_size) * replicas.gradients_per_node
+        clip_spans(list(sums.values()), limit, replicas.inside, together=True)
 
     def step_done(self) -> None:
         self._step += 1
@@ -186,8 +249,8 @@ class SparseCompressor(GradientCompressor):
         divisor = self._replicas.num_gradients
         mean_N = self._all_reduce(torch.cat([sum_N[span.place] for span in spans])).div_(divisor)
         means = mean_N.split([span.num_elems for span in spans])
-        if self._options.clip_norm is not None:
-            clip_spans(means, self._options.clip_norm, self._replicas.inside)
+        if self._span_norm is not None:
+            clip_spans(means, self._span_norm, self._replicas.inside)
         for span, mean in zip(spans, means, strict=True):
             torch.mul(self._direction(name, span, mean), divisor, out=sum_N[span.place])
 
@@ -195,8 +258,8 @@ class SparseCompressor(GradientCompressor):
         """Add ``spans`` of ``sum_N`` to the residual, send the largest elements, write their sum over nodes back."""
         group, per_node = self._replicas.group, self._replicas.gradients_per_node
         means = [sum_N[span.place].div_(per_node) for span in spans]
-        if self._options.clip_norm is not None:
-            clip_spans(means, local_norm(self._options.clip_norm, group.world_size), self._replicas.inside)
+        if self._span_norm is not None:
+            clip_spans(means, local_norm(self._span_norm, group.world_size), self._replicas.inside)
         residual_N = self._kept[f"residual/{name}"]
         chosen = []
         for span, mean in zip(spans, means, strict=True):
@@ -232,3 +295,41 @@ def _on_wire(values_K: Tensor, dtype: torch.dtype) -> Tensor:
     """Rounded to ``dtype``. Finite values are clamped and stay finite; the residual keeps the difference."""
     largest = torch.finfo(dtype).max
     return torch.where(values_K.isfinite(), values_K.clamp(-largest, largest), values_K).to(dtype)
+
+
+def make_compressor(options: CompressorOptions, replicas: Replicas) -> GradientCompressor:
+    """Make the compressor that ``options`` describe; all ranks of ``replicas.group`` pass the same options."""
+    if isinstance(options, SparseOptions):
+        return SparseCompressor(replicas, options)
+    if isinstance(options, QuantizedOptions):
+        # qgZ (ZeRO++, arXiv 2306.10209) stops after the reduce-scatter, because with ``zero3`` one rank updates each slice. Here
+        # every node updates its own copy, so the sums are gathered again, with a second rounding; all decode the same bytes.
+        name = f"quantized:{options.reduce_codec},{options.gather_codec}"
+        return AllReduceCompressor(FlashAllReduce(replicas.group, *_codecs(options), name=name))
+    return AllReduceCompressor(exact_all_reduce(replicas.group))
+
+
+def compressor_bytes(options: CompressorOptions, shard: ShardLayout, *, rank: int, world_size: int, step: int) -> int:
+    """Exact number of bytes that node ``rank`` of ``world_size`` sends for ``shard`` at ``step``."""
+    if isinstance(options, SparseOptions):
+        return sparse_bytes(rank, world_size, shard, options, step)
+    if isinstance(options, QuantizedOptions):
+        return flash_bytes(rank, world_size, shard.num_elems, FLOAT32_BYTES, *_codecs(options))
+    return dense_bytes(rank, world_size, shard.num_elems)
+
+
+def _codecs(options: QuantizedOptions) -> tuple[Codec, Codec]:
+    return parse_codec(options.reduce_codec), parse_codec(options.gather_codec)
+
+
+def inside_bytes(options: CompressorOptions, shard: ShardLayout, ranks_per_node: int) -> int:
+    """Bytes that a rank sends inside its node for ``shard`` in a step: for clipping, over ``ranks_per_node`` ranks."""
+    if isinstance(options, SparseOptions) and options.clip_norm is not None:
+        return clip_bytes(ranks_per_node, len(shard.spans) if options.clip == "parameter" else 1)
+    return 0
+
+
+def kept_bytes(options: CompressorOptions, shard: ShardLayout) -> int:
+    """Bytes that a compressor keeps for ``shard`` from step to step, in memory and in a checkpoint."""
+    num_flats = 2 if isinstance(options, DgcOptions) else 1 if isinstance(options, SparseOptions) else 0
+    return num_flats * shard.num_elems * FLOAT32_BYTES

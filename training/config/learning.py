@@ -1,8 +1,9 @@
-"""The ``grpo``, ``ppo`` and ``rollout`` sections of a configuration: learning from answers that the model samples."""
+"""The sections ``model.lora``, ``grpo``, ``ppo``, ``rollout`` and ``distill`` of a configuration: what learns, and from which answers."""
 
+import math
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, model_validator
 
 from tightwire.comm.all_reduce.names import split_name
 from tightwire.comm.group.topology import Topology
@@ -10,10 +11,25 @@ from tightwire.comm.group.topology import Topology
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class AnswersConfig(BaseModel):
+class LoraConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+    """LoRA: trains low-rank matrices beside frozen linear layers; {} has these defaults."""
+
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = Field(default=32.0, description="the matrices' product counts alpha / rank times")
+    rslora: bool = Field(default=False, description="alpha / sqrt(rank) instead")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="share of an adapter's inputs left out"
+    )
+    targets: list[str] = Field(default=[], description="linear layers, such as q_proj; default: all in the blocks")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+class AnswersConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """What both have: how answers are sampled, rewarded and weighed. ``minibatches``: optimizer steps that divide the answers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     section: ClassVar[str]
 
     rewards: list[str] = Field(
@@ -30,7 +46,7 @@ class AnswersConfig(BaseModel):
     most_weight: PositiveFloat = Field(default=2.0, description="largest importance weight of a sampled token")
 
 
-class GrpoConfig(AnswersConfig):
+class GrpoConfig(AnswersConfig, frozen=True):
     """GRPO, the loss of data.kind prompts: groups of answers that the model samples, and what rewards say of them."""
 
     section: ClassVar[str] = "grpo"
@@ -44,7 +60,7 @@ class GrpoConfig(AnswersConfig):
     updates: PositiveInt = Field(default=1, description="optimizer steps with the same answers")
 
 
-class PpoConfig(AnswersConfig):
+class PpoConfig(AnswersConfig, frozen=True):
     """PPO instead of GRPO: a critic, an adapter of its own over the same base, says what to expect at each token; {} has these defaults."""
 
     section: ClassVar[str] = "ppo"
@@ -91,3 +107,19 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True):
         """Raises ValueError: so many ranks cannot answer together."""
         if self.tp not in (possible := sorted({1, topology.ranks_per_node, topology.world_size})):
             raise ValueError(f"rollout.tp={self.tp}: these ranks can answer in groups of {possible}")
+
+
+class DistillConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+    """Distillation, the loss of data.kind distill: the KL to a target's most likely tokens, in answers that it gave once."""
+
+    target: str = Field(min_length=1, description="the model that answers; the learning one has its vocabulary")
+    questions: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="prompts that the target also asks itself, as its chat template has a user ask"
+    )
+    answer_tokens: PositiveInt = Field(default=256, description="longest answer; with the prompt, data.sequence_tokens")
+    temperature: PositiveFloat = Field(default=1.0, description="of the answers; what is learned is at temperature 1")
+    top: PositiveInt = Field(default=32, description="most likely tokens that are kept of each place")
+    answers: str = Field(
+        default="",
+        description="folder of the answers, for other runs to use again; default: `answers` in the run's folder",
+    )

@@ -9,10 +9,8 @@ from helpers.training.shards import fill, make_flat
 from torch import Tensor
 
 from tightwire.comm.group.group import Group
-from tightwire.training.compression.dense import Replicas
-from tightwire.training.compression.make import compressor_bytes
-from tightwire.training.compression.sparse import SparseCompressor
-from tightwire.training.config.compression import DgcOptions
+from tightwire.training.compression.compressors import Replicas, SparseCompressor, compressor_bytes
+from tightwire.training.config.optimizer import DgcOptions
 from tightwire.training.engine.flat_parameters import cut_shard
 
 _FLAT = make_flat({"wide": (10, 20), "small": (7,), "tall": (9, 10)})
@@ -36,7 +34,10 @@ def _train(group: Group, options: DgcOptions, steps: int = _STEPS) -> tuple[Tens
     for step in range(steps):
         sent_before = group.bytes_sent
         expected = compressor_bytes(options, _SHARD, rank=group.rank, world_size=group.world_size, step=step)
-        total_N = between("block", _gradient(group.rank, step, weights_N))
+        gradient_N = _gradient(group.rank, step, weights_N)
+        if between.takes_all_sums:
+            between.begin_step({"block": gradient_N})
+        total_N = between("block", gradient_N)
         assert group.bytes_sent - sent_before == expected
         between.step_done()
         weights_N.add_(total_N / group.world_size, alpha=-_LR)  # as torch.optim.SGD(lr) does
@@ -49,17 +50,19 @@ def _reference(num_nodes: int, options: DgcOptions, steps: int = _STEPS) -> Tens
     u = [torch.zeros_like(weights_N) for _ in range(num_nodes)]
     v = [torch.zeros_like(weights_N) for _ in range(num_nodes)]
     velocity_N = torch.zeros_like(weights_N)  # of the steps and parameters that are dense
-    m = options.momentum
+    m, clip_norm = options.momentum, None if options.clip == "global" else options.clip_norm
     for step in range(steps):
         sparsity = options.sparsity_at(step)
         gradients = [_gradient(rank, step, weights_N).double() / num_nodes for rank in range(num_nodes)]
+        if options.takes_all_sums and options.clip_norm is not None:
+            gradients = [each * _factor(each, options.clip_norm * num_nodes**-0.5) for each in gradients]
         update_N = torch.zeros_like(weights_N)
         for span in _SHARD.spans:
             at, decay = span.place, options.weight_decay * (len(span.param.shape) > 1)
             if sparsity is None or span.param.num_elems < options.dense_below:
                 gradient = torch.stack([gradient_N[at] for gradient_N in gradients]).sum(0)
-                if options.clip_norm is not None:
-                    gradient *= min(1.0, options.clip_norm / float(gradient.norm()))
+                if clip_norm is not None:
+                    gradient *= _factor(gradient, clip_norm)
                 gradient += decay * weights_N[at]
                 velocity_N[at] = m * velocity_N[at] + gradient
                 update_N[at] = gradient + m * velocity_N[at] if options.nesterov else velocity_N[at]
@@ -68,8 +71,8 @@ def _reference(num_nodes: int, options: DgcOptions, steps: int = _STEPS) -> Tens
                 continue
             for rank in range(num_nodes):
                 gradient = gradients[rank][at]
-                if options.clip_norm is not None:
-                    gradient = gradient * min(1.0, options.clip_norm * num_nodes**-0.5 / float(gradient.norm()))
+                if clip_norm is not None:
+                    gradient = gradient * _factor(gradient, clip_norm * num_nodes**-0.5)
                 gradient = gradient + decay / num_nodes * weights_N[at]
                 u[rank][at] = m * u[rank][at] + gradient
                 v[rank][at] += m * u[rank][at] + gradient if options.nesterov else u[rank][at]
@@ -83,6 +86,10 @@ def _reference(num_nodes: int, options: DgcOptions, steps: int = _STEPS) -> Tens
     return weights_N
 
 
+def _factor(gradient: Any, max_norm: float) -> float:
+    return min(1.0, max_norm / float(gradient.norm()))
+
+
 _PLAIN = {"sparsity": (0.75, 0.9, 0.97), "rampup_begin_step": 10, "rampup_step": 20, "dense_below": 50}
 
 
@@ -93,6 +100,7 @@ _PLAIN = {"sparsity": (0.75, 0.9, 0.97), "rampup_begin_step": 10, "rampup_step":
         {"nesterov": True},
         {"weight_decay": 0.05},
         {"clip_norm": 4.0},
+        {"clip_norm": 4.0, "clip": "global"},
         {"mask_momentum": False},
         {"nesterov": True, "weight_decay": 0.05, "clip_norm": 4.0, "sparsity": (0.95,), "rampup_begin_step": 0},
     ],

@@ -1,6 +1,6 @@
 """The prose that comes with Tightwire is long and clean."""
 
-from tightwire.training.data.prose import english_text
+from tightwire.training.data.documents import english_text
 
 
 def test_the_projects_text_is_long_clean_prose():
