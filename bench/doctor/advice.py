@@ -10,7 +10,8 @@ from tightwire.sizes import format_bytes
 
 # NVIDIA recommends --shm-size=1g for containers; with Docker's 64 MB NCCL fails to start several ranks.
 _NCCL_SHM_BYTES = 1 << 30
-_KERNELS = {"v3": "AVX2", "v4": "AVX-512", "v4-bf16": "AVX-512 with bfloat16", "v4-amx": "AMX", "neon": "NEON"}
+_KERNELS = {"v3": "AVX2", "v4": "AVX-512", "v4-bf16": "AVX-512 with bfloat16", "v4-amx": "AMX"}
+_KERNELS |= {"neon": "NEON", "neon-dot": "NEON with dot products"}
 
 
 class Facts(Struct, frozen=True, kw_only=True):

@@ -32,12 +32,16 @@ LEVELS = {
             {"amx_tile", "amx_bf16", "amx_int8"},
         ),
     },
-    "aarch64": {"neon": (["-march=armv8.2-a+fp16"], set())},
+    "aarch64": {
+        "neon": (["-march=armv8.2-a+fp16"], {"asimdhp", "atomics"}),
+        "neon-dot": (["-march=armv8.2-a+fp16+dotprod"], {"asimddp"}),
+    },
 }
 ZIG_NAMES = {
     "-march=x86-64-v3": "-march=x86_64_v3",
     "-march=x86-64-v4": "-march=x86_64_v4",
     "-march=armv8.2-a+fp16": "-mcpu=generic+v8_2a+fullfp16",
+    "-march=armv8.2-a+fp16+dotprod": "-mcpu=generic+v8_2a+fullfp16+dotprod",
 }
 # No option may reorder or contract float operations: equal inputs give equal bits at every level.
 _FLAGS = [
@@ -83,7 +87,7 @@ def _cpu_flags() -> set[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return set()
-    return next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
+    return set(next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "").split())
 
 
 def source_hash() -> str:

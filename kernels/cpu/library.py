@@ -73,7 +73,9 @@ def _load_once() -> tuple[Any, str]:
             f"TIGHTWIRE_KERNELS={asked}: this CPU has no such level; it has {', '.join([*usable, 'spec'])}"
         )
     if not usable:
-        _log.warning("this CPU has no compiled kernels (x86 needs AVX2, FMA and F16C); torch computes instead, slowly")
+        _log.warning(
+            "this CPU has no compiled kernels (x86 needs AVX2, FMA and F16C, ARM v8.2 with fp16); torch computes instead, slowly"
+        )
     if asked == "spec" or not usable:
         return None, "spec"
     wanted = asked if asked in usable else usable[-1]
