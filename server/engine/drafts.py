@@ -87,7 +87,7 @@ class Drafter:
         if room < 1:
             return best, best_odds
         if not request.draft_rates:
-            request.draft_rates = [length / (length + 1) for length in range(self.longest + 1)]
+            request.draft_rates = [length / (length + 3) for length in range(self.longest + 1)]
         text_N = np.frombuffer(text + array("i", ahead).tobytes(), "i4")
         if self._recent and not request.cache_salt:
             text_N = np.concatenate([np.frombuffer(self._recent, "i4"), text_N])

@@ -75,7 +75,7 @@ def best_by_search(text: list[int]) -> tuple[list[int], float]:
             if share < 0.1:
                 break
             rate = min(length + len(draft), 5)
-            chance *= nexts.count(token) / len(nexts) * rate / (rate + 1)
+            chance *= nexts.count(token) / len(nexts) * rate / (rate + 3)
             expected += chance
             draft.append(token)
         if expected > most + 1e-12:
@@ -91,7 +91,7 @@ def test_suffix_drafts_what_a_search_of_everything_finds(text: list[int]) -> Non
     assert len(draft) == len(found)
     if draft != found:  # two continuations that promise the same, up to rounding
         length, shares = asked.draft_basis
-        rates = [min(length + i, 5) / (min(length + i, 5) + 1) for i in range(len(shares))]
+        rates = [min(length + i, 5) / (min(length + i, 5) + 3) for i in range(len(shares))]
         assert sum(
             math.prod(s * r for s, r in zip(shares[:n], rates[:n], strict=True)) for n in range(1, len(shares) + 1)
         ) == pytest.approx(expected)
@@ -172,6 +172,13 @@ def test_drafts_from_answers_are_tokens_that_followed_there(answers: list[list[i
 AGAIN = [1, 2, 3, 4, 5, 6, 1, 2, 3]
 
 
+def again() -> Request:
+    """A request whose drafted tokens were right with 3/4 behind three that recur."""
+    known = request(AGAIN)
+    known.draft_rates = [0.0, 1 / 2, 2 / 3, 3 / 4]
+    return known
+
+
 def times(drafter: Drafter, **seconds: float) -> None:
     """Record steps of a request with so many rows: ``_3=0.1`` is a step of three."""
     for name, each in seconds.items():
@@ -183,7 +190,7 @@ def test_as_many_tokens_are_drafted_as_pay() -> None:
     def length(**seconds: float) -> int:
         drafter = Drafter(max_tokens=3, longest=3, shortest=2, paced=True)
         times(drafter, **seconds)
-        return len(drafter.draft(request(AGAIN), 3))
+        return len(drafter.draft(again(), 3))
 
     # Each token is right with 3/4: one makes 1.75 tokens of a step, two 2.31, three 2.73.
     assert length() == length(_1=1.0) == 3, "a row count never measured is tried"
@@ -196,16 +203,16 @@ def test_as_many_tokens_are_drafted_as_pay() -> None:
 def test_the_other_sequences_wait_for_a_draft_too() -> None:
     drafter = Drafter(max_tokens=3, longest=3, shortest=2, paced=True)
     times(drafter, _1=1.0, _4=1.6, _7=2.2)
-    assert len(drafter.draft(request(AGAIN), 3, num_rows=1, num_seqs=1)) == 3
-    assert drafter.draft(request(AGAIN), 3, num_rows=4, num_seqs=4) == [4, 5]
+    assert len(drafter.draft(again(), 3, num_rows=1, num_seqs=1)) == 3
+    assert drafter.draft(again(), 3, num_rows=4, num_seqs=4) == [4, 5]
     times(drafter, **{f"_{rows}": 1.6 + 2 * (rows - 4) for rows in range(5, 9)})
-    assert drafter.draft(request(AGAIN), 3, num_rows=4, num_seqs=4) == []
+    assert drafter.draft(again(), 3, num_rows=4, num_seqs=4) == []
 
 
 def test_wrong_drafts_stop_drafting_until_one_is_tried_again() -> None:
     drafter = Drafter(max_tokens=3, longest=3, shortest=2, paced=True)
     times(drafter, _1=1.0, _2=1.3, _4=1.9)
-    wrong = request(AGAIN)
+    wrong = again()
     num_failures = 0
     while (draft := drafter.draft(wrong, 3)) and num_failures < 20:
         drafter.learn(wrong, len(draft), 0)
@@ -218,14 +225,14 @@ def test_wrong_drafts_stop_drafting_until_one_is_tried_again() -> None:
         drafter.learn(wrong, 1, 1)
     wrong.token_ids.append(4)
     assert len(drafter.draft(wrong, 3)) == 3, "it was right again"
-    assert len(drafter.draft(request(AGAIN), 3)) == 2, "each request is judged alone"
+    assert len(drafter.draft(again(), 3)) == 2, "each request is judged alone"
 
 
 def test_one_slow_step_does_not_end_drafting() -> None:
     drafter = Drafter(max_tokens=3, longest=3, shortest=2, paced=True)
     times(drafter, _1=1.0, _2=1.1, _4=1.2)
     times(drafter, _4=500.0)
-    assert len(drafter.draft(request(AGAIN), 3)) == 3
+    assert len(drafter.draft(again(), 3)) == 3
 
 
 def test_a_slow_step_is_forgotten_when_none_like_it_was_seen_for_long() -> None:
@@ -233,17 +240,17 @@ def test_a_slow_step_is_forgotten_when_none_like_it_was_seen_for_long() -> None:
     times(drafter, _1=1.0)
     for _ in range(20):
         times(drafter, _4=9.0)
-    assert drafter.draft(request(AGAIN), 3) == []
+    assert drafter.draft(again(), 3) == []
     for _ in range(200):
         times(drafter, _1=1.0)
-    assert len(drafter.draft(request(AGAIN), 3)) == 3
+    assert len(drafter.draft(again(), 3)) == 3
 
 
 def test_steps_with_prompts_are_not_timed() -> None:
     drafter = Drafter(max_tokens=3, longest=3, shortest=2, paced=True)
     drafter.time([Chunk(request([1] * 9), 0, 4, range(0), False)], 9.0)
     times(drafter, _1=1.0, _2=1.7, _3=2.4, _4=3.0)
-    assert len(drafter.draft(request(AGAIN), 3)) == 1
+    assert len(drafter.draft(again(), 3)) == 1
 
 
 def test_replicas_run_at_the_same_time() -> None:
@@ -253,7 +260,7 @@ def test_replicas_run_at_the_same_time() -> None:
     drafter.time([Chunk(each, 1, 2, range(0), True) for each in (request([1]), other)], 1.0)
     for _ in range(20):
         times(drafter, _4=9.0)
-    assert drafter.draft(request(AGAIN), 3) == [], "the step had one row in each replica"
+    assert drafter.draft(again(), 3) == [], "the step had one row in each replica"
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
