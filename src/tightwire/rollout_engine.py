@@ -56,7 +56,7 @@ from tightwire.training.config.tree import ModelConfig, TrainConfig
 from tightwire.training.data.chats import ChatEncoder, PromptPacker
 from tightwire.training.data.documents import DataError, Documents, RunData, describe_files
 from tightwire.training.ranks.groups import Control
-from tightwire.training.start.grpo import Answer
+from tightwire.training.start.answers import Answer
 from tightwire.training.start.model import StartingModel, open_starting_model
 
 _log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ Size = Annotated[int, Field(gt=0, strict=True)]  # strict rejects `true`
 BYTES = "bytes"  # the byte tokenizer, which needs no file
 BPE = "bpe:"
 PACKED = "packed"  # frozen weights in the blocks of their file
-# The names of files of ``training.data.prose``.
+# The names of files that come with Tightwire.
 ENGLISH, CHATS, PREFERENCES = "english-prose", "example-chats", "example-preferences"
 PROMPTS = "example-prompts"
 
@@ -145,6 +145,7 @@ class ParallelConfig(Section):
     nodes: PositiveInt | None = Field(default=None, description="number of nodes; default: the launcher's")
     prefetch: Literal["explicit", "implicit"] = "explicit"
     num_buffers: Annotated[int, Field(ge=1)] = Field(default=2, description="weight buffers that blocks share")
+    blocks_per_bucket: PositiveInt = Field(default=1, description="blocks that are gathered and summed together")
     gather_codec: str = Field(default="none", description="codec of gathered weights, such as int8 (qwZ)")
     frozen_codec: str | None = Field(
         default=None,

@@ -1,7 +1,7 @@
 """Divides a model's parameters into buckets, which are gathered and reduced as a whole, and lays out their flat parameters.
 
     embedding   the token embedding, and the head if they are tied
-    blocks.I    the matrices of decoder block I
+    blocks.I    the matrices of decoder block I, or of several blocks that follow each other
     head        the final projection
     norms       all one-dimensional parameters of the model: norms and biases
 
@@ -97,6 +97,7 @@ class BucketPlan:
     uses: tuple[Use, ...]
     block_modules: tuple[str, ...]
     shard_ranks: int
+    per_bucket: int = 1  # of ``block_modules``; the last bucket of blocks may have fewer
 
     @property
     def flat_params(self) -> Iterator[FlatParameter]:
@@ -120,6 +121,7 @@ def plan_buckets(
     shard_ranks: int,
     blocks: str = "model.layers",
     packed: Mapping[str, PackedFormat] | None = None,
+    per_bucket: int = 1,
 ) -> BucketPlan:
     """Plan the buckets of ``model``, which may be on the meta device: only names, shapes and ``requires_grad`` are read.
 
@@ -132,10 +134,11 @@ def plan_buckets(
     names = {id(module): name for name, module in model.named_modules()}
     owners = {names[id(embedding)]: EMBEDDING} | ({} if head is None else {names[id(head)]: HEAD})
     members: dict[str, dict[str, list[tuple[str, nn.Parameter]]]] = {EMBEDDING: {}}
-    members |= {f"blocks.{i}": {} for i in range(len(block_names))} | {HEAD: {}, NORMS: {}}
+    owners |= {name: f"blocks.{i // per_bucket}" for i, name in enumerate(block_names)}
+    members |= {owners[name]: {} for name in block_names} | {HEAD: {}, NORMS: {}}
     for name, parameter in model.named_parameters():
         kind = "" if parameter.requires_grad else ".packed" if name in packed else ".frozen"
-        members[_bucket_of(name, parameter, owners, block_names)].setdefault(kind, []).append((name, parameter))
+        members[_bucket_of(name, parameter, owners)].setdefault(kind, []).append((name, parameter))
     buckets: list[Bucket] = []
     for name, found in members.items():
         kinds = [kind for kind in ("", ".frozen", ".packed") if kind in found]
@@ -143,19 +146,16 @@ def plan_buckets(
         if flat_params:
             block = int(name.removeprefix("blocks.")) if name.startswith("blocks.") else None
             buckets.append(Bucket(len(buckets), name, block, flat_params))
-    return BucketPlan(tuple(buckets), tuple(_uses(model, buckets)), block_names, shard_ranks)
+    return BucketPlan(tuple(buckets), tuple(_uses(model, buckets)), block_names, shard_ranks, per_bucket)
 
 
-def _bucket_of(name: str, parameter: nn.Parameter, owners: dict[str, str], blocks: tuple[str, ...]) -> str:
+def _bucket_of(name: str, parameter: nn.Parameter, owners: dict[str, str]) -> str:
     if parameter.dim() <= 1:
         return NORMS
     module = name.rpartition(".")[0]
     for owner, bucket in owners.items():
         if f"{module}.".startswith(f"{owner}."):  # also of a module inside the head
             return bucket
-    for number, block in enumerate(blocks):
-        if name.startswith(f"{block}."):
-            return f"blocks.{number}"
     raise ValueError(
         f"parameter {name} {tuple(parameter.shape)} is in none of the embedding, the blocks and the head, which are all that the engine shards"
     )

@@ -47,7 +47,7 @@ class MicroBatch:
         last: bool,
     ) -> None:
         """``last``: it is the last micro-batch of the optimizer step."""
-        self.options, self.anchor = options, anchor
+        self.options, self.anchor, self.block_anchor = options, anchor, anchor
         self._plan, self._weights, self._gradients, self._last = plan, weights, gradients, last
         self._blocks = plan.blocks
         self._ahead = options.num_buffers if options.prefetch == "explicit" else 0
@@ -63,17 +63,19 @@ class MicroBatch:
                     weights.request(bucket)
             self._request(range(options.num_buffers))
 
-    def begin_block(self, bucket: Bucket) -> None:
-        """Wait for the weights of ``bucket`` before its forward, and request those of the next blocks."""
+    def begin_block(self, bucket: Bucket, block: int) -> None:
+        """Before the first block of ``bucket``, wait for its weights, and request those of the next buckets."""
         assert bucket.block is not None
         if bucket.block in self._awaiting:
-            raise RuntimeError(f"{bucket.name} was called twice in a micro-batch; each block is called once")
-        if bucket.block != self._next_block:
+            raise RuntimeError(f"blocks.{block} was called twice in a micro-batch; each block is called once")
+        if block != self._next_block:
             raise RuntimeError(
-                f"{bucket.name} was called before {self._blocks[self._next_block].name}: weights are gathered in the order "
-                "of the model's blocks, so a forward calls all of them in that order"
+                f"blocks.{block} was called before blocks.{self._next_block}: weights are gathered in the order of the model's "
+                "blocks, so a forward calls all of them in that order"
             )
-        self._next_block = (self._next_block + 1) % len(self._blocks)
+        self._next_block = (self._next_block + 1) % len(self._plan.block_modules)
+        if block % self._plan.per_bucket:
+            return
         self._weights.request(bucket)
         self._request(range(bucket.block + 1, bucket.block + 1 + self._ahead))
         self._weights.use(bucket)
@@ -169,11 +171,10 @@ class Hooks:
         for host, uses in hosted.items():
             module = model.get_submodule(host)
             users = [(model.get_submodule(use.module), use) for use in uses]
-            bucket = plan.blocks[plan.block_modules.index(host)] if host in plan.block_modules else None
-            if bucket is None:
-                module.forward = self._plain_forward(module.forward, users)
+            if host in plan.block_modules:
+                module.forward = self._block_forward(module.forward, users, plan, hosted, host)
             else:
-                module.forward = self._block_forward(module.forward, users, bucket)
+                module.forward = self._plain_forward(module.forward, users)
             if module not in self._wrapped:
                 self._wrapped.append(module)
         for use in plan.uses:
@@ -194,29 +195,38 @@ class Hooks:
 
         return run
 
-    def _block_forward(self, forward: Callable[..., Any], users: "list[_User]", bucket: Bucket) -> Callable[..., Any]:
-        trainable = any(use.flat_param.trainable for _, use in users)
+    def _block_forward(
+        self, forward: Callable[..., Any], users: "list[_User]", plan: BucketPlan, hosted: "_Hosted", host: str
+    ) -> Callable[..., Any]:
+        block, size = plan.block_modules.index(host), plan.per_bucket
+        bucket, group = plan.blocks[block // size], plan.block_modules[block - block % size :][:size]
+        begins, ends = host == group[0], host == group[-1]
+        trainable = any(use.flat_param.trainable for name in group for use in hosted[name])
 
         def run(*args: Any, **kwargs: Any) -> Any:
             micro_batch = self._current()
-            anchor = micro_batch.anchor
-            micro_batch.begin_block(bucket)
             awaits_backward = torch.is_grad_enabled() and (trainable or needs_gradient((args, kwargs)))
-            if awaits_backward:
-                anchor, (args, kwargs) = gate_inputs(partial(micro_batch.backward_ends, bucket), anchor, (args, kwargs))
-            weights = [micro_batch.parameter(use, anchor) for _, use in users]
+            micro_batch.begin_block(bucket, block)
+            if begins:
+                anchor = micro_batch.anchor
+                if awaits_backward:
+                    event = partial(micro_batch.backward_ends, bucket)
+                    anchor, (args, kwargs) = gate_inputs(event, anchor, (args, kwargs))
+                micro_batch.block_anchor = anchor
+            weights = [micro_batch.parameter(use, micro_batch.block_anchor) for _, use in users]
 
             def compute() -> Any:
                 with _given(users, weights):
                     return forward(*args, **kwargs)
 
-            if awaits_backward and (bucket.block or 0) < micro_batch.options.checkpoint_blocks:
+            if awaits_backward and block < micro_batch.options.checkpoint_blocks:
                 outputs = checkpoint(compute, use_reentrant=False)
             else:
                 outputs = compute()
-            if awaits_backward:
-                outputs = gate_outputs(partial(micro_batch.backward_begins, bucket), outputs)
-            micro_batch.end_block(bucket, awaits_backward)
+            if ends:
+                begin = partial(micro_batch.backward_begins, bucket)
+                outputs = gate_outputs(begin, outputs) if awaits_backward else outputs
+                micro_batch.end_block(bucket, awaits_backward)
             return outputs
 
         return run
@@ -230,6 +240,7 @@ class Hooks:
 
 
 _User = tuple[nn.Module, Use]
+_Hosted = dict[str, list[Use]]
 
 
 @contextmanager
@@ -244,9 +255,9 @@ def _given(users: Iterable[_User], weights: Iterable[Tensor]) -> Iterator[None]:
             module.__dict__.pop(use.attribute, None)
 
 
-def _uses_by_host(plan: BucketPlan) -> dict[str, list[Use]]:
+def _uses_by_host(plan: BucketPlan) -> _Hosted:
     """Uses by host, the module whose forward sets them: the enclosing block, else the user. All blocks are hosts."""
-    hosted: dict[str, list[Use]] = {block: [] for block in plan.block_modules}
+    hosted: _Hosted = {block: [] for block in plan.block_modules}
     for use in plan.uses:
         host = next((block for block in plan.block_modules if f"{use.module}.".startswith(f"{block}.")), use.module)
         hosted.setdefault(host, []).append(use)

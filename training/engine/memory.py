@@ -149,13 +149,13 @@ def step_traffic(
 
 
 def first_backward_block(plan: BucketPlan) -> int:
-    """The first block that needs a backward; the blocks before it and the embedding are frozen."""
+    """The first bucket of blocks that needs a backward; the blocks before it and the embedding are frozen."""
     if any(bucket.name == EMBEDDING and bucket.trainable for bucket in plan.buckets):
         return 0
     for number, block in enumerate(plan.block_modules):
         if any(use.flat_param.trainable and f"{use.module}.".startswith(f"{block}.") for use in plan.uses):
-            return number
-    return len(plan.block_modules)
+            return number // plan.per_bucket
+    return len(plan.blocks)
 
 
 def gathers_per_step(block: int, num_blocks: int, num_buffers: int, first_backward: int, accumulation: int) -> int:

@@ -33,7 +33,7 @@ from tightwire.training.engine.hooks import Hooks, MicroBatch
 from tightwire.training.engine.memory import engine_memory, transfer_bytes
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.optimizer import make_optimizer
-from tightwire.training.start.grpo import Answers
+from tightwire.training.start.answers import Answers
 from tightwire.training.start.loss import next_token_loss
 from tightwire.training.start.model import plan_model
 from tightwire.training.start.objective import make_objective

@@ -87,7 +87,7 @@ class StepModel:
 
     def fitting(self, num_bytes: int) -> "StepModel":
         """The same step with as few recomputed blocks as ``num_bytes`` of memory ask; with all, if no number is enough."""
-        counts = range(len(self.plan.blocks))
+        counts = range(len(self.plan.block_modules))
         tried = [
             replace(self, options=replace(self.options, checkpoint_blocks=count)) for count in (*counts, len(counts))
         ]

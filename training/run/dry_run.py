@@ -50,9 +50,9 @@ def dry_run(config: TrainConfig, environment: Mapping[str, str] = os.environ) ->
 def _about_run(model: StepModel) -> Iterator[str]:
     config, plan, topology = model.config, model.plan, model.topology
     frozen = plan.num_parameters - plan.num_trainable
-    block = max(bucket.num_parameters for bucket in plan.blocks)
+    block = max(bucket.num_parameters for bucket in plan.blocks) // plan.per_bucket
     yield f"parameters        {_millions(plan.num_parameters)}{f', of which {_millions(frozen)} frozen' if frozen else ''}"
-    yield f"                  {len(plan.blocks)} blocks of {_millions(block)}, vocabulary {model.llama.vocab_size}"
+    yield f"                  {len(plan.block_modules)} blocks of {_millions(block)}, vocabulary {model.llama.vocab_size}"
     yield (
         f"ranks             {topology.world_size} on {topology.num_nodes} node{'s' if topology.num_nodes > 1 else ''}, "
         f"sharding {config.parallel.sharding}, {plan.shard_ranks} shards"
@@ -78,8 +78,8 @@ def _about_memory(model: StepModel) -> Iterator[str]:
     yield "  plus the largest of these peaks"
     yield from _sizes(memory.moments)
     yield f"    {'together':<18}{format_bytes(memory.most):>10}, without the program itself"
-    if count := min(model.options.checkpoint_blocks, len(plan.blocks)):
-        yield f"    {'recomputed':<18}{count} of {len(plan.blocks)} blocks"
+    if count := min(model.options.checkpoint_blocks, len(plan.block_modules)):
+        yield f"    {'recomputed':<18}{count} of {len(plan.block_modules)} blocks"
     replicas = model.topology.world_size // plan.shard_ranks
     one = checkpoint_bytes(config.optimizer, plan, config.parallel.between, replicas)
     yield (

@@ -26,7 +26,7 @@ from tightwire.training.data.documents import DataError, RunData
 from tightwire.training.log.run_log import EvaluationRecord, drop_after
 from tightwire.training.ranks.groups import Control
 from tightwire.training.run.setup import Trained
-from tightwire.training.start.grpo import Answer, Answers, OfAnswers
+from tightwire.training.start.answers import Answer, Answers, OfAnswers
 from tightwire.training.start.lora import actors
 from tightwire.training.start.model import StartingModel
 from tightwire.training.start.reward import RewardModel

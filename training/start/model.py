@@ -199,7 +199,7 @@ def plan_model(
                 f"parallel.frozen_codec: {PACKED} keeps the blocks of frozen matrices of a quantized GGUF, and {own.start or 'a new model'} "
                 "has none here; give a codec such as int8, or such a file as model.start with model.lora or model.frozen"
             )
-    return model, plan_buckets(model, shard_ranks, packed=packed)
+    return model, plan_buckets(model, shard_ranks, packed=packed, per_bucket=config.parallel.blocks_per_bucket)
 
 
 def _stored_name(name: str, layers: Sequence[int]) -> str:

@@ -14,11 +14,10 @@ from torch.nn.functional import cross_entropy, logsigmoid
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.chats import IGNORED
 from tightwire.training.data.sequences import Batch
+from tightwire.training.start.answers import Grpo, Ppo
 from tightwire.training.start.distill import Distill
-from tightwire.training.start.grpo import Grpo
 from tightwire.training.start.lora import computing
 from tightwire.training.start.loss import MeanOfTargets
-from tightwire.training.start.ppo import Ppo
 
 
 class Objective(Protocol):

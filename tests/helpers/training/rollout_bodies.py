@@ -8,7 +8,7 @@ import torch
 from tightwire.comm.group.group import Group
 from tightwire.rollout_engine import RolloutEngine
 from tightwire.training.config.tree import TrainConfig
-from tightwire.training.start.grpo import Answer
+from tightwire.training.start.answers import Answer
 from tightwire.training.start.model import build_model, open_starting_model
 
 

@@ -53,9 +53,11 @@ def open_engine(
     blocks: str = "model.layers",
     trace: Trace | None = None,
     compressor: CompressorOptions = DENSE,
+    per_bucket: int = 1,
 ) -> closing[Engine]:
     replicas = replica_group(groups.reduce, options.sharding)
-    plan = plan_buckets(model, options.sharding.shard_ranks(groups.world_size, groups.num_nodes), blocks)
+    ranks = options.sharding.shard_ranks(groups.world_size, groups.num_nodes)
+    plan = plan_buckets(model, ranks, blocks, per_bucket=per_bucket)
     shard = shard_group(groups.reduce, options.sharding)
     shards = {
         flat_param.name: cut_shard(flat_param, shard.rank, shard.world_size)
@@ -145,7 +147,7 @@ def run_groups(groups: list[TrainGroups], fn: Callable[..., Any], *args: Any) ->
 
 
 def run_training(
-    model: nn.Module, options: EngineOptions, batches: Tensor, num_nodes: int = 1, **how: Any
+    model: nn.Module, options: EngineOptions, batches: Tensor, num_nodes: int = 1, per_bucket: int = 1, **how: Any
 ) -> list[Run]:
     """``train`` by as many ranks as ``batches`` has, each with a copy of ``model``; their traces are checked."""
     models = [copy.deepcopy(model) for _ in range(batches.shape[2])]
@@ -153,7 +155,7 @@ def run_training(
 
     def run_rank(groups: TrainGroups) -> Run:
         own, trace = models[groups.rank], Trace()
-        with open_engine(own, groups, options, trace=trace) as engine:
+        with open_engine(own, groups, options, trace=trace, per_bucket=per_bucket) as engine:
             plans.append(engine.plan)
             run = train(engine, own, batches, groups.rank, **how)
             check_trace(list(trace.events))

@@ -42,6 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "frozen-int4-secondary": ("zero3", {"frozen": FROZEN}, {"frozen_codec": "int4", "secondary": True, **BF16}),
     "frozen-bf16-alone": ("none", {"frozen": FROZEN}, BF16),
     "hybrid-int8": ("hybrid", {}, {"gather_codec": "int8", "reduce_codec": "int8"}),
+    "three-per-bucket": ("zero3", {"frozen": FROZEN}, {"num_buffers": 1}),
 }
 
 
@@ -54,11 +55,11 @@ def options_of(case: str) -> tuple[nn.Module, EngineOptions]:
 def test_ledgers_and_memory_equal_the_formulas(case: str) -> None:
     model, options = options_of(case)
     accumulation, batches = 2, batches_of(4, num_steps=2, accumulation=2)
-    models = [copy.deepcopy(model) for _ in range(4)]
+    models, per_bucket = [copy.deepcopy(model) for _ in range(4)], 3 if case == "three-per-bucket" else 1
 
     def run_rank(groups: TrainGroups) -> Any:
         own = models[groups.rank].to(options.compute_dtype)
-        with open_engine(own, groups, options) as engine:
+        with open_engine(own, groups, options, per_bucket=per_bucket) as engine:
             allocated = allocated_bytes(engine)
             train(engine, own, batches, groups.rank)
             assert allocated_bytes(engine) == allocated, "something was allocated while training"
@@ -69,7 +70,7 @@ def test_ledgers_and_memory_equal_the_formulas(case: str) -> None:
     ranks = {"num_nodes": 2, "ranks_per_node": 2}
     with torch.device("meta"):
         dry = small_llama(**CASES[case][1])
-    plan = plan_buckets(dry, options.sharding.shard_ranks(4, 2))
+    plan = plan_buckets(dry, options.sharding.shard_ranks(4, 2), per_bucket=per_bucket)
     flows = [
         flow
         for first in (True, False)

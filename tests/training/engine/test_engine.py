@@ -75,3 +75,15 @@ def test_other_options_equal_one_model(case: str, sharding: str) -> None:
     got = run_training(model, options, batches, num_nodes=2 if sharding == "hybrid" else 1)
 
     assert_same(got, reference(model, options, batches, num_nodes=2 if sharding == "hybrid" else 1))
+
+
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3", "hybrid"])
+@pytest.mark.parametrize("per_bucket", [2, 3])
+def test_buckets_of_several_blocks_equal_one_model(per_bucket: int, sharding: str) -> None:
+    frozen = FROZEN if per_bucket == 3 else ()  # the first of three blocks is
+    options = replace(ZERO3, sharding=SHARDINGS[sharding], checkpoint_blocks=1, num_buffers=per_bucket - 1)
+    model, batches, num_nodes = small_llama(frozen=frozen), batches_of(2, 2, 2), 2 if sharding == "hybrid" else 1
+
+    got = run_training(model, options, batches, num_nodes, per_bucket)
+
+    assert_same(got, reference(model, options, batches, num_nodes))

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from tightwire.training.config.learning import LoraConfig, PpoConfig
 from tightwire.training.data.chats import IGNORED
-from tightwire.training.start.grpo import Answer, Answers
+from tightwire.training.start.answers import Answer, Answers, Ppo, advantages_of_tokens
 from tightwire.training.start.lora import computing
-from tightwire.training.start.ppo import Ppo, advantages_of_tokens
 
 _PROMPT_TOKENS, _SCORES = 4, (1.0, -0.5, 0.25, 0.75)
 # (loss, critic's loss, norm of all gradients, first token's advantages, its returns) by gamma and lambda. trl 1.0.0, the last version with

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tightwire.training.config.learning import GrpoConfig, LoraConfig
 from tightwire.training.data.chats import IGNORED
-from tightwire.training.start.grpo import Answer, Answers, Grpo, advantages_of
+from tightwire.training.start.answers import Answer, Answers, Grpo, advantages_of
 
 _PROMPT_TOKENS, _ANSWER_TOKENS = 4, (6, 3, 5, 6)
 # (loss, norm of all gradients) by beta and clip, of trl 1.16.0: GRPOTrainer._compute_loss with loss_type dapo, and the sampler's
