@@ -24,6 +24,7 @@ _OF_FAMILIES = (
     (_FAMILIES, "test_many_ranks_share_kv_heads", "float32 on {num_ranks} ranks"),
     (_FAMILIES, "test_16_bits_over_ranks_are_as_close_as_they_round", "{dtype} on {num_ranks} ranks"),
     (_FAMILIES, "test_a_gguf_is_the_same_model", "GGUF"),
+    (_FAMILIES, "test_a_quantized_folder_is_the_model_of_its_numbers", "{scheme} folders"),
     (_FAMILIES, "test_a_prepared_folder_is_the_same_model", "prepared"),
     (_FAMILIES, "test_generated_rows_have_the_bits_of_prompt_rows_and_of_streamed_layers", "streamed"),
     (_FAMILIES, "test_a_cache_in_8_bits_on_any_number_of_ranks", "KV cache in int8"),

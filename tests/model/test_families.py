@@ -2,12 +2,15 @@
 
 from functools import cache, partial
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
 from harness import run_in_process
 from helpers.model.family_models import make_family_folder, make_family_gguf
+from helpers.model.quantized_folders import SCHEMES, quantize_folder
 from helpers.model.rank_logits import PROMPT, rank_logits
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -132,6 +135,21 @@ def test_a_gguf_is_the_same_model(family: str, folders, tmp_path: Path) -> None:
     assert open_checkpoint(str(path)).config.family == family.removesuffix(" 4")  # a dense Granite 4 says granite
     tokens, want = _theirs(folders(family))
     _assert_close(rank_logits(in_process_groups(1)[0], str(path), tokens[:-1]), want)
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Granite 4", "Phi-3", "Gemma 3"])
+@pytest.mark.parametrize("scheme", ["gptq", "w8a8-int"])
+def test_a_quantized_folder_is_the_model_of_its_numbers(family: str, scheme: str, tmp_path: Path) -> None:
+    """Beside biases, and of matrices that files keep stacked or name otherwise; on ranks that cut heads and columns."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 8}
+    quantized = make_family_folder(family_named(family), tmp_path / "quantized", **sizes)
+    plain = Path(copytree(quantized, tmp_path / "plain"))
+    numbers = quantize_folder(quantized, SCHEMES[scheme])
+    save_file(
+        {name: part.contiguous() for name, part in numbers.items()}, plain / "model.safetensors", {"format": "pt"}
+    )
+    tokens, want = _theirs(plain)
+    _assert_close(run_in_process(3, rank_logits, str(quantized), tokens[:_FEW])[0], want[:_FEW])
 
 
 @_every_family

@@ -184,9 +184,14 @@ def make_quantized(path: Path, scheme: Scheme, **overrides: Any) -> dict[str, Te
     """
     shape = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 192, **overrides}
     make_tiny(path, **shape)
+    return quantize_folder(path, scheme)
+
+
+def quantize_folder(path: Path, scheme: Scheme) -> dict[str, Tensor]:
+    """Quantize the linear layers of a float folder in place; return the numbers that all its tensors stand for."""
     tensors, numbers, generator = {}, {}, np.random.default_rng(0)
     for name, tensor in load_file(path / "model.safetensors").items():
-        if "layers" not in name or "norm" in name:
+        if "layers" not in name or tensor.dim() == 1:
             tensors[name] = numbers[name] = tensor
             continue
         module = name.removesuffix(".weight")
