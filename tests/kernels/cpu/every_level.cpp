@@ -34,7 +34,7 @@ static const struct {
                {18, 32, {0, -1}},  {17, 32, {-1, -1}},    {84, 256, {80, 82}}, {110, 256, {108, -1}}, {144, 256, {0, 2}},
                {176, 256, {0, 2}}, {210, 256, {208, -1}}, {136, 256, {0, -1}}};
 static const int64_t FEW_AND_MANY[] = {1, 5, 70}, NUMBER_KINDS[] = {0, 1, 2}, CACHE_KINDS[] = {0, -1};
-enum { INPUTS = 1536, OUTPUTS = 37, MXFP4 = 9, INT8 = 32 };
+enum { INPUTS = 1536, OUTPUTS = 37, MXFP4 = 9, INT8 = 32, INTERLEAVED = 64 };
 
 static uint8_t *packed_rows(int64_t kind, size_t *row_bytes) {
     const auto &format = FORMATS[kind - 3];
@@ -46,6 +46,19 @@ static uint8_t *packed_rows(int64_t kind, size_t *row_bytes) {
         if (kind == MXFP4) rows[at] = (uint8_t)(120 + rows[at] % 10);
     }
     return rows;
+}
+
+// Multiply with activations in 8 bits: `kind` says so.
+static void run_int8(const char *name, tw_linear_args args, int64_t kind) {
+    tw_rows_args rows = {0, args.x, args.x_stride, args.num_tokens, INPUTS, 0, kind};
+    const int64_t prepared_bytes = tw_prepared_bytes(&rows);
+    void *codes = calloc(1, (size_t)prepared_bytes + 64);
+    rows.out = ((address)codes + 63) / 64 * 64;
+    tw_prepare_rows(&rows, 0, (args.num_tokens + 15) / 16);
+    args.x = rows.out, args.x_stride = prepared_bytes / args.num_tokens, args.weight_kind = kind;
+    tw_linear(&args, 0, OUTPUTS);
+    report(name, kind * 100 + args.num_tokens, (void *)args.out, (size_t)(4 * args.num_tokens * OUTPUTS));
+    free(codes);
 }
 
 static void run_linear() {
@@ -70,16 +83,14 @@ static void run_linear() {
                                    0};
             tw_linear(&args, 0, OUTPUTS);
             report("linear", kind * 100 + tokens, out, bytes);
-            args.weight_kind |= INT8;
-            tw_rows_args rows = {0, (address)x, 4 * INPUTS, tokens, INPUTS, 0, args.weight_kind};
-            const int64_t prepared_bytes = tw_prepared_bytes(&rows);
-            void *codes = filled((size_t)prepared_bytes, false);
-            rows.out = (address)codes;
-            tw_prepare_rows(&rows, 0, (tokens + 15) / 16);
-            args.x = (address)codes, args.x_stride = prepared_bytes / tokens;
-            tw_linear(&args, 0, OUTPUTS);
-            report("linear_int8", kind * 100 + tokens, out, bytes);
-            free(x), free(out), free(codes);
+            run_int8("linear_int8", args, kind | INT8);
+            uint8_t *interleaved = (uint8_t *)aligned_alloc(64, (OUTPUTS * row_bytes + 63) / 64 * 64);
+            memcpy(interleaved, weights, OUTPUTS * row_bytes);
+            tw_interleave_args whole = {(address)interleaved, kind, INPUTS / 32};
+            tw_interleave(&whole, 0, OUTPUTS / 16);
+            args.weight = (address)interleaved;
+            run_int8("interleaved", args, kind | INT8 | INTERLEAVED);
+            free(x), free(out), free(interleaved);
         }
         float *plain = (float *)filled(4 * OUTPUTS * INPUTS, true);
         tw_unpack_args unpack = {(address)plain, (address)weights, 0, 0, kind, (int64_t)row_bytes, OUTPUTS, INPUTS / 32};
@@ -112,9 +123,44 @@ static void run_linear() {
         }
 }
 
+enum { TOKENS = 5, CONTEXT = 150, HEADS = 6, KV_HEADS = 2, ALL_HEADS = 10, DIM = 80, BLOCK = 16, BLOCKS = 10 };
+
+static void run_rotation(const float *qkv, const float *cos, const float *sin, uint8_t **caches, int64_t kind,
+                         int64_t block_bytes) {
+    float *rows = (float *)filled(4 * TOKENS * ALL_HEADS * DIM, true),
+          *queries = (float *)filled(4 * TOKENS * HEADS * DIM, true);
+    float *weight = (float *)filled(4 * DIM, true);
+    memcpy(rows, qkv, 4 * TOKENS * ALL_HEADS * DIM);
+    int32_t slots[TOKENS] = {3, 4, 31, 0, 150};
+    tw_rotate_args args = {.queries = (address)queries,
+                           .qkv = (address)rows,
+                           .cos = (address)cos,
+                           .sin = (address)sin,
+                           .k_cache = (address)caches[0],
+                           .v_cache = (address)caches[1],
+                           .slots = (address)slots,
+                           .token_stride = 4 * ALL_HEADS * DIM,
+                           .head_stride = 4 * DIM,
+                           .cos_stride = 2 * DIM,
+                           .sin_stride = 2 * DIM,
+                           .cache_block_stride = block_bytes,
+                           .num_heads = HEADS,
+                           .num_kv_heads = KV_HEADS,
+                           .half = DIM / 2,
+                           .head_dim = DIM,
+                           .tokens_per_block = BLOCK,
+                           .kind = 0,
+                           .cache_kind = kind,
+                           .norms = {(address)weight, (address)weight, 0, 0, 1e-6, 1.0}};
+    tw_rotate_and_cache(&args, 0, TOKENS);
+    report("rotated", kind, queries, 4 * TOKENS * HEADS * DIM);
+    report("keys", kind, caches[0], (size_t)(BLOCKS * block_bytes));
+    report("values", kind, caches[1], (size_t)(BLOCKS * block_bytes));
+    free(rows), free(queries), free(weight);
+}
+
 static void run_attention() {
-    enum { TOKENS = 5, CONTEXT = 150, HEADS = 6, KV_HEADS = 2, DIM = 80, BLOCK = 16, BLOCKS = 10 };
-    float *q = (float *)filled(4 * TOKENS * HEADS * DIM, true), *out = (float *)filled(4 * TOKENS * HEADS * DIM, true);
+    float *q = (float *)filled(4 * TOKENS * ALL_HEADS * DIM, true), *out = (float *)filled(4 * TOKENS * HEADS * DIM, true);
     int32_t query_start[] = {0, TOKENS}, context_lens[] = {CONTEXT}, table[BLOCKS];
     for (int i = 0; i < BLOCKS; i++) table[i] = BLOCKS - 1 - i;
     int64_t tiles[9];
@@ -132,6 +178,8 @@ static void run_attention() {
                          0,
                          0};
     if (tw_plan_tiles(&plan) != -1) abort();
+    float *bias = (float *)filled(4 * KV_HEADS * DIM, true), *cos = (float *)filled(2 * CONTEXT * DIM, true),
+          *sin = (float *)filled(2 * CONTEXT * DIM, true);
     for (int64_t kind : CACHE_KINDS) {
         const int64_t head_bytes = kind == 0 ? 4 * DIM : DIM + 2, block_bytes = KV_HEADS * BLOCK * head_bytes;
         uint8_t *caches[2];
@@ -166,9 +214,43 @@ static void run_attention() {
                                .key_bias = {0, 0, 0, 0}};
         tw_attend(&args, 0, plan.num_tiles * KV_HEADS);
         report("attend", kind, out, 4 * TOKENS * HEADS * DIM);
+        args.window = 40, args.cap_log2 = 8;
+        args.key_bias = {(address)bias, (address)cos, (address)sin, DIM / 2};
+        tw_attend(&args, 0, plan.num_tiles * KV_HEADS);
+        report("attend_window_cap_bias", kind, out, 4 * TOKENS * HEADS * DIM);
+        run_rotation(q, cos, sin, caches, kind, block_bytes);
         free(caches[0]), free(caches[1]);
     }
-    free(q), free(out);
+    free(q), free(out), free(bias), free(cos), free(sin);
+}
+
+static void run_codec() {
+    enum { NUMBERS = 1000, WHOLE = 1024, MESSAGE = 4 * WHOLE };
+    // Bits, numbers of a group, symmetric, rotated, float8.
+    static const tw_block_format CODECS[] = {{8, 128, 0, 0, 0}, {6, 64, 0, 1, 0}, {5, 32, 1, 0, 0}, {4, 128, 1, 1, 0},
+                                             {3, 32, 0, 0, 0},  {2, 64, 0, 1, 0}, {8, 128, 0, 0, 1}};
+    float *numbers = (float *)filled(4 * WHOLE, true), *out = (float *)filled(4 * WHOLE, true);
+    for (const tw_block_format &format : CODECS) {
+        const long name = (long)(format.bits * 10000 + format.group_elems * 10 + format.hadamard + 2 * format.float8);
+        const int64_t groups = (NUMBERS + format.group_elems - 1) / format.group_elems;
+        uint8_t *message = (uint8_t *)calloc(1, MESSAGE), *carried = (uint8_t *)calloc(1, 2 * WHOLE),
+                *sum = (uint8_t *)calloc(1, MESSAGE);
+        tw_code_args args = {(address)message, (address)numbers, (address)carried, NUMBERS, 0, format};
+        tw_encode(&args, 0, groups);
+        report("encoded", name, message, MESSAGE);
+        report("carried", name, carried, 2 * WHOLE);
+        args.numbers = (address)out, args.carried = 0;
+        tw_decode(&args, 0, groups);
+        report("decoded", name, out, 4 * NUMBERS);
+        tw_decode_add(&args, 0, groups);
+        report("added", name, out, 4 * NUMBERS);
+        const address messages[] = {(address)message, (address)message, (address)message};
+        tw_recode_args recode = {(address)sum, (address)messages, 0, 3, NUMBERS, format, format};
+        tw_decode_reduce_encode(&recode, 0, WHOLE / 128);
+        report("reduced", name, sum, MESSAGE);
+        free(message), free(carried), free(sum);
+    }
+    free(numbers), free(out);
 }
 
 static void run_rows() {
@@ -196,12 +278,16 @@ static void run_rows() {
         tw_swiglu(&gate, 0, ROWS);
         report("swiglu", gelu, out, 4 * ROWS * SIZE / 2);
     }
+    int64_t keys[ROWS];
+    tw_best_keys((address)keys, (address)x, 4 * SIZE, ROWS, SIZE, 7);
+    report("best", 0, keys, sizeof keys);
     free(x), free(weight), free(out);
 }
 
 int main() {
     run_linear();
     run_attention();
+    run_codec();
     run_rows();
     return 0;
 }
