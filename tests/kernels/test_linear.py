@@ -55,6 +55,13 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads(
         assert torch.equal(linear(x[first:last], weight), whole[first:last])
 
 
+def test_a_last_row_that_a_thread_prepares_alone_is_that_of_the_whole(num_threads: Callable[[int], None]) -> None:
+    """The 257th row is the only one of its sixteen, and of its thread's share."""
+    weight, x = _random(64, 4096, dtype=torch.bfloat16), _random(257, 4096, dtype=torch.bfloat16, seed=2)
+    num_threads(2)
+    _assert_close(linear(x, weight, None)[256:], x[256:], weight, None)
+
+
 def test_a_split_of_the_outputs_changes_no_bit() -> None:
     weight = _random(200, 64, dtype=torch.bfloat16)
     x = _random(3, 64, dtype=torch.bfloat16, seed=1)

@@ -80,7 +80,7 @@ void copy_columns(char *copy, int64_t stride, const tw_linear_args &args, int64_
 }  // namespace
 
 void make_tiles(char *tiles, int64_t bytes, const char *x, int64_t x_stride, int64_t num_rows, int64_t depth) {
-    if (num_rows == 1 && depth) {  // lies as it is
+    if (bytes == 64 && depth) {  // one row in all lies as it is
         memset(tiles + 64 * (tile_steps(depth) - 1), 0, 64);
         memcpy(tiles, x, 2 * depth);
         return;
