@@ -150,7 +150,10 @@ def _read_backend(folder: Path) -> Backend:
         backend.no_truncation()
         backend.no_padding()
         return backend
+    vocabularies = (path for form in ("*.model", "vocab.*", "*.tiktoken", "tekken.json") for path in folder.glob(form))
     try:
+        if not any(vocabularies):  # for some families transformers makes one of five tokens
+            raise FileNotFoundError("there is none with a vocabulary")
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer

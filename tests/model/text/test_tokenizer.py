@@ -191,6 +191,11 @@ def test_damaged_or_missing_tokenizer(tmp_path: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"has no tokenizer\.json, and transformers could not"):
         tokenizer_of(folder)
+    configured(
+        folder, tokenizer_class="GemmaTokenizer"
+    )  # of which transformers makes one of five tokens without any file
+    with pytest.raises(ModelError, match="from its files: there is none with a vocabulary"):
+        tokenizer_of(folder)
 
 
 def test_byte_tokenizer_needs_260_ids() -> None:
