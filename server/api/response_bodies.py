@@ -131,8 +131,8 @@ class CommCost(CommTotals, frozen=True, kw_only=True):
 class CommPolicy(CommSetup, frozen=True, kw_only=True):
     """The AllReduce policies of this server with their reasons, and what rank 0 has exchanged since start.
 
-    ``sum_dtype``: the number format of partial sums in messages. ``transport_reason``: why ``--transport auto`` chose a
-    slower transport than this device's best; otherwise empty. ``tp`` ranks form one of ``dp`` replicas of the model.
+    ``sum_dtype``: the number format of partial sums in messages. ``layout``: what crosses the wire, and why if it was chosen.
+    ``transport_reason``: why ``--transport auto`` chose a slower transport than this device's best; otherwise empty. ``tp`` ranks form one of ``dp`` replicas of the model.
     ``replicas``: the load of each, if there are several. ``drafts``: since start, of ``--speculation``. ``overlap``: half of a prompt's step is computed while the other
     half is summed. ``choices``: the default policy; the first line counts whose site, phase and layer match (``layers``
     null: any) and whose ``up_to_bytes`` is not exceeded. ``extra``: the policies that a request may choose by name.
@@ -141,6 +141,7 @@ class CommPolicy(CommSetup, frozen=True, kw_only=True):
 
     algorithm: str
     sum_dtype: str
+    layout: str
     tp: int
     dp: int
     replicas: list[ReplicaLoad]

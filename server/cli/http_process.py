@@ -236,8 +236,8 @@ def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready])
         memory.append(f"{len(plan.weights.streamed)} layers stream")
     lines = [f"  model      {info.name}: {numbers}, context {info.plan.max_model_len}", f"  split      {split}"]
     lines.append(f"  AllReduce  {sums}")
-    if decision.layout_note:
-        lines.append(f"  layout     {decision.layout_note}")
+    if plan.layout_note:
+        lines.append(f"  layout     {plan.layout_note}")
     lines.append(f"  memory     {'; '.join(memory)}")
     if sampling := ", ".join(f"{name} {value:g}" for name, value in info.sampling.items()):
         lines.append(f"  sampling   {sampling}, where a request has no value of its own")

@@ -92,6 +92,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_nodes: int = 1
     num_replicas: int = 1
     stages: StagePlan | None = None  # that prompts or all rows pass; None: ranks compute together
+    layout_note: str = ""  # for the ready message and GET /comm; empty: tensor, without a choice
     inside: tuple[NamedPolicy, ...] = ()  # hybrid's sums of prompts in the memory of a stage of several ranks
     stage_codec: str = "none"  # of hidden states
     overlap: bool = False  # compute one half of a prompt while the other half is summed

@@ -61,7 +61,6 @@ class Decision:
     budget: MemoryBudget
     formats: WeightFormats
     comm: CommDecision | None  # None: a single rank
-    layout_note: str = ""  # for the ready message; empty: tensor, without a choice
     notes: tuple[str, ...] = ()  # layers that stream, an offloaded KV cache, NUMA nodes
 
     def report(self, display: Display) -> None:
@@ -201,6 +200,7 @@ def decide(
             raise ValueError(f"--layout {cause}; give --layout tensor")
         other = LayoutChoice("tensor", cause)
         return decide(config, model, formats, link, files=files, model_id=model_id, choice=other, draft=draft)
+    layout_note = describe_layout(stages, choice)
     plan = RunPlan(
         device=setting.device,
         dtype=dtype,
@@ -217,6 +217,7 @@ def decide(
         num_nodes=parallel.nodes,
         num_replicas=parallel.dp,
         stages=stages,
+        layout_note=layout_note if stages or choice else "",
         inside=_inside(config, model, stages),
         stage_codec=parallel.stage_codec,
         overlap=choose_overlap(parallel, setting.device, config.hosts.several),
@@ -226,10 +227,8 @@ def decide(
         adapters=adapters,
         draft="" if draft is None else draft.location,
     )
-    layout_note = describe_layout(stages, choice)
     return Decision(
         plan=plan,
-        layout_note=layout_note if stages or choice else "",
         layout=layout,
         budget=budget,
         formats=inputs.formats,

@@ -185,6 +185,7 @@ def _comm_policy(info: ModelInfo, engine: EngineClient) -> CommPolicy:
         **asdict(setup),
         algorithm=info.plan.allreduce,
         sum_dtype=info.plan.sum_dtype,
+        layout=info.plan.layout_note or "tensor",
         tp=info.tp,
         dp=info.plan.num_replicas,
         replicas=stats.loads if len(stats.loads) > 1 else [],

@@ -62,6 +62,7 @@ export function Ranks({ comm }) {
   return html`
     <dl class="facts">
       <div><dt>Transport</dt><dd>${transport}${why && html`<span class="about"> ${withCode(why)}</span>`}</dd></div>
+      <div><dt>Layout</dt><dd>${comm.layout}</dd></div>
       ${link && html`<div><dt>Link</dt><dd>${describeLink(link)}</dd></div>`}
       <div><dt>Sums in</dt><dd>${comm.sum_dtype || "–"}</dd></div>
       <div><dt>Overlap</dt><dd>${comm.overlap ? "half of a prompt is computed while the other is summed" : "off"}</dd></div>

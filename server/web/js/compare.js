@@ -63,7 +63,7 @@ export function Compare({ settings, server }) {
       </div>
       ${answers
         ? html`<${ComparisonTable} names=${names} answers=${answers} />`
-        : html`<p class="note">Both answer the same prompt with the same seed, one after the other, so that neither slows the other down.
+        : html`<p class="note">${names.some((name) => name.endsWith("/tensor")) && "/tensor: the prompt is summed by all ranks and passes no stages. "}Both answer the same prompt with the same seed, one after the other, so that neither slows the other down.
             A long prompt shows the difference best: its messages are the largest.</p>`}
     </div>
     <div class="foot">
@@ -114,11 +114,14 @@ function sameLength(a, b) {
 
 function OnePolicy({ comm }) {
   const alone = comm.tp === 1;
-  const command = `tightwire serve --tp ${alone ? 2 : comm.tp} --allreduce-extra ring,flash-int8`;
+  const isPipeline = comm.layout.startsWith("pipeline");
+  const others = isPipeline ? "--layout hybrid" : "--allreduce-extra ring,flash-int8";
+  const command = `tightwire serve --tp ${alone ? 2 : comm.tp} ${others}`;
+  const reason = isPipeline ? "All rows of this server pass stages, which sum nothing between them." : "This server was started with one AllReduce policy.";
   return html`
     <div class="log"><section class="empty">
       <h1>Compare two AllReduces</h1>
-      <p>${alone ? "This server has one rank, so it sums nothing." : "This server was started with one AllReduce policy."}${" "}
+      <p>${alone ? "This server has one rank, so it sums nothing." : reason}${" "}
         Start it with others, and they answer the same prompt side by side here:</p>
       <pre tabindex="0">${command}</pre>
       <p class="note">Keep the options that you already give. <code>tightwire explain</code> lists the AllReduces with their cost.</p>

@@ -122,14 +122,14 @@ def test_auto_takes_tensor_and_says_why(monkeypatch: pytest.MonkeyPatch, options
 def test_what_auto_chose_decides_and_is_told() -> None:
     config = make_config({"model": "random:tiny", "device": "cpu", "tp": 2})
     decision = run_plan.decide(config, MODEL, WeightFormats(), choice=LayoutChoice("hybrid", "1 s"))
-    assert decision.plan.stages is not None and decision.layout_note.endswith("computed together; chosen: 1 s")
-    assert f"layout: {decision.layout_note}" in decision.summary()
+    assert decision.plan.stages is not None and decision.plan.layout_note.endswith("computed together; chosen: 1 s")
+    assert f"layout: {decision.plan.layout_note}" in decision.summary()
     chosen = LayoutChoice("pipeline", "2 s", ((0, 5), (5, 6)))
     decision = run_plan.decide(config, MODEL, WeightFormats(), choice=chosen)
     assert decision.plan.stages is not None and decision.plan.stages.layers == chosen.layers, "the layers that fit"
-    assert decision.plan.is_pipeline and decision.layout_note.endswith("nothing is summed; chosen: 2 s")
+    assert decision.plan.is_pipeline and decision.plan.layout_note.endswith("nothing is summed; chosen: 2 s")
     alone = run_plan.decide(config, MODEL, WeightFormats())
-    assert alone.plan.stages is None and not alone.layout_note and "layout: tensor\n" in f"{alone.summary()}\n"
+    assert alone.plan.stages is None and not alone.plan.layout_note and "layout: tensor\n" in f"{alone.summary()}\n"
 
 
 def test_tensor_takes_the_place_of_a_chosen_hybrid_that_would_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_tensor_takes_the_place_of_a_chosen_hybrid_that_would_stream(monkeypatch
     monkeypatch.setattr(run_plan, "available_host_bytes", lambda: (tensor + hybrid) // 2)
     decision = run_plan.decide(config, model, WeightFormats(), choice=LayoutChoice("hybrid", "1 s"))
     assert decision.plan.stages is None and not decision.plan.weights.streamed
-    assert "the model does not fit without streaming layers" in decision.layout_note
+    assert "the model does not fit without streaming layers" in decision.plan.layout_note
     with pytest.raises(ValueError, match="streaming layers; give --layout tensor"):
         run_plan.decide(
             make_config({"model": "random:tiny", "device": "cpu", "tp": 2, "max_model_len": 64, "layout": "hybrid"}),

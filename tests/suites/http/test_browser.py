@@ -293,6 +293,8 @@ def test_a_server_with_one_policy_says_how_to_start_it_with_two(visit: Open, eng
     engine.comm_setup = CommSetup(transport="shared-memory", num_nodes=1)
     with visit("/#compare") as v:
         v.see("pre", "tightwire serve --tp 2 --allreduce-extra ring,flash-int8")
+        v.page.goto(f"{v.url}/dashboard")
+        v.see("dl.facts dd", "tensor")
 
 
 def test_errors_are_shown_in_the_servers_words(visit: Open, engine: FakeEngine) -> None:
