@@ -46,7 +46,7 @@ def test_figures_are_drawn_inside_their_charts_with_reward_and_kl_first(tmp_path
     assert names == ["reward", "kl", "loss", "lr"]
     for points in re.findall(r"points='([^']+)'", text):
         places = [tuple(map(float, point.split(","))) for point in points.split()]
-        assert len(places) == 20 and all(52 <= x <= 412 and 8 <= y <= 150 for x, y in places)
+        assert len(places) == 20 and all(64 <= x <= 424 and 8 <= y <= 150 for x, y in places)
         assert places == sorted(places)
 
 

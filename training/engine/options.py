@@ -62,12 +62,13 @@ def engine_options(config: TrainConfig) -> EngineOptions:
         except ValueError as error:
             raise ValueError(f"parallel.between: {error}") from None
     names = [name for name in EngineOptions.__dataclass_fields__ if name not in _OWN]
+    blocks = config.parallel.checkpoint_blocks
     try:
         return EngineOptions(
             sharding=SHARDINGS[config.parallel.sharding],
             compute_dtype=getattr(torch, config.model.compute_dtype),
             reduce_dtype=getattr(torch, config.parallel.reduce_dtype),
-            checkpoint_blocks={"all": _ALL, "auto": 0}.get(str(blocks := config.parallel.checkpoint_blocks), blocks),
+            checkpoint_blocks=blocks if isinstance(blocks, int) else {"all": _ALL, "auto": 0}[blocks],
             **{name: getattr(config.parallel, name) for name in names},
         )
     except ValueError as error:
