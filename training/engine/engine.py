@@ -46,7 +46,7 @@ ReadTensor = Callable[[str], Tensor]
 class Engine:
     """Takes the parameters out of ``model``; its modules have them only during their forward.
 
-    Cost: the memory of ``training.engine.memory``, allocated at construction.
+    Cost: the memory of ``training.engine.costs``, allocated at construction.
     """
 
     def __init__(

@@ -27,10 +27,10 @@ from tightwire.training.compression.compressors import kept_bytes
 from tightwire.training.config.optimizer import CompressorOptions, OptimizerConfig
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.sequences import Batch
+from tightwire.training.engine.costs import engine_memory, transfer_bytes
 from tightwire.training.engine.flat_parameters import Bucket, BucketPlan, ParamSpan, cut_shard
 from tightwire.training.engine.gradients import alternates
 from tightwire.training.engine.hooks import Hooks, MicroBatch
-from tightwire.training.engine.memory import engine_memory, transfer_bytes
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.optimizer import make_optimizer
 from tightwire.training.start.answers import Answers

@@ -20,8 +20,8 @@ from tightwire.training.config.optimizer import (
     TopKOptions,
 )
 from tightwire.training.config.tree import TrainConfig
+from tightwire.training.engine.costs import Flow, step_traffic
 from tightwire.training.engine.flat_parameters import BucketPlan, cut_shard
-from tightwire.training.engine.memory import Flow, step_traffic
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.estimate.memory import RankMemory, rank_memory
 from tightwire.training.start.model import plan_model

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tightwire.training.engine import gathered_weights, gradients
+from tightwire.training.engine.costs import Flow
 from tightwire.training.engine.flat_parameters import EMBEDDING, Bucket, BucketPlan
-from tightwire.training.engine.memory import Flow
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.estimate.step import StepModel
 

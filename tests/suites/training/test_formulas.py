@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from tightwire.comm.transport.in_process import ThreadExchange
 from tightwire.training.config.sharding import SHARDINGS
+from tightwire.training.engine.costs import Flow, engine_memory, gathers_per_step, step_traffic
 from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.flat_parameters import plan_buckets
-from tightwire.training.engine.memory import Flow, engine_memory, gathers_per_step, step_traffic
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.ranks.groups import TrainGroups
 

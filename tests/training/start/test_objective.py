@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tightwire.training.config.learning import LoraConfig
 from tightwire.training.data.chats import IGNORED
 from tightwire.training.data.sequences import Batch
-from tightwire.training.engine.memory import step_traffic
+from tightwire.training.engine.costs import step_traffic
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.ranks.groups import TrainGroups
 from tightwire.training.start.lora import computing

@@ -1,4 +1,4 @@
-"""Computes the memory that the engine allocates and that a gradient reduction takes, in bytes per rank.
+"""Computes what the engine costs a rank: the memory that it allocates, that of a gradient reduction, and the bytes that a step sends.
 
 The engine's own memory is that of the buffers that its ``make_`` functions make on the meta device. One reduction of N elements
 of g bytes over W ranks, L on each of K nodes, R in a shard group, with c(n) encoded bytes for n elements, takes messages and
