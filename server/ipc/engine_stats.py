@@ -102,7 +102,9 @@ class DraftReport(msgspec.Struct, frozen=True):
     tokens: int
     accepted: int
     mean_length: Annotated[float, _gauge("draft_mean_length", "Right tokens of a draft, on average since start")]
-    tokens_per_sum: Annotated[float | None, _gauge("tokens_per_sum", "Tokens for each sum of decode steps since start")]
+    tokens_per_sum: Annotated[
+        float | None, _gauge("tokens_per_sum", "Tokens, also first ones, for each sum of decode steps since start")
+    ]
 
     @classmethod
     def of(cls, steps: int, tokens: int, accepted: int, chosen: int, comm: Iterable[Count]) -> Self:

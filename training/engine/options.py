@@ -12,12 +12,8 @@ from tightwire.training.config.tree import PACKED, TrainConfig
 
 Path = Literal["flat", "hierarchical"]
 _ALL = 1 << 30  # blocks
-_OWN = (
-    "sharding",
-    "compute_dtype",
-    "reduce_dtype",
-    "checkpoint_blocks",
-)  # these need a conversion from the configuration
+# These need a conversion from the configuration.
+_OWN = ("sharding", "compute_dtype", "reduce_dtype", "checkpoint_blocks")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

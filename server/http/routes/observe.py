@@ -174,10 +174,8 @@ def _trace_seconds(request: Request) -> float:
 
 
 def _comm_policy(info: ModelInfo, engine: EngineClient) -> CommPolicy:
-    stats, setup = (
-        engine.stats or EngineStats(),
-        engine.comm_setup or CommSetup(transport=info.plan.transport, num_nodes=1),
-    )
+    stats = engine.stats or EngineStats()
+    setup = engine.comm_setup or CommSetup(transport=info.plan.transport, num_nodes=1)
     counts = stats.comm
     quantiles = {latency[:3]: latency for latency in engine.comm_latencies}
     bytes_sent, exact_bytes = sum(count.bytes_sent for count in counts), sum(count.exact_bytes for count in counts)
