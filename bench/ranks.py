@@ -82,7 +82,8 @@ def open_ranks(options: RankOptions, preload: Sequence[ModuleType] = ()) -> Iter
                 preload=(make, *preload),
             )
         )
-        if plan.peer_memory and not all(has for _, has in ranks.stream(_has_peer_memory)):
+        found = list(ranks.stream(_has_peer_memory)) if plan.peer_memory else []  # to the stream's end
+        if not all(has for _, has in found):
             if options.transport == "peer-memory":
                 raise ValueError("--transport peer-memory does not work here; the log of the ranks above says why")
             transport = "process-group"

@@ -270,7 +270,7 @@ class _Graph:
         lengths = [size * width for width in widths]
         self._fields = [part.numpy() for part in self._host.split(lengths)]
         token_ids, positions, slots, context_lens, adapters, tables = self._device.split(lengths)
-        batch = Batch(
+        self._batch = batch = Batch(  # kept: the graph reads its tensors at their addresses
             token_ids_T=token_ids,
             positions_T=positions,
             slots_LT=slots.view(num_groups, size),

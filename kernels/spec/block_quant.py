@@ -15,7 +15,7 @@ Rounding outwards means that nothing is clipped: a number comes back within half
 
 Symmetric formats have no zero, levels from -L to L - 1, and scale = max|x| / L, negative where the largest size belongs to
 a positive number: that number has level -L, and one of the same size and the other sign loses up to a whole scale. Float8
-has scale = max|x| / 448 and the code e4m3(x / scale).
+has scale = max|x| / 448 and the code e4m3(x / scale). Divisors are tensors: on a GPU torch multiplies by a number's inverse.
 
 What encoding loses may be carried into the next sum: bfloat16 numbers, one for each of the groups' numbers as they are
 encoded, so rotated if the format rotates. They are added before rounding, and become the difference from the decoded numbers,
@@ -117,7 +117,7 @@ def _encode_groups(groups_GE: Tensor, fmt: BlockFormat) -> Tensor:
     else:
         zero_bits_G1, zero_G1 = None, 0.0
         span_G1, top = torch.maximum(high_G1, -low_G1), FLOAT8_MAX if fmt.float8 else fmt.num_levels
-    scale_bits_G1 = _bf16_above((span_G1 / top).clamp(min=MIN_SCALE))
+    scale_bits_G1 = _bf16_above((span_G1 / torch.full_like(span_G1, top)).clamp(min=MIN_SCALE))
     scale_G1 = _from_bf16(scale_bits_G1)
     finite_G1 = finite_G1 & (top * scale_G1 + zero_G1 < torch.inf)
     if fmt.symmetric:

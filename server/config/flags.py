@@ -6,6 +6,7 @@ from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
+from tightwire.cuda_devices import on_gpu
 from tightwire.option import flag_of
 from tightwire.option_flags import add_flags, read_yaml
 from tightwire.server.config.foreign_flags import ours
@@ -36,9 +37,7 @@ def make_parser(
         parser.add_argument(_MODEL_ARGUMENT, nargs="?", metavar="MODEL", help="the same as --model MODEL")
     for group in groups:
         add_flags(parser.add_argument_group(group, GROUPS[group].__doc__), fields_of([group]))
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="a YAML file with the same names as the flags, which override it"
-    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a YAML file of options; flags override it")
     return parser
 
 
@@ -56,9 +55,10 @@ def parse(
         values = read_yaml(args.config, fields) if "config" in args else {}
         values |= {name: value for name, value in vars(args).items() if name in fields}
         if len(names := values.get("served_model_name", ())) > 1 and "model" not in values:
-            raise ValueError(
-                f"--served-model-name takes {' and '.join(names)}, and no MODEL is left; write MODEL before it"
-            )
+            own = " and ".join(names)
+            raise ValueError(f"--served-model-name takes {own}, and no MODEL is left; write MODEL before it")
+        if "max_num_batched_tokens" in fields.keys() - values.keys() and on_gpu(values.get("device", "auto")):
+            values["max_num_batched_tokens"] = max(4096, values.get("max_num_seqs", 0))
         return make_config(values), args
     except ValueError as error:
         parser.error(str(error))

@@ -41,10 +41,11 @@ def page_aligned(num_bytes: int, device: torch.device, *, pinned: bool = False) 
     """
     if pinned:
         mapped = mmap.mmap(-1, max(1, num_bytes))
-        memory = torch.frombuffer(mapped, dtype=torch.uint8)[:num_bytes]
-        torch.cuda.check_error(cast(Any, torch.cuda.cudart()).cudaHostRegister(memory.data_ptr(), len(mapped), 0))
-        weakref.finalize(mapped, _unpin, memory.data_ptr()).atexit = False
-        return memory
+        memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        address = memory.data_ptr()  # of all of it: an empty tensor's is 0
+        torch.cuda.check_error(cast(Any, torch.cuda.cudart()).cudaHostRegister(address, len(mapped), 0))
+        weakref.finalize(mapped, _unpin, address).atexit = False
+        return memory[:num_bytes]
     room = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8, device=device)
     start = -room.data_ptr() % PAGE_BYTES
     return room[start : start + num_bytes]

@@ -17,6 +17,8 @@ from json import dumps, loads
 from pathlib import Path
 from typing import NamedTuple
 
+from tightwire.progress import Progress
+
 _CHILD, _LIMIT_S = (sys.executable, "-m", __name__), 120.0
 
 
@@ -58,6 +60,17 @@ def cuda_devices() -> tuple[Sequence[CudaDevice], str]:
         reason = (child.stderr.strip().splitlines() or [f"its probe ended with {child.returncode}"])[-1]
         logging.getLogger(__name__).warning("CUDA devices are not used: %s", reason)
     return tuple(CudaDevice(*loads(line)) for line in child.stdout.splitlines()), reason
+
+
+def on_gpu(asked: str) -> bool:
+    """True if ranks with ``--device asked`` will use GPUs. Torch takes seconds to find them, which is shown."""
+    if asked != "auto" or not torch_has_cuda():
+        return asked == "cuda"
+    progress = Progress()
+    progress.stage("looking for GPUs", 0.0)
+    found, _ = cuda_devices()
+    progress.close()
+    return bool(found)
 
 
 if __name__ == "__main__":

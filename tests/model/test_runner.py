@@ -1,5 +1,7 @@
 """Padding, inputs and counts of replayed steps; a replay here runs the captured function again."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -84,6 +86,31 @@ def test_steps_of_every_size_get_their_own_results() -> None:
         assert graphs.fits(arrays)
         hidden = graphs.run(arrays, 0)
         assert torch.equal(hidden[:, : 4 + 3], wanted(arrays))
+
+
+def test_a_graph_keeps_the_tensors_that_it_reads() -> None:
+    """A replay reads addresses: another tensor in the place of a freed one would be taken for it."""
+    model = Model()
+
+    def capture(run: Callable[[], Tensor]) -> Replay:
+        return run().clone
+
+    graphs = DecodeGraphs(
+        model.forward,
+        sizes=(2,),
+        num_policies=1,
+        num_groups=1,
+        max_blocks=_MAX_BLOCKS,
+        device=torch.device("cpu"),
+        capture=capture,
+        ledger=model.ledger,
+    )
+    read = [
+        weakref.ref(value) for name in Batch.__slots__ if isinstance(value := getattr(model.batches[-1], name), Tensor)
+    ]
+    model.batches.clear()
+    gc.collect()
+    assert len(read) >= 6 and all(each() is not None for each in read), graphs
 
 
 def test_each_group_of_layers_has_its_slots_and_its_table() -> None:

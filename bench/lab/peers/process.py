@@ -91,6 +91,6 @@ def bench_serve(
             raise ServerFailedError(f"{one['name']}: {one['failed']} requests failed: {one['errors']}")
         for kind, asked in (("prompt", load.input_len), ("generated", load.output_len)):
             each = one[f"{kind}_tokens"] / one["succeeded"]
-            if abs(each - asked) > 0.02 * asked + 0.5:
+            if abs(each - asked) > 0.05 * asked:  # random words have unlike numbers of tokens
                 raise ServerFailedError(f"{one['name']}: {each:.1f} {kind} tokens a request instead of {asked}")
     return result

@@ -137,7 +137,7 @@ def _device_of(options: RooflineOptions) -> str:
 
 def _measure_server(options: RooflineOptions, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     max_positions = checkpoint.config.max_positions
-    longest = min(max(options.prompt_len + 2, _SHORT_PROMPT + options.output_len), max_positions)
+    longest = min(max(options.prompt_len + 2, _SHORT_PROMPT + options.output_len) * 11 // 10, max_positions)
     command = [sys.executable, "-m", "tightwire", "serve", options.model, "--tp", str(options.tp), "--port", "{port}"]
     command += ["--device", _device_of(options), "--dtype", "bfloat16", "--quantization", options.quantization]
     command += ["--max-num-seqs", str(options.crowd), "--max-model-len", str(longest), "--prefix-cache", "none"]
