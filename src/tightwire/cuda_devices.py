@@ -17,8 +17,6 @@ from json import dumps, loads
 from pathlib import Path
 from typing import NamedTuple
 
-from tightwire.progress import Progress
-
 _CHILD, _LIMIT_S = (sys.executable, "-m", __name__), 120.0
 
 
@@ -66,11 +64,8 @@ def on_gpu(asked: str) -> bool:
     """True if ranks with ``--device asked`` will use GPUs. Torch takes seconds to find them, which is shown."""
     if asked != "auto" or not torch_has_cuda():
         return asked == "cuda"
-    progress = Progress()
-    progress.stage("looking for GPUs", 0.0)
-    found, _ = cuda_devices()
-    progress.close()
-    return bool(found)
+    sys.stderr.write("looking for GPUs, usually 3 to 8 s\n")
+    return bool(cuda_devices()[0])
 
 
 if __name__ == "__main__":

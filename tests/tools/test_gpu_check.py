@@ -1,5 +1,6 @@
 """The check of a machine with a GPU goes on after a failure, keeps what it has found, and carries what is missing."""
 
+import importlib.metadata
 import json
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import gpu_check
 import pytest
 from gpu_check import Machine, Stage, check, install_wheels
+from packaging.requirements import Requirement
 
 HELLO = sys.executable, "-c", "print('noise'); print('{\"speed\": 3}')"
 
@@ -72,3 +74,23 @@ def test_wheels_have_the_pinned_versions(tmp_path: Path, monkeypatch: pytest.Mon
 def test_stages_have_names_of_their_own_and_fit_one_command() -> None:
     names = [stage.name for stage in gpu_check.STAGES]
     assert len(set(names)) == len(names) and gpu_check.LIMIT_S < 600
+
+
+def test_what_carried_packages_need_is_carried_or_comes_with_torch() -> None:
+    """FastAPI, for one, needs opentelemetry-api."""
+    there = {
+        "anyio",
+        "typing-extensions",
+        "annotated-doc",
+        "click",
+        "h11",
+        "numpy",
+        "pyyaml",
+        "tqdm",
+        "requests",
+        "pytest",
+    }
+    for name in gpu_check.PACKAGES:
+        for each in map(Requirement, importlib.metadata.requires(name) or []):
+            if each.marker is None or each.marker.evaluate({"extra": "", "python_version": "3.12"}):
+                assert each.name.lower().replace("_", "-") in {*gpu_check.PACKAGES, *there}, f"{name} needs {each}"

@@ -78,6 +78,17 @@ def test_a_flag_sets_its_field(argv: list[str], group: str, name: str, value: ob
     assert getattr(getattr(parse(*argv), group), name) == value
 
 
+def test_a_step_has_more_tokens_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU 512 rows take less time than the host needs to launch their kernels."""
+    assert parse("--device", "cuda").engine.max_num_batched_tokens == 4096
+    assert parse("--device", "cuda", "--max-num-batched-tokens", "512").engine.max_num_batched_tokens == 512
+    assert parse("--device", "cuda", "--max-num-seqs", "5000").engine.max_num_batched_tokens == 5000
+    assert parse("--device", "cpu").engine.max_num_batched_tokens == parse().engine.max_num_batched_tokens == 512
+    monkeypatch.setattr("tightwire.cuda_devices.torch_has_cuda", lambda: True)
+    monkeypatch.setattr("tightwire.cuda_devices.cuda_devices", lambda: (["a GPU"], ""))
+    assert parse().engine.max_num_batched_tokens == 4096
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
