@@ -83,8 +83,8 @@ class EagerLayers:
         self._sequences = [PackedSequences(*lens, table, batch.num_decode_rows) for table in batch.block_tables_LBM]
         self._head_groups = shard.head_groups(config.heads_per_kv_head)
         self._form, self._gelu = norm_form(config), config.activation == "gelu_tanh"
-        rows = {id(table): (table[0][batch.positions_T], table[1][batch.positions_T]) for table in set(angles)}
-        self._angles = [rows[id(table)] for table in angles]
+        rows = {(cos, sin): (cos[batch.positions_T], sin[batch.positions_T]) for cos, sin in set(angles)}
+        self._angles = [rows[table] for table in angles]
         self._placed: dict[int, LayerWeights] = {}
         self.residual_TD = residual_TD
         if cache.device.type == "cpu":
