@@ -72,7 +72,7 @@ class EngineOptions:
     )
     max_num_seqs: int = option(64, "sequences in one step, of each replica", metavar="N", least=1)
     max_num_batched_tokens: int = option(
-        512, "tokens in one step of each replica (4096 on a GPU); longer prompts are cut", metavar="N", least=1
+        512, "tokens in one step of each replica (4096 on a GPU); longer prompts take several", metavar="N", least=1
     )
     prefix_cache: str = option(
         "prompts",

@@ -48,9 +48,8 @@ def test_swiglu(dtype: torch.dtype, num_tokens: int, width: int, device: torch.d
     units = (gate_up.chunk(2, -1)[0].float().abs() + 8) * torch.finfo(torch.float32).eps
     if dtype != torch.float32:
         units = units + 2 * torch.finfo(dtype).eps
-    least = (
-        2 * torch.finfo(dtype).tiny * torch.finfo(dtype).eps + 1e-35
-    )  # float16's steps below its least normal number
+    # Below float16's least normal number its steps no longer shrink.
+    least = 2 * torch.finfo(dtype).tiny * torch.finfo(dtype).eps + 1e-35
     assert ((got.double() - want.double()).abs() <= want.double().abs() * units + least).all()
 
 
