@@ -58,9 +58,7 @@ def parse(
             own = " and ".join(names)
             raise ValueError(f"--served-model-name takes {own}, and no MODEL is left; write MODEL before it")
         if "max_num_batched_tokens" in fields.keys() - values.keys() and on_gpu(values.get("device", "auto")):
-            values["max_num_batched_tokens"] = max(
-                4096, values.get("max_num_seqs", 0)
-            )  # fewer rows run faster than they launch
+            values["max_num_batched_tokens"] = max(4096, values.get("max_num_seqs", 0))  # 512 wait for launches
         return make_config(values), args
     except ValueError as error:
         parser.error(str(error))
