@@ -4,20 +4,11 @@ from torch import Tensor
 
 from tightwire.kernels.cpu.attention import paged_attention_cpu
 from tightwire.kernels.cpu.library import available
-from tightwire.kernels.spec.attention import HeadGroups, KeyBias, PackedSequences, paged_attention_reference
+from tightwire.kernels.spec.attention import AttentionForm, PackedSequences, paged_attention_reference
 
 
 def paged_attention(
-    q_THE: Tensor,
-    k_cache_NKPE: Tensor,
-    v_cache_NKPE: Tensor,
-    sequences: PackedSequences,
-    scale: float,
-    groups: HeadGroups | None = None,
-    *,
-    window: int = 0,
-    cap: float = 0.0,
-    key_bias: KeyBias | None = None,
+    q_THE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, sequences: PackedSequences, form: AttentionForm
 ) -> Tensor:
     """Attend from this step's packed queries to each sequence's cached tokens, this step's included.
 
@@ -25,17 +16,12 @@ def paged_attention(
 
     Args:
         q_THE: (T, H, E); may be a view as long as E is contiguous. The result is contiguous.
-        window: a row attends to this many tokens, its own included; 0: to all up to its own.
-        cap: scores become ``cap * tanh(score / cap)``; 0: they do not.
-        key_bias: of keys that were cached without it.
-        groups: the query heads that share each KV head; by default H is a multiple of K, and groups are equal.
     Raises:
         ValueError: shapes, dtypes or (on CPU) lengths and block numbers that do not match.
     """
-    given = q_THE, k_cache_NKPE, v_cache_NKPE, sequences, scale, groups
     if q_THE.is_cuda:  # imported on first use: a CPU host need not have Triton
         from tightwire.kernels.cuda import attention as triton
 
-        return triton.paged_attention(*given, window=window, cap=cap, key_bias=key_bias)
+        return triton.paged_attention(q_THE, k_cache_NKPE, v_cache_NKPE, sequences, form)
     attention = paged_attention_cpu if available() else paged_attention_reference
-    return attention(*given, window=window, cap=cap, key_bias=key_bias)
+    return attention(q_THE, k_cache_NKPE, v_cache_NKPE, sequences, form)

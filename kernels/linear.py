@@ -1,19 +1,17 @@
 """Matrix product with weights stored (out, in), as plain numbers or packed."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tightwire.kernels.cpu.library import available
 from tightwire.kernels.cpu.linear import linear_cpu
-from tightwire.kernels.packed import dequantize
+from tightwire.kernels.packed import dequantize, triton_kernels
 from tightwire.kernels.spec.layer_ops import linear_reference
 from tightwire.kernels.spec.packed import PackedMatrix, StackedMatrix, Weight
 
-# Numbers of packed weights that are unpacked at a time for torch's product: little memory next to a model.
-_UNPACKED_ELEMS = 1 << 22
+# Numbers of packed weights that are unpacked at a time for torch's product: 32 MiB of 16 bits, and enough rows for all its units.
+_UNPACKED_ELEMS = 1 << 24
 
 
 def linear(
@@ -53,10 +51,10 @@ def linear(
     if isinstance(weight_OD, Tensor):
         return _torch_product(x_TD, weight_OD, bias_O, out_dtype or x_TD.dtype)
     if num_decode_rows is None or num_decode_rows >= len(x_TD):
-        return _triton().linear_packed(x_TD, weight_OD, bias_O, out_dtype)
+        return triton_kernels().linear_packed(x_TD, weight_OD, bias_O, out_dtype)
     if num_decode_rows == 0:
         return _unpacked_product(x_TD, weight_OD, bias_O, out_dtype or x_TD.dtype)
-    few = _triton().linear_packed(x_TD[:num_decode_rows], weight_OD, bias_O, out_dtype)
+    few = triton_kernels().linear_packed(x_TD[:num_decode_rows], weight_OD, bias_O, out_dtype)
     return torch.cat([few, _unpacked_product(x_TD[num_decode_rows:], weight_OD, bias_O, out_dtype or x_TD.dtype)])
 
 
@@ -78,10 +76,3 @@ def _unpacked_product(x_TD: Tensor, weight_OD: PackedMatrix, bias_O: Tensor | No
         weight = dequantize(weight_OD.rows(first, stop), x_TD.dtype)
         sums_TO[:, first:stop] = _torch_product(x_TD, weight, bias, out_dtype)
     return sums_TO
-
-
-def _triton() -> Any:
-    """Imported on first use: a CPU host need not have Triton."""
-    from tightwire.kernels.cuda import linear_packed
-
-    return linear_packed

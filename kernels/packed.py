@@ -1,5 +1,7 @@
 """Packed matrices back to floats: whole, or the rows of an embedding table by token."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,9 +18,17 @@ def dequantize(matrix: Weight, dtype: torch.dtype) -> Tensor:
         return matrix.to(dtype)
     if isinstance(matrix, StackedMatrix):
         return torch.cat([dequantize(part, dtype) for part in matrix.parts])
-    if matrix.device.type != "cpu" or dtype not in NUMBER_KIND or not available():
-        return dequantize_reference(matrix, dtype)
-    return unpack_cpu(matrix, dtype)
+    if matrix.device.type == "cuda":
+        return triton_kernels().unpack_packed(matrix, dtype)
+    known = dtype in NUMBER_KIND and available()
+    return unpack_cpu(matrix, dtype) if known else dequantize_reference(matrix, dtype)
+
+
+def triton_kernels() -> Any:
+    """The module of packed weights on a GPU, imported on first use: a CPU host need not have Triton."""
+    from tightwire.kernels.cuda import linear_packed
+
+    return linear_packed
 
 
 def embedding(token_ids_T: Tensor, table_VD: Matrix, dtype: torch.dtype) -> Tensor:

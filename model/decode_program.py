@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.protocols import KernelSums
-from tightwire.kernels.cpu.attention import LOG2_E, Tiles, cut_into_tiles
+from tightwire.kernels.cpu.attention import Tiles, cut_into_tiles
 from tightwire.kernels.cpu.library import ffi, lib, struct
 from tightwire.kernels.cpu.linear import useful_threads, weight_parts
 from tightwire.kernels.cpu.lora import native_site
 from tightwire.kernels.cpu.run import CACHE_KIND, NUMBER_KIND, run_on_items
 from tightwire.kernels.layer_ops import check_slots
+from tightwire.kernels.spec.attention import LOG2_E
 from tightwire.kernels.spec.lora import AdapterRows
 from tightwire.kernels.spec.packed import Weight
 from tightwire.model.adapters.product import SITES, AdapterProducts

@@ -9,7 +9,7 @@ from torch import Tensor
 from tightwire.kernels.attention import paged_attention
 from tightwire.kernels.layer_ops import add_rms_norm, check_slots, rms_norm, rotate_and_cache, swiglu
 from tightwire.kernels.linear import linear
-from tightwire.kernels.spec.attention import PackedSequences
+from tightwire.kernels.spec.attention import AttentionForm, PackedSequences
 from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm
 from tightwire.kernels.spec.lora import AdapterRows
 from tightwire.kernels.spec.packed import Matrix
@@ -129,11 +129,10 @@ class EagerLayers:
         placed = keys_NKPE, values_NKPE, self._batch.slots_LT[group]
         cos_TE, sin_TE = self._angles[index]
         q_THE = rotate_and_cache(qkv_THE, cos_TE, sin_TE, *placed, norms, slots_are_checked=True)
-        given = q_THE, keys_NKPE, values_NKPE, self._sequences[group], config.scale, self._head_groups
         _, key_bias = self._key_biases.split(index, weights.qkv_bias)
-        window, cap = config.window_of(index), config.score_cap
-        mixed_THE = paged_attention(*given, window=window, cap=cap, key_bias=key_bias)
-        mixed_TF = mixed_THE.flatten(1)
+        kept = config.window_of(index), config.score_cap, key_bias
+        form = AttentionForm(config.scale, self._head_groups, *kept)
+        mixed_TF = paged_attention(q_THE, keys_NKPE, values_NKPE, self._sequences[group], form).flatten(1)
         out = weights.attention_out, weights.attention_out_bias
         partial_TD = self._row_parallel(mixed_TF, *out, self._batch.num_decode_rows)
         return self._adapt("attention_out", index, mixed_TF, partial_TD)

@@ -1,6 +1,5 @@
 """Paged attention on CPU: checks and argument structs around ``native/attention``."""
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -8,9 +7,7 @@ from torch import Tensor
 
 from tightwire.kernels.cpu.library import lib, struct
 from tightwire.kernels.cpu.run import CACHE_KIND, NUMBER_KIND, addresses, run_on_items
-from tightwire.kernels.spec.attention import HeadGroups, KeyBias, PackedSequences, check_attention, even_groups
-
-LOG2_E = 1 / math.log(2)
+from tightwire.kernels.spec.attention import LOG2_E, AttentionForm, KeyBias, PackedSequences, check_attention
 
 # Most query rows per tile, unless one token alone has more heads per KV head. With 64 a prompt of 512 takes 1.05 to 1.1 times
 # as long on a Zen 4, because each tile widens its keys and values anew; with 192 0.95, but many threads find too few tiles.
@@ -21,19 +18,11 @@ _WORK_PER_THREAD = 4_000_000
 
 
 def paged_attention_cpu(
-    q_THE: Tensor,
-    k_cache_NKPE: Tensor,
-    v_cache_NKPE: Tensor,
-    sequences: PackedSequences,
-    scale: float,
-    groups: HeadGroups | None = None,
-    *,
-    window: int = 0,
-    cap: float = 0.0,
-    key_bias: KeyBias | None = None,
+    q_THE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, sequences: PackedSequences, form: AttentionForm
 ) -> Tensor:
     """``attention.paged_attention`` for CPU tensors. Cost: about 12 us of Python per call, then the kernels."""
-    groups = groups or even_groups(q_THE, k_cache_NKPE)
+    scale, _, window, cap, key_bias = form
+    groups = form.groups_of(q_THE, k_cache_NKPE)
     if not scale > 0 or window < 0 or not cap >= 0:
         raise ValueError(f"attention needs a positive scale, window and cap (or 0), got {scale}, {window} and {cap}")
     indices, (_, context_lens_B, block_table_BM, _) = sequences[:3], sequences

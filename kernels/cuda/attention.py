@@ -9,54 +9,31 @@ nothing else, a row of a matrix product not on the tile's other rows, and a tile
 The one exception: an inf or NaN among the values of a prompt's later tokens reaches earlier rows of their tile.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from tightwire.kernels.cuda.attention_decode import attend_decode_rows
 from tightwire.kernels.cuda.attention_prefill import attend_prefill_rows
-from tightwire.kernels.spec.attention import HeadGroups, KeyBias, PackedSequences, check_attention, even_groups
+from tightwire.kernels.spec.attention import AttentionForm, PackedSequences, check_attention
 
-_LOG2_E = 1 / math.log(2)
 _MAX_HEAD_DIM = 256
 _MAX_HEADS_PER_KV_HEAD = 128
 
 
 def paged_attention(
-    q_THE: Tensor,
-    k_cache_NKPE: Tensor,
-    v_cache_NKPE: Tensor,
-    sequences: PackedSequences,
-    scale: float,
-    groups: HeadGroups | None = None,
-    *,
-    window: int = 0,
-    cap: float = 0.0,
-    key_bias: KeyBias | None = None,
+    q_THE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, sequences: PackedSequences, form: AttentionForm
 ) -> Tensor:
     """Compute ``attention.paged_attention`` for CUDA tensors, without waiting for the device.
 
     Invalid lengths and blocks are not detected. A decode row with a context length of 0 is padding and becomes zeros.
     Raises ValueError if shapes, dtypes or strides do not match, or heads are too large for the kernels.
     """
-    groups = groups or even_groups(q_THE, k_cache_NKPE)
-    check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, *sequences[:3], groups, key_bias)
+    form = form._replace(groups=form.groups_of(q_THE, k_cache_NKPE))
+    check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, *sequences[:3], form.groups, form.key_bias)
     num_tokens, num_decode_rows = len(q_THE), sequences.num_decode_rows
-    _check(q_THE, scale, num_decode_rows, groups.heads_per_kv_head)
+    _check(q_THE, form.scale, num_decode_rows, form.groups.heads_per_kv_head)
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
-    arguments = (
-        q_THE,
-        k_cache_NKPE,
-        v_cache_NKPE,
-        sequences,
-        scale * _LOG2_E,
-        groups,
-        out_THE,
-        window,
-        cap * _LOG2_E,
-        key_bias,
-    )
+    arguments = q_THE, k_cache_NKPE, v_cache_NKPE, sequences, form, out_THE
     if num_decode_rows:
         attend_decode_rows(*arguments)
     if num_decode_rows < num_tokens:

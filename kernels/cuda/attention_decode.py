@@ -25,7 +25,7 @@ from tightwire.kernels.cuda.attention_tiles import (
 )
 from tightwire.kernels.cuda.launch import launch, padded
 from tightwire.kernels.cuda.numbers import narrowed, raw
-from tightwire.kernels.spec.attention import HeadGroups, KeyBias, PackedSequences
+from tightwire.kernels.spec.attention import LOG2_E, AttentionForm, PackedSequences
 
 # A chunk's partial sums cost 8 E bytes a query head to write and read, against 4 E CHUNK_KEYS of keys and values in 16
 # bits: 3 percent with four heads a KV head. Eight KV heads fill an H200 once over with 4096 tokens of one sequence.
@@ -51,12 +51,8 @@ def attend_decode_rows(
     k_cache_NKPE: Tensor,
     v_cache_NKPE: Tensor,
     sequences: PackedSequences,
-    scale_log2: float,
-    groups: HeadGroups,
+    form: AttentionForm,
     out_THE: Tensor,
-    window: int = 0,
-    cap_log2: float = 0.0,
-    key_bias: KeyBias | None = None,
     *,
     scratch_bytes: int = _SCRATCH_BYTES,
 ) -> None:
@@ -68,7 +64,6 @@ def attend_decode_rows(
     query_start_B1, context_lens_B, block_table_BM, num_rows = sequences
     _, num_heads, head_dim = q_THE.shape
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
-    per_kv_head = groups.heads_per_kv_head
     width = padded(head_dim, 16)
     max_chunks = min(MAX_CHUNKS, -(-block_table_BM.shape[1] * tokens_per_block // CHUNK_KEYS))
     row_bytes = 4 * num_heads * max_chunks * (head_dim + 2)
@@ -76,17 +71,18 @@ def attend_decode_rows(
     wanted = _PROGRAMS_PER_PROCESSOR * _num_processors(q_THE.device)
     sharing = min(max_chunks, -(-wanted // (rows_at_once * num_kv_heads)))
     sum_TSHE, stat_TSH2 = _scratch(q_THE, rows_at_once, max_chunks)
-    rows, keys = padded(per_kv_head, 16), keys_at_once(width, (q_THE if key_bias else k_cache_NKPE).dtype)
-    num_stages = BIASED_STAGES if key_bias else NUM_STAGES
-    shape = AttentionShape.of(q_THE, k_cache_NKPE, groups, (rows, keys), cap_log2, key_bias)
-    inputs = q_THE, k_cache_NKPE, v_cache_NKPE, *(key_bias or 3 * [q_THE]), block_table_BM
+    rows = padded(form.groups_of(q_THE, k_cache_NKPE).heads_per_kv_head, 16)
+    keys = keys_at_once(width, (q_THE if form.key_bias else k_cache_NKPE).dtype)
+    num_stages = BIASED_STAGES if form.key_bias else NUM_STAGES
+    shape = AttentionShape.of(q_THE, k_cache_NKPE, form, (rows, keys))
+    inputs = q_THE, k_cache_NKPE, v_cache_NKPE, *(form.key_bias or 3 * [q_THE]), block_table_BM
     tensors = *inputs, out_THE, sum_TSHE, stat_TSH2
     lengths = query_start_B1, context_lens_B, len(context_lens_B)
     strides = block_table_BM.stride(0), *q_THE.stride()[:2], k_cache_NKPE.stride(0)
     for first_row in range(0, num_rows, rows_at_once):
         round_rows = min(rows_at_once, num_rows - first_row)
         num_programs = round_rows * num_kv_heads * sharing
-        given = *tensors, *lengths, first_row, sharing, max_chunks, *strides, scale_log2, window
+        given = *tensors, *lengths, first_row, sharing, max_chunks, *strides, form.scale * LOG2_E, form.window
         launch(
             _attend_chunks, num_programs, q_THE.device, *given, shape, CHUNK_KEYS, max_chunks > 1, num_stages=num_stages
         )

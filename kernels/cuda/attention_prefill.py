@@ -22,7 +22,7 @@ from tightwire.kernels.cuda.attention_tiles import (
 )
 from tightwire.kernels.cuda.launch import NUM_STAGES, launch, padded
 from tightwire.kernels.cuda.numbers import narrowed, raw
-from tightwire.kernels.spec.attention import HeadGroups, KeyBias, PackedSequences
+from tightwire.kernels.spec.attention import LOG2_E, AttentionForm, PackedSequences
 
 BIASED_STAGES = 1  # with a bias of keys: two tiles of cosines and sines in flight need too much shared memory
 
@@ -46,26 +46,23 @@ def attend_prefill_rows(
     k_cache_NKPE: Tensor,
     v_cache_NKPE: Tensor,
     sequences: PackedSequences,
-    scale_log2: float,
-    groups: HeadGroups,
+    form: AttentionForm,
     out_THE: Tensor,
-    window: int = 0,
-    cap_log2: float = 0.0,
-    key_bias: KeyBias | None = None,
 ) -> None:
     """Compute the rows after the decode rows into ``out_THE``; one launch."""
     query_start_B1, context_lens_B, block_table_BM, first_row = sequences
     num_tokens, _, head_dim = q_THE.shape
-    num_kv_heads, num_seqs, per_kv_head = k_cache_NKPE.shape[1], len(context_lens_B), groups.heads_per_kv_head
+    num_kv_heads, num_seqs = k_cache_NKPE.shape[1], len(context_lens_B)
+    per_kv_head = form.groups_of(q_THE, k_cache_NKPE).heads_per_kv_head
     width = padded(head_dim, 16)
     rows, keys, num_warps = tile_sizes(width, per_kv_head, q_THE.dtype)
     num_tiles = (num_tokens - first_row) // (rows // per_kv_head) + num_seqs
-    shape = AttentionShape.of(q_THE, k_cache_NKPE, groups, (rows, keys), cap_log2, key_bias)
-    biases = key_bias or 3 * [q_THE]
+    shape = AttentionShape.of(q_THE, k_cache_NKPE, form, (rows, keys))
+    biases = form.key_bias or 3 * [q_THE]
     tensors = q_THE, k_cache_NKPE, v_cache_NKPE, *biases, query_start_B1, context_lens_B, block_table_BM, out_THE
     strides = block_table_BM.stride(0), *q_THE.stride()[:2], k_cache_NKPE.stride(0)
-    given = *tensors, num_tiles, num_seqs, first_row, *strides, scale_log2, window, shape
-    num_stages = BIASED_STAGES if key_bias else NUM_STAGES
+    given = *tensors, num_tiles, num_seqs, first_row, *strides, form.scale * LOG2_E, form.window, shape
+    num_stages = BIASED_STAGES if form.key_bias else NUM_STAGES
     launch(_attend_tile, num_tiles * num_kv_heads, q_THE.device, *given, num_warps=num_warps, num_stages=num_stages)
 
 

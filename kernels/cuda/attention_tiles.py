@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tightwire.kernels.cuda.launch import padded
 from tightwire.kernels.cuda.numbers import INTERPRETED, narrowed, raw, widened
-from tightwire.kernels.spec.attention import HeadGroups, KeyBias
+from tightwire.kernels.spec.attention import LOG2_E, AttentionForm
 
 LOWEST = tl.constexpr(-3.0e38)  # the maximum before any score: finite, because inf - inf is not 0
 _HIDDEN = tl.constexpr(float("-inf"))
@@ -41,32 +41,21 @@ class AttentionShape:
     turned: int = 0  # pairs of numbers of a key's bias that are rotated; 0: there is no bias
 
     @classmethod
-    def of(
-        cls,
-        q_THE: Tensor,
-        k_cache_NKPE: Tensor,
-        groups: HeadGroups,
-        tile: tuple[int, int],
-        cap_log2: float,
-        key_bias: KeyBias | None,
-    ) -> Self:
+    def of(cls, q_THE: Tensor, k_cache_NKPE: Tensor, form: AttentionForm, tile: tuple[int, int]) -> Self:
         """The shape for these tensors; ``tile``: its rows and keys."""
         _, num_kv_heads, tokens_per_block, stored = k_cache_NKPE.shape
         _, num_heads, head_dim = q_THE.shape
-        rows, keys = tile
         return cls(
             num_heads,
             num_kv_heads,
-            groups.heads_per_kv_head,
-            groups.skipped_heads,
+            *form.groups_of(q_THE, k_cache_NKPE),
             head_dim,
             padded(head_dim, 16),
             tokens_per_block,
-            rows,
-            keys,
-            cap_log2,
+            *tile,
+            form.cap * LOG2_E,
             stored,
-            0 if key_bias is None else key_bias.cos_SN.shape[1],
+            0 if form.key_bias is None else form.key_bias.cos_SN.shape[1],
         )
 
     @property

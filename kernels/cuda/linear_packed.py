@@ -1,7 +1,7 @@
-"""Matrix products with packed weights on a GPU: blocks are read once, and unpacked and multiplied in registers.
+"""Packed weights on a GPU: matrix products that read blocks once, and the numbers of blocks.
 
-They are meant for decode rows, whose products are limited by reading the weights. Each program computes a tile of the
-result, one block of the weights' rows at a time.
+The products are meant for decode rows, whose products are limited by reading the weights: each program computes a tile of the
+result, sixteen numbers of the weights' rows at a time. For prefill rows weights are unpacked in memory.
 """
 
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from tightwire.kernels.spec.packed import PackedMatrix
 _ROWS = tl.constexpr(16)  # rows of a tile: the minimum of matrix units
 _OUTPUTS = tl.constexpr(32)
 _HALF = tl.constexpr(16)  # numbers that are unpacked together, and the depth of one product
+_HALVES = tl.constexpr(128)  # of a program that unpacks: 2048 numbers one after the other
 # The table's sixteen bytes as two words.
 _IQ4_LOW, _IQ4_HIGH = (
     tl.constexpr(int.from_bytes(bytes(number & 255 for number in IQ4_TABLE[first : first + 8]), "little", signed=True))
@@ -81,6 +82,21 @@ def linear_packed(
     return out_TO
 
 
+def unpack_packed(weight_OD: PackedMatrix, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of a matrix, rounded once to ``dtype``: each block is read once, each number written once."""
+    numbers_OD = torch.empty(weight_OD.shape, dtype=dtype, device=weight_OD.device)
+    blocks, packed = weight_OD.blocks_OB, weight_OD.format
+    num_halves = numbers_OD.numel() // _HALF.value
+    if num_halves:
+        halves = blocks if packed.name == "MXFP4" else blocks.view(torch.float16)
+        sizes = num_halves, weight_OD.shape[1] // _HALF.value, blocks.stride(0)
+        num_programs = -(-num_halves // _HALVES.value)
+        launch(
+            _unpack, num_programs, weight_OD.device, blocks, halves, numbers_OD, *sizes, packed, _FIELDS[packed.name]
+        )
+    return numbers_OD
+
+
 @triton.jit
 def _packed_product(
     x,
@@ -108,20 +124,38 @@ def _packed_product(
     dtype: tl.constexpr = x.dtype.element_ty
     total_RO = tl.zeros((_ROWS, _OUTPUTS), tl.float32)
     for start in range(0, depth, _HALF):
-        number = start % PACKED.block_elems
-        block_O1 = start_O1 + start // PACKED.block_elems * PACKED.block_bytes
-        codes_OH = _codes(blocks + block_O1, number, kept_O1, PACKED, FIELDS).to(tl.float32)
-        scale_O1, minimum_O1 = _scales(blocks, halves, block_O1, number // PACKED.scale_elems, kept_O1, PACKED)
-        codes_OH *= scale_O1
-        if PACKED.has_minimum:
-            codes_OH += minimum_O1
-        total_RO = _add_product(tl.load(x_RH + start, mask=kept_R1, other=0), codes_OH, total_RO, dtype)
+        weight_OH = _numbers(blocks, halves, start_O1, start, kept_O1, PACKED, FIELDS)
+        total_RO = _add_product(tl.load(x_RH + start, mask=kept_R1, other=0), weight_OH, total_RO, dtype)
     if BIASED:
         total_RO += widened(tl.load(raw(bias) + output_O, mask=output_O < num_outputs, other=0))[None, :]
     place_RO = row_R.to(tl.int64)[:, None] * num_outputs + output_O[None, :]
     tl.store(
         raw(out) + place_RO, narrowed(total_RO, out.dtype.element_ty), mask=kept_R1 & (output_O < num_outputs)[None, :]
     )
+
+
+@triton.jit
+def _unpack(blocks, halves, numbers, num_halves, row_halves, row_bytes, PACKED: tl.constexpr, FIELDS: tl.constexpr):
+    """Unpack ``_HALVES`` times sixteen numbers that follow each other in the result."""
+    half_O1 = (tl.program_id(0).to(tl.int64) * _HALVES + tl.arange(0, _HALVES))[:, None]
+    kept_O1 = half_O1 < num_halves
+    start_O1 = (half_O1 % row_halves * _HALF).to(tl.int32)
+    weight_OH = _numbers(blocks, halves, half_O1 // row_halves * row_bytes, start_O1, kept_O1, PACKED, FIELDS)
+    place_OH = half_O1 * _HALF + tl.arange(0, _HALF)[None, :]
+    tl.store(raw(numbers) + place_OH, narrowed(weight_OH, numbers.dtype.element_ty), mask=kept_O1)
+
+
+@triton.jit
+def _numbers(blocks, halves, row_O1, start, kept_O1, PACKED: tl.constexpr, FIELDS: tl.constexpr):
+    """Sixteen numbers, from ``start`` on, of each row that begins at byte ``row_O1``, float32."""
+    number = start % PACKED.block_elems
+    block_O1 = row_O1 + start // PACKED.block_elems * PACKED.block_bytes
+    numbers_OH = _codes(blocks + block_O1, number, kept_O1, PACKED, FIELDS).to(tl.float32)
+    scale_O1, minimum_O1 = _scales(blocks, halves, block_O1, number // PACKED.scale_elems, kept_O1, PACKED)
+    numbers_OH *= scale_O1
+    if PACKED.has_minimum:
+        numbers_OH += minimum_O1
+    return numbers_OH
 
 
 @triton.jit

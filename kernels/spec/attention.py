@@ -6,6 +6,7 @@ the block table, in that order; token i of a sequence is in slot ``block_table[i
 sequence has written may hold anything, NaN included.
 """
 
+import math
 from typing import NamedTuple, Self
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from tightwire.kernels.spec.int8_heads import cache_width, parts_of, quantize_heads_reference
 
 NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
+LOG2_E = 1 / math.log(2)
 
 
 class HeadGroups(NamedTuple):
@@ -50,8 +52,17 @@ class KeyBias(NamedTuple):
     sin_SN: Tensor
 
 
-def even_groups(q_THE: Tensor, k_cache_NKPE: Tensor) -> HeadGroups:
-    return HeadGroups(q_THE.shape[1] // k_cache_NKPE.shape[1], 0)
+class AttentionForm(NamedTuple):
+    """How a layer attends."""
+
+    scale: float
+    groups: HeadGroups | None = None  # of query heads; by default all KV heads have as many
+    window: int = 0  # a row attends to this many tokens, its own included; 0: to all up to its own
+    cap: float = 0.0  # scores become ``cap * tanh(score / cap)``; 0: they do not
+    key_bias: KeyBias | None = None  # of keys that were cached without it
+
+    def groups_of(self, q_THE: Tensor, k_cache_NKPE: Tensor) -> HeadGroups:
+        return self.groups or HeadGroups(q_THE.shape[1] // k_cache_NKPE.shape[1], 0)
 
 
 def check_attention(
@@ -131,20 +142,12 @@ def write_kv_reference(
 
 
 def paged_attention_reference(
-    q_THE: Tensor,
-    k_cache_NKPE: Tensor,
-    v_cache_NKPE: Tensor,
-    sequences: PackedSequences,
-    scale: float,
-    groups: HeadGroups | None = None,
-    *,
-    window: int = 0,
-    cap: float = 0.0,
-    key_bias: KeyBias | None = None,
+    q_THE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, sequences: PackedSequences, form: AttentionForm
 ) -> Tensor:
     """``softmax(q k^T * scale) v`` per sequence; see ``attention.paged_attention``. Cost: T * H * S scores, S the sum of all context lengths."""
     query_start_B1, context_lens_B, block_table_BM, _ = sequences
-    per_kv_head, skipped_heads = groups or even_groups(q_THE, k_cache_NKPE)
+    scale, _, window, cap, key_bias = form
+    per_kv_head, skipped_heads = form.groups_of(q_THE, k_cache_NKPE)
     kv_head_H = (torch.arange(q_THE.shape[1], device=q_THE.device) + skipped_heads) // per_kv_head
     tokens_per_block = k_cache_NKPE.shape[2]
     key_seq_S, key_pos_S = _sequence_and_position(context_lens_B)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.attention import paged_attention
-from tightwire.kernels.spec.attention import HeadGroups, KeyBias, PackedSequences, turned_bias
+from tightwire.kernels.spec.attention import AttentionForm, HeadGroups, KeyBias, PackedSequences, turned_bias
 from tightwire.kernels.spec.int8_heads import SCALE_BYTES, parts_of, quantize_heads_reference
 
 Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]
@@ -26,7 +26,8 @@ def attend(
 ) -> Tensor:
     """``function`` of the flat ``PagedBatch.arguments``."""
     start, lens, table, scale = sequences_and_scale
-    return function(q, k_cache, v_cache, PackedSequences(start, lens, table, num_decode_rows), scale, groups, **form)  # pyright: ignore[reportArgumentType]
+    sequences = PackedSequences(start, lens, table, num_decode_rows)  # pyright: ignore[reportArgumentType]
+    return function(q, k_cache, v_cache, sequences, AttentionForm(scale, groups, **form))  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,7 @@ from helpers.model.paged_batch import PagedBatch, attend
 from torch import Tensor
 
 from tightwire.comm.group.group import Group
-from tightwire.kernels.spec.attention import HeadGroups, PackedSequences, even_groups
+from tightwire.kernels.spec.attention import AttentionForm, HeadGroups, PackedSequences
 
 pytestmark = needs_triton
 
@@ -165,12 +165,12 @@ def _check_sharing(group: Group) -> None:
         for programs, scratch_bytes, more in cases:
             wider = torch.cat((table, torch.zeros(3, more, dtype=torch.int32)), dim=1)
             outs.append(torch.full(q.shape, torch.nan))
-            given = q, k_cache, v_cache, PackedSequences(start, lens, wider, num_decode_rows=3), scale
+            given = q, k_cache, v_cache, PackedSequences(start, lens, wider, num_decode_rows=3), AttentionForm(scale)
             with (
                 patch.object(decode, "_PROGRAMS_PER_PROCESSOR", programs),
                 patch.object(decode, "MAX_CHUNKS", most_chunks),
             ):
-                decode.attend_decode_rows(*given, even_groups(q, k_cache), outs[-1], scratch_bytes=scratch_bytes)
+                decode.attend_decode_rows(*given, outs[-1], scratch_bytes=scratch_bytes)
         assert all(torch.equal(out, outs[0]) for out in outs[1:])
         by_most.append(outs[0])
     assert not torch.equal(*by_most)

@@ -57,8 +57,23 @@ def _check_refusals(group: Group) -> None:
         linear_packed(torch.zeros(2, 64), quantize(torch.zeros(3, 64), Q8_0), torch.zeros(3).half())
 
 
+def _check_unpacked(group: Group) -> None:
+    """The reference's bits; of an odd number of rows, of rows inside a matrix, and of none."""
+    from tightwire.kernels.cuda.linear_packed import unpack_packed
+
+    for packed in PACKED_FORMATS.values():
+        weight = common_blocks(packed, 37, 2 * packed.block_elems)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for part in (weight, weight.rows(3, 4), weight.rows(2, 2)):
+                assert torch.equal(unpack_packed(part, dtype), dequantize_reference(part, dtype)), packed.name
+
+
 def test_products(interpreted: InterpretedRank) -> None:
     interpreted(_check)
+
+
+def test_unpacked_numbers(interpreted: InterpretedRank) -> None:
+    interpreted(_check_unpacked)
 
 
 def test_arguments_that_do_not_match_are_refused(interpreted: InterpretedRank) -> None:

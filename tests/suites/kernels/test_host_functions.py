@@ -13,7 +13,7 @@ from helpers.kernels.compiled import SHARED_BYTES, Compiled, compiled
 from helpers.kernels.interpreted import needs_triton
 
 from tightwire.comm.codec.codec import parse_codec
-from tightwire.kernels.spec.attention import HeadGroups, PackedSequences
+from tightwire.kernels.spec.attention import AttentionForm, PackedSequences
 from tightwire.kernels.spec.layer_ops import NormForm
 
 pytestmark = needs_triton
@@ -31,7 +31,7 @@ def _attention(num_heads: int, num_kv_heads: int, head_dim: int, num_decode: int
     starts = [*range(num_decode + 1), *([len(q)] if num_prompt else [])]
     sizes = torch.ones(len(starts) - 1, dtype=torch.int32), torch.zeros(len(starts) - 1, 512, dtype=torch.int32)
     sequences = PackedSequences(torch.tensor(starts, dtype=torch.int32), *sizes, num_decode)
-    return lambda: paged_attention(q, cache, cache.clone(), sequences, 0.1, HeadGroups(num_heads // num_kv_heads, 0))
+    return lambda: paged_attention(q, cache, cache.clone(), sequences, AttentionForm(0.1))
 
 
 def _layer(num_tokens: int) -> Run:
