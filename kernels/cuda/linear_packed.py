@@ -1,7 +1,7 @@
 """Packed weights on a GPU: matrix products that read blocks once, and the numbers of blocks.
 
 The products are meant for decode rows, whose products are limited by reading the weights: each program computes a tile of the
-result, sixteen numbers of the weights' rows at a time. For prefill rows weights are unpacked in memory.
+result, some numbers of the weights' rows at a time. For prefill rows weights are unpacked in memory.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,10 @@ from tightwire.kernels.spec.packed import PackedMatrix
 
 _ROWS = tl.constexpr(16)  # rows of a tile: the minimum of matrix units
 _OUTPUTS = tl.constexpr(32)
-_HALF = tl.constexpr(16)  # numbers that are unpacked together, and the depth of one product
+_HALF = tl.constexpr(16)  # numbers that are unpacked together
+# Numbers of each output that an iteration multiplies. Their loads are in flight together: an iteration waits once, so its time
+# is that of the memory's answer, and with sixteen numbers that was the limit.
+_DEPTH = tl.constexpr(128)
 _HALVES = tl.constexpr(128)  # of a program that unpacks: 2048 numbers one after the other
 # The table's sixteen bytes as two words.
 _IQ4_LOW, _IQ4_HIGH = (
@@ -117,15 +120,23 @@ def _packed_product(
     num_tiles = tl.cdiv(num_outputs, _OUTPUTS)
     row_R = tl.program_id(0) // num_tiles * _ROWS + tl.arange(0, _ROWS)
     output_O = tl.program_id(0) % num_tiles * _OUTPUTS + tl.arange(0, _OUTPUTS)
-    kept_R1, kept_O1 = (row_R < num_rows)[:, None], (output_O < num_outputs)[:, None]
-    place_1H = tl.arange(0, _HALF)[None, :]
-    x_RH = raw(x) + row_R.to(tl.int64)[:, None] * x_stride + place_1H
-    start_O1 = output_O.to(tl.int64)[:, None] * row_bytes
+    kept_R1 = (row_R < num_rows)[:, None]
+    column_1D = tl.arange(0, _DEPTH)[None, :]
+    x_RD = raw(x) + row_R.to(tl.int64)[:, None] * x_stride + column_1D
+    # Halves of sixteen numbers: those of an output follow each other.
+    half_P1 = tl.arange(0, _OUTPUTS * (_DEPTH // _HALF))[:, None]
+    output_P1 = tl.program_id(0) % num_tiles * _OUTPUTS + half_P1 // (_DEPTH // _HALF)
+    column_P1 = half_P1 % (_DEPTH // _HALF) * _HALF
     dtype: tl.constexpr = x.dtype.element_ty
     total_RO = tl.zeros((_ROWS, _OUTPUTS), tl.float32)
-    for start in range(0, depth, _HALF):
-        weight_OH = _numbers(blocks, halves, start_O1, start, kept_O1, PACKED, FIELDS)
-        total_RO = _add_product(tl.load(x_RH + start, mask=kept_R1, other=0), weight_OH, total_RO, dtype)
+    for start in range(0, depth, _DEPTH):
+        kept_P1 = (output_P1 < num_outputs) & (start + column_P1 < depth)
+        weight_PH = _numbers(
+            blocks, halves, output_P1.to(tl.int64) * row_bytes, start + column_P1, kept_P1, PACKED, FIELDS
+        )
+        weight_OD = tl.reshape(weight_PH, (_OUTPUTS, _DEPTH))
+        x_tile_RD = tl.load(x_RD + start, mask=kept_R1 & (start + column_1D < depth), other=0)
+        total_RO = _add_product(x_tile_RD, weight_OD, total_RO, dtype)
     if BIASED:
         total_RO += widened(tl.load(raw(bias) + output_O, mask=output_O < num_outputs, other=0))[None, :]
     place_RO = row_R.to(tl.int64)[:, None] * num_outputs + output_O[None, :]
@@ -232,15 +243,15 @@ def _scales(blocks, halves, block_O1, part, kept_O1, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _add_product(x_RH, weight_OH, total_RO, dtype: tl.constexpr):
+def _add_product(x_RD, weight_OD, total_RO, dtype: tl.constexpr):
     """Return total + x @ weight^T, with x as loaded through ``raw``, and float32 weights rounded to ``dtype``."""
     if dtype == tl.bfloat16:
         if INTERPRETED:  # it multiplies the 16 bits as integers
-            x_RH = widened(x_RH)
-            weight_OH = widened(narrowed(weight_OH, dtype))
+            x_RD = widened(x_RD)
+            weight_OD = widened(narrowed(weight_OD, dtype))
         else:
-            x_RH = x_RH.to(tl.bfloat16, bitcast=True)
-            weight_OH = weight_OH.to(tl.bfloat16)
+            x_RD = x_RD.to(tl.bfloat16, bitcast=True)
+            weight_OD = weight_OD.to(tl.bfloat16)
     else:
-        weight_OH = weight_OH.to(dtype)
-    return tl.dot(x_RH, tl.trans(weight_OH), total_RO, input_precision="ieee")
+        weight_OD = weight_OD.to(dtype)
+    return tl.dot(x_RD, tl.trans(weight_OD), total_RO, input_precision="ieee")
