@@ -40,6 +40,7 @@ from tightwire.server.plan.weight_decision import IN_FILES, Files, as_prepared, 
 from tightwire.sizes import format_bytes
 
 FETCH_STOPS_S = 2.0  # a fetch reports, and so checks ``stopped``, several times a second
+_SLOWER_PACKED = 'packed weights save memory on a GPU and may cost time: docs/serving.md, "A layer on a GPU"'
 
 
 class Display(Protocol):
@@ -177,13 +178,11 @@ def decide(
     setting, dtype = decided.setting, decided.dtype
     activations = choose_activations(config.model.activations, setting.device, formats.packed)
     adapters = plan_adapters(config.adapters, model)
-    layers = () if choice is None else choice.layers
-    stages = decide_stages(config, model, formats, decided, files.prepared is not None, layers)
+    stages = decide_stages(config, model, formats, decided, files.prepared is not None, choice.layers if choice else ())
+    pooled = parallel.num_ranks, decided.gpus, config.weights.device_memory, config.hosts.nnodes or 1
     inputs = replace(
         memory_inputs(config, model, formats, decided),
-        pools=_pools(
-            setting.device, parallel.num_ranks, decided.gpus, config.weights.device_memory, config.hosts.nnodes or 1
-        ),
+        pools=_pools(setting.device, *pooled),
         num_replicas=parallel.dp,
         adapters=None if adapters is None else AdapterRoom(adapters.num_slots, adapters.max_rank),
         host_bytes=available_host_bytes(),
@@ -237,6 +236,7 @@ def decide(
             *([cuts] if cuts else []),
             *([f"layout: {layout_note}"] if parallel.tp > 1 else []),
             *([describe_draft(draft.name, inputs.draft)] if draft and inputs.draft else []),
+            *([_SLOWER_PACKED] if formats.packed and setting.device == "cuda" else []),
             *weights.notes,
             *describe_offload(budget, inputs),
             *describe_nodes(config, setting.device, [rank.fixed + budget.cache_bytes(rank) for rank in budget.ranks]),

@@ -203,6 +203,11 @@ def test_int8_activations_are_for_packed_weights_on_a_cpu(tmp_path: Path) -> Non
     assert plan_for("F16", activations="int8", quantization="int4").plan.activations == "int8"
     with pytest.raises(ValueError, match="--activations int8 works on a CPU, and the ranks run on CUDA"):
         plan_for("Q4_1", activations="int8", device="cuda")
+    noted = [
+        any("may cost time" in note for note in plan_for(quant, device=device).notes)
+        for quant, device in (("Q4_1", "cuda"), ("Q4_1", "cpu"), ("F16", "cuda"))
+    ]
+    assert noted == [True, False, False]
 
 
 def test_a_split_through_a_group_of_packed_weights_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
