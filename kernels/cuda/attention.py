@@ -28,10 +28,10 @@ def paged_attention(
     Invalid lengths and blocks are not detected. A decode row with a context length of 0 is padding and becomes zeros.
     Raises ValueError if shapes, dtypes or strides do not match, or heads are too large for the kernels.
     """
-    form = form._replace(groups=form.groups_of(q_THE, k_cache_NKPE))
-    check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, *sequences[:3], form.groups, form.key_bias)
+    groups = form.groups_of(q_THE, k_cache_NKPE)
+    check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, *sequences[:3], groups, form.key_bias)
     num_tokens, num_decode_rows = len(q_THE), sequences.num_decode_rows
-    _check(q_THE, form.scale, num_decode_rows, form.groups.heads_per_kv_head)
+    _check(q_THE, form.scale, num_decode_rows, groups.heads_per_kv_head)
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
     arguments = q_THE, k_cache_NKPE, v_cache_NKPE, sequences, form, out_THE
     if num_decode_rows:
