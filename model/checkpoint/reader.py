@@ -48,7 +48,7 @@ def store_rows(out: Matrix, start: int, piece: Tensor, name: str) -> None:
         out[start : start + len(piece)].copy_(piece)
         return
     try:
-        quantized = quantize(piece, out.format)
+        quantized = quantize(piece.to(out.blocks_OB.device), out.format)
     except ValueError as error:
         raise ModelError(f"tensor {name} cannot be quantized: {error}") from None
     out.rows(start, start + len(piece)).blocks_OB.copy_(quantized.blocks_OB)

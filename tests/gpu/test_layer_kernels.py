@@ -6,14 +6,14 @@ from helpers.kernels.packed_blocks import common_blocks, each_format
 
 from tightwire.kernels.layer_ops import add_rms_norm, rotate_and_cache, swiglu
 from tightwire.kernels.linear import linear
-from tightwire.kernels.spec.gguf_blocks import PackedFormat
+from tightwire.kernels.spec.gguf_blocks import Q4_0, Q4_1, Q8_0, PackedFormat
 from tightwire.kernels.spec.layer_ops import (
     NormForm,
     add_rms_norm_reference,
     rotate_and_cache_reference,
     swiglu_reference,
 )
-from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference
+from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference, quantize
 
 pytestmark = pytest.mark.gpu
 
@@ -93,6 +93,13 @@ def test_prompts_of_packed_weights(packed: PackedFormat, device: torch.device) -
     numbers = dequantize_reference(weight, torch.float32)
     x = torch.randn(70, numbers.shape[1]).to(device)
     assert torch.equal(linear(x, on_device, None, num_decode_rows=0), linear(x, numbers.to(device), None))
+
+
+@pytest.mark.parametrize("packed", [Q8_0, Q4_0, Q4_1], ids=lambda packed: packed.name)
+def test_quantized_on_the_device(packed: PackedFormat, device: torch.device) -> None:
+    """Has the CPU's bits, also of numbers whose scale a division by an inverse would round otherwise."""
+    x = torch.randn(2000, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(quantize(x.to(device), packed).blocks_OB.cpu(), quantize(x, packed).blocks_OB)
 
 
 def test_all_in_one_captured_graph(device: torch.device) -> None:
