@@ -49,9 +49,7 @@ def divide_layers(
     work = [1.0] * layers if isinstance(layers, int) else layers
     num_layers, num_stages = len(work), len(shares)
     if num_stages > num_layers:
-        raise ValueError(
-            f"{num_layers} layers cannot be divided into {num_stages} stages; give fewer --tp or --layout tensor"
-        )
+        raise ValueError(f"{num_layers} layers cannot be divided into {num_stages} stages; give --layout tensor")
     ends = [0.0, *accumulate(work)]
     # By the first layer of the last stages: the longest of them, and where they begin.
     found = {num_layers: (last / shares[-1], (num_layers,))}

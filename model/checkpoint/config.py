@@ -122,10 +122,10 @@ class LlamaConfig:
         return self.window if layer in self.sliding else 0
 
 
-def check_ranks(num_heads: int, num_ranks: int) -> None:
+def check_ranks(num_heads: int, num_ranks: int, flag: str = "--tp") -> None:
     """Raise ValueError if there are more ranks than query heads."""
     if num_ranks > num_heads:
-        raise ValueError(f"cannot split {num_heads} query heads over {num_ranks} ranks; use --tp {num_heads} or less")
+        raise ValueError(f"cannot split {num_heads} query heads over {num_ranks} ranks; use {flag} {num_heads} or less")
 
 
 def check_context(max_positions: int, longest: int) -> None:

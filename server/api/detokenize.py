@@ -167,8 +167,7 @@ class StopStrings:
     """Passes text through until a stop string is complete. The one complete first wins; among several, the longest."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        self._stops = tuple(stops)
-        self._include = include
+        self._stops, self._include = tuple(stops), include
         self._held = ""
         self.hit: str | None = None  # the stop string found; the text ends there
 

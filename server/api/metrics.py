@@ -77,8 +77,7 @@ class Metrics:
         alias: str = "none",
         model_name: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self.registry = CollectorRegistry()
-        self._page = CollectorRegistry()
+        self.registry, self._page = CollectorRegistry(), CollectorRegistry()
         self._page.register(AliasedMetrics(self.registry, METRIC_ALIASES[alias], model_name))
         self.time_to_first_token = self._timer("time_to_first_token", "From the request's arrival to its first token")
         between = "Between one token of a sequence and the next"

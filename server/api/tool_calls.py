@@ -60,8 +60,7 @@ class CallReader:
         self._openers, self._thinks = openers, thinks
         self.num_calls = int(whole_call is not None)
         self._text = ""  # not read yet
-        self._at_start = True
-        self._in_calls = False
+        self._at_start, self._in_calls = True, False
         self._skipped = ""  # read since the last call; text after all, if no call follows
         self._call: _OpenCall | None = None
 

@@ -152,8 +152,7 @@ class RequestTrace:
     ) -> None:
         self._engine, self._metrics, self.record, self._clock = engine, metrics, record, clock
         self._arrived_s, self._streamed = record.arrived_s, streamed
-        self._tokenize_s = 0.0
-        self._submitted_s = record.arrived_s
+        self._tokenize_s, self._submitted_s = 0.0, record.arrived_s
         self._last_token_s: dict[str, float | None] = {}  # of the sequences that still run
         self._first_output_s: float | None = None
         self._first_token: FirstToken | None = None

@@ -45,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         served = remote.connect(given.url, model=given.model, api_key=given.api_key)
         fields = {"temperature": given.temperature, "max_tokens": given.max_tokens}
         conversation = Conversation(remote=served, system=given.system, fields=fields)
-        if sys.stdin.isatty():
-            return _talk(conversation)
-        return _answer_lines(conversation, sys.stdin)
+        return _talk(conversation) if sys.stdin.isatty() else _answer_lines(conversation, sys.stdin)
     except RemoteError as error:
         return refuse("chat", error, exit_code=1)
     except KeyboardInterrupt:

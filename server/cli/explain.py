@@ -11,6 +11,7 @@ from tightwire.option import option, options_of, require
 from tightwire.option_flags import add_flags, make_options
 from tightwire.server.cli.start import interrupts_end_at_once, refuse
 from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
+from tightwire.server.config.parallel import MAX_RANKS
 from tightwire.server.config.serve import ServeConfig
 from tightwire.sizes import parse_bytes
 
@@ -43,6 +44,7 @@ class PlannedHosts:
     )
 
     def __post_init__(self) -> None:
+        require((self.hosts or 0) <= MAX_RANKS, "hosts", self.hosts, f"at most {MAX_RANKS}")
         for name in ("memory", "host_speed"):
             num, want = len(getattr(self, name)), "one value, or one for each host, with --hosts N"
             require(num in (0, self.hosts) or num == 1 and self.hosts is not None, name, f"{num} values", want)
@@ -60,11 +62,15 @@ def explain(argv: Sequence[str]) -> int:
     add_flags(parser.add_argument_group("hosts", PlannedHosts.__doc__), options_of(PlannedHosts))
     num = re.search(r"(?<!\S)--hosts[= ](\d+)", " ".join(argv))
     # One rank a host, so that the options of ranks are checked for as many.
-    config, args = parse(parser, [*argv, "--tp", num[1]] if num else argv, _GROUPS)
+    ranks = ["--tp", str(max(1, min(int(num[1]), MAX_RANKS)))] if num else []
+    config, args = parse(parser, [*argv, *ranks], _GROUPS)
     refuse_serving_flags(parser, config)
     planned = make_options(PlannedHosts, parser, args)
     if planned.hosts and ("link" in args) == ("network" in args):
         parser.error("--hosts needs one of --link 1gbit,latency=100us and --network, which a server has probed")
+    for flag in ("--tp", "--layout", "--nodes") if planned.hosts else ():
+        if flag in (word.split("=")[0] for word in argv):
+            parser.error(f"--hosts compares all layouts, with a rank on each host; leave {flag} out")
     with interrupts_end_at_once():
         from tightwire.server.cli import explanation, planned_hosts
 

@@ -12,7 +12,9 @@ from tightwire.comm.link.link import ETHERNET_PAYLOAD, parse_link
 from tightwire.comm.link.probe import PairFacts
 from tightwire.comm.link.wire import LinkFacts, network_facts
 from tightwire.comm.policy.schedule import HostRates
+from tightwire.model.checkpoint.config import check_ranks
 from tightwire.model.open import fingerprint, formats_of
+from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.hosts.launcher import planned_hosts
 from tightwire.server.hosts.place import last_probe
@@ -21,7 +23,7 @@ from tightwire.server.plan.host_rates import measure_rates
 from tightwire.server.plan.layout_table import CONTEXT, Row, choose_layout, compare_layouts, memory_inputs, work_of
 from tightwire.server.plan.layout_times import CROWD, PROMPTS
 from tightwire.server.plan.run_plan import open_model
-from tightwire.server.plan.setting import decide_setting
+from tightwire.server.plan.setting import decide_setting, obstacles
 from tightwire.sizes import aligned, format_bytes
 
 _ALL_REDUCES = ("flash-int8", "flash-int4")  # beside that of --allreduce
@@ -41,6 +43,10 @@ def run(
     link = last_probe() if network else _stated(config.parallel.link or "")
     config, checkpoint = open_model(config)
     model, formats = checkpoint.config, formats_of(checkpoint, config.model.quantization)
+    check_ranks(model.num_heads, num, "--hosts")
+    plain = replace(config, parallel=ParallelOptions(tp=num, layout="pipeline", stages=num))
+    given = config.model.device, model.num_layers, checkpoint.prepared is not None
+    against = {layout: why for layout in ("hybrid", "pipeline") if (why := obstacles(plain, layout, *given))}
     if not rates:
         own = memory_inputs(_on(config, num), model, formats, decide_setting(_on(config, num), model))
         rates = (measure_rates(own, work_of(own)),)
@@ -49,7 +55,8 @@ def run(
         there, hosts, room = _on(config, num), [*islice(cycle(rates), num)], [*islice(cycle(memory), num)]
         asked = decide_sums(there, model, link, fingerprint(checkpoint))
         inputs = memory_inputs(there, model, formats, asked.decided)
-        return compare_layouts(asked, inputs, link, hosts, room, there.parallel.tp_split)
+        found = compare_layouts(asked, inputs, link, hosts, room, there.parallel.tp_split)
+        return [row for row in found if row.times.layout not in against]
 
     rows = table(link, num)
     alike = max(len(memory), len(rates)) < 2 and config.parallel.tp_split is None
@@ -64,6 +71,7 @@ def run(
         found |= {"why": why, "changes": changes}
         sys.stdout.write(json.dumps(msgspec.to_builtins(found, str_keys=True)) + "\n")
         return
+    left_out = [f"no {layout}: it does not combine with {why[0][0]}, {why[0][1]}" for layout, why in against.items()]
     cache = config.engine.kv_dtype(decide_setting(_on(config, num), model).dtype)
     context, mbit, us = min(CONTEXT, model.max_positions), 8e-6 * (link.measured_bytes_per_s or 0), 1e6 * link.latency_s
     sys.stdout.write(
@@ -72,7 +80,7 @@ def run(
     )
     sys.stdout.writelines(
         f"{line}\n"
-        for line in [*_lines(rows, best), "", f"best: {best.times.layout}: {why}" if best else why, *changes]
+        for line in [*_lines(rows, best), "", f"best: {best.times.layout}: {why}" if best else why, *changes, *left_out]
     )
 
 
@@ -88,7 +96,7 @@ def _stated(text: str) -> LinkFacts:
 def _on(config: ServeConfig, num: int) -> ServeConfig:
     """The options of a server on ``num`` hosts."""
     extra = tuple(name for name in _ALL_REDUCES if name != config.parallel.allreduce)
-    parallel = replace(config.parallel, tp=num, link=None, allreduce_extra=extra)
+    parallel = replace(config.parallel, tp=num, link=None, layout="auto", allreduce_extra=extra)
     return planned_hosts(replace(config, parallel=parallel), num)
 
 

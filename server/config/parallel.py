@@ -10,7 +10,7 @@ from tightwire.comm.link.wire import EMULATIONS, USER_SPACE
 from tightwire.comm.policy.error_budget import ErrorBudget, parse_error_budget
 from tightwire.option import flag_of, option, require, require_declared
 
-_MAX_RANKS = 64  # each rank imports torch before the model can say how many ranks it supports
+MAX_RANKS = 64  # each rank imports torch before the model can say how many ranks it supports
 POLICY_PREFIX = "policy:"  # of a name that stands for a policy file
 
 
@@ -116,8 +116,8 @@ class ParallelOptions:
 
     def __post_init__(self) -> None:
         require_declared(self)
-        require(1 <= self.tp <= _MAX_RANKS, "tp", self.tp, f"1 to {_MAX_RANKS}")
-        most = _MAX_RANKS // self.tp
+        require(1 <= self.tp <= MAX_RANKS, "tp", self.tp, f"1 to {MAX_RANKS}")
+        most = MAX_RANKS // self.tp
         require(1 <= self.dp <= most, "dp", self.dp, f"1 to {most} with --tp {self.tp}")
         self._check_nodes()
         self._check_link()

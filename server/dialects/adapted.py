@@ -102,8 +102,7 @@ class AdaptedDialect(ChatDialect):
         super().__init__(asked.to_chat(), model)
         self._tool_indexes = list(asked.functions())
         self._open: int | None = None  # the number of the open part's call
-        self.num_calls = 0
-        self.finish_reason = ""
+        self.num_calls, self.finish_reason = 0, ""
         self.stop_string: str | None = None
 
     @abstractmethod

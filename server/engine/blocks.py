@@ -32,8 +32,7 @@ class BlockPool:
         # A stack, lowest number on top, so that a small load touches a small part of the cache.
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # kept and free, least recently used first
-        self._kept = bytearray(num_blocks)
-        self._num_holders = [0] * num_blocks
+        self._kept, self._num_holders = bytearray(num_blocks), [0] * num_blocks
 
     @property
     def num_free(self) -> int:

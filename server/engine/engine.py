@@ -57,8 +57,7 @@ class Engine:
         self._runner, self._rules, self._drafter, self._clock = runner, rules, drafter, clock
         self._sampler = sampler
         self.adapters = adapters or AdapterTable(0)
-        self._counters = EngineCounters()
-        self._times = StepTimes(clock, runner.comm_spent)
+        self._counters, self._times = EngineCounters(), StepTimes(clock, runner.comm_spent)
         self._replicas = Replicas(limits, num_replicas, drafter, self._counters)
         most = limits.num_stages + 1 if limits.pipeline else 1
         given = sampler, self._replicas, self._times, self._counters

@@ -12,8 +12,7 @@ class AdapterTable:
 
     def __init__(self, num_slots: int, loaded: Mapping[int, int] | None = None) -> None:
         """``loaded``: slots by id of the adapters that the ranks loaded at start."""
-        self._num_slots = num_slots
-        self._slots = dict(loaded or {})
+        self._num_slots, self._slots = num_slots, dict(loaded or {})
         self._num_live = dict.fromkeys(self._slots, 0)  # sequences by id, also of unloaded adapters
         self._unloaded: set[int] = set()
 

@@ -43,8 +43,7 @@ class Scheduler:
         self.counters = EngineCounters() if counters is None else counters
         self.sequences = Sequences(limits, self.counters)
         self._limits, self._drafter = limits, drafter
-        self._last_policy = 0
-        self._num_planned = 0
+        self._last_policy, self._num_planned = 0, 0
         self._under_way = ChunksUnderWay(limits) if limits.num_stages > 1 else None
 
     def may_draft(self, num_seqs: int) -> bool:

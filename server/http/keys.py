@@ -48,8 +48,7 @@ class KeyRing:
         """ValueError: the file is wrong."""
         self._http, self._clock = http, clock
         self._uses: defaultdict[str, _Use] = defaultdict(_Use)
-        self._version = self._file_version()
-        self._keys = self._read()
+        self._version, self._keys = self._file_version(), self._read()
         self._looked_s = clock()
 
     def find(self, given: bytes) -> ApiKey | None:

@@ -20,8 +20,7 @@ class RequestLog:
 
     def __init__(self, path: str, *, prompts: bool) -> None:
         """``prompts``: write prompts too. OSError: the file cannot be written."""
-        self._prompts = prompts
-        self._handler = WatchedFileHandler(path, encoding="utf-8")
+        self._prompts, self._handler = prompts, WatchedFileHandler(path, encoding="utf-8")
         weakref.finalize(self, self._handler.close)
 
     def __call__(self, record: RequestRecord, headers: Mapping[str, str]) -> None:

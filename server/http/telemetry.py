@@ -43,8 +43,7 @@ class Telemetry:
         provider = TracerProvider(resource=Resource.create({**attributes, "service.version": __version__}))
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
         self._extract, self._trace = propagate.extract, trace
-        self._tracer = provider.get_tracer("tightwire", __version__)
-        self._provider = provider
+        self._tracer, self._provider = provider.get_tracer("tightwire", __version__), provider
 
     def __call__(self, record: RequestRecord, headers: Mapping[str, str]) -> None:
         if record.asked is None:

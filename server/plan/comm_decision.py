@@ -115,14 +115,8 @@ def decide_comm(
     host = this_host(devices, num_cores())
     records = read_tuned(tune_path(cache_folder(), host), host)
     measured = records.of(setting)
-    costs = CostModel(
-        setting,
-        None if measured is None else measured.rows(),
-        None if link is None else link.link,
-        records.computing_of(setting),
-    )
-    wrong = None if measured is None else measured.wrong
-    default = next(iter(requests.values())).accuracy
+    costs = CostModel(setting, measured and measured.rows(), link and link.link, records.computing_of(setting))
+    wrong, default = measured and measured.wrong, next(iter(requests.values())).accuracy
     accuracy, damage = read_accuracy(cache_folder(), model_id, setting.world_size, default)
     choosers = {name: Chooser(replace(request, accuracy=accuracy), costs, wrong) for name, request in requests.items()}
     return CommDecision(choosers, setting, measured, "; ".join(filter(None, (records.warning, damage))) or None)

@@ -11,14 +11,13 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.open import Checkpoint, fingerprint
 from tightwire.model.stages import StagePlan, divide_layers
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.option import flag_of
 from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan import layout_table
 from tightwire.server.plan.comm_decision import decide_sums
 from tightwire.server.plan.host_rates import measure_rates
 from tightwire.server.plan.rank_setup import LayoutChoice
-from tightwire.server.plan.setting import DecidedSetting
+from tightwire.server.plan.setting import DecidedSetting, check_layout, obstacles
 
 
 def describe_layout(stages: StagePlan | None, choice: LayoutChoice | None) -> str:
@@ -51,8 +50,7 @@ def decide_stages(
     parallel = config.parallel
     if (layout := parallel.layout) not in ("hybrid", "pipeline"):
         return None
-    for option, why in _obstacles(config, model, decided, prepared, layout):
-        raise ValueError(f"--layout {layout} does not combine with {option}: {why}; leave one of them out")
+    check_layout(config, decided.setting.device, model.num_layers, prepared)
     codec = parse_codec(parallel.stage_codec)
     if model.hidden_size % codec.group_elems:
         raise ValueError(
@@ -86,8 +84,8 @@ def choose_auto(
     """
     parallel, model = config.parallel, checkpoint.config
     asked = decide_sums(config, model, link, fingerprint(checkpoint))
-    given = config, model, asked.decided, checkpoint.prepared is not None
-    against = {layout: _obstacles(*given, layout) for layout in ("hybrid", "pipeline")}
+    given = asked.decided.setting.device, model.num_layers, checkpoint.prepared is not None
+    against = {layout: obstacles(config, layout, *given) for layout in ("hybrid", "pipeline")}
     if all(against.values()):
         option, why = against["hybrid"][0]
         return LayoutChoice("tensor", f"hybrid does not combine with {option}: {why}")
@@ -106,37 +104,3 @@ def choose_auto(
     except ValueError as error:
         return LayoutChoice("tensor", str(error))
     return LayoutChoice(best.times.layout, why, best.stages)
-
-
-def _obstacles(
-    config: ServeConfig, model: LlamaConfig, decided: DecidedSetting, prepared: bool, layout: str
-) -> list[tuple[str, str]]:
-    """Return what hybrid or pipeline does not work with, and why. ``prepared``: the model is a prepared folder."""
-    parallel, engine, weights = config.parallel, config.engine, config.weights.weights
-    num_stages = parallel.num_stages
-    few = f"a stage has a layer or more, and the model has {model.num_layers}"
-    given = [
-        (parallel.tp == 1, "--tp 1", "a stage has a rank or more, and there is one"),
-        (parallel.dp > 1, f"--dp {parallel.dp}", "the ranks of a replica are the stages of one"),
-        (decided.setting.device != "cpu", "--device cuda", "stages run on CPUs"),
-        (weights not in ("auto", "resident"), f"--weights {weights}", "the layers of a stage stay in memory"),
-        (engine.kv_offload, "--kv-offload", "a stage has its keys and values in memory"),
-        (engine.plan_ahead == "on", "--plan-ahead on", "several steps are under way already"),
-        (prepared, "a prepared folder", "it has no whole layers, which a stage computes"),
-        (num_stages > model.num_layers, f"--tp {parallel.tp}", few),
-    ]
-    if layout == "hybrid":
-        cached = engine.prefix_cache == "all"
-        given.append((cached, "--prefix-cache all", "a stage has no keys and values of generated tokens"))
-    else:
-        transport, alone = parallel.transport, num_stages == parallel.tp
-        sums, possible = "nothing is summed", ("auto", "sockets") if alone else ("auto", "sockets", "shared-memory")
-        given += [
-            (transport not in possible, f"--transport {transport}", "stages use sockets"),
-            (parallel.overlap == "on", "--overlap on", sums if alone else "the ranks of a stage sum in memory"),
-        ]
-        for option in ("allreduce", "allreduce_decode", "comm_error_budget", "allreduce_extra") if alone else ():
-            value = getattr(parallel, option)
-            named = f"{flag_of(option)} {','.join(value) if isinstance(value, tuple) else value}"
-            given.append((value not in ("auto", None, ()), named, sums))
-    return [(option, why) for is_given, option, why in given if is_given]

@@ -114,14 +114,15 @@ def compare_layouts(
 
 
 def choose_layout(rows: Sequence[Row]) -> tuple[Row, str]:
-    """The row of several hosts with the shortest request among the lossless ones that fit, and why. ValueError: none fits."""
-    lossless = [row for row in rows if row.times.all_reduce in ("", "auto") and row.times.layout != "one host"]
-    ranked = sorted((row for row in lossless if row.fits), key=lambda row: row.times.request_s)
+    """The row of several hosts with the shortest request, of those that fit and sum as was asked for, and why. ValueError: none fits."""
+    names = "", next(row.times.all_reduce for row in rows if row.times.layout == "tensor")
+    asked = [row for row in rows if row.times.all_reduce in names and row.times.layout != "one host"]
+    ranked = sorted((row for row in asked if row.fits), key=lambda row: row.times.request_s)
     if not ranked:
         raise ValueError("no layout fits into the memory of the hosts")
     best, *others = ranked
     beside = [f"{row.times.layout} {row.times.request_s:.3g} s" for row in others]
-    beside += [f"{row.times.layout} does not fit" for row in lossless if not row.fits]
+    beside += [f"{row.times.layout} does not fit" for row in asked if not row.fits]
     why = f"{best.times.request_s:.3g} s for {REQUEST[0]} prompt tokens and {REQUEST[1]} more"
     return best, f"{why} ({', '.join(beside)})" if beside else why
 

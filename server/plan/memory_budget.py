@@ -112,8 +112,7 @@ def make_budget(
     check_context(inputs.model.max_positions, longest)
     ranks = rank_bytes(inputs, plan)
     shape = CacheShape.of(inputs.model, options, plan.max_parts, bounded=inputs.stages is None)
-    per_sequence = shape.blocks(longest)
-    block_bytes = sum(rank.block for rank in ranks)
+    per_sequence, block_bytes = shape.blocks(longest), sum(rank.block for rank in ranks)
     on_device = min(_fitting_blocks(ranks, pool) for pool in inputs.pools)  # with --kv-offload: blocks in the buffers
     device_share = _CACHE_SHARE["cuda" if options.kv_offload else device] if cache_share is None else cache_share
     host, fitting, share, least = None, on_device, device_share, per_sequence

@@ -15,6 +15,7 @@ from tightwire.cuda_devices import CudaDevice, cuda_devices
 from tightwire.kernels.cpu.library import available
 from tightwire.model.checkpoint.config import LlamaConfig, check_context, check_ranks
 from tightwire.model.checkpoint.header import check_name, read_sizes
+from tightwire.option import flag_of
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import EngineOptions, ModelOptions, ServeConfig
 
@@ -50,7 +51,9 @@ def refuse_wrong_model(config: ServeConfig) -> None:
     """Refuse, with a ValueError, an unknown model or AllReduce, and sizes that exceed those of the model's header."""
     check_name(config.model.model)
     check_all_reduce_names(config.parallel)
-    if (sizes := read_sizes(config.model.model)) is not None:
+    sizes = read_sizes(config.model.model)
+    check_layout(config, config.model.device, sizes and sizes.num_layers)
+    if sizes is not None:
         check_ranks(sizes.num_heads, config.parallel.num_summing)
         check_context(sizes.max_positions, config.engine.max_model_len or 0)
 
@@ -63,6 +66,47 @@ def refuse_early(config: ServeConfig) -> None:
         read_secret(config.parallel.comm_secret_file)
     choose_overlap(config.parallel, device, config.hosts.several)
     choose_activations(config.model.activations, device)
+
+
+def check_layout(config: ServeConfig, device: str, num_layers: int | None = None, prepared: bool = False) -> None:
+    """Refuse, with a ValueError that names it, what the layout does not work with."""
+    for option, why in obstacles(config, layout := config.parallel.layout, device, num_layers, prepared):
+        raise ValueError(f"--layout {layout} does not combine with {option}: {why}; leave one of them out")
+
+
+def obstacles(
+    config: ServeConfig, layout: str, device: str, num_layers: int | None = None, prepared: bool = False
+) -> list[tuple[str, str]]:
+    """Return what a layout does not work with, and why. ``prepared``: the model is a prepared folder."""
+    if layout not in ("hybrid", "pipeline"):
+        return []
+    parallel, engine, weights = config.parallel, config.engine, config.weights.weights
+    num_stages, named = parallel.num_stages, f"--stages {parallel.stages}" if parallel.stages else f"--tp {parallel.tp}"
+    few = f"a stage has a layer or more, and the model has {num_layers}"
+    cached = layout == "hybrid" and engine.prefix_cache == "all"
+    given = [
+        (parallel.tp == 1, "--tp 1", "a stage has a rank or more, and there is one"),
+        (parallel.dp > 1, f"--dp {parallel.dp}", "the ranks of a replica are the stages of one"),
+        (device == "cuda", "--device cuda", "stages run on CPUs"),
+        (weights not in ("auto", "resident"), f"--weights {weights}", "the layers of a stage stay in memory"),
+        (engine.kv_offload, "--kv-offload", "a stage has its keys and values in memory"),
+        (engine.plan_ahead == "on", "--plan-ahead on", "several steps are under way already"),
+        (prepared, "a prepared folder", "it has no whole layers, which a stage computes"),
+        (num_stages > (num_layers or num_stages), named, few),
+        (cached, "--prefix-cache all", "a stage has no keys and values of generated tokens"),
+    ]
+    if layout == "pipeline":
+        transport, alone = parallel.transport, num_stages == parallel.tp
+        sums, possible = "nothing is summed", ("auto", "sockets") if alone else ("auto", "sockets", "shared-memory")
+        given += [
+            (transport not in possible, f"--transport {transport}", "stages use sockets"),
+            (parallel.overlap == "on", "--overlap on", sums if alone else "the ranks of a stage sum in memory"),
+        ]
+        for option in ("allreduce", "allreduce_decode", "comm_error_budget", "allreduce_extra") if alone else ():
+            value = getattr(parallel, option)
+            named = f"{flag_of(option)} {','.join(value) if isinstance(value, tuple) else value}"
+            given.append((value not in ("auto", None, ()), named, sums))
+    return [(option, why) for is_given, option, why in given if is_given]
 
 
 def check_all_reduce_names(options: ParallelOptions) -> None:

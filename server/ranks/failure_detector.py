@@ -64,11 +64,9 @@ class Watch:
         """``pids``: the process of each rank; 0 for one of another host. ``node_of``: the name of a rank's host; empty if there is one."""
         self.serving = False
         self.reason: str | None = None
-        self._rank_timeout_s = rank_timeout_s
-        self._step_timeout_s = step_timeout_s
+        self._rank_timeout_s, self._step_timeout_s = rank_timeout_s, step_timeout_s
         self._num_replicas = num_replicas
-        self._clock = clock
-        self._last_check = clock()
+        self._clock, self._last_check = clock, clock()
         self._first_sign_s: float | None = None  # when the first exit or failure was seen
         self._moved_s: float | None = None  # when a rank last did a part of a stage, after ``begin_loading``
         self._node_of = node_of

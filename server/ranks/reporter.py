@@ -30,8 +30,7 @@ class Reporter:
         self.ledger, self.other_ledgers = Ledger(), list[Ledger]()
         self.num_fetched: Callable[[], int] = lambda: 0  # parts of weights and cache fetched since the start
         self.num_choice_gathers: Callable[[], int] = lambda: 0  # gathers of tokens begun since the start
-        self._encoder = msgspec.msgpack.Encoder()
-        self._context = zmq.Context()
+        self._encoder, self._context = msgspec.msgpack.Encoder(), zmq.Context()
         self._socket = connect_sender(self._context, address)
         self._inbox_address = inbox
         self._activity: tuple[str, int, float | None] = ("starting", -1, time.monotonic())

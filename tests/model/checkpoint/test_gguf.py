@@ -208,7 +208,7 @@ def test_a_split_file_is_the_same_model_by_any_part_or_its_folder(parts: list[Pa
         assert (checkpoint.name, checkpoint.path, checkpoint.config) == ("m", parts[0], whole.config)
         assert fingerprint(checkpoint) == fingerprint(whole)
         assert checkpoint.tokenizer().vocab_size == whole.tokenizer().vocab_size
-        assert read_sizes(str(model)) == (whole.config.num_heads, whole.config.max_positions)
+        assert read_sizes(str(model)) == (whole.config.num_heads, whole.config.num_layers, whole.config.max_positions)
 
 
 def test_missing_and_foreign_parts_are_named(parts: list[Path], tmp_path: Path) -> None:

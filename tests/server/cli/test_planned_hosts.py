@@ -1,6 +1,7 @@
 """``tightwire explain --hosts``: the table, its JSON, what to change, and refusals."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,29 @@ def test_long_way_takes_a_pipeline_and_asks_for_a_cable(capsys: pytest.CaptureFi
     assert any(line.startswith("a cable (100 us) would bring") for line in data["changes"])
 
 
+def test_the_best_sums_as_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    data = found(capsys, "--hosts", "2", "--link", "100mbit,latency=100us", "--allreduce", "flash-int8")
+    assert data["best"] == "hybrid, flash-int8" and data["why"].count("tensor ") == 1
+
+
+def test_a_layout_that_an_option_rules_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    link = ("--link", "100mbit,latency=100us")
+    assert explain([MODEL, *SPEED, "--hosts", "2", *link, "--prefix-cache", "all"]) == 0
+    text = capsys.readouterr().out
+    assert "hybrid, auto" not in text and " pipeline " in text
+    assert "\nno hybrid: it does not combine with --prefix-cache all, a stage has no keys" in text
+    assert explain([MODEL, *SPEED, "--hosts", "20", *link]) == 0
+    assert (
+        "\nno pipeline: it does not combine with --stages 20, a stage has a layer or more, " in capsys.readouterr().out
+    )
+
+
+def test_a_layout_of_the_yaml_file_is_one_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "serve.yaml").write_text("layout: pipeline\ntp: 2\n")
+    data = found(capsys, "--hosts", "4", "--link", "1gbit", "--config", f"{tmp_path}/serve.yaml")
+    assert {row["times"]["layout"] for row in data["layouts"]} == {"one host", "tensor", "hybrid", "pipeline"}
+
+
 def test_memory_that_holds_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     data = found(capsys, "--hosts", "2", "--link", "1gbit", "--memory", "100MiB")
     assert data["best"] is None and data["why"] == "no layout fits into the memory of the hosts"
@@ -52,6 +76,9 @@ def test_memory_that_holds_nothing_is_said(capsys: pytest.CaptureFixture[str]) -
     [
         (["--hosts", "2"], "--hosts needs one of --link 1gbit,latency=100us and --network"),
         (["--hosts", "1", "--link", "1gbit"], "must be at least 2"),
+        (["--hosts", "99", "--link", "1gbit"], "--hosts must be at most 64, got 99"),
+        (["--hosts", "2", "--link", "1gbit", "--tp", "4"], "with a rank on each host; leave --tp out"),
+        (["--hosts", "2", "--link", "1gbit", "--layout=pipeline"], "with a rank on each host; leave --layout out"),
         (["--hosts", "x", "--link", "1gbit"], "must be a whole number, got 'x'"),
         (["--hosts", "2", "--link", "fast"], "'fast' is not a link; write 200mbit"),
         (["--memory", "1GiB"], "--memory must be one value, or one for each host, with --hosts N"),
@@ -73,7 +100,7 @@ def test_wrong_flags_are_refused(capsys: pytest.CaptureFixture[str], arguments: 
     ("arguments", "message"),
     [
         (["--hosts", "2", "--link", "latency=1ms"], "--link latency=1ms has no rate; write it as 1gbit,latency=100us"),
-        (["--hosts", "64", "--link", "1gbit"], "cannot split 32 query heads over 64 ranks"),
+        (["--hosts", "64", "--link", "1gbit"], "cannot split 32 query heads over 64 ranks; use --hosts 32 or less"),
     ],
 )
 def test_what_cannot_be_planned_is_said(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

@@ -21,6 +21,7 @@ from tightwire.server.plan.setting import (
     choose_sum_dtype,
     choose_transport,
     refuse_early,
+    refuse_wrong_model,
 )
 
 
@@ -89,6 +90,22 @@ def test_sockets_are_refused_between_gpus_and_a_bad_secret_early(tmp_path: Path)
     options = {"tp": 2, "device": "cpu", "comm_secret_file": f"{tmp_path}/secret"}
     with pytest.raises(ValueError, match="the shared secret in .* has 5 bytes and needs at least 16"):
         refuse_early(make_config(options))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"tp": 17, "layout": "pipeline"}, "--tp 17: a stage has a layer or more, and the model has 16;"),
+        ({"tp": 32, "layout": "hybrid"}, "--tp 32: a stage has a layer or more, and the model has 16;"),
+        ({"tp": 32, "layout": "pipeline", "stages": 32}, "--stages 32: a stage has a layer or more"),
+        ({"tp": 2, "layout": "hybrid", "kv_offload": True}, "--kv-offload: "),
+        ({"tp": 2, "layout": "pipeline", "weights": "stream"}, "--weights stream: "),
+    ],
+)
+def test_what_a_layout_does_not_work_with_is_refused_before_ranks_start(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"does not combine with {named}"):
+        refuse_wrong_model(make_config({"model": "random:llama-3.2-1b"} | options))
+    refuse_wrong_model(make_config({"model": "random:llama-3.2-1b", "tp": 16, "layout": "pipeline"}))
 
 
 @pytest.mark.parametrize(
