@@ -163,6 +163,8 @@ def build_model(
         add_lora(model, lora, critic=head == "critic")
     if head == "reward":
         model.lm_head = nn.Linear(config.hidden_size, 1, bias=False, device="meta")
+    # The last positions of sequences (logits_to_keep) have gaps in memory, and torch copies the head for each sequence of such.
+    model.lm_head.register_forward_pre_hook(lambda _, given: (given[0].contiguous(),))
     names = [name for name, _ in model.named_parameters()]
     for pattern in frozen:
         matching = fnmatch.filter(names, pattern)
