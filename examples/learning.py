@@ -29,12 +29,12 @@ def ten_words(completions: Sequence[str], **_: object) -> list[float]:
     return [max(0.0, 1 - abs(len(text.split()) - 10) / 10) for text in completions]
 
 
-def copied(completions: Sequence[str], words: Sequence[list[str]], **_: object) -> list[float]:
+def reversed_words(completions: Sequence[str], words: Sequence[list[str]], **_: object) -> list[float]:
     """The share of an answer's words, or of the asked ones if those are more, that stand in the right places."""
     shares = []
     for text, asked in zip(completions, words, strict=True):
         given = text.replace(",", " ").rstrip(". ").lower().split()
-        right = sum(one == other for one, other in zip(given, asked, strict=False))
+        right = sum(one == other for one, other in zip(given, asked[::-1], strict=False))
         shares.append(right / max(len(given), len(asked)))
     return shares
 
@@ -68,13 +68,14 @@ def tasks(folder: Path) -> tuple[list[Arm], Columns]:
     """The arms of three tasks, with their prompts; those of JSON come with Tightwire."""
     draw = random.Random(0)
     lists = [draw.sample(WORDS, 4) for _ in range(200)]
-    prompts = {
-        "ten_words": [(f"Write a sentence of ten words about {a} and {b}.", {}) for a, b, *_ in lists],
-        "copied": [(f"Repeat these words and write nothing else: {', '.join(own)}", {"words": own}) for own in lists],
-    }
+    asked = [f"Reverse the list: {', '.join(own)}" for own in (WORDS[:4], *lists)]
+    # Without an example the model answers nothing like a list.
+    example = [{"role": "user", "content": asked[0]}, {"role": "assistant", "content": ", ".join(WORDS[3::-1])}]
+    ten = [[{"role": "user", "content": f"Write a sentence of ten words about {a} and {b}."}] for a, b, *_ in lists]
+    turned = [[*example, {"role": "user", "content": text}] for text in asked[1:]]
     changes: dict[str, list[str]] = {"json": []}
-    for name, lines in prompts.items():
-        rows = [{"prompt": [{"role": "user", "content": text}], **columns} for text, columns in lines]
+    for name, prompts in {"ten_words": ten, "reversed_words": turned}.items():
+        rows = [{"prompt": prompt, "words": own} for prompt, own in zip(prompts, lists, strict=True)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         changes[name] = [f"data.files=[{folder}/{name}.jsonl]", f"grpo.rewards=[learning:{name}]"]
     controls = ("", "false"), (" shuffled", "true")
