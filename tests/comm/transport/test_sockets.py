@@ -1,5 +1,6 @@
 """Our own sockets between network namespaces: cut links end in errors that name the rank, and little is sent beyond the payload."""
 
+import select
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -143,6 +144,61 @@ def test_a_message_adds_one_header_and_one_packet_at_most_two(network: EmulatedN
         overhead = (sent - counted) / 100
         # A packet carries the message; at most another one acknowledges the other rank's.
         assert HEADER_BYTES + FRAME_BYTES <= overhead <= HEADER_BYTES + 2.5 * FRAME_BYTES
+
+
+class _Polls:
+    """``select.poll`` that counts waits, and fails when one ends without an event: a message had come and woke nobody."""
+
+    num_waits = 0
+
+    def __init__(self) -> None:
+        self._poll = _POLL()
+        self.register = self._poll.register
+
+    def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
+        _Polls.num_waits += 1
+        events = self._poll.poll(timeout_ms)
+        assert events, "nothing woke this rank"
+        return events
+
+
+_POLL = select.poll
+
+
+def _wait_for_sizes(group: Group, sizes: tuple[int, ...], pauses: int) -> tuple[int, bool]:
+    """Rank 1 sends messages of these sizes, each in so many parts with pauses between; how often rank 0 waited."""
+    connection = group.transport._connections[1 - group.rank]  # pyright: ignore[reportAttributeAccessIssue]
+    whole = True
+    if group.rank == 0:  # only an event ends a wait
+        sockets.select.poll, sockets._SLEEP_S, _Polls.num_waits = _Polls, 30.0, 0  # pyright: ignore[reportAttributeAccessIssue]
+    for size in sizes:
+        sent, got = torch.arange(size).to(torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        if group.rank == 0:
+            group.transport._transfer([], [(1, got)])  # pyright: ignore[reportAttributeAccessIssue]
+            whole = whole and torch.equal(sent, got)
+        else:
+            message = connection.outgoing(group.transport.call_tag(), sent)  # pyright: ignore[reportAttributeAccessIssue]
+            data = memoryview(b"".join(message.parts))
+            for part in range(pauses):
+                time.sleep(0.02)
+                connection.sock.setblocking(True)
+                connection.sock.sendall(data[part * len(data) // pauses : (part + 1) * len(data) // pauses])
+    return _Polls.num_waits, whole
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pauses", "most"),
+    [
+        # A short message after one that waited for 256 KiB at a time; the rest of one that is no multiple of these.
+        ((1 << 20, 8, 300 << 10, 1), 1, None),
+        ((2 << 20,), 64, 16),  # one wait for 256 KiB, not one for each of 64 arrivals
+    ],
+)
+def test_a_message_wakes_its_receiver_as_soon_as_it_is_whole_and_seldom_before(
+    sizes: tuple[int, ...], pauses: int, most: int | None
+) -> None:
+    (num_waits, whole), _ = run_ranks(2, _wait_for_sizes, sizes, pauses, sockets=True)
+    assert whole and 1 <= num_waits <= (most or num_waits)
 
 
 def _call_different_sizes(group: Group) -> tuple[str, str]:
