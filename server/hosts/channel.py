@@ -29,11 +29,11 @@ class Channel:
     """One end of the connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+        self._reader, self._writer, self._ended = reader, writer, False
 
     def send(self, message: Message) -> None:
-        """Queue a message; one to a host that is gone is dropped, because the receiver of its messages notices."""
-        if not self._writer.is_closing():
+        """Queue a message; one to a host that is gone, or after the end, is dropped: the receiver of its messages notices."""
+        if not self._ended and not self._writer.is_closing():
             self._writer.write(_ENCODER.encode(message) + b"\n")
 
     async def receive(self, timeout_s: float) -> Message:
@@ -69,6 +69,7 @@ class Channel:
         If this process closed its socket with unread messages, the kernel would reset the connection, and the last message,
         with the reason of the end, would be lost.
         """
+        self._ended = True  # another task may still send beats
         # RuntimeError: another task still reads, so nothing stays unread.
         try:
             with contextlib.suppress(OSError, TimeoutError, RuntimeError):

@@ -7,7 +7,7 @@ import pytest
 from helpers.server.hosts import until
 
 from tightwire.server.hosts.channel import Channel, LostError, accept_channels, open_channel
-from tightwire.server.hosts.messages import End, Table
+from tightwire.server.hosts.messages import Beat, End, Table
 
 
 async def test_a_silent_host_is_lost_within_its_deadline() -> None:
@@ -35,4 +35,22 @@ async def test_the_last_message_arrives_although_the_sender_has_not_read_all() -
     await channels[0].close()
     assert await here.receive(3.0) == End(0, "the reason")
     await here.close()
+    server.close()
+
+
+async def test_what_follows_the_end_is_dropped_while_the_other_host_has_not_closed() -> None:
+    """As of a host that was cut off: its beats go on for half a second."""
+    channels: list[Channel] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = await accept_channels(listener, channels.append)
+    here = await open_channel("127.0.0.1", listener.getsockname()[1], 3.0)
+    await until(lambda: channels)
+    ending = asyncio.create_task(here.end(1, "the reason"))
+    assert await channels[0].receive(3.0) == End(1, "the reason")
+    with pytest.raises(LostError, match="closed the connection"):
+        await channels[0].receive(3.0)
+    assert not ending.done()
+    here.send(Beat())
+    await ending
+    await channels[0].close()
     server.close()
