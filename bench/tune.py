@@ -85,9 +85,7 @@ def run(config: ServeConfig, seconds: float, *, allow_busy: bool = False) -> int
     except KeyboardInterrupt:
         sys.stderr.write("tightwire tune: interrupted; unfinished measurements are not kept\n")
         return 130
-    console.print(
-        f"written to {plan.path}; `tightwire explain` shows what `auto` chooses", markup=False, soft_wrap=True
-    )
+    console.print(f"written to {plan.path}; `tightwire explain` says what `auto` chooses", markup=False, soft_wrap=True)
     return 0
 
 

@@ -83,13 +83,9 @@ def _make_parser() -> argparse.ArgumentParser:
         epilog=f"examples: {examples}. They run as they are: their text is English prose that comes with Tightwire.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "config", nargs="?", type=Path, metavar="CONFIG.yaml", help="a YAML file, or the name of an example"
-    )
+    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="a YAML file, or an example's name")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optimizer.lr=1e-3; values are YAML")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print parameters, memory, traffic and step time, and exit"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="print parameters, memory, traffic and step time; exit")
     parser.add_argument("--keys", action="store_true", help="list every key with its default, and exit")
     return parser
 

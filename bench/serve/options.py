@@ -37,9 +37,7 @@ class ServeOptions(OutputOptions):
     request_rate: tuple[float, ...] = option(
         (), "instead of --concurrency: requests per second, with Poisson arrivals", above=0
     )
-    num_requests: tuple[int, ...] = option(
-        (32,), "measured requests, one number for all loads or one for each", least=1
-    )
+    num_requests: tuple[int, ...] = option((32,), "measured requests, one number for all loads or for each", least=1)
     warmups: int | None = option(
         None, "requests sent first and not counted (default: as many as the concurrency)", least=0
     )

@@ -47,6 +47,7 @@ ARMS = {
     "zero3-1-buffer": _sharded("zero3", num_buffers=1),
     "zero3-4-buffers": _sharded("zero3", num_buffers=4),
     "zero3-2-blocks": _sharded("zero3", blocks_per_bucket=2),
+    "zero3-reshard-ends": _sharded("zero3", reshard_ends=True),  # of an untied model
     "zero++": Arm(_ZERO_PP, is_exact=False),
     "hybrid": _hybrid("dense"),
     "hybrid-quantized": _hybrid("quantized"),
@@ -56,20 +57,23 @@ ARMS = {
     "fsdp2": Arm(peer="fsdp2"),
 }
 
-# The name is the approximate number of parameters; embeddings are tied.
+# The name is the approximate number of parameters.
 TINY = "tiny"
 MODELS: dict[str, dict[str, int]] = {
     TINY: {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 192},
     "10m": {"hidden_size": 256, "num_hidden_layers": 10, "num_attention_heads": 8, "intermediate_size": 896},
     "30m": {"hidden_size": 448, "num_hidden_layers": 10, "num_attention_heads": 7, "intermediate_size": 1536},
+    "12m-untied": {"hidden_size": 256, "num_hidden_layers": 10, "num_attention_heads": 8, "intermediate_size": 896},
     "60m": {"hidden_size": 512, "num_hidden_layers": 16, "num_attention_heads": 8, "intermediate_size": 1792},
 }
+_UNTIED = (TINY, "12m-untied")
 _VOCABULARY = {"vocab_size": 4096}
 
 
 def model_values(model: str) -> dict[str, Any]:
     """The ``model`` section of a training configuration."""
-    return {"shape": {**MODELS[model], **_VOCABULARY}} if model in MODELS else {"start": model}
+    tied = {"tie_word_embeddings": model not in _UNTIED}
+    return {"shape": {**MODELS[model], **_VOCABULARY, **tied}} if model in MODELS else {"start": model}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,9 +100,7 @@ class TrainOptions(OutputOptions):
         (4,), "sequences of each rank in a step, one number after the other", unique=True, least=1
     )
     sequence_tokens: int = option(128, "tokens of a sequence", least=2)
-    dtype: str = option(
-        "float32", "of weights and activations in forward and backward", choices=("float32", "bfloat16")
-    )
+    dtype: str = option("float32", "of weights and activations in a step", choices=("float32", "bfloat16"))
     steps: int = option(1, "steps of an arm in each round", least=1)
     repeats: int = option(3, "rounds, in each of which all arms take turns", least=1)
     seed: int = option(0, "of weights, tokens and the order of arms")

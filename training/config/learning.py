@@ -17,9 +17,7 @@ class LoraConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     rank: PositiveInt = 16
     alpha: PositiveFloat = Field(default=32.0, description="the matrices' product counts alpha / rank times")
     rslora: bool = Field(default=False, description="alpha / sqrt(rank) instead")
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="share of an adapter's inputs left out"
-    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0, description="share of its inputs left out")
     targets: list[str] = Field(default=[], description="linear layers, such as q_proj; default: all in the blocks")
 
     @property
@@ -71,9 +69,7 @@ class PpoConfig(AnswersConfig, frozen=True):
     )
     gamma: Share = Field(default=1.0, description="what a reward counts one token earlier")
     lam: Share = Field(default=0.95, description="GAE's lambda; 1: rewards alone, 0: the critic's next value")
-    clip_value: PositiveFloat = Field(
-        default=0.2, description="values farther than this from the first ones learn nothing"
-    )
+    clip_value: PositiveFloat = Field(default=0.2, description="values farther from the first ones learn nothing")
     value_weight: PositiveFloat = Field(default=0.1, description="of the critic's loss")
     epochs: PositiveInt = Field(default=2, description="times that all answers are learned from")
     minibatches: PositiveInt = Field(default=1, description="optimizer steps of an epoch; each takes as many prompts")

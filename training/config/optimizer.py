@@ -25,15 +25,11 @@ class OptimizerConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fals
 
     name: str = Field(default="adamw", description="a class of torch.optim")
     lr: PositiveFloat = Field(default=3e-4, description="peak learning rate")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(
-        default=0.1, description="for matrices; norms and biases have none"
-    )
+    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.1, description="of matrices; not of norms, biases")
     clip_norm: PositiveFloat | None = Field(
         default=1.0, description="largest global norm of the gradient; null: no clipping, the default with dgc"
     )
-    options: dict[str, Any] = Field(
-        default={}, description="further arguments of the class, such as betas: [0.9, 0.95]"
-    )
+    options: dict[str, Any] = Field(default={}, description="more arguments of the class, such as betas: [0.9, 0.95]")
 
     @property
     def torch_name(self) -> str:
@@ -161,9 +157,7 @@ class DgcOptions(SparseOptions, frozen=True):
                 raise ValueError(f"{own} momentum: set parallel.between.{option} and remove optimizer.options.{option}")
         for option in ("dampening", "maximize"):
             if given.get(option):
-                raise ValueError(
-                    f"parallel.between.kind=dgc does not support {option}: remove optimizer.options.{option}"
-                )
+                raise ValueError(f"parallel.between.kind=dgc has no {option}: remove optimizer.options.{option}")
         if optimizer.weight_decay:
             raise ValueError(
                 f"{own} weight decay, of the local gradient: set parallel.between.weight_decay and optimizer.weight_decay=0"

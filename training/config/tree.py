@@ -146,6 +146,7 @@ class ParallelConfig(Section):
     prefetch: Literal["explicit", "implicit"] = "explicit"
     num_buffers: Annotated[int, Field(ge=1)] = Field(default=2, description="weight buffers that blocks share")
     blocks_per_bucket: PositiveInt = Field(default=1, description="blocks that are gathered and summed together")
+    reshard_ends: bool = Field(default=False, description="embedding and untied head share buffers, as blocks do")
     gather_codec: str = Field(default="none", description="codec of gathered weights, such as int8 (qwZ)")
     frozen_codec: str | None = Field(
         default=None,
@@ -160,9 +161,7 @@ class ParallelConfig(Section):
     reduce_path: Literal["flat", "hierarchical"] = Field(
         default="flat", description="over nodes: sum all at once in rank order, or inside nodes first (qgZ)"
     )
-    reduce_codec: str = Field(
-        default="none", description="codec of gradients (qgZ); with the hierarchical path, inside nodes"
-    )
+    reduce_codec: str = Field(default="none", description="codec of gradients (qgZ), inside nodes if hierarchical")
     reduce_across_codec: str = Field(default="none", description="codec between nodes with the hierarchical path (qgZ)")
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     checkpoint_blocks: Count | Literal["all", "auto"] = Field(
@@ -181,6 +180,8 @@ class ParallelConfig(Section):
                 f"a node's copy of the weights (secondary) needs sharding zero3, got {self.sharding}, which does not "
                 "gather weights across nodes in forward and backward"
             )
+        if self.reshard_ends and sharding.keep_weights:
+            raise ValueError(f"reshard_ends needs sharding zero3 or hybrid; {self.sharding} keeps all weights")
         if sharding.shard_over == "self" and (self.gather_codec != "none" or self.reduce_codec != "none"):
             raise ValueError(
                 f"with sharding {self.sharding} every rank has all weights, so gather_codec and reduce_codec are not "
@@ -243,9 +244,7 @@ class LogConfig(Section):
 
     every: PositiveInt = Field(default=10, description="steps between two lines on the terminal")
     tensorboard: bool = Field(default=True, description="write TensorBoard files, if tensorboard is installed")
-    peak_tflops: PositiveFloat | None = Field(
-        default=None, description="of a rank's device, for MFU; default: measured"
-    )
+    peak_tflops: PositiveFloat | None = Field(default=None, description="of a rank's device, for MFU; else measured")
 
 
 class ExportConfig(Section):
@@ -259,9 +258,7 @@ class DryRunConfig(Section):
     """Assumptions of a dry run; a run ignores them."""
 
     ranks: PositiveInt | None = Field(default=None, description="number of ranks; default: the launcher's")
-    memory: str = Field(
-        default="", description="of a rank, such as 80GB; default: nine tenths of this machine's free one"
-    )
+    memory: str = Field(default="", description="of a rank, such as 80GB; default: nine tenths of what is free here")
     inside: str = Field(default="", description="link between ranks of a node, such as 200gbit")
     between: str = Field(default="", description="link of a node to the others, such as 1gbit,latency=50us")
 
@@ -314,9 +311,7 @@ class TrainConfig(Section):
         if self.data.kind == "prompts":
             self._check_answers()
         if (self.data.kind == "distill") != (self.distill is not None):
-            raise ValueError(
-                "data.kind=distill and a section distill, with its target, are given together or not at all"
-            )
+            raise ValueError("data.kind=distill and a section distill, with its target, need each other")
         if self.distill is not None:
             self._check_distill(self.distill)
         return self

@@ -71,9 +71,7 @@ class Documents:
             except (OSError, EOFError) as error:
                 raise DataError(f"{path}: cannot be read: {error}") from None
             except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path}: is not UTF-8 text: {error}; convert it, or remove it from data.files"
-                ) from None
+                raise DataError(f"{path}: is not UTF-8 text: {error}; convert or remove it") from None
 
     def _documents(self, path: Path, lines: IO[str]) -> Iterator[str]:
         if self.kind != "text":

@@ -52,15 +52,14 @@ def engine_memory(plan: BucketPlan, options: EngineOptions, *, num_nodes: int, r
     shards = make_shards(plan, options, shape, _META)
     weight_pools = {place.pool for place in gathered_weights.make_buffers(plan, options, shards, _META) if place.pool}
     places = gradients.make_buffers(plan, options, _META).values()
+    gradient_pools = {place.pool for place in places}
     return {
         "main_shards": sum(shard.main.nbytes for shard in shards.main.values()),
         "encoded_shards": sum(shard.encoded.nbytes for shard in shards.main.values() if shard.encoded is not None),
         "frozen_shards": sum(shard.encoded.nbytes for shard in shards.frozen.values()),
         "gradient_shards": sum(place.grad_S.nbytes for place in places if not place.in_place),
         "weight_buffers": sum(buffer.memory.nbytes for pool in weight_pools for buffer in pool.buffers),
-        "gradient_buffers": sum(
-            buffer.memory.nbytes for pool in {place.pool for place in places} for buffer in pool.buffers
-        ),
+        "gradient_buffers": sum(buffer.memory.nbytes for pool in gradient_pools for buffer in pool.buffers),
         "node_copy": sum(gathered_weights.node_copy_bytes(shards).values()),
         "gather_room": gathered_weights.room_bytes(shards) + gathered_weights.blocks_bytes(shards),
     }
@@ -181,9 +180,10 @@ def _gathers(
     for flat_param in bucket.flat_params:
         once = 1 if flat_param.trainable or first else 0
         calls = once
-        if gathered_weights.alternates(options, bucket) and bucket.block is not None:
-            calls = gathers_per_step(
-                bucket.block, len(plan.blocks), options.num_buffers, first_backward_block(plan), accumulation
+        if gathered_weights.alternates(options, bucket):
+            of_block = options.num_buffers, first_backward_block(plan), accumulation
+            calls = (
+                accumulation if bucket.block is None else gathers_per_step(bucket.block, len(plan.blocks), *of_block)
             )
             calls += (forwards - 1) * accumulation
         form = form_of(options, bucket, flat_param, ranks)
@@ -207,8 +207,8 @@ def _reduce(
     accumulation: int,
 ) -> Flow:
     calls, size = 1, options.reduce_dtype.itemsize
-    if gradients.alternates(options, bucket) and bucket.block is not None:
-        calls = accumulation if bucket.block >= first_backward_block(plan) else 0
+    if gradients.alternates(options, bucket):
+        calls = accumulation if bucket.block is None or bucket.block >= first_backward_block(plan) else 0
     inside_codec, across_codec = gradients.reduce_codecs(options, bucket)
     slice_elems = flat_param.num_elems // ranks.world_size
     if ranks.num_nodes == 1 or options.reduce_path == "flat":

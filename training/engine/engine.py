@@ -133,10 +133,10 @@ class Engine:
 
     def gradient_norm(self) -> float:
         """The global norm of the gradients, summed in float64; the same bits on every rank."""
-        squares = [
-            torch.linalg.vector_norm(main.grad, dtype=torch.float64).square() for _, main in self.named_flat_params()
-        ]
-        own = torch.stack(squares).sum().view(1)
+        grads = [main.grad for _, main in self.named_flat_params()]
+        own = (
+            torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64).square() for grad in grads]).sum().view(1)
+        )
         squares_of_ranks = run_leg(self._groups.main, self._group, all_gather, self._group, own)
         return math.sqrt(sum(float(square) for square in squares_of_ranks))
 

@@ -24,6 +24,7 @@ ALIGN_ELEMS = 16  # 64 bytes of float32: a cache line
 SHARD_MULTIPLE = 256  # elements of a shard: whole groups of every codec, whole words at every bit width
 
 EMBEDDING, HEAD, NORMS = "embedding", "head", "norms"
+ENDS = EMBEDDING, HEAD
 
 
 class ParamSpan(NamedTuple):
@@ -237,7 +238,5 @@ def copy_into_shard(tensor_of: Callable[[str], Tensor], shard: ShardLayout, shar
     for span in shard.spans:
         tensor, shape = tensor_of(span.param.name), span.param.shape
         if tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"{span.param.name} must have shape {shape}, got {tuple(tensor.shape)}; is it of another model?"
-            )
+            raise ValueError(f"{span.param.name} must have shape {shape}, got {tuple(tensor.shape)}; of another model?")
         shard_S[span.place].copy_(tensor.reshape(-1)[span.offset : span.offset + span.num_elems])

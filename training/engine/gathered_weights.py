@@ -1,12 +1,12 @@
 """One rank's shards of the weights, and their gathering: the computing thread requests them, the lane gathers them into a buffer.
 
 Block i always uses buffer i % ``num_buffers``, so that views saved by autograd are valid again when backward gathers the
-block again. The other buckets, and the blocks if sharding keeps whole weights, have their own buffers and are gathered once per
+block again. With ``reshard_ends`` embedding and head share a buffer too. The other buckets, and the blocks if sharding keeps whole weights, have their own buffers and are gathered once per
 version. If one rank holds whole flat parameters in the dtype that it computes in, the shards are the buffer.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from tightwire.comm.group.nodes import run_leg
 from tightwire.comm.lane import Lane
 from tightwire.kernels.packed import dequantize
 from tightwire.kernels.spec.packed import PackedMatrix
-from tightwire.training.engine.flat_parameters import Bucket, BucketPlan, FlatParameter, ParamSpan
+from tightwire.training.engine.flat_parameters import HEAD, Bucket, BucketPlan, FlatParameter, ParamSpan
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.shards import MainShard, Shard, Shards, group_of
 from tightwire.training.ranks.groups import shard_group
@@ -80,7 +80,21 @@ class BucketBuffer:
 
 def alternates(options: EngineOptions, bucket: Bucket) -> bool:
     """Whether the bucket shares its weight buffer with others."""
-    return bucket.block is not None and not options.sharding.keep_weights
+    return options.shares(bucket) and not options.sharding.keep_weights
+
+
+def share_buffers(
+    elems: Mapping[Bucket, int], num_buffers: int, elem_bytes: int, device: torch.device
+) -> dict[int, tuple[BufferPool, int, str]]:
+    """By bucket number, its pool, buffer and the buffer's name. Blocks take turns in ``num_buffers``; embedding and head have one."""
+    found = {}
+    for count, is_block in ((num_buffers, True), (1, False)):
+        own = [bucket for bucket in elems if (bucket.block is not None) == is_block]
+        pool = BufferPool(count, max(elems[bucket] for bucket in own) * elem_bytes, device) if own else None
+        for bucket in own if pool else ():
+            number = (bucket.block or 0) % count
+            found[bucket.number] = pool, number, str(number) if is_block else "ends"
+    return found
 
 
 def room_bytes(shards: Shards) -> int:
@@ -96,26 +110,27 @@ def blocks_bytes(shards: Shards) -> int:
 
 
 def make_buffers(plan: BucketPlan, options: EngineOptions, shards: Shards, device: torch.device) -> list[BucketBuffer]:
-    """The weight buffer of each bucket, allocated."""
+    """The weight buffer of each bucket, allocated. Raises ValueError: ``reshard_ends`` without a head of its own."""
+    if options.reshard_ends and HEAD not in [bucket.name for bucket in plan.buckets]:
+        raise ValueError(
+            "parallel.reshard_ends: the head is the embedding, so they are one buffer already; leave it out"
+        )
     size = options.compute_dtype.itemsize
-    shared = None
-    if any(alternates(options, bucket) for bucket in plan.buckets):
-        room = max(bucket.num_elems for bucket in plan.blocks)
-        shared = BufferPool(options.num_buffers, room * size, device)
+    elems = {bucket: bucket.num_elems for bucket in plan.buckets if alternates(options, bucket)}
+    shared = share_buffers(elems, options.num_buffers, size, device)
     places = []
     for bucket in plan.buckets:
-        alternating = alternates(options, bucket)
+        alternating = bucket.number in shared
         views = {} if alternating else _whole_shards(bucket, shards)
         if views:
             places.append(BucketBuffer(None, 0, bucket.name, views, False, {}))
             continue
-        number = (bucket.block or 0) % options.num_buffers if alternating else 0
-        pool = shared if alternating and shared is not None else BufferPool(1, bucket.num_elems * size, device)
-        name = f"weights {number if alternating else bucket.name}"
+        alone = None if alternating else BufferPool(1, bucket.num_elems * size, device)
+        pool, number, name = (alone, 0, bucket.name) if alone else shared[bucket.number]
         numbers = pool.buffers[number].memory.view(options.compute_dtype)[: bucket.num_elems]
         sizes = [flat_param.num_elems for flat_param in bucket.flat_params]
         views = {fp.name: view for fp, view in zip(bucket.flat_params, numbers.split(sizes), strict=True)}
-        places.append(BucketBuffer(pool, number, name, views, alternating, {}))
+        places.append(BucketBuffer(pool, number, f"weights {name}", views, alternating, {}))
     return places
 
 
@@ -188,9 +203,9 @@ class Weights:
         """A view of a parameter in its buffer, without the buffer's version counter: the lane writes there later."""
         return param.of(self._bucket_buffers[bucket.number].views[flat_param.name].data)
 
-    def drop_blocks(self) -> None:
-        """Release the blocks that were kept or gathered ahead."""
-        for bucket in self._plan.blocks:
+    def drop_shared(self) -> None:
+        """Release the buckets in shared buffers that were kept or gathered ahead."""
+        for bucket in self._plan.buckets:
             if self._bucket_buffers[bucket.number].alternates:
                 self._drop(bucket)
 

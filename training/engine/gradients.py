@@ -1,8 +1,8 @@
 """Reduces gradients: backward writes them into a buffer, the lane sums them over ranks, and each rank keeps its shard.
 
 If ``reduce_when`` is ``backward``, blocks share two buffers and are reduced in every micro-batch; the shard accumulates the
-sums. Each other bucket has its own buffer, which accumulates micro-batches, and is reduced at the end of the step. Sums over
-ranks are float32. The compressor runs once per bucket and step. ``finish`` divides by the number of ranks.
+sums. With ``reshard_ends`` embedding and head share another one in the same way. Each other bucket has its own buffer, which
+accumulates micro-batches, and is reduced at the end of the step. Sums over ranks are float32. The compressor runs once per bucket and step. ``finish`` divides by the number of ranks.
 """
 
 import math
@@ -23,7 +23,7 @@ from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
 from tightwire.comm.lane import Lane
 from tightwire.training.engine.flat_parameters import NORMS, Bucket, BucketPlan, FlatParameter, ParamSpan
-from tightwire.training.engine.gathered_weights import PATIENCE, Trace
+from tightwire.training.engine.gathered_weights import PATIENCE, Trace, share_buffers
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.ranks.groups import shard_group
 
@@ -83,7 +83,7 @@ class BucketBuffer:
 
 def alternates(options: EngineOptions, bucket: Bucket) -> bool:
     """Whether the bucket shares its gradient buffer with others and is reduced in every micro-batch."""
-    return bucket.block is not None and options.sharding.reduce_when == "backward"
+    return options.shares(bucket) and options.sharding.reduce_when == "backward"
 
 
 def reduce_codecs(options: EngineOptions, bucket: Bucket) -> tuple[Codec, Codec]:
@@ -96,22 +96,22 @@ def reduce_codecs(options: EngineOptions, bucket: Bucket) -> tuple[Codec, Codec]
 def make_buffers(plan: BucketPlan, options: EngineOptions, device: torch.device) -> dict[int, BucketBuffer]:
     """The gradient buffers of the trainable buckets by number, allocated."""
     ranks, size = plan.shard_ranks, options.reduce_dtype.itemsize
-    room = max((bucket.trainable.num_elems for bucket in plan.blocks if bucket.trainable), default=0)
-    shared = BufferPool(NUM_BUFFERS, room * size, device) if options.sharding.reduce_when == "backward" else None
+    elems = {each: each.trainable.num_elems for each in plan.buckets if each.trainable and alternates(options, each)}
+    shared = share_buffers(elems, NUM_BUFFERS, size, device)
     places = {}
     for bucket in plan.buckets:
         flat_param = bucket.trainable
         if flat_param is None:
             continue
-        alternating = shared is not None and alternates(options, bucket)
-        number = (bucket.block or 0) % NUM_BUFFERS if alternating else 0
-        pool = shared if alternating and shared is not None else BufferPool(1, flat_param.num_elems * size, device)
+        alternating = bucket.number in shared
+        alone = None if alternating else BufferPool(1, flat_param.num_elems * size, device)
+        pool, number, name = (alone, 0, bucket.name) if alone else shared[bucket.number]
         buffer_N = pool.buffers[number].memory.view(options.reduce_dtype)[: flat_param.num_elems]
         if not alternating:
             buffer_N.zero_()
         in_place = ranks == 1 and options.reduce_dtype == torch.float32 and not alternating
         grad_S = buffer_N if in_place else torch.zeros(flat_param.num_elems // ranks, device=device)
-        name = f"gradients {number if alternating else bucket.name}"
+        name = f"gradients {name}"
         places[bucket.number] = BucketBuffer(flat_param, pool, number, name, buffer_N, grad_S, alternating, in_place)
     return places
 
@@ -133,7 +133,7 @@ class Gradients:
         self._patience_s = PATIENCE * lane_group.timeout_s
         self._bucket_buffers = make_buffers(plan, options, lane_group.device)
         self._pools = list({id(place.pool): place.pool for place in self._bucket_buffers.values()}.values())
-        self._layouts: dict[int, list[tuple[int, int]]] = {}  # by shared buffer: parameters' (start, length)
+        self._layouts: dict[str, list[tuple[int, int]]] = {}  # by shared buffer: parameters' (start, length)
         self._lane = Lane("reduce", lane_group.device, self._close_pools)
 
     def grads(self) -> dict[str, Tensor]:
@@ -143,14 +143,16 @@ class Gradients:
     def begin(self, bucket: Bucket, last: bool) -> None:
         """Wait until backward may write ``bucket``'s gradients to its buffer. ``last``: the step's last micro-batch."""
         place = self._bucket_buffers[bucket.number]
+        if place.is_open:
+            return
         if place.is_last:
             raise RuntimeError(
                 f"gradients of {bucket.name} came after they were reduced; run one backward per micro-batch, and set "
                 "last=True only for the last one"
             )
-        begun, place.is_open = place.is_open, True
-        if not place.alternates and (begun or place.written):
-            return  # it holds the buffer, perhaps since an earlier micro-batch
+        place.is_open = True
+        if not place.alternates and place.written:
+            return  # it holds the buffer since an earlier micro-batch
         start_s = time.perf_counter()
         place.pool.fill(bucket.number, place.number, self._patience_s)
         self.waited_s += time.perf_counter() - start_s
@@ -158,9 +160,9 @@ class Gradients:
         place.written.clear()
         if place.alternates:
             layout = [(param.start, param.num_elems) for param in place.flat_param.params]
-            if self._layouts.get(place.number) != layout:
+            if self._layouts.get(place.name) != layout:
                 place.buffer_N.zero_()  # padding between parameters holds values of another bucket
-                self._layouts[place.number] = layout
+                self._layouts[place.name] = layout
             place.is_last = last
             self._lane.start(lambda: self._reduce(bucket, place, last))
 

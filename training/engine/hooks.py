@@ -23,7 +23,7 @@ from tightwire.training.engine.autograd import (
     write_gradients,
 )
 from tightwire.training.engine.flat_parameters import NORMS, Bucket, BucketPlan, ParamSpan, Use
-from tightwire.training.engine.gathered_weights import Weights
+from tightwire.training.engine.gathered_weights import Weights, alternates
 from tightwire.training.engine.gradients import Gradients
 from tightwire.training.engine.options import EngineOptions
 
@@ -57,9 +57,10 @@ class MicroBatch:
         self._missing_gradients: dict[int, set[ParamSpan]] = {}
         self._awaiting: set[int] = set()  # blocks whose backward has not ended
         self._next_block = 0  # whose forward comes next
+        self._ends = [bucket for bucket in plan.buckets if bucket.block is None and alternates(options, bucket)]
         if self._ahead:
             for bucket in plan.buckets:
-                if bucket.block is None:
+                if bucket.block is None and bucket not in self._ends[1:]:
                     weights.request(bucket)
             self._request(range(options.num_buffers))
 
@@ -74,6 +75,8 @@ class MicroBatch:
                 "blocks, so a forward calls all of them in that order"
             )
         self._next_block = (self._next_block + 1) % len(self._plan.block_modules)
+        if block == 0:
+            self._release_ends()  # the embedding: its backward does not read the weights
         if block % self._plan.per_bucket:
             return
         self._weights.request(bucket)
@@ -91,6 +94,8 @@ class MicroBatch:
         """The tensor that a module computes with. ``anchor``: the gated one of its block, or ``self.anchor``."""
         bucket, flat_param, param = use.bucket, use.flat_param, use.param
         if bucket.block is None and bucket not in self._in_use:
+            if bucket in self._ends:
+                self._release_ends()
             self._weights.use(bucket)
             self._in_use.append(bucket)
         values = self._weights.view(bucket, flat_param, param)
@@ -124,16 +129,24 @@ class MicroBatch:
 
     def release_weights(self) -> None:
         """Release the weights after forward and backward."""
+        self._release_ends()
         for bucket in self._in_use:
             self._weights.done(bucket, keep=True)
         if self._last or self._awaiting:
-            self._weights.drop_blocks()
+            self._weights.drop_shared()
         self._made.clear()
 
+    def _release_ends(self) -> None:
+        for bucket in filter(self._in_use.__contains__, self._ends):
+            self._weights.done(bucket, keep=False)
+            self._in_use.remove(bucket)
+
     def _request(self, blocks: Iterable[int]) -> None:
+        """Have blocks gathered; the number behind the last one is the head's, if it shares a buffer."""
+        in_order = [*self._blocks, *self._ends[1:]]
         for block in blocks:
-            if 0 <= block < len(self._blocks):
-                self._weights.request(self._blocks[block])
+            if 0 <= block < len(in_order):
+                self._weights.request(in_order[block])
 
     def _begun_view(self, bucket: Bucket, param: ParamSpan, dtype: torch.dtype) -> Tensor | None:
         self._gradients.begin(bucket, self._last)
@@ -233,9 +246,7 @@ class Hooks:
 
     def _current(self) -> MicroBatch:
         if self.micro_batch is None:
-            raise RuntimeError(
-                "the model has no parameters here; run it inside engine.micro_batch() or engine.evaluation()"
-            )
+            raise RuntimeError("the model has no parameters; run it inside engine.micro_batch() or engine.evaluation()")
         return self.micro_batch
 
 

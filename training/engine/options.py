@@ -9,6 +9,7 @@ from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.training.config.optimizer import QuantizedOptions
 from tightwire.training.config.sharding import SHARDINGS, Sharding
 from tightwire.training.config.tree import PACKED, TrainConfig
+from tightwire.training.engine.flat_parameters import ENDS, Bucket
 
 Path = Literal["flat", "hierarchical"]
 _ALL = 1 << 30  # blocks
@@ -28,6 +29,7 @@ class EngineOptions:
     compute_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
     num_buffers: int = 2
+    reshard_ends: bool = False
     prefetch: Literal["explicit", "implicit"] = "explicit"
     gather_codec: str = "none"
     frozen_codec: str | None = None
@@ -40,6 +42,10 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         _ = self.codecs
+
+    def shares(self, bucket: Bucket) -> bool:
+        """Whether the bucket may share buffers with others: blocks do, and with ``reshard_ends`` embedding and head."""
+        return bucket.block is not None or (self.reshard_ends and bucket.name in ENDS)
 
     @property
     def codecs(self) -> list[Codec]:

@@ -44,7 +44,7 @@ def form_of(options: EngineOptions, bucket: Bucket, flat_param: FlatParameter, r
     elif ranks.world_size == 1:
         codec_name = "none"
     codec = NONE if bucket.name == NORMS else parse_codec(codec_name)
-    copied = options.secondary and flat_param.trainable and bucket.block is not None
+    copied = options.secondary and flat_param.trainable and options.shares(bucket)
     two_legs = ranks.num_nodes > 1 and (copied or options.gather_path == "hierarchical")
     kept, size = (flat_param, options.compute_dtype.itemsize) if flat_param.blocks is None else (flat_param.blocks, 1)
     return Form(ranks, codec, two_legs, copied, codec.wire_bytes(kept.num_elems // ranks.world_size, size))

@@ -147,9 +147,8 @@ def _batch(config: TrainConfig) -> Batch | Answers:
 
 def _attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
     """Saves what fused kernels save for backward: queries, keys, values, the result, one number per query and head."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0].transpose(
-        1, 2
-    ).contiguous(), None
+    result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
+    return result.transpose(1, 2).contiguous(), None
 
 
 class OptimizerBytes(NamedTuple):

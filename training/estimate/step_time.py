@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tightwire.training.engine import gathered_weights, gradients
 from tightwire.training.engine.costs import Flow
-from tightwire.training.engine.flat_parameters import EMBEDDING, Bucket, BucketPlan
+from tightwire.training.engine.flat_parameters import EMBEDDING, HEAD, Bucket, BucketPlan
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.estimate.step import StepModel
 
@@ -59,8 +59,9 @@ def _gathers(plan: BucketPlan, options: EngineOptions, flows: Sequence[Flow], ra
     num_blocks, ahead = len(plan.blocks), options.num_buffers
     is_explicit = options.prefetch == "explicit"
     calls = {bucket.number: _calls(bucket, flows, rates) for bucket in plan.buckets}
+    late = [bucket for bucket in plan.buckets if _shares_as_head(options, bucket)]
     for bucket in plan.buckets:
-        if bucket.block is None and calls[bucket.number]:
+        if bucket.block is None and calls[bucket.number] and bucket not in late:
             yield Task(f"gather {bucket.name}", _GATHER, (), *calls[bucket.number][0])
     for bucket in plan.blocks:
         if not calls[bucket.number]:
@@ -70,6 +71,8 @@ def _gathers(plan: BucketPlan, options: EngineOptions, flows: Sequence[Flow], ra
         before = bucket.block - ahead - (not gathered_weights.alternates(options, bucket))
         after = f"forward {before if is_explicit else bucket.block - 1}"
         yield Task(f"gather {bucket.block}", _GATHER, (after,), *calls[bucket.number][0])
+    for bucket in late:
+        yield Task(f"gather {bucket.name}", _GATHER, (f"forward {num_blocks - 1 - ahead}",), *calls[bucket.number][0])
     for bucket in reversed(plan.blocks):
         if len(calls[bucket.number]) > 1:
             assert bucket.block is not None and bucket.block < num_blocks - ahead
@@ -82,11 +85,12 @@ def _computing(plan: BucketPlan, options: EngineOptions, computing: Computing) -
     # The head, tied or not, has the embedding's size; an embedding lookup has no arithmetic.
     head = next(bucket.num_parameters for bucket in plan.buckets if bucket.name == EMBEDDING)
     total = sum(elems) + head
-    first = tuple(f"gather {bucket.name}" for bucket in plan.buckets if bucket.block is None)
+    others = [bucket for bucket in plan.buckets if bucket.block is None]
+    first = tuple(f"gather {bucket.name}" for bucket in others if not _shares_as_head(options, bucket))
     for block, count in enumerate(elems):
         after = (f"gather {block}", *(first if block == 0 else ()))
         yield Task(f"forward {block}", _COMPUTE, after, computing.forward_s * count / total)
-    yield Task("forward head", _COMPUTE, (), computing.forward_s * head / total)
+    yield Task("forward head", _COMPUTE, (f"gather {HEAD}",), computing.forward_s * head / total)
     yield Task("backward head", _COMPUTE, (), computing.backward_s * head / total)
     for block, count in reversed(list(enumerate(elems))):
         after = [f"gather again {block}"]
@@ -101,8 +105,9 @@ def _reduces(model: StepModel, rates: Rates) -> list[Task]:
     compressing = [] if model.config.parallel.between.takes_all_sums else tasks
     # Norms are complete before the embedding.
     others = [bucket for bucket in reversed(model.plan.buckets) if bucket.block is None]
-    for bucket in (*reversed(model.plan.blocks), *others):
-        after = f"backward {bucket.block or 0}"
+    early = [bucket for bucket in others if _shares_as_head(model.options, bucket)]
+    for bucket in (*early, *reversed(model.plan.blocks), *(bucket for bucket in others if bucket not in early)):
+        after = "backward head" if bucket in early else f"backward {bucket.block or 0}"
         for flow in _flows_of(bucket, model.flows, _REDUCE):
             if flow.calls:
                 tasks.append(Task(f"reduce {bucket.name}", _REDUCE, (after,), *_seconds([flow], rates)))
@@ -111,6 +116,11 @@ def _reduces(model: StepModel, rates: Rates) -> list[Task]:
             wire_s = sent.between_nodes / rates.across_bytes_per_s
             compressing.append(Task(f"compress {bucket.name}", _REDUCE, (after,), fixed_s, wire_s))
     return tasks if compressing is tasks else [*tasks, *compressing]
+
+
+def _shares_as_head(options: EngineOptions, bucket: Bucket) -> bool:
+    """A head that shares buffers with the embedding, so it comes behind the last block and goes before it."""
+    return bucket.name == HEAD and options.shares(bucket)
 
 
 def _calls(bucket: Bucket, flows: Sequence[Flow], rates: Rates) -> list[tuple[float, float]]:

@@ -30,9 +30,7 @@ class StepRecord:
     memory_bytes: int  # highest peak of any rank so far
     wire_bytes: int  # sent by this rank in this step
     exposed_ms: float  # time that this rank waited for communication in this step
-    figures: Mapping[str, float] = field(
-        default_factory=dict
-    )  # of the objective, such as accuracy; means over all ranks
+    figures: Mapping[str, float] = field(default_factory=dict)  # means over all ranks, such as accuracy
 
     @property
     def tokens_per_s(self) -> float:

@@ -91,9 +91,7 @@ def make_run_folder(config: TrainConfig, control: Control) -> Path:
             try:
                 run.mkdir(parents=True, exist_ok=True)
                 remove_partial(run)
-                (run / _CONFIG).write_text(
-                    yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8"
-                )
+                (run / _CONFIG).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), "utf-8")
             except OSError as failure:
                 raise ValueError(f"run: {run} cannot be written to: {failure}") from None
             try:

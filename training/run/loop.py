@@ -58,9 +58,7 @@ class Loop:
     step: int = 0
     position: int = 0
     last_checkpoint: Path | None = None
-    answers: Mapping[str, Any] | None = (
-        None  # ``Rollouts.kept`` of the checkpoint, if it was among the steps of one rollout
-    )
+    answers: Mapping[str, Any] | None = None  # ``Rollouts.kept`` of a checkpoint among the steps of one rollout
 
     def __post_init__(self) -> None:
         self._saved_step = self.step

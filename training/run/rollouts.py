@@ -80,9 +80,7 @@ def find_reward(name: str, device: torch.device) -> Reward:
         raise ValueError(f"rewards: {name} cannot be imported: {error!r}") from None
     is_function = callable(found)
     if not is_function:
-        raise ValueError(
-            f"rewards: {name} is neither a function, package.module:name, nor the folder of a reward model"
-        )
+        raise ValueError(f"rewards: {name} is neither a function, package.module:name, nor a reward model's folder")
     return found  # pyright: ignore[reportReturnType]
 
 

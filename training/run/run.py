@@ -284,12 +284,10 @@ class Run:
         if config.model.head == "reward":
             terminal.say(f"the reward model is in {out}")
         elif lora is not None:
-            terminal.say(
-                f"the adapter is in {out}; to serve it: tightwire serve {config.model.start} --lora mine={out}"
-            )
+            terminal.say(f"the adapter is in {out}; serve it: tightwire serve {config.model.start} --lora mine={out}")
         else:
             target = config.distill and f"{config.distill.target} --speculation draft --draft-model "
-            terminal.say(f"the model is in {out}; to serve it: tightwire serve {target or ''}{out}")
+            terminal.say(f"the model is in {out}; serve it: tightwire serve {target or ''}{out}")
 
     def _frozen_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The frozen weights as the starting model has them, on the rank that writes them."""

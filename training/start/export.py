@@ -53,9 +53,7 @@ def export_adapter(
 
     def write(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         names = {HEAD_NAME: SCORE_NAME}
-        held = {
-            f"{PREFIX}{names.get(name, name)}": tensor.detach().to("cpu", dtype, copy=True) for name, tensor in tensors
-        }
+        held = {f"{PREFIX}{names.get(name, name)}": full.detach().to("cpu", dtype, copy=True) for name, full in tensors}
         targets = sorted({name.split(".")[-3] for name in held if base_of(name)})  # ....q_proj.lora_A.weight
         saved = ["score"] if f"{PREFIX}{SCORE_NAME}" in held else []
         settings = json.dumps(adapter_json(config, base, targets, saved), indent=1) + "\n"

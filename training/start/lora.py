@@ -82,9 +82,7 @@ def add_lora(model: Any, config: LoraConfig, *, critic: bool = False) -> None:
     layers = [(name, module) for name, module in blocks.named_modules() if isinstance(module, nn.Linear)]
     there = sorted({name.rpartition(".")[2] for name, _ in layers})
     if missing := [target for target in config.targets if target not in there]:
-        raise ValueError(
-            f"model.lora.targets: the blocks have no linear layer {missing[0]}; they have {', '.join(there)}"
-        )
+        raise ValueError(f"model.lora.targets: blocks have no linear layer {missing[0]}; they have {', '.join(there)}")
     for name, module in layers:
         parent, _, own = name.rpartition(".")
         if not config.targets or own in config.targets:

@@ -182,7 +182,9 @@ def reference(
     losses: list[list[float]] = [[] for _ in range(num_ranks)]
     gradients = []
     each_time = {
-        n for n, p in trainable.items() if "layers." in n and p.dim() > 1 and sharding.reduce_when == "backward"
+        n
+        for n, p in trainable.items()
+        if p.dim() > 1 and ("layers." in n or options.reshard_ends) and sharding.reduce_when == "backward"
     }
     per_node = {"self": 1, "world": num_ranks, "node": num_ranks // num_nodes}[sharding.shard_over]
     for step in batches:

@@ -138,7 +138,7 @@ def test_another_vocabulary_and_missing_room_are_refused(tmp_path: Path) -> None
         _train(_config(tmp_path, f"distill.target={tmp_path / 'nowhere'}"))
     with pytest.raises(ConfigError, match="leaves no room for a prompt"):
         _config(tmp_path, "distill.answer_tokens=64")
-    with pytest.raises(ConfigError, match="given together or not at all"):
+    with pytest.raises(ConfigError, match="need each other"):
         _config(tmp_path, "data.kind=chat")
     with pytest.raises(ConfigError, match=r"remove model.lora and data.held_out_files"):
         _config(tmp_path, model=f"start: {tmp_path / 'target'}, lora: {{}}")

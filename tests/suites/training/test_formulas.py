@@ -42,6 +42,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "frozen-int4-secondary": ("zero3", {"frozen": FROZEN}, {"frozen_codec": "int4", "secondary": True, **BF16}),
     "frozen-bf16-alone": ("none", {"frozen": FROZEN}, BF16),
     "hybrid-int8": ("hybrid", {}, {"gather_codec": "int8", "reduce_codec": "int8"}),
+    "ends-share": ("zero3", {}, {**CODED, "secondary": True, "reshard_ends": True}),
+    "ends-share-frozen": ("hybrid", {"frozen": FROZEN}, {"reshard_ends": True, **BF16}),
     "three-per-bucket": ("zero3", {"frozen": FROZEN}, {"num_buffers": 1}),
 }
 

@@ -88,6 +88,7 @@ DELAYED: dict[str, tuple[EngineOptions, int, int]] = {  # options, ranks, nodes
     "hybrid-three-buffers": (EngineOptions(sharding=SHARDINGS["hybrid"], num_buffers=3), 2, 2),
     "zero2": (EngineOptions(sharding=SHARDINGS["zero2"]), 2, 1),
     "copies-of-nodes": (EngineOptions(secondary=True), 4, 2),
+    "ends-share": (EngineOptions(reshard_ends=True), 2, 1),
 }
 
 
@@ -164,7 +165,14 @@ def train_with(
     """The trace of a step with ``pool`` in the place of the product's, in which ``holds`` are waited for."""
     nothing = {name: (lambda: None) for name in ("gather", "reduce", "compute")}
     delays = {**nothing, **holds}
-    monkeypatch.setattr(module, "BufferPool", pool)
+    share_buffers = gathered_weights.share_buffers
+
+    def share(*given: Any) -> Any:
+        with monkeypatch.context() as patched:
+            patched.setattr(gathered_weights, "BufferPool", pool)
+            return share_buffers(*given)
+
+    monkeypatch.setattr(module, "share_buffers", share)
     slow_down(monkeypatch, gather=delays["gather"], reduce=delays["reduce"])
     model, batches = slow_llama(delays["compute"]), batches_of(1, num_steps=1, accumulation=1)
 

@@ -18,6 +18,7 @@ from tightwire.training.config.tree import ParallelConfig
         ({"secondary": True, "sharding": "hybrid"}, "needs sharding zero3, got hybrid"),
         ({"gather_codec": "int8", "sharding": "none"}, "every rank has all weights"),
         ({"reduce_path": "hierarchical", "sharding": "hybrid"}, "sharded over all ranks, got sharding hybrid"),
+        ({"reshard_ends": True, "sharding": "zero2"}, "zero2 keeps all weights"),
         ({"reduce_across_codec": "int4"}, "needs reduce_path hierarchical"),
     ],
 )

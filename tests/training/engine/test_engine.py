@@ -56,6 +56,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "all-in-buffers": ({}, {"num_buffers": 4}),
     "more-buffers-than-blocks": ({}, {"num_buffers": 6}),
     "one-block": ({"num_hidden_layers": 1}, {}),
+    "ends-share": ({}, {"reshard_ends": True}),
+    "ends-share-on-demand": ({"frozen": FROZEN}, {"reshard_ends": True, "prefetch": "implicit"}),
+    "ends-share-one-block": ({"num_hidden_layers": 1}, {"reshard_ends": True}),
 }
 
 

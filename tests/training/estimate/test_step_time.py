@@ -10,7 +10,18 @@ from tightwire.bench.train.report import model_arms
 from tightwire.training.estimate.step import StepModel
 from tightwire.training.estimate.step_time import Computing, Rates, Task, predict_step, simulate
 
-_OWN = ("none", "zero1", "zero2", "zero3", "zero3-flat", "zero3-on-demand", "zero++", "hybrid", "dgc")
+_OWN = (
+    "none",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero3-flat",
+    "zero3-on-demand",
+    "zero3-reshard-ends",
+    "zero++",
+    "hybrid",
+    "dgc",
+)
 _NO_COMPUTING = Computing(0.0, 0.0, 0.0)
 _COMPUTING = Computing(0.3, 0.6, 0.1)
 _SLOW = Rates(across_bytes_per_s=1e5, across_round_s=0.0, inside_bytes_per_s=math.inf, inside_round_s=0.0)
@@ -62,7 +73,7 @@ def test_without_bytes_a_step_takes_the_time_of_its_computing(arm: str, models: 
 def test_replicas_overlap_all_sums_except_the_last_ones(models: dict[str, StepModel]) -> None:
     sums = models["none"].compressors
     rates = Rates(1e9, 0.0, math.inf, 0.0)
-    last = sum(sums[bucket].between_nodes for bucket in ("blocks.0", "norms", "embedding"))
+    last = sum(sums[bucket].between_nodes for bucket in ("blocks.0", "norms", "head", "embedding"))
 
     step_s = predict_step(models["none"], _COMPUTING, rates)
 
