@@ -33,7 +33,7 @@ _JOINED_SHARE, _JOINED_S, _COPYING_S = 0.15, 0.2e-3, 5e-9
 # Moving costs the cores that compute so many seconds a byte (measured between namespaces), but at most this share of its time;
 # messages that a socket's buffer takes at once do not.
 _MOVING_S, _MOVING_SHARE, _BUFFER_BYTES = 2.5e-9, 0.3, 64 << 10
-HIDDEN_BYTES = 4  # of a number of the hidden states between stages
+HIDDEN_BYTES, HIDDEN_SHARE = 4, 0.5  # of a hidden state's number; of the wire, while keys and values of hybrid move
 Stages = Sequence[tuple[int, int]]  # the first layer of each, and the one after its last
 Sums = Callable[[str, int], list[tuple[float, float]]]  # (phase, rows) -> seconds of computing and moving of each sum
 
@@ -162,7 +162,7 @@ class Predictor:
         few_s = [max(self._stages_s(FEW_ROWS, context, stages, handed)) for context in (0.0, 1.0)]
         row_s = max(self._stages_s(FEW_ROWS + 1, 0.0, stages, handed)) - few_s[0]
         times = ChunkTimes(few_s[0] - FEW_ROWS * row_s, row_s, (few_s[1] - few_s[0]) / FEW_ROWS)
-        moving_s = (1 + (handed > 0)) * self.work.row_elems * HIDDEN_BYTES / (self.link.bytes_per_s or inf)
+        moving_s = self.work.row_elems * HIDDEN_BYTES / (self.link.bytes_per_s or inf) / (HIDDEN_SHARE if handed else 1)
         part_s, start, found = times.part_s([(0, size) for size in sizes], len(stages), moving_s), 0, []
         if len(sizes) > 1:
             return _steps(sizes, min(_STEP_ROWS, times.num_rows(0, part_s)))

@@ -26,7 +26,7 @@ from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.comm_decision import CommDecision, decide_sums, describe_request
 from tightwire.server.plan.layout_decision import choose_auto, decide_stages, describe_layout
 from tightwire.server.plan.layout_table import memory_inputs
-from tightwire.server.plan.memory_budget import MemoryBudget, describe_offload
+from tightwire.server.plan.memory_budget import MemoryBudget, NotEnoughMemoryError, describe_offload
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool, rank_bytes, split_ranks
 from tightwire.server.plan.rank_setup import AdapterPlan, LayoutChoice, NamedPolicy, RunPlan, ServedAdapter
 from tightwire.server.plan.setting import (
@@ -190,16 +190,16 @@ def decide(
         draft=None if draft is None else draft_inputs(config, draft, decided),
         feedback_elem_bytes=0 if comm is None else comm.feedback_elem_bytes,
     )
-    weights = decide_weights(config.weights, inputs, num_nodes=parallel.nodes, files=files)
-    budget = weights.budget
-    if stages is not None and weights.plan.streamed:
-        name = "pipeline" if stages.pipeline else "hybrid"
-        cause = f"{name} holds whole layers in memory, and the model does not fit without streaming layers"
-        if choice is None:
-            raise ValueError(f"--layout {cause}; give --layout tensor")
-        other = LayoutChoice("tensor", cause)
+    asked = config.weights if stages is None else replace(config.weights, weights="resident")
+    try:
+        weights = decide_weights(asked, inputs, num_nodes=parallel.nodes, files=files)
+    except NotEnoughMemoryError as error:
+        if stages is None or choice is None:
+            cause = "" if stages is None else f"--layout {parallel.layout} streams no layers, --layout tensor may; "
+            raise NotEnoughMemoryError(f"{cause}{error}") from None
+        other = LayoutChoice("tensor", f"{choice.layout} streams no layers, and does not fit into memory without")
         return decide(config, model, formats, link, files=files, model_id=model_id, choice=other, draft=draft)
-    layout_note = describe_layout(stages, choice)
+    budget, layout_note = weights.budget, describe_layout(stages, choice)
     plan = RunPlan(
         device=setting.device,
         dtype=dtype,

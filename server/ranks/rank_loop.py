@@ -43,7 +43,7 @@ from tightwire.server.ipc.messages import (
     ToFollower,
     UnloadAdapter,
 )
-from tightwire.server.plan.layout_times import HIDDEN_BYTES
+from tightwire.server.plan.layout_times import HIDDEN_BYTES, HIDDEN_SHARE
 from tightwire.server.plan.rank_setup import RunPlan
 from tightwire.server.ranks.reporter import Reporter
 from tightwire.server.ranks.step_runner import RankZeroRunner, StepSize
@@ -132,7 +132,7 @@ class Leader:
         self._inbox = bind_receiver(self._context, inboxes.addresses[0])
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         rate = math.inf if plan.link is None else plan.link.link.bytes_per_s or math.inf
-        rate *= 1.0 if plan.is_pipeline else 0.5  # keys and values of hybrid take the rest
+        rate *= 1.0 if plan.is_pipeline else HIDDEN_SHARE
         row_bytes = parse_codec(plan.stage_codec).wire_bytes(model.hidden_size, HIDDEN_BYTES)
         self._limits = Limits(
             max_model_len=plan.max_model_len,

@@ -143,13 +143,20 @@ def test_tensor_takes_the_place_of_a_chosen_hybrid_that_would_stream(monkeypatch
     monkeypatch.setattr(run_plan, "available_host_bytes", lambda: (tensor + hybrid) // 2)
     decision = run_plan.decide(config, model, WeightFormats(), choice=LayoutChoice("hybrid", "1 s"))
     assert decision.plan.stages is None and not decision.plan.weights.streamed
-    assert "the model does not fit without streaming layers" in decision.plan.layout_note
-    with pytest.raises(ValueError, match="streaming layers; give --layout tensor"):
+    assert "hybrid streams no layers, and does not fit into memory without" in decision.plan.layout_note
+    with pytest.raises(ValueError, match="--layout hybrid streams no layers, --layout tensor may; not enough memory: "):
         run_plan.decide(
             make_config({"model": "random:tiny", "device": "cpu", "tp": 2, "max_model_len": 64, "layout": "hybrid"}),
             model,
             WeightFormats(),
         )
+
+
+@pytest.mark.parametrize("layout", ["hybrid", "pipeline"])
+@pytest.mark.parametrize(("short", "why"), [("device_memory", ""), ("kv_cache_memory", "holds")])
+def test_stages_that_do_not_fit_are_refused_with_the_reason(layout: str, short: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"--layout {layout} streams no layers, .*not enough memory: .*{why}"):
+        _decide(**{"layout": layout, "max_model_len": 512, short: 300 << 20 if short == "device_memory" else 1 << 16})
 
 
 def test_a_stage_takes_memory_for_its_layers_and_their_kv_heads() -> None:
