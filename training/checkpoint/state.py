@@ -94,9 +94,7 @@ def wanted_state(state: RunState, scalars: Mapping[str, Any], keys: Mapping[str,
     for shard in state.shards:
         if shard.name in scalars["optimizer"]:
             # Torch's optimizers keep scalar state, such as step counts, as tensors.
-            own: dict[str, Any] = {
-                name: torch.tensor(value) for name, value in scalars["optimizer"][shard.name].items()
-            }
+            own: dict[str, Any] = {key: torch.tensor(kept) for key, kept in scalars["optimizer"][shard.name].items()}
             own |= {name: torch.zeros_like(shard.flat_N) for name in _flat_names(keys)}
             state.optimizer.state[shard.flat_N] = own
     return [*_parameter_chunks(state.shards), *_optimizer_chunks(state.optimizer, state.shards)]

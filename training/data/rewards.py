@@ -18,6 +18,5 @@ def _score(text: str, facts: Mapping[str, Any]) -> float:
         return begun
     if not isinstance(found, dict):
         return begun
-    return (
-        begun + 0.3 + 0.5 * sum(found.get(key) == value for key, value in facts.items()) / max(len(facts), len(found))
-    )
+    right = sum(found.get(key) == value for key, value in facts.items())
+    return begun + 0.3 + 0.5 * right / max(len(facts), len(found))

@@ -28,6 +28,7 @@ All ranks send the same number. For the gradient compressor see ``compression.co
 """
 
 from collections.abc import Iterator
+from heapq import nlargest
 from typing import NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ def engine_memory(plan: BucketPlan, options: EngineOptions, *, num_nodes: int, r
 
 
 class Transfers(NamedTuple):
-    """Bytes per rank, for the largest bucket. ``beside_backward``: the largest of the buckets reduced during backward."""
+    """Bytes per rank, for the largest buckets that are reduced at once. ``beside_backward``: of those reduced during backward."""
 
     beside_backward: int
     at_the_end: int
@@ -75,7 +76,7 @@ class Transfers(NamedTuple):
 def transfer_bytes(plan: BucketPlan, options: EngineOptions, *, num_nodes: int, ranks_per_node: int) -> Transfers:
     world_size = num_nodes * ranks_per_node
     shape = options.sharding.shard_group(num_nodes, ranks_per_node)
-    beside = at_the_end = 0
+    at_once, beside, at_the_end = gradients.num_reduce_lanes(options, num_nodes), list[int](), list[int]()
     for bucket in plan.buckets:
         if bucket.trainable is None:
             continue
@@ -83,9 +84,9 @@ def transfer_bytes(plan: BucketPlan, options: EngineOptions, *, num_nodes: int, 
         if shape.world_size < world_size:
             most = max(most, 2 * _FLOAT32_BYTES * bucket.trainable.num_elems // shape.world_size)
         if gradients.alternates(options, bucket):
-            beside = max(beside, most)
-        at_the_end = max(at_the_end, most)
-    return Transfers(beside, at_the_end)
+            beside.append(most)
+        at_the_end.append(most)
+    return Transfers(*(sum(nlargest(at_once, each)) for each in (beside, at_the_end)))
 
 
 def _reduce_bytes(bucket: Bucket, flat_param: FlatParameter, options: EngineOptions, shape: GroupShape) -> int:

@@ -34,7 +34,7 @@ from tightwire.training.engine.flat_parameters import (
     cut_shard,
 )
 from tightwire.training.engine.gathered_weights import Trace, Weights
-from tightwire.training.engine.gradients import GradientCompressor, Gradients
+from tightwire.training.engine.gradients import GradientCompressor, Gradients, num_reduce_lanes
 from tightwire.training.engine.hooks import Hooks, MicroBatch
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.shards import group_of, make_shards
@@ -87,7 +87,9 @@ class Engine:
         self._shards = make_shards(plan, options, ranks, groups.device)
         self._hooks = Hooks(model, plan)
         self._weights = Weights(plan, self._shards, options, groups.gather, trace)
-        self._gradients = Gradients(plan, options, groups.reduce, trace, compressor)
+        # Nothing else uses the main group while gradients are summed.
+        lanes = groups.reduce, *([groups.main] if num_reduce_lanes(options, groups.num_nodes) > 1 else [])
+        self._gradients = Gradients(plan, options, lanes, trace, compressor)
         self._anchor = torch.zeros((), device=groups.device, requires_grad=True)
         self._is_broken = self._is_closed = False
 
@@ -133,12 +135,10 @@ class Engine:
 
     def gradient_norm(self) -> float:
         """The global norm of the gradients, summed in float64; the same bits on every rank."""
-        grads = [main.grad for _, main in self.named_flat_params()]
-        own = (
-            torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64).square() for grad in grads]).sum().view(1)
-        )
-        squares_of_ranks = run_leg(self._groups.main, self._group, all_gather, self._group, own)
-        return math.sqrt(sum(float(square) for square in squares_of_ranks))
+        own = [torch.linalg.vector_norm(main.grad, dtype=torch.float64) ** 2 for _, main in self.named_flat_params()]
+        own_sum = torch.stack(own).sum().view(1)
+        sums = run_leg(self._groups.main, self._group, all_gather, self._group, own_sum)
+        return math.sqrt(sum(float(total) for total in sums))
 
     def clip_gradients(self, max_norm: float) -> float:
         """Scale the gradients to a global norm of at most ``max_norm``; returns the norm before scaling."""

@@ -112,9 +112,7 @@ def blocks_bytes(shards: Shards) -> int:
 def make_buffers(plan: BucketPlan, options: EngineOptions, shards: Shards, device: torch.device) -> list[BucketBuffer]:
     """The weight buffer of each bucket, allocated. Raises ValueError: ``reshard_ends`` without a head of its own."""
     if options.reshard_ends and HEAD not in [bucket.name for bucket in plan.buckets]:
-        raise ValueError(
-            "parallel.reshard_ends: the head is the embedding, so they are one buffer already; leave it out"
-        )
+        raise ValueError("parallel.reshard_ends: the head is the embedding, so they have one buffer; leave it out")
     size = options.compute_dtype.itemsize
     elems = {bucket: bucket.num_elems for bucket in plan.buckets if alternates(options, bucket)}
     shared = share_buffers(elems, options.num_buffers, size, device)

@@ -8,7 +8,7 @@ accumulates micro-batches, and is reduced at the end of the step. Sums over rank
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -86,6 +86,11 @@ def alternates(options: EngineOptions, bucket: Bucket) -> bool:
     return options.shares(bucket) and options.sharding.reduce_when == "backward"
 
 
+def num_reduce_lanes(options: EngineOptions, num_nodes: int) -> int:
+    """Two where sums have a leg inside nodes and one between them, so that one bucket's leg runs beside another's (qgZ of ZeRO++)."""
+    return 2 if num_nodes > 1 and options.reduce_path == "hierarchical" else 1
+
+
 def reduce_codecs(options: EngineOptions, bucket: Bucket) -> tuple[Codec, Codec]:
     """The codecs inside and across nodes. Norms and biases are not quantized."""
     if bucket.name == NORMS:
@@ -123,18 +128,18 @@ class Gradients:
         self,
         plan: BucketPlan,
         options: EngineOptions,
-        lane_group: Group,
+        lane_groups: Sequence[Group],
         trace: Trace,
         compressor: GradientCompressor | None,
     ) -> None:
         self.waited_s = 0.0
         self._plan, self._options, self._trace, self._compressor = plan, options, trace, compressor
-        self._lane_group, self._group = lane_group, shard_group(lane_group, options.sharding)
-        self._patience_s = PATIENCE * lane_group.timeout_s
-        self._bucket_buffers = make_buffers(plan, options, lane_group.device)
+        self._groups, first = [(lane, shard_group(lane, options.sharding)) for lane in lane_groups], lane_groups[0]
+        self._patience_s, self._num_ranks = PATIENCE * first.timeout_s, first.world_size
+        self._bucket_buffers = make_buffers(plan, options, first.device)
         self._pools = list({id(place.pool): place.pool for place in self._bucket_buffers.values()}.values())
         self._layouts: dict[str, list[tuple[int, int]]] = {}  # by shared buffer: parameters' (start, length)
-        self._lane = Lane("reduce", lane_group.device, self._close_pools)
+        self._lanes = [Lane("reduce", first.device, self._close_pools) for _ in lane_groups]
 
     def grads(self) -> dict[str, Tensor]:
         """(N / ranks,) float32, by flat parameter: this rank's shards of the gradients; valid from ``finish`` to the next step."""
@@ -164,7 +169,7 @@ class Gradients:
                 place.buffer_N.zero_()  # padding between parameters holds values of another bucket
                 self._layouts[place.name] = layout
             place.is_last = last
-            self._lane.start(lambda: self._reduce(bucket, place, last))
+            self._lane(bucket).start(lambda: self._reduce(bucket, place, last))
 
     def view(self, bucket: Bucket, param: ParamSpan, dtype: torch.dtype) -> Tensor | None:
         """Where a layer writes a parameter's gradient itself; None: ``add`` adds it to another one or converts it."""
@@ -208,7 +213,7 @@ class Gradients:
         place.pool.filled(bucket.number)
         if not place.alternates:
             place.is_last = True
-            self._lane.start(lambda: self._reduce(bucket, place, last=True))
+            self._lane(bucket).start(lambda: self._reduce(bucket, place, last=True))
 
     def end_step(self) -> None:
         """Called after the last micro-batch: reduce, in plan order, the buckets that backward has not completed."""
@@ -218,7 +223,7 @@ class Gradients:
                 continue
             if place.alternates:
                 place.is_last = True
-                self._lane.start(lambda bucket=bucket, place=place: self._complete(bucket, place))
+                self._lane(bucket).start(lambda bucket=bucket, place=place: self._complete(bucket, place))
             else:
                 if not place.written:
                     self.begin(bucket, last=True)
@@ -230,12 +235,13 @@ class Gradients:
             raise RuntimeError("the step's last micro-batch has not run; pass last=True to it")
         start_s = time.perf_counter()
         if self._compressor is not None and self._compressor.takes_all_sums:
-            self._lane.start(partial(self._compress_all, self._compressor))
-        self._lane.finish(self._patience_s)
+            self._lanes[0].start(partial(self._compress_all, self._compressor))
+        for lane in self._lanes:
+            lane.finish(self._patience_s)
         self.waited_s += time.perf_counter() - start_s
         for bucket in self._buckets():
             place = self._bucket_buffers[bucket.number]
-            place.grad_S.div_(self._lane_group.world_size)
+            place.grad_S.div_(self._num_ranks)
             place.has_sum = place.is_last = False
             place.written.clear()
         if self._compressor is not None:
@@ -243,7 +249,11 @@ class Gradients:
 
     def close(self, reason: BaseException) -> None:
         self._close_pools(reason)
-        self._lane.close()
+        for lane in self._lanes:
+            lane.close()
+
+    def _lane(self, bucket: Bucket) -> Lane:
+        return self._lanes[bucket.number % len(self._lanes)]
 
     def _reduce(self, bucket: Bucket, place: BucketBuffer, last: bool) -> None:
         place.pool.use(bucket.number, math.inf)  # the thread that waits for the lane has a deadline
@@ -268,10 +278,10 @@ class Gradients:
     def _sum(self, bucket: Bucket, grad_N: Tensor) -> Tensor:
         """This rank's slice of the sum over the shard group, float32."""
         inside, across = reduce_codecs(self._options, bucket)
-        group, dtype = self._group, torch.float32
+        lane_group, group = self._groups[bucket.number % len(self._groups)]
         if group.nodes is not None and self._options.reduce_path == "hierarchical":
-            return hierarchical_reduce_scatter(group, grad_N, inside, across, dtype)
-        return run_leg(self._lane_group, group, reduce_scatter, group, grad_N, inside, dtype)
+            return hierarchical_reduce_scatter(group, grad_N, inside, across, torch.float32)
+        return run_leg(lane_group, group, reduce_scatter, group, grad_N, inside, torch.float32)
 
     def _complete(self, bucket: Bucket, place: BucketBuffer) -> None:
         """Sum over replicas, once the shard has the sum of all micro-batches."""

@@ -88,9 +88,7 @@ class StepModel:
     def fitting(self, num_bytes: int) -> "StepModel":
         """The same step with as few recomputed blocks as ``num_bytes`` of memory ask; with all, if no number is enough."""
         counts = range(len(self.plan.block_modules))
-        tried = [
-            replace(self, options=replace(self.options, checkpoint_blocks=count)) for count in (*counts, len(counts))
-        ]
+        tried = [replace(self, options=replace(self.options, checkpoint_blocks=n)) for n in (*counts, len(counts))]
         return tried[bisect_left(counts, True, key=lambda count: tried[count].memory().most <= num_bytes)]
 
     def on_rank(self, rank: int) -> "StepModel":

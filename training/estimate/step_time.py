@@ -101,7 +101,7 @@ def _computing(plan: BucketPlan, options: EngineOptions, computing: Computing) -
 
 
 def _reduces(model: StepModel, rates: Rates) -> list[Task]:
-    tasks: list[Task] = []
+    tasks, num_lanes = list[Task](), gradients.num_reduce_lanes(model.options, model.topology.num_nodes)
     compressing = [] if model.config.parallel.between.takes_all_sums else tasks
     # Norms are complete before the embedding.
     others = [bucket for bucket in reversed(model.plan.buckets) if bucket.block is None]
@@ -110,11 +110,12 @@ def _reduces(model: StepModel, rates: Rates) -> list[Task]:
         after = "backward head" if bucket in early else f"backward {bucket.block or 0}"
         for flow in _flows_of(bucket, model.flows, _REDUCE):
             if flow.calls:
-                tasks.append(Task(f"reduce {bucket.name}", _REDUCE, (after,), *_seconds([flow], rates)))
+                lane = f"{_REDUCE} {bucket.number % num_lanes}"
+                tasks.append(Task(f"reduce {bucket.name}", lane, (after,), *_seconds([flow], rates)))
         if sent := model.compressors.get(bucket.name):
             fixed_s = sent.rounds * rates.across_round_s + sent.inside / rates.inside_bytes_per_s
             wire_s = sent.between_nodes / rates.across_bytes_per_s
-            compressing.append(Task(f"compress {bucket.name}", _REDUCE, (after,), fixed_s, wire_s))
+            compressing.append(Task(f"compress {bucket.name}", f"{_REDUCE} 0", (after,), fixed_s, wire_s))
     return tasks if compressing is tasks else [*tasks, *compressing]
 
 

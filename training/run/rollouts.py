@@ -205,19 +205,17 @@ class Rollouts:
                 record[name] = score
         return groups, records
 
-    def _ask(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int]
-    ) -> tuple[list[Answer], list[str], list[list[float]]]:
+    def _ask(self, given: Sequence[Prompt], seeds: Sequence[int]) -> tuple[list[Answer], list[str], list[list[float]]]:
         """An answer to each prompt, its text, and what each reward says of them. Collective. Raises DataError as ``run``."""
-        asked = [(prompt.token_ids, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        asked = [(prompt.token_ids, seed) for prompt, seed in zip(given, seeds, strict=True)]
         sent, begun_s = self._sampler.bytes_sent, time.perf_counter()
         answers = self._sampler.answer(asked, self.config.answer_tokens)
         seconds, sent = time.perf_counter() - begun_s, self._sampler.bytes_sent - sent
         self._spent = {"answer_s": seconds, "answer_wire_bytes": sent}
         texts = [self._tokenizer.decode(each.token_ids[: len(each.token_ids) - each.ended]) for each in answers]
         with self._control.failing_together(DataError):
-            given = self.config.rewards, self._rewards, prompts, texts
-            return answers, texts, rewards_of_answers(*given) if prompts else []
+            judged = self.config.rewards, self._rewards, given, texts
+            return answers, texts, rewards_of_answers(*judged) if given else []
 
     def evaluate(self, prompts: Sequence[Prompt], step: int) -> EvaluationRecord:
         """The mean reward of an answer to each of ``prompts``, the same on all ranks. Collective. Raises DataError: a reward failed."""

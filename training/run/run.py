@@ -204,9 +204,8 @@ class Run:
                 self._export(terminal)
             if signal:
                 saved = "saved" if loop.step > step else "nothing new to save"
-                terminal.say(
-                    f"stopped after step {loop.step} of {config.schedule.steps}, {saved}; the same command resumes"
-                )
+                at = f"step {loop.step} of {config.schedule.steps}"
+                terminal.say(f"stopped after {at}, {saved}; the same command resumes")
             return signal
         finally:
             batches.close()

@@ -90,16 +90,18 @@ def test_ledgers_and_memory_equal_the_formulas(case: str) -> None:
 def sent_by(groups: TrainGroups) -> Counter[tuple[str, str]]:
     """Bytes by lane and operation; without those of the sum over replicas."""
     sent: Counter[tuple[str, str]] = Counter()
-    for lane, group in (("gather", groups.gather), ("reduce", groups.reduce)):
+    for lane, group in (("gather", groups.gather), ("reduce", groups.reduce), ("reduce", groups.main)):
         for count in group.ledger.counters.counts():
-            if count.bytes_sent and count.op != "all_reduce":
+            is_summed = group is not groups.main or count.op == "reduce_scatter"  # the second lane of sums over nodes
+            if count.bytes_sent and count.op != "all_reduce" and is_summed:
                 sent[lane, count.op] += count.bytes_sent
     return sent
 
 
 def sent_between_nodes(groups: TrainGroups) -> dict[str, int]:
-    assert groups.gather.nodes is not None and groups.reduce.nodes is not None
-    return {"gather": groups.gather.nodes.across.bytes_sent, "reduce": groups.reduce.nodes.across.bytes_sent}
+    assert groups.gather.nodes is not None and groups.reduce.nodes is not None and groups.main.nodes is not None
+    summed = groups.reduce.nodes.across.bytes_sent + groups.main.nodes.across.bytes_sent
+    return {"gather": groups.gather.nodes.across.bytes_sent, "reduce": summed}
 
 
 def formula_by_op(flows: list[Flow]) -> Counter[tuple[str, str]]:

@@ -109,6 +109,27 @@ def test_delays_change_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert_same(got, reference(model, options, batches, num_nodes))
 
 
+def test_two_sums_over_nodes_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sum of each rank ends only once its second one has begun: one lane would never begin it."""
+    options, batches = EngineOptions(reduce_path="hierarchical"), batches_of(2, num_steps=1, accumulation=1)
+    sums, calls, second = gradients.hierarchical_reduce_scatter, [0, 0], [threading.Event(), threading.Event()]
+
+    def summed(group: Any, *given: Any) -> Tensor:
+        calls[group.rank] += 1
+        if calls[group.rank] == 1:
+            assert second[group.rank].wait(_LONGEST_WAIT_S), "no second sum has begun"
+        second[group.rank].set()
+        return sums(group, *given)
+
+    monkeypatch.setattr(gradients, "hierarchical_reduce_scatter", summed)
+
+    got = run_training(small_llama(), options, batches, num_nodes=2)
+
+    # A node has one rank, so sums inside nodes come first as they do in hybrid.
+    by_node = EngineOptions(sharding=SHARDINGS["hybrid"])
+    assert_same(got, reference(small_llama(), by_node, batches, num_nodes=2))
+
+
 class Watched(Trace):
     """A trace that can be waited for, so that what is to happen first does."""
 
